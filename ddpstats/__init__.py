@@ -1,0 +1,89 @@
+"""The numbers a distributed training run reports are the right numbers, or you get an error that names the key and the ranks.
+
+Names are loaded when first used, so that importing this package costs next to nothing and does not import torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any as _Any
+
+if TYPE_CHECKING:
+    from ddpstats._markers import All as All
+    from ddpstats._markers import Any_ as Any
+    from ddpstats._markers import Max as Max
+    from ddpstats._markers import Mean as Mean
+    from ddpstats._markers import Min as Min
+    from ddpstats._markers import Sum as Sum
+    from ddpstats._version import __version__ as __version__
+    from ddpstats.errors import BundleError as BundleError
+    from ddpstats.errors import CollectiveMismatch as CollectiveMismatch
+    from ddpstats.errors import ConfigError as ConfigError
+    from ddpstats.errors import DdpstatsError as DdpstatsError
+    from ddpstats.errors import DumpError as DumpError
+    from ddpstats.errors import InvalidStats as InvalidStats
+    from ddpstats.errors import NonFiniteStat as NonFiniteStat
+    from ddpstats.errors import ProtocolMismatch as ProtocolMismatch
+    from ddpstats.errors import RankMissing as RankMissing
+    from ddpstats.errors import SchemaConflict as SchemaConflict
+    from ddpstats.errors import SentinelAlarm as SentinelAlarm
+    from ddpstats.recursive_op import recursive_average as recursive_average
+    from ddpstats.recursive_op import recursive_divide as recursive_divide
+    from ddpstats.recursive_op import recursive_sum as recursive_sum
+    from ddpstats.reduce import Entry as Entry
+    from ddpstats.reduce import PendingReduction as PendingReduction
+    from ddpstats.reduce import Reduced as Reduced
+    from ddpstats.reduce import ReductionCounters as ReductionCounters
+    from ddpstats.reduce import StatsReducer as StatsReducer
+    from ddpstats.reduce import all_ranks as all_ranks
+    from ddpstats.reduce import any_rank as any_rank
+    from ddpstats.reduce import reduce_stats as reduce_stats
+
+_HOMES = {
+    "_markers": ("All", "Any", "Max", "Mean", "Min", "Sum"),
+    "_version": ("__version__",),
+    "errors": (
+        "BundleError",
+        "CollectiveMismatch",
+        "ConfigError",
+        "DdpstatsError",
+        "DumpError",
+        "InvalidStats",
+        "NonFiniteStat",
+        "ProtocolMismatch",
+        "RankMissing",
+        "SchemaConflict",
+        "SentinelAlarm",
+    ),
+    "recursive_op": ("recursive_average", "recursive_divide", "recursive_sum"),
+    "reduce": (
+        "Entry",
+        "PendingReduction",
+        "Reduced",
+        "ReductionCounters",
+        "StatsReducer",
+        "all_ranks",
+        "any_rank",
+        "reduce_stats",
+    ),
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+_SUBMODULES = frozenset({"errors", "integrations", "recursive_op", "reduce", "testing"})
+
+__all__ = sorted(_HOME_OF)
+
+
+def __getattr__(name: str) -> _Any:
+    if name in _SUBMODULES:
+        return importlib.import_module(f"ddpstats.{name}")
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module 'ddpstats' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"ddpstats.{home}"), "Any_" if name == "Any" else name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

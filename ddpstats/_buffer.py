@@ -1,0 +1,123 @@
+"""The one buffer of a group: control lanes, then three lanes per slot. What is summed over ranks in one all_reduce.
+
+::
+
+    lane  0..7   fingerprint of the call, as four 16-bit numbers x and their squares
+          8      ranks that are stale               (control: sums must equal what agreement gives, to the bit)
+          9      ranks that failed to prepare
+         10      ranks that are partial: some slot without a plain, finite value of the call's weight
+         11      weight of the call
+         12      flag of any_rank / all_ranks
+         16..    weighted sums | weights | codes, one lane per slot each, back to back
+
+A sum alone does not prove that all ranks sent the same x: the sum of x and the sum of x squared do, since W ranks with
+sums S1 and S2 agree exactly where S1 = W x and S2 = W x squared (the variance is zero). Both stay exact in float64 for
+fewer than 2**21 ranks.
+
+The size is the capacity of the group, the same on all ranks and for all names: a call that meets another name's call
+meets a buffer of its own size, and the lanes can tell. A buffer sized from a rank's own keys would abort the process.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ddpstats._layout import Layout
+
+STALE, FAILED, PARTIAL, WEIGHT, FLAG = 8, 9, 10, 11, 12
+_CONTROL_LANES = 10
+HEADER_LANES = 16
+LANES_PER_SLOT = 3
+_BYTES = 8
+
+
+def lanes_needed(slots: int) -> int:
+    """How many float64 a layout of ``slots`` slots needs."""
+    return HEADER_LANES + LANES_PER_SLOT * slots
+
+
+def capacity_for(lanes: int) -> int:
+    """``lanes`` rounded up by at most an eighth, so that a layout may grow a little without a new buffer."""
+    step = max(64, (1 << (lanes - 1).bit_length()) // 16)
+    return -(-lanes // step) * step
+
+
+@dataclass(frozen=True)
+class Seal:
+    """What stands for "this call, this policy, this layout": what a rank sends, and what all sums are if all agree."""
+
+    lanes: array[float]
+    agreed: bytes
+
+    @classmethod
+    def of(cls, fingerprint: bytes, world_size: int) -> Seal:
+        chunks = struct.unpack("<4H", fingerprint)
+        lanes = array("d", [float(v) for x in chunks for v in (x, x * x)])
+        agreed = array("d", [lane * world_size for lane in lanes] + [0.0, 0.0])
+        return cls(lanes, agreed.tobytes())
+
+
+class Buffer:
+    """Memory that Python writes and torch sums, without a copy between the two."""
+
+    def __init__(self, capacity: int) -> None:
+        self._raw = bytearray(capacity * _BYTES)
+        self.tensor = torch.frombuffer(self._raw, dtype=torch.float64)
+        self._bytes = memoryview(self._raw)
+        self._lanes = self._bytes.cast("d")
+        self.capacity = capacity
+
+    def seal(self, seal: Seal, *, stale: bool, failed: bool, weight: float = 0.0, flag: float = 0.0) -> None:
+        """Write the control lanes. A call that is stale or failed needs nothing else."""
+        lanes = self._lanes
+        lanes[0:8] = seal.lanes
+        lanes[8:13] = array("d", (stale, failed, 1.0, weight, flag))
+
+    def is_agreed(self, seal: Seal) -> bool:
+        """After the sum: whether all ranks made the same call, and none is stale or failed."""
+        return self._bytes[: _CONTROL_LANES * _BYTES] == seal.agreed
+
+    def lane(self, index: int) -> float:
+        return self._lanes[index]
+
+    def write_whole(self, layout: Layout, sums: array[float], weight: float, codes: array[float]) -> None:
+        """Every slot has a finite value of the call's weight."""
+        size, lanes = layout.size, self._lanes
+        lanes[PARTIAL] = 0.0
+        start = HEADER_LANES
+        lanes[start : start + size] = sums
+        lanes[start + size : start + 2 * size] = array("d", (weight,)) * size
+        lanes[start + 2 * size : start + 3 * size] = codes
+
+    def write_partial(
+        self,
+        layout: Layout,
+        slots: Sequence[int],
+        sums: Sequence[float],
+        weights: float | Sequence[float],
+        codes: array[float],
+    ) -> None:
+        """Some slots only; the others add nothing."""
+        size, lanes = layout.size, self._lanes
+        start, zeros = HEADER_LANES, bytes(_BYTES * 2 * size)
+        self._bytes[start * _BYTES : (start + 2 * size) * _BYTES] = zeros
+        lanes[start + 2 * size : start + 3 * size] = codes
+        if isinstance(weights, float):
+            weights = (weights,) * len(slots)
+        for slot, value, weight in zip(slots, sums, weights, strict=True):
+            lanes[start + slot] = value
+            lanes[start + size + slot] = weight
+
+    def sums(self, layout: Layout) -> memoryview:
+        return self._lanes[HEADER_LANES : HEADER_LANES + layout.size]
+
+    def weights(self, layout: Layout) -> memoryview:
+        return self._lanes[HEADER_LANES + layout.size : HEADER_LANES + 2 * layout.size]
+
+    def codes(self, layout: Layout) -> memoryview:
+        return self._lanes[HEADER_LANES + 2 * layout.size : HEADER_LANES + 3 * layout.size]

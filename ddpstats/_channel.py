@@ -1,0 +1,289 @@
+"""One channel per process group: our own gloo group beside it, and the order in which calls use it.
+
+All reductions on a group, of all its reducers, run in call order. A call with nothing pending runs on the caller's own
+thread; `submit` hands a call to the channel's one worker, and calls that follow queue behind it. A failed collective
+closes the channel: every later call raises the verdict on it.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from typing import Any, Generic, TypeVar
+
+import torch.distributed as dist
+
+from ddpstats._comm import (
+    Comm,
+    CommFailed,
+    GlooComm,
+    SoloComm,
+    describe_group,
+    group_ranks,
+    group_store,
+    patience_sec,
+    resolve_group,
+    slice_sec,
+)
+from ddpstats._mailbox import PROCESS_ID_BYTES, Mailbox, ProcessId, Verdict
+from ddpstats._protocol import Protocol
+from ddpstats._ranks import ranks_text
+from ddpstats._version import __version__
+from ddpstats._wire import PROTOCOL_VERSION
+from ddpstats.errors import ProtocolMismatch, RankMissing
+
+T = TypeVar("T")
+Work = Callable[[Protocol], T]
+
+# The one message whose size may never change: versions with other buffers must be able to read it.
+_HELLO = struct.Struct(f"<8sH32s{PROCESS_ID_BYTES}s")
+_MAGIC = b"ddpstats"
+
+
+Connect = Callable[[float], Comm]
+"""Makes the doorway to the other ranks, within so many seconds; raises `CommFailed`."""
+
+
+class Channel:
+    """The reductions of one group. Made by `channel_of`."""
+
+    def __init__(self, ranks: tuple[int, ...], rank: int, group_name: str, connect: Connect, store: Any = None) -> None:
+        self.group_name = group_name
+        self._ranks, self._rank = {int(member): member for member in ranks}, rank
+        self._connect = connect
+        # Alone there is nobody to meet, and nobody to miss.
+        self._mailbox = Mailbox(store, rank, ranks) if len(ranks) > 1 else None
+        self._comm: Comm | None = None
+        self._protocol: Protocol | None = None
+        self._error: RankMissing | None = None
+        self._state = threading.Condition()
+        self._busy = False
+        self._queue: deque[_Job[Any]] = deque()
+        self._worker: threading.Thread | None = None
+        self._users = 0
+
+    # -- order --------------------------------------------------------------------------------------------------------
+
+    def run(self, work: Work[T], timeout_sec: float) -> T:
+        """Run ``work`` in turn; on this thread if nothing is pending."""
+        with self._state:
+            idle = not self._busy and not self._queue
+            self._busy = self._busy or idle
+        if not idle:
+            return self.submit(work, timeout_sec).result()
+        try:
+            return self._perform(work, timeout_sec)
+        finally:
+            with self._state:
+                self._busy = False
+                self._state.notify_all()
+
+    def submit(self, work: Work[T], timeout_sec: float) -> Future[T]:
+        """Run ``work`` in turn on the worker thread; at once returns a future."""
+        job = _Job(work, timeout_sec)
+        with self._state:
+            self._queue.append(job)
+            if self._worker is None:
+                self._worker = threading.Thread(target=self._serve, name="ddpstats", daemon=True)
+                self._worker.start()
+            self._state.notify_all()
+        return job.future
+
+    def _serve(self) -> None:
+        while True:
+            with self._state:
+                # A thread that waits for work waits for the program, not for a peer: this is the one wait without a limit.
+                self._state.wait_for(lambda: (self._queue and not self._busy) or self._worker is None)
+                if not self._queue:
+                    return
+                job = self._queue.popleft()
+                self._busy = True
+            job.run(self._perform)
+            del job
+            with self._state:
+                self._busy = False
+                self._state.notify_all()
+
+    # -- one call -----------------------------------------------------------------------------------------------------
+
+    def _perform(self, work: Work[T], timeout_sec: float) -> T:
+        if self._error is not None:
+            raise self._error.with_traceback(None)
+        started = time.monotonic()
+        try:
+            return work(self._protocol or self._first_use(timeout_sec))
+        except CommFailed as error:
+            assert self._mailbox is not None
+            reason, grace_sec = str(error), 2 * slice_sec(timeout_sec)
+            verdict = self._mailbox.settle(
+                self._seq(),
+                max(started + timeout_sec, time.monotonic() + grace_sec),
+                lambda missing, dead: self._verdict_text(missing, dead, time.monotonic() - started, reason),
+            )
+        raise self._broken(verdict)
+
+    def _seq(self) -> int:
+        """Which collective of this group this rank is in: how ranks tell each other where they wait."""
+        return 0 if self._protocol is None else self._protocol.collectives
+
+    def _watch(self) -> None:
+        """Between two slices of a wait: is there any point in waiting on?"""
+        if self._mailbox is None:
+            return
+        if self._mailbox.glance(self._seq()) is not None:
+            raise CommFailed("another rank has given up")
+        dead = self._mailbox.dead_peers()
+        if dead:
+            raise CommFailed(f"the process of {self._named(dead)} is gone")
+
+    def _broken(self, verdict: Verdict) -> RankMissing:
+        self._error = RankMissing(verdict.message, missing_ranks=verdict.missing, group=self.group_name)
+        if self._comm is not None:
+            self._comm.close()
+        return self._error
+
+    def _named(self, ranks: Iterable[int]) -> str:
+        return ranks_text([self._ranks.get(rank, rank) for rank in ranks])
+
+    def _verdict_text(self, missing: tuple[int, ...], dead: tuple[int, ...], waited_sec: float, reason: str) -> str:
+        silent = [rank for rank in missing if rank not in dead]
+        lines = [f"a reduction on {self.group_name} was not completed after {waited_sec:.1f} s:"]
+        if dead:
+            lines.append(f"  {self._named(dead)}: the process is gone")
+        if silent:
+            lines.append(f"  {self._named(silent)}: did not take part")
+        if not missing:
+            lines.append("  no rank is known to be missing; the connection between ranks failed")
+        lines.append(f"{self._named([self._rank])} waited and saw: {reason}")
+        lines.append(
+            "Look at the output of the missing ranks first. A rank that is only slow needs a larger timeout_sec (or "
+            "DDPSTATS_TIMEOUT_SEC). Reductions on this group are closed."
+        )
+        return "\n".join(lines)
+
+    # -- first use ----------------------------------------------------------------------------------------------------
+
+    def _first_use(self, timeout_sec: float) -> Protocol:
+        """Meet all ranks, connect, and prove that all speak the same protocol, before a buffer of any layout is sent."""
+        if self._comm is None:
+            if self._mailbox is not None:
+                self._meet(self._mailbox, timeout_sec)
+            self._comm = self._connect(timeout_sec)
+            self._comm.watch = self._watch
+        if self._mailbox is not None:
+            self._mailbox.peers = self._shake_hands(self._comm, timeout_sec)
+        self._protocol = Protocol(self._comm, self.group_name)
+        return self._protocol
+
+    def _meet(self, mailbox: Mailbox, timeout_sec: float) -> None:
+        started = time.monotonic()
+        verdict = mailbox.meet(
+            timeout_sec - slice_sec(timeout_sec),
+            slice_sec(timeout_sec),
+            lambda missing, dead: self._verdict_text(
+                missing, dead, time.monotonic() - started, "this was the first use of the group, and not all ranks came"
+            ),
+        )
+        if verdict is not None:
+            raise self._broken(verdict)
+
+    def _shake_hands(self, comm: Comm, timeout_sec: float) -> dict[int, ProcessId]:
+        mine = _HELLO.pack(_MAGIC, PROTOCOL_VERSION, __version__.encode()[:32], ProcessId.mine().pack())
+        versions: dict[str, list[int]] = {}
+        peers: dict[int, ProcessId] = {}
+        for rank, hello in zip(comm.ranks, comm.all_gather(mine, patience_sec(timeout_sec)), strict=True):
+            magic, protocol, version, process = _HELLO.unpack(hello)
+            text = f"ddpstats {version.rstrip(bytes(1)).decode(errors='replace')}, protocol {protocol}"
+            versions.setdefault(text if magic == _MAGIC else "no ddpstats", []).append(rank)
+            peers[int(rank)] = ProcessId.unpack(process)
+        if len(versions) > 1:
+            lines = [f"ranks of {self.group_name} run different versions:"]
+            lines += [f"  {ranks_text(ranks)}: {text}" for text, ranks in versions.items()]
+            lines.append("Install the same version of ddpstats on all of them.")
+            raise ProtocolMismatch("\n".join(lines), ranks=comm.ranks, group=self.group_name)
+        del peers[int(comm.rank)]
+        return peers
+
+    # -- users --------------------------------------------------------------------------------------------------------
+
+    def acquire(self) -> None:
+        """Another user that may `submit`."""
+        with self._state:
+            self._users += 1
+
+    def release(self) -> None:
+        """The last user that may `submit` ends the worker, after it has done what is pending."""
+        with self._state:
+            self._users -= 1
+            worker = self._worker if self._users == 0 else None
+            if worker is not None:
+                self._worker = None
+                self._state.notify_all()
+        if worker is not None and worker is not threading.current_thread():
+            worker.join()
+
+    def worker_is_alive(self) -> bool:
+        worker = self._worker
+        return worker is not None and worker.is_alive()
+
+
+class _Job(Generic[T]):
+    def __init__(self, work: Work[T], timeout_sec: float) -> None:
+        self.future: Future[T] = Future()
+        self._work, self._timeout_sec = work, timeout_sec
+
+    def run(self, perform: Callable[[Work[T], float], T]) -> None:
+        try:
+            self.future.set_result(perform(self._work, self._timeout_sec))
+        except BaseException as error:
+            self.future.set_exception(error)
+
+
+# -- which channel ----------------------------------------------------------------------------------------------------
+
+ALONE = object()
+"""In place of a group: this process only, whatever groups there are."""
+
+_channels: weakref.WeakKeyDictionary[dist.ProcessGroup, Channel] = weakref.WeakKeyDictionary()
+_alone: Channel | None = None
+_lock = threading.Lock()
+
+
+def channel_of(group: Any) -> Channel:
+    """The channel of ``group`` (None: the default group); one for this process alone where there is no other rank.
+
+    Raises ``ConfigError`` on a rank that is not a member. Local: ranks meet at the first reduction.
+    """
+    resolved = None if group is ALONE else resolve_group(group)
+    if resolved is None or resolved.size() == 1:
+        return _channel_alone()
+    with _lock:
+        channel = _channels.get(resolved)
+        if channel is None:
+            channel = _channels[resolved] = _new_channel(resolved)
+        return channel
+
+
+def _channel_alone() -> Channel:
+    global _alone
+    with _lock:
+        if _alone is None:
+            _alone = Channel((0,), 0, "a single process", lambda timeout_sec: SoloComm())
+        return _alone
+
+
+def _new_channel(group: dist.ProcessGroup) -> Channel:
+    reference = weakref.ref(group)
+
+    def connect(timeout_sec: float) -> Comm:
+        alive = reference()
+        if alive is None:
+            raise CommFailed("the process group was destroyed")
+        return GlooComm(alive, timeout_sec)
+
+    return Channel(group_ranks(group), dist.get_rank(), describe_group(group), connect, group_store(group))

@@ -1,0 +1,252 @@
+"""The only file that issues collectives of ours, and the only one of this wing that touches torch's process groups.
+
+Every method of a `Comm` is a collective: all ranks of the group must call the same methods in the same order. Every method
+has a timeout and raises `CommFailed` where it could not be completed; what that means is decided by `_mailbox`.
+
+How gloo waits (torch 2.13, measured): the timeout of an operation counts anew for every step of its ring, so a rank may
+wait several times as long; a rank that gave up is not noticed by the others; ``abort()`` wakes nobody; and destroying a
+group joins its operations, so it blocks as long as they do. Hence `_wait`: the wait is cut into slices, between two
+slices the rank looks at the mailbox, and a group whose operation never ended is kept instead of destroyed.
+
+Checked on torch 2.13 (gloo). ``ProcessGroup.get_group_store``, ``new_group(use_local_synchronization=True)`` and
+``Work.wait(timeout)`` are needed; where one is missing the first use of a group says so (`ConfigError`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from ddpstats._ranks import members
+from ddpstats.errors import ConfigError
+
+Watch = Callable[[], None]
+"""Called between two slices of a wait; raises `CommFailed` where waiting on has become pointless."""
+
+
+class CommFailed(Exception):
+    """A collective did not complete: a peer is gone, late, or was never there. Holds the backend's own words."""
+
+
+class Comm(Protocol):
+    """The doorway to the other ranks; `_fake_comm` has one for threads, and one test suite holds for both.
+
+    ``ranks`` are global ranks in the order of the group; ``rank`` is this process's own global rank. ``watch`` is called
+    about once a second by a rank that waits.
+    """
+
+    ranks: tuple[int, ...]
+    rank: int
+    watch: Watch
+
+    def all_reduce_sum(self, tensor: torch.Tensor, timeout_sec: float) -> None:
+        """Sum a float64 tensor of the same size on all ranks, in place, with the same bits on every rank."""
+
+    def all_reduce_max(self, tensor: torch.Tensor, timeout_sec: float) -> None:
+        """Element-wise maximum, in place."""
+
+    def all_gather(self, payload: bytes, timeout_sec: float) -> list[bytes]:
+        """Every rank's payload, of one length on all ranks, in the order of ``ranks``."""
+
+    def broadcast(self, payload: bytes | None, size: int, source: int, timeout_sec: float) -> bytes:
+        """The ``size`` bytes of the rank at position ``source``; the others pass None."""
+
+    def close(self) -> None:
+        """Leave the group; never blocks."""
+
+
+def slice_sec(timeout_sec: float) -> float:
+    """How long a rank waits before it looks at the mailbox."""
+    return min(1.0, timeout_sec / 10)
+
+
+def patience_sec(timeout_sec: float) -> float:
+    """How long one collective may take, so that what is to be said about its failure is said within ``timeout_sec``."""
+    return timeout_sec - 3 * slice_sec(timeout_sec)
+
+
+def wait_in_slices(done_within: Callable[[float], bool], timeout_sec: float, watch: Watch) -> None:
+    """Wait until ``done_within(seconds)`` is true, looking up between slices. Raises `CommFailed` after the timeout."""
+    deadline = time.monotonic() + timeout_sec
+    step = slice_sec(timeout_sec)
+    while not done_within(step):
+        watch()
+        if time.monotonic() >= deadline:
+            raise CommFailed(f"no answer for {timeout_sec:.1f} s")
+
+
+# Operations that never ended, with the memory they may still write to and their group.
+_abandoned: list[Any] = []
+
+
+class GlooComm:
+    """Real ranks over a CPU gloo group of our own, beside the user's group."""
+
+    def __init__(self, group: dist.ProcessGroup, timeout_sec: float) -> None:
+        self.ranks = group_ranks(group)
+        self.rank = dist.get_rank()
+        self.watch: Watch = lambda: None
+        try:
+            # use_local_synchronization: only the members of a subgroup need to call this.
+            self._group: Any = dist.new_group(
+                list(self.ranks),
+                timeout=timedelta(seconds=timeout_sec),
+                backend="gloo",
+                use_local_synchronization=True,
+                group_desc="ddpstats",
+            )
+        except (RuntimeError, dist.DistError) as error:
+            raise CommFailed(_first_line(error)) from None
+        self._sum, self._max = dist.AllreduceOptions(), dist.AllreduceOptions()
+        self._sum.reduceOp, self._max.reduceOp = dist.ReduceOp.SUM, dist.ReduceOp.MAX
+        self._timeout_sec = 0.0
+
+    def all_reduce_sum(self, tensor: torch.Tensor, timeout_sec: float) -> None:
+        self._all_reduce(tensor, self._sum, timeout_sec)
+
+    def all_reduce_max(self, tensor: torch.Tensor, timeout_sec: float) -> None:
+        self._all_reduce(tensor, self._max, timeout_sec)
+
+    def _all_reduce(self, tensor: torch.Tensor, options: Any, timeout_sec: float) -> None:
+        if timeout_sec != self._timeout_sec:
+            self._timeout_sec = timeout_sec
+            self._sum.timeout = self._max.timeout = timedelta(seconds=timeout_sec)
+        # The group's own method: `dist.all_reduce` adds its logging and checks to every call.
+        self._finish(lambda: self._group.allreduce([tensor], options), timeout_sec)
+
+    def all_gather(self, payload: bytes, timeout_sec: float) -> list[bytes]:
+        everyone = [bytearray(len(payload)) for _ in self.ranks]
+        outputs, mine = list(map(_as_tensor, everyone)), _as_tensor(bytearray(payload))
+        options = _options("AllgatherOptions", timeout_sec)
+        self._finish(lambda: self._group.allgather([outputs], [mine], options), timeout_sec)
+        return list(map(bytes, everyone))
+
+    def broadcast(self, payload: bytes | None, size: int, source: int, timeout_sec: float) -> bytes:
+        buffer = bytearray(size if payload is None else payload)
+        options = _options("BroadcastOptions", timeout_sec)
+        options.rootRank, options.rootTensor = source, 0
+        tensor = _as_tensor(buffer)
+        self._finish(lambda: self._group.broadcast([tensor], options), timeout_sec)
+        return bytes(buffer)
+
+    def _finish(self, start: Callable[[], Any], timeout_sec: float) -> None:
+        """Start an operation and wait for its end."""
+        work: Any = None
+        try:
+            work = start()
+            if not _done_within(work, slice_sec(timeout_sec)):
+                self.watch()
+                wait_in_slices(lambda sec: _done_within(work, sec), timeout_sec, self.watch)
+        except RuntimeError as error:
+            raise CommFailed(_first_line(error)) from None
+        except CommFailed:
+            _abandoned.append((start, work, self._group))  # the closure holds the tensors
+            raise
+
+    def close(self) -> None:
+        group, self._group = self._group, None
+        still_used = any(kept is group for _, _, kept in _abandoned)
+        if group is not None and dist.is_initialized() and not still_used:
+            dist.destroy_process_group(group)
+
+
+def _options(name: str, timeout_sec: float) -> Any:
+    # These two are not re-exported by torch.distributed; looked up late, for builds of torch without distributed.
+    options = getattr(torch._C._distributed_c10d, name)()
+    options.timeout = timedelta(seconds=timeout_sec)
+    return options
+
+
+def _done_within(work: Any, seconds: float) -> bool:
+    """Wait for ``work``; False if it goes on. Raises RuntimeError where it failed."""
+    try:
+        work.wait(timedelta(seconds=seconds))
+    except RuntimeError:
+        if work.is_completed():
+            raise
+        return False
+    return True
+
+
+class SoloComm:
+    """One rank alone: no process group, or one of size 1. Nothing is sent."""
+
+    def __init__(self, rank: int = 0) -> None:
+        self.ranks, self.rank = (rank,), rank
+        self.watch: Watch = lambda: None
+
+    def all_reduce_sum(self, tensor: torch.Tensor, timeout_sec: float) -> None:
+        """One rank's sum is its own value."""
+
+    def all_reduce_max(self, tensor: torch.Tensor, timeout_sec: float) -> None:
+        """One rank's maximum is its own value."""
+
+    def all_gather(self, payload: bytes, timeout_sec: float) -> list[bytes]:
+        return [payload]
+
+    def broadcast(self, payload: bytes | None, size: int, source: int, timeout_sec: float) -> bytes:
+        return payload or b""
+
+    def close(self) -> None:
+        """Nothing to leave."""
+
+
+def resolve_group(group: Any) -> dist.ProcessGroup | None:
+    """The process group meant by ``group`` (None: the default one); None where this process is alone.
+
+    Raises ``ConfigError`` for what is no group, and on a rank that is not a member.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        if group is not None:
+            raise ConfigError("group= is given, but torch.distributed is not initialized on this rank")
+        return None
+    if group is None:
+        return dist.group.WORLD
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ConfigError(f"rank {dist.get_rank()} is not a member of the group it passed; only members may call")
+    if not isinstance(group, dist.ProcessGroup):
+        raise ConfigError(
+            f"group= is of type {type(group).__name__}; a torch.distributed ProcessGroup or None is needed"
+        )
+    return group
+
+
+def describe_group(group: dist.ProcessGroup) -> str:
+    """The group in words for messages: its description, size and backend."""
+    name = "the default group" if group is dist.group.WORLD else f"group {group.group_name[:24]!r}"
+    return f"{name} of {group.size()} ranks"
+
+
+def group_store(group: dist.ProcessGroup) -> Any:
+    """The store that the group met on, for what a collective cannot tell; a part of it that nobody used before.
+
+    A group that is made again under an old name finds the keys of its predecessor in the store. Each rank therefore
+    counts how often it came here; ranks that go through the same groups count alike.
+    """
+    try:
+        store = group.get_group_store()
+        generation = store.add(f"ddpstats/generation/{dist.get_rank()}", 1)
+        return dist.PrefixStore(f"ddpstats/{generation}", store)
+    except AttributeError:
+        raise ConfigError(
+            f"torch {torch.__version__} has no ProcessGroup.get_group_store; ddpstats is checked on torch 2.13"
+        ) from None
+
+
+def group_ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
+    """The global ranks of the group's members, ascending."""
+    return members(dist.get_process_group_ranks(group))
+
+
+def _as_tensor(buffer: bytearray) -> torch.Tensor:
+    """A view of ``buffer``: what a collective writes into it is in the bytearray."""
+    return torch.frombuffer(buffer, dtype=torch.uint8)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n", 1)[0] or type(error).__name__

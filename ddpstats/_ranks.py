@@ -1,0 +1,33 @@
+"""Ranks in messages: global, with the group rank in parentheses where it differs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+_SHOWN_RANKS = 8
+
+
+class Rank(int):
+    """A global rank that knows its place in the group."""
+
+    group_rank: int
+
+    def __new__(cls, value: int, group_rank: int) -> Rank:
+        rank = super().__new__(cls, value)
+        rank.group_rank = group_rank
+        return rank
+
+    def __str__(self) -> str:
+        return int.__repr__(self) if int(self) == self.group_rank else f"{int(self)} (group rank {self.group_rank})"
+
+
+def members(global_ranks: Iterable[int]) -> tuple[int, ...]:
+    """The global ranks of a group, ascending, each knowing its group rank."""
+    return tuple(Rank(rank, place) for place, rank in enumerate(sorted(global_ranks)))
+
+
+def ranks_text(ranks: Collection[int]) -> str:
+    """ "rank 3" or "ranks 0, 1, 2": at most eight are named."""
+    shown = ", ".join(map(str, sorted(ranks)[:_SHOWN_RANKS]))
+    more = f" and {len(ranks) - _SHOWN_RANKS} more" if len(ranks) > _SHOWN_RANKS else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"

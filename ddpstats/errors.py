@@ -1,0 +1,96 @@
+"""Every exception that ddpstats raises on purpose.
+
+::
+
+    DdpstatsError
+    ├── ConfigError          an argument, a DDPSTATS_* variable or an installation that cannot work
+    ├── InvalidStats         a leaf, key, weight or structure that cannot be reduced
+    ├── SchemaConflict       ranks hold different kinds of thing under one path
+    ├── ProtocolMismatch     ranks paired calls that do not belong together
+    ├── RankMissing          a rank died, never called, or came too late
+    ├── NonFiniteStat        a NaN or an infinity, where the caller asked for an error
+    ├── CollectiveMismatch   ranks are about to combine different things (guard)
+    ├── SentinelAlarm        a value that healthy hardware does not produce (sentinel)
+    ├── BundleError          a capture that is incomplete, damaged or hostile (capture)
+    └── DumpError            a dump that cannot be written or read (dump)
+
+All ranks that are alive raise the same error, with the same text, for the same event.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class DdpstatsError(Exception):
+    """Base of all errors of this package.
+
+    Attributes:
+        ranks: global ranks the error is about, ascending; empty where no rank can be named.
+        path: the path in the stats (``loss/ctc``, ``l1_loss[0]``), or None where no path is at fault.
+        group: the process group in words, or None where no group is involved.
+    """
+
+    def __init__(
+        self, message: str, *, ranks: Iterable[int] = (), path: str | None = None, group: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.ranks: tuple[int, ...] = tuple(sorted(map(int, ranks)))
+        self.path = path
+        self.group = group
+
+
+class ConfigError(DdpstatsError, ValueError):
+    """Raised when an argument, an environment variable or an installation cannot work; on this rank only."""
+
+
+class InvalidStats(DdpstatsError, ValueError):
+    """Raised on every rank when some rank's stats or weight cannot be reduced; the reducer goes on working."""
+
+
+class SchemaConflict(DdpstatsError):
+    """Raised on every rank when ranks hold a leaf and a container, or two reduce ops, under one path in one call."""
+
+
+class ProtocolMismatch(DdpstatsError):
+    """Raised on every rank when ranks paired calls of different names, policies or library versions."""
+
+
+class RankMissing(DdpstatsError):
+    """Raised on every living rank when a rank did not take part within the timeout; the reducer is closed.
+
+    Attributes:
+        missing_ranks: global ranks that did not take part; empty where that could not be learnt, and the message says why.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        missing_ranks: Iterable[int] = (),
+        path: str | None = None,
+        group: str | None = None,
+        ranks: Iterable[int] = (),
+    ) -> None:
+        self.missing_ranks: tuple[int, ...] = tuple(sorted(map(int, missing_ranks)))
+        super().__init__(message, ranks=self.missing_ranks or ranks, path=path, group=group)
+
+
+class NonFiniteStat(DdpstatsError, ArithmeticError):
+    """Raised on every rank under ``nonfinite="raise"`` when some rank holds a NaN or an infinity."""
+
+
+class CollectiveMismatch(DdpstatsError):
+    """Raised on every rank when ranks are about to combine different things."""
+
+
+class SentinelAlarm(DdpstatsError):
+    """Raised on every rank when a value was seen that healthy hardware does not produce."""
+
+
+class BundleError(DdpstatsError):
+    """Raised when a capture bundle is incomplete, damaged or not of this format."""
+
+
+class DumpError(DdpstatsError):
+    """Raised when a statistics dump cannot be written, read or compared."""

@@ -1,0 +1,112 @@
+"""espnet's `recursive_average` and its parts, aligned by key: the drop-in for ``espnet2.torch_utils.recursive_op``.
+
+Positional signatures are espnet's. Where espnet issues one collective per leaf, in each rank's own order of keys, these
+issue one for the whole tree. What else differs: ranks may hold different keys, lists of different lengths, None and
+{}; int and bool leaves work; each mean is divided by the weight of the ranks that hold its path.
+"""
+
+from __future__ import annotations
+
+from functools import reduce
+from typing import Any
+
+import torch
+
+from ddpstats._channel import ALONE
+from ddpstats._reduced import Reduced
+from ddpstats._schema import leaf_nodes
+from ddpstats._tree import FLOATS, unflatten
+from ddpstats.errors import InvalidStats
+from ddpstats.reduce import kept_reducer
+
+__all__ = ["recursive_average", "recursive_divide", "recursive_sum"]
+
+
+def recursive_sum(obj: Any, weight: torch.Tensor, distributed: bool = False, *, group: Any = None) -> Any:
+    """Sum of value times weight, over the elements of each leaf and, if ``distributed``, over ranks.
+
+    Collective if ``distributed``: every rank of ``group`` must call.
+
+    Args:
+        obj: nested dicts, lists and tuples; leaves are 1-d tensors of the length of ``weight``, scalars, or None.
+        weight: 1-d tensor, not negative; any dtype and device.
+        distributed: sum over the ranks of ``group`` as well.
+
+    Returns:
+        The union of all ranks' structures, in one order, with 0-d tensors on ``weight``'s device. Their dtype is the
+        promoted dtype of the ranks' leaves; torch's default dtype for int and bool. None where every holder has None.
+
+    Raises:
+        As `StatsReducer`.
+    """
+    return _tensors(_reduce(obj, weight, distributed, group, divide=False), weight)
+
+
+def recursive_average(
+    obj: Any, weight: torch.Tensor, distributed: bool = False, *, group: Any = None
+) -> tuple[Any, torch.Tensor]:
+    """Weighted mean of each leaf, over its elements and, if ``distributed``, over the ranks that hold its path.
+
+    Collective if ``distributed``: every rank of ``group`` must call. Arguments and errors as `recursive_sum`.
+
+    Returns:
+        (means as `recursive_sum` returns sums, the plain total weight as a 0-d tensor of ``weight``'s dtype and device).
+
+    Example, with ``weight`` tensor([8.]) on both ranks::
+
+        rank 0: {"l1": tensor([1.])}   rank 1: {"snr": tensor([-2.])}
+        both:   ({"l1": tensor(1.), "snr": tensor(-2.)}, tensor(16.))
+    """
+    averaged = _reduce(obj, weight, distributed, group, divide=True)
+    given = torch.as_tensor(weight)  # a number passes as well; what cannot be a weight has raised on every rank by now
+    return _tensors(averaged, weight), torch.tensor(averaged.total_weight, dtype=given.dtype, device=given.device)
+
+
+def recursive_divide(a: Any, b: torch.Tensor) -> Any:
+    """Each leaf of ``a`` divided by ``b``; None stays None. Local.
+
+    One divisor cannot be right for paths that only some ranks hold: `recursive_average` divides each by its own weight.
+    """
+    if isinstance(a, dict):
+        return {key: recursive_divide(value, b) for key, value in a.items()}
+    if isinstance(a, tuple) and hasattr(a, "_fields"):
+        return type(a)(*(recursive_divide(value, b) for value in a))
+    if isinstance(a, list | tuple):
+        return type(a)(recursive_divide(value, b) for value in a)
+    if a is None:
+        return None
+    if isinstance(a, torch.Tensor):
+        return a / b.type(a.dtype) if a.is_floating_point() else a / b
+    raise InvalidStats(f"recursive_divide takes tensors and None in dicts, lists and tuples, not {type(a).__name__}")
+
+
+# -- inside -----------------------------------------------------------------------------------------------------------
+
+
+def _reduce(obj: Any, weight: Any, distributed: bool, group: Any, *, divide: bool) -> Reduced:
+    name = "recursive_average" if divide else "recursive_sum"
+    reducer = kept_reducer(group if distributed else ALONE, name, "propagate")
+    return reducer._reduce(obj, weight, keep_dtypes=True, divide=divide)
+
+
+def _tensors(reduced: Reduced, weight: Any) -> Any:
+    """The values of ``reduced`` as 0-d tensors: one tensor per dtype, copied to the device once, and cut up there."""
+    schema = reduced._selection.schema
+    device = weight.device if isinstance(weight, torch.Tensor) else None
+    leaves = list(leaf_nodes(schema))
+    dtype_of = {leaf: _promoted(leaf.dtypes) for leaf in set(leaves)}
+    places: dict[torch.dtype, list[int]] = {}
+    for place, (leaf, value) in enumerate(zip(leaves, reduced._flat, strict=True)):
+        if value is not None:
+            places.setdefault(dtype_of[leaf], []).append(place)
+    tensors: list[torch.Tensor | None] = [None] * len(leaves)
+    for dtype, chosen in places.items():
+        made = torch.tensor([reduced._flat[place] for place in chosen], dtype=dtype, device=device)
+        for place, tensor in zip(chosen, made.unbind(), strict=True):
+            tensors[place] = tensor
+    return unflatten(schema, iter(tensors))
+
+
+def _promoted(names: tuple[str, ...]) -> torch.dtype:
+    floating = [FLOATS[name] for name in names if name in FLOATS]
+    return reduce(torch.promote_types, floating) if floating else torch.get_default_dtype()

@@ -1,0 +1,191 @@
+"""scripts/launch.sh: what it says when it cannot go on, and ranks started for real."""
+
+import os
+import socket
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+LAUNCH = Path(__file__).parents[1] / "scripts" / "launch.sh"
+LIMIT_SEC = 120
+# What the caller's environment could say that changes the outcome
+SETTINGS = (
+    "DDPSTATS_VENV",
+    "VIRTUAL_ENV",
+    "CONDA_PREFIX",
+    "PYTHON",
+    "NNODES",
+    "NODE_RANK",
+    "RDZV_ENDPOINT",
+    "MASTER_ADDR",
+)
+
+
+def start(*args: str, **settings: str) -> subprocess.Popen[str]:
+    inherited = {key: value for key, value in os.environ.items() if key not in SETTINGS}
+    return subprocess.Popen(
+        ["bash", str(LAUNCH), *args],
+        env=inherited | settings,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
+    try:
+        out, err = process.communicate(timeout=LIMIT_SEC)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # torchrun takes its ranks with it; killed, it would leave them behind
+        process.communicate(timeout=LIMIT_SEC)
+        raise
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def launch(*args: str, **settings: str) -> subprocess.CompletedProcess[str]:
+    return finish(start(*args, **settings))
+
+
+def program(path: Path, text: str) -> str:
+    path.write_text(text)
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return str(path)
+
+
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+def test_help_names_every_verb(flag: str) -> None:
+    done = launch(flag)
+    assert done.returncode == 0
+    assert done.stderr == ""
+    for verb in ("demo", "test", "bench", "N SCRIPT", "dev"):
+        assert f"scripts/launch.sh {verb}" in done.stdout
+
+
+def test_no_verb_shows_the_help_as_an_error() -> None:
+    done = launch()
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert "usage:" in done.stderr
+
+
+@pytest.mark.parametrize("verb", ["trian", "0", "-2", "2x", ""])
+def test_unknown_verb(verb: str) -> None:
+    done = launch(verb)
+    assert done.returncode == 2
+    assert f"error: '{verb}' is neither a verb nor a number of ranks" in done.stderr
+    assert "fix: use one of demo, test, bench, dev" in done.stderr
+
+
+def test_ranks_without_a_script() -> None:
+    done = launch("2")
+    assert done.returncode == 2
+    assert "fix: scripts/launch.sh 2 SCRIPT" in done.stderr
+
+
+def test_python_that_is_too_old(tmp_path: Path) -> None:
+    old = program(tmp_path / "python", "#!/bin/sh\necho 3.8 -\n")
+    done = launch("demo", PYTHON=old, DDPSTATS_VENV=str(tmp_path / "venv"))
+    assert done.returncode == 2
+    assert f"Python 3.10 or newer is needed, but {old} is 3.8" in done.stderr
+    assert "fix: install one" in done.stderr
+    assert not (tmp_path / "venv").exists()
+
+
+def test_python_that_does_not_run(tmp_path: Path) -> None:
+    missing = str(tmp_path / "python")
+    done = launch("demo", PYTHON=missing, DDPSTATS_VENV=str(tmp_path / "venv"))
+    assert done.returncode == 2
+    assert f"no Python runs under the name {missing}" in done.stderr
+    assert "PYTHON=/path/to/python3.11" in done.stderr
+
+
+def test_python_without_venv(tmp_path: Path) -> None:
+    bare = program(tmp_path / "python", '#!/bin/sh\ncase "$2" in *ensurepip*) exit 1 ;; esac\necho 3.11 -\n')
+    done = launch("demo", PYTHON=bare, DDPSTATS_VENV=str(tmp_path / "venv"))
+    assert done.returncode == 2
+    assert f"{bare} cannot make virtual environments" in done.stderr
+    assert "apt-get install python3-venv" in done.stderr
+
+
+def test_pip_that_fails(tmp_path: Path) -> None:
+    """A half-made environment has no stamp, so the next launch tries again."""
+    venv = tmp_path / "venv"
+    (venv / "bin").mkdir(parents=True)
+    program(venv / "bin" / "python", '#!/bin/sh\ncase "$*" in "-m pip install"*) exit 1 ;; esac\necho setuptools\n')
+    for _ in range(2):
+        done = launch("demo", DDPSTATS_VENV=str(venv))
+        assert done.returncode == 2
+        assert "error: pip could not install" in done.stderr
+        assert "PIP_INDEX_URL" in done.stderr
+
+
+def test_a_folder_of_the_users_is_not_cleared(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").touch()
+    done = launch("demo", PYTHON=sys.executable, DDPSTATS_VENV=str(tmp_path))
+    assert done.returncode == 2
+    assert "is no virtual environment, and not empty" in done.stderr
+    assert (tmp_path / "thesis.tex").exists()
+
+
+def test_hosts_without_a_meeting_place() -> None:
+    done = launch("2", "train.py", NNODES="2")
+    assert done.returncode == 2
+    assert "error: NNODES=2, but nothing says where the hosts meet" in done.stderr
+    assert "RDZV_ENDPOINT=HOST:PORT" in done.stderr
+
+
+SCRIPT = """
+import os, sys, pathlib
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+ones = torch.ones(1)
+dist.all_reduce(ones)
+rank = dist.get_rank()
+facts = [int(ones.item()), os.environ["OMP_NUM_THREADS"], *sys.argv[2:]]
+pathlib.Path(sys.argv[1], str(rank)).write_text(" ".join(map(str, facts)))
+dist.destroy_process_group()
+sys.exit(int(sys.argv[2]) if rank == 1 else 0)
+"""
+
+
+@pytest.mark.parametrize("status", [0, 7])
+def test_two_ranks_and_their_exit_status(tmp_path: Path, status: int) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    done = launch("2", str(script), str(tmp_path), str(status), "--lr=1", "two words", PYTHON=sys.executable)
+    assert done.returncode == status, done.stderr
+    for rank in "01":
+        assert (tmp_path / rank).read_text() == f"2 1 {status} --lr=1 two words"
+
+
+def test_a_rank_that_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
+    done = launch("1", str(script), PYTHON=sys.executable)
+    assert done.returncode == 128 + 9, done.stderr
+
+
+def test_two_hosts_that_meet_here(tmp_path: Path) -> None:
+    """Two launchers on one machine stand for two hosts; both take torchrun's settings from the environment."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    hosts = [
+        start(
+            *("1", str(script), str(tmp_path), "0"),
+            PYTHON=sys.executable,
+            NNODES="2",
+            RDZV_ENDPOINT=endpoint,
+            RDZV_ID="test",
+            PET_LOCAL_ADDR="127.0.0.1",  # torchrun's own variable: this machine's name need not resolve
+        )
+        for _ in range(2)
+    ]
+    for done in [finish(host) for host in hosts]:
+        assert done.returncode == 0, done.stderr
+    assert (tmp_path / "0").read_text() == (tmp_path / "1").read_text() == "2 1 0"

@@ -1,0 +1,681 @@
+"""`run_ranks` and `RankPool` on real processes: what comes back, what is killed, and that nothing stays behind."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ddpstats.testing._faults import die
+from ddpstats.testing._rank_outcomes import (
+    RankDied,
+    RankNotRun,
+    RankOutcomes,
+    RanksFailed,
+    RankTimedOut,
+    RankUnpicklable,
+)
+from ddpstats.testing._ranks import PerRank, RankPool, run_ranks
+
+ROOT = pathlib.Path(__file__).parents[2]
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="scans /proc")
+
+
+# What runs on the ranks.
+
+
+def who() -> tuple[int, int]:
+    return dist.get_rank(), dist.get_world_size()
+
+
+def pid() -> int:
+    return os.getpid()
+
+
+def add(a: Any, b: Any = 0) -> Any:
+    return a + b
+
+
+def all_reduced(value: float) -> float:
+    tensor = torch.tensor([value])
+    dist.all_reduce(tensor)
+    return tensor.item()
+
+
+def surroundings() -> dict[str, Any]:
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "DDPSTATS_TEST_VARIABLE")
+    return {name: os.environ.get(name) for name in names} | {
+        "threads": torch.get_num_threads(),
+        "backend": dist.get_backend(),
+        "sid": os.getsid(0),
+        "pid": os.getpid(),
+        "cuda": torch.cuda.is_initialized(),  # type: ignore[no-untyped-call]
+    }
+
+
+def raise_on_rank_1() -> int:
+    if dist.get_rank() == 1:
+        raise KeyError("a key that rank 1 lacks")
+    return 7
+
+
+def exit_on_rank_1() -> None:
+    if dist.get_rank() == 1:
+        raise SystemExit(4)
+
+
+def end_on_rank_1(how: Callable[[], Any]) -> int:
+    if dist.get_rank() == 1:
+        print("last words of rank 1", file=sys.stderr, flush=True)
+        how()
+    return 7
+
+
+def leave_with_3() -> NoReturn:
+    os._exit(3)
+
+
+def hang_on_rank_1(seconds: float) -> None:
+    if dist.get_rank() == 1:
+        time.sleep(seconds)  # the line that the stack must name
+    dist.all_reduce(torch.ones(1))
+
+
+def finish_big_on_rank_1(seconds: float) -> bytes:
+    if dist.get_rank() == 0:
+        time.sleep(seconds)
+    return bytes(8_000_000)
+
+
+def hang_with_child(path: str) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+    pathlib.Path(path).write_text(str(child.pid))
+    time.sleep(1000)
+
+
+def die_with_forked_child(path: str) -> None:
+    """The child inherits the rank's socket, so that the socket alone does not tell that the rank is gone."""
+    child = os.fork()
+    if child == 0:
+        time.sleep(1000)
+    pathlib.Path(path).write_text(str(child))
+    die()
+
+
+def unpicklable_value() -> Any:
+    return lambda: "a lambda that pickle refuses"
+
+
+class Unopenable:
+    def __reduce__(self) -> Any:
+        return _refuse, ("to be opened",)
+
+
+def _refuse(why: str) -> None:
+    raise ValueError(f"refused {why}")
+
+
+def unopenable_value() -> Any:
+    return Unopenable()
+
+
+class NeedsTwo(Exception):
+    def __init__(self, rank: int, *, key: str) -> None:
+        super().__init__(f"rank {rank} lacks {key}")
+
+
+class BuildsMessage(Exception):
+    def __init__(self, rank: int) -> None:
+        super().__init__(f"rank {rank}")
+
+
+class Local(Exception):
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("no pickle for me")
+
+
+def raise_needs_two() -> None:
+    raise NeedsTwo(1, key="loss")
+
+
+def raise_builds_message() -> None:
+    raise BuildsMessage(3)
+
+
+def raise_local() -> None:
+    raise Local("local news")
+
+
+def only_rank_0_reduces() -> None:
+    if dist.get_rank() == 0:
+        dist.all_reduce(torch.ones(1), async_op=True)
+
+
+def send_from_0_to_1() -> None:
+    if dist.get_rank() == 0:
+        dist.send(torch.ones(1), 1)
+    elif dist.get_rank() == 1:
+        dist.recv(torch.ones(1), 0)
+
+
+def leave_group() -> None:
+    dist.destroy_process_group()
+
+
+def leave_and_join_again() -> float:
+    dist.destroy_process_group()
+    dist.init_process_group("gloo")
+    return all_reduced(1.0)
+
+
+# The parent's side.
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    """One for all: each test that breaks it is also a test that it recovers."""
+    with RankPool(2, timeout_sec=30) as pool:
+        yield pool
+
+
+@pytest.fixture
+def started() -> Callable[[], set[int]]:
+    """Calls give the child processes that were not there before the test (the shared pool's were)."""
+    before = children()
+    return lambda: children() - before
+
+
+def failed(outcomes: RankOutcomes, rank: int) -> BaseException:
+    return outcomes.errors()[rank]
+
+
+def children() -> set[int]:
+    """Every process whose parent is this one, dead but not reaped ones included."""
+    found = set()
+    for status in pathlib.Path("/proc").glob("[0-9]*/status"):
+        with contextlib.suppress(OSError):
+            if f"\nPPid:\t{os.getpid()}\n" in status.read_text():
+                found.add(int(status.parent.name))
+    return found
+
+
+def in_session(sid: int) -> set[int]:
+    found = set()
+    for stat in pathlib.Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, _, session = _fields(stat)[:4]
+            if int(session) == sid and state != "Z":
+                found.add(int(stat.parent.name))
+    return found
+
+
+def _fields(stat: pathlib.Path) -> list[str]:
+    return stat.read_text().rpartition(")")[2].split()
+
+
+def is_running(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return _fields(pathlib.Path(f"/proc/{pid}/stat"))[0] != "Z"
+    return False
+
+
+def wait_until(condition: Callable[[], bool], limit_sec: float = 10.0) -> bool:
+    deadline = time.monotonic() + limit_sec
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def open_fds() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+# Results.
+
+
+def test_values_come_in_rank_order() -> None:
+    outcomes = run_ranks(who, 3)
+    assert outcomes.values() == [(0, 3), (1, 3), (2, 3)]
+    assert [(one.rank, one.ok, one.error, one.traceback, one.exit_code) for one in outcomes] == [
+        (rank, True, None, "", 0) for rank in range(3)
+    ]
+    assert outcomes.errors() == {}
+
+
+def test_one_rank_is_a_group_too() -> None:
+    assert run_ranks(all_reduced, 1, 2.5).values() == [2.5]
+
+
+def test_surroundings() -> None:
+    env = {"DDPSTATS_TEST_VARIABLE": "seen"}
+    for rank, seen in enumerate(run_ranks(surroundings, 2, env=env).values()):
+        assert seen.pop("pid") == seen.pop("sid") != os.getsid(0)
+        assert seen == {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
+            "DDPSTATS_TEST_VARIABLE": "seen",
+            "threads": 1,
+            "backend": "gloo",
+            "cuda": False,
+        }
+
+
+def test_arguments_by_position_by_name_and_by_rank(pool: RankPool) -> None:
+    assert pool.run(add, 1, b=2).values() == [3, 3]
+    assert pool.run(add, PerRank(["a", "b"]), b="x").values() == ["ax", "bx"]
+    assert pool.run(add, 1, b=PerRank((10, 20))).values() == [11, 21]
+    assert pool.run(all_reduced, PerRank([1.0, 2.0])).values() == [3.0, 3.0]
+
+
+def test_large_arguments_and_values(pool: RankPool) -> None:
+    blob = os.urandom(3_000_000)
+    assert pool.run(add, blob, b=PerRank([b"0", b"1"])).values() == [blob + b"0", blob + b"1"]
+
+
+# What the caller gets wrong is told before anything starts.
+
+
+def test_per_rank_of_the_wrong_length() -> None:
+    with pytest.raises(ValueError, match="PerRank holds 3 values, but there are 2 ranks"):
+        run_ranks(add, 2, PerRank([1, 2, 3]))
+
+
+def test_numbers_that_are_not_positive() -> None:
+    with pytest.raises(ValueError, match="world_size must be at least 1, not 0"):
+        run_ranks(who, 0)
+    with pytest.raises(ValueError, match="timeout_sec must be positive, not 0"):
+        run_ranks(who, 2, timeout_sec=0)
+
+
+@LINUX
+def test_a_function_that_does_not_pickle_starts_nothing(started: Callable[[], set[int]]) -> None:
+    with pytest.raises((AttributeError, TypeError)), RankPool(2) as pool:
+        pool.run(lambda: 0)
+    assert started() == set()
+
+
+def test_a_function_of_main(tmp_path: pathlib.Path) -> None:
+    script = script_at(tmp_path, "def mine(): pass\nrun_ranks(mine, 2)")
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, env=script_environ())
+    assert "ValueError: mine is defined in __main__, which the ranks do not run" in done.stderr
+
+
+# Failures.
+
+
+def test_an_exception_comes_back_with_its_traceback() -> None:
+    outcomes = run_ranks(raise_on_rank_1, 2)
+    assert outcomes[0].value == 7
+    assert outcomes[0].ok
+    assert isinstance(failed(outcomes, 1), KeyError)
+    assert failed(outcomes, 1).args == ("a key that rank 1 lacks",)
+    assert "in raise_on_rank_1" in outcomes[1].traceback
+    with pytest.raises(RanksFailed) as caught:
+        outcomes.values()
+    assert str(caught.value).startswith("1 of 2 ranks failed\n--- rank 1 ---\nTraceback (most recent call last)")
+    assert "KeyError: 'a key that rank 1 lacks'" in str(caught.value)
+    assert caught.value.__cause__ is failed(outcomes, 1)
+
+
+def test_system_exit_is_an_answer(pool: RankPool) -> None:
+    error = failed(pool.run(exit_on_rank_1), 1)
+    assert isinstance(error, SystemExit)
+    assert error.code == 4
+
+
+@pytest.mark.parametrize(
+    ("how", "exit_code", "words"),
+    [
+        (die, -signal.SIGKILL, "killed by SIGKILL (exit code -9)"),
+        (os.abort, -signal.SIGABRT, "killed by SIGABRT (exit code -6)"),
+        (leave_with_3, 3, "exit code 3"),
+    ],
+    ids=["sigkill", "sigabrt", "exit"],
+)
+def test_a_rank_that_dies_without_a_word(how: Callable[[], Any], exit_code: int, words: str) -> None:
+    outcomes = run_ranks(end_on_rank_1, 2, how)
+    assert outcomes[0].value == 7
+    error = failed(outcomes, 1)
+    assert isinstance(error, RankDied)
+    assert (error.exit_code, outcomes[1].exit_code) == (exit_code, exit_code)
+    assert f"rank 1 died without an answer: {words}" in str(error)
+    assert "last words of rank 1" in str(error)
+    assert ("in end_on_rank_1" in str(error)) == (how is os.abort), "faulthandler prints the stack"
+    with pytest.raises(RanksFailed, match=r"--- rank 1 ---\nRankDied: rank 1 died"):
+        outcomes.values()
+
+
+def test_a_rank_that_cannot_start(tmp_path: pathlib.Path) -> None:
+    """One rank ends while Python starts; the other must not wait for it to the end of the limit."""
+    (tmp_path / "sitecustomize.py").write_text("import os, sys\nif os.environ['RANK'] == '1': sys.exit('no start')")
+    started = time.monotonic()
+    outcomes = run_ranks(who, 2, env={"PYTHONPATH": str(tmp_path)})
+    assert isinstance(failed(outcomes, 0), RankNotRun)
+    assert "rank 0 was stopped before the function was called: rank 1 did not start" in str(failed(outcomes, 0))
+    assert isinstance(failed(outcomes, 1), RankDied)
+    assert "no start" in str(failed(outcomes, 1))
+    assert time.monotonic() - started < 20
+
+
+@pytest.mark.parametrize("fn", [raise_needs_two, raise_builds_message, raise_local])
+def test_an_exception_that_cannot_be_pickled(fn: Callable[[], None], pool: RankPool) -> None:
+    outcomes = pool.run(fn)
+    for rank, error in outcomes.errors().items():
+        assert isinstance(error, RankUnpicklable)
+        assert f"rank {rank}: the exception " in str(error)
+        assert f"in {fn.__name__}" in outcomes[rank].traceback
+        assert f"in {fn.__name__}" in str(error)
+    assert len(outcomes.errors()) == 2
+
+
+def test_a_value_that_cannot_be_pickled_or_opened(pool: RankPool) -> None:
+    error = failed(pool.run(unpicklable_value), 1)
+    assert isinstance(error, RankUnpicklable)
+    assert "rank 1: the return value <function unpicklable_value.<locals>.<lambda>" in str(error)
+    assert "Traceback" in str(error)
+    error = failed(pool.run(unopenable_value), 0)
+    assert isinstance(error, RankUnpicklable)
+    assert "rank 0: the return value Unopenable" in str(error)
+    assert "refused to be opened" in str(error)
+
+
+# The time limit.
+
+
+def test_ranks_past_the_limit_are_killed_and_say_where_they_were() -> None:
+    started = time.monotonic()
+    outcomes = run_ranks(hang_on_rank_1, 2, 1000, timeout_sec=2)
+    assert time.monotonic() - started < 2 + 20
+    lines, first = inspect.getsourcelines(hang_on_rank_1)
+    sleeping = first + next(i for i, line in enumerate(lines) if "time.sleep" in line)
+    error = failed(outcomes, 1)
+    assert isinstance(error, RankTimedOut)
+    assert "rank 1 still ran after 2 s and was killed" in str(error)
+    assert f'test_ranks.py", line {sleeping} in hang_on_rank_1' in str(error)
+    assert f'test_ranks.py", line {first + len(lines) - 1} in hang_on_rank_1' in str(failed(outcomes, 0))
+    assert [one.exit_code for one in outcomes] == [-signal.SIGKILL] * 2
+
+
+def test_a_rank_that_answered_in_time_keeps_its_answer() -> None:
+    """Also one whose answer is too large for the socket, and comes behind a rank that hangs."""
+    outcomes = run_ranks(finish_big_on_rank_1, 2, 1000, timeout_sec=2)
+    assert isinstance(failed(outcomes, 0), RankTimedOut)
+    assert outcomes[1].ok
+    assert len(outcomes[1].value) == 8_000_000
+
+
+@LINUX
+def test_the_limit_kills_a_ranks_children_too(tmp_path: pathlib.Path) -> None:
+    paths = [tmp_path / "0", tmp_path / "1"]
+    assert len(run_ranks(hang_with_child, 2, PerRank([str(path) for path in paths]), timeout_sec=2).errors()) == 2
+    for path in paths:
+        assert wait_until(lambda path=path: not is_running(int(path.read_text())))  # type: ignore[misc]
+
+
+@LINUX
+def test_a_death_is_seen_though_a_child_holds_the_socket(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "child"
+    started = time.monotonic()
+    assert isinstance(failed(run_ranks(die_with_forked_child, 1, str(path), timeout_sec=60), 0), RankDied)
+    assert time.monotonic() - started < 30
+    assert wait_until(lambda: not is_running(int(path.read_text())))
+
+
+# Nothing stays behind.
+
+
+@LINUX
+@pytest.mark.parametrize("fn", [who, raise_on_rank_1])
+def test_nothing_is_left(
+    fn: Callable[[], Any], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, started: Callable[[], set[int]]
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before_fds, before_threads = open_fds(), threading.active_count()
+    with RankPool(2) as pool:
+        seen = [one["sid"] for one in pool.run(surroundings).values()]
+        pool.run(fn)
+        assert started() == set(seen), "the ranks and no helper"
+        assert all(in_session(sid) for sid in seen)
+    assert started() == set()
+    assert [in_session(sid) for sid in seen] == [set(), set()]
+    assert list(tmp_path.iterdir()) == []
+    assert threading.active_count() == before_threads
+    assert wait_until(lambda: open_fds() <= before_fds), "the store's server closes its sockets on its own thread"
+
+
+@LINUX
+def test_nothing_is_left_after_a_kill(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, started: Callable[[], set[int]]
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    run_ranks(hang_on_rank_1, 2, 1000, timeout_sec=1)
+    assert started() == set()
+    assert list(tmp_path.iterdir()) == []
+
+
+@LINUX
+def test_an_interrupt_in_the_parent_ends_the_ranks(started: Callable[[], set[int]]) -> None:
+    def interrupt() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with RankPool(2) as pool:
+        pids = pool.run(pid).values()
+        timer = threading.Timer(1.0, interrupt)
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            pool.run(hang_on_rank_1, 1000)
+        timer.join()
+        assert not any(map(is_running, pids))
+        assert started() == set()
+        assert pool.run(add, 1).values() == [1, 1]
+
+
+@LINUX
+def test_a_pool_that_is_dropped_ends_its_ranks(started: Callable[[], set[int]]) -> None:
+    pool = RankPool(2)
+    assert started() == set(), "nothing starts before the first run"
+    pids = set(pool.run(pid).values())
+    assert started() == pids
+    del pool
+    assert started() == set()
+
+
+IMPORTS = """
+import os, sys, threading, time
+from ddpstats.testing._ranks import PerRank, RankPool, run_ranks
+from tests.testing.test_ranks import hang_on_rank_1, hang_with_child, pid, raise_on_rank_1, who
+
+pool = RankPool(2)
+
+def start():
+    print(*pool.run(pid).values(), flush=True)
+"""
+
+
+def script_environ() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
+def script_at(tmp_path: pathlib.Path, text: str) -> str:
+    script = tmp_path / "script.py"
+    script.write_text(IMPORTS + textwrap.dedent(text))
+    return str(script)
+
+
+@contextlib.contextmanager
+def parent_process(*command: str) -> Iterator[list[int]]:
+    """A parent with ranks at work, killed at the end of the block. Yields the pids of the ranks."""
+    with subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, env=script_environ()) as parent:
+        try:
+            assert parent.stdout is not None
+            yield list(map(int, parent.stdout.readline().split()))
+        finally:
+            parent.kill()
+
+
+@LINUX
+@pytest.mark.parametrize("how", ["start()", "thread = threading.Thread(target=start); thread.start(); thread.join()"])
+def test_a_parent_killed_by_sigkill_leaves_no_rank(how: str, tmp_path: pathlib.Path) -> None:
+    """Nor a child of a rank. And the end of the thread that started the ranks is not the end of the parent."""
+    paths = [tmp_path / "0", tmp_path / "1"]
+    script = script_at(tmp_path, how + "\npool.run(hang_with_child, PerRank(sys.argv[1:]))")
+    with parent_process(script, *map(str, paths)) as pids:
+        assert wait_until(lambda: all(path.exists() and path.read_text() for path in paths)), "the ranks are at work"
+        time.sleep(0.3)
+        assert list(map(is_running, pids)) == [True, True]
+    pids += [int(path.read_text()) for path in paths]
+    assert len(pids) == 4
+    assert wait_until(lambda: not any(map(is_running, pids)))
+
+
+@LINUX
+def test_a_forked_copy_of_the_parent_keeps_no_rank_alive(tmp_path: pathlib.Path) -> None:
+    script = script_at(
+        tmp_path,
+        """
+        start()
+        copy = os.fork()
+        if copy == 0:
+            time.sleep(1000)
+        with open(sys.argv[1], "w") as file:
+            file.write(str(copy))
+        pool.run(hang_on_rank_1, 1000)
+        """,
+    )
+    path = tmp_path / "copy"
+    with parent_process(script, str(path)) as pids:
+        assert wait_until(lambda: path.exists() and path.read_text() != "")
+    copy = int(path.read_text())
+    try:
+        assert is_running(copy)
+        assert wait_until(lambda: not any(map(is_running, pids)))
+    finally:
+        os.kill(copy, signal.SIGKILL)
+
+
+@LINUX
+def test_the_end_of_a_forked_copy_does_not_end_the_ranks(tmp_path: pathlib.Path) -> None:
+    script = script_at(tmp_path, "start()\nif os.fork() == 0: sys.exit()\nos.wait()\nstart()\npool.close()")
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, env=script_environ())
+    first, second = [line for line in done.stdout.splitlines() if line.replace(" ", "").isdigit()]
+    assert first == second
+
+
+def test_resource_warnings_are_not_emitted(tmp_path: pathlib.Path) -> None:
+    script = script_at(
+        tmp_path,
+        """
+        import gc
+        run_ranks(who, 2)
+        run_ranks(hang_on_rank_1, 2, 1000, timeout_sec=0.5)
+        with RankPool(2) as other:
+            other.run(raise_on_rank_1)
+        start()  # and is left to the interpreter's end
+        gc.collect()
+        print("done")
+        """,
+    )
+    command = [sys.executable, "-X", "dev", "-W", "error::ResourceWarning", script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=script_environ())
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "done")
+    assert "Warning" not in done.stderr
+
+
+def test_hypothesis_is_not_imported() -> None:
+    program = "import sys, ddpstats.testing._ranks, ddpstats.testing._faults; print('hypothesis' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert done.stdout == "False\n"
+
+
+# The pool.
+
+
+def test_a_pool_keeps_its_processes(pool: RankPool) -> None:
+    pids = pool.run(pid).values()
+    assert [pool.run(pid).values() for _ in range(3)] == [pids] * 3
+    pool.restart()
+    assert not set(pool.run(pid).values()) & set(pids)
+
+
+def test_a_pool_is_quick(pool: RankPool) -> None:
+    pool.run(pid)
+    times_sec = []
+    for _ in range(50):
+        started = time.perf_counter()
+        pool.run(pid)
+        times_sec.append(time.perf_counter() - started)
+    assert sorted(times_sec)[25] < 0.005
+
+
+def test_exceptions_on_all_ranks_cost_no_restart(pool: RankPool) -> None:
+    pids = pool.run(pid).values()
+    assert len(pool.run(raise_needs_two).errors()) == 2
+    assert list(pool.run(raise_on_rank_1).errors()) == [1]
+    assert pool.run(pid).values() == pids
+    assert pool.run(all_reduced, 1.0).values() == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("fn", [only_rank_0_reduces, leave_group])
+def test_a_group_out_of_step_is_not_used_again(fn: Callable[[], None], pool: RankPool) -> None:
+    pids = pool.run(pid).values()
+    assert pool.run(fn).values() == [None, None]
+    assert pool.run(all_reduced, 1.0).values() == [2.0, 2.0]
+    assert not set(pool.run(pid).values()) & set(pids)
+
+
+def test_point_to_point_calls_cost_no_restart() -> None:
+    with RankPool(3, timeout_sec=30) as pool:
+        pids = pool.run(pid).values()
+        pool.run(send_from_0_to_1).values()
+        assert pool.run(pid).values() == pids
+
+
+def test_a_function_may_join_again_by_the_environment(pool: RankPool) -> None:
+    assert pool.run(leave_and_join_again).values() == [2.0, 2.0]
+
+
+def test_a_pool_recovers_from_a_death(pool: RankPool) -> None:
+    pids = pool.run(pid).values()
+    outcomes = pool.run(end_on_rank_1, die)
+    assert isinstance(failed(outcomes, 1), RankDied)
+    assert not set(pool.run(pid).values()) & set(pids)
+    assert pool.run(all_reduced, 1.0).values() == [2.0, 2.0]
+
+
+def test_a_pool_recovers_from_a_timeout(pool: RankPool) -> None:
+    assert isinstance(failed(pool.run(hang_on_rank_1, 1000, timeout_sec=0.5), 1), RankTimedOut)
+    assert pool.run(all_reduced, 1.0).values() == [2.0, 2.0]
+
+
+def test_a_rank_that_dies_between_two_runs_is_reported(pool: RankPool) -> None:
+    victim = pool.run(pid).values()[1]
+    os.kill(victim, signal.SIGKILL)
+    assert isinstance(failed(pool.run(pid), 1), RankDied)
+    assert len(pool.run(pid).values()) == 2
+
+
+def test_a_closed_pool_refuses() -> None:
+    pool = RankPool(2)
+    pool.close()
+    pool.close()
+    with pytest.raises(RuntimeError, match="this RankPool is closed"):
+        pool.run(pid)
