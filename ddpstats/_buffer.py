@@ -28,6 +28,7 @@ from dataclasses import dataclass
 import torch
 
 from ddpstats._layout import Layout
+from ddpstats._vector import spread
 
 STALE, FAILED, PARTIAL, WEIGHT, FLAG = 8, 9, 10, 11, 12
 _CONTROL_LANES = 10
@@ -98,26 +99,23 @@ class Buffer:
         self,
         layout: Layout,
         slots: Sequence[int],
-        sums: Sequence[float],
-        weights: float | Sequence[float],
+        sums: array[float],
+        weights: float | array[float],
         codes: array[float],
     ) -> None:
         """Some slots only; the others add nothing."""
-        size, lanes = layout.size, self._lanes
-        start, zeros = HEADER_LANES, bytes(_BYTES * 2 * size)
-        self._bytes[start * _BYTES : (start + 2 * size) * _BYTES] = zeros
-        lanes[start + 2 * size : start + 3 * size] = codes
+        size, lanes, start = layout.size, self._lanes, HEADER_LANES
         if isinstance(weights, float):
-            weights = (weights,) * len(slots)
-        for slot, value, weight in zip(slots, sums, weights, strict=True):
-            lanes[start + slot] = value
-            lanes[start + size + slot] = weight
+            weights = array("d", (weights,)) * len(slots)
+        lanes[start : start + size] = spread(size, slots, sums)
+        lanes[start + size : start + 2 * size] = spread(size, slots, weights)
+        lanes[start + 2 * size : start + 3 * size] = codes
 
-    def sums(self, layout: Layout) -> memoryview:
+    def sums(self, layout: Layout) -> memoryview[float]:
         return self._lanes[HEADER_LANES : HEADER_LANES + layout.size]
 
-    def weights(self, layout: Layout) -> memoryview:
+    def weights(self, layout: Layout) -> memoryview[float]:
         return self._lanes[HEADER_LANES + layout.size : HEADER_LANES + 2 * layout.size]
 
-    def codes(self, layout: Layout) -> memoryview:
+    def codes(self, layout: Layout) -> memoryview[float]:
         return self._lanes[HEADER_LANES + 2 * layout.size : HEADER_LANES + 3 * layout.size]

@@ -259,6 +259,9 @@ def channel_of(group: Any) -> Channel:
 
     Raises ``ConfigError`` on a rank that is not a member. Local: ranks meet at the first reduction.
     """
+    own = getattr(group, "channel", None)
+    if isinstance(own, Channel):  # ranks that are threads (`ddpstats.testing`)
+        return own
     resolved = None if group is ALONE else resolve_group(group)
     if resolved is None or resolved.size() == 1:
         return _channel_alone()

@@ -103,7 +103,8 @@ class GlooComm:
         except (RuntimeError, dist.DistError) as error:
             raise CommFailed(_first_line(error)) from None
         self._sum, self._max = dist.AllreduceOptions(), dist.AllreduceOptions()
-        self._sum.reduceOp, self._max.reduceOp = dist.ReduceOp.SUM, dist.ReduceOp.MAX
+        self._sum.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
+        self._max.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
         self._timeout_sec = 0.0
 
     def all_reduce_sum(self, tensor: torch.Tensor, timeout_sec: float) -> None:
@@ -177,7 +178,8 @@ class SoloComm:
     """One rank alone: no process group, or one of size 1. Nothing is sent."""
 
     def __init__(self, rank: int = 0) -> None:
-        self.ranks, self.rank = (rank,), rank
+        self.ranks: tuple[int, ...] = (rank,)
+        self.rank = rank
         self.watch: Watch = lambda: None
 
     def all_reduce_sum(self, tensor: torch.Tensor, timeout_sec: float) -> None:
@@ -231,7 +233,7 @@ def group_store(group: dist.ProcessGroup) -> Any:
     try:
         store = group.get_group_store()
         generation = store.add(f"ddpstats/generation/{dist.get_rank()}", 1)
-        return dist.PrefixStore(f"ddpstats/{generation}", store)
+        return torch.distributed.distributed_c10d.PrefixStore(f"ddpstats/{generation}", store)
     except AttributeError:
         raise ConfigError(
             f"torch {torch.__version__} has no ProcessGroup.get_group_store; ddpstats is checked on torch 2.13"

@@ -23,7 +23,7 @@ class ThreadWorld:
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        self.store = dist.HashStore()
+        self.store = dist.HashStore()  # type: ignore[attr-defined]
         self._changed = threading.Condition()
         self._parts: dict[int, Any] = {}
         self._round = 0

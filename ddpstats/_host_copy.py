@@ -48,7 +48,7 @@ class _Piece:
         if device.type == "cuda":
             self._host = torch.empty(vector.shape, dtype=wide, pin_memory=True)
             self._host.copy_(vector, non_blocking=True)
-            self._event = torch.cuda.Event()
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record(torch.cuda.current_stream(device))
         else:
             self._host = vector.cpu()
@@ -57,7 +57,7 @@ class _Piece:
         """id of the tensor -> its copy, in its shape."""
         if self._event is not None:
             self._event.synchronize()
-        parts = self._host.to(torch.float64).split([tensor.numel() for tensor in self._order])
+        parts = torch.split(self._host.to(torch.float64), [tensor.numel() for tensor in self._order])
         return {id(t): part.reshape(t.shape) for t, part in zip(self._order, parts, strict=True)}
 
 

@@ -17,8 +17,8 @@ import math
 import struct
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
@@ -30,8 +30,9 @@ from ddpstats._layout import NONFINITE, PRESENT, Layout, Placement, Selection, p
 from ddpstats._ranks import ranks_text
 from ddpstats._reduced import Reduced, finish
 from ddpstats._schema import EMPTY, iter_slots
-from ddpstats._tree import Structure, buildable, unflatten
+from ddpstats._tree import Builder, Structure, buildable, builder
 from ddpstats._values import Part, Prepared
+from ddpstats._vector import pick
 from ddpstats._wire import Failure, Status, decode_slots, decode_status, encode_slots, encode_status, fingerprint
 from ddpstats.errors import NonFiniteStat, ProtocolMismatch
 
@@ -49,15 +50,21 @@ _SHOWN_PATHS = 10
 
 @dataclass(frozen=True)
 class Call:
-    """One call of this rank."""
+    """What stays the same from one call of a reducer to the next."""
 
     kind: str
     name: str | None
     nonfinite: str
     timeout_sec: float
-    prepared: Prepared | None = None
-    flag: bool | Failure = False
-    divide: bool = True
+
+    @cached_property
+    def is_decision(self) -> bool:
+        """`any_rank` and `all_ranks` have no stats, and so no layout."""
+        return self.kind in ("any_rank", "all_ranks")
+
+    @cached_property
+    def seal_key(self) -> tuple[str, str | None, str]:
+        return self.kind, self.name, self.nonfinite
 
 
 @dataclass
@@ -83,6 +90,7 @@ class Site:
         self.seals: dict[tuple[str, str | None, str], Seal] = {}
         self.placements: BoundedCache[Structure, Placement] = BoundedCache(64, 262_144)
         self.selections: BoundedCache[bytes, _Used] = BoundedCache(16, 65_536, self._age)
+        self.builders: BoundedCache[Selection, Builder] = BoundedCache(16, 65_536)
 
     def adopt(self, layout: Layout) -> None:
         """Go over to ``layout``; what was known of slots that stay is kept."""
@@ -99,6 +107,7 @@ class Site:
         self.seals.clear()
         self.placements.clear()
         self.selections.clear()
+        self.builders.clear()
 
     def without_unused(self, oldest: int) -> Layout:
         """The layout without the slots that no rank used since call ``oldest``."""
@@ -150,17 +159,20 @@ class Protocol:
         self._no_site = Site()  # decisions have no layout
         self.collectives = 0  # of this group so far: how ranks tell each other where they wait
 
-    def reduce(self, call: Call, counters: Counters) -> Reduced:
-        """Every rank must call. Raises what `_agreement` raises, `NonFiniteStat`, and `CommFailed`."""
+    def reduce(self, call: Call, given: Prepared, divide: bool, counters: Counters) -> Reduced:
+        """Every rank must call. Raises what `_agreement` raises, `NonFiniteStat`, and `CommFailed`.
+
+        ``divide`` False leaves means as weighted sums; a matter of this rank alone.
+        """
         counters.calls += 1
-        assert call.prepared is not None
-        prepared = call.prepared.part()
+        prepared = given.part()
         site = self._sites.get(call.name) or Site()
         for _ in range(_MAX_ROUNDS):
             placement = self._write(call, site, prepared)
             if self._sum(call, site, counters):
-                assert isinstance(prepared, Part) and placement is not None
-                return self._read(call, site, prepared, placement, counters)
+                assert isinstance(prepared, Part)
+                assert placement is not None
+                return self._read(call, site, prepared, placement, divide, counters)
             self._renegotiate(call, site, prepared, placement, counters)
         raise ProtocolMismatch(
             f"the ranks of {self._group_name} do not settle on a layout for name={call.name!r}: their stats or their "
@@ -168,14 +180,12 @@ class Protocol:
             group=self._group_name,
         )
 
-    def decide(self, call: Call, counters: Counters) -> float:
+    def decide(self, call: Call, flag: bool | Failure, counters: Counters) -> float:
         """How many ranks' flags are set. Every rank must call."""
         counters.calls += 1
-        failure = call.flag if isinstance(call.flag, Failure) else None
+        failure = flag if isinstance(flag, Failure) else None
         seal = self._seal(call, self._no_site)
-        self._buffer.seal(
-            seal, stale=False, failed=failure is not None, flag=0.0 if failure else float(call.flag is True)
-        )
+        self._buffer.seal(seal, stale=False, failed=failure is not None, flag=float(flag is True))
         if not self._sum(call, self._no_site, counters):
             self._renegotiate(call, self._no_site, failure, None, counters)
         return self._buffer.lane(FLAG)
@@ -219,12 +229,12 @@ class Protocol:
         return site.placements.put(structure, place(structure.schema, site.layout), structure.leaf_count + 1)
 
     def _seal(self, call: Call, site: Site) -> Seal:
-        key = (call.kind, call.name, call.nonfinite)
-        seal = site.seals.get(key)
+        seal = site.seals.get(call.seal_key)
         if seal is None:
-            layout = site.layout.fingerprint if call.prepared is not None else b""
-            text = "\0".join(("" if part is None else "=" + part for part in key)).encode("utf-8", "surrogatepass")
-            seal = site.seals[key] = Seal.of(fingerprint(text + b"\0" + layout), self.world_size)
+            layout = b"" if call.is_decision else site.layout.fingerprint
+            parts = ("" if part is None else "=" + part for part in call.seal_key)
+            text = "\0".join(parts).encode("utf-8", "surrogatepass")
+            seal = site.seals[call.seal_key] = Seal.of(fingerprint(text + b"\0" + layout), self.world_size)
         return seal
 
     # -- 2. sum -------------------------------------------------------------------------------------------------------
@@ -241,27 +251,35 @@ class Protocol:
 
     # -- 3. read ------------------------------------------------------------------------------------------------------
 
-    def _read(self, call: Call, site: Site, part: Part, placement: Placement, counters: Counters) -> Reduced:
+    def _read(
+        self, call: Call, site: Site, part: Part, placement: Placement, divide: bool, counters: Counters
+    ) -> Reduced:
         layout, buffer = site.layout, self._buffer
         total = buffer.lane(WEIGHT)
         self._sites.setdefault(call.name, site)
         self._sites.move_to_end(call.name)
         if buffer.lane(PARTIAL) == 0:
             site.whole_call = site.calls
-            selection, sums, weights = layout.everything, buffer.sums(layout), None
+            selection, weights = layout.everything, None
         else:
             selection = self._selection(site, bytes(buffer.codes(layout)))
-            sums = _picked(buffer.sums(layout), selection.slots)
-            weights = array("d", _picked(buffer.weights(layout), selection.slots))
+            weights = pick(buffer.weights(layout), selection.slots)
+        sums = pick(buffer.sums(layout), selection.slots)
         extremes = self._extremes(call, layout, part, placement, counters) if layout.extremes else {}
-        values = finish(layout, selection, sums, total if weights is None else weights, extremes, call.divide)
+        values = finish(layout, selection, sums, total if weights is None else weights, extremes, divide)
         if call.nonfinite == "raise" and selection.nonfinite is not None:
             self._end_call(site)
             raise self._nonfinite_error(call, layout, part, placement, counters)
-        nested = unflatten(selection.schema, iter(values))
+        nested = self._builder(site, selection)(iter(values))
         reduced = Reduced(nested, total, layout, selection, values, weights, self.world_size)
         self._end_call(site)
         return reduced
+
+    def _builder(self, site: Site, selection: Selection) -> Builder:
+        build = site.builders.get(selection)
+        if build is None:
+            build = site.builders.put(selection, builder(selection.schema), len(selection.slots) + 1)
+        return build
 
     def _selection(self, site: Site, codes: bytes) -> Selection:
         used = site.selections.get(codes)
@@ -341,7 +359,7 @@ class Protocol:
             nonfinite=call.nonfinite,
             failure=prepared if isinstance(prepared, Failure) else None,
             stale=bool(site.unbuildable) or (placement is not None and placement.stale),
-            layout=site.layout.fingerprint if call.prepared is not None else bytes(8),
+            layout=bytes(8) if call.is_decision else site.layout.fingerprint,
             unbuildable=site.unbuildable,
             schema=prepared.structure.schema if isinstance(prepared, Part) else EMPTY,
         )
@@ -385,9 +403,3 @@ class Protocol:
 
 def _is_number(value: float) -> bool:
     return not math.isnan(value)
-
-
-def _picked(lanes: memoryview, slots: Sequence[int]) -> Sequence[float]:
-    if len(slots) == len(lanes):
-        return array("d", lanes)
-    return [lanes[slot] for slot in slots]

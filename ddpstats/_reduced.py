@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 from ddpstats._layout import Layout, Selection
 from ddpstats._schema import leaf_nodes
-from ddpstats._tree import unflatten
+from ddpstats._tree import builder
+from ddpstats._vector import quotient
 
 
 class Entry(NamedTuple):
@@ -89,13 +90,13 @@ class Reduced:
         return [names[slot] for slot in self._selection.slots]
 
     def _nested(self, values: Iterator[Any]) -> Any:
-        return unflatten(self._selection.schema, values)
+        return builder(self._selection.schema)(values)
 
 
 def finish(
     layout: Layout,
     selection: Selection,
-    sums: Sequence[float],
+    sums: array[float],
     weights: float | array[float],
     extremes: dict[int, float],
     divide: bool,
@@ -104,18 +105,12 @@ def finish(
 
     ``sums`` and ``weights`` are per leaf of the selection; ``extremes`` is slot -> minimum or maximum.
     """
-    values: list[float | bool | None] = list(sums) if not divide else _means(sums, weights)
+    values: list[float | bool | None] = [*quotient(sums, weights)] if divide else [*sums]
     if layout.specials:
         _apply_ops(layout, selection, values, sums, weights, extremes)
     for position in selection.nones:
         values[position] = None
     return values
-
-
-def _means(sums: Sequence[float], weights: float | array[float]) -> list[float | bool | None]:
-    if isinstance(weights, float):
-        return [value / weight for value in sums] if (weight := weights) else [math.nan] * len(sums)
-    return [value / weight if weight else math.nan for value, weight in zip(sums, weights, strict=True)]
 
 
 def _apply_ops(

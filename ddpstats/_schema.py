@@ -81,7 +81,9 @@ def marker_count(node: Node) -> int:
 
 def is_flat(node: Container) -> bool:
     """Whether the children are leaves that own one slot each: the shape that deserves C-speed paths."""
-    return all(type(child) is Leaf and len(child.dtypes) < 2 for child in set(node.children))
+    if {*map(type, node.children)} - {Leaf}:
+        return False
+    return all(len(child.dtypes) < 2 for child in set(node.children) if isinstance(child, Leaf))
 
 
 def slot_count(node: Node) -> int:

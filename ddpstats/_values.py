@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import math
 from array import array
-from dataclasses import dataclass
 from itertools import islice
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,13 +22,13 @@ from ddpstats._markers import Marker, Mean
 from ddpstats._paths import Path
 from ddpstats._schema import iter_leaves
 from ddpstats._tree import CannotFlatten, Flat, Structure, flatten
+from ddpstats._vector import is_finite, product
 from ddpstats._wire import Failure
 
 _is_cpu = attrgetter("is_cpu")
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """One rank's numbers, one entry per leaf of the structure's schema.
 
     ``sums``: value times weight for means, the value itself for every other op. ``weights``: one for all leaves, or one each.
@@ -90,7 +89,7 @@ def _part(flat: Flat, weight: Any) -> Part:
     weights: float | array[float] = total
     if sums is None:
         sums, weights = _read_each(flat, total, elements)
-    return Part(flat.structure, sums, weights, total, math.isfinite(sum(sums)) or all(map(math.isfinite, sums)))
+    return Part(flat.structure, sums, weights, total, is_finite(sums))
 
 
 def _read_weight(weight: Any) -> tuple[float, list[float] | None]:
@@ -116,12 +115,10 @@ def _read_simple(flat: Flat, weight: float) -> array[float] | None:
         return None
     try:
         if reading == "numbers":
-            values = [value * weight for value in leaves]
-        elif reading == "tensors":
-            values = [value * weight for value in map(torch.Tensor.item, leaves)]
-        else:
-            values = [(x.item() if type(x) is torch.Tensor else x) * weight for x in leaves]
-        return array("d", values)
+            return product(leaves, weight, len(leaves))
+        if reading == "tensors":
+            return product(map(torch.Tensor.item, leaves), weight, len(leaves))
+        return product([x.item() if type(x) is torch.Tensor else x for x in leaves], weight, len(leaves))
     except (RuntimeError, TypeError, ValueError, OverflowError):
         return None
 
@@ -219,8 +216,3 @@ def _path_of(flat: Flat, index: int) -> Path:
 def _shorten(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
-
-
-def failure_line(failure: Failure) -> str:
-    """A failure in one line: where, then what."""
-    return f"at {failure.path!r}: {failure.message}" if failure.path else failure.message

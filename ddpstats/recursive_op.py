@@ -8,16 +8,17 @@ issue one for the whole tree. What else differs: ranks may hold different keys, 
 from __future__ import annotations
 
 from functools import reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ddpstats._channel import ALONE
+from ddpstats._paths import Path
 from ddpstats._reduced import Reduced
-from ddpstats._schema import leaf_nodes
+from ddpstats._schema import iter_leaves, leaf_nodes
 from ddpstats._tree import FLOATS, unflatten
 from ddpstats.errors import InvalidStats
-from ddpstats.reduce import kept_reducer
+from ddpstats.reduce import NonFinitePolicy, kept_reducer
 
 __all__ = ["recursive_average", "recursive_divide", "recursive_sum"]
 
@@ -39,7 +40,8 @@ def recursive_sum(obj: Any, weight: torch.Tensor, distributed: bool = False, *, 
     Raises:
         As `StatsReducer`.
     """
-    return _tensors(_reduce(obj, weight, distributed, group, divide=False), weight)
+    summed = _reduce(obj, weight, distributed, group, divide=False)
+    return _nested(summed, _tensors(summed, weight))
 
 
 def recursive_average(
@@ -58,8 +60,39 @@ def recursive_average(
         both:   ({"l1": tensor(1.), "snr": tensor(-2.)}, tensor(16.))
     """
     averaged = _reduce(obj, weight, distributed, group, divide=True)
-    given = torch.as_tensor(weight)  # a number passes as well; what cannot be a weight has raised on every rank by now
-    return _tensors(averaged, weight), torch.tensor(averaged.total_weight, dtype=given.dtype, device=given.device)
+    return _nested(averaged, _tensors(averaged, weight)), _total(averaged, weight)
+
+
+class LeafAverage(NamedTuple):
+    """One path of `average_with_weights`: ``name`` as in `Reduced.flat`, ``weight`` and ``op`` as in its `Entry`."""
+
+    path: Path
+    name: str
+    value: torch.Tensor | None
+    weight: float
+    op: str
+
+
+def average_with_weights(
+    obj: Any,
+    weight: torch.Tensor,
+    distributed: bool = False,
+    *,
+    group: Any = None,
+    nonfinite: NonFinitePolicy = "propagate",
+) -> tuple[Any, torch.Tensor, list[LeafAverage]]:
+    """`recursive_average`, and each path with the weight that its own mean stands for: what a logger must average with.
+
+    Collective in the same way. The tensors of the third result are the very objects of the first, in the same order.
+    """
+    averaged = _reduce(obj, weight, distributed, group, divide=True, nonfinite=nonfinite)
+    tensors = _tensors(averaged, weight)
+    paths = (path for path, _ in iter_leaves(averaged._selection.schema))
+    leaves = [
+        LeafAverage(path, name, tensor, entry.weight, entry.op)
+        for path, (name, entry), tensor in zip(paths, averaged.entries(), tensors, strict=True)
+    ]
+    return _nested(averaged, tensors), _total(averaged, weight), leaves
 
 
 def recursive_divide(a: Any, b: torch.Tensor) -> Any:
@@ -83,13 +116,24 @@ def recursive_divide(a: Any, b: torch.Tensor) -> Any:
 # -- inside -----------------------------------------------------------------------------------------------------------
 
 
-def _reduce(obj: Any, weight: Any, distributed: bool, group: Any, *, divide: bool) -> Reduced:
+def _reduce(
+    obj: Any, weight: Any, distributed: bool, group: Any, *, divide: bool, nonfinite: NonFinitePolicy = "propagate"
+) -> Reduced:
     name = "recursive_average" if divide else "recursive_sum"
-    reducer = kept_reducer(group if distributed else ALONE, name, "propagate")
+    reducer = kept_reducer(group if distributed else ALONE, name, nonfinite)
     return reducer._reduce(obj, weight, keep_dtypes=True, divide=divide)
 
 
-def _tensors(reduced: Reduced, weight: Any) -> Any:
+def _nested(reduced: Reduced, tensors: list[torch.Tensor | None]) -> Any:
+    return unflatten(reduced._selection.schema, iter(tensors))
+
+
+def _total(reduced: Reduced, weight: Any) -> torch.Tensor:
+    given = torch.as_tensor(weight)  # a number passes as well; what cannot be a weight has raised on every rank by now
+    return torch.tensor(reduced.total_weight, dtype=given.dtype, device=given.device)
+
+
+def _tensors(reduced: Reduced, weight: Any) -> list[torch.Tensor | None]:
     """The values of ``reduced`` as 0-d tensors: one tensor per dtype, copied to the device once, and cut up there."""
     schema = reduced._selection.schema
     device = weight.device if isinstance(weight, torch.Tensor) else None
@@ -104,7 +148,7 @@ def _tensors(reduced: Reduced, weight: Any) -> Any:
         made = torch.tensor([reduced._flat[place] for place in chosen], dtype=dtype, device=device)
         for place, tensor in zip(chosen, made.unbind(), strict=True):
             tensors[place] = tensor
-    return unflatten(schema, iter(tensors))
+    return tensors
 
 
 def _promoted(names: tuple[str, ...]) -> torch.dtype:

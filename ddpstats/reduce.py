@@ -112,8 +112,9 @@ class StatsReducer:
             raise ConfigError(f"nonfinite={nonfinite!r} is not a policy; legal values: {get_args(NonFinitePolicy)}")
         if name is not None and not isinstance(name, str):
             raise ConfigError(f"name={name!r} must be a str or None")
-        self._group, self._name, self._nonfinite = group, name, nonfinite
+        self._group = group
         self._timeout_sec = _config.timeout_sec(timeout_sec)
+        self._call = Call("reduce_stats", name, nonfinite, patience_sec(self._timeout_sec))
         self._counters = Counters()
         self._channel: Channel | None = None
         self._default_group: Any = None
@@ -159,21 +160,18 @@ class StatsReducer:
             channel.acquire()
             self._release = weakref.finalize(self, channel.release)
             self._release.atexit = False
-        call = self._call(Prepared(stats, weight))
-        counters = self._counters
-        return PendingReduction(
-            channel.submit(lambda protocol: protocol.reduce(call, counters), self._timeout_sec), channel
-        )
+        call, given, counters = self._call, Prepared(stats, weight), self._counters
+
+        def work(protocol: Protocol) -> Reduced:
+            return protocol.reduce(call, given, True, counters)
+
+        return PendingReduction(channel.submit(work, self._timeout_sec), channel)
 
     def _reduce(self, stats: Any, weight: Any, *, keep_dtypes: bool = False, divide: bool = True) -> Reduced:
         """`__call__`, and what `recursive_op` needs besides: the dtypes of the leaves, and sums instead of means."""
-        channel = self._usable_channel()
-        call = self._call(Prepared(stats, weight, keep_dtypes), divide)
-        return channel.run(lambda protocol: protocol.reduce(call, self._counters), self._timeout_sec)
-
-    def _call(self, prepared: Prepared, divide: bool = True) -> Call:
-        patience = patience_sec(self._timeout_sec)
-        return Call("reduce_stats", self._name, self._nonfinite, patience, prepared=prepared, divide=divide)
+        channel, given = self._usable_channel(), Prepared(stats, weight, keep_dtypes)
+        call, counters = self._call, self._counters
+        return channel.run(lambda protocol: protocol.reduce(call, given, divide, counters), self._timeout_sec)
 
     @property
     def counters(self) -> ReductionCounters:
@@ -265,9 +263,9 @@ def _decide(kind: str, flag: Any, group: Any) -> tuple[float, int]:
     except Exception as error:  # this rank must still take part
         answer = Failure("", f"the flag of {kind}() has no truth value: {error}")
     timeout_sec = _config.timeout_sec(None)
-    call = Call(kind, None, "", patience_sec(timeout_sec), flag=answer)
+    call = Call(kind, None, "", patience_sec(timeout_sec))
 
     def work(protocol: Protocol) -> tuple[float, int]:
-        return protocol.decide(call, Counters()), protocol.world_size
+        return protocol.decide(call, answer, Counters()), protocol.world_size
 
     return channel.run(work, timeout_sec)

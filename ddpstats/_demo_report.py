@@ -1,0 +1,200 @@
+"""What the ranks of ``ddpstats demo`` hold, what the right averages are, and what is printed of what they got.
+
+Source of the batches: the story of a training log whose L1 loss was negative, since espnet's ``recursive_average``
+issued one all_reduce per value.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import NamedTuple
+
+WEIGHT = 8.0
+
+Stats = Mapping[str, Sequence[float]]
+
+_BATCHES: tuple[Stats, Stats] = (
+    {"l1_loss": [0.057], "snr_loss": [-1.052, -3.037, -2.041]},
+    {"l1_loss": [0.044, 0.023], "snr_loss": [-2.092, -1.899]},
+)
+_FLOAT32_TOLERANCE = 1e-6
+_RED, _PLAIN = "\033[31m", "\033[0m"
+_FIX = """\
+The fix:
+
+    import ddpstats
+    averages = ddpstats.reduce_stats(stats, weight).values"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Collectives:
+    """How many collectives a rank issued to average its stats once."""
+
+    plain_all_reduce: int
+    ddpstats_first_call: int
+    ddpstats: int
+
+
+@dataclasses.dataclass(frozen=True)
+class RankReport:
+    """What a rank held, and what it got for the averages over all ranks, by name."""
+
+    rank: int
+    inputs: Stats
+    plain_all_reduce: Mapping[str, float]
+    ddpstats: Mapping[str, float]
+    collectives: Collectives
+
+    @staticmethod
+    def from_json(text: str) -> RankReport:
+        """The inverse of `to_json`."""
+        fields = json.loads(text)
+        return RankReport(**fields | {"collectives": Collectives(**fields["collectives"])})
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+
+def stats_of(rank: int) -> Stats:
+    """What a rank holds; its weight is `WEIGHT`. Four values on every rank, so that the plain way does not hang."""
+    return _BATCHES[rank % len(_BATCHES)]
+
+
+def report_name(rank: int) -> str:
+    """The name of the file in which a rank leaves its report."""
+    return f"rank{rank}.json"
+
+
+def flat(stats: Stats) -> dict[str, float]:
+    """Names as `Reduced.flat` spells them: ``l1_loss[0]``."""
+    return {f"{key}[{index}]": value for key, values in stats.items() for index, value in enumerate(values)}
+
+
+def true_means(reports: Sequence[RankReport]) -> dict[str, float]:
+    """The mean of each name over the ranks that hold it; all weigh the same."""
+    held = [flat(report.inputs) for report in reports]
+    names = sorted({name for batch in held for name in batch})
+    return {name: fmean(batch[name] for batch in held if name in batch) for name in names}
+
+
+def is_right(reports: Sequence[RankReport]) -> bool:
+    """Whether ddpstats gave every rank every true mean, and nothing else."""
+    true = true_means(reports)
+    return all(
+        report.ddpstats.keys() == true.keys() and not any(_is_wrong(report.ddpstats[name], true[name]) for name in true)
+        for report in reports
+    )
+
+
+def as_json(reports: Sequence[RankReport]) -> str:
+    """What is printed with ``--json``."""
+    return json.dumps(
+        {
+            "ranks": len(reports),
+            "weight": WEIGHT,
+            "true": true_means(reports),
+            "by_rank": [dataclasses.asdict(report) for report in reports],
+            "ok": is_right(reports),
+        },
+        indent=2,
+    )
+
+
+def as_text(reports: Sequence[RankReport], *, colour: bool) -> str:
+    """What is printed for people: the premise, the table, what went wrong, what it cost, the fix."""
+    paragraphs = [
+        _premise(reports),
+        _table(_rows(true_means(reports), reports[:2]), colour),
+        _others(len(reports)),
+        _story(reports),
+        _cost(reports[0].collectives),
+        _FIX,
+    ]
+    return "\n\n".join(filter(None, paragraphs))
+
+
+# -- paragraphs -------------------------------------------------------------------------------------------------------
+
+
+def _premise(reports: Sequence[RankReport]) -> str:
+    names = ("rank 0", "rank 1") if len(reports) <= 2 else ("each even rank", "each odd rank")
+    held = [f"  {name} holds {json.dumps(report.inputs)}" for name, report in zip(names, reports, strict=False)]
+    return "\n".join([f"Ranks average their losses, each with weight {WEIGHT:g}. An L1 loss is never negative.", *held])
+
+
+def _others(ranks: int) -> str:
+    if ranks <= 2:
+        return ""
+    return f"Of the {ranks} ranks, every other even one gets what rank 0 gets, every other odd one what rank 1 gets."
+
+
+def _story(reports: Sequence[RankReport]) -> str:
+    if len(reports) == 1:
+        return "A single rank has nothing to mix up: both are right. Try --ranks 2."
+    return (
+        "Nothing failed, for all ranks made the same number of calls. But an all_reduce knows no names: the second one\n"
+        "added snr_loss[0] of rank 0 to l1_loss[1] of rank 1."
+    )
+
+
+def _cost(collectives: Collectives) -> str:
+    plain, first, later = dataclasses.astuple(collectives)
+    lines = [
+        "Collectives for one set of averages:",
+        f"  plain all_reduce  {plain}: one for each value, and one for the weight",
+        f"  ddpstats          {later}"
+        + f", and {first} the first time, when the ranks tell each other what they hold" * (first != later),
+    ]
+    return "\n".join(lines)
+
+
+# -- the table --------------------------------------------------------------------------------------------------------
+
+
+class _Cell(NamedTuple):
+    text: str
+    wrong: bool = False
+
+
+def _rows(true: Mapping[str, float], reports: Sequence[RankReport]) -> list[list[_Cell]]:
+    ways = [report.plain_all_reduce for report in reports] + [report.ddpstats for report in reports]
+    values = [
+        [_Cell(name), _Cell(_number(value)), *(_cell(way.get(name), value) for way in ways)]
+        for name, value in true.items()
+    ]
+    return _heads([f" rank {report.rank}" for report in reports]) + values
+
+
+def _heads(ranks: list[str]) -> list[list[_Cell]]:
+    blanks = [""] * (len(ranks) - 1)
+    heads = [["", " true", " plain all_reduce", *blanks, " ddpstats", *blanks], ["", "", *ranks, *ranks]]
+    return [[_Cell(text) for text in head] for head in heads]
+
+
+def _cell(value: float | None, true: float) -> _Cell:
+    if value is None:
+        return _Cell(" -")
+    wrong = _is_wrong(value, true)
+    return _Cell(_number(value) + " <- wrong" * wrong, wrong)
+
+
+def _number(value: float) -> str:
+    return f"{value: .4f}"
+
+
+def _is_wrong(value: float, true: float) -> bool:
+    return not math.isclose(value, true, rel_tol=_FLOAT32_TOLERANCE)
+
+
+def _table(rows: Sequence[Sequence[_Cell]], colour: bool) -> str:
+    widths = [max(len(cell.text) for cell in column) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(_padded, row, widths, [colour] * len(row))).rstrip() for row in rows)
+
+
+def _padded(cell: _Cell, width: int, colour: bool) -> str:
+    padding = " " * (width - len(cell.text))
+    return f"{_RED}{cell.text}{_PLAIN}{padding}" if colour and cell.wrong else cell.text + padding

@@ -1,0 +1,83 @@
+"""The ``ddpstats`` command: which verbs there are, and nothing of what they do.
+
+To add a verb, add a line to ``_VERBS``. Its module has two functions: ``add_arguments(parser)``, and ``run(args)``, which
+returns the exit status. The module is imported when its verb is given, so that ``ddpstats --help`` stays quick. Every verb
+has ``--json``, and then writes one JSON object to stdout, and nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol, cast
+
+from ddpstats._version import __version__
+from ddpstats.errors import DdpstatsError
+
+_PROG = "ddpstats"
+_COULD_NOT_RUN = 2  # argparse's own status for arguments that it cannot use
+_INTERRUPTED = 130
+
+
+class _Verb(NamedTuple):
+    module: str
+    help: str
+
+
+class _VerbModule(Protocol):
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
+
+    def run(self, args: argparse.Namespace) -> int: ...
+
+
+_VERBS = {
+    "demo": _Verb("ddpstats._demo", "wrong averages, then right ones, on real ranks of this machine"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb and return its exit status; 2 if it could not run, with the reason on stderr.
+
+    Args:
+        argv: the words after ``ddpstats``; None takes those of this process.
+
+    Raises:
+        SystemExit: after ``--help`` and ``--version`` (0), and for arguments that make no sense (2), as argparse does.
+    """
+    given = _parser().parse_args(argv)
+    module = cast(_VerbModule, importlib.import_module(_VERBS[given.verb].module))
+    args = _verb_parser(given.verb, module).parse_args(given.arguments)
+    try:
+        return module.run(args)
+    except DdpstatsError as error:
+        print(f"{_PROG} {given.verb}: error: {error}", file=sys.stderr)
+        return _COULD_NOT_RUN
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=_PROG,
+        description="The numbers that torch.distributed ranks report: right, or an error that names key and ranks.",
+        epilog=_verbs_help(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    parser.add_argument("verb", choices=_VERBS, metavar="VERB", help="one of those below")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help=f"see: {_PROG} VERB --help")
+    return parser
+
+
+def _verbs_help() -> str:
+    width = max(map(len, _VERBS))
+    return "\n".join(["verbs:", *(f"  {name:{width}}  {verb.help}" for name, verb in _VERBS.items())])
+
+
+def _verb_parser(name: str, module: _VerbModule) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=f"{_PROG} {name}", description=_VERBS[name].help)
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text for people")
+    module.add_arguments(parser)
+    return parser

@@ -1,0 +1,1 @@
+"""One module per library: ``install()`` makes it use ddpstats, ``uninstall()`` undoes that."""

@@ -1,0 +1,197 @@
+"""espnet's trainers with right numbers: ranks may hold different stats, and each key keeps the weight of its own mean.
+
+1. `install` puts our `recursive_average`, `recursive_sum` and `recursive_divide` in the place of espnet's: where they
+   are defined, and in every espnet module that has imported them by name.
+2. For a dict, that average is an `AveragedStats`: a dict which remembers the weight that each key's own mean stands for.
+3. `SubReporter.register` is given such a dict by the trainers; the wrapper around it hands espnet's own ``register``
+   each key with that weight, and lists and nested dicts under the names of `Reduced.flat`. Registered with the total
+   weight instead, as stock espnet does it, a key that only some ranks hold makes the epoch's average wrong.
+
+Covered, in training and validation: ``trainer``, ``gan_trainer``, ``deepspeed_trainer`` and ``uasr_trainer``, whose phone
+error rate is one ratio of totals (its counts are summed over ranks, not averaged), and ``gan_codec``'s loss balancer.
+
+espnet's models fill in NaN for "no such value on this rank", and its Reporter leaves NaN and infinity out. So here a rank's
+non-finite value counts as absent (``nonfinite="skip"``); it is NaN only where no rank has a finite one.
+
+Not covered, because these do not go through ``recursive_average``: the spk trainer's own gathering of scores; the Lightning
+and speechlm trainers; the vocabulary in ``uasr_trainer``'s weighted_lm_ppl, which each rank takes from its own batches; a
+rank that runs out of batches counts one step more in its Reporter than the others do.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from itertools import groupby
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from ddpstats import _config
+from ddpstats._markers import Sum
+from ddpstats._paths import Step
+from ddpstats.errors import ConfigError
+from ddpstats.recursive_op import LeafAverage, average_with_weights, recursive_divide, recursive_sum
+
+__all__ = ["TESTED_VERSION", "AveragedStats", "install", "uninstall"]
+
+TESTED_VERSION = "202511"
+
+_PACKAGES = frozenset({"espnet2", "espnet3", "espnetez"})
+
+# What we rely on, beyond the version's number: a checkout of espnet's master keeps the number of the last release.
+_PARAMETERS = {
+    "recursive_average": ("obj", "weight", "distributed"),
+    "recursive_sum": ("obj", "weight", "distributed"),
+    "recursive_divide": ("a", "b"),
+    "register": ("self", "stats", "weight"),
+}
+
+# uasr_trainer divides sums of these over an epoch by one another. It asserts the first two, no other trainer has them.
+_UASR_NEEDS = frozenset({"batch_num_errors", "batch_num_ref_tokens"})
+_UASR_COUNTS = _UASR_NEEDS | {"batch_lm_log_prob", "batch_num_hyp_tokens", "batch_size"}
+
+_theirs: dict[str, Any] = {}
+"""espnet's own objects by name, while ours are in their place; empty otherwise."""
+
+
+def install() -> None:
+    """Patch the installed espnet, whether its trainers are imported already or later. Local and idempotent.
+
+    Every rank must call it, or none. Your own modules that imported one of espnet's functions by name before this
+    call keep the old one. With an espnet of another version than `TESTED_VERSION`, or of other signatures, warns
+    and leaves it unpatched. Does nothing under ``DDPSTATS_DISABLE=1``.
+
+    Raises:
+        ConfigError: espnet is not installed, or lacks what it needs itself.
+
+    Example::
+
+        rank 0: stats {"l1_loss": 0.057}   rank 1: stats {"snr_loss": -2.0}
+        stock espnet logs l1_loss=-0.9715; after install() every rank's Reporter has l1_loss 0.057, snr_loss -2.0
+    """
+    if _config.disabled() or _theirs:
+        return
+    reason = _unfit()
+    if reason is not None:
+        warnings.warn(f"ddpstats.integrations.espnet: {reason}. espnet is left unpatched.", stacklevel=2)
+        return
+    _theirs.update(_found())
+    _rebind({id(_theirs[name]): ours for name, ours in _OURS.items()})
+    _sub_reporter().register = _registering(_theirs["register"])
+
+
+def uninstall() -> None:
+    """Put espnet's own objects back, also into modules that were imported since `install`. Local and idempotent."""
+    if not _theirs:
+        return
+    _rebind({id(ours): _theirs[name] for name, ours in _OURS.items()})
+    _sub_reporter().register = _theirs["register"]
+    _theirs.clear()
+
+
+class AveragedStats(dict[Any, Any]):
+    """What the installed ``recursive_average`` returns for a dict: a plain dict to all but the Reporter.
+
+    A key whose value was replaced, or that was added, since the averaging has no weight of its own.
+    """
+
+    def __init__(self, averages: Mapping[Any, Any], leaves: list[LeafAverage]) -> None:
+        super().__init__(averages)
+        self._averages = dict(averages)
+        self._leaves: dict[Step, list[LeafAverage]] = {}
+        for leaf in leaves:
+            self._leaves.setdefault(leaf.path[0], []).append(leaf)
+
+    def rows(self) -> Iterator[tuple[Any, Any, float | None]]:
+        """(name, value, own weight), lists and nested dicts leaf by leaf; None where the caller's weight is to be used."""
+        for key, value in self.items():
+            if key in self._averages and self._averages[key] is value:
+                for leaf in self._leaves.get(key, ()):
+                    yield leaf.name, leaf.value, leaf.weight if leaf.op == "mean" else None
+            else:
+                yield key, value, None
+
+
+# -- in place of espnet's ---------------------------------------------------------------------------------------------
+
+
+def _recursive_average(obj: Any, weight: torch.Tensor, distributed: bool = False) -> tuple[Any, torch.Tensor]:
+    """`ddpstats.recursive_average`, with each key's own weight in a dict's result."""
+    if isinstance(obj, dict) and obj.keys() >= _UASR_NEEDS:
+        obj = {key: Sum(value) if key in _UASR_COUNTS else value for key, value in obj.items()}
+    averages, total, leaves = average_with_weights(obj, weight, distributed, nonfinite="skip")
+    return (AveragedStats(averages, leaves) if isinstance(averages, dict) else averages), total
+
+
+_OURS: dict[str, Callable[..., Any]] = {
+    "recursive_average": _recursive_average,
+    "recursive_sum": recursive_sum,
+    "recursive_divide": recursive_divide,
+}
+
+
+def _registering(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def register(self: Any, stats: Any, weight: Any = None) -> None:
+        if not isinstance(stats, AveragedStats) or not stats:
+            original(self, stats, weight)
+            return
+        for own, rows in groupby(stats.rows(), key=lambda row: row[2]):
+            original(self, {name: value for name, value, _ in rows}, weight if own is None else own)
+
+    return register
+
+
+# -- finding and replacing --------------------------------------------------------------------------------------------
+
+
+def _import(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ConfigError(
+            f"ddpstats.integrations.espnet needs espnet, but {name} cannot be imported: {error}. Install it with "
+            f"`pip install 'ddpstats[espnet]'` and then `pip install --no-deps espnet=={TESTED_VERSION}`."
+        ) from error
+
+
+def _sub_reporter() -> Any:
+    return _import("espnet2.train.reporter").SubReporter
+
+
+def _found() -> dict[str, Any]:
+    """What espnet has now under the names we replace; None where it has no such name."""
+    module = _import("espnet2.torch_utils.recursive_op")
+    return {**{name: getattr(module, name, None) for name in _OURS}, "register": _sub_reporter().register}
+
+
+def _unfit() -> str | None:
+    """Why the installed espnet is not one that was tested, or None."""
+    version = str(getattr(_import("espnet2"), "__version__", "unknown"))
+    if version != TESTED_VERSION:
+        return f"tested with espnet {TESTED_VERSION}, but {version} is installed"
+    for name, found in _found().items():
+        parameters = tuple(inspect.signature(found).parameters) if callable(found) else None
+        if parameters != _PARAMETERS[name]:
+            expected = ", ".join(_PARAMETERS[name])
+            shown = "missing" if parameters is None else f"{name}({', '.join(parameters)})"
+            return (
+                f"tested with espnet {TESTED_VERSION}, where it has {name}({expected}); the espnet that is installed calls "
+                f"itself {version} too, but there it is {shown}"
+            )
+    return None
+
+
+def _rebind(replacements: Mapping[int, Any]) -> None:
+    """Every name in espnet's modules that is bound to an object with one of these ids is bound to its replacement."""
+    for module_name, module in list(sys.modules.items()):
+        if module_name.partition(".")[0] in _PACKAGES and isinstance(module, ModuleType):
+            for name, value in list(vars(module).items()):
+                if id(value) in replacements:
+                    setattr(module, name, replacements[id(value)])

@@ -1,0 +1,437 @@
+"""What runs on the ranks of `test_espnet`: espnet's own trainers on tiny models whose stats follow a script.
+
+espnet is imported inside functions only: some tests need to install before that, and the parent process never needs it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import pathlib
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from ddpstats.integrations import espnet
+
+Step = tuple[dict[str, Any], int]
+"""What the model says of one batch: its stats, and its batch size, which is the weight."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Script:
+    """One rank's stats: per epoch, and per step in it. A single epoch is repeated."""
+
+    train: Sequence[Sequence[Step]]
+    valid: Sequence[Sequence[Step]]
+    epochs: int = 1
+    plateau: bool = False
+    patience: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """One rank after `Trainer.run`: what its Reporter says of the model's own stats, per epoch, and what came of it."""
+
+    train: list[dict[str, float]]
+    valid: list[dict[str, float]]
+    parameters: list[float]
+    learning_rate: float
+    reported: list[str]
+
+
+# Kept from the Reporter: what the model reports, without times, learning rates and gradient norms.
+def _own(stats: dict[str, Any]) -> dict[str, float]:
+    timing = ("time", "lr", "total_count", "grad_norm", "clip", "loss_scale")
+    return {key: float(value) for key, value in stats.items() if not any(word in key for word in timing)}
+
+
+@contextlib.contextmanager
+def patched(install: bool) -> Iterator[None]:
+    """espnet with ddpstats, or stock."""
+    if install:
+        espnet.install()
+    try:
+        yield
+    finally:
+        espnet.uninstall()
+
+
+# -- the plain trainer ------------------------------------------------------------------------------------------------
+
+
+def train(script: Script, install: bool) -> Trained:
+    """espnet's real `Trainer.run` on this rank's script."""
+    with patched(install):
+        return _train(script)
+
+
+def train_all(scripts: Sequence[Script], install: bool) -> list[Trained]:
+    with patched(install):
+        return [_train(script) for script in scripts]
+
+
+def install_then_import(script: Script) -> tuple[Trained, bool, bool]:
+    """Install before any trainer is imported; whether the trainers then got ours, and have espnet's own after all."""
+    assert not [name for name in sys.modules if name.startswith("espnet2.train")]
+    with patched(True):
+        trained = _train(script)
+        import espnet2.torch_utils.recursive_op as source
+        import espnet2.train.trainer as trainer
+
+        ours = trainer.recursive_average is source.recursive_average is not espnet._theirs["recursive_average"]
+    stock = trainer.recursive_average is source.recursive_average
+    return trained, ours, stock and source.recursive_average.__module__ == source.__name__
+
+
+def consumers(install: bool) -> dict[str, tuple[str, str]]:
+    """Per espnet module that binds `recursive_average`: the module it is from while patched, and after `uninstall`."""
+    import espnet2.gan_codec.shared.loss.loss_balancer
+    import espnet2.train.deepspeed_trainer
+    import espnet2.train.gan_trainer
+    import espnet2.train.trainer
+    import espnet2.train.uasr_trainer  # noqa: F401
+
+    def bound() -> dict[str, str]:
+        modules = {name: module for name, module in sys.modules.items() if name.startswith("espnet2.")}
+        found = {name: getattr(module, "recursive_average", None) for name, module in modules.items()}
+        return {name: one.__module__ for name, one in found.items() if one is not None}
+
+    with patched(install):
+        during = bound()
+    after = bound()
+    return {name: (during[name], after[name]) for name in during}
+
+
+def _train(script: Script) -> Trained:
+    import espnet2.train.trainer as trainer
+
+    model = _scripted_model(script)
+    return _run(trainer.Trainer, trainer.TrainerOptions, model, [model.parameters()], script)
+
+
+def _run(
+    trainer_class: Any, options_class: Any, model: Any, parameters: Sequence[Any], script: Script, **options: Any
+) -> Trained:
+    import espnet2.train.trainer as trainer
+    from espnet2.train.distributed_utils import DistributedOption
+
+    optimizers = [torch.optim.SGD(some, lr=0.1) for some in parameters]
+    schedulers: list[Any] = [None] * len(optimizers)
+    if script.plateau:
+        schedulers[0] = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizers[0], factor=0.1, patience=0)
+    reporters: list[Any] = []
+
+    class Seen(trainer.Reporter):  # type: ignore[misc]  # espnet has no types
+        def __init__(self) -> None:
+            super().__init__()
+            reporters.append(self)
+
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(trainer, "Reporter", Seen):
+        trainer_class.run(
+            model=model,
+            optimizers=optimizers,
+            schedulers=schedulers,
+            train_iter_factory=_batches(script.train),
+            valid_iter_factory=_batches(script.valid),
+            plot_attention_iter_factory=None,
+            trainer_options=options_class(**_options(folder, script), **options),
+            distributed_option=DistributedOption(
+                distributed=True,
+                dist_backend="gloo",
+                ngpu=0,
+                dist_rank=dist.get_rank(),
+                dist_world_size=dist.get_world_size(),
+            ),
+        )
+    stats = reporters[0].stats
+    return Trained(
+        train=[_own(stats[epoch]["train"]) for epoch in sorted(stats)],
+        valid=[_own(stats[epoch]["valid"]) for epoch in sorted(stats)],
+        parameters=torch.cat([one.detach().flatten() for one in model.parameters()]).tolist(),
+        learning_rate=optimizers[0].param_groups[0]["lr"],
+        reported=list(stats[1]["train"]),
+    )
+
+
+def _options(folder: str, script: Script) -> dict[str, Any]:
+    return {
+        "ngpu": 0,
+        "resume": False,
+        "use_amp": False,
+        "train_dtype": "float32",
+        "grad_noise": False,
+        "accum_grad": 1,
+        "grad_clip": 5.0,
+        "grad_clip_type": 2.0,
+        "log_interval": 1,
+        "no_forward_run": False,
+        "use_matplotlib": False,
+        "use_tensorboard": False,
+        "use_wandb": False,
+        "adapter": "",
+        "use_adapter": False,
+        "save_strategy": "all",
+        "output_dir": pathlib.Path(folder),
+        "max_epoch": script.epochs,
+        "seed": 0,
+        "sharded_ddp": False,
+        "patience": script.patience,
+        "keep_nbest_models": 1,
+        "nbest_averaging_interval": 0,
+        "early_stopping_criterion": ("valid", "a", "min"),
+        "best_model_criterion": [("valid", "a", "min")],
+        "val_scheduler_criterion": ("valid", "a"),
+        "unused_parameters": True,
+        "wandb_model_log_interval": 0,
+        "create_graph_in_tensorboard": False,
+        "gradient_as_bucket_view": False,
+        "ddp_comm_hook": None,
+    }
+
+
+def _batches(script: Sequence[Sequence[Step]]) -> Any:
+    """A batch carries its epoch and step, by which the model finds what the script says of it."""
+    from espnet2.iterators.abs_iter_factory import AbsIterFactory
+
+    class Factory(AbsIterFactory):  # type: ignore[misc]  # espnet has no types
+        def build_iter(self, epoch: int, shuffle: bool | None = None) -> list[tuple[list[str], dict[str, torch.Tensor]]]:
+            steps = len(_epoch_of(script, epoch - 1))
+            return [(["utt"], {"at": torch.tensor([epoch - 1, step])}) for step in range(steps)]
+
+    return Factory()
+
+
+def _epoch_of(script: Sequence[Sequence[Step]], epoch: int) -> Sequence[Step]:
+    return script[epoch] if len(script) > 1 else script[0]
+
+
+def _gathered(loss: torch.Tensor, stats: dict[str, Any], size: int) -> Any:
+    """What every espnet model does to its results: numbers become tensors of one element, integers stay integers."""
+    from espnet2.torch_utils.device_funcs import force_gatherable
+
+    return force_gatherable((loss, stats, size), loss.device)
+
+
+def _scripted_model(script: Script) -> Any:
+    from espnet2.train.abs_espnet_model import AbsESPnetModel
+
+    class Model(AbsESPnetModel):  # type: ignore[misc]  # espnet has no types
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.linear = torch.nn.Linear(3, 1)
+
+        def forward(self, at: torch.Tensor, utt_id: list[str]) -> Any:
+            epoch, step = at.tolist()
+            stats, size = _epoch_of(script.train if self.training else script.valid, epoch)[step]
+            x = torch.arange(3.0 * size).reshape(size, 3) / 10 + dist.get_rank()
+            return _gathered((self.linear(x) ** 2).mean(), stats, size)
+
+        def collect_feats(self, **batch: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {}
+
+    return Model()
+
+
+# -- what stock espnet cannot survive ---------------------------------------------------------------------------------
+
+
+def ends(names: Sequence[str], scripts: Sequence[Script], timeout_sec: float) -> dict[str, str]:
+    """How each script ends on stock espnet: what was raised, or "finished". Every one has a fresh default group."""
+    return {name: _end_of(name, script, timeout_sec) for name, script in zip(names, scripts, strict=True)}
+
+
+def _end_of(name: str, script: Script, timeout_sec: float) -> str:
+    import espnet2.train.trainer  # noqa: F401  # importing it takes longer than the timeout
+
+    base = dist.distributed_c10d._get_default_store()
+    store = dist.PrefixStore(name, base)
+    store.set(f"ready{dist.get_rank()}", "")
+    store.wait(["ready0", "ready1"], datetime.timedelta(seconds=60))
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    limit = datetime.timedelta(seconds=timeout_sec)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
+    try:
+        trained = _train(script)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return f"finished after {len(trained.valid)} epochs"
+
+
+# -- the other trainers -----------------------------------------------------------------------------------------------
+
+
+def train_gan(script: Script, install: bool) -> Trained:
+    """The real `GANTrainer.run`. The script's stats are the generator's; the discriminator reports them as ``d_*``."""
+    import espnet2.train.gan_trainer as gan_trainer
+    from espnet2.train.abs_gan_espnet_model import AbsGANESPnetModel
+
+    class Model(AbsGANESPnetModel):  # type: ignore[misc]  # espnet has no types
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.generator, self.discriminator = torch.nn.Linear(3, 1), torch.nn.Linear(3, 1)
+
+        def forward(self, at: torch.Tensor, forward_generator: bool = True) -> Any:
+            epoch, step = at.tolist()
+            stats, size = _epoch_of(script.train if self.training else script.valid, epoch)[step]
+            part = self.generator if forward_generator else self.discriminator
+            if not forward_generator:
+                stats = {f"d_{key}": value for key, value in stats.items()}
+            x = torch.ones(size, 3) * (1 + dist.get_rank())
+            loss, stats, weight = _gathered((part(x) ** 2).mean(), stats, size)
+            return {"loss": loss, "stats": stats, "weight": weight, "optim_idx": 0 if forward_generator else 1}
+
+        def collect_feats(self, **batch: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {}
+
+    model = Model()
+    parameters = [model.generator.parameters(), model.discriminator.parameters()]
+    options = {"generator_first": False, "skip_discriminator_prob": 0.0}
+    with patched(install):
+        return _run(gan_trainer.GANTrainer, gan_trainer.GANTrainerOptions, model, parameters, script, **options)
+
+
+def epoch_of_uasr(train: Sequence[Step], valid: Sequence[Step], install: bool) -> tuple[dict[str, float], ...]:
+    """The real `train_one_epoch` and `validate_one_epoch` of `UASRTrainer`.
+
+    Without DistributedDataParallel: the trainer asks the model for `is_discriminative_step`, which that does not pass on.
+    """
+    import espnet2.train.uasr_trainer as uasr_trainer
+    from espnet2.train.distributed_utils import DistributedOption
+
+    class Model(torch.nn.Module):
+        kenlm = True
+        vocab_size = 4
+
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.linear = torch.nn.Linear(3, 1)
+
+        def is_discriminative_step(self) -> bool:
+            return False
+
+        def get_optim_index(self) -> int:
+            return 0
+
+        def forward(self, at: torch.Tensor, do_validation: bool = False, print_hyp: bool = False) -> Any:
+            stats, size = (valid if do_validation else train)[int(at)]
+            loss, stats, weight = _gathered((self.linear(torch.ones(size, 3)) ** 2).mean(), stats, size)
+            return loss, stats, weight, torch.ones(4, dtype=torch.bool)
+
+    model = Model()
+    script = Script([train], [valid])
+
+    def options(folder: str) -> Any:
+        return uasr_trainer.UASRTrainerOptions(**_options(folder, script), generator_first=False, max_num_warning=1)
+
+    distributed = DistributedOption(distributed=True, dist_backend="gloo", ngpu=0)
+
+    def train_one(reporter: Any, batches: Any) -> None:
+        uasr_trainer.UASRTrainer.train_one_epoch(
+            model=model,
+            iterator=batches,
+            optimizers=[torch.optim.SGD(model.parameters(), lr=0.1)],
+            schedulers=[None],
+            scaler=None,
+            reporter=reporter,
+            summary_writer=None,
+            options=options("unused"),
+            distributed_option=distributed,
+        )
+
+    def validate_one(reporter: Any, batches: Any) -> None:
+        uasr_trainer.UASRTrainer.validate_one_epoch(
+            model=model, iterator=batches, reporter=reporter, options=options("unused"), distributed_option=distributed
+        )
+
+    with patched(install):
+        return _epoch(train_one, len(train)), _epoch(validate_one, len(valid))
+
+
+def epoch_of_deepspeed(train: Sequence[Step], valid: Sequence[Step], install: bool) -> tuple[dict[str, float], ...]:
+    """The real `train_one_epoch` and `valid_one_epoch` of `DeepSpeedTrainer`, with a stand-in for DeepSpeed's engine.
+
+    The trainer needs a CUDA device for its flag and its batches; here ``.cuda()`` leaves a tensor where it is.
+    """
+    import espnet2.train.deepspeed_trainer as deepspeed_trainer
+
+    class Engine(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.linear = torch.nn.Linear(3, 1)
+
+        def forward(self, at: torch.Tensor, utt_id: list[str]) -> Any:
+            stats, size = (train if self.training else valid)[int(at)]
+            return _gathered((self.linear(torch.ones(size, 3)) ** 2).sum(), stats, size)
+
+        def backward(self, loss: torch.Tensor) -> None:
+            loss.backward()  # type: ignore[no-untyped-call]
+
+        def step(self) -> None:
+            self.zero_grad()
+
+        def get_global_grad_norm(self) -> float:
+            return 1.0
+
+        def loss_scale(self) -> float:
+            return 1.0
+
+        def get_lr(self) -> list[float]:
+            return [0.1]
+
+    engine = Engine()
+    options = deepspeed_trainer.DeepSpeedTrainerOptions(
+        resume=False,
+        seed=0,
+        train_dtype=torch.float32,
+        log_interval=1,
+        output_dir="unused",
+        max_epoch=1,
+        deepspeed_config="unused",
+        best_model_criterion=[],
+        keep_nbest_models=1,
+    )
+    trainer = deepspeed_trainer.DeepSpeedTrainer
+
+    def run(one_epoch: Callable[..., None]) -> Callable[[Any, Any], None]:
+        return lambda reporter, batches: one_epoch(model=engine, iterator=batches, reporter=reporter, options=options)
+
+    with (
+        patched(install),
+        mock.patch.object(torch.Tensor, "cuda", lambda tensor: tensor),
+        mock.patch.object(deepspeed_trainer, "to_device", lambda batch, device, dtype: batch),
+    ):
+        return _epoch(run(trainer.train_one_epoch), len(train)), _epoch(run(trainer.valid_one_epoch), len(valid))
+
+
+def _epoch(run: Callable[[Any, Any], None], steps: int) -> dict[str, float]:
+    """What a Reporter says after one epoch."""
+    from espnet2.train.reporter import Reporter
+
+    reporter = Reporter()
+    reporter.set_epoch(1)
+    with reporter.observe("phase") as sub_reporter:
+        run(sub_reporter, [(["utt"], {"at": torch.tensor(step)}) for step in range(steps)])
+    return _own(reporter.stats[1]["phase"])
+
+
+def balance(norms: dict[str, float], install: bool) -> dict[str, float]:
+    """Two steps of the gan codec's loss balancer, which passes a plain number as the weight."""
+    from espnet2.gan_codec.shared.loss.loss_balancer import EMA
+
+    average = EMA(0.5)
+    with patched(install):
+        for _ in range(2):
+            averaged = average({key: torch.tensor(value) for key, value in norms.items()})
+    return {key: value.item() for key, value in averaged.items()}
