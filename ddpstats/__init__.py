@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any as _Any
 
 if TYPE_CHECKING:
     from ddpstats._markers import All as All
-    from ddpstats._markers import Any_ as Any
+    from ddpstats._markers import Any as Any
     from ddpstats._markers import Max as Max
     from ddpstats._markers import Mean as Mean
     from ddpstats._markers import Min as Min
@@ -80,7 +80,7 @@ def __getattr__(name: str) -> _Any:
     home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module 'ddpstats' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"ddpstats.{home}"), "Any_" if name == "Any" else name)
+    value = getattr(importlib.import_module(f"ddpstats.{home}"), name)
     globals()[name] = value
     return value
 

@@ -36,7 +36,10 @@ def agree(statuses: Statuses, base: Layout, group_name: str) -> Layout:
         )
     unbuildable = base.unbuildable.union(*(status.unbuildable for status, _ in statuses))
     new = union([(status.schema, ranks) for status, ranks in statuses], unbuildable)
-    return Layout(new if base.root == EMPTY else overlay(base.root, new), unbuildable)
+    if base.root == EMPTY:
+        return Layout(new, unbuildable)
+    known = union([(base.root, ())], unbuildable) if unbuildable else base.root  # may still hold a kind to be given up
+    return Layout(overlay(known, new), unbuildable)
 
 
 def _refuse_different_calls(statuses: Statuses, group_name: str) -> None:

@@ -35,7 +35,7 @@ from ddpstats._protocol import Protocol
 from ddpstats._ranks import ranks_text
 from ddpstats._version import __version__
 from ddpstats._wire import PROTOCOL_VERSION
-from ddpstats.errors import ProtocolMismatch, RankMissing
+from ddpstats.errors import DdpstatsError, ProtocolMismatch, RankMissing
 
 T = TypeVar("T")
 Work = Callable[[Protocol], T]
@@ -125,7 +125,23 @@ class Channel:
                 max(started + timeout_sec, time.monotonic() + grace_sec),
                 lambda missing, dead: self._verdict_text(missing, dead, time.monotonic() - started, reason),
             )
+        except DdpstatsError:
+            raise  # all ranks came to it, and stay in step
+        except BaseException as error:
+            self._leave(error)
+            raise
         raise self._broken(verdict)
+
+    def _leave(self, error: BaseException) -> None:
+        """An interrupt, say, took this rank out of the middle of a call: it is out of step, so nobody may wait for it."""
+        if self._mailbox is None:
+            return
+        why = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        text = (
+            f"a reduction on {self.group_name} was not completed:\n"
+            f"  {self._named([self._rank])}: left in the middle of it ({why})\nReductions on this group are closed."
+        )
+        self._broken(self._mailbox.leave(lambda missing, dead: text))
 
     def _seq(self) -> int:
         """Which collective of this group this rank is in: how ranks tell each other where they wait."""
@@ -281,12 +297,12 @@ def _channel_alone() -> Channel:
 
 
 def _new_channel(group: dist.ProcessGroup) -> Channel:
-    reference = weakref.ref(group)
+    reference, store = weakref.ref(group), group_store(group)
 
     def connect(timeout_sec: float) -> Comm:
         alive = reference()
         if alive is None:
             raise CommFailed("the process group was destroyed")
-        return GlooComm(alive, timeout_sec)
+        return GlooComm(alive, store, timeout_sec)
 
-    return Channel(group_ranks(group), dist.get_rank(), describe_group(group), connect, group_store(group))
+    return Channel(group_ranks(group), dist.get_rank(), describe_group(group), connect, store)

@@ -8,8 +8,8 @@ wait several times as long; a rank that gave up is not noticed by the others; ``
 group joins its operations, so it blocks as long as they do. Hence `_wait`: the wait is cut into slices, between two
 slices the rank looks at the mailbox, and a group whose operation never ended is kept instead of destroyed.
 
-Checked on torch 2.13 (gloo). ``ProcessGroup.get_group_store``, ``new_group(use_local_synchronization=True)`` and
-``Work.wait(timeout)`` are needed; where one is missing the first use of a group says so (`ConfigError`).
+Checked on torch 2.13 (gloo). ``ProcessGroup.get_group_store`` and ``Work.wait(timeout)`` are needed; where the first is
+missing the first use of a group says so (`ConfigError`).
 """
 
 from __future__ import annotations
@@ -87,21 +87,12 @@ _abandoned: list[Any] = []
 class GlooComm:
     """Real ranks over a CPU gloo group of our own, beside the user's group."""
 
-    def __init__(self, group: dist.ProcessGroup, timeout_sec: float) -> None:
+    def __init__(self, group: dist.ProcessGroup, store: Any, timeout_sec: float) -> None:
+        """``store``: a part of the group's store where nobody met before, as `group_store` returns it."""
         self.ranks = group_ranks(group)
         self.rank = dist.get_rank()
         self.watch: Watch = lambda: None
-        try:
-            # use_local_synchronization: only the members of a subgroup need to call this.
-            self._group: Any = dist.new_group(
-                list(self.ranks),
-                timeout=timedelta(seconds=timeout_sec),
-                backend="gloo",
-                use_local_synchronization=True,
-                group_desc="ddpstats",
-            )
-        except (RuntimeError, dist.DistError) as error:
-            raise CommFailed(_first_line(error)) from None
+        self._group: Any = _gloo_group(store, self.ranks.index(self.rank), len(self.ranks), timeout_sec)
         self._sum, self._max = dist.AllreduceOptions(), dist.AllreduceOptions()
         self._sum.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
         self._max.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
@@ -145,15 +136,34 @@ class GlooComm:
                 wait_in_slices(lambda sec: _done_within(work, sec), timeout_sec, self.watch)
         except RuntimeError as error:
             raise CommFailed(_first_line(error)) from None
-        except CommFailed:
+        except BaseException:  # nobody waits any more, by `watch` or by an interrupt, while the operation goes on
             _abandoned.append((start, work, self._group))  # the closure holds the tensors
             raise
 
     def close(self) -> None:
-        group, self._group = self._group, None
-        still_used = any(kept is group for _, _, kept in _abandoned)
-        if group is not None and dist.is_initialized() and not still_used:
-            dist.destroy_process_group(group)
+        self._group = None  # ends with its last user, and that may be an operation that never ended
+
+
+def _gloo_group(store: Any, group_rank: int, world_size: int, timeout_sec: float) -> Any:
+    """A process group that torch's registry knows nothing of.
+
+    Not `dist.new_group`: only the members of a subgroup may be asked to call it, and with
+    ``use_local_synchronization=True`` it makes up the name under which ranks meet from the *number* of groups that this
+    process has (torch 2.13, ``_hash_ranks_to_str``). Ranks 0 and 1 of the groups [0, 1] and [1, 2] would wait for each
+    other under two names.
+    """
+    try:
+        backend = torch._C._distributed_c10d.ProcessGroupGloo(
+            store, group_rank, world_size, timedelta(seconds=timeout_sec)
+        )
+    except (RuntimeError, dist.DistError) as error:
+        raise CommFailed(_first_line(error)) from None
+    made: Any = dist.ProcessGroup(store, group_rank, world_size)
+    made._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    made._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    made._set_group_name("ddpstats")
+    made._set_group_desc("ddpstats")
+    return made
 
 
 def _options(name: str, timeout_sec: float) -> Any:
@@ -231,13 +241,21 @@ def group_store(group: dist.ProcessGroup) -> Any:
     counts how often it came here; ranks that go through the same groups count alike.
     """
     try:
-        store = group.get_group_store()
+        store = _own_connection(group.get_group_store())
         generation = store.add(f"ddpstats/generation/{dist.get_rank()}", 1)
         return torch.distributed.distributed_c10d.PrefixStore(f"ddpstats/{generation}", store)
     except AttributeError:
         raise ConfigError(
             f"torch {torch.__version__} has no ProcessGroup.get_group_store; ddpstats is checked on torch 2.13"
         ) from None
+
+
+def _own_connection(store: Any) -> Any:
+    """Who waits in a TCPStore keeps all other users of that object waiting: two groups could wait for each other."""
+    try:
+        return store.clone()
+    except (AttributeError, RuntimeError):  # an older torch, or a store written in Python
+        return store
 
 
 def group_ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
@@ -247,6 +265,8 @@ def group_ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
 
 def _as_tensor(buffer: bytearray) -> torch.Tensor:
     """A view of ``buffer``: what a collective writes into it is in the bytearray."""
+    if not buffer:  # `frombuffer` refuses it; a collective of nothing still is one
+        return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(buffer, dtype=torch.uint8)
 
 

@@ -57,20 +57,35 @@ def union(held: Held, unbuildable: Collection[str] = ()) -> Node:
     Raises ``SchemaConflict`` where ranks hold a leaf and a container, a mapping and a sequence, or two reduce ops.
     """
     conflicts: list[tuple[Path, Held]] = []
-    # An empty root says nothing of what it would hold; it only counts where nobody holds anything.
-    telling = [(node, ranks) for node, ranks in held if isinstance(node, Leaf) or node.keys] or held
-    node = _unite(list(telling), (), frozenset(unbuildable), conflicts)
+    node = _unite(_without_idle_roots(held), (), frozenset(unbuildable), conflicts)
     if conflicts:
         raise _conflict_error(conflicts)
     return node
+
+
+def _without_idle_roots(held: Held) -> Held:
+    """Without the empty roots that are of another shape than what the other ranks hold: they hold no path."""
+    telling = [node for node, _ in held if (node.keys if isinstance(node, Container) else node.op != "none")]
+    shape = _shape((telling or [node for node, _ in held if isinstance(node, Container)] or [NONE_LEAF])[0])
+    return [
+        (node, ranks)
+        for node, ranks in held
+        if isinstance(node, Leaf) or node.keys or _shape(node) == shape
+    ]
+
+
+def _shape(node: Node) -> str:
+    """What must be alike on all ranks that hold a path."""
+    if isinstance(node, Leaf):
+        return f"leaf {node.op}"
+    return "sequence" if is_sequence(node.kinds[0]) else "mapping"
 
 
 def _unite(held: Held, path: Path, unbuildable: frozenset[str], conflicts: list[tuple[Path, Held]]) -> Node:
     some = [(node, ranks) for node, ranks in held if not (isinstance(node, Leaf) and node.op == "none")]
     if not some:
         return NONE_LEAF
-    shapes = {(node.op,) if isinstance(node, Leaf) else is_sequence(node.kinds[0]) for node, _ in some}
-    if len(shapes) > 1:
+    if len({_shape(node) for node, _ in some}) > 1:
         conflicts.append((path, held))
         return some[0][0]
     first = some[0][0]
@@ -183,7 +198,7 @@ class Layout:
     @cached_property
     def fingerprint(self) -> bytes:
         """8 bytes that stand for the tree."""
-        return fingerprint(encode_schema(self.root) + "\0".join(sorted(self.unbuildable)).encode())
+        return fingerprint(encode_schema(self.root) + "\0".join(sorted(self.unbuildable)).encode("utf-8", "surrogatepass"))
 
     @cached_property
     def specials(self) -> tuple[tuple[int, str], ...]:
@@ -282,6 +297,8 @@ def _place(
     if isinstance(mine, Leaf):
         _place_leaf(mine, agreed, slot, slots, codes)
         return
+    if not mine.keys and agreed != NONE_LEAF and _shape(mine) != _shape(agreed):
+        return  # an empty root holds no path, so it contradicts nothing
     kind = DICT if mine.kinds[0] in unbuildable else mine.kinds[0]
     if isinstance(agreed, Leaf) or kind not in agreed.kinds:
         raise _Stale

@@ -75,6 +75,10 @@ class Mailbox:
     ranks: tuple[int, ...]
     peers: Mapping[int, ProcessId] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        # Keys are spelled from these: plain numbers, not ranks that print their group rank as well.
+        self.rank, self.ranks = int(self.rank), tuple(map(int, self.ranks))
+
     def meet(self, timeout_sec: float, slice_sec: float, describe: Describe) -> Verdict | None:
         """Say that this rank is there and wait for all others; a verdict if some did not come in time."""
         deadline = time.monotonic() + timeout_sec
@@ -127,6 +131,13 @@ class Mailbox:
                 if not missing or time.monotonic() >= deadline:
                     return self._write(missing, [], describe)
                 time.sleep(_POLL_SEC)
+        except _STORE_ERRORS as error:
+            return _without_store(error, describe)
+
+    def leave(self, describe: Describe) -> Verdict:
+        """Say that this rank is the one that others will miss."""
+        try:
+            return self._write([self.rank], [], describe)
         except _STORE_ERRORS as error:
             return _without_store(error, describe)
 

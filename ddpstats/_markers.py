@@ -5,8 +5,9 @@ A bare leaf is ``Mean`` with the weight of the call.
 
 from __future__ import annotations
 
+import typing
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 ReduceOp = Literal["mean", "sum", "min", "max", "any", "all"]
 
@@ -15,7 +16,7 @@ ReduceOp = Literal["mean", "sum", "min", "max", "any", "all"]
 class Marker:
     """Base of the leaf markers; ``op`` is the reduce op that the marker stands for."""
 
-    value: Any
+    value: typing.Any
     op: ClassVar[ReduceOp] = "mean"
 
 
@@ -26,7 +27,7 @@ class Mean(Marker):
     ``weight``: a number >= 0, or a 1-d tensor of the length of ``value``; None means the weight of the call.
     """
 
-    weight: Any = None
+    weight: typing.Any = None
     op: ClassVar[ReduceOp] = "mean"
 
 
@@ -52,8 +53,8 @@ class Max(Marker):
 
 
 @dataclass(frozen=True, slots=True)
-class Any_(Marker):
-    """True where some rank's flag is true; exported as ``ddpstats.Any``. The flag is a bool, 0 or 1."""
+class Any(Marker):
+    """True where some rank's flag is true. The flag is a bool, 0 or 1."""
 
     op: ClassVar[ReduceOp] = "any"
 
@@ -63,7 +64,3 @@ class All(Marker):
     """True where the flag of every rank that holds the path is true. The flag is a bool, 0 or 1."""
 
     op: ClassVar[ReduceOp] = "all"
-
-
-# `Any` is taken by typing in this module; users see the plain name.
-Any_.__name__ = Any_.__qualname__ = "Any"

@@ -19,7 +19,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from ddpstats._cache import BoundedCache
-from ddpstats._markers import All, Any_, Marker, Max, Mean, Min, Sum
+from ddpstats._markers import All, Marker, Max, Mean, Min, Sum
+from ddpstats._markers import Any as AnyFlag
 from ddpstats._paths import Index, Path, Step, format_path
 from ddpstats._schema import (
     DATACLASS,
@@ -72,9 +73,10 @@ _NUMBERS: frozenset[type] = frozenset({float, int, bool})
 _SIMPLE: frozenset[type] = _NUMBERS | {torch.Tensor, type(None)}
 _ATOMS: set[type] = set(_SIMPLE)  # types known to be leaves
 _INTERCHANGEABLE = _NUMBERS | {torch.Tensor}
-_MARKERS = frozenset({Mean, Sum, Min, Max, Any_, All})
+_MARKERS = frozenset({Mean, Sum, Min, Max, AnyFlag, All})
 _MAPPINGS = frozenset({dict, OrderedDict, defaultdict, Counter})
 _SEQUENCES = frozenset({list, tuple})
+_MAX_KEY_BITS = 1024
 
 # A million generated names over a run must not stay here: at most this many structures and leaves.
 _structures: BoundedCache[Hashable, Structure] = BoundedCache(max_entries=128, max_cost=262_144)
@@ -222,7 +224,10 @@ def _checked_key(key: Any, path: Path) -> Step:
     if isinstance(key, str):
         return key if type(key) is str else str.__str__(key)
     if isinstance(key, int):
-        return int(key)
+        number = int(key)
+        if number.bit_length() > _MAX_KEY_BITS:  # Python itself refuses to print integers of some thousand digits
+            raise CannotFlatten(path, f"an int key of {number.bit_length()} bits; at most {_MAX_KEY_BITS} are allowed")
+        return number
     shown = repr(key)[:60]
     raise CannotFlatten((*path, shown), f"the key {shown} is of type {_type_name(key)}; a key is a str or an int")
 

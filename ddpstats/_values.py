@@ -133,6 +133,9 @@ def _read_each(flat: Flat, total: float, elements: list[float] | None) -> tuple[
             summed, weight = _read_leaf(value, total, elements)
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise CannotFlatten(_path_of(flat, i), f"the value is {error}") from None
+        except Exception as error:  # a foreign type's own
+            what = f"the value cannot be read: {type(error).__name__}: {error}"
+            raise CannotFlatten(_path_of(flat, i), what) from None
         sums.append(summed)
         weights.append(weight)
     return sums, weights
@@ -189,7 +192,7 @@ def _elements(value: Any) -> float | list[float]:
             raise ValueError(f"an array of shape {value.shape}; a leaf is a scalar or 1-d")
         if size != 1:
             return [float(item) for item in value.tolist()]
-        value = value.item() if dims else value
+        value = value.item() if hasattr(value, "item") else value  # `float` of a numpy complex drops a part of it
     if isinstance(value, complex):
         raise ValueError("complex; log its real part, imaginary part or absolute value")
     if not hasattr(value, "__float__"):

@@ -52,7 +52,7 @@ def recursive_average(
     Collective if ``distributed``: every rank of ``group`` must call. Arguments and errors as `recursive_sum`.
 
     Returns:
-        (means as `recursive_sum` returns sums, the plain total weight as a 0-d tensor of ``weight``'s dtype and device).
+        (means as `recursive_sum` returns sums, the plain total weight: a 0-d tensor of ``weight``'s dtype and device).
 
     Example, with ``weight`` tensor([8.]) on both ranks::
 

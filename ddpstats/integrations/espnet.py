@@ -1,21 +1,22 @@
 """espnet's trainers with right numbers: ranks may hold different stats, and each key keeps the weight of its own mean.
 
-1. `install` puts our `recursive_average`, `recursive_sum` and `recursive_divide` in the place of espnet's: where they
-   are defined, and in every espnet module that has imported them by name.
-2. For a dict, that average is an `AveragedStats`: a dict which remembers the weight that each key's own mean stands for.
-3. `SubReporter.register` is given such a dict by the trainers; the wrapper around it hands espnet's own ``register``
-   each key with that weight, and lists and nested dicts under the names of `Reduced.flat`. Registered with the total
-   weight instead, as stock espnet does it, a key that only some ranks hold makes the epoch's average wrong.
+1. `install` puts our `recursive_average`, `recursive_sum` and `recursive_divide` in the place of espnet's, where they
+   are defined and in every espnet module that has imported them by name.
+2. For a dict, that average is an `AveragedStats`: it remembers the weight that each key's own mean stands for.
+3. `SubReporter.register` gets such a dict from the trainers. The wrapper around it hands espnet's own ``register`` each
+   key with that weight, and lists and nested dicts under the names of `Reduced.flat`. Registered with the total weight
+   instead, as stock espnet does it, a key that only some ranks hold makes the epoch's average wrong.
 
-Covered, in training and validation: ``trainer``, ``gan_trainer``, ``deepspeed_trainer`` and ``uasr_trainer``, whose phone
-error rate is one ratio of totals (its counts are summed over ranks, not averaged), and ``gan_codec``'s loss balancer.
+Covered, in training and validation: ``trainer``, ``gan_trainer``, ``deepspeed_trainer`` and ``uasr_trainer``, whose
+phone error rate is a ratio of totals (its counts are summed over ranks, not averaged); and the loss balancer of
+``gan_codec``.
 
-espnet's models fill in NaN for "no such value on this rank", and its Reporter leaves NaN and infinity out. So here a rank's
-non-finite value counts as absent (``nonfinite="skip"``); it is NaN only where no rank has a finite one.
+espnet's models fill in NaN for "no such value on this rank", and its Reporter leaves NaN and infinity out. So here a
+rank's non-finite value counts as absent (``nonfinite="skip"``); it is NaN only where no rank has a finite one.
 
-Not covered, because these do not go through ``recursive_average``: the spk trainer's own gathering of scores; the Lightning
-and speechlm trainers; the vocabulary in ``uasr_trainer``'s weighted_lm_ppl, which each rank takes from its own batches; a
-rank that runs out of batches counts one step more in its Reporter than the others do.
+Not covered, for it does not go through ``recursive_average``: the spk trainer's own gathering of scores; the Lightning
+and speechlm trainers; the vocabulary in ``uasr_trainer``'s weighted_lm_ppl, which each rank takes from its own batches;
+the step that the Reporter of a rank counts too many when another rank runs out of batches first.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ class AveragedStats(dict[Any, Any]):
             self._leaves.setdefault(leaf.path[0], []).append(leaf)
 
     def rows(self) -> Iterator[tuple[Any, Any, float | None]]:
-        """(name, value, own weight), lists and nested dicts leaf by leaf; None where the caller's weight is to be used."""
+        """(name, value, own weight), lists and nested dicts leaf by leaf; None where the caller's weight holds."""
         for key, value in self.items():
             if key in self._averages and self._averages[key] is value:
                 for leaf in self._leaves.get(key, ()):
@@ -182,7 +183,7 @@ def _unfit() -> str | None:
             expected = ", ".join(_PARAMETERS[name])
             shown = "missing" if parameters is None else f"{name}({', '.join(parameters)})"
             return (
-                f"tested with espnet {TESTED_VERSION}, where it has {name}({expected}); the espnet that is installed calls "
+                f"tested with espnet {TESTED_VERSION}, which has {name}({expected}); the one that is installed calls "
                 f"itself {version} too, but there it is {shown}"
             )
     return None

@@ -17,6 +17,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # not in __all__
 
 from ddpstats.integrations import espnet
 
@@ -43,7 +44,6 @@ class Trained:
     valid: list[dict[str, float]]
     parameters: list[float]
     learning_rate: float
-    reported: list[str]
 
 
 # Kept from the Reporter: what the model reports, without times, learning rates and gradient norms.
@@ -70,11 +70,6 @@ def train(script: Script, install: bool) -> Trained:
     """espnet's real `Trainer.run` on this rank's script."""
     with patched(install):
         return _train(script)
-
-
-def train_all(scripts: Sequence[Script], install: bool) -> list[Trained]:
-    with patched(install):
-        return [_train(script) for script in scripts]
 
 
 def install_then_import(script: Script) -> tuple[Trained, bool, bool]:
@@ -156,7 +151,6 @@ def _run(
         valid=[_own(stats[epoch]["valid"]) for epoch in sorted(stats)],
         parameters=torch.cat([one.detach().flatten() for one in model.parameters()]).tolist(),
         learning_rate=optimizers[0].param_groups[0]["lr"],
-        reported=list(stats[1]["train"]),
     )
 
 
@@ -201,7 +195,9 @@ def _batches(script: Sequence[Sequence[Step]]) -> Any:
     from espnet2.iterators.abs_iter_factory import AbsIterFactory
 
     class Factory(AbsIterFactory):  # type: ignore[misc]  # espnet has no types
-        def build_iter(self, epoch: int, shuffle: bool | None = None) -> list[tuple[list[str], dict[str, torch.Tensor]]]:
+        def build_iter(
+            self, epoch: int, shuffle: bool | None = None
+        ) -> list[tuple[list[str], dict[str, torch.Tensor]]]:
             steps = len(_epoch_of(script, epoch - 1))
             return [(["utt"], {"at": torch.tensor([epoch - 1, step])}) for step in range(steps)]
 
@@ -252,7 +248,7 @@ def _end_of(name: str, script: Script, timeout_sec: float) -> str:
     import espnet2.train.trainer  # noqa: F401  # importing it takes longer than the timeout
 
     base = dist.distributed_c10d._get_default_store()
-    store = dist.PrefixStore(name, base)
+    store = PrefixStore(name, base)
     store.set(f"ready{dist.get_rank()}", "")
     store.wait(["ready0", "ready1"], datetime.timedelta(seconds=60))
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -303,7 +299,7 @@ def train_gan(script: Script, install: bool) -> Trained:
 def epoch_of_uasr(train: Sequence[Step], valid: Sequence[Step], install: bool) -> tuple[dict[str, float], ...]:
     """The real `train_one_epoch` and `validate_one_epoch` of `UASRTrainer`.
 
-    Without DistributedDataParallel: the trainer asks the model for `is_discriminative_step`, which that does not pass on.
+    Without DistributedDataParallel, which does not pass on the `is_discriminative_step` that the trainer calls.
     """
     import espnet2.train.uasr_trainer as uasr_trainer
     from espnet2.train.distributed_utils import DistributedOption

@@ -1,0 +1,205 @@
+"""The table: what was to be reached, and what was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from _bench_calls import Measured
+from _bench_costs import ImportCost, Memory
+from _bench_loop import Spread, Timings
+
+LEAF_REACH = {10: 9.0, 50: 40.0, 1_000: 250.0}
+BARE_REACH = {10: (1.15, 1.15), 50: (1.25, 1.25), 1_000: (2.0, 3.0), 100_000: (10.0, 25.0)}
+"""Floats, tensors."""
+ALTERNATING_REACH = 1.1
+PATH_BYTES, FIRST_BYTES, STEADY_BYTES, IMPORT_MS = 64.0, 600.0, 64.0, 50.0
+GATED_WORLD = 2  # more ranks than that share the cores of a small machine, and its scheduler is what one measures
+
+
+@dataclass
+class Findings:
+    """All that was measured; what was left out is missing."""
+
+    timed: list[Measured] = field(default_factory=list)
+    payloads: dict[str, list[int]] = field(default_factory=dict)  # "2 ranks" -> bytes, per key count
+    payload_keys: Sequence[int] = ()
+    memory: tuple[int, Memory] | None = None  # keys, bytes
+    imported: ImportCost | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line: ``reach`` None is reported without a verdict."""
+
+    what: str
+    measured: float
+    reach: float | None = None
+    at_least: bool = False
+    unit: str = "x"
+    quartiles: Spread | None = None
+
+    @property
+    def is_short(self) -> bool:
+        if self.reach is None:
+            return False
+        return self.measured < self.reach if self.at_least else self.measured > self.reach
+
+    @property
+    def verdict(self) -> str:
+        return "-" if self.reach is None else "short" if self.is_short else "ok"
+
+    def cells(self) -> tuple[str, ...]:
+        reach = "-" if self.reach is None else f"{'>=' if self.at_least else '<='} {_number(self.reach)} {self.unit}"
+        spread = self.quartiles
+        between = f"{_number(spread.lower)} .. {_number(spread.upper)}" if spread else ""
+        return self.what, reach, f"{_number(self.measured)} {self.unit}", between, self.verdict
+
+
+def rows_of(found: Findings) -> list[Row]:
+    rows: list[Row] = []
+    for measured in found.timed:
+        rows += _against_leaves(measured)
+    for measured in found.timed:
+        rows += _against_bare(measured)
+    for measured in found.timed:
+        rows += _alternating(measured)
+    return rows + _payload_rows(found) + _memory_rows(found) + _import_rows(found)
+
+
+def _gate(measured: Measured, reach: float | None) -> float | None:
+    return reach if measured.world_size == GATED_WORLD else None
+
+
+def _where(measured: Measured) -> str:
+    return f"{measured.world_size} ranks, {measured.keys:,} keys"
+
+
+def _against_leaves(measured: Measured) -> list[Row]:
+    if not measured.against_leaves.seconds:
+        return []
+    reach = _gate(measured, LEAF_REACH.get(measured.keys))
+    return [
+        _ratio_row(
+            f"{_where(measured)}: {ours}, faster than per leaf", measured.against_leaves, "espnet", ours, reach, True
+        )
+        for ours in ("tensors", "reduce_stats", "drop-in")
+    ]
+
+
+def _against_bare(measured: Measured) -> list[Row]:
+    reaches = BARE_REACH.get(measured.keys, (None, None))
+    return [
+        _ratio_row(f"{_where(measured)}: {ours} / bare all_reduce", measured.lean, ours, "bare", _gate(measured, reach))
+        for ours, reach in zip(("floats", "tensors"), reaches, strict=True)
+    ]
+
+
+def _alternating(measured: Measured) -> list[Row]:
+    if "alternating floats" not in measured.lean.seconds:
+        return []
+    reach = _gate(measured, ALTERNATING_REACH)
+    return [
+        _ratio_row(
+            f"{_where(measured)}: {kind}, alternating / same keys", measured.lean, f"alternating {kind}", kind, reach
+        )
+        for kind in ("floats", "tensors")
+    ]
+
+
+def _ratio_row(what: str, timings: Timings, variant: str, to: str, reach: float | None, at_least: bool = False) -> Row:
+    return Row(what, timings.ratio(variant, to), reach, at_least, quartiles=timings.ratios(variant, to))
+
+
+def _payload_rows(found: Findings) -> list[Row]:
+    if not found.payloads:
+        return []
+    header, *per_count = zip(*found.payloads.values(), strict=True)
+    worlds = ", ".join(found.payloads)
+    rows = [
+        Row(f"payload at {worlds}: how many different ones", _most_different([header, *per_count]), 1, unit=""),
+        Row("payload: header (an empty dict)", max(header), unit="bytes"),
+    ]
+    size_of = {keys: max(sizes) for keys, sizes in zip(found.payload_keys[1:], per_count, strict=True)}
+    size_of |= {one.keys: one.payload_bytes for one in found.timed if one.keys not in size_of}
+    for keys, size in size_of.items():
+        rows.append(Row(f"payload: a path, {keys:,} keys", (size - max(header)) / keys, PATH_BYTES, unit="bytes"))
+    return rows
+
+
+def _most_different(samples: Iterable[Sequence[int]]) -> int:
+    return max(len(set(sample)) for sample in samples)
+
+
+def _memory_rows(found: Findings) -> list[Row]:
+    if found.memory is None:
+        return []
+    keys, used = found.memory
+    steady = used.steady_peak_bytes + used.steady_torch_bytes
+    parts: Mapping[str, tuple[int, float | None]] = {
+        "first call, peak beside the result": (used.first_peak_bytes, FIRST_BYTES),
+        "steady call, peak beside the result": (steady, STEADY_BYTES),
+        "of which torch's temporaries": (used.steady_torch_bytes, None),
+        "kept between calls": (used.retained_bytes, None),
+        "the result itself": (used.result_bytes, None),
+    }
+    return [
+        Row(f"memory a path, {keys:,} floats: {what}", size / keys, reach, unit="bytes")
+        for what, (size, reach) in parts.items()
+    ]
+
+
+def _import_rows(found: Findings) -> list[Row]:
+    if found.imported is None:
+        return []
+    cost = found.imported
+    return [
+        Row(
+            "import ddpstats, beyond a bare interpreter",
+            cost.with_import_ms.median - cost.bare_ms.median,
+            IMPORT_MS,
+            unit="ms",
+        ),
+        Row("import ddpstats: loads torch", float(cost.loads_torch), 0, unit=""),
+    ]
+
+
+# -- text -------------------------------------------------------------------------------------------------------------
+
+
+def table(rows: Iterable[Row]) -> str:
+    return aligned([("what", "reach", "measured", "quartiles", ""), *(row.cells() for row in rows)])
+
+
+def times_table(found: Findings) -> str:
+    """Median microseconds per call, of each loop."""
+    lines: list[tuple[str, ...]] = [
+        ("microseconds per call, median", "bare", "floats", "tensors", "drop-in", "per leaf", "rounds")
+    ]
+    for measured in found.timed:
+        cells = [_micro(measured.lean, name) for name in ("bare", "floats", "tensors")]
+        cells += [_micro(measured.against_leaves, name) for name in ("drop-in", "espnet")]
+        lines.append((_where(measured), *cells, str(measured.lean.spread("bare").count)))
+    return aligned(lines)
+
+
+def aligned(lines: Sequence[tuple[str, ...]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    texts = [
+        "  ".join(
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in lines
+    ]
+    return "\n".join(text.rstrip() for text in [texts[0], "-" * max(map(len, texts)), *texts[1:]])
+
+
+def _micro(timings: Timings, variant: str) -> str:
+    return f"{1e6 * timings.spread(variant).median:,.0f}" if variant in timings.seconds else ""
+
+
+def _number(value: float) -> str:
+    if value == int(value):
+        return f"{int(value):,}"
+    return f"{value:.2f}" if abs(value) < 10 else f"{value:.1f}" if abs(value) < 100 else f"{value:,.0f}"

@@ -1,0 +1,204 @@
+"""Speed and memory of reductions, as ratios within one run.
+
+    scripts/launch.sh bench [--quick] [--gate] [--json PATH] [--png PATH]
+
+1. For each world size and number of keys: fresh gloo ranks on this machine, one thread each, on which every variant is
+   checked and then timed in turns with the others (`_bench_calls`, `_bench_loop`). Fresh, for the buffer of a group has
+   the size of the largest layout that the group has seen.
+2. Payload, memory and import are counted (`_bench_costs`).
+3. A table on stdout, progress on stderr; JSON and a PNG where asked for.
+
+The numbers are of this machine at this moment. Others that use its cores at the same time make every ratio worse to
+trust; the quartiles tell how much.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import importlib.util
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from _bench_calls import Measured, measure
+from _bench_costs import import_cost, memory, payload_on_thread, payloads
+from _bench_loop import Budget, Spread, Timings
+from _bench_plot import draw
+from _bench_rows import GATED_WORLD, Findings, Row, rows_of, table, times_table
+
+from ddpstats.testing import run_ranks, run_threads
+
+_LIMIT_SEC = 240.0  # of one set of ranks: a hang ends here
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What to measure, and how long."""
+
+    key_counts: Mapping[int, Sequence[int]]  # world size -> numbers of keys
+    gated: Budget  # of each of the two loops of a gated world size and number of keys
+    reported: Budget  # of the others
+    payload_worlds: Sequence[int]
+    payload_keys: Sequence[int]  # the first is 0: the header
+    payload_threads: int
+    memory_keys: int
+    imports: int
+
+
+# Above it, what is not about the buffer is left out: one collective per leaf takes minutes at 100,000 keys.
+ALL_VARIANTS_UP_TO = 1_000
+CURVE_WORLD, CURVE_KEYS = 2, 50
+
+FULL = Plan(
+    key_counts={2: (10, 50, 1_000, 100_000), 3: (50,), 4: (10, 50, 1_000, 100_000)},
+    gated=Budget(8.0, at_least=16),
+    reported=Budget(3.0, at_least=6),
+    payload_worlds=(2, 3, 4),
+    payload_keys=(0, 10, 50, 1_000),
+    payload_threads=64,
+    memory_keys=100_000,
+    imports=15,
+)
+QUICK = Plan(
+    key_counts={2: (10, 50)},
+    gated=Budget(0.3, at_least=4),
+    reported=Budget(0.3, at_least=4),
+    payload_worlds=(2,),
+    payload_keys=(0, 10, 50),
+    payload_threads=8,
+    memory_keys=1_000,
+    imports=3,
+)
+
+
+class Progress:
+    """A line per section on stderr."""
+
+    def __init__(self) -> None:
+        self._started = time.monotonic()
+
+    def __call__(self, text: str) -> None:
+        print(f"bench [{time.monotonic() - self._started:6.1f} s] {text}", file=sys.stderr, flush=True)
+
+
+def run(plan: Plan, say: Progress) -> Findings:
+    """Measure everything; the long part."""
+    found = Findings(payload_keys=plan.payload_keys)
+    for world_size, key_counts in plan.key_counts.items():
+        for keys in key_counts:
+            say(f"{world_size} ranks, {keys:,} keys")
+            budget = plan.gated if world_size == GATED_WORLD else plan.reported
+            found.timed.append(_on_ranks(measure, world_size, keys, budget, keys <= ALL_VARIANTS_UP_TO))
+    _count_payloads(plan, found, say)
+    say(f"memory, 2 ranks, {plan.memory_keys:,} keys")
+    found.memory = plan.memory_keys, _on_ranks(memory, 2, plan.memory_keys)
+    say(f"import, {plan.imports} times")
+    found.imported = import_cost(plan.imports)
+    say("done")
+    return found
+
+
+def _count_payloads(plan: Plan, found: Findings, say: Progress) -> None:
+    for world_size in plan.payload_worlds:
+        say(f"payload, {world_size} ranks")
+        found.payloads[f"{world_size} ranks"] = _on_ranks(payloads, world_size, plan.payload_keys)
+    threads = plan.payload_threads
+    say(f"payload, {threads} threads")
+    found.payloads[f"{threads} threads"] = [
+        run_threads(payload_on_thread, threads, keys, timeout_sec=_LIMIT_SEC).values()[0] for keys in plan.payload_keys
+    ]
+
+
+def _on_ranks(function: Any, world_size: int, *args: Any) -> Any:
+    """Rank 0's answer."""
+    return run_ranks(function, world_size, *args, timeout_sec=_LIMIT_SEC).values()[0]
+
+
+# -- JSON -------------------------------------------------------------------------------------------------------------
+
+
+def as_json(found: Findings, rows: Sequence[Row], plan_name: str) -> dict[str, Any]:
+    """Everything, as plain data; times are seconds."""
+    return {
+        "machine": _machine(),
+        "plan": plan_name,
+        "rows": [{**_plain(row), "verdict": row.verdict} for row in rows],
+        "timed": [_timed_json(one) for one in found.timed],
+        "payload_bytes": {"keys": list(found.payload_keys), **found.payloads},
+        "memory": {"keys": found.memory[0], **_plain(found.memory[1])} if found.memory else None,
+        "import": _plain(found.imported) if found.imported else None,
+    }
+
+
+def _timed_json(measured: Measured) -> dict[str, Any]:
+    def loop(timings: Timings) -> dict[str, Any]:
+        return {name: _plain(Spread.of(sample)) for name, sample in timings.seconds.items()}
+
+    return {
+        "world_size": measured.world_size,
+        "keys": measured.keys,
+        "payload_bytes": measured.payload_bytes,
+        "per_leaf": measured.per_leaf,
+        "lean_seconds": loop(measured.lean),
+        "against_leaves_seconds": loop(measured.against_leaves),
+    }
+
+
+def _plain(value: Any) -> dict[str, Any]:
+    return dataclasses.asdict(value)
+
+
+def _machine() -> dict[str, Any]:
+    return {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+# -- command line -----------------------------------------------------------------------------------------------------
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="bench", description="Measure speed and memory of reductions.")
+    parser.add_argument("--quick", action="store_true", help="a smoke run of some seconds: its numbers mean little")
+    parser.add_argument("--gate", action="store_true", help="exit with 1 where a reach was missed")
+    parser.add_argument("--json", metavar="PATH", help="write everything that was measured")
+    parser.add_argument("--png", metavar="PATH", help="draw time over keys and over ranks (needs matplotlib)")
+    args = parser.parse_args(argv)
+    if args.png and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--png needs matplotlib: pip install 'ddpstats[bench]'")
+
+    found = run(QUICK if args.quick else FULL, Progress())
+    rows = rows_of(found)
+    machine = _machine()
+    print(f"{machine['cpu']}, {machine['cores']} cores, Python {machine['python']}, torch {machine['torch']}, gloo")
+    print(f"per leaf: {found.timed[0].per_leaf}\n\n{table(rows)}\n\n{times_table(found)}")
+    if args.json:
+        text = json.dumps(as_json(found, rows, "quick" if args.quick else "full"), indent=1)
+        Path(args.json).write_text(text + "\n")
+    if args.png:
+        draw(args.png, found.timed, CURVE_WORLD, CURVE_KEYS)
+    return 1 if args.gate and any(row.is_short for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,453 @@
+"""espnet's real trainers on two gloo ranks: what stock espnet makes of stats that differ, and what `install` does."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from ddpstats.errors import ConfigError
+from ddpstats.integrations import espnet
+from ddpstats.testing._ranks import PerRank, RankPool, run_ranks
+from tests.integrations import espnet_runs
+from tests.integrations.espnet_runs import Script, Step, Trained
+
+pytest.importorskip("espnet2.train.reporter", reason="no espnet, which scripts/launch.sh test installs")
+
+# A key that the trainers' criteria name must be there in every epoch.
+A = {"a": 1.0}
+HANG_SEC = 5.0
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(2, timeout_sec=90.0) as ranks:
+        yield ranks
+
+
+def step(stats: dict[str, Any], size: int = 8) -> list[list[Step]]:
+    """One epoch of one step."""
+    return [[(stats, size)]]
+
+
+def both(rank0: dict[str, Any], rank1: dict[str, Any]) -> list[Script]:
+    """The same single step in training and validation."""
+    return [Script(step(stats), step(stats)) for stats in (rank0, rank1)]
+
+
+def trained(pool: RankPool, scripts: list[Script], install: bool) -> list[Trained]:
+    results: list[Trained] = pool.run(espnet_runs.train, PerRank(scripts), install).values()
+    return results
+
+
+def installed(pool: RankPool, scripts: list[Script]) -> Trained:
+    """What all ranks agree on with `install`, to the bit and in the order of the keys."""
+    rank0, rank1 = trained(pool, scripts, True)
+    assert rank0 == rank1
+    assert [list(epoch) for epoch in rank0.train + rank0.valid] == [list(epoch) for epoch in rank1.train + rank1.valid]
+    return rank0
+
+
+# -- one test per way in which ranks differ ---------------------------------------------------------------------------
+
+EVERY_EPOCH_ALIKE = [
+    Script(
+        train=[
+            [({**A, "loss": 0.1 * (rank + 1), "acc": 0.7}, 2 + 6 * rank), ({**A, "loss": 0.3, "acc": 1 / 3}, 4)],
+            [({**A, "loss": 1.5, "acc": 0.25 * rank}, 7 - 3 * rank)],
+        ],
+        valid=step({"a": 0.2 * (rank + 1), "loss": 1 / 7}, 5 + rank),
+        epochs=2,
+    )
+    for rank in range(2)
+]
+
+
+def test_same_keys_give_the_numbers_and_the_parameters_of_stock_espnet(pool: RankPool) -> None:
+    stock = trained(pool, EVERY_EPOCH_ALIKE, False)
+    ours = installed(pool, EVERY_EPOCH_ALIKE)
+    assert [one.parameters for one in stock] == [ours.parameters] * 2  # bit for bit
+    for epoch in range(2):
+        # stock multiplies and divides in float32
+        assert ours.train[epoch] == pytest.approx(stock[0].train[epoch], rel=1e-6)
+        assert ours.valid[epoch] == pytest.approx(stock[0].valid[epoch], rel=1e-6)
+        assert list(ours.train[epoch]) == list(stock[0].train[epoch])
+
+
+def test_different_keys(pool: RankPool) -> None:
+    scripts = both({"l1_loss": 0.057}, {"snr_loss": -2.0})
+    stock = trained(pool, scripts, False)
+    assert stock[0].train == stock[0].valid == [{"l1_loss": pytest.approx(-0.9715)}]  # a loss, and negative
+    assert stock[1].train == stock[1].valid == [{"snr_loss": pytest.approx(-0.9715)}]
+    ours = installed(pool, scripts)
+    assert ours.train == ours.valid == [{"l1_loss": pytest.approx(0.057), "snr_loss": -2.0}]
+    assert ours.parameters == stock[0].parameters  # the total weight, which scales the gradient, is stock's
+
+
+def test_another_order_of_keys(pool: RankPool) -> None:
+    scripts = both({"l1": 0.05, "snr": -2.0}, {"snr": -4.0, "l1": 0.07})
+    stock = trained(pool, scripts, False)
+    assert stock[0].train == stock[0].valid == [pytest.approx({"l1": -1.975, "snr": -0.965})]
+    assert stock[1].train == stock[1].valid == [pytest.approx({"l1": -0.965, "snr": -1.975})]
+    ours = installed(pool, scripts)
+    assert ours.train == ours.valid == [pytest.approx({"l1": 0.06, "snr": -3.0})]
+
+
+def test_lists_of_different_lengths(pool: RankPool) -> None:
+    scripts = both({"l1": [0.0505], "snr": [-0.5, -2.5, -1.9]}, {"l1": [0.05, 0.023], "snr": [-2.5, -1.5]})
+    stock = pool.run(espnet_runs.train, PerRank(scripts), False).errors()
+    assert [type(error).__name__ for error in stock.values()] == ["TypeCheckError"] * 2
+    ours = installed(pool, scripts)
+    expected = {"l1[0]": 0.05025, "l1[1]": 0.023, "snr[0]": -1.5, "snr[1]": -2.0, "snr[2]": -1.9}
+    assert ours.train == ours.valid == [pytest.approx(expected)]
+
+
+def by_epoch(rank: int, patience: int | None, plateau: bool) -> Script:
+    """Valid keys in another order on each rank: ``a`` goes down; with ``b`` mixed in, one rank sees it go up."""
+    one = [{"a": 1 - 0.1 * epoch, "b": 0.5 * epoch * (1 - rank)} for epoch in range(4)]
+    valid = [[(dict(stats if rank == 0 else reversed(stats.items())), 8)] for stats in one]
+    return Script(step({"loss": 1.0}), valid, epochs=4, patience=patience, plateau=plateau)
+
+
+PLATEAU = [by_epoch(rank, None, True) for rank in range(2)]
+EARLY_STOP = [by_epoch(rank, 0, False) for rank in range(2)]
+
+
+def test_a_learning_rate_that_follows_a_key(pool: RankPool) -> None:
+    stock = trained(pool, PLATEAU, False)
+    assert [one.learning_rate for one in stock] == pytest.approx([0.1, 0.0001])
+    assert stock[0].parameters != stock[1].parameters  # the models have parted
+    ours = installed(pool, PLATEAU)
+    assert ours.learning_rate == 0.1
+    assert [epoch["a"] for epoch in ours.valid] == pytest.approx([1.0, 0.9, 0.8, 0.7])
+
+
+def test_early_stopping_on_a_key(pool: RankPool) -> None:
+    ours = installed(pool, EARLY_STOP)
+    assert len(ours.valid) == 4
+
+
+MORE_KEYS = both({**A, "loss": 1.0}, A)
+NONE = both({**A, "loss": None}, {**A, "loss": 2.0})
+NONE_IN_VALIDATION = [Script(step(A), script.valid) for script in NONE]
+
+
+@pytest.fixture(scope="module")
+def stock_ends() -> list[dict[str, str]]:
+    """How stock espnet ends, per rank, where that leaves the process group unusable: each has one of its own."""
+    endings = {"more keys": MORE_KEYS, "none": NONE, "none in validation": NONE_IN_VALIDATION, "early": EARLY_STOP}
+    scripts = PerRank([[scripts[rank] for scripts in endings.values()] for rank in range(2)])
+    ends: list[dict[str, str]] = run_ranks(
+        espnet_runs.ends, 2, list(endings), scripts, HANG_SEC, timeout_sec=90.0
+    ).values()
+    return ends
+
+
+@pytest.mark.parametrize("name", ["more keys", "none", "none in validation"])
+def test_stock_hangs_where_the_number_of_values_differs(stock_ends: list[dict[str, str]], name: str) -> None:
+    # Both ranks wait for each other in different collectives; the first to give up may close the connection.
+    ends = [rank[name] for rank in stock_ends]
+    assert all("Timed out" in end or "onnection" in end for end in ends), ends
+    assert any("Timed out" in end for end in ends), ends
+
+
+def test_stock_stops_early_on_one_rank_alone(stock_ends: list[dict[str, str]]) -> None:
+    assert stock_ends[1]["early"] == "finished after 2 epochs"
+    assert "Timed out" in stock_ends[0]["early"] or "onnection" in stock_ends[0]["early"]
+
+
+def test_another_number_of_keys(pool: RankPool) -> None:
+    ours = installed(pool, MORE_KEYS)
+    assert ours.train == ours.valid == [{"a": 1.0, "loss": 1.0}]
+
+
+@pytest.mark.parametrize("scripts", [NONE, NONE_IN_VALIDATION], ids=["in both", "in validation"])
+def test_none_on_one_rank(pool: RankPool, scripts: list[Script]) -> None:
+    assert installed(pool, scripts).valid == [{"a": 1.0, "loss": 2.0}]
+
+
+def test_none_on_every_rank_is_nan_as_in_stock(pool: RankPool) -> None:
+    scripts = both({**A, "cer": None}, {**A, "cer": None})
+    stock, ours = trained(pool, scripts, False)[0], installed_nan(pool, scripts)
+    assert ours.train == stock.train == [A]  # the trainers drop None before they average, but only in training
+    assert list(ours.valid[0]) == list(stock.valid[0]) == ["a", "cer"]
+    assert math.isnan(ours.valid[0]["cer"])
+    assert math.isnan(stock.valid[0]["cer"])
+
+
+def installed_nan(pool: RankPool, scripts: list[Script]) -> Trained:
+    """As `installed`, where a NaN is right."""
+    rank0, rank1 = trained(pool, scripts, True)
+    assert repr(rank0) == repr(rank1)
+    return rank0
+
+
+# -- the weight of each key -------------------------------------------------------------------------------------------
+
+
+def test_an_epoch_is_averaged_with_each_keys_own_weight(pool: RankPool) -> None:
+    # The step in which one rank alone has snr counts half as much as the one in which both have it.
+    rank0: list[Step] = [({**A, "snr": -2.0}, 8), ({**A, "snr": -4.0}, 8)]
+    rank1: list[Step] = [(A, 8), ({**A, "snr": -4.0}, 8)]
+    ours = installed(pool, [Script([one], [one]) for one in (rank0, rank1)])
+    assert ours.train == ours.valid == [{"a": 1.0, "snr": pytest.approx(-10 / 3)}]  # -3.0 with the total weight
+
+
+def test_nan_means_absent_as_espnets_models_mean_it(pool: RankPool) -> None:
+    scripts = [
+        Script(step({**A, "single": -2.0, "multi": math.nan}, 8), step({**A, "single": -2.0, "multi": math.nan}, 8)),
+        Script(step({**A, "single": math.nan, "multi": 3.0}, 2), step({**A, "single": math.nan, "multi": 3.0}, 2)),
+    ]
+    stock = trained(pool, scripts, False)
+    assert stock[0].train == [pytest.approx({"a": 1.0, "single": -3.2, "multi": 1.2})]  # right for equal weights only
+    ours = installed(pool, scripts)
+    assert ours.train == ours.valid == [{"a": 1.0, "single": -2.0, "multi": 3.0}]
+
+
+def test_an_integer_on_one_rank(pool: RankPool) -> None:
+    # espnet2/ssl/loss/hubert.py reports 0 where it has counted nothing. Stock espnet's process aborts.
+    ours = installed(pool, both({**A, "acc": 0}, {**A, "acc": 0.5}))
+    assert ours.train == [{"a": 1.0, "acc": 0.25}]
+
+
+def test_ranks_with_different_numbers_of_batches(pool: RankPool) -> None:
+    short: list[Step] = [({**A, "x": 1.0}, 8)] * 2
+    ours = installed(pool, [Script([short], [short]), Script([[*short, (A, 8)]], [[*short, (A, 8)]])])
+    assert ours.train == ours.valid == [{"a": 1.0, "x": 1.0}]
+
+
+def test_nested_stats_get_the_names_of_flat(pool: RankPool) -> None:
+    ours = installed(pool, both({**A, "ctc": {"loss": 1.0}}, {**A, "ctc": {"loss": 3.0, "cer": 0.5}}))
+    assert ours.train == [{"a": 1.0, "ctc/loss": 2.0, "ctc/cer": 0.5}]
+
+
+# -- the other trainers -----------------------------------------------------------------------------------------------
+
+
+def test_every_module_that_binds_the_function_is_patched_and_restored(pool: RankPool) -> None:
+    found = pool.run(espnet_runs.consumers, True).values()[0]
+    trainers = {f"espnet2.train.{name}" for name in ("trainer", "gan_trainer", "uasr_trainer", "deepspeed_trainer")}
+    assert found.keys() >= trainers | {"espnet2.gan_codec.shared.loss.loss_balancer"}
+    assert set(found.values()) == {("ddpstats.integrations.espnet", "espnet2.torch_utils.recursive_op")}
+
+
+def test_gan_trainer(pool: RankPool) -> None:
+    scripts = both({**A, "l1": 0.05}, {**A, "snr": -2.0})
+    wrong = pool.run(espnet_runs.train_gan, PerRank(scripts), False).values()
+    assert wrong[0].train[0]["l1"] == wrong[1].train[0]["d_snr"] == pytest.approx(-0.975)
+    rank0, rank1 = pool.run(espnet_runs.train_gan, PerRank(scripts), True).values()
+    assert rank0 == rank1
+    expected = {"a": 1.0, "l1": 0.05, "snr": -2.0, "d_a": 1.0, "d_l1": 0.05, "d_snr": -2.0}
+    assert rank0.train == rank0.valid == [pytest.approx(expected)]
+    assert rank0.parameters == wrong[0].parameters
+
+
+# Rank 0 has 4 times the batch of rank 1, and 6 errors in 40 tokens where that has 8 in 10.
+UASR_VALID: list[list[Step]] = [
+    [
+        (
+            {
+                "loss": 1.0,
+                "batch_num_errors": 6,
+                "batch_num_ref_tokens": 40,
+                "batch_lm_log_prob": -30.0,
+                "batch_num_hyp_tokens": 32,
+                "batch_size": 8,
+            },
+            8,
+        )
+    ],
+    [
+        (
+            {
+                "batch_num_errors": 8,
+                "batch_num_ref_tokens": 10,
+                "batch_lm_log_prob": -10.0,
+                "batch_num_hyp_tokens": 8,
+                "batch_size": 2,
+            },
+            2,
+        )
+    ],
+]
+UASR_TRAIN: list[list[Step]] = [[({"gp": 1.0}, 8), ({"gp": 4.0}, 8)], [({"sp": 2.0}, 8), ({"gp": 4.0}, 8)]]
+
+
+def test_uasr_trainer(pool: RankPool) -> None:
+    (train, valid), other = pool.run(espnet_runs.epoch_of_uasr, PerRank(UASR_TRAIN), PerRank(UASR_VALID), True).values()
+    assert (train, valid) == other
+    assert train == {"gp": 3.0, "sp": 2.0}
+    assert valid["loss"] == 1.0
+    assert valid["phone_error_rate"] == pytest.approx(14 / 50)  # of averages weighted by batch size: 0.188
+    assert valid["lm_ppl"] == pytest.approx(10 ** (40 / 50))
+
+
+def test_stock_uasr_trainer_cannot_validate_on_several_ranks(pool: RankPool) -> None:
+    same_keys = [[({key: value for key, value in one[0][0].items() if key != "loss"}, one[0][1])] for one in UASR_VALID]
+    errors = pool.run(espnet_runs.epoch_of_uasr, [UASR_TRAIN[0][1]], PerRank(same_keys), False).errors()
+    assert [str(error).split("(")[0] for error in errors.values()] == ["nanmean"] * 2  # the counts are integers
+
+
+def test_deepspeed_trainer(pool: RankPool) -> None:
+    rank0: list[Step] = [({"l1": 0.05}, 8), ({"l1": 2.0}, 8)]
+    rank1: list[Step] = [({"snr": -2.0}, 8), ({"l1": 2.0}, 8)]
+    arguments = PerRank([rank0, rank1]), PerRank([rank0, rank1])
+    wrong = pool.run(espnet_runs.epoch_of_deepspeed, *arguments, False).values()
+    assert wrong[0][0]["l1"] == pytest.approx((-0.975 + 2.0) / 2)
+    right, other = pool.run(espnet_runs.epoch_of_deepspeed, *arguments, True).values()
+    assert right == other
+    expected = {"l1": pytest.approx((0.05 + 2 * 2.0) / 3), "snr": -2.0}
+    assert {key: right[0][key] for key in expected} == expected
+    assert right[1] == expected
+
+
+def test_loss_balancer_of_gan_codec(pool: RankPool) -> None:
+    # Passes the number 1 as the weight, which stock espnet takes for a tensor.
+    norms = PerRank([{"mel": 4.0, "adv": 1.0}, {"mel": 8.0, "adv": 1.0}])
+    assert "dim" in str(pool.run(espnet_runs.balance, norms, False).errors()[0])
+    assert pool.run(espnet_runs.balance, norms, True).values() == [{"mel": 4.5, "adv": 0.75}] * 2
+
+
+# -- install and uninstall --------------------------------------------------------------------------------------------
+
+
+def test_install_before_the_trainers_are_imported() -> None:
+    scripts = both({**A, "l1": 0.5}, {**A, "snr": -2.0})
+    for result, ours, restored in run_ranks(espnet_runs.install_then_import, 2, PerRank(scripts)).values():
+        assert result.train == result.valid == [{"a": 1.0, "l1": 0.5, "snr": -2.0}]
+        assert ours
+        assert restored
+
+
+@pytest.fixture
+def espnet_module() -> Iterator[Any]:
+    """espnet's `recursive_op`, as it was before and will be again."""
+    import espnet2.torch_utils.recursive_op as module
+
+    yield module
+    espnet.uninstall()
+
+
+def objects(module: Any) -> tuple[Any, ...]:
+    from espnet2.train.reporter import SubReporter
+
+    names = ("recursive_average", "recursive_sum", "recursive_divide")
+    return (*(getattr(module, name) for name in names), SubReporter.register)
+
+
+def test_uninstall_puts_the_very_objects_back(espnet_module: Any) -> None:
+    stock = objects(espnet_module)
+    espnet.install()
+    ours = objects(espnet_module)
+    assert not set(ours) & set(stock)
+    espnet.install()
+    assert objects(espnet_module) == ours
+    espnet.uninstall()
+    assert all(a is b for a, b in zip(objects(espnet_module), stock, strict=True))
+    espnet.uninstall()
+    assert objects(espnet_module) == stock
+
+
+def test_another_version_is_left_unpatched(espnet_module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = objects(espnet_module)
+    monkeypatch.setattr("espnet2.__version__", "202601")
+    said = "tested with espnet 202511, but 202601 is installed.*left unpatched"
+    with pytest.warns(UserWarning, match=said) as caught:
+        espnet.install()
+    assert caught[0].filename == __file__
+    assert objects(espnet_module) == stock
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (lambda obj, weight, group: obj, r"there it is recursive_sum\(obj, weight, group\)"),
+        (None, "there it is missing"),
+    ],
+    ids=["other parameters", "missing"],
+)
+def test_a_checkout_with_other_functions_is_left_unpatched(
+    espnet_module: Any, monkeypatch: pytest.MonkeyPatch, other: Any, said: str
+) -> None:
+    monkeypatch.setattr(espnet_module, "recursive_sum", other)
+    stock = objects(espnet_module)
+    with pytest.warns(UserWarning, match=r"recursive_sum\(obj, weight, distributed\).*202511 too, but " + said):
+        espnet.install()
+    assert objects(espnet_module) == stock
+
+
+def test_the_kill_switch(espnet_module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = objects(espnet_module)
+    monkeypatch.setenv("DDPSTATS_DISABLE", "1")
+    espnet.install()
+    assert objects(espnet_module) == stock
+
+
+@pytest.mark.parametrize("missing", ["espnet2", "espnet2.train.reporter"])
+def test_without_espnet_the_error_says_how_to_get_it(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(ConfigError, match=r"ddpstats\[espnet\].*pip install --no-deps espnet==202511"):
+        espnet.install()
+
+
+# -- the Reporter, alone ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def registered(espnet_module: Any) -> Callable[..., dict[str, list[Any]]]:
+    """`registered(stats, change)`: what the Reporter holds after one step of averaged stats, changed by the trainer."""
+    from espnet2.train.reporter import SubReporter
+
+    espnet.install()
+
+    def run(stats: dict[str, Any], change: Any = None, weight: Any = None) -> dict[str, list[Any]]:
+        reporter = SubReporter("train", 1, 0)
+        averaged, total = espnet_module.recursive_average(stats, torch.tensor([8.0]))
+        if change is not None:
+            averaged = change(averaged) or averaged
+        reporter.register(averaged, total if weight is None else weight)
+        reporter.next()
+        return {name: [(one.value, one.weight) for one in values] for name, values in reporter.stats.items()}
+
+    return run
+
+
+ONE_AND_TWO = {"one": torch.tensor([1.0]), "two": torch.tensor([2.0])}
+
+
+def test_a_key_that_the_trainer_adds_or_replaces_has_the_weight_it_gives(registered: Any) -> None:
+    def change(stats: Any) -> None:
+        stats["two"] = 5.0
+        stats["new"] = torch.tensor(3.0)
+
+    assert registered(ONE_AND_TWO, change, 6) == {"one": [(1.0, 8.0)], "two": [(5.0, 6)], "new": [(3.0, 6)]}
+
+
+def test_a_key_that_the_trainer_deletes_is_not_registered(registered: Any) -> None:
+    assert registered(ONE_AND_TWO, lambda stats: stats.pop("two") and None) == {"one": [(1.0, 8.0)]}
+
+
+def test_a_copy_is_a_plain_dict(registered: Any) -> None:
+    assert registered({"one": torch.tensor([1.0])}, dict, 6) == {"one": [(1.0, 6)]}
+
+
+def test_no_stats_at_all(registered: Any) -> None:
+    assert registered({}) == {}
+
+
+def test_types_are_still_checked(registered: Any) -> None:
+    def change(stats: Any) -> None:
+        stats["two"] = "three"
+
+    with pytest.raises(Exception, match="value of key 'two' of argument \"stats\""):
+        registered(ONE_AND_TWO, change)
+
+
+def test_a_tuple_of_stats_is_still_a_tuple(espnet_module: Any) -> None:
+    espnet.install()
+    (one,), total = espnet_module.recursive_average((torch.tensor([1.0, 4.0]),), torch.tensor([1.0, 2.0]), False)
+    assert (one.item(), total.item()) == (3.0, 3.0)

@@ -1,0 +1,127 @@
+"""scripts/bench.py: that it runs, says what it found, and times nothing that is wrong. Speed itself is not tested."""
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddpstats.testing import RanksFailed, run_ranks
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+LIMIT_SEC = 280
+
+
+@pytest.fixture
+def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks are given the parent's sys.path."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+
+
+def bench(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(SCRIPTS / "bench.py"), *args], capture_output=True, text=True, timeout=LIMIT_SEC
+    )
+
+
+def test_quick_run_reports_every_row_and_writes_json(tmp_path: Path) -> None:
+    done = bench("--quick", "--json", str(tmp_path / "bench.json"))
+    assert done.returncode == 0, done.stderr
+    for row in (
+        "2 ranks, 10 keys: tensors, faster than per leaf",
+        "2 ranks, 50 keys: drop-in, faster than per leaf",
+        "2 ranks, 50 keys: floats / bare all_reduce",
+        "2 ranks, 10 keys: floats, alternating / same keys",
+        "payload: a path, 50 keys",
+        "first call, peak beside the result",
+        "steady call, peak beside the result",
+        "import ddpstats, beyond a bare interpreter",
+        "import ddpstats: loads torch",
+    ):
+        assert row in done.stdout
+    assert "2 ranks, 50 keys" in done.stderr  # progress
+    written = json.loads((tmp_path / "bench.json").read_text())
+    assert written["machine"]["torch"]
+    assert {row["verdict"] for row in written["rows"]} <= {"ok", "short", "-"}
+    assert [(one["world_size"], one["keys"]) for one in written["timed"]] == [(2, 10), (2, 50)]
+    spread = written["timed"][0]["lean_seconds"]["floats"]
+    assert 0 < spread["lower"] <= spread["median"] <= spread["upper"]
+
+
+def measured(keys: int, world_size: int) -> Any:
+    calls, loop = importlib.import_module("_bench_calls"), importlib.import_module("_bench_loop")
+    names = ("bare", "floats", "tensors", "espnet", "drop-in")
+    timings = loop.Timings(
+        {name: [1e-3 * keys * n, 2e-3 * keys * n, 3e-3 * keys * n] for n, name in enumerate(names, 1)}
+    )
+    return calls.Measured(keys, world_size, 512, "made up", timings, timings)
+
+
+@pytest.mark.usefixtures("scripts")
+def test_curves_are_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the curves need matplotlib (ddpstats[bench])")
+    plot = importlib.import_module("_bench_plot")
+    plot.draw(str(tmp_path / "bench.png"), [measured(10, 2), measured(50, 2), measured(50, 3)], 2, 50)
+    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.usefixtures("scripts")
+def test_a_row_falls_short_on_the_wrong_side_of_its_reach() -> None:
+    rows = importlib.import_module("_bench_rows")
+    assert rows.Row("slow", 1.2, 1.1).is_short
+    assert not rows.Row("fast", 1.1, 1.1).is_short
+    assert rows.Row("gain", 8.9, 9.0, at_least=True).is_short
+    assert not rows.Row("gain", 9.0, 9.0, at_least=True).is_short
+    assert rows.Row("reported only", 1e9).verdict == "-"
+
+
+@pytest.mark.usefixtures("scripts")
+def test_ratio_is_of_the_medians_and_quartiles_are_of_the_rounds() -> None:
+    loop = importlib.import_module("_bench_loop")
+    timings = loop.Timings({"a": [1.0, 4.0, 9.0], "b": [1.0, 2.0, 3.0]})
+    assert timings.ratio("a", "b") == 2.0
+    assert timings.ratios("a", "b") == loop.Spread(2.0, 1.5, 2.5, 3)
+
+
+def retold_and_real() -> list[list[float]]:
+    import torch
+    import torch.distributed as dist
+
+    calls = importlib.import_module("_bench_calls")
+    rank = dist.get_rank()
+    stats = {"a": torch.tensor([1.0 + rank]), "b": torch.tensor([float("nan") if rank else 2.0])}
+    averages = (calls.per_leaf_average()[0], calls.gathered_average)
+    answers = [average(stats, torch.tensor([8.0 + rank]), True) for average in averages]
+    return [[*map(float, values.values()), float(total)] for values, total in answers]
+
+
+@pytest.mark.usefixtures("scripts")
+def test_our_words_of_espnet_say_what_espnet_says() -> None:
+    pytest.importorskip("espnet2", reason="compared with the real espnet (scripts/launch.sh test installs it)")
+    for real, retold in run_ranks(retold_and_real, 2).values():
+        assert real == retold
+
+
+def time_a_wrong_one() -> None:
+    calls = importlib.import_module("_bench_calls")
+    calls._verify(
+        "off by one", calls.Variant(lambda number: {"loss_00000": -1.0}, dict, lambda rank, number: range(1)), 1
+    )
+
+
+@pytest.mark.usefixtures("scripts")
+def test_what_gives_a_wrong_result_is_not_timed() -> None:
+    with pytest.raises(RanksFailed, match="'off by one' is wrong"):
+        run_ranks(time_a_wrong_one, 2).values()
+
+
+def test_png_without_matplotlib_says_what_to_install(tmp_path: Path) -> None:
+    code = "import importlib.util, runpy, sys; importlib.util.find_spec = lambda name: None; "
+    code += f"sys.path.insert(0, {str(SCRIPTS)!r}); sys.argv = ['bench', '--png', 'x.png']; "
+    code += f"runpy.run_path({str(SCRIPTS / 'bench.py')!r}, run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_SEC, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "pip install 'ddpstats[bench]'" in done.stderr

@@ -1,0 +1,92 @@
+"""What the package promises from outside: names, import cost, purity, typing, documentation."""
+
+from __future__ import annotations
+
+import pathlib
+import pickle
+import re
+import subprocess
+import sys
+
+import pytest
+
+import ddpstats
+from ddpstats import errors
+
+ROOT = pathlib.Path(__file__).parents[1]
+PURE = ["_layout", "_agreement", "_wire", "_schema", "_ranks", "_markers", "_config", "_paths", "_cache", "errors", "_version"]
+
+
+def run(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize("module", ["ddpstats", *(f"ddpstats.{name}" for name in PURE)])
+def test_pure_modules_do_not_import_torch(module: str) -> None:
+    assert run(f"import sys, {module}; print({{'torch', 'numpy', 'hypothesis'}} & set(sys.modules))") == "set()"
+
+
+def test_the_test_above_can_fail() -> None:
+    assert run("import sys, ddpstats.reduce; print('torch' in sys.modules)") == "True"
+
+
+def test_every_public_name_is_there_and_documented() -> None:
+    readme = (ROOT / "README.md").read_text()
+    for name in ddpstats.__all__:
+        value = getattr(ddpstats, name)
+        if name != "__version__":
+            assert value.__doc__, name
+            assert f"`{name}" in readme, f"{name} is missing in README.md"
+    assert set(ddpstats.__all__) <= set(dir(ddpstats))
+    with pytest.raises(AttributeError, match="no_such_name"):
+        ddpstats.no_such_name  # noqa: B018
+
+
+def test_lazy_names_and_declared_names_are_the_same() -> None:
+    source = (ROOT / "ddpstats" / "__init__.py").read_text()
+    declared = re.findall(r"^    from ddpstats\.\w+ import \w+ as (\w+)", source, re.MULTILINE)
+    assert sorted(declared) == ddpstats.__all__
+
+
+def test_submodules_are_reachable_without_importing_them() -> None:
+    assert run("import ddpstats; print(ddpstats.recursive_op.recursive_sum is ddpstats.recursive_sum)") == "True"
+
+
+def test_errors_travel_by_pickle_with_their_attributes() -> None:
+    for name in errors.__dict__:
+        kind = getattr(errors, name)
+        if isinstance(kind, type) and issubclass(kind, errors.DdpstatsError):
+            error = kind("text", path="a/b", group="g", **({"missing_ranks": [2]} if name == "RankMissing" else {"ranks": [2]}))
+            copy = pickle.loads(pickle.dumps(error))
+            assert type(copy) is kind
+            assert (str(copy), copy.path, copy.group, copy.ranks) == ("text", "a/b", "g", (2,))
+            assert getattr(copy, "missing_ranks", (2,)) == (2,)
+
+
+@pytest.mark.parametrize("variable", ["DDPSTATS_TIMEOUT_SEC", "DDPSTATS_DISABLE"])
+def test_a_bad_setting_is_named(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    from ddpstats import _config
+
+    monkeypatch.setenv(variable, "soon")
+    with pytest.raises(errors.ConfigError, match=variable):
+        _config.timeout_sec(None)
+        _config.disabled()
+
+
+def test_the_timeout_comes_from_the_argument_then_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ddpstats import _config
+
+    assert _config.timeout_sec(None) == 300.0
+    monkeypatch.setenv("DDPSTATS_TIMEOUT_SEC", "7.5")
+    assert _config.timeout_sec(None) == 7.5
+    assert _config.timeout_sec(2) == 2.0
+
+
+def test_nothing_of_ours_uses_pickle_or_object_collectives() -> None:
+    forbidden = re.compile(r"\bpickle\b|_object\b|torch\.load|\beval\(|\bexec\(")
+    for file in (ROOT / "ddpstats").rglob("*.py"):
+        if "testing" not in file.parts and "integrations" not in file.parts:
+            code = re.sub(r'"""[\s\S]*?"""|#.*', "", file.read_text())
+            assert not forbidden.search(code), file

@@ -1,0 +1,404 @@
+"""`recursive_average` and its parts, on real gloo ranks and beside the espnet functions that they replace."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ddpstats
+from ddpstats.errors import DdpstatsError, InvalidStats
+from ddpstats.recursive_op import average_with_weights, recursive_average, recursive_divide, recursive_sum
+from ddpstats.testing._ranks import PerRank, RankPool
+
+
+class Losses(NamedTuple):
+    l1: Any
+    snr: Any
+
+
+# A rank that waits in vain says so before the pool's own limit ends it.
+ENVIRONMENT = {"DDPSTATS_TIMEOUT_SEC": "20"}
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[RankPool]:
+    with RankPool(2, env=ENVIRONMENT) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def trio() -> Iterator[RankPool]:
+    with RankPool(3, env=ENVIRONMENT) as ranks:
+        yield ranks
+
+
+# -- what runs on the ranks -------------------------------------------------------------------------------------------
+
+
+def average(obj: Any, weight: Any) -> Any:
+    return recursive_average(obj, weight, True)
+
+
+def total(obj: Any, weight: Any) -> Any:
+    return recursive_sum(obj, weight, True)
+
+
+def averages(objs: list[Any], weight: Any) -> list[Any]:
+    return [recursive_average(obj, weight, True)[0] for obj in objs]
+
+
+def average_in_pairs(obj: Any, weight: Any) -> Any:
+    """Ranks 0 and 2 among themselves; rank 1 alone."""
+    group = [dist.new_group([0, 2]), dist.new_group([1])][dist.get_rank() % 2]
+    averaged = recursive_average(obj, weight, True, group=group)
+    return averaged, recursive_sum(obj, weight, True, group=group)
+
+
+def average_of_leaves_with_gradients(value: float) -> tuple[Any, bool, Any, int]:
+    leaf = torch.tensor([value], requires_grad=True)
+    (leaf * 2).sum().backward()  # type: ignore[no-untyped-call]
+    averaged, _ = recursive_average({"a": leaf, "b": leaf * 2}, torch.tensor([1.0]), True)
+    assert leaf.grad is not None
+    return averaged, any(one.requires_grad for one in averaged.values()), leaf.grad.item(), leaf._version
+
+
+def weight_is_left_alone() -> list[float]:
+    weight = torch.tensor([8.0])
+    recursive_average({"a": torch.tensor([1.0])}, weight, True)
+    return weight.tolist()
+
+
+# -- helpers ----------------------------------------------------------------------------------------------------------
+
+
+def t(*values: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
+    return torch.tensor(values, dtype=dtype)
+
+
+def on_all(pool: RankPool, fn: Any, objs: list[Any], weights: Any) -> Any:
+    """What all ranks agree on: values, dtypes, shapes, order of keys."""
+    weight = PerRank(weights) if isinstance(weights, list) else weights
+    answers = pool.run(fn, PerRank(objs), weight).values()
+    assert len({repr(spelled(answer)) for answer in answers}) == 1, answers
+    return answers[0]
+
+
+def spelled(tree: Any) -> Any:
+    """A tree with its tensors written out in full."""
+    if isinstance(tree, dict):
+        return type(tree), [(key, spelled(value)) for key, value in tree.items()]
+    if isinstance(tree, list | tuple):
+        return type(tree), [spelled(value) for value in tree]
+    if isinstance(tree, torch.Tensor):
+        return tree.dtype, tree.device, tuple(tree.shape), tree.tolist()
+    return tree
+
+
+def plain(tree: Any) -> Any:
+    """A tree with Python numbers for its 0-d tensors."""
+    if isinstance(tree, dict):
+        return {key: plain(value) for key, value in tree.items()}
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*map(plain, tree))
+    if isinstance(tree, list | tuple):
+        return type(tree)(map(plain, tree))
+    if isinstance(tree, torch.Tensor):
+        assert tree.dim() == 0
+        return tree.item()
+    return tree
+
+
+# -- the union of what the ranks hold ---------------------------------------------------------------------------------
+
+
+def test_the_first_example(pair: RankPool) -> None:
+    rank0 = {"l1_loss": [t(0.0505)], "snr_loss": [t(0.0230), t(-2.0530), t(-1.9700)]}
+    rank1 = {"l1_loss": [t(0.0505), t(0.0230)], "snr_loss": [t(-3.167), t(-2.883)]}
+    averaged, weight = on_all(pair, average, [rank0, rank1], t(8.0))
+    expected = {"l1_loss": [0.0505, 0.0230], "snr_loss": [-1.572, -2.468, -1.970]}
+    assert plain(averaged)["l1_loss"] == pytest.approx(expected["l1_loss"])
+    assert plain(averaged)["snr_loss"] == pytest.approx(expected["snr_loss"])
+    assert weight.item() == 16.0
+
+
+@pytest.mark.parametrize(
+    ("objs", "expected"),
+    [
+        ([{"l1": t(0.5)}, {"snr": t(-2.0)}], {"l1": 0.5, "snr": -2.0}),
+        ([{"a": t(1.0), "b": t(2.0)}, {"b": t(4.0), "a": t(3.0)}], {"a": 2.5, "b": 3.5}),
+        ([{"a": t(1.0)}, {}], {"a": 1.0}),
+        ([{}, {"a": t(1.0)}], {"a": 1.0}),
+        ([{}, {}], {}),
+        ([{"a": None}, {"a": t(1.0)}], {"a": 1.0}),
+        ([{"a": None, "b": t(1.0)}, {"a": None}], {"a": None, "b": 1.0}),
+        ([None, None], None),
+        ([{"a": None}, {"a": {"b": [t(1.0)]}}], {"a": {"b": [1.0]}}),
+        ([{"a": {"x": t(1.0)}}, {"a": {"y": t(2.0)}}], {"a": {"x": 1.0, "y": 2.0}}),
+        ([[t(1.0)], [t(3.0), t(4.0)]], [2.5, 4.0]),
+        ([(t(1.0), None), (t(3.0), t(4.0))], (2.5, 4.0)),
+        ([Losses(t(1.0), None), Losses(t(3.0), t(4.0))], Losses(2.5, 4.0)),
+        ([t(1.0), t(3.0)], 2.5),
+    ],
+    ids=lambda value: repr(plain(value)) if isinstance(value, tuple | dict) else None,
+)
+def test_ranks_may_hold_different_things(pair: RankPool, objs: list[Any], expected: Any) -> None:
+    # rank 1 weighs three times as much
+    averaged, weight = on_all(pair, average, objs, [t(1.0), t(3.0)])
+    assert spelled(plain(averaged)) == spelled(expected)
+    assert weight.item() == 4.0
+
+
+def test_three_ranks_each_with_a_key_of_its_own(trio: RankPool) -> None:
+    objs = [{"all": t(float(rank)), f"only{rank}": t(1.0 + rank)} for rank in range(3)]
+    averaged, weight = on_all(trio, average, objs, [t(1.0), t(2.0), t(5.0)])
+    assert plain(averaged) == {"all": 1.5, "only0": 1.0, "only1": 2.0, "only2": 3.0}
+    assert weight.item() == 8.0
+
+
+def test_containers_of_different_types_become_plain_ones(pair: RankPool) -> None:
+    averaged, _ = on_all(pair, average, [OrderedDict(a=(t(1.0),)), {"a": [t(3.0)]}], t(1.0))
+    assert spelled(plain(averaged)) == spelled({"a": [2.0]})
+
+
+def test_the_order_of_keys_is_one_however_it_changes(pair: RankPool) -> None:
+    steps = [["a", "b"], ["b", "a", "c"], ["c", "a"]]
+    rank0, rank1 = ([{key: t(1.0) for key in keys} for keys in one] for one in (steps, steps[::-1]))
+    answers = pair.run(averages, PerRank([rank0, rank1]), t(1.0)).values()
+    assert [list(one) for one in answers[0]] == [list(one) for one in answers[1]]
+    assert [set(one) for one in answers[0]] == [{"a", "b", "c"}] * 3
+
+
+def test_a_sum_over_ranks(pair: RankPool) -> None:
+    objs = [{"a": t(1.0, 2.0), "b": t(1.0, 1.0)}, {"a": t(3.0, 4.0), "c": None}]
+    summed = on_all(pair, total, objs, [t(1.0, 2.0), t(1.0, 0.0)])
+    assert plain(summed) == {"a": 1.0 + 4.0 + 3.0, "b": 3.0, "c": None}
+
+
+# -- weights ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.float32, torch.float64, torch.float16])
+def test_the_weight_is_the_plain_total_in_its_own_dtype(pair: RankPool, dtype: torch.dtype) -> None:
+    weights = [t(8, 1, dtype=dtype), t(3, dtype=dtype)]
+    averaged, weight = on_all(pair, average, [{"a": t(1.0, 10.0)}, {"a": t(4.0), "b": t(5.0)}], weights)
+    assert spelled(weight) == spelled(torch.tensor(12, dtype=dtype))
+    assert plain(averaged) == {"a": pytest.approx((8 + 10 + 12) / 12), "b": 5.0}
+
+
+def test_a_large_integer_weight_stays_exact(pair: RankPool) -> None:
+    _, weight = on_all(pair, average, [{"a": t(1.0)}] * 2, [t(2**40 + 1), t(2)])
+    assert spelled(weight) == spelled(torch.tensor(2**40 + 3))
+
+
+def test_elements_have_their_own_weights_and_ranks_different_numbers_of_them(pair: RankPool) -> None:
+    weights = [t(2.0, 6.0), t(1.0, 1.0, 2.0)]
+    averaged, weight = on_all(
+        pair, average, [{"a": t(1.0, 3.0)}, {"a": t(1.0, 2.0, 0.5), "b": t(1.0, 2.0, 3.0)}], weights
+    )
+    assert plain(averaged) == {"a": (2 + 18 + 1 + 2 + 1) / 12, "b": 9 / 4}
+    assert weight.item() == 12.0
+
+
+def test_a_large_weight_does_not_overflow_a_half_precision_leaf(pair: RankPool) -> None:
+    averaged, _ = on_all(pair, average, [{"a": t(2.0, dtype=torch.float16)}] * 2, t(40000.0))  # stock: nan
+    assert spelled(averaged) == spelled({"a": torch.tensor(2.0, dtype=torch.float16)})
+
+
+def test_zero_weight_on_one_rank_and_on_all(pair: RankPool) -> None:
+    averaged, weight = on_all(pair, average, [{"a": t(math.inf)}, {"a": t(2.0)}], [t(0.0), t(1.0)])
+    assert (averaged["a"].item(), weight.item()) == (2.0, 1.0)
+    averaged, weight = on_all(pair, average, [{"a": t(1.0)}, {"a": t(2.0)}], t(0.0))
+    assert math.isnan(averaged["a"].item())
+    assert weight.item() == 0.0
+
+
+def test_the_weight_that_was_passed_is_left_alone(pair: RankPool) -> None:
+    assert pair.run(weight_is_left_alone).values() == [[8.0], [8.0]]
+
+
+# -- NaN, infinity ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weights", [[t(8.0), t(2.0)], [t(2.0), t(8.0)]])
+def test_nan_on_one_rank_is_nan_for_that_key_alone(pair: RankPool, weights: list[torch.Tensor]) -> None:
+    # Stock leaves the NaN out and scales the rest as if all weights were equal: 3.2 or 0.8 for 2.0.
+    averaged, _ = on_all(pair, average, [{"a": t(math.nan), "b": t(1.0)}, {"a": t(2.0), "b": t(1.0)}], weights)
+    assert math.isnan(averaged["a"].item())
+    assert averaged["b"].item() == 1.0
+
+
+def test_infinity_on_one_rank(pair: RankPool) -> None:
+    averaged, _ = on_all(pair, average, [{"a": t(math.inf)}, {"a": t(2.0)}], t(1.0))
+    assert averaged["a"].item() == math.inf
+
+
+# -- dtypes -----------------------------------------------------------------------------------------------------------
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.bool]
+
+
+@pytest.mark.parametrize("one", DTYPES, ids=str)
+@pytest.mark.parametrize("other", DTYPES, ids=str)
+def test_the_dtype_is_promoted_over_ranks(pair: RankPool, one: torch.dtype, other: torch.dtype) -> None:
+    averaged, _ = on_all(pair, average, [{"a": t(1, dtype=one)}, {"a": t(0, dtype=other)}], t(1.0))
+    promoted = torch.promote_types(one, other)
+    expected = promoted if promoted.is_floating_point else torch.get_default_dtype()
+    assert spelled(averaged) == spelled({"a": torch.tensor(0.5, dtype=expected)})
+
+
+def test_a_dtype_of_another_step_does_not_linger(pair: RankPool) -> None:
+    steps = [{"a": t(1.0, dtype=dtype)} for dtype in (torch.float64, torch.float16, torch.float32)]
+    other = [{"a": t(1.0, dtype=torch.float16)}, {}, {"a": t(1.0, dtype=torch.float32)}]
+    answers = pair.run(averages, PerRank([steps, other]), t(1.0)).values()
+    assert [[one["a"].dtype for one in rank] for rank in answers] == [[torch.float64, torch.float16, torch.float32]] * 2
+
+
+def test_python_numbers_take_the_default_dtype(pair: RankPool) -> None:
+    averaged, _ = on_all(pair, average, [{"a": 1.0, "b": 2, "c": True}, {"a": 2.0, "b": 4.0, "c": False}], t(1.0))
+    expected = {key: torch.tensor(value) for key, value in {"a": 1.5, "b": 3.0, "c": 0.5}.items()}
+    assert spelled(averaged) == spelled(expected)
+
+
+# -- gradients, groups, no group --------------------------------------------------------------------------------------
+
+
+def test_gradients_are_left_alone(pair: RankPool) -> None:
+    for averaged, requires_grad, gradient, version in pair.run(
+        average_of_leaves_with_gradients, PerRank([1.0, 3.0])
+    ).values():
+        assert plain(averaged) == {"a": 2.0, "b": 4.0}
+        assert (requires_grad, gradient, version) == (False, 2.0, 0)
+
+
+def test_a_subgroup(trio: RankPool) -> None:
+    objs = [{f"only{rank}": t(float(rank)), "all": t(float(rank))} for rank in range(3)]
+    rank0, rank1, rank2 = trio.run(average_in_pairs, PerRank(objs), t(2.0)).values()
+    assert spelled(rank0) == spelled(rank2)
+    (averaged, weight), summed = rank0
+    assert plain(averaged) == {"only0": 0.0, "all": 1.0, "only2": 2.0}
+    assert plain(summed) == {"only0": 0.0, "all": 4.0, "only2": 4.0}
+    assert weight.item() == 4.0
+    (averaged, weight), _ = rank1
+    assert (plain(averaged), weight.item()) == ({"only1": 1.0, "all": 1.0}, 2.0)
+
+
+def test_not_distributed_is_local_even_where_there_is_a_group(pair: RankPool) -> None:
+    answers = pair.run(recursive_average, PerRank([{"a": t(1.0)}, {"b": t(2.0)}]), t(8.0), False).values()
+    assert [plain(averaged) for averaged, _ in answers] == [{"a": 1.0}, {"b": 2.0}]
+    assert [weight.item() for _, weight in answers] == [8.0, 8.0]
+
+
+def test_distributed_without_a_group_is_local() -> None:
+    averaged, weight = recursive_average({"a": t(1.0, 4.0)}, t(1.0, 2.0), True)
+    assert (plain(averaged), weight.item()) == ({"a": 3.0}, 3.0)
+
+
+# -- errors -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_leaf_that_is_no_number_is_named_on_every_rank(pair: RankPool) -> None:
+    errors = pair.run(average, PerRank([{"a": t(1.0)}, {"a": "one"}]), t(1.0)).errors()
+    assert [(type(error), getattr(error, "path", None)) for error in errors.values()] == [(InvalidStats, "a")] * 2
+    assert on_all(pair, average, [{"a": t(1.0)}] * 2, t(1.0))[0]["a"].item() == 1.0  # and it goes on working
+
+
+def test_a_length_other_than_the_weights_is_named_on_every_rank(pair: RankPool) -> None:
+    errors = pair.run(average, PerRank([{"a": t(1.0)}, {"a": t(1.0, 2.0)}]), t(1.0)).errors()
+    assert [getattr(error, "ranks", None) for error in errors.values()] == [(1,)] * 2
+
+
+def test_sum_and_average_do_not_meet(pair: RankPool) -> None:
+    errors = pair.run(call_either, PerRank([True, False])).errors()
+    assert len(errors) == 2
+    assert all(isinstance(error, DdpstatsError) and "recursive_sum" in str(error) for error in errors.values())
+
+
+def call_either(first: bool) -> None:
+    (recursive_sum if first else recursive_average)({"a": t(1.0)}, t(1.0), True)
+
+
+# -- beside espnet's own ----------------------------------------------------------------------------------------------
+
+SAME_AS_ESPNET = [
+    {"a": t(0.1, 0.7), "b": [t(1.0, 2.0), (t(3.0, 4.0), None)]},
+    OrderedDict(a=t(0.1, 0.7)),
+    {"a": t(0.1, 0.7, dtype=torch.float64)},
+    {"a": t(math.nan, 1.0), "b": t(math.inf, 1.0)},
+    [t(0.25, -1.5)],
+    t(0.25, -1.5),
+    {},
+    {"a": {}},
+    None,
+]
+
+
+@pytest.mark.parametrize("obj", SAME_AS_ESPNET, ids=range(len(SAME_AS_ESPNET)))
+@pytest.mark.parametrize("weight", [t(2.0, 3.0), t(2, 3)], ids=["float", "int"])
+def test_not_distributed_is_what_espnet_computes(obj: Any, weight: torch.Tensor) -> None:
+    espnet = pytest.importorskip("espnet2.torch_utils.recursive_op", reason="espnet is not installed")
+    (theirs, their_weight), (ours, our_weight) = espnet.recursive_average(obj, weight), recursive_average(obj, weight)
+    assert_alike(ours, theirs)
+    assert_alike(recursive_sum(obj, weight), espnet.recursive_sum(obj, weight))
+    assert spelled(our_weight) == spelled(their_weight)
+    assert_alike(recursive_divide(theirs, t(2.0)[0]), espnet.recursive_divide(theirs, t(2.0)[0]))
+
+
+def assert_alike(ours: Any, theirs: Any) -> None:
+    """Equal but for the last digit, as espnet computes in the leaf's dtype. An empty container has no path in ours."""
+    if isinstance(theirs, dict):
+        for key, value in theirs.items():
+            if key in ours or value != {}:
+                assert_alike(ours[key], value)
+    elif isinstance(theirs, list | tuple):
+        assert type(ours) is type(theirs)
+        for one, other in zip(ours, theirs, strict=True):
+            assert_alike(one, other)
+    elif isinstance(theirs, torch.Tensor):
+        torch.testing.assert_close(ours, theirs, equal_nan=True)
+    else:
+        assert ours is theirs
+
+
+def test_divide() -> None:
+    tree = {"a": [t(1.0)[0], None], "b": Losses(t(3, dtype=torch.int64)[0], t(1.0, dtype=torch.float64)[0])}
+    divided = recursive_divide(tree, torch.tensor(2))
+    assert plain(divided) == {"a": [0.5, None], "b": Losses(1.5, 0.5)}
+    assert divided["b"].snr.dtype == torch.float64
+    with pytest.raises(InvalidStats, match="not str"):
+        recursive_divide({"a": "b"}, torch.tensor(2))
+
+
+def test_the_package_has_the_same_functions() -> None:
+    assert ddpstats.recursive_average is recursive_average
+    assert ddpstats.recursive_sum is recursive_sum
+    assert ddpstats.recursive_divide is recursive_divide
+
+
+# -- with the weights -------------------------------------------------------------------------------------------------
+
+
+def leaves(obj: Any, weight: Any, nonfinite: Any) -> list[tuple[Any, ...]]:
+    averaged, _, found = average_with_weights(obj, weight, True, nonfinite=nonfinite)
+    assert found[0].value is averaged["a"]
+    return [(leaf.path, leaf.name, leaf.weight, leaf.op, plain(leaf.value)) for leaf in found]
+
+
+@pytest.mark.parametrize(("nonfinite", "last"), [("skip", (2.0, 1.0)), ("propagate", (10.0, math.nan))])
+def test_each_leaf_with_the_weight_it_stands_for(pair: RankPool, nonfinite: str, last: tuple[float, float]) -> None:
+    rank0 = {"a": t(1.0), "b": [t(2.0)], "n": None, "bad": t(math.nan)}
+    rank1 = {"a": t(1.0), "b": [t(2.0), t(3.0)], "n": None, "bad": t(1.0)}
+    answers = pair.run(leaves, PerRank([rank0, rank1]), PerRank([t(8.0), t(2.0)]), nonfinite).values()
+    expected = [
+        (("a",), "a", 10.0, "mean", 1.0),
+        (("b", 0), "b[0]", 10.0, "mean", 2.0),
+        (("b", 1), "b[1]", 2.0, "mean", 3.0),
+        (("n",), "n", 0.0, "none", None),
+        (("bad",), "bad", last[0], "mean", last[1]),
+    ]
+    assert [sorted(map(repr, rank)) for rank in answers] == [sorted(map(repr, expected))] * 2
