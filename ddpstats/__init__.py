@@ -1,4 +1,4 @@
-"""The numbers a distributed training run reports are the right numbers, or you get an error that names the key and the ranks.
+"""The numbers a distributed training run reports are the right numbers, or you get an error that names key and ranks.
 
 Names are loaded when first used, so that importing this package costs next to nothing and does not import torch.
 """
@@ -9,35 +9,36 @@ import importlib
 from typing import TYPE_CHECKING, Any as _Any
 
 if TYPE_CHECKING:
-    from ddpstats._markers import All as All
-    from ddpstats._markers import Any as Any
-    from ddpstats._markers import Max as Max
-    from ddpstats._markers import Mean as Mean
-    from ddpstats._markers import Min as Min
-    from ddpstats._markers import Sum as Sum
+    from ddpstats._markers import All as All, Any as Any, Max as Max, Mean as Mean, Min as Min, Sum as Sum
     from ddpstats._version import __version__ as __version__
-    from ddpstats.errors import BundleError as BundleError
-    from ddpstats.errors import CollectiveMismatch as CollectiveMismatch
-    from ddpstats.errors import ConfigError as ConfigError
-    from ddpstats.errors import DdpstatsError as DdpstatsError
-    from ddpstats.errors import DumpError as DumpError
-    from ddpstats.errors import InvalidStats as InvalidStats
-    from ddpstats.errors import NonFiniteStat as NonFiniteStat
-    from ddpstats.errors import ProtocolMismatch as ProtocolMismatch
-    from ddpstats.errors import RankMissing as RankMissing
-    from ddpstats.errors import SchemaConflict as SchemaConflict
-    from ddpstats.errors import SentinelAlarm as SentinelAlarm
-    from ddpstats.recursive_op import recursive_average as recursive_average
-    from ddpstats.recursive_op import recursive_divide as recursive_divide
-    from ddpstats.recursive_op import recursive_sum as recursive_sum
-    from ddpstats.reduce import Entry as Entry
-    from ddpstats.reduce import PendingReduction as PendingReduction
-    from ddpstats.reduce import Reduced as Reduced
-    from ddpstats.reduce import ReductionCounters as ReductionCounters
-    from ddpstats.reduce import StatsReducer as StatsReducer
-    from ddpstats.reduce import all_ranks as all_ranks
-    from ddpstats.reduce import any_rank as any_rank
-    from ddpstats.reduce import reduce_stats as reduce_stats
+    from ddpstats.errors import (
+        BundleError as BundleError,
+        CollectiveMismatch as CollectiveMismatch,
+        ConfigError as ConfigError,
+        DdpstatsError as DdpstatsError,
+        DumpError as DumpError,
+        InvalidStats as InvalidStats,
+        NonFiniteStat as NonFiniteStat,
+        ProtocolMismatch as ProtocolMismatch,
+        RankMissing as RankMissing,
+        SchemaConflict as SchemaConflict,
+        SentinelAlarm as SentinelAlarm,
+    )
+    from ddpstats.recursive_op import (
+        recursive_average as recursive_average,
+        recursive_divide as recursive_divide,
+        recursive_sum as recursive_sum,
+    )
+    from ddpstats.reduce import (
+        Entry as Entry,
+        PendingReduction as PendingReduction,
+        Reduced as Reduced,
+        ReductionCounters as ReductionCounters,
+        StatsReducer as StatsReducer,
+        all_ranks as all_ranks,
+        any_rank as any_rank,
+        reduce_stats as reduce_stats,
+    )
 
 _HOMES = {
     "_markers": ("All", "Any", "Max", "Mean", "Min", "Sum"),

@@ -22,7 +22,8 @@ _SHOWN_FAILURES = 8
 def agree(statuses: Statuses, base: Layout, group_name: str) -> Layout:
     """The layout that holds all paths of this call. Raises what is wrong with the call, on every rank alike.
 
-    ``base`` is the layout to extend; ranks whose layouts differ (one was interrupted in the middle of a call) start anew.
+    ``base`` is the layout to extend; ranks whose layouts differ (one was interrupted in the middle of a call) start
+    anew.
     """
     _refuse_different_calls(statuses, group_name)
     _refuse_failures(statuses, group_name)

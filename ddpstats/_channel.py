@@ -97,7 +97,7 @@ class Channel:
     def _serve(self) -> None:
         while True:
             with self._state:
-                # A thread that waits for work waits for the program, not for a peer: this is the one wait without a limit.
+                # A thread that waits for work waits for the program, not for a peer: the one wait without a limit.
                 self._state.wait_for(lambda: (self._queue and not self._busy) or self._worker is None)
                 if not self._queue:
                     return
@@ -133,7 +133,7 @@ class Channel:
         raise self._broken(verdict)
 
     def _leave(self, error: BaseException) -> None:
-        """An interrupt, say, took this rank out of the middle of a call: it is out of step, so nobody may wait for it."""
+        """An interrupt, say, took this rank out of the middle of a call: out of step; no one may wait for it."""
         if self._mailbox is None:
             return
         why = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
@@ -185,7 +185,7 @@ class Channel:
     # -- first use ----------------------------------------------------------------------------------------------------
 
     def _first_use(self, timeout_sec: float) -> Protocol:
-        """Meet all ranks, connect, and prove that all speak the same protocol, before a buffer of any layout is sent."""
+        """Meet all ranks, connect, and prove that all speak one protocol, before a buffer of any layout is sent."""
         if self._comm is None:
             if self._mailbox is not None:
                 self._meet(self._mailbox, timeout_sec)

@@ -1,7 +1,7 @@
 """The only file that issues collectives of ours, and the only one of this wing that touches torch's process groups.
 
-Every method of a `Comm` is a collective: all ranks of the group must call the same methods in the same order. Every method
-has a timeout and raises `CommFailed` where it could not be completed; what that means is decided by `_mailbox`.
+Every method of a `Comm` is a collective: all ranks of the group must call the same methods in the same order. Every
+method has a timeout and raises `CommFailed` where it could not be completed; what that means is decided by `_mailbox`.
 
 How gloo waits (torch 2.13, measured): the timeout of an operation counts anew for every step of its ring, so a rank may
 wait several times as long; a rank that gave up is not noticed by the others; ``abort()`` wakes nobody; and destroying a
@@ -36,8 +36,8 @@ class CommFailed(Exception):
 class Comm(Protocol):
     """The doorway to the other ranks; `_fake_comm` has one for threads, and one test suite holds for both.
 
-    ``ranks`` are global ranks in the order of the group; ``rank`` is this process's own global rank. ``watch`` is called
-    about once a second by a rank that waits.
+    ``ranks`` are global ranks in the order of the group; ``rank`` is this process's own global rank. ``watch`` is
+    called about once a second by a rank that waits.
     """
 
     ranks: tuple[int, ...]

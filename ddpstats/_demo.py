@@ -137,7 +137,7 @@ def _failure(directory: Path, status: int | None, limit_sec: float) -> str:
 
 
 def _last_words(directory: Path) -> list[str]:
-    """The ends of the stderr of the ranks that have no result. Tracebacks come first, the earliest of them at the top."""
+    """The ends of the stderr of the ranks that have no result; tracebacks first, the earliest of them at the top."""
     logs = {int(log.parent.name): log for log in (directory / "logs").glob("**/stderr.log") if log.stat().st_size}
     missing = [rank for rank in logs if not (directory / report_name(rank)).exists()]
     missing.sort(

@@ -136,8 +136,8 @@ def _story(reports: Sequence[RankReport]) -> str:
     if len(reports) == 1:
         return "A single rank has nothing to mix up: both are right. Try --ranks 2."
     return (
-        "Nothing failed, for all ranks made the same number of calls. But an all_reduce knows no names: the second one\n"
-        "added snr_loss[0] of rank 0 to l1_loss[1] of rank 1."
+        "Nothing failed, for all ranks made the same number of calls. But an all_reduce knows no names: the second\n"
+        "one added snr_loss[0] of rank 0 to l1_loss[1] of rank 1."
     )
 
 

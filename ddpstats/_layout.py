@@ -67,11 +67,7 @@ def _without_idle_roots(held: Held) -> Held:
     """Without the empty roots that are of another shape than what the other ranks hold: they hold no path."""
     telling = [node for node, _ in held if (node.keys if isinstance(node, Container) else node.op != "none")]
     shape = _shape((telling or [node for node, _ in held if isinstance(node, Container)] or [NONE_LEAF])[0])
-    return [
-        (node, ranks)
-        for node, ranks in held
-        if isinstance(node, Leaf) or node.keys or _shape(node) == shape
-    ]
+    return [(node, ranks) for node, ranks in held if isinstance(node, Leaf) or node.keys or _shape(node) == shape]
 
 
 def _shape(node: Node) -> str:
@@ -198,7 +194,8 @@ class Layout:
     @cached_property
     def fingerprint(self) -> bytes:
         """8 bytes that stand for the tree."""
-        return fingerprint(encode_schema(self.root) + "\0".join(sorted(self.unbuildable)).encode("utf-8", "surrogatepass"))
+        unbuildable = "\0".join(sorted(self.unbuildable)).encode("utf-8", "surrogatepass")
+        return fingerprint(encode_schema(self.root) + unbuildable)
 
     @cached_property
     def specials(self) -> tuple[tuple[int, str], ...]:

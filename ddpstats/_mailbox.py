@@ -1,8 +1,8 @@
 """One event, one verdict: what ranks tell each other through the store when no collective can be trusted.
 
 1. `meet`: at the first use of a group every rank says that it is there, before any collective is tried.
-2. `glance`: a rank that has waited for a while in a collective posts that it waits, and looks for a verdict and for ranks
-   that died: on one host, a process that no longer exists is known at once.
+2. `glance`: a rank that has waited for a while in a collective posts that it waits, and looks for a verdict and for
+   ranks that died: on one host, a process that no longer exists is known at once.
 3. `settle`: a rank whose collective failed watches who else waits. Who does not is missing. The first rank to reach a
    conclusion writes the verdict; all others, and a late one at its next call, raise that text.
 

@@ -308,7 +308,7 @@ class Protocol:
     def _nonfinite_error(
         self, call: Call, layout: Layout, part: Part, placement: Placement, counters: Counters
     ) -> NonFiniteStat:
-        """The summed lanes say that some rank is non-finite, on every rank alike; one exchange says which, and where."""
+        """The summed lanes told every rank that some rank is non-finite; one exchange says which, and where."""
         mine = [slot for slot, v in zip(placement.slots, part.sums, strict=True) if not math.isfinite(v)]
         ranks_of: dict[int, list[int]] = {}
         for payload, ranks in self._exchange(encode_slots(mine), call, counters):

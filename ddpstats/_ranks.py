@@ -17,6 +17,9 @@ class Rank(int):
         rank.group_rank = group_rank
         return rank
 
+    def __reduce__(self) -> tuple[type[Rank], tuple[int, int]]:
+        return Rank, (int(self), self.group_rank)
+
     def __str__(self) -> str:
         return int.__repr__(self) if int(self) == self.group_rank else f"{int(self)} (group rank {self.group_rank})"
 

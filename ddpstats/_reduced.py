@@ -40,7 +40,7 @@ class Reduced:
 
     Attributes:
         values: nested like the stats; Python floats, bool for Any and All, None for a path that is None wherever it is.
-        weights: the same structure; the weight each value stands for. 0 where the value is NaN for want of weight, or None.
+        weights: the same structure; the weight each value stands for. 0 where the value is None or has none.
         present_ranks: the same structure; how many ranks held a value.
         nonfinite_ranks: the same structure; how many ranks held a NaN or an infinity.
         total_weight: the plain sum of the weights that the ranks passed.
@@ -72,7 +72,7 @@ class Reduced:
         return self._nested(repeat(0) if nonfinite is None else iter(nonfinite))
 
     def flat(self) -> dict[str, float]:
-        """Name -> value for loggers: ``loss``, ``train/loss``, ``l1_loss[0]``. Any and All are 1.0 or 0.0; None is left out."""
+        """Name to value for loggers: ``loss``, ``a/b``, ``l1_loss[0]``. Flags are 1.0 or 0.0, None is left out."""
         return {name: float(value) for name, value in zip(self._names(), self._flat, strict=True) if value is not None}
 
     def entries(self) -> Iterator[tuple[str, Entry]]:

@@ -9,7 +9,8 @@ Slots are the lanes of the reduction buffer that a tree owns, numbered depth fir
 - a container owns one marker slot for "None here" where that was seen, one per kind where ranks were seen to hold
   several kinds (list and tuple), and then the slots of its children.
 
-Marker slots let every single call find out what its ranks hold, without a renegotiation when that changes back and forth.
+Marker slots let every single call find out what its ranks hold, without a renegotiation when that changes back and
+forth.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ NAMEDTUPLE, DATACLASS = "namedtuple:", "dataclass:"
 
 
 class Leaf(NamedTuple):
-    """One value. ``op`` is "none" where only None was seen; ``dtypes`` is empty unless the caller asked to keep them."""
+    """One value. ``op`` is "none" where only None was seen; ``dtypes`` is empty unless the caller asked for them."""
 
     op: LeafOp
     dtypes: tuple[str, ...] = ()
 
 
 class Container(NamedTuple):
-    """A mapping or a sequence; ``keys`` of a sequence are ascending positions. Containers without a path are left out."""
+    """A mapping or a sequence; ``keys`` of a sequence are ascending positions. One without paths is left out."""
 
     kinds: tuple[str, ...]
     keys: tuple[Step, ...]

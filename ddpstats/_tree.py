@@ -1,4 +1,4 @@
-"""Nested stats to (leaves, structure), and a result's values back to nested stats. The only recursive code on user data.
+"""Nested stats to (leaves, structure), and a result's values back to nested stats: the only recursive code.
 
 `flatten` runs on every step, so what it learns of a tree is kept by the tree's *signature*: the keys and the types of
 everything in it, taken at C speed. Equal signatures have equal structures; only a new one is walked leaf by leaf.
@@ -19,8 +19,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from ddpstats._cache import BoundedCache
-from ddpstats._markers import All, Marker, Max, Mean, Min, Sum
-from ddpstats._markers import Any as AnyFlag
+from ddpstats._markers import All, Any as AnyFlag, Marker, Max, Mean, Min, Sum
 from ddpstats._paths import Index, Path, Step, format_path
 from ddpstats._schema import (
     DATACLASS,
@@ -294,7 +293,7 @@ def _assembler(kind: str) -> Callable[[tuple[Step, ...], Iterable[Any]], Any]:
     if is_sequence(kind):
         return _build_list if kind == LIST else lambda keys, values: tuple(_build_list(keys, values))
     cls = find_class(kind)
-    return partial(_build_instance, cls) if cls is not None else lambda keys, values: dict(zip(keys, values, strict=True))
+    return _assembler(DICT) if cls is None else partial(_build_instance, cls)
 
 
 def _build_list(keys: tuple[Step, ...], values: Iterable[Any]) -> list[Any]:

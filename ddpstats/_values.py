@@ -3,8 +3,8 @@
 1. `prepare` takes the stats apart and starts one copy to the host for everything that lives on an accelerator.
    It never raises: what is wrong with this rank's stats becomes the part's `failure`, so that the rank still takes
    part in the collective and says so.
-2. `Prepared.part` waits for that copy and computes, per leaf, what goes into the sum. Masked before multiplied: an entry
-   of weight 0 contributes nothing, whatever its value, because 0 times infinity is NaN.
+2. `Prepared.part` waits for that copy and computes, per leaf, what goes into the sum. Masked before multiplied: an
+   entry of weight 0 contributes nothing, whatever its value, because 0 times infinity is NaN.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _is_cpu = attrgetter("is_cpu")
 class Part(NamedTuple):
     """One rank's numbers, one entry per leaf of the structure's schema.
 
-    ``sums``: value times weight for means, the value itself for every other op. ``weights``: one for all leaves, or one each.
-    ``weight``: what the rank adds to the total weight of the call. ``finite``: no NaN or infinity among the sums.
+    ``sums``: value times weight for means, the value itself for every other op. ``weights``: one for all leaves, or one
+    each. ``weight``: what the rank adds to the total weight of the call. ``finite``: no NaN or infinity among the sums.
     """
 
     structure: Structure

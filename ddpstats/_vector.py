@@ -1,4 +1,4 @@
-"""Arithmetic on vectors of float64 held in `array`: plain Python where that is quicker, torch where there is much to do."""
+"""Arithmetic on vectors of float64 held in `array`: plain Python for few elements, torch for many."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The ``ddpstats`` command: which verbs there are, and nothing of what they do.
 
-To add a verb, add a line to ``_VERBS``. Its module has two functions: ``add_arguments(parser)``, and ``run(args)``, which
-returns the exit status. The module is imported when its verb is given, so that ``ddpstats --help`` stays quick. Every verb
-has ``--json``, and then writes one JSON object to stdout, and nothing else.
+To add a verb, add a line to ``_VERBS``. Its module has two functions: ``add_arguments(parser)``, and ``run(args)``,
+which returns the exit status. The module is imported when its verb is given, so that ``ddpstats --help`` stays quick.
+Every verb has ``--json``, and then writes one JSON object to stdout, and nothing else.
 """
 
 from __future__ import annotations

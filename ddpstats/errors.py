@@ -60,7 +60,8 @@ class RankMissing(DdpstatsError):
     """Raised on every living rank when a rank did not take part within the timeout; the reducer is closed.
 
     Attributes:
-        missing_ranks: global ranks that did not take part; empty where that could not be learnt, and the message says why.
+        missing_ranks: global ranks that did not take part; empty where that could not be learnt, and the message says
+            why.
     """
 
     def __init__(

@@ -52,7 +52,8 @@ def recursive_average(
     Collective if ``distributed``: every rank of ``group`` must call. Arguments and errors as `recursive_sum`.
 
     Returns:
-        (means as `recursive_sum` returns sums, the plain total weight: a 0-d tensor of ``weight``'s dtype and device).
+        (means as `recursive_sum` returns sums, the plain total weight: a 0-d tensor of ``weight``'s device and dtype,
+        int64 for any integer type).
 
     Example, with ``weight`` tensor([8.]) on both ranks::
 
@@ -130,7 +131,9 @@ def _nested(reduced: Reduced, tensors: list[torch.Tensor | None]) -> Any:
 
 def _total(reduced: Reduced, weight: Any) -> torch.Tensor:
     given = torch.as_tensor(weight)  # a number passes as well; what cannot be a weight has raised on every rank by now
-    return torch.tensor(reduced.total_weight, dtype=given.dtype, device=given.device)
+    # As torch's own sum: the total of many bools or uint8 is no longer one.
+    dtype = given.dtype if given.is_floating_point() else torch.int64
+    return torch.tensor(reduced.total_weight, dtype=torch.float64, device=given.device).to(dtype)
 
 
 def _tensors(reduced: Reduced, weight: Any) -> list[torch.Tensor | None]:

@@ -11,8 +11,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import OrderedDict
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures import Future, TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -87,12 +86,13 @@ class StatsReducer:
 
     Args:
         group: a process group, or None for the default one. Without torch.distributed, or alone: local arithmetic.
-        name: names the call site ("train", "valid"). Each name has its own layout, and two ranks that pair different names
-            get `ProtocolMismatch`. Calls without a name are not told apart: a rank with one call more than the others is
-            then noticed only when it waits alone.
-        nonfinite: ``"propagate"``: a NaN stays a NaN in its path. ``"skip"``: that rank's entry counts as absent for that path.
-            ``"raise"``: `NonFiniteStat` on every rank. Must be the same on every rank.
-        timeout_sec: limit of one call in seconds, the meeting of all ranks included; default DDPSTATS_TIMEOUT_SEC, else 300.
+        name: names the call site ("train", "valid"). Each name has its own layout, and two ranks that pair different
+            names get `ProtocolMismatch`. Calls without a name are not told apart: a rank with one call more than the
+            others is then noticed only when it waits alone.
+        nonfinite: ``"propagate"``: a NaN stays a NaN in its path. ``"skip"``: that rank's entry counts as absent for
+            that path. ``"raise"``: `NonFiniteStat` on every rank. Must be the same on every rank.
+        timeout_sec: limit of one call in seconds, the meeting of all ranks included; default DDPSTATS_TIMEOUT_SEC, else
+            300.
 
     Raises:
         ConfigError: an argument that cannot work; on this rank, before anything is sent.
@@ -125,15 +125,15 @@ class StatsReducer:
         """Reduce ``stats`` over all ranks. Collective: every rank of the group must call, in the same order of calls.
 
         Args:
-            stats: dicts, lists, tuples, namedtuples and dataclass instances, nested as you like; keys are str or int. Leaves:
-                Python and numpy scalars, tensors of one element (any real dtype, any device), None, the markers
+            stats: dicts, lists, tuples, namedtuples and dataclass instances, nested as you like; keys are str or int.
+                Leaves: Python and numpy scalars, tensors of one element (any real dtype, any device), None, the markers
                 `Mean`, `Sum`, `Min`, `Max`, `Any`, `All`; with a 1-d weight also 1-d tensors of its length. Ranks may
                 hold different keys, orders and list lengths.
             weight: this rank's weight of the bare leaves, usually its batch size: a number >= 0, or a 1-d tensor.
 
         Returns:
-            `Reduced`: the union of the paths that some rank held in this call, the same on every rank. Each mean is divided
-            by the weight of the ranks that hold its path. Accumulated in float64.
+            `Reduced`: the union of the paths that some rank held in this call, the same on every rank. Each mean is
+            divided by the weight of the ranks that hold its path. Accumulated in float64.
 
         Raises:
             InvalidStats: some rank holds a leaf, key, weight or structure that cannot be reduced; on every rank.
@@ -153,7 +153,8 @@ class StatsReducer:
         """Like calling, without waiting: the reduction runs on a thread while, say, backward does.
 
         Collective in the same sense: every rank must start the same reductions in the same order. Values are taken
-        now (tensors on an accelerator: by a copy in stream order), so they may change afterwards. Errors come from `result`.
+        now (tensors on an accelerator: by a copy in stream order), so they may change afterwards. Errors come from
+        `result`.
         """
         channel = self._usable_channel()
         if self._release is None:
@@ -180,7 +181,7 @@ class StatsReducer:
         return ReductionCounters(now.calls, now.collectives, now.renegotiations, now.payload_bytes)
 
     def close(self) -> None:
-        """End this reducer, after what is pending. The last one on a group leaves no thread behind. Local; idempotent."""
+        """End this reducer, after what is pending. The last one on a group leaves no thread. Local; idempotent."""
         self._closed = True
         if self._release is not None:
             self._release()
@@ -239,8 +240,8 @@ def any_rank(flag: Any, *, group: Any = None) -> bool:
     """Whether ``flag`` is true on some rank; the same answer on every rank. Collective, one all_reduce.
 
     For decisions that must be taken in lockstep, such as "skip this step". Without a process group: ``bool(flag)``.
-    Raises `InvalidStats` on every rank where some rank's flag has no truth value; `ProtocolMismatch` and `RankMissing` as
-    `StatsReducer` does.
+    Raises `InvalidStats` on every rank where some rank's flag has no truth value; `ProtocolMismatch` and `RankMissing`
+    as `StatsReducer` does.
 
     Example::
 

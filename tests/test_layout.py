@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from ddpstats._agreement import agree
 from ddpstats._layout import NONE, PRESENT, Layout, overlay, place, prune, select, union
@@ -159,7 +158,7 @@ def test_a_failure_is_told_with_rank_and_path() -> None:
 
 
 def test_different_calls_go_before_everything_else() -> None:
-    with pytest.raises(ProtocolMismatch, match="name='train'.*\n.*any_rank"):
+    with pytest.raises(ProtocolMismatch, match=r"name='train'.*\n.*any_rank"):
         agree([(status(name="train"), (0,)), (status(call="any_rank", failure=Failure("", "x")), (1,))], Layout(), "g")
 
 

@@ -14,11 +14,24 @@ import ddpstats
 from ddpstats import errors
 
 ROOT = pathlib.Path(__file__).parents[1]
-PURE = ["_layout", "_agreement", "_wire", "_schema", "_ranks", "_markers", "_config", "_paths", "_cache", "errors", "_version"]
+PURE = [
+    "_layout",
+    "_agreement",
+    "_wire",
+    "_schema",
+    "_ranks",
+    "_markers",
+    "_config",
+    "_paths",
+    "_cache",
+    "errors",
+    "_version",
+]
 
 
 def run(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT, check=False)
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -58,20 +71,22 @@ def test_errors_travel_by_pickle_with_their_attributes() -> None:
     for name in errors.__dict__:
         kind = getattr(errors, name)
         if isinstance(kind, type) and issubclass(kind, errors.DdpstatsError):
-            error = kind("text", path="a/b", group="g", **({"missing_ranks": [2]} if name == "RankMissing" else {"ranks": [2]}))
+            ranks = {"missing_ranks" if name == "RankMissing" else "ranks": [2]}
+            error = kind("text", path="a/b", group="g", **ranks)
             copy = pickle.loads(pickle.dumps(error))
             assert type(copy) is kind
             assert (str(copy), copy.path, copy.group, copy.ranks) == ("text", "a/b", "g", (2,))
             assert getattr(copy, "missing_ranks", (2,)) == (2,)
 
 
-@pytest.mark.parametrize("variable", ["DDPSTATS_TIMEOUT_SEC", "DDPSTATS_DISABLE"])
-def test_a_bad_setting_is_named(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+def test_a_bad_setting_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     from ddpstats import _config
 
-    monkeypatch.setenv(variable, "soon")
-    with pytest.raises(errors.ConfigError, match=variable):
+    monkeypatch.setenv("DDPSTATS_TIMEOUT_SEC", "soon")
+    with pytest.raises(errors.ConfigError, match="DDPSTATS_TIMEOUT_SEC='soon'"):
         _config.timeout_sec(None)
+    monkeypatch.setenv("DDPSTATS_DISABLE", "perhaps")
+    with pytest.raises(errors.ConfigError, match=r"DDPSTATS_DISABLE='perhaps'.*'1'"):
         _config.disabled()
 
 

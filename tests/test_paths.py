@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from ddpstats._paths import Index, Path, escape_path, format_path, unique_names
 
-steps = st.one_of(
-    st.text(st.sampled_from("ab/[]\\0-1"), max_size=3), st.integers(-2, 2), st.integers(0, 2).map(Index)
-)
+steps = st.one_of(st.text(st.sampled_from("ab/[]\\0-1"), max_size=3), st.integers(-2, 2), st.integers(0, 2).map(Index))
 paths = st.lists(st.lists(steps, max_size=3).map(tuple), max_size=8)
 
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 import ddpstats
 from ddpstats.errors import NonFiniteStat

@@ -43,8 +43,8 @@ def run_threads(
 ) -> RankOutcomes:
     """Call ``fn(group, *args, **kwargs)`` on ``world_size`` threads at once, each with its own `ThreadGroup`.
 
-    Blocks until all have returned, or ``timeout_sec`` seconds have passed; a thread cannot be killed, so one that is late
-    is reported as `RankTimedOut` and left to end by itself (every wait of this library has a limit).
+    Blocks until all have returned, or ``timeout_sec`` seconds have passed; a thread cannot be killed, so one that is
+    late is reported as `RankTimedOut` and left to end by itself (every wait of this library has a limit).
     """
     world = ThreadWorld(world_size)
     outcomes: dict[int, RankOutcome] = {}
@@ -56,13 +56,14 @@ def run_threads(
         except BaseException as error:
             outcomes[rank] = RankOutcome(rank, None, error, "".join(traceback.format_exception(error)), None)
 
-    threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(world_size)]
+    ranks = range(world_size)
+    threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in ranks]
     for thread in threads:
         thread.start()
     deadline = time.monotonic() + timeout_sec
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
-    return RankOutcomes(outcomes.get(rank) or _late(rank, timeout_sec) for rank in range(world_size))
+    return RankOutcomes(outcomes.get(rank) or _late(rank, timeout_sec) for rank in ranks)
 
 
 def _late(rank: int, timeout_sec: float) -> RankOutcome:

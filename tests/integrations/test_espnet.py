@@ -24,9 +24,16 @@ HANG_SEC = 5.0
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
+def started() -> Iterator[tuple[RankPool, list[Any]]]:
+    """The ranks, and what came of installing before they had imported any trainer."""
+    scripts = both({**A, "l1": 0.5}, {**A, "snr": -2.0})
     with RankPool(2, timeout_sec=90.0) as ranks:
-        yield ranks
+        yield ranks, ranks.run(espnet_runs.install_then_import, PerRank(scripts)).values()
+
+
+@pytest.fixture(scope="module")
+def pool(started: tuple[RankPool, list[Any]]) -> RankPool:
+    return started[0]
 
 
 def step(stats: dict[str, Any], size: int = 8) -> list[list[Step]]:
@@ -315,9 +322,8 @@ def test_loss_balancer_of_gan_codec(pool: RankPool) -> None:
 # -- install and uninstall --------------------------------------------------------------------------------------------
 
 
-def test_install_before_the_trainers_are_imported() -> None:
-    scripts = both({**A, "l1": 0.5}, {**A, "snr": -2.0})
-    for result, ours, restored in run_ranks(espnet_runs.install_then_import, 2, PerRank(scripts)).values():
+def test_install_before_the_trainers_are_imported(started: tuple[RankPool, list[Any]]) -> None:
+    for result, ours, restored in started[1]:
         assert result.train == result.valid == [{"a": 1.0, "l1": 0.5, "snr": -2.0}]
         assert ours
         assert restored
