@@ -127,21 +127,23 @@ class Channel:
             )
         except DdpstatsError:
             raise  # all ranks came to it, and stay in step
-        except BaseException as error:
+        except Exception as error:  # this rank alone: damaged bytes, no memory
+            raise self._leave(error) from error
+        except BaseException as error:  # an interrupt is the program's own business
             self._leave(error)
             raise
         raise self._broken(verdict)
 
-    def _leave(self, error: BaseException) -> None:
-        """An interrupt, say, took this rank out of the middle of a call: out of step; no one may wait for it."""
+    def _leave(self, error: BaseException) -> BaseException:
+        """Something took this rank out of the middle of a call. It is out of step: no one may wait for it any more."""
         if self._mailbox is None:
-            return
+            return error
         why = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         text = (
             f"a reduction on {self.group_name} was not completed:\n"
             f"  {self._named([self._rank])}: left in the middle of it ({why})\nReductions on this group are closed."
         )
-        self._broken(self._mailbox.leave(lambda missing, dead: text))
+        return self._broken(self._mailbox.leave(lambda missing, dead: text))
 
     def _seq(self) -> int:
         """Which collective of this group this rank is in: how ranks tell each other where they wait."""

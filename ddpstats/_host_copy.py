@@ -24,7 +24,12 @@ class HostCopy:
     @classmethod
     def start_if_needed(cls, leaves: list[Any], weight: Any) -> HostCopy | None:
         """Start copying what is not in host memory; None if everything is."""
-        away = [tensor for value in (*leaves, weight) for tensor in _tensors_of(value) if _is_away(tensor)]
+        tensors = [value for value in (*leaves, weight) if isinstance(value, torch.Tensor)]
+        for marker in [value for value in leaves if isinstance(value, Marker)]:
+            tensors += [
+                part for part in (marker.value, getattr(marker, "weight", None)) if isinstance(part, torch.Tensor)
+            ]
+        away = [tensor for tensor in tensors if _is_away(tensor)]
         return cls(away) if away else None
 
     def wait(self, leaves: list[Any], weight: Any) -> tuple[list[Any], Any]:
@@ -64,11 +69,6 @@ class _Piece:
 def _is_away(tensor: torch.Tensor) -> bool:
     # Complex, meta and DTensor values are refused later, one by one and with their path.
     return not tensor.is_cpu and not tensor.is_complex() and not tensor.is_meta and not hasattr(tensor, "placements")
-
-
-def _tensors_of(value: Any) -> list[torch.Tensor]:
-    candidates = (value.value, getattr(value, "weight", None)) if isinstance(value, Marker) else (value,)
-    return [item for item in candidates if isinstance(item, torch.Tensor)]
 
 
 def _replaced(value: Any, copies: dict[int, torch.Tensor]) -> Any:

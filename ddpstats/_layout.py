@@ -348,6 +348,11 @@ class Selection:
     nonfinite: Sequence[int] | None
     nones: tuple[int, ...]
 
+    @cached_property
+    def position_of(self) -> dict[int, int]:
+        """Slot -> its place among the result's leaves."""
+        return {slot: position for position, slot in enumerate(self.slots)}
+
 
 def select(layout: Layout, codes: Sequence[float] | None) -> Selection:
     """The paths that some rank held, from the summed ``codes`` lane; None where every rank held every path."""

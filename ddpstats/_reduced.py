@@ -121,9 +121,8 @@ def _apply_ops(
     weights: float | array[float],
     extremes: dict[int, float],
 ) -> None:
-    position_of = {slot: position for position, slot in enumerate(selection.slots)}
     for slot, op in layout.specials:
-        position = position_of.get(slot)
+        position = selection.position_of.get(slot)
         if position is None:
             continue
         total, weight = sums[position], weights if isinstance(weights, float) else weights[position]

@@ -80,6 +80,8 @@ def _start_copy(flat: Flat, weight: Any) -> HostCopy | None:
         reading = flat.structure.reading
         if reading == "numbers" or (reading == "tensors" and all(map(_is_cpu, flat.leaves))):
             return None
+        if reading == "plain" and all(leaf.is_cpu for leaf in flat.leaves if type(leaf) is torch.Tensor):
+            return None
     return HostCopy.start_if_needed(flat.leaves, weight)
 
 

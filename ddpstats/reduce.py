@@ -41,7 +41,7 @@ __all__ = [
 NonFinitePolicy = Literal["propagate", "skip", "raise"]
 
 _POLL_SEC = 5.0
-_KEPT_REDUCERS = 256
+_KEPT_REDUCERS = 64  # each keeps its group alive
 
 
 @dataclass(frozen=True)

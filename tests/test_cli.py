@@ -1,0 +1,119 @@
+"""The command line: verbs, help, exit statuses. What a verb does is tested where the verb is."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import types
+
+import pytest
+
+import ddpstats
+from ddpstats import cli
+
+LIMIT_SEC = 60
+
+
+def ddpstats_command(*args: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "ddpstats", *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SEC, check=False)
+
+
+def verb(monkeypatch: pytest.MonkeyPatch, run: object, name: str = "greet") -> None:
+    """Add a verb as a later release would: a line in the table, and a module."""
+    module = types.ModuleType(f"a_module_for_{name}")
+    vars(module).update(run=run, add_arguments=lambda parser: parser.add_argument("words", nargs=argparse.REMAINDER))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(cli._VERBS, name, cli._Verb(module.__name__, "say hello"))
+
+
+def test_help_names_every_verb_and_what_it_does() -> None:
+    done = ddpstats_command("--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "demo  wrong averages, then right ones" in done.stdout
+    assert "ddpstats VERB --help" in done.stdout
+
+
+@pytest.mark.parametrize("args", [["--help"], ["demo", "--help"], ["--version"], ["dmeo"]])
+def test_no_torch_where_no_rank_is_started(args: list[str]) -> None:
+    code = (
+        "import contextlib, sys, ddpstats.cli\n"
+        f"with contextlib.suppress(SystemExit): ddpstats.cli.main({args})\n"
+        "print({'torch', 'numpy'} & set(sys.modules))"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SEC, check=False)
+    assert done.stdout.endswith("set()\n"), done.stdout + done.stderr
+
+
+def test_version() -> None:
+    done = ddpstats_command("--version")
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"ddpstats {ddpstats.__version__}\n", "")
+
+
+@pytest.mark.parametrize("name", cli._VERBS)
+def test_every_verb_has_help_and_json(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main([name, "--help"])
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"usage: ddpstats {name} ")
+    assert cli._VERBS[name].help in shown
+    assert "--json" in shown
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ([], "required: VERB"),
+        (["dmeo"], "invalid choice: 'dmeo' (choose from"),
+        (["--ranks", "2"], "error: "),
+        (["demo", "--rank-count", "2"], "unrecognized arguments: --rank-count 2"),
+        (["demo", "--ranks"], "--ranks: expected one argument"),
+        (["demo", "--ranks", "two"], "--ranks: 'two' is not a number from 1 to 64"),
+        (["demo", "--ranks", "0"], "--ranks: '0' is not a number from 1 to 64"),
+        (["demo", "--ranks=-1"], "--ranks: '-1' is not a number from 1 to 64"),
+        (["demo", "--ranks", "65"], "--ranks: '65' is not a number from 1 to 64"),
+    ],
+)
+def test_arguments_that_make_no_sense(args: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(args)
+    assert ended.value.code == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "usage: ddpstats" in shown.err
+    assert said in shown.err
+
+
+def test_a_process_ends_with_the_status() -> None:
+    done = ddpstats_command("dmeo")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "invalid choice: 'dmeo'" in done.stderr
+
+
+def test_a_verb_is_a_line_and_a_module(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def run(args: argparse.Namespace) -> int:
+        print(json.dumps([args.json, args.words]))
+        return 7
+
+    verb(monkeypatch, run)
+    assert cli.main(["greet", "--json", "train.py", "--lr", "1", "--json"]) == 7
+    assert json.loads(capsys.readouterr().out) == [True, ["train.py", "--lr", "1", "--json"]]
+
+
+def test_what_a_verb_raises(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(args: argparse.Namespace) -> int:
+        raise ddpstats.BundleError("the bundle is damaged")
+
+    def interrupt(args: argparse.Namespace) -> int:
+        raise KeyboardInterrupt
+
+    verb(monkeypatch, fail)
+    assert cli.main(["greet"]) == 2
+    assert capsys.readouterr() == ("", "ddpstats greet: error: the bundle is damaged\n")
+    verb(monkeypatch, interrupt)
+    assert cli.main(["greet"]) == 130
+    assert capsys.readouterr() == ("", "")
