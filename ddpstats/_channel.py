@@ -7,6 +7,7 @@ closes the channel: every later call raises the verdict on it.
 
 from __future__ import annotations
 
+import atexit
 import struct
 import threading
 import time
@@ -229,6 +230,11 @@ class Channel:
 
     # -- users --------------------------------------------------------------------------------------------------------
 
+    def close(self) -> None:
+        """Leave the group. Local; calls that follow fail."""
+        if self._comm is not None:
+            self._comm.close()
+
     def acquire(self) -> None:
         """Another user that may `submit`."""
         with self._state:
@@ -270,6 +276,15 @@ ALONE = object()
 _channels: weakref.WeakKeyDictionary[dist.ProcessGroup, Channel] = weakref.WeakKeyDictionary()
 _alone: Channel | None = None
 _lock = threading.Lock()
+
+
+def _close_all() -> None:
+    """At exit: a gloo thread that still runs while Python ends may ask for the GIL, and that aborts the process."""
+    for channel in list(_channels.values()):
+        channel.close()
+
+
+atexit.register(_close_all)
 
 
 def channel_of(group: Any) -> Channel:

@@ -62,6 +62,13 @@ def leaf(op: LeafOp, dtypes: tuple[str, ...] = ()) -> Leaf:
 NONE_LEAF = leaf("none")
 
 
+def is_kind(kind: str) -> bool:
+    """Whether some rank's stats can have a container of this kind."""
+    return kind in (DICT, ORDERED_DICT, LIST, TUPLE) or (
+        kind.startswith((NAMEDTUPLE, DATACLASS)) and kind.count(":") >= 2
+    )
+
+
 def is_sequence(kind: str) -> bool:
     return kind in (LIST, TUPLE)
 

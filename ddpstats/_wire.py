@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from ddpstats._paths import Step
-from ddpstats._schema import MAX_DEPTH, OPS, Container, Leaf, Node, is_sequence, leaf
+from ddpstats._schema import MAX_DEPTH, OPS, Container, Leaf, Node, is_kind, is_sequence, leaf
 from ddpstats.errors import ProtocolMismatch
 
 PROTOCOL_VERSION = 1
 
 _CONTAINER, _NULLABLE_CONTAINER, _TYPED_LEAF = 0x20, 0x21, 0x40
 _MAX_ERROR_CHARS = 2000
+_MAX_POSITION = 1 << 28  # a result holds a list as long as the last position
 
 
 def fingerprint(payload: bytes) -> bytes:
@@ -143,7 +144,7 @@ def _take_node(reader: _Reader, depth: int) -> Node:
     if tag not in (_CONTAINER, _NULLABLE_CONTAINER):
         _refuse(f"an unknown node tag {tag}")
     kinds = reader.texts()
-    if not kinds or len({is_sequence(kind) for kind in kinds}) != 1:
+    if not kinds or not all(map(is_kind, kinds)) or len(set(map(is_sequence, kinds))) != 1:
         _refuse(f"a container of kinds {kinds!r}")
     keys = _take_keys(reader, is_sequence(kinds[0]))
     children = tuple(_take_node(reader, depth + 1) for _ in keys)
@@ -167,9 +168,13 @@ def _take_keys(reader: _Reader, sequence: bool) -> tuple[Step, ...]:
     )
     if set(is_int) - {0, 1} or len(set(keys)) != count:
         _refuse("a container whose keys are not unique")
-    if sequence and (list(keys) != sorted(keys, key=lambda key: (isinstance(key, str), key)) or not all(is_int)):
+    if sequence and (not all(is_int) or list(keys) != sorted(keys, key=int) or not _are_positions(keys)):
         _refuse("a sequence whose positions are not ascending integers")
     return keys
+
+
+def _are_positions(keys: tuple[Step, ...]) -> bool:
+    return not keys or (int(keys[0]) >= 0 and int(keys[-1]) < _MAX_POSITION)
 
 
 def _integer(text: bytes) -> int:

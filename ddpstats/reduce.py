@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import OrderedDict
+from collections.abc import Callable
 from concurrent.futures import Future, TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -41,7 +42,7 @@ __all__ = [
 NonFinitePolicy = Literal["propagate", "skip", "raise"]
 
 _POLL_SEC = 5.0
-_KEPT_REDUCERS = 64  # each keeps its group alive
+_KEPT_REDUCERS = 256
 
 
 @dataclass(frozen=True)
@@ -112,14 +113,13 @@ class StatsReducer:
             raise ConfigError(f"nonfinite={nonfinite!r} is not a policy; legal values: {get_args(NonFinitePolicy)}")
         if name is not None and not isinstance(name, str):
             raise ConfigError(f"name={name!r} must be a str or None")
-        self._group = group
+        self._group = _reference(group)
         self._timeout_sec = _config.timeout_sec(timeout_sec)
         self._call = Call("reduce_stats", name, nonfinite, patience_sec(self._timeout_sec))
         self._counters = Counters()
-        self._channel: Channel | None = None
-        self._default_group: Any = None
         self._closed = False
-        self._release: Any = None
+        self._worker_of: weakref.ref[Channel] | None = None
+        self._release: Any = lambda: None
 
     def __call__(self, stats: Any, weight: Any = 1.0) -> Reduced:
         """Reduce ``stats`` over all ranks. Collective: every rank of the group must call, in the same order of calls.
@@ -157,16 +157,23 @@ class StatsReducer:
         `result`.
         """
         channel = self._usable_channel()
-        if self._release is None:
-            channel.acquire()
-            self._release = weakref.finalize(self, channel.release)
-            self._release.atexit = False
+        self._keep_worker(channel)
         call, given, counters = self._call, Prepared(stats, weight), self._counters
 
         def work(protocol: Protocol) -> Reduced:
             return protocol.reduce(call, given, True, counters)
 
         return PendingReduction(channel.submit(work, self._timeout_sec), channel)
+
+    def _keep_worker(self, channel: Channel) -> None:
+        """The channel's thread ends when the last reducer that used it is closed, or gone."""
+        if self._worker_of is not None and self._worker_of() is channel:
+            return
+        self._release()
+        channel.acquire()
+        self._worker_of = weakref.ref(channel)
+        self._release = weakref.finalize(self, _release, self._worker_of)
+        self._release.atexit = False
 
     def _reduce(self, stats: Any, weight: Any, *, keep_dtypes: bool = False, divide: bool = True) -> Reduced:
         """`__call__`, and what `recursive_op` needs besides: the dtypes of the leaves, and sums instead of means."""
@@ -180,11 +187,17 @@ class StatsReducer:
         now = self._counters
         return ReductionCounters(now.calls, now.collectives, now.renegotiations, now.payload_bytes)
 
+    def _serves(self, group: Any) -> bool:
+        """Whether this is a reducer of that very group. Local."""
+        try:
+            return self._group() is group
+        except ConfigError:
+            return False
+
     def close(self) -> None:
         """End this reducer, after what is pending. The last one on a group leaves no thread. Local; idempotent."""
         self._closed = True
-        if self._release is not None:
-            self._release()
+        self._release()
 
     def __enter__(self) -> StatsReducer:
         return self
@@ -195,13 +208,29 @@ class StatsReducer:
     def _usable_channel(self) -> Channel:
         if self._closed:
             raise ConfigError("this StatsReducer is closed")
-        if self._group is None:  # the default group may be made, destroyed and made again behind our back
-            default = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-            if self._channel is None or default is not self._default_group:
-                self._channel, self._default_group = channel_of(None), default
-        elif self._channel is None:
-            self._channel = channel_of(self._group)
-        return self._channel
+        # Looked up every time: groups may be destroyed and made anew, and nothing here may keep one alive.
+        return channel_of(self._group())
+
+
+def _reference(group: Any) -> Callable[[], Any]:
+    """``group`` when called; None for the default group. A process group belongs to torch and the caller, not to us."""
+    if group is None or not isinstance(group, dist.ProcessGroup):
+        return lambda: group
+    alive = weakref.ref(group)
+
+    def resolve() -> Any:
+        found = alive()
+        if found is None:
+            raise ConfigError("the process group of this reducer was destroyed")
+        return found
+
+    return resolve
+
+
+def _release(channel: weakref.ref[Channel]) -> None:
+    found = channel()
+    if found is not None:
+        found.release()
 
 
 _reducers: OrderedDict[tuple[int, str | None, str], StatsReducer] = OrderedDict()
@@ -227,7 +256,7 @@ def kept_reducer(group: Any, name: str | None, nonfinite: NonFinitePolicy) -> St
     """The reducer that `reduce_stats` keeps for these arguments. Local."""
     key = (id(group), name, nonfinite)
     kept = _reducers.get(key)
-    if kept is not None and kept._group is group:
+    if kept is not None and kept._serves(group):
         return kept
     with _reducers_lock:
         made = _reducers[key] = StatsReducer(group=group, name=name, nonfinite=nonfinite)

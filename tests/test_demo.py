@@ -1,4 +1,4 @@
-"""``ddpstats demo``: what it prints, from reports made by hand and from real ranks, and what it leaves behind: nothing."""
+"""``ddpstats demo``: what it prints, from reports made by hand and from real ranks, and that nothing is left behind."""
 
 from __future__ import annotations
 
