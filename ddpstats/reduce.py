@@ -113,7 +113,7 @@ class StatsReducer:
             raise ConfigError(f"nonfinite={nonfinite!r} is not a policy; legal values: {get_args(NonFinitePolicy)}")
         if name is not None and not isinstance(name, str):
             raise ConfigError(f"name={name!r} must be a str or None")
-        self._group = _reference(group)
+        self._find_group = _reference(group)
         self._timeout_sec = _config.timeout_sec(timeout_sec)
         self._call = Call("reduce_stats", name, nonfinite, patience_sec(self._timeout_sec))
         self._counters = Counters()
@@ -190,7 +190,7 @@ class StatsReducer:
     def _serves(self, group: Any) -> bool:
         """Whether this is a reducer of that very group. Local."""
         try:
-            return self._group() is group
+            return self._find_group() is group
         except ConfigError:
             return False
 
@@ -209,7 +209,7 @@ class StatsReducer:
         if self._closed:
             raise ConfigError("this StatsReducer is closed")
         # Looked up every time: groups may be destroyed and made anew, and nothing here may keep one alive.
-        return channel_of(self._group())
+        return channel_of(self._find_group())
 
 
 def _reference(group: Any) -> Callable[[], Any]:

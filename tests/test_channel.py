@@ -215,7 +215,7 @@ def who_reads() -> list[bool]:
     reducer({"v": Recording(1.0, seen)})
     direct = set(seen) == {here} and workers() == before
     performed: list[int] = []
-    channel = channel_of(reducer._group())
+    channel = channel_of(reducer._find_group())
     channel.run(lambda protocol: performed.append(threading.get_ident()), TIMEOUT_SEC)
     channel.submit(lambda protocol: performed.append(threading.get_ident()), TIMEOUT_SEC).result(LIMIT_SEC)
     reducer.start({"v": Recording(2.0, seen)}).result()
@@ -372,7 +372,7 @@ def test_one_all_reduce_per_call_whatever_keys_are_present(three_ranks: RankPool
 
 def with_extremes() -> list[Any]:
     reducer = StatsReducer(group=dist.new_group(), name="extremes", timeout_sec=TIMEOUT_SEC)
-    plain = StatsReducer(group=reducer._group, name="plain", timeout_sec=TIMEOUT_SEC)
+    plain = StatsReducer(group=reducer._find_group(), name="plain", timeout_sec=TIMEOUT_SEC)
     rank = dist.get_rank()
     reducer({"lo": Min(1.0), "hi": Max(2.0), "v": 3.0})
     plain({"v": 1.0})
