@@ -189,10 +189,11 @@ class Channel:
 
     def _first_use(self, timeout_sec: float) -> Protocol:
         """Meet all ranks, connect, and prove that all speak one protocol, before a buffer of any layout is sent."""
+        deadline = time.monotonic() + timeout_sec
         if self._comm is None:
             if self._mailbox is not None:
                 self._meet(self._mailbox, timeout_sec)
-            self._comm = self._connect(timeout_sec)
+            self._comm = self._connect(max(deadline - time.monotonic(), slice_sec(timeout_sec)))
             self._comm.watch = self._watch
         if self._mailbox is not None:
             self._mailbox.peers = self._shake_hands(self._comm, timeout_sec)
@@ -240,15 +241,15 @@ class Channel:
         with self._state:
             self._users += 1
 
-    def release(self) -> None:
-        """The last user that may `submit` ends the worker, after it has done what is pending."""
+    def release(self, *, wait: bool) -> None:
+        """The last user that may `submit` ends the worker, after it has done what is pending; ``wait`` for that."""
         with self._state:
             self._users -= 1
             worker = self._worker if self._users == 0 else None
             if worker is not None:
                 self._worker = None
                 self._state.notify_all()
-        if worker is not None and worker is not threading.current_thread():
+        if wait and worker is not None and worker is not threading.current_thread():
             worker.join()
 
     def worker_is_alive(self) -> bool:

@@ -16,13 +16,12 @@ import json
 import os
 import struct
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 
 _POLL_SEC = 0.05
-_MAX_VERDICT_BYTES = 65536
+_MAX_VERDICT_BYTES = 1 << 20
 
 Describe = Callable[[tuple[int, ...], tuple[int, ...]], str]
 """Makes the text of a verdict from (missing ranks, those of them known to be dead)."""
@@ -85,7 +84,10 @@ class Mailbox:
         try:
             self.store.set(f"here/{self.rank}", "1")
             everyone = [f"here/{rank}" for rank in self.ranks]
-            while not self._wait_for(everyone, slice_sec):
+            for poll_sec in _growing_polls(slice_sec):
+                if self.store.check(everyone):
+                    break
+                time.sleep(poll_sec)
                 written = self.read()
                 if written is not None:
                     return written
@@ -163,12 +165,13 @@ class Mailbox:
         key = f"waiting/{rank}"
         return bool(self.store.check([key])) and int(self.store.get(key)) >= seq
 
-    def _wait_for(self, keys: list[str], seconds: float) -> bool:
-        try:
-            self.store.wait(keys, timedelta(seconds=seconds))
-        except RuntimeError:
-            return bool(self.store.check(keys))  # raises itself where the store is gone
-        return True
+
+def _growing_polls(longest_sec: float) -> Iterator[float]:
+    """Short sleeps first, long ones later. Not the store's own wait, which reports each of its timeouts on stderr."""
+    poll_sec = 0.005
+    while True:
+        yield poll_sec
+        poll_sec = min(1.5 * poll_sec, longest_sec)
 
 
 _STORE_ERRORS = (RuntimeError, OSError, ValueError)

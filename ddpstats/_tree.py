@@ -65,7 +65,7 @@ class CannotFlatten(Exception):
 
     def __init__(self, path: Path, message: str) -> None:
         super().__init__(message)
-        self.failure = Failure(format_path(path), message)
+        self.failure = Failure(format_path(path)[:_MAX_PATH_CHARS], message)
 
 
 _NUMBERS: frozenset[type] = frozenset({float, int, bool})
@@ -76,6 +76,7 @@ _MARKERS = frozenset({Mean, Sum, Min, Max, AnyFlag, All})
 _MAPPINGS = frozenset({dict, OrderedDict, defaultdict, Counter})
 _SEQUENCES = frozenset({list, tuple})
 _MAX_KEY_BITS = 1024
+_MAX_PATH_CHARS = 1000  # of a path in an error
 
 # A million generated names over a run must not stay here: at most this many structures and leaves.
 _structures: BoundedCache[Hashable, Structure] = BoundedCache(max_entries=128, max_cost=262_144)

@@ -96,15 +96,12 @@ def _part(flat: Flat, weight: Any) -> Part:
 
 def _read_weight(weight: Any) -> tuple[float, list[float] | None]:
     """The total weight, and the elements of a 1-d weight. Raises `CannotFlatten` for what cannot be a weight."""
-    if type(weight) is float or type(weight) is int:
-        total, elements = float(weight), None
-    else:
-        try:
-            value = _elements(weight)
-        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-            raise CannotFlatten((), f"the weight is {error}; it is a real number or a 1-d tensor") from None
-        elements = value if isinstance(value, list) else None
-        total = math.fsum(value) if isinstance(value, list) else value
+    try:
+        value = _elements(weight) if type(weight) is not float else weight
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise CannotFlatten((), f"the weight is {error}; it is a real number or a 1-d tensor") from None
+    elements = value if isinstance(value, list) else None
+    total = math.fsum(value) if isinstance(value, list) else value
     if not (0 <= total < math.inf) or (elements and min(elements) < 0):
         raise CannotFlatten((), f"the weight is {_shorten(weight)}; a weight is finite and not negative")
     return total, elements

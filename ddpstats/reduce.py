@@ -119,7 +119,7 @@ class StatsReducer:
         self._counters = Counters()
         self._closed = False
         self._worker_of: weakref.ref[Channel] | None = None
-        self._release: Any = lambda: None
+        self._finalizer: weakref.finalize[Any, Any] | None = None
 
     def __call__(self, stats: Any, weight: Any = 1.0) -> Reduced:
         """Reduce ``stats`` over all ranks. Collective: every rank of the group must call, in the same order of calls.
@@ -169,11 +169,17 @@ class StatsReducer:
         """The channel's thread ends when the last reducer that used it is closed, or gone."""
         if self._worker_of is not None and self._worker_of() is channel:
             return
-        self._release()
+        self._give_up_worker()
         channel.acquire()
         self._worker_of = weakref.ref(channel)
-        self._release = weakref.finalize(self, _release, self._worker_of)
-        self._release.atexit = False
+        self._finalizer = weakref.finalize(self, _release, self._worker_of)
+        self._finalizer.atexit = False
+
+    def _give_up_worker(self) -> None:
+        if self._finalizer is not None and self._finalizer.detach() and self._worker_of is not None:
+            channel = self._worker_of()
+            if channel is not None:
+                channel.release(wait=True)
 
     def _reduce(self, stats: Any, weight: Any, *, keep_dtypes: bool = False, divide: bool = True) -> Reduced:
         """`__call__`, and what `recursive_op` needs besides: the dtypes of the leaves, and sums instead of means."""
@@ -197,7 +203,7 @@ class StatsReducer:
     def close(self) -> None:
         """End this reducer, after what is pending. The last one on a group leaves no thread. Local; idempotent."""
         self._closed = True
-        self._release()
+        self._give_up_worker()
 
     def __enter__(self) -> StatsReducer:
         return self
@@ -228,9 +234,10 @@ def _reference(group: Any) -> Callable[[], Any]:
 
 
 def _release(channel: weakref.ref[Channel]) -> None:
+    """For a reducer that is gone without `close`. May run inside any code of any thread, so it must not wait."""
     found = channel()
     if found is not None:
-        found.release()
+        found.release(wait=False)
 
 
 _reducers: OrderedDict[tuple[int, str | None, str], StatsReducer] = OrderedDict()

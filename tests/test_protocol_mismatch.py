@@ -568,13 +568,13 @@ def test_random_bytes_are_no_schema(payload: bytes) -> None:
     read_or_refuse(struct.pack("<H", PROTOCOL_VERSION) + payload, decode_status, encode_status)
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(schemas, st.sampled_from(DAMAGE), st.data())
 def test_a_damaged_schema_is_refused(schema: Node, how: str, data: st.DataObject) -> None:
     read_or_refuse(damaged(encode_schema(schema), how, data), decode_schema, encode_schema)
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(statuses, st.sampled_from(DAMAGE), st.data())
 def test_a_damaged_status_is_refused(status: Status, how: str, data: st.DataObject) -> None:
     read_or_refuse(damaged(encode_status(status), how, data), decode_status, encode_status)
