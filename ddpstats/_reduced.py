@@ -105,7 +105,7 @@ def finish(
 
     ``sums`` and ``weights`` are per leaf of the selection; ``extremes`` is slot -> minimum or maximum.
     """
-    values: list[float | bool | None] = [*quotient(sums, weights)] if divide else [*sums]
+    values: list[Any] = quotient(sums, weights) if divide else sums.tolist()
     if layout.specials:
         _apply_ops(layout, selection, values, sums, weights, extremes)
     for position in selection.nones:

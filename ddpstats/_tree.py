@@ -90,7 +90,7 @@ def flatten(stats: Any, keep_dtypes: bool = False) -> Flat:
     except _Unfamiliar:
         return _walk(stats, keep_dtypes)
     if keep_dtypes:
-        key = (key, tuple(map(_dtype_of, leaves)))
+        key = (key, _dtypes_key(leaves))
     known = _structures.get(key)
     if known is not None:
         return Flat(known, leaves)
@@ -147,6 +147,17 @@ def _atom(value: Any) -> Hashable:
 
 # The floating dtypes a result may have; any other one is reported as the nearest of these.
 FLOATS = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+
+
+_tensor_dtype = attrgetter("dtype")
+
+
+def _dtypes_key(leaves: list[Any]) -> Hashable:
+    """The dtypes' part of a signature: one for all, or one per leaf."""
+    if {*map(type, leaves)} == {torch.Tensor}:
+        dtypes = tuple(map(_tensor_dtype, leaves))
+        return dtypes[0] if len(set(dtypes)) == 1 else dtypes
+    return tuple(map(_dtype_of, leaves))
 
 
 def _dtype_of(value: Any) -> str:

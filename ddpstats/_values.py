@@ -76,6 +76,8 @@ class Prepared:
 
 def _start_copy(flat: Flat, weight: Any) -> HostCopy | None:
     on_host = type(weight) in (float, int) or not isinstance(weight, torch.Tensor) or weight.is_cpu
+    if on_host and not _accelerator_in_use():
+        return None
     if on_host:
         reading = flat.structure.reading
         if reading == "numbers" or (reading == "tensors" and all(map(_is_cpu, flat.leaves))):
@@ -83,6 +85,12 @@ def _start_copy(flat: Flat, weight: Any) -> HostCopy | None:
         if reading == "plain" and all(leaf.is_cpu for leaf in flat.leaves if type(leaf) is torch.Tensor):
             return None
     return HostCopy.start_if_needed(flat.leaves, weight)
+
+
+def _accelerator_in_use() -> bool:
+    """False only where no tensor can be anywhere but in host memory: then none of them need be asked."""
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator is not None and (accelerator.type != "cuda" or torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
 def _part(flat: Flat, weight: Any) -> Part:

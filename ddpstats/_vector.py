@@ -32,7 +32,8 @@ def quotient(sums: array[float], weights: float | array[float]) -> list[float]:
     if len(sums) >= _LARGE:
         divisor = weights if isinstance(weights, float) else _tensor(weights)
         # 0 / 0 is NaN on its own; an entry of weight 0 adds nothing, so its sum is 0.
-        return list((_tensor(sums) / divisor).tolist())
+        found: list[float] = (_tensor(sums) / divisor).tolist()
+        return found
     if isinstance(weights, float):
         return [value / weights for value in sums] if weights else [math.nan] * len(sums)
     return [value / weight if weight else math.nan for value, weight in zip(sums, weights, strict=True)]

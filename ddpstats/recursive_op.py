@@ -7,6 +7,7 @@ issue one for the whole tree. What else differs: ranks may hold different keys, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -125,7 +126,7 @@ def _reduce(
     return reducer._reduce(obj, weight, keep_dtypes=True, divide=divide)
 
 
-def _nested(reduced: Reduced, tensors: list[torch.Tensor | None]) -> Any:
+def _nested(reduced: Reduced, tensors: Sequence[torch.Tensor | None]) -> Any:
     return unflatten(reduced._selection.schema, iter(tensors))
 
 
@@ -136,19 +137,20 @@ def _total(reduced: Reduced, weight: Any) -> torch.Tensor:
     return torch.tensor(reduced.total_weight, dtype=torch.float64, device=given.device).to(dtype)
 
 
-def _tensors(reduced: Reduced, weight: Any) -> list[torch.Tensor | None]:
+def _tensors(reduced: Reduced, weight: Any) -> Sequence[torch.Tensor | None]:
     """The values of ``reduced`` as 0-d tensors: one tensor per dtype, copied to the device once, and cut up there."""
-    schema = reduced._selection.schema
     device = weight.device if isinstance(weight, torch.Tensor) else None
-    leaves = list(leaf_nodes(schema))
+    values, leaves = reduced._flat, list(leaf_nodes(reduced._selection.schema))
     dtype_of = {leaf: _promoted(leaf.dtypes) for leaf in set(leaves)}
+    if len(set(dtype_of.values())) == 1 and not reduced._selection.nones:
+        return torch.tensor(values, dtype=dtype_of[leaves[0]], device=device).unbind()
     places: dict[torch.dtype, list[int]] = {}
-    for place, (leaf, value) in enumerate(zip(leaves, reduced._flat, strict=True)):
+    for place, (leaf, value) in enumerate(zip(leaves, values, strict=True)):
         if value is not None:
             places.setdefault(dtype_of[leaf], []).append(place)
-    tensors: list[torch.Tensor | None] = [None] * len(leaves)
+    tensors: list[torch.Tensor | None] = [None] * len(values)
     for dtype, chosen in places.items():
-        made = torch.tensor([reduced._flat[place] for place in chosen], dtype=dtype, device=device)
+        made = torch.tensor([values[place] for place in chosen], dtype=dtype, device=device)
         for place, tensor in zip(chosen, made.unbind(), strict=True):
             tensors[place] = tensor
     return tensors

@@ -24,7 +24,7 @@ def draw(path: str, timed: Sequence[Measured], by_keys_world: int, by_world_keys
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.6), dpi=130, layout="constrained", sharey=False)
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.8), dpi=130, layout="constrained", sharey=False)
     _panel(left, [one for one in timed if one.world_size == by_keys_world], "keys")
     left.set(xscale="log", xlabel="keys in the dict", title=f"{by_keys_world} ranks (gloo)")
     _panel(
@@ -32,7 +32,7 @@ def draw(path: str, timed: Sequence[Measured], by_keys_world: int, by_world_keys
     )
     right.set(xlabel="ranks (gloo, on one machine)", title=f"{by_world_keys} keys")
     right.set_xticks(sorted({one.world_size for one in timed if one.keys == by_world_keys}))
-    left.legend(frameon=False, loc="upper left")
+    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=len(_CURVES), frameon=False)
     figure.savefig(path)
     plt.close(figure)
 
@@ -47,7 +47,7 @@ def _panel(axes: Any, points: Sequence[Measured], across: str) -> None:
         axes.fill_between(
             x, [1e3 * s.lower for _, s in found], [1e3 * s.upper for _, s in found], color=colour, alpha=0.15, lw=0
         )
-    axes.set(yscale="log", ylabel="time per call (ms): median, quartiles shaded")
+    axes.set(yscale="log", ylabel="ms per call (median, quartiles)")
     axes.grid(True, which="major", alpha=0.3)
 
 

@@ -37,6 +37,7 @@ from _bench_rows import GATED_WORLD, Findings, Row, rows_of, table, times_table
 from ddpstats.testing import run_ranks, run_threads
 
 _LIMIT_SEC = 240.0  # of one set of ranks: a hang ends here
+_BUSY_LOAD = 0.7
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,10 +126,10 @@ def _on_ranks(function: Any, world_size: int, *args: Any) -> Any:
 # -- JSON -------------------------------------------------------------------------------------------------------------
 
 
-def as_json(found: Findings, rows: Sequence[Row], plan_name: str) -> dict[str, Any]:
+def as_json(found: Findings, rows: Sequence[Row], machine: Mapping[str, Any], plan_name: str) -> dict[str, Any]:
     """Everything, as plain data; times are seconds."""
     return {
-        "machine": _machine(),
+        "machine": dict(machine),
         "plan": plan_name,
         "rows": [{**_plain(row), "verdict": row.verdict} for row in rows],
         "timed": [_timed_json(one) for one in found.timed],
@@ -162,6 +163,7 @@ def _machine() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "load_average": os.getloadavg()[0],
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
 
@@ -187,13 +189,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.png and importlib.util.find_spec("matplotlib") is None:
         parser.error("--png needs matplotlib: pip install 'ddpstats[bench]'")
 
-    found = run(QUICK if args.quick else FULL, Progress())
+    machine, say = _machine(), Progress()  # the load before we add to it
+    if machine["load_average"] > _BUSY_LOAD:
+        say(f"this machine is busy (load average {machine['load_average']:.1f}): ratios will be off")
+    found = run(QUICK if args.quick else FULL, say)
     rows = rows_of(found)
-    machine = _machine()
     print(f"{machine['cpu']}, {machine['cores']} cores, Python {machine['python']}, torch {machine['torch']}, gloo")
     print(f"per leaf: {found.timed[0].per_leaf}\n\n{table(rows)}\n\n{times_table(found)}")
     if args.json:
-        text = json.dumps(as_json(found, rows, "quick" if args.quick else "full"), indent=1)
+        text = json.dumps(as_json(found, rows, machine, "quick" if args.quick else "full"), indent=1)
         Path(args.json).write_text(text + "\n")
     if args.png:
         draw(args.png, found.timed, CURVE_WORLD, CURVE_KEYS)
