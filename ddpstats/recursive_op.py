@@ -53,8 +53,8 @@ def recursive_average(
     Collective if ``distributed``: every rank of ``group`` must call. Arguments and errors as `recursive_sum`.
 
     Returns:
-        (means as `recursive_sum` returns sums, the plain total weight: a 0-d tensor of ``weight``'s device and dtype,
-        int64 for any integer type).
+        (means as `recursive_sum` returns sums, the plain total weight: a 0-d tensor of ``weight``'s dtype and device;
+        int64 where an integer dtype cannot hold it).
 
     Example, with ``weight`` tensor([8.]) on both ranks::
 
@@ -132,8 +132,9 @@ def _nested(reduced: Reduced, tensors: Sequence[torch.Tensor | None]) -> Any:
 
 def _total(reduced: Reduced, weight: Any) -> torch.Tensor:
     given = torch.as_tensor(weight)  # a number passes as well; what cannot be a weight has raised on every rank by now
-    # As torch's own sum: the total of many bools or uint8 is no longer one.
-    dtype = given.dtype if given.is_floating_point() else torch.int64
+    dtype = given.dtype
+    if dtype == torch.bool or (not given.is_floating_point() and reduced.total_weight > torch.iinfo(dtype).max):
+        dtype = torch.int64  # as torch's own sum: the total of many bools or uint8 is no longer one
     return torch.tensor(reduced.total_weight, dtype=torch.float64, device=given.device).to(dtype)
 
 

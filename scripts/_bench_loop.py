@@ -63,7 +63,7 @@ class Timings:
         return Spread.of(self.seconds[variant])
 
     def ratio(self, variant: str, to: str) -> float:
-        """Of the medians: what a round's luck does to one variant, it seldom does to the other."""
+        """Of the medians."""
         return self.spread(variant).median / self.spread(to).median
 
     def ratios(self, variant: str, to: str) -> Spread:

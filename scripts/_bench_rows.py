@@ -14,6 +14,7 @@ BARE_REACH = {10: (1.15, 1.15), 50: (1.25, 1.25), 1_000: (2.0, 3.0), 100_000: (1
 """Floats, tensors."""
 ALTERNATING_REACH = 1.1
 PATH_BYTES, FIRST_BYTES, STEADY_BYTES, IMPORT_MS = 64.0, 600.0, 64.0, 50.0
+_NOISE = 2.0
 GATED_WORLD = 2  # more ranks than that share the cores of a small machine, and its scheduler is what one measures
 
 
@@ -46,8 +47,15 @@ class Row:
         return self.measured < self.reach if self.at_least else self.measured > self.reach
 
     @property
+    def is_noisy(self) -> bool:
+        """Rounds that differ this much had other programs' time in them: then even the median may be anything."""
+        return self.quartiles is not None and self.quartiles.upper > _NOISE * self.quartiles.lower
+
+    @property
     def verdict(self) -> str:
-        return "-" if self.reach is None else "short" if self.is_short else "ok"
+        if self.reach is None:
+            return "-"
+        return "noisy" if self.is_noisy else "short" if self.is_short else "ok"
 
     def cells(self) -> tuple[str, ...]:
         reach = "-" if self.reach is None else f"{'>=' if self.at_least else '<='} {_number(self.reach)} {self.unit}"

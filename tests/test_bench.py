@@ -45,7 +45,7 @@ def test_quick_run_reports_every_row_and_writes_json(tmp_path: Path) -> None:
     assert "2 ranks, 50 keys" in done.stderr  # progress
     written = json.loads((tmp_path / "bench.json").read_text())
     assert written["machine"]["torch"]
-    assert {row["verdict"] for row in written["rows"]} <= {"ok", "short", "-"}
+    assert {row["verdict"] for row in written["rows"]} <= {"ok", "short", "noisy", "-"}
     assert [(one["world_size"], one["keys"]) for one in written["timed"]] == [(2, 10), (2, 50)]
     spread = written["timed"][0]["lean_seconds"]["floats"]
     assert 0 < spread["lower"] <= spread["median"] <= spread["upper"]
@@ -76,6 +76,14 @@ def test_a_row_falls_short_on_the_wrong_side_of_its_reach() -> None:
     assert rows.Row("gain", 8.9, 9.0, at_least=True).is_short
     assert not rows.Row("gain", 9.0, 9.0, at_least=True).is_short
     assert rows.Row("reported only", 1e9).verdict == "-"
+
+
+@pytest.mark.usefixtures("scripts")
+def test_noise_takes_away_a_verdict() -> None:
+    rows, loop = importlib.import_module("_bench_rows"), importlib.import_module("_bench_loop")
+    assert rows.Row("steady", 1.0, 1.1, quartiles=loop.Spread(1.0, 0.9, 1.2, 9)).verdict == "ok"
+    assert rows.Row("lucky", 0.5, 1.1, quartiles=loop.Spread(0.6, 0.3, 2.3, 9)).verdict == "noisy"
+    assert rows.Row("unlucky", 1.7, 1.1, quartiles=loop.Spread(1.6, 0.8, 2.3, 9)).verdict == "noisy"
 
 
 @pytest.mark.usefixtures("scripts")

@@ -402,3 +402,10 @@ def test_each_leaf_with_the_weight_it_stands_for(pair: RankPool, nonfinite: str,
         (("bad",), "bad", last[0], "mean", last[1]),
     ]
     assert [sorted(map(repr, rank)) for rank in answers] == [sorted(map(repr, expected))] * 2
+
+
+@pytest.mark.parametrize(("weight", "want"), [([True, True], 2), ([200, 200], 400)])
+def test_a_total_that_the_weights_dtype_cannot_hold_is_int64(weight: list[int], want: int) -> None:
+    given = torch.tensor(weight, dtype=torch.bool if weight[0] is True else torch.uint8)
+    total = ddpstats.recursive_average({"a": torch.tensor([1.0, 3.0])}, given)[1]
+    assert (total.dtype, total.item()) == (torch.int64, want)
