@@ -35,6 +35,7 @@ _CONTROL_LANES = 10
 HEADER_LANES = 16
 LANES_PER_SLOT = 3
 _BYTES = 8
+_LANES_8_TO_12 = struct.Struct("=5d")
 
 
 def lanes_needed(slots: int) -> int:
@@ -75,9 +76,8 @@ class Buffer:
 
     def seal(self, seal: Seal, *, stale: bool, failed: bool, weight: float = 0.0, flag: float = 0.0) -> None:
         """Write the control lanes. A call that is stale or failed needs nothing else."""
-        lanes = self._lanes
-        lanes[0:8] = seal.lanes
-        lanes[8:13] = array("d", (stale, failed, 1.0, weight, flag))
+        self._lanes[0:STALE] = seal.lanes
+        _LANES_8_TO_12.pack_into(self._raw, STALE * _BYTES, stale, failed, 1.0, weight, flag)
 
     def is_agreed(self, seal: Seal) -> bool:
         """After the sum: whether all ranks made the same call, and none is stale or failed."""

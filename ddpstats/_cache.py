@@ -9,9 +9,14 @@ from typing import Generic, TypeVar
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
+_ALWAYS_KEPT = 4
+
 
 class BoundedCache(Generic[K, V]):
-    """At most ``max_entries`` entries of together at most ``max_cost``; the newest entry always stays."""
+    """At most ``max_entries`` entries of together at most ``max_cost``; but the newest few stay at any cost.
+
+    Otherwise a program that takes turns with two huge trees would have every one of its entries evicted before its use.
+    """
 
     def __init__(self, max_entries: int, max_cost: int, on_evict: Callable[[V], None] = lambda value: None) -> None:
         self._entries: dict[K, tuple[V, int]] = {}
@@ -34,7 +39,9 @@ class BoundedCache(Generic[K, V]):
             previous = self._entries.pop(key, None)
             self._cost += cost - (previous[1] if previous else 0)
             self._entries[key] = (value, cost)
-            while len(self._entries) > 1 and (len(self._entries) > self._max_entries or self._cost > self._max_cost):
+            while len(self._entries) > _ALWAYS_KEPT and (
+                len(self._entries) > self._max_entries or self._cost > self._max_cost
+            ):
                 oldest, old_cost = self._entries.pop(next(iter(self._entries)))
                 self._cost -= old_cost
                 self._on_evict(oldest)

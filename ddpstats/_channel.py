@@ -62,7 +62,8 @@ class Channel:
         self._comm: Comm | None = None
         self._protocol: Protocol | None = None
         self._error: RankMissing | None = None
-        self._state = threading.Condition()
+        self._turn = threading.RLock()  # re-entrant: a finalizer may run, and `release`, while this thread holds it
+        self._state = threading.Condition(self._turn)
         self._busy = False
         self._queue: deque[_Job[Any]] = deque()
         self._worker: threading.Thread | None = None
@@ -72,7 +73,7 @@ class Channel:
 
     def run(self, work: Work[T], timeout_sec: float) -> T:
         """Run ``work`` in turn; on this thread if nothing is pending."""
-        with self._state:
+        with self._turn:
             idle = not self._busy and not self._queue
             self._busy = self._busy or idle
         if not idle:
@@ -80,9 +81,10 @@ class Channel:
         try:
             return self._perform(work, timeout_sec)
         finally:
-            with self._state:
+            with self._turn:
                 self._busy = False
-                self._state.notify_all()
+                if self._worker is not None:
+                    self._state.notify_all()
 
     def submit(self, work: Work[T], timeout_sec: float) -> Future[T]:
         """Run ``work`` in turn on the worker thread; at once returns a future."""

@@ -97,6 +97,7 @@ class GlooComm:
         self._sum.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
         self._max.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
         self._timeout_sec = 0.0
+        self._slice = 0.0, timedelta(0)
 
     def all_reduce_sum(self, tensor: torch.Tensor, timeout_sec: float) -> None:
         self._all_reduce(tensor, self._sum, timeout_sec)
@@ -109,13 +110,13 @@ class GlooComm:
             self._timeout_sec = timeout_sec
             self._sum.timeout = self._max.timeout = timedelta(seconds=timeout_sec)
         # The group's own method: `dist.all_reduce` adds its logging and checks to every call.
-        self._finish(lambda: self._group.allreduce([tensor], options), timeout_sec)
+        self._finish(self._group.allreduce, ([tensor], options), timeout_sec)
 
     def all_gather(self, payload: bytes, timeout_sec: float) -> list[bytes]:
         everyone = [bytearray(len(payload)) for _ in self.ranks]
         outputs, mine = list(map(_as_tensor, everyone)), _as_tensor(bytearray(payload))
         options = _options("AllgatherOptions", timeout_sec)
-        self._finish(lambda: self._group.allgather([outputs], [mine], options), timeout_sec)
+        self._finish(self._group.allgather, ([outputs], [mine], options), timeout_sec)
         return list(map(bytes, everyone))
 
     def broadcast(self, payload: bytes | None, size: int, source: int, timeout_sec: float) -> bytes:
@@ -123,21 +124,27 @@ class GlooComm:
         options = _options("BroadcastOptions", timeout_sec)
         options.rootRank, options.rootTensor = source, 0
         tensor = _as_tensor(buffer)
-        self._finish(lambda: self._group.broadcast([tensor], options), timeout_sec)
+        self._finish(self._group.broadcast, ([tensor], options), timeout_sec)
         return bytes(buffer)
 
-    def _finish(self, start: Callable[[], Any], timeout_sec: float) -> None:
+    def _finish(self, start: Callable[..., Any], arguments: tuple[Any, ...], timeout_sec: float) -> None:
         """Start an operation and wait for its end."""
+        if timeout_sec != self._slice[0]:
+            self._slice = timeout_sec, timedelta(seconds=slice_sec(timeout_sec))
         work: Any = None
         try:
-            work = start()
-            if not _done_within(work, slice_sec(timeout_sec)):
+            work = start(*arguments)
+            try:
+                work.wait(self._slice[1])
+            except RuntimeError:
+                if work.is_completed():
+                    raise
                 self.watch()
                 wait_in_slices(lambda sec: _done_within(work, sec), timeout_sec, self.watch)
         except RuntimeError as error:
             raise CommFailed(_first_line(error)) from None
         except BaseException:  # nobody waits any more, by `watch` or by an interrupt, while the operation goes on
-            _abandoned.append((start, work, self._group))  # the closure holds the tensors
+            _abandoned.append((arguments, work, self._group))  # the memory it may still write to
             raise
 
     def close(self) -> None:
