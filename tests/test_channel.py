@@ -127,12 +127,12 @@ def not_yet_there() -> list[Any]:
     reducer({"v": 0.0})
     found: list[Any] = []
     if dist.get_rank() == 1:
-        time.sleep(1.0)
+        time.sleep(3.0)
     started = time.monotonic()
     pending = [reducer.start({"v": float(step)}) for step in range(3)]
     if dist.get_rank() == 0:
         found += [one.done() for _ in range(100) for one in pending]
-        found.append(time.monotonic() - started < 0.9)
+        found.append(time.monotonic() - started < 2.5)
     values = [one.result().values["v"] for one in pending]
     again = [one.result().values["v"] for one in pending]
     reducer.close()
@@ -141,7 +141,7 @@ def not_yet_there() -> list[Any]:
 
 def test_neither_start_nor_done_waits_for_a_peer(two_ranks: RankPool) -> None:
     first, second = two_ranks.run(not_yet_there, timeout_sec=LIMIT_SEC).values()
-    assert first[0] == {False, True}  # not done, one after the other, and all that within a second
+    assert first[0] == {False, True}  # not done, one after the other, and all that before the other came
     assert first[1:] == second[1:] == [[0.0, 1.0, 2.0], [0.0, 1.0, 2.0], [True] * 3]
 
 

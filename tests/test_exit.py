@@ -18,6 +18,8 @@ def system_threads() -> int:
 
 
 def destroyed_groups() -> tuple[int, int, bool, int]:
+    gc.collect()
+    others = set(threading.enumerate())
     before = system_threads()
     gone = []
     for _ in range(3):
@@ -31,7 +33,7 @@ def destroyed_groups() -> tuple[int, int, bool, int]:
         dist.destroy_process_group(group)
         del group
     gc.collect()
-    left = [thread for thread in threading.enumerate() if thread.name == "ddpstats"]
+    left = set(threading.enumerate()) - others
     return before, system_threads(), any(reference() is not None for reference in gone), len(left)
 
 
