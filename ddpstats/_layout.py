@@ -30,6 +30,7 @@ from ddpstats._schema import (
     is_sequence,
     iter_leaves,
     leaf,
+    leaf_nodes,
     marker_count,
     slot_count,
     step_into,
@@ -352,6 +353,16 @@ class Selection:
     def position_of(self) -> dict[int, int]:
         """Slot -> its place among the result's leaves."""
         return {slot: position for position, slot in enumerate(self.slots)}
+
+    @cached_property
+    def by_dtypes(self) -> dict[tuple[str, ...], Sequence[int]]:
+        """The dtypes that ranks hold of a leaf -> the leaves of which that is so; without the `nones`."""
+        places: dict[tuple[str, ...], array[int]] = {}
+        nones = set(self.nones)
+        for place, found in enumerate(leaf_nodes(self.schema)):
+            if place not in nones:
+                places.setdefault(found.dtypes, array("q")).append(place)
+        return dict(places)
 
 
 def select(layout: Layout, codes: Sequence[float] | None) -> Selection:

@@ -274,8 +274,8 @@ class Protocol:
         if call.nonfinite == "raise" and selection.nonfinite is not None:
             self._end_call(site)
             raise self._nonfinite_error(call, layout, part, placement, counters)
-        nested = self._builder(site, selection)(iter(values))
-        reduced = Reduced(nested, total, layout, selection, values, weights, self.world_size)
+        build = self._builder(site, selection)
+        reduced = Reduced(build(iter(values)), total, layout, selection, values, weights, self.world_size, build)
         self._end_call(site)
         return reduced
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from ddpstats._layout import Layout, Selection
 from ddpstats._schema import leaf_nodes
-from ddpstats._tree import builder
+from ddpstats._tree import Builder
 from ddpstats._vector import quotient
 
 
@@ -53,6 +53,7 @@ class Reduced:
     _flat: Sequence[float | bool | None]
     _weights: array[float] | None
     _world_size: int
+    _build: Builder
 
     def __repr__(self) -> str:
         return f"Reduced(values={self.values!r}, total_weight={self.total_weight!r})"
@@ -90,7 +91,7 @@ class Reduced:
         return [names[slot] for slot in self._selection.slots]
 
     def _nested(self, values: Iterator[Any]) -> Any:
-        return builder(self._selection.schema)(values)
+        return self._build(values)
 
 
 def finish(

@@ -84,6 +84,16 @@ _structures: BoundedCache[Hashable, Structure] = BoundedCache(max_entries=128, m
 
 def flatten(stats: Any, keep_dtypes: bool = False) -> Flat:
     """Take ``stats`` apart. Local. Raises `CannotFlatten` for a key, type or depth that cannot be reduced."""
+    if type(stats) is dict and not keep_dtypes:
+        recent = _recent.get(len(stats))
+        if recent is not None and tuple(stats) == recent.keys:
+            leaves = list(stats.values())
+            if recent.types == {*map(type, leaves)}:
+                return Flat(recent.structure, leaves)
+    return _flatten_any(stats, keep_dtypes)
+
+
+def _flatten_any(stats: Any, keep_dtypes: bool) -> Flat:
     leaves: list[Any] = []
     try:
         key: Hashable = _signature(stats, leaves, 0)
@@ -92,11 +102,34 @@ def flatten(stats: Any, keep_dtypes: bool = False) -> Flat:
     if keep_dtypes:
         key = (key, _dtypes_key(leaves))
     known = _structures.get(key)
-    if known is not None:
-        return Flat(known, leaves)
-    flat = _walk(stats, keep_dtypes)
-    _structures.put(key, flat.structure, len(leaves) + 1)
-    return flat
+    if known is None:
+        flat = _walk(stats, keep_dtypes)
+        known, leaves = _structures.put(key, flat.structure, len(leaves) + 1), flat.leaves
+    if type(stats) is dict and not keep_dtypes and isinstance(key, tuple):
+        _remember_recent(key, known)
+    return Flat(known, leaves)
+
+
+# -- the fastest look -------------------------------------------------------------------------------------------------
+
+
+class _Recent(NamedTuple):
+    """A flat dict of plain values with str keys. To compare its keys costs less than to hash them."""
+
+    keys: tuple[Any, ...]
+    types: frozenset[type]
+    structure: Structure
+
+
+# By number of keys: the last such dict.
+_recent: BoundedCache[int, _Recent] = BoundedCache(max_entries=16, max_cost=262_144)
+
+
+def _remember_recent(signature: tuple[Any, ...], structure: Structure) -> None:
+    """Keep ``signature`` of `_signature` if it is that of a flat dict of interchangeable values with str keys."""
+    if len(signature) == 4 and _all_str(signature[1]):
+        _, keys, count, types = signature
+        _recent.put(count, _Recent(keys, types, structure), count + 1)
 
 
 # -- the fast look ----------------------------------------------------------------------------------------------------
@@ -280,21 +313,31 @@ Builder = Callable[[Iterator[Any]], Any]
 """Takes as many values as the schema has leaves, in order, and nests them."""
 
 
-def unflatten(schema: Node, values: Iterator[Any]) -> Any:
-    """Nested stats of ``schema`` with its leaves taken from ``values``, in order."""
-    return builder(schema)(values)
-
-
 def builder(schema: Node) -> Builder:
-    """`unflatten` for one schema, worked out once: what it returns runs on every step."""
+    """What nests values as ``schema``, worked out once: what it returns runs on every step."""
     if isinstance(schema, Leaf):
         return next
-    keys, assemble = schema.keys, _assembler(common_kind(schema.kinds))
+    kind = common_kind(schema.kinds)
+    if kind == DICT and is_flat(schema):
+        return _dict_builder(schema.keys)
+    keys, assemble = schema.keys, _assembler(kind)
     if is_flat(schema):
         count = len(keys)
         return lambda values: assemble(keys, islice(values, count))
     children = [builder(child) for child in schema.children]
     return lambda values: assemble(keys, [build(values) for build in children])
+
+
+def _dict_builder(keys: tuple[Step, ...]) -> Builder:
+    """A copy of a dict with these keys needs no hashing and no growing: a quarter faster than making one from pairs."""
+    template = dict.fromkeys(keys)
+
+    def build(values: Iterator[Any]) -> dict[Step, Any]:
+        found = template.copy()
+        found.update(zip(keys, values))  # noqa: B905  # values of other branches may follow
+        return found
+
+    return build
 
 
 def _assembler(kind: str) -> Callable[[tuple[Step, ...], Iterable[Any]], Any]:

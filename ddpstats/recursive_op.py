@@ -16,8 +16,8 @@ import torch
 from ddpstats._channel import ALONE
 from ddpstats._paths import Path
 from ddpstats._reduced import Reduced
-from ddpstats._schema import iter_leaves, leaf_nodes
-from ddpstats._tree import FLOATS, unflatten
+from ddpstats._schema import iter_leaves
+from ddpstats._tree import FLOATS
 from ddpstats.errors import InvalidStats
 from ddpstats.reduce import NonFinitePolicy, kept_reducer
 
@@ -127,7 +127,7 @@ def _reduce(
 
 
 def _nested(reduced: Reduced, tensors: Sequence[torch.Tensor | None]) -> Any:
-    return unflatten(reduced._selection.schema, iter(tensors))
+    return reduced._nested(iter(tensors))
 
 
 def _total(reduced: Reduced, weight: Any) -> torch.Tensor:
@@ -141,17 +141,12 @@ def _total(reduced: Reduced, weight: Any) -> torch.Tensor:
 def _tensors(reduced: Reduced, weight: Any) -> Sequence[torch.Tensor | None]:
     """The values of ``reduced`` as 0-d tensors: one tensor per dtype, copied to the device once, and cut up there."""
     device = weight.device if isinstance(weight, torch.Tensor) else None
-    values, leaves = reduced._flat, list(leaf_nodes(reduced._selection.schema))
-    dtype_of = {leaf: _promoted(leaf.dtypes) for leaf in set(leaves)}
-    if len(set(dtype_of.values())) == 1 and not reduced._selection.nones:
-        return torch.tensor(values, dtype=dtype_of[leaves[0]], device=device).unbind()
-    places: dict[torch.dtype, list[int]] = {}
-    for place, (leaf, value) in enumerate(zip(leaves, values, strict=True)):
-        if value is not None:
-            places.setdefault(dtype_of[leaf], []).append(place)
+    values, places = reduced._flat, reduced._selection.by_dtypes
+    if len(places) == 1 and not reduced._selection.nones:
+        return torch.tensor(values, dtype=_promoted(next(iter(places))), device=device).unbind()
     tensors: list[torch.Tensor | None] = [None] * len(values)
-    for dtype, chosen in places.items():
-        made = torch.tensor([values[place] for place in chosen], dtype=dtype, device=device)
+    for dtypes, chosen in places.items():
+        made = torch.tensor([values[place] for place in chosen], dtype=_promoted(dtypes), device=device)
         for place, tensor in zip(chosen, made.unbind(), strict=True):
             tensors[place] = tensor
     return tensors

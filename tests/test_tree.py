@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from ddpstats import Max, Mean
 from ddpstats._host_copy import HostCopy
 from ddpstats._schema import MAX_DEPTH, Leaf, leaf_nodes
-from ddpstats._tree import CannotFlatten, flatten, unflatten
+from ddpstats._tree import CannotFlatten, builder, flatten
 from ddpstats._values import Part, Prepared
 from ddpstats._wire import Failure
 from ddpstats.testing.strategies import RankStats, uneven_stats
@@ -66,7 +66,7 @@ def test_depth() -> None:
     for _ in range(MAX_DEPTH):
         deep = {"k": deep}
     flat = flatten(deep)
-    assert unflatten(flat.structure.schema, iter(flat.leaves)) == deep
+    assert builder(flat.structure.schema)(iter(flat.leaves)) == deep
     with pytest.raises(CannotFlatten, match="more than 100 deep"):
         flatten([deep])
     loop: dict[str, Any] = {"a": [1.0]}
@@ -108,3 +108,27 @@ def test_prepared_never_raises() -> None:
     assert isinstance(part, Failure)
     assert part.path == "a"
     assert isinstance(Prepared({"a": 1}, 1).part(), Part)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"a": 1.0, "b": torch.tensor(2.0)},
+        {"b": 1.0, "a": 2.0},
+        {"a": 1.0, "b": None},
+        {1: 1.0, 2: 2.0},
+        {"a": 1.0, "b": {"c": 2.0}},
+    ],
+    ids=repr,
+)
+def test_a_dict_as_long_as_the_last_one_is_still_looked_at(other: Any) -> None:
+    flatten({"a": 1.0, "b": 2.0})
+    flat = flatten(other)
+    rebuilt = builder(flat.structure.schema)(iter(flat.leaves))
+    assert list(map(repr, rebuilt.items())) == list(map(repr, other.items()))
+
+
+def test_int_keys_are_not_taken_for_the_keys_and_types_that_stand_for_them() -> None:
+    flatten({1: 1.0, 2: 2.0})
+    with pytest.raises(CannotFlatten):
+        flatten({(1, 2): 1.0, (int, int): 2.0})
