@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         SchemaConflict as SchemaConflict,
         SentinelAlarm as SentinelAlarm,
     )
+    from ddpstats.guard import collective_guard as collective_guard, label as label
     from ddpstats.recursive_op import (
         recursive_average as recursive_average,
         recursive_divide as recursive_divide,
@@ -56,6 +57,7 @@ _HOMES = {
         "SchemaConflict",
         "SentinelAlarm",
     ),
+    "guard": ("collective_guard", "label"),
     "recursive_op": ("recursive_average", "recursive_divide", "recursive_sum"),
     "reduce": (
         "Entry",
@@ -70,7 +72,7 @@ _HOMES = {
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
-_SUBMODULES = frozenset({"errors", "integrations", "recursive_op", "reduce", "testing"})
+_SUBMODULES = frozenset({"errors", "guard", "integrations", "recursive_op", "reduce", "testing"})
 
 __all__ = sorted(_HOME_OF)
 

@@ -257,6 +257,17 @@ def group_store(group: dist.ProcessGroup) -> Any:
         ) from None
 
 
+def world_store(prefix: str) -> Any:
+    """A part of the default group's store, over a connection of its own. One per thread: a wait holds up its users."""
+    distributed = torch.distributed.distributed_c10d
+    return distributed.PrefixStore(prefix, _own_connection(distributed._get_default_store()))
+
+
+def part_of(store: Any, prefix: str) -> Any:
+    """A part of a store, over the same connection."""
+    return torch.distributed.distributed_c10d.PrefixStore(prefix, store)
+
+
 def _own_connection(store: Any) -> Any:
     """Who waits in a TCPStore keeps all other users of that object waiting: two groups could wait for each other."""
     try:

@@ -33,6 +33,8 @@ class _VerbModule(Protocol):
 
 
 _VERBS = {
+    "run": _Verb("ddpstats.guard._run", "a training script under the guard, unchanged"),
+    "report": _Verb("ddpstats.guard._report", "what the ranks' records of their collectives say"),
     "demo": _Verb("ddpstats._demo", "wrong averages, then right ones, on real ranks of this machine"),
 }
 

@@ -19,7 +19,8 @@ All ranks that are alive raise the same error, with the same text, for the same 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 
 class DdpstatsError(Exception):
@@ -82,7 +83,30 @@ class NonFiniteStat(DdpstatsError, ArithmeticError):
 
 
 class CollectiveMismatch(DdpstatsError):
-    """Raised on every rank when ranks are about to combine different things."""
+    """Raised on every rank when ranks are about to combine different things.
+
+    Attributes:
+        seq: the how-manieth collective of its group it is; the first is 1.
+        by_rank: rank -> what it did: an event with its signature (op, reduce op, shapes, dtypes, root), label and site.
+        culprit_ranks: the ranks that differ from a majority; empty where there is none.
+        missing_ranks: ranks that never came to this collective.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        group: str | None = None,
+        seq: int = 0,
+        by_rank: Mapping[int, Any] | None = None,
+        culprit_ranks: Iterable[int] = (),
+        missing_ranks: Iterable[int] = (),
+    ) -> None:
+        self.seq = seq
+        self.by_rank: Mapping[int, Any] = dict(by_rank or {})
+        self.culprit_ranks: tuple[int, ...] = tuple(sorted(culprit_ranks))
+        self.missing_ranks: tuple[int, ...] = tuple(sorted(missing_ranks))
+        super().__init__(message, ranks={*self.by_rank, *self.missing_ranks}, group=group)
 
 
 class SentinelAlarm(DdpstatsError):

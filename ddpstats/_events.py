@@ -1,0 +1,292 @@
+"""Records of collectives: what one rank did, a bounded ring of them, and per-rank files of JSON lines.
+
+A `Signature` holds what ranks must have in common; its fingerprint is stable across processes, hosts and runs (never
+Python's own `hash`). An `Event` is one occurrence: where in the program, under which label, as which of its group.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ddpstats.errors import ConfigError
+
+FORMAT = 1
+_MASK = (1 << 64) - 1
+_MAX_LINE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What is the same on all ranks of a correct program.
+
+    ``shapes`` and ``dtypes`` are of the tensors that must agree; what may legally differ (the root's extra arguments,
+    the pieces of an all_to_all) is not here but in the event's ``pieces``.
+    """
+
+    op: str
+    reduce_op: str | None = None
+    root: int | None = None
+    shapes: tuple[tuple[int, ...], ...] = ()
+    dtypes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        given = [f"{dtype}{list(shape)}" for shape, dtype in zip(self.shapes[:3], self.dtypes[:3], strict=True)]
+        if len(self.shapes) > 3:
+            given.append(f"... {len(self.shapes)} tensors")
+        if self.reduce_op is not None:
+            given.append(self.reduce_op)
+        if self.root is not None:
+            given.append(f"root={self.root}")
+        return f"{self.op}({', '.join(given)})"
+
+
+def digest_of(signature: Signature, label: str | None) -> int:
+    """64 bits that stand for a signature under a label."""
+    text = repr((signature.op, signature.reduce_op, signature.root, signature.shapes, signature.dtypes, label))
+    return stable_hash(text)
+
+
+def stable_hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
+
+
+def roll(rolling: int, digest: int) -> int:
+    """The rolling digest of a sequence, one event later. Depends on the order."""
+    return ((rolling ^ digest) * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) & _MASK
+
+
+@dataclass(slots=True)
+class Event:
+    """One collective of one rank. ``site`` is "file:line in function" of the calling code."""
+
+    group: str
+    seq: int
+    signature: Signature
+    label: str | None
+    site: Any  # text, or an object whose str() is the text: spelled out only when somebody reads it
+    digest: int
+    pieces: str = ""
+    balance: int = 0
+    peer: int | None = None
+    tag: int | None = None
+    started: float = 0.0
+    read_source: str = ""
+
+    @property
+    def source(self) -> str:
+        """The line of the call site; empty where it is not known."""
+        return self.read_source if isinstance(self.site, str) else str(self.site.source())
+
+    def as_dict(self) -> dict[str, Any]:
+        found = {
+            "group": self.group,
+            "seq": self.seq,
+            "op": self.signature.op,
+            "reduce_op": self.signature.reduce_op,
+            "root": self.signature.root,
+            "shapes": [list(shape) for shape in self.signature.shapes],
+            "dtypes": list(self.signature.dtypes),
+            "label": self.label,
+            "site": str(self.site),
+            "source": self.source,
+            "pieces": self.pieces,
+            "balance": self.balance or None,
+            "peer": self.peer,
+            "tag": self.tag,
+            "time": self.started,
+        }
+        return {key: value for key, value in found.items() if value not in (None, "", [])}
+
+    @classmethod
+    def from_dict(cls, given: Mapping[str, Any]) -> Event:
+        """Raises ValueError for what `as_dict` did not write."""
+        try:
+            signature = Signature(
+                _text(given["op"]),
+                _text_or_none(given.get("reduce_op")),
+                _int_or_none(given.get("root")),
+                tuple(tuple(int(size) for size in shape) for shape in given.get("shapes", [])),
+                tuple(_text(dtype) for dtype in given.get("dtypes", [])),
+            )
+            if len(signature.shapes) != len(signature.dtypes):
+                raise ValueError("as many shapes as dtypes are needed")
+            label = _text_or_none(given.get("label"))
+            return cls(
+                group=_text(given["group"]),
+                seq=int(given["seq"]),
+                signature=signature,
+                label=label,
+                site=_text(given.get("site", "")),
+                digest=digest_of(signature, label),
+                pieces=_text(given.get("pieces", "")),
+                balance=int(given.get("balance", 0)),
+                peer=_int_or_none(given.get("peer")),
+                tag=_int_or_none(given.get("tag")),
+                started=float(given.get("time", 0.0)),
+                read_source=_text(given.get("source", "")),
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"not a record of a collective: {error!r}") from None
+
+    def __str__(self) -> str:
+        named = f" {self.label!r}" if self.label else ""
+        peer = f" with rank {self.peer}, tag {self.tag}" if self.peer is not None else ""
+        return f"{self.signature}{named}{peer}"
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"text is needed, not {value!r}")
+    return value
+
+
+def _text_or_none(value: Any) -> str | None:
+    return None if value is None else _text(value)
+
+
+def _int_or_none(value: Any) -> int | None:
+    return None if value is None else int(value)
+
+
+class Ring:
+    """The newest events, oldest first."""
+
+    def __init__(self, capacity: int) -> None:
+        self._events: deque[Event] = deque(maxlen=capacity)
+        self.append = self._events.append
+
+    def of(self, group: str) -> list[Event]:
+        return [event for event in list(self._events) if event.group == group]
+
+    def last(self) -> Event | None:
+        return self._events[-1] if self._events else None
+
+    def __len__(self) -> int:
+        return len(self._events)
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+class RecordWriter:
+    """One rank's events as JSON lines, whole up to the last one even if the process is killed.
+
+    Two files take turns, ``rank3.jsonl`` and the older ``rank3.old.jsonl``, so a record is bounded by ``max_bytes`` and
+    never holds less than half of that. Every line is one `write` to the kernel: nothing is kept in this process.
+    """
+
+    def __init__(self, directory: str | Path, rank: int, world_size: int, max_bytes: int = 32 << 20) -> None:
+        self._path = Path(directory) / f"rank{rank}.jsonl"
+        self._limit = max_bytes // 2
+        self._head = {"ddpstats": FORMAT, "rank": rank, "world_size": world_size, "pid": os.getpid()}
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._old_path().unlink(missing_ok=True)
+            self._file = self._open()
+        except OSError as error:
+            raise ConfigError(f"rank {rank} cannot write its record to {directory}: {error.strerror}") from None
+
+    def write(self, entry: Mapping[str, Any]) -> None:
+        """Append one line. A disk that is full stops the record, not the training."""
+        line = (json.dumps(entry, separators=(",", ":")) + "\n").encode("utf-8", "surrogateescape")
+        if self._file < 0:
+            return
+        try:
+            if self._size + len(line) > self._limit:
+                os.close(self._file)
+                os.replace(self._path, self._old_path())
+                self._file = self._open()
+            os.write(self._file, line)
+            self._size += len(line)
+        except OSError:
+            self.close()
+
+    def _open(self) -> int:
+        file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        line = (json.dumps({**self._head, "time": time.time()}) + "\n").encode()
+        self._size = os.write(file, line)
+        return file
+
+    def _old_path(self) -> Path:
+        return self._path.with_suffix(".old.jsonl")
+
+    def close(self) -> None:
+        if self._file >= 0:
+            file, self._file = self._file, -1
+            os.close(file)
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """What one rank's files hold. ``end`` is the last entry that is no event: how the rank left, if it said so."""
+
+    rank: int
+    world_size: int
+    groups: Mapping[str, Mapping[str, Any]]
+    events: tuple[Event, ...]
+    end: Mapping[str, Any] | None
+    complete: bool
+
+
+def read_records(directory: str | Path) -> list[RankRecord]:
+    """The records of all ranks, by rank. Raises ValueError, naming the file and line, for what is no record."""
+    found = [_read_rank(path) for path in sorted(Path(directory).glob("rank*.jsonl")) if ".old" not in path.suffixes]
+    if not found:
+        raise ValueError(f"{directory} holds no rank*.jsonl, so no record of ddpstats")
+    return sorted(found, key=lambda record: record.rank)
+
+
+def _read_rank(path: Path) -> RankRecord:
+    old = path.with_suffix(".old.jsonl")
+    head: Mapping[str, Any] | None = None
+    end: Mapping[str, Any] | None = None
+    groups: dict[str, Mapping[str, Any]] = {}
+    events: list[Event] = []
+    for source in [old, path] if old.exists() else [path]:
+        for number, entry in _lines(source):
+            try:
+                if "op" in entry:
+                    events.append(Event.from_dict(entry))
+                elif "ddpstats" in entry:
+                    head = _checked_head(entry)
+                elif "new_group" in entry:
+                    groups[_text(entry["new_group"])] = entry
+                elif "end" in entry:
+                    end = entry
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"{source}, line {number}: {error}") from None
+    if head is None:
+        raise ValueError(f"{path} does not begin as a record of ddpstats does")
+    return RankRecord(int(head["rank"]), int(head["world_size"]), groups, tuple(events), end, not old.exists())
+
+
+def _checked_head(entry: Mapping[str, Any]) -> Mapping[str, Any]:
+    if entry["ddpstats"] != FORMAT:
+        raise ValueError(f"a record of format {entry['ddpstats']!r}; this version reads {FORMAT}")
+    if not all(isinstance(entry.get(key), int) for key in ("rank", "world_size")):
+        raise ValueError("the first line tells neither rank nor world size")
+    return entry
+
+
+def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                return  # the process was killed in the middle of it
+            if len(line) > _MAX_LINE_BYTES:
+                raise ValueError(f"{path}, line {number}: too long to be of a record")
+            try:
+                entry = json.loads(line)
+            except ValueError:
+                raise ValueError(f"{path}, line {number}: not JSON") from None
+            if not isinstance(entry, dict):
+                raise ValueError(f"{path}, line {number}: not a record")
+            yield number, entry

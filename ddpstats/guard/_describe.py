@@ -1,0 +1,128 @@
+"""A collective in terms that ranks can compare: what must be equal everywhere, and what must add up.
+
+Most of what a rank passes must be the same on all ranks: that is the `Signature`. Some of it legally differs, and must
+fit pairwise: what rank i sends to rank j is what rank j expects from rank i (all_to_all, gather, scatter). For these
+every rank has a *balance*: the hashes of what it sends, minus those of what it expects, as a sum modulo 2**64. All
+pieces fit exactly if the balances of all ranks add up to 0 (short of a collision of 64-bit hashes), so one number of
+fixed size per rank is enough to tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Any
+
+from ddpstats._events import Signature, digest_of, stable_hash
+from ddpstats._intercept import Collective
+
+MASK = (1 << 64) - 1
+
+Shape = tuple[int, ...]
+
+_WITHOUT_TENSORS = frozenset({"barrier", "monitored_barrier"})
+_FROM_OUTPUTS = frozenset({"all_gather"})  # the list of outputs is the same on all ranks, the input is an entry of it
+_PIECEWISE = frozenset({"gather", "scatter", "all_to_all", "all_to_all_single"})
+
+
+def signature_of(call: Collective) -> Signature:
+    """What must be equal on all ranks."""
+    op = call.op
+    if op in _WITHOUT_TENSORS:
+        return _signature(op, None, None, (), ())
+    tensors = call.outputs if op in _FROM_OUTPUTS or not call.inputs else call.inputs
+    if op in _PIECEWISE:
+        dtype = _dtype(tensors[0])
+        return _signature(op, None, call.root, ((),), (dtype,))
+    if len(tensors) == 1:
+        tensor = tensors[0]
+        return _signature(op, call.reduce_op, call.root, (tensor.shape,), (tensor.dtype,))
+    return _signature(
+        op, call.reduce_op, call.root, tuple(tensor.shape for tensor in tensors), tuple(t.dtype for t in tensors)
+    )
+
+
+@lru_cache(maxsize=4096)
+def _signature(
+    op: str, reduce_op: str | None, root: int | None, shapes: tuple[Any, ...], dtypes: tuple[Any, ...]
+) -> Signature:
+    return Signature(
+        op,
+        reduce_op,
+        root,
+        tuple(tuple(map(int, shape)) for shape in shapes),
+        tuple(str(dtype).removeprefix("torch.") for dtype in dtypes),
+    )
+
+
+@lru_cache(maxsize=8192)
+def digest(signature: Signature, label: str | None) -> int:
+    """`digest_of`, worked out once per signature and label."""
+    return digest_of(signature, label)
+
+
+def pieces_of(call: Collective) -> tuple[str, int]:
+    """(the pieces in words, the balance) of a collective whose ranks pass different things; ("", 0) of all others."""
+    if call.op not in _PIECEWISE:
+        return "", 0
+    me = call.view.ranks.index(call.view.rank)
+    sent, expected = _sent(call, me), _expected(call, me)
+    words = []
+    if sent:
+        words.append("sends " + _spelled(sent, me, to=True))
+    if expected:
+        words.append("expects " + _spelled(expected, me, to=False))
+    return "; ".join(words), (_total(sent) - _total(expected)) & MASK
+
+
+Piece = tuple[int, int, str]
+"""(from, to, what)."""
+
+
+def _sent(call: Collective, me: int) -> list[Piece]:
+    if call.splits is not None:
+        row = _row(call.inputs[0])
+        return [(me, to, f"{size} x {row}") for to, size in enumerate(call.splits[0])]
+    if call.op == "all_to_all":
+        return [(me, to, _spec(tensor)) for to, tensor in enumerate(call.inputs)]
+    if call.op == "gather":
+        return [(me, _root(call), _spec(call.inputs[0]))]
+    return [(me, to, _spec(tensor)) for to, tensor in enumerate(call.inputs)]  # scatter, at the root
+
+
+def _expected(call: Collective, me: int) -> list[Piece]:
+    if call.splits is not None:
+        row = _row(call.outputs[0])
+        return [(source, me, f"{size} x {row}") for source, size in enumerate(call.splits[1])]
+    if call.op == "scatter":
+        return [(_root(call), me, _spec(call.outputs[0]))]
+    return [(source, me, _spec(tensor)) for source, tensor in enumerate(call.outputs)]
+
+
+def _root(call: Collective) -> int:
+    assert call.root is not None
+    return call.root
+
+
+def _spec(tensor: Any) -> str:
+    return f"{_dtype(tensor)}{list(tensor.shape)}"
+
+
+def _row(tensor: Any) -> str:
+    return f"{_dtype(tensor)}{list(tensor.shape[1:])}"
+
+
+def _dtype(tensor: Any) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _total(pieces: Iterable[Piece]) -> int:
+    return sum(stable_hash(repr(piece)) for piece in pieces) & MASK
+
+
+def _spelled(pieces: list[Piece], me: int, to: bool) -> str:
+    whats = [what for _, _, what in pieces[:8]]
+    if len(pieces) == 1:
+        peer = pieces[0][1] if to else pieces[0][0]
+        return f"{whats[0]} {'to' if to else 'from'} group rank {peer}"
+    return "[" + ", ".join(whats) + (", ...]" if len(pieces) > 8 else "]")

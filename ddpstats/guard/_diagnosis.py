@@ -1,0 +1,287 @@
+"""From what each rank says it did to a verdict in words: who differs, where, since when, and why, as far as that shows.
+
+Pure: the same testimonies give the same text on every rank, online and from records on disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ddpstats._events import Event
+from ddpstats._ranks import ranks_text
+
+MISMATCH, MISSING = "mismatch", "missing"
+_SHOWN_GROUPS = 8
+_MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True)
+class Testimony:
+    """What is known of one rank.
+
+    ``events``: of the group in question, oldest first, without gaps. ``balances``: seq -> balance, where not 0.
+    ``count``: how many collectives of the group the rank began. ``waits_in``: what it waits in now: (group, seq) or
+    None. ``left``: how it left the guard, if it did. ``dead``: its process is gone. ``stack``: of its main thread.
+    ``keys``: of the dict that the last event's label was reached through.
+    """
+
+    rank: int
+    events: Sequence[Event] = ()
+    balances: Mapping[int, int] = field(default_factory=dict)
+    count: int = 0
+    waits_in: tuple[str, int] | None = None
+    last: str | None = None
+    left: str | None = None
+    dead: bool = False
+    stack: str | None = None
+    keys: Sequence[str] = ()
+
+    def at(self, seq: int) -> Event | None:
+        """The rank's event of that number; None if it has none, or not any more."""
+        if not self.events:
+            return None
+        index = seq - self.events[0].seq
+        return self.events[index] if 0 <= index < len(self.events) else None
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A verdict. ``kind`` is `MISMATCH` or `MISSING`."""
+
+    kind: str
+    message: str
+    group: str
+    seq: int
+    missing: tuple[int, ...] = ()
+    culprits: tuple[int, ...] = ()
+    by_rank: Mapping[int, Event] = field(default_factory=dict)
+
+
+def find(group: str, words: str, testimonies: Sequence[Testimony], until: int | None = None) -> Finding | None:
+    """The first thing that went wrong in ``group`` (``words`` describe it), or None if all ranks agree.
+
+    ``until``: a number that every rank should have reached; None: the furthest that any has. Who has not is missing.
+    """
+    by_rank = {testimony.rank: testimony for testimony in testimonies}
+    seq = first_difference(testimonies)
+    if seq is not None:
+        return _mismatch(group, words, by_rank, seq)
+    last = max(testimony.count for testimony in testimonies) if until is None else until
+    missing = [rank for rank, testimony in by_rank.items() if testimony.count < last]
+    if missing:
+        number = min(by_rank[rank].count for rank in missing) + 1 if until is None else until
+        return _missing(group, words, by_rank, number, missing)
+    return None
+
+
+def unexplained(group: str, words: str, seq: int, waited: bool) -> Finding:
+    """The verdict where something is wrong and what the ranks told does not show what."""
+    if waited:
+        return Finding(
+            MISSING,
+            f"collective number {seq} of {words} was not completed in time, though all ranks began it and are about to "
+            "do the same: the connection between them is slow or broken. A larger timeout_sec may help.",
+            group,
+            seq,
+        )
+    return Finding(
+        MISMATCH,
+        f"ranks of {words} did not run the same collectives: their digests differ at number {seq}, and what differed "
+        "is older than the events that are still known. Use a smaller check_every, or mode 'strict'.",
+        group,
+        seq,
+    )
+
+
+def first_difference(testimonies: Sequence[Testimony]) -> int | None:
+    """The first number at which the ranks that have come so far did different things."""
+    first = max((t.events[0].seq for t in testimonies if t.events), default=0)
+    last = max((t.events[-1].seq for t in testimonies if t.events), default=-1)
+    for seq in range(first, last + 1):
+        events = [event for testimony in testimonies if (event := testimony.at(seq)) is not None]
+        if len({event.digest for event in events}) > 1:
+            return seq
+        if len(events) == len(testimonies) and sum(t.balances.get(seq, 0) for t in testimonies) & _MASK:
+            return seq
+    return None
+
+
+# -- a mismatch -------------------------------------------------------------------------------------------------------
+
+
+def _mismatch(group: str, words: str, by_rank: Mapping[int, Testimony], seq: int) -> Finding:
+    events = {rank: event for rank, t in by_rank.items() if (event := t.at(seq)) is not None}
+    parties = _parties(events)
+    culprits = _minority(parties, len(events))
+    lines = [f"ranks of {words} do not run the same collective (number {seq} of this group):"]
+    lines += _table(parties, events)
+    absent = [rank for rank in by_rank if rank not in events]
+    if absent:
+        lines.append(f"  {ranks_text(absent)}: {_whereabouts([by_rank[rank] for rank in absent])}")
+    lines.append(_last_agreed(by_rank, seq))
+    lines.append(f"What differs: {what_differs([events[ranks[0]] for ranks in parties])}.")
+    lines += [f"Likely: {reason}" for reason in reasons(parties, events, by_rank, seq)]
+    if culprits:
+        lines.append(f"Most ranks agree with each other, so look at {ranks_text(culprits)} first.")
+    lines.append(
+        "Nothing here tells which rank is right. Make all ranks issue the same collectives in the same order; where "
+        "the difference is meant, put the calls into `with ddpstats.label('...')` of one name on all ranks."
+    )
+    return Finding(MISMATCH, "\n".join(lines), group, seq, tuple(absent), culprits, events)
+
+
+def _parties(events: Mapping[int, Event]) -> list[list[int]]:
+    """Ranks by what they did; the largest party first. With equal digests the pieces make the difference."""
+    found: dict[object, list[int]] = {}
+    digests = {event.digest for event in events.values()}
+    for rank, event in sorted(events.items()):
+        key = event.digest if len(digests) > 1 else (event.pieces, rank)
+        found.setdefault(key, []).append(rank)
+    return sorted(found.values(), key=lambda ranks: (-len(ranks), ranks))
+
+
+def _minority(parties: list[list[int]], total: int) -> tuple[int, ...]:
+    if len(parties[0]) * 2 <= total or len(parties) < 2:
+        return ()
+    return tuple(sorted(rank for ranks in parties[1:] for rank in ranks))
+
+
+def _table(parties: list[list[int]], events: Mapping[int, Event]) -> list[str]:
+    lines = []
+    for ranks in sorted(parties)[:_SHOWN_GROUPS]:
+        event = events[ranks[0]]
+        pieces = f", {event.pieces}" if event.pieces else ""
+        lines.append(f"  {ranks_text(ranks)}: {event}{pieces}")
+        sites = dict.fromkeys(str(events[rank].site) for rank in ranks)
+        for site in list(sites)[:3]:
+            lines.append(f"      at {site}")
+            source = next(events[rank].source for rank in ranks if str(events[rank].site) == site)
+            lines += [f"         {source}"] if source else []
+    if len(parties) > _SHOWN_GROUPS:
+        lines.append(f"  and {len(parties) - _SHOWN_GROUPS} more kinds of call")
+    return lines
+
+
+def _last_agreed(by_rank: Mapping[int, Testimony], seq: int) -> str:
+    for testimony in by_rank.values():
+        event = testimony.at(seq - 1)
+        if event is not None:
+            return f"Last collective on which they agreed: number {seq - 1}, {event}, at {event.site}."
+    return "No collective of this group before it is known."
+
+
+def what_differs(events: Sequence[Event]) -> str:
+    """The first of operation, reduce op, root, dtype, shape and label in which the events differ."""
+    first = events[0].signature
+    signatures = [event.signature for event in events]
+    if any(signature.op != first.op for signature in signatures):
+        return "the operation"
+    if any(signature.reduce_op != first.reduce_op for signature in signatures):
+        return "the reduce op"
+    if any(signature.root != first.root for signature in signatures):
+        return "the root"
+    if any(len(signature.shapes) != len(first.shapes) for signature in signatures):
+        return "the number of tensors"
+    if any(signature.dtypes != first.dtypes for signature in signatures):
+        return "the dtype"
+    if any(signature.shapes != first.shapes for signature in signatures):
+        dims = {tuple(map(len, signature.shapes)) for signature in signatures}
+        return "the number of dimensions" if len(dims) > 1 else "the shape"
+    if any(event.label != events[0].label for event in events):
+        return "the label: operation, shape and dtype are equal, but they are about different things"
+    return "the pieces that ranks send to each other: what one rank sends is not what the other expects"
+
+
+def reasons(
+    parties: list[list[int]], events: Mapping[int, Event], by_rank: Mapping[int, Testimony], seq: int
+) -> list[str]:
+    """What may have led to it, from what the ranks did before and after."""
+    if len(parties) < 2:
+        return []
+    found = []
+    one, other = by_rank[parties[0][0]], by_rank[parties[1][0]]
+    a, b = ranks_text(parties[0]), ranks_text(parties[1])
+    mine, yours = _digests(one, seq), _digests(other, seq)
+    if len(mine) > 1 and len(yours) > 1 and mine[0] == yours[1] and mine[1] == yours[0]:
+        found.append(f"order swapped: {a} and {b} run the same two collectives in different order.")
+    elif len(mine) > 1 and yours[:1] == mine[1:2]:
+        found.append(f"extra call on {a}, or a missing one on {b}: {b} runs as number {seq} what {a} runs next.")
+    elif len(yours) > 1 and mine[:1] == yours[1:2]:
+        found.append(f"extra call on {b}, or a missing one on {a}: {a} runs as number {seq} what {b} runs next.")
+    found += _lacking(parties, events, by_rank)
+    return found
+
+
+def _digests(testimony: Testimony, seq: int) -> list[int]:
+    return [event.digest for event in testimony.events if event.seq >= seq][:2]
+
+
+def _lacking(parties: list[list[int]], events: Mapping[int, Event], by_rank: Mapping[int, Testimony]) -> list[str]:
+    lines = []
+    for ranks in parties[:_SHOWN_GROUPS]:
+        label = events[ranks[0]].label
+        key = label.split("/")[0].split("[")[0] if label else ""
+        if not key:
+            continue
+        lacking = [
+            rank
+            for others in parties
+            for rank in others
+            if others is not ranks and by_rank[rank].keys and key not in by_rank[rank].keys
+        ]
+        if lacking:
+            verb = "lacks" if len(lacking) == 1 else "lack"
+            lines.append(f"{ranks_text(lacking)} {verb} key {key!r}, which {ranks_text(ranks)} reduces.")
+    return lines
+
+
+# -- a missing rank ---------------------------------------------------------------------------------------------------
+
+
+def _missing(group: str, words: str, by_rank: Mapping[int, Testimony], seq: int, missing: Iterable[int]) -> Finding:
+    missing = tuple(sorted(missing))
+    events = {rank: event for rank, t in by_rank.items() if (event := t.at(seq)) is not None}
+    cycle = [
+        rank
+        for rank in missing
+        if (there := by_rank[rank].waits_in) is not None and there[0] != group and not by_rank[rank].dead
+    ]
+    lines = [f"collective number {seq} of {words} was not completed:"]
+    lines += _table(_parties(events), events) if events else []
+    for rank in missing:
+        lines.append(f"  {ranks_text([rank])}: {_whereabouts([by_rank[rank]])}")
+        stack = by_rank[rank].stack
+        if stack and not by_rank[rank].dead and by_rank[rank].left is None and by_rank[rank].waits_in is None:
+            lines += [f"      {line}" for line in stack.splitlines()]
+    if cycle and len(cycle) == len(missing):
+        lines.append(
+            "Likely: order swapped between groups: ranks that are in two groups use them in different order, and wait "
+            "for each other for ever."
+        )
+        return Finding(MISMATCH, "\n".join(lines), group, seq, missing, (), events)
+    if any(by_rank[rank].left is not None for rank in missing):
+        others = [rank for rank in by_rank if rank not in missing]
+        lines.append(f"Likely: extra call on {ranks_text(others)}, or a missing one on {ranks_text(missing)}.")
+    lines.append(
+        f"Look at the output of {ranks_text(missing)} first. A rank that is only slow needs a larger timeout_sec (or "
+        "DDPSTATS_TIMEOUT_SEC)."
+    )
+    return Finding(MISSING, "\n".join(lines), group, seq, missing, (), events)
+
+
+def _whereabouts(testimonies: Sequence[Testimony]) -> str:
+    told = []
+    for testimony in testimonies:
+        last = (
+            f"; its last known collective was {testimony.last}" if testimony.last else "; no collective of it is known"
+        )
+        if testimony.dead:
+            told.append("the process is gone" + last)
+        elif testimony.left is not None:
+            told.append(f"{testimony.left}" + last)
+        elif testimony.waits_in is not None:
+            told.append(f"waits in number {testimony.waits_in[1]} of group {testimony.waits_in[0]!r}" + last)
+        else:
+            told.append("did not come" + last)
+    return " | ".join(dict.fromkeys(told))

@@ -1,0 +1,268 @@
+"""Where in the program a collective was called, and the name under which the program reached its tensor.
+
+The worst fault shows in nothing but a key: two ranks run the same line with the same shapes, one of them in the turn
+of ``snr_loss``, the other in that of ``l1_loss``. `label_of` looks for that key in the calling frames:
+
+1. A frame counts only where it loops. Loop variables are read off the bytecode, once per code object.
+2. A key counts only if this very tensor was reached through it: some container of that frame holds, at a loop variable
+   or at the place of a loop variable's value, the tensor itself; or, further out, the container found before. A loop
+   over modules, stages or file names reaches no tensor this way and stays out, however different it is between ranks.
+3. One step may be missing: a function that rebinds its argument, as espnet's ``obj = (obj * weight).sum()`` does,
+   reduces a tensor that no container holds. Then the loop value that its caller passed counts instead.
+
+Reading a frame's variables makes Python (before 3.13) keep a copy of them in the frame, which would keep tensors alive
+for longer than the program means to; the copy is emptied at once, and frames that might look at it are left alone.
+"""
+
+from __future__ import annotations
+
+import dis
+import linecache
+import sys
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import CodeType, FrameType
+from typing import Any
+
+_MAX_FRAMES = 40
+_MAX_MISSES = 3
+_MAX_SCAN = 256  # elements of a list that are looked at for a value whose index the loop does not know
+_MAX_LABEL_CHARS = 200
+_INTERNAL = ("ddpstats.guard", "ddpstats._intercept", "torch", "contextlib", "threading", "functools")
+_LOOKERS = frozenset({"locals", "vars", "eval", "exec", "dir"})
+_COMPREHENSIONS = frozenset({"<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>"})
+_CO_OPTIMIZED = 0x1
+_SNAPSHOTS = sys.version_info < (3, 13)
+_DICTS = (dict, OrderedDict, defaultdict)
+
+
+# -- what the bytecode tells, once per code object --------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CodePlan:
+    """Static facts about a function, so that most frames need no look at all."""
+
+    internal: bool
+    loop_names: frozenset[str]
+    rebound: frozenset[str]
+    names: tuple[str, ...]
+    readable: bool
+    snapshots: bool
+
+
+_plans: dict[CodeType, CodePlan] = {}
+
+
+def plan_of(frame: FrameType) -> CodePlan:
+    """The plan of the frame's code."""
+    code = frame.f_code
+    plan = _plans.get(code)
+    if plan is None:
+        if len(_plans) > 4096:  # programs that generate code
+            _plans.clear()
+        plan = _plans[code] = _plan(code, frame.f_globals.get("__name__", ""))
+    return plan
+
+
+def _plan(code: CodeType, module: str) -> CodePlan:
+    internal = any(module == name or module.startswith(name + ".") for name in _INTERNAL)
+    optimized = bool(code.co_flags & _CO_OPTIMIZED)
+    loop_names = frozenset() if internal else frozenset(_loop_names(code))
+    parameters = set(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
+    stored = {name for step in dis.get_instructions(code) for name in _stored(step)} if not internal else set()
+    variables = code.co_varnames + code.co_cellvars + code.co_freevars if optimized else code.co_names
+    return CodePlan(
+        internal=internal,
+        loop_names=loop_names,
+        rebound=frozenset(parameters & stored),
+        names=tuple(dict.fromkeys(variables)),
+        readable=not (_LOOKERS & set(code.co_names)) if optimized else True,
+        snapshots=optimized and _SNAPSHOTS,
+    )
+
+
+def _stored(step: dis.Instruction) -> tuple[str, ...]:
+    """The variables that an instruction sets."""
+    if not step.opname.startswith("STORE_") or step.argval is None:
+        return ()
+    if isinstance(step.argval, tuple):  # two instructions in one, from Python 3.13
+        count = step.opname.count("STORE_FAST")
+        return step.argval[:count]
+    return (step.argval,) if step.opname in _STORES else ()
+
+
+_STORES = frozenset({"STORE_FAST", "STORE_DEREF", "STORE_NAME", "STORE_GLOBAL"})
+
+
+def _loop_names(code: CodeType) -> Iterator[str]:
+    """The variables that ``for`` sets, in statements and comprehensions."""
+    after_for = 0
+    for step in dis.get_instructions(code):
+        if step.opname == "FOR_ITER":
+            after_for = 1
+        elif after_for and step.opname.startswith("UNPACK_"):
+            after_for += step.argval if isinstance(step.argval, int) else 1
+        elif after_for and _stored(step):
+            yield from _stored(step)
+            after_for -= len(_stored(step))
+            after_for = max(after_for, 0)
+        elif step.opname not in ("CACHE", "EXTENDED_ARG", "NOP", "RESUME"):
+            after_for = 0
+
+
+# -- call sites -------------------------------------------------------------------------------------------------------
+
+
+class Site:
+    """A line of the user's program; spelled out only when somebody reads it."""
+
+    __slots__ = ("code", "line")
+
+    def __init__(self, code: CodeType, line: int) -> None:
+        self.code, self.line = code, line
+
+    def __str__(self) -> str:
+        name = getattr(self.code, "co_qualname", self.code.co_name)
+        return f"{self.code.co_filename}:{self.line} in {name}"
+
+    def source(self) -> str:
+        """The line's text; empty where it is not to be had."""
+        return linecache.getline(self.code.co_filename, self.line).strip()
+
+
+class NoSite:
+    """C++ called, and no frame of the user's is on this thread's stack."""
+
+    def __str__(self) -> str:
+        return "(called from C++)"
+
+    def source(self) -> str:
+        return ""
+
+
+_NO_SITE = NoSite()
+
+
+def user_frame(depth: int) -> FrameType | None:
+    """The innermost frame that belongs to neither torch nor this package."""
+    frame: FrameType | None = sys._getframe(depth)
+    while frame is not None and plan_of(frame).internal:
+        frame = frame.f_back
+    return frame
+
+
+def site_of(frame: FrameType | None) -> Site | NoSite:
+    return _NO_SITE if frame is None else Site(frame.f_code, frame.f_lineno)
+
+
+# -- labels -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Reached:
+    """How a tensor was reached: ``path`` from the outermost container, and the outermost dict's keys."""
+
+    path: str
+    keys: tuple[str, ...]
+
+
+def label_of(tensor: Any, frame: FrameType | None) -> Reached | None:
+    """The key path under which the calling frames reached ``tensor``; None where they did not loop to it."""
+    steps: list[Any] = []
+    target: Any = tensor
+    rebound = False
+    misses = 0
+    outermost: Any = None
+    for _ in range(_MAX_FRAMES):
+        if frame is None or misses >= _MAX_MISSES:
+            break
+        plan = plan_of(frame)
+        if plan.internal:
+            frame = frame.f_back
+            continue
+        found = _step_in(frame, plan, target, rebound) if plan.loop_names else None
+        if found is not None:
+            key, outermost = found
+            steps.append(key)
+            target, rebound, misses = outermost, False, 0
+        else:
+            misses += 1
+            rebound = not steps and _is_rebound(frame, plan, target)
+        frame = frame.f_back
+    return Reached(_spell(steps), _some_keys(outermost)) if steps else None
+
+
+def _step_in(frame: FrameType, plan: CodePlan, target: Any, rebound: bool) -> tuple[Any, Any] | None:
+    """(key, container) of the loop in this frame that reached ``target``."""
+    variables = _variables(frame, plan)
+    if variables is None:
+        return None
+    loop = [variables[name] for name in plan.loop_names if name in variables]
+    containers = _containers(variables, plan)
+    if frame.f_code.co_name in _COMPREHENSIONS and frame.f_back is not None:
+        outer = _variables(frame.f_back, plan_of(frame.f_back))
+        if outer is not None:
+            containers += _containers(outer, plan_of(frame.f_back))
+    targets = [target]
+    if rebound:
+        kind = type(target)
+        targets = [value for value in loop if type(value) is kind or isinstance(value, kind)]
+    for wanted in targets:
+        for container in containers:
+            key = _key_at(container, loop, wanted)
+            if key is not None:
+                return key, container
+    return None
+
+
+def _key_at(container: Any, loop: list[Any], wanted: Any) -> Any:
+    """Under which key of ``container`` the loop has ``wanted``; None if it is not there."""
+    if isinstance(container, dict):
+        for key in loop:
+            if type(key) in (str, int) and container.get(key) is wanted:
+                return key
+        return None
+    for index in loop:
+        if type(index) is int and 0 <= index < len(container) and container[index] is wanted:
+            return index
+    if any(value is wanted for value in loop) and len(container) <= _MAX_SCAN:
+        for index, value in enumerate(container):
+            if value is wanted:
+                return index
+    return None
+
+
+def _variables(frame: FrameType, plan: CodePlan) -> dict[str, Any] | None:
+    """The variables that the code mentions; None where they must not be looked at."""
+    if not plan.readable:
+        return None
+    variables = frame.f_locals
+    found = {name: variables[name] for name in plan.names if name in variables}
+    if plan.snapshots:
+        variables.clear()  # the copy that Python made for us; see above
+    return found
+
+
+def _containers(variables: dict[str, Any], plan: CodePlan) -> list[Any]:
+    return [value for value in variables.values() if type(value) in _DICTS or type(value) in (list, tuple)]
+
+
+def _is_rebound(frame: FrameType, plan: CodePlan, target: Any) -> bool:
+    """Whether a parameter of this function was set anew, and is ``target`` now."""
+    if not plan.rebound:
+        return False
+    variables = _variables(frame, plan)
+    return variables is not None and any(variables.get(name) is target for name in plan.rebound)
+
+
+def _spell(steps: list[Any]) -> str:
+    text = ""
+    for step in reversed(steps):
+        text += f"[{step}]" if isinstance(step, int) else (f"/{step}" if text else step)
+    return text[:_MAX_LABEL_CHARS]
+
+
+def _some_keys(container: Any) -> tuple[str, ...]:
+    return tuple(str(key) for key in list(container)[:64]) if isinstance(container, dict) else ()

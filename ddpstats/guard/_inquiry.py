@@ -1,0 +1,307 @@
+"""When something is wrong: one alarm, what every rank testifies, one verdict. All through the store.
+
+1. A rank that sees a difference, or has waited too long, raises the alarm: a group, and the number of a collective.
+2. Every rank that is alive testifies: what it ran on that group, what it waits in, where its main thread is. A rank
+   that waits does so itself, for any other one its watchdog does. (That thread can look, but not raise in another.)
+3. The first rank that has all testimonies, or whose patience is over, writes the verdict; all raise that text.
+
+The store is read by every rank and trusted by none: what is no testimony counts as none.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ddpstats._events import Event
+from ddpstats._mailbox import ProcessId
+from ddpstats.guard._diagnosis import MISSING, Finding, Testimony, find, unexplained
+
+_PATIENCE_SEC = 10.0
+_POLL_SEC = 0.02
+_WATCHDOG_SEC = 0.25
+_MAX_STACK_FRAMES = 6
+_MAX_BYTES = 4 << 20
+_MAX_POSITION_BYTES = 2000
+_STORE_ERRORS = (RuntimeError, OSError, ValueError)
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """What is in question. ``until``: whether all ranks should have reached ``seq`` by now."""
+
+    group: str
+    words: str
+    ranks: tuple[int, ...]
+    seq: int
+    until: bool
+
+    def pack(self) -> str:
+        return json.dumps([self.group, self.words, self.ranks, self.seq, self.until])
+
+    @classmethod
+    def unpack(cls, payload: bytes) -> Alarm:
+        group, words, ranks, seq, until = json.loads(payload)
+        return cls(str(group), str(words), tuple(int(rank) for rank in ranks), int(seq), bool(until))
+
+
+Testify = Callable[[str], Testimony]
+"""This rank's testimony about a group, from any of its threads."""
+
+
+class Inquiry:
+    """This rank's part.
+
+    ``connect`` makes a connection to the store: one for the main thread, one for the watchdog. ``position``: the rank's
+    last collective in words, which the watchdog keeps in the store for the case that the process dies.
+    """
+
+    def __init__(self, connect: Callable[[], Any], rank: int, testify: Testify, position: Callable[[], str]) -> None:
+        self._connect, self._rank, self._testify, self._position = connect, rank, testify, position
+        self._store = connect()
+        self._verdicts = 0
+        self._peers: dict[int, ProcessId] = {}
+        self._lost = False  # the store does not answer any more
+        self._store.set(f"process/{rank}", ProcessId.mine().pack())
+        self._watchdog = _Watchdog(self)
+        self._watchdog.start()
+
+    # -- alarms -------------------------------------------------------------------------------------------------------
+
+    def alarm(self) -> Alarm | None:
+        """The alarm that is on, if there is one."""
+        try:
+            return self._read_alarm(self._store)
+        except _STORE_ERRORS:
+            self._lost = True
+            return None
+
+    def _read_alarm(self, store: Any) -> Alarm | None:
+        key = f"alarm/{self._verdicts}"
+        return Alarm.unpack(store.get(key)) if store.check([key]) else None
+
+    def raise_alarm(self, alarm: Alarm) -> Finding:
+        """Raise the alarm, unless one is on already; the verdict on the one that is on."""
+        try:
+            found = self._store.compare_set(f"alarm/{self._verdicts}", "", alarm.pack())
+            return self.verdict(Alarm.unpack(found))
+        except _STORE_ERRORS as error:
+            reason = str(error).strip().split("\n", 1)[0]
+            text = (
+                f"collective number {alarm.seq} of {alarm.words} was not completed, and the store, which could tell "
+                f"who is missing, does not answer: {reason}"
+            )
+            return Finding(MISSING, text, alarm.group, alarm.seq)
+
+    def declare(self, finding: Finding, alarm: Alarm) -> Finding:
+        """Make ``finding`` the verdict, unless an alarm is on already; the verdict on the one that is on."""
+        try:
+            if self.alarm() is None:
+                self._store.compare_set(f"verdict/{self._verdicts}", "", _pack_finding(finding))
+        except _STORE_ERRORS:
+            return finding
+        return self.raise_alarm(alarm)
+
+    def verdict(self, alarm: Alarm) -> Finding:
+        """Testify, and wait for the verdict."""
+        store, number = self._store, self._verdicts
+        store.set(f"testimony/{number}/{self._rank}", _pack(self._testify(alarm.group)))
+        deadline = time.monotonic() + _PATIENCE_SEC
+        key = f"verdict/{number}"
+        while not store.check([key]):
+            testimonies = self._testimonies(alarm, number)
+            if len(testimonies) == len(alarm.ranks) or time.monotonic() > deadline:
+                store.compare_set(key, "", _pack_finding(self._judge(alarm, testimonies)))
+                break
+            time.sleep(_POLL_SEC)
+        self._verdicts += 1
+        return _unpack_finding(store.get(key))
+
+    def _judge(self, alarm: Alarm, testimonies: Mapping[int, Testimony]) -> Finding:
+        dead = self.dead(alarm.ranks)
+        everyone = [testimonies.get(rank) or self._last_words(rank, alarm.group, rank in dead) for rank in alarm.ranks]
+        found = find(alarm.group, alarm.words, everyone, alarm.seq if alarm.until else None)
+        return found or unexplained(alarm.group, alarm.words, alarm.seq, alarm.until)
+
+    def _testimonies(self, alarm: Alarm, number: int) -> dict[int, Testimony]:
+        """Those that are there, and of ranks that can give none any more their last words."""
+        found: dict[int, Testimony] = {}
+        for rank in alarm.ranks:
+            key = f"testimony/{number}/{rank}"
+            if self._store.check([key]):
+                found[rank] = _unpack(self._store.get(key), rank)
+        for rank in self.dead([rank for rank in alarm.ranks if rank not in found]):
+            found[rank] = self._last_words(rank, alarm.group, True)
+        for rank in alarm.ranks:
+            if rank not in found and self.has_left(rank) is not None:
+                found[rank] = self._last_words(rank, alarm.group, False)
+        return found
+
+    # -- ranks that are gone ------------------------------------------------------------------------------------------
+
+    def leave(
+        self, how: str, counts: Mapping[str, int], last: str | None, testimonies: Mapping[str, Testimony]
+    ) -> None:
+        """Tell the others that this rank has left the guard, and what it did; local, never waits."""
+        try:
+            for group, testimony in testimonies.items():
+                self._store.set(f"words/{self._rank}/{group}", _pack(testimony))
+            told = json.dumps({"how": how, "counts": dict(counts), "last": last})
+            self._store.set(f"left/{self._rank}", told)
+            self._store.set("left", "1")
+        except _STORE_ERRORS:
+            self._lost = True
+
+    def someone_left(self) -> bool:
+        """Whether any rank has left; one question to the store."""
+        return not self._lost and bool(self._store.check(["left"]))
+
+    def has_left(self, rank: int) -> dict[str, Any] | None:
+        """How a rank left, or None."""
+        key = f"left/{rank}"
+        if not self._store.check([key]):
+            return None
+        found = json.loads(self._store.get(key))
+        return found if isinstance(found, dict) else None
+
+    def dead(self, ranks: Sequence[int]) -> set[int]:
+        """Which of these ranks, on this host, have no process any more."""
+        for rank in ranks:
+            if rank not in self._peers and self._store.check([f"process/{rank}"]):
+                self._peers[rank] = ProcessId.unpack(self._store.get(f"process/{rank}"))
+        return {rank for rank in ranks if rank in self._peers and self._peers[rank].is_dead()}
+
+    def _last_words(self, rank: int, group: str, dead: bool) -> Testimony:
+        key, left = f"words/{rank}/{group}", self.has_left(rank)
+        said = _unpack(self._store.get(key), rank) if self._store.check([key]) else Testimony(rank)
+        how, last = (str(left.get("how")), left.get("last")) if left is not None else (None, None)
+        if last is None and self._store.check([f"position/{rank}"]):
+            last = self._store.get(f"position/{rank}")[:_MAX_POSITION_BYTES].decode(errors="replace")
+        return Testimony(
+            rank, said.events, said.balances, said.count, None, str(last) if last else said.last, how, dead
+        )
+
+    def close(self) -> None:
+        self._watchdog.stop()
+
+
+class _Watchdog(threading.Thread):
+    """Testifies while the main thread is busy elsewhere."""
+
+    def __init__(self, inquiry: Inquiry) -> None:
+        super().__init__(name="ddpstats-guard", daemon=True)
+        self._inquiry, self._stopped = inquiry, threading.Event()
+        self._store = inquiry._connect()
+
+    def run(self) -> None:
+        answered, told = -1, ""
+        while not self._stopped.wait(_WATCHDOG_SEC):
+            try:
+                position = self._inquiry._position()
+                if position != told:
+                    self._store.set(f"position/{self._inquiry._rank}", position)
+                    told = position
+                number = self._inquiry._verdicts
+                alarm = self._inquiry._read_alarm(self._store) if answered != number else None
+                if alarm is None:
+                    continue
+                key = f"testimony/{number}/{self._inquiry._rank}"
+                if not self._store.check([key]):
+                    self._store.set(key, _pack(self._inquiry._testify(alarm.group)))
+                answered = number
+            except _STORE_ERRORS:
+                return
+
+    def stop(self) -> None:
+        self._stopped.set()
+        if self is not threading.current_thread():
+            self.join(2 * _WATCHDOG_SEC + 1)
+
+
+def main_stack() -> str:
+    """The main thread's innermost frames, for a rank that is somewhere else."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    if frame is None:
+        return ""
+    own = __file__.rpartition("guard")[0]
+    entries = [entry for entry in traceback.extract_stack(frame) if not entry.filename.startswith(own)]
+    return "\n".join(line for entry in entries[-_MAX_STACK_FRAMES:] for line in _frame_lines(entry))
+
+
+def _frame_lines(entry: traceback.FrameSummary) -> list[str]:
+    where = f"{entry.filename}:{entry.lineno} in {entry.name}"
+    return [where, "   " + entry.line] if entry.line else [where]
+
+
+# -- on the wire ------------------------------------------------------------------------------------------------------
+
+
+def _pack(testimony: Testimony) -> str:
+    return json.dumps(
+        {
+            "events": [event.as_dict() for event in testimony.events],
+            "balances": {str(seq): balance for seq, balance in testimony.balances.items()},
+            "count": testimony.count,
+            "waits_in": testimony.waits_in,
+            "last": testimony.last,
+            "left": testimony.left,
+            "stack": testimony.stack,
+            "keys": list(testimony.keys),
+        }
+    )
+
+
+def _unpack(payload: bytes, rank: int) -> Testimony:
+    """A rank whose testimony cannot be read has none."""
+    try:
+        if len(payload) > _MAX_BYTES:
+            raise ValueError("too long")
+        given = json.loads(payload)
+        waits_in = given["waits_in"]
+        return Testimony(
+            rank,
+            tuple(Event.from_dict(entry) for entry in given["events"]),
+            {int(seq): int(balance) for seq, balance in given["balances"].items()},
+            int(given["count"]),
+            None if waits_in is None else (str(waits_in[0]), int(waits_in[1])),
+            None if given["last"] is None else str(given["last"]),
+            None if given["left"] is None else str(given["left"]),
+            False,
+            None if given["stack"] is None else str(given["stack"]),
+            tuple(map(str, given["keys"])),
+        )
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return Testimony(rank)
+
+
+def _pack_finding(finding: Finding) -> str:
+    return json.dumps(
+        {
+            "kind": finding.kind,
+            "message": finding.message,
+            "group": finding.group,
+            "seq": finding.seq,
+            "missing": finding.missing,
+            "culprits": finding.culprits,
+            "by_rank": {str(rank): event.as_dict() for rank, event in finding.by_rank.items()},
+        }
+    )
+
+
+def _unpack_finding(payload: bytes) -> Finding:
+    given = json.loads(payload)
+    return Finding(
+        str(given["kind"]),
+        str(given["message"]),
+        str(given["group"]),
+        int(given["seq"]),
+        tuple(map(int, given["missing"])),
+        tuple(map(int, given["culprits"])),
+        {int(rank): Event.from_dict(event) for rank, event in given["by_rank"].items()},
+    )

@@ -1,0 +1,142 @@
+"""Point-to-point, compared between the two ranks it concerns.
+
+In strict mode a sender leaves a note in the store: what it sends, under which tag, and where in the program. A receiver
+reads it before it takes the data: a blocking ``recv`` before it is even posted (nothing can arrive earlier anyhow), an
+``irecv`` when it is waited for. The n-th send and the n-th receive of one pair of ranks and one tag belong together.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+from ddpstats._events import Event
+from ddpstats._ranks import ranks_text
+from ddpstats.guard._diagnosis import MISMATCH, MISSING, Finding
+
+_LONGEST_POLL_SEC = 0.005
+_BLOCKING_CALLERS = frozenset({"recv", "recv_object_list"})
+_MAX_NOTE_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class Awaited:
+    """A message that this rank is to receive."""
+
+    event: Event
+    source: int
+    key: str
+
+
+class Messages:
+    """This rank's sends and receives in one group. ``store``: for this group and guard alone."""
+
+    def __init__(self, store: Any, rank: int) -> None:
+        self._store, self._rank = store, rank
+        self._count: Counter[tuple[int, int, int | None]] = Counter()
+
+    def sent(self, event: Event) -> None:
+        """Leave the note; never waits."""
+        assert event.peer is not None
+        note = json.dumps(event.as_dict())
+        self._store.set(self._key(self._rank, event.peer, event.tag), note)
+        self._store.set(f"p2p/last/{self._rank}-{event.peer}", note)
+
+    def awaited(self, event: Event) -> Awaited | None:
+        """What the receive of ``event`` pairs with; None where any rank may send."""
+        if event.peer is None:
+            return None
+        return Awaited(event, event.peer, self._key(event.peer, self._rank, event.tag))
+
+    def _key(self, source: int, to: int, tag: int | None) -> str:
+        self._count[source, to, tag] += 1
+        return f"p2p/{source}-{to}/{tag}/{self._count[source, to, tag]}"
+
+    def compare(self, awaited: Awaited, watch: Callable[[], None]) -> Finding | None:
+        """Wait for the sender's note; a finding if it is about something else. Raises what ``watch`` raises."""
+        poll_sec = 2e-5
+        while not self._store.check([awaited.key]):
+            time.sleep(poll_sec)
+            poll_sec = min(1.5 * poll_sec, _LONGEST_POLL_SEC)
+            watch()
+        sent = _read(self._store.get(awaited.key))
+        self._store.delete_key(awaited.key)
+        return None if sent is None else compare_pair(sent, awaited.source, awaited.event, self._rank)
+
+    def unmatched(self, awaited: Awaited, words: str) -> Finding:
+        """The sender never came: what did it send instead?"""
+        event, key = awaited.event, f"p2p/last/{awaited.source}-{self._rank}"
+        last = _read(self._store.get(key)) if self._store.check([key]) else None
+        lines = [
+            f"a message within {words} did not come:",
+            f"  {ranks_text([self._rank])}: {event}",
+            f"      at {event.site}",
+            f"  {ranks_text([awaited.source])}: "
+            + (f"its last message to {ranks_text([self._rank])} was {last}" if last else "sent nothing to it"),
+        ]
+        lines += [f"      at {last.site}"] if last else []
+        if last is not None and last.tag != event.tag:
+            lines.append("What differs: the tag.")
+        return Finding(MISSING, "\n".join(lines), event.group, event.seq, (awaited.source,), (), {self._rank: event})
+
+
+def called_blocking() -> bool:
+    """Whether the receive that is under way was asked for by ``dist.recv``: the operator itself does not tell."""
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(12):
+        if frame is None:
+            return False
+        if frame.f_globals.get("__name__") == "torch.distributed.distributed_c10d":
+            return frame.f_code.co_name in _BLOCKING_CALLERS
+        frame = frame.f_back
+    return False
+
+
+def compare_pair(sent: Event, source: int, received: Event, receiver: int) -> Finding | None:
+    """A finding if a message is not what its receiver expects. Pure."""
+    mine, yours = received.signature, sent.signature
+    if mine.shapes == yours.shapes and mine.dtypes == yours.dtypes:
+        return None
+    what = "the dtype" if mine.dtypes != yours.dtypes else "the shape"
+    lines = ["a message is not what its receiver expects:"]
+    for rank, event in ((source, sent), (receiver, received)):
+        lines += [f"  {ranks_text([rank])}: {event}", f"      at {event.site}"]
+        lines += [f"         {event.source}"] if event.source else []
+    lines.append(f"What differs: {what}.")
+    lines.append("Make both ranks pass tensors of one shape and dtype, in the same order per tag.")
+    by_rank = {source: sent, receiver: received}
+    return Finding(MISMATCH, "\n".join(lines), received.group, received.seq, (), (), by_rank)
+
+
+def match_records(events_of: dict[int, Sequence[Event]]) -> Finding | None:
+    """The first message, in the records of all ranks, that is not what its receiver expects."""
+    sends: dict[tuple[int, int, int | None], list[Event]] = defaultdict(list)
+    receives: dict[tuple[int, int, int | None], list[Event]] = defaultdict(list)
+    for rank, events in events_of.items():
+        for event in events:
+            if event.signature.op == "send" and event.peer is not None:
+                sends[rank, event.peer, event.tag].append(event)
+            elif event.signature.op == "recv" and event.peer is not None:
+                receives[event.peer, rank, event.tag].append(event)
+    for (source, to, tag), received in receives.items():
+        for one, other in zip(sends.get((source, to, tag), []), received, strict=False):
+            found = compare_pair(one, source, other, to)
+            if found is not None:
+                return found
+    return None
+
+
+def _read(payload: bytes) -> Event | None:
+    """A note that cannot be read is none: the message itself may still be right."""
+    try:
+        if len(payload) > _MAX_NOTE_BYTES:
+            return None
+        return Event.from_dict(json.loads(payload))
+    except ValueError:
+        return None

@@ -1,0 +1,109 @@
+"""``ddpstats report DIR``: match the records of all ranks, and say what the guard would have said.
+
+Reads what ``collective_guard(record_dir=...)`` wrote, also when the processes were killed in the middle. Exit status 0
+if all ranks did the same, 1 if something was found, 2 if the records cannot be read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ddpstats._events import Event, RankRecord, read_records
+from ddpstats.errors import DdpstatsError
+from ddpstats.guard._diagnosis import Finding, Testimony, find
+from ddpstats.guard._p2p import match_records
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", metavar="DIR", help="where the ranks wrote their records")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Raises `DdpstatsError` for a directory that holds no records, or damaged ones."""
+    try:
+        records = read_records(args.directory)
+    except (OSError, ValueError) as error:
+        raise DdpstatsError(str(error)) from None
+    findings = diagnose(records)
+    print(json.dumps(as_json(records, findings)) if args.json else as_text(records, findings))
+    return 1 if findings else 0
+
+
+def diagnose(records: Sequence[RankRecord]) -> list[Finding]:
+    """What went wrong first, per group; the group in which it happened first comes first."""
+    groups: dict[str, Mapping[str, Any]] = {}
+    for record in records:
+        groups.update(record.groups)
+    found = [finding for name in groups if (finding := _in_group(name, groups[name], records)) is not None]
+    message = match_records({record.rank: record.events for record in records})
+    found += [message] if message is not None else []
+    return sorted(found, key=lambda finding: min((e.started for e in finding.by_rank.values()), default=0.0))
+
+
+def _in_group(name: str, described: Mapping[str, Any], records: Sequence[RankRecord]) -> Finding | None:
+    members = described.get("ranks")
+    if not isinstance(members, list):
+        return None
+    by_rank = {record.rank: record for record in records}
+    testimonies = [_testimony(int(rank), name, by_rank.get(int(rank))) for rank in members]
+    return find(name, str(described.get("words", name)), testimonies)
+
+
+def _testimony(rank: int, group: str, record: RankRecord | None) -> Testimony:
+    if record is None:
+        return Testimony(rank, last=None, left="wrote no record")
+    events = [event for event in record.events if event.group == group]
+    left = None
+    if record.end is not None:
+        left = "left the guard" if record.end.get("end") == "left" else f"left the guard by {record.end.get('end')}"
+    last = record.events[-1] if record.events else None
+    return Testimony(
+        rank,
+        _without_gaps(events),
+        {event.seq: event.balance for event in events if event.balance},
+        events[-1].seq if events else 0,
+        None,
+        None if last is None else f"number {last.seq} of group {last.group!r}, {last}, at {last.site}",
+        left if left is not None else "its record ends here (the process was killed, or hangs)",
+    )
+
+
+def _without_gaps(events: Sequence[Event]) -> list[Event]:
+    """The newest events that follow each other: an earlier guard of the same process may stand before them."""
+    start = len(events) - 1
+    while start > 0 and events[start - 1].seq == events[start].seq - 1:
+        start -= 1
+    return list(events[max(start, 0) :])
+
+
+def as_text(records: Sequence[RankRecord], findings: Sequence[Finding]) -> str:
+    lines = [f"{len(records)} of {records[0].world_size} ranks left a record:"]
+    for record in records:
+        cut = "" if record.complete else " (the newest; older ones were dropped)"
+        lines.append(f"  rank {record.rank}: {len(record.events)} collectives{cut}")
+    lines += ["", *("\n" + finding.message for finding in findings)]
+    if not findings:
+        lines.append("All ranks issued the same collectives in the same order.")
+    return "\n".join(lines)
+
+
+def as_json(records: Sequence[RankRecord], findings: Sequence[Finding]) -> dict[str, Any]:
+    return {
+        "world_size": records[0].world_size,
+        "ranks": [{"rank": r.rank, "collectives": len(r.events), "complete": r.complete} for r in records],
+        "findings": [
+            {
+                "kind": finding.kind,
+                "group": finding.group,
+                "seq": finding.seq,
+                "missing_ranks": list(finding.missing),
+                "culprit_ranks": list(finding.culprits),
+                "by_rank": {str(rank): event.as_dict() for rank, event in finding.by_rank.items()},
+                "message": finding.message,
+            }
+            for finding in findings
+        ],
+    }

@@ -1,0 +1,124 @@
+"""``ddpstats run``: a script as it is, under the guard.
+
+Under torchrun (``torchrun --nproc-per-node 2 -m ddpstats run train.py``) this process is a rank, and runs the script in
+itself: ``sys.argv``, ``__main__``, exit status and traceback are those of ``python train.py``. By itself, with
+``--nproc N``, it starts torchrun on this machine, and when a rank was killed it reads the ranks' records and says why:
+gloo aborts a process whose peer sends another size, and nothing inside that process can.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+from types import TracebackType
+
+from ddpstats._events import read_records
+from ddpstats.errors import ConfigError
+from ddpstats.guard._guard import collective_guard
+from ddpstats.guard._report import as_text, diagnose
+
+_MODES = ("strict", "step", "record", "off")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    modes = "strict (default), step, record, off"
+    parser.add_argument("--guard", choices=_MODES, default="strict", metavar="MODE", help=modes)
+    parser.add_argument("--no-labels", action="store_true", help="compare operations and shapes, not keys")
+    parser.add_argument("--timeout-sec", type=float, metavar="S", help="how long a collective waits for other ranks")
+    parser.add_argument("--record-dir", metavar="DIR", help="each rank's record, for `ddpstats report`")
+    parser.add_argument(
+        "--nproc", type=int, metavar="N", help="start N ranks on this machine (without: be a rank of torchrun's)"
+    )
+    parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module's name, as in python -m")
+    parser.add_argument("script", metavar="SCRIPT", help="the program")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="its arguments")
+
+
+def run(args: argparse.Namespace) -> int:
+    """The script's own exit status. Raises `ConfigError` for options that make no sense."""
+    if args.nproc is not None:
+        if args.nproc < 1:
+            raise ConfigError(f"--nproc {args.nproc}: at least one rank is needed")
+        return _launch(args)
+    if args.guard == "record" and args.record_dir is None:
+        raise ConfigError("--guard record needs --record-dir DIR, where the records are written")
+    return _run_here(args)
+
+
+# -- in this process --------------------------------------------------------------------------------------------------
+
+
+def _run_here(args: argparse.Namespace) -> int:
+    guard = collective_guard(
+        args.guard,
+        infer_labels=not args.no_labels,
+        timeout_sec=args.timeout_sec,
+        record_dir=args.record_dir,
+    )
+    sys.argv = [args.script, *args.arguments]
+    try:
+        with guard:
+            if args.module:
+                runpy.run_module(args.script, run_name="__main__", alter_sys=True)
+            else:
+                sys.path[0] = str(Path(args.script).resolve().parent)
+                runpy.run_path(args.script, run_name="__main__")
+    except SystemExit:
+        raise
+    except BaseException as error:
+        _print_as_python_does(error)
+        return 130 if isinstance(error, KeyboardInterrupt) else 1
+    return 0
+
+
+def _print_as_python_does(error: BaseException) -> None:
+    """The traceback from the script's own first line on: what stands above it is not the user's."""
+    trace = error.__traceback__
+    own = os.path.dirname(os.path.abspath(__file__))
+    while trace is not None and _is_ours(trace, own):
+        trace = trace.tb_next
+    sys.stdout.flush()
+    traceback.print_exception(type(error), error, trace if trace is not None else error.__traceback__)
+    sys.stderr.flush()
+
+
+def _is_ours(trace: TracebackType, own: str) -> bool:
+    file = trace.tb_frame.f_code.co_filename
+    return file.startswith((own, "<frozen runpy")) or file == runpy.__file__
+
+
+# -- as a launcher ----------------------------------------------------------------------------------------------------
+
+
+def _launch(args: argparse.Namespace) -> int:
+    with tempfile.TemporaryDirectory(prefix="ddpstats-run-") as scratch:
+        directory = args.record_dir or scratch
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.nproc}"]
+        command += ["-m", "ddpstats", "run", "--guard", args.guard, *_options_for_ranks(args, directory)]
+        status = subprocess.run([*command, args.script, *args.arguments], check=False).returncode
+        if status != 0 and args.guard != "off":
+            _explain(directory)
+        return status
+
+
+def _options_for_ranks(args: argparse.Namespace, directory: str) -> list[str]:
+    options = [] if args.guard == "off" else ["--record-dir", directory]
+    options += ["--no-labels"] if args.no_labels else []
+    options += [] if args.timeout_sec is None else ["--timeout-sec", str(args.timeout_sec)]
+    return options + (["-m"] if args.module else [])
+
+
+def _explain(directory: str) -> None:
+    try:
+        records = read_records(directory)
+    except (OSError, ValueError):
+        return  # no rank came as far as its first collective
+    findings = diagnose(records)
+    if findings:
+        print(f"\nddpstats run: {as_text(records, findings)}", file=sys.stderr)
