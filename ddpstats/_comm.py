@@ -15,6 +15,7 @@ missing the first use of a group says so (`ConfigError`).
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Protocol
@@ -257,10 +258,19 @@ def group_store(group: dist.ProcessGroup) -> Any:
         ) from None
 
 
-def world_store(prefix: str) -> Any:
-    """A part of the default group's store, over a connection of its own. One per thread: a wait holds up its users."""
+_connections: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
+
+
+def world_store(prefix: str, user: str) -> Any:
+    """A part of the default group's store, over the connection of ``user``: one per thread, for a wait holds up others.
+
+    Connections are kept: on a busy machine some of them take torch 2.13 five seconds to make.
+    """
     distributed = torch.distributed.distributed_c10d
-    return distributed.PrefixStore(prefix, _own_connection(distributed._get_default_store()))
+    kept = _connections.setdefault(dist.group.WORLD, {})
+    if user not in kept:
+        kept[user] = _own_connection(distributed._get_default_store())
+    return distributed.PrefixStore(prefix, kept[user])
 
 
 def part_of(store: Any, prefix: str) -> Any:

@@ -88,8 +88,8 @@ class Subscriber(Protocol):
     def after(self, call: Collective, work: Any) -> None:
         """Issued. May wait for ``work``."""
 
-    def waiting(self, work: Any) -> None:
-        """Some Python code is about to wait for ``work``; called without its collective."""
+    def waiting(self, work: Any) -> bool:
+        """Some Python code is about to wait for ``work``. True: it has been waited for, and must not be once more."""
 
 
 _subscribers: list[Subscriber] = []
@@ -157,9 +157,15 @@ def _check_operators() -> None:
 
 
 def _wait(self: Any, *args: Any, **kwargs: Any) -> Any:
+    waited = False
     for subscriber in _subscribers:
-        subscriber.waiting(self)
-    return _original_wait(self, *args, **kwargs)
+        waited = subscriber.waiting(self) or waited
+    return waited or _original_wait(self, *args, **kwargs)
+
+
+def wait_once(work: Any, seconds: float) -> None:
+    """Wait for a message. Whether it came or not, gloo must not be asked again: a second wait never ends (2.13)."""
+    (_original_wait or dist.Work.wait)(work, timedelta(seconds=seconds))
 
 
 def wait_within(work: Any, seconds: float) -> bool:

@@ -12,6 +12,7 @@ from ddpstats._events import Event
 from ddpstats._ranks import ranks_text
 
 MISMATCH, MISSING = "mismatch", "missing"
+LEFT = "left the guard"
 _SHOWN_GROUPS = 8
 _MASK = (1 << 64) - 1
 
@@ -61,17 +62,21 @@ class Finding:
 def find(group: str, words: str, testimonies: Sequence[Testimony], until: int | None = None) -> Finding | None:
     """The first thing that went wrong in ``group`` (``words`` describe it), or None if all ranks agree.
 
-    ``until``: a number that every rank should have reached; None: the furthest that any has. Who has not is missing.
+    ``until``: a number that every rank should have reached, and in which some rank has waited for too long. A rank that
+    is behind it, or else behind any other, or else does not wait itself, is missing.
     """
     by_rank = {testimony.rank: testimony for testimony in testimonies}
     seq = first_difference(testimonies)
     if seq is not None:
         return _mismatch(group, words, by_rank, seq)
-    last = max(testimony.count for testimony in testimonies) if until is None else until
-    missing = [rank for rank, testimony in by_rank.items() if testimony.count < last]
-    if missing:
-        number = min(by_rank[rank].count for rank in missing) + 1 if until is None else until
-        return _missing(group, words, by_rank, number, missing)
+    for last in (until or 0, max(testimony.count for testimony in testimonies)):
+        missing = [rank for rank, testimony in by_rank.items() if testimony.count < last]
+        if missing:
+            number = min(by_rank[rank].count for rank in missing) + 1
+            return _missing(group, words, by_rank, number, missing)
+    absent = [rank for rank, testimony in by_rank.items() if testimony.waits_in is None]
+    if until is not None and 0 < len(absent) < len(by_rank):
+        return _missing(group, words, by_rank, until, absent)
     return None
 
 
@@ -168,7 +173,7 @@ def _last_agreed(by_rank: Mapping[int, Testimony], seq: int) -> str:
         event = testimony.at(seq - 1)
         if event is not None:
             return f"Last collective on which they agreed: number {seq - 1}, {event}, at {event.site}."
-    return "No collective of this group before it is known."
+    return "It is the first collective of this group that is known."
 
 
 def what_differs(events: Sequence[Event]) -> str:
@@ -254,13 +259,14 @@ def _missing(group: str, words: str, by_rank: Mapping[int, Testimony], seq: int,
         stack = by_rank[rank].stack
         if stack and not by_rank[rank].dead and by_rank[rank].left is None and by_rank[rank].waits_in is None:
             lines += [f"      {line}" for line in stack.splitlines()]
+    lines.append(_last_agreed(by_rank, seq))
     if cycle and len(cycle) == len(missing):
         lines.append(
             "Likely: order swapped between groups: ranks that are in two groups use them in different order, and wait "
             "for each other for ever."
         )
         return Finding(MISMATCH, "\n".join(lines), group, seq, missing, (), events)
-    if any(by_rank[rank].left is not None for rank in missing):
+    if any(by_rank[rank].left == LEFT or _waits_behind(by_rank[rank], group, seq) for rank in missing):
         others = [rank for rank in by_rank if rank not in missing]
         lines.append(f"Likely: extra call on {ranks_text(others)}, or a missing one on {ranks_text(missing)}.")
     lines.append(
@@ -268,6 +274,11 @@ def _missing(group: str, words: str, by_rank: Mapping[int, Testimony], seq: int,
         "DDPSTATS_TIMEOUT_SEC)."
     )
     return Finding(MISSING, "\n".join(lines), group, seq, missing, (), events)
+
+
+def _waits_behind(testimony: Testimony, group: str, seq: int) -> bool:
+    """Whether the rank has come to the end of a step, and waits there for the others."""
+    return testimony.waits_in is not None and testimony.waits_in[0] == group and testimony.waits_in[1] < seq
 
 
 def _whereabouts(testimonies: Sequence[Testimony]) -> str:

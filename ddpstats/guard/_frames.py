@@ -20,7 +20,7 @@ import dis
 import linecache
 import sys
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
@@ -45,6 +45,7 @@ class CodePlan:
     """Static facts about a function, so that most frames need no look at all."""
 
     internal: bool
+    autograd: bool
     loop_names: frozenset[str]
     rebound: frozenset[str]
     names: tuple[str, ...]
@@ -75,6 +76,7 @@ def _plan(code: CodeType, module: str) -> CodePlan:
     variables = code.co_varnames + code.co_cellvars + code.co_freevars if optimized else code.co_names
     return CodePlan(
         internal=internal,
+        autograd=module.startswith("torch.autograd"),
         loop_names=loop_names,
         rebound=frozenset(parameters & stored),
         names=tuple(dict.fromkeys(variables)),
@@ -145,12 +147,17 @@ class NoSite:
 _NO_SITE = NoSite()
 
 
-def user_frame(depth: int) -> FrameType | None:
-    """The innermost frame that belongs to neither torch nor this package."""
+def calling_frame(depth: int) -> tuple[FrameType | None, bool]:
+    """The innermost frame that belongs to neither torch nor this package, and whether autograd stands in between."""
     frame: FrameType | None = sys._getframe(depth)
-    while frame is not None and plan_of(frame).internal:
+    backward = False
+    while frame is not None:
+        plan = plan_of(frame)
+        if not plan.internal:
+            break
+        backward = backward or plan.autograd
         frame = frame.f_back
-    return frame
+    return frame, backward
 
 
 def site_of(frame: FrameType | None) -> Site | NoSite:
@@ -223,15 +230,19 @@ def _key_at(container: Any, loop: list[Any], wanted: Any) -> Any:
         for key in loop:
             if type(key) in (str, int) and container.get(key) is wanted:
                 return key
-        return None
+        return next(_keys_with(container.items(), loop, wanted, len(container)), None)
     for index in loop:
         if type(index) is int and 0 <= index < len(container) and container[index] is wanted:
             return index
-    if any(value is wanted for value in loop) and len(container) <= _MAX_SCAN:
-        for index, value in enumerate(container):
-            if value is wanted:
-                return index
-    return None
+    return next(_keys_with(enumerate(container), loop, wanted, len(container)), None)
+
+
+def _keys_with(items: Iterable[tuple[Any, Any]], loop: list[Any], wanted: Any, count: int) -> Iterator[Any]:
+    """The keys of ``wanted`` among ``items``, for a loop over values that does not know the keys itself."""
+    if count <= _MAX_SCAN and any(value is wanted for value in loop):
+        for key, value in items:
+            if value is wanted and type(key) in (str, int):
+                yield key
 
 
 def _variables(frame: FrameType, plan: CodePlan) -> dict[str, Any] | None:

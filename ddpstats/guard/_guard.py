@@ -24,7 +24,7 @@ from contextlib import ContextDecorator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch.distributed as dist
 
@@ -34,22 +34,23 @@ from ddpstats._events import Event, RecordWriter, Ring, roll
 from ddpstats._intercept import Collective, GroupView
 from ddpstats.errors import CollectiveMismatch, ConfigError, DdpstatsError, RankMissing
 from ddpstats.guard._describe import digest, pieces_of, signature_of
-from ddpstats.guard._diagnosis import MISMATCH, Finding, Testimony
+from ddpstats.guard._diagnosis import LEFT, MISMATCH, Finding, Testimony
 from ddpstats.guard._exchange import Exchange, Note, Overrun, agree
-from ddpstats.guard._frames import label_of, site_of, user_frame
+from ddpstats.guard._frames import calling_frame, label_of, site_of
 from ddpstats.guard._inquiry import Alarm, Inquiry, main_stack
 from ddpstats.guard._labels import current_label
-from ddpstats.guard._p2p import Awaited, Messages, called_blocking
+from ddpstats.guard._p2p import Awaited, Messages, called_blocking, unmatched
 
 GuardMode = Literal["strict", "step", "record", "off"]
 MismatchPolicy = Literal["raise", "warn"]
 
 RING_EVENTS = 10_000
+GRADIENTS = "(gradients)"  # the label of what autograd calls: DDP's buckets, FSDP's shards
 _TESTIFIED_EVENTS = 64  # at least, of one group
 _SLICE_SEC = 0.2
 _NEVER = 1 << 62
 _END = Note(0x454E44, 0)  # posted in place of a collective by a rank that leaves
-_BROKEN = re.compile(r"connection (closed|reset)|timed out|broken pipe|gloo|nccl", re.IGNORECASE)
+_BROKEN = re.compile(r"connection (closed|reset)|timed out|broken pipe", re.IGNORECASE)
 
 log = logging.getLogger("ddpstats")
 
@@ -77,6 +78,15 @@ class _Group:
         self.checks_settled = 0
         self.keys: tuple[str, ...] = ()
         self.messages: Messages | None = None
+
+
+class _Work(NamedTuple):
+    """Something that runs, and that the program will wait for."""
+
+    work: Any
+    group: _Group
+    event: Event
+    awaited: Awaited | None
 
 
 _guards = 0  # how many guards this process has begun with a process group: ranks that do alike count alike
@@ -146,7 +156,7 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         self._inquiry: Inquiry | None = None
         self._writer: RecordWriter | None = None
         self._store: Any = None
-        self._works: dict[int, tuple[Any, _Group, int | Awaited]] = {}
+        self._works: dict[int, _Work] = {}
         self._awaited: Awaited | None = None
         self._waits_in: tuple[str, int] | None = None
         self._left: str | None = None
@@ -164,6 +174,8 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         self._reset()
         _intercept.subscribe(self)
         _active.append(self)
+        if dist.is_initialized():
+            self._begin()
         return self
 
     def __exit__(
@@ -191,7 +203,7 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         if not self._compares or self._inquiry is None or self._silent:
             return
         groups = sorted(self._named.values(), key=lambda group: group.view.name)
-        self._left = "left the guard"
+        self._left = LEFT
         self._leave(None)
         for group in groups:
             if group.exchange is not None:
@@ -218,7 +230,7 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         if self._inquiry is None:
             self._end_record(error)
             return
-        how = "left the guard" if error is None else f"left the guard by {type(error).__name__}: {str(error)[:300]}"
+        how = LEFT if error is None else f"{LEFT} by {type(error).__name__}: {str(error)[:300]}"
         last = self._ring.last()
         self._inquiry.leave(
             how,
@@ -317,13 +329,11 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
 
         def watch() -> None:
             assert self._inquiry is not None
-            alarm = self._inquiry.alarm()
-            if alarm is not None:
-                self._conclude(alarm)
-                raise _Silenced
+            assert group.messages is not None
+            self._heed(self._inquiry)
             if time.monotonic() > deadline or self._inquiry.dead([awaited.source]):
-                assert group.messages is not None
-                self._declare(group.messages.unmatched(awaited, group.words), other)
+                last = group.messages.last_from(awaited.source)
+                self._declare(unmatched(awaited.event, group.view.rank, group.words, last), other)
                 raise _Silenced
 
         try:
@@ -338,39 +348,45 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         """Wait for a blocking one, so that a rank that never comes is named."""
         if not self._compares:
             return
-        group = self._groups[call.view]
-        if call.is_p2p:
-            if call.op == "recv" and self._awaited is not None:
-                self._works[id(work)] = work, group, self._awaited
-                self._awaited = None
+        group, event = self._groups[call.view], self._ring.last()
+        if event is None or not all(tensor.is_cpu for tensor in (*call.inputs[:1], *call.outputs[:1])):
             return
-        if call.blocking and all(tensor.is_cpu for tensor in call.inputs[:1]):
-            self._wait_for(work, group)
-        elif self.mode == "strict":
-            if len(self._works) > RING_EVENTS:
-                self._works.clear()  # never waited for by Python; settled with the next one of the group
-            self._works[id(work)] = work, group, group.seq
+        if call.blocking:
+            self._wait_for(work, group, event)
+            return
+        if len(self._works) > RING_EVENTS:
+            self._works.clear()  # never waited for by Python; settled with the next one of the group
+        self._works[id(work)] = _Work(work, group, event, self._awaited)
+        self._awaited = None
 
-    def waiting(self, work: Any) -> None:
-        """The program waits for an asynchronous collective: now it must be settled."""
+    def waiting(self, work: Any) -> bool:
+        """The program waits for an asynchronous collective, or a message: now it must be settled."""
         if not self._works:
-            return
+            return False
         entry = self._works.pop(id(work), None)
-        if entry is None or entry[0] is not work or self._silent:
-            return
-        if isinstance(entry[2], Awaited):
-            self._settle_message(entry[1], entry[2])
-        else:
-            self._settle(entry[1], entry[2])
+        if entry is None or entry.work is not work or self._silent:
+            return False
+        if entry.awaited is not None:
+            self._settle_message(entry.group, entry.awaited)
+        if entry.event.group != entry.group.view.name:
+            self._wait_for_message(work, entry.group, entry.event)
+            return True
+        if self.mode == "strict":
+            self._settle(entry.group, entry.event.seq)
+        if not self._silent:
+            self._wait_for(work, entry.group, entry.event)
+        return False
 
     # -- describing ---------------------------------------------------------------------------------------------------
 
     def _describe(self, call: Collective, group: _Group) -> tuple[Event, int]:
         signature = signature_of(call)
         pieces, balance = pieces_of(call)
-        frame = user_frame(3)
+        frame, in_backward = calling_frame(3)
         name = current_label()
-        if name is None and self._infer and (call.inputs or call.outputs):
+        if name is None and in_backward:
+            name = GRADIENTS
+        elif name is None and self._infer and (call.inputs or call.outputs):
             reached = label_of(call.inputs[0] if call.inputs else call.outputs[0], frame)
             if reached is not None:
                 name, group.keys = reached.path, reached.keys
@@ -414,16 +430,17 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         return group
 
     def _begin(self) -> None:
-        """The process group is there by now, which it may not have been when the guard was entered."""
+        """Connect, on entering, or at the first collective where there was no process group yet."""
         global _guards
         _guards += 1
         number, rank, world_size = _guards, dist.get_rank(), dist.get_world_size()
         prefix = f"ddpstats/guard/{number}"
-        self._store = world_store(prefix)
+        self._store = world_store(prefix, "guard")
         if self._record_dir is not None:
             self._writer = RecordWriter(self._record_dir, rank, world_size)
         if self._compares and world_size > 1:
-            self._inquiry = Inquiry(lambda: world_store(prefix), rank, self._testify, self._position)
+            stores = self._store, world_store(prefix, "watchdog")
+            self._inquiry = Inquiry(stores, rank, self._testify, self._position)
 
     # -- comparing ----------------------------------------------------------------------------------------------------
 
@@ -483,13 +500,13 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
                 self._conclude(self._alarm(group, group.seq))
                 return
 
-    def _wait_for(self, work: Any, group: _Group) -> None:
-        """Wait for a blocking collective, looking up between slices."""
+    def _wait_for(self, work: Any, group: _Group, event: Event) -> None:
+        """Wait for what was issued, looking up between slices."""
         if _intercept.wait_within(work, _SLICE_SEC):
             return
-        seq = group.seq
-        watch = self._watch(group, seq, time.monotonic() + self._timeout_sec - _SLICE_SEC)
-        self._waits_in = group.view.name, seq
+        deadline = time.monotonic() + self._timeout_sec - _SLICE_SEC
+        watch = self._watch(group, event.seq, deadline, waited_for=event)
+        self._waits_in = group.view.name, event.seq
         try:
             while not _intercept.wait_within(work, _SLICE_SEC):
                 watch()
@@ -501,22 +518,46 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         finally:
             self._waits_in = None
 
-    def _watch(self, group: _Group, seq: int, deadline: float) -> Callable[[], None]:
-        """What a rank does now and then while it waits for ``seq``: look for alarms, and for ranks that cannot come."""
+    def _watch(self, group: _Group, seq: int, deadline: float, waited_for: Event | None = None) -> Callable[[], None]:
+        """What a rank does now and then while it waits for ``seq``: look for alarms, and for ranks that cannot come.
+
+        ``waited_for``: what it waits for was issued without being compared, so the waiting ranks compare it now.
+        """
 
         def watch() -> None:
             inquiry = self._inquiry
             if inquiry is None:
                 return
-            alarm = inquiry.alarm()
-            if alarm is not None:
-                self._conclude(alarm)
-                raise _Silenced
+            self._heed(inquiry)
             if time.monotonic() > deadline or self._cannot_come(group, seq):
                 self._conclude(self._alarm(group, seq, until=True))
                 raise _Silenced
+            if waited_for is not None and inquiry.another_waits_elsewhere(waited_for, group.view.ranks):
+                self._conclude(self._alarm(group, seq))
+                raise _Silenced
 
         return watch
+
+    def _wait_for_message(self, work: Any, group: _Group, event: Event) -> None:
+        try:
+            _intercept.wait_once(work, self._timeout_sec)
+        except RuntimeError as error:
+            if not _BROKEN.search(str(error)):
+                raise
+            peers = () if event.peer is None else (event.peer,)
+            last = (
+                group.messages.last_from(event.peer) if group.messages is not None and event.peer is not None else None
+            )
+            alarm = Alarm(event.group, group.words, (*peers, group.view.rank), event.seq, True)
+            self._declare(unmatched(event, group.view.rank, group.words, last), alarm)
+            raise
+
+    def _heed(self, inquiry: Inquiry) -> None:
+        """Take part in an alarm that is on."""
+        alarm = inquiry.alarm()
+        if alarm is not None:
+            self._conclude(alarm)
+            raise _Silenced
 
     def _cannot_come(self, group: _Group, seq: int) -> bool:
         """Whether a rank that this one waits for has died, or left before this collective."""
@@ -582,11 +623,9 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         if self._inquiry is None or last is None or last.group not in self._named:
             return None
         group = self._named[last.group]
-        try:
-            self._conclude(self._inquiry.alarm() or self._alarm(group, group.seq, until=True))
-        except DdpstatsError as found:
-            return found
-        return None
+        alarm = self._inquiry.alarm() or self._alarm(group, group.seq, until=True)
+        finding = self._inquiry.raise_alarm(alarm)
+        return _error_of(finding, alarm) if finding.by_rank or finding.missing else None
 
 
 class _Silenced(Exception):  # no error: a way out

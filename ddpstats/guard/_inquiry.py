@@ -58,18 +58,18 @@ Testify = Callable[[str], Testimony]
 class Inquiry:
     """This rank's part.
 
-    ``connect`` makes a connection to the store: one for the main thread, one for the watchdog. ``position``: the rank's
+    ``stores``: two connections to the store, one for the main thread, one for the watchdog. ``position``: the rank's
     last collective in words, which the watchdog keeps in the store for the case that the process dies.
     """
 
-    def __init__(self, connect: Callable[[], Any], rank: int, testify: Testify, position: Callable[[], str]) -> None:
-        self._connect, self._rank, self._testify, self._position = connect, rank, testify, position
-        self._store = connect()
+    def __init__(self, stores: tuple[Any, Any], rank: int, testify: Testify, position: Callable[[], str]) -> None:
+        self._rank, self._testify, self._position = rank, testify, position
+        self._store = stores[0]
         self._verdicts = 0
         self._peers: dict[int, ProcessId] = {}
         self._lost = False  # the store does not answer any more
         self._store.set(f"process/{rank}", ProcessId.mine().pack())
-        self._watchdog = _Watchdog(self)
+        self._watchdog = _Watchdog(self, stores[1])
         self._watchdog.start()
 
     # -- alarms -------------------------------------------------------------------------------------------------------
@@ -107,6 +107,21 @@ class Inquiry:
         except _STORE_ERRORS:
             return finding
         return self.raise_alarm(alarm)
+
+    def another_waits_elsewhere(self, event: Event, ranks: Sequence[int]) -> bool:
+        """Whether one of ``ranks`` waits in a collective of the same group and number that is not the same one.
+
+        Says in passing what this rank waits for.
+        """
+        here = f"{event.group} {event.seq} "
+        self._store.set(f"waits/{self._rank}", f"{here}{event.digest}")
+        for rank in ranks:
+            key = f"waits/{rank}"
+            if rank != self._rank and self._store.check([key]):
+                told = self._store.get(key).decode(errors="replace")
+                if told.startswith(here) and told != f"{here}{event.digest}":
+                    return True
+        return False
 
     def verdict(self, alarm: Alarm) -> Finding:
         """Testify, and wait for the verdict."""
@@ -194,10 +209,10 @@ class Inquiry:
 class _Watchdog(threading.Thread):
     """Testifies while the main thread is busy elsewhere."""
 
-    def __init__(self, inquiry: Inquiry) -> None:
+    def __init__(self, inquiry: Inquiry, store: Any) -> None:
         super().__init__(name="ddpstats-guard", daemon=True)
         self._inquiry, self._stopped = inquiry, threading.Event()
-        self._store = inquiry._connect()
+        self._store = store
 
     def run(self) -> None:
         answered, told = -1, ""

@@ -69,21 +69,32 @@ class Messages:
         self._store.delete_key(awaited.key)
         return None if sent is None else compare_pair(sent, awaited.source, awaited.event, self._rank)
 
-    def unmatched(self, awaited: Awaited, words: str) -> Finding:
-        """The sender never came: what did it send instead?"""
-        event, key = awaited.event, f"p2p/last/{awaited.source}-{self._rank}"
-        last = _read(self._store.get(key)) if self._store.check([key]) else None
-        lines = [
-            f"a message within {words} did not come:",
-            f"  {ranks_text([self._rank])}: {event}",
-            f"      at {event.site}",
-            f"  {ranks_text([awaited.source])}: "
-            + (f"its last message to {ranks_text([self._rank])} was {last}" if last else "sent nothing to it"),
+    def last_from(self, source: int) -> Event | None:
+        """The last message that ``source`` sent to this rank, if it sent any."""
+        key = f"p2p/last/{source}-{self._rank}"
+        return _read(self._store.get(key)) if self._store.check([key]) else None
+
+
+def unmatched(event: Event, rank: int, words: str, last: Event | None) -> Finding:
+    """A message that did not come through in time. ``last``: what the sender sent last, where that is known."""
+    lines = [
+        f"a message within {words} was not completed:",
+        f"  {ranks_text([rank])}: {event}",
+        f"      at {event.site}",
+    ]
+    lines += [f"         {event.source}"] if event.source else []
+    peers = () if event.peer is None else (event.peer,)
+    if last is not None:
+        lines += [
+            f"  {ranks_text(peers)}: its last message to {ranks_text([rank])} was {last}",
+            f"      at {last.site}",
         ]
-        lines += [f"      at {last.site}"] if last else []
-        if last is not None and last.tag != event.tag:
+        if last.tag != event.tag:
             lines.append("What differs: the tag.")
-        return Finding(MISSING, "\n".join(lines), event.group, event.seq, (awaited.source,), (), {self._rank: event})
+    else:
+        lines.append(f"  {ranks_text(peers) if peers else 'any rank'}: no matching call is known")
+    lines.append("Make every send meet a receive of the same tag on the other rank.")
+    return Finding(MISSING, "\n".join(lines), event.group, event.seq, peers, (), {rank: event})
 
 
 def called_blocking() -> bool:

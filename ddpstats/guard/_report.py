@@ -13,7 +13,7 @@ from typing import Any
 
 from ddpstats._events import Event, RankRecord, read_records
 from ddpstats.errors import DdpstatsError
-from ddpstats.guard._diagnosis import Finding, Testimony, find
+from ddpstats.guard._diagnosis import LEFT, Finding, Testimony, find
 from ddpstats.guard._p2p import match_records
 
 
@@ -58,7 +58,7 @@ def _testimony(rank: int, group: str, record: RankRecord | None) -> Testimony:
     events = [event for event in record.events if event.group == group]
     left = None
     if record.end is not None:
-        left = "left the guard" if record.end.get("end") == "left" else f"left the guard by {record.end.get('end')}"
+        left = LEFT if record.end.get("end") == "left" else f"{LEFT} by {record.end.get('end')}"
     last = record.events[-1] if record.events else None
     return Testimony(
         rank,

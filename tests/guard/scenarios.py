@@ -1,0 +1,441 @@
+"""Programs with a fault, each beside its legal twin: what ranks run, and what the guard has to say in each mode.
+
+A scenario is a function of ``bad``: with True the ranks do what a correct program must not, with False the nearest
+thing that is legal, on which the guard must stay silent. Most have a counterpart in the MPI Bugs Initiative or in
+MPI-CorrBench, named in the last column of `SCENARIOS`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import ddpstats
+from ddpstats.guard import collective_guard
+
+Scenario = Callable[[bool], Any]
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a bad run ends with: the error's class, "some" where gloo raises
+    an error of its own on some ranks and the others are told, "abort" where gloo ends a process, or "silent"."""
+
+    play: Scenario
+    strict: str
+    step: str
+    text: str  # what the message must say
+    counterpart: str
+    ranks: int = 2
+    in_step: str = ""  # what the message of mode step must say, where that is something else
+
+
+def rank() -> int:
+    return dist.get_rank()
+
+
+def odd(bad: bool) -> bool:
+    return bad and rank() == 1
+
+
+def one(*shape: int) -> torch.Tensor:
+    return torch.ones(*(shape or (1,)))
+
+
+# -- labels -----------------------------------------------------------------------------------------------------------
+
+
+def swap_of_equal_signature(bad: bool) -> None:
+    stats = {"snr": one(), "l1": one()}
+    for key in reversed(stats) if odd(bad) else stats:
+        dist.all_reduce(stats[key])
+
+
+def swap_through_one_recursive_line(bad: bool) -> None:
+    stats = {"loss": one(), "l1_loss" if odd(bad) else "snr_loss": [one(), one()]}
+    _reduce_tree(stats)
+
+
+def _reduce_tree(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _reduce_tree(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_reduce_tree(inner) for inner in value]
+    value = (value * 2).sum()
+    dist.all_reduce(value)
+    return value
+
+
+def named_by_the_program(bad: bool) -> None:
+    with ddpstats.label("l1" if odd(bad) else "snr"):
+        dist.all_reduce(one())
+
+
+def experts_of_each_rank(bad: bool) -> None:
+    """Legal: a loop over modules whose names are the rank's own. Bad: a loop over a dict of tensors."""
+    if bad:
+        tensors = {f"expert{rank()}": one()}
+        for tensor in tensors.values():
+            dist.all_reduce(tensor)
+    experts = {f"expert{rank()}": torch.nn.Linear(1, 1)}
+    for expert in experts.values():
+        for parameter in expert.parameters():
+            dist.all_reduce(parameter.data)
+
+
+# -- what is called ---------------------------------------------------------------------------------------------------
+
+
+def operation(bad: bool) -> None:
+    if odd(bad):
+        dist.all_gather_into_tensor(torch.empty(2), one())
+    else:
+        dist.all_reduce(one())
+
+
+def barrier_against_collective(bad: bool) -> None:
+    if odd(bad):
+        dist.barrier()
+    else:
+        dist.all_reduce(one())
+
+
+def reduce_op(bad: bool) -> None:
+    dist.all_reduce(one(), op=dist.ReduceOp.MAX if odd(bad) else dist.ReduceOp.SUM)
+
+
+def number_of_dimensions(bad: bool) -> None:
+    dist.all_reduce(one(2, 2) if odd(bad) else one(4))
+
+
+def dtype(bad: bool) -> None:
+    dist.all_reduce(torch.ones(4, dtype=torch.int32 if odd(bad) else torch.float32))
+
+
+def shape(bad: bool) -> None:
+    dist.all_reduce(one(300_000) if odd(bad) else one(100))
+
+
+def root(bad: bool) -> None:
+    dist.broadcast(one(), src=1 if odd(bad) else 0)
+
+
+def pieces(bad: bool) -> None:
+    """all_to_all of uneven pieces is legal as long as what is sent is what is expected."""
+    mine, theirs = ([3, 1], [3, 2]) if rank() == 0 else ([2, 2], [1, 2])
+    if odd(bad):
+        mine = [1, 3]
+    dist.all_to_all_single(torch.empty(sum(theirs)), torch.ones(sum(mine)), theirs, mine)
+
+
+def coalesced(bad: bool) -> None:
+    tensors = [one(4), one(2)] if not odd(bad) else [one(2), one(4)]
+    manager: Any = dist.distributed_c10d._coalescing_manager
+    with manager():
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+
+
+def extra_call(bad: bool) -> None:
+    if odd(bad):
+        dist.all_reduce(one(1))
+    dist.all_reduce(one(2, 2).sum())
+    dist.all_reduce(one(1, 1))
+    if not odd(bad):
+        dist.all_reduce(one(1))
+
+
+def after_many_good_ones(bad: bool) -> None:
+    for _ in range(500):
+        dist.all_reduce(one())
+    reduce_op(bad)
+
+
+def in_a_thread(bad: bool) -> None:
+    caught: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            reduce_op(bad)
+        except BaseException as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(30)
+    if caught:
+        raise caught[0]
+
+
+def asynchronous(bad: bool) -> None:
+    work = dist.all_reduce(one(), op=dist.ReduceOp.MAX if odd(bad) else dist.ReduceOp.SUM, async_op=True)
+    work.wait()
+
+
+def through_the_group_object(bad: bool) -> None:
+    group: Any = dist.group.WORLD
+    op = dist.ReduceOp.MAX if odd(bad) else dist.ReduceOp.SUM
+    group.allreduce([one()], op).wait()
+
+
+def functional(bad: bool) -> None:
+    funcol: Any = importlib.import_module("torch.distributed._functional_collectives")
+    funcol.all_reduce(one(), "max" if odd(bad) else "sum", dist.group.WORLD).sum().item()
+    dist.barrier()
+
+
+def compiled(bad: bool) -> None:
+    funcol: Any = importlib.import_module("torch.distributed._functional_collectives")
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def graph(given: torch.Tensor, op: str) -> Any:
+        return funcol.all_reduce(given, op, dist.group.WORLD) + 1
+
+    graph(one(), "max" if odd(bad) else "sum").sum().item()
+    dist.barrier()
+
+
+# -- models -----------------------------------------------------------------------------------------------------------
+
+
+def ddp_comm_hook(bad: bool) -> None:
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+    op = dist.ReduceOp.MAX if odd(bad) else dist.ReduceOp.SUM
+
+    def hook(state: Any, bucket: Any) -> Any:
+        work = dist.all_reduce(bucket.buffer(), op=op, async_op=True)
+        return work.get_future().then(lambda future: future.value()[0])
+
+    hook.__annotations__.update(
+        bucket=torch._C._distributed_c10d.GradBucket, **{"return": torch.futures.Future[torch.Tensor]}
+    )
+    model.register_comm_hook(None, hook)
+    model(torch.ones(2, 4)).sum().backward()
+    dist.barrier()
+
+
+def ddp_extra_collective(bad: bool) -> None:
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+    for _ in range(2):
+        model(torch.ones(2, 4)).sum().backward()
+    if odd(bad):
+        dist.all_reduce(one(20))
+    model(torch.ones(2, 4)).sum().backward()
+    if not odd(bad):
+        dist.all_reduce(one(20))
+    dist.barrier()
+
+
+def fsdp2(bad: bool) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model: Any = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    fully_shard(model, mesh=mesh)
+    model(torch.ones(2, 4)).sum().backward()
+    dist.all_reduce(one(), op=dist.ReduceOp.MAX if odd(bad) else dist.ReduceOp.SUM)
+
+
+# -- groups -----------------------------------------------------------------------------------------------------------
+
+
+def wrong_group(bad: bool) -> None:
+    a, b = dist.new_group([0, 1]), dist.new_group([0, 1])
+    dist.all_reduce(one(), group=b if odd(bad) else a)
+
+
+def groups_in_different_order(bad: bool) -> None:
+    """Blocking, this is a deadlock; asynchronous, it is legal."""
+    a, b = dist.new_group([0, 1]), dist.new_group([0, 1])
+    order = (a, b) if rank() == 0 else (b, a)
+    works = [dist.all_reduce(one(), group=group, async_op=not bad) for group in order]
+    for work in works:
+        if work is not None:
+            work.wait()
+
+
+def subgroup_that_others_do_not_use(bad: bool) -> None:
+    pair = dist.new_group([0, 1])
+    if rank() < 2:
+        dist.all_reduce(one(), op=dist.ReduceOp.MAX if odd(bad) else dist.ReduceOp.SUM, group=pair)
+    dist.barrier()
+
+
+def one_of_three_differs(bad: bool) -> None:
+    reduce_op(bad)
+
+
+# -- legally different ------------------------------------------------------------------------------------------------
+
+
+def legally_uneven(bad: bool) -> None:
+    """What only one rank passes, what has another size on each rank, what stands on different lines."""
+    gathered = [torch.empty(2), torch.empty(2)] if rank() == 0 else None
+    dist.gather(one(2), gathered, dst=0)
+    dist.scatter(torch.empty(3), [one(3), one(3)] if rank() == 0 else None, src=0)
+    objects: list[Any] = [None, None]
+    dist.all_gather_object(objects, "x" * (1 + 100 * rank()))
+    dist.broadcast_object_list(objects, src=0)
+    dist.all_gather([torch.empty(5), torch.empty(5)], one(5))
+    if rank() == 0:
+        dist.all_reduce(one())
+    else:
+        dist.all_reduce(one())
+    if odd(bad):
+        dist.all_reduce(one(), op=dist.ReduceOp.MIN)
+    else:
+        dist.all_reduce(one())
+
+
+# -- point-to-point ---------------------------------------------------------------------------------------------------
+
+
+def message_shape(bad: bool) -> None:
+    if rank() == 0:
+        dist.send(one(2, 2), dst=1)
+    else:
+        dist.recv(torch.empty(4) if bad else torch.empty(2, 2), src=0)
+
+
+def message_dtype(bad: bool) -> None:
+    if rank() == 0:
+        work: Any = dist.isend(one(4), dst=1)
+    else:
+        work = dist.irecv(torch.empty(4, dtype=torch.int32 if bad else torch.float32), src=0)
+    work.wait()
+
+
+def message_tag(bad: bool) -> None:
+    if rank() == 0:
+        work: Any = dist.isend(one(), dst=1, tag=5)
+        if not bad:
+            work.wait()
+        else:
+            dist.barrier()
+    else:
+        dist.recv(one(), src=0, tag=6 if bad else 5)
+
+
+# -- ranks that are not there -----------------------------------------------------------------------------------------
+
+
+def returns_early(bad: bool) -> None:
+    dist.all_reduce(one())
+    if not odd(bad):
+        dist.all_reduce(one())
+    if not bad:
+        dist.barrier()
+
+
+def raises(bad: bool) -> None:
+    dist.all_reduce(one())
+    if odd(bad):
+        raise ZeroDivisionError("a fault of rank 1 alone")
+    dist.all_reduce(one())
+
+
+def killed(bad: bool) -> None:
+    dist.all_reduce(one())
+    if odd(bad):
+        os._exit(7)
+    dist.all_reduce(one())
+
+
+def late(bad: bool) -> None:
+    """Legal: a rank that is slow, but comes within the timeout. Bad: one that does not."""
+    if rank() == 1:
+        time.sleep(12 if bad else 5)
+    dist.all_reduce(one())
+
+
+MISMATCH, MISSING = "CollectiveMismatch", "RankMissing"
+
+SCENARIOS: dict[str, Row] = {
+    row.play.__name__: row
+    for row in [
+        Row(swap_of_equal_signature, MISMATCH, MISMATCH, "the label", "MBI CollCallOrder", in_step="order swapped"),
+        Row(swap_through_one_recursive_line, MISMATCH, MISMATCH, "lacks key 'snr_loss'", "the seed"),
+        Row(named_by_the_program, MISMATCH, MISMATCH, "'snr'", "Horovod tensor names"),
+        Row(experts_of_each_rank, MISMATCH, MISMATCH, "expert1", "-"),
+        Row(operation, MISMATCH, MISMATCH, "the operation", "MBI CollCallOrder"),
+        Row(barrier_against_collective, MISMATCH, MISMATCH, "barrier()", "CorrBench MisplacedCall"),
+        Row(reduce_op, MISMATCH, MISMATCH, "the reduce op", "MBI CollOpMatching"),
+        Row(number_of_dimensions, MISMATCH, MISMATCH, "number of dimensions", "CorrBench ArgMismatch-Count"),
+        Row(dtype, MISMATCH, MISMATCH, "the dtype", "MBI CollDataMatching"),
+        Row(shape, MISMATCH, "abort", "the shape", "CorrBench ArgMismatch-Count"),
+        Row(root, MISMATCH, MISMATCH, "the root", "MBI CollRootMatching"),
+        Row(pieces, MISMATCH, "some", "the pieces", "Horovod alltoall_splits_error"),
+        Row(coalesced, MISMATCH, MISMATCH, "the shape", "-"),
+        Row(extra_call, MISMATCH, MISMATCH, "What differs", "MBI CollCallOrder", in_step="extra call on rank 1"),
+        Row(after_many_good_ones, MISMATCH, MISMATCH, "number 501", "-"),
+        Row(in_a_thread, MISMATCH, MISMATCH, "the reduce op", "MBI CollLocalConcurrency"),
+        Row(asynchronous, MISMATCH, MISMATCH, "the reduce op", "CorrBench IBcast"),
+        Row(through_the_group_object, MISMATCH, MISMATCH, "the reduce op", "-"),
+        Row(functional, MISMATCH, MISMATCH, "the reduce op", "-"),
+        Row(compiled, MISMATCH, MISMATCH, "the reduce op", "-"),
+        Row(ddp_comm_hook, MISMATCH, MISMATCH, "the reduce op", "-"),
+        Row(ddp_extra_collective, MISMATCH, MISMATCH, "What differs", "-"),
+        Row(fsdp2, MISMATCH, MISMATCH, "the reduce op", "-"),
+        Row(wrong_group, MISMATCH, MISMATCH, "between groups", "MBI CollComMatching"),
+        Row(groups_in_different_order, MISMATCH, MISMATCH, "between groups", "MBI CollComMatching"),
+        Row(subgroup_that_others_do_not_use, MISMATCH, MISMATCH, "the reduce op", "-", ranks=3),
+        Row(one_of_three_differs, MISMATCH, MISMATCH, "look at rank 1 first", "-", ranks=3),
+        Row(legally_uneven, MISMATCH, MISMATCH, "the reduce op", "MBI CollCorrect"),
+        Row(message_shape, MISMATCH, "silent", "the shape", "MBI P2PCallMatching"),
+        Row(message_dtype, MISMATCH, "silent", "the dtype", "MBI P2PCallMatching"),
+        Row(message_tag, MISSING, "some", "tag 6", "MBI P2PCallMatching"),
+        Row(returns_early, MISSING, MISSING, "extra call on rank 0", "CorrBench MissingCall"),
+        Row(raises, MISSING, MISSING, "ZeroDivisionError", "CorrBench MissingCall"),
+        Row(killed, MISSING, MISSING, "the process is gone", "-"),
+        Row(late, MISSING, MISSING, "did not come", "-"),
+    ]
+}
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a rank's guard ended with."""
+
+    error: str
+    message: str
+    culprits: tuple[int, ...] = ()
+    missing: tuple[int, ...] = ()
+    events: tuple[int, ...] = ()
+
+
+def run_scenario(name: str, mode: Any, bad: bool, timeout_sec: float = 4.0, record_dir: str | None = None) -> Told:
+    """Play a scenario under the guard, on this rank."""
+    try:
+        with collective_guard(mode, timeout_sec=timeout_sec, record_dir=record_dir) as guard:
+            SCENARIOS[name].play(bad)
+            guard.step()
+    except ddpstats.DdpstatsError as error:
+        return Told(
+            type(error).__name__,
+            str(error),
+            getattr(error, "culprit_ranks", ()),
+            getattr(error, "missing_ranks", ()),
+            tuple(getattr(error, "by_rank", {})),
+        )
+    except Exception as error:
+        return Told(f"other: {type(error).__name__}", str(error))
+    return Told("silent", "")
+
+
+def probe(name: str, mode: Any, bad: bool, record_dir: str | None = None) -> Told:
+    """`run_scenario`, and a look at what the guard leaves behind."""
+    told = run_scenario(name, mode, bad, 8.0 if name == "late" else 4.0, record_dir)
+    from ddpstats import _intercept
+
+    assert not _intercept.is_installed(), "the guard left something behind"
+    assert not [t for t in threading.enumerate() if t.name.startswith("ddpstats-guard")], "a thread is left"
+    return told
