@@ -6,6 +6,7 @@ Names are loaded when first used, so that importing this package costs next to n
 from __future__ import annotations
 
 import importlib
+import os as _os
 from typing import TYPE_CHECKING, Any as _Any
 
 if TYPE_CHECKING:
@@ -75,6 +76,10 @@ _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 _SUBMODULES = frozenset({"errors", "guard", "integrations", "recursive_op", "reduce", "testing"})
 
 __all__ = sorted(_HOME_OF)
+
+
+if _os.environ.get("DDPSTATS_GUARD"):
+    importlib.import_module("ddpstats.guard._autostart").start()
 
 
 def __getattr__(name: str) -> _Any:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+from typing import Literal, cast, get_args
 
 from ddpstats.errors import ConfigError
 
 DISABLE = "DDPSTATS_DISABLE"
 TIMEOUT_SEC = "DDPSTATS_TIMEOUT_SEC"
+GUARD = "DDPSTATS_GUARD"
+RECORD_DIR = "DDPSTATS_RECORD_DIR"
+
+GuardMode = Literal["strict", "step", "record", "off"]
 
 DEFAULT_TIMEOUT_SEC = 300.0
 
@@ -15,7 +20,7 @@ _TRUE, _FALSE = frozenset({"1", "true", "yes", "on"}), frozenset({"", "0", "fals
 
 
 def disabled() -> bool:
-    """DDPSTATS_DISABLE=1: ``install()`` of every integration leaves its library as it is.
+    """DDPSTATS_DISABLE=1: ``install()`` of every integration leaves its library as it is; DDPSTATS_GUARD is ignored.
 
     Explicit calls such as ``reduce_stats`` are not affected: without them the numbers would be one rank's own.
     """
@@ -25,6 +30,19 @@ def disabled() -> bool:
     if text in _FALSE:
         return False
     raise ConfigError(f"{DISABLE}={text!r} is not understood; legal values: {sorted(_TRUE)} or {sorted(_FALSE)}")
+
+
+def guard_mode() -> GuardMode:
+    """DDPSTATS_GUARD: the mode of a guard that begins when ddpstats is imported; "off" where it is not set."""
+    text = os.environ.get(GUARD, "").strip() or "off"
+    if text not in get_args(GuardMode):
+        raise ConfigError(f"{GUARD}={text!r} is not understood; legal values: {', '.join(get_args(GuardMode))}")
+    return cast(GuardMode, text)
+
+
+def record_dir() -> str | None:
+    """DDPSTATS_RECORD_DIR: where that guard writes each rank's collectives; None where it is not set."""
+    return os.environ.get(RECORD_DIR) or None
 
 
 def timeout_sec(given: float | None) -> float:

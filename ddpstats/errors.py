@@ -101,12 +101,14 @@ class CollectiveMismatch(DdpstatsError):
         by_rank: Mapping[int, Any] | None = None,
         culprit_ranks: Iterable[int] = (),
         missing_ranks: Iterable[int] = (),
+        path: str | None = None,
+        ranks: Iterable[int] = (),
     ) -> None:
         self.seq = seq
         self.by_rank: Mapping[int, Any] = dict(by_rank or {})
         self.culprit_ranks: tuple[int, ...] = tuple(sorted(culprit_ranks))
         self.missing_ranks: tuple[int, ...] = tuple(sorted(missing_ranks))
-        super().__init__(message, ranks={*self.by_rank, *self.missing_ranks}, group=group)
+        super().__init__(message, ranks={*self.by_rank, *self.missing_ranks} or ranks, path=path, group=group)
 
 
 class SentinelAlarm(DdpstatsError):

@@ -80,7 +80,7 @@ def test_errors_travel_by_pickle_with_their_attributes() -> None:
             copy = pickle.loads(pickle.dumps(error))
             assert type(copy) is kind
             assert (str(copy), copy.path, copy.group, copy.ranks) == ("text", "a/b", "g", (2,))
-            assert getattr(copy, "missing_ranks", (2,)) == (2,)
+            assert name != "RankMissing" or getattr(copy, "missing_ranks", ()) == (2,)
 
 
 def test_a_bad_setting_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

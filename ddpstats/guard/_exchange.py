@@ -7,7 +7,8 @@ know. So ranks that use their groups in different order never wait for each othe
   so that one which is half written is not yet there, on any processor.
 * otherwise, and until a rank knows that all are on one host: the store.
 
-The piece of shared memory has no name any more as soon as all ranks have it open: a killed process leaves nothing.
+The piece of shared memory never has a name: the ranks open it as a file of the process that made it, so a killed
+process leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -15,11 +16,8 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-import tempfile
 import time
-import uuid
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from ddpstats._mailbox import ProcessId
@@ -70,14 +68,13 @@ class Exchange:
     def _introduce(self) -> None:
         """Open the shared memory and say where this rank lives. Waits for nobody."""
         machine = ProcessId.mine().machine
-        token = self._store.compare_set("token", "", uuid.uuid4().hex)
-        name = f"ddpstats-{token.decode()[:32]}-{machine.hex()[:8]}"
-        try:
-            if machine != _NOWHERE:
-                self._shared = _Shared(name, self._index, self._size)
-        except OSError:
-            machine = _NOWHERE
-        place = machine.hex() if machine != _NOWHERE else f"rank {self._index} alone"
+        place = f"rank {self._index} alone"
+        if machine != _NOWHERE:
+            try:
+                self._shared = _Shared.of(self._store, machine, self._index, self._size)
+                place = machine.hex()
+            except (OSError, AttributeError, ValueError):  # no memfd on this system, or another user's process
+                self._shared = None
         self._store.set(f"host/{self._index}", place)
 
     def _know_hosts(self) -> bool:
@@ -89,8 +86,13 @@ class Exchange:
             self._hosts_known = True
             self._all_here = self._shared is not None and len({self._store.get(key) for key in keys}) == 1
             if self._shared is not None:
-                self._shared.unlink()
+                self._shared.drop_file()
         return True
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether a look costs next to nothing."""
+        return self._all_here
 
     def post(self, seq: int, note: Note) -> None:
         """Post this rank's note; never waits."""
@@ -142,19 +144,33 @@ class Exchange:
 class _Shared:
     """Shared memory for the notes of ranks of one host."""
 
-    def __init__(self, name: str, index: int, size: int) -> None:
-        folder = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
-        self._path: Path | None = Path(folder) / name
-        self._index, self._size = index, size
-        file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0), 0o600)
-        try:
-            length = size * _SLOTS * _WORDS * _BYTES
-            if os.fstat(file).st_size < length:
-                os.ftruncate(file, length)
-            self._map = mmap.mmap(file, length)
-        finally:
-            os.close(file)
+    def __init__(self, file: int, index: int, size: int) -> None:
+        """Takes over the file descriptor."""
+        self._file, self._index, self._size = file, index, size
+        self._map = mmap.mmap(file, size * _SLOTS * _WORDS * _BYTES)
         self._words = memoryview(self._map).cast("Q")
+
+    @classmethod
+    def of(cls, store: Any, machine: bytes, index: int, size: int) -> _Shared:
+        """The memory of this group on this machine: the first rank to come makes it, the others open it.
+
+        Raises OSError or AttributeError where that is not possible.
+        """
+        file = os.memfd_create("ddpstats", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(file, size * _SLOTS * _WORDS * _BYTES)
+            mine = f"{os.getpid()}/fd/{file}"
+            made = store.compare_set(f"memory/{machine.hex()}", "", mine).decode()
+            if made != mine:
+                os.close(file)
+                file = -1
+                pid, _, number = made.partition("/fd/")
+                file = os.open(f"/proc/{int(pid)}/fd/{int(number)}", os.O_RDWR | os.O_CLOEXEC)
+            return cls(file, index, size)
+        except BaseException:
+            if file >= 0:
+                os.close(file)
+            raise
 
     def write(self, seq: int, note: Note) -> None:
         at = (self._index * _SLOTS + seq % _SLOTS) * _WORDS
@@ -176,13 +192,13 @@ class _Shared:
             at += _SLOTS * _WORDS
         return notes
 
-    def unlink(self) -> None:
-        """Take the name away. Local and idempotent; who has it open goes on using it."""
-        if self._path is not None:
-            self._path.unlink(missing_ok=True)
-            self._path = None
+    def drop_file(self) -> None:
+        """Once all ranks have it open, nobody needs the descriptor. Local and idempotent."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
 
     def close(self) -> None:
-        self.unlink()
+        self.drop_file()
         self._words.release()
         self._map.close()

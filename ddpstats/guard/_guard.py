@@ -41,7 +41,6 @@ from ddpstats.guard._inquiry import Alarm, Inquiry, main_stack
 from ddpstats.guard._labels import current_label
 from ddpstats.guard._p2p import Awaited, Messages, called_blocking, unmatched
 
-GuardMode = Literal["strict", "step", "record", "off"]
 MismatchPolicy = Literal["raise", "warn"]
 
 RING_EVENTS = 10_000
@@ -125,7 +124,7 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
 
     def __init__(
         self,
-        mode: GuardMode = "step",
+        mode: _config.GuardMode = "step",
         *,
         on_mismatch: MismatchPolicy = "raise",
         infer_labels: bool = True,
@@ -133,7 +132,7 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         timeout_sec: float | None = None,
         record_dir: str | Path | None = None,
     ) -> None:
-        _check_choice("mode", mode, get_args(GuardMode))
+        _check_choice("mode", mode, get_args(_config.GuardMode))
         _check_choice("on_mismatch", on_mismatch, get_args(MismatchPolicy))
         if type(check_every) is not int or check_every < 1:
             raise ConfigError(f"check_every={check_every!r} must be a whole number of collectives, at least 1")
@@ -244,6 +243,14 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         if self._writer is not None:
             self._writer.write({"end": "left" if error is None else type(error).__name__, "time": time.time()})
 
+    def abandon(self) -> None:
+        """Leave without a last comparison; local, and raises nothing of the other ranks'. Idempotent."""
+        if self in _active:
+            try:
+                self._leave(None)
+            finally:
+                self._shut()
+
     def _shut(self) -> None:
         _intercept.unsubscribe(self)
         _active.remove(self)
@@ -306,6 +313,8 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         else:
             group.rolling = roll(group.rolling, event.digest)
             group.balance += balance
+            if group.checks_settled < group.checks and (group.exchange.is_quick or group.seq % 8 == 0):
+                self._glance(group)
             if group.seq % self._check_every == 0:
                 self._settle_checks(group, group.checks)  # the one before: all ranks have long posted it
                 self._post_check(group)
@@ -499,6 +508,16 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
             if not agree(notes):
                 self._conclude(self._alarm(group, group.seq))
                 return
+
+    def _glance(self, group: _Group) -> None:
+        """step: settle the oldest comparison if all ranks have posted it by now; never waits."""
+        assert group.exchange is not None
+        try:
+            ready = group.exchange.look(group.checks_settled + 1) is not None
+        except Overrun:
+            ready = True
+        if ready:
+            self._settle_checks(group, group.checks_settled + 1)
 
     def _wait_for(self, work: Any, group: _Group, event: Event) -> None:
         """Wait for what was issued, looking up between slices."""

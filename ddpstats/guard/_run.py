@@ -9,6 +9,7 @@ gloo aborts a process whose peer sends another size, and nothing inside that pro
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import runpy
 import subprocess
@@ -20,8 +21,7 @@ from types import TracebackType
 
 from ddpstats._events import read_records
 from ddpstats.errors import ConfigError
-from ddpstats.guard._guard import collective_guard
-from ddpstats.guard._report import as_text, diagnose
+from ddpstats.guard._report import as_json, as_text, diagnose
 
 _MODES = ("strict", "step", "record", "off")
 
@@ -55,6 +55,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_here(args: argparse.Namespace) -> int:
+    from ddpstats.guard._guard import collective_guard  # imports torch, which `--help` need not
+
     guard = collective_guard(
         args.guard,
         infer_labels=not args.no_labels,
@@ -103,7 +105,7 @@ def _launch(args: argparse.Namespace) -> int:
         command += ["-m", "ddpstats", "run", "--guard", args.guard, *_options_for_ranks(args, directory)]
         status = subprocess.run([*command, args.script, *args.arguments], check=False).returncode
         if status != 0 and args.guard != "off":
-            _explain(directory)
+            _explain(directory, args.json)
         return status
 
 
@@ -114,11 +116,13 @@ def _options_for_ranks(args: argparse.Namespace, directory: str) -> list[str]:
     return options + (["-m"] if args.module else [])
 
 
-def _explain(directory: str) -> None:
+def _explain(directory: str, in_json: bool) -> None:
+    """On stderr: stdout is the script's."""
     try:
         records = read_records(directory)
     except (OSError, ValueError):
         return  # no rank came as far as its first collective
     findings = diagnose(records)
     if findings:
-        print(f"\nddpstats run: {as_text(records, findings)}", file=sys.stderr)
+        text = json.dumps(as_json(records, findings)) if in_json else f"\nddpstats run: {as_text(records, findings)}"
+        print(text, file=sys.stderr)

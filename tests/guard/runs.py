@@ -1,0 +1,116 @@
+"""What runs on the ranks of `test_guard`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+import ddpstats
+from ddpstats import _intercept
+from ddpstats.guard import _exchange, collective_guard
+from tests.guard.scenarios import Told, probe
+from tests.integrations import espnet_runs
+
+
+def descriptors(mode: str) -> int:
+    """How many files this process has open after a guard."""
+    with collective_guard(mode):  # type: ignore[arg-type]
+        dist.all_reduce(torch.ones(1))
+    return len(os.listdir("/proc/self/fd"))
+
+
+def over_the_store(name: str, mode: str, bad: bool) -> Told:
+    """Without shared memory, as between hosts."""
+
+    def refuse(*args: Any) -> Any:
+        raise OSError("no shared memory here")
+
+    with mock.patch.object(_exchange._Shared, "of", refuse):
+        return probe(name, mode, bad)
+
+
+def trained_parameters(mode: str) -> tuple[list[float], int, tuple[Any, ...]]:
+    """A few DDP steps; the parameters, and the state of both random generators afterwards."""
+    torch.manual_seed(0)
+    random.seed(0)
+    with collective_guard(mode) as guard:  # type: ignore[arg-type]
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(4, 8)).square().sum().backward()
+            optimizer.step()
+            stats = {"loss": torch.ones(1), "accuracy": torch.ones(1)}
+            for key in stats:
+                dist.all_reduce(stats[key])
+            guard.step()
+    weights = [value for parameter in model.parameters() for value in parameter.detach().flatten().tolist()]
+    return weights, int(torch.get_rng_state().sum()), random.getstate()
+
+
+def reductions_of_ours(mode: str) -> int:
+    """Our own group is exempt: uneven stats, which renegotiate, are no collectives of the program."""
+    with collective_guard(mode) as guard:  # type: ignore[arg-type]
+        ddpstats.reduce_stats({f"rank{dist.get_rank()}": 1.0})
+        ddpstats.any_rank(True)
+        guard.step()
+        return guard.counters.collectives
+
+
+def warned() -> tuple[list[str], int]:
+    """on_mismatch="warn": one warning, and the program goes on."""
+    said: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    listener = Listener()
+    logging.getLogger("ddpstats").addHandler(listener)
+    try:
+        with collective_guard("strict", on_mismatch="warn", timeout_sec=10) as guard:
+            for step in range(3):
+                op = dist.ReduceOp.MAX if dist.get_rank() == 1 and step == 1 else dist.ReduceOp.SUM
+                dist.all_reduce(torch.ones(1), op=op)
+        return said, guard.counters.collectives
+    finally:
+        logging.getLogger("ddpstats").removeHandler(listener)
+
+
+def off() -> bool:
+    """mode="off" touches nothing."""
+    before = dist.Work.wait
+    with collective_guard("off"):
+        dist.all_reduce(torch.ones(1))
+        return _intercept.is_installed() or dist.Work.wait is not before
+
+
+def real_espnet(scripts: espnet_runs.Script) -> str:
+    """espnet's own Trainer, as it is, under the guard."""
+    try:
+        with collective_guard("strict", timeout_sec=20):
+            espnet_runs.train(scripts, False)
+    except ddpstats.CollectiveMismatch as error:
+        return str(error)
+    return "silent"
+
+
+def many(count: int) -> tuple[int, int]:
+    """How large the guard's memory gets: events kept, and bytes."""
+    import tracemalloc
+
+    with collective_guard("step", check_every=64) as guard:
+        dist.all_reduce(torch.ones(1))
+        tracemalloc.start()
+        for number in range(count):
+            with ddpstats.label(f"step {number}"):
+                dist.all_reduce(torch.ones(1))
+        used = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+        return len(guard._ring), used

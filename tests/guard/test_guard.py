@@ -1,0 +1,199 @@
+"""The guard around ordinary programs: what it leaves alone, what it costs, what it says of bad arguments."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ddpstats import ConfigError, _intercept, label
+from ddpstats._events import Event, RecordWriter, Ring, Signature, digest_of, read_records, roll
+from ddpstats.guard import collective_guard
+from ddpstats.guard._diagnosis import MISMATCH, MISSING, Testimony as _Testimony, find
+from ddpstats.guard._exchange import Exchange, Note, agree
+from ddpstats.testing import PerRank, RankPool
+from tests.guard import runs
+from tests.integrations.test_espnet import both
+
+
+@pytest.mark.parametrize("mode", ["strict", "step"])
+def test_training_is_the_same_to_the_bit(two_ranks: RankPool, mode: str) -> None:
+    assert (
+        two_ranks.run(runs.trained_parameters, mode).values() == two_ranks.run(runs.trained_parameters, "off").values()
+    )
+
+
+@pytest.mark.parametrize("mode", ["strict", "step"])
+def test_our_own_collectives_are_exempt(two_ranks: RankPool, mode: str) -> None:
+    assert two_ranks.run(runs.reductions_of_ours, mode).values() == [0, 0]
+
+
+@pytest.mark.parametrize("mode", ["strict", "step"])
+@pytest.mark.parametrize("name", ["reduce_op", "swap_of_equal_signature", "asynchronous", "groups_in_different_order"])
+def test_between_hosts_notes_go_through_the_store(two_ranks: RankPool, name: str, mode: str) -> None:
+    assert {told.error for told in two_ranks.run(runs.over_the_store, name, mode, False).values()} == {"silent"}
+    told = two_ranks.run(runs.over_the_store, name, mode, True).values()
+    two_ranks.restart()
+    assert {one.error for one in told} == {"CollectiveMismatch"}
+    assert told[0].message == told[1].message
+
+
+def test_warn_says_it_once_and_goes_on(two_ranks: RankPool) -> None:
+    for said, collectives in two_ranks.run(runs.warned).values():
+        assert len(said) == 1
+        assert "the reduce op" in said[0]
+        assert collectives == 3
+    two_ranks.restart()
+
+
+def test_off_touches_nothing(two_ranks: RankPool) -> None:
+    assert two_ranks.run(runs.off).values() == [False, False]
+
+
+def test_unmodified_espnet_trainer(two_ranks: RankPool) -> None:
+    scripts = both({"loss": 1.0, "snr_loss": 2.0}, {"loss": 1.0, "l1_loss": 3.0})
+    told = two_ranks.run(runs.real_espnet, PerRank(scripts)).values()
+    two_ranks.restart()
+    assert told[0] == told[1]
+    assert "'snr_loss'" in told[0]
+    assert "'l1_loss'" in told[0]
+    assert two_ranks.run(runs.real_espnet, PerRank(both({"loss": 1.0}, {"loss": 2.0}))).values() == ["silent"] * 2
+
+
+def test_memory_is_bounded_by_the_ring(two_ranks: RankPool) -> None:
+    for events, used in two_ranks.run(runs.many, 11_000, timeout_sec=100).values():
+        assert events == 10_000
+        assert used < 10 << 20
+
+
+def test_shared_memory_has_no_name_and_no_descriptor_is_left(two_ranks: RankPool) -> None:
+    two_ranks.run(runs.descriptors, "strict").values()
+    before = two_ranks.run(runs.descriptors, "strict").values()
+    assert two_ranks.run(runs.descriptors, "strict").values() == before
+    assert not [name for name in os.listdir("/dev/shm") if "ddpstats" in name]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"mode": "loud"}, {"on_mismatch": "ignore"}, {"check_every": 0}, {"mode": "record"}, {"timeout_sec": -1}],
+)
+def test_bad_arguments(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(reversed(arguments)))):
+        collective_guard(**arguments)
+    with pytest.raises(ConfigError, match="non-empty"), label(""):
+        pass
+
+
+def test_one_guard_at_a_time() -> None:
+    with collective_guard("strict"):
+        with pytest.raises(ConfigError, match="active already"), collective_guard("strict"):
+            pass
+        assert _intercept.is_installed()
+    assert not _intercept.is_installed()
+
+
+def test_another_torch_is_refused_and_nothing_is_patched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(_intercept._ARGUMENTS, "allreduce_", "tensors process_group something_new")
+    before = dist.Work.wait
+    with pytest.raises(ConfigError, match=r"no c10d::allreduce_\(tensors, process_group, something_new\)"):
+        collective_guard("strict").__enter__()
+    assert not _intercept.is_installed()
+    assert dist.Work.wait is before
+
+
+# -- the pure parts ---------------------------------------------------------------------------------------------------
+
+
+def event(seq: int, op: str = "all_reduce", label: str | None = None, **given: Any) -> Event:
+    signature = Signature(op, given.get("reduce_op", "sum"), None, ((1,),), ("float32",))
+    return Event("0", seq, signature, label, "train.py:3 in step", digest_of(signature, label))
+
+
+def history(rank: int, *labels: str) -> _Testimony:
+    events = [event(seq, label=label) for seq, label in enumerate(labels, 1)]
+    return _Testimony(rank, events, {}, len(events))
+
+
+def test_an_event_survives_the_wire() -> None:
+    one = event(7, label="a/b")
+    assert str(Event.from_dict(one.as_dict())) == str(one)
+    assert Event.from_dict(one.as_dict()).digest == one.digest
+    with pytest.raises(ValueError, match="not a record"):
+        Event.from_dict({"op": "all_reduce"})
+
+
+def test_the_rolling_digest_depends_on_the_order() -> None:
+    assert roll(roll(0, 1), 2) != roll(roll(0, 2), 1)
+
+
+def test_the_ring_keeps_the_newest() -> None:
+    ring = Ring(3)
+    for seq in range(5):
+        ring.append(event(seq))
+    assert [one.seq for one in ring.of("0")] == [2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("testimonies", "kind", "words"),
+    [
+        ([history(0, "a", "b"), history(1, "b", "a")], MISMATCH, "order swapped"),
+        (
+            [history(0, "a", "x", "b"), history(1, "a", "b")],
+            MISMATCH,
+            "extra call on rank 0, or a missing one on rank 1",
+        ),
+        ([history(0, "a", "b"), history(1, "a", "b"), history(2, "a", "c")], MISMATCH, "look at rank 2 first"),
+        ([history(0, "a", "b"), history(1, "a")], MISSING, "rank 1: did not come"),
+        ([history(0, "a", "b"), _Testimony(1, dead=True)], MISSING, "rank 1: the process is gone"),
+    ],
+)
+def test_diagnosis(testimonies: list[_Testimony], kind: str, words: str) -> None:
+    finding = find("0", "the default group", testimonies)
+    assert finding is not None
+    assert (finding.kind, words in finding.message) == (kind, True), finding.message
+
+
+def test_ranks_that_agree_give_no_finding() -> None:
+    assert find("0", "the default group", [history(0, "a", "b"), history(1, "a", "b")]) is None
+
+
+def test_notes_agree_only_with_equal_digests_and_balances_that_add_up() -> None:
+    assert agree([Note(1, 5), Note(1, (1 << 64) - 5)])
+    assert not agree([Note(1, 5), Note(1, 5)])
+    assert not agree([Note(1), Note(2)])
+
+
+def test_a_note_comes_through_shared_memory() -> None:
+    store: Any = torch._C._distributed_c10d.HashStore()
+    one, other = Exchange(store, 0, 2), Exchange(store, 1, 2)
+    try:
+        one.post(1, Note(7))
+        assert one.look(1) is None
+        other.post(1, Note(7))
+        assert one.look(1) == other.look(1) == [Note(7), Note(7)]
+        assert one.is_quick
+    finally:
+        one.close()
+        other.close()
+
+
+def test_a_record_is_bounded_and_says_that_it_was_cut(tmp_path: Path) -> None:
+    writer = RecordWriter(tmp_path, 0, 1, max_bytes=20_000)
+    for seq in range(1, 500):
+        writer.write(event(seq).as_dict())
+    writer.close()
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 20_000
+    (record,) = read_records(tmp_path)
+    assert not record.complete
+    assert record.events[-1].seq == 499
+    assert len(record.events) > 40
+
+
+def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="rank 3 cannot write its record"):
+        RecordWriter(tmp_path / "file" / "records", 3, 4)

@@ -1,0 +1,177 @@
+"""``ddpstats run`` and ``ddpstats report``: programs as they are, on ranks that torchrun starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddpstats._events import read_records
+
+LIMIT_SEC = 120
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Any:
+    def write(text: str) -> str:
+        path = tmp_path / "train.py"
+        path.write_text(textwrap.dedent(text))
+        return str(path)
+
+    return write
+
+
+def python(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    own = {**os.environ, "OMP_NUM_THREADS": "1", **env}
+    return subprocess.run(
+        [sys.executable, *args], capture_output=True, text=True, timeout=LIMIT_SEC, check=False, env=own
+    )
+
+
+def ddpstats(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return python("-m", "ddpstats", *args, **env)
+
+
+SEED = """
+    import torch, torch.distributed as dist
+    from espnet2.torch_utils.recursive_op import recursive_average
+
+    dist.init_process_group("gloo")
+    lack = "l1_loss" if dist.get_rank() else "snr_loss"
+    stats = {"loss": torch.ones(2), lack: [torch.ones(2)]}
+    recursive_average(stats, torch.ones(2), True)
+    print("rank", dist.get_rank(), "went on")
+"""
+
+
+def test_unmodified_espnet_code_is_stopped_and_both_keys_are_named(script: Any) -> None:
+    done = ddpstats("run", "--nproc", "2", "--guard", "strict", script(SEED))
+    assert done.returncode != 0
+    assert "went on" not in done.stdout
+    assert "'snr_loss[0]'" in done.stderr
+    assert "'l1_loss[0]'" in done.stderr
+    assert "rank 1 lacks key 'snr_loss'" in done.stderr
+
+
+def test_under_torchrun(script: Any) -> None:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "ddpstats", "run"]
+    done = python(*torchrun, "--guard", "step", script(SEED))
+    assert done.returncode != 0
+    assert "'snr_loss[0]'" in done.stderr
+
+
+ORDINARY = """
+    import sys
+
+    print(sys.argv[1:], __name__, sys.path[0], sys.modules["__main__"].__file__ == __file__)
+
+    def fail(how):
+        if how == "exit":
+            sys.exit(3)
+        if how == "raise":
+            raise ValueError("of the script")
+
+    fail(sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize("how", ["pass", "exit", "raise"])
+def test_a_script_notices_no_difference(script: Any, how: str) -> None:
+    path = script(ORDINARY)
+    plain, under = python(path, how, "--json"), ddpstats("run", path, how, "--json")
+    assert (under.returncode, under.stdout) == (plain.returncode, plain.stdout)
+    assert _unmarked(under.stderr) == _unmarked(plain.stderr)
+
+
+def _unmarked(text: str) -> str:
+    return "\n".join(line for line in text.splitlines() if not re.fullmatch(r"\s*[\^~]+\s*", line))
+
+
+def test_a_module(tmp_path: Path) -> None:
+    (tmp_path / "programme.py").write_text("import sys\nprint(__name__, sys.argv[1:])\n")
+    done = ddpstats("run", "-m", "programme", "a", PYTHONPATH=str(tmp_path))
+    assert (done.returncode, done.stdout) == (0, "__main__ ['a']\n"), done.stderr
+
+
+ABORT = """
+    import torch, torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    dist.all_reduce(torch.ones(4))
+    dist.all_reduce(torch.ones(300_000 if dist.get_rank() else 100))
+"""
+
+
+def test_where_gloo_aborts_the_process_the_records_tell_why(script: Any, tmp_path: Path) -> None:
+    directory = tmp_path / "records"
+    done = ddpstats("run", "--nproc", "2", "--guard", "record", "--record-dir", str(directory), script(ABORT))
+    assert done.returncode != 0
+    assert "Received data size doesn't match expected size" in done.stderr  # gloo's own words
+    assert "What differs: the shape" in done.stderr
+    told = ddpstats("report", str(directory))
+    assert told.returncode == 1
+    assert "rank 0: all_reduce(float32[100], sum)" in told.stdout
+    assert "rank 1: all_reduce(float32[300000], sum)" in told.stdout
+    found = json.loads(ddpstats("report", str(directory), "--json").stdout)
+    assert found["findings"][0]["seq"] == 2
+    assert found["findings"][0]["by_rank"]["1"]["shapes"] == [[300000]]
+
+
+KILLED = """
+    import os, signal, sys, torch, torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    for step in range(20):
+        dist.all_reduce(torch.ones(1))
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_record_is_whole_to_the_last_event_when_the_process_is_killed(script: Any, tmp_path: Path) -> None:
+    env = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    done = ddpstats("run", "--guard", "record", "--record-dir", str(tmp_path / "records"), script(KILLED), **env)
+    assert done.returncode == -signal.SIGKILL
+    (record,) = read_records(tmp_path / "records")
+    assert [event.seq for event in record.events] == list(range(1, 21))
+    assert record.end is None
+
+
+def test_the_environment_variable_is_enough(script: Any) -> None:
+    text = SEED.replace("import torch,", "import ddpstats, torch,").replace(
+        "print(", "[dist.barrier() for _ in range(99)]; print("
+    )
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = python(*torchrun, script(text), DDPSTATS_GUARD="step")
+    assert done.returncode != 0
+    assert "'snr_loss[0]'" in done.stderr
+    done = python("-c", "import ddpstats", DDPSTATS_GUARD="sometimes")
+    assert "legal values: strict, step, record, off" in done.stderr
+
+
+def test_report_of_what_is_no_record(tmp_path: Path) -> None:
+    done = ddpstats("report", str(tmp_path))
+    assert done.returncode == 2
+    assert "holds no rank*.jsonl" in done.stderr
+    (tmp_path / "rank0.jsonl").write_text('{"ddpstats": 1, "rank": 0, "world_size": 1}\n{"op": 3, "group": "0"}\n')
+    done = ddpstats("report", str(tmp_path))
+    assert done.returncode == 2
+    assert "rank0.jsonl, line 2" in done.stderr
+
+
+def test_options_that_make_no_sense(script: Any) -> None:
+    done = ddpstats("run", "--guard", "record", script("pass"))
+    assert done.returncode == 2
+    assert "--record-dir" in done.stderr
+    assert ddpstats("run", "--nproc", "0", script("pass")).returncode == 2
+    started = time.monotonic()
+    assert ddpstats("run", "--guard", "off", script("print(1)")).stdout == "1\n"
+    assert time.monotonic() - started < LIMIT_SEC
