@@ -22,6 +22,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -57,10 +58,12 @@ class Collective:
         peer, tag: of point-to-point; ``peer`` is a rank in the group, or None for a receive from anybody.
         blocking: the caller goes on only when the result is there.
         timeout_ms: a subscriber may set it, to less than the program's own; None leaves that.
+        seen: what the guard knows of it between `before` and `after`.
     """
 
     __slots__ = (
-        "blocking", "inputs", "op", "outputs", "peer", "reduce_op", "root", "splits", "tag", "timeout_ms", "view",
+        "blocking", "inputs", "op", "outputs", "peer", "reduce_op", "root", "seen", "splits", "tag",
+        "timeout_ms", "view",
     )  # fmt: skip
 
     def __init__(self, op: str, inputs: Sequence[Any], outputs: Sequence[Any] = ()) -> None:
@@ -73,6 +76,7 @@ class Collective:
         self.tag: int | None = None
         self.blocking = False
         self.timeout_ms: int | None = None
+        self.seen: Any = None
 
     @property
     def is_p2p(self) -> bool:
@@ -86,7 +90,7 @@ class Subscriber(Protocol):
         """About to run. Whatever this raises, the caller gets, and the collective does not run."""
 
     def after(self, call: Collective, work: Any) -> None:
-        """Issued. May wait for ``work``."""
+        """Issued. May wait for ``work``; that is None for the few operators that return when all is done."""
 
     def waiting(self, work: Any) -> bool:
         """Some Python code is about to wait for ``work``. True: it has been waited for, and must not be once more."""
@@ -168,10 +172,15 @@ def wait_once(work: Any, seconds: float) -> None:
     (_original_wait or dist.Work.wait)(work, timedelta(seconds=seconds))
 
 
+@lru_cache(maxsize=16)
+def _timedelta(seconds: float) -> timedelta:
+    return timedelta(seconds=seconds)
+
+
 def wait_within(work: Any, seconds: float) -> bool:
     """Wait for ``work``; False if it goes on. Raises what the backend raises if it failed."""
     try:
-        (_original_wait or dist.Work.wait)(work, timedelta(seconds=seconds))
+        (_original_wait or dist.Work.wait)(work, _timedelta(seconds))
     except RuntimeError:
         if work.is_completed():
             raise
@@ -228,10 +237,9 @@ def _kernel(name: str, reader: Reader) -> Callable[..., Any]:
             args = _with_timeout((*args, *defaults[len(args) :]), timeout_at, call.timeout_ms)
         result = redispatch(keys, *args)
         boxed = result[-1] if type(result) is tuple else result
-        if boxed is not None:
-            work = _unbox_work(boxed)  # type: ignore[misc]
-            for subscriber in _subscribers:
-                subscriber.after(call, work)
+        work = None if boxed is None else _unbox_work(boxed)  # type: ignore[misc]
+        for subscriber in _subscribers:
+            subscriber.after(call, work)
         return result
 
     return kernel

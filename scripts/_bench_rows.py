@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from _bench_calls import Measured
 from _bench_costs import ImportCost, Memory
+from _bench_guard import Samples, ratio
 from _bench_loop import Spread, Timings
 
 LEAF_REACH = {10: 9.0, 50: 40.0, 1_000: 250.0}
@@ -14,6 +16,10 @@ BARE_REACH = {10: (1.15, 1.15), 50: (1.25, 1.25), 1_000: (2.0, 3.0), 100_000: (1
 """Floats, tensors."""
 ALTERNATING_REACH = 1.1
 PATH_BYTES, FIRST_BYTES, STEADY_BYTES, IMPORT_MS = 64.0, 600.0, 64.0, 50.0
+GUARD_REACH = {
+    "1 float": {"off": 1.0, "step": 1.5, "strict": 1.7, "strict, over the store": 3.5},
+    "1M floats": {"off": 1.0, "step": 1.1, "strict": 1.2, "strict, over the store": 1.4},
+}
 _NOISE = 2.0
 GATED_WORLD = 2  # more ranks than that share the cores of a small machine, and its scheduler is what one measures
 
@@ -27,6 +33,9 @@ class Findings:
     payload_keys: Sequence[int] = ()
     memory: tuple[int, Memory] | None = None  # keys, bytes
     imported: ImportCost | None = None
+    guard: dict[str, Samples] = field(default_factory=dict)  # size -> variant -> seconds per call
+    ddp_step: Samples = field(default_factory=dict)
+    detail: dict[str, Samples] = field(default_factory=dict)  # "plain", "DETAIL" -> size -> seconds
 
 
 @dataclass(frozen=True)
@@ -72,7 +81,25 @@ def rows_of(found: Findings) -> list[Row]:
         rows += _against_bare(measured)
     for measured in found.timed:
         rows += _alternating(measured)
-    return rows + _payload_rows(found) + _memory_rows(found) + _import_rows(found)
+    return rows + _payload_rows(found) + _memory_rows(found) + _import_rows(found) + _guard_rows(found)
+
+
+def _guard_rows(found: Findings) -> list[Row]:
+    rows = []
+    for size, samples in found.guard.items():
+        for variant in samples:
+            if variant != "plain":
+                spread = ratio(samples, variant)
+                rows.append(
+                    Row(f"guard {variant}, {size} / plain", spread.median, GUARD_REACH[size][variant], quartiles=spread)
+                )
+        if found.detail:
+            detail = statistics.median(found.detail["DETAIL"][size]) / statistics.median(found.detail["plain"][size])
+            rows.append(Row(f"TORCH_DISTRIBUTED_DEBUG=DETAIL, {size} / plain", detail))
+    if found.ddp_step:
+        spread = ratio(found.ddp_step, "step")
+        rows.append(Row("guard step, a DDP step / plain", spread.median, 1.01, quartiles=spread))
+    return rows
 
 
 def _gate(measured: Measured, reach: float | None) -> float | None:

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from _bench_calls import Measured, measure
 from _bench_costs import import_cost, memory, payload_on_thread, payloads
+from _bench_guard import ddp_step_costs, guard_costs, plain_costs
 from _bench_loop import Budget, Spread, Timings
 from _bench_plot import draw
 from _bench_rows import GATED_WORLD, Findings, Row, rows_of, table, times_table
@@ -52,6 +53,7 @@ class Plan:
     payload_threads: int
     memory_keys: int
     imports: int
+    guard_rounds: int
 
 
 # Above it, what is not about the buffer is left out: one collective per leaf takes minutes at 100,000 keys.
@@ -67,6 +69,7 @@ FULL = Plan(
     payload_threads=64,
     memory_keys=100_000,
     imports=15,
+    guard_rounds=40,
 )
 QUICK = Plan(
     key_counts={2: (10, 50)},
@@ -77,6 +80,7 @@ QUICK = Plan(
     payload_threads=8,
     memory_keys=1_000,
     imports=3,
+    guard_rounds=2,
 )
 
 
@@ -101,6 +105,12 @@ def run(plan: Plan, say: Progress) -> Findings:
     _count_payloads(plan, found, say)
     say(f"memory, 2 ranks, {plan.memory_keys:,} keys")
     found.memory = plan.memory_keys, _on_ranks(memory, 2, plan.memory_keys)
+    say("guard")
+    found.guard = _on_ranks(guard_costs, 2, plan.guard_rounds)
+    found.ddp_step = _on_ranks(ddp_step_costs, 2, max(2, plan.guard_rounds // 2))
+    for name, env in (("plain", {}), ("DETAIL", {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})):
+        outcomes = run_ranks(plain_costs, 2, plan.guard_rounds, timeout_sec=_LIMIT_SEC, env=env)
+        found.detail[name] = outcomes.values()[0]
     say(f"import, {plan.imports} times")
     found.imported = import_cost(plan.imports)
     say("done")
@@ -135,6 +145,10 @@ def as_json(found: Findings, rows: Sequence[Row], machine: Mapping[str, Any], pl
         "timed": [_timed_json(one) for one in found.timed],
         "payload_bytes": {"keys": list(found.payload_keys), **found.payloads},
         "memory": {"keys": found.memory[0], **_plain(found.memory[1])} if found.memory else None,
+        "guard_seconds": {
+            size: {name: _plain(Spread.of(sample)) for name, sample in samples.items()}
+            for size, samples in found.guard.items()
+        },
         "import": _plain(found.imported) if found.imported else None,
     }
 
@@ -180,7 +194,7 @@ def _cpu_model() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="bench", description="Measure speed and memory of reductions.")
+    parser = argparse.ArgumentParser(prog="bench", description="Measure reductions and the guard.")
     parser.add_argument("--quick", action="store_true", help="a smoke run of some seconds: its numbers mean little")
     parser.add_argument(
         "--gate", action="store_true", help="exit with 1 where a reach was missed, or noise hides whether it was"

@@ -25,40 +25,33 @@ _FROM_OUTPUTS = frozenset({"all_gather"})  # the list of outputs is the same on 
 _PIECEWISE = frozenset({"gather", "scatter", "all_to_all", "all_to_all_single"})
 
 
-def signature_of(call: Collective) -> Signature:
-    """What must be equal on all ranks."""
+def describe(call: Collective, label: str | None) -> tuple[Signature, int]:
+    """What must be equal on all ranks, and the digest that stands for it under ``label``."""
     op = call.op
     if op in _WITHOUT_TENSORS:
-        return _signature(op, None, None, (), ())
+        return _described(op, None, None, (), (), label)
     tensors = call.outputs if op in _FROM_OUTPUTS or not call.inputs else call.inputs
     if op in _PIECEWISE:
-        dtype = _dtype(tensors[0])
-        return _signature(op, None, call.root, ((),), (dtype,))
+        return _described(op, None, call.root, ((),), (tensors[0].dtype,), label)
     if len(tensors) == 1:
         tensor = tensors[0]
-        return _signature(op, call.reduce_op, call.root, (tensor.shape,), (tensor.dtype,))
-    return _signature(
-        op, call.reduce_op, call.root, tuple(tensor.shape for tensor in tensors), tuple(t.dtype for t in tensors)
-    )
-
-
-@lru_cache(maxsize=4096)
-def _signature(
-    op: str, reduce_op: str | None, root: int | None, shapes: tuple[Any, ...], dtypes: tuple[Any, ...]
-) -> Signature:
-    return Signature(
-        op,
-        reduce_op,
-        root,
-        tuple(tuple(map(int, shape)) for shape in shapes),
-        tuple(str(dtype).removeprefix("torch.") for dtype in dtypes),
-    )
+        return _described(op, call.reduce_op, call.root, (tensor.shape,), (tensor.dtype,), label)
+    shapes, dtypes = tuple(tensor.shape for tensor in tensors), tuple(tensor.dtype for tensor in tensors)
+    return _described(op, call.reduce_op, call.root, shapes, dtypes, label)
 
 
 @lru_cache(maxsize=8192)
-def digest(signature: Signature, label: str | None) -> int:
-    """`digest_of`, worked out once per signature and label."""
-    return digest_of(signature, label)
+def _described(
+    op: str,
+    reduce_op: str | None,
+    root: int | None,
+    shapes: tuple[Any, ...],
+    dtypes: tuple[Any, ...],
+    label: str | None,
+) -> tuple[Signature, int]:
+    names = tuple(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    signature = Signature(op, reduce_op, root, tuple(tuple(map(int, shape)) for shape in shapes), names)
+    return signature, digest_of(signature, label)
 
 
 def pieces_of(call: Collective) -> tuple[str, int]:

@@ -26,7 +26,8 @@ from types import CodeType, FrameType
 from typing import Any
 
 _MAX_FRAMES = 40
-_MAX_MISSES = 3
+_MAX_MISSES = 3  # frames without a key before the first one that has
+_MAX_GAP = 2  # and between two that have: a function, and the comprehension in it
 _MAX_SCAN = 256  # elements of a list that are looked at for a value whose index the loop does not know
 _MAX_LABEL_CHARS = 200
 _INTERNAL = ("ddpstats.guard", "ddpstats._intercept", "torch", "contextlib", "threading", "functools")
@@ -34,7 +35,7 @@ _LOOKERS = frozenset({"locals", "vars", "eval", "exec", "dir"})
 _COMPREHENSIONS = frozenset({"<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>"})
 _CO_OPTIMIZED = 0x1
 _SNAPSHOTS = sys.version_info < (3, 13)
-_DICTS = (dict, OrderedDict, defaultdict)
+_CONTAINERS = frozenset({dict, OrderedDict, defaultdict, list, tuple})
 
 
 # -- what the bytecode tells, once per code object --------------------------------------------------------------------
@@ -44,6 +45,7 @@ _DICTS = (dict, OrderedDict, defaultdict)
 class CodePlan:
     """Static facts about a function, so that most frames need no look at all."""
 
+    code: CodeType
     internal: bool
     autograd: bool
     loop_names: frozenset[str]
@@ -53,17 +55,18 @@ class CodePlan:
     snapshots: bool
 
 
-_plans: dict[CodeType, CodePlan] = {}
+# By id, and the code object kept with it: its own hash goes over all of its constants, at every look.
+_plans: dict[int, CodePlan] = {}
 
 
 def plan_of(frame: FrameType) -> CodePlan:
     """The plan of the frame's code."""
     code = frame.f_code
-    plan = _plans.get(code)
+    plan = _plans.get(id(code))
     if plan is None:
         if len(_plans) > 4096:  # programs that generate code
             _plans.clear()
-        plan = _plans[code] = _plan(code, frame.f_globals.get("__name__", ""))
+        plan = _plans[id(code)] = _plan(code, frame.f_globals.get("__name__", ""))
     return plan
 
 
@@ -75,6 +78,7 @@ def _plan(code: CodeType, module: str) -> CodePlan:
     stored = {name for step in dis.get_instructions(code) for name in _stored(step)} if not internal else set()
     variables = code.co_varnames + code.co_cellvars + code.co_freevars if optimized else code.co_names
     return CodePlan(
+        code=code,
         internal=internal,
         autograd=module.startswith("torch.autograd"),
         loop_names=loop_names,
@@ -183,7 +187,7 @@ def label_of(tensor: Any, frame: FrameType | None) -> Reached | None:
     misses = 0
     outermost: Any = None
     for _ in range(_MAX_FRAMES):
-        if frame is None or misses >= _MAX_MISSES:
+        if frame is None or misses >= (_MAX_GAP if steps else _MAX_MISSES):
             break
         plan = plan_of(frame)
         if plan.internal:
@@ -203,15 +207,11 @@ def label_of(tensor: Any, frame: FrameType | None) -> Reached | None:
 
 def _step_in(frame: FrameType, plan: CodePlan, target: Any, rebound: bool) -> tuple[Any, Any] | None:
     """(key, container) of the loop in this frame that reached ``target``."""
-    variables = _variables(frame, plan)
-    if variables is None:
+    loop, containers = _loop_and_containers(frame, plan)
+    if not loop:
         return None
-    loop = [variables[name] for name in plan.loop_names if name in variables]
-    containers = _containers(variables, plan)
     if frame.f_code.co_name in _COMPREHENSIONS and frame.f_back is not None:
-        outer = _variables(frame.f_back, plan_of(frame.f_back))
-        if outer is not None:
-            containers += _containers(outer, plan_of(frame.f_back))
+        containers += _loop_and_containers(frame.f_back, plan_of(frame.f_back))[1]
     targets = [target]
     if rebound:
         kind = type(target)
@@ -222,6 +222,21 @@ def _step_in(frame: FrameType, plan: CodePlan, target: Any, rebound: bool) -> tu
             if key is not None:
                 return key, container
     return None
+
+
+def _loop_and_containers(frame: FrameType, plan: CodePlan) -> tuple[list[Any], list[Any]]:
+    """The values of the loop variables, and the containers among the variables that the code mentions."""
+    if not plan.readable:
+        return [], []
+    variables = frame.f_locals
+    if plan.snapshots:
+        loop = [variables[name] for name in plan.loop_names if name in variables]
+        containers = [value for value in variables.values() if type(value) in _CONTAINERS]
+        variables.clear()  # the copy that Python made for us; see above
+        return loop, containers
+    mentioned = [variables[name] for name in plan.names if name in variables]
+    loop = [variables[name] for name in plan.loop_names if name in variables]
+    return loop, [value for value in mentioned if type(value) in _CONTAINERS]
 
 
 def _key_at(container: Any, loop: list[Any], wanted: Any) -> Any:
@@ -245,27 +260,15 @@ def _keys_with(items: Iterable[tuple[Any, Any]], loop: list[Any], wanted: Any, c
                 yield key
 
 
-def _variables(frame: FrameType, plan: CodePlan) -> dict[str, Any] | None:
-    """The variables that the code mentions; None where they must not be looked at."""
-    if not plan.readable:
-        return None
-    variables = frame.f_locals
-    found = {name: variables[name] for name in plan.names if name in variables}
-    if plan.snapshots:
-        variables.clear()  # the copy that Python made for us; see above
-    return found
-
-
-def _containers(variables: dict[str, Any], plan: CodePlan) -> list[Any]:
-    return [value for value in variables.values() if type(value) in _DICTS or type(value) in (list, tuple)]
-
-
 def _is_rebound(frame: FrameType, plan: CodePlan, target: Any) -> bool:
     """Whether a parameter of this function was set anew, and is ``target`` now."""
-    if not plan.rebound:
+    if not plan.rebound or not plan.readable:
         return False
-    variables = _variables(frame, plan)
-    return variables is not None and any(variables.get(name) is target for name in plan.rebound)
+    variables = frame.f_locals
+    found = any(variables.get(name) is target for name in plan.rebound)
+    if plan.snapshots:
+        variables.clear()
+    return found
 
 
 def _spell(steps: list[Any]) -> str:

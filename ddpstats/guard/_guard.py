@@ -2,8 +2,8 @@
 
 What happens to a collective, in the order of the code:
 
-1. `Guard.before` describes it: signature, label, call site, the how-manieth of its group. It goes into the ring, and
-   into the record if there is one.
+1. It is described: signature, label, call site, its number in its group. It goes into the ring, and into the record if
+   there is one. strict and record: before it is issued; step: while it is on its way.
 2. strict: its note is posted. A blocking one waits for all ranks' notes, so that nothing moves before all agree; others
    are settled when the program waits for them, or at the next blocking one of their group.
    step: its digest is rolled into the group's; the rolling digest is compared at `step()` and every N collectives.
@@ -33,7 +33,7 @@ from ddpstats._comm import part_of, world_store
 from ddpstats._events import Event, RecordWriter, Ring, roll
 from ddpstats._intercept import Collective, GroupView
 from ddpstats.errors import CollectiveMismatch, ConfigError, DdpstatsError, RankMissing
-from ddpstats.guard._describe import digest, pieces_of, signature_of
+from ddpstats.guard._describe import describe, pieces_of
 from ddpstats.guard._diagnosis import LEFT, MISMATCH, Finding, Testimony
 from ddpstats.guard._exchange import Exchange, Note, Overrun, agree
 from ddpstats.guard._frames import calling_frame, label_of, site_of
@@ -145,6 +145,10 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         self._timeout_sec = _config.timeout_sec(timeout_sec)
         self._record_dir = record_dir
         self._compares = mode in ("strict", "step")
+        # Mode "step" compares nothing beforehand, so it describes a collective while that is on its way. A record must
+        # hold it even if gloo aborts the process in the middle of it.
+        self._early = mode != "step" or record_dir is not None
+        self._timeout_ms = int(self._timeout_sec * 1000)
         self._lock = threading.RLock()
         self._reset()
 
@@ -295,14 +299,17 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         """Describe, record, and where possible compare, before anything moves."""
         if self._verdict is not None:
             raise self._verdict.with_traceback(None)
+        if self._compares and not self._silent and not call.blocking:
+            call.timeout_ms = self._timeout_ms
+        if self._early:
+            self._take_in(call)
+
+    def _take_in(self, call: Collective) -> None:
         with self._lock:
             group = self._groups.get(call.view) or self._meet(call.view)
             event, balance = self._describe(call, group)
-        if self._silent or not self._compares:
-            return
-        if call.timeout_ms is None and not call.blocking:
-            call.timeout_ms = int(self._timeout_sec * 1000)
-        if group.exchange is None:
+        call.seen = group, event
+        if self._silent or group.exchange is None:
             return
         if call.is_p2p:
             self._begin_message(event, group)
@@ -355,10 +362,12 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
 
     def after(self, call: Collective, work: Any) -> None:
         """Wait for a blocking one, so that a rank that never comes is named."""
-        if not self._compares:
+        if not self._early:
+            self._take_in(call)
+        if not self._compares or self._silent or work is None:
             return
-        group, event = self._groups[call.view], self._ring.last()
-        if event is None or not all(tensor.is_cpu for tensor in (*call.inputs[:1], *call.outputs[:1])):
+        group, event = call.seen
+        if not all(tensor.is_cpu for tensor in (*call.inputs[:1], *call.outputs[:1])):
             return
         if call.blocking:
             self._wait_for(work, group, event)
@@ -389,7 +398,6 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
     # -- describing ---------------------------------------------------------------------------------------------------
 
     def _describe(self, call: Collective, group: _Group) -> tuple[Event, int]:
-        signature = signature_of(call)
         pieces, balance = pieces_of(call)
         frame, in_backward = calling_frame(3)
         name = current_label()
@@ -401,6 +409,7 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
                 name, group.keys = reached.path, reached.keys
         if not call.is_p2p:
             group.seq += 1
+        signature, digest = describe(call, name)
         peer = None if call.peer is None else call.view.ranks[call.peer]
         event = Event(
             call.view.name if not call.is_p2p else f"{call.view.name} (point-to-point)",
@@ -408,7 +417,7 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
             signature,
             name,
             site_of(frame),
-            digest(signature, name),
+            digest,
             pieces,
             balance,
             peer,

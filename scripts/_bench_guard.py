@@ -1,0 +1,117 @@
+"""What the guard costs: the same collective with it and without, interleaved in one run on the same ranks.
+
+A guard is entered and left around a burst of calls, so that all variants take turns within seconds of each other; the
+median over all calls of a burst but the first few is compared round by round. TORCH_DISTRIBUTED_DEBUG=DETAIL is decided
+when a process group is made, so it runs on ranks of its own, against plain calls of ranks of the same kind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from _bench_loop import Spread
+
+from ddpstats.guard import _exchange, collective_guard
+
+SIZES = {"1 float": 1, "1M floats": 1_000_000}
+_BURST, _WARM = 30, 8
+
+Samples = dict[str, list[float]]
+
+
+def guard_costs(rounds: int) -> dict[str, Samples]:
+    """Seconds per call of each variant, a median per round, for each size. Collective on the default group."""
+    return {name: _costs(size, max(4, rounds // (4 if size > 1 else 1))) for name, size in SIZES.items()}
+
+
+def _costs(size: int, rounds: int) -> Samples:
+    tensor, order = torch.zeros(size), random.Random(0)
+    stats = {"loss": tensor}
+
+    def burst() -> float:
+        seconds = []
+        for _ in range(_BURST):
+            for key in stats:  # a loop over keys, so that labels are inferred
+                started = time.perf_counter()
+                dist.all_reduce(stats[key])
+                seconds.append(time.perf_counter() - started)
+        return statistics.median(seconds[_WARM:])
+
+    variants: dict[str, Callable[[], Any]] = {
+        "plain": contextlib.nullcontext,
+        "off": lambda: collective_guard("off"),
+        "step": lambda: collective_guard("step"),
+        "strict": lambda: collective_guard("strict"),
+        "strict, over the store": _strict_over_the_store,
+    }
+    samples: Samples = {name: [] for name in variants}
+    names = list(variants)
+    for _ in range(rounds):
+        order.shuffle(names)
+        for name in names:
+            with variants[name]():
+                samples[name].append(burst())
+    return samples
+
+
+@contextlib.contextmanager
+def _strict_over_the_store() -> Iterator[None]:
+    """As between hosts: without shared memory."""
+    with mock.patch.object(_exchange._Shared, "of", side_effect=OSError), collective_guard("strict"):
+        yield
+
+
+def plain_costs(rounds: int) -> dict[str, list[float]]:
+    """Seconds per call without any guard: for ranks that were started with TORCH_DISTRIBUTED_DEBUG=DETAIL, or not."""
+    found = {}
+    for name, size in SIZES.items():
+        tensor = torch.zeros(size)
+        seconds = []
+        for _ in range(_WARM + rounds * (_BURST if size == 1 else 4)):
+            started = time.perf_counter()
+            dist.all_reduce(tensor)
+            seconds.append(time.perf_counter() - started)
+        found[name] = seconds[_WARM:]
+    return found
+
+
+def ddp_step_costs(rounds: int) -> Samples:
+    """Seconds of a DDP training step of some 20 ms, in mode "step" and without."""
+    model = torch.nn.parallel.DistributedDataParallel(
+        torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(8)))
+    )
+    given, order = torch.randn(128, 512), random.Random(0)
+    samples: Samples = {"plain": [], "step": []}
+
+    def steps(each: Callable[[], None]) -> float:
+        seconds = []
+        for _ in range(6):
+            started = time.perf_counter()
+            model(given).square().mean().backward()
+            each()
+            seconds.append(time.perf_counter() - started)
+        return statistics.median(seconds[1:])
+
+    names = list(samples)
+    for _ in range(rounds):
+        order.shuffle(names)
+        for name in names:
+            if name == "plain":
+                samples[name].append(steps(lambda: None))
+            else:
+                with collective_guard("step") as guard:
+                    samples[name].append(steps(guard.step))
+    return samples
+
+
+def ratio(samples: Samples, variant: str) -> Spread:
+    """Of ``variant`` to plain, round by round."""
+    return Spread.of([a / b for a, b in zip(samples[variant], samples["plain"], strict=True)])
