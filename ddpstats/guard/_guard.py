@@ -87,6 +87,10 @@ class _Work(NamedTuple):
     event: Event
     awaited: Awaited | None
 
+    def is_done(self) -> bool:
+        """A message is never taken for done: its receiver still has to compare it."""
+        return self.event.group == self.group.view.name and bool(self.work.is_completed())
+
 
 _guards = 0  # how many guards this process has begun with a process group: ranks that do alike count alike
 
@@ -160,7 +164,6 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         self._writer: RecordWriter | None = None
         self._store: Any = None
         self._works: dict[int, _Work] = {}
-        self._awaited: Awaited | None = None
         self._waits_in: tuple[str, int] | None = None
         self._left: str | None = None
         self._verdict: DdpstatsError | None = None
@@ -308,11 +311,11 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         with self._lock:
             group = self._groups.get(call.view) or self._meet(call.view)
             event, balance = self._describe(call, group)
-        call.seen = group, event
+        call.seen = group, event, None
         if self._silent or group.exchange is None:
             return
         if call.is_p2p:
-            self._begin_message(event, group)
+            call.seen = group, event, self._begin_message(event, group)
         elif self.mode == "strict":
             group.exchange.post(event.seq, Note(event.digest, balance))
             if call.blocking:
@@ -323,19 +326,20 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
             if group.checks_settled < group.checks and (group.exchange.is_quick or group.seq % 8 == 0):
                 self._glance(group)
             if group.seq % self._check_every == 0:
-                self._settle_checks(group, group.checks)  # the one before: all ranks have long posted it
-                self._post_check(group)
+                self._post_check(group)  # settled when all have posted it, and at `step` at the latest
 
-    def _begin_message(self, event: Event, group: _Group) -> None:
+    def _begin_message(self, event: Event, group: _Group) -> Awaited | None:
+        """What is to be compared when the program waits for the message, if anything."""
         if group.messages is None:
-            return
+            return None
         if event.signature.op == "send":
             group.messages.sent(event)
-            return
-        self._awaited = awaited = group.messages.awaited(event)
+            return None
+        awaited = group.messages.awaited(event)
         if awaited is not None and called_blocking():
-            self._awaited = None
             self._settle_message(group, awaited)
+            return None
+        return awaited
 
     def _settle_message(self, group: _Group, awaited: Awaited) -> None:
         """Compare a message with what its receiver expects, before it is taken."""
@@ -366,23 +370,25 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
             self._take_in(call)
         if not self._compares or self._silent or work is None:
             return
-        group, event = call.seen
+        group, event, awaited = call.seen
         if not all(tensor.is_cpu for tensor in (*call.inputs[:1], *call.outputs[:1])):
             return
         if call.blocking:
             self._wait_for(work, group, event)
             return
-        if len(self._works) > RING_EVENTS:
-            self._works.clear()  # never waited for by Python; settled with the next one of the group
-        self._works[id(work)] = _Work(work, group, event, self._awaited)
-        self._awaited = None
+        with self._lock:
+            # What is done and was not waited for may never be (DDP, functional collectives wait in C++), and keeps its
+            # tensors alive. It is settled with the next one of its group.
+            for key in [key for key, entry in self._works.items() if entry.is_done()]:
+                del self._works[key]
+            self._works[id(work)] = _Work(work, group, event, awaited)
 
     def waiting(self, work: Any) -> bool:
         """The program waits for an asynchronous collective, or a message: now it must be settled."""
-        if not self._works:
-            return False
-        entry = self._works.pop(id(work), None)
+        with self._lock:
+            entry = self._works.pop(id(work), None)
         if entry is None or entry.work is not work or self._silent:
+            self._settle_what_is_ready()
             return False
         if entry.awaited is not None:
             self._settle_message(entry.group, entry.awaited)
@@ -394,6 +400,19 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         if not self._silent:
             self._wait_for(work, entry.group, entry.event)
         return False
+
+    def _settle_what_is_ready(self) -> None:
+        """strict: compare what all ranks have posted by now; never waits."""
+        if self.mode != "strict" or self._silent or self._verdict is not None:
+            return
+        for group in list(self._named.values()):
+            while group.exchange is not None and group.exchange.is_quick and group.settled < group.seq:
+                try:
+                    if group.exchange.look(group.settled + 1) is None:
+                        break
+                except Overrun:
+                    pass
+                self._settle(group, group.settled + 1)
 
     # -- describing ---------------------------------------------------------------------------------------------------
 
