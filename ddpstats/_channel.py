@@ -101,8 +101,9 @@ class Channel:
         while True:
             with self._state:
                 # A thread that waits for work waits for the program, not for a peer: the one wait without a limit.
-                self._state.wait_for(lambda: (self._queue and not self._busy) or self._worker is None)
-                if not self._queue:
+                self._state.wait_for(lambda: not self._busy if self._queue else self._users == 0)
+                if not self._queue:  # and nobody who may submit is left
+                    self._worker = None
                     return
                 job = self._queue.popleft()
                 self._busy = True
@@ -244,13 +245,11 @@ class Channel:
             self._users += 1
 
     def release(self, *, wait: bool) -> None:
-        """The last user that may `submit` ends the worker, after it has done what is pending; ``wait`` for that."""
+        """With the last user that may `submit` the worker ends, once it has done what is pending; ``wait`` for that."""
         with self._state:
             self._users -= 1
             worker = self._worker if self._users == 0 else None
-            if worker is not None:
-                self._worker = None
-                self._state.notify_all()
+            self._state.notify_all()
         if wait and worker is not None and worker is not threading.current_thread():
             worker.join()
 
@@ -277,7 +276,7 @@ ALONE = object()
 """In place of a group: this process only, whatever groups there are."""
 
 _channels: weakref.WeakKeyDictionary[dist.ProcessGroup, Channel] = weakref.WeakKeyDictionary()
-_alone: Channel | None = None
+_alone: dict[int, Channel] = {}  # by this process's rank
 _lock = threading.Lock()
 
 
@@ -309,11 +308,11 @@ def channel_of(group: Any) -> Channel:
 
 
 def _channel_alone() -> Channel:
-    global _alone
+    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     with _lock:
-        if _alone is None:
-            _alone = Channel((0,), 0, "a single process", lambda timeout_sec: SoloComm())
-        return _alone
+        if rank not in _alone:
+            _alone[rank] = Channel((rank,), rank, "a single process", lambda timeout_sec: SoloComm(rank))
+        return _alone[rank]
 
 
 def _new_channel(group: dist.ProcessGroup) -> Channel:

@@ -294,7 +294,7 @@ def group_ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
 def _as_tensor(buffer: bytearray) -> torch.Tensor:
     """A view of ``buffer``: what a collective writes into it is in the bytearray."""
     if not buffer:  # `frombuffer` refuses it; a collective of nothing still is one
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.frombuffer(buffer, dtype=torch.uint8)
 
 

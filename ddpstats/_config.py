@@ -55,6 +55,10 @@ def timeout_sec(given: float | None) -> float:
             value = float(text) if text else DEFAULT_TIMEOUT_SEC
         except ValueError:
             raise ConfigError(f"{TIMEOUT_SEC}={text!r} is not a number of seconds") from None
-    if not 0 < value < 1e7:
+    try:
+        fits = 0 < value < 1e7
+    except TypeError:
+        fits = False
+    if not fits:
         raise ConfigError(f"{source}={value!r} must be a number of seconds, above 0 and below 1e7")
     return float(value)

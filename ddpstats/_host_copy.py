@@ -51,7 +51,7 @@ class _Piece:
         self._order = [tensor for group in by_dtype.values() for tensor in group]
         self._event: Any = None
         if device.type == "cuda":
-            self._host = torch.empty(vector.shape, dtype=wide, pin_memory=True)
+            self._host = torch.empty(vector.shape, dtype=wide, pin_memory=True, device="cpu")
             self._host.copy_(vector, non_blocking=True)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record(torch.cuda.current_stream(device))

@@ -134,7 +134,8 @@ class Mailbox:
                     return self._write(missing, [], describe)
                 time.sleep(_POLL_SEC)
         except _STORE_ERRORS as error:
-            return _without_store(error, describe)
+            gone = tuple(sorted(rank for rank, process in self.peers.items() if process.is_dead()))
+            return _without_store(error, describe, gone)
 
     def leave(self, describe: Describe) -> Verdict:
         """Say that this rank is the one that others will miss."""
@@ -177,9 +178,12 @@ def _growing_polls(longest_sec: float) -> Iterator[float]:
 _STORE_ERRORS = (RuntimeError, OSError, ValueError)
 
 
-def _without_store(error: BaseException, describe: Describe) -> Verdict:
+def _without_store(error: BaseException, describe: Describe, gone: tuple[int, ...] = ()) -> Verdict:
+    """``gone``: ranks of this host whose process is known to be dead without any store; it may have been theirs."""
     reason = str(error).strip().split("\n", 1)[0]
-    return Verdict((), f"{describe((), ())}\nThe store, which could tell who is missing, does not answer: {reason}")
+    return Verdict(
+        gone, f"{describe(gone, gone)}\nThe store, which could tell who is missing, does not answer: {reason}"
+    )
 
 
 def _parse(payload: bytes | str) -> Verdict:

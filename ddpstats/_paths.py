@@ -68,4 +68,6 @@ def _escape_key(key: Step) -> str:
     if isinstance(key, int):
         return str(key)
     text = _SPECIAL.sub(lambda found: "\\" + found.group(), key)
-    return "\\" + text if not text or _LOOKS_LIKE_INT.match(text) else text
+    if not text:
+        return "\\e"  # a bare backslash would make an escaped slash of the separator that follows
+    return "\\" + text if _LOOKS_LIKE_INT.match(text) else text

@@ -304,7 +304,7 @@ class Protocol:
             for slot, value in zip(placement.slots, part.sums, strict=True)
             if slot in sign and placement.codes[slot] == PRESENT and counts(value)
         }
-        tensor = torch.tensor([mine.get(slot, -math.inf) for slot in sign], dtype=torch.float64)
+        tensor = torch.tensor([mine.get(slot, -math.inf) for slot in sign], dtype=torch.float64, device="cpu")
         self._count(counters, tensor.numel() * 8)
         self._comm.all_reduce_max(tensor, call.timeout_sec)
         return {slot: sign[slot] * value for slot, value in zip(sign, tensor.tolist(), strict=True)}

@@ -55,6 +55,9 @@ class Prepared:
             self._copy = _start_copy(self._flat, weight)
             if self._copy is None:
                 self._part = _part(self._flat, weight)
+            else:  # what is on the host is read later, with the rest, and may change until then
+                self._flat = Flat(self._flat.structure, list(map(_taken, self._flat.leaves)))
+                self._weight = _taken(weight)
         except CannotFlatten as error:
             self._part = error.failure
         except Exception as error:  # whatever a foreign leaf type raises: this rank must still take part
@@ -87,6 +90,17 @@ def _start_copy(flat: Flat, weight: Any) -> HostCopy | None:
     return HostCopy.start_if_needed(flat.leaves, weight)
 
 
+def _taken(value: Any) -> Any:
+    """A leaf as it is now; what lives on an accelerator is in the copy already."""
+    if isinstance(value, Mean):
+        return Mean(_taken(value.value), _taken(value.weight))
+    if isinstance(value, Marker):
+        return type(value)(_taken(value.value))
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone() if value.is_cpu and not hasattr(value, "placements") else value
+    return value.copy() if type(value).__module__ == "numpy" else value
+
+
 def _accelerator_in_use() -> bool:
     """False only where no tensor can be anywhere but in host memory: then none of them need be asked."""
     accelerator = torch.accelerator.current_accelerator()
@@ -107,7 +121,8 @@ def _read_weight(weight: Any) -> tuple[float, list[float] | None]:
     try:
         value = _elements(weight) if type(weight) is not float else weight
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise CannotFlatten((), f"the weight is {error}; it is a real number or a 1-d tensor") from None
+        reason = str(error).partition(";")[0]  # what follows explains leaves
+        raise CannotFlatten((), f"the weight is {reason}; it is a real number or a 1-d tensor") from None
     elements = value if isinstance(value, list) else None
     total = math.fsum(value) if isinstance(value, list) else value
     if not (0 <= total < math.inf) or (elements and min(elements) < 0):

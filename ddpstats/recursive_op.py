@@ -131,7 +131,9 @@ def _nested(reduced: Reduced, tensors: Sequence[torch.Tensor | None]) -> Any:
 
 
 def _total(reduced: Reduced, weight: Any) -> torch.Tensor:
-    given = torch.as_tensor(weight)  # a number passes as well; what cannot be a weight has raised on every rank by now
+    # A number passes as well; what cannot be a weight has raised on every rank by now. `as_tensor` would move a tensor
+    # to torch's default device.
+    given = weight if isinstance(weight, torch.Tensor) else torch.tensor(weight, device="cpu")
     dtype = given.dtype
     if dtype == torch.bool or (not given.is_floating_point() and reduced.total_weight > torch.iinfo(dtype).max):
         dtype = torch.int64  # as torch's own sum: the total of many bools or uint8 is no longer one
@@ -140,7 +142,7 @@ def _total(reduced: Reduced, weight: Any) -> torch.Tensor:
 
 def _tensors(reduced: Reduced, weight: Any) -> Sequence[torch.Tensor | None]:
     """The values of ``reduced`` as 0-d tensors: one tensor per dtype, copied to the device once, and cut up there."""
-    device = weight.device if isinstance(weight, torch.Tensor) else None
+    device = weight.device if isinstance(weight, torch.Tensor) else torch.device("cpu")
     values, places = reduced._flat, reduced._selection.by_dtypes
     if len(places) == 1 and not reduced._selection.nones:
         return torch.tensor(values, dtype=_promoted(next(iter(places))), device=device).unbind()

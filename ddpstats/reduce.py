@@ -262,7 +262,10 @@ def reduce_stats(
 def kept_reducer(group: Any, name: str | None, nonfinite: NonFinitePolicy) -> StatsReducer:
     """The reducer that `reduce_stats` keeps for these arguments. Local."""
     key = (id(group), name, nonfinite)
-    kept = _reducers.get(key)
+    try:
+        kept = _reducers.get(key)
+    except TypeError:  # what cannot be a key is no legal argument either
+        return StatsReducer(group=group, name=name, nonfinite=nonfinite)
     if kept is not None and kept._serves(group):
         return kept
     with _reducers_lock:

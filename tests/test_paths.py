@@ -18,7 +18,7 @@ def test_spelling() -> None:
     assert format_path(("train", "loss", Index(2))) == "train/loss[2]"
     assert format_path((Index(0), "a", 3)) == "[0]/a/3"
     assert format_path(()) == ""
-    assert escape_path(("a/b", "0", 0, "x[1]", "")) == "a\\/b/\\0/0/x\\[1\\]/\\"
+    assert escape_path(("a/b", "0", 0, "x[1]", "")) == "a\\/b/\\0/0/x\\[1\\]/\\e"
 
 
 @given(paths)

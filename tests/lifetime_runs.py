@@ -1,0 +1,78 @@
+"""What runs on the ranks of `test_lifetimes`."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import ddpstats
+from ddpstats import Max, StatsReducer, reduce_stats
+
+
+def threads() -> list[str]:
+    """Ours, once those that are about to end have had the time to."""
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline and any(thread.name == "ddpstats" for thread in threading.enumerate()):
+        time.sleep(0.01)
+    return [thread.name for thread in threading.enumerate() if thread.name == "ddpstats"]
+
+
+def dropped_reducers() -> tuple[list[Any], list[str]]:
+    """As in ``return StatsReducer(...).start(stats)``: the reducer is gone before its reduction is done."""
+    found = []
+    for i in range(30):
+        pending = [StatsReducer(name=name, timeout_sec=20).start({name: float(i)}) for name in ("a", "b", "c")]
+        found.append([one.result().values for one in pending])
+    return found, threads()
+
+
+def late_peer() -> Any:
+    reduce_stats({"a": 1.0})
+    if dist.get_rank() == 1:
+        time.sleep(7)
+    return StatsReducer(name="late", timeout_sec=30).start({"x": 1.0}).result().values
+
+
+def two_threads() -> list[str]:
+    """Two threads of rank 0 reduce at once, so that one of them queues behind the other."""
+    reduce_stats({"a": 1.0})
+    if dist.get_rank() == 0:
+        both = [threading.Thread(target=reduce_stats, args=({"a": 1.0},)) for _ in range(2)]
+        for thread in both:
+            thread.start()
+        for thread in both:
+            thread.join(30)
+    else:
+        time.sleep(1)
+        reduce_stats({"a": 1.0})
+        reduce_stats({"a": 1.0})
+    return threads()
+
+
+def other_default_device() -> Any:
+    """A program whose new tensors are made elsewhere, as under ``torch.set_default_device("cuda")``."""
+    with torch.device("meta"):
+        total = ddpstats.recursive_average({"l": torch.ones(1, device="cpu")}, torch.ones(1, device="cpu"), True)[1]
+        return reduce_stats({"m": Max(float(dist.get_rank())), "l": 1.0}, name="device").values, str(total.device)
+
+
+def alone_with_a_fault() -> list[tuple[int, ...]]:
+    """Errors of a group of one name this process's own rank."""
+    group: Any = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    found = []
+    for call in (
+        lambda: reduce_stats({"a": "text"}, group=group),
+        lambda: ddpstats.recursive_average({"a": "text"}, torch.ones(1)),
+        lambda: reduce_stats({"a": float("nan")}, group=group, nonfinite="raise"),
+    ):
+        with contextlib.suppress(ZeroDivisionError):
+            try:
+                call()
+            except ddpstats.DdpstatsError as error:
+                found.append(error.ranks)
+    return found

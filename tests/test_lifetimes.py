@@ -1,0 +1,74 @@
+"""Reducers that end early, ranks that come late, threads that stay: what a long program does to the library."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+
+from ddpstats import ConfigError, InvalidStats, Mean, StatsReducer, _host_copy, reduce_stats
+from ddpstats._paths import escape_path
+from ddpstats.testing import RankPool
+from tests import lifetime_runs as runs
+
+
+def test_a_reducer_may_be_dropped_before_its_reductions_are_done(two_ranks: RankPool) -> None:
+    for found, threads in two_ranks.run(runs.dropped_reducers).values():
+        assert found == [[{name: float(i)} for name in ("a", "b", "c")] for i in range(30)]
+        assert threads == []
+
+
+def test_a_result_waits_for_a_peer_that_is_late(two_ranks: RankPool) -> None:
+    assert two_ranks.run(runs.late_peer).values() == [{"x": 1.0}, {"x": 1.0}]
+
+
+def test_a_call_that_queued_behind_another_leaves_no_thread(two_ranks: RankPool) -> None:
+    assert two_ranks.run(runs.two_threads).values() == [[], []]
+
+
+def test_another_default_device_changes_nothing(two_ranks: RankPool) -> None:
+    assert two_ranks.run(runs.other_default_device).values() == [({"m": 1.0, "l": 1.0}, "cpu")] * 2
+
+
+def test_a_group_of_one_names_its_own_rank(two_ranks: RankPool) -> None:
+    assert two_ranks.run(runs.alone_with_a_fault).values() == [[(0,)] * 3, [(1,)] * 3]
+
+
+def test_host_values_are_taken_when_the_reduction_starts_also_beside_an_accelerators() -> None:
+    away, host, weight = torch.tensor(1.0), torch.tensor(5.0), torch.tensor([2.0])
+    array = pytest.importorskip("numpy").array([3.0])
+
+    def is_away(tensor: torch.Tensor) -> bool:
+        return tensor is away
+
+    with (
+        mock.patch.object(_host_copy, "_is_away", is_away),
+        mock.patch("ddpstats._values._accelerator_in_use", return_value=True),
+        mock.patch("ddpstats._values._is_cpu", lambda tensor: not is_away(tensor)),
+        StatsReducer() as reducer,
+    ):
+        stats = {"away": away, "host": host, "array": array, "mean": Mean(host, weight=host)}
+        first, second = reducer.start(stats, weight), reducer.start(stats, weight)
+        host.fill_(-100.0)
+        array[0] = -100.0
+        weight.fill_(50.0)
+        for pending in (first, second):
+            found = pending.result()
+            assert found.values == {"away": 1.0, "host": 5.0, "array": 3.0, "mean": 5.0}
+            assert found.total_weight == 2.0
+
+
+def test_an_empty_key_beside_one_that_begins_with_a_slash() -> None:
+    assert reduce_stats({"": {"b": 1.0}, "/b": 2.0}).flat().keys() == {r"\e/b", r"\/b"}
+    assert escape_path(("", "b")) != escape_path(("/b",))
+    assert escape_path(("\\e",)) != escape_path(("",))
+
+
+def test_arguments_of_other_types() -> None:
+    with pytest.raises(ConfigError, match="name="):
+        reduce_stats({}, name=["a"])  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="timeout_sec='30'"):
+        StatsReducer(timeout_sec="30")  # type: ignore[arg-type]
+    with pytest.raises(InvalidStats, match=r"the weight is a tensor of shape \(2, 2\); it is a real number or a 1-d"):
+        reduce_stats({"a": 1.0}, torch.ones(2, 2))
