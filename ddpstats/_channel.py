@@ -179,7 +179,7 @@ class Channel:
             lines.append(f"  {self._named(dead)}: the process is gone")
         if silent:
             lines.append(f"  {self._named(silent)}: did not take part")
-        if not missing:
+        if not missing and not dead:
             lines.append("  no rank is known to be missing; the connection between ranks failed")
         lines.append(f"{self._named([self._rank])} waited and saw: {reason}")
         lines.append(

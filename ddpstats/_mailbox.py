@@ -16,7 +16,7 @@ import json
 import os
 import struct
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -134,8 +134,7 @@ class Mailbox:
                     return self._write(missing, [], describe)
                 time.sleep(_POLL_SEC)
         except _STORE_ERRORS as error:
-            gone = tuple(sorted(rank for rank, process in self.peers.items() if process.is_dead()))
-            return _without_store(error, describe, gone)
+            return _without_store(error, describe, (rank for rank in self.ranks if self._is_gone(rank)))
 
     def leave(self, describe: Describe) -> Verdict:
         """Say that this rank is the one that others will miss."""
@@ -158,6 +157,9 @@ class Mailbox:
         here = self.dead_peers()
         return [rank for rank in self.ranks if rank in here or self.store.check([f"dead/{rank}"])]
 
+    def _is_gone(self, rank: int) -> bool:
+        return rank in self.peers and self.peers[rank].is_dead()
+
     def _post_waiting(self, seq: int) -> None:
         self.store.set(f"waiting/{self.rank}", str(seq))
 
@@ -178,12 +180,11 @@ def _growing_polls(longest_sec: float) -> Iterator[float]:
 _STORE_ERRORS = (RuntimeError, OSError, ValueError)
 
 
-def _without_store(error: BaseException, describe: Describe, gone: tuple[int, ...] = ()) -> Verdict:
-    """``gone``: ranks of this host whose process is known to be dead without any store; it may have been theirs."""
+def _without_store(error: BaseException, describe: Describe, gone: Iterable[int] = ()) -> Verdict:
+    """``gone``: ranks of this host whose process is known to be dead, for the text: other hosts cannot know them."""
     reason = str(error).strip().split("\n", 1)[0]
-    return Verdict(
-        gone, f"{describe(gone, gone)}\nThe store, which could tell who is missing, does not answer: {reason}"
-    )
+    text = describe((), tuple(gone))
+    return Verdict((), f"{text}\nThe store, which could tell who is missing, does not answer: {reason}")
 
 
 def _parse(payload: bytes | str) -> Verdict:

@@ -79,7 +79,7 @@ class Prepared:
 
 def _start_copy(flat: Flat, weight: Any) -> HostCopy | None:
     on_host = type(weight) in (float, int) or not isinstance(weight, torch.Tensor) or weight.is_cpu
-    if on_host and not _accelerator_in_use():
+    if on_host and not accelerator_in_use():
         return None
     if on_host:
         reading = flat.structure.reading
@@ -101,7 +101,7 @@ def _taken(value: Any) -> Any:
     return value.copy() if type(value).__module__ == "numpy" else value
 
 
-def _accelerator_in_use() -> bool:
+def accelerator_in_use() -> bool:
     """False only where no tensor can be anywhere but in host memory: then none of them need be asked."""
     accelerator = torch.accelerator.current_accelerator()
     return accelerator is not None and (accelerator.type != "cuda" or torch.cuda.is_initialized())  # type: ignore[no-untyped-call]

@@ -14,10 +14,12 @@ from typing import Any, NamedTuple
 import torch
 
 from ddpstats._channel import ALONE
+from ddpstats._markers import Marker
 from ddpstats._paths import Path
 from ddpstats._reduced import Reduced
 from ddpstats._schema import iter_leaves
-from ddpstats._tree import FLOATS
+from ddpstats._tree import FLOATS, flatten
+from ddpstats._values import accelerator_in_use
 from ddpstats.errors import InvalidStats
 from ddpstats.reduce import NonFinitePolicy, kept_reducer
 
@@ -35,14 +37,15 @@ def recursive_sum(obj: Any, weight: torch.Tensor, distributed: bool = False, *, 
         distributed: sum over the ranks of ``group`` as well.
 
     Returns:
-        The union of all ranks' structures, in one order, with 0-d tensors on ``weight``'s device. Their dtype is the
-        promoted dtype of the ranks' leaves; torch's default dtype for int and bool. None where every holder has None.
+        The union of all ranks' structures, in one order, with 0-d tensors on the device of this rank's leaves
+        (``weight``'s where it holds none), which share one storage per dtype. Their dtype is the promoted dtype of the
+        ranks' leaves; torch's default dtype for int and bool. None where every holder has None.
 
     Raises:
         As `StatsReducer`.
     """
     summed = _reduce(obj, weight, distributed, group, divide=False)
-    return _nested(summed, _tensors(summed, weight))
+    return _nested(summed, _tensors(summed, obj, weight))
 
 
 def recursive_average(
@@ -62,7 +65,7 @@ def recursive_average(
         both:   ({"l1": tensor(1.), "snr": tensor(-2.)}, tensor(16.))
     """
     averaged = _reduce(obj, weight, distributed, group, divide=True)
-    return _nested(averaged, _tensors(averaged, weight)), _total(averaged, weight)
+    return _nested(averaged, _tensors(averaged, obj, weight)), _total(averaged, weight)
 
 
 class LeafAverage(NamedTuple):
@@ -88,7 +91,7 @@ def average_with_weights(
     Collective in the same way. The tensors of the third result are the very objects of the first, in the same order.
     """
     averaged = _reduce(obj, weight, distributed, group, divide=True, nonfinite=nonfinite)
-    tensors = _tensors(averaged, weight)
+    tensors = _tensors(averaged, obj, weight)
     paths = (path for path, _ in iter_leaves(averaged._selection.schema))
     leaves = [
         LeafAverage(path, name, tensor, entry.weight, entry.op)
@@ -140,9 +143,9 @@ def _total(reduced: Reduced, weight: Any) -> torch.Tensor:
     return torch.tensor(reduced.total_weight, dtype=torch.float64, device=given.device).to(dtype)
 
 
-def _tensors(reduced: Reduced, weight: Any) -> Sequence[torch.Tensor | None]:
+def _tensors(reduced: Reduced, obj: Any, weight: Any) -> Sequence[torch.Tensor | None]:
     """The values of ``reduced`` as 0-d tensors: one tensor per dtype, copied to the device once, and cut up there."""
-    device = weight.device if isinstance(weight, torch.Tensor) else torch.device("cpu")
+    device = _device(obj, weight)
     values, places = reduced._flat, reduced._selection.by_dtypes
     if len(places) == 1 and not reduced._selection.nones:
         return torch.tensor(values, dtype=_promoted(next(iter(places))), device=device).unbind()
@@ -152,6 +155,17 @@ def _tensors(reduced: Reduced, weight: Any) -> Sequence[torch.Tensor | None]:
         for place, tensor in zip(chosen, made.unbind(), strict=True):
             tensors[place] = tensor
     return tensors
+
+
+def _device(obj: Any, weight: Any) -> torch.device:
+    """Where the results go: to an accelerator if ``weight`` or a leaf is there."""
+    device = weight.device if isinstance(weight, torch.Tensor) else torch.device("cpu")
+    if device.type == "cpu" and accelerator_in_use():
+        for leaf in flatten(obj, keep_dtypes=True).leaves:
+            value = leaf.value if isinstance(leaf, Marker) else leaf
+            if isinstance(value, torch.Tensor) and not value.is_cpu:
+                return value.device
+    return device
 
 
 def _promoted(names: tuple[str, ...]) -> torch.dtype:

@@ -53,7 +53,7 @@ class ReductionCounters:
         calls: reductions asked for.
         collectives: collectives issued for them: one per call in steady state, two where the layout holds Min or Max.
         renegotiations: how often the ranks exchanged what they hold: once per new path, not per call.
-        payload_bytes: bytes this rank put into those collectives.
+        payload_bytes: bytes of the buffers that this rank passed to those collectives.
     """
 
     calls: int

@@ -63,13 +63,13 @@ def memory(keys: int) -> Memory:
     StatsReducer(name="warm-up")({"loss": 1.0}, 8.0)  # lazy imports and the connection are not a matter of paths
     stats = {key(index): index % 13 + 0.5 for index in range(keys)}
     gc.collect()
+    # Tracing goes on until the rank ends: `tracemalloc.stop` beside a gloo thread crashes CPython (gh-128679).
     tracemalloc.start()
     start, _ = tracemalloc.get_traced_memory()
     first_peak, _ = _traced_call(reducer, stats)
     _traced_call(reducer, stats)
     steady_peak, result = _traced_call(reducer, stats)
     retained = tracemalloc.get_traced_memory()[0] - start
-    tracemalloc.stop()
     return Memory(first_peak, steady_peak, _torch_bytes(reducer, stats), retained, result)
 
 

@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 import ddpstats
 from ddpstats import Max, StatsReducer, reduce_stats
+from ddpstats.testing import die
 
 
 def threads() -> list[str]:
@@ -76,3 +78,26 @@ def alone_with_a_fault() -> list[tuple[int, ...]]:
             except ddpstats.DdpstatsError as error:
                 found.append(error.ranks)
     return found
+
+
+def killed_store_host() -> Any:
+    """Rank 0 serves the store, reduces once and is killed; what the others see at their next two calls."""
+    rank = dist.get_rank()
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
+    port = torch.tensor([0 if store is None else store.port])
+    dist.broadcast(port, 0)
+    dist.destroy_process_group()
+    store = store or TCPStore("127.0.0.1", int(port), is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
+    reducer = StatsReducer(name="store", timeout_sec=10)
+    reducer({"a": 1.0})
+    if rank == 0:
+        die()
+    started, found = time.monotonic(), []
+    for _ in range(2):
+        try:
+            reducer({"a": 1.0})
+        except ddpstats.RankMissing as error:
+            found.append(error)
+    first, again = found
+    return type(first).__name__, first.missing_ranks, str(first), type(again).__name__, time.monotonic() - started

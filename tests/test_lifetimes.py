@@ -9,7 +9,8 @@ import torch
 
 from ddpstats import ConfigError, InvalidStats, Mean, StatsReducer, _host_copy, reduce_stats
 from ddpstats._paths import escape_path
-from ddpstats.testing import RankPool
+from ddpstats.recursive_op import _device
+from ddpstats.testing import RankPool, run_ranks
 from tests import lifetime_runs as runs
 
 
@@ -44,7 +45,7 @@ def test_host_values_are_taken_when_the_reduction_starts_also_beside_an_accelera
 
     with (
         mock.patch.object(_host_copy, "_is_away", is_away),
-        mock.patch("ddpstats._values._accelerator_in_use", return_value=True),
+        mock.patch("ddpstats._values.accelerator_in_use", return_value=True),
         mock.patch("ddpstats._values._is_cpu", lambda tensor: not is_away(tensor)),
         StatsReducer() as reducer,
     ):
@@ -72,3 +73,30 @@ def test_arguments_of_other_types() -> None:
         StatsReducer(timeout_sec="30")  # type: ignore[arg-type]
     with pytest.raises(InvalidStats, match=r"the weight is a tensor of shape \(2, 2\); it is a real number or a 1-d"):
         reduce_stats({"a": 1.0}, torch.ones(2, 2))
+
+
+def test_results_go_where_the_leaves_are() -> None:
+    away = torch.empty(1, device="meta")
+    with mock.patch("ddpstats.recursive_op.accelerator_in_use", return_value=True):
+        for obj in ({"a": [1.0, away]}, {"a": Mean(away)}):
+            assert _device(obj, torch.ones(1)) == away.device
+        assert _device({"a": torch.ones(1)}, torch.ones(1)) == torch.device("cpu")
+        assert _device({"a": 1.0}, away) == away.device
+
+
+def test_a_single_process_sends_nothing_and_counts_nothing() -> None:
+    with StatsReducer() as reducer:
+        reducer({"a": 1.0})
+        counted = reducer.counters
+    assert (counted.calls, counted.collectives, counted.payload_bytes) == (1, 0, 0)
+
+
+def test_the_host_of_the_store_is_killed() -> None:
+    for rank, found in enumerate(run_ranks(runs.killed_store_host, 3)):
+        if rank == 0:
+            continue
+        kind, missing, text, again, waited_sec = found.value
+        assert (kind, missing, again) == ("RankMissing", (), "RankMissing")
+        assert "rank 0: the process is gone" in text
+        assert "The store, which could tell who is missing, does not answer" in text
+        assert waited_sec < 15

@@ -110,11 +110,12 @@ class AveragedStats(dict[Any, Any]):
             self._leaves.setdefault(leaf.path[0], []).append(leaf)
 
     def rows(self) -> Iterator[tuple[Any, Any, float | None]]:
-        """(name, value, own weight), lists and nested dicts leaf by leaf; None where the caller's weight holds."""
+        """(name, value, own weight), lists and nested dicts leaf by leaf; weight None where the caller's holds."""
         for key, value in self.items():
             if key in self._averages and self._averages[key] is value:
                 for leaf in self._leaves.get(key, ()):
-                    yield leaf.name, leaf.value, leaf.weight if leaf.op == "mean" else None
+                    # espnet keeps one type of entry per key: None must get a weight where a value of that key has one.
+                    yield leaf.name, leaf.value, leaf.weight if leaf.op in ("mean", "none") else None
             else:
                 yield key, value, None
 

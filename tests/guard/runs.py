@@ -107,10 +107,10 @@ def many(count: int) -> tuple[int, int]:
 
     with collective_guard("step", check_every=64) as guard:
         dist.all_reduce(torch.ones(1))
+        # Tracing goes on until the rank ends: `tracemalloc.stop` beside a gloo thread crashes CPython (gh-128679).
         tracemalloc.start()
         for number in range(count):
             with ddpstats.label(f"step {number}"):
                 dist.all_reduce(torch.ones(1))
         used = tracemalloc.get_traced_memory()[0]
-        tracemalloc.stop()
         return len(guard._ring), used

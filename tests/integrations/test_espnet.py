@@ -457,3 +457,15 @@ def test_a_tuple_of_stats_is_still_a_tuple(espnet_module: Any) -> None:
     espnet.install()
     (one,), total = espnet_module.recursive_average((torch.tensor([1.0, 4.0]),), torch.tensor([1.0, 2.0]), False)
     assert (one.item(), total.item()) == (3.0, 3.0)
+
+
+def test_a_key_that_is_none_first_and_registered_without_a_weight(espnet_module: Any) -> None:
+    from espnet2.train.reporter import SubReporter
+
+    espnet.install()
+    reporter = SubReporter("train", 1, 0)
+    for value in (None, torch.tensor([3.0])):
+        averaged, _ = espnet_module.recursive_average({"late": value, "one": torch.tensor([1.0])}, torch.tensor([8.0]))
+        reporter.register(averaged)
+        reporter.next()
+    assert "late=3.000" in reporter.log_message()
