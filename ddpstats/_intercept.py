@@ -11,8 +11,15 @@ devices and which c10d itself leaves empty, so nothing is overridden and removin
    the operator itself calls, such as ``torch.empty``.)
 3. shows the subscribers the work. `Work.wait` is wrapped, for what has to be settled when the program waits.
 
-Checked on torch 2.13, gloo. `subscribe` compares the arguments of every operator with what this file knows and raises
-``ConfigError`` where one differs: another torch is refused rather than observed by half.
+To hand an operator's arguments to Python and back costs as much as a small collective. So the one way that matters for
+speed, ``dist.all_reduce`` of a plain tensor in host memory, has a door of its own: `_all_reduce` stands in the place of
+``ProcessGroup.allreduce``, shows the call, and asks the group's backend, as c10d's own kernel for the CPU would.
+
+Checked on torch 2.13, gloo. `subscribe` compares c10d's operators and their arguments with what this file knows, and on
+a torch other than 2.13 it also tries a collective of a group of one: a torch that it would observe by half is refused
+(``ConfigError``). torch 2.14 and 2.15 have the operators of 2.13 and ``gather_into_tensor_`` (read from their wheels;
+not run). Their official hooks (``ProcessGroup.register_pre_hook``) tell neither reduce op, splits, peer nor tag, so
+they cannot take the place of these kernels; they fire below them, and go on working.
 """
 
 from __future__ import annotations
@@ -43,6 +50,7 @@ class GroupView:
     ranks: tuple[int, ...]
     rank: int
     is_ours: bool
+    has_host: bool = False  # it has a backend for tensors in host memory
 
 
 class Collective:
@@ -99,6 +107,7 @@ class Subscriber(Protocol):
 _subscribers: list[Subscriber] = []
 _library: Any = None
 _original_wait: Any = None
+_original_all_reduce: Any = None
 _lock = threading.Lock()
 
 
@@ -127,37 +136,103 @@ def is_installed() -> bool:
 
 
 def _install() -> None:
-    global _library, _original_wait
+    global _library, _original_wait, _original_all_reduce
     if not dist.is_available():
         raise ConfigError("this build of torch has no torch.distributed: there are no collectives to observe")
     _check_operators()
     library: Any = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]  # see `_uninstall`
     for name, reader in _OPERATORS.items():
-        library.impl(name, _kernel(name, reader), "BackendSelect")
+        if _schema(name) is not None:
+            library.impl(name, _kernel(name, reader), "BackendSelect")
     _library = library
-    _original_wait = dist.Work.wait
+    _original_wait = vars(dist.Work)["wait"]
     dist.Work.wait = _wait  # type: ignore[method-assign]
+    if _is_checked():
+        _original_all_reduce = vars(dist.ProcessGroup)["allreduce"]  # the attribute itself, not what it binds to
+        dist.ProcessGroup.allreduce = _all_reduce  # type: ignore[method-assign]
+    elif not _sees_a_collective():
+        _uninstall()
+        raise ConfigError(
+            f"torch {torch.__version__} does not show its collectives to the guard, which was checked on torch "
+            f"{CHECKED_ON}. Install that version, or run without the guard."
+        )
 
 
 def _uninstall() -> None:
-    global _library
+    global _library, _original_all_reduce
     _library._destroy()
     _library = None
     dist.Work.wait = _original_wait  # type: ignore[method-assign]
+    if _original_all_reduce is not None:
+        dist.ProcessGroup.allreduce = _original_all_reduce  # type: ignore[method-assign]
+        _original_all_reduce = None
+
+
+def _is_checked() -> bool:
+    return torch.__version__.startswith(CHECKED_ON + ".")
 
 
 def _check_operators() -> None:
+    hint = f"It was checked on torch {CHECKED_ON}. Install that version, or run without the guard."
     for name, expected in _ARGUMENTS.items():
-        try:
-            found = getattr(torch.ops.c10d, name).default._schema
-        except (AttributeError, RuntimeError):
-            found = None
+        found = _schema(name)
         names = [] if found is None else [argument.name for argument in found.arguments]
-        if names != expected.split():
+        if names != expected.split() and (found is not None or name not in _NEWER):
             raise ConfigError(
                 f"torch {torch.__version__} has no c10d::{name}({', '.join(expected.split())}), which the guard "
-                f"observes; it was checked on torch {CHECKED_ON}. Install that version, or run without the guard."
+                f"observes. {hint}"
             )
+    for name in _operator_names() - _OPERATORS.keys():
+        if any("ProcessGroup" in str(argument.type) for argument in _schema(name).arguments):
+            raise ConfigError(
+                f"torch {torch.__version__} has a collective that the guard does not know, c10d::{name}. {hint}"
+            )
+
+
+def _operator_names() -> set[str]:
+    found = torch._C._dispatch_get_all_op_names()
+    return {name.removeprefix("c10d::") for name in found if name.startswith("c10d::") and "." not in name}
+
+
+def _schema(name: str) -> Any:
+    try:
+        return getattr(torch.ops.c10d, name).default._schema
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def _sees_a_collective() -> bool:
+    """Whether a collective of a group of one, which is local, comes through our kernel."""
+    seen: list[Any] = []
+    HashStore: Any = torch._C._distributed_c10d.HashStore
+    group: Any = dist.ProcessGroup(HashStore(), 0, 1)
+    backend = torch._C._distributed_c10d.ProcessGroupGloo(HashStore(), 0, 1, timedelta(seconds=10))
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    group._set_group_name("ddpstats-probe")
+    _subscribers.append(_Probe(seen))
+    try:
+        group.allreduce([torch.zeros(1, device="cpu")]).wait()
+    finally:
+        _subscribers.pop()
+    return len(seen) == 2
+
+
+class _Probe:
+    """Sees one collective begin, and its end waited for."""
+
+    def __init__(self, seen: list[Any]) -> None:
+        self._seen = seen
+
+    def before(self, call: Collective) -> None:
+        self._seen.append(call.op)
+
+    def after(self, call: Collective, work: Any) -> None:
+        pass
+
+    def waiting(self, work: Any) -> bool:
+        self._seen.append(work)
+        return False
 
 
 def _wait(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -202,10 +277,19 @@ def view_of(group: Any) -> GroupView:
         except (KeyError, ValueError, RuntimeError):
             ranks = tuple(range(group.size()))  # a group that torch's registry does not know
         rank = group.rank()
+        ours = group.group_desc == OWN_GROUP
         view = _views[group] = GroupView(
-            group.group_name, group.group_desc, ranks, ranks[rank], group.group_desc == OWN_GROUP
+            group.group_name, group.group_desc, ranks, ranks[rank], ours, not ours and _has_host(group)
         )
     return view
+
+
+def _has_host(group: Any) -> bool:
+    try:
+        group._get_backend(_HOST)
+    except RuntimeError:  # a group for an accelerator alone
+        return False
+    return True
 
 
 # -- kernels ----------------------------------------------------------------------------------------------------------
@@ -251,6 +335,46 @@ def _with_timeout(args: tuple[Any, ...], at: int, timeout_ms: int) -> tuple[Any,
     return (*args[:at], timeout_ms, *args[at + 1 :])
 
 
+# -- the door for all_reduce ------------------------------------------------------------------------------------------
+
+_AllreduceOptions: Any = getattr(dist, "AllreduceOptions", None)
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+_HOST = torch.device("cpu")
+
+
+def _all_reduce(self: Any, *args: Any, **kwargs: Any) -> Any:
+    if len(args) != 2 or kwargs or type(args[1]) is not _AllreduceOptions or not _is_plain(args[0]):
+        return _original_all_reduce.__get__(self)(*args, **kwargs)
+    view = view_of(self)
+    if not view.has_host:
+        return _original_all_reduce.__get__(self)(*args)
+    tensors, options = args
+    call = Collective("all_reduce", tensors, tensors)
+    call.view, call.reduce_op, call.blocking = view, _reduce_op(options.reduceOp.op), not options.asyncOp
+    for subscriber in _subscribers:
+        subscriber.before(call)
+    if call.timeout_ms is not None:
+        options.timeout = min(options.timeout, _timedelta(call.timeout_ms / 1000))
+    work = self._get_backend(_HOST).allreduce(tensors, options)
+    for subscriber in _subscribers:
+        subscriber.after(call, work)
+    return work
+
+
+def _is_plain(tensors: Any) -> bool:
+    """Whether c10d's kernel for the CPU would get this, and nothing else would see it on its way there."""
+    if type(tensors) is not list or len(tensors) != 1 or torch._C._len_torch_dispatch_stack():
+        return False
+    tensor = tensors[0]
+    return (
+        type(tensor) in _PLAIN
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and not (tensor.requires_grad and torch.is_grad_enabled())
+        and not torch._C._autograd._profiler_enabled()
+    )
+
+
 _key_sets: dict[tuple[str, bool], Any] = {}
 
 
@@ -281,14 +405,15 @@ def _key_set(device: str, is_sparse: bool) -> Any:
 
 _CPU = _key_set("cpu", False)
 
-_REDUCE_OPS: dict[int, str] = {}
+_RedOpType: Any = dist.ReduceOp.RedOpType if dist.is_available() else None
+_REDUCE_OPS: dict[Any, str] = {}
 
 
-def _reduce_op(given: Any) -> str:
-    number = given.op()
-    known = _REDUCE_OPS.get(number)
+def _reduce_op(kind: Any) -> str:
+    """The name of a reduce op, from its number or the member of ``RedOpType``."""
+    known = _REDUCE_OPS.get(kind)
     if known is None:
-        known = _REDUCE_OPS[number] = dist.ReduceOp.RedOpType(number).name.lower()
+        known = _REDUCE_OPS[kind] = _RedOpType(kind).name.lower()
     return known
 
 
@@ -299,13 +424,13 @@ def _read_all_reduce(
     tensors: Any, group: Any, op: Any, sparse: Any = None, async_op: bool = True, timeout: int = -1
 ) -> Collective:
     call = Collective("all_reduce", tensors, tensors)
-    call.reduce_op, call.blocking = _reduce_op(op), not async_op
+    call.reduce_op, call.blocking = _reduce_op(op.op()), not async_op
     return call
 
 
 def _read_coalesced(tensors: Any, group: Any, op: Any, async_op: bool = True, timeout: int = -1) -> Collective:
     call = Collective("all_reduce_coalesced", tensors, tensors)
-    call.reduce_op, call.blocking = _reduce_op(op), not async_op
+    call.reduce_op, call.blocking = _reduce_op(op.op()), not async_op
     return call
 
 
@@ -321,7 +446,7 @@ def _read_reduce(
     tensors: Any, group: Any, op: Any, root: int, root_tensor: int = 0, async_op: bool = True, timeout: int = -1
 ) -> Collective:
     call = Collective("reduce", tensors, tensors)
-    call.reduce_op, call.root, call.blocking = _reduce_op(op), root, not async_op
+    call.reduce_op, call.root, call.blocking = _reduce_op(op.op()), root, not async_op
     return call
 
 
@@ -347,7 +472,7 @@ def _read_reduce_scatter(
     outputs: Any, inputs: Any, group: Any, op: Any, async_op: bool = True, timeout: int = -1
 ) -> Collective:
     call = Collective("reduce_scatter", inputs[0] if inputs else (), outputs)
-    call.reduce_op, call.blocking = _reduce_op(op), not async_op
+    call.reduce_op, call.blocking = _reduce_op(op.op()), not async_op
     return call
 
 
@@ -355,7 +480,7 @@ def _read_reduce_scatter_base(
     output: Any, input: Any, group: Any, op: Any, async_op: bool = True, timeout: int = -1
 ) -> Collective:
     call = Collective("reduce_scatter_tensor", [input], [output])
-    call.reduce_op, call.blocking = _reduce_op(op), not async_op
+    call.reduce_op, call.blocking = _reduce_op(op.op()), not async_op
     return call
 
 
@@ -363,7 +488,7 @@ def _read_reduce_scatter_coalesced(
     outputs: Any, inputs: Any, group: Any, op: Any, async_op: bool = True, timeout: int = -1
 ) -> Collective:
     call = Collective("reduce_scatter_tensor_coalesced", inputs, outputs)
-    call.reduce_op, call.blocking = _reduce_op(op), not async_op
+    call.reduce_op, call.blocking = _reduce_op(op.op()), not async_op
     return call
 
 
@@ -379,6 +504,14 @@ def _read_scatter(
     outputs: Any, inputs: Any, group: Any, root: int, async_op: bool = True, timeout: int = -1
 ) -> Collective:
     call = Collective("scatter", inputs[0] if inputs else (), outputs)
+    call.root, call.blocking = root, not async_op
+    return call
+
+
+def _read_gather_into(
+    output: Any, input: Any, group: Any, root: int, async_op: bool = True, timeout: int = -1
+) -> Collective:
+    call = Collective("gather_into_tensor", [input], [output])
     call.root, call.blocking = root, not async_op
     return call
 
@@ -453,6 +586,7 @@ _OPERATORS: dict[str, Reader] = {
     "_reduce_scatter_base_": _read_reduce_scatter_base,
     "reduce_scatter_tensor_coalesced_": _read_reduce_scatter_coalesced,
     "gather_": _read_gather,
+    "gather_into_tensor_": _read_gather_into,
     "scatter_": _read_scatter,
     "alltoall_": _read_all_to_all,
     "alltoall_base_": _read_all_to_all_base,
@@ -462,6 +596,8 @@ _OPERATORS: dict[str, Reader] = {
     "recv_": _read_recv,
     "recv_any_source_": _read_recv_any,
 }
+
+_NEWER = frozenset({"gather_into_tensor_"})  # since torch 2.14
 
 _ARGUMENTS = {
     "allreduce_": "tensors process_group reduce_op sparse_indices async_op timeout",
@@ -476,6 +612,7 @@ _ARGUMENTS = {
     "_reduce_scatter_base_": "output_tensor input_tensor process_group reduce_op async_op timeout",
     "reduce_scatter_tensor_coalesced_": "outputs inputs process_group reduce_op async_op timeout",
     "gather_": "output_tensors input_tensors process_group root_rank async_op timeout",
+    "gather_into_tensor_": "output_tensor input_tensor process_group root_rank async_op timeout",
     "scatter_": "output_tensors input_tensors process_group root_rank async_op timeout",
     "alltoall_": "output_tensors input_tensors process_group async_op timeout",
     "alltoall_base_": "output input process_group output_split_sizes input_split_sizes async_op timeout",

@@ -20,7 +20,7 @@ import dis
 import linecache
 import sys
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
@@ -35,6 +35,7 @@ _LOOKERS = frozenset({"locals", "vars", "eval", "exec", "dir"})
 _COMPREHENSIONS = frozenset({"<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>"})
 _CO_OPTIMIZED = 0x1
 _SNAPSHOTS = sys.version_info < (3, 13)
+_KEYS = frozenset({str, int})
 _CONTAINERS = frozenset({dict, OrderedDict, defaultdict, list, tuple})
 
 
@@ -156,7 +157,7 @@ def calling_frame(depth: int) -> tuple[FrameType | None, bool]:
     frame: FrameType | None = sys._getframe(depth)
     backward = False
     while frame is not None:
-        plan = plan_of(frame)
+        plan = _plans.get(id(frame.f_code)) or plan_of(frame)
         if not plan.internal:
             break
         backward = backward or plan.autograd
@@ -185,24 +186,21 @@ def label_of(tensor: Any, frame: FrameType | None) -> Reached | None:
     target: Any = tensor
     rebound = False
     misses = 0
-    outermost: Any = None
     for _ in range(_MAX_FRAMES):
         if frame is None or misses >= (_MAX_GAP if steps else _MAX_MISSES):
             break
-        plan = plan_of(frame)
-        if plan.internal:
-            frame = frame.f_back
-            continue
-        found = _step_in(frame, plan, target, rebound) if plan.loop_names else None
-        if found is not None:
-            key, outermost = found
-            steps.append(key)
-            target, rebound, misses = outermost, False, 0
-        else:
-            misses += 1
-            rebound = not steps and _is_rebound(frame, plan, target)
+        plan = _plans.get(id(frame.f_code)) or plan_of(frame)
+        if not plan.internal:
+            found = _step_in(frame, plan, target, rebound) if plan.loop_names else None
+            if found is not None:
+                key, target = found
+                steps.append(key)
+                rebound, misses = False, 0
+            else:
+                misses += 1
+                rebound = not steps and bool(plan.rebound) and _is_rebound(frame, plan, target)
         frame = frame.f_back
-    return Reached(_spell(steps), _some_keys(outermost)) if steps else None
+    return Reached(_spell(steps), _some_keys(target)) if steps else None
 
 
 def _step_in(frame: FrameType, plan: CodePlan, target: Any, rebound: bool) -> tuple[Any, Any] | None:
@@ -212,15 +210,13 @@ def _step_in(frame: FrameType, plan: CodePlan, target: Any, rebound: bool) -> tu
         return None
     if frame.f_code.co_name in _COMPREHENSIONS and frame.f_back is not None:
         containers += _loop_and_containers(frame.f_back, plan_of(frame.f_back))[1]
-    targets = [target]
-    if rebound:
-        kind = type(target)
-        targets = [value for value in loop if type(value) is kind or isinstance(value, kind)]
-    for wanted in targets:
-        for container in containers:
-            key = _key_at(container, loop, wanted)
-            if key is not None:
-                return key, container
+    if not rebound:
+        return _found_in(containers, loop, target)
+    kind = type(target)
+    for wanted in [value for value in loop if isinstance(value, kind)]:
+        found = _found_in(containers, loop, wanted)
+        if found is not None:
+            return found
     return None
 
 
@@ -229,35 +225,45 @@ def _loop_and_containers(frame: FrameType, plan: CodePlan) -> tuple[list[Any], l
     if not plan.readable:
         return [], []
     variables = frame.f_locals
-    if plan.snapshots:
-        loop = [variables[name] for name in plan.loop_names if name in variables]
-        containers = [value for value in variables.values() if type(value) in _CONTAINERS]
-        variables.clear()  # the copy that Python made for us; see above
-        return loop, containers
-    mentioned = [variables[name] for name in plan.names if name in variables]
     loop = [variables[name] for name in plan.loop_names if name in variables]
-    return loop, [value for value in mentioned if type(value) in _CONTAINERS]
+    if not plan.snapshots:
+        mentioned = [variables[name] for name in plan.names if name in variables]
+        return loop, [value for value in mentioned if type(value) in _CONTAINERS]
+    containers = [value for value in variables.values() if type(value) in _CONTAINERS]
+    variables.clear()  # the copy that Python made for us; see above
+    return loop, containers
 
 
-def _key_at(container: Any, loop: list[Any], wanted: Any) -> Any:
-    """Under which key of ``container`` the loop has ``wanted``; None if it is not there."""
+def _found_in(containers: list[Any], loop: list[Any], wanted: Any) -> tuple[Any, Any] | None:
+    """(key, container) under which the loop has ``wanted``: at a loop variable, or as the loop variable's value."""
+    keys = [value for value in loop if type(value) in _KEYS]
+    is_value = False
+    for value in loop:
+        if value is wanted:
+            is_value = True
+    if not keys and not is_value:
+        return None
+    for container in containers:
+        key = _key_at(container, keys, wanted, is_value)
+        if key is not None:
+            return key, container
+    return None
+
+
+def _key_at(container: Any, keys: list[Any], wanted: Any, is_value: bool) -> Any:
+    """Under which key ``container`` has ``wanted``; None if it is not there, or not reached by the loop."""
     if isinstance(container, dict):
-        for key in loop:
-            if type(key) in (str, int) and container.get(key) is wanted:
+        for key in keys:
+            if container.get(key) is wanted:
                 return key
-        return next(_keys_with(container.items(), loop, wanted, len(container)), None)
-    for index in loop:
-        if type(index) is int and 0 <= index < len(container) and container[index] is wanted:
-            return index
-    return next(_keys_with(enumerate(container), loop, wanted, len(container)), None)
-
-
-def _keys_with(items: Iterable[tuple[Any, Any]], loop: list[Any], wanted: Any, count: int) -> Iterator[Any]:
-    """The keys of ``wanted`` among ``items``, for a loop over values that does not know the keys itself."""
-    if count <= _MAX_SCAN and any(value is wanted for value in loop):
-        for key, value in items:
-            if value is wanted and type(key) in (str, int):
-                yield key
+    else:
+        for index in keys:
+            if type(index) is int and 0 <= index < len(container) and container[index] is wanted:
+                return index
+    if not is_value or len(container) > _MAX_SCAN:  # a loop over values that does not know the keys itself
+        return None
+    items = container.items() if isinstance(container, dict) else enumerate(container)
+    return next((key for key, value in items if value is wanted and type(key) in _KEYS), None)
 
 
 def _is_rebound(frame: FrameType, plan: CodePlan, target: Any) -> bool:

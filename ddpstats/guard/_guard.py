@@ -371,7 +371,8 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         if not self._compares or self._silent or work is None:
             return
         group, event, awaited = call.seen
-        if not all(tensor.is_cpu for tensor in (*call.inputs[:1], *call.outputs[:1])):
+        tensors = call.inputs or call.outputs
+        if tensors and not tensors[0].is_cpu:
             return
         if call.blocking:
             self._wait_for(work, group, event)
