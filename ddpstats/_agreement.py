@@ -36,7 +36,7 @@ def agree(statuses: Statuses, base: Layout, group_name: str) -> Layout:
             group=group_name,
         )
     unbuildable = base.unbuildable.union(*(status.unbuildable for status, _ in statuses))
-    new = union([(status.schema, ranks) for status, ranks in statuses], unbuildable)
+    new = union([(status.schema, ranks) for status, ranks in statuses], unbuildable, group_name)
     if base.root == EMPTY:
         return Layout(new, unbuildable)
     known = union([(base.root, ())], unbuildable) if unbuildable else base.root  # may still hold a kind to be given up
@@ -61,6 +61,8 @@ def _refuse_different_calls(statuses: Statuses, group_name: str) -> None:
 
 def _call_text(status: Status) -> str:
     if status.call in ("any_rank", "all_ranks"):
+        return f"{status.call}()"
+    if status.call != "reduce_stats":
         return f"{status.call}()"
     name = "without a name" if status.name is None else f"name={status.name!r}"
     return f"{status.call}, {name}, nonfinite={status.nonfinite!r}"

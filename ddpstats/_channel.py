@@ -44,6 +44,7 @@ Work = Callable[[Protocol], T]
 # The one message whose size may never change: versions with other buffers must be able to read it.
 _HELLO = struct.Struct(f"<8sH32s{PROCESS_ID_BYTES}s")
 _MAGIC = b"ddpstats"
+_EXIT_SEC = 10.0  # how long a process that ends waits for reductions that nobody collected
 
 
 Connect = Callable[[float], Comm]
@@ -253,6 +254,16 @@ class Channel:
         if wait and worker is not None and worker is not threading.current_thread():
             worker.join()
 
+    def end_worker(self, timeout_sec: float) -> bool:
+        """Let the worker end after what is pending, whoever may still want to `submit`; whether it did in time."""
+        with self._state:
+            self._users = 0
+            worker = self._worker
+            self._state.notify_all()
+        if worker is not None:
+            worker.join(timeout_sec)
+        return not self.worker_is_alive()
+
     def worker_is_alive(self) -> bool:
         worker = self._worker
         return worker is not None and worker.is_alive()
@@ -281,9 +292,10 @@ _lock = threading.Lock()
 
 
 def _close_all() -> None:
-    """At exit: a gloo thread that still runs while Python ends may ask for the GIL, and that aborts the process."""
+    """At exit: a thread, gloo's or ours, that asks for the GIL while Python ends aborts the process."""
     for channel in list(_channels.values()):
-        channel.close()
+        if channel.end_worker(_EXIT_SEC):
+            channel.close()
 
 
 atexit.register(_close_all)

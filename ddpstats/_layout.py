@@ -28,7 +28,6 @@ from ddpstats._schema import (
     describe,
     is_flat,
     is_sequence,
-    iter_leaves,
     leaf,
     leaf_nodes,
     marker_count,
@@ -51,7 +50,7 @@ Held = Sequence[tuple[Node, tuple[int, ...]]]
 # -- 1. union ---------------------------------------------------------------------------------------------------------
 
 
-def union(held: Held, unbuildable: Collection[str] = ()) -> Node:
+def union(held: Held, unbuildable: Collection[str] = (), group_name: str | None = None) -> Node:
     """One tree of all paths that some rank holds, in the order of the ranks.
 
     ``unbuildable`` are kinds that some rank cannot construct; they become plain dicts.
@@ -60,7 +59,7 @@ def union(held: Held, unbuildable: Collection[str] = ()) -> Node:
     conflicts: list[tuple[Path, Held]] = []
     node = _unite(_without_idle_roots(held), (), frozenset(unbuildable), conflicts)
     if conflicts:
-        raise _conflict_error(conflicts)
+        raise _conflict_error(conflicts, group_name)
     return node
 
 
@@ -127,24 +126,23 @@ def _in_order(keys: Collection[Step], owner: Container) -> tuple[Step, ...]:
     return tuple(keys)
 
 
-def _conflict_error(conflicts: list[tuple[Path, Held]]) -> SchemaConflict:
+def _conflict_error(conflicts: list[tuple[Path, Held]], group_name: str | None) -> SchemaConflict:
     lines: list[str] = []
-    involved: set[int] = set()
+    involved = {rank for _, held in conflicts for _, ranks in held for rank in ranks}
     for path, held in conflicts[:_SHOWN_CONFLICTS]:
-        lines.append(
-            f"ranks hold different things under {format_path(path)!r}:" if path else "ranks hold different stats:"
-        )
+        what = f"different things under {format_path(path)!r}" if path else "different stats"
+        lines.append(f"ranks{f' of {group_name}' if group_name else ''} hold {what}:")
         by_what: dict[str, list[int]] = {}
         for node, ranks in held:
             by_what.setdefault(describe(node), []).extend(ranks)
-            involved.update(ranks)
         lines += [f"  {ranks_text(ranks)}: {what}" for what, ranks in by_what.items()]
     if len(conflicts) > _SHOWN_CONFLICTS:
         lines.append(f"and {len(conflicts) - _SHOWN_CONFLICTS} more paths")
     lines.append(
         "Give each path one structure and one reduce op on all ranks, or use different keys. Nothing was reduced."
     )
-    return SchemaConflict("\n".join(lines), ranks=involved, path=format_path(conflicts[0][0]))
+    first = format_path(conflicts[0][0]) or None
+    return SchemaConflict("\n".join(lines), ranks=involved, path=first, group=group_name)
 
 
 # -- 2. overlay -------------------------------------------------------------------------------------------------------
@@ -319,7 +317,7 @@ def _place_leaf(mine: Leaf, agreed: Node, slot: int, slots: array[int], codes: a
         if isinstance(agreed, Container) or agreed.op != mine.op or not set(mine.dtypes) <= set(agreed.dtypes):
             raise _Stale
         codes[slot] = PRESENT
-        if len(agreed.dtypes) > 1:
+        if len(agreed.dtypes) > 1 and mine.dtypes:
             codes[slot + 1 + agreed.dtypes.index(mine.dtypes[0])] = PRESENT
     slots.append(slot)
 
@@ -443,7 +441,3 @@ def result_kinds(root: Node) -> set[str]:
     if not is_flat(root):
         kinds.update(*map(result_kinds, root.children))
     return kinds
-
-
-def leaf_paths(selection: Selection) -> list[Path]:
-    return [path for path, _ in iter_leaves(selection.schema)]

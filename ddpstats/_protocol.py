@@ -63,6 +63,10 @@ class Call:
         return self.kind in ("any_rank", "all_ranks")
 
     @cached_property
+    def site_key(self) -> tuple[str, str | None]:
+        return self.kind, self.name
+
+    @cached_property
     def seal_key(self) -> tuple[str, str | None, str]:
         return self.kind, self.name, self.nonfinite
 
@@ -158,7 +162,7 @@ class Protocol:
     def __init__(self, comm: Comm, group_name: str) -> None:
         self._comm, self._group_name = comm, group_name
         self.world_size = len(comm.ranks)
-        self._sites: OrderedDict[str | None, Site] = OrderedDict()
+        self._sites: OrderedDict[tuple[str, str | None], Site] = OrderedDict()
         self._buffer = Buffer(capacity_for(lanes_needed(0)))
         self._no_site = Site()  # decisions have no layout
         self.collectives = 0  # of this group so far: how ranks tell each other where they wait
@@ -170,7 +174,7 @@ class Protocol:
         """
         counters.calls += 1
         prepared = given.part()
-        site = self._sites.get(call.name) or Site()
+        site = self._sites.get(call.site_key) or Site()
         for _ in range(_MAX_ROUNDS):
             placement = self._write(call, site, prepared)
             if self._sum(call, site, counters):
@@ -262,8 +266,8 @@ class Protocol:
     ) -> Reduced:
         layout, buffer = site.layout, self._buffer
         total = buffer.lane(WEIGHT)
-        self._sites.setdefault(call.name, site)
-        self._sites.move_to_end(call.name)
+        self._sites.setdefault(call.site_key, site)
+        self._sites.move_to_end(call.site_key)
         if buffer.lane(PARTIAL) == 0:
             site.whole_call = site.calls
             selection, weights = layout.everything, None
@@ -376,7 +380,7 @@ class Protocol:
             site.calls = 0
         site.adopt(layout)
         site.unbuildable = tuple(sorted(kind for kind in result_kinds(layout.root) if not buildable(kind)))
-        self._sites[call.name] = site
+        self._sites[call.site_key] = site
         self._resize()
 
     def _exchange(self, payload: bytes, call: Call, counters: Counters) -> list[tuple[bytes, tuple[int, ...]]]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from ddpstats._layout import Layout, Selection
 from ddpstats._schema import leaf_nodes
-from ddpstats._tree import Builder
+from ddpstats._tree import Builder, builder
 from ddpstats._vector import quotient
 
 
@@ -54,6 +54,12 @@ class Reduced:
     _weights: array[float] | None
     _world_size: int
     _build: Builder
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in vars(self).items() if key != "_build"}  # made of closures
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _build=builder(state["_selection"].schema))
 
     def __repr__(self) -> str:
         return f"Reduced(values={self.values!r}, total_weight={self.total_weight!r})"

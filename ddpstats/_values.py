@@ -124,8 +124,12 @@ def _read_weight(weight: Any) -> tuple[float, list[float] | None]:
         reason = str(error).partition(";")[0]  # what follows explains leaves
         raise CannotFlatten((), f"the weight is {reason}; it is a real number or a 1-d tensor") from None
     elements = value if isinstance(value, list) else None
-    total = math.fsum(value) if isinstance(value, list) else value
-    if not (0 <= total < math.inf) or (elements and min(elements) < 0):
+    try:
+        total = math.fsum(value) if isinstance(value, list) else value
+        fits = 0 <= total < math.inf and not (elements and min(elements) < 0)
+    except (ValueError, OverflowError):  # infinities of both signs, or a sum that is none
+        fits = False
+    if not fits:
         raise CannotFlatten((), f"the weight is {_shorten(weight)}; a weight is finite and not negative")
     return total, elements
 

@@ -124,8 +124,8 @@ def recursive_divide(a: Any, b: torch.Tensor) -> Any:
 def _reduce(
     obj: Any, weight: Any, distributed: bool, group: Any, *, divide: bool, nonfinite: NonFinitePolicy = "propagate"
 ) -> Reduced:
-    name = "recursive_average" if divide else "recursive_sum"
-    reducer = kept_reducer(group if distributed else ALONE, name, nonfinite)
+    kind = "recursive_average" if divide else "recursive_sum"
+    reducer = kept_reducer(group if distributed else ALONE, None, nonfinite, kind)
     return reducer._reduce(obj, weight, keep_dtypes=True, divide=divide)
 
 

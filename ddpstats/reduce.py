@@ -12,8 +12,8 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import Future, TimeoutError as FutureTimeoutError
-from dataclasses import dataclass
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import torch.distributed as dist
@@ -74,12 +74,10 @@ class PendingReduction:
 
     def result(self) -> Reduced:
         """Wait for the reduction; raises what it raised, on every rank the same. Bounded by the reducer's timeout."""
-        while True:
-            try:
-                return self._future.result(timeout=_POLL_SEC)
-            except FutureTimeoutError:
-                if not self._future.done() and not self._channel.worker_is_alive():
-                    raise DdpstatsError("the reduction was given up: its worker thread has ended") from None
+        while not wait([self._future], _POLL_SEC).done:
+            if not self._channel.worker_is_alive() and not self._future.done():
+                raise DdpstatsError("the reduction was given up: its worker thread has ended")
+        return self._future.result()
 
 
 class StatsReducer:
@@ -201,7 +199,10 @@ class StatsReducer:
             return False
 
     def close(self) -> None:
-        """End this reducer, after what is pending. The last one on a group leaves no thread. Local; idempotent."""
+        """End this reducer; what it started goes on. The last one on a group waits for that, and leaves no thread.
+
+        Local; idempotent.
+        """
         self._closed = True
         self._give_up_worker()
 
@@ -240,7 +241,7 @@ def _release(channel: weakref.ref[Channel]) -> None:
         found.release(wait=False)
 
 
-_reducers: OrderedDict[tuple[int, str | None, str], StatsReducer] = OrderedDict()
+_reducers: OrderedDict[tuple[int, str, str | None, str], StatsReducer] = OrderedDict()
 _reducers_lock = threading.Lock()
 
 
@@ -259,9 +260,12 @@ def reduce_stats(
     return kept_reducer(group, name, nonfinite)(stats, weight)
 
 
-def kept_reducer(group: Any, name: str | None, nonfinite: NonFinitePolicy) -> StatsReducer:
-    """The reducer that `reduce_stats` keeps for these arguments. Local."""
-    key = (id(group), name, nonfinite)
+def kept_reducer(group: Any, name: str | None, nonfinite: NonFinitePolicy, kind: str = "reduce_stats") -> StatsReducer:
+    """The reducer that `reduce_stats` keeps for these arguments. Local.
+
+    Ranks that pair reductions of different ``kind``, the name of the public function, get `ProtocolMismatch`.
+    """
+    key = (id(group), kind, name, nonfinite)
     try:
         kept = _reducers.get(key)
     except TypeError:  # what cannot be a key is no legal argument either
@@ -270,6 +274,7 @@ def kept_reducer(group: Any, name: str | None, nonfinite: NonFinitePolicy) -> St
         return kept
     with _reducers_lock:
         made = _reducers[key] = StatsReducer(group=group, name=name, nonfinite=nonfinite)
+        made._call = replace(made._call, kind=kind)
         while len(_reducers) > _KEPT_REDUCERS:
             _reducers.popitem(last=False)
     return made

@@ -101,3 +101,35 @@ def killed_store_host() -> Any:
             found.append(error)
     first, again = found
     return type(first).__name__, first.missing_ranks, str(first), type(again).__name__, time.monotonic() - started
+
+
+_kept: list[Any] = []
+
+
+def left_pending(count: int) -> None:
+    """Leaves the process with a reduction that nobody collected, and its reducer alive."""
+    reducer = StatsReducer(name="pending")
+    stats = {f"k{i}": 1.0 for i in range(count)}
+    reducer(stats)
+    _kept.extend((reducer, reducer.start(stats)))
+
+
+def names_of_the_drop_in() -> Any:
+    """A user's name that is spelled like the drop-in is not its."""
+    given = torch.ones(1, dtype=torch.float16 if dist.get_rank() else torch.float32)
+    ddpstats.recursive_average({"a": given}, torch.ones(1), True)
+    return reduce_stats({"a": 1.0}, name="recursive_average").values
+
+
+def conflicts_on_six_paths() -> Any:
+    """Which ranks a conflict names: under the sixth path it is rank 2 that differs."""
+    rank = dist.get_rank()
+    stats: dict[str, Any] = {f"k{i}": [1.0] if rank == 1 else 1.0 for i in range(5)}
+    stats["k5"] = [1.0] if rank == 2 else 1.0
+    found = []
+    for what in (stats, [1.0] if rank == 1 else {"a": 1.0}):
+        try:
+            reduce_stats(what)
+        except ddpstats.SchemaConflict as error:
+            found.append((error.ranks, error.path, error.group))
+    return found

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
+import pickle
+import signal
+from concurrent.futures import Future
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
-from ddpstats import ConfigError, InvalidStats, Mean, StatsReducer, _host_copy, reduce_stats
+from ddpstats import ConfigError, InvalidStats, Max, Mean, PendingReduction, StatsReducer, _host_copy, reduce_stats
+from ddpstats._channel import ALONE, channel_of
 from ddpstats._paths import escape_path
 from ddpstats.recursive_op import _device
 from ddpstats.testing import RankPool, run_ranks
@@ -100,3 +106,60 @@ def test_the_host_of_the_store_is_killed() -> None:
         assert "rank 0: the process is gone" in text
         assert "The store, which could tell who is missing, does not answer" in text
         assert waited_sec < 15
+
+
+@pytest.mark.parametrize("count", [1, 1000])
+def test_a_reduction_that_nobody_collects_does_not_spoil_the_end_of_the_process(count: int) -> None:
+    for _ in range(3):
+        assert [(outcome.error, outcome.exit_code) for outcome in run_ranks(runs.left_pending, 2, count)] == [
+            (None, 0)
+        ] * 2
+
+
+def test_the_drop_in_and_a_name_that_is_spelled_like_it_are_two(two_ranks: RankPool) -> None:
+    assert two_ranks.run(runs.names_of_the_drop_in).values() == [{"a": 1.0}] * 2
+
+
+def test_a_conflict_names_all_ranks_and_the_group(three_ranks: RankPool) -> None:
+    group = "the default group of 3 ranks"
+    assert (
+        three_ranks.run(runs.conflicts_on_six_paths).values()
+        == [[((0, 1, 2), "k0", group), ((0, 1, 2), None, group)]] * 3
+    )
+
+
+@pytest.mark.parametrize("weight", [[math.inf, -math.inf], [1e308, 1e308], [math.nan, 1.0], [-1.0, 2.0]])
+def test_a_weight_at_fault_is_named(weight: list[float]) -> None:
+    with pytest.raises(InvalidStats, match=r"the weight is tensor.*is finite and not negative"):
+        reduce_stats({"a": 1.0}, torch.tensor(weight, dtype=torch.float64))
+    with pytest.raises(InvalidStats, match="a Mean for which the weight is tensor"):
+        reduce_stats({"a": Mean(1.0, weight=torch.tensor(weight, dtype=torch.float64))})
+
+
+def test_a_timeout_error_of_the_user_comes_through_result() -> None:
+    def interrupt(number: int, frame: Any) -> None:
+        raise TimeoutError("mine")
+
+    future: Future[Any] = Future()
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(TimeoutError, match="mine"):
+            PendingReduction(future, channel_of(ALONE)).result()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_a_result_can_be_pickled() -> None:
+    found = reduce_stats({"a": [1.0, Max(2.0)], "b": (None,)})
+    again = pickle.loads(pickle.dumps(found))
+    assert (again.values, again.weights, again.flat()) == (found.values, found.weights, found.flat())
+
+
+def test_integrations_load_when_they_are_asked_for() -> None:
+    import ddpstats
+
+    assert ddpstats.integrations.espnet.TESTED_VERSION == "202511"
+    assert "espnet" in dir(ddpstats.integrations)
+    with pytest.raises(AttributeError, match="no attribute 'espnot'"):
+        ddpstats.integrations.espnot  # noqa: B018

@@ -112,8 +112,8 @@ def pair(how: str) -> Refused:
         ("x" * 100_000 + "|skip", "y|skip", "name='xxx", "name='y'"),
         ("any_rank", "a|skip", "any_rank()", "reduce_stats, name='a'"),
         ("any_rank", "all_ranks", "any_rank()", "all_ranks()"),
-        ("recursive_sum", "recursive_average", "name='recursive_sum'", "name='recursive_average'"),
-        ("recursive_sum", "None|propagate", "name='recursive_sum'", "without a name"),
+        ("recursive_sum", "recursive_average", "recursive_sum()", "recursive_average()"),
+        ("recursive_sum", "None|propagate", "recursive_sum()", "without a name"),
     ],
     ids=lambda text: ascii(text[:30]).replace("\\", "_"),
 )
@@ -407,9 +407,10 @@ def hold(case: str) -> Refused:
 def test_stats_that_do_not_fit_together(three_ranks: RankPool, case: str) -> None:
     told = agreed(three_ranks.run(hold, case, timeout_sec=LIMIT_SEC).values())
     _, _, path, mine, theirs = CONFLICTS[case]
-    assert (told.kind, told.ranks, told.path) == (SchemaConflict, (0, 1, 2), path)
+    assert (told.kind, told.ranks, told.path) == (SchemaConflict, (0, 1, 2), path or None)
     head, first, second, advice = told.text.split("\n")
-    assert head == (f"ranks hold different things under {path!r}:" if path else "ranks hold different stats:")
+    what = f"different things under {path!r}" if path else "different stats"
+    assert head == f"ranks of the default group of 3 ranks hold {what}:"
     assert first.startswith(f"  ranks 0, 2: {theirs}")
     assert second.startswith(f"  rank 1: {mine}")
     assert advice.endswith("Nothing was reduced.")

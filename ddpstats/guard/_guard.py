@@ -9,17 +9,15 @@ What happens to a collective, in the order of the code:
    step: its digest is rolled into the group's; the rolling digest is compared at `step()` and every N collectives.
 3. `Guard.after` waits for a blocking collective, in slices, between which it looks for alarms and for ranks that left.
 
-Whatever is found goes through `_inquiry`, and is the same error on every rank.
+`_session` keeps what belongs to one life of the process group, `_comparing` compares, waits and comes to verdicts.
 """
 
 from __future__ import annotations
 
 import logging
-import re
 import threading
 import time
-import weakref
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import ContextDecorator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,27 +27,26 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch.distributed as dist
 
 from ddpstats import _config, _intercept
-from ddpstats._comm import part_of, world_store
-from ddpstats._events import Event, RecordWriter, Ring, roll
+from ddpstats._events import Event, RecordWriter, Ring
 from ddpstats._intercept import Collective, GroupView
-from ddpstats.errors import CollectiveMismatch, ConfigError, DdpstatsError, RankMissing
+from ddpstats.errors import ConfigError, DdpstatsError
+from ddpstats.guard._buckets import with_parameters
+from ddpstats.guard._comparing import Comparing, Standing, is_broken
 from ddpstats.guard._describe import describe, pieces_of
-from ddpstats.guard._diagnosis import LEFT, MISMATCH, Finding, Testimony
-from ddpstats.guard._exchange import Exchange, Note, Overrun, agree
+from ddpstats.guard._diagnosis import LEFT, Testimony
+from ddpstats.guard._exchange import Note
 from ddpstats.guard._frames import calling_frame, label_of, site_of
-from ddpstats.guard._inquiry import Alarm, Inquiry, main_stack
+from ddpstats.guard._inquiry import main_stack
 from ddpstats.guard._labels import current_label
-from ddpstats.guard._p2p import Awaited, Messages, called_blocking, unmatched
+from ddpstats.guard._p2p import Awaited, called_blocking
+from ddpstats.guard._session import Group, Session, spelled
 
 MismatchPolicy = Literal["raise", "warn"]
 
 RING_EVENTS = 10_000
 GRADIENTS = "(gradients)"  # the label of what autograd calls: DDP's buckets, FSDP's shards
 _TESTIFIED_EVENTS = 64  # at least, of one group
-_SLICE_SEC = 0.2
 _NEVER = 1 << 62
-_END = Note(0x454E44, 0)  # posted in place of a collective by a rank that leaves
-_BROKEN = re.compile(r"connection (closed|reset)|timed out|broken pipe", re.IGNORECASE)
 
 log = logging.getLogger("ddpstats")
 
@@ -64,35 +61,23 @@ class GuardCounters:
     steps: int
 
 
-class _Group:
-    """What the guard knows of one process group."""
+class _Seen(NamedTuple):
+    """What is known of a collective once it is described. ``awaited``: of a message that is still to be compared."""
 
-    def __init__(self, view: GroupView, words: str, exchange: Exchange | None) -> None:
-        self.view, self.words, self.exchange = view, words, exchange
-        self.seq = 0  # of the last collective begun
-        self.settled = 0  # strict: up to here all ranks agree
-        self.rolling = 0
-        self.balance = 0
-        self.checks = 0  # step: how many comparisons were posted
-        self.checks_settled = 0
-        self.keys: tuple[str, ...] = ()
-        self.messages: Messages | None = None
+    group: Group
+    event: Event
+    awaited: Awaited | None = None
 
 
 class _Work(NamedTuple):
     """Something that runs, and that the program will wait for."""
 
     work: Any
-    group: _Group
-    event: Event
-    awaited: Awaited | None
+    seen: _Seen
 
     def is_done(self) -> bool:
         """A message is never taken for done: its receiver still has to compare it."""
-        return self.event.group == self.group.view.name and bool(self.work.is_completed())
-
-
-_guards = 0  # how many guards this process has begun with a process group: ranks that do alike count alike
+        return self.seen.event.peer is None and self.seen.awaited is None and bool(self.work.is_completed())
 
 
 class collective_guard(ContextDecorator):  # used like `torch.no_grad`
@@ -117,7 +102,7 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         ConfigError: an argument, or a torch whose collectives this version cannot observe; on this rank only.
 
     Limits: one guard at a time. A collective that C++ waits for (DDP, functional collectives) is settled at the next
-    one of its group, at `step` or on leaving. Point-to-point is recorded, and not compared yet.
+    one of its group, at `step` or on leaving. Messages between two ranks are compared in mode "strict" alone.
 
     Example::
 
@@ -158,17 +143,13 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
 
     def _reset(self) -> None:
         self._ring = Ring(RING_EVENTS)
-        self._groups: weakref.WeakKeyDictionary[GroupView, _Group] = weakref.WeakKeyDictionary()
-        self._named: dict[str, _Group] = {}
-        self._inquiry: Inquiry | None = None
+        self._standing = Standing()
+        self._session: Session | None = None
+        self._comparing: Comparing | None = None  # None where there is nothing to compare, or nobody to compare with
+        self._lives = 0
         self._writer: RecordWriter | None = None
-        self._store: Any = None
         self._works: dict[int, _Work] = {}
-        self._waits_in: tuple[str, int] | None = None
         self._left: str | None = None
-        self._verdict: DdpstatsError | None = None
-        self._silent = False  # after a warning nothing is compared any more
-        self._collectives = self._compared = self._skipped = self._steps = 0
 
     # -- entering and leaving -----------------------------------------------------------------------------------------
 
@@ -193,8 +174,8 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         try:
             if error is None:
                 self._finish()
-            elif isinstance(error, RuntimeError) and _BROKEN.search(str(error)) and self._verdict is None:
-                found = self._explain()
+            elif is_broken(error) and self._comparing is not None and self._standing.verdict is None:
+                found = self._comparing.explain(self._ring.last())
             self._leave(error)
         except DdpstatsError as raised:
             self._leave(raised)
@@ -205,48 +186,23 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
             raise found from error
 
     def _finish(self) -> None:
-        """The last comparison. A rank that left earlier, or runs one collective more, shows here."""
-        if not self._compares or self._inquiry is None or self._silent:
+        """The last comparison: a rank that left earlier, or runs one collective more, shows here."""
+        if self._comparing is None or self._session is None or self._standing.silent:
             return
-        groups = sorted(self._named.values(), key=lambda group: group.view.name)
+        if not self._session.is_reachable():
+            log.warning(
+                "the process group was destroyed inside a collective_guard, and its store with it: what ranks did "
+                "since the last comparison is not compared. Call the guard's step(), or leave it, before that."
+            )
+            return
         self._left = LEFT
         self._leave(None)
-        for group in groups:
-            if group.exchange is not None:
-                self._post_end(group)
-        for group in groups:
-            if group.exchange is not None:
-                self._settle_end(group)
-
-    def _post_end(self, group: _Group) -> None:
-        assert group.exchange is not None
-        if self.mode == "strict":
-            group.exchange.post(group.seq + 1, _END)
-        else:
-            group.checks += 1
-            group.exchange.post(group.checks, self._check_note(group))
-
-    def _settle_end(self, group: _Group) -> None:
-        if self.mode == "strict":
-            self._settle(group, group.seq + 1)
-        else:
-            self._settle_checks(group, group.checks)
+        self._comparing.finish()
 
     def _leave(self, error: BaseException | None) -> None:
-        if self._inquiry is None:
-            self._end_record(error)
-            return
         how = LEFT if error is None else f"{LEFT} by {type(error).__name__}: {str(error)[:300]}"
-        last = self._ring.last()
-        self._inquiry.leave(
-            how,
-            {name: group.seq for name, group in self._named.items()},
-            None if last is None else _spelled(last),
-            {name: self._testify(name) for name in self._named},
-        )
-        self._end_record(error)
-
-    def _end_record(self, error: BaseException | None) -> None:
+        if self._session is not None:
+            self._session.leave(how, self._ring.last(), self._testify)
         if self._writer is not None:
             self._writer.write({"end": "left" if error is None else type(error).__name__, "time": time.time()})
 
@@ -261,11 +217,8 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
     def _shut(self) -> None:
         _intercept.unsubscribe(self)
         _active.remove(self)
-        for group in self._named.values():
-            if group.exchange is not None:
-                group.exchange.close()
-        if self._inquiry is not None:
-            self._inquiry.close()
+        if self._session is not None:
+            self._session.close()
         if self._writer is not None:
             self._writer.close()
         self._works.clear()
@@ -274,150 +227,104 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
 
     def step(self) -> None:
         """Mark a step boundary; in mode "step" compare all groups. Every rank must call. Raises as the guard does."""
-        self._steps += 1
-        if self._verdict is not None:
-            raise self._verdict.with_traceback(None)
-        if self._inquiry is None or self._silent or not self._compares:
-            return
-        for group in sorted(self._named.values(), key=lambda group: group.view.name):
-            if group.exchange is None:
-                continue
-            if self.mode == "strict":
-                self._settle(group, group.seq)
-            else:
-                self._post_check(group)
-        if self.mode == "step":
-            for group in sorted(self._named.values(), key=lambda group: group.view.name):
-                if group.exchange is not None:
-                    self._settle_checks(group, group.checks)
+        self._standing.steps += 1
+        if self._standing.verdict is not None:
+            raise self._standing.verdict.with_traceback(None)
+        if self._comparing is not None and not self._standing.silent and not self._is_over():
+            self._comparing.step()
 
     @property
     def counters(self) -> GuardCounters:
         """What this guard has seen so far; a frozen copy."""
-        return GuardCounters(self._collectives, self._compared, self._skipped, self._steps)
+        now = self._standing
+        return GuardCounters(now.collectives, now.compared, now.skipped, now.steps)
 
     # -- subscriber of `_intercept` -----------------------------------------------------------------------------------
 
     def before(self, call: Collective) -> None:
         """Describe, record, and where possible compare, before anything moves."""
-        if self._verdict is not None:
-            raise self._verdict.with_traceback(None)
-        if self._compares and not self._silent and not call.blocking:
+        if self._standing.verdict is not None:
+            raise self._standing.verdict.with_traceback(None)
+        if self._compares and not self._standing.silent and not call.blocking:
             call.timeout_ms = self._timeout_ms
         if self._early:
             self._take_in(call)
 
     def _take_in(self, call: Collective) -> None:
         with self._lock:
-            group = self._groups.get(call.view) or self._meet(call.view)
-            event, balance = self._describe(call, group)
-        call.seen = group, event, None
-        if self._silent or group.exchange is None:
+            group = self._group_of(call.view)
+            event = self._describe(call, group)
+        call.seen = _Seen(group, event)
+        if self._standing.silent or group.exchange is None or self._comparing is None:
             return
         if call.is_p2p:
-            call.seen = group, event, self._begin_message(event, group)
+            call.seen = _Seen(group, event, self._begin_message(event, group))
         elif self.mode == "strict":
-            group.exchange.post(event.seq, Note(event.digest, balance))
+            group.exchange.post(event.seq, Note(event.digest, event.balance))
             if call.blocking:
-                self._settle(group, event.seq)
+                self._comparing.settle(group, event.seq)
         else:
-            group.rolling = roll(group.rolling, event.digest)
-            group.balance += balance
-            if group.checks_settled < group.checks and (group.exchange.is_quick or group.seq % 8 == 0):
-                self._glance(group)
-            if group.seq % self._check_every == 0:
-                self._post_check(group)  # settled when all have posted it, and at `step` at the latest
+            self._comparing.take_in(group, event, self._check_every)
 
-    def _begin_message(self, event: Event, group: _Group) -> Awaited | None:
+    def _begin_message(self, event: Event, group: Group) -> Awaited | None:
         """What is to be compared when the program waits for the message, if anything."""
-        if group.messages is None:
+        if group.messages is None or self._comparing is None:
             return None
         if event.signature.op == "send":
             group.messages.sent(event)
             return None
         awaited = group.messages.awaited(event)
         if awaited is not None and called_blocking():
-            self._settle_message(group, awaited)
+            self._comparing.settle_message(group, awaited)
             return None
         return awaited
-
-    def _settle_message(self, group: _Group, awaited: Awaited) -> None:
-        """Compare a message with what its receiver expects, before it is taken."""
-        assert group.messages is not None
-        deadline = time.monotonic() + self._timeout_sec
-        other = Alarm(awaited.event.group, group.words, (awaited.source, group.view.rank), awaited.event.seq, True)
-
-        def watch() -> None:
-            assert self._inquiry is not None
-            assert group.messages is not None
-            self._heed(self._inquiry)
-            if time.monotonic() > deadline or self._inquiry.dead([awaited.source]):
-                last = group.messages.last_from(awaited.source)
-                self._declare(unmatched(awaited.event, group.view.rank, group.words, last), other)
-                raise _Silenced
-
-        try:
-            found = group.messages.compare(awaited, watch)
-        except _Silenced:
-            return
-        self._compared += 1
-        if found is not None:
-            self._declare(found, other)
 
     def after(self, call: Collective, work: Any) -> None:
         """Wait for a blocking one, so that a rank that never comes is named."""
         if not self._early:
             self._take_in(call)
-        if not self._compares or self._silent or work is None:
+        if self._comparing is None or self._standing.silent or work is None:
             return
-        group, event, awaited = call.seen
         tensors = call.inputs or call.outputs
         if tensors and not tensors[0].is_cpu:
             return
+        seen: _Seen = call.seen
         if call.blocking:
-            self._wait_for(work, group, event)
+            self._comparing.wait_for(work, seen.group, seen.event)
             return
         with self._lock:
             # What is done and was not waited for may never be (DDP, functional collectives wait in C++), and keeps its
             # tensors alive. It is settled with the next one of its group.
             for key in [key for key, entry in self._works.items() if entry.is_done()]:
                 del self._works[key]
-            self._works[id(work)] = _Work(work, group, event, awaited)
+            self._works[id(work)] = _Work(work, seen)
 
     def waiting(self, work: Any) -> bool:
         """The program waits for an asynchronous collective, or a message: now it must be settled."""
         with self._lock:
             entry = self._works.pop(id(work), None)
-        if entry is None or entry.work is not work or self._silent:
-            self._settle_what_is_ready()
+        comparing = self._comparing
+        if comparing is None or self._standing.silent:
             return False
-        if entry.awaited is not None:
-            self._settle_message(entry.group, entry.awaited)
-        if entry.event.group != entry.group.view.name:
-            self._wait_for_message(work, entry.group, entry.event)
+        if entry is None or entry.work is not work:
+            if self.mode == "strict" and self._standing.verdict is None:
+                comparing.settle_what_is_ready()
+            return False
+        group, event, awaited = entry.seen
+        if awaited is not None:
+            comparing.settle_message(group, awaited)
+        if event.group != group.name:
+            comparing.wait_for_message(work, group, event)
             return True
         if self.mode == "strict":
-            self._settle(entry.group, entry.event.seq)
-        if not self._silent:
-            self._wait_for(work, entry.group, entry.event)
+            comparing.settle(group, event.seq)
+        if not self._standing.silent:
+            comparing.wait_for(work, group, event)
         return False
-
-    def _settle_what_is_ready(self) -> None:
-        """strict: compare what all ranks have posted by now; never waits."""
-        if self.mode != "strict" or self._silent or self._verdict is not None:
-            return
-        for group in list(self._named.values()):
-            while group.exchange is not None and group.exchange.is_quick and group.settled < group.seq:
-                try:
-                    if group.exchange.look(group.settled + 1) is None:
-                        break
-                except Overrun:
-                    pass
-                self._settle(group, group.settled + 1)
 
     # -- describing ---------------------------------------------------------------------------------------------------
 
-    def _describe(self, call: Collective, group: _Group) -> tuple[Event, int]:
+    def _describe(self, call: Collective, group: Group) -> Event:
         pieces, balance = pieces_of(call)
         frame, in_backward = calling_frame(3)
         name = current_label()
@@ -430,9 +337,8 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         if not call.is_p2p:
             group.seq += 1
         signature, digest = describe(call, name)
-        peer = None if call.peer is None else call.view.ranks[call.peer]
         event = Event(
-            call.view.name if not call.is_p2p else f"{call.view.name} (point-to-point)",
+            group.name if not call.is_p2p else f"{group.name} (point-to-point)",
             group.seq,
             signature,
             name,
@@ -440,265 +346,81 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
             digest,
             pieces,
             balance,
-            peer,
+            None if call.peer is None else call.view.ranks[call.peer],
             call.tag,
             time.time(),
         )
-        self._collectives += 1
+        self._standing.collectives += 1
         self._ring.append(event)
         if self._writer is not None:
             self._writer.write(event.as_dict())
-        return event, balance
+        return event
 
-    def _meet(self, view: GroupView) -> _Group:
-        """First sight of a group. Nobody is waited for: ranks may see their groups in different order."""
-        if self._store is None:
-            self._begin()
-        words = "the default group" if view.desc == "default_pg" else f"group {view.name[:24]!r}"
-        words = f"{words} of {len(view.ranks)} ranks"
-        exchange = None
-        if self._compares and len(view.ranks) > 1:
-            part = part_of(self._store, f"group/{view.name}")
-            exchange = Exchange(part, view.ranks.index(view.rank), len(view.ranks))
-        group = self._groups[view] = self._named[view.name] = _Group(view, words, exchange)
-        if self.mode == "strict" and exchange is not None:
-            group.messages = Messages(part, view.rank)
+    def _group_of(self, view: GroupView) -> Group:
+        session = self._session
+        group = None if session is None else session.find(view)
+        if group is not None:
+            return group
+        if session is None or session.is_over():
+            session = self._begin()
+        group = session.meet(view)
         if self._writer is not None:
-            self._writer.write({"new_group": view.name, "words": words, "ranks": list(view.ranks)})
+            self._writer.write({"new_group": group.name, "words": group.words, "ranks": list(view.ranks)})
         return group
 
-    def _begin(self) -> None:
-        """Connect, on entering, or at the first collective where there was no process group yet."""
-        global _guards
-        _guards += 1
-        number, rank, world_size = _guards, dist.get_rank(), dist.get_world_size()
-        prefix = f"ddpstats/guard/{number}"
-        self._store = world_store(prefix, "guard")
-        if self._record_dir is not None:
-            self._writer = RecordWriter(self._record_dir, rank, world_size)
-        if self._compares and world_size > 1:
-            stores = self._store, world_store(prefix, "watchdog")
-            self._inquiry = Inquiry(stores, rank, self._testify, self._position)
-
-    # -- comparing ----------------------------------------------------------------------------------------------------
-
-    def _settle(self, group: _Group, until: int) -> None:
-        """strict: see that all ranks posted the same, up to number ``until``. Waits for them."""
-        assert group.exchange is not None
-        deadline = time.monotonic() + self._timeout_sec
-        while group.settled < until:
-            seq = group.settled + 1
-            try:
-                notes = group.exchange.look(seq)
-                if notes is None:
-                    self._waits_in = group.view.name, seq
-                    notes = group.exchange.wait(seq, self._watch(group, seq, deadline))
-            except Overrun:
-                self._skipped += 1
-                group.settled = seq
-                continue
-            except _Silenced:
-                return
-            finally:
-                self._waits_in = None
-            group.settled = seq
-            self._compared += 1
-            if not agree(notes):
-                self._conclude(self._alarm(group, seq))
-                return
-
-    def _check_note(self, group: _Group) -> Note:
-        return Note(roll(group.rolling, group.seq), group.balance & ((1 << 64) - 1))
-
-    def _post_check(self, group: _Group) -> None:
-        assert group.exchange is not None
-        group.checks += 1
-        group.exchange.post(group.checks, self._check_note(group))
-
-    def _settle_checks(self, group: _Group, until: int) -> None:
-        """step: see that all ranks posted the same rolling digests."""
-        assert group.exchange is not None
-        deadline = time.monotonic() + self._timeout_sec
-        while group.checks_settled < until and not self._silent:
-            number = group.checks_settled + 1
-            try:
-                self._waits_in = group.view.name, group.seq
-                notes = group.exchange.wait(number, self._watch(group, group.seq, deadline))
-            except Overrun:
-                self._skipped += 1
-                group.checks_settled = number
-                continue
-            except _Silenced:
-                return
-            finally:
-                self._waits_in = None
-            group.checks_settled = number
-            self._compared = self._collectives
-            if not agree(notes):
-                self._conclude(self._alarm(group, group.seq))
-                return
-
-    def _glance(self, group: _Group) -> None:
-        """step: settle the oldest comparison if all ranks have posted it by now; never waits."""
-        assert group.exchange is not None
-        try:
-            ready = group.exchange.look(group.checks_settled + 1) is not None
-        except Overrun:
-            ready = True
-        if ready:
-            self._settle_checks(group, group.checks_settled + 1)
-
-    def _wait_for(self, work: Any, group: _Group, event: Event) -> None:
-        """Wait for what was issued, looking up between slices."""
-        if _intercept.wait_within(work, _SLICE_SEC):
-            return
-        deadline = time.monotonic() + self._timeout_sec - _SLICE_SEC
-        watch = self._watch(group, event.seq, deadline, waited_for=event)
-        self._waits_in = group.view.name, event.seq
-        try:
-            while not _intercept.wait_within(work, _SLICE_SEC):
-                watch()
-        except _Silenced:
-            return  # the caller waits on, as without a guard
-        except DdpstatsError:
-            _abandoned.append(work)  # the memory that it may still write to
-            raise
-        finally:
-            self._waits_in = None
-
-    def _watch(self, group: _Group, seq: int, deadline: float, waited_for: Event | None = None) -> Callable[[], None]:
-        """What a rank does now and then while it waits for ``seq``: look for alarms, and for ranks that cannot come.
-
-        ``waited_for``: what it waits for was issued without being compared, so the waiting ranks compare it now.
-        """
-
-        def watch() -> None:
-            inquiry = self._inquiry
-            if inquiry is None:
-                return
-            self._heed(inquiry)
-            if time.monotonic() > deadline or self._cannot_come(group, seq):
-                self._conclude(self._alarm(group, seq, until=True))
-                raise _Silenced
-            if waited_for is not None and inquiry.another_waits_elsewhere(waited_for, group.view.ranks):
-                self._conclude(self._alarm(group, seq))
-                raise _Silenced
-
-        return watch
-
-    def _wait_for_message(self, work: Any, group: _Group, event: Event) -> None:
-        try:
-            _intercept.wait_once(work, self._timeout_sec)
-        except RuntimeError as error:
-            if not _BROKEN.search(str(error)):
-                raise
-            peers = () if event.peer is None else (event.peer,)
-            last = (
-                group.messages.last_from(event.peer) if group.messages is not None and event.peer is not None else None
+    def _begin(self) -> Session:
+        """Connect: on entering, at the first collective, or at the first one of another process group."""
+        if self._session is not None:
+            self._session.close()
+            self._works.clear()
+            self._ring = Ring(RING_EVENTS)  # numbers begin anew
+        self._lives += 1
+        session = Session(self._lives, self._compares, self.mode == "strict", self._testify, self._position)
+        self._session = session
+        if self._record_dir is not None and self._writer is None:
+            self._writer = RecordWriter(self._record_dir, session.rank, dist.get_world_size())
+        self._comparing = None
+        if session.inquiry is not None:
+            self._comparing = Comparing(
+                session,
+                self._standing,
+                strict=self.mode == "strict",
+                warn=self._warn,
+                timeout_sec=self._timeout_sec,
             )
-            alarm = Alarm(event.group, group.words, (*peers, group.view.rank), event.seq, True)
-            self._declare(unmatched(event, group.view.rank, group.words, last), alarm)
-            raise
+        return session
 
-    def _heed(self, inquiry: Inquiry) -> None:
-        """Take part in an alarm that is on."""
-        alarm = inquiry.alarm()
-        if alarm is not None:
-            self._conclude(alarm)
-            raise _Silenced
+    def _is_over(self) -> bool:
+        return self._session is not None and self._session.is_over()
 
-    def _cannot_come(self, group: _Group, seq: int) -> bool:
-        """Whether a rank that this one waits for has died, or left before this collective."""
-        inquiry = self._inquiry
-        assert inquiry is not None
-        others = [rank for rank in group.view.ranks if rank != group.view.rank]
-        gone = {}
-        if inquiry.someone_left():
-            gone = {rank: left for rank in others if (left := inquiry.has_left(rank)) is not None}
-        if any(left.get("counts", {}).get(group.view.name, 0) < seq for left in gone.values()):
-            return True
-        return bool(inquiry.dead([rank for rank in others if rank not in gone]))
-
-    # -- concluding ---------------------------------------------------------------------------------------------------
-
-    def _alarm(self, group: _Group, seq: int, until: bool = False) -> Alarm:
-        return Alarm(group.view.name, group.words, group.view.ranks, seq, until)
+    # -- telling the others -------------------------------------------------------------------------------------------
 
     def _position(self) -> str:
         last = self._ring.last()
-        return "" if last is None else _spelled(last)
+        return "" if last is None else spelled(last)
 
     def _testify(self, name: str) -> Testimony:
         """What this rank knows of itself about one group. Called by any thread."""
-        view = dist.get_rank() if dist.is_initialized() else -1
-        group, last = self._named.get(name), self._ring.last()
-        events = self._ring.of(name)[-self._testified :]
+        session, last = self._session, self._ring.last()
+        group = None if session is None else session.named.get(name)
+        events: Sequence[Event] = self._ring.of(name)[-self._testified :]
+        if group is not None:
+            events = with_parameters(events, GRADIENTS, group.view.name)
         return Testimony(
-            view,
+            -1 if session is None else session.rank,
             events,
             {event.seq: event.balance for event in events if event.balance},
             0 if group is None else group.seq,
-            self._waits_in,
-            None if last is None else _spelled(last),
+            self._standing.waits_in,
+            None if last is None else spelled(last),
             self._left,
             False,
             main_stack(),
             () if group is None else group.keys,
         )
 
-    def _conclude(self, alarm: Alarm) -> None:
-        """Come to the verdict that all ranks come to; raise or log it."""
-        assert self._inquiry is not None
-        self._raise_or_warn(self._inquiry.raise_alarm(alarm), alarm)
-
-    def _declare(self, finding: Finding, alarm: Alarm) -> None:
-        """A verdict that this rank can give alone."""
-        assert self._inquiry is not None
-        self._raise_or_warn(self._inquiry.declare(finding, alarm), alarm)
-
-    def _raise_or_warn(self, finding: Finding, alarm: Alarm) -> None:
-        error = _error_of(finding, alarm)
-        if self._warn and isinstance(error, CollectiveMismatch):
-            self._silent = True
-            log.warning("%s", error)
-            return
-        self._verdict = error
-        raise error
-
-    def _explain(self) -> DdpstatsError | None:
-        """A C++ wait failed: who is missing? None where nothing can be said."""
-        last = self._ring.last()
-        if self._inquiry is None or last is None or last.group not in self._named:
-            return None
-        group = self._named[last.group]
-        alarm = self._inquiry.alarm() or self._alarm(group, group.seq, until=True)
-        finding = self._inquiry.raise_alarm(alarm)
-        return _error_of(finding, alarm) if finding.by_rank or finding.missing else None
-
-
-class _Silenced(Exception):  # no error: a way out
-    """A mismatch was warned of, so nothing is waited for any more."""
-
 
 _active: list[collective_guard] = []
-_abandoned: list[Any] = []
-
-
-def _error_of(finding: Finding, alarm: Alarm) -> DdpstatsError:
-    if finding.kind == MISMATCH:
-        return CollectiveMismatch(
-            finding.message,
-            group=alarm.words,
-            seq=finding.seq,
-            by_rank=finding.by_rank,
-            culprit_ranks=finding.culprits,
-            missing_ranks=finding.missing,
-        )
-    return RankMissing(finding.message, missing_ranks=finding.missing, group=alarm.words)
-
-
-def _spelled(event: Event) -> str:
-    return f"number {event.seq} of group {event.group!r}, {event}, at {event.site}"
 
 
 def _check_choice(name: str, value: object, legal: tuple[str, ...]) -> None:

@@ -59,11 +59,19 @@ class Inquiry:
     """This rank's part.
 
     ``stores``: two connections to the store, one for the main thread, one for the watchdog. ``position``: the rank's
-    last collective in words, which the watchdog keeps in the store for the case that the process dies.
+    last collective in words, which the watchdog keeps in the store for the case that the process dies. When the store
+    is no longer ``is_reachable``, the watchdog ends.
     """
 
-    def __init__(self, stores: tuple[Any, Any], rank: int, testify: Testify, position: Callable[[], str]) -> None:
-        self._rank, self._testify, self._position = rank, testify, position
+    def __init__(
+        self,
+        stores: tuple[Any, Any],
+        rank: int,
+        testify: Testify,
+        position: Callable[[], str],
+        is_reachable: Callable[[], bool],
+    ) -> None:
+        self._rank, self._testify, self._position, self._is_reachable = rank, testify, position, is_reachable
         self._store = stores[0]
         self._verdicts = 0
         self._peers: dict[int, ProcessId] = {}
@@ -216,7 +224,7 @@ class _Watchdog(threading.Thread):
 
     def run(self) -> None:
         answered, told = -1, ""
-        while not self._stopped.wait(_WATCHDOG_SEC):
+        while not self._stopped.wait(_WATCHDOG_SEC) and self._inquiry._is_reachable():
             try:
                 position = self._inquiry._position()
                 if position != told:

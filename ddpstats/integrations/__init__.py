@@ -1,1 +1,19 @@
 """One module per library: ``install()`` makes it use ddpstats, ``uninstall()`` undoes that."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_LIBRARIES = frozenset({"espnet"})
+
+
+def __getattr__(name: str) -> Any:
+    """``ddpstats.integrations.espnet`` without an import of its own; loaded when it is first asked for."""
+    if name in _LIBRARIES:
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LIBRARIES})

@@ -234,6 +234,30 @@ def ddp_extra_collective(bad: bool) -> None:
     dist.barrier()
 
 
+def ddp_other_parameters(bad: bool) -> None:
+    """Ranks use different parameters of a model: legal if DDP is told so."""
+    layers = torch.nn.ModuleList([torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)])
+
+    class Branches(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = layers
+
+        def forward(self, given: torch.Tensor) -> Any:
+            return self.layers[0](given) if rank() == 1 else self.layers[1](self.layers[0](given))
+
+    model = torch.nn.parallel.DistributedDataParallel(Branches(), find_unused_parameters=not bad)
+    model(torch.ones(2, 4)).sum().backward()
+    dist.barrier()
+
+
+def coalesced_count(bad: bool) -> None:
+    manager: Any = dist.distributed_c10d._coalescing_manager
+    with manager():
+        for _ in range(3 if odd(bad) else 2):
+            dist.all_reduce(one(4))
+
+
 def fsdp2(bad: bool) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -384,6 +408,8 @@ SCENARIOS: dict[str, Row] = {
         Row(compiled, MISMATCH, MISMATCH, "the reduce op", "-"),
         Row(ddp_comm_hook, MISMATCH, MISMATCH, "the reduce op", "-"),
         Row(ddp_extra_collective, MISMATCH, MISMATCH, "What differs", "-"),
+        Row(coalesced_count, MISMATCH, "abort", "the number of tensors", "-"),
+        Row(ddp_other_parameters, MISMATCH, MISMATCH, "all parameters", "-"),
         Row(fsdp2, MISMATCH, MISMATCH, "the reduce op", "-"),
         Row(wrong_group, MISMATCH, MISMATCH, "between groups", "MBI CollComMatching"),
         Row(groups_in_different_order, MISMATCH, MISMATCH, "between groups", "MBI CollComMatching"),
@@ -410,6 +436,15 @@ class Told:
     culprits: tuple[int, ...] = ()
     missing: tuple[int, ...] = ()
     events: tuple[int, ...] = ()
+
+
+def play_bare(name: str, bad: bool) -> str:
+    """Play a scenario without the guard, for comparison: the error's text, or nothing."""
+    try:
+        SCENARIOS[name].play(bad)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def run_scenario(name: str, mode: Any, bad: bool, timeout_sec: float = 4.0, record_dir: str | None = None) -> Told:

@@ -1,0 +1,323 @@
+"""Comparing what ranks post, waiting for it and for what was issued, and coming to a verdict that all ranks come to.
+
+Every wait here has a deadline, and is cut into slices: in between, a rank looks for alarms that others raised, and for
+ranks that died or left. Whatever is found goes through `_inquiry`, and is the same error on every rank.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ddpstats import _intercept
+from ddpstats._events import Event, roll
+from ddpstats.errors import CollectiveMismatch, DdpstatsError, RankMissing
+from ddpstats.guard._diagnosis import MISMATCH, Finding
+from ddpstats.guard._exchange import Note, Overrun, agree
+from ddpstats.guard._inquiry import Alarm, Inquiry
+from ddpstats.guard._p2p import Awaited, unmatched
+from ddpstats.guard._session import Group, Session
+
+_SLICE_SEC = 0.2
+_MASK = (1 << 64) - 1
+_END = Note(0x454E44, 0)  # posted in place of a collective by a rank that leaves
+_BROKEN = re.compile(r"connection (closed|reset)|timed out|broken pipe", re.IGNORECASE)
+
+log = logging.getLogger("ddpstats")
+
+
+@dataclass
+class Standing:
+    """How far a guard has come, over all its sessions."""
+
+    verdict: DdpstatsError | None = None
+    silent: bool = False  # a mismatch was warned of: nothing is compared any more
+    waits_in: tuple[str, int] | None = None
+    collectives: int = 0
+    compared: int = 0
+    skipped: int = 0
+    steps: int = 0
+
+
+class Silenced(Exception):  # no error: a way out
+    """A mismatch was warned of, so nothing is waited for any more."""
+
+
+class Comparing:
+    """Compares the collectives of one session. ``strict``: each one; otherwise rolling digests, now and then."""
+
+    def __init__(self, session: Session, standing: Standing, *, strict: bool, warn: bool, timeout_sec: float) -> None:
+        self._session, self._standing, self._strict, self._warn = session, standing, strict, warn
+        self._timeout_sec = timeout_sec
+
+    @property
+    def _inquiry(self) -> Inquiry:
+        assert self._session.inquiry is not None
+        return self._session.inquiry
+
+    # -- strict: one by one -------------------------------------------------------------------------------------------
+
+    def settle(self, group: Group, until: int) -> None:
+        """See that all ranks posted the same, up to number ``until``. Waits for them."""
+        assert group.exchange is not None
+        standing = self._standing
+        deadline = time.monotonic() + self._timeout_sec
+        while group.settled < until:
+            seq = group.settled + 1
+            try:
+                notes = group.exchange.look(seq)
+                if notes is None:
+                    standing.waits_in = group.name, seq
+                    notes = group.exchange.wait(seq, self._watch(group, seq, deadline))
+            except Overrun:
+                standing.skipped += 1
+                group.settled = seq
+                continue
+            except Silenced:
+                return
+            finally:
+                standing.waits_in = None
+            group.settled = seq
+            standing.compared += 1
+            if not agree(notes):
+                self._conclude(alarm_of(group, seq))
+                return
+
+    def settle_what_is_ready(self) -> None:
+        """Compare what all ranks have posted by now; never waits."""
+        for group in list(self._session.named.values()):
+            while group.exchange is not None and group.exchange.is_quick and group.settled < group.seq:
+                try:
+                    if group.exchange.look(group.settled + 1) is None:
+                        break
+                except Overrun:
+                    pass
+                self.settle(group, group.settled + 1)
+
+    # -- step: rolling digests ----------------------------------------------------------------------------------------
+
+    def take_in(self, group: Group, event: Event, check_every: int) -> None:
+        assert group.exchange is not None
+        group.rolling = roll(group.rolling, event.digest)
+        group.balance += event.balance
+        if group.checks_settled < group.checks and (group.exchange.is_quick or group.seq % 8 == 0):
+            self._glance(group)
+        if group.seq % check_every == 0:
+            self.post_check(group)  # settled when all have posted it, and at `step` at the latest
+
+    def post_check(self, group: Group) -> None:
+        assert group.exchange is not None
+        group.checks += 1
+        group.exchange.post(group.checks, Note(roll(group.rolling, group.seq), group.balance & _MASK))
+
+    def settle_checks(self, group: Group) -> None:
+        """See that all ranks posted the same rolling digests. Waits for them."""
+        while group.checks_settled < group.checks and not self._standing.silent:
+            self._settle_check(group, group.checks_settled + 1)
+
+    def _settle_check(self, group: Group, number: int) -> None:
+        assert group.exchange is not None
+        standing = self._standing
+        deadline = time.monotonic() + self._timeout_sec
+        standing.waits_in = group.name, group.seq
+        try:
+            notes = group.exchange.wait(number, self._watch(group, group.seq, deadline))
+        except Overrun:
+            standing.skipped += 1
+            group.checks_settled = number
+            return
+        except Silenced:
+            return
+        finally:
+            standing.waits_in = None
+        group.checks_settled = number
+        standing.compared = standing.collectives
+        if not agree(notes):
+            self._conclude(alarm_of(group, group.seq))
+
+    def _glance(self, group: Group) -> None:
+        """Settle the oldest comparison if all ranks have posted it by now; never waits."""
+        assert group.exchange is not None
+        try:
+            ready = group.exchange.look(group.checks_settled + 1) is not None
+        except Overrun:
+            ready = True
+        if ready:
+            self._settle_check(group, group.checks_settled + 1)
+
+    # -- at a step and at the end -------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Compare all groups as far as they are."""
+        groups = self._session.groups()
+        if self._strict:
+            for group in groups:
+                self.settle(group, group.seq)
+            return
+        for group in groups:
+            self.post_check(group)
+        for group in groups:
+            self.settle_checks(group)
+
+    def finish(self) -> None:
+        """The last comparison. A rank that left earlier, or runs one collective more, shows here."""
+        groups = self._session.groups()
+        for group in groups:
+            assert group.exchange is not None
+            if self._strict:
+                group.exchange.post(group.seq + 1, _END)
+            else:
+                self.post_check(group)
+        for group in groups:
+            if self._strict:
+                self.settle(group, group.seq + 1)
+            else:
+                self.settle_checks(group)
+
+    # -- waiting for what was issued ----------------------------------------------------------------------------------
+
+    def wait_for(self, work: Any, group: Group, event: Event) -> None:
+        """Wait for a collective that was issued, looking up between slices."""
+        if _intercept.wait_within(work, _SLICE_SEC):
+            return
+        deadline = time.monotonic() + self._timeout_sec - _SLICE_SEC
+        watch = self._watch(group, event.seq, deadline, waited_for=event)
+        self._standing.waits_in = group.name, event.seq
+        try:
+            while not _intercept.wait_within(work, _SLICE_SEC):
+                watch()
+        except Silenced:
+            return  # the caller waits on, as without a guard
+        except DdpstatsError:
+            _abandoned.append(work)  # the memory that it may still write to
+            raise
+        finally:
+            self._standing.waits_in = None
+
+    def _watch(self, group: Group, seq: int, deadline: float, waited_for: Event | None = None) -> Callable[[], None]:
+        """What a rank does now and then while it waits for ``seq``: look for alarms, and for ranks that cannot come.
+
+        ``waited_for``: what it waits for was issued without being compared, so the waiting ranks compare it now.
+        """
+
+        def watch() -> None:
+            self._heed()
+            if time.monotonic() > deadline or self._cannot_come(group, seq):
+                self._conclude(alarm_of(group, seq, until=True))
+                raise Silenced
+            if waited_for is not None and self._inquiry.another_waits_elsewhere(waited_for, group.view.ranks):
+                self._conclude(alarm_of(group, seq))
+                raise Silenced
+
+        return watch
+
+    def _heed(self) -> None:
+        """Take part in an alarm that is on."""
+        alarm = self._inquiry.alarm()
+        if alarm is not None:
+            self._conclude(alarm)
+            raise Silenced
+
+    def _cannot_come(self, group: Group, seq: int) -> bool:
+        """Whether a rank that this one waits for has died, or left before this collective."""
+        inquiry = self._inquiry
+        others = [rank for rank in group.view.ranks if rank != group.view.rank]
+        gone = {}
+        if inquiry.someone_left():
+            gone = {rank: left for rank in others if (left := inquiry.has_left(rank)) is not None}
+        if any(left.get("counts", {}).get(group.name, 0) < seq for left in gone.values()):
+            return True
+        return bool(inquiry.dead([rank for rank in others if rank not in gone]))
+
+    # -- messages -----------------------------------------------------------------------------------------------------
+
+    def settle_message(self, group: Group, awaited: Awaited) -> None:
+        """Compare a message with what its receiver expects, before it is taken."""
+        assert group.messages is not None
+        messages = group.messages
+        deadline = time.monotonic() + self._timeout_sec
+        other = Alarm(awaited.event.group, group.words, (awaited.source, group.view.rank), awaited.event.seq, True)
+
+        def watch() -> None:
+            self._heed()
+            if time.monotonic() > deadline or self._inquiry.dead([awaited.source]):
+                last = messages.last_from(awaited.source)
+                self._declare(unmatched(awaited.event, group.view.rank, group.words, last), other)
+                raise Silenced
+
+        try:
+            found = messages.compare(awaited, watch)
+        except Silenced:
+            return
+        self._standing.compared += 1
+        if found is not None:
+            self._declare(found, other)
+
+    def wait_for_message(self, work: Any, group: Group, event: Event) -> None:
+        try:
+            _intercept.wait_once(work, self._timeout_sec)
+        except RuntimeError as error:
+            if not is_broken(error):
+                raise
+            peers = () if event.peer is None else (event.peer,)
+            last = None if group.messages is None or event.peer is None else group.messages.last_from(event.peer)
+            alarm = Alarm(event.group, group.words, (*peers, group.view.rank), event.seq, True)
+            self._declare(unmatched(event, group.view.rank, group.words, last), alarm)
+            raise
+
+    # -- concluding ---------------------------------------------------------------------------------------------------
+
+    def explain(self, last: Event | None) -> DdpstatsError | None:
+        """A wait in C++ failed: who is missing? None where nothing can be said. ``last``: this rank's last event."""
+        if last is None or last.group not in self._session.named:
+            return None
+        group = self._session.named[last.group]
+        alarm = self._inquiry.alarm() or alarm_of(group, group.seq, until=True)
+        finding = self._inquiry.raise_alarm(alarm)
+        return _error_of(finding, alarm) if finding.by_rank or finding.missing else None
+
+    def _conclude(self, alarm: Alarm) -> None:
+        """Come to the verdict that all ranks come to; raise or log it."""
+        self._raise_or_warn(self._inquiry.raise_alarm(alarm), alarm)
+
+    def _declare(self, finding: Finding, alarm: Alarm) -> None:
+        """A verdict that this rank can give alone."""
+        self._raise_or_warn(self._inquiry.declare(finding, alarm), alarm)
+
+    def _raise_or_warn(self, finding: Finding, alarm: Alarm) -> None:
+        error = _error_of(finding, alarm)
+        if self._warn and isinstance(error, CollectiveMismatch):
+            self._standing.silent = True
+            log.warning("%s", error)
+            return
+        self._standing.verdict = error
+        raise error
+
+
+_abandoned: list[Any] = []
+
+
+def is_broken(error: BaseException) -> bool:
+    """Whether this is how a backend says that another rank is gone, or late."""
+    return isinstance(error, RuntimeError) and _BROKEN.search(str(error)) is not None
+
+
+def alarm_of(group: Group, seq: int, until: bool = False) -> Alarm:
+    return Alarm(group.name, group.words, group.view.ranks, seq, until)
+
+
+def _error_of(finding: Finding, alarm: Alarm) -> DdpstatsError:
+    if finding.kind == MISMATCH:
+        return CollectiveMismatch(
+            finding.message,
+            group=alarm.words,
+            seq=finding.seq,
+            by_rank=finding.by_rank,
+            culprit_ranks=finding.culprits,
+            missing_ranks=finding.missing,
+        )
+    return RankMissing(finding.message, missing_ranks=finding.missing, group=alarm.words)

@@ -1,0 +1,110 @@
+"""One life of the default process group, as the guard sees it: its connections and its groups.
+
+A program may destroy its process group and make a new one under the same names, with another store. Whatever ranks
+told each other belongs to one of these lives: a guard that outlives the first begins a new session with the second.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Mapping
+
+import torch.distributed as dist
+
+from ddpstats._comm import part_of, world_store
+from ddpstats._events import Event
+from ddpstats._intercept import GroupView
+from ddpstats.guard._diagnosis import Testimony
+from ddpstats.guard._exchange import Exchange
+from ddpstats.guard._inquiry import Inquiry, Testify
+from ddpstats.guard._p2p import Messages
+
+_sessions = 0  # of this process, so far: ranks that do alike count alike
+
+
+class Group:
+    """What the guard knows of one process group."""
+
+    def __init__(self, name: str, view: GroupView, exchange: Exchange | None, messages: Messages | None) -> None:
+        self.name, self.view, self.exchange, self.messages = name, view, exchange, messages
+        known_as = "the default group" if view.desc == "default_pg" else f"group {view.name[:24]!r}"
+        self.words = f"{known_as} of {len(view.ranks)} ranks"
+        self.seq = 0  # of the last collective begun
+        self.settled = 0  # strict: up to here all ranks agree
+        self.rolling = 0
+        self.balance = 0
+        self.checks = 0  # step: how many comparisons were posted
+        self.checks_settled = 0
+        self.keys: tuple[str, ...] = ()
+
+
+class Session:
+    """Made at the first collective of a life. ``inquiry`` is None where nothing is compared, or there is no other rank.
+
+    ``life`` counts the sessions of one guard, from 1. Making one waits for nobody: ranks may come to it at different
+    times.
+    """
+
+    def __init__(
+        self, life: int, compares: bool, messages: bool, testify: Testify, position: Callable[[], str]
+    ) -> None:
+        global _sessions
+        _sessions += 1
+        prefix = f"ddpstats/guard/{_sessions}"
+        self._life, self._compares, self._messages = life, compares, messages
+        self._world = weakref.ref(dist.group.WORLD) if dist.group.WORLD is not None else lambda: None
+        self.rank = dist.get_rank()
+        self._store = world_store(prefix, "guard")
+        self._groups: weakref.WeakKeyDictionary[GroupView, Group] = weakref.WeakKeyDictionary()
+        self.named: dict[str, Group] = {}
+        self.inquiry: Inquiry | None = None
+        if compares and dist.get_world_size() > 1:
+            stores = self._store, world_store(prefix, "watchdog")
+            self.inquiry = Inquiry(stores, self.rank, testify, position, self.is_reachable)
+
+    def is_over(self) -> bool:
+        """Whether the program has destroyed the process group since."""
+        world = self._world()
+        return world is None or world is not dist.group.WORLD
+
+    def is_reachable(self) -> bool:
+        """Whether the store is likely to answer: torchrun's outlives a process group, another goes with it."""
+        return not self.is_over() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+    def find(self, view: GroupView) -> Group | None:
+        return self._groups.get(view)
+
+    def meet(self, view: GroupView) -> Group:
+        """First sight of a group. Nobody is waited for: ranks may see their groups in different order."""
+        exchange = messages = None
+        if self._compares and len(view.ranks) > 1:
+            part = part_of(self._store, f"group/{view.name}")
+            exchange = Exchange(part, view.ranks.index(view.rank), len(view.ranks))
+            messages = Messages(part, view.rank) if self._messages else None
+        name = view.name if self._life == 1 else f"{view.name} of life {self._life}"
+        group = self._groups[view] = self.named[name] = Group(name, view, exchange, messages)
+        return group
+
+    def groups(self) -> list[Group]:
+        """Those that are compared, in an order that all ranks share."""
+        return [group for _, group in sorted(self.named.items()) if group.exchange is not None]
+
+    def leave(self, how: str, last: Event | None, testimonies: Callable[[str], Testimony]) -> None:
+        """Tell the others that this rank leaves; never waits."""
+        if self.inquiry is not None and self.is_reachable():
+            counts: Mapping[str, int] = {name: group.seq for name, group in self.named.items()}
+            told = None if last is None else spelled(last)
+            self.inquiry.leave(how, counts, told, {name: testimonies(name) for name in self.named})
+
+    def close(self) -> None:
+        """Local and idempotent."""
+        for group in self.named.values():
+            if group.exchange is not None:
+                group.exchange.close()
+        if self.inquiry is not None:
+            self.inquiry.close()
+
+
+def spelled(event: Event) -> str:
+    return f"number {event.seq} of group {event.group!r}, {event}, at {event.site}"

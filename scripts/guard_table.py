@@ -1,0 +1,144 @@
+"""Play every scenario of the guard's tests without it, under DETAIL and under the guard, and write what came of it.
+
+    scripts/launch.sh dev scripts/guard_table.py docs/guard-scenarios.md
+
+Every cell is run, none is remembered. Each run has fresh ranks and a time limit; what still runs then is a hang.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+from ddpstats._events import read_records
+from ddpstats.guard._report import diagnose
+from ddpstats.testing import RankPool, RankTimedOut
+from tests.guard import scenarios
+
+_LIMIT_SEC = 12.0
+_DETAIL = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+_TELLING = ("What differs", "Likely", "the process is gone", "did not come", "left the guard by")
+
+
+def main(target: Path) -> None:
+    lines = _head()
+    for number, (name, row) in enumerate(scenarios.SCENARIOS.items(), 1):
+        print(f"[{number}/{len(scenarios.SCENARIOS)}] {name}", file=sys.stderr, flush=True)
+        lines.append("| " + " | ".join(_row(name, row.ranks)) + " |")
+    for pool in _pools.values():
+        pool.close()
+    target.parent.mkdir(exist_ok=True)
+    target.write_text("\n".join(lines) + "\n")
+
+
+def _head() -> list[str]:
+    return [
+        "# What torch, DETAIL and ddpstats say to faulty programs",
+        "",
+        f"Written by `scripts/guard_table.py`: every cell was run, with torch {torch.__version__} on gloo. The "
+        "programs are in `tests/guard/scenarios.py`, each beside a legal twin. *wrong, silent*: all ranks went on, "
+        f"with numbers that mean nothing. *hang*: still running after {_LIMIT_SEC:.0f} s (torch's own timeout is 30 "
+        "minutes). DETAIL is `TORCH_DISTRIBUTED_DEBUG=DETAIL`.",
+        "",
+        "| scenario | plain torch | DETAIL | DETAIL on the legal twin | ddpstats strict | step | record, `report` | "
+        "legal twin under ddpstats |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+
+
+def _row(name: str, ranks: int) -> list[str]:
+    return [
+        f"`{name}`",
+        _played(name, ranks, True, {}),
+        _played(name, ranks, True, _DETAIL),
+        _played(name, ranks, False, _DETAIL),
+        _guarded(name, ranks, "strict", True),
+        _guarded(name, ranks, "step", True),
+        _recorded(name, ranks),
+        _both_silent(name, ranks),
+    ]
+
+
+_pools: dict[tuple[int, str], RankPool] = {}
+
+
+def _run(ranks: int, env: dict[str, str], *call: Any) -> Any:
+    """On ranks that nothing went wrong on before."""
+    key = ranks, str(env)
+    if key not in _pools:
+        _pools[key] = RankPool(ranks, timeout_sec=_LIMIT_SEC, env=env)
+    outcomes = _pools[key].run(*call)
+    if any(
+        outcome.error is not None or getattr(outcome.value, "error", outcome.value) not in ("", "silent")
+        for outcome in outcomes
+    ):
+        _pools[key].restart()
+    return outcomes
+
+
+# -- without the guard ------------------------------------------------------------------------------------------------
+
+
+def _played(name: str, ranks: int, bad: bool, env: dict[str, str]) -> str:
+    ends = dict.fromkeys(_end(outcome) for outcome in _run(ranks, env, scenarios.play_bare, name, bad))
+    if list(ends) == [""]:
+        return "wrong, silent" if bad else "silent"
+    return "; ".join(end or "goes on" for end in ends)
+
+
+def _end(outcome: Any) -> str:
+    if isinstance(outcome.error, RankTimedOut):
+        return "hang"
+    if outcome.error is not None:
+        return f"process dies (exit code {outcome.exit_code})"
+    return _short(outcome.value)
+
+
+# -- with it ----------------------------------------------------------------------------------------------------------
+
+
+def _guarded(name: str, ranks: int, mode: str, bad: bool) -> str:
+    outcomes = _run(ranks, {}, scenarios.probe, name, mode, bad)
+    told = [outcome.value for outcome in outcomes if outcome.value is not None]
+    ends = [_told(one) for one in told] + ["process dies"] * (len(outcomes) - len(told))
+    return "; ".join(dict.fromkeys(ends))
+
+
+def _told(told: scenarios.Told) -> str:
+    if told.error == "silent":
+        return "silent"
+    lines = told.message.splitlines()
+    telling = [line.strip() for line in lines if any(words in line for words in _TELLING)]
+    return f"**{told.error}** {_short(' '.join(telling) or lines[0], 150)}"
+
+
+def _recorded(name: str, ranks: int) -> str:
+    with tempfile.TemporaryDirectory() as directory:
+        _run(ranks, {}, scenarios.probe, name, "record", True, directory)
+        findings = diagnose(read_records(directory))
+    return _told(scenarios.Told("found", findings[0].message)) if findings else "nothing found"
+
+
+def _both_silent(name: str, ranks: int) -> str:
+    said = {_guarded(name, ranks, mode, False) for mode in ("strict", "step")}
+    return "; ".join(sorted(said))
+
+
+def _short(text: str, limit: int = 90) -> str:
+    line = " ".join(_without_bars(text.split()))
+    return line if len(line) <= limit else line[: limit - 3] + "..."
+
+
+def _without_bars(words: Iterable[str]) -> list[str]:
+    return [word.replace("|", "/") for word in words if not word.startswith("[")]
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
