@@ -11,7 +11,7 @@ import json
 import os
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,9 @@ _MAX_LINE_BYTES = 1 << 20
 class Signature:
     """What is the same on all ranks of a correct program.
 
-    ``shapes`` and ``dtypes`` are of the tensors that must agree; what may legally differ (the root's extra arguments,
-    the pieces of an all_to_all) is not here but in the event's ``pieces``.
+    What a tensor was called is not part of it: see `label_word`. ``shapes`` and ``dtypes`` are of the tensors that must
+    agree; what may legally differ (the root's extra arguments, the pieces of an all_to_all) is not here but in the
+    event's ``pieces``.
     """
 
     op: str
@@ -36,9 +37,12 @@ class Signature:
     root: int | None = None
     shapes: tuple[tuple[int, ...], ...] = ()
     dtypes: tuple[str, ...] = ()
+    strides: tuple[tuple[int, ...], ...] = ()  # empty where all tensors are contiguous
 
     def __str__(self) -> str:
         given = [f"{dtype}{list(shape)}" for shape, dtype in zip(self.shapes[:3], self.dtypes[:3], strict=True)]
+        if self.strides:
+            given = [f"{text} of strides {list(strides)}" for text, strides in zip(given, self.strides, strict=False)]
         if len(self.shapes) > 3:
             given.append(f"... {len(self.shapes)} tensors")
         if self.reduce_op is not None:
@@ -48,10 +52,28 @@ class Signature:
         return f"{self.op}({', '.join(given)})"
 
 
-def digest_of(signature: Signature, label: str | None) -> int:
-    """64 bits that stand for a signature under a label."""
-    text = repr((signature.op, signature.reduce_op, signature.root, signature.shapes, signature.dtypes, label))
-    return stable_hash(text)
+def digest_of(signature: Signature) -> int:
+    """64 bits that stand for a signature."""
+    parts = (signature.op, signature.reduce_op, signature.root, signature.shapes, signature.dtypes, signature.strides)
+    return stable_hash(repr(parts))
+
+
+def label_word(label: str | None) -> int:
+    """64 bits that stand for a label; 0 for none, and for one in parentheses, which only describes. Odd for an index.
+
+    A label says under which name one rank's code reached a tensor. Another rank's code may legally reach its own
+    without a name, or count where this one names. So labels are compared among names, and among
+    indices.
+    """
+    if label is None or label.startswith("("):
+        return 0
+    return stable_hash(label) | 1 if label.startswith("[") else (stable_hash(label) | 1) ^ 1 or 2
+
+
+def same_labels(words: Iterable[int]) -> bool:
+    """Whether no two of these contradict each other."""
+    known = {word for word in words if word}
+    return len(known) < 2 or (len(known) == 2 and sum(word & 1 for word in known) == 1)
 
 
 def stable_hash(text: str) -> int:
@@ -71,6 +93,7 @@ class Event:
     seq: int
     signature: Signature
     label: str | None
+    word: int  # of the label
     site: Any  # text, or an object whose str() is the text: spelled out only when somebody reads it
     digest: int
     pieces: str = ""
@@ -94,6 +117,7 @@ class Event:
             "root": self.signature.root,
             "shapes": [list(shape) for shape in self.signature.shapes],
             "dtypes": list(self.signature.dtypes),
+            "strides": [list(strides) for strides in self.signature.strides],
             "label": self.label,
             "site": str(self.site),
             "source": self.source,
@@ -115,6 +139,7 @@ class Event:
                 _int_or_none(given.get("root")),
                 tuple(tuple(int(size) for size in shape) for shape in given.get("shapes", [])),
                 tuple(_text(dtype) for dtype in given.get("dtypes", [])),
+                tuple(tuple(int(size) for size in strides) for strides in given.get("strides", [])),
             )
             if len(signature.shapes) != len(signature.dtypes):
                 raise ValueError("as many shapes as dtypes are needed")
@@ -124,8 +149,9 @@ class Event:
                 seq=int(given["seq"]),
                 signature=signature,
                 label=label,
+                word=label_word(label),
                 site=_text(given.get("site", "")),
-                digest=digest_of(signature, label),
+                digest=digest_of(signature),
                 pieces=_text(given.get("pieces", "")),
                 balance=int(given.get("balance", 0)),
                 peer=_int_or_none(given.get("peer")),
@@ -183,14 +209,19 @@ class RecordWriter:
     never holds less than half of that. Every line is one `write` to the kernel: nothing is kept in this process.
     """
 
-    def __init__(self, directory: str | Path, rank: int, world_size: int, max_bytes: int = 32 << 20) -> None:
+    def __init__(
+        self, directory: str | Path, rank: int, world_size: int, run: str = "", max_bytes: int = 32 << 20
+    ) -> None:
+        """``run``: the same on all ranks of a program, and no other's. Its next guard goes on in the same file."""
         self._path = Path(directory) / f"rank{rank}.jsonl"
         self._limit = max_bytes // 2
-        self._head = {"ddpstats": FORMAT, "rank": rank, "world_size": world_size, "pid": os.getpid()}
+        self._head = {"ddpstats": FORMAT, "run": run, "rank": rank, "world_size": world_size, "pid": os.getpid()}
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._old_path().unlink(missing_ok=True)
-            self._file = self._open()
+            goes_on = self._is_of(run)
+            if not goes_on:
+                self._old_path().unlink(missing_ok=True)
+            self._file = self._open(goes_on)
         except OSError as error:
             raise ConfigError(f"rank {rank} cannot write its record to {directory}: {error.strerror}") from None
 
@@ -203,16 +234,24 @@ class RecordWriter:
             if self._size + len(line) > self._limit:
                 os.close(self._file)
                 os.replace(self._path, self._old_path())
-                self._file = self._open()
+                self._file = self._open(False)
             os.write(self._file, line)
             self._size += len(line)
         except OSError:
             self.close()
 
-    def _open(self) -> int:
-        file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        line = (json.dumps({**self._head, "time": time.time()}) + "\n").encode()
-        self._size = os.write(file, line)
+    def _is_of(self, run: str) -> bool:
+        """Whether the file that is there was begun by the same program."""
+        try:
+            return bool(run) and next(_lines(self._path))[1].get("run") == run
+        except (OSError, ValueError, StopIteration):
+            return False
+
+    def _open(self, goes_on: bool) -> int:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | (0 if goes_on else os.O_TRUNC)
+        file = os.open(self._path, flags, 0o644)
+        os.write(file, (json.dumps({**self._head, "time": time.time()}) + "\n").encode())
+        self._size = os.fstat(file).st_size
         return file
 
     def _old_path(self) -> Path:
@@ -226,8 +265,13 @@ class RecordWriter:
 
 @dataclass(frozen=True)
 class RankRecord:
-    """What one rank's files hold. ``end`` is the last entry that is no event: how the rank left, if it said so."""
+    """What one rank's files hold. ``end`` is the last entry that is no event: how the rank left, if it said so.
 
+    ``run`` names the program, ``started`` is when its last guard began: seconds since 1970.
+    """
+
+    run: str
+    started: float
     rank: int
     world_size: int
     groups: Mapping[str, Mapping[str, Any]]
@@ -237,11 +281,15 @@ class RankRecord:
 
 
 def read_records(directory: str | Path) -> list[RankRecord]:
-    """The records of all ranks, by rank. Raises ValueError, naming the file and line, for what is no record."""
+    """The records of all ranks of the newest run, by rank; a directory may hold those of older ones.
+
+    Raises ValueError, naming the file and line, for what is no record.
+    """
     found = [_read_rank(path) for path in sorted(Path(directory).glob("rank*.jsonl")) if ".old" not in path.suffixes]
     if not found:
         raise ValueError(f"{directory} holds no rank*.jsonl, so no record of ddpstats")
-    return sorted(found, key=lambda record: record.rank)
+    newest = max(found, key=lambda record: record.started).run
+    return sorted((record for record in found if record.run == newest), key=lambda record: record.rank)
 
 
 def _read_rank(path: Path) -> RankRecord:
@@ -256,7 +304,7 @@ def _read_rank(path: Path) -> RankRecord:
                 if "op" in entry:
                     events.append(Event.from_dict(entry))
                 elif "ddpstats" in entry:
-                    head = _checked_head(entry)
+                    head, end = _checked_head(entry), None
                 elif "new_group" in entry:
                     groups[_text(entry["new_group"])] = entry
                 elif "end" in entry:
@@ -265,7 +313,16 @@ def _read_rank(path: Path) -> RankRecord:
                 raise ValueError(f"{source}, line {number}: {error}") from None
     if head is None:
         raise ValueError(f"{path} does not begin as a record of ddpstats does")
-    return RankRecord(int(head["rank"]), int(head["world_size"]), groups, tuple(events), end, not old.exists())
+    return RankRecord(
+        str(head.get("run", "")),
+        float(head.get("time", 0.0)),
+        int(head["rank"]),
+        int(head["world_size"]),
+        groups,
+        tuple(events),
+        end,
+        not old.exists(),
+    )
 
 
 def _checked_head(entry: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -51,6 +51,13 @@ class GroupView:
     rank: int
     is_ours: bool
     has_host: bool = False  # it has a backend for tensors in host memory
+    group: Callable[[], Any] = lambda: None  # the process group itself, while it is there
+    is_registered: bool = False  # with torch
+
+    def is_alive(self) -> bool:
+        """Whether the program may still use it."""
+        group = self.group()
+        return group is not None and (not self.is_registered or group in dist.distributed_c10d._world.pg_names)
 
 
 class Collective:
@@ -100,8 +107,11 @@ class Subscriber(Protocol):
     def after(self, call: Collective, work: Any) -> None:
         """Issued. May wait for ``work``; that is None for the few operators that return when all is done."""
 
-    def waiting(self, work: Any) -> bool:
-        """Some Python code is about to wait for ``work``. True: it has been waited for, and must not be once more."""
+    def waiting(self, work: Any, limited: bool) -> bool:
+        """Some Python code is about to wait for ``work``, under a timeout of its own if ``limited``.
+
+        True: it has been waited for, and must not be once more.
+        """
 
 
 _subscribers: list[Subscriber] = []
@@ -230,16 +240,33 @@ class _Probe:
     def after(self, call: Collective, work: Any) -> None:
         pass
 
-    def waiting(self, work: Any) -> bool:
+    def waiting(self, work: Any, limited: bool) -> bool:
         self._seen.append(work)
         return False
 
 
 def _wait(self: Any, *args: Any, **kwargs: Any) -> Any:
     waited = False
-    for subscriber in _subscribers:
-        waited = subscriber.waiting(self) or waited
+    if not torch.compiler.is_compiling():
+        for subscriber in _subscribers:
+            waited = subscriber.waiting(self, bool(args or kwargs)) or waited
     return waited or _original_wait(self, *args, **kwargs)
+
+
+def _hide_from_dynamo(function: Any) -> None:
+    """Between two graphs of a compiled program Dynamo looks at every Python frame, to compile that as well: not ours.
+
+    Where it traces a call that we replaced (`torch.compiler.is_compiling`), it must see what it would see without us.
+    """
+    try:
+        skip = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.SKIP)
+        _eval_frame.set_code_exec_strategy(function.__code__, skip)
+    except AttributeError:  # another torch: its user sees warnings of graph breaks
+        return
+
+
+_eval_frame: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
+_hide_from_dynamo(_wait)
 
 
 def wait_once(work: Any, seconds: float) -> None:
@@ -279,7 +306,14 @@ def view_of(group: Any) -> GroupView:
         rank = group.rank()
         ours = group.group_desc == OWN_GROUP
         view = _views[group] = GroupView(
-            group.group_name, group.group_desc, ranks, ranks[rank], ours, not ours and _has_host(group)
+            group.group_name,
+            group.group_desc,
+            ranks,
+            ranks[rank],
+            ours,
+            not ours and _has_host(group),
+            weakref.ref(group),
+            group in dist.distributed_c10d._world.pg_names,
         )
     return view
 
@@ -326,6 +360,7 @@ def _kernel(name: str, reader: Reader) -> Callable[..., Any]:
             subscriber.after(call, work)
         return result
 
+    _hide_from_dynamo(kernel)
     return kernel
 
 
@@ -343,6 +378,8 @@ _HOST = torch.device("cpu")
 
 
 def _all_reduce(self: Any, *args: Any, **kwargs: Any) -> Any:
+    if torch.compiler.is_compiling():
+        return _original_all_reduce.__get__(self)(*args, **kwargs)
     if len(args) != 2 or kwargs or type(args[1]) is not _AllreduceOptions or not _is_plain(args[0]):
         return _original_all_reduce.__get__(self)(*args, **kwargs)
     view = view_of(self)
@@ -354,11 +391,23 @@ def _all_reduce(self: Any, *args: Any, **kwargs: Any) -> Any:
     for subscriber in _subscribers:
         subscriber.before(call)
     if call.timeout_ms is not None:
-        options.timeout = min(options.timeout, _timedelta(call.timeout_ms / 1000))
+        options = _limited(options, _timedelta(call.timeout_ms / 1000))
     work = self._get_backend(_HOST).allreduce(tensors, options)
     for subscriber in _subscribers:
         subscriber.after(call, work)
     return work
+
+
+_hide_from_dynamo(_all_reduce)
+
+
+def _limited(options: Any, limit: timedelta) -> Any:
+    """Options with a timeout of at most ``limit``. The caller's own stay as they are; a negative timeout means none."""
+    if timedelta(0) <= options.timeout <= limit:
+        return options
+    limited = _AllreduceOptions()
+    limited.reduceOp, limited.asyncOp, limited.timeout = options.reduceOp, options.asyncOp, limit
+    return limited
 
 
 def _is_plain(tensors: Any) -> bool:

@@ -17,6 +17,6 @@ def start() -> None:
     mode = _config.guard_mode()
     if mode == "off" or _config.disabled():
         return
-    guard = collective_guard(mode, record_dir=_config.record_dir())
+    guard = collective_guard(mode, record_dir=_config.record_dir()).yielding()
     guard.__enter__()
     atexit.register(guard.abandon)

@@ -1,11 +1,11 @@
 """Which parameters a bucket of gradients holds: for messages only, when something has gone wrong.
 
-DDP's C++ reducer sums flat buffers, and nothing in the call says whose gradients are in them. The process's DDP models
-can say it: `_get_ddp_logging_data` has the buckets' sizes and the parameters in each. That is asked of the models that
-use the group in question, long after the call, so it costs a training step nothing; where sizes leave more than one
-possibility, nothing is claimed.
+DDP's C++ reducer sums flat buffers, and nothing in the call says whose gradients are in them. It cannot be asked: while
+a backward pass hangs it holds its lock. So the buckets are worked out anew from the models that use the group, with
+the function that DDP itself divides parameters with: all in one bucket at first, then by size from the last to the
+first. Where that leaves more than one possibility for a buffer of this size, or none, nothing is claimed.
 
-Checked on torch 2.13; where the model's answer has another form, buckets stay without names.
+Checked on torch 2.13.
 """
 
 from __future__ import annotations
@@ -16,17 +16,22 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ddpstats._events import Event
 
 _SHOWN_NAMES = 6
+distributed: Any = dist
 
 
 def with_parameters(events: Sequence[Event], label: str, group_name: str) -> Sequence[Event]:
     """``events``, those under ``label`` with the parameters whose gradients they hold, where that can be told."""
     if not any(event.label == label for event in events):
         return events
-    buckets = [bucket for model in _models_on(group_name) for bucket in _buckets(model)]
+    try:
+        buckets = [bucket for model in _models_on(group_name) for bucket in _buckets(model)]
+    except (AttributeError, TypeError, ValueError, RuntimeError):  # a DDP of another torch
+        return events
     return [_named(event, buckets) if event.label == label else event for event in events]
 
 
@@ -48,15 +53,17 @@ def _models_on(group_name: str) -> Iterator[Any]:
 def _buckets(model: Any) -> Iterator[tuple[str, int]]:
     """(words, number of elements) of each bucket that the model may reduce."""
     named = [(name, parameter) for name, parameter in model.module.named_parameters() if parameter.requires_grad]
-    told = model._get_ddp_logging_data()
     yield "all parameters", sum(parameter.numel() for _, parameter in named)
-    try:
-        rebuilt = str(told.get("rebuilt_per_bucket_param_indices", ""))
-        groups = [[int(index) for index in part.split()] for part in rebuilt.split(",") if part.strip()]
-        for number, indices in enumerate(groups):
-            names = [named[index][0] for index in indices]
-            more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
-            words = f"bucket {number} of {len(groups)}: {', '.join(names[:_SHOWN_NAMES])}{more}"
-            yield words, sum(named[index][1].numel() for index in indices)
-    except (ValueError, IndexError):
-        return
+    named.reverse()
+    cap = int(model.bucket_bytes_cap)
+    for limits in ([distributed._DEFAULT_FIRST_BUCKET_BYTES, cap], [cap]):  # the second where the user chose it
+        groups, _ = distributed._compute_bucket_assignment_by_size([parameter for _, parameter in named], limits)
+        yield from _spelled(groups, named)
+
+
+def _spelled(groups: Sequence[Sequence[int]], named: Sequence[tuple[str, Any]]) -> Iterator[tuple[str, int]]:
+    for number, indices in enumerate(groups):
+        names = [named[index][0] for index in indices]
+        more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
+        words = f"bucket {number} of {len(groups)}: {', '.join(names[:_SHOWN_NAMES])}{more}"
+        yield words, sum(named[index][1].numel() for index in indices)

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import logging
 import re
+import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from ddpstats import _intercept
-from ddpstats._events import Event, roll
+from ddpstats._events import Event, roll, same_labels
 from ddpstats.errors import CollectiveMismatch, DdpstatsError, RankMissing
-from ddpstats.guard._diagnosis import MISMATCH, Finding
+from ddpstats.guard._diagnosis import MISMATCH, NOTHING, Finding
 from ddpstats.guard._exchange import Note, Overrun, agree
 from ddpstats.guard._inquiry import Alarm, Inquiry
 from ddpstats.guard._p2p import Awaited, unmatched
@@ -25,6 +27,7 @@ from ddpstats.guard._session import Group, Session
 _SLICE_SEC = 0.2
 _MASK = (1 << 64) - 1
 _END = Note(0x454E44, 0)  # posted in place of a collective by a rank that leaves
+_WAITS_IN = ("ddpstats.", "torch._", "torch.autograd", "torch.distributed", "torch.nn.parallel", "torch.ops")
 _BROKEN = re.compile(r"connection (closed|reset)|timed out|broken pipe", re.IGNORECASE)
 
 log = logging.getLogger("ddpstats")
@@ -36,11 +39,25 @@ class Standing:
 
     verdict: DdpstatsError | None = None
     silent: bool = False  # a mismatch was warned of: nothing is compared any more
-    waits_in: tuple[str, int] | None = None
+    waits: dict[int, tuple[str, int]] = field(default_factory=dict)  # thread -> the (group, number) that it waits in
     collectives: int = 0
     compared: int = 0
     skipped: int = 0
     steps: int = 0
+
+    def waits_in(self, name: str) -> tuple[str, int] | None:
+        """Where some thread of this rank waits: in the group of that name, if one does there."""
+        waits = list(self.waits.values())
+        return next((place for place in waits if place[0] == name), waits[0] if waits else None)
+
+    @contextmanager
+    def waiting(self, group: Group, seq: int) -> Iterator[None]:
+        thread = threading.get_ident()
+        self.waits[thread] = group.name, seq
+        try:
+            yield
+        finally:
+            self.waits.pop(thread, None)
 
 
 class Silenced(Exception):  # no error: a way out
@@ -61,48 +78,63 @@ class Comparing:
 
     # -- strict: one by one -------------------------------------------------------------------------------------------
 
+    def post(self, group: Group, event: Event) -> None:
+        assert group.exchange is not None
+        group.rolling = roll(group.rolling, event.digest)
+        group.exchange.post(event.seq, Note(event.digest, event.balance, event.word, group.rolling))
+
     def settle(self, group: Group, until: int) -> None:
         """See that all ranks posted the same, up to number ``until``. Waits for them."""
-        assert group.exchange is not None
-        standing = self._standing
         deadline = time.monotonic() + self._timeout_sec
-        while group.settled < until:
-            seq = group.settled + 1
-            try:
-                notes = group.exchange.look(seq)
-                if notes is None:
-                    standing.waits_in = group.name, seq
+        with group.lock:
+            while group.settled < until and not self._standing.silent:
+                if not self._settle_one(group, group.settled + 1, deadline):
+                    return
+
+    def _settle_one(self, group: Group, seq: int, deadline: float) -> bool:
+        """False where a warning has ended all comparing."""
+        assert group.exchange is not None
+        try:
+            notes = group.exchange.look(seq)
+            if notes is None:
+                with self._standing.waiting(group, seq):
                     notes = group.exchange.wait(seq, self._watch(group, seq, deadline))
-            except Overrun:
-                standing.skipped += 1
-                group.settled = seq
-                continue
-            except Silenced:
-                return
-            finally:
-                standing.waits_in = None
+        except Overrun:  # a later note proves this one
+            self._standing.skipped += 1
             group.settled = seq
-            standing.compared += 1
-            if not agree(notes):
-                self._conclude(alarm_of(group, seq))
-                return
+            return True
+        except Silenced:
+            return False
+        group.settled = seq
+        self._standing.compared += 1
+        if not agree(notes) or not same_labels(note.label for note in notes):
+            self._conclude(alarm_of(group, seq))
+        return True
 
     def settle_what_is_ready(self) -> None:
         """Compare what all ranks have posted by now; never waits."""
         for group in list(self._session.named.values()):
-            while group.exchange is not None and group.exchange.is_quick and group.settled < group.seq:
+            if group.exchange is not None and group.exchange.is_quick and group.lock.acquire(blocking=False):
                 try:
-                    if group.exchange.look(group.settled + 1) is None:
-                        break
-                except Overrun:
-                    pass
-                self.settle(group, group.settled + 1)
+                    while group.settled < group.seq and self._is_there(group, group.settled + 1):
+                        self._settle_one(group, group.settled + 1, time.monotonic())
+                finally:
+                    group.lock.release()
+
+    @staticmethod
+    def _is_there(group: Group, number: int) -> bool:
+        assert group.exchange is not None
+        try:
+            return group.exchange.look(number) is not None
+        except Overrun:
+            return True
 
     # -- step: rolling digests ----------------------------------------------------------------------------------------
 
     def take_in(self, group: Group, event: Event, check_every: int) -> None:
         assert group.exchange is not None
         group.rolling = roll(group.rolling, event.digest)
+        group.labels = roll(group.labels, event.word)
         group.balance += event.balance
         if group.checks_settled < group.checks and (group.exchange.is_quick or group.seq % 8 == 0):
             self._glance(group)
@@ -112,42 +144,44 @@ class Comparing:
     def post_check(self, group: Group) -> None:
         assert group.exchange is not None
         group.checks += 1
-        group.exchange.post(group.checks, Note(roll(group.rolling, group.seq), group.balance & _MASK))
+        note = Note(roll(group.rolling, group.seq), group.balance & _MASK, group.labels)
+        group.exchange.post(group.checks, note)
 
     def settle_checks(self, group: Group) -> None:
         """See that all ranks posted the same rolling digests. Waits for them."""
-        while group.checks_settled < group.checks and not self._standing.silent:
-            self._settle_check(group, group.checks_settled + 1)
+        with group.lock:
+            while group.checks_settled < group.checks and not self._standing.silent:
+                if not self._settle_check(group, group.checks_settled + 1):
+                    return
 
-    def _settle_check(self, group: Group, number: int) -> None:
+    def _settle_check(self, group: Group, number: int) -> bool:
         assert group.exchange is not None
-        standing = self._standing
         deadline = time.monotonic() + self._timeout_sec
-        standing.waits_in = group.name, group.seq
         try:
-            notes = group.exchange.wait(number, self._watch(group, group.seq, deadline))
-        except Overrun:
-            standing.skipped += 1
+            with self._standing.waiting(group, group.seq):
+                notes = group.exchange.wait(number, self._watch(group, group.seq, deadline))
+        except Overrun:  # a later one proves this one
+            self._standing.skipped += 1
             group.checks_settled = number
-            return
+            return True
         except Silenced:
-            return
-        finally:
-            standing.waits_in = None
+            return False
         group.checks_settled = number
-        standing.compared = standing.collectives
+        self._standing.compared = self._standing.collectives
         if not agree(notes):
             self._conclude(alarm_of(group, group.seq))
+        elif any(note.label != notes[0].label for note in notes):
+            self._conclude(alarm_of(group, group.seq, doubt=True))  # legal, where one rank has no names
+        return True
 
     def _glance(self, group: Group) -> None:
         """Settle the oldest comparison if all ranks have posted it by now; never waits."""
-        assert group.exchange is not None
-        try:
-            ready = group.exchange.look(group.checks_settled + 1) is not None
-        except Overrun:
-            ready = True
-        if ready:
-            self._settle_check(group, group.checks_settled + 1)
+        if group.lock.acquire(blocking=False):
+            try:
+                if self._is_there(group, group.checks_settled + 1):
+                    self._settle_check(group, group.checks_settled + 1)
+            finally:
+                group.lock.release()
 
     # -- at a step and at the end -------------------------------------------------------------------------------------
 
@@ -169,7 +203,7 @@ class Comparing:
         for group in groups:
             assert group.exchange is not None
             if self._strict:
-                group.exchange.post(group.seq + 1, _END)
+                group.exchange.post(group.seq + 1, _END._replace(rolling=group.rolling))
             else:
                 self.post_check(group)
         for group in groups:
@@ -186,17 +220,15 @@ class Comparing:
             return
         deadline = time.monotonic() + self._timeout_sec - _SLICE_SEC
         watch = self._watch(group, event.seq, deadline, waited_for=event)
-        self._standing.waits_in = group.name, event.seq
         try:
-            while not _intercept.wait_within(work, _SLICE_SEC):
-                watch()
+            with self._standing.waiting(group, event.seq):
+                while not _intercept.wait_within(work, _SLICE_SEC):
+                    watch()
         except Silenced:
             return  # the caller waits on, as without a guard
         except DdpstatsError:
             _abandoned.append(work)  # the memory that it may still write to
             raise
-        finally:
-            self._standing.waits_in = None
 
     def _watch(self, group: Group, seq: int, deadline: float, waited_for: Event | None = None) -> Callable[[], None]:
         """What a rank does now and then while it waits for ``seq``: look for alarms, and for ranks that cannot come.
@@ -220,7 +252,8 @@ class Comparing:
         alarm = self._inquiry.alarm()
         if alarm is not None:
             self._conclude(alarm)
-            raise Silenced
+            if self._standing.silent:
+                raise Silenced
 
     def _cannot_come(self, group: Group, seq: int) -> bool:
         """Whether a rank that this one waits for has died, or left before this collective."""
@@ -276,9 +309,9 @@ class Comparing:
         if last is None or last.group not in self._session.named:
             return None
         group = self._session.named[last.group]
-        alarm = self._inquiry.alarm() or alarm_of(group, group.seq, until=True)
+        alarm = self._inquiry.alarm() or alarm_of(group, group.seq, until=True, doubt=True)
         finding = self._inquiry.raise_alarm(alarm)
-        return _error_of(finding, alarm) if finding.by_rank or finding.missing else None
+        return None if finding.kind == NOTHING else _error_of(finding, alarm)
 
     def _conclude(self, alarm: Alarm) -> None:
         """Come to the verdict that all ranks come to; raise or log it."""
@@ -289,6 +322,8 @@ class Comparing:
         self._raise_or_warn(self._inquiry.declare(finding, alarm), alarm)
 
     def _raise_or_warn(self, finding: Finding, alarm: Alarm) -> None:
+        if finding.kind == NOTHING:
+            return
         error = _error_of(finding, alarm)
         if self._warn and isinstance(error, CollectiveMismatch):
             self._standing.silent = True
@@ -302,12 +337,18 @@ _abandoned: list[Any] = []
 
 
 def is_broken(error: BaseException) -> bool:
-    """Whether this is how a backend says that another rank is gone, or late."""
-    return isinstance(error, RuntimeError) and _BROKEN.search(str(error)) is not None
+    """Whether this is how a backend says that another rank is gone, or late, in a wait that torch itself does."""
+    if not isinstance(error, RuntimeError) or not _BROKEN.search(str(error)):
+        return False
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    module = "" if trace is None else str(trace.tb_frame.f_globals.get("__name__", ""))
+    return module.startswith(_WAITS_IN)
 
 
-def alarm_of(group: Group, seq: int, until: bool = False) -> Alarm:
-    return Alarm(group.name, group.words, group.view.ranks, seq, until)
+def alarm_of(group: Group, seq: int, until: bool = False, doubt: bool = False) -> Alarm:
+    return Alarm(group.name, group.words, group.view.ranks, seq, until, doubt)
 
 
 def _error_of(finding: Finding, alarm: Alarm) -> DdpstatsError:

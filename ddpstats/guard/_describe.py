@@ -13,6 +13,8 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
+import torch
+
 from ddpstats._events import Signature, digest_of, stable_hash
 from ddpstats._intercept import Collective
 
@@ -22,22 +24,24 @@ Shape = tuple[int, ...]
 
 _WITHOUT_TENSORS = frozenset({"barrier", "monitored_barrier"})
 _FROM_OUTPUTS = frozenset({"all_gather"})  # the list of outputs is the same on all ranks, the input is an entry of it
+_STRIDED = torch.strided
 _PIECEWISE = frozenset({"gather", "scatter", "all_to_all", "all_to_all_single"})
 
 
-def describe(call: Collective, label: str | None) -> tuple[Signature, int]:
-    """What must be equal on all ranks, and the digest that stands for it under ``label``."""
+def describe(call: Collective) -> tuple[Signature, int]:
+    """What must be equal on all ranks, and the digest that stands for it."""
     op = call.op
     if op in _WITHOUT_TENSORS:
-        return _described(op, None, None, (), (), label)
+        return _described(op, None, None, (), (), ())
     tensors = call.outputs if op in _FROM_OUTPUTS or not call.inputs else call.inputs
     if op in _PIECEWISE:
-        return _described(op, None, call.root, ((),), (tensors[0].dtype,), label)
+        return _described(op, None, call.root, ((),), (tensors[0].dtype,), ())
     if len(tensors) == 1:
         tensor = tensors[0]
-        return _described(op, call.reduce_op, call.root, (tensor.shape,), (tensor.dtype,), label)
+        strides = () if tensor.layout is not _STRIDED or tensor.is_contiguous() else (tensor.stride(),)
+        return _described(op, call.reduce_op, call.root, (tensor.shape,), (tensor.dtype,), strides)
     shapes, dtypes = tuple(tensor.shape for tensor in tensors), tuple(tensor.dtype for tensor in tensors)
-    return _described(op, call.reduce_op, call.root, shapes, dtypes, label)
+    return _described(op, call.reduce_op, call.root, shapes, dtypes, ())
 
 
 @lru_cache(maxsize=8192)
@@ -47,11 +51,11 @@ def _described(
     root: int | None,
     shapes: tuple[Any, ...],
     dtypes: tuple[Any, ...],
-    label: str | None,
+    strides: tuple[Any, ...],
 ) -> tuple[Signature, int]:
     names = tuple(str(dtype).removeprefix("torch.") for dtype in dtypes)
-    signature = Signature(op, reduce_op, root, tuple(tuple(map(int, shape)) for shape in shapes), names)
-    return signature, digest_of(signature, label)
+    signature = Signature(op, reduce_op, root, tuple(tuple(map(int, shape)) for shape in shapes), names, strides)
+    return signature, digest_of(signature)
 
 
 def pieces_of(call: Collective) -> tuple[str, int]:

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ddpstats._events import Event
+from ddpstats._events import Event, same_labels
 from ddpstats._ranks import ranks_text
 
-MISMATCH, MISSING = "mismatch", "missing"
+MISMATCH, MISSING, NOTHING = "mismatch", "missing", "nothing"
 LEFT = "left the guard"
 _SHOWN_GROUPS = 8
 _MASK = (1 << 64) - 1
@@ -48,7 +48,7 @@ class Testimony:
 
 @dataclass(frozen=True)
 class Finding:
-    """A verdict. ``kind`` is `MISMATCH` or `MISSING`."""
+    """A verdict. ``kind`` is `MISMATCH` or `MISSING`; `NOTHING`: the alarm was a false one, and all ranks go on."""
 
     kind: str
     message: str
@@ -105,7 +105,7 @@ def first_difference(testimonies: Sequence[Testimony]) -> int | None:
     last = max((t.events[-1].seq for t in testimonies if t.events), default=-1)
     for seq in range(first, last + 1):
         events = [event for testimony in testimonies if (event := testimony.at(seq)) is not None]
-        if len({event.digest for event in events}) > 1:
+        if len({event.digest for event in events}) > 1 or not same_labels(event.word for event in events):
             return seq
         if len(events) == len(testimonies) and sum(t.balances.get(seq, 0) for t in testimonies) & _MASK:
             return seq
@@ -119,7 +119,7 @@ def _mismatch(group: str, words: str, by_rank: Mapping[int, Testimony], seq: int
     events = {rank: event for rank, t in by_rank.items() if (event := t.at(seq)) is not None}
     parties = _parties(events)
     culprits = _minority(parties, len(events))
-    lines = [f"ranks of {words} do not run the same collective (number {seq} of this group):"]
+    lines = [f"the ranks of {words} do not run the same collective (number {seq} of this group):"]
     lines += _table(parties, events)
     absent = [rank for rank in by_rank if rank not in events]
     if absent:
@@ -137,11 +137,12 @@ def _mismatch(group: str, words: str, by_rank: Mapping[int, Testimony], seq: int
 
 
 def _parties(events: Mapping[int, Event]) -> list[list[int]]:
-    """Ranks by what they did; the largest party first. With equal digests the pieces make the difference."""
+    """Ranks by what they did; the largest party first. Where that is the same the pieces make the difference."""
     found: dict[object, list[int]] = {}
     digests = {event.digest for event in events.values()}
+    differ = len(digests) > 1 or not same_labels(event.word for event in events.values())
     for rank, event in sorted(events.items()):
-        key = event.digest if len(digests) > 1 else (event.pieces, rank)
+        key = (event.digest, event.word) if differ else (event.pieces, rank)
         found.setdefault(key, []).append(rank)
     return sorted(found.values(), key=lambda ranks: (-len(ranks), ranks))
 
@@ -193,7 +194,9 @@ def what_differs(events: Sequence[Event]) -> str:
     if any(signature.shapes != first.shapes for signature in signatures):
         dims = {tuple(map(len, signature.shapes)) for signature in signatures}
         return "the number of dimensions" if len(dims) > 1 else "the shape"
-    if any(event.label != events[0].label for event in events):
+    if any(signature.strides != first.strides for signature in signatures):
+        return "the memory format: elements of equal shape lie in different order"
+    if not same_labels(event.word for event in events):
         return "the label: operation, shape and dtype are equal, but they are about different things"
     return "the pieces that ranks send to each other: what one rank sends is not what the other expects"
 
@@ -210,16 +213,18 @@ def reasons(
     mine, yours = _digests(one, seq), _digests(other, seq)
     if len(mine) > 1 and len(yours) > 1 and mine[0] == yours[1] and mine[1] == yours[0]:
         found.append(f"order swapped: {a} and {b} run the same two collectives in different order.")
+    elif mine[1:2] == yours[1:2]:
+        pass  # they differ here alone
     elif len(mine) > 1 and yours[:1] == mine[1:2]:
-        found.append(f"extra call on {a}, or a missing one on {b}: {b} runs as number {seq} what {a} runs next.")
+        found.append(f"extra call on {a}, or a missing one on {b}: number {seq} of {b} is what {a} runs next.")
     elif len(yours) > 1 and mine[:1] == yours[1:2]:
-        found.append(f"extra call on {b}, or a missing one on {a}: {a} runs as number {seq} what {b} runs next.")
+        found.append(f"extra call on {b}, or a missing one on {a}: number {seq} of {a} is what {b} runs next.")
     found += _lacking(parties, events, by_rank)
     return found
 
 
-def _digests(testimony: Testimony, seq: int) -> list[int]:
-    return [event.digest for event in testimony.events if event.seq >= seq][:2]
+def _digests(testimony: Testimony, seq: int) -> list[tuple[int, int]]:
+    return [(event.digest, event.word) for event in testimony.events if event.seq >= seq][:2]
 
 
 def _lacking(parties: list[list[int]], events: Mapping[int, Event], by_rank: Mapping[int, Testimony]) -> list[str]:
@@ -268,7 +273,8 @@ def _missing(group: str, words: str, by_rank: Mapping[int, Testimony], seq: int,
         return Finding(MISMATCH, "\n".join(lines), group, seq, missing, (), events)
     if any(by_rank[rank].left == LEFT or _waits_behind(by_rank[rank], group, seq) for rank in missing):
         others = [rank for rank in by_rank if rank not in missing]
-        lines.append(f"Likely: extra call on {ranks_text(others)}, or a missing one on {ranks_text(missing)}.")
+        if others:
+            lines.append(f"Likely: extra call on {ranks_text(others)}, or a missing one on {ranks_text(missing)}.")
     lines.append(
         f"Look at the output of {ranks_text(missing)} first. A rank that is only slow needs a larger timeout_sec (or "
         "DDPSTATS_TIMEOUT_SEC)."

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import secrets
 import struct
 import time
 from collections.abc import Callable, Sequence
@@ -22,28 +23,37 @@ from typing import Any, NamedTuple
 
 from ddpstats._mailbox import ProcessId
 
-_SLOTS = 512  # notes per rank; who is further behind than that is not compared
-_WORDS = 4
+NOTES_KEPT = 512  # per rank; who is further behind than that is compared by a later one
+_WORDS = 6  # number, digest, balance, label, rolling, check word
 _BYTES = 8
 _MASK = (1 << 64) - 1
 _SALT = 0xD1B54A32D192ED03
 _SPINS = 2000
 _LONGEST_POLL_SEC = 0.005
-_NOTE = struct.Struct("<QQ")
+_NOTE = struct.Struct("<4Q")
 _NOWHERE = bytes(16)
 
 
 class Note(NamedTuple):
-    """What a rank posts: the digest, which must be equal on all ranks, and the balance; balances must add up to 0."""
+    """What a rank posts.
+
+    ``digest`` must be equal on all ranks, and so must ``rolling``, which stands for all that it did before: a later
+    note proves the earlier ones that nobody read in time. Balances must add up to 0. ``label``: see
+    `_events.label_word`.
+    """
 
     digest: int
     balance: int = 0
+    label: int = 0
+    rolling: int = 0
 
 
 def agree(notes: Sequence[Note]) -> bool:
-    """Whether ranks that posted these are about to do the same."""
-    digest = notes[0].digest
-    return all(note.digest == digest for note in notes) and sum(note.balance for note in notes) & _MASK == 0
+    """Whether ranks that posted these are about to do the same; labels apart."""
+    first = notes[0]
+    if any(note.digest != first.digest or note.rolling != first.rolling for note in notes):
+        return False
+    return sum(note.balance for note in notes) & _MASK == 0
 
 
 class Overrun(Exception):
@@ -73,7 +83,7 @@ class Exchange:
             try:
                 self._shared = _Shared.of(self._store, machine, self._index, self._size)
                 place = machine.hex()
-            except (OSError, AttributeError, ValueError):  # no memfd on this system, or another user's process
+            except (OSError, AttributeError, ValueError):  # no memfd on this system, another user's process, or gone
                 self._shared = None
         self._store.set(f"host/{self._index}", place)
 
@@ -112,7 +122,10 @@ class Exchange:
         keys = [f"note/{seq}/{index}" for index in range(self._size)]
         if not self._store.check(keys):
             return None
-        notes = [Note(*_NOTE.unpack(payload)) for payload in self._store.multi_get(keys)]
+        payloads = self._store.multi_get(keys)
+        if any(len(payload) != _NOTE.size for payload in payloads):
+            return None  # not one of ours
+        notes = [Note(*_NOTE.unpack(payload)) for payload in payloads]
         if seq > 2:  # all ranks have posted this one, so all have read the one before the last
             self._store.delete_key(f"note/{seq - 2}/{self._index}")
         return notes
@@ -147,7 +160,7 @@ class _Shared:
     def __init__(self, file: int, index: int, size: int) -> None:
         """Takes over the file descriptor."""
         self._file, self._index, self._size = file, index, size
-        self._map = mmap.mmap(file, size * _SLOTS * _WORDS * _BYTES)
+        self._map = mmap.mmap(file, size * NOTES_KEPT * _WORDS * _BYTES)
         self._words = memoryview(self._map).cast("Q")
 
     @classmethod
@@ -156,16 +169,16 @@ class _Shared:
 
         Raises OSError or AttributeError where that is not possible.
         """
-        file = os.memfd_create("ddpstats", os.MFD_CLOEXEC)
+        name, length = f"ddpstats-{secrets.token_hex(16)}", size * NOTES_KEPT * _WORDS * _BYTES
+        file = os.memfd_create(name, os.MFD_CLOEXEC)
         try:
-            os.ftruncate(file, size * _SLOTS * _WORDS * _BYTES)
-            mine = f"{os.getpid()}/fd/{file}"
+            os.ftruncate(file, length)
+            mine = f"{os.getpid()} {file} {name}"
             made = store.compare_set(f"memory/{machine.hex()}", "", mine).decode()
             if made != mine:
                 os.close(file)
                 file = -1
-                pid, _, number = made.partition("/fd/")
-                file = os.open(f"/proc/{int(pid)}/fd/{int(number)}", os.O_RDWR | os.O_CLOEXEC)
+                file = _opened(made, length)
             return cls(file, index, size)
         except BaseException:
             if file >= 0:
@@ -173,23 +186,24 @@ class _Shared:
             raise
 
     def write(self, seq: int, note: Note) -> None:
-        at = (self._index * _SLOTS + seq % _SLOTS) * _WORDS
+        at = (self._index * NOTES_KEPT + seq % NOTES_KEPT) * _WORDS
         words = self._words
-        words[at + 3] = 0  # not valid while it changes
-        words[at], words[at + 1], words[at + 2] = seq, note.digest, note.balance
-        words[at + 3] = (seq ^ note.digest ^ note.balance ^ _SALT) & _MASK
+        words[at + 5] = 0  # not valid while it changes
+        words[at], words[at + 1], words[at + 2], words[at + 3], words[at + 4] = seq, *note
+        words[at + 5] = _check_word(seq, note)
 
     def read_all(self, seq: int) -> list[Note] | None:
         words, notes = self._words, []
-        at = (seq % _SLOTS) * _WORDS
+        at = (seq % NOTES_KEPT) * _WORDS
         for _ in range(self._size):
-            found, digest, balance, check = words[at], words[at + 1], words[at + 2], words[at + 3]
-            if check != (found ^ digest ^ balance ^ _SALT) & _MASK or found != seq:
+            found, check = words[at], words[at + 5]
+            note = Note(words[at + 1], words[at + 2], words[at + 3], words[at + 4])
+            if check != _check_word(found, note) or found != seq:
                 if found > seq and check != 0:
                     raise Overrun
                 return None
-            notes.append(Note(digest, balance))
-            at += _SLOTS * _WORDS
+            notes.append(note)
+            at += NOTES_KEPT * _WORDS
         return notes
 
     def drop_file(self) -> None:
@@ -202,3 +216,28 @@ class _Shared:
         self.drop_file()
         self._words.release()
         self._map.close()
+
+
+def _check_word(seq: int, note: Note) -> int:
+    return (seq ^ note.digest ^ note.balance ^ note.label ^ note.rolling ^ _SALT) & _MASK
+
+
+def _opened(told: str, length: int) -> int:
+    """The memory that another process told of. Raises OSError or ValueError where that is not (any more) what it was.
+
+    The process may have closed it since, and opened a file of the user's under the same number: its name must be the
+    one that was told, before it is opened for writing and after.
+    """
+    pid, number, name = told.split(" ")
+    path = f"/proc/{int(pid)}/fd/{int(number)}"
+    expected = f"/memfd:{name} (deleted)"
+    if os.readlink(path) != expected:
+        raise ValueError("the memory is gone")
+    file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        if os.readlink(f"/proc/self/fd/{file}") != expected or os.fstat(file).st_size != length:
+            raise ValueError("the memory is gone")
+    except BaseException:
+        os.close(file)
+        raise
+    return file

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dis
 import linecache
+import os
 import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
@@ -30,11 +31,13 @@ _MAX_MISSES = 3  # frames without a key before the first one that has
 _MAX_GAP = 2  # and between two that have: a function, and the comprehension in it
 _MAX_SCAN = 256  # elements of a list that are looked at for a value whose index the loop does not know
 _MAX_LABEL_CHARS = 200
-_INTERNAL = ("ddpstats.guard", "ddpstats._intercept", "torch", "contextlib", "threading", "functools")
+_INTERNAL = ("ddpstats.guard", "ddpstats._intercept", "torch", "typing_extensions")
+_STDLIB = os.path.dirname(os.__file__) + os.sep
 _LOOKERS = frozenset({"locals", "vars", "eval", "exec", "dir"})
 _COMPREHENSIONS = frozenset({"<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>"})
 _CO_OPTIMIZED = 0x1
 _SNAPSHOTS = sys.version_info < (3, 13)
+_OWN_REFERENCES = 4  # the frame's, the caller's variable, the parameter, and `getrefcount`'s own
 _KEYS = frozenset({str, int})
 _CONTAINERS = frozenset({dict, OrderedDict, defaultdict, list, tuple})
 
@@ -73,6 +76,7 @@ def plan_of(frame: FrameType) -> CodePlan:
 
 def _plan(code: CodeType, module: str) -> CodePlan:
     internal = any(module == name or module.startswith(name + ".") for name in _INTERNAL)
+    internal = internal or (code.co_filename.startswith(_STDLIB) and "-packages" not in code.co_filename)
     optimized = bool(code.co_flags & _CO_OPTIMIZED)
     loop_names = frozenset() if internal else frozenset(_loop_names(code))
     parameters = set(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
@@ -230,7 +234,7 @@ def _loop_and_containers(frame: FrameType, plan: CodePlan) -> tuple[list[Any], l
         mentioned = [variables[name] for name in plan.names if name in variables]
         return loop, [value for value in mentioned if type(value) in _CONTAINERS]
     containers = [value for value in variables.values() if type(value) in _CONTAINERS]
-    variables.clear()  # the copy that Python made for us; see above
+    _give_back(variables)
     return loop, containers
 
 
@@ -273,8 +277,14 @@ def _is_rebound(frame: FrameType, plan: CodePlan, target: Any) -> bool:
     variables = frame.f_locals
     found = any(variables.get(name) is target for name in plan.rebound)
     if plan.snapshots:
-        variables.clear()
+        _give_back(variables)
     return found
+
+
+def _give_back(variables: dict[str, Any]) -> None:
+    """Empty the copy of a frame's variables, unless somebody else has asked for it before, and holds it."""
+    if sys.getrefcount(variables) <= _OWN_REFERENCES:
+        variables.clear()
 
 
 def _spell(steps: list[Any]) -> str:

@@ -27,14 +27,14 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch.distributed as dist
 
 from ddpstats import _config, _intercept
-from ddpstats._events import Event, RecordWriter, Ring
+from ddpstats._events import Event, RecordWriter, Ring, label_word
 from ddpstats._intercept import Collective, GroupView
 from ddpstats.errors import ConfigError, DdpstatsError
 from ddpstats.guard._buckets import with_parameters
 from ddpstats.guard._comparing import Comparing, Standing, is_broken
 from ddpstats.guard._describe import describe, pieces_of
 from ddpstats.guard._diagnosis import LEFT, Testimony
-from ddpstats.guard._exchange import Note
+from ddpstats.guard._exchange import NOTES_KEPT
 from ddpstats.guard._frames import calling_frame, label_of, site_of
 from ddpstats.guard._inquiry import main_stack
 from ddpstats.guard._labels import current_label
@@ -44,9 +44,20 @@ from ddpstats.guard._session import Group, Session, spelled
 MismatchPolicy = Literal["raise", "warn"]
 
 RING_EVENTS = 10_000
-GRADIENTS = "(gradients)"  # the label of what autograd calls: DDP's buckets, FSDP's shards
+# What autograd calls: DDP's buckets, FSDP's shards. In parentheses, so that it is not compared: with uneven
+# inputs, say, another rank issues the same from Python.
+GRADIENTS = "(gradients)"
+# Operations that combine what must be the same thing on all ranks. With others the names may legally be each rank's
+# own: shards that are gathered into one tensor, what a root sends. (espnet sums what it has all-gathered.)
+_COMBINING = frozenset(
+    {
+        *("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor", "all_gather"),
+        *("all_reduce_coalesced", "reduce_scatter_tensor_coalesced"),
+    }
+)
 _TESTIFIED_EVENTS = 64  # at least, of one group
 _NEVER = 1 << 62
+_KEPT_WORKS = 1024  # messages that nobody ever waits for would keep their tensors
 
 log = logging.getLogger("ddpstats")
 
@@ -129,8 +140,8 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
             raise ConfigError("mode='record' needs record_dir=, where the records are written")
         self.mode, self._warn, self._infer = mode, on_mismatch == "warn", infer_labels
         self._check_every = check_every if mode == "step" else _NEVER
-        # Twice, for a comparison is settled at the next one.
-        self._testified = _TESTIFIED_EVENTS + (2 * min(check_every, RING_EVENTS) if mode == "step" else 0)
+        # Twice, for a comparison is settled at the next one; and what was overwritten is proved by a later one.
+        self._testified = _TESTIFIED_EVENTS + 2 * min(check_every if mode == "step" else NOTES_KEPT, RING_EVENTS)
         self._timeout_sec = _config.timeout_sec(timeout_sec)
         self._record_dir = record_dir
         self._compares = mode in ("strict", "step")
@@ -139,6 +150,8 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         self._early = mode != "step" or record_dir is not None
         self._timeout_ms = int(self._timeout_sec * 1000)
         self._lock = threading.RLock()
+        self._yields = False  # to a guard of the program's own, and comes back after it
+        self._outer: collective_guard | None = None
         self._reset()
 
     def _reset(self) -> None:
@@ -146,7 +159,6 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         self._standing = Standing()
         self._session: Session | None = None
         self._comparing: Comparing | None = None  # None where there is nothing to compare, or nobody to compare with
-        self._lives = 0
         self._writer: RecordWriter | None = None
         self._works: dict[int, _Work] = {}
         self._left: str | None = None
@@ -156,8 +168,11 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
     def __enter__(self) -> collective_guard:
         if self.mode == "off":
             return self
-        if _active:
+        if _active and not _active[0]._yields:
             raise ConfigError("a collective_guard is active already; one at a time")
+        if _active:
+            self._outer = _active[0]
+            self._outer.abandon()
         self._reset()
         _intercept.subscribe(self)
         _active.append(self)
@@ -171,6 +186,8 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         if self.mode == "off" or self not in _active:
             return
         found: DdpstatsError | None = None
+        if isinstance(error, SystemExit) and error.code in (None, 0):
+            error = None  # the usual end of a script
         try:
             if error is None:
                 self._finish()
@@ -197,7 +214,13 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
             return
         self._left = LEFT
         self._leave(None)
-        self._comparing.finish()
+        try:
+            self._comparing.finish()
+            self._session.linger()
+        except DdpstatsError:
+            raise
+        except (RuntimeError, OSError) as error:  # the rank that serves the store has seen our last note, and is gone
+            log.debug("the store went away during the last comparison: %s", error)
 
     def _leave(self, error: BaseException | None) -> None:
         how = LEFT if error is None else f"{LEFT} by {type(error).__name__}: {str(error)[:300]}"
@@ -205,6 +228,11 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
             self._session.leave(how, self._ring.last(), self._testify)
         if self._writer is not None:
             self._writer.write({"end": "left" if error is None else type(error).__name__, "time": time.time()})
+
+    def yielding(self) -> collective_guard:
+        """This guard, made to give way to one that the program itself enters: for those that nobody wrote into it."""
+        self._yields = True
+        return self
 
     def abandon(self) -> None:
         """Leave without a last comparison; local, and raises nothing of the other ranks'. Idempotent."""
@@ -222,6 +250,9 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         if self._writer is not None:
             self._writer.close()
         self._works.clear()
+        if self._outer is not None:
+            outer, self._outer = self._outer, None
+            outer.__enter__()
 
     # -- the user's side ----------------------------------------------------------------------------------------------
 
@@ -260,7 +291,7 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         if call.is_p2p:
             call.seen = _Seen(group, event, self._begin_message(event, group))
         elif self.mode == "strict":
-            group.exchange.post(event.seq, Note(event.digest, event.balance))
+            self._comparing.post(group, event)
             if call.blocking:
                 self._comparing.settle(group, event.seq)
         else:
@@ -297,15 +328,22 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
             # tensors alive. It is settled with the next one of its group.
             for key in [key for key, entry in self._works.items() if entry.is_done()]:
                 del self._works[key]
+            while len(self._works) >= _KEPT_WORKS:
+                del self._works[next(iter(self._works))]
             self._works[id(work)] = _Work(work, seen)
 
-    def waiting(self, work: Any) -> bool:
-        """The program waits for an asynchronous collective, or a message: now it must be settled."""
-        with self._lock:
-            entry = self._works.pop(id(work), None)
+    def waiting(self, work: Any, limited: bool) -> bool:
+        """The program waits for an asynchronous collective, or a message: now it must be settled.
+
+        Where it waits under a timeout of its own, that holds, and what is not there yet is settled later.
+        """
         comparing = self._comparing
         if comparing is None or self._standing.silent:
             return False
+        entry = None
+        if not limited:
+            with self._lock:
+                entry = self._works.pop(id(work), None)
         if entry is None or entry.work is not work:
             if self.mode == "strict" and self._standing.verdict is None:
                 comparing.settle_what_is_ready()
@@ -330,18 +368,19 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         name = current_label()
         if name is None and in_backward:
             name = GRADIENTS
-        elif name is None and self._infer and (call.inputs or call.outputs):
-            reached = label_of(call.inputs[0] if call.inputs else call.outputs[0], frame)
+        elif name is None and self._infer and call.inputs and call.op in _COMBINING:
+            reached = label_of(call.inputs[0], frame)
             if reached is not None:
                 name, group.keys = reached.path, reached.keys
         if not call.is_p2p:
             group.seq += 1
-        signature, digest = describe(call, name)
+        signature, digest = describe(call)
         event = Event(
             group.name if not call.is_p2p else f"{group.name} (point-to-point)",
             group.seq,
             signature,
             name,
+            label_word(name),
             site_of(frame),
             digest,
             pieces,
@@ -374,11 +413,10 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
             self._session.close()
             self._works.clear()
             self._ring = Ring(RING_EVENTS)  # numbers begin anew
-        self._lives += 1
-        session = Session(self._lives, self._compares, self.mode == "strict", self._testify, self._position)
+        session = Session(self._compares, self.mode == "strict", self._testify, self._position)
         self._session = session
         if self._record_dir is not None and self._writer is None:
-            self._writer = RecordWriter(self._record_dir, session.rank, dist.get_world_size())
+            self._writer = RecordWriter(self._record_dir, session.rank, dist.get_world_size(), session.run)
         self._comparing = None
         if session.inquiry is not None:
             self._comparing = Comparing(
@@ -411,7 +449,7 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
             events,
             {event.seq: event.balance for event in events if event.balance},
             0 if group is None else group.seq,
-            self._standing.waits_in,
+            self._standing.waits_in(name),
             None if last is None else spelled(last),
             self._left,
             False,

@@ -15,16 +15,18 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ddpstats._events import Event
-from ddpstats._mailbox import ProcessId
-from ddpstats.guard._diagnosis import MISSING, Finding, Testimony, find, unexplained
+from ddpstats._mailbox import PROCESS_ID_BYTES, ProcessId
+from ddpstats._ranks import ranks_text
+from ddpstats.guard._diagnosis import MISSING, NOTHING, Finding, Testimony, find, unexplained
 
 _PATIENCE_SEC = 10.0
 _POLL_SEC = 0.02
+_LINGER_SEC = 2.0
 _WATCHDOG_SEC = 0.25
 _MAX_STACK_FRAMES = 6
 _MAX_BYTES = 4 << 20
@@ -34,21 +36,29 @@ _STORE_ERRORS = (RuntimeError, OSError, ValueError)
 
 @dataclass(frozen=True)
 class Alarm:
-    """What is in question. ``until``: whether all ranks should have reached ``seq`` by now."""
+    """What is in question.
+
+    ``until``: whether all ranks should have reached ``seq`` by now. ``doubt``: it may turn out to be nothing.
+    """
 
     group: str
     words: str
     ranks: tuple[int, ...]
     seq: int
     until: bool
+    doubt: bool = False
 
     def pack(self) -> str:
-        return json.dumps([self.group, self.words, self.ranks, self.seq, self.until])
+        return json.dumps([self.group, self.words, self.ranks, self.seq, self.until, self.doubt])
 
     @classmethod
     def unpack(cls, payload: bytes) -> Alarm:
-        group, words, ranks, seq, until = json.loads(payload)
-        return cls(str(group), str(words), tuple(int(rank) for rank in ranks), int(seq), bool(until))
+        """Raises ValueError for what `pack` did not write."""
+        try:
+            group, words, ranks, seq, until, doubt = json.loads(payload)
+            return cls(str(group), str(words), tuple(int(rank) for rank in ranks), int(seq), bool(until), bool(doubt))
+        except TypeError as error:
+            raise ValueError(f"not an alarm: {error}") from None
 
 
 Testify = Callable[[str], Testimony]
@@ -67,12 +77,13 @@ class Inquiry:
         self,
         stores: tuple[Any, Any],
         rank: int,
+        world_size: int,
         testify: Testify,
         position: Callable[[], str],
         is_reachable: Callable[[], bool],
     ) -> None:
         self._rank, self._testify, self._position, self._is_reachable = rank, testify, position, is_reachable
-        self._store = stores[0]
+        self._store, self._world_size = stores[0], world_size
         self._verdicts = 0
         self._peers: dict[int, ProcessId] = {}
         self._lost = False  # the store does not answer any more
@@ -84,28 +95,38 @@ class Inquiry:
 
     def alarm(self) -> Alarm | None:
         """The alarm that is on, if there is one."""
+        return self.alarm_in(self._store)
+
+    def alarm_in(self, store: Any) -> Alarm | None:
+        """`alarm`, over a connection of the caller's own."""
+        key = f"alarm/{self._verdicts}"
         try:
-            return self._read_alarm(self._store)
+            return Alarm.unpack(store.get(key)) if store.check([key]) else None
+        except ValueError:  # not one of ours
+            return None
         except _STORE_ERRORS:
             self._lost = True
             return None
 
-    def _read_alarm(self, store: Any) -> Alarm | None:
-        key = f"alarm/{self._verdicts}"
-        return Alarm.unpack(store.get(key)) if store.check([key]) else None
-
     def raise_alarm(self, alarm: Alarm) -> Finding:
         """Raise the alarm, unless one is on already; the verdict on the one that is on."""
         try:
-            found = self._store.compare_set(f"alarm/{self._verdicts}", "", alarm.pack())
-            return self.verdict(Alarm.unpack(found))
+            while True:
+                found = Alarm.unpack(self._store.compare_set(f"alarm/{self._verdicts}", "", alarm.pack()))
+                finding = self.verdict(found)
+                if finding.kind != NOTHING or found == alarm:
+                    return finding
         except _STORE_ERRORS as error:
-            reason = str(error).strip().split("\n", 1)[0]
-            text = (
-                f"collective number {alarm.seq} of {alarm.words} was not completed, and the store, which could tell "
-                f"who is missing, does not answer: {reason}"
-            )
-            return Finding(MISSING, text, alarm.group, alarm.seq)
+            return self._without_store(alarm, error)
+
+    def _without_store(self, alarm: Alarm, error: BaseException) -> Finding:
+        self._lost = True
+        reason = str(error).strip().split("\n", 1)[0]
+        gone = [rank for rank in alarm.ranks if rank in self._peers and self._peers[rank].is_dead()]
+        lines = [f"collective number {alarm.seq} of {alarm.words} was not completed:"]
+        lines += [f"  {ranks_text(gone)}: the process is gone"] if gone else []
+        lines.append(f"The store, which could tell who is missing, does not answer: {reason}")
+        return Finding(MISSING, "\n".join(lines), alarm.group, alarm.seq)
 
     def declare(self, finding: Finding, alarm: Alarm) -> Finding:
         """Make ``finding`` the verdict, unless an alarm is on already; the verdict on the one that is on."""
@@ -143,13 +164,27 @@ class Inquiry:
                 store.compare_set(key, "", _pack_finding(self._judge(alarm, testimonies)))
                 break
             time.sleep(_POLL_SEC)
+        finding = _unpack_finding(store.get(key), alarm)
+        store.set(f"read/{number}/{self._rank}", "1")
+        if self._rank == 0:
+            self._linger(alarm, number)
         self._verdicts += 1
-        return _unpack_finding(store.get(key))
+        return finding
+
+    def _linger(self, alarm: Alarm, number: int) -> None:
+        """Rank 0 often serves the store, and what it raises next may be its end: let the others read the verdict."""
+        deadline = time.monotonic() + _LINGER_SEC
+        dead = self.dead(alarm.ranks)
+        waiting = [rank for rank in alarm.ranks if rank not in dead and self.has_left(rank) is None]
+        while time.monotonic() < deadline and not self._store.check([f"read/{number}/{rank}" for rank in waiting]):
+            time.sleep(_POLL_SEC)
 
     def _judge(self, alarm: Alarm, testimonies: Mapping[int, Testimony]) -> Finding:
         dead = self.dead(alarm.ranks)
         everyone = [testimonies.get(rank) or self._last_words(rank, alarm.group, rank in dead) for rank in alarm.ranks]
         found = find(alarm.group, alarm.words, everyone, alarm.seq if alarm.until else None)
+        if found is None and alarm.doubt:
+            return Finding(NOTHING, "", alarm.group, alarm.seq)
         return found or unexplained(alarm.group, alarm.words, alarm.seq, alarm.until)
 
     def _testimonies(self, alarm: Alarm, number: int) -> dict[int, Testimony]:
@@ -181,6 +216,15 @@ class Inquiry:
         except _STORE_ERRORS:
             self._lost = True
 
+    def say_done(self) -> None:
+        """This rank needs the store no more; rank 0 waits a moment until all have said so."""
+        self._store.set(f"done/{self._rank}", "1")
+        if self._rank == 0:
+            deadline = time.monotonic() + _LINGER_SEC
+            everyone = [f"done/{rank}" for rank in range(self._world_size)]
+            while time.monotonic() < deadline and not self._store.check(everyone):
+                time.sleep(0.002)
+
     def someone_left(self) -> bool:
         """Whether any rank has left; one question to the store."""
         return not self._lost and bool(self._store.check(["left"]))
@@ -190,15 +234,23 @@ class Inquiry:
         key = f"left/{rank}"
         if not self._store.check([key]):
             return None
-        found = json.loads(self._store.get(key))
-        return found if isinstance(found, dict) else None
+        try:
+            found = json.loads(self._store.get(key))
+        except ValueError:
+            return None
+        return found if isinstance(found, dict) and isinstance(found.get("counts"), dict) else None
 
     def dead(self, ranks: Sequence[int]) -> set[int]:
         """Which of these ranks, on this host, have no process any more."""
-        for rank in ranks:
-            if rank not in self._peers and self._store.check([f"process/{rank}"]):
-                self._peers[rank] = ProcessId.unpack(self._store.get(f"process/{rank}"))
+        self._learn_processes(self._store, ranks)
         return {rank for rank in ranks if rank in self._peers and self._peers[rank].is_dead()}
+
+    def _learn_processes(self, store: Any, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            if rank not in self._peers and store.check([f"process/{rank}"]):
+                payload = store.get(f"process/{rank}")
+                if len(payload) == PROCESS_ID_BYTES:
+                    self._peers[rank] = ProcessId.unpack(payload)
 
     def _last_words(self, rank: int, group: str, dead: bool) -> Testimony:
         key, left = f"words/{rank}/{group}", self.has_left(rank)
@@ -224,14 +276,16 @@ class _Watchdog(threading.Thread):
 
     def run(self) -> None:
         answered, told = -1, ""
+        ranks = range(self._inquiry._world_size)
         while not self._stopped.wait(_WATCHDOG_SEC) and self._inquiry._is_reachable():
             try:
+                self._inquiry._learn_processes(self._store, ranks)  # while there is somebody to ask
                 position = self._inquiry._position()
                 if position != told:
                     self._store.set(f"position/{self._inquiry._rank}", position)
                     told = position
                 number = self._inquiry._verdicts
-                alarm = self._inquiry._read_alarm(self._store) if answered != number else None
+                alarm = None if answered == number else self._inquiry.alarm_in(self._store)
                 if alarm is None:
                     continue
                 key = f"testimony/{number}/{self._inquiry._rank}"
@@ -317,14 +371,18 @@ def _pack_finding(finding: Finding) -> str:
     )
 
 
-def _unpack_finding(payload: bytes) -> Finding:
-    given = json.loads(payload)
-    return Finding(
-        str(given["kind"]),
-        str(given["message"]),
-        str(given["group"]),
-        int(given["seq"]),
-        tuple(map(int, given["missing"])),
-        tuple(map(int, given["culprits"])),
-        {int(rank): Event.from_dict(event) for rank, event in given["by_rank"].items()},
-    )
+def _unpack_finding(payload: bytes, alarm: Alarm) -> Finding:
+    """A verdict that cannot be read is one of which nothing is known."""
+    try:
+        given = json.loads(payload)
+        return Finding(
+            str(given["kind"]),
+            str(given["message"]),
+            str(given["group"]),
+            int(given["seq"]),
+            tuple(map(int, given["missing"])),
+            tuple(map(int, given["culprits"])),
+            {int(rank): Event.from_dict(event) for rank, event in given["by_rank"].items()},
+        )
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return unexplained(alarm.group, alarm.words, alarm.seq, alarm.until)

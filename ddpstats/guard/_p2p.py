@@ -21,8 +21,10 @@ from ddpstats._ranks import ranks_text
 from ddpstats.guard._diagnosis import MISMATCH, MISSING, Finding
 
 _LONGEST_POLL_SEC = 0.005
+_C10D = "torch.distributed.distributed_c10d"
 _BLOCKING_CALLERS = frozenset({"recv", "recv_object_list"})
 _MAX_NOTE_BYTES = 1 << 16
+_KEPT_NOTES = 1024
 
 
 @dataclass(frozen=True)
@@ -40,18 +42,25 @@ class Messages:
     def __init__(self, store: Any, rank: int) -> None:
         self._store, self._rank = store, rank
         self._count: Counter[tuple[int, int, int | None]] = Counter()
+        self._taken_from_any: set[int | None] = set()  # tags
 
     def sent(self, event: Event) -> None:
         """Leave the note; never waits."""
         assert event.peer is not None
         note = json.dumps(event.as_dict())
-        self._store.set(self._key(self._rank, event.peer, event.tag), note)
+        key = self._key(self._rank, event.peer, event.tag)
+        self._store.set(key, note)
+        stem, _, number = key.rpartition("/")
+        if int(number) > _KEPT_NOTES:  # nobody has read it in all that time
+            self._store.delete_key(f"{stem}/{int(number) - _KEPT_NOTES}")
         self._store.set(f"p2p/last/{self._rank}-{event.peer}", note)
 
     def awaited(self, event: Event) -> Awaited | None:
-        """What the receive of ``event`` pairs with; None where any rank may send."""
+        """What the receive of ``event`` pairs with; None where that cannot be known."""
         if event.peer is None:
-            return None
+            self._taken_from_any.add(event.tag)
+        if event.peer is None or event.tag in self._taken_from_any:
+            return None  # from now on nobody can count which message is which
         return Awaited(event, event.peer, self._key(event.peer, self._rank, event.tag))
 
     def _key(self, source: int, to: int, tag: int | None) -> str:
@@ -92,7 +101,8 @@ def unmatched(event: Event, rank: int, words: str, last: Event | None) -> Findin
         if last.tag != event.tag:
             lines.append("What differs: the tag.")
     else:
-        lines.append(f"  {ranks_text(peers) if peers else 'any rank'}: no matching call is known")
+        who = ranks_text(peers) if peers else "any rank"
+        lines.append(f"  {who}: no such call is known; where it waits in a receive of its own, both receive first")
     lines.append("Make every send meet a receive of the same tag on the other rank.")
     return Finding(MISSING, "\n".join(lines), event.group, event.seq, peers, (), {rank: event})
 
@@ -100,11 +110,11 @@ def unmatched(event: Event, rank: int, words: str, last: Event | None) -> Findin
 def called_blocking() -> bool:
     """Whether the receive that is under way was asked for by ``dist.recv``: the operator itself does not tell."""
     frame: FrameType | None = sys._getframe(1)
-    for _ in range(12):
+    for _ in range(16):  # `dist.recv` goes through `dist.irecv`, and both through wrappers
         if frame is None:
             return False
-        if frame.f_globals.get("__name__") == "torch.distributed.distributed_c10d":
-            return frame.f_code.co_name in _BLOCKING_CALLERS
+        if frame.f_globals.get("__name__") == _C10D and frame.f_code.co_name in _BLOCKING_CALLERS:
+            return True
         frame = frame.f_back
     return False
 

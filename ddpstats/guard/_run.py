@@ -62,7 +62,7 @@ def _run_here(args: argparse.Namespace) -> int:
         infer_labels=not args.no_labels,
         timeout_sec=args.timeout_sec,
         record_dir=args.record_dir,
-    )
+    ).yielding()
     sys.argv = [args.script, *args.arguments]
     try:
         with guard:

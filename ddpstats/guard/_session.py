@@ -7,6 +7,8 @@ told each other belongs to one of these lives: a guard that outlives the first b
 from __future__ import annotations
 
 import os
+import secrets
+import threading
 import weakref
 from collections.abc import Callable, Mapping
 
@@ -20,6 +22,7 @@ from ddpstats.guard._exchange import Exchange
 from ddpstats.guard._inquiry import Inquiry, Testify
 from ddpstats.guard._p2p import Messages
 
+_KEPT_DESTROYED = 64
 _sessions = 0  # of this process, so far: ranks that do alike count alike
 
 
@@ -30,9 +33,11 @@ class Group:
         self.name, self.view, self.exchange, self.messages = name, view, exchange, messages
         known_as = "the default group" if view.desc == "default_pg" else f"group {view.name[:24]!r}"
         self.words = f"{known_as} of {len(view.ranks)} ranks"
+        self.lock = threading.RLock()  # one thread at a time compares
         self.seq = 0  # of the last collective begun
         self.settled = 0  # strict: up to here all ranks agree
-        self.rolling = 0
+        self.rolling = 0  # digest of all that this rank did
+        self.labels = 0  # digest of all its labels
         self.balance = 0
         self.checks = 0  # step: how many comparisons were posted
         self.checks_settled = 0
@@ -42,26 +47,26 @@ class Group:
 class Session:
     """Made at the first collective of a life. ``inquiry`` is None where nothing is compared, or there is no other rank.
 
-    ``life`` counts the sessions of one guard, from 1. Making one waits for nobody: ranks may come to it at different
-    times.
+    ``run`` is a name of this program that all its ranks share. Making one waits for nobody: ranks may come to it at
+    different times.
     """
 
-    def __init__(
-        self, life: int, compares: bool, messages: bool, testify: Testify, position: Callable[[], str]
-    ) -> None:
+    def __init__(self, compares: bool, messages: bool, testify: Testify, position: Callable[[], str]) -> None:
         global _sessions
         _sessions += 1
         prefix = f"ddpstats/guard/{_sessions}"
-        self._life, self._compares, self._messages = life, compares, messages
+        self._number, self._compares, self._messages = _sessions, compares, messages
         self._world = weakref.ref(dist.group.WORLD) if dist.group.WORLD is not None else lambda: None
         self.rank = dist.get_rank()
         self._store = world_store(prefix, "guard")
+        token = secrets.token_hex(8)
+        self.run = world_store("ddpstats/run", "guard").compare_set("token", "", token).decode(errors="replace")
         self._groups: weakref.WeakKeyDictionary[GroupView, Group] = weakref.WeakKeyDictionary()
         self.named: dict[str, Group] = {}
         self.inquiry: Inquiry | None = None
         if compares and dist.get_world_size() > 1:
             stores = self._store, world_store(prefix, "watchdog")
-            self.inquiry = Inquiry(stores, self.rank, testify, position, self.is_reachable)
+            self.inquiry = Inquiry(stores, self.rank, dist.get_world_size(), testify, position, self.is_reachable)
 
     def is_over(self) -> bool:
         """Whether the program has destroyed the process group since."""
@@ -77,18 +82,31 @@ class Session:
 
     def meet(self, view: GroupView) -> Group:
         """First sight of a group. Nobody is waited for: ranks may see their groups in different order."""
+        self._forget_destroyed()
         exchange = messages = None
         if self._compares and len(view.ranks) > 1:
             part = part_of(self._store, f"group/{view.name}")
             exchange = Exchange(part, view.ranks.index(view.rank), len(view.ranks))
             messages = Messages(part, view.rank) if self._messages else None
-        name = view.name if self._life == 1 else f"{view.name} of life {self._life}"
+        name = view.name if self._number == 1 else f"{view.name} of session {self._number}"
         group = self._groups[view] = self.named[name] = Group(name, view, exchange, messages)
         return group
 
     def groups(self) -> list[Group]:
-        """Those that are compared, in an order that all ranks share."""
-        return [group for _, group in sorted(self.named.items()) if group.exchange is not None]
+        """Those whose collectives are compared, in an order that all ranks share.
+
+        A group in which this rank has only sent and received is not among them: its other ranks may never come to it.
+        """
+        used = [group for group in self.named.values() if group.exchange is not None and group.seq > 0]
+        return sorted(used, key=lambda group: group.name)
+
+    def _forget_destroyed(self) -> None:
+        """Programs may make groups by the thousand. What is destroyed keeps its memory until there are too many."""
+        destroyed = [name for name, group in self.named.items() if not group.view.is_alive()]
+        for name in destroyed[:-_KEPT_DESTROYED]:
+            exchange = self.named.pop(name).exchange
+            if exchange is not None:
+                exchange.close()
 
     def leave(self, how: str, last: Event | None, testimonies: Callable[[str], Testimony]) -> None:
         """Tell the others that this rank leaves; never waits."""
@@ -96,6 +114,11 @@ class Session:
             counts: Mapping[str, int] = {name: group.seq for name, group in self.named.items()}
             told = None if last is None else spelled(last)
             self.inquiry.leave(how, counts, told, {name: testimonies(name) for name in self.named})
+
+    def linger(self) -> None:
+        """After the last comparison: rank 0 often serves the store, and its end may be near. Bounded."""
+        if self.inquiry is not None:
+            self.inquiry.say_done()
 
     def close(self) -> None:
         """Local and idempotent."""
@@ -107,4 +130,6 @@ class Session:
 
 
 def spelled(event: Event) -> str:
+    if event.peer is not None:
+        return f"{event}, at {event.site}"
     return f"number {event.seq} of group {event.group!r}, {event}, at {event.site}"

@@ -114,3 +114,75 @@ def many(count: int) -> tuple[int, int]:
                 dist.all_reduce(torch.ones(1))
         used = tracemalloc.get_traced_memory()[0]
         return len(guard._ring), used
+
+
+def two_lives(mode: str, bad: bool) -> str:
+    """The program makes itself another process group inside one guard."""
+    from torch._C._distributed_c10d import TCPStore
+
+    rank = dist.get_rank()
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
+    port = torch.tensor([0 if store is None else store.port])
+    try:
+        with collective_guard(mode, timeout_sec=10) as guard:  # type: ignore[arg-type]
+            dist.broadcast(port, 0)
+            guard.step()
+            dist.destroy_process_group()
+            store = store or TCPStore("127.0.0.1", int(port), is_master=False)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+            dist.all_reduce(torch.ones(3))
+            dist.all_reduce(torch.ones(3), op=dist.ReduceOp.MAX if bad and rank else dist.ReduceOp.SUM)
+            guard.step()
+    except ddpstats.CollectiveMismatch as error:
+        return str(error)
+    return "silent"
+
+
+def foreign_bytes(key: str, value: str) -> str:
+    """Somebody else writes into the guard's part of the store."""
+    try:
+        with collective_guard("strict", timeout_sec=3) as guard:
+            dist.all_reduce(torch.ones(1))
+            assert guard._session is not None
+            if dist.get_rank() == 0:
+                guard._session._store.set(key, value)
+            dist.barrier()
+            for _ in range(3):
+                dist.all_reduce(torch.ones(1))
+    except ddpstats.DdpstatsError as error:
+        return type(error).__name__
+    return "silent"
+
+
+def guarded_twice(directory: str) -> str:
+    """Two guards of one program, one after the other, with a fault under the first that nothing looks for."""
+    for number in range(2):
+        with collective_guard("record", record_dir=directory):
+            odd = number == 0 and dist.get_rank() == 1
+            dist.all_reduce(torch.ones(1), op=dist.ReduceOp.MAX if odd else dist.ReduceOp.SUM)
+    return "recorded"
+
+
+def guard_within_one_that_yields() -> tuple[bool, int, int]:
+    """As under DDPSTATS_GUARD, in a program that has a guard of its own."""
+    with collective_guard("step").yielding() as outer:
+        dist.all_reduce(torch.ones(1))
+        with collective_guard("strict") as inner:
+            dist.all_reduce(torch.ones(1))
+        dist.all_reduce(torch.ones(1))
+        return _intercept.is_installed(), outer.counters.collectives, inner.counters.collectives
+
+
+def call_site_in_an_executor() -> str:
+    """The line that is named is the program's, not the standard library's."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    with collective_guard("step") as guard, ThreadPoolExecutor(1) as pool:
+        pool.submit(_reduce_one).result()
+        last = guard._ring.last()
+    assert last is not None
+    return str(last.site)
+
+
+def _reduce_one() -> None:
+    dist.all_reduce(torch.ones(1))

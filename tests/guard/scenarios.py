@@ -7,12 +7,17 @@ MPI-CorrBench, named in the last column of `SCENARIOS`.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
+import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -91,6 +96,39 @@ def experts_of_each_rank(bad: bool) -> None:
             dist.all_reduce(parameter.data)
 
 
+def named_on_one_rank(bad: bool) -> None:
+    """Legal: one rank's code has names for the tensors, the other's has none, or counts them."""
+    one_of, other = {"loss": one(), "acc": one()}, [one(), one()]
+    if rank() == 0:
+        for name in one_of:
+            dist.all_reduce(one_of[name])
+        for name in one_of:
+            dist.all_reduce(one_of[name])
+    else:
+        dist.all_reduce(one())
+        dist.all_reduce(one())
+        for tensor in other:
+            dist.all_reduce(tensor)
+    reduce_op(bad)
+
+
+def shards_of_each_rank(bad: bool) -> None:
+    """Legal: what is gathered, scattered or broadcast has a name of its own on each rank."""
+    mine, state = {f"shard{rank()}": one()}, {"w": one(), "b": one()}
+    for name in mine:
+        dist.all_gather_into_tensor(torch.empty(2), mine[name])
+    if rank() == 0:
+        for name in state:
+            dist.broadcast(state[name], src=0)
+    else:
+        for _ in range(2):
+            dist.broadcast(torch.empty(1), src=0)
+    received = {"part": torch.empty(1)}
+    for tensor in received.values():
+        dist.scatter(tensor, [one(), one()] if rank() == 0 else None, src=0)
+    reduce_op(bad)
+
+
 # -- what is called ---------------------------------------------------------------------------------------------------
 
 
@@ -122,6 +160,11 @@ def dtype(bad: bool) -> None:
 
 def shape(bad: bool) -> None:
     dist.all_reduce(one(300_000) if odd(bad) else one(100))
+
+
+def memory_format(bad: bool) -> None:
+    tensor = torch.arange(4.0).reshape(2, 2)
+    dist.all_reduce(tensor.t() if odd(bad) else tensor)
 
 
 def root(bad: bool) -> None:
@@ -180,6 +223,60 @@ def asynchronous(bad: bool) -> None:
     work.wait()
 
 
+def many_in_flight(bad: bool) -> None:
+    """More than the notes that ranks keep for each other: the fourth is proved by those that come after it."""
+    works: list[Any] = []
+    for number in range(700):
+        op = dist.ReduceOp.MAX if odd(bad) and number == 3 else dist.ReduceOp.SUM
+        works.append(dist.all_reduce(one(), op=op, async_op=True))
+    for work in works:
+        work.wait()
+
+
+def waited_for_in_threads(bad: bool) -> None:
+    op = dist.ReduceOp.MAX if odd(bad) else dist.ReduceOp.SUM
+    works: list[Any] = [dist.all_reduce(one(), op=op, async_op=True) for _ in range(40)]
+    caught: list[BaseException] = []
+
+    def wait(some: list[Any]) -> None:
+        try:
+            for work in some:
+                work.wait()
+        except BaseException as error:
+            caught.append(error)
+
+    threads = [threading.Thread(target=wait, args=(works[start::8],)) for start in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    if caught:
+        raise caught[0]
+
+
+def _signal_file() -> Path:
+    """A file that all ranks of this run name alike: their parent is the same process."""
+    return Path(tempfile.gettempdir(), f"ddpstats-test-{os.getppid()}")
+
+
+def waited_for_with_a_timeout(bad: bool) -> None:
+    """Legal: a rank looks now and then whether it is there, and the other one comes only when it is told to."""
+    work: Any = dist.all_reduce(one(), async_op=True) if rank() == 0 else None
+    if work is not None:
+        with contextlib.suppress(RuntimeError):
+            work.wait(timedelta(milliseconds=300))
+        _signal_file().touch()
+        while not work.is_completed():
+            time.sleep(0.01)
+    else:
+        go = _signal_file()
+        while not go.exists():
+            time.sleep(0.01)
+        dist.all_reduce(one())
+        go.unlink()
+    reduce_op(bad)
+
+
 def through_the_group_object(bad: bool) -> None:
     group: Any = dist.group.WORLD
     op = dist.ReduceOp.MAX if odd(bad) else dist.ReduceOp.SUM
@@ -201,6 +298,21 @@ def compiled(bad: bool) -> None:
 
     graph(one(), "max" if odd(bad) else "sum").sum().item()
     dist.barrier()
+
+
+def compiled_with_breaks(bad: bool) -> None:
+    """What Dynamo does not take into its graph it runs as it is, between two graphs."""
+
+    @torch.compile(backend="eager")
+    def step(given: torch.Tensor, op: Any) -> Any:
+        work: Any = dist.all_reduce(given, op=op, async_op=True)
+        work.wait()
+        dist.barrier()
+        return given + 1
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        step(one(), dist.ReduceOp.MAX if odd(bad) else dist.ReduceOp.SUM)
 
 
 # -- models -----------------------------------------------------------------------------------------------------------
@@ -249,6 +361,15 @@ def ddp_other_parameters(bad: bool) -> None:
     model = torch.nn.parallel.DistributedDataParallel(Branches(), find_unused_parameters=not bad)
     model(torch.ones(2, 4)).sum().backward()
     dist.barrier()
+
+
+def ddp_of_uneven_inputs(bad: bool) -> None:
+    """`join`: a rank that has no batches left issues from Python what the others issue in their backward pass."""
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+    with model.join():
+        for _ in range(2 + rank()):
+            model(torch.ones(2, 4)).sum().backward()
+    reduce_op(bad)
 
 
 def coalesced_count(bad: bool) -> None:
@@ -349,6 +470,33 @@ def message_tag(bad: bool) -> None:
         dist.recv(one(), src=0, tag=6 if bad else 5)
 
 
+def message_bytes(bad: bool) -> None:
+    if rank() == 0:
+        dist.send(one(1000 if bad else 4), dst=1)
+    else:
+        dist.recv(torch.empty(4), src=0)
+
+
+def message_from_anybody(bad: bool) -> None:
+    if rank() == 0:
+        dist.send(one(3), dst=1)
+        dist.send(one(5), dst=1)
+    else:
+        dist.recv(torch.empty(3))
+        dist.recv(torch.empty(5), src=0)
+    reduce_op(bad)
+
+
+def message_between_two_of_three(bad: bool) -> None:
+    """The third rank never comes to a group in which the other two only send and receive."""
+    if rank() == 0:
+        dist.send(one(3), dst=1)
+    elif rank() == 1:
+        dist.recv(torch.empty(3), src=0)
+    if bad:
+        reduce_op(bad)
+
+
 # -- ranks that are not there -----------------------------------------------------------------------------------------
 
 
@@ -364,6 +512,13 @@ def raises(bad: bool) -> None:
     dist.all_reduce(one())
     if odd(bad):
         raise ZeroDivisionError("a fault of rank 1 alone")
+    dist.all_reduce(one())
+
+
+def raises_what_sounds_like_gloo(bad: bool) -> None:
+    dist.all_reduce(one())
+    if odd(bad):
+        raise RuntimeError("DataLoader timed out after 5 seconds")
     dist.all_reduce(one())
 
 
@@ -390,12 +545,15 @@ SCENARIOS: dict[str, Row] = {
         Row(swap_through_one_recursive_line, MISMATCH, MISMATCH, "lacks key 'snr_loss'", "the seed"),
         Row(named_by_the_program, MISMATCH, MISMATCH, "'snr'", "Horovod tensor names"),
         Row(experts_of_each_rank, MISMATCH, MISMATCH, "expert1", "-"),
+        Row(named_on_one_rank, MISMATCH, MISMATCH, "the reduce op", "-"),
+        Row(shards_of_each_rank, MISMATCH, MISMATCH, "the reduce op", "-"),
         Row(operation, MISMATCH, MISMATCH, "the operation", "MBI CollCallOrder"),
         Row(barrier_against_collective, MISMATCH, MISMATCH, "barrier()", "CorrBench MisplacedCall"),
         Row(reduce_op, MISMATCH, MISMATCH, "the reduce op", "MBI CollOpMatching"),
         Row(number_of_dimensions, MISMATCH, MISMATCH, "number of dimensions", "CorrBench ArgMismatch-Count"),
         Row(dtype, MISMATCH, MISMATCH, "the dtype", "MBI CollDataMatching"),
         Row(shape, MISMATCH, "abort", "the shape", "CorrBench ArgMismatch-Count"),
+        Row(memory_format, MISMATCH, MISMATCH, "the memory format", "-"),
         Row(root, MISMATCH, MISMATCH, "the root", "MBI CollRootMatching"),
         Row(pieces, MISMATCH, "some", "the pieces", "Horovod alltoall_splits_error"),
         Row(coalesced, MISMATCH, MISMATCH, "the shape", "-"),
@@ -403,11 +561,16 @@ SCENARIOS: dict[str, Row] = {
         Row(after_many_good_ones, MISMATCH, MISMATCH, "number 501", "-"),
         Row(in_a_thread, MISMATCH, MISMATCH, "the reduce op", "MBI CollLocalConcurrency"),
         Row(asynchronous, MISMATCH, MISMATCH, "the reduce op", "CorrBench IBcast"),
+        Row(many_in_flight, MISMATCH, MISMATCH, "number 4 of this group", "-"),
+        Row(waited_for_in_threads, MISMATCH, MISMATCH, "the reduce op", "MBI CollLocalConcurrency"),
+        Row(waited_for_with_a_timeout, MISMATCH, MISMATCH, "the reduce op", "-"),
         Row(through_the_group_object, MISMATCH, MISMATCH, "the reduce op", "-"),
         Row(functional, MISMATCH, MISMATCH, "the reduce op", "-"),
         Row(compiled, MISMATCH, MISMATCH, "the reduce op", "-"),
+        Row(compiled_with_breaks, MISMATCH, MISMATCH, "the reduce op", "-"),
         Row(ddp_comm_hook, MISMATCH, MISMATCH, "the reduce op", "-"),
         Row(ddp_extra_collective, MISMATCH, MISMATCH, "What differs", "-"),
+        Row(ddp_of_uneven_inputs, MISMATCH, MISMATCH, "the reduce op", "-"),
         Row(coalesced_count, MISMATCH, "abort", "the number of tensors", "-"),
         Row(ddp_other_parameters, MISMATCH, MISMATCH, "all parameters", "-"),
         Row(fsdp2, MISMATCH, MISMATCH, "the reduce op", "-"),
@@ -418,9 +581,13 @@ SCENARIOS: dict[str, Row] = {
         Row(legally_uneven, MISMATCH, MISMATCH, "the reduce op", "MBI CollCorrect"),
         Row(message_shape, MISMATCH, "silent", "the shape", "MBI P2PCallMatching"),
         Row(message_dtype, MISMATCH, "silent", "the dtype", "MBI P2PCallMatching"),
+        Row(message_bytes, MISMATCH, "abort", "the shape", "MBI P2PCallMatching"),
+        Row(message_from_anybody, MISMATCH, MISMATCH, "the reduce op", "MBI P2PCallMatching"),
+        Row(message_between_two_of_three, MISMATCH, MISMATCH, "the reduce op", "-", ranks=3),
         Row(message_tag, MISSING, "some", "tag 6", "MBI P2PCallMatching"),
         Row(returns_early, MISSING, MISSING, "extra call on rank 0", "CorrBench MissingCall"),
         Row(raises, MISSING, MISSING, "ZeroDivisionError", "CorrBench MissingCall"),
+        Row(raises_what_sounds_like_gloo, MISSING, MISSING, "DataLoader timed out", "CorrBench MissingCall"),
         Row(killed, MISSING, MISSING, "the process is gone", "-"),
         Row(late, MISSING, MISSING, "did not come", "-"),
     ]

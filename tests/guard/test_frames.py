@@ -125,3 +125,17 @@ def test_the_site_is_the_users_line() -> None:
     site = where()
     assert "test_frames.py" in str(site)
     assert site.source() == "return site_of(calling_frame(1)[0])"
+
+
+def look_while_somebody_holds_the_variables() -> tuple[Any, bool]:
+    stats, frame, found = {"loss": torch.zeros(1)}, sys._getframe(), None
+    held = frame.f_locals
+    for key in stats:
+        found = label_of(stats[key], frame)
+    return found, held["stats"] is stats
+
+
+def test_variables_that_somebody_holds_stay_as_they_are() -> None:
+    found, stayed = look_while_somebody_holds_the_variables()
+    assert found is not None
+    assert stayed

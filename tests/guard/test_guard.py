@@ -11,10 +11,21 @@ import torch
 import torch.distributed as dist
 
 from ddpstats import ConfigError, _intercept, label
-from ddpstats._events import Event, RecordWriter, Ring, Signature, digest_of, read_records, roll
+from ddpstats._events import (
+    Event,
+    RecordWriter,
+    Ring,
+    Signature,
+    digest_of,
+    label_word,
+    read_records,
+    roll,
+    same_labels,
+)
 from ddpstats.guard import collective_guard
 from ddpstats.guard._diagnosis import MISMATCH, MISSING, Testimony as _Testimony, find
 from ddpstats.guard._exchange import Exchange, Note, agree
+from ddpstats.guard._report import diagnose
 from ddpstats.testing import PerRank, RankPool, run_ranks
 from tests.guard import runs
 from tests.integrations.test_espnet import both
@@ -110,7 +121,7 @@ def test_another_torch_is_refused_and_nothing_is_patched(monkeypatch: pytest.Mon
 
 def event(seq: int, op: str = "all_reduce", label: str | None = None, **given: Any) -> Event:
     signature = Signature(op, given.get("reduce_op", "sum"), None, ((1,),), ("float32",))
-    return Event("0", seq, signature, label, "train.py:3 in step", digest_of(signature, label))
+    return Event("0", seq, signature, label, label_word(label), "train.py:3 in step", digest_of(signature))
 
 
 def history(rank: int, *labels: str) -> _Testimony:
@@ -179,6 +190,74 @@ def test_a_note_comes_through_shared_memory() -> None:
     finally:
         one.close()
         other.close()
+
+
+def test_memory_that_is_gone_is_not_written_to(tmp_path: Path) -> None:
+    store: Any = torch._C._distributed_c10d.HashStore()
+    one = Exchange(store, 0, 2)
+    one.close()
+    victims = [(tmp_path / str(number)).open("w+b") for number in range(8)]  # one of them gets the descriptor's number
+    for victim in victims:
+        victim.write(bytes(1 << 20))
+        victim.flush()
+    other = Exchange(store, 1, 2)
+    try:
+        for seq in range(1, 600):
+            other.post(seq, Note(seq))
+    finally:
+        other.close()
+        for victim in victims:
+            victim.close()
+    assert not other.is_quick
+    assert all((tmp_path / str(number)).read_bytes() == bytes(1 << 20) for number in range(8))
+
+
+@pytest.mark.parametrize("mode", ["strict", "step"])
+def test_another_process_group_within_one_guard(mode: str) -> None:
+    assert [outcome.value for outcome in run_ranks(runs.two_lives, 2, mode, False)] == ["silent"] * 2
+    told = [outcome.value for outcome in run_ranks(runs.two_lives, 2, mode, True)]
+    assert told[0] == told[1]
+    assert "What differs: the reduce op" in told[0]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("alarm/0", "5"), ("alarm/0", "[]"), ("process/1", "abc"), ("left/1", "[1]"), ("left", "1")]
+)
+def test_what_somebody_else_writes_into_the_store_does_no_harm(key: str, value: str) -> None:
+    assert [outcome.value for outcome in run_ranks(runs.foreign_bytes, 2, key, value)] == ["silent"] * 2
+
+
+def test_two_guards_of_one_program_share_a_record(two_ranks: RankPool, tmp_path: Path) -> None:
+    two_ranks.run(runs.guarded_twice, str(tmp_path)).values()
+    records = read_records(tmp_path)
+    assert [len(record.events) for record in records] == [2, 2]
+    (finding,) = diagnose(records)
+    assert "What differs: the reduce op" in finding.message
+
+
+def test_records_of_an_older_run_are_left_out(tmp_path: Path) -> None:
+    for rank in range(3):
+        RecordWriter(tmp_path, rank, 3, "older").close()
+    for rank in range(2):
+        RecordWriter(tmp_path, rank, 2, "newer").close()
+    assert [(record.rank, record.world_size) for record in read_records(tmp_path)] == [(0, 2), (1, 2)]
+
+
+def test_a_guard_that_nobody_wrote_gives_way_to_one_that_somebody_did(two_ranks: RankPool) -> None:
+    assert two_ranks.run(runs.guard_within_one_that_yields).values() == [(True, 1, 1)] * 2
+
+
+def test_the_call_site_is_a_line_of_the_program(two_ranks: RankPool) -> None:
+    for site in two_ranks.run(runs.call_site_in_an_executor).values():
+        assert site.endswith("in _reduce_one")
+
+
+def test_labels_are_compared_where_both_ranks_have_a_name_or_both_an_index() -> None:
+    name, other, index, second = map(label_word, ("loss", "acc", "[0]", "[1]"))
+    assert len({name, other, index, second, 0}) == 5
+    assert all(map(same_labels, ([name, name, 0], [name, index, 0], [])))
+    assert not any(map(same_labels, ([name, other], [index, 0, second], [name, index, other])))
+    assert label_word(None) == label_word("(gradients)") == 0
 
 
 def test_a_record_is_bounded_and_says_that_it_was_cut(tmp_path: Path) -> None:

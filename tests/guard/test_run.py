@@ -175,3 +175,15 @@ def test_options_that_make_no_sense(script: Any) -> None:
     started = time.monotonic()
     assert ddpstats("run", "--guard", "off", script("print(1)")).stdout == "1\n"
     assert time.monotonic() - started < LIMIT_SEC
+
+
+def test_a_script_that_ends_by_sys_exit_is_compared_to_the_end(script: Any) -> None:
+    text = """
+        import sys, torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        dist.all_reduce(torch.ones(1), op=dist.ReduceOp.MAX if dist.get_rank() else dist.ReduceOp.SUM)
+        sys.exit(0)
+    """
+    done = ddpstats("run", "--nproc", "2", "--guard", "step", script(text))
+    assert done.returncode != 0
+    assert "What differs: the reduce op" in done.stderr

@@ -12,7 +12,7 @@ from ddpstats.testing import RankPool
 from tests.guard.scenarios import SCENARIOS, Row, Told, probe
 
 # What rank 1 itself ends with, where it is the one that is missing.
-_OWN_END = {"raises": "other: ZeroDivisionError"}
+_OWN_END = {"raises": "other: ZeroDivisionError", "raises_what_sounds_like_gloo": "other: RuntimeError"}
 _DIES = {"killed"}
 # Scenarios that go through to their end without a guard that stops them, so that a record can be read afterwards.
 _RUN_THROUGH = [
@@ -22,7 +22,8 @@ _RUN_THROUGH = [
     not in {
         *("operation", "barrier_against_collective", "shape", "root", "pieces", "wrong_group", "extra_call"),
         *("groups_in_different_order", "message_shape", "message_tag", "returns_early", "raises", "killed", "late"),
-        *("ddp_extra_collective", "message_dtype"),
+        *("raises_what_sounds_like_gloo", "many_in_flight"),
+        *("ddp_extra_collective", "message_dtype", "coalesced_count", "ddp_other_parameters", "message_bytes"),
     }
 ]
 
