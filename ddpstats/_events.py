@@ -58,26 +58,34 @@ def digest_of(signature: Signature) -> int:
     return stable_hash(repr(parts))
 
 
-def label_word(label: str | None) -> int:
-    """64 bits that stand for a label; 0 for none, and for one in parentheses, which only describes. Odd for an index.
+def stable_hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
 
-    A label says under which name one rank's code reached a tensor. Another rank's code may legally reach its own
-    without a name, or count where this one names. So labels are compared among names, and among
-    indices.
-    """
-    if label is None or label.startswith("("):
-        return 0
-    return stable_hash(label) | 1 if label.startswith("[") else (stable_hash(label) | 1) ^ 1 or 2
+
+BY_TORCH = "(gradients)"  # the label of what torch's own code issues: DDP's buckets, FSDP's shards
+_BY_TORCH_WORD = 2
+
+
+def label_word(label: str | None) -> int:
+    """64 bits that stand for a label; 0 for none, odd for an index."""
+    if label is None or label == BY_TORCH:
+        return 0 if label is None else _BY_TORCH_WORD
+    word = stable_hash(label) | 1
+    return word if label.startswith("[") else word ^ 1 or 4
 
 
 def same_labels(words: Iterable[int]) -> bool:
-    """Whether no two of these contradict each other."""
-    known = {word for word in words if word}
+    """Whether no two of these contradict each other.
+
+    A label says under which name one rank's code reached a tensor. Another rank's code may legally reach its own
+    without a name, or count where this one names, so names are compared among each other, and indices. What torch
+    issues by itself meets only its like.
+    """
+    known = set(words)
+    if _BY_TORCH_WORD in known:
+        return len(known) == 1
+    known.discard(0)
     return len(known) < 2 or (len(known) == 2 and sum(word & 1 for word in known) == 1)
-
-
-def stable_hash(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
 
 
 def roll(rolling: int, digest: int) -> int:

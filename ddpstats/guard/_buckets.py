@@ -58,7 +58,8 @@ def _buckets(model: Any) -> Iterator[tuple[str, int]]:
     cap = int(model.bucket_bytes_cap)
     for limits in ([distributed._DEFAULT_FIRST_BUCKET_BYTES, cap], [cap]):  # the second where the user chose it
         groups, _ = distributed._compute_bucket_assignment_by_size([parameter for _, parameter in named], limits)
-        yield from _spelled(groups, named)
+        if len(groups) > 1:
+            yield from _spelled(groups, named)
 
 
 def _spelled(groups: Sequence[Sequence[int]], named: Sequence[tuple[str, Any]]) -> Iterator[tuple[str, int]]:

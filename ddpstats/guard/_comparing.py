@@ -25,6 +25,7 @@ from ddpstats.guard._p2p import Awaited, unmatched
 from ddpstats.guard._session import Group, Session
 
 _SLICE_SEC = 0.2
+_RECEIVERS_SEC = 1.0  # a receiver that takes from anybody never looks at a note
 _MASK = (1 << 64) - 1
 _END = Note(0x454E44, 0)  # posted in place of a collective by a rank that leaves
 _WAITS_IN = ("ddpstats.", "torch._", "torch.autograd", "torch.distributed", "torch.nn.parallel", "torch.ops")
@@ -197,20 +198,34 @@ class Comparing:
         for group in groups:
             self.settle_checks(group)
 
-    def finish(self) -> None:
-        """The last comparison. A rank that left earlier, or runs one collective more, shows here."""
-        groups = self._session.groups()
-        for group in groups:
+    def post_ends(self) -> None:
+        """Say that nothing more will come; never waits."""
+        for group in self._session.groups():
             assert group.exchange is not None
             if self._strict:
                 group.exchange.post(group.seq + 1, _END._replace(rolling=group.rolling))
+                group.has_ended = True
             else:
                 self.post_check(group)
-        for group in groups:
+
+    def finish(self) -> None:
+        """The last comparison, after `post_ends`. A rank that left earlier, or runs one collective more, shows here."""
+        for group in self._session.groups():
             if self._strict:
                 self.settle(group, group.seq + 1)
             else:
                 self.settle_checks(group)
+        self._await_receivers()
+
+    def _await_receivers(self) -> None:
+        """Let who receives this rank's last messages find them wrong while this rank can still be told."""
+        senders = [group.messages for group in self._session.named.values() if group.messages is not None]
+        deadline = time.monotonic() + _RECEIVERS_SEC
+        while time.monotonic() < deadline and any(messages.unread() for messages in senders):
+            self._heed()
+            time.sleep(0.005)
+        if senders:
+            self._heed()
 
     # -- waiting for what was issued ----------------------------------------------------------------------------------
 

@@ -32,6 +32,9 @@ _MAX_GAP = 2  # and between two that have: a function, and the comprehension in 
 _MAX_SCAN = 256  # elements of a list that are looked at for a value whose index the loop does not know
 _MAX_LABEL_CHARS = 200
 _INTERNAL = ("ddpstats.guard", "ddpstats._intercept", "torch", "typing_extensions")
+# Parts of torch whose collectives no line of the program asks for, whichever thread they run on. (A program may call an
+# autograd function of torch's itself.)
+_BY_ITSELF = ("torch.autograd", "torch.nn.parallel", "torch.distributed.algorithms", "torch.distributed.fsdp")
 _STDLIB = os.path.dirname(os.__file__) + os.sep
 _LOOKERS = frozenset({"locals", "vars", "eval", "exec", "dir"})
 _COMPREHENSIONS = frozenset({"<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>"})
@@ -51,7 +54,7 @@ class CodePlan:
 
     code: CodeType
     internal: bool
-    autograd: bool
+    by_itself: bool
     loop_names: frozenset[str]
     rebound: frozenset[str]
     names: tuple[str, ...]
@@ -85,7 +88,7 @@ def _plan(code: CodeType, module: str) -> CodePlan:
     return CodePlan(
         code=code,
         internal=internal,
-        autograd=module.startswith("torch.autograd"),
+        by_itself=module.startswith(_BY_ITSELF) and module != "torch.autograd.function",
         loop_names=loop_names,
         rebound=frozenset(parameters & stored),
         names=tuple(dict.fromkeys(variables)),
@@ -157,16 +160,16 @@ _NO_SITE = NoSite()
 
 
 def calling_frame(depth: int) -> tuple[FrameType | None, bool]:
-    """The innermost frame that belongs to neither torch nor this package, and whether autograd stands in between."""
+    """The innermost frame of the program's own code, and whether torch calls by itself: from autograd, DDP, C++."""
     frame: FrameType | None = sys._getframe(depth)
-    backward = False
+    by_torch = False
     while frame is not None:
         plan = _plans.get(id(frame.f_code)) or plan_of(frame)
         if not plan.internal:
             break
-        backward = backward or plan.autograd
+        by_torch = by_torch or plan.by_itself
         frame = frame.f_back
-    return frame, backward
+    return frame, by_torch or frame is None
 
 
 def site_of(frame: FrameType | None) -> Site | NoSite:

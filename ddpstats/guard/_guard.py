@@ -27,7 +27,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch.distributed as dist
 
 from ddpstats import _config, _intercept
-from ddpstats._events import Event, RecordWriter, Ring, label_word
+from ddpstats._events import BY_TORCH, Event, RecordWriter, Ring, label_word
 from ddpstats._intercept import Collective, GroupView
 from ddpstats.errors import ConfigError, DdpstatsError
 from ddpstats.guard._buckets import with_parameters
@@ -44,9 +44,6 @@ from ddpstats.guard._session import Group, Session, spelled
 MismatchPolicy = Literal["raise", "warn"]
 
 RING_EVENTS = 10_000
-# What autograd calls: DDP's buckets, FSDP's shards. In parentheses, so that it is not compared: with uneven
-# inputs, say, another rank issues the same from Python.
-GRADIENTS = "(gradients)"
 # Operations that combine what must be the same thing on all ranks. With others the names may legally be each rank's
 # own: shards that are gathered into one tensor, what a root sends. (espnet sums what it has all-gathered.)
 _COMBINING = frozenset(
@@ -193,7 +190,8 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
                 self._finish()
             elif is_broken(error) and self._comparing is not None and self._standing.verdict is None:
                 found = self._comparing.explain(self._ring.last())
-            self._leave(error)
+            if self._left is None:
+                self._leave(error)
         except DdpstatsError as raised:
             self._leave(raised)
             raise
@@ -213,8 +211,9 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
             )
             return
         self._left = LEFT
-        self._leave(None)
         try:
+            self._comparing.post_ends()  # first: who sees that this rank has left looks for them
+            self._leave(None)
             self._comparing.finish()
             self._session.linger()
         except DdpstatsError:
@@ -225,7 +224,7 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
     def _leave(self, error: BaseException | None) -> None:
         how = LEFT if error is None else f"{LEFT} by {type(error).__name__}: {str(error)[:300]}"
         if self._session is not None:
-            self._session.leave(how, self._ring.last(), self._testify)
+            self._session.leave(how, self._ring.last(), lambda name: self._testify(name, error is not None))
         if self._writer is not None:
             self._writer.write({"end": "left" if error is None else type(error).__name__, "time": time.time()})
 
@@ -364,10 +363,10 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
 
     def _describe(self, call: Collective, group: Group) -> Event:
         pieces, balance = pieces_of(call)
-        frame, in_backward = calling_frame(3)
+        frame, by_torch = calling_frame(3)
         name = current_label()
-        if name is None and in_backward:
-            name = GRADIENTS
+        if name is None and by_torch:
+            name = BY_TORCH
         elif name is None and self._infer and call.inputs and call.op in _COMBINING:
             reached = label_of(call.inputs[0], frame)
             if reached is not None:
@@ -437,13 +436,13 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         last = self._ring.last()
         return "" if last is None else spelled(last)
 
-    def _testify(self, name: str) -> Testimony:
-        """What this rank knows of itself about one group. Called by any thread."""
+    def _testify(self, name: str, in_full: bool = True) -> Testimony:
+        """What this rank knows of itself about one group. Called by any thread. ``in_full`` takes a while."""
         session, last = self._session, self._ring.last()
         group = None if session is None else session.named.get(name)
         events: Sequence[Event] = self._ring.of(name)[-self._testified :]
-        if group is not None:
-            events = with_parameters(events, GRADIENTS, group.view.name)
+        if group is not None and in_full:
+            events = with_parameters(events, BY_TORCH, group.view.name)
         return Testimony(
             -1 if session is None else session.rank,
             events,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FrameType
@@ -42,6 +42,7 @@ class Messages:
     def __init__(self, store: Any, rank: int) -> None:
         self._store, self._rank = store, rank
         self._count: Counter[tuple[int, int, int | None]] = Counter()
+        self._mine: deque[str] = deque(maxlen=_KEPT_NOTES)
         self._taken_from_any: set[int | None] = set()  # tags
 
     def sent(self, event: Event) -> None:
@@ -50,6 +51,7 @@ class Messages:
         note = json.dumps(event.as_dict())
         key = self._key(self._rank, event.peer, event.tag)
         self._store.set(key, note)
+        self._mine.append(key)
         stem, _, number = key.rpartition("/")
         if int(number) > _KEPT_NOTES:  # nobody has read it in all that time
             self._store.delete_key(f"{stem}/{int(number) - _KEPT_NOTES}")
@@ -63,6 +65,12 @@ class Messages:
             return None  # from now on nobody can count which message is which
         return Awaited(event, event.peer, self._key(event.peer, self._rank, event.tag))
 
+    def unread(self) -> bool:
+        """Whether the receiver of a message of this rank has not yet looked at its note."""
+        while self._mine and not self._store.check([self._mine[0]]):
+            self._mine.popleft()
+        return bool(self._mine)
+
     def _key(self, source: int, to: int, tag: int | None) -> str:
         self._count[source, to, tag] += 1
         return f"p2p/{source}-{to}/{tag}/{self._count[source, to, tag]}"
@@ -75,8 +83,10 @@ class Messages:
             poll_sec = min(1.5 * poll_sec, _LONGEST_POLL_SEC)
             watch()
         sent = _read(self._store.get(awaited.key))
-        self._store.delete_key(awaited.key)
-        return None if sent is None else compare_pair(sent, awaited.source, awaited.event, self._rank)
+        found = None if sent is None else compare_pair(sent, awaited.source, awaited.event, self._rank)
+        if found is None:  # else the sender sees that it is still there, and waits to be told
+            self._store.delete_key(awaited.key)
+        return found
 
     def last_from(self, source: int) -> Event | None:
         """The last message that ``source`` sent to this rank, if it sent any."""
@@ -140,7 +150,10 @@ def match_records(events_of: dict[int, Sequence[Event]]) -> Finding | None:
     sends: dict[tuple[int, int, int | None], list[Event]] = defaultdict(list)
     receives: dict[tuple[int, int, int | None], list[Event]] = defaultdict(list)
     for rank, events in events_of.items():
+        from_any = {event.tag for event in events if event.signature.op == "recv" and event.peer is None}
         for event in events:
+            if event.signature.op == "recv" and event.tag in from_any:
+                continue  # nobody can count which message is which
             if event.signature.op == "send" and event.peer is not None:
                 sends[rank, event.peer, event.tag].append(event)
             elif event.signature.op == "recv" and event.peer is not None:

@@ -41,6 +41,7 @@ class Group:
         self.balance = 0
         self.checks = 0  # step: how many comparisons were posted
         self.checks_settled = 0
+        self.has_ended = False  # strict: its end was posted, as if it were a collective
         self.keys: tuple[str, ...] = ()
 
 
@@ -111,7 +112,7 @@ class Session:
     def leave(self, how: str, last: Event | None, testimonies: Callable[[str], Testimony]) -> None:
         """Tell the others that this rank leaves; never waits."""
         if self.inquiry is not None and self.is_reachable():
-            counts: Mapping[str, int] = {name: group.seq for name, group in self.named.items()}
+            counts: Mapping[str, int] = {name: group.seq + group.has_ended for name, group in self.named.items()}
             told = None if last is None else spelled(last)
             self.inquiry.leave(how, counts, told, {name: testimonies(name) for name in self.named})
 

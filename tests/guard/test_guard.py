@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from ddpstats import ConfigError, _intercept, label
 from ddpstats._events import (
+    BY_TORCH,
     Event,
     RecordWriter,
     Ring,
@@ -257,7 +258,9 @@ def test_labels_are_compared_where_both_ranks_have_a_name_or_both_an_index() -> 
     assert len({name, other, index, second, 0}) == 5
     assert all(map(same_labels, ([name, name, 0], [name, index, 0], [])))
     assert not any(map(same_labels, ([name, other], [index, 0, second], [name, index, other])))
-    assert label_word(None) == label_word("(gradients)") == 0
+    torch_itself = label_word(BY_TORCH)
+    assert same_labels([torch_itself, torch_itself])
+    assert not any(map(same_labels, ([torch_itself, 0], [torch_itself, name])))
 
 
 def test_a_record_is_bounded_and_says_that_it_was_cut(tmp_path: Path) -> None:
