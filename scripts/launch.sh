@@ -244,7 +244,7 @@ case $verb in
     exec "$python" -m ddpstats demo "$@"
     ;;
   test)
-    set_up testing espnet
+    set_up testing espnet accelerate lightning torchmetrics
     cd "$root"
     exec "$python" -m pytest "$@"
     ;;
@@ -254,7 +254,7 @@ case $verb in
     ;;
   dev)
     (($# > 0)) || fail "there is no command to run" "scripts/launch.sh dev COMMAND [ARGS], for example: dev ruff check"
-    set_up testing espnet bench dev
+    set_up testing espnet accelerate lightning torchmetrics bench dev
     PATH=$("$python" -c 'import sysconfig; print(sysconfig.get_path("scripts"))'):$PATH
     exec "$@"
     ;;
