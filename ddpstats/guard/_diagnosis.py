@@ -293,7 +293,7 @@ def _whereabouts(testimonies: Sequence[Testimony]) -> str:
         last = (
             f"; its last known collective was {testimony.last}" if testimony.last else "; no collective of it is known"
         )
-        if testimony.dead:
+        if testimony.dead and (testimony.left is None or testimony.left == LEFT):
             told.append("the process is gone" + last)
         elif testimony.left is not None:
             told.append(f"{testimony.left}" + last)

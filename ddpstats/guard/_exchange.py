@@ -110,6 +110,8 @@ class Exchange:
             self._shared.write(seq, note)
         if not self._all_here:
             self._store.set(f"note/{seq}/{self._index}", _NOTE.pack(*note))
+            if seq > NOTES_KEPT:
+                self._store.delete_key(f"note/{seq - NOTES_KEPT}/{self._index}")
 
     def look(self, seq: int) -> list[Note] | None:
         """All ranks' notes if all are there. Raises `Overrun` where one is gone already."""
@@ -125,10 +127,14 @@ class Exchange:
         payloads = self._store.multi_get(keys)
         if any(len(payload) != _NOTE.size for payload in payloads):
             return None  # not one of ours
-        notes = [Note(*_NOTE.unpack(payload)) for payload in payloads]
-        if seq > 2:  # all ranks have posted this one, so all have read the one before the last
-            self._store.delete_key(f"note/{seq - 2}/{self._index}")
-        return notes
+        return [Note(*_NOTE.unpack(payload)) for payload in payloads]
+
+    def _check_overrun(self, seq: int) -> None:
+        """Raise `Overrun` if some rank has deleted its note from the store already."""
+        for index in range(self._size):
+            late = [f"note/{seq + NOTES_KEPT}/{index}"]
+            if self._store.check(late) and not self._store.check([f"note/{seq}/{index}"]):
+                raise Overrun
 
     def wait(self, seq: int, watch: Watch) -> list[Note]:
         """All ranks' notes; waits until they are there, or ``watch`` raises."""
@@ -144,6 +150,8 @@ class Exchange:
             time.sleep(poll_sec)
             poll_sec = min(poll_sec * 1.5, _LONGEST_POLL_SEC)
             if time.monotonic() - looked > 0.05:
+                if not self._all_here:
+                    self._check_overrun(seq)
                 watch()
                 looked = time.monotonic()
 

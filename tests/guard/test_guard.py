@@ -45,7 +45,13 @@ def test_our_own_collectives_are_exempt(two_ranks: RankPool, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["strict", "step"])
-@pytest.mark.parametrize("name", ["reduce_op", "swap_of_equal_signature", "asynchronous", "groups_in_different_order"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("reduce_op", "swap_of_equal_signature", "asynchronous", "groups_in_different_order"),
+        *("many_in_flight", "waited_for_in_threads"),
+    ],
+)
 def test_between_hosts_notes_go_through_the_store(two_ranks: RankPool, name: str, mode: str) -> None:
     assert {told.error for told in two_ranks.run(runs.over_the_store, name, mode, False).values()} == {"silent"}
     told = two_ranks.run(runs.over_the_store, name, mode, True).values()
