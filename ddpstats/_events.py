@@ -198,7 +198,11 @@ class Ring:
         self.append = self._events.append
 
     def of(self, group: str) -> list[Event]:
-        return [event for event in list(self._events) if event.group == group]
+        while True:
+            try:
+                return [event for event in list(self._events) if event.group == group]
+            except RuntimeError:  # another thread has added one meanwhile
+                continue
 
     def last(self) -> Event | None:
         return self._events[-1] if self._events else None

@@ -1,15 +1,15 @@
 """Play every scenario of the guard's tests without it, under DETAIL and under the guard, and write what came of it.
 
-    scripts/launch.sh dev scripts/guard_table.py docs/guard-scenarios.md
+    scripts/launch.sh dev python scripts/guard_table.py docs/guard-scenarios.md [SCENARIO...]
 
-Every cell is run, none is remembered. Each run has fresh ranks and a time limit; what still runs then is a hang.
+With names only these rows are played again, and the others stay as they are in the file. Every cell is run, none is remembered. Each run has fresh ranks and a time limit; what still runs then is a hang.
 """
 
 from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,15 @@ _DETAIL = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 _TELLING = ("What differs", "Likely", "the process is gone", "did not come", "left the guard by")
 
 
-def main(target: Path) -> None:
+def main(target: Path, chosen: Collection[str]) -> None:
+    before = (
+        {line.split("`")[1]: line for line in target.read_text().splitlines() if line[:3] == "| `"} if chosen else {}
+    )
     lines = _head()
     for number, (name, row) in enumerate(scenarios.SCENARIOS.items(), 1):
+        if name in before and name not in chosen:
+            lines.append(before[name])
+            continue
         print(f"[{number}/{len(scenarios.SCENARIOS)}] {name}", file=sys.stderr, flush=True)
         lines.append("| " + " | ".join(_row(name, row.ranks)) + " |")
     for pool in _pools.values():
@@ -141,4 +147,4 @@ def _without_bars(words: Iterable[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -108,7 +108,9 @@ class Comparing:
             return False
         group.settled = seq
         self._standing.compared += 1
-        if not agree(notes) or not same_labels(note.label for note in notes):
+        if agree(notes) and same_labels(note.label for note in notes):
+            group.agreed = seq
+        else:
             self._conclude(alarm_of(group, seq))
         return True
 
@@ -145,6 +147,7 @@ class Comparing:
     def post_check(self, group: Group) -> None:
         assert group.exchange is not None
         group.checks += 1
+        group.checked_at[group.checks] = group.seq
         note = Note(roll(group.rolling, group.seq), group.balance & _MASK, group.labels)
         group.exchange.post(group.checks, note)
 
@@ -173,6 +176,9 @@ class Comparing:
             self._conclude(alarm_of(group, group.seq))
         elif any(note.label != notes[0].label for note in notes):
             self._conclude(alarm_of(group, group.seq, doubt=True))  # legal, where one rank has no names
+        group.agreed = max(group.agreed, group.checked_at.get(number, 0))
+        for old in [old for old in group.checked_at if old <= number]:
+            del group.checked_at[old]
         return True
 
     def _glance(self, group: Group) -> None:

@@ -34,7 +34,6 @@ from ddpstats.guard._buckets import with_parameters
 from ddpstats.guard._comparing import Comparing, Standing, is_broken
 from ddpstats.guard._describe import describe, pieces_of
 from ddpstats.guard._diagnosis import LEFT, Testimony
-from ddpstats.guard._exchange import NOTES_KEPT
 from ddpstats.guard._frames import calling_frame, label_of, site_of
 from ddpstats.guard._inquiry import main_stack
 from ddpstats.guard._labels import current_label
@@ -52,7 +51,7 @@ _COMBINING = frozenset(
         *("all_reduce_coalesced", "reduce_scatter_tensor_coalesced"),
     }
 )
-_TESTIFIED_EVENTS = 64  # at least, of one group
+_TESTIFIED_EVENTS = 2000  # of one group
 _NEVER = 1 << 62
 _KEPT_WORKS = 1024  # messages that nobody ever waits for would keep their tensors
 
@@ -137,8 +136,6 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
             raise ConfigError("mode='record' needs record_dir=, where the records are written")
         self.mode, self._warn, self._infer = mode, on_mismatch == "warn", infer_labels
         self._check_every = check_every if mode == "step" else _NEVER
-        # Twice, for a comparison is settled at the next one; and what was overwritten is proved by a later one.
-        self._testified = _TESTIFIED_EVENTS + 2 * min(check_every if mode == "step" else NOTES_KEPT, RING_EVENTS)
         self._timeout_sec = _config.timeout_sec(timeout_sec)
         self._record_dir = record_dir
         self._compares = mode in ("strict", "step")
@@ -440,9 +437,11 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         """What this rank knows of itself about one group. Called by any thread. ``in_full`` takes a while."""
         session, last = self._session, self._ring.last()
         group = None if session is None else session.named.get(name)
-        events: Sequence[Event] = self._ring.of(name)[-self._testified :]
-        if group is not None and in_full:
-            events = with_parameters(events, BY_TORCH, group.view.name)
+        events: Sequence[Event] = self._ring.of(name)
+        if group is not None:  # what is in question comes after what was agreed on
+            events = [event for event in events if event.seq >= group.agreed][:_TESTIFIED_EVENTS]
+            if in_full:
+                events = with_parameters(events, BY_TORCH, group.view.name)
         return Testimony(
             -1 if session is None else session.rank,
             events,

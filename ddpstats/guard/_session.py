@@ -39,7 +39,9 @@ class Group:
         self.rolling = 0  # digest of all that this rank did
         self.labels = 0  # digest of all its labels
         self.balance = 0
+        self.agreed = 0  # the last number up to which all ranks are known to have done the same
         self.checks = 0  # step: how many comparisons were posted
+        self.checked_at: dict[int, int] = {}  # comparison -> the number up to which it goes
         self.checks_settled = 0
         self.has_ended = False  # strict: its end was posted, as if it were a collective
         self.keys: tuple[str, ...] = ()
