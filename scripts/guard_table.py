@@ -2,7 +2,8 @@
 
     scripts/launch.sh dev python scripts/guard_table.py docs/guard-scenarios.md [SCENARIO...]
 
-With names only these rows are played again, and the others stay as they are in the file. Every cell is run, none is remembered. Each run has fresh ranks and a time limit; what still runs then is a hang.
+With names only these rows are played again, and the others stay as they are in the file. Every cell is run, none is
+remembered. Each run has fresh ranks and a time limit; what still runs then is a hang.
 """
 
 from __future__ import annotations
