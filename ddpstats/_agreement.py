@@ -62,6 +62,8 @@ def _refuse_different_calls(statuses: Statuses, group_name: str) -> None:
 def _call_text(status: Status) -> str:
     if status.call in ("any_rank", "all_ranks"):
         return f"{status.call}()"
+    if status.call == "gather":
+        return f"gather, name={status.name!r}"
     if status.call != "reduce_stats":
         return f"{status.call}()"
     name = "without a name" if status.name is None else f"name={status.name!r}"

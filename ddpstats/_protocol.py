@@ -34,17 +34,23 @@ from ddpstats._tree import Builder, Structure, buildable, builder
 from ddpstats._values import Part, Prepared
 from ddpstats._vector import pick
 from ddpstats._wire import Failure, Status, decode_slots, decode_status, encode_slots, encode_status, fingerprint
-from ddpstats.errors import NonFiniteStat, ProtocolMismatch
+from ddpstats.errors import InvalidStats, NonFiniteStat, ProtocolMismatch
 
 # A slot that no rank used for this many calls of its name is dropped, so that generated key names cannot pile up; at a
 # renegotiation, unused slots beyond this multiple of the used ones are dropped as well, the longest unused first.
 RETENTION_CALLS = 256
 _UNUSED_PER_USED, _UNUSED_AT_LEAST = 4, 1024
 
+GATHER = "gather"
+"""The kind of `Protocol.gather`'s calls."""
+
+_ROOM_PER_NEED = 4  # room that is larger than this multiple of what was needed last is given up
+
 _MAX_SITES = 1024
 _MAX_ROUNDS = 4
 _MAX_PAYLOAD_BYTES = 1 << 30
 _HEAD = struct.Struct("<Q16s")
+_LENGTH = struct.Struct("<Q")
 _SHOWN_PATHS = 10
 
 
@@ -89,6 +95,7 @@ class Site:
     whole_call: int = -1
     last_used: array[int] = field(default_factory=lambda: array("q"))
     unbuildable: tuple[str, ...] = ()
+    room: int = 0  # bytes that each rank has in a gather
 
     def __post_init__(self) -> None:
         self.seals: dict[tuple[str, str | None, str], Seal] = {}
@@ -161,7 +168,7 @@ class Protocol:
 
     def __init__(self, comm: Comm, group_name: str) -> None:
         self._comm, self._group_name = comm, group_name
-        self.world_size = len(comm.ranks)
+        self.world_size, self.position = len(comm.ranks), comm.ranks.index(comm.rank)
         self._sites: OrderedDict[tuple[str, str | None], Site] = OrderedDict()
         self._buffer = Buffer(capacity_for(lanes_needed(0)))
         self._no_site = Site()  # decisions have no layout
@@ -197,6 +204,52 @@ class Protocol:
         if not self._sum(call, self._no_site, counters):
             self._renegotiate(call, self._no_site, failure, None, counters)
         return self._buffer.lane(FLAG)
+
+    def gather(self, call: Call, payload: bytes | Failure, counters: Counters) -> list[bytes]:
+        """Every rank's payload, of any length, in the order of ranks. Every rank must call.
+
+        Two collectives: the control lanes prove that all ranks gather, and that the room agreed before is enough for
+        all of them; then the payloads, padded to that room.
+        """
+        counters.calls += 1
+        site = self._sites.get(call.site_key) or Site()
+        for _ in range(_MAX_ROUNDS):
+            failure = payload if isinstance(payload, Failure) else None
+            stale = isinstance(payload, bytes) and _LENGTH.size + len(payload) > site.room
+            self._buffer.seal(self._seal(call, site), stale=stale, failed=failure is not None)
+            if self._sum(call, site, counters):
+                assert isinstance(payload, bytes)
+                return self._gather(call, site, payload, counters)
+            self._renegotiate(call, site, failure, None, counters, stale)
+            self._make_room(call, site, len(payload) if isinstance(payload, bytes) else 0, counters)
+        raise ProtocolMismatch(f"the ranks of {self._group_name} do not settle on a size", group=self._group_name)
+
+    def _gather(self, call: Call, site: Site, payload: bytes, counters: Counters) -> list[bytes]:
+        self._count(counters, site.room)
+        received = self._comm.all_gather(
+            (_LENGTH.pack(len(payload)) + payload).ljust(site.room, b"\0"), call.timeout_sec
+        )
+        lengths = [_LENGTH.unpack_from(part)[0] for part in received]
+        if max(lengths) + _LENGTH.size > site.room:
+            raise _DamagedError(f"a peer announces {max(lengths)} bytes where {site.room} were agreed")
+        if room_for(max(lengths)) * _ROOM_PER_NEED < site.room:  # once large, now small: all ranks see it alike
+            site.room = room_for(max(lengths))
+            site.seals.clear()
+        return [part[_LENGTH.size : _LENGTH.size + length] for part, length in zip(received, lengths, strict=True)]
+
+    def _make_room(self, call: Call, site: Site, needed: int, counters: Counters) -> None:
+        self._count(counters, _LENGTH.size)
+        sizes = [_LENGTH.unpack(part)[0] for part in self._comm.all_gather(_LENGTH.pack(needed), call.timeout_sec)]
+        if max(sizes) > _MAX_PAYLOAD_BYTES:
+            ranks = [rank for rank, size in zip(self._comm.ranks, sizes, strict=True) if size > _MAX_PAYLOAD_BYTES]
+            raise InvalidStats(
+                f"{ranks_text(ranks)} would send {max(sizes):,} bytes to every rank; the limit is "
+                f"{_MAX_PAYLOAD_BYTES:,}",
+                ranks=ranks,
+                group=self._group_name,
+            )
+        site.room = room_for(max(sizes))
+        site.seals.clear()
 
     # -- 1. write -----------------------------------------------------------------------------------------------------
 
@@ -239,10 +292,11 @@ class Protocol:
     def _seal(self, call: Call, site: Site) -> Seal:
         seal = site.seals.get(call.seal_key)
         if seal is None:
-            layout = b"" if call.is_decision else site.layout.fingerprint
             parts = ("" if part is None else "=" + part for part in call.seal_key)
             text = "\0".join(parts).encode("utf-8", "surrogatepass")
-            seal = site.seals[call.seal_key] = Seal.of(fingerprint(text + b"\0" + layout), self.world_size)
+            seal = site.seals[call.seal_key] = Seal.of(
+                fingerprint(text + b"\0" + _agreed_before(call, site)), self.world_size
+            )
         return seal
 
     # -- 2. sum -------------------------------------------------------------------------------------------------------
@@ -361,6 +415,7 @@ class Protocol:
         prepared: Part | Failure | None,
         placement: Placement | None,
         counters: Counters,
+        stale: bool = False,
     ) -> None:
         counters.renegotiations += 1
         status = Status(
@@ -368,8 +423,8 @@ class Protocol:
             name=call.name,
             nonfinite=call.nonfinite,
             failure=prepared if isinstance(prepared, Failure) else None,
-            stale=bool(site.unbuildable) or (placement is not None and placement.stale),
-            layout=bytes(8) if call.is_decision else site.layout.fingerprint,
+            stale=stale or bool(site.unbuildable) or (placement is not None and placement.stale),
+            layout=_agreed_before(call, site),
             unbuildable=site.unbuildable,
             schema=prepared.structure.schema if isinstance(prepared, Part) else EMPTY,
         )
@@ -410,6 +465,18 @@ class Protocol:
                 raise _DamagedError(f"what {ranks_text([self._comm.ranks[positions[0]]])} sent arrived damaged")
             found.append((received, tuple(self._comm.ranks[position] for position in positions)))
         return found
+
+
+def _agreed_before(call: Call, site: Site) -> bytes:
+    """What ranks must have in common before they send anything whose size depends on it."""
+    if call.kind == GATHER:
+        return site.room.to_bytes(8, "little")
+    return bytes(8) if call.is_decision else site.layout.fingerprint
+
+
+def room_for(size: int) -> int:
+    """Room for ``size`` bytes and their length, with some to grow."""
+    return 16 * capacity_for(-(-(size + _LENGTH.size) // 16))
 
 
 def _is_number(value: float) -> bool:

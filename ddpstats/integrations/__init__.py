@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_LIBRARIES = frozenset({"espnet"})
+_LIBRARIES = frozenset({"accelerate", "espnet", "lightning", "loggers", "torcheval", "torchmetrics"})
 
 
 def __getattr__(name: str) -> Any:
