@@ -112,4 +112,6 @@ def test_no_false_alarm(program: str, tmp_path: Path) -> None:
         env={**os.environ, "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"},
     )
     assert (done.returncode, done.stdout.count("done")) == (0, 2), done.stderr[-3000:]
-    assert "ddpstats" not in done.stderr, done.stderr[-3000:]
+    # neither our logger nor our error; the bare name may be part of a path
+    assert "ddpstats." not in done.stderr, done.stderr[-3000:]
+    assert "CollectiveMismatch" not in done.stderr, done.stderr[-3000:]

@@ -1,0 +1,413 @@
+"""What runs on the ranks of `test_lightning`: real trainers on a tiny model that logs what a script says."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import pathlib
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import lightning
+import torch
+import torch.distributed as dist
+import torchmetrics
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.plugins.environments import LightningEnvironment  # type: ignore[attr-defined]
+from torch.utils.data import DataLoader
+
+import ddpstats
+from ddpstats.integrations import lightning as ours
+from ddpstats.testing import count_collectives
+
+Logs = Callable[[int, int], list[tuple[str, Any, dict[str, Any]]]]
+"""(rank, batch index) -> what `self.log` is called with: name, value, settings."""
+
+
+class Scripted(lightning.LightningModule):
+    """Calls `self.log` in each hook as the script says."""
+
+    def __init__(self, script: dict[str, Logs]) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.script = script
+        self.plateau: str | None = None
+        self.seen: list[tuple[str, dict[str, float]]] = []
+
+    def say(self, hook: str, index: int = 0) -> None:
+        if hook not in self.script:
+            return
+        for name, value, settings in self.script[hook](dist.get_rank(), index):
+            self.log(name, value, **{"sync_dist": True, "batch_size": 1, **settings})
+
+    def look(self, where: str) -> None:
+        found = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
+        self.seen.append((where, found))
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        self.say("training_step", index)
+        loss: torch.Tensor = self.layer(batch).sum()
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
+        self.look("on_train_batch_end")
+        self.say("on_train_batch_end", index)
+
+    def on_train_epoch_end(self) -> None:
+        self.look("on_train_epoch_end")
+        self.say("on_train_epoch_end")
+
+    def validation_step(self, batch: Any, index: int, dataloader_idx: int = 0) -> None:
+        self.say(f"validation_step{dataloader_idx or ''}", index)
+
+    def on_validation_batch_end(self, outputs: Any, batch: Any, index: int, dataloader_idx: int = 0) -> None:
+        self.look("on_validation_batch_end")
+
+    def on_validation_epoch_end(self) -> None:
+        self.say("on_validation_epoch_end")
+
+    def test_step(self, batch: Any, index: int) -> None:
+        self.say("test_step", index)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+        if self.plateau is None:
+            return optimizer
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": self.plateau}}
+
+
+class Kept(Logger):
+    """A logger that keeps what the trainer gives to loggers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[int, dict[str, float]]] = []
+
+    name = "kept"
+    version = 0
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.rows.append((step or 0, {key: value for key, value in metrics.items() if key != "epoch"}))
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        """None here."""
+
+
+def loader(batches: int) -> DataLoader[Any]:
+    return DataLoader([torch.ones(1) for _ in range(batches)])  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
+    """Without Lightning's advice: on a rank it would be an error, or noise."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    with warnings.catch_warnings(), mock.patch("builtins.print"):
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("error", message=".*logged with on_step=True and sync_dist=True in a later run.*")
+        yield
+
+
+@contextlib.contextmanager
+def installed(how: str) -> Iterator[list[Any]]:
+    """ "stock", "install" or "callback"; yields the callbacks that this needs."""
+    if how == "install":
+        ours.install()
+    try:
+        yield [ours.DdpstatsCallback()] if how == "callback" else []
+    finally:
+        ours.uninstall()
+
+
+def trainer_of(root: str, callbacks: list[Any], **settings: Any) -> Any:
+    defaults: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": dist.get_world_size(),
+        "strategy": "ddp",
+        "plugins": [LightningEnvironment()],
+        "default_root_dir": root,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": any(isinstance(one, ModelCheckpoint) for one in callbacks),
+        "num_sanity_val_steps": 0,
+        "max_epochs": 1,
+        "log_every_n_steps": 1,
+        "logger": Kept(),
+        "use_distributed_sampler": False,
+        "callbacks": callbacks,
+    }
+    return lightning.Trainer(**{**defaults, **settings})
+
+
+Found = dict[str, Any]
+"""What one rank's run left: "seen" in hooks, "callback" metrics, "rows" for loggers, "weight" of the model, ..."""
+
+
+def fit(
+    script: dict[str, Logs],
+    how: str,
+    *,
+    train: int = 2,
+    val: int | list[int] = 0,
+    callbacks: list[Any] | None = None,
+    plateau: str | None = None,
+    metrics: dict[str, Any] | None = None,
+    **settings: Any,
+) -> Found:
+    """``Trainer.fit`` on this rank; ``val`` batches on this rank, per dataloader where it is a list."""
+    torch.manual_seed(0)
+    with quietly(), installed(how) as extra, tempfile.TemporaryDirectory() as root:
+        model = Scripted(script)
+        model.plateau = plateau
+        for name, metric in (metrics or {}).items():
+            setattr(model, name, metric)
+        trainer = trainer_of(root, [*extra, *(callbacks or [])], **settings)
+        loaders = None if val == 0 else loader(val) if isinstance(val, int) else [loader(n) for n in val]
+        trainer.fit(model, loader(train), loaders)
+        return {
+            "seen": model.seen,
+            "callback": {name: float(value) for name, value in trainer.callback_metrics.items()},
+            "rows": trainer.logger.rows,
+            "weight": model.layer.weight.item(),
+            "lr": trainer.optimizers[0].param_groups[0]["lr"],
+            "epoch": trainer.current_epoch,
+        }
+
+
+STEP = {"on_step": True, "on_epoch": False}
+BOTH = {"on_step": True, "on_epoch": True}
+EPOCH = {"on_step": False, "on_epoch": True}
+
+
+LOW = torch.tensor(0.1, dtype=torch.bfloat16)
+
+SCRIPTS: dict[str, dict[str, Logs]] = {
+    "different keys": {
+        "training_step": lambda rank, i: [
+            ("loss", 1.0 + 2 * rank, BOTH),
+            (("even", "odd")[rank], (0.5, 0.75)[rank], STEP),
+        ],
+        "validation_step": lambda rank, i: [("v", 1.0 + rank, EPOCH), (f"v{rank}", float(rank), EPOCH)],
+    },
+    "other order": {
+        "training_step": lambda rank, i: [("a", 1.0, BOTH), ("b", 100.0, BOTH)][:: 1 - 2 * rank],
+        "validation_step": lambda rank, i: [("c", 1.0, EPOCH), ("d", 100.0, EPOCH)][:: 1 - 2 * rank],
+    },
+    "now and then": {
+        "training_step": lambda rank, i: [("x", float(i), BOTH)] if i % 2 == rank else [],
+        "validation_step": lambda rank, i: [("y", float(i), BOTH)] if i % 2 == rank else [],
+    },
+    "batch sizes": {
+        "training_step": lambda rank, i: [("one", 1.0, {**BOTH, "batch_size": 1 + rank})],
+        "validation_step": lambda rank, i: [
+            ("one", 1.0, {"batch_size": 1 + rank}),
+            ("mean", 2.0 * rank + i, {"batch_size": 1 + 2 * rank}),
+        ],
+    },
+    "reductions": {
+        "training_step": lambda rank, i: [
+            (op, 1.0 + rank + 10 * i, {**BOTH, "reduce_fx": op}) for op in ("sum", "min", "max", "mean")
+        ],
+        "validation_step": lambda rank, i: [
+            (f"{op}{rank}", 1.0 + rank + 10 * i, {"reduce_fx": op}) for op in ("sum", "min", "max", "mean")
+        ],
+    },
+    "low precision": {
+        "training_step": lambda rank, i: [("low", LOW, BOTH), ("count", 16777217, {**EPOCH, "reduce_fx": "max"})],
+        "validation_step": lambda rank, i: [("low", LOW, {}), ("whole", 3 + rank, {})],
+    },
+    "late": {
+        "training_step": lambda rank, i: [("loss", 1.0, STEP)],
+        "on_train_batch_end": lambda rank, i: [(f"late{rank}", float(i), BOTH)],
+        "on_train_epoch_end": lambda rank, i: [(f"end{rank}", 5.0 + rank, {}), ("end", float(rank), {})],
+        "on_validation_epoch_end": lambda rank, i: [(f"vend{rank}", 7.0 + rank, {}), ("vend", float(rank), {})],
+    },
+    "rank zero only": {
+        "training_step": lambda rank, i: [("mine", float(rank), {**STEP, "rank_zero_only": True})] if rank == 0 else [],
+    },
+    "not synced": {
+        "training_step": lambda rank, i: [("own", float(rank), {**BOTH, "sync_dist": False})],
+        "validation_step": lambda rank, i: [("own", float(rank), {"sync_dist": False})],
+    },
+    "loaders": {
+        "validation_step": lambda rank, i: [(f"only{rank}", 1.0 + i, BOTH), ("all", float(rank), BOTH)],
+        "validation_step1": lambda rank, i: [(f"only{rank}", 11.0 + i, BOTH), ("all", float(rank), BOTH)],
+    },
+    "two reductions": {
+        "training_step": lambda rank, i: [("loss", 1.0, {**STEP, "reduce_fx": ("sum", "max")[rank]})],
+    },
+    "two reductions of an epoch": {
+        "validation_step": lambda rank, i: [("loss", 1.0, {"reduce_fx": ("mean", "sum")[rank]})],
+    },
+    "watched": {
+        "validation_step": lambda rank, i: [("watched", 1.0, EPOCH)] if rank == 1 else [],
+    },
+    "ten keys": {
+        "training_step": lambda rank, i: [(f"k{n}", float(rank), STEP) for n in range(10)],
+        "validation_step": lambda rank, i: [(f"k{n}", float(rank), {}) for n in range(10)],
+    },
+    "steps later": {
+        "validation_step": lambda rank, i: [("s", float(i), BOTH)],
+    },
+    "nothing": {"training_step": lambda rank, i: []},
+}
+
+
+def play(name: str, how: str, **settings: Any) -> Found:
+    """One of the `SCRIPTS` by ``Trainer.fit``."""
+    return fit(SCRIPTS[name], how, **settings)
+
+
+def play_group(how: str) -> Found:
+    """Three ranks; 0 and 2 share one group, and rank 1 has one of its own."""
+    groups = [dist.new_group([0, 2]), dist.new_group([1])]
+
+    def logs(rank: int, i: int) -> list[tuple[str, Any, dict[str, Any]]]:
+        group = {"sync_dist_group": groups[rank % 2]}
+        only = [("on0", 4.0, {**BOTH, **group})] if rank == 0 else []
+        return [("shared", float(rank), {**BOTH, **group}), ("world", float(rank), BOTH), *only]
+
+    return fit({"training_step": logs}, how)
+
+
+def play_watched(how: str, kind: str) -> tuple[Found, Any]:
+    """Rank 1 alone logs the key that decides: "stop", "checkpoint" or "plateau"."""
+    with tempfile.TemporaryDirectory() as root:
+        callbacks: dict[str, list[Any]] = {
+            "stop": [EarlyStopping("watched", patience=1)],
+            "checkpoint": [ModelCheckpoint(root, monitor="watched", filename="{watched:.1f}")],
+            "plateau": [],
+        }
+        found = fit(
+            SCRIPTS["watched"],
+            how,
+            val=2,
+            callbacks=callbacks[kind],
+            plateau="watched" if kind == "plateau" else None,
+            max_epochs=5,
+        )
+        return found, sorted(path.name for path in pathlib.Path(root).iterdir())
+
+
+def play_stages(how: str) -> list[Any]:
+    """validate, test, and what they return."""
+    script = dict.fromkeys(("validation_step", "test_step"), SCRIPTS["different keys"]["validation_step"])
+    with quietly(), installed(how) as extra, tempfile.TemporaryDirectory() as root:
+        trainer = trainer_of(root, extra)
+        model = Scripted(script)
+        return [trainer.validate(model, loader(2), verbose=False), trainer.test(model, loader(2), verbose=False)]
+
+
+def play_metric(how: str, holders: tuple[int, ...]) -> Found:
+    """A torchmetrics metric, logged by these ranks only."""
+
+    class Model(Scripted):
+        metric: Any
+
+        def validation_step(self, batch: Any, index: int, dataloader_idx: int = 0) -> None:
+            self.metric.update(float(dist.get_rank() + index))
+            if dist.get_rank() in holders:
+                self.log("metric", self.metric)
+
+    with quietly(), installed(how) as extra, tempfile.TemporaryDirectory() as root:
+        model = Model({})
+        model.metric = torchmetrics.MeanMetric()
+        trainer = trainer_of(root, extra)
+        trainer.fit(model, loader(2), loader(2))
+        return {"callback": {name: float(value) for name, value in trainer.callback_metrics.items()}}
+
+
+def raised(name: str, *args: Any, **settings: Any) -> tuple[str, str, tuple[int, ...]]:
+    """The class, text and ranks of what a run raised."""
+    try:
+        globals()[name](*args, **settings)
+    except ddpstats.DdpstatsError as error:
+        return type(error).__name__, str(error), error.ranks
+    return "nothing", "", ()
+
+
+def counted() -> dict[str, int]:
+    """Collectives for each batch more, because ten keys are logged."""
+    return {how: (_logged(how, 13) - _logged(how, 3)) // 10 for how in ("stock", "install", "callback")}
+
+
+def _logged(how: str, train: int) -> int:
+    """Collectives that training on ``train`` batches issues because ten keys are logged, once ranks know them."""
+    play("ten keys", how, train=1)
+    totals = []
+    for name in ("ten keys", "nothing"):
+        with count_collectives() as seen:
+            play(name, how if name == "ten keys" else "stock", train=train)
+        totals.append(seen.total)
+    return totals[0] - totals[1]
+
+
+def withheld(how: str) -> str:
+    """Validation logs on_step from its second run on; what was said of that."""
+    runs = 0
+
+    def logs(rank: int, i: int) -> list[tuple[str, Any, dict[str, Any]]]:
+        nonlocal runs
+        runs += i == 0
+        return [("s", float(i), BOTH)] if runs > 1 else []
+
+    try:
+        fit({"validation_step": logs}, how, val=2, max_epochs=3)
+    except UserWarning as warning:
+        return str(warning)
+    return ""
+
+
+def objects() -> dict[str, Any]:
+    """What `install` replaces."""
+    from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
+    from lightning.pytorch.loops.fit_loop import _FitLoop
+    from lightning.pytorch.trainer import call
+    from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
+    from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
+
+    owners: list[Any] = [_EvaluationLoop, _FitLoop, call, _LoggerConnector, _ResultCollection]
+    return {f"{owner.__name__}.{name}": value for owner in owners for name, value in vars(owner).items()}
+
+
+def play_uneven(how: str, sanity: int) -> Found:
+    """Rank 0 validates five batches and rank 1 two, twice."""
+    script: dict[str, Logs] = {"validation_step": lambda rank, i: [("y", float(i), BOTH)]}
+    return fit(script, how, val=5 - 3 * dist.get_rank(), max_epochs=2, num_sanity_val_steps=sanity)
+
+
+def play_agreeing(name: str, how: str) -> Found:
+    """A script as rank 0 would play it, on all ranks, with values of their own."""
+    script = {hook: _for_all(logs) for hook, logs in SCRIPTS[name].items()}
+    return fit(script, how, train=3, val=[2, 3] if name == "loaders" else 2, max_epochs=2, num_sanity_val_steps=1)
+
+
+def _for_all(logs: Logs) -> Logs:
+    def same_keys(rank: int, index: int) -> list[tuple[str, Any, dict[str, Any]]]:
+        return [(key, value + rank, settings) for key, value, settings in logs(0, index)]
+
+    return same_keys
+
+
+def close(left: Any, right: Any) -> bool:
+    """Equal, numbers to float32 precision."""
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(close(left[key], right[key]) for key in left)
+    if isinstance(left, (list, tuple)):
+        return len(left) == len(right) and all(map(close, left, right))
+    if isinstance(left, float):
+        return bool(abs(left - right) <= 1e-6 * max(abs(left), abs(right)))
+    return bool(left == right)
+
+
+def left_by_callback() -> tuple[bool, bool]:
+    """Whether Lightning is as before after a run with the callback, also one that raised."""
+    before = objects()
+    play("different keys", "callback")
+    clean = all(value is before[name] for name, value in objects().items())
+    raised("play", "two reductions", "callback")
+    return clean, all(value is before[name] for name, value in objects().items())
