@@ -104,8 +104,12 @@ def _command(ranks: int, directory: Path) -> list[str]:
 
 
 def _environ(ours: Mapping[str, str]) -> dict[str, str]:
-    """Ours without what an outer torchrun or its user set, and with imports that are found as they are found here."""
-    kept = {name: value for name, value in ours.items() if not name.startswith(("PET_", "TORCHELASTIC_"))}
+    """Ours without what an outer torchrun or its user set, and with imports that are found as they are found here.
+
+    Also without DDPSTATS_GUARD: the demo's first half is what the guard is there to stop.
+    """
+    foreign = ("PET_", "TORCHELASTIC_", "DDPSTATS_GUARD")
+    kept = {name: value for name, value in ours.items() if not name.startswith(foreign)}
     return kept | {
         "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path),
         "OMP_NUM_THREADS": "1",

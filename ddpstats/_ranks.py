@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 _SHOWN_RANKS = 8
 
@@ -34,3 +34,11 @@ def ranks_text(ranks: Collection[int]) -> str:
     shown = ", ".join(map(str, sorted(ranks)[:_SHOWN_RANKS]))
     more = f" and {len(ranks) - _SHOWN_RANKS} more" if len(ranks) > _SHOWN_RANKS else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
+
+
+def holders_lines(by_rank: Mapping[int, str]) -> list[str]:
+    """One line per distinct thing that ranks hold, in the order in which it first occurs: "  ranks 0, 2: a list"."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, what in by_rank.items():
+        ranks_of.setdefault(what, []).append(rank)
+    return [f"  {ranks_text(ranks)}: {what}" for what, ranks in ranks_of.items()]

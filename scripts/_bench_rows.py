@@ -20,6 +20,8 @@ GUARD_REACH = {
     "1 float": {"off": 1.0, "step": 1.5, "strict": 1.7, "strict, over the store": 3.5},
     "1M floats": {"off": 1.0, "step": 1.1, "strict": 1.2, "strict, over the store": 1.4},
 }
+INTEGRATION_REACH = {"lightning": 3.0, "torchmetrics": 3.0, "torcheval": 3.0}
+"""Where the library itself issues several collectives per key."""
 _NOISE = 2.0
 GATED_WORLD = 2  # more ranks than that share the cores of a small machine, and its scheduler is what one measures
 
@@ -34,6 +36,7 @@ class Findings:
     memory: tuple[int, Memory] | None = None  # keys, bytes
     imported: ImportCost | None = None
     guard: dict[str, Samples] = field(default_factory=dict)  # size -> variant -> seconds per call
+    integrations: dict[str, Samples] = field(default_factory=dict)  # library -> "stock", "installed" -> seconds
     ddp_step: Samples = field(default_factory=dict)
     detail: dict[str, Samples] = field(default_factory=dict)  # "plain", "DETAIL" -> size -> seconds
 
@@ -81,7 +84,30 @@ def rows_of(found: Findings) -> list[Row]:
         rows += _against_bare(measured)
     for measured in found.timed:
         rows += _alternating(measured)
-    return rows + _payload_rows(found) + _memory_rows(found) + _import_rows(found) + _guard_rows(found)
+    return (
+        rows
+        + _payload_rows(found)
+        + _memory_rows(found)
+        + _import_rows(found)
+        + _guard_rows(found)
+        + _integration_rows(found)
+    )
+
+
+def _integration_rows(found: Findings) -> list[Row]:
+    rows = []
+    for library, samples in found.integrations.items():
+        spread = Spread.of([a / b for a, b in zip(samples["stock"], samples["installed"], strict=True)])
+        rows.append(
+            Row(
+                f"{library}, a step that logs 10 keys: faster than stock",
+                spread.median,
+                INTEGRATION_REACH.get(library),
+                at_least=True,
+                quartiles=spread,
+            )
+        )
+    return rows
 
 
 def _guard_rows(found: Findings) -> list[Row]:

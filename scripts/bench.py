@@ -31,6 +31,7 @@ import torch
 from _bench_calls import Measured, measure
 from _bench_costs import import_cost, memory, payload_on_thread, payloads
 from _bench_guard import ddp_step_costs, guard_costs, plain_costs
+from _bench_integrations import LIBRARIES, integration_costs
 from _bench_loop import Budget, Spread, Timings
 from _bench_plot import draw
 from _bench_rows import GATED_WORLD, Findings, Row, rows_of, table, times_table
@@ -54,6 +55,7 @@ class Plan:
     memory_keys: int
     imports: int
     guard_rounds: int
+    integration_rounds: int
 
 
 # Above it, what is not about the buffer is left out: one collective per leaf takes minutes at 100,000 keys.
@@ -70,6 +72,7 @@ FULL = Plan(
     memory_keys=100_000,
     imports=15,
     guard_rounds=40,
+    integration_rounds=20,
 )
 QUICK = Plan(
     key_counts={2: (10, 50)},
@@ -81,6 +84,7 @@ QUICK = Plan(
     memory_keys=1_000,
     imports=3,
     guard_rounds=2,
+    integration_rounds=2,
 )
 
 
@@ -111,6 +115,11 @@ def run(plan: Plan, say: Progress) -> Findings:
     for name, env in (("plain", {}), ("DETAIL", {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})):
         outcomes = run_ranks(plain_costs, 2, plan.guard_rounds, timeout_sec=_LIMIT_SEC, env=env)
         found.detail[name] = outcomes.values()[0]
+    for library in LIBRARIES:
+        say(library)
+        costs = _on_ranks(integration_costs, 2, library, plan.integration_rounds)
+        if costs is not None:
+            found.integrations[library] = costs
     say(f"import, {plan.imports} times")
     found.imported = import_cost(plan.imports)
     say("done")
@@ -148,6 +157,10 @@ def as_json(found: Findings, rows: Sequence[Row], machine: Mapping[str, Any], pl
         "guard_seconds": {
             size: {name: _plain(Spread.of(sample)) for name, sample in samples.items()}
             for size, samples in found.guard.items()
+        },
+        "integrations_seconds": {
+            library: {name: _plain(Spread.of(sample)) for name, sample in samples.items()}
+            for library, samples in found.integrations.items()
         },
         "import": _plain(found.imported) if found.imported else None,
     }
@@ -194,7 +207,7 @@ def _cpu_model() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="bench", description="Measure reductions and the guard.")
+    parser = argparse.ArgumentParser(prog="bench", description="Measure reductions, the guard and the integrations.")
     parser.add_argument("--quick", action="store_true", help="a smoke run of some seconds: its numbers mean little")
     parser.add_argument(
         "--gate", action="store_true", help="exit with 1 where a reach was missed, or noise hides whether it was"

@@ -233,6 +233,8 @@ if (($# == 0)); then
   usage >&2
   exit 2
 fi
+# What the tests and the bench run: the libraries that ddpstats.integrations is for.
+integrations=(espnet accelerate lightning torcheval torchmetrics tensorboard wandb mlflow transformers)
 verb=$1
 shift
 case $verb in
@@ -244,17 +246,17 @@ case $verb in
     exec "$python" -m ddpstats demo "$@"
     ;;
   test)
-    set_up testing espnet accelerate lightning torchmetrics
+    set_up testing "${integrations[@]}"
     cd "$root"
     exec "$python" -m pytest "$@"
     ;;
   bench)
-    set_up bench
+    set_up bench "${integrations[@]}"
     exec "$python" "$root/scripts/bench.py" "$@"
     ;;
   dev)
     (($# > 0)) || fail "there is no command to run" "scripts/launch.sh dev COMMAND [ARGS], for example: dev ruff check"
-    set_up testing espnet accelerate lightning torchmetrics bench dev
+    set_up testing "${integrations[@]}" bench dev
     PATH=$("$python" -c 'import sysconfig; print(sysconfig.get_path("scripts"))'):$PATH
     exec "$@"
     ;;

@@ -171,7 +171,7 @@ def demo(start: Start, *args: str, **settings: str) -> subprocess.CompletedProce
 
 
 def test_two_ranks(start: Start) -> None:
-    done = demo(start)
+    done = demo(start, DDPSTATS_GUARD="strict")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == _demo_report.as_text([report(0), report(1)], colour=False) + "\n"
 

@@ -30,10 +30,10 @@ class Patches:
     def installed(self) -> bool:
         return bool(self._undo)
 
-    def wanted(self, signatures: dict[Callable[..., Any], tuple[str, ...]] | None = None) -> bool:
+    def wanted(self, signatures: Callable[[], dict[Callable[..., Any], tuple[str, ...]]] | None = None) -> bool:
         """Whether to patch: not yet installed, not disabled, and the library is what was tested. Else says why not.
 
-        ``signatures``: what is relied on beyond the version's number: function -> names of its parameters.
+        ``signatures()``: what is relied on beyond the version's number: function -> names of its parameters.
         """
         if self.installed or _config.disabled():
             return False
@@ -41,7 +41,8 @@ class Patches:
         reason = None
         if version != self._tested:
             reason = f"tested with {self._library} {self._tested}, but {version} is installed"
-        for function, expected in (signatures or {}).items() if reason is None else ():
+        relied_on = signatures() if signatures is not None and reason is None else {}
+        for function, expected in relied_on.items():
             found = tuple(inspect.signature(function).parameters)
             if found != expected:
                 reason = (

@@ -125,7 +125,9 @@ def _release(user: int) -> None:
 def _patch() -> None:
     for root in _roots():
         connector = importlib.import_module(f"{root}.trainer.connectors.logger_connector.logger_connector")
-        collection = importlib.import_module(f"{root}.trainer.connectors.logger_connector.result")._ResultCollection
+        result = importlib.import_module(f"{root}.trainer.connectors.logger_connector.result")
+        collection = result._ResultCollection
+        _patches.replace(result._ResultMetric, "to", _to(result._ResultMetric.to))
         _patches.replace(collection, "log", _uncompiled(_log(collection.log)))
         _patches.replace(collection, "_get_cache", staticmethod(_get_cache(collection._get_cache)))
         call = importlib.import_module(f"{root}.trainer.call")
@@ -191,6 +193,16 @@ def _log(original: Callable[..., None]) -> Callable[..., None]:
             ledger.logs_steps = True
 
     return log
+
+
+def _to(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def to(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and not kwargs and is_ours(self) and self.value.device == args[0]:
+            return self  # Lightning walks through all attributes, at every log of every key
+        return original(self, *args, **kwargs)
+
+    return to
 
 
 def _get_cache(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from typing import Any
 
 import pytest
 
-from ddpstats.integrations import lightning as ours
 from ddpstats.testing import RankPool, run_ranks
-from tests.integrations import lightning_runs as runs
+
+pytest.importorskip("lightning", reason="no lightning, which scripts/launch.sh test installs")
+ours: Any = importlib.import_module("ddpstats.integrations.lightning")
+runs: Any = importlib.import_module("tests.integrations.lightning_runs")
 
 WAYS = ["install", "callback"]
 
 
-def played(pool: RankPool, name: str, how: str, **settings: Any) -> list[runs.Found]:
+def played(pool: RankPool, name: str, how: str, **settings: Any) -> list[dict[str, Any]]:
     return pool.run(runs.play, name, how, **settings).values()
 
 

@@ -1,0 +1,161 @@
+"""Results in the files that the real loggers write."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import subprocess
+import sys
+import textwrap
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ddpstats
+from ddpstats import ConfigError, reduce_stats
+from ddpstats.integrations import loggers
+
+ROOT = Path(__file__).parents[2]
+STATS = {"loss": 0.5, "per_layer": [1.0, 2.5], "part": {"ctc": math.nan, "tokens": ddpstats.Sum(7)}, "absent": None}
+FLAT = {"loss": 0.5, "per_layer[0]": 1.0, "per_layer[1]": 2.5, "part/ctc": math.nan, "part/tokens": 7.0}
+
+
+@contextlib.contextmanager
+def foreign_warnings() -> Iterator[None]:
+    """The libraries' own deprecations are not ours to mend."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def same(found: dict[str, float], expected: dict[str, float]) -> bool:
+    return found.keys() == expected.keys() and all(
+        found[name] == value or (math.isnan(value) and math.isnan(found[name])) for name, value in expected.items()
+    )
+
+
+def test_tensorboard(tmp_path: Path) -> None:
+    with foreign_warnings():
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+        from torch.utils.tensorboard import SummaryWriter
+
+        with SummaryWriter(str(tmp_path)) as writer:
+            for step in (3, 4):
+                loggers.write(writer, reduce_stats(STATS), step, prefix="train/")
+                loggers.write(None, reduce_stats(STATS), step)
+        events = EventAccumulator(str(tmp_path)).Reload()
+    names = events.Tags()["scalars"]
+    rows = {name: [(event.step, event.value) for event in events.Scalars(name)] for name in names}
+    assert [step for step, _ in rows["train/loss"]] == [3, 4]
+    assert same({name.removeprefix("train/"): row[-1][1] for name, row in rows.items()}, FLAT)
+
+
+def test_wandb(tmp_path: Path) -> None:
+    script = tmp_path / "run.py"
+    script.write_text(
+        textwrap.dedent("""
+            import sys, wandb, ddpstats
+            from ddpstats.integrations import loggers
+
+            run = wandb.init(mode="offline", dir=sys.argv[1], project="p")
+            reduced = ddpstats.reduce_stats({"loss": 0.5, "per_layer": [1.0, 2.5]})
+            loggers.write(run, reduced, 3)
+            loggers.write(wandb, reduced, 4, prefix="x/")
+            print("step 3", {name: float(run.summary[name]) for name in ("loss", "per_layer[0]", "per_layer[1]")})
+            run.finish()
+        """)
+    )
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=ROOT,
+        env={**os.environ, "WANDB_SILENT": "true", "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(ROOT)},
+    )
+    names = {"loss": 0.5, "per_layer[0]": 1.0, "per_layer[1]": 2.5}
+    assert f"step 3 {names}" in done.stdout, done.stdout + done.stderr
+    (written,) = tmp_path.rglob("*.wandb")
+    assert all((prefix + name).encode() in written.read_bytes() for name in names for prefix in ("", "x/"))
+
+
+def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    with foreign_warnings():
+        import mlflow
+
+        mlflow.set_tracking_uri(tmp_path.as_uri())
+        mlflow.set_experiment("test")
+        with mlflow.start_run() as run:
+            loggers.write(mlflow, reduce_stats(STATS), 3)
+        found = mlflow.get_run(run.info.run_id).data.metrics
+    assert same(found, {name.replace("[", ".").replace("]", ""): value for name, value in FLAT.items()})
+    with pytest.raises(ConfigError, match=r"under one name 'a\.0'"):
+        loggers.write(mlflow, reduce_stats({"a": [1.0], "a.0": 2.0}), 3)
+
+
+def test_hugging_face_trainer_on_two_ranks(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        textwrap.dedent("""
+            import sys, torch, transformers, ddpstats
+            from ddpstats.integrations import loggers
+
+            class Model(torch.nn.Module):
+                def __init__(self):
+                    super().__init__()
+                    self.layer = torch.nn.Linear(1, 1)
+
+                def forward(self, x):
+                    return {"loss": self.layer(x).square().mean()}
+
+            class Trainer(transformers.Trainer):
+                def training_step(self, *args, **kwargs):
+                    loss = super().training_step(*args, **kwargs)
+                    rank = self.args.process_index
+                    reduced = ddpstats.reduce_stats({"l1" if rank == 0 else "snr": 1.0 - 2 * rank})
+                    loggers.write(self, reduced, self.state.global_step)
+                    return loss
+
+            arguments = transformers.TrainingArguments(
+                sys.argv[1], max_steps=2, per_device_train_batch_size=1, use_cpu=True, report_to="tensorboard",
+                disable_tqdm=True, save_strategy="no", ddp_backend="gloo", logging_strategy="no",
+            )
+            trainer = Trainer(Model(), arguments, train_dataset=[{"x": torch.ones(1)}] * 8)
+            trainer.train()
+            print("history", trainer.args.process_index, [
+                (entry["l1"], entry["snr"]) for entry in trainer.state.log_history if "l1" in entry
+            ])
+            torch.distributed.destroy_process_group()
+        """)
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "ddpstats", "run", "--nproc", "2", "--guard", "off", str(script), str(tmp_path / "out")],
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TENSORBOARD_LOGGING_DIR": str(tmp_path / "events")},
+    )
+    told = sorted(line for line in done.stdout.splitlines() if line.startswith("history"))
+    assert told == [f"history {rank} [(1.0, -1.0), (1.0, -1.0)]" for rank in (0, 1)], done.stdout + done.stderr[-3000:]
+    with foreign_warnings():
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        files = [path.parent for path in tmp_path.rglob("events.out.tfevents*")]
+        events = EventAccumulator(str(files[0])).Reload()
+    assert [event.value for event in events.Scalars("train/snr")] == [-1.0, -1.0]
+
+
+def test_what_is_no_writer_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"type builtins\.dict is not known.*reduced\.flat\(\)"):
+        loggers.write({}, reduce_stats(STATS), 1)
+    not_reduced: Any = {"loss": 1.0}
+    with pytest.raises(TypeError, match="a Reduced is needed, not dict"):
+        loggers.write(None, not_reduced, 1)

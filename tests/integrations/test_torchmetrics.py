@@ -1,0 +1,217 @@
+"""torchmetrics' real metrics on gloo ranks: as stock where ranks fit together, and what `install` does where not."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import sys
+from typing import Any
+
+import pytest
+
+from ddpstats.integrations import torchmetrics
+from ddpstats.testing import RankPool
+
+pytest.importorskip("torchmetrics", reason="no torchmetrics, which scripts/launch.sh test installs")
+runs: Any = importlib.import_module("tests.integrations.torchmetrics_runs")
+
+F32, I32, F16 = (("torch." + name, "cpu") for name in ("float32", "int32", "float16"))
+
+
+def test_metrics_are_the_same_to_the_bit(two_ranks: RankPool, three_ranks: RankPool) -> None:
+    for pool in (two_ranks, three_ranks):
+        stock, ours = (pool.run(runs.every_metric, install).values() for install in (False, True))
+        for theirs, mine in zip(stock, ours, strict=True):
+            assert len(mine) == 67
+            assert {name: value for name, value in mine.items() if repr(value) != repr(theirs[name])} == {}
+        own, synced = ours[0]["sum {'sync_on_compute': False}"], ours[0]["sum {}"]
+        assert own[1] != synced[1]  # something was merged
+
+
+def test_collections_are_the_same_to_the_bit(two_ranks: RankPool, three_ranks: RankPool) -> None:
+    for pool in (two_ranks, three_ranks):
+        stock, ours = (pool.run(runs.every_collection, install).values() for install in (False, True))
+        assert list(map(repr, ours)) == list(map(repr, stock))
+        assert len(ours[0]) == 32
+
+
+def test_members_of_a_collection(two_ranks: RankPool) -> None:
+    assert two_ranks.run(runs.members_differ, False).values()[0] == [{"aa": 50.5, "loss": 50.5}]
+    assert two_ranks.run(runs.members_differ, True).values() == [
+        [{"aa": 100.0, "loss": 1.0}],
+        [{"loss": 1.0, "zz": 100.0}],
+    ]
+
+
+def test_members_that_step(two_ranks: RankPool) -> None:
+    first, second = two_ranks.run(runs.steps_differ, True).values()
+    both = [{"SumMetric": 3.0, "MeanMetric": 1.5}, {"SumMetric": 21.0, "MeanMetric": 10.5}]
+    total = {"SumMetric": 24.0, "MeanMetric": 6.0, "MinMetric": 1.0}
+    assert first == [
+        both[0] | {"only0": 1.0, "MinMetric": 1.0},
+        both[1] | {"only0": 10.0, "MinMetric": 10.0},
+        total | {"only0": 10.0},
+    ]
+    assert second == [
+        both[0] | {"only1": 2.0, "MinMetric": 2.0},
+        both[1] | {"only1": 11.0, "MinMetric": 11.0},
+        total | {"only1": 11.0},
+    ]
+
+
+def test_stock_and_lists_of_other_lengths(two_ranks: RankPool) -> None:
+    assert two_ranks.run(runs.lists_of_two_and_three, 2.0).values() == ["4 items", "RuntimeError"]
+
+
+def test_lists_of_other_lengths(two_ranks: RankPool, three_ranks: RankPool) -> None:
+    for pool, items in ((two_ranks, [0, 10, 1, 11, 12]), (three_ranks, [0, 10, 20, 1, 11, 21, 12, 22, 23])):
+        found, *others = pool.run(runs.uneven).values()
+        size = found["size"]
+        assert found["none"] == [(*F32, float(item)) for item in items]
+        assert found["cat"] == (*F32, sorted(map(float, items)))
+        assert found["custom"] == (*F32, float(max(items)))
+        assert found["some empty"] == [(*F32, 10.0), (*F32, 11.0)]
+        assert found["some empty cat"] == (*I32, [[1, 1, 1]] * 2)
+        assert found["all empty"] == found["all empty custom"] == []
+        assert found["all empty cat"] == (*F32, [])
+        assert found["scalars"] == ((*F32, 2.0) if size == 2 else (*F32, [2.0, 3.0, 3.0]))
+        assert [len(values) for _, _, values in found["other shapes"]] == list(range(size))
+        assert found["retrieval"] == (*F32, 1.0)
+        assert found["sizes that do not fit on one rank"] == "RuntimeError"
+        assert found["grad"] == (*F32, [2.0 + 5.0] * 3)
+        assert found["f16"] == (*F16, [float(size)] * 2)
+        assert others == [found] * (size - 1)
+
+
+def test_members_of_all_kinds(two_ranks: RankPool, three_ranks: RankPool) -> None:
+    for pool, size in ((two_ranks, 2), (three_ranks, 3)):
+        for rank, found in enumerate(pool.run(runs.members_of_all_kinds).values()):
+            assert found["groups"] is True
+            loss = {"loss": (*F32, sum(range(size)) / size)}
+            three = (*F32, 3.0)
+            wrapped = {"raw": three, "max": three, "min": three, "a product": (*F32, 10.0)}
+            assert found["wrappers"] == (loss | wrapped if rank == 1 else loss)
+            assert found["empty"] == ({"only": (*F32, 7.0)} if rank == 1 else {})
+            total = (*F32, 2.0 * size - 1)
+            assert found["cached"] == [total, total]
+            assert found["own state"] == [total, (*F32, 1.0 if rank == 0 else 2.0)]
+            assert found["by itself"] == {"it": [(*F32, 1.0)] * sum(range(size + 1)), "loss": (*F32, 1.0)}
+
+
+def test_conflicts_are_raised_alike_on_every_rank(two_ranks: RankPool, three_ranks: RankPool) -> None:
+    for pool, size in ((two_ranks, 2), (three_ranks, 3)):
+        found, *others = pool.run(runs.conflicts).values()
+        assert others == [found] * (size - 1)
+        assert found.pop("afterwards") == (*F32, (size - 1) / 2)
+        assert found.pop("no tensor at all")[:2] == ("InvalidStats", (size - 1,))
+        for name in ("other metric", "metric and collection"):
+            kind, ranks, _, message = found.pop(name)
+            assert (kind, ranks) == ("ProtocolMismatch", tuple(range(size)))
+            assert "name='torchmetrics/MeanMetric'" in message
+        assert {(kind, ranks) for kind, ranks, _, _ in found.values()} == {("SchemaConflict", tuple(range(size)))}
+        paths = {name: path for name, (_, _, path, _) in found.items() if path != "Holder/state"}
+        assert paths == {
+            "states": "MulticlassAUROC/preds",
+            "member's shape": "acc/confmat",
+            "member's class": "b",
+            "by itself": "b",
+            "words": "b",
+            "many": "m0/state",
+            "steps": "a",
+        }
+        _check_texts({name: message for name, (_, _, _, message) in found.items()}, size)
+
+
+def _check_texts(said: dict[str, str], size: int) -> None:
+    before = "rank 0" if size == 2 else "ranks 0, 1"
+    last = f"rank {size - 1}"
+    assert said["shape sum"] == (
+        f"ranks of the default group of {size} ranks hold different things as state 'state' of metric 'Holder':\n"
+        f"  {before}: a tensor of shape (2), reduction sum\n"
+        f"  {last}: a tensor of shape (3), reduction sum\n"
+        "Make the metric with the same class and arguments (num_classes, thresholds, ...) on all ranks, or give it "
+        "another name in the collection. Nothing was reduced."
+    )
+    for name, theirs, ours in [
+        ("tensor and list", "a tensor of shape (2), reduction None", "a list, reduction None"),
+        ("tensor and empty list", "a tensor of shape (2), reduction cat", "a list, reduction cat"),
+        ("reduction", "a tensor of shape (2), reduction min", "a tensor of shape (2), reduction max"),
+        ("cat", "a list of tensors of shape (*), reduction cat", "a list of tensors of shape (*, 3), reduction cat"),
+        ("states", "a list, reduction cat", "no such state"),
+        ("member's shape", "a tensor of shape (3, 3), reduction sum", "a tensor of shape (4, 4), reduction sum"),
+        ("member's class", "Holder", "OtherHolder"),
+        ("by itself", "no such metric", "ByItself, which syncs by itself"),
+        ("words", "no such metric", "Words, which syncs by itself"),
+        ("steps", "MaxMetric", "SumMetric"),
+    ]:
+        assert f"  {before}: {theirs}\n" in said[name]
+        assert f"  {last}: {ours}\n" in said[name]
+    assert "hold different things as metric 'b':\n" in said["member's class"]
+    for name, message in said.items():
+        assert ("A metric that syncs by itself must be in" in message) == (name in ("by itself", "words"))
+    assert said["many"].count("hold different things") == 5
+    assert "\nand 2 more\n" in said["many"]
+    assert "reduction spread" in said["shape spread"]
+
+
+def test_groups_and_ranks_outside(three_ranks: RankPool) -> None:
+    first, second, third = three_ranks.run(runs.in_groups).values()
+    assert (first[0], second[0], third[0]) == ([101.0, 1.0], [10.0, 110.0], [101.0, 110.0])
+    assert (first[1], second[1], third[1]) == (101.0, 10.0, 101.0)
+    assert first[2] == {"in 0": 101.0, "in 1": 1.0, "all": 111.0}
+    assert second[2] == {"in 0": 10.0, "in 1": 110.0, "all": 111.0}
+    assert third[2] == {"in 1": 110.0, "in 0": 101.0, "own": 5.0, "all": 111.0}
+    assert first[3] == ()  # outside of the group: no error
+    assert second[3] == third[3]
+    assert "  rank 1 (group rank 0): a tensor of shape (1), reduction sum\n" in second[3][0]
+
+
+def test_two_collectives_and_none_on_the_users_group(two_ranks: RankPool) -> None:
+    steady = {"allreduce": 1, "allgather": 1, "on the user's group": 0}
+    for stock, five, one in two_ranks.run(runs.collectives).values():
+        assert stock == {"barrier": 10, "allgather": 10, "on the user's group": 20}
+        assert five == one == steady
+    assert two_ranks.run(runs.shared_states_are_sent_once).values() == [True, True]
+
+
+def test_alone_it_is_torchmetrics_own(two_ranks: RankPool) -> None:
+    stock, ours = runs.alone(None)
+    assert ours == stock == [stock[0], {}]
+    for stock, ours in two_ranks.run(runs.alone_in_a_group).values():
+        assert ours == stock
+        assert stock[1] == {"barrier": 12, "allgather": 14}
+
+
+def test_install_and_uninstall(two_ranks: RankPool) -> None:
+    yes, no = [True] * 3, [False] * 3
+    assert two_ranks.run(runs.patches).values() == [[yes, True, no, no]] * 2
+
+
+def test_another_version_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torchmetrics as library
+
+    before = library.Metric._sync_dist
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.8.2")
+    with pytest.warns(UserWarning, match=r"tested with torchmetrics 1\.9\.0, but 1\.8\.2 is installed"):
+        torchmetrics.install()
+    assert library.Metric._sync_dist is before
+    monkeypatch.undo()
+
+    def changed(self: Any, group: Any = None) -> None: ...
+
+    monkeypatch.setattr(library.Metric, "_sync_dist", changed)
+    with pytest.warns(UserWarning, match=r"\(self, dist_sync_fn, process_group\).*there it is \(self, group\)"):
+        torchmetrics.install()
+    assert library.Metric._sync_dist is changed
+
+
+def test_it_is_imported_without_torchmetrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchmetrics", None)  # any import of it fails
+    spec = importlib.util.spec_from_file_location("imported_without", torchmetrics.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    fresh = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(fresh)
+    with pytest.raises(ImportError):
+        fresh.install()

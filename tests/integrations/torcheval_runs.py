@@ -1,0 +1,321 @@
+"""What runs on the ranks of `test_torcheval`: torcheval's own toolkit on metrics whose states differ between ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torcheval import metrics
+from torcheval.metrics import Metric, toolkit
+
+import ddpstats
+from ddpstats.integrations import torcheval
+from ddpstats.testing import count_collectives
+from tests.integrations.watching import on_group
+
+
+class Totals(Metric[dict[Any, float]]):
+    """A dict state that is merged by key."""
+
+    def __init__(self, **totals: float) -> None:
+        super().__init__()
+        self._add_state("totals", {})
+        self.totals: dict[Any, torch.Tensor] = {}
+        self.update(totals)
+
+    def update(self, totals: dict[Any, float]) -> Totals:
+        self.totals = {key: torch.tensor(value) for key, value in totals.items()}
+        return self
+
+    def merge_state(self, others: Iterable[Totals]) -> Totals:
+        for other in others:
+            for key, value in other.totals.items():
+                self.totals[key] = self.totals[key] + value if key in self.totals else value
+        return self
+
+    def compute(self) -> dict[Any, float]:
+        return {key: float(self.totals[key]) for key in sorted(self.totals, key=repr)}
+
+
+class Holder(Metric[Any]):
+    """One state of any kind; merged by ``+``."""
+
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self._add_state("state", state)
+        self.state: Any
+
+    def update(self) -> Holder:
+        return self
+
+    def merge_state(self, others: Iterable[Holder]) -> Holder:
+        for other in others:
+            self.state = self.state + other.state
+        return self
+
+    def compute(self) -> Any:
+        return self.state
+
+
+@contextlib.contextmanager
+def patched(install: bool = True) -> Iterator[None]:
+    """torcheval with ddpstats, or stock."""
+    if install:
+        torcheval.install()
+    try:
+        yield
+    finally:
+        torcheval.uninstall()
+
+
+def mean(*values: float) -> Any:
+    metric = metrics.Mean()
+    for value in values:
+        metric.update(torch.tensor(value))
+    return metric
+
+
+def plain(result: Any) -> Any:
+    """Tensors with their dtype and exact values."""
+    if isinstance(result, dict):
+        return {key: plain(value) for key, value in result.items()}
+    if isinstance(result, list):
+        return [plain(value) for value in result]
+    return (str(result.dtype), result.tolist()) if isinstance(result, torch.Tensor) else result
+
+
+# -- where stock is right ---------------------------------------------------------------------------------------------
+
+
+def documented() -> dict[str, Metric[Any]]:
+    """One metric per kind of state, updated by this rank with values of its own."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+
+    def rand(*shape: int) -> torch.Tensor:
+        return torch.rand(shape, generator=generator)
+
+    def label(classes: int, size: int) -> torch.Tensor:
+        return torch.randint(0, classes, (size,), generator=generator)
+
+    made: dict[str, Metric[Any]] = {
+        "mean": metrics.Mean().update(rand(5), weight=rand(5)),
+        "sum": metrics.Sum().update(rand(3)),
+        "max": metrics.Max().update(rand(3)),
+        "min": metrics.Min().update(rand(3)),
+        "cat": metrics.Cat().update(rand(2 + dist.get_rank())),
+        "accuracy": metrics.MulticlassAccuracy(num_classes=4, average=None).update(rand(30, 4), label(4, 30)),
+        "confusion": metrics.MulticlassConfusionMatrix(3).update(label(3, 20), label(3, 20)),
+        "auroc": metrics.BinaryAUROC(),
+        "mse": metrics.MeanSquaredError(multioutput="raw_values").update(rand(6, 2), rand(6, 2)),
+        "throughput": metrics.Throughput().update(64 + dist.get_rank(), 1.5 + dist.get_rank() / 3),
+        "window": metrics.WindowedMeanSquaredError(max_num_updates=3),
+    }
+    for _ in range(3):
+        made["auroc"].update(rand(4 + dist.get_rank()), label(2, 4 + dist.get_rank()))
+        made["window"].update(rand(4), rand(4))
+    return made
+
+
+def results_of_documented(install: bool) -> dict[str, Any]:
+    """Value and synced states of each; alone, and as one collection."""
+    with patched(install):
+        alone = {name: plain(toolkit.sync_and_compute(metric)) for name, metric in documented().items()}
+        together = plain(toolkit.sync_and_compute_collection(documented()))
+        states = {name: plain(toolkit.get_synced_state_dict(metric)) for name, metric in documented().items()}
+        all_states = plain(toolkit.get_synced_state_dict_collection(documented()))
+        left = documented()
+        toolkit.get_synced_metric_collection(left)
+        local = {name: plain(metric.state_dict()) for name, metric in left.items()}
+    return {"alone": alone, "together": together, "states": states, "all_states": all_states, "local": local}
+
+
+# -- where stock is wrong ---------------------------------------------------------------------------------------------
+
+
+def dict_keys_differ(install: bool) -> tuple[Any, Any]:
+    """{a, b} on rank 0, {a, c} on rank 1: alone and in a collection."""
+    mine = {"a": 1.0, "b": 2.0} if dist.get_rank() == 0 else {"a": 10.0, "c": 30.0}
+    with patched(install):
+        together = toolkit.sync_and_compute_collection({"x": Totals(**mine)})
+        return toolkit.sync_and_compute(Totals(**mine)), together["x"]
+
+
+def members_differ(install: bool) -> dict[str, float]:
+    rank = dist.get_rank()
+    mine = {"loss": mean(1.0 + 2 * rank), f"acc_{'ab'[rank]}": mean(10.0 + 10 * rank)}
+    with patched(install):
+        return {name: float(value) for name, value in toolkit.sync_and_compute_collection(mine).items()}
+
+
+def more_that_differs() -> dict[str, Any]:
+    """What only an installed torcheval can do, on two ranks."""
+    rank = dist.get_rank()
+    cat = metrics.Cat()
+    for value in ((), (1.0, 2.0, 3.0))[rank]:
+        cat.update(torch.tensor([value]))
+    untouched = metrics.MeanSquaredError(multioutput="raw_values")
+    if rank == 1:
+        untouched.update(torch.ones(2, 3), torch.zeros(2, 3))
+    keys: dict[Any, float] = ({(1, "x"): 1.0, 2.5: 2.0}, {2.5: 3.0, None: 5.0})[rank]
+    with patched():
+        return {
+            "empty list": plain(toolkit.sync_and_compute(cat)),
+            "both empty": plain(toolkit.sync_and_compute(metrics.Cat())),
+            "lists": plain(toolkit.sync_and_compute(Holder([torch.ones(n) for n in range(1 + 2 * rank)]))),
+            "not updated": plain(toolkit.sync_and_compute(untouched)),
+            "int and float": toolkit.sync_and_compute(Holder((1, 2.5)[rank])),
+            "cat of int and float": plain(
+                toolkit.sync_and_compute(metrics.Cat().update(torch.tensor([(1, 2.5)[rank]])))
+            ),
+            "no members": toolkit.sync_and_compute_collection({"only": mean(7.0)} if rank else {}),
+            "odd keys": toolkit.sync_and_compute(Totals().update(keys)),
+            "infinity": toolkit.sync_and_compute(Holder((float("inf"), 1.0)[rank])),
+        }
+
+
+def in_subgroups(install: bool) -> list[Any]:
+    """Ranks 1 and 2 of three in a group; then what a rank outside gets, and a group of one."""
+    pair = dist.new_group([1, 2])
+    rank = dist.get_rank()
+    found: list[Any] = []
+    with patched(install):
+        if rank:
+            members = {"mean": mean(float(rank)), f"own{rank}": mean(5.0 * rank)}
+            both = toolkit.sync_and_compute_collection(members, process_group=pair)
+            found.append({name: float(value) for name, value in both.items()})
+            some = Holder([torch.tensor(float(rank))] * (rank - 1))  # empty on global rank 1
+            found.append(plain(toolkit.sync_and_compute(some, pair)))
+        else:
+            try:
+                toolkit.sync_and_compute(mean(1.0), process_group=pair)
+            except RuntimeError as error:
+                found.append(str(error))
+        alone = [dist.new_group([each]) for each in range(dist.get_world_size())][rank]
+        single, several = mean(1.0), {"x": mean(2.0)}
+        logged = _logged_by_toolkit(lambda: found.append(toolkit.get_synced_metric(single, alone) is single))
+        found.append(toolkit.get_synced_metric_collection(several, alone) is several)
+        found.append(logged)
+    return found
+
+
+def list_in_a_subgroup(install: bool) -> Any:
+    """Global rank 1 has an empty list, global rank 2 one tensor."""
+    pair, rank = dist.new_group([1, 2]), dist.get_rank()
+    with patched(install):
+        try:
+            return plain(toolkit.sync_and_compute(Holder([torch.tensor(2.0)] * (rank - 1)), pair)) if rank else None
+        except TypeError as error:
+            return str(error)
+
+
+def _logged_by_toolkit(call: Callable[[], Any]) -> list[str]:
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    toolkit.log.addHandler(handler)
+    try:
+        call()
+    finally:
+        toolkit.log.removeHandler(handler)
+    return messages
+
+
+# -- conflicts --------------------------------------------------------------------------------------------------------
+
+
+def conflicts() -> dict[str, tuple[str, tuple[int, ...], str | None, str]]:
+    """Per case: exception, its ranks, path and text. Then a call that works."""
+    rank = dist.get_rank()
+    tensor, vector = torch.tensor(1.0), torch.ones(2)
+
+    def two(first: Any, second: Any) -> Any:
+        return (first, second)[rank]
+
+    cases: dict[str, Any] = {
+        "tensor, list": Holder(two(tensor, [tensor])),
+        "tensor, number": Holder(two(tensor, 1)),
+        "list, dict": Holder(two([tensor], {"k": tensor})),
+        "shape": {"acc": Holder(two(torch.ones(2), torch.ones(3))), "fine": mean(1.0)},
+        "classes": {"acc": metrics.MulticlassConfusionMatrix(two(3, 4))},
+        "kind": {"n": metrics.Mean() if rank else _int_mean()},
+        "dict value": {"d": Holder(two({"k": vector}, {"k": tensor}))},
+        "list of other ndim": metrics.Cat().update(two(torch.ones(2), torch.ones(2, 2))),
+        "metric": {"loss": two(metrics.Mean, metrics.Sum)()},
+        "states": {"w": metrics.WindowedMeanSquaredError(enable_lifetime=bool(rank))},
+        "key": Totals().update({(frozenset({1}) if rank else "k"): 1.0}),
+        "name": {(1.5 if rank else "x"): mean(1.0)},
+    }
+    found = {}
+    with patched():
+        for case, given in cases.items():
+            sync = toolkit.sync_and_compute_collection if isinstance(given, dict) else toolkit.sync_and_compute
+            try:
+                sync(given)
+            except ddpstats.DdpstatsError as error:
+                found[case] = (type(error).__name__, error.ranks, error.path, str(error))
+        try:
+            toolkit.sync_and_compute(mean(1.0)) if rank else toolkit.sync_and_compute_collection({"x": mean(1.0)})
+        except ddpstats.DdpstatsError as error:
+            found["other call"] = (type(error).__name__, error.ranks, error.path, str(error))
+        found["afterwards"] = ("", (), None, str(float(toolkit.sync_and_compute(mean(float(rank))))))
+    return found
+
+
+def _int_mean() -> Any:
+    """As a program leaves it that assigns to a state."""
+    metric: Any = metrics.Mean()
+    metric.weighted_sum = torch.tensor(3)
+    return metric
+
+
+def conflict_in_a_group() -> tuple[tuple[int, ...], str | None, str]:
+    """Global ranks 1 and 2; a third one stays out."""
+    pair = dist.new_group([1, 2])
+    with patched():
+        if dist.get_rank():
+            try:
+                toolkit.sync_and_compute(Holder(1 if dist.get_rank() == 1 else torch.ones(1)), pair)
+            except ddpstats.SchemaConflict as error:
+                return error.ranks, error.path, str(error)
+    return (), None, ""
+
+
+def error_of_the_metric() -> list[str]:
+    """merge_state raises where nothing differs: the metric's own error, on the ranks where it was raised."""
+
+    class Broken(Holder):
+        def merge_state(self, others: Iterable[Holder]) -> Any:
+            if dist.get_rank() == 0:
+                raise ZeroDivisionError("mine")
+            return super().merge_state(others)
+
+    found = []
+    with patched():
+        for state in (1.0, torch.ones(1 + dist.get_rank())):
+            try:
+                found.append(str(plain(toolkit.sync_and_compute(Broken(state)))))
+            except (ZeroDivisionError, ddpstats.SchemaConflict) as error:
+                found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+# -- install, and what goes over the wire -----------------------------------------------------------------------------
+
+
+def counts(install: bool) -> list[tuple[int, int]]:
+    """Collectives in all, and on the user's own group: for 1 and for 40 members, each synced twice before."""
+    user = dist.group.WORLD
+    seen = []
+    with patched(install):
+        for size in (1, 40):
+            members = {f"m{i}": mean(float(i)) for i in range(size)}
+            for _ in range(2):
+                toolkit.sync_and_compute_collection(members)
+            with count_collectives() as everywhere, on_group(user) as own:
+                toolkit.sync_and_compute_collection(members)
+            seen.append((everywhere.total, len(own)))
+    return seen

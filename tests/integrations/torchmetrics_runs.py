@@ -1,0 +1,563 @@
+"""What runs on the ranks of `test_torchmetrics`: real torchmetrics on states that differ between ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import operator
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torchmetrics as tm
+from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassConfusionMatrix, MulticlassRecall
+from torchmetrics.wrappers import ClasswiseWrapper, MinMaxMetric, MultioutputWrapper, Running
+
+import ddpstats
+from ddpstats.integrations import torchmetrics
+from ddpstats.testing import count_collectives
+
+
+@contextlib.contextmanager
+def patched(install: bool = True) -> Iterator[None]:
+    """torchmetrics with ddpstats, or stock."""
+    if install:
+        torchmetrics.install()
+    try:
+        yield
+    finally:
+        torchmetrics.uninstall()
+
+
+class Holder(tm.Metric):
+    """One state of any kind under any reduction; `compute` shows it."""
+
+    full_state_update = True
+    state: Any
+
+    def __init__(self, default: Any, reduction: Any, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.add_state("state", default, dist_reduce_fx=reduction)
+
+    def update(self, value: Any) -> None:
+        if isinstance(self.state, list):
+            self.state.extend(value)
+        else:
+            self.state = value
+
+    def compute(self) -> Any:
+        return self.state
+
+
+class OtherHolder(Holder):
+    pass
+
+
+class ByItself(Holder):
+    """As MeanAveragePrecision: more to sync than its states."""
+
+    def _sync_dist(self, dist_sync_fn: Any = None, process_group: Any = None) -> None:
+        super()._sync_dist(dist_sync_fn=dist_sync_fn, process_group=process_group)
+        ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, dist.get_rank(), group=process_group)
+        self.ranks = ranks
+
+
+class Words(tm.Metric):
+    """A state that is no tensor: stock syncs the others and leaves this one as it is."""
+
+    full_state_update = True
+    words: list[str]
+    count: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("words", [], dist_reduce_fx=None)
+        self.add_state("count", torch.tensor(0), dist_reduce_fx="sum")
+
+    def update(self, words: list[str]) -> None:
+        self.words += words
+        self.count += len(words)
+
+    def compute(self) -> Any:
+        return self.words, self.count
+
+
+def spread(stacked: Any) -> Any:
+    """A custom reduction: gets the stacked tensors, or the list of all items."""
+    if isinstance(stacked, list):
+        return torch.stack(stacked).max(0).values - torch.stack(stacked).min(0).values
+    return stacked.max(0).values - stacked.min(0).values
+
+
+def plain(value: Any) -> Any:
+    """To compare bit for bit: (dtype, device, values), in dicts and lists."""
+    if isinstance(value, torch.Tensor):
+        return str(value.dtype), str(value.device), value.tolist()
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    return value
+
+
+def mean_of(value: float, **kwargs: Any) -> tm.MeanMetric:
+    metric = tm.MeanMetric(**kwargs)
+    metric.update(value)
+    return metric
+
+
+def held(default: Any, reduction: Any, value: Any, of: type[Holder] = Holder, **kwargs: Any) -> Holder:
+    metric = of(default, reduction, **kwargs)
+    metric.update(value)
+    return metric
+
+
+def outcome(call: Callable[[], Any]) -> Any:
+    try:
+        return plain(call())
+    except (ddpstats.DdpstatsError, RuntimeError, TypeError, ValueError) as error:
+        ranks = getattr(error, "ranks", None), getattr(error, "path", None)
+        return type(error).__name__, *ranks, str(error)
+
+
+# -- the same as stock ------------------------------------------------------------------------------------------------
+
+
+def batches(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    return torch.rand(7, 3, generator=generator), torch.randint(0, 3, (7,), generator=generator)
+
+
+def builders() -> dict[str, Callable[..., Any]]:
+    classes: dict[str, Any] = {"num_classes": 3}
+    return {
+        "mean": tm.MeanMetric,
+        "sum": tm.SumMetric,
+        "min": tm.MinMetric,
+        "max": tm.MaxMetric,
+        "cat": tm.CatMetric,
+        "running mean": lambda **k: Running(tm.MeanMetric(**k), window=2),
+        "held mean": lambda **k: Holder(torch.zeros(2), "mean", **k),
+        "held none": lambda **k: Holder(torch.zeros(2), None, **k),
+        "held custom": lambda **k: Holder(torch.zeros(2), spread, **k),
+        "held cat": lambda **k: Holder(torch.zeros(2), "cat", **k),
+        "held list": lambda **k: Holder([], None, **k),
+        "held custom list": lambda **k: Holder([], spread, **k),
+        "accuracy": lambda **k: MulticlassAccuracy(**classes, **k),
+        "confusion": lambda **k: MulticlassConfusionMatrix(**classes, **k),
+        "auroc": lambda **k: MulticlassAUROC(**classes, **k),
+        "classwise": lambda **k: ClasswiseWrapper(MulticlassAccuracy(average=None, **classes, **k)),
+        "minmax": lambda **k: MinMaxMetric(MulticlassAccuracy(**classes, **k)),
+        "mse": tm.MeanSquaredError,
+        "pearson": tm.PearsonCorrCoef,
+        "retrieval": tm.RetrievalPrecision,
+        "multioutput": lambda **k: MultioutputWrapper(tm.MeanSquaredError(**k), 3),
+        "sum of two": lambda **k: tm.MeanSquaredError(**k) + tm.MeanAbsoluteError(**k) * 2,
+    }
+
+
+def inputs(name: str, step: int) -> tuple[Any, ...]:
+    preds, target = batches(step)
+    if name.startswith("held"):
+        return (list(preds[:2, :2]) if "list" in name else preds[0, :2],)
+    if name in ("mean", "sum", "min", "max", "cat", "running mean"):
+        return (preds[0],)
+    if name in ("mse", "pearson", "sum of two"):
+        return preds[:, 0], preds[:, 1] + preds[:, 0]
+    if name == "multioutput":
+        return preds, preds.flip(0)
+    if name == "retrieval":
+        return preds[:, 0], target > 0, target
+    return preds, target
+
+
+def every_metric(install: bool) -> dict[str, Any]:
+    """What each metric gives in each way of using it, on inputs that differ between ranks but fit together."""
+    found: dict[str, Any] = {}
+    options: list[dict[str, Any]] = [{}, {"sync_on_compute": False}, {"dist_sync_on_step": True}]
+    with patched(install):
+        for name, build in builders().items():
+            for option in options:
+                found[f"{name} {option}"] = _used(name, build(**option))
+        found["manual"] = _manual_sync()
+    return found
+
+
+def _used(name: str, metric: Any) -> list[Any]:
+    seen = []
+    for step in range(3):
+        if step == 1:
+            seen.append(metric(*inputs(name, step)))
+        else:
+            metric.update(*inputs(name, step))
+    seen += [metric.compute(), metric.compute()]
+    metric.update(*inputs(name, 3))
+    seen.append(metric.compute())
+    seen.append(metric.metric_state)  # the rank's own again
+    metric.reset()
+    metric.update(*inputs(name, 4))
+    return [plain(value) for value in [*seen, metric.compute()]]
+
+
+def _manual_sync() -> list[Any]:
+    metric = tm.CatMetric()
+    metric.update(batches(0)[0][0])
+    seen: list[Any] = []
+    metric.sync()
+    seen.append(plain(metric.metric_state))
+    try:
+        metric.sync()
+    except Exception as error:
+        seen.append(str(error))
+    metric.unsync()
+    seen.append(plain(metric.metric_state))
+    with metric.sync_context():
+        seen.append(plain(metric.metric_state))
+    with metric.sync_context(should_sync=False):
+        seen.append(plain(metric.metric_state))
+    calls: list[Any] = []
+
+    def own_sync(tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
+        calls.append(group)
+        return [tensor * 2]
+
+    metric.sync(dist_sync_fn=own_sync)
+    seen += [plain(metric.metric_state), len(calls)]
+    mine = held(torch.zeros(1), "sum", torch.ones(1), dist_sync_fn=own_sync)
+    words = Words()
+    words.update(["a", "b"])
+    itself = held(torch.zeros(1), "sum", torch.ones(1), of=ByItself)
+    return [*seen, plain(mine.compute()), plain(words.compute()), plain(itself.compute()), itself.ranks]
+
+
+def every_collection(install: bool) -> list[Any]:
+    """Collections: names with prefix, compute groups found and given, nested, in steps, with results cached."""
+    classes: dict[str, Any] = {"num_classes": 3}
+    makers: list[Callable[[], tm.MetricCollection]] = [
+        lambda: tm.MetricCollection(
+            [MulticlassAccuracy(**classes), MulticlassRecall(**classes), MulticlassConfusionMatrix(**classes)],
+            prefix="val/",
+        ),
+        lambda: tm.MetricCollection(
+            {"a": MulticlassAUROC(**classes), "b": MulticlassAUROC(average=None, **classes)},
+            compute_groups=[["a", "b"]],
+        ),
+        lambda: tm.MetricCollection(
+            {
+                "plain": MulticlassAccuracy(average=None, **classes),
+                "of plain": ClasswiseWrapper(MulticlassAccuracy(average=None, **classes)),
+            }
+        ),
+        lambda: tm.MetricCollection(
+            {
+                "inner": tm.MetricCollection({"x": MulticlassAccuracy(**classes)}, postfix="_in"),
+                "classwise": ClasswiseWrapper(MulticlassAccuracy(average=None, **classes)),
+                "minmax": MinMaxMetric(MulticlassAccuracy(average="micro", **classes)),
+                "product": MulticlassAccuracy(**classes) * 2,
+                "running": Running(MulticlassAccuracy(**classes), window=2),
+                "step": MulticlassAccuracy(dist_sync_on_step=True, **classes),
+                "wrapped step": ClasswiseWrapper(MulticlassAccuracy(average=None, dist_sync_on_step=True, **classes)),
+                "alone": MulticlassAccuracy(sync_on_compute=False, **classes),
+            },
+            compute_groups=False,
+        ),
+    ]
+    found: list[Any] = []
+    with patched(install):
+        for make in makers:
+            several = make()
+            several.update(*batches(0))
+            several.update(*batches(1))
+            found += [several.compute(), several.compute(), several(*batches(2)), several.compute()]
+            several.update(*batches(3))
+            found += [several.compute(), several.clone(prefix="again_").compute(), several.metric_state]
+            several.reset()
+            several.update(*batches(4))
+            found.append(several.compute())
+    return [plain(value) for value in found]
+
+
+# -- where stock is wrong ---------------------------------------------------------------------------------------------
+
+
+def members_differ(install: bool) -> list[Any]:
+    """{loss: 1, aa: 100} on rank 0, {loss: 1, zz: 100} on rank 1."""
+    with patched(install):
+        name = "zz" if dist.get_rank() else "aa"
+        several = tm.MetricCollection({"loss": mean_of(1.0), name: mean_of(100.0)})
+        return [{key: float(value) for key, value in several.compute().items()}]
+
+
+def steps_differ(install: bool) -> list[Any]:
+    """The same in `forward`; the members' order differs too."""
+    with patched(install):
+        rank = dist.get_rank()
+        several = tm.MetricCollection([tm.SumMetric(dist_sync_on_step=True)])
+        several.add_metrics({"only" + str(rank): tm.MaxMetric(dist_sync_on_step=True)})
+        for member in [tm.MeanMetric, tm.MinMetric][:: -1 if rank else 1]:
+            several.add_metrics([member(dist_sync_on_step=member is tm.MeanMetric)])
+        found = [{key: float(value) for key, value in several(10.0**step + rank).items()} for step in range(2)]
+        return [*found, {key: float(value) for key, value in several.compute().items()}]
+
+
+def lists_of_two_and_three(timeout_sec: float) -> str:
+    """What stock does with a list without reduction that has 2 items on rank 0 and 3 on rank 1."""
+    group = dist.new_group(timeout=datetime.timedelta(seconds=timeout_sec))
+    metric = held([], None, list(torch.ones(2 + dist.get_rank())), process_group=group)
+    try:
+        return f"{len(metric.compute())} items"
+    except RuntimeError as error:  # waited for an item that nobody sends
+        return type(error).__name__
+
+
+def uneven() -> dict[str, Any]:
+    """Lists and tensors of other lengths on each rank."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    items = [torch.tensor([10.0 * rank + i]) for i in range(2 + rank)]
+    found: dict[str, Any] = {}
+    with patched():
+        found["none"] = held([], None, items).compute()
+        found["cat"] = held([], "cat", items).compute()
+        found["custom"] = held([], spread, items).compute()
+        found["some empty"] = held([], None, items[: 2 * (rank == 1)]).compute()
+        found["some empty cat"] = held([], "cat", [torch.ones(2, 3, dtype=torch.int32)] * (rank == 1)).compute()
+        found["all empty"] = held([], None, []).compute()
+        found["all empty cat"] = held([], "cat", []).compute()
+        found["all empty custom"] = held([], spread, []).compute()
+        found["scalars"] = held([], "cat", [torch.tensor(1.0 + rank)] * rank).compute()
+        found["other shapes"] = held([], None, [torch.full((rank, 2), rank)]).compute()
+        ids = torch.full((2 + rank,), rank)
+        retrieval = tm.RetrievalPrecision(top_k=1)
+        for part in range(1 + rank):  # 1, 2, 3 list items
+            retrieval.update(torch.linspace(0, 1, 2 + rank), torch.arange(2 + rank) > 0, ids + 10 * part)
+        found["retrieval"] = retrieval.compute()
+        bad = held([], "cat", [torch.ones(2, 2), torch.ones(2, 3)] if rank == 1 else [torch.ones(1, 2)])
+        found["sizes that do not fit on one rank"] = outcome(bad.compute)[0]
+        mine = torch.ones(3, requires_grad=True)
+        graph = [held(torch.zeros(3), "sum", mine * 2), held([], "cat", [mine * 2, mine * 3])]
+        for metric in graph:
+            metric.sync()
+            metric.state.sum().backward()
+        found["grad"] = mine.grad
+        found["size"] = size
+        found["f16"] = held(torch.zeros(2), "sum", torch.ones(2, dtype=torch.float16)).compute()
+    return {name: plain(value) for name, value in found.items()}
+
+
+def members_of_all_kinds() -> dict[str, Any]:
+    """Collections whose members differ between ranks in more ways."""
+    rank = dist.get_rank()
+    found: dict[str, Any] = {}
+    preds, target = batches(0)
+    classes: dict[str, Any] = {"num_classes": 3}
+
+    def accuracy() -> MulticlassAccuracy:
+        return MulticlassAccuracy(average="micro", **classes)
+
+    with patched():
+        # compute groups that only one rank has
+        own: dict[str, Any] = {"acc": accuracy(), ("recall" if rank else "confusion"): accuracy()}
+        several = tm.MetricCollection(own)
+        several.update(preds, target)
+        one = accuracy()
+        one.update(preds, target)
+        found["groups"] = float(several.compute()["acc"]) == float(one.compute())
+        # wrappers that only one rank has; the metrics in them are aligned
+        wrapped: dict[str, Any] = {"loss": mean_of(float(rank))}
+        if rank == 1:
+            minmax = MinMaxMetric(tm.SumMetric())
+            minmax.update(3.0)
+            wrapped["a minmax"] = minmax
+            wrapped["a product"] = mean_of(5.0) * 2
+        found["wrappers"] = tm.MetricCollection(wrapped, compute_groups=False).compute()
+        # a collection without members
+        found["empty"] = tm.MetricCollection({"only": mean_of(7.0)} if rank == 1 else {}).compute()
+        # a result cached on rank 0 only
+        sums = tm.MetricCollection({"sum": tm.SumMetric(), "other": tm.MeanMetric()}, compute_groups=False)
+        sums.update(1.0)
+        sums.compute()
+        if rank:
+            sums.update(1.0)
+        found["cached"] = [sums.compute()["sum"], sums.compute()["sum"]]
+        found["own state"] = sums["sum"].compute(), sums["sum"].sum_value
+        # metrics that sync by themselves, on every rank
+        found["by itself"] = tm.MetricCollection(
+            {"it": held([], None, list(torch.ones(1 + rank)), of=ByItself), "loss": mean_of(1.0)}
+        ).compute()
+    return {name: plain(value) for name, value in found.items()}
+
+
+# -- conflicts --------------------------------------------------------------------------------------------------------
+
+
+def conflicts() -> dict[str, Any]:
+    """What each call raises; the last one works."""
+    rank = dist.get_rank()
+    last = rank == dist.get_world_size() - 1
+    some = torch.ones(3) if last else torch.ones(2)
+    words = Words()
+    words.update(["a"])
+    metrics: dict[str, Any] = {
+        f"shape {reduction if isinstance(reduction, str) else reduction and reduction.__name__}": held(
+            torch.zeros(1), reduction, some
+        )
+        for reduction in ("sum", "mean", "max", "min", None, spread)
+    }
+    metrics["tensor and list"] = held([] if last else torch.zeros(2), None, [some] if last else some)
+    metrics["tensor and empty list"] = held([] if last else torch.zeros(2), "cat", [] if last else some)
+    metrics["reduction"] = held(torch.zeros(2), "max" if last else "min", torch.ones(2))
+    metrics["cat"] = held([], "cat", [torch.ones(2, 3) if last else torch.ones(2)])
+    metrics["states"] = MulticlassAUROC(num_classes=3, thresholds=5 if last else None)
+    collections: dict[str, dict[str, Any]] = {
+        "member's shape": {"loss": mean_of(1.0), "acc": MulticlassConfusionMatrix(num_classes=3 + last)},
+        "member's class": {"a": mean_of(1.0), "b": held(torch.zeros(2), "sum", some, OtherHolder if last else Holder)},
+        "by itself": {"a": mean_of(1.0)} | ({"b": held([], None, [], ByItself)} if last else {}),
+        "words": {"a": mean_of(1.0)} | ({"b": words} if last else {}),
+        "many": {f"m{i}": held(torch.zeros(2), "sum", some) for i in range(7)},
+        "no tensor at all": {"a": mean_of(1.0), "b": held([], None, [torch.ones(2).to_sparse()] * last)},
+    }
+    metrics |= {name: tm.MetricCollection(one, compute_groups=False) for name, one in collections.items()}
+    stepping = {"dist_sync_on_step": True}
+    steps = tm.MetricCollection({"a": tm.SumMetric(**stepping) if last else tm.MaxMetric(**stepping)})
+    metrics["other metric"] = tm.SumMetric() if last else tm.MeanMetric()
+    metrics["metric and collection"] = mean_of(1.0) if last else tm.MetricCollection({"a": mean_of(1.0)})
+    metrics["afterwards"] = mean_of(float(rank))
+    with patched(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # compute before update
+        found = {"steps": outcome(lambda: steps(1.0))}
+        # `compute` is looked up here: the stock one, bound before, would stay the stock one
+        return found | {name: outcome(lambda: one.compute()) for name, one in metrics.items()}  # noqa: B023
+
+
+# -- groups, collectives, patches -------------------------------------------------------------------------------------
+
+
+def in_groups() -> list[Any]:
+    """Ranks 0 and 2, then 1 and 2, of three; each rank takes part in what it is a member of."""
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 2])]
+    rank = dist.get_rank()
+    value = 10.0**rank
+    found: list[Any] = []
+    with patched():
+        found.append([float(_summed(value, process_group=group).compute()) for group in groups])
+        argument = _summed(value)
+        argument.sync(process_group=groups[0])
+        found.append(float(argument.sum_value))
+        argument.unsync()
+        members = {f"in {i}": _summed(value, process_group=group) for i, group in enumerate(groups)}
+        members["all"] = _summed(value)
+        if rank == 2:  # in another order, and one more
+            members = dict(reversed(members.items())) | {"own": _summed(5.0, process_group=groups[1])}
+        several = tm.MetricCollection([])
+        for name, member in members.items():  # a dict would be sorted
+            several.add_metrics({name: member})
+        found.append({name: float(one) for name, one in several.compute().items()})
+        bad = held(torch.zeros(1), "sum", torch.ones(rank), process_group=groups[1])
+        found.append(outcome(bad.compute)[3:])
+    return found
+
+
+def _summed(value: float, **kwargs: Any) -> tm.SumMetric:
+    metric = tm.SumMetric(**kwargs)
+    metric.update(value)
+    return metric
+
+
+def _five(**kwargs: Any) -> tm.MetricCollection:
+    return tm.MetricCollection({f"m{i}": mean_of(float(i), **kwargs) for i in range(5)}, compute_groups=False)
+
+
+def collectives() -> list[dict[str, int]]:
+    """The collectives of one compute in steady state: stock's collection of five, ours, one metric; who issued them."""
+    users = dist.group.WORLD
+    issued: list[Any] = []
+
+    def counted(make: Callable[[], Any]) -> dict[str, int]:
+        with count_collectives() as seen:
+            outer = {op: vars(dist.ProcessGroup)[op] for op in ("allgather", "allreduce", "barrier")}
+            for op, call in outer.items():
+                setattr(dist.ProcessGroup, op, _noting(call, issued))
+            try:
+                make().compute()
+            finally:
+                for op, call in outer.items():
+                    setattr(dist.ProcessGroup, op, call)
+        return {**seen.by_op, "on the user's group": sum(group is users for group in issued[-seen.total :])}
+
+    with patched(False):
+        found = [counted(_five)]
+    with patched():
+        for _ in range(2):
+            _five().compute(), mean_of(1.0).compute()
+        return [*found, counted(_five), counted(lambda: mean_of(1.0))]
+
+
+def _noting(call: Callable[..., Any], issued: list[Any]) -> Callable[..., Any]:
+    def noted(group: Any, *args: Any, **kwargs: Any) -> Any:
+        issued.append(group)
+        return call(group, *args, **kwargs)
+
+    return noted
+
+
+def shared_states_are_sent_once() -> bool:
+    """Five metrics of one compute group send the list of one."""
+    with patched():
+        sizes = []
+        for count in (1, 5):
+            several = tm.MetricCollection(
+                {f"m{i}": MulticlassAUROC(num_classes=3) for i in range(count)}, compute_groups=True
+            )
+            several.update(torch.rand(2000, 3), torch.randint(0, 3, (2000,)))
+            several.compute()
+            with count_collectives() as seen:
+                several.compute()
+            sizes.append(seen.bytes_by_op["allgather"])
+        return sizes[1] < 1.3 * sizes[0]
+
+
+def alone(group: Any) -> list[Any]:
+    """Values and collectives of stock and of ours, where there is nobody else."""
+    found = []
+    for install in (False, True):
+        with patched(install), count_collectives() as seen:
+            one = held([], None, [torch.ones(1)] * 2, process_group=group)
+            values = plain([_five(process_group=group).compute(), one.compute()])
+        found.append([values, dict(seen.by_op)])
+    return found
+
+
+def alone_in_a_group() -> list[Any]:
+    """Each rank in a group of its own."""
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    return alone(groups[dist.get_rank()])
+
+
+def patches() -> list[Any]:
+    """Which of the methods are ours: installed twice, uninstalled, disabled."""
+    methods = [(tm.Metric, "_sync_dist"), (tm.MetricCollection, "compute"), (tm.MetricCollection, "forward")]
+    stock = [vars(owner)[name] for owner, name in methods]
+
+    def ours() -> list[bool]:
+        return [vars(owner)[name] is not one for (owner, name), one in zip(methods, stock, strict=True)]
+
+    found = []
+    try:
+        torchmetrics.install()
+        first = [vars(owner)[name] for owner, name in methods]
+        torchmetrics.install()
+        found += [ours(), operator.eq(first, [vars(owner)[name] for owner, name in methods])]
+        torchmetrics.uninstall()
+        torchmetrics.uninstall()
+        found.append(ours())
+        os.environ["DDPSTATS_DISABLE"] = "1"
+        torchmetrics.install()
+        found.append(ours())
+    finally:
+        os.environ.pop("DDPSTATS_DISABLE", None)
+        torchmetrics.uninstall()
+    return found
