@@ -24,6 +24,7 @@ from ddpstats.errors import ProtocolMismatch
 _LENGTH = struct.Struct("<Q")
 _ALIGN = 16
 _MAX_DEPTH = 100
+_PADDING = torch.zeros(_ALIGN, dtype=torch.uint8, device="cpu")
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -49,16 +50,16 @@ def encode(tree: Any) -> bytes:
     """
     tensors: list[torch.Tensor] = []
     head = json.dumps(_describe(tree, (), tensors)).encode()
-    start = _aligned(_LENGTH.size + len(head))
-    ends = [start]
-    for tensor in tensors:
-        ends.append(_aligned(ends[-1] + tensor.numel() * tensor.element_size()))
-    out = bytearray(ends[-1])
-    out[: _LENGTH.size + len(head)] = _LENGTH.pack(len(head)) + head
-    whole = torch.frombuffer(out, dtype=torch.uint8)
-    for offset, tensor in zip(ends, tensors, strict=False):
-        raw = tensor.reshape(-1).view(torch.uint8)
-        whole[offset : offset + raw.numel()].copy_(raw)
+    start = _LENGTH.pack(len(head)) + head
+    start = start.ljust(_aligned(len(start)), b"\0")
+    raw = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
+    sizes = [_aligned(part.numel()) for part in raw]
+    out = bytearray(len(start) + sum(sizes))
+    out[: len(start)] = start
+    if len(out) > len(start):
+        gaps = [_PADDING[: size - part.numel()] for size, part in zip(sizes, raw, strict=True)]
+        pieces = [piece for pair in zip(raw, gaps, strict=True) for piece in pair]
+        torch.cat(pieces, out=torch.frombuffer(out, dtype=torch.uint8, offset=len(start)))
     return bytes(out)
 
 
@@ -103,7 +104,10 @@ def _describe(value: Any, path: Path, tensors: list[torch.Tensor]) -> Any:
 def _dense(tensor: torch.Tensor, path: Path) -> torch.Tensor:
     if tensor.layout != torch.strided or tensor.dtype not in _NAMES:
         raise CannotEncode(format_path(path), f"a tensor of layout {tensor.layout} and dtype {tensor.dtype}")
-    return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    plain = tensor.detach()
+    if plain.is_conj() or plain.is_neg():
+        plain = plain.resolve_conj().resolve_neg()
+    return (plain if plain.is_cpu else plain.cpu()).contiguous()
 
 
 class _Tensors:

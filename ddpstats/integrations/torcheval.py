@@ -79,7 +79,6 @@ def _relied_on() -> dict[Callable[..., Any], tuple[str, ...]]:
     return {
         toolkit.get_synced_metric: ("metric", "process_group"),
         toolkit.get_synced_metric_collection: ("metric_collection", "process_group"),
-        toolkit.clone_metric: ("metric",),
         toolkit._convert_to_psuedo_metric: ("metric_state_dict",),
         toolkit._get_world_size: ("process_group",),
         toolkit._validate_rank_and_world_size: ("world_size",),
@@ -141,10 +140,22 @@ def _merged(metric: Any, others: Iterable[Member], try_compute: bool) -> Any:
     toolkit = _toolkit()
     states = [{name: _from_wire(node, metric.device) for name, node in member[1].items()} for member in others]
     peers = [toolkit._convert_to_psuedo_metric(state) for state in states]
-    merged = toolkit.clone_metric(metric).to(metric.device).merge_state(peers)
+    merged = _clone(metric).to(metric.device).merge_state(peers)
     if try_compute:  # the lists were only appended to each other
         copy.deepcopy(merged).compute()
     return merged
+
+
+def _clone(metric: Any) -> Any:
+    """As torcheval's clone_metric, with tensors cloned beforehand: to deepcopy them takes several times as long."""
+    memo: dict[int, Any] = {}
+    for values in (vars(metric), getattr(metric, "_state_name_to_default", {})):
+        for value in values.values():
+            items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
+            for item in items:
+                if type(item) is torch.Tensor and not item.requires_grad:
+                    memo[id(item)] = item.clone()
+    return copy.deepcopy(metric, memo)
 
 
 # -- states on the wire -----------------------------------------------------------------------------------------------
