@@ -49,7 +49,7 @@ def _refuse_different_calls(statuses: Statuses, group_name: str) -> None:
         ranks_of.setdefault(_call_text(status), []).extend(ranks)
     if len(ranks_of) < 2:
         return
-    lines = [f"ranks of {group_name} met in one reduction with different calls:"]
+    lines = [f"ranks of {group_name} met in one collective with different calls:"]
     lines += [f"  {ranks_text(ranks)}: {text}" for text, ranks in ranks_of.items()]
     lines.append(
         "All ranks must make the same calls in the same order. A rank with one call more or less than the others, "
@@ -63,7 +63,7 @@ def _call_text(status: Status) -> str:
     if status.call in ("any_rank", "all_ranks"):
         return f"{status.call}()"
     if status.call == "gather":
-        return f"gather, name={status.name!r}"
+        return str(status.name)
     if status.call != "reduce_stats":
         return f"{status.call}()"
     name = "without a name" if status.name is None else f"name={status.name!r}"
@@ -74,12 +74,13 @@ def _refuse_failures(statuses: Statuses, group_name: str) -> None:
     failed = [(status.failure, ranks) for status, ranks in statuses if status.failure is not None]
     if not failed:
         return
-    lines = ["stats that cannot be reduced:"]
+    gathers = statuses[0][0].call == "gather"
+    lines = [f"{statuses[0][0].name}: values that cannot be gathered:" if gathers else "stats that cannot be reduced:"]
     for failure, ranks in failed[:_SHOWN_FAILURES]:
         where = f" at {failure.path!r}" if failure.path else ""
         lines.append(f"  {ranks_text(ranks)}{where}: {failure.message}")
     if len(failed) > _SHOWN_FAILURES:
         lines.append(f"  and {sum(len(ranks) for _, ranks in failed[_SHOWN_FAILURES:])} more ranks")
-    lines.append("Nothing was reduced; the reducer goes on working.")
+    lines.append("Nothing was gathered." if gathers else "Nothing was reduced; the reducer goes on working.")
     involved = [rank for _, ranks in failed for rank in ranks]
     raise InvalidStats("\n".join(lines), ranks=involved, path=failed[0][0].path or None, group=group_name)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -51,7 +51,7 @@ class Comm(Protocol):
     def all_reduce_max(self, tensor: torch.Tensor, timeout_sec: float) -> None:
         """Element-wise maximum, in place."""
 
-    def all_gather(self, payload: bytes, timeout_sec: float) -> list[bytes]:
+    def all_gather(self, payload: bytes | bytearray, timeout_sec: float) -> Sequence[bytes | bytearray]:
         """Every rank's payload, of one length on all ranks, in the order of ``ranks``."""
 
     def broadcast(self, payload: bytes | None, size: int, source: int, timeout_sec: float) -> bytes:
@@ -113,12 +113,13 @@ class GlooComm:
         # The group's own method: `dist.all_reduce` adds its logging and checks to every call.
         self._finish(self._group.allreduce, ([tensor], options), timeout_sec)
 
-    def all_gather(self, payload: bytes, timeout_sec: float) -> list[bytes]:
+    def all_gather(self, payload: bytes | bytearray, timeout_sec: float) -> Sequence[bytes | bytearray]:
         everyone = [bytearray(len(payload)) for _ in self.ranks]
-        outputs, mine = list(map(_as_tensor, everyone)), _as_tensor(bytearray(payload))
+        outputs = list(map(_as_tensor, everyone))
+        mine = _as_tensor(payload if isinstance(payload, bytearray) else bytearray(payload))
         options = _options("AllgatherOptions", timeout_sec)
         self._finish(self._group.allgather, ([outputs], [mine], options), timeout_sec)
-        return list(map(bytes, everyone))
+        return everyone
 
     def broadcast(self, payload: bytes | None, size: int, source: int, timeout_sec: float) -> bytes:
         buffer = bytearray(size if payload is None else payload)
@@ -206,7 +207,7 @@ class SoloComm:
     def all_reduce_max(self, tensor: torch.Tensor, timeout_sec: float) -> None:
         """One rank's maximum is its own value."""
 
-    def all_gather(self, payload: bytes, timeout_sec: float) -> list[bytes]:
+    def all_gather(self, payload: bytes | bytearray, timeout_sec: float) -> Sequence[bytes | bytearray]:
         return [payload]
 
     def broadcast(self, payload: bytes | None, size: int, source: int, timeout_sec: float) -> bytes:

@@ -7,7 +7,7 @@ because sizes differ on the wire, this one raises `CommFailed`.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -86,8 +86,8 @@ class ThreadComm:
     def all_reduce_max(self, tensor: torch.Tensor, timeout_sec: float) -> None:
         tensor.copy_(self._meet(tensor.clone(), _max, timeout_sec))
 
-    def all_gather(self, payload: bytes, timeout_sec: float) -> list[bytes]:
-        return list(self._meet(payload, _same_length, timeout_sec))
+    def all_gather(self, payload: bytes | bytearray, timeout_sec: float) -> Sequence[bytes | bytearray]:
+        return list(self._meet(bytes(payload), _same_length, timeout_sec))
 
     def broadcast(self, payload: bytes | None, size: int, source: int, timeout_sec: float) -> bytes:
         return bytes(self._meet(payload, lambda parts: parts[source], timeout_sec))

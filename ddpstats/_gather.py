@@ -10,6 +10,7 @@ from ddpstats._comm import patience_sec
 from ddpstats._protocol import GATHER, Call, Counters, Protocol
 from ddpstats._tensor_wire import CannotEncode, decode, encode
 from ddpstats._wire import Failure
+from ddpstats.errors import InvalidStats
 
 _counters = Counters()
 
@@ -21,26 +22,36 @@ def gather_trees(tree: Any, *, name: str, group: Any = None) -> list[Any]:
     many tensors there are and however they differ between ranks in number, shape and dtype.
 
     Args:
-        tree: dicts (keys str or int), lists and tuples of dense tensors (any shape, dtype and device), numbers, str,
-            None.
+        tree: dicts (keys str or int), lists and tuples of dense tensors (any shape and device), numbers, str, None; or
+            a function without arguments that returns it, for what may fail on one rank.
 
     Returns:
         Tensors of other ranks are on the CPU, without grad; tuples and dicts of subclasses are plain ones.
 
     Raises:
-        InvalidStats: some rank's tree holds something else; on every rank.
+        InvalidStats: some rank's tree holds something else, or could not be made; on every rank.
         ProtocolMismatch, RankMissing: as `ddpstats.StatsReducer`.
     """
     channel, timeout_sec = channel_of(group), _config.timeout_sec(None)
-    payload: bytes | Failure
-    try:
-        payload = encode(tree)
-    except CannotEncode as error:  # this rank must still take part
-        payload = Failure(error.path, str(error))
+    payload, own, cause = _prepared(tree)
     call = Call(GATHER, name, "", patience_sec(timeout_sec))
 
     def work(protocol: Protocol) -> list[Any]:
         received = protocol.gather(call, payload, _counters)
-        return [tree if i == protocol.position else decode(part) for i, part in enumerate(received)]
+        return [own if i == protocol.position else decode(part) for i, part in enumerate(received)]
 
-    return channel.run(work, timeout_sec)
+    try:
+        return channel.run(work, timeout_sec)
+    except InvalidStats as error:
+        raise error from cause
+
+
+def _prepared(tree: Any) -> tuple[bytearray | Failure, Any, Exception | None]:
+    """The bytes, the tree and no error; or why there are none. Whatever fails: this rank must still take part."""
+    try:
+        own = tree() if callable(tree) else tree
+        return encode(own), own, None
+    except CannotEncode as error:
+        return Failure(error.path, str(error)), None, None
+    except Exception as error:
+        return Failure("", f"{type(error).__name__}: {error}"), None, error

@@ -49,6 +49,7 @@ _ROOM_PER_NEED = 4  # room that is larger than this multiple of what was needed 
 _MAX_SITES = 1024
 _MAX_ROUNDS = 4
 _MAX_PAYLOAD_BYTES = 1 << 30
+_MAX_GATHERED_BYTES = 1 << 34  # of one rank
 _HEAD = struct.Struct("<Q16s")
 _LENGTH = struct.Struct("<Q")
 _SHOWN_PATHS = 10
@@ -205,7 +206,7 @@ class Protocol:
             self._renegotiate(call, self._no_site, failure, None, counters)
         return self._buffer.lane(FLAG)
 
-    def gather(self, call: Call, payload: bytes | Failure, counters: Counters) -> list[bytes]:
+    def gather(self, call: Call, payload: bytearray | Failure, counters: Counters) -> list[memoryview]:
         """Every rank's payload, of any length, in the order of ranks. Every rank must call.
 
         Two collectives: the control lanes prove that all ranks gather, and that the room agreed before is enough for
@@ -215,36 +216,38 @@ class Protocol:
         site = self._sites.get(call.site_key) or Site()
         for _ in range(_MAX_ROUNDS):
             failure = payload if isinstance(payload, Failure) else None
-            stale = isinstance(payload, bytes) and _LENGTH.size + len(payload) > site.room
+            stale = isinstance(payload, bytearray) and _LENGTH.size + len(payload) > site.room
             self._buffer.seal(self._seal(call, site), stale=stale, failed=failure is not None)
             if self._sum(call, site, counters):
-                assert isinstance(payload, bytes)
+                assert isinstance(payload, bytearray)
                 return self._gather(call, site, payload, counters)
             self._renegotiate(call, site, failure, None, counters, stale)
-            self._make_room(call, site, len(payload) if isinstance(payload, bytes) else 0, counters)
+            self._make_room(call, site, len(payload) if isinstance(payload, bytearray) else 0, counters)
         raise ProtocolMismatch(f"the ranks of {self._group_name} do not settle on a size", group=self._group_name)
 
-    def _gather(self, call: Call, site: Site, payload: bytes, counters: Counters) -> list[bytes]:
+    def _gather(self, call: Call, site: Site, payload: bytearray, counters: Counters) -> list[memoryview]:
         self._count(counters, site.room)
-        received = self._comm.all_gather(
-            (_LENGTH.pack(len(payload)) + payload).ljust(site.room, b"\0"), call.timeout_sec
-        )
+        mine = bytearray(site.room)
+        _LENGTH.pack_into(mine, 0, len(payload))
+        mine[_LENGTH.size : _LENGTH.size + len(payload)] = payload
+        received = self._comm.all_gather(mine, call.timeout_sec)
         lengths = [_LENGTH.unpack_from(part)[0] for part in received]
         if max(lengths) + _LENGTH.size > site.room:
             raise _DamagedError(f"a peer announces {max(lengths)} bytes where {site.room} were agreed")
         if room_for(max(lengths)) * _ROOM_PER_NEED < site.room:  # once large, now small: all ranks see it alike
             site.room = room_for(max(lengths))
             site.seals.clear()
-        return [part[_LENGTH.size : _LENGTH.size + length] for part, length in zip(received, lengths, strict=True)]
+        start = _LENGTH.size
+        return [memoryview(part)[start : start + length] for part, length in zip(received, lengths, strict=True)]
 
     def _make_room(self, call: Call, site: Site, needed: int, counters: Counters) -> None:
         self._count(counters, _LENGTH.size)
         sizes = [_LENGTH.unpack(part)[0] for part in self._comm.all_gather(_LENGTH.pack(needed), call.timeout_sec)]
-        if max(sizes) > _MAX_PAYLOAD_BYTES:
-            ranks = [rank for rank, size in zip(self._comm.ranks, sizes, strict=True) if size > _MAX_PAYLOAD_BYTES]
+        if max(sizes) > _MAX_GATHERED_BYTES:
+            ranks = [rank for rank, size in zip(self._comm.ranks, sizes, strict=True) if size > _MAX_GATHERED_BYTES]
             raise InvalidStats(
                 f"{ranks_text(ranks)} would send {max(sizes):,} bytes to every rank; the limit is "
-                f"{_MAX_PAYLOAD_BYTES:,}",
+                f"{_MAX_GATHERED_BYTES:,}",
                 ranks=ranks,
                 group=self._group_name,
             )
@@ -449,7 +452,7 @@ class Protocol:
         heads = self._comm.all_gather(_HEAD.pack(len(payload), digest), call.timeout_sec)
         holders: dict[bytes, list[int]] = {}
         for position, head in enumerate(heads):
-            holders.setdefault(head, []).append(position)
+            holders.setdefault(bytes(head), []).append(position)
         found: list[tuple[bytes, tuple[int, ...]]] = []
         for head, positions in holders.items():
             size, expected = _HEAD.unpack(head)

@@ -23,7 +23,7 @@ from ddpstats.errors import ProtocolMismatch
 
 _LENGTH = struct.Struct("<Q")
 _ALIGN = 16
-_MAX_DEPTH = 100
+_MAX_DEPTH = 200
 _PADDING = torch.zeros(_ALIGN, dtype=torch.uint8, device="cpu")
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -43,7 +43,7 @@ class CannotEncode(Exception):
         self.path = path
 
 
-def encode(tree: Any) -> bytes:
+def encode(tree: Any) -> bytearray:
     """Dicts (keys str or int), lists, tuples, dense tensors of any device, None, bool, int, float, str.
 
     Raises `CannotEncode`.
@@ -52,7 +52,7 @@ def encode(tree: Any) -> bytes:
     head = json.dumps(_describe(tree, (), tensors)).encode()
     start = _LENGTH.pack(len(head)) + head
     start = start.ljust(_aligned(len(start)), b"\0")
-    raw = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
+    raw = list(map(_raw, tensors))
     sizes = [_aligned(part.numel()) for part in raw]
     out = bytearray(len(start) + sum(sizes))
     out[: len(start)] = start
@@ -60,16 +60,21 @@ def encode(tree: Any) -> bytes:
         gaps = [_PADDING[: size - part.numel()] for size, part in zip(sizes, raw, strict=True)]
         pieces = [piece for pair in zip(raw, gaps, strict=True) for piece in pair]
         torch.cat(pieces, out=torch.frombuffer(out, dtype=torch.uint8, offset=len(start)))
-    return bytes(out)
+    return out
 
 
-def decode(payload: bytes) -> Any:
+def can_encode(tensor: torch.Tensor) -> bool:
+    """Whether `encode` takes this tensor."""
+    return tensor.layout == torch.strided and tensor.dtype in _NAMES and not tensor.is_meta
+
+
+def decode(payload: bytes | bytearray | memoryview) -> Any:
     """What `encode` was given; tensors on the CPU, each with memory of its own."""
     if len(payload) < _LENGTH.size or _LENGTH.unpack_from(payload)[0] > len(payload) - _LENGTH.size:
         raise _refusal("a head that ends too early")
     (length,) = _LENGTH.unpack_from(payload)
     try:
-        node = json.loads(payload[_LENGTH.size : _LENGTH.size + length])
+        node = json.loads(bytes(payload[_LENGTH.size : _LENGTH.size + length]))
     except (ValueError, RecursionError):
         raise _refusal("a head that is not JSON") from None
     reader = _Tensors(payload, _aligned(_LENGTH.size + length))
@@ -102,18 +107,24 @@ def _describe(value: Any, path: Path, tensors: list[torch.Tensor]) -> Any:
 
 
 def _dense(tensor: torch.Tensor, path: Path) -> torch.Tensor:
-    if tensor.layout != torch.strided or tensor.dtype not in _NAMES:
-        raise CannotEncode(format_path(path), f"a tensor of layout {tensor.layout} and dtype {tensor.dtype}")
+    if not can_encode(tensor):
+        kind = f"{tensor.layout}, {tensor.dtype}, on {tensor.device}"
+        raise CannotEncode(format_path(path), f"a tensor ({kind}), which cannot be sent to other ranks")
     plain = tensor.detach()
     if plain.is_conj() or plain.is_neg():
         plain = plain.resolve_conj().resolve_neg()
     return (plain if plain.is_cpu else plain.cpu()).contiguous()
 
 
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor: a view. One element may have any stride and count as contiguous."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
 class _Tensors:
     """The tensors of a payload, one after another; every length is checked against what is left."""
 
-    def __init__(self, payload: bytes, at: int) -> None:
+    def __init__(self, payload: bytes | bytearray | memoryview, at: int) -> None:
         self._payload, self.at = payload, at
 
     def take(self, name: Any, shape: Any) -> torch.Tensor:

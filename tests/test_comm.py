@@ -127,7 +127,7 @@ def test_max_is_elementwise(doorway: tuple[Doorway, int], size: int) -> None:
 
 
 def gathered(comm: Comm, size: int) -> list[bytes]:
-    return comm.all_gather(bytes((comm.rank + place) % 256 for place in range(size)), LONG_SEC)
+    return list(map(bytes, comm.all_gather(bytes((comm.rank + place) % 256 for place in range(size)), LONG_SEC)))
 
 
 @pytest.mark.parametrize("size", [0, 1, 24, 5000])

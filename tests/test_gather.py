@@ -49,6 +49,12 @@ def test_tensors_survive_the_wire(dtype: torch.dtype, shape: tuple[int, ...]) ->
         (),
         {"a": 1, 2: [True, None, 2.5, "x"], "": {"\ud800": -(1 << 70)}},
         [float("inf"), float("-inf"), float("nan"), -0.0, 5e-324],
+        {
+            "one of a row": torch.rand(1, 4)[:, 1],
+            "expanded": torch.zeros(()).expand(1),
+            "column": torch.ones(1, 3)[:, :1],
+        },
+        {"every other": torch.arange(2, dtype=torch.int16)[::2], "to three": torch.zeros(()).expand(3)},
         {"t": torch.arange(12).reshape(3, 4).t(), "view": torch.arange(10)[::3], "one": torch.tensor(3.5)},
         [torch.tensor(1j).conj(), torch.ones(2, requires_grad=True) * 2],
     ],
@@ -72,6 +78,7 @@ def test_tensors_have_memory_of_their_own() -> None:
         ({"a": {1.5: 1}}, "a"),
         ({"a": {True: 1}}, "a"),
         ({"s": torch.ones(2).to_sparse()}, "s"),
+        ({"m": torch.ones(2, device="meta")}, "m"),
     ],
 )
 def test_what_cannot_be_sent_is_named(tree: Any, path: str) -> None:
@@ -160,12 +167,15 @@ def test_the_own_tree_keeps_its_graph(two_ranks: RankPool) -> None:
 def test_every_rank_gets_the_same_error_and_goes_on(two_ranks: RankPool) -> None:
     first, second = two_ranks.run(runs.errors_then_success).values()
     assert first == second
-    unsendable, names, reduction, decision, fine = first
+    unsendable, unmade, names, reduction, decision, fine = first
     assert unsendable.startswith("InvalidStats (1,) a[1]: ")
     assert "type object" in unsendable
+    assert unmade.startswith(
+        "InvalidStats (0,) None: x: values that cannot be gathered:\n  rank 0: ZeroDivisionError: "
+    )
     assert names.startswith("ProtocolMismatch (0, 1) None: ")
-    assert "rank 0: gather, name='x'" in names
-    assert "rank 1: gather, name='y'" in names
+    assert "rank 0: x" in names
+    assert "rank 1: y" in names
     assert "rank 1: reduce_stats" in reduction
     assert "rank 1: any_rank()" in decision
     assert fine == "fine"

@@ -124,7 +124,7 @@ def test_calls_that_do_not_belong_together(
     told = agreed(found)
     assert (told.kind, told.ranks, told.path) == (ProtocolMismatch, (0, 1, 2), None)
     first, second, third, advice = told.text.split("\n")
-    assert first == "ranks of the default group of 3 ranks met in one reduction with different calls:"
+    assert first == "ranks of the default group of 3 ranks met in one collective with different calls:"
     assert second.startswith("  ranks 0, 2: ")
     assert theirs_text in second
     assert third.startswith("  rank 1: ")

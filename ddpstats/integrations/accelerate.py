@@ -17,8 +17,8 @@ default dtype. Python numbers give a Python number. Gather: concatenated along d
 rank's Python number is one element (float64, int64 or bool). Results have no grad.
 
 Raises on every rank, with one text: `SchemaConflict` for a container against a leaf, or shapes that do not fit;
-`InvalidStats` for a leaf that is neither a dense tensor nor a number, or a key that is not str, a number, None or a
-tuple of these; `ProtocolMismatch` for a reduce against a gather, or two reductions.
+`InvalidStats` for a leaf that is neither a dense tensor nor a number; `ProtocolMismatch` for a reduce against a gather,
+or two reductions.
 
 Left to accelerate: a bare tensor, which has no keys and may be large (so one rank's bare tensor against another's dict
 is not told apart: `RankMissing` in the end); ``use_gather_object=True``; lists and tuples of objects in
@@ -41,6 +41,7 @@ from ddpstats._comm import describe_group, group_ranks, resolve_group
 from ddpstats._gather import gather_trees
 from ddpstats._paths import Index, Path, format_path
 from ddpstats._ranks import holders_lines, ranks_text
+from ddpstats._tensor_wire import can_encode
 from ddpstats.errors import InvalidStats, SchemaConflict
 from ddpstats.integrations._patches import Patches
 
@@ -169,17 +170,14 @@ def _combined(own: Any, call: str, combine: Combine) -> Any:
 def _node(value: Any) -> Node:
     """``value`` for the wire. What cannot be sent is sent as a complaint, so that all ranks learn of it."""
     if isinstance(value, torch.Tensor):
-        fine = value.layout == torch.strided and not value.is_quantized
-        return ["leaf", value.detach()] if fine else ["bad", f"a tensor of layout {value.layout}, {value.dtype}"]
+        kind = f"a tensor ({value.layout}, {value.dtype}, on {value.device})"
+        return ["leaf", value.detach()] if can_encode(value) else ["bad", kind]
     if isinstance(value, bool):
         return ["leaf", value]
     if isinstance(value, int | float):  # also numpy's float64, which is a float
         return ["leaf", int(value) if isinstance(value, int) else float(value)]
     if isinstance(value, Mapping):
-        wrong = [key for key in value if not _is_plain(key)]
-        if wrong:
-            return ["bad", f"a dict with a key of type {type(wrong[0]).__name__}"]
-        return ["dict", [[key, _node(item)] for key, item in value.items()]]
+        return ["dict", [[_wire_key(key), _node(item)] for key, item in value.items()]]
     if _is_namedtuple(value):
         return [f"namedtuple ({', '.join(value._fields)})", [[i, _node(item)] for i, item in enumerate(value)]]
     if isinstance(value, (list, tuple)):
@@ -228,8 +226,7 @@ class _Combination:
         where = f" under {spelled!r}" if spelled else ""
         text = (
             f"{self._call}: {ranks_text([rank])} of {self._group} holds {what}{where}; leaves must be dense tensors or "
-            "numbers, keys str, numbers, None or tuples of these. For other objects there is "
-            "gather_for_metrics(..., use_gather_object=True)."
+            "numbers. For other objects there is gather_for_metrics(..., use_gather_object=True)."
         )
         return InvalidStats(text, ranks=[rank], path=spelled, group=self._group)
 
@@ -240,17 +237,29 @@ def _like(own: Any, combined: Any, device: torch.device) -> Any:
         return combined.to(own.device if isinstance(own, torch.Tensor) else device)
     if isinstance(combined, dict):
         has: Any = own if isinstance(own, Mapping) else {}
-        items = {key: _like(has.get(key, _LACKING), item, device) for key, item in combined.items()}
+        keys = {_wire_key(key): key for key in has}
+        items = {}
+        for wired, item in combined.items():
+            key = keys[wired] if wired in keys else wired[-1] if isinstance(wired, tuple) and _KEY in wired else wired
+            items[key] = _like(has.get(key, _LACKING), item, device)
         if isinstance(own, defaultdict):
             return type(own)(own.default_factory, items)
-        return items if own is _LACKING else type(own)(items)
+        return items if own is _LACKING else _rebuilt(type(own), items)
     if isinstance(combined, (list, tuple)):
         held: Any = own if isinstance(own, (list, tuple)) else ()
         found = [_like(held[i] if i < len(held) else _LACKING, item, device) for i, item in enumerate(combined)]
         if _is_namedtuple(own):
             return type(own)(*found)
-        return type(combined if own is _LACKING else own)(found)
+        return _rebuilt(type(combined if own is _LACKING else own), found)
     return combined
+
+
+def _rebuilt(kind: Any, items: Any) -> Any:
+    """``items`` as a container of that type; as it is where the type takes no tensors, like Counter."""
+    try:
+        return kind(items)
+    except Exception:
+        return items
 
 
 _LACKING = object()
@@ -258,6 +267,16 @@ _LACKING = object()
 
 def _is_namedtuple(value: Any) -> bool:
     return isinstance(value, tuple) and hasattr(value, "_asdict") and hasattr(value, "_fields")
+
+
+_KEY = "ddpstats: key of another type"
+
+
+def _wire_key(key: Any) -> Any:
+    """A key that can be sent; one of another type (Enum, numpy's integers) as that type and its spelling."""
+    if _is_plain(key):
+        return key
+    return _KEY, f"{type(key).__module__}.{type(key).__qualname__}", str(key)
 
 
 def _is_plain(key: Any) -> bool:
@@ -301,6 +320,8 @@ def _reduced(held: Held, reduction: str) -> Any:
     tensors = {rank: _tensor(leaf) for rank, leaf in held.items()}
     if len({tensor.shape for tensor in tensors.values()}) > 1:
         raise _Unfit({rank: _leaf_text(leaf) for rank, leaf in held.items()})
+    if reduction == "max" and any(tensor.is_complex() for tensor in tensors.values()):
+        raise _Unfit(dict.fromkeys(held, "complex numbers, which have no maximum"))
     dtype = _promoted(tensors.values())
     inexact = dtype.is_floating_point or dtype.is_complex
     wide = torch.promote_types(dtype, torch.float64) if inexact else torch.int64

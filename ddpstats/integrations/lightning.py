@@ -39,6 +39,7 @@ import torch.distributed as dist
 from ddpstats.errors import ConfigError
 from ddpstats.integrations._lightning_points import Ledger, audience_of, combine, combined_later, is_ours
 from ddpstats.integrations._patches import Patches
+from ddpstats.reduce import any_rank
 
 try:
     from lightning.pytorch.callbacks import Callback
@@ -87,21 +88,7 @@ class DdpstatsCallback(Callback):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         if _hold(id(self)):
-            for results in _collections(trainer):
-                results.__dict__.setdefault("_ddpstats", Ledger())
-
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        for results in _collections(trainer):
-            results.__dict__.pop("_ddpstats", None)
-        _release(id(self))
-
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        self.teardown(trainer, pl_module, "")
-
-
-def _collections(trainer: Any) -> list[Any]:
-    fit = trainer.fit_loop.epoch_loop
-    return [loop._results for loop in (fit, fit.val_loop, trainer.validate_loop, trainer.test_loop)]
+            _begin(trainer)
 
 
 def _hold(user: int) -> bool:
@@ -119,84 +106,160 @@ def _release(user: int) -> None:
         _patches.restore()
 
 
+# -- one run of a trainer ---------------------------------------------------------------------------------------------
+
+
+def _begin(trainer: Any) -> None:
+    """New ledgers for the loops of this run. Every run learns anew, from what its own ranks do."""
+    is_shared = (
+        trainer._accelerator_connector.is_distributed
+        and dist.is_available()
+        and dist.is_initialized()
+        and 1 < trainer.world_size == dist.get_world_size()
+    )
+    for results, hook in _collections(trainer):
+        results.__dict__.pop("_ddpstats", None)
+        if is_shared:
+            _drop(results, [key for key, metric in results.items() if metric.is_tensor])
+            results.__dict__["_ddpstats"] = Ledger(may_log_late=_is_users(trainer, hook))
+
+
+def _end(trainer: Any) -> None:
+    """After the last hook, also that of an exception."""
+    for results, _ in _collections(trainer):
+        results.__dict__.pop("_ddpstats", None)
+        _drop(results, [key for key, metric in results.items() if is_ours(metric)])
+    for callback in trainer.callbacks:
+        if isinstance(callback, DdpstatsCallback):
+            _release(id(callback))
+
+
+def _drop(results: Any, keys: list[str]) -> None:
+    """Entries of an earlier run remember who combined them: Lightning, or we. Their values are with the trainer."""
+    for key in keys:
+        del results[key]
+
+
+def _collections(trainer: Any) -> list[tuple[Any, str]]:
+    """Each loop's result collection, with the hook at the end of its batches."""
+    fit = trainer.fit_loop.epoch_loop
+    return [
+        (fit._results, "on_train_batch_end"),
+        (fit.val_loop._results, "on_validation_batch_end"),
+        (trainer.validate_loop._results, "on_validation_batch_end"),
+        (trainer.test_loop._results, "on_test_batch_end"),
+    ]
+
+
+def _is_users(trainer: Any, hook: str) -> bool:
+    """Whether someone other than Lightning itself might log in ``hook``."""
+    owners = (
+        getattr(getattr(one, hook, None), "__module__", None) for one in (trainer.lightning_module, *trainer.callbacks)
+    )
+    return any(str(owner).partition(".")[0] not in ("lightning", "pytorch_lightning") for owner in owners)
+
+
+def _ledger(results: Any) -> Ledger | None:
+    """The ledger of a collection; None where Lightning is to do as it does: not ours, or nobody to combine with."""
+    return None if results is None else results.__dict__.get("_ddpstats")
+
+
 # -- in place of Lightning's ------------------------------------------------------------------------------------------
 
 
 def _patch() -> None:
     for root in _roots():
-        connector = importlib.import_module(f"{root}.trainer.connectors.logger_connector.logger_connector")
-        result = importlib.import_module(f"{root}.trainer.connectors.logger_connector.result")
-        collection = result._ResultCollection
-        _patches.replace(result._ResultMetric, "to", _to(result._ResultMetric.to))
-        _patches.replace(collection, "log", _uncompiled(_log(collection.log)))
-        _patches.replace(collection, "_get_cache", staticmethod(_get_cache(collection._get_cache)))
+        connectors = f"{root}.trainer.connectors.logger_connector"
+        result = importlib.import_module(f"{connectors}.result")
+        connector = importlib.import_module(f"{connectors}.logger_connector")._LoggerConnector
         call = importlib.import_module(f"{root}.trainer.call")
-        _patches.replace(call, "_call_callback_hooks", _call_callback_hooks(call._call_callback_hooks))
-        for owner, name, before in (
-            (connector._LoggerConnector, "on_batch_end", _late_point),
-            (
-                connector._LoggerConnector,
-                "on_epoch_end",
-                lambda self: _epoch_point(self.trainer, self.trainer._results),
-            ),
-            (
-                importlib.import_module(f"{root}.loops.evaluation_loop")._EvaluationLoop,
-                "_store_dataloader_outputs",
-                lambda self: _epoch_point(self.trainer, self._results),
-            ),
-            (
-                importlib.import_module(f"{root}.loops.fit_loop")._FitLoop,
-                "on_advance_end",
-                lambda self: _epoch_point(self.trainer, self.epoch_loop._results),
-            ),
+        evaluation = importlib.import_module(f"{root}.loops.evaluation_loop")._EvaluationLoop
+        fit = importlib.import_module(f"{root}.loops.fit_loop")._FitLoop
+        for owner, name, replacement in (
+            (result._ResultMetric, "to", _to),
+            (result._ResultCollection, "log", _log),
+            (call, "_call_callback_hooks", _call_callback_hooks),
+            (connector, "on_batch_end", _after(_late_point)),
+            (connector, "on_epoch_end", _after(lambda self: _epoch_point(self.trainer, self.trainer._results))),
+            (fit, "on_advance_end", _after(lambda self: _epoch_point(self.trainer, self.epoch_loop._results))),
+            (evaluation, "run", _run),
+            (evaluation, "on_run_start", _after(_evaluation_starts)),
+            (evaluation, "_store_dataloader_outputs", _after(_loader_ends)),
+            (evaluation, "on_run_end", _after(_evaluation_ends)),
         ):
-            _patches.replace(owner, name, _preceded(getattr(owner, name), before))
-
-
-def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    disable: Callable[..., Any] = torch.compiler.disable
-    return disable(function)  # type: ignore[no-any-return]
+            original = getattr(owner, name)
+            _patches.replace(owner, name, functools.wraps(original)(replacement(original)))
+        original = result._ResultCollection._get_cache
+        _patches.replace(
+            result._ResultCollection, "_get_cache", staticmethod(functools.wraps(original)(_get_cache(original)))
+        )
 
 
 def _roots() -> list[str]:
-    return [root for root in ("lightning.pytorch", "pytorch_lightning") if root in sys.modules]
+    """``lightning.pytorch``, and its copy where that is in use and of the tested version."""
+    copy = sys.modules.get("pytorch_lightning")
+    if copy is not None and getattr(copy, "__version__", None) != TESTED_VERSION:
+        warnings.warn(
+            f"ddpstats.integrations.lightning: tested with pytorch_lightning {TESTED_VERSION}, but "
+            f"{getattr(copy, '__version__', 'another version')} is imported. That copy is left unpatched.",
+            stacklevel=5,
+        )
+        copy = None
+    return ["lightning.pytorch", *(["pytorch_lightning"] if copy is not None else [])]
 
 
-def _preceded(original: Callable[..., Any], before: Callable[[Any], None]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def method(self: Any) -> Any:
-        before(self)
-        return original(self)
+def _after(point: Callable[[Any], None]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """The method, after ``point``."""
 
-    return method
+    def replacement(original: Callable[..., Any]) -> Callable[..., Any]:
+        def method(self: Any) -> Any:
+            point(self)
+            return original(self)
+
+        return method
+
+    return replacement
 
 
 def _log(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
     def log(self: Any, fx: str, name: str, value: Any, **settings: Any) -> None:
         ledger = _ledger(self)
-        mine = settings.get("sync_dist") and not settings.get("rank_zero_only") and isinstance(value, torch.Tensor)
-        if ledger is None or not mine:
+        if ledger is None:
             original(self, fx, name, value, **settings)
             return
         index = self.dataloader_idx if settings.get("add_dataloader_idx", True) else None
         key = f"{fx}.{name}" if index is None else f"{fx}.{name}.{index}"
         if getattr(self.get(key), "adopted", False):
             del self[key]  # it only held what others logged; this rank's own settings count now
-        if value.device.type != "mps":
-            value = value.double()  # sums over an epoch are then right to float32 precision
-        original(self, fx, name, value, **{**settings, "sync_dist_fn": combined_later})
-        metric = self[key]
-        metric.audience = audience_of(settings.get("sync_dist_group"))
-        if metric.meta.on_step:
-            ledger.pending[key], metric._forward_cache = metric._forward_cache, None
-            ledger.logs_steps = True
+        group = settings.get("sync_dist_group")
+        mine = settings.get("sync_dist") and not settings.get("rank_zero_only") and isinstance(value, torch.Tensor)
+        if not mine:
+            original(self, fx, name, value, **settings)
+        elif group is not dist.GroupMember.NON_GROUP_MEMBER:  # who is no member has no part in it
+            _log_ours(original, self, ledger, key, (fx, name, value), settings)
 
-    return log
+    disable: Callable[..., Any] = torch.compiler.disable
+    return disable(log)  # type: ignore[no-any-return]
+
+
+def _log_ours(
+    original: Callable[..., None], results: Any, ledger: Ledger, key: str, named: tuple[str, str, Any], settings: Any
+) -> None:
+    """Let Lightning accumulate, and keep what it would combine at once for the next point."""
+    fx, name, value = named
+    is_float64 = value.dtype == torch.float64
+    if value.device.type != "mps":
+        value = value.double()  # sums over an epoch are then right to float32 precision
+    shown = getattr(results.get(key), "shown", {})
+    original(results, fx, name, value, **{**settings, **shown, "sync_dist_fn": combined_later})
+    metric = results[key]
+    metric.audience, metric.is_float64 = audience_of(settings.get("sync_dist_group")), is_float64
+    if metric.meta.on_step:
+        ledger.pending[key], metric._forward_cache = metric._forward_cache, None
+        ledger.logs_steps = True
 
 
 def _to(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
     def to(self: Any, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 1 and not kwargs and is_ours(self) and self.value.device == args[0]:
             return self  # Lightning walks through all attributes, at every log of every key
@@ -206,7 +269,6 @@ def _to(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _get_cache(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
     def get_cache(result_metric: Any, on_step: bool) -> Any:
         if is_ours(result_metric) and not on_step and result_metric._computed is None:
             return None  # to compute it here would be a collective of the ranks that happen to look
@@ -216,27 +278,33 @@ def _get_cache(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _call_callback_hooks(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
     def call_callback_hooks(trainer: Any, hook_name: str, *args: Any, **kwargs: Any) -> None:
-        if hook_name in ("on_train_batch_end", "on_validation_batch_end", "on_test_batch_end"):
+        if hook_name == "setup" and 0 in _users:
+            _begin(trainer)
+        elif hook_name in ("on_train_batch_end", "on_validation_batch_end", "on_test_batch_end"):
             _step_point(trainer)
         elif hook_name == "on_train_epoch_end" and kwargs.get("monitoring_callbacks"):
             _epoch_point(trainer, trainer._results)  # for what the other hooks of this name logged
-        original(trainer, hook_name, *args, **kwargs)
+        try:
+            original(trainer, hook_name, *args, **kwargs)
+        finally:
+            if hook_name in ("teardown", "on_exception"):
+                _end(trainer)
 
     return call_callback_hooks
 
 
+def _run(original: Callable[..., Any]) -> Callable[..., Any]:
+    def run(self: Any) -> Any:
+        outputs = original(self)
+        if _ledger(self._results) is not None and self.skip and any_rank(False):
+            _answer_for_no_batches(self)
+        return outputs
+
+    return run
+
+
 # -- points -----------------------------------------------------------------------------------------------------------
-
-
-def _ledger(results: Any) -> Ledger | None:
-    """The ledger of a collection; None where Lightning is to do as it does: not ours, or nobody to combine with."""
-    if results is None or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-        return None
-    if 0 in _users:
-        return results.__dict__.setdefault("_ddpstats", Ledger())  # type: ignore[no-any-return]
-    return results.__dict__.get("_ddpstats")  # type: ignore[no-any-return]
 
 
 def _step_point(trainer: Any) -> None:
@@ -250,14 +318,10 @@ def _late_point(connector: Any) -> None:
     ledger = _ledger(results)
     if ledger is None:
         return
-    if ledger.pending:
-        if ledger.has_step_point(results):
-            ledger.logs_late = True
-        elif not ledger.any_logs_steps:
-            _warn_of_withheld(ledger)
     if ledger.has_late_point(results):
         combine(connector.trainer, results, ledger)
-    ledger.batches += 1
+    elif ledger.pending and not ledger.has_step_point(results):
+        _warn_of_withheld(ledger)
 
 
 def _warn_of_withheld(ledger: Ledger) -> None:
@@ -276,7 +340,69 @@ def _epoch_point(trainer: Any, results: Any) -> None:
     while not combine(trainer, results, ledger, epoch=True):
         pass  # others still have batches, and each of their points needs all ranks
     ledger.finished.add(results.dataloader_idx)
-    ledger.batches = 0
+
+
+# A rank may have no batch of one loader, or of all: Lightning then leaves out its end, or the whole run.
+
+
+def _evaluation_starts(loop: Any) -> None:
+    ledger = _ledger(loop._results)
+    if ledger is not None:
+        ledger.next_loader = 0
+        any_rank(True)  # meets those that have nothing to run
+
+
+def _loader_ends(loop: Any) -> None:
+    if _has_several_loaders(loop):
+        _epoch_points_to(loop, (loop._results.dataloader_idx or 0) + 1)
+    else:
+        _epoch_point(loop.trainer, loop._results)
+
+
+def _evaluation_ends(loop: Any) -> None:
+    if _has_several_loaders(loop):
+        _epoch_points_to(loop, loop.num_dataloaders)
+        _epoch_points_of(loop, None)  # what was logged outside of any loader
+
+
+def _epoch_points_to(loop: Any, end: int) -> None:
+    ledger = _ledger(loop._results)
+    while ledger is not None and ledger.next_loader < end:
+        _epoch_points_of(loop, ledger.next_loader)
+        ledger.next_loader += 1
+
+
+def _epoch_points_of(loop: Any, index: int | None) -> dict[str, Any]:
+    """What all ranks have of one loader, for loggers; also where this rank had no batch of it."""
+    results, connector = loop._results, loop.trainer._logger_connector
+    before, results.dataloader_idx = results.dataloader_idx, index
+    _epoch_point(loop.trainer, results)
+    found = results.metrics(on_step=False)
+    if not loop.trainer.sanity_checking:
+        connector._callback_metrics.update(found["callback"])
+        connector._logged_metrics.update(found["log"])
+        connector._progress_bar_metrics.update(found["pbar"])
+    results.dataloader_idx = before
+    return dict(found["log"])
+
+
+def _answer_for_no_batches(loop: Any) -> None:
+    """Others validate; this rank passes their points, and has their values."""
+    connector, results = loop.trainer._logger_connector, loop._results
+    ledger = _ledger(results)
+    assert ledger is not None
+    ledger.next_loader = 0
+    indices = [*range(loop.num_dataloaders), None] if _has_several_loaders(loop) else [None]
+    found: dict[str, Any] = {}
+    for index in [*indices, None]:  # the last one: after the hooks at the end of the epoch
+        found.update(_epoch_points_of(loop, index))
+    if not loop.trainer.sanity_checking:
+        connector.log_metrics(found)
+    results.reset()
+
+
+def _has_several_loaders(loop: Any) -> bool:
+    return bool(loop._is_sequential and loop.num_dataloaders > 1)
 
 
 def _signatures() -> dict[Callable[..., Any], tuple[str, ...]]:

@@ -15,8 +15,8 @@ order of each rank's own names, and labels what it receives with those. Ours:
 Results equal stock's bit for bit where those were right. Covered besides: subgroups, for which stock makes lists of the
 world's size and takes a group rank for a global one. A rank gets the members that it has itself.
 
-Not covered: a metric that raises before anything is sent (``state_dict`` of a state of unknown type) leaves its peers
-waiting for `RankMissing`. Keys of dict states must be str, numbers, None or tuples of these, names of members str or
+Where a metric raises before anything is sent (``state_dict`` of a state of unknown type), every rank raises
+`InvalidStats`. Not covered: keys of dict states must be str, numbers, None or tuples of these, names of members str or
 int (else `InvalidStats` on every rank). Kinds of state that torcheval's own ``_add_state`` refuses, such as deques.
 """
 
@@ -116,9 +116,7 @@ def _alone(group: Any) -> bool:
 
 def _synced(metrics: Mapping[str, Any], group: Any, call: str) -> dict[str, Any]:
     """Each of ``metrics`` merged with its namesakes on the other ranks."""
-    for metric in metrics.values():
-        metric._prepare_for_merge_state()
-    gathered = gather_trees({name: _to_wire(metric) for name, metric in metrics.items()}, name=call, group=group)
+    gathered = gather_trees(lambda: _prepared(metrics), name=call, group=group)
     process_group = resolve_group(group)
     assert process_group is not None
     there = _Gathered(call, process_group, dict(zip(group_ranks(process_group), gathered, strict=True)))
@@ -159,6 +157,12 @@ def _clone(metric: Any) -> Any:
 
 
 # -- states on the wire -----------------------------------------------------------------------------------------------
+
+
+def _prepared(metrics: Mapping[str, Any]) -> dict[str, Member]:
+    for metric in metrics.values():
+        metric._prepare_for_merge_state()
+    return {name: _to_wire(metric) for name, metric in metrics.items()}
 
 
 def _to_wire(metric: Any) -> Member:

@@ -31,6 +31,7 @@ ClasswiseWrapper, MinMaxMetric, MultioutputWrapper and sums or products of metri
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -126,7 +127,7 @@ def _sync_dist_with(original: Callable[..., None]) -> Callable[..., None]:
         if not (_is_default(dist_sync_fn) and _is_shared(group)):
             original(self, **theirs, process_group=process_group)
             return
-        held = _gathered.get((id(self), group)) or _exchange(type(self).__qualname__, _entry(self), group)
+        held = _gathered.get((id(self), group)) or _exchange(type(self).__qualname__, lambda: _entry(self), group)
         if any(entry["own_way"] for _, entry in held):
             original(self, **theirs, process_group=process_group)
             return
@@ -142,7 +143,7 @@ def _compute_with(original: Callable[..., dict[str, Any]]) -> Callable[..., dict
     def compute(self: Any) -> dict[str, Any]:
         found: dict[tuple[int, Any], Held] = {}
         for group, metrics in _by_group(_computing(self), or_world=not len(self)).items():
-            trees = gather_trees(_entries(metrics), name=_collection_name(self), group=group)
+            trees = gather_trees(functools.partial(_entries, metrics), name=_collection_name(self), group=group)
             for name, held in _by_name(trees, group).items():
                 if name not in metrics:
                     continue
@@ -163,7 +164,7 @@ def _compute_with(original: Callable[..., dict[str, Any]]) -> Callable[..., dict
 def _forward_with(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        stepped: list[Any] = []
+        results: dict[int, tuple[Any, deque[Any]]] = {}
         try:
             for group, members in _by_group(_stepping(self)).items():
                 headings = {name: _heading(member, _has_own_way(member)) for name, member in members.items()}
@@ -174,12 +175,13 @@ def _forward_with(original: Callable[..., dict[str, Any]]) -> Callable[..., dict
                         continue
                     member = members[name]
                     result = member.forward(*args, **member._filter_kwargs(**kwargs))
-                    member.forward = functools.partial(_answer, result)
-                    stepped.append(member)
+                    results.setdefault(id(member), (member, deque()))[1].append(result)
+            for member, answers in results.values():
+                member.forward = functools.partial(_answer, answers)
             return original(self, *args, **kwargs)
         finally:
-            for member in stepped:
-                del member.forward  # the class's own is back
+            for member, _ in results.values():
+                vars(member).pop("forward", None)  # the class's own is back
 
     return forward
 
@@ -189,8 +191,9 @@ def _collection_name(collection: Any) -> str:
     return f"torchmetrics/MetricCollection {collection.prefix or ''}...{collection.postfix or ''}"
 
 
-def _answer(result: Any, *_: Any, **__: Any) -> Any:
-    return result
+def _answer(results: deque[Any], *_: Any, **__: Any) -> Any:
+    """One result for each name that the member has in the collection."""
+    return results.popleft()
 
 
 # -- which metrics of a collection sync, and where --------------------------------------------------------------------
@@ -322,7 +325,7 @@ def _entries(metrics: dict[str, Any]) -> dict[str, Entry]:
 
 def _compact(value: Any, reduction: Any) -> Any:
     """A list that is to be concatenated, as a list of one tensor."""
-    if _reduction_name(reduction) != "cat" or not _is_plain(value) or isinstance(value, torch.Tensor) or len(value) < 2:
+    if not _is_cat(reduction) or not _is_plain(value) or isinstance(value, torch.Tensor) or len(value) < 2:
         return value
     try:
         return [reduction(value)]
@@ -336,6 +339,12 @@ def _is_plain(value: Any) -> bool:
     )
 
 
+def _is_cat(reduction: Any) -> bool:
+    from torchmetrics.utilities import dim_zero_cat
+
+    return reduction is dim_zero_cat
+
+
 def _reduction_name(reduction: Any) -> str:
     if reduction is None:
         return "None"
@@ -345,7 +354,7 @@ def _reduction_name(reduction: Any) -> str:
 # -- what came --------------------------------------------------------------------------------------------------------
 
 
-def _exchange(class_name: str, entry: Entry | None, group: Any) -> Held:
+def _exchange(class_name: str, entry: Callable[[], Entry] | None, group: Any) -> Held:
     """One metric's entries. Every rank of ``group`` must call; None where it has no such metric."""
     trees = gather_trees(entry, name=f"torchmetrics/{class_name}", group=group)
     held = [(rank, tree) for rank, tree in zip(group_ranks(group), trees, strict=True) if tree is not None]
@@ -372,7 +381,7 @@ def _reduced(states: list[Any], reduction: Any, own: Any, metric: Any) -> Any:
         value: Any = torch.stack([state.to(device) for state in states])
     else:
         value = [item.to(device) for row in zip_longest(*states) for item in row if item is not None]
-        if not value and _reduction_name(reduction) != "cat":
+        if not value and not _is_cat(reduction):
             return []
         value = value or [torch.tensor([], device=device, dtype=metric.dtype)]
     return value if reduction is None else reduction(value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import enum
 import importlib
 import os
 from collections.abc import Iterator
@@ -222,7 +223,6 @@ def conflicts() -> dict[str, tuple[str, tuple[int, ...], str | None, str]]:
             "fields": (one.reduce, mine((1, 2), Pair(1, 2))),
             "object": (one.reduce, {"a": mine(1, None)}),
             "text": (one.gather_for_metrics, {"a": [mine("x", 1)]}),
-            "key": (one.reduce, {"a": mine({"b": 1}, {frozenset(): 1})}),
             "calls": mine((one.reduce, {"a": 1}), (one.gather, {"a": 1})),
             "reductions": (mine(one.reduce, operations.reduce), {"a": 1}),
         }
@@ -250,3 +250,26 @@ def counts(install: bool) -> list[tuple[int, int]]:
                 one.reduce(given), one.gather(given)
             seen.append((everywhere.total, len(own)))
     return seen
+
+
+class Colour(enum.Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+def keys_of_other_types() -> list[Any]:
+    """Keys that no wire format knows, in another order on each rank; and one that only rank 1 has."""
+    rank = dist.get_rank()
+    with accelerator() as one:
+        given: dict[Any, Any] = {Colour.RED: t([1.0]), Colour.BLUE: t([10.0]), torch.device("cpu"): t([5.0])}
+        if rank == 1:
+            given = {**dict(reversed(list(given.items()))), Colour: t([7.0])}
+        found = one.gather(given)
+        deep: Any = t([float(rank)])
+        for _ in range(50):
+            deep = {"k": [deep]} if rank > 9 else {"k": deep}
+        nested = one.gather(deep)
+        for _ in range(50):
+            nested = nested["k"]
+        own = {key: found[key].tolist() for key in (Colour.RED, Colour.BLUE, torch.device("cpu"))}
+        return [list(own.values()), [v.tolist() for k, v in found.items() if "Colour" in str(k)][-1:], nested.tolist()]

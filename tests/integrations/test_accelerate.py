@@ -140,7 +140,6 @@ def test_conflicts_are_raised_alike_on_every_rank(two_ranks: RankPool) -> None:
         "fields": ("SchemaConflict", (0, 1), None),
         "object": ("InvalidStats", (1,), "a"),
         "text": ("InvalidStats", (0,), "a[0]"),
-        "key": ("InvalidStats", (1,), "a"),
         "calls": ("ProtocolMismatch", (0, 1), None),
         "reductions": ("ProtocolMismatch", (0, 1), None),
     }
@@ -246,3 +245,10 @@ except TypeError as error:
 def test_importing_the_integration_does_not_import_the_library() -> None:
     code = "import sys, ddpstats.integrations.accelerate; sys.exit('accelerate' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+def test_keys_of_any_type_and_deep_trees(two_ranks: RankPool) -> None:
+    for own, lacked, nested in two_ranks.run(runs.keys_of_other_types).values():
+        assert own == [[1.0, 1.0], [10.0, 10.0], [5.0, 5.0]]
+        assert lacked == [[7.0]]
+        assert nested == [0.0, 1.0]

@@ -187,7 +187,9 @@ def test_metrics_of_torchmetrics(two_ranks: RankPool, how: str) -> None:
 
 
 def test_one_collective_per_point() -> None:
-    assert run_ranks(runs.counted, 2).values() == [{"stock": 20, "install": 1, "callback": 1}] * 2
+    steps = {"stock": 20, "install": 1, "callback": 1}
+    with_hook = {"stock": 20, "install": 2, "callback": 2}  # which might log as well
+    assert run_ranks(runs.counted, 2).values() == [[steps, with_hook]] * 2
 
 
 def test_a_key_that_comes_too_late_is_withheld_and_said(two_ranks: RankPool) -> None:

@@ -561,3 +561,24 @@ def patches() -> list[Any]:
         os.environ.pop("DDPSTATS_DISABLE", None)
         torchmetrics.uninstall()
     return found
+
+
+def oddities(install: bool) -> list[Any]:
+    """One metric object under two names, stepping; and a reduction of the user's own that is called cat."""
+    rank = dist.get_rank()
+
+    def cat(values: Any) -> torch.Tensor:
+        return torch.cat([value.reshape(-1) for value in values])
+
+    cat.__qualname__ = "cat"
+    with patched(install):
+        twice = tm.SumMetric(dist_sync_on_step=True)
+        stepped = tm.MetricCollection({"a": twice, "b": twice}, compute_groups=False)(1.0 + rank)
+        metric = held([], cat, [])
+        metric.state = [torch.tensor([1.0 + rank]), torch.tensor([2.0 + 2 * rank])]
+        metric._update_count = 1
+        metric.sync()
+        items = sorted(metric.state.tolist())
+        metric.unsync()
+        total = twice.compute()
+        return [{name: float(value) for name, value in stepped.items()}, float(total), items]
