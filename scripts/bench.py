@@ -56,6 +56,7 @@ class Plan:
     imports: int
     guard_rounds: int
     integration_rounds: int
+    integrations: Sequence[str]
 
 
 # Above it, what is not about the buffer is left out: one collective per leaf takes minutes at 100,000 keys.
@@ -73,6 +74,7 @@ FULL = Plan(
     imports=15,
     guard_rounds=40,
     integration_rounds=20,
+    integrations=LIBRARIES,
 )
 QUICK = Plan(
     key_counts={2: (10, 50)},
@@ -85,6 +87,7 @@ QUICK = Plan(
     imports=3,
     guard_rounds=2,
     integration_rounds=2,
+    integrations=("torcheval",),
 )
 
 
@@ -115,7 +118,7 @@ def run(plan: Plan, say: Progress) -> Findings:
     for name, env in (("plain", {}), ("DETAIL", {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})):
         outcomes = run_ranks(plain_costs, 2, plan.guard_rounds, timeout_sec=_LIMIT_SEC, env=env)
         found.detail[name] = outcomes.values()[0]
-    for library in LIBRARIES:
+    for library in plan.integrations:
         say(library)
         costs = _on_ranks(integration_costs, 2, library, plan.integration_rounds)
         if costs is not None:

@@ -6,7 +6,8 @@ batch, or of an epoch, are combined by name at *points* that every rank passes:
 
 ========  =======================================  ==================================================================
 step      before the ``on_*_batch_end`` hooks      what was logged with on_step in this batch
-late      after them                               what these hooks logged with on_step, where some rank's ever did
+late      after them                               what these hooks logged; only where the module or a callback other
+                                                   than Lightning's own has such a hook, on any rank
 epoch     after the last batch, and after the      what was logged with on_epoch, over the batches of all ranks
           ``on_*_epoch_end`` hooks
 ========  =======================================  ==================================================================
@@ -15,13 +16,19 @@ Between its logging and the next point a key is not in ``callback_metrics`` with
 number under the name of the mean. After a point every rank has every key, also the ones that only others logged.
 
 A mean on_epoch is weighted by batch size, accumulated in float64; a mean on_step is the plain mean over the ranks that
-logged it, as in Lightning. ``sync_dist_group`` is a matter of names here: no collective runs on that group.
-``rank_zero_only=True``, ``sync_dist=False`` and torchmetrics' metrics stay Lightning's own, except that all ranks
-compute logged metrics in one agreed order at the epoch point, and say so where only some ranks logged one.
+logged it, as in Lightning. A NaN of one rank is NaN for all, in minima and maxima too. ``prog_bar`` and ``logger`` hold
+for all ranks where one asks for them; the other settings of a key must be alike. ``sync_dist_group`` is a matter of
+names here: no collective runs on that group, and what a rank outside of it logs is left out.
 
-Training passes its step point in every batch. Validation and test pass it in every batch of their first run
-(Lightning's sanity check, say), and later where any rank has logged with on_step before; so validation without on_step
-costs one collective a run. A rank that is out of batches answers the others' points from its epoch point.
+``rank_zero_only=True`` and ``sync_dist=False`` stay Lightning's own, and so do torchmetrics' metrics, except that all
+ranks compute them in one agreed order at the epoch point, and raise where only some of them logged one. Trainers of one
+device are left alone, also where a process group exists.
+
+Training passes its points in every batch. Validation and test pass them in every batch of the first pass over a loader
+(Lightning's sanity check, say), and later where any rank logged with on_step before; so validation without on_step
+costs a few collectives a run. A rank that is out of batches, or never had one, answers the others' points.
+
+``ddp_spawn`` starts processes in which nobody called `install`: use `DdpstatsCallback` there.
 """
 
 from __future__ import annotations

@@ -416,3 +416,124 @@ def left_by_callback() -> tuple[bool, bool]:
     clean = all(value is before[name] for name, value in objects().items())
     raised("play", "two reductions", "callback")
     return clean, all(value is before[name] for name, value in objects().items())
+
+
+# -- programs that are not alike on all ranks, or unusual ------------------------------------------------------------
+
+
+def _key(*settings_of_ranks: dict[str, Any]) -> dict[str, Logs]:
+    """Every rank logs k = 1 + its rank in training, with settings of its own."""
+    return {"training_step": lambda rank, i: [("k", 1.0 + rank, settings_of_ranks[rank])]}
+
+
+def trainers_of_one_rank() -> Any:
+    """Rank 0 alone tests with a trainer of one device, in the middle of a distributed job."""
+    if dist.get_rank() == 1:
+        return None
+    with quietly(), installed("install"), tempfile.TemporaryDirectory() as root:
+        trainer = trainer_of(root, [], devices=1, strategy="auto", plugins=None)
+        script: dict[str, Logs] = {"test_step": lambda rank, i: [("t", 0.5, {})]}
+        return trainer.test(Scripted(script), loader(2), verbose=False)
+
+
+def without_batches(how: str, several: bool) -> dict[str, float]:
+    """Rank 1 has no batch to validate: of any loader, or of the second one."""
+    rank = dist.get_rank()
+
+    class Model(Scripted):
+        def __init__(self, script: dict[str, Logs]) -> None:
+            super().__init__(script)
+            self.allow_zero_length_dataloader_with_multiple_devices = True
+
+    script: dict[str, Logs] = {
+        "validation_step": lambda rank, i: [("v", 1.0 + rank, {})],
+        "validation_step1": lambda rank, i: [("v", 5.0, {})],
+    }
+    val: Any = [2, 2 - 2 * rank] if several else 2 - 2 * rank
+    found = fit(script, how, val=val if several else [val], kind=Model)
+    return dict(found["callback"])
+
+
+def metric_on_one_rank_value_on_another() -> None:
+    """The same key; raises."""
+
+    class Model(Scripted):
+        metric: Any
+
+        def validation_step(self, batch: Any, index: int, dataloader_idx: int = 0) -> None:
+            self.metric.update(1.0)
+            if dist.get_rank() == 0:
+                self.log("m", self.metric)
+            else:
+                self.log("m", 1.0, sync_dist=True, batch_size=1)
+
+    with quietly(), installed("install"), tempfile.TemporaryDirectory() as root:
+        model = Model({})
+        model.metric = torchmetrics.MeanMetric()
+        trainer_of(root, []).fit(model, loader(1), loader(1))
+
+
+def settings_differ(kind: str) -> Found:
+    """One key with other settings on each rank."""
+    settings = {
+        "levels": (BOTH, EPOCH),
+        "shown": ({**STEP, "logger": False}, {**STEP, "prog_bar": True}),
+        "hooks": (STEP, STEP),
+    }[kind]
+    script = _key(*settings)
+    if kind == "hooks":  # rank 1 logs the name in another hook
+        script = {
+            "training_step": lambda rank, i: [("k", 1.0, STEP)] if rank == 0 else [],
+            "on_train_batch_end": lambda rank, i: [("k", 2.0, STEP)] if rank == 1 else [],
+        }
+    return fit(script, "install")
+
+
+def late_only_once(how: str) -> Found:
+    """The hook at the end of batches logs in the last batch for the first time."""
+    return fit({"on_train_batch_end": lambda rank, i: [("late", 1.0 + rank, STEP)] if i == 2 else []}, how, train=3)
+
+
+def one_trainer_twice(first: str, second: str) -> list[dict[str, float]]:
+    """The same trainer fits twice, each time installed in another way; the first run breaks off where it is "break"."""
+    found: list[dict[str, float]] = []
+    with quietly(), tempfile.TemporaryDirectory() as root:
+        breaks = first == "break"
+        script: dict[str, Logs] = {"training_step": lambda rank, i: [("loss" if i < 9 else "x", 1.0 + rank, BOTH)]}
+        model = Scripted(script)
+        trainer = trainer_of(root, [])
+        for how in ("install" if breaks else first, second):
+            with installed(how):
+                try:
+                    data: Any = [torch.ones(1), None if breaks and not found else torch.ones(1)]
+                    trainer.fit(model, DataLoader(data, collate_fn=lambda items: items[0] * 1))
+                except TypeError:
+                    model.script = {"training_step": lambda rank, i: [("new", 1.0 + rank, BOTH)]}
+            found.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+            trainer.fit_loop.epoch_progress.reset()
+    return found
+
+
+def adopted_then_own() -> Found:
+    """Rank 1 logs a key only after it had it from rank 0, and then for itself alone."""
+
+    def logs(rank: int, i: int) -> list[tuple[str, Any, dict[str, Any]]]:
+        return [("k", 1.0 + rank, {**STEP, "sync_dist": rank == 0})] if rank == 0 or i > 0 else []
+
+    return fit({"training_step": logs}, "install")
+
+
+def exact() -> list[tuple[float, str]]:
+    """A float64 that float32 cannot hold."""
+    value = torch.tensor(16777217.0, dtype=torch.float64)
+    with quietly(), installed("install"), tempfile.TemporaryDirectory() as root:
+        model = Scripted({"training_step": lambda rank, i: [("k", value, BOTH)]})
+        trainer = trainer_of(root, [])
+        trainer.fit(model, loader(1))
+        return [(float(found), str(found.dtype)) for found in trainer.callback_metrics.values()]
+
+
+def outside_of_the_group() -> dict[str, float]:
+    """Every rank logs with a group that only rank 0 is in."""
+    group = dist.new_group([0])
+    return dict(fit(_key(*[{**STEP, "sync_dist_group": group}] * 2), "install")["callback"])

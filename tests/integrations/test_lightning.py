@@ -229,3 +229,62 @@ def test_a_mean_of_nothing_is_nan() -> None:
     from ddpstats.integrations._lightning_points import _mean
 
     assert math.isnan(_mean(0.0, 0.0))
+
+
+def test_a_trainer_of_one_rank_meets_nobody(two_ranks: RankPool) -> None:
+    assert two_ranks.run(runs.trainers_of_one_rank).values() == [[{"t": 0.5}], None]
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_a_rank_without_batches(two_ranks: RankPool, how: str) -> None:
+    expected = {"v/dataloader_idx_0": 1.5, "v/dataloader_idx_1": 5.0}
+    assert two_ranks.run(runs.without_batches, how, True).values() == [expected] * 2
+    assert two_ranks.run(runs.without_batches, how, False).values() == [{"v": 1.0}] * 2
+
+
+def test_a_metric_here_and_a_value_there(two_ranks: RankPool) -> None:
+    first, second = two_ranks.run(runs.raised, "metric_on_one_rank_value_on_another").values()
+    assert first == second
+    assert first[0] == "SchemaConflict"
+
+
+def test_settings_that_differ(two_ranks: RankPool) -> None:
+    first, second = two_ranks.run(runs.raised, "settings_differ", "levels").values()
+    assert first == second
+    assert first[0] == "SchemaConflict"
+    assert "rank 0: on_step, on_epoch" in first[1]
+    for found in two_ranks.run(runs.settings_differ, "shown").values():
+        assert found["callback"] == {"k": 1.5}
+        assert found["rows"] == [(0, {"k": 1.5}), (1, {"k": 1.5})]  # one rank asked for it, all do it
+    first, second = two_ranks.run(runs.settings_differ, "hooks").values()
+    assert first["callback"] == second["callback"]
+
+
+@pytest.mark.parametrize("how", ["stock", *WAYS])
+def test_the_first_late_log_is_not_lost(two_ranks: RankPool, how: str) -> None:
+    for found in two_ranks.run(runs.late_only_once, how).values():
+        assert found["rows"] == [(2, {"late": 1.5})]
+
+
+@pytest.mark.parametrize("ways", [("stock", "install"), ("install", "stock"), ("install", "install")], ids=str)
+def test_a_trainer_that_fits_twice(two_ranks: RankPool, ways: tuple[str, str]) -> None:
+    found = {"loss": 1.5, "loss_step": 1.5, "loss_epoch": 1.5}
+    assert two_ranks.run(runs.one_trainer_twice, *ways).values() == [[found, found]] * 2
+
+
+def test_a_run_that_broke_off_leaves_nothing(two_ranks: RankPool) -> None:
+    for _, second in two_ranks.run(runs.one_trainer_twice, "break", "install").values():
+        assert second == {"new": 1.5, "new_step": 1.5, "new_epoch": 1.5}
+
+
+def test_a_key_of_others_may_become_its_own(two_ranks: RankPool) -> None:
+    first, second = (found["callback"] for found in two_ranks.run(runs.adopted_then_own).values())
+    assert (first, second) == ({"k": 1.0}, {"k": 2.0})
+
+
+def test_float64_stays_exact(two_ranks: RankPool) -> None:
+    assert two_ranks.run(runs.exact).values() == [[(16777217.0, "torch.float64")] * 3] * 2
+
+
+def test_who_is_not_in_the_group_has_no_part(two_ranks: RankPool) -> None:
+    assert two_ranks.run(runs.outside_of_the_group).values() == [{"k": 1.0}, {}]
