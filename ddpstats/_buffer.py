@@ -8,7 +8,8 @@
          10      ranks that are partial: some slot without a plain, finite value of the call's weight
          11      weight of the call
          12      flag of any_rank / all_ranks
-         16..    weighted sums | weights | codes, one lane per slot each, back to back
+         16..    weighted sums | weights | codes, one lane per slot each, back to back;
+                 in a gather of little: each rank's bytes, two to a lane, back to back
 
 A sum alone does not prove that all ranks sent the same x: the sum of x and the sum of x squared do, since W ranks with
 sums S1 and S2 agree exactly where S1 = W x and S2 = W x squared (the variance is zero). Both stay exact in float64 for
@@ -41,6 +42,11 @@ _LANES_8_TO_12 = struct.Struct("=5d")
 def lanes_needed(slots: int) -> int:
     """How many float64 a layout of ``slots`` slots needs."""
     return HEADER_LANES + LANES_PER_SLOT * slots
+
+
+def section_lanes(ranks: int, room: int) -> int:
+    """How many float64 it takes to give each of ``ranks`` ranks ``room`` bytes (an even number), two to a lane."""
+    return HEADER_LANES + ranks * room // 2
 
 
 def capacity_for(lanes: int) -> int:
@@ -110,6 +116,21 @@ class Buffer:
         lanes[start : start + size] = spread(size, slots, sums)
         lanes[start + size : start + 2 * size] = spread(size, slots, weights)
         lanes[start + 2 * size : start + 3 * size] = codes
+
+    def write_section(self, position: int, ranks: int, payload: bytearray) -> None:
+        """This rank's bytes, for a gather: what all others add to them is zero, and integers in float64 are exact."""
+        room = len(payload) // 2
+        self.tensor[HEADER_LANES : HEADER_LANES + ranks * room].zero_()
+        start = HEADER_LANES + position * room
+        self.tensor[start : start + room].copy_(torch.frombuffer(payload, dtype=torch.int16))
+
+    def sections(self, ranks: int, room: int) -> list[bytearray]:
+        """Every rank's bytes, after the sum."""
+        found = [bytearray(room) for _ in range(ranks)]
+        lanes = self.tensor[HEADER_LANES : HEADER_LANES + ranks * room // 2]
+        for section, lanes_of_rank in zip(found, lanes.view(ranks, -1), strict=True):
+            torch.frombuffer(section, dtype=torch.int16).copy_(lanes_of_rank)
+        return found
 
     def sums(self, layout: Layout) -> memoryview[float]:
         return self._lanes[HEADER_LANES : HEADER_LANES + layout.size]

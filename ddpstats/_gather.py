@@ -18,8 +18,8 @@ _counters = Counters()
 def gather_trees(tree: Any, *, name: str, group: Any = None) -> list[Any]:
     """Every rank's ``tree``, in the order of group ranks; the caller's own one is ``tree`` itself.
 
-    Collective: every rank of ``group`` must call, with the same ``name``. Two collectives in steady state, however
-    many tensors there are and however they differ between ranks in number, shape and dtype.
+    Collective: every rank of ``group`` must call, with the same ``name``. One collective in steady state, two where all
+    ranks' trees together take more than 16 kB, however many tensors there are and however ranks differ.
 
     Args:
         tree: dicts (keys str or int), lists and tuples of dense tensors (any shape and device), numbers, str, None; or

@@ -17,13 +17,14 @@ import math
 import struct
 from array import array
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 
 from ddpstats._agreement import Statuses, agree
-from ddpstats._buffer import FLAG, PARTIAL, WEIGHT, Buffer, Seal, capacity_for, lanes_needed
+from ddpstats._buffer import FLAG, PARTIAL, WEIGHT, Buffer, Seal, capacity_for, lanes_needed, section_lanes
 from ddpstats._cache import BoundedCache
 from ddpstats._comm import Comm
 from ddpstats._layout import NONFINITE, PRESENT, Layout, Placement, Selection, place, prune, result_kinds, select
@@ -44,6 +45,7 @@ _UNUSED_PER_USED, _UNUSED_AT_LEAST = 4, 1024
 GATHER = "gather"
 """The kind of `Protocol.gather`'s calls."""
 
+_RIDING_BYTES = 1 << 14  # of all ranks together: more than that is cheaper to send apart than to add up
 _ROOM_PER_NEED = 4  # room that is larger than this multiple of what was needed last is given up
 
 _MAX_SITES = 1024
@@ -209,36 +211,57 @@ class Protocol:
     def gather(self, call: Call, payload: bytearray | Failure, counters: Counters) -> list[memoryview]:
         """Every rank's payload, of any length, in the order of ranks. Every rank must call.
 
-        Two collectives: the control lanes prove that all ranks gather, and that the room agreed before is enough for
-        all of them; then the payloads, padded to that room.
+        The control lanes prove that all ranks gather, and that the room agreed before is enough for all of them. Small
+        payloads ride in the same collective, as numbers that every other rank adds zero to; large ones take a second.
         """
         counters.calls += 1
         site = self._sites.get(call.site_key) or Site()
         for _ in range(_MAX_ROUNDS):
             failure = payload if isinstance(payload, Failure) else None
-            stale = isinstance(payload, bytearray) and _LENGTH.size + len(payload) > site.room
-            self._buffer.seal(self._seal(call, site), stale=stale, failed=failure is not None)
+            mine = self._framed(site, payload) if isinstance(payload, bytearray) else None
+            self._buffer.seal(
+                self._seal(call, site), stale=failure is None and mine is None, failed=failure is not None
+            )
+            if mine is not None and self._rides(site):
+                self._buffer.write_section(self.position, self.world_size, mine)
             if self._sum(call, site, counters):
-                assert isinstance(payload, bytearray)
-                return self._gather(call, site, payload, counters)
-            self._renegotiate(call, site, failure, None, counters, stale)
+                assert mine is not None
+                return self._parts(site, self._received(call, site, mine, counters))
+            self._renegotiate(call, site, failure, None, counters, failure is None and mine is None)
             self._make_room(call, site, len(payload) if isinstance(payload, bytearray) else 0, counters)
         raise ProtocolMismatch(f"the ranks of {self._group_name} do not settle on a size", group=self._group_name)
 
-    def _gather(self, call: Call, site: Site, payload: bytearray, counters: Counters) -> list[memoryview]:
+    def _framed(self, site: Site, payload: bytearray) -> bytearray | None:
+        """The payload behind its length, padded to the room; None where that is too small."""
+        if _LENGTH.size + len(payload) > site.room:
+            return None
+        framed = bytearray(site.room)
+        _LENGTH.pack_into(framed, 0, len(payload))
+        framed[_LENGTH.size : _LENGTH.size + len(payload)] = payload
+        return framed
+
+    def _rides(self, site: Site) -> bool:
+        return site.room * self.world_size <= _RIDING_BYTES
+
+    def _received(self, call: Call, site: Site, mine: bytearray, counters: Counters) -> Sequence[bytes | bytearray]:
+        if self._rides(site):
+            return self._buffer.sections(self.world_size, site.room)
         self._count(counters, site.room)
-        mine = bytearray(site.room)
-        _LENGTH.pack_into(mine, 0, len(payload))
-        mine[_LENGTH.size : _LENGTH.size + len(payload)] = payload
-        received = self._comm.all_gather(mine, call.timeout_sec)
+        return self._comm.all_gather(mine, call.timeout_sec)
+
+    def _parts(self, site: Site, received: Sequence[bytes | bytearray]) -> list[memoryview]:
         lengths = [_LENGTH.unpack_from(part)[0] for part in received]
-        if max(lengths) + _LENGTH.size > site.room:
-            raise _DamagedError(f"a peer announces {max(lengths)} bytes where {site.room} were agreed")
-        if room_for(max(lengths)) * _ROOM_PER_NEED < site.room:  # once large, now small: all ranks see it alike
-            site.room = room_for(max(lengths))
-            site.seals.clear()
-        start = _LENGTH.size
+        start, most = _LENGTH.size, max(lengths)
+        if most + start > site.room:
+            raise _DamagedError(f"a peer announces {most} bytes where {site.room} were agreed")
+        if room_for(most) * _ROOM_PER_NEED < site.room:  # once large, now small: all ranks see it alike
+            self._set_room(site, room_for(most))
         return [memoryview(part)[start : start + length] for part, length in zip(received, lengths, strict=True)]
+
+    def _set_room(self, site: Site, room: int) -> None:
+        site.room = room
+        site.seals.clear()
+        self._resize()
 
     def _make_room(self, call: Call, site: Site, needed: int, counters: Counters) -> None:
         self._count(counters, _LENGTH.size)
@@ -251,8 +274,7 @@ class Protocol:
                 ranks=ranks,
                 group=self._group_name,
             )
-        site.room = room_for(max(sizes))
-        site.seals.clear()
+        self._set_room(site, room_for(max(sizes)))
 
     # -- 1. write -----------------------------------------------------------------------------------------------------
 
@@ -405,9 +427,13 @@ class Protocol:
             self._resize()
 
     def _resize(self) -> None:
-        needed = max((lanes_needed(site.layout.size) for site in self._sites.values()), default=lanes_needed(0))
+        needed = max(map(self._lanes, self._sites.values()), default=lanes_needed(0))
         if capacity_for(needed) != self._buffer.capacity:
             self._buffer = Buffer(capacity_for(needed))
+
+    def _lanes(self, site: Site) -> int:
+        riding = section_lanes(self.world_size, site.room) if self._rides(site) else 0
+        return max(lanes_needed(site.layout.size), riding)
 
     # -- 4. renegotiate -----------------------------------------------------------------------------------------------
 

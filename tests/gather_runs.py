@@ -15,7 +15,7 @@ from ddpstats._gather import gather_trees
 def growing_and_shrinking() -> list[tuple[int, list[int]]]:
     """Per call: collectives, and the number of elements that came from each rank."""
     rank, seen = dist.get_rank(), []
-    for size in (1, 2, 1000, 5000, 3, 3, 0):
+    for size in (1, 2, 1000, 5000, 3, 3, 0, 9000, 9000):
         before = _gather._counters.collectives
         trees = gather_trees([torch.arange(size * rank)], name="sizes")
         assert all(torch.equal(tree[0], torch.arange(size * r)) for r, tree in enumerate(trees))

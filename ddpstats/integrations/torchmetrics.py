@@ -1,4 +1,5 @@
-"""torchmetrics whose ranks may hold different metrics and lists of different lengths; two collectives per `compute`.
+"""torchmetrics whose ranks may hold different metrics and lists of different lengths; one collective per `compute`,
+or two where states take more than 16 kB.
 
 1. ``Metric._sync_dist``: the metric's whole state travels in one gather, where stock torchmetrics has a barrier and one
    or two all_gathers per state. torchmetrics' own reductions then run on what came, as before. What is sent goes
