@@ -60,8 +60,6 @@ def _refuse_different_calls(statuses: Statuses, group_name: str) -> None:
 
 
 def _call_text(status: Status) -> str:
-    if status.call in ("any_rank", "all_ranks"):
-        return f"{status.call}()"
     if status.call == "gather":
         return str(status.name)
     if status.call != "reduce_stats":

@@ -41,7 +41,7 @@ class Known(NamedTuple):
 
 @dataclass
 class Ledger:
-    """Beside one result collection of Lightning, for one run of its loop: training, validation, test."""
+    """Beside one result collection of Lightning (training, validation, test), for one run of its trainer."""
 
     # Of this rank: keys whose step value waits for the next point; keys it has described to the others.
     pending: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -237,6 +237,8 @@ def _take(trainer: Any, results: Any, rows: Iterator[Row], *, epoch: bool) -> No
         if metric is not None and is_ours(metric) and metric.audience == audience:
             targets.append(metric)
             values.append(_mean(**value) if isinstance(value, dict) else value)
+    if not targets:
+        return
     module: Any = sys.modules[type(results).__module__]
     exact = torch.tensor(values, dtype=torch.float64, device="cpu")
     device, narrow = trainer.strategy.root_device, module._get_default_dtype()

@@ -24,7 +24,6 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from itertools import groupby
@@ -37,6 +36,7 @@ from ddpstats import _config
 from ddpstats._markers import Sum
 from ddpstats._paths import Step
 from ddpstats.errors import ConfigError
+from ddpstats.integrations._patches import Patches
 from ddpstats.recursive_op import LeafAverage, average_with_weights, recursive_divide, recursive_sum
 
 __all__ = ["TESTED_VERSION", "AveragedStats", "install", "uninstall"]
@@ -57,8 +57,7 @@ _PARAMETERS = {
 _UASR_NEEDS = frozenset({"batch_num_errors", "batch_num_ref_tokens"})
 _UASR_COUNTS = _UASR_NEEDS | {"batch_lm_log_prob", "batch_num_hyp_tokens", "batch_size"}
 
-_theirs: dict[str, Any] = {}
-"""espnet's own objects by name, while ours are in their place; empty otherwise."""
+_patches = Patches("espnet", TESTED_VERSION)
 
 
 def install() -> None:
@@ -76,24 +75,22 @@ def install() -> None:
         rank 0: stats {"l1_loss": 0.057}   rank 1: stats {"snr_loss": -2.0}
         stock espnet logs l1_loss=-0.9715; after install() every rank's Reporter has l1_loss 0.057, snr_loss -2.0
     """
-    if _config.disabled() or _theirs:
+    if _config.disabled() or _patches.installed:
         return
     reason = _unfit()
     if reason is not None:
         warnings.warn(f"ddpstats.integrations.espnet: {reason}. espnet is left unpatched.", stacklevel=2)
         return
-    _theirs.update(_found())
-    _rebind({id(_theirs[name]): ours for name, ours in _OURS.items()})
-    _sub_reporter().register = _registering(_theirs["register"])
+    theirs = _found()
+    for name, ours in _OURS.items():
+        for package in _PACKAGES:
+            _patches.replace_everywhere(package, theirs[name], ours)
+    _patches.replace(_sub_reporter(), "register", _registering(theirs["register"]))
 
 
 def uninstall() -> None:
     """Put espnet's own objects back, also into modules that were imported since `install`. Local and idempotent."""
-    if not _theirs:
-        return
-    _rebind({id(ours): _theirs[name] for name, ours in _OURS.items()})
-    _sub_reporter().register = _theirs["register"]
-    _theirs.clear()
+    _patches.restore()
 
 
 class AveragedStats(dict[Any, Any]):
@@ -188,12 +185,3 @@ def _unfit() -> str | None:
                 f"itself {version} too, but there it is {shown}"
             )
     return None
-
-
-def _rebind(replacements: Mapping[int, Any]) -> None:
-    """Every name in espnet's modules that is bound to an object with one of these ids is bound to its replacement."""
-    for module_name, module in list(sys.modules.items()):
-        if module_name.partition(".")[0] in _PACKAGES and isinstance(module, ModuleType):
-            for name, value in list(vars(module).items()):
-                if id(value) in replacements:
-                    setattr(module, name, replacements[id(value)])

@@ -88,9 +88,9 @@ def uninstall() -> None:
 
 
 class DdpstatsCallback(Callback):
-    """`install` for one trainer only, from its setup to its teardown. Every rank's trainer, or none::
+    """`install` for one trainer only, from its setup to its teardown: every rank's trainer, or none.
 
-    Trainer(callbacks=[DdpstatsCallback()])
+    Example: ``Trainer(callbacks=[DdpstatsCallback()])``
     """
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -128,7 +128,7 @@ def _begin(trainer: Any) -> None:
         results.__dict__.pop("_ddpstats", None)
         if is_shared:
             _drop(results, [key for key, metric in results.items() if metric.is_tensor])
-            results.__dict__["_ddpstats"] = Ledger(may_log_late=_is_users(trainer, hook))
+            results.__dict__["_ddpstats"] = Ledger(may_log_late=_has_users_hook(trainer, hook))
 
 
 def _end(trainer: Any) -> None:
@@ -158,7 +158,7 @@ def _collections(trainer: Any) -> list[tuple[Any, str]]:
     ]
 
 
-def _is_users(trainer: Any, hook: str) -> bool:
+def _has_users_hook(trainer: Any, hook: str) -> bool:
     """Whether someone other than Lightning itself might log in ``hook``."""
     owners = (
         getattr(getattr(one, hook, None), "__module__", None) for one in (trainer.lightning_module, *trainer.callbacks)
@@ -360,6 +360,8 @@ def _evaluation_starts(loop: Any) -> None:
 
 
 def _loader_ends(loop: Any) -> None:
+    if _ledger(loop._results) is None:
+        return
     if _has_several_loaders(loop):
         _epoch_points_to(loop, (loop._results.dataloader_idx or 0) + 1)
     else:
@@ -367,14 +369,15 @@ def _loader_ends(loop: Any) -> None:
 
 
 def _evaluation_ends(loop: Any) -> None:
-    if _has_several_loaders(loop):
+    if _ledger(loop._results) is not None and _has_several_loaders(loop):
         _epoch_points_to(loop, loop.num_dataloaders)
         _epoch_points_of(loop, None)  # what was logged outside of any loader
 
 
 def _epoch_points_to(loop: Any, end: int) -> None:
     ledger = _ledger(loop._results)
-    while ledger is not None and ledger.next_loader < end:
+    assert ledger is not None
+    while ledger.next_loader < end:
         _epoch_points_of(loop, ledger.next_loader)
         ledger.next_loader += 1
 

@@ -1,7 +1,7 @@
 """No false alarm in this project's own tests, run under ``DDPSTATS_GUARD=strict``: their ranks issue legal collectives.
 
-A part of them here, for time. The others that are legal pass as well (README, "The guard"); what shows the faults of
-stock libraries, or that importing ddpstats loads no torch, cannot.
+A part of them, for time. Tests that show the faults of stock libraries could not pass so, nor those that importing
+ddpstats loads no torch.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def install_then_import(script: Script) -> tuple[Trained, bool, bool]:
         import espnet2.torch_utils.recursive_op as source
         import espnet2.train.trainer as trainer
 
-        ours = trainer.recursive_average is source.recursive_average is not espnet._theirs["recursive_average"]
+        ours = trainer.recursive_average is source.recursive_average is espnet._recursive_average
     stock = trainer.recursive_average is source.recursive_average
     return trained, ours, stock and source.recursive_average.__module__ == source.__name__
 

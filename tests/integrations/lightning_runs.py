@@ -432,8 +432,14 @@ def trainers_of_one_rank() -> Any:
         return None
     with quietly(), installed("install"), tempfile.TemporaryDirectory() as root:
         trainer = trainer_of(root, [], devices=1, strategy="auto", plugins=None)
-        script: dict[str, Logs] = {"test_step": lambda rank, i: [("t", 0.5, {})]}
-        return trainer.test(Scripted(script), loader(2), verbose=False)
+        script: dict[str, Logs] = {
+            "test_step": lambda rank, i: [("t", 0.5, {})],
+            "validation_step": lambda rank, i: [("v", 1.0, {})],
+            "validation_step1": lambda rank, i: [("v", 2.0, {})],
+        }
+        model = Scripted(script)
+        several = trainer.validate(model, [loader(1), loader(2)], verbose=False)
+        return [*trainer.test(model, loader(2), verbose=False), *several]
 
 
 def without_batches(how: str, several: bool) -> dict[str, float]:

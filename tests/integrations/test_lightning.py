@@ -232,7 +232,8 @@ def test_a_mean_of_nothing_is_nan() -> None:
 
 
 def test_a_trainer_of_one_rank_meets_nobody(two_ranks: RankPool) -> None:
-    assert two_ranks.run(runs.trainers_of_one_rank).values() == [[{"t": 0.5}], None]
+    expected = [{"t": 0.5}, {"v/dataloader_idx_0": 1.0}, {"v/dataloader_idx_1": 2.0}]
+    assert two_ranks.run(runs.trainers_of_one_rank).values() == [expected, None]
 
 
 @pytest.mark.parametrize("how", WAYS)
