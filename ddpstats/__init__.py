@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any as _Any
 if TYPE_CHECKING:
     from ddpstats._markers import All as All, Any as Any, Max as Max, Mean as Mean, Min as Min, Sum as Sum
     from ddpstats._version import __version__ as __version__
+    from ddpstats.capture import NaNCapture as NaNCapture
     from ddpstats.errors import (
         BundleError as BundleError,
         CollectiveMismatch as CollectiveMismatch,
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "_markers": ("All", "Any", "Max", "Mean", "Min", "Sum"),
     "_version": ("__version__",),
+    "capture": ("NaNCapture",),
     "errors": (
         "BundleError",
         "CollectiveMismatch",
@@ -73,7 +75,7 @@ _HOMES = {
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
-_SUBMODULES = frozenset({"errors", "guard", "integrations", "recursive_op", "reduce", "testing"})
+_SUBMODULES = frozenset({"capture", "errors", "guard", "integrations", "recursive_op", "reduce", "testing"})
 
 __all__ = sorted(_HOME_OF)
 

@@ -70,6 +70,16 @@ class Channel:
         self._worker: threading.Thread | None = None
         self._users = 0
 
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Global ranks, ascending."""
+        return tuple(self._ranks.values())
+
+    @property
+    def rank(self) -> int:
+        """This process's global rank."""
+        return self._rank
+
     # -- order --------------------------------------------------------------------------------------------------------
 
     def run(self, work: Work[T], timeout_sec: float) -> T:
@@ -139,6 +149,18 @@ class Channel:
             raise
         raise self._broken(verdict)
 
+    def abandon(self, message: str) -> None:
+        """This rank takes no further part: every other rank raises ``message``, here and at every later call. Local."""
+        if self._mailbox is not None and self._error is None:
+            self._broken(self._mailbox.leave(lambda missing, dead: message))
+
+    def verdict(self) -> RankMissing | None:
+        """Why this channel is closed, also where only another rank knows of it yet. Local; never waits for it."""
+        if self._error is None and self._mailbox is not None:
+            written = self._mailbox.look()
+            return None if written is None else self._missing(written)
+        return self._error
+
     def _leave(self, error: BaseException) -> BaseException:
         """Something took this rank out of the middle of a call. It is out of step: no one may wait for it any more."""
         if self._mailbox is None:
@@ -165,10 +187,13 @@ class Channel:
             raise CommFailed(f"the process of {self._named(dead)} is gone")
 
     def _broken(self, verdict: Verdict) -> RankMissing:
-        self._error = RankMissing(verdict.message, missing_ranks=verdict.missing, group=self.group_name)
+        self._error = self._missing(verdict)
         if self._comm is not None:
             self._comm.close()
         return self._error
+
+    def _missing(self, verdict: Verdict) -> RankMissing:
+        return RankMissing(verdict.message, missing_ranks=verdict.missing, group=self.group_name)
 
     def _named(self, ranks: Iterable[int]) -> str:
         return ranks_text([self._ranks.get(rank, rank) for rank in ranks])

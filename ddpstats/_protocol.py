@@ -57,6 +57,10 @@ _LENGTH = struct.Struct("<Q")
 _SHOWN_PATHS = 10
 
 
+DECISIONS = frozenset({"any_rank", "all_ranks", "NaNCapture.check"})
+"""Calls that count the ranks whose flag is set."""
+
+
 @dataclass(frozen=True)
 class Call:
     """What stays the same from one call of a reducer to the next."""
@@ -68,8 +72,8 @@ class Call:
 
     @cached_property
     def is_decision(self) -> bool:
-        """`any_rank` and `all_ranks` have no stats, and so no layout."""
-        return self.kind in ("any_rank", "all_ranks")
+        """Decisions have no stats, and so no layout."""
+        return self.kind in DECISIONS
 
     @cached_property
     def site_key(self) -> tuple[str, str | None]:

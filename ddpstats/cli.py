@@ -35,6 +35,7 @@ class _VerbModule(Protocol):
 _VERBS = {
     "run": _Verb("ddpstats.guard._run", "a training script under the guard, unchanged"),
     "report": _Verb("ddpstats.guard._report", "what the ranks' records of their collectives say"),
+    "replay": _Verb("ddpstats.capture._replay", "a captured step, run again in one process, down to the first NaN"),
     "demo": _Verb("ddpstats._demo", "wrong averages, then right ones, on real ranks of this machine"),
 }
 

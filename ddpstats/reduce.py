@@ -291,16 +291,20 @@ def any_rank(flag: Any, *, group: Any = None) -> bool:
 
         rank 0: any_rank(False)   rank 1: any_rank(True)   both: True
     """
-    return _decide("any_rank", flag, group)[0] > 0
+    return count_ranks("any_rank", flag, group)[0] > 0
 
 
 def all_ranks(flag: Any, *, group: Any = None) -> bool:
     """Whether ``flag`` is true on every rank; the same answer on every rank. Collective, like `any_rank`."""
-    count, world_size = _decide("all_ranks", flag, group)
+    count, world_size = count_ranks("all_ranks", flag, group)
     return count == world_size
 
 
-def _decide(kind: str, flag: Any, group: Any) -> tuple[float, int]:
+def count_ranks(kind: str, flag: Any, group: Any) -> tuple[float, int]:
+    """(how many ranks' flags are set, how many ranks there are). Collective, one all_reduce.
+
+    ``kind``: one of `DECISIONS`, the name of the public function.
+    """
     channel = channel_of(group)
     answer: bool | Failure
     try:

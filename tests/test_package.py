@@ -27,6 +27,9 @@ PURE = [
     "_cache",
     "errors",
     "_version",
+    "_atomic",
+    "capture._fields",
+    "capture._manifest",
 ]
 
 
@@ -104,7 +107,7 @@ def test_the_timeout_comes_from_the_argument_then_the_environment(monkeypatch: p
 
 
 def test_nothing_of_ours_uses_pickle_or_object_collectives() -> None:
-    forbidden = re.compile(r"\bpickle\b|_object\b|torch\.load|\beval\(|\bexec\(")
+    forbidden = re.compile(r"\bpickle\b|_object\b|torch\.load(?!\([^)]*weights_only=True)|\beval\(|\bexec\(")
     for file in (ROOT / "ddpstats").rglob("*.py"):
         if "testing" not in file.parts and "integrations" not in file.parts:
             code = re.sub(r'"""[\s\S]*?"""|#.*', "", file.read_text())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_LIBRARIES = frozenset({"accelerate", "espnet", "lightning", "loggers", "torcheval", "torchmetrics"})
+_LIBRARIES = frozenset({"accelerate", "espnet", "lightning", "loggers", "torcheval", "torchmetrics", "transformers"})
 
 
 def __getattr__(name: str) -> Any:

@@ -25,6 +25,29 @@ is not told apart: `RankMissing` in the end); ``use_gather_object=True``; lists 
 ``gather_for_metrics``; a single process; XLA; ``scale``, which only XLA has; ``broadcast``, ``pad_across_processes``.
 ``gather_for_metrics`` drops the duplicates of the last batch from tensors, as stock does, also from 0-d ones; not from
 Python numbers.
+
+Non-finite gradients: `ddpstats.NaNCapture` needs nothing of this module. accelerate's loop with it::
+
+    capture = NaNCapture("captures", model=model, optimizer=optimizer, scaler=accelerator.scaler)   # after prepare()
+    for batch in loader:
+        with accelerator.accumulate(model):
+            with capture.micro_batch(batch) as micro:
+                loss = model(**batch)["loss"]
+                micro.loss = loss / accelerator.gradient_accumulation_steps     # what backward() differentiates
+                accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                verdict = capture.check()       # before clip_grad_norm_, which unscales: so nothing is unscaled twice
+                if verdict.should_stop:
+                    break
+                if verdict.should_skip:
+                    optimizer.zero_grad()
+                    continue
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+With ``mixed_precision`` accelerate puts autocast into the model's own ``forward``, where the capture does not see it:
+replay with ``--precision amp``.
 """
 
 from __future__ import annotations

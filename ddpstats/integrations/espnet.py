@@ -17,6 +17,8 @@ rank's non-finite value counts as absent (``nonfinite="skip"``); it is NaN only 
 Not covered, for it does not go through ``recursive_average``: the spk trainer's own gathering of scores; the Lightning
 and speechlm trainers; the vocabulary in ``uasr_trainer``'s weighted_lm_ppl, which each rank takes from its own batches;
 the step that the Reporter of a rank counts too many when another rank runs out of batches first.
+
+`capture`, for non-finite gradients, stands beside `install`: use either, or both.
 """
 
 from __future__ import annotations
@@ -36,10 +38,11 @@ from ddpstats import _config
 from ddpstats._markers import Sum
 from ddpstats._paths import Step
 from ddpstats.errors import ConfigError
+from ddpstats.integrations._espnet_capture import Capturing as Capturing, capture as capture, step as step
 from ddpstats.integrations._patches import Patches
 from ddpstats.recursive_op import LeafAverage, average_with_weights, recursive_divide, recursive_sum
 
-__all__ = ["TESTED_VERSION", "AveragedStats", "install", "uninstall"]
+__all__ = ["TESTED_VERSION", "AveragedStats", "Capturing", "capture", "install", "step", "uninstall"]
 
 TESTED_VERSION = "202511"
 

@@ -29,6 +29,8 @@ Training passes its points in every batch. Validation and test pass them in ever
 costs a few collectives a run. A rank that is out of batches, or never had one, answers the others' points.
 
 ``ddp_spawn`` starts processes in which nobody called `install`: use `DdpstatsCallback` there.
+
+`DdpstatsNaNCapture`, for non-finite gradients, is a callback of its own and needs none of this.
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ import torch
 import torch.distributed as dist
 
 from ddpstats.errors import ConfigError
+from ddpstats.integrations._lightning_capture import DdpstatsNaNCapture as DdpstatsNaNCapture, step as step
 from ddpstats.integrations._lightning_points import Ledger, audience_of, combine, combined_later, is_ours
 from ddpstats.integrations._patches import Patches
 from ddpstats.reduce import any_rank
@@ -55,7 +58,7 @@ except ImportError as error:
         f"ddpstats.integrations.lightning needs lightning: {error}. pip install 'ddpstats[lightning]'"
     ) from error
 
-__all__ = ["TESTED_VERSION", "DdpstatsCallback", "install", "uninstall"]
+__all__ = ["TESTED_VERSION", "DdpstatsCallback", "DdpstatsNaNCapture", "install", "step", "uninstall"]
 
 TESTED_VERSION = "2.6.6"
 

@@ -1,0 +1,80 @@
+"""A file that is there complete, or not at all.
+
+1. Write under a temporary name in the same directory (a rename does not cross file systems).
+2. Flush, and fsync the file: its content must be on the disk before its name is.
+3. Read it back for its size and SHA-256.
+4. `os.replace` to the name, and fsync of the directory, so that the name survives a crash too.
+
+Whatever goes wrong, the temporary file is removed, a file that had the name before is untouched, and the error goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+_CHUNK_BYTES = 1 << 20
+_NO_DIRECTORY_FSYNC = {errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES}  # some network file systems have none
+
+TEMPORARY_PREFIX = ".writing-"
+
+
+@dataclass(frozen=True)
+class Written:
+    """What stands in a file."""
+
+    bytes: int
+    sha256: str
+
+
+def replace_file(path: Path, write: Callable[[BinaryIO], object]) -> Written:
+    """Let ``write`` fill a file that then takes the place of ``path``. Raises what ``write`` raises, and OSError."""
+    descriptor, name = tempfile.mkstemp(prefix=f"{TEMPORARY_PREFIX}{path.name}-", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "w+b") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+            written = summary(file)
+        os.chmod(name, 0o666 & ~_umask())  # mkstemp's files are for their owner only
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise
+    _sync_directory(path.parent)
+    return written
+
+
+def summary(file: BinaryIO) -> Written:
+    """Size and hash of an open file, from its beginning; leaves it at its end."""
+    file.seek(0)
+    digest, size = hashlib.sha256(), 0
+    while chunk := file.read(_CHUNK_BYTES):
+        digest.update(chunk)
+        size += len(chunk)
+    return Written(size, digest.hexdigest())
+
+
+def _umask() -> int:
+    mask = os.umask(0)  # there is no way to read it without setting it
+    os.umask(mask)
+    return mask
+
+
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_DIRECTORY_FSYNC:
+            raise
+    finally:
+        os.close(descriptor)

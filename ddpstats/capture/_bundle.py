@@ -1,0 +1,251 @@
+"""A capture on disk: one directory, ``capture-<UTC>-step<step>``, that executes nothing when it is read.
+
+Written: one ``rank<rank>.pt`` per rank, ``model.pt`` (or ``model-rank<rank>.pt`` for a rank whose parameters differ),
+and MANIFEST.json last. Every file appears complete or not at all.
+
+Read, by `Bundle`:
+
+1. the manifest, each field looked at;
+2. of a part, the file's size and SHA-256, which the manifest names, before anything in it is looked at;
+3. the archive's own table: entries are stored as they are, so that a small file stays small;
+4. ``torch.load(weights_only=True)``, which builds tensors and plain containers and calls nothing else;
+5. the fields of the part.
+
+`prune` removes old bundles, and nothing that it does not know for one.
+"""
+
+from __future__ import annotations
+
+import logging
+import zipfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from ddpstats._atomic import TEMPORARY_PREFIX, Written, replace_file, summary
+from ddpstats.capture._manifest import (
+    BUNDLE_NAME,
+    MANIFEST,
+    MODEL_FILE,
+    RANK_FILE,
+    Manifest as Manifest,
+    bundle_name as bundle_name,
+    inside,
+    rank_file as rank_file,
+    read_manifest as read_manifest,
+    write_manifest as write_manifest,
+)
+from ddpstats.capture._rank_part import MicroBatch as MicroBatch, RankPart as RankPart, model_content
+from ddpstats.errors import BundleError
+
+_log = logging.getLogger("ddpstats")
+
+
+def write_part(directory: Path, name: str, content: dict[str, Any]) -> Written:
+    """One file of a bundle, atomically. Raises OSError, also for a full disk.
+
+    ``content``: plain things and tensors; anything else is found out by whoever reads it.
+    """
+    if RANK_FILE.fullmatch(name) is None and MODEL_FILE.fullmatch(name) is None:
+        raise ValueError(f"{name!r} is not the name of a file of a capture")
+    return replace_file(directory / name, lambda file: _save(content, file))
+
+
+def _save(content: dict[str, Any], file: BinaryIO) -> None:
+    try:
+        torch.save(content, file)
+    except RuntimeError as error:
+        # torch's archive writer notices a failed write twice, and the second time hides the first: a full disk
+        cause = error.__context__
+        raise cause if isinstance(cause, OSError) else OSError(f"{error}") from None
+
+
+class Bundle:
+    """A capture that was opened. Nothing but the manifest has been read.
+
+    Attributes:
+        path: the bundle's directory.
+        manifest: what it says.
+        notes: what whoever uses it should be told.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest, notes: Iterable[str] = ()) -> None:
+        self.path = path
+        self.manifest = manifest
+        self.notes = tuple(notes)
+
+    @classmethod
+    def open(cls, path: str | Path) -> Bundle:
+        """A bundle, or the newest complete one in a directory of bundles. Local.
+
+        Raises `BundleError` for a path that is neither, and for a manifest that is not one.
+        """
+        path = Path(path)
+        if path.is_dir() and not _is_there(path / MANIFEST) and BUNDLE_NAME.fullmatch(path.resolve().name) is None:
+            return cls._newest(path)
+        manifest = read_manifest(path)
+        return cls(path, manifest, _incomplete_notes(manifest))
+
+    @classmethod
+    def _newest(cls, path: Path) -> Bundle:
+        found = bundles_in(path)
+        complete = [one for one, manifest in found if manifest is not None and manifest.complete]
+        if not found:
+            raise BundleError(
+                f"{path} is not a bundle, and holds none: it has no {MANIFEST} and no capture-...-step..."
+            )
+        if not complete:
+            names = ", ".join(one.name for one, _ in found[-4:])
+            raise BundleError(f"{path} holds no complete bundle; incomplete: {names}. Name one of them to use it.")
+        note = f"{path} holds {len(found)} bundle{'s' if len(found) > 1 else ''}; this is the newest complete one"
+        return cls(complete[-1], read_manifest(complete[-1]), [note])
+
+    def rank_part(self, rank: int) -> RankPart:
+        """Raises `BundleError`: not in the bundle, not the file that was written, or not what a capture writes."""
+        if rank not in self.manifest.ranks_present:
+            raise BundleError(f"{self.path} has no part of rank {rank}: {self._why_missing(rank)}")
+        name = rank_file(rank)
+        part = RankPart.from_content(self._load(name), str(self.path / name))
+        if (part.rank, part.world_size) != (rank, self.manifest.world_size):
+            raise BundleError(
+                f"{self.path / name} is of rank {part.rank} of {part.world_size}, and the manifest says rank {rank} of "
+                f"{self.manifest.world_size}; the bundle is damaged or hostile"
+            )
+        return part
+
+    def model_part(self, rank: int) -> dict[str, Any]:
+        """The parameters as ``rank`` had them. Raises `BundleError`."""
+        name = self.manifest.model_files.get(rank)
+        if name is None:
+            raise BundleError(f"{self.path} has no file with the parameters of rank {rank}; use another rank")
+        return model_content(self._load(name), str(self.path / name))
+
+    def _why_missing(self, rank: int) -> str:
+        if rank in self.manifest.missing:
+            return self.manifest.missing[rank]
+        present = ", ".join(map(str, self.manifest.ranks_present[:16])) or "none"
+        return f"it was not written; ranks that are there: {present}"
+
+    def _load(self, name: str) -> Any:
+        path = inside(self.path, name)
+        try:
+            with path.open("rb") as file:
+                _check_content(path, file, self.manifest.files[name])
+                _check_archive(path, file)
+                file.seek(0)
+                return torch.load(file, weights_only=True, map_location="cpu")
+        except BundleError:
+            raise
+        except Exception as error:  # whatever a damaged or hostile file makes torch raise
+            raise BundleError(
+                f"{path} is refused: {type(error).__name__}: {_first_line(error)}. Nothing of it was executed. It was "
+                "not written by ddpstats, or with another version of torch."
+            ) from None
+
+
+def _check_content(path: Path, file: BinaryIO, said: Written) -> None:
+    size = path.stat().st_size
+    advice = "copy the bundle again, from where it was written"
+    if size != said.bytes:
+        raise BundleError(
+            f"{path} has {size} bytes and the manifest says {said.bytes}: it is cut, or another; {advice}"
+        )
+    found = summary(file)
+    if found != said:
+        raise BundleError(f"{path} has the SHA-256 {found.sha256}, the manifest says {said.sha256}; {advice}")
+
+
+def _check_archive(path: Path, file: BinaryIO) -> None:
+    file.seek(0)
+    entries = zipfile.ZipFile(file).infolist()
+    stored = all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
+    if not stored or sum(entry.file_size for entry in entries) > path.stat().st_size:
+        raise BundleError(f"{path} is refused: it unpacks to more than it holds, which no capture does")
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:300] if lines else "no reason given"
+
+
+def _is_there(path: Path) -> bool:
+    return path.exists() or path.is_symlink()
+
+
+def _incomplete_notes(manifest: Manifest) -> list[str]:
+    if manifest.complete:
+        return []
+    missing = "; ".join(f"rank {rank}: {why}" for rank, why in list(manifest.missing.items())[:8])
+    return [f"the bundle is incomplete, what is there is used ({missing or 'no reason is given'})"]
+
+
+# -- several bundles --------------------------------------------------------------------------------------------------
+
+
+def bundles_in(directory: Path) -> list[tuple[Path, Manifest | None]]:
+    """Bundles by name, oldest first; None for one without a manifest that can be read. Links are no bundles."""
+    found = []
+    for path in directory.iterdir():
+        match = BUNDLE_NAME.fullmatch(path.name)
+        if match is not None and path.is_dir() and not path.is_symlink():
+            found.append((match[1], int(match[2]), path))
+    return [(path, _manifest_or_none(path)) for _, _, path in sorted(found)]
+
+
+def _manifest_or_none(path: Path) -> Manifest | None:
+    try:
+        return read_manifest(path)
+    except BundleError:
+        return None
+
+
+def prune(dirpath: Path, keep: int) -> list[Path]:
+    """Remove the oldest complete bundles but ``keep``, and incomplete ones before the newest complete one.
+
+    The newest complete bundle stays, whatever ``keep`` is. A directory is a bundle if its name is one's, its manifest
+    is one (or not there yet) and it holds nothing but a bundle's files; anything else stays. Returns what was removed.
+    Local; what cannot be removed stays, with a warning to the logger "ddpstats".
+    """
+    try:
+        found = bundles_in(dirpath)
+    except OSError as error:
+        _log.warning("old captures in %s stay there: %s", dirpath, error)
+        return []
+    complete = [path for path, manifest in found if manifest is not None and manifest.complete]
+    if not complete:
+        return []
+    keep = max(keep, 1)
+    older = found[: [path for path, _ in found].index(complete[-1])]
+    incomplete = [path for path, manifest in older if _is_incomplete(path, manifest)]
+    beyond = {*complete[:-keep], *incomplete[:-keep]}
+    return [path for path, _ in found if path in beyond and _remove(path)]
+
+
+def _is_incomplete(path: Path, manifest: Manifest | None) -> bool:
+    """A manifest that cannot be read is of something else, or of a later version of ddpstats."""
+    return not _is_there(path / MANIFEST) if manifest is None else not manifest.complete
+
+
+def _remove(path: Path) -> bool:
+    try:
+        files = list(path.iterdir())
+        foreign = [file.name for file in files if not _is_ours(file)]
+        if foreign:
+            _log.warning("%s stays: %s is not a file of a capture", path, foreign[0])
+            return False
+        # The manifest first: a bundle that is half gone must not look complete
+        for file in sorted(files, key=lambda file: file.name != MANIFEST):
+            file.unlink()
+        path.rmdir()
+    except OSError as error:
+        _log.warning("%s cannot be removed: %s", path, error)
+        return False
+    return True
+
+
+def _is_ours(file: Path) -> bool:
+    name = file.name
+    known = name == MANIFEST or name.startswith(TEMPORARY_PREFIX) or RANK_FILE.fullmatch(name) is not None
+    return (known or MODEL_FILE.fullmatch(name) is not None) and (file.is_symlink() or file.is_file())

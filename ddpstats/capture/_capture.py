@@ -1,0 +1,363 @@
+"""`NaNCapture`: one optimizer step after the other, watched and kept, and judged by all ranks together.
+
+1. `micro_batch` keeps the batch and the random state (`_step_record`) and watches the gradients as they arrive, before
+   they are reduced (`_gradients`).
+2. `check` makes one small all_reduce: on how many ranks was something not finite, now or before the reduce? On none:
+   the step is forgotten.
+3. Otherwise all ranks tell what they saw, come to one verdict (`_verdict`), write their parts of a bundle (`_publish`),
+   and with ``attribute=True`` look for the cause by running the step again (`_attribution`).
+4. A rank that raises inside `micro_batch` will not come to `check`: it says so through the store (`_peers`), and writes
+   what it has.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+from types import TracebackType
+from typing import Any, get_args
+
+import torch
+
+from ddpstats._channel import channel_of
+from ddpstats._gather import gather_trees
+from ddpstats._gradients import GradientWatch, any_bad, measure, unwrapped
+from ddpstats._ranks import ranks_text
+from ddpstats._step_record import MicroBatch, StepRecord
+from ddpstats.capture._attribution import attribute_cause
+from ddpstats.capture._bundle import bundle_name
+from ddpstats.capture._parts import Source
+from ddpstats.capture._peers import Peers
+from ddpstats.capture._plain import CannotStore, to_plain
+from ddpstats.capture._publish import Bundling, publish_alone
+from ddpstats.capture._verdict import Bad, Finding, Policy, Report, Verdict, find
+from ddpstats.errors import BundleError, ConfigError
+from ddpstats.reduce import count_ranks
+
+_logger = logging.getLogger("ddpstats")
+
+
+class NaNCapture:
+    """Catches non-finite gradients before they are applied, on the rank where they arise, with all it takes to replay.
+
+    Every rank of ``group`` must make one, and call `check` once per optimizer step: also a rank that has no batch.
+    Nothing of the training changes: no random number is drawn and no gradient touched.
+
+    Args:
+        dirpath: where bundles go, a directory of their own each. All ranks must see the same file system.
+        model: the module as it is trained: DistributedDataParallel itself, not what is inside.
+        optimizer, scheduler: one, or a sequence of them; their state goes into the bundle.
+        scaler: a ``torch.amp.GradScaler``. A step that it skips is no capture; ``max_scaler_skips`` in a row are.
+        group: the process group; None is the default one. Without any, this process is alone.
+        keep: how many complete bundles are kept; the oldest go.
+        on_nonfinite: what the verdict tells the caller to do: "stop", "skip" or "continue". It only tells.
+        max_bytes: how large a bundle may get, all ranks together; the optimizer's state is left out first. None: any.
+        max_scaler_skips: see ``scaler``.
+        store_batch: False leaves batches out of bundles, for those that may not be written or cannot.
+        attribute: find out the cause of a capture by running the step again, here and on a peer; needs ``step_fn``.
+        step_fn: called as ``step_fn(model, batch)``, returns the loss.
+
+    Raises:
+        ConfigError: an argument that cannot work; on this rank only.
+
+    Example::
+
+        capture = NaNCapture("captures", model=ddp, optimizer=optimizer)
+        for batch in loader:
+            with capture.micro_batch(batch):
+                loss = loss_fn(ddp(batch["x"]), batch["y"])
+                loss.backward()
+            verdict = capture.check()       # every rank: the same verdict
+            if verdict.should_stop:
+                break                       # rank 1 saw the NaN, all ranks are here
+            if not verdict.should_skip:
+                optimizer.step()
+            optimizer.zero_grad()
+    """
+
+    def __init__(
+        self,
+        dirpath: str | Path,
+        *,
+        model: torch.nn.Module,
+        optimizer: Any = None,
+        scheduler: Any = None,
+        scaler: Any = None,
+        group: Any = None,
+        keep: int = 3,
+        on_nonfinite: Policy = "stop",
+        max_bytes: int | None = None,
+        max_scaler_skips: int = 16,
+        store_batch: bool = True,
+        attribute: bool = False,
+        step_fn: Callable[[torch.nn.Module, Any], torch.Tensor] | None = None,
+    ) -> None:
+        _check_arguments(model, keep, on_nonfinite, max_bytes, max_scaler_skips, attribute, step_fn)
+        self.dirpath = Path(dirpath)
+        self._model, self._scaler, self._group = model, scaler, group
+        self._keep, self._policy, self._max_bytes = keep, on_nonfinite, max_bytes
+        self._max_scaler_skips, self._store_batch = max_scaler_skips, store_batch
+        self._step_fn = step_fn if attribute else None
+        self._watch = GradientWatch(model)
+        self._record = StepRecord(unwrapped(model))
+        self._source = Source(self._watch, self._record, optimizer, scheduler, scaler, store_batch)
+        self._peers = Peers(channel_of(group))
+        self._running: _Running | None = None
+        self._step = 0
+        self._scaler_skips = 0
+        self._captured_before = False  # in the step before this one
+        self._problem: Exception | None = None
+        self._batches_checked = False
+        self._closed = False
+        self._finalizer = weakref.finalize(self, _release, self._watch, self._record, self._peers)
+
+    @property
+    def step(self) -> int:
+        """The number of the step under way: how many times `check` was called."""
+        return self._step
+
+    def micro_batch(self, batch: Any) -> _Running:
+        """A context manager around the forward and backward pass of one micro-batch. Local.
+
+        It gives a `MicroBatch`, whose ``loss`` the caller may set: replay then compares it.
+
+        Args:
+            batch: what the step works on, in nested dicts, lists, tuples and dataclasses: tensors (kept by reference),
+                arrays of numpy, numbers, strings. Enter after it is loaded and, if it is moved, on its device.
+
+        Raises:
+            ConfigError: inside another micro-batch, or after `close`.
+            RankMissing: in place of the broken connection's error, where another rank raised inside its micro-batch.
+        """
+        return _Running(self, batch)
+
+    def check(self, *, step: int | None = None) -> Verdict:
+        """Judge the step: after the last ``backward()`` (and ``scaler.unscale_``), before ``optimizer.step()``.
+
+        Collective: every rank of the group must call, once per optimizer step. One small all_reduce where all is well.
+
+        Args:
+            step: the caller's own number of the step; by default steps are counted from 0.
+
+        Raises:
+            BundleError: some rank's batch cannot be stored; on every rank, at its first step.
+            InvalidStats: some rank could not look at its gradients; on every rank.
+            ProtocolMismatch, RankMissing: as `ddpstats.StatsReducer`.
+        """
+        if self._closed or self._running is not None:
+            raise ConfigError(f"NaNCapture.check() {'after close()' if self._closed else 'inside micro_batch()'}")
+        self._step = self._step if step is None else step
+        count, _ = count_ranks("NaNCapture.check", self._look(), self._group)
+        try:
+            verdict = self._settle() if count else Verdict(self._step)
+        finally:
+            self._forget()
+        if not count:
+            self._scaler_skips, self._captured_before = 0, False
+        self._step += 1
+        return verdict
+
+    def close(self) -> None:
+        """Take hooks and thread away. Local; idempotent."""
+        self._closed = True
+        self._finalizer()
+
+    def __enter__(self) -> NaNCapture:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # -- one micro-batch ----------------------------------------------------------------------------------------------
+
+    def _begin(self, running: _Running, batch: Any) -> MicroBatch:
+        if self._closed or self._running is not None:
+            raise ConfigError(f"micro_batch() {'after close()' if self._closed else 'inside another micro_batch()'}")
+        found = self._record.begin(batch)
+        self._running = running
+        if not self._batches_checked:
+            self._check_batch(found)
+        self._watch.begin()
+        self._peers.enter()
+        return found
+
+    def _check_batch(self, micro: MicroBatch) -> None:
+        """Once: can it be stored? `check` says so on every rank if not: here, one rank alone would know."""
+        self._batches_checked = True
+        if self._store_batch:
+            try:
+                to_plain(micro.batch)
+            except CannotStore as error:
+                self._problem = error
+
+    def _end(self, error: BaseException | None) -> BaseException | None:
+        """What to raise in place of ``error``; None leaves that."""
+        self._watch.end()
+        self._record.end()
+        self._peers.leave()
+        self._running = None
+        if error is None:
+            return None
+        told = self._peers.explain(error)
+        if told is None and isinstance(error, Exception) and not self._peers.is_lost_connection(error):
+            self._leave(error)
+        return told
+
+    def _discard(self) -> None:
+        self._end(None)
+        self._record.micro_batches.pop()
+        self._watch.arrivals.pop()
+
+    def _leave(self, error: Exception) -> None:
+        """This rank raised and its peers must not wait for it. What it has is written without them."""
+        where = f"step {self._step}, micro-batch {len(self._record.micro_batches) - 1}"
+        path = self.dirpath / bundle_name(self._step, datetime.now(timezone.utc))
+        self._peers.announce(error, where, path)
+        note = publish_alone(path, self._source, error, self._step, self._peers)
+        if hasattr(error, "add_note"):  # Python 3.11
+            error.add_note(note)
+
+    # -- one step -----------------------------------------------------------------------------------------------------
+
+    def _look(self) -> bool:
+        """Whether anything is amiss here. What goes wrong while looking is told to all ranks by `_details`."""
+        if self._problem is not None:
+            return True
+        try:
+            if self._watch.bad:
+                return True
+            away = [norms for arrivals in self._watch.arrivals for norms in arrivals.away()]
+            return any_bad([parameter.grad for parameter in self._watch.parameters], away)
+        except Exception as error:
+            self._problem = error
+            return True
+
+    def _settle(self) -> Verdict:
+        """Some rank saw something: all tell what, and do the same."""
+        details = dict(
+            zip(self._peers.ranks, gather_trees(self._details, name=_DETAILS, group=self._group), strict=True)
+        )
+        _refuse_problems(details)
+        reports = {rank: Report.from_tree(tree["report"]) for rank, tree in details.items()}
+        self._scaler_skips += any(report.scale is not None for report in reports.values())
+        finding = find(reports, self._scaler_skips, self._max_scaler_skips)
+        if finding.kind in ("ok", "scaler_skip"):
+            self._captured_before = False
+            return finding.verdict(self._policy, None)
+        verdict = self._captured_again(finding) if self._captured_before else self._captured(finding, details)
+        self._captured_before = True
+        if self._peers.rank == min(self._peers.ranks):
+            _logger.error("%s", verdict.message)
+        return verdict
+
+    def _captured_again(self, finding: Finding) -> Verdict:
+        """The step before was captured: what follows from it would only push the first bundle out."""
+        return finding.verdict(self._policy, None, ("Not captured: the step before this one was.",))
+
+    def _captured(self, finding: Finding, details: Mapping[int, Mapping[str, Any]]) -> Verdict:
+        """Write a bundle, look for the cause, and say all of it."""
+        bundling = Bundling(self.dirpath, self._keep, self._max_bytes, self._group, self._peers, finding, details)
+        bundling.write_parts(self._source)
+        cause = None
+        if self._step_fn is not None:
+            cause = attribute_cause(
+                self._record.module, self._step_fn, self._source, finding, self._peers.ranks, self._peers.rank,
+                bundling.model_writers, bundling.directory, self._group,
+            )  # fmt: skip
+        verdict = finding.verdict(self._policy, bundling.directory, bundling.notes(), cause)
+        return bundling.finish(verdict)
+
+    def _details(self) -> dict[str, Any]:
+        """What this rank saw and holds. Raises what went wrong here; then every rank raises it."""
+        if isinstance(self._problem, CannotStore):
+            return {"problem": str(self._problem), "when": 0}
+        if self._problem is not None:
+            raise self._problem
+        return {"report": self._report().to_tree(), "when": int(time.time()), **self._source.summary()}
+
+    def _report(self) -> Report:
+        names, parameters = self._watch.names, self._watch.parameters
+        bad = []
+        for place, arrivals in enumerate(self._watch.arrivals):
+            norms, places = arrivals.norms(), arrivals.bad_places()
+            if norms is not None and places:
+                kinds = ["NaN" if norms[one].isnan() else "Inf" for one in places]
+                bad.append(Bad(place, tuple((names[one], kind) for one, kind in zip(places, kinds, strict=True))))
+        now = measure([parameter.grad for parameter in parameters]).isfinite().tolist()
+        scaler = self._scaler
+        scale = float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else None
+        reduced = tuple(name for name, finite in zip(names, now, strict=True) if not finite)
+        count, sees_local = len(self._watch.arrivals), self._watch.sees_local
+        exchanged = tuple(place for place, arrivals in enumerate(self._watch.arrivals) if arrivals.exchanged)
+        return Report(count, tuple(bad), reduced, sees_local, scale, self._step, exchanged)
+
+    def _forget(self) -> None:
+        """The step is over, whatever became of it."""
+        self._problem = None
+        self._record.clear()
+        self._watch.forget()
+        self._source.forget()
+
+
+class _Running:
+    """The context of one micro-batch."""
+
+    def __init__(self, capture: NaNCapture, batch: Any) -> None:
+        self._capture, self._batch = capture, batch
+
+    def __enter__(self) -> MicroBatch:
+        batch, self._batch = self._batch, None
+        return self._capture._begin(self, batch)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        other = self._capture._end(error)
+        if other is not None:
+            raise other from error
+
+    def discard(self) -> None:
+        """Leave in place of ``__exit__``, as if it had never been entered: the batch was not run after all. Local."""
+        self._capture._discard()
+
+
+_DETAILS = "NaNCapture.check: what each rank saw"
+
+
+def _refuse_problems(details: Mapping[int, Mapping[str, Any]]) -> None:
+    problems = {rank: tree["problem"] for rank, tree in details.items() if "problem" in tree}
+    if problems:
+        lines = ["a batch cannot be stored in a bundle:"]
+        lines += [f"  {ranks_text([rank])}: {text}" for rank, text in problems.items()]
+        lines.append("Hand micro_batch() what can be stored, or leave batches out: NaNCapture(..., store_batch=False).")
+        raise BundleError("\n".join(lines), ranks=problems)
+
+
+def _check_arguments(
+    model: Any,
+    keep: int,
+    on_nonfinite: str,
+    max_bytes: int | None,
+    max_scaler_skips: int,
+    attribute: bool,
+    step_fn: Any,
+) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigError(f"model={type(model).__name__}: a torch.nn.Module is needed")
+    if on_nonfinite not in get_args(Policy):
+        raise ConfigError(f"on_nonfinite={on_nonfinite!r}; legal values: {', '.join(get_args(Policy))}")
+    for name, value in {"keep": keep, "max_scaler_skips": max_scaler_skips, "max_bytes": max_bytes}.items():
+        if not (isinstance(value, int) and value >= 1) and not (name == "max_bytes" and value is None):
+            raise ConfigError(f"{name}={value!r} must be a whole number, 1 or more")
+    if attribute and not callable(step_fn):
+        raise ConfigError("attribute=True needs step_fn=: a function (model, batch) that returns the loss")
+
+
+def _release(watch: GradientWatch, record: StepRecord, peers: Peers) -> None:
+    watch.close()
+    record.close()
+    peers.close()

@@ -1,0 +1,214 @@
+"""MANIFEST.json: what a bundle holds, written last. Standard library only.
+
+1. `bundle_name` names the directory, `RANK_FILE` and `MODEL_FILE` say what its files are called.
+2. `write_manifest` writes it atomically: a bundle that has one was written to its end.
+3. `read_manifest` believes nothing: size of the file, encoding, format, version, and each field's type and limits. A
+   file that it names is a plain name of a known pattern, so that no path leads out of the directory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from ddpstats._atomic import Written, replace_file
+from ddpstats.capture._fields import MOST_RANKS, Fields, is_texts
+from ddpstats.errors import BundleError
+
+FORMAT = "ddpstats-capture"
+VERSION = 1
+MANIFEST = "MANIFEST.json"
+REASONS = ("nonfinite", "overflow", "scaler_skips", "exception")
+
+BUNDLE_NAME = re.compile(r"capture-(\d{8}T\d{6}Z)-step(\d{8,18})")
+RANK_FILE = re.compile(r"rank\d{5,7}\.pt")
+MODEL_FILE = re.compile(r"model(-rank\d{5,7})?\.pt")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+_MOST_BYTES = 64 << 20
+_MOST_STEP = 10**18 - 1
+_LARGEST_FILE_BYTES = 1 << 50
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What happened, and which files tell of it.
+
+    Attributes:
+        reason: ``nonfinite``, ``overflow``, ``scaler_skips`` or ``exception``.
+        complete: False if a rank's part is not there that should be.
+        parameters: rank -> names of the parameters whose gradient is not finite on it.
+        message: the verdict in words.
+        files: file name -> its size and hash.
+        missing: rank -> why its part is not there.
+        model_files: rank -> the file with its parameters.
+        versions: of torch, python and ddpstats.
+    """
+
+    reason: str
+    step: int
+    created_utc: str
+    world_size: int
+    complete: bool
+    culprit_ranks: tuple[int, ...]
+    parameters: dict[int, list[str]]
+    message: str
+    files: dict[str, Written]
+    ranks_present: tuple[int, ...]
+    missing: dict[int, str]
+    model_files: dict[int, str]
+    notes: list[str]
+    versions: dict[str, str]
+
+
+_FIELDS = tuple(field.name for field in dataclasses.fields(Manifest))
+
+
+def bundle_name(step: int, when: datetime) -> str:
+    """``capture-20260102T030405Z-step00000012``. ``when``: with a time zone; without one it is taken for UTC."""
+    utc = when if when.tzinfo is None else when.astimezone(timezone.utc)
+    return f"capture-{utc:%Y%m%dT%H%M%SZ}-step{step:08d}"
+
+
+def rank_file(rank: int) -> str:
+    return f"rank{rank:05d}.pt"
+
+
+def write_manifest(directory: Path, manifest: Manifest) -> Written:
+    """The last file of a bundle. Raises OSError, and `BundleError` for a manifest that `read_manifest` would refuse."""
+    content = as_json(manifest)
+    _checked(json.loads(json.dumps(content)), str(directory / MANIFEST))
+    text = json.dumps(content, indent=1, allow_nan=False)
+    return replace_file(directory / MANIFEST, lambda file: file.write(text.encode()))
+
+
+def as_json(manifest: Manifest) -> dict[str, Any]:
+    """What JSON makes of it: keys that are ranks are texts there."""
+    content = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(manifest)}
+    for name in ("parameters", "missing", "model_files"):
+        content[name] = {str(rank): value for rank, value in content[name].items()}
+    return content
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """Raises `BundleError` that names the file and the field."""
+    path = directory / MANIFEST
+    if not directory.is_dir():
+        raise BundleError(f"{directory} is not a directory; a bundle is one: give the directory capture-...-step...")
+    if not path.exists() and not path.is_symlink():
+        raise BundleError(
+            f"{directory} has no {MANIFEST}, which is written last: the writing never ended (the job was killed, or "
+            "the disk was full). Use an older bundle, or capture again."
+        )
+    return _checked(_parsed(inside(directory, MANIFEST)), str(path))
+
+
+def inside(directory: Path, name: str) -> Path:
+    """The file of that name, once it is known to be a file of this directory. Raises `BundleError`."""
+    path = directory / name
+    try:
+        resolved = path.resolve(strict=True)
+    except (OSError, RuntimeError) as error:
+        raise BundleError(f"{path} cannot be read: {error}; copy the whole directory, with every file") from None
+    if resolved.parent != directory.resolve() or not resolved.is_file():
+        raise BundleError(f"{path} is not a file of its own directory but leads to {resolved}; it is not read")
+    return resolved
+
+
+def _parsed(path: Path) -> Any:
+    try:
+        with path.open("rb") as file:
+            content = file.read(_MOST_BYTES + 1)
+        if len(content) > _MOST_BYTES:
+            raise ValueError(f"it has more than {_MOST_BYTES} bytes")
+        return json.loads(content.decode("utf-8"), parse_constant=_refuse_constant)
+    except (OSError, ValueError, RecursionError) as error:
+        raise BundleError(f"{path} cannot be read: {error}; it is damaged, or was not written by ddpstats") from None
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _checked(content: Any, where: str) -> Manifest:
+    fields = Fields(content, where)
+    if fields.raw("format") != FORMAT:
+        raise fields.wrong("format", f"{FORMAT!r}: this is not a capture of ddpstats")
+    if fields.raw("version") != VERSION or type(fields.raw("version")) is not int:
+        raise fields.wrong("version", f"{VERSION}, the one that this ddpstats reads")
+    fields.only(("format", "version", *_FIELDS))
+    world_size = fields.integer("world_size", 1, MOST_RANKS)
+    files = _files(fields)
+    return Manifest(
+        reason=fields.one_of("reason", REASONS),
+        step=fields.integer("step", 0, _MOST_STEP),
+        created_utc=fields.text("created_utc"),
+        world_size=world_size,
+        complete=fields.flag("complete"),
+        culprit_ranks=fields.ranks("culprit_ranks", world_size),
+        parameters=_parameters(fields, world_size),
+        message=fields.text("message"),
+        files=files,
+        ranks_present=_present(fields, world_size, files),
+        missing=_texts_by_rank(fields, "missing", world_size),
+        model_files=_model_files(fields, world_size, files),
+        notes=fields.texts("notes"),
+        versions=_versions(fields),
+    )
+
+
+def _files(fields: Fields) -> dict[str, Written]:
+    files = {}
+    for name, described in fields.mapping("files").items():
+        if RANK_FILE.fullmatch(name) is None and MODEL_FILE.fullmatch(name) is None:
+            raise BundleError(f"{fields.at('files')}: {name[:80]!r} is not the name of a file of a capture; not read")
+        inner = Fields(described, f"{fields.at('files')}: {name}")
+        inner.only(("bytes", "sha256"))
+        digest = inner.text("sha256")
+        if _SHA256.fullmatch(digest) is None:
+            raise inner.wrong("sha256", "64 hexadecimal digits")
+        files[name] = Written(inner.integer("bytes", 0, _LARGEST_FILE_BYTES), digest)
+    return files
+
+
+def _parameters(fields: Fields, world_size: int) -> dict[int, list[str]]:
+    found = fields.by_rank("parameters", world_size)
+    if not all(map(is_texts, found.values())):
+        raise fields.wrong("parameters", "names of parameters by rank")
+    return found
+
+
+def _present(fields: Fields, world_size: int, files: Mapping[str, Written]) -> tuple[int, ...]:
+    present = fields.ranks("ranks_present", world_size)
+    for rank in present:
+        if rank_file(rank) not in files:
+            raise fields.wrong("ranks_present", f"ranks that have a file: {rank_file(rank)} is not in 'files'")
+    return present
+
+
+def _texts_by_rank(fields: Fields, name: str, world_size: int) -> dict[int, str]:
+    found = fields.by_rank(name, world_size)
+    if not is_texts(list(found.values())):
+        raise fields.wrong(name, "a text by rank")
+    return found
+
+
+def _model_files(fields: Fields, world_size: int, files: Mapping[str, Written]) -> dict[int, str]:
+    found = _texts_by_rank(fields, "model_files", world_size)
+    for name in found.values():
+        if MODEL_FILE.fullmatch(name) is None or name not in files:
+            raise fields.wrong("model_files", f"model files that are in 'files': {name[:80]!r} is not")
+    return found
+
+
+def _versions(fields: Fields) -> dict[str, str]:
+    found = dict(fields.mapping("versions"))
+    if not is_texts(list(found.values())):
+        raise fields.wrong("versions", "texts by name")
+    return found

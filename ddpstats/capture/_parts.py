@@ -1,0 +1,182 @@
+"""What one rank puts into a bundle: its part of the step, and the module as it was before the step."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import socket
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddpstats._gradients import GradientWatch, norm_kind
+from ddpstats._step_record import MicroBatch, StepRecord, walk
+from ddpstats.capture._plain import CannotStore, to_plain
+
+_RANDOM_BYTES = 1 << 14  # about what the states of the generators take
+_ENVIRONMENT = ("CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG", "OMP_NUM_THREADS", "NCCL_ALGO", "NCCL_PROTO")
+
+
+class Source:
+    """Where the parts come from. Local, but for `summary` where parameters are sharded: that is collective."""
+
+    def __init__(
+        self,
+        watch: GradientWatch,
+        record: StepRecord,
+        optimizer: Any,
+        scheduler: Any,
+        scaler: Any,
+        store_batch: bool,
+    ) -> None:
+        self._watch, self._record = watch, record
+        self._states = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
+        self._store_batch = store_batch
+        self._gathered: dict[str, Tensor] | None = None
+
+    def summary(self) -> dict[str, Any]:
+        """How large the parts would be, in bytes, and a digest of the parameters that tells replicas apart.
+
+        The one moment at which all ranks are here, and sharded parameters can be gathered.
+        """
+        parameters = self._gathered = self.parameters()
+        batches = [leaf for micro in self._record.micro_batches for _, leaf in walk(micro.batch)]
+        local = self._local_gradients() or {}
+        sizes = {
+            "rank": _RANDOM_BYTES * len(self._record.micro_batches)
+            + _bytes(batches) * self._store_batch
+            + _bytes((self._record.buffers or {}).values())
+            + _bytes(local.values()),
+            "model": _bytes(parameters.values()),
+            "optimizer": _bytes(leaf for one in _each(self._states["optimizer"]) for _, leaf in walk(one.state_dict())),
+        }
+        return {"sizes": sizes, "digest": _digest(parameters)}
+
+    def forget(self) -> None:
+        """The step is over."""
+        self._gathered = None
+
+    def parameters(self) -> dict[str, Tensor]:
+        """By name, whole."""
+        if self._gathered is not None:
+            return self._gathered
+        with torch.no_grad():
+            return {
+                name: (parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter).detach()
+                for name, parameter in zip(self._watch.names, self._watch.parameters, strict=True)
+            }
+
+    def model_part(self, with_optimizer: bool = True) -> dict[str, Any]:
+        """The parameters before the step, and the state of what changes them."""
+        left_out = [] if with_optimizer else ["optimizer: the bundle would be larger than max_bytes"]
+        part: dict[str, Any] = {"parameters": {name: t.cpu().clone() for name, t in self.parameters().items()}}
+        for name, states in self._states.items():
+            part[name] = None
+            if states is None or (name == "optimizer" and not with_optimizer):
+                continue
+            try:
+                plain = [to_plain(one.state_dict(), name) for one in _each(states)]
+                part[name] = plain if isinstance(states, (list, tuple)) else plain[0]
+            except CannotStore as error:
+                left_out.append(str(error))
+        return {**part, "left_out": left_out}
+
+    def rank_part(self, rank: int, world_size: int, step: int, error: str | None = None) -> dict[str, Any]:
+        """This rank's batches, random states, buffers and norms of the step."""
+        module, scaler = self._record.module, self._states["scaler"]
+        norms = [arrivals.norms() for arrivals in self._watch.arrivals]
+        local = self._local_gradients()
+        return {
+            "rank": int(rank),
+            "world_size": world_size,
+            "step": step,
+            "device": str(self._record.device),
+            "parameter_names": list(self._watch.names),
+            "micro_batches": [
+                self._micro_batch(micro, norms[place] if place < len(norms) else None)
+                for place, micro in enumerate(self._record.micro_batches)
+            ],
+            "buffers": {name: buffer.cpu().clone() for name, buffer in (self._record.buffers or {}).items()},
+            "eval_modules": [name for name, one in module.named_modules() if not one.training],
+            "frozen": [name for name, one in module.named_parameters() if not one.requires_grad],
+            "norm": norm_kind(self._record.device),
+            "gradients": None if local is None else {name: one.cpu() for name, one in local.items()},
+            "scale": float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0,
+            "error": error,
+            "environment": _environment(self._record.device),
+        }
+
+    def _micro_batch(self, micro: MicroBatch, norms: Tensor | None) -> dict[str, Any]:
+        batch, missing = None, None if self._store_batch else "store_batch=False"
+        if missing is None:
+            try:
+                batch = to_plain(micro.batch)
+            except CannotStore as error:
+                missing = str(error)
+        micro.look_for_changes()
+        return {
+            "batch": batch,
+            "batch_missing": missing,
+            "changed": list(micro.changed),
+            "random": micro.random.to_plain(),
+            "autocast": _autocast(micro),
+            "loss": None if micro.loss is None else torch.as_tensor(micro.loss).detach().cpu().clone(),
+            "norms": norms,
+        }
+
+    def _local_gradients(self) -> dict[str, Tensor] | None:
+        """Of the last micro-batch, before they were reduced, where they could be kept."""
+        arrivals = self._watch.arrivals
+        local = arrivals[-1].local() if arrivals else None
+        return None if local is None else {self._watch.names[place]: one for place, one in local.items()}
+
+
+def _autocast(micro: MicroBatch) -> dict[str, Any] | None:
+    if micro.autocast is None:
+        return None
+    kind, enabled, dtype = micro.autocast
+    return {"device_type": kind, "enabled": enabled, "dtype": str(dtype)}
+
+
+def _environment(device: torch.device) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "host": socket.gethostname(),
+        "machine": platform.machine(),
+        "torch": str(torch.__version__),  # a class of its own, which no safe reader takes
+        "cuda": torch.version.cuda or "",
+        "threads": torch.get_num_threads(),
+        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+        "cudnn_deterministic": bool(torch.backends.cudnn.deterministic),
+        "cudnn_benchmark": bool(torch.backends.cudnn.benchmark),
+        "matmul_precision": torch.get_float32_matmul_precision(),
+        "default_dtype": str(torch.get_default_dtype()),
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        found["device_name"], found["device_uuid"] = properties.name, str(getattr(properties, "uuid", ""))
+    return found | {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
+
+
+def _each(states: Any) -> Sequence[Any]:
+    """One object with a state, or several of them; espnet's schedulers may be None."""
+    found = states if isinstance(states, (list, tuple)) else [states]
+    return [one for one in found if one is not None]
+
+
+def _bytes(leaves: Iterable[Any]) -> int:
+    return sum(leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, Tensor))
+
+
+def _digest(tensors: dict[str, Tensor]) -> str:
+    """Of every bit, in order."""
+    found = hashlib.blake2b(digest_size=16)
+    for tensor in tensors.values():
+        here = tensor.cpu().contiguous()
+        size = here.numel() * here.element_size()
+        if size:
+            found.update((ctypes.c_char * size).from_address(here.data_ptr()))
+    return found.hexdigest()

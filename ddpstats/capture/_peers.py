@@ -1,0 +1,147 @@
+"""A rank that raises inside its micro-batch: how the others learn of it, although they wait in a collective for it.
+
+1. The rank writes what happened to the group's store, where `Channel` keeps verdicts, and takes no further part. The
+   first one to do so is the one that all others name.
+2. A rank that waits in `NaNCapture.check` looks there while it waits, and raises `RankMissing` with that text.
+3. A rank whose own collective breaks because the other process has ended (gloo: "Connection closed by peer") looks
+   there before it lets that error go on, and raises `RankMissing` from it.
+4. A rank that sits in a collective of the program's own while the process of the rank that raised lives on cannot be
+   reached: gloo's waits end by their timeout (30 minutes) or by the connection's end, and by nothing else (torch 2.13:
+   neither abort() nor shutdown() of either side ends them). So a thread looks into the store while a micro-batch takes
+   long, and then ends this process, saying why on stderr: as torch's own watchdog does under NCCL.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import os
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+
+import torch.distributed as dist
+
+from ddpstats._channel import Channel
+from ddpstats._ranks import ranks_text
+from ddpstats.errors import DdpstatsError, RankMissing
+
+POLL_SEC = 1.0
+LONG_SEC = 2.0  # from when on a micro-batch takes long enough to look into the store
+GRACE_SEC = 3.0  # what a rank has to come out of its collective by itself
+EXIT_STATUS = 1
+_LOST = ("connection closed by peer", "connection reset", "broken pipe", "socket closed", "gloo", "nccl")
+_EXPLAIN_SEC = 2.0
+
+
+class Peers:
+    """The other ranks of the group, from this one's point of view. Local."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self.ranks, self.rank = channel.ranks, channel.rank
+        self._watcher = Watcher(channel) if len(self.ranks) > 1 else None
+
+    def enter(self) -> None:
+        """A micro-batch begins: this rank may soon wait for others."""
+        if self._watcher is not None:
+            self._watcher.enter()
+
+    def leave(self) -> None:
+        """The micro-batch is through."""
+        if self._watcher is not None:
+            self._watcher.leave()
+
+    def announce(self, error: Exception, where: str, bundle: Path | None) -> None:
+        """Tell the others that this rank raised, and takes no further part."""
+        last = traceback.extract_tb(error.__traceback__)[-1:]
+        site = f" ({last[0].filename}:{last[0].lineno})" if last else ""
+        lines = [f"{ranks_text([self.rank])} raised in {where}: {type(error).__name__}: {error}{site}"]
+        if bundle is not None:
+            lines.append(f"Its batch, random state and parameters: {bundle}")
+        lines.append("It takes no further part, and the other ranks stop. Reductions on this group are closed.")
+        self._channel.abandon("\n".join(lines))
+
+    def explain(self, error: BaseException) -> RankMissing | None:
+        """The reason behind a connection that broke, where another rank gave one."""
+        if len(self.ranks) == 1 or not self.is_lost_connection(error):
+            return None
+        deadline = time.monotonic() + _EXPLAIN_SEC
+        while True:
+            found = self._channel.verdict()
+            if found is not None or time.monotonic() > deadline:
+                return found
+            time.sleep(0.05)
+
+    def is_lost_connection(self, error: BaseException) -> bool:
+        """Whether that is no fault of this rank's own, but of the connection to another one."""
+        if isinstance(error, (dist.DistError, RankMissing)):
+            return True
+        text = str(error).lower()
+        return (
+            isinstance(error, RuntimeError)
+            and not isinstance(error, DdpstatsError)
+            and any(word in text for word in _LOST)
+        )
+
+    def close(self) -> None:
+        """End the thread. Idempotent."""
+        if self._watcher is not None:
+            self._watcher.close()
+
+
+class Watcher:
+    """Ends this process where it waits for a rank that has said that it will not come."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._since: float | None = None
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def enter(self) -> None:
+        self._since = time.monotonic()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._watch, name="ddpstats-capture", daemon=True)
+            self._thread.start()
+            # A thread that asks for the GIL while Python ends aborts the process.
+            atexit.register(self.close)
+
+    def leave(self) -> None:
+        self._since = None
+
+    def close(self) -> None:
+        self._stop.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(10 * POLL_SEC)
+            atexit.unregister(self.close)
+
+    def _watch(self) -> None:
+        while not self._stop.wait(POLL_SEC):
+            since = self._since
+            if since is None or time.monotonic() - since < LONG_SEC:
+                continue
+            found = self._channel.verdict()
+            if found is not None and self._still_in(since):
+                _end_process(found)
+
+    def _still_in(self, since: float) -> bool:
+        """Whether the micro-batch that began then goes on for longer than it may take to notice by itself."""
+        deadline = time.monotonic() + GRACE_SEC
+        while time.monotonic() < deadline:
+            if self._since != since or self._stop.wait(0.05):
+                return False
+        return True
+
+
+def _end_process(reason: RankMissing) -> None:
+    print(
+        f"ddpstats: {reason}\nThis process waits for that rank in a collective that nothing but its timeout would end. "
+        "It ends now; this is where it waited:",
+        file=sys.stderr,
+        flush=True,
+    )
+    faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
+    os._exit(EXIT_STATUS)

@@ -1,0 +1,250 @@
+"""How the ranks write one bundle together: every rank its part, the manifest last.
+
+1. From what all ranks said of themselves each rank knows alike: the directory's name, who writes the module (one rank
+   for all replicas that agree in every bit), whether all of it fits into ``max_bytes``.
+2. Every rank writes its files, each of them whole or not there, and all tell each other what came of it.
+3. The lowest rank writes the manifest, and removes bundles that are too old; all learn whether that worked.
+
+Whatever fails, a disk that is full or a rank that dies, fails on every rank alike: the manifest says "complete": false
+and what is missing, the verdict says that all ranks should stop, and older bundles stay as they are. A rank that dies
+raises `RankMissing` on the others, after the lowest of them has written that manifest.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ddpstats._atomic import Written
+from ddpstats._gather import gather_trees
+from ddpstats._version import __version__
+from ddpstats.capture._bundle import Manifest, bundle_name, prune, rank_file, write_manifest, write_part
+from ddpstats.capture._parts import Source
+from ddpstats.capture._peers import Peers
+from ddpstats.capture._verdict import Finding, Verdict
+from ddpstats.errors import RankMissing
+
+_logger = logging.getLogger("ddpstats")
+
+
+class Bundling:
+    """One bundle in the making. Every rank goes through `write_parts` and `finish`.
+
+    Attributes:
+        directory: of the bundle; None if it would be too large.
+        model_writers: rank -> the rank that writes its parameters, bit for bit.
+    """
+
+    def __init__(
+        self,
+        dirpath: Path,
+        keep: int,
+        max_bytes: int | None,
+        group: Any,
+        peers: Peers,
+        finding: Finding,
+        details: Mapping[int, Mapping[str, Any]],
+    ) -> None:
+        self._keep, self._group, self._peers, self._finding = keep, group, peers, finding
+        self._dirpath = dirpath
+        self._lowest = min(details)
+        self._when = datetime.fromtimestamp(details[self._lowest]["when"], timezone.utc)
+        self.model_writers = _model_writers({rank: tree["digest"] for rank, tree in details.items()})
+        self._with_optimizer, self._needed_bytes = _fitting(details, self.model_writers, max_bytes)
+        self._max_bytes = max_bytes
+        fits = max_bytes is None or self._needed_bytes <= max_bytes
+        self.directory = dirpath / bundle_name(finding.step, self._when) if fits else None
+        self._results: dict[int, dict[str, Any]] = {}
+
+    def write_parts(self, source: Source) -> None:
+        """Write this rank's files; learn of the others'. Collective."""
+        if self.directory is None:
+            return
+        mine = self._written(self.directory, source)
+        try:
+            found = gather_trees(mine, name="NaNCapture.check: the bundle's parts", group=self._group)
+        except RankMissing as error:
+            self._finish_without(mine, error)
+            raise
+        self._results = dict(zip(self._peers.ranks, found, strict=True))
+
+    def notes(self) -> tuple[str, ...]:
+        """Lines of the verdict about the bundle."""
+        if self.directory is None:
+            return (
+                f"No bundle was written: it would take {self._needed_bytes} bytes, and max_bytes is {self._max_bytes}.",
+            )
+        missing = self._missing()
+        if not missing:
+            return (
+                f"Bundle: {self.directory}",
+                f"Replay it: ddpstats replay {self.directory} --model PKG:FACTORY --step PKG:FN --bisect",
+            )
+        lines = [f"The bundle is incomplete: {self.directory}"]
+        return (*lines, *(f"  rank {rank}: {why}" for rank, why in missing.items()))
+
+    def finish(self, verdict: Verdict) -> Verdict:
+        """Write the manifest, drop old bundles. Collective. An incomplete bundle is a reason to stop."""
+        if self.directory is None:
+            return verdict
+        problem = None
+        if self._peers.rank == self._lowest:
+            problem = self._write_manifest(self.directory, verdict.message, self._missing())
+        told = gather_trees(problem, name="NaNCapture.check: the bundle's manifest", group=self._group)[0]
+        if told is None and not self._missing():
+            return verdict
+        lines = [verdict.message]
+        if told is not None:
+            lines.append(f"The bundle's manifest could not be written: {told}")
+        lines.append("A bundle that is not complete stops the run, whatever on_nonfinite says.")
+        return replace(verdict, should_stop=True, should_skip=True, message="\n".join(lines))
+
+    def _written(self, directory: Path, source: Source) -> dict[str, Any]:
+        """What this rank wrote, or why not."""
+        rank, files = self._peers.rank, {}
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            part = source.rank_part(rank, len(self._peers.ranks), self._finding.step)
+            files[rank_file(rank)] = _as_tree(write_part(directory, rank_file(rank), part))
+            if self.model_writers[rank] == rank:
+                name = self._model_file(rank)
+                content = source.model_part(self._with_optimizer)
+                files[name] = _as_tree(write_part(directory, name, content))
+        except Exception as error:  # whatever it is, the other ranks must hear of it
+            return {"files": files, "error": f"{type(error).__name__}: {error}"}
+        return {"files": files, "error": None}
+
+    def _missing(self) -> dict[int, str]:
+        """Rank -> why its part is not there."""
+        found = {rank: result["error"] for rank, result in self._results.items() if result["error"] is not None}
+        for rank in self._results:
+            writer = self.model_writers[rank]
+            if rank not in found and writer in found:
+                found[rank] = f"the module's parameters were to be written by rank {writer}"
+        return found
+
+    def _write_manifest(self, directory: Path, message: str, missing: Mapping[int, str]) -> str | None:
+        """Why it could not be written; None if it was."""
+        files = {name: one for result in self._results.values() for name, one in result["files"].items()}
+        elsewhere = {
+            rank: f"its files are not in {directory} as rank {self._peers.rank} sees it: all ranks need one file system"
+            for rank, result in self._results.items()
+            if any(not (directory / name).exists() for name in result["files"])
+        }
+        files = {name: Written(**one) for name, one in files.items() if (directory / name).exists()}
+        missing = {**elsewhere, **missing}
+        finding = self._finding
+        try:
+            write_manifest(
+                directory,
+                Manifest(
+                    reason="nonfinite" if finding.kind in ("ok", "scaler_skip") else finding.kind,
+                    step=finding.step,
+                    created_utc=self._when.isoformat(),
+                    world_size=len(self._peers.ranks),
+                    complete=not missing,
+                    culprit_ranks=tuple(map(int, finding.culprit_ranks)),
+                    parameters={int(rank): list(names) for rank, names in finding.by_rank.items()},
+                    message=message,
+                    files=files,
+                    ranks_present=tuple(int(rank) for rank in self._results if rank_file(rank) in files),
+                    missing={int(rank): why for rank, why in missing.items()},
+                    model_files={
+                        int(rank): self._model_file(writer)
+                        for rank, writer in self.model_writers.items()
+                        if self._model_file(writer) in files
+                    },
+                    notes=[],
+                    versions=versions(),
+                ),
+            )
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        if elsewhere:
+            return "; ".join(f"rank {rank}: {why}" for rank, why in elsewhere.items())
+        if not missing:
+            prune(self._dirpath, self._keep)
+        return None
+
+    def _finish_without(self, mine: dict[str, Any], error: RankMissing) -> None:
+        """A rank died while it wrote. The lowest one left says so in the manifest, with its own files."""
+        living = [rank for rank in self._peers.ranks if rank not in error.missing_ranks]
+        if self.directory is None or self._peers.rank != min(living):
+            return
+        self._results = {self._peers.rank: mine}
+        reason = "did not write its part" if error.missing_ranks else "not known: the ranks lost touch"
+        missing = {rank: reason for rank in self._peers.ranks if rank != self._peers.rank}
+        self._write_manifest(self.directory, f"{error}", missing)
+
+    def _model_file(self, writer: int) -> str:
+        return "model.pt" if writer == self._lowest else f"model-rank{writer:05d}.pt"
+
+
+def publish_alone(directory: Path, source: Source, error: Exception, step: int, peers: Peers) -> str:
+    """What a rank that raised can write without the others. Local; never raises. A line about it."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        text = f"{type(error).__name__}: {error}"
+        part = source.rank_part(peers.rank, len(peers.ranks), step, text)
+        model_file = f"model-rank{peers.rank:05d}.pt"
+        files = {
+            rank_file(peers.rank): write_part(directory, rank_file(peers.rank), part),
+            model_file: write_part(directory, model_file, source.model_part()),
+        }
+        write_manifest(
+            directory,
+            Manifest(
+                reason="exception",
+                step=step,
+                created_utc=datetime.now(timezone.utc).isoformat(),
+                world_size=len(peers.ranks),
+                complete=len(peers.ranks) == 1,
+                culprit_ranks=(int(peers.rank),),
+                parameters={},
+                message=f"rank {peers.rank} raised in step {step}: {text}",
+                files=files,
+                ranks_present=(int(peers.rank),),
+                missing={int(rank): "did not raise" for rank in peers.ranks if rank != peers.rank},
+                model_files={int(peers.rank): model_file},
+                notes=[],
+                versions=versions(),
+            ),
+        )
+    except Exception as problem:
+        _logger.warning("the state of the step that raised could not be written", exc_info=problem)
+        return f"ddpstats: the state of this step could not be written: {type(problem).__name__}: {problem}"
+    return f"ddpstats: the batch, the random state and the parameters of this step: {directory}"
+
+
+def versions() -> dict[str, str]:
+    """Of what wrote the bundle."""
+    return {"ddpstats": __version__, "torch": str(torch.__version__), "python": sys.version.split()[0]}
+
+
+def _as_tree(written: Written) -> dict[str, Any]:
+    return {"bytes": written.bytes, "sha256": written.sha256}
+
+
+def _model_writers(digests: Mapping[int, str]) -> dict[int, int]:
+    """Rank -> the rank that writes its parameters: the lowest of those whose parameters have the same bits."""
+    first: dict[str, int] = {}
+    return {rank: first.setdefault(digests[rank], rank) for rank in sorted(digests)}
+
+
+def _fitting(
+    details: Mapping[int, Mapping[str, Any]], writers: Mapping[int, int], max_bytes: int | None
+) -> tuple[bool, int]:
+    """Whether the optimizer's state goes in as well, and how many bytes the bundle takes then."""
+    sizes = {rank: tree["sizes"] for rank, tree in details.items()}
+    needed = sum(one["rank"] for one in sizes.values())
+    needed += sum(sizes[rank]["model"] for rank in set(writers.values()))
+    optimizers = sum(sizes[rank]["optimizer"] for rank in set(writers.values()))
+    fits = max_bytes is None or needed + optimizers <= max_bytes
+    return fits, needed + optimizers * fits

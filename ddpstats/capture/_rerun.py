@@ -1,0 +1,414 @@
+"""One captured step, run again in this process, as often as wanted.
+
+1. `Rerun` checks that the module has the captured parameters and buffers, by name and shape.
+2. Each `Rerun.run` puts everything back: parameters, buffers as before the step, train and eval modes, which parameters
+   want gradients; no gradients.
+3. For each micro-batch: a fresh copy of the batch, the random state that it had, the user's step under the autocast
+   settings that the module's forward pass had, the loss times the scale, backward.
+4. After each: what the loss was, which gradients arrived and how large they are (`_gradients.measure`), and which are
+   not finite.
+
+Only the module's forward pass is put under the captured autocast: what the step does outside is as the step says.
+Threads, determinism and matrix precision are those of the capture while it runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ddpstats._gradients import measure
+from ddpstats._random_state import RandomState
+from ddpstats.capture._plain import from_plain
+from ddpstats.capture._rank_part import Autocast, MicroBatch, RankPart
+from ddpstats.errors import BundleError, ConfigError
+
+Step = Callable[[nn.Module, Any], Any]
+
+_SHOWN_NAMES = 5
+_WIDER = {"fp32": torch.float32, "fp64": torch.float64}
+_DTYPES = {str(dtype): dtype for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to run: ``precision`` is captured, amp, fp32 or fp64."""
+
+    device: torch.device
+    precision: str = "captured"
+    amp_dtype: torch.dtype | None = None
+
+
+@dataclass
+class Outcome:
+    """What one run came to.
+
+    Attributes:
+        losses, norms: one per micro-batch that ran; ``norms`` are None where no backward pass was to run.
+        gradients: those that arrived in the last micro-batch.
+        nonfinite: parameters whose gradient was not finite after some micro-batch.
+        error: what the step raised.
+        raised_in: the micro-batch in which it did.
+    """
+
+    losses: list[Tensor] = field(default_factory=list)
+    norms: list[Tensor | None] = field(default_factory=list)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    nonfinite: list[str] = field(default_factory=list)
+    error: Exception | None = None
+    raised_in: int | None = None
+
+
+class Observer(Protocol):
+    """Whoever wants to see a run from inside: `_bisect`."""
+
+    def begin(self, place: int, batch: Any) -> None: ...
+
+    def watching(self) -> contextlib.AbstractContextManager[Any]: ...
+
+    def loss(self, place: int, loss: Tensor) -> None: ...
+
+    def gradients(self, place: int, gradients: Mapping[str, Tensor]) -> None: ...
+
+
+class Rerun:
+    """A captured step and a module to run it on. Local.
+
+    Args:
+        model: from the user's factory; it is changed.
+        step: the user's ``fn(model, batch)``.
+        part: the rank's part of the bundle.
+        parameters: by name.
+
+    Attributes:
+        notes: what the reader of a result should know.
+
+    Raises:
+        ConfigError: the module is not the one of the capture; the message names what differs.
+        BundleError: a batch is not in the bundle.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        step: Step,
+        part: RankPart,
+        parameters: Mapping[str, Tensor],
+        settings: Settings,
+        *,
+        raises: bool = False,
+    ) -> None:
+        self.notes: list[str] = []
+        self.model, self._step, self._part, self._settings = model, step, part, settings
+        self._raises = raises  # the capture's step raised: its last micro-batch is run to the end, if it gets there
+        self._parameters, self._buffers = dict(parameters), dict(part.buffers)
+        self._check_batches()
+        self._check_model()
+        _on(settings.device, model)
+        self.notes += _without_sync_batch_norm(model, settings.device)
+
+    def run(self, observer: Observer | None = None) -> Outcome:
+        """Once, from the captured state. What the user's step raises is in the outcome, but `ConfigError` of ours."""
+        self._restore()
+        outcome = Outcome()
+        with _as_in(self._part.environment), self._precision():
+            for place, micro in enumerate(self._part.micro_batches):
+                batch = self._batch(micro)
+                if observer is not None:
+                    observer.begin(place, batch)
+                try:
+                    self._run_micro_batch(place, micro, batch, observer, outcome)
+                except (ConfigError, BundleError):
+                    raise
+                except SystemExit as error:
+                    raise ConfigError(f"--step ended the process, with status {error.code!r}") from error
+                except Exception as error:
+                    outcome.error, outcome.raised_in = error, place
+                    break
+        return outcome
+
+    def _run_micro_batch(
+        self, place: int, micro: MicroBatch, batch: Any, observer: Observer | None, outcome: Outcome
+    ) -> None:
+        arrived: dict[str, None] = {}
+        watching = observer.watching() if observer is not None else contextlib.nullcontext()
+        with _arrivals(self.model, arrived), self._autocast(micro.autocast):
+            self._restore_random(micro)
+            with watching:
+                loss = _checked_loss(self._step(self.model, batch))
+            outcome.losses.append(loss.detach().clone())
+            if observer is not None:
+                observer.loss(place, loss)
+            backward = micro.norms is not None or self._raises
+            if backward:
+                with watching if observer is None else observer.watching():
+                    _backward(loss, self._part.scale)
+        self._note_gradients(place, arrived if backward else None, observer, outcome)
+
+    def _note_gradients(
+        self, place: int, arrived: dict[str, None] | None, observer: Observer | None, outcome: Outcome
+    ) -> None:
+        if arrived is None:
+            outcome.norms.append(None)
+            return
+        named = dict(self.model.named_parameters())
+        outcome.norms.append(measure([one.grad if name in arrived else None for name, one in named.items()]))
+        found = {name: one.grad for name, one in named.items() if one.grad is not None}
+        outcome.gradients = {name: gradient for name, gradient in found.items() if name in arrived}
+        for name, gradient in found.items():
+            if name not in outcome.nonfinite and not bool(gradient.detach().isfinite().all()):
+                outcome.nonfinite.append(name)
+        if observer is not None:
+            observer.gradients(place, found)
+
+    # -- before a run -------------------------------------------------------------------------------------------------
+
+    def _check_batches(self) -> None:
+        if not self._part.micro_batches:
+            raise ConfigError(f"rank {self._part.rank} had no batch in this step; choose another with --rank")
+        for place, micro in enumerate(self._part.micro_batches):
+            if micro.batch_missing is not None:
+                raise BundleError(
+                    f"rank {self._part.rank}: the batch of micro-batch {place} is not in the bundle: "
+                    f"{micro.batch_missing}. Nothing can be replayed without it; choose another rank, or capture again."
+                )
+            if micro.changed:
+                self.notes.append(
+                    f"micro-batch {place}: {_some(micro.changed)} was changed in place during the step; the replay "
+                    "gets the values as they were afterwards"
+                )
+
+    def _check_model(self) -> None:
+        _same_names("parameter", dict(self.model.named_parameters()), self._parameters)
+        buffers = dict(self.model.named_buffers())
+        if buffers and not self._buffers:
+            self.notes.append("the capture has no buffers (no forward pass had begun): those of the factory are used")
+        else:
+            _same_names("buffer", buffers, self._buffers)
+        dtypes = {name: one.dtype for name, one in self.model.named_parameters()}
+        other = [name for name, value in self._parameters.items() if value.dtype != dtypes[name]]
+        if other:
+            self.notes.append(f"the factory's module has another dtype for {_some(other)}; the captured one is used")
+
+    def _restore(self) -> None:
+        device, dtype = self._settings.device, _WIDER.get(self._settings.precision)
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                parameter.data = _moved(self._parameters[name], device, dtype)
+                parameter.requires_grad_(name not in self._part.frozen and _differentiable(parameter))
+                parameter.grad = None
+            for name, buffer in self.model.named_buffers():
+                buffer.data = _moved(self._buffers.get(name, buffer.data), device, dtype)
+        for name, module in self.model.named_modules():
+            module.training = name not in self._part.eval_modules
+
+    def _batch(self, micro: MicroBatch) -> Any:
+        dtype = _WIDER.get(self._settings.precision)
+        plain = micro.batch if dtype is None else _converted(micro.batch, dtype)
+        return from_plain(plain, self._settings.device)
+
+    def _restore_random(self, micro: MicroBatch) -> None:
+        try:
+            RandomState.from_plain(micro.random, self._settings.device).restore()
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError, OverflowError) as error:
+            raise BundleError(
+                f"rank {self._part.rank}: the random state is not one: {type(error).__name__}: {error}; the bundle is "
+                "damaged or hostile"
+            ) from None
+
+    def _precision(self) -> contextlib.AbstractContextManager[None]:
+        return _without_autocast() if self._settings.precision in _WIDER else contextlib.nullcontext()
+
+    def _autocast(self, captured: Autocast | None) -> contextlib.AbstractContextManager[None]:
+        kind, precision = self._settings.device.type, self._settings.precision
+        if precision in _WIDER or (precision == "captured" and captured is None):
+            return contextlib.nullcontext()
+        enabled = precision == "amp" or (captured is not None and captured.enabled)
+        dtype = captured.dtype if captured is not None and captured.enabled else None
+        if precision == "amp":
+            default = torch.bfloat16 if kind == "cpu" else torch.float16
+            dtype = self._settings.amp_dtype or dtype or default
+        return _forward_under(self.model, lambda: torch.autocast(kind, dtype=dtype, enabled=enabled))
+
+
+# -- the module -------------------------------------------------------------------------------------------------------
+
+
+def _same_names(what: str, built: Mapping[str, Tensor], captured: Mapping[str, Tensor]) -> None:
+    """Raises `ConfigError` that names what is missing, too much, or of another shape."""
+    missing = [name for name in captured if name not in built]
+    extra = [name for name in built if name not in captured]
+    both = [name for name in captured if name in built]
+    shapes = [
+        f"{name} is {tuple(built[name].shape)}, captured {tuple(captured[name].shape)}"
+        for name in both
+        if built[name].shape != captured[name].shape
+    ]
+    lines = [f"  captured, and not in the module: {_some(missing)}"] if missing else []
+    lines += [f"  in the module, and not captured: {_some(extra)}"] if extra else []
+    lines += [f"  other shapes: {_some(shapes)}"] if shapes else []
+    if lines:
+        hint = "Let --model make the module as it was trained, without DistributedDataParallel around it."
+        raise ConfigError(
+            "\n".join([f"--model makes another module than the captured one, by its {what}s:", *lines, hint])
+        )
+
+
+def _some(names: Any) -> str:
+    shown = list(names)
+    more = f" and {len(shown) - _SHOWN_NAMES} more" if len(shown) > _SHOWN_NAMES else ""
+    return ", ".join(map(str, shown[:_SHOWN_NAMES])) + more
+
+
+def _on(device: torch.device, model: nn.Module) -> None:
+    try:
+        model.to(device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ConfigError(f"the module does not go to --device {device}: {error}") from error
+
+
+def _moved(value: Tensor, device: torch.device, dtype: torch.dtype | None) -> Tensor:
+    """A copy: a step may change its module."""
+    return value.detach().to(device, dtype if value.is_floating_point() else None, copy=True)
+
+
+def _differentiable(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _without_sync_batch_norm(model: nn.Module, device: torch.device) -> list[str]:
+    """torch's SyncBatchNorm refuses the CPU. Where every rank holds the same batch, BatchNorm normalizes alike."""
+    found = [module for module in model.modules() if isinstance(module, nn.SyncBatchNorm)]
+    if not found or device.type != "cpu":
+        return []
+    for module in found:
+        module.forward = types.MethodType(nn.BatchNorm1d.forward, module)  # type: ignore[method-assign]
+    what = "1 SyncBatchNorm module normalizes" if len(found) == 1 else f"{len(found)} SyncBatchNorm modules normalize"
+    return [f"{what} over this rank's batch alone: torch has no SyncBatchNorm for the CPU"]
+
+
+@contextlib.contextmanager
+def _forward_under(model: nn.Module, context: Callable[[], contextlib.AbstractContextManager[Any]]) -> Iterator[None]:
+    forward, own = model.forward, "forward" in vars(model)
+
+    def wrapped(*args: Any, **named: Any) -> Any:
+        with context():
+            return forward(*args, **named)
+
+    model.forward = wrapped
+    try:
+        yield
+    finally:
+        if own:
+            model.forward = forward
+        else:
+            del model.forward
+
+
+@contextlib.contextmanager
+def _arrivals(model: nn.Module, arrived: dict[str, None]) -> Iterator[None]:
+    """Which parameters get a gradient; a parameter's older gradient does not count."""
+    handles = [
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: arrived.setdefault(name))  # type: ignore[no-untyped-call]
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+# -- the loss ---------------------------------------------------------------------------------------------------------
+
+
+def _checked_loss(value: Any) -> Tensor:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value
+    what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    hint = ""
+    if isinstance(value, Mapping) and "loss" in value:
+        hint = ": return its entry 'loss'"
+    elif isinstance(value, (tuple, list)) and value and isinstance(value[0], Tensor):
+        hint = ": return its first element, if that is the loss"
+    raise ConfigError(f"--step must return the loss, a tensor of one element, and it returned {what}{hint}")
+
+
+def _backward(loss: Tensor, scale: float) -> None:
+    if not loss.requires_grad:
+        raise ConfigError("--step returned a loss that no parameter has a part in: was it detached, or under no_grad?")
+    (loss if scale == 1.0 else loss * scale).sum().backward()  # type: ignore[no-untyped-call]
+
+
+# -- precision and environment ----------------------------------------------------------------------------------------
+
+
+def _converted(plain: Any, dtype: torch.dtype) -> Any:
+    """A batch as `to_plain` wrote it, with floating tensors of another dtype."""
+    if type(plain) is list:
+        return [_converted(one, dtype) for one in plain]
+    if type(plain) is not dict:
+        return plain
+    data = plain.get("data")
+    if plain.get("kind") == "tensor" and isinstance(data, Tensor):
+        return {**plain, "data": data.to(dtype) if data.is_floating_point() else data}
+    return {key: _converted(value, dtype) for key, value in plain.items()}
+
+
+@contextlib.contextmanager
+def _without_autocast() -> Iterator[None]:
+    """Also where the user's step asks for it."""
+    enter = torch.autocast.__enter__
+
+    def disabled(self: Any) -> Any:
+        self._enabled = False
+        return enter(self)  # type: ignore[no-untyped-call]
+
+    torch.autocast.__enter__ = disabled  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.autocast.__enter__ = enter  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _as_in(environment: Mapping[str, Any]) -> Iterator[None]:
+    """Switches that change the last bits; those that the capture does not know stay as they are."""
+    before = _switches()
+    wanted = {name: environment[name] for name in before if type(environment.get(name)) is type(before[name])}
+    try:
+        _switch({**before, **wanted})
+        yield
+    finally:
+        _switch(before)
+
+
+def _switches() -> dict[str, Any]:
+    return {
+        "threads": torch.get_num_threads(),
+        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+        "cudnn_deterministic": bool(torch.backends.cudnn.deterministic),
+        "cudnn_benchmark": bool(torch.backends.cudnn.benchmark),
+        "matmul_precision": torch.get_float32_matmul_precision(),
+        "default_dtype": str(torch.get_default_dtype()),
+    }
+
+
+def _switch(values: Mapping[str, Any]) -> None:
+    if 1 <= values["threads"] <= 1024:
+        torch.set_num_threads(values["threads"])
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(values["deterministic_algorithms"], warn_only=warn_only)
+    torch.backends.cudnn.deterministic = values["cudnn_deterministic"]
+    torch.backends.cudnn.benchmark = values["cudnn_benchmark"]
+    if values["matmul_precision"] in ("highest", "high", "medium"):
+        torch.set_float32_matmul_precision(values["matmul_precision"])
+    if values["default_dtype"] in _DTYPES:
+        torch.set_default_dtype(_DTYPES[values["default_dtype"]])

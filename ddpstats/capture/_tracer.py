@@ -1,0 +1,376 @@
+"""Every operation of a step, and where each value that is not finite came from.
+
+For each operation, under a ``TorchDispatchMode`` that sees forward and backward:
+
+1. Which inputs are not finite? What an operation overwrites (the target of ``copy_``, of ``out=``) is no input.
+2. It runs.
+3. An output that is not finite, of inputs that are: this operation is an *origin*. So is one that makes a NaN of
+   infinities which were put there on purpose (``masked_fill(-inf)``, a mask): a softmax over a row of nothing but -inf.
+4. An output that is not finite, of inputs that are not: the value has the *mark* of that input, and has passed one
+   more operation. Infinities that somebody put there get a mark as well, but lose against any other.
+5. Marks belong to storages, so that views and in-place operations keep them; an output that fills its storage with
+   finite values takes the mark away. A storage is held weakly: memory is given back, but its identity is not reused.
+
+Where an operation is: a stack of the modules whose forward pass is running, and the user's frames. A backward operation
+has neither: it belongs to the autograd node, which has the sequence number that was current when the forward operation
+ran, so what stood then is looked up.
+
+Checked on torch 2.13, for which there is no public way: ``torch._C._current_autograd_node``, ``Node._sequence_nr``,
+``torch.autograd._get_sequence_nr`` and ``StorageWeakRef``. Without the first three backward operations are found, but
+not their module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ddpstats.capture._tensor_stats import TensorStats, nan_and_inf, tensor_stats
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__))
+_NOT_THE_USERS = (_PACKAGE + os.sep, _TORCH + os.sep, contextlib.__file__, "<")
+_CALLER = "_run_micro_batch"  # of `_rerun`: the step is called there
+_MOST_FRAMES = 12
+
+# What an operation of these names finds in its first argument does not matter: it is overwritten.
+_OVERWRITING = frozenset(
+    ("copy_", "fill_", "zero_", "set_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_", "cauchy_")
+)
+_UNINITIALIZED = frozenset(
+    ["empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted", "resize_"]
+)
+# A number that is not finite, given to one of these, was meant: a mask. Given to others it is arithmetic.
+_PUTTING = ("fill", "full", "where", "pad", "scalar_tensor", "add", "sub", "clamp", "maximum", "minimum")
+
+_current_node: Callable[[], Any] | None = getattr(torch._C, "_current_autograd_node", None)
+_sequence_number: Callable[[], int] | None = getattr(torch.autograd, "_get_sequence_nr", None)
+
+OPERATION, PUT, SOURCE, UNKNOWN = "operation", "put", "source", "unknown"
+_STRENGTH = {OPERATION: 3, SOURCE: 3, UNKNOWN: 2, PUT: 1}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an operation was called.
+
+    Attributes:
+        module: name and class of the innermost module whose forward pass was running; None outside any.
+        frames: the user's, innermost last: (file, line, function).
+    """
+
+    module: tuple[str, str] | None
+    frames: tuple[tuple[str, int, str], ...]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a value that is not finite comes from.
+
+    Attributes:
+        kind: ``operation`` made it of finite inputs; ``put``: an infinity or uninitialized memory, on purpose;
+            ``source``: it was in the batch, a parameter or a buffer before the step; ``unknown``: a tensor that no
+            operation made.
+        order: the how-manieth operation of the step.
+        what: the operation's name; for a source, the path in it.
+        backward: the autograd node's name; None in the forward pass.
+        inputs, outputs: tensors and numbers, in the order of the arguments.
+    """
+
+    kind: str
+    order: int
+    what: str
+    micro_batch: int
+    place: Place
+    backward: str | None = None
+    inputs: tuple[TensorStats | str, ...] = ()
+    outputs: tuple[TensorStats, ...] = ()
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What a storage's value that is not finite goes back to, and the operations between."""
+
+    origin: Origin
+    passed: str | None = None
+    before: Mark | None = None
+
+    def path(self) -> list[str]:
+        found: list[str] = []
+        mark: Mark | None = self
+        while mark is not None and mark.passed is not None:
+            found.append(mark.passed)
+            mark = mark.before
+        return found[::-1]
+
+
+@dataclass
+class _Input:
+    tensor: Tensor
+    has_nan: bool
+    has_inf: bool
+    mark: Mark | None
+
+
+@dataclass
+class _Call:
+    """One operation; ``shown`` are inputs that it has changed since."""
+
+    func: Any
+    args: Any
+    kwargs: Any
+    inputs: list[_Input]
+    shown: Mapping[int, TensorStats]
+    place: Place
+    backward: str | None
+
+
+@dataclass
+class Tracer:
+    """Marks of one run. Use `watching` around what is to be seen.
+
+    Attributes:
+        micro_batch: the current one; whoever runs the step sets it.
+    """
+
+    model: nn.Module
+    micro_batch: int = 0
+    _names: dict[int, str] = field(default_factory=dict)
+    _modules: list[tuple[str, str]] = field(default_factory=list)
+    _places: dict[int, Place] = field(default_factory=dict)
+    _marks: dict[int, tuple[StorageWeakRef, Mark]] = field(default_factory=dict)
+    _operations: int = 0
+
+    def __post_init__(self) -> None:
+        self._names = {id(module): name for name, module in self.model.named_modules()}
+
+    def watching(self) -> _Watching:
+        """A context manager, for one thread and what autograd does for it."""
+        return _Watching(self)
+
+    def add_source(self, what: str, tensor: Tensor) -> None:
+        """A tensor that was there before the step. Infinities may be meant: a mask has them. A NaN is not."""
+        has_nan, has_inf = nan_and_inf(tensor)
+        if has_nan or has_inf:
+            kind = SOURCE if has_nan or bool((tensor.detach() == math.inf).any()) else PUT
+            self._set(tensor, Mark(self._origin(kind, what, Place(None, ()), None, (), (tensor_stats(tensor),))))
+
+    def mark_of(self, tensor: Tensor) -> Mark | None:
+        """None for a tensor that is finite, or that no operation under `watching` made."""
+        return self._mark(tensor) if any(nan_and_inf(tensor)) else None
+
+    def _mark(self, tensor: Tensor) -> Mark | None:
+        found = self._marks.get(tensor.untyped_storage()._cdata)
+        return None if found is None else found[1]
+
+    def _origin(
+        self,
+        kind: str,
+        what: str,
+        place: Place,
+        backward: str | None,
+        inputs: tuple[TensorStats | str, ...],
+        outputs: tuple[TensorStats, ...],
+    ) -> Origin:
+        return Origin(kind, self._operations, what, self.micro_batch, place, backward, inputs, outputs)
+
+    # -- one operation ------------------------------------------------------------------------------------------------
+
+    def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
+        self._operations += 1
+        place, backward = self._where()
+        inputs, written = _inputs_of(func, args, kwargs)
+        read = [self._input(tensor) for tensor in inputs]
+        shown = {id(tensor): tensor_stats(tensor) for tensor in inputs if id(tensor) in written}  # as before
+        result = func(*args, **kwargs)
+        call = _Call(func, args, kwargs, read, shown, place, backward)
+        outputs = {id(tensor): tensor for tensor in [*_tensors(result), *written.values()]}
+        for output in outputs.values():
+            self._judge(call, output)
+        return result
+
+    def _input(self, tensor: Tensor) -> _Input:
+        has_nan, has_inf = nan_and_inf(tensor)
+        return _Input(tensor, has_nan, has_inf, self._mark(tensor) if has_nan or has_inf else None)
+
+    def _judge(self, call: _Call, output: Tensor) -> None:
+        has_nan, has_inf = nan_and_inf(output)
+        if not (has_nan or has_inf):
+            self._clear(output)
+            return
+        before = _strongest(call.inputs, has_nan)
+        born_here = has_nan and not any(one.has_nan for one in call.inputs)
+        if before is None or (born_here and before.origin.kind == PUT):
+            stats = tuple(_shown_inputs(call))
+            kind = _kind(call, born_here)
+            origin = self._origin(kind, str(call.func), call.place, call.backward, stats, (tensor_stats(output),))
+            self._set(output, Mark(origin))
+        elif not _is_view_of_one(call.inputs, output):
+            self._set(output, Mark(before.origin, str(call.func), before))
+
+    def _set(self, tensor: Tensor, mark: Mark) -> None:
+        storage = tensor.untyped_storage()
+        found = self._marks.get(storage._cdata)
+        # A part of a storage was written: what the rest came from counts, unless that was put there on purpose
+        if found is None or _fills(tensor) or _STRENGTH[found[1].origin.kind] < _STRENGTH[mark.origin.kind]:
+            self._marks[storage._cdata] = (StorageWeakRef(storage), mark)  # type: ignore[no-untyped-call]
+
+    def _clear(self, tensor: Tensor) -> None:
+        if tensor.layout is not torch.strided or tensor.device.type == "meta":
+            return
+        key = tensor.untyped_storage()._cdata
+        if key in self._marks and (_fills(tensor) or not any(nan_and_inf(_whole(tensor)))):
+            del self._marks[key]
+
+    # -- where it is --------------------------------------------------------------------------------------------------
+
+    def _where(self) -> tuple[Place, str | None]:
+        node = _current_node() if _current_node is not None else None
+        if node is None or self._modules:  # a forward pass that is run again inside the backward pass: checkpointing
+            place = Place(self._modules[-1] if self._modules else None, _frames())
+            if _sequence_number is not None:
+                # an operation that has a node ran with the number after the node's
+                self._places.setdefault(_sequence_number() - 1, place)
+            return place, None
+        number = node._sequence_nr() if hasattr(node, "_sequence_nr") else -1
+        return self._places.get(number, Place(None, ())), str(node.name())
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        name = self._names.get(id(module))
+        self._modules.append((name if name is not None else "(not part of the model)", type(module).__name__))
+
+    def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
+        if self._modules:
+            self._modules.pop()
+
+
+class _Watching:
+    """The dispatch mode and the module hooks, together."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
+        self._mode = _Mode(tracer)
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> None:
+        tracer = self._tracer
+        tracer._modules.clear()
+        self._handles = [
+            register_module_forward_pre_hook(tracer._enter),
+            register_module_forward_hook(tracer._leave, always_call=True),
+        ]
+        self._mode.__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        self._mode.__exit__(*error)  # type: ignore[no-untyped-call]
+        for handle in self._handles:
+            handle.remove()
+
+
+class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, tracer: Tracer) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._tracer = tracer
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in types):
+            return NotImplemented  # a wrapper: it calls again, with the tensors that are inside
+        return self._tracer.operation(func, args, kwargs or {})
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+
+
+def _strongest(inputs: list[_Input], nan_wanted: bool) -> Mark | None:
+    """The mark that an output inherits: of an input with a NaN where it has one; one put on purpose comes last."""
+    bad = [one for one in inputs if one.mark is not None]
+    with_nan = [one for one in bad if one.has_nan]
+    candidates = with_nan if nan_wanted and with_nan else bad
+    marks = [one.mark for one in candidates if one.mark is not None]
+    return max(marks, key=lambda mark: (_STRENGTH[mark.origin.kind], -mark.origin.order), default=None)
+
+
+def _inputs_of(func: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], dict[int, Tensor]]:
+    """The tensors that are read, and by identity those of them that the operation writes to as well."""
+    name = func.overloadpacket.__name__
+    read: list[Tensor] = []
+    written: dict[int, Tensor] = {}
+    for place, argument in enumerate(func._schema.arguments):
+        value = args[place] if place < len(args) else kwargs.get(argument.name)
+        writes = argument.alias_info is not None and argument.alias_info.is_write
+        if writes and (argument.kwarg_only or name in _OVERWRITING or name in _UNINITIALIZED):
+            continue
+        tensors = list(_tensors(value))
+        read += tensors
+        written.update({id(tensor): tensor for tensor in tensors if writes})
+    return read, written
+
+
+def _kind(call: _Call, born_here: bool) -> str:
+    """Of a value that is not finite and has no mark yet."""
+    if any(one.has_nan or one.has_inf for one in call.inputs):
+        if born_here:
+            return OPERATION
+        # tensors that no operation made: ``torch.tensor(-inf)``, or numpy's
+        return UNKNOWN if any(one.has_nan for one in call.inputs) else PUT
+    name = call.func.overloadpacket.__name__
+    puts = any(word in name for word in _PUTTING) and _has_nonfinite_number(call)
+    return PUT if name in _UNINITIALIZED or puts else OPERATION
+
+
+def _is_view_of_one(inputs: list[_Input], output: Tensor) -> bool:
+    """A view carries its mark already, and is no operation that a value passes."""
+    storage = output.untyped_storage()._cdata
+    return any(one.tensor is not output and one.tensor.untyped_storage()._cdata == storage for one in inputs)
+
+
+def _fills(tensor: Tensor) -> bool:
+    return tensor.numel() * tensor.element_size() >= tensor.untyped_storage().nbytes()
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """All of the storage of which ``tensor`` shows a part."""
+    storage = tensor.untyped_storage()
+    count = storage.nbytes() // tensor.element_size()
+    whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    whole.set_(storage, 0, (count,), (1,))
+    return whole
+
+
+def _has_nonfinite_number(call: _Call) -> bool:
+    leaves = tree_leaves((call.args, call.kwargs))
+    return any(isinstance(leaf, float) and not math.isfinite(leaf) for leaf in leaves)
+
+
+def _shown_inputs(call: _Call) -> Iterator[TensorStats | str]:
+    for leaf in tree_leaves((call.args, call.kwargs)):
+        if isinstance(leaf, Tensor):
+            yield call.shown[id(leaf)] if id(leaf) in call.shown else tensor_stats(leaf)
+        elif leaf is not None:
+            yield repr(leaf)
+
+
+def _frames() -> tuple[tuple[str, int, str], ...]:
+    """The user's frames, innermost last, up to where this package called the step."""
+    found: list[tuple[str, int, str]] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != _CALLER and len(found) < _MOST_FRAMES:
+        file = frame.f_code.co_filename
+        if not file.startswith(_NOT_THE_USERS):
+            found.append((file, frame.f_lineno, frame.f_code.co_name))
+        frame = frame.f_back
+    return tuple(reversed(found))

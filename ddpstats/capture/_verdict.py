@@ -1,0 +1,252 @@
+"""From what every rank saw in one step to the verdict that all of them return. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from ddpstats._ranks import ranks_text
+
+Policy = Literal["stop", "skip", "continue"]
+Kind = Literal["ok", "nonfinite", "overflow", "scaler_skip", "scaler_skips"]
+
+_SHOWN_NAMES = 4
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What `NaNCapture.check` says of one optimizer step: equal on every rank.
+
+    Attributes:
+        step: the number of the step.
+        kind: "ok"; "nonfinite": some rank's own gradients were not finite; "overflow": every rank's were, but what came
+            out of the reduction is not; "scaler_skip": the GradScaler will skip this step, as it does now and then;
+            "scaler_skips": it does so again and again.
+        culprit_ranks: global ranks whose own gradients were not finite; empty where that is not known.
+        parameters: names of the gradients that are not finite, in the order in which they came: the loss's end first.
+        by_rank: culprit rank -> its part of ``parameters``.
+        bundle: the directory that holds the capture; None if none was written.
+        should_stop, should_skip: what the policy says that the caller should do; ``should_skip`` is set for both.
+        message: all of that for people; empty for "ok".
+        attribution: what reruns said of the cause; None where nothing was rerun.
+    """
+
+    step: int
+    kind: Kind = "ok"
+    culprit_ranks: tuple[int, ...] = ()
+    parameters: tuple[str, ...] = ()
+    by_rank: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    bundle: Path | None = None
+    should_stop: bool = False
+    should_skip: bool = False
+    message: str = ""
+    attribution: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether the step may be taken. A step that the GradScaler skips by itself may."""
+        return self.kind in ("ok", "scaler_skip")
+
+    def __str__(self) -> str:
+        return self.message or f"step {self.step}: all gradients are finite"
+
+
+@dataclass(frozen=True)
+class Bad:
+    """Gradients of one micro-batch that were not finite before the reduce: (name, "NaN" or "Inf")."""
+
+    micro_batch: int
+    gradients: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one rank saw in the step.
+
+    Attributes:
+        micro_batches: how many it had.
+        bad: before the reduce, by micro-batch.
+        reduced: names of gradients that are not finite now.
+        sees_local: False where gradients are sharded, and reduced before anybody can look.
+        scale: of a GradScaler that is in use; None without.
+        step: by its own count.
+        exchanged: the micro-batches after which gradients were reduced.
+    """
+
+    micro_batches: int
+    bad: tuple[Bad, ...]
+    reduced: tuple[str, ...]
+    sees_local: bool
+    scale: float | None
+    step: int
+    exchanged: tuple[int, ...] = ()
+
+    def to_tree(self) -> dict[str, Any]:
+        """As `gather_trees` carries it."""
+        return {
+            "micro_batches": self.micro_batches,
+            "bad": [[one.micro_batch, [list(pair) for pair in one.gradients]] for one in self.bad],
+            "reduced": list(self.reduced),
+            "sees_local": self.sees_local,
+            "scale": self.scale,
+            "step": self.step,
+            "exchanged": list(self.exchanged),
+        }
+
+    @classmethod
+    def from_tree(cls, tree: Mapping[str, Any]) -> Report:
+        bad = tuple(Bad(place, tuple((name, what) for name, what in pairs)) for place, pairs in tree["bad"])
+        reduced, exchanged = tuple(tree["reduced"]), tuple(tree["exchanged"])
+        return cls(tree["micro_batches"], bad, reduced, tree["sees_local"], tree["scale"], tree["step"], exchanged)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What the ranks' reports say together, before anything is written or decided."""
+
+    step: int
+    kind: Kind
+    culprit_ranks: tuple[int, ...]
+    parameters: tuple[str, ...]
+    by_rank: Mapping[int, tuple[str, ...]]
+    lines: tuple[str, ...]
+
+    def verdict(
+        self, policy: Policy, bundle: Path | None, notes: Sequence[str] = (), attribution: str | None = None
+    ) -> Verdict:
+        """``notes``: lines about the bundle."""
+        if self.kind in ("ok", "scaler_skip"):
+            return Verdict(self.step, self.kind, message="\n".join(self.lines))
+        stop, skip = policy == "stop", policy in ("stop", "skip")
+        lines = [*self.lines, *notes]
+        if attribution is not None:
+            lines.append(attribution)
+        lines.append(_POLICY_TEXT[policy])
+        return Verdict(
+            self.step, self.kind, self.culprit_ranks, self.parameters, self.by_rank, bundle, stop, skip,
+            "\n".join(lines), attribution,
+        )  # fmt: skip
+
+
+_POLICY_TEXT = {
+    "stop": "on_nonfinite='stop': every rank should stop before its optimizer takes this step.",
+    "skip": "on_nonfinite='skip': every rank should leave this step out and go on.",
+    "continue": "on_nonfinite='continue': every rank takes the step as it is.",
+}
+
+
+def find(reports: Mapping[int, Report], scaler_skips: int, max_scaler_skips: int) -> Finding:
+    """What happened in this step.
+
+    Args:
+        reports: of all ranks, by global rank.
+        scaler_skips: how many steps in a row, with this one, a GradScaler had to skip.
+        max_scaler_skips: from how many on that is a capture.
+    """
+    step = next(iter(reports.values())).step
+    reports = _without_inherited(reports)
+    by_rank = {rank: _names(report) for rank, report in reports.items() if report.bad}
+    parameters = _union([*by_rank.values(), *(report.reduced for report in reports.values())])
+    if not parameters:
+        return Finding(step, "ok", (), (), {}, ())
+    culprits = tuple(by_rank)
+    if any(report.scale is not None for report in reports.values()):
+        return _scaled(step, reports, by_rank, parameters, scaler_skips, max_scaler_skips)
+    if culprits:
+        lines = [f"step {step}: the gradients of {ranks_text(culprits)} are not finite, before any reduction:"]
+        lines += _culprit_lines(reports)
+        others = [rank for rank in reports if rank not in by_rank]
+        if others:
+            lines.append(f"The gradients of {ranks_text(others)} were finite.")
+        return Finding(step, "nonfinite", culprits, _union(by_rank.values()), by_rank, tuple(lines))
+    return _without_culprit(step, reports, parameters)
+
+
+def _without_inherited(reports: Mapping[int, Report]) -> Mapping[int, Report]:
+    """Where gradients are reduced after each micro-batch, one rank's NaN is in those of all from then on."""
+    spread = [
+        place
+        for report in reports.values()
+        for bad in report.bad
+        for place in report.exchanged
+        if place >= bad.micro_batch
+    ]
+    if not spread:
+        return reports
+    return {
+        rank: replace(report, bad=tuple(bad for bad in report.bad if bad.micro_batch <= min(spread)))
+        for rank, report in reports.items()
+    }
+
+
+def _without_culprit(step: int, reports: Mapping[int, Report], parameters: tuple[str, ...]) -> Finding:
+    shown = _shown(parameters)
+    holders = [rank for rank, report in reports.items() if report.reduced]
+    if not all(report.sees_local for report in reports.values()):
+        lines = [
+            f"step {step}: gradients are not finite: {shown} (in the shards of {ranks_text(holders)}).",
+            "They are sharded, and reduced before anybody can look: which rank they come from is not known.",
+        ]
+        return Finding(step, "nonfinite", (), parameters, {}, tuple(lines))
+    lines = [
+        f"step {step}: every rank's own gradients were finite, but what came out of the reduction is not, on "
+        f"{ranks_text(holders)}: {shown}.",
+        "No rank is the culprit: a sum or a compressing communication hook overflowed"
+        + (", or memory of these ranks was damaged." if len(holders) < len(reports) else "."),
+    ]
+    return Finding(step, "overflow", (), parameters, {}, tuple(lines))
+
+
+def _scaled(
+    step: int,
+    reports: Mapping[int, Report],
+    by_rank: Mapping[int, tuple[str, ...]],
+    parameters: tuple[str, ...],
+    scaler_skips: int,
+    max_scaler_skips: int,
+) -> Finding:
+    """Under a GradScaler gradients overflow now and then by design; again and again they do not."""
+    scales = {rank: report.scale for rank, report in reports.items()}
+    differ = len(set(scales.values())) > 1
+    lines = [f"step {step}: gradients are not finite at scale {_one_or_all(scales)}, and GradScaler skips the step"]
+    if differ:
+        lines.append("The ranks' scales differ: their parameters will, too. Every rank must unscale and update alike.")
+    if scaler_skips < max_scaler_skips:
+        return Finding(step, "scaler_skip", (), (), {}, tuple(lines))
+    lines[0] += f", for the {scaler_skips}th time in a row: this is not about the scale."
+    lines += _culprit_lines(reports)
+    return Finding(step, "scaler_skips", tuple(by_rank), parameters, by_rank, tuple(lines))
+
+
+def _culprit_lines(reports: Mapping[int, Report]) -> list[str]:
+    lines = []
+    for rank, report in reports.items():
+        if report.bad:
+            first = report.bad[0]
+            where = f", first in micro-batch {first.micro_batch} of {report.micro_batches}"
+            kinds = sorted({what for _, what in first.gradients})
+            names = tuple(name for name, _ in first.gradients)
+            lines.append(f"  rank {rank}: {' and '.join(kinds)} in {_shown(names)}{where}")
+    return lines
+
+
+def _names(report: Report) -> tuple[str, ...]:
+    return _union([tuple(name for name, _ in one.gradients) for one in report.bad])
+
+
+def _union(parts: Any) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name for part in parts for name in part))
+
+
+def _shown(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
+    return ", ".join(names[:_SHOWN_NAMES]) + more
+
+
+def _one_or_all(scales: Mapping[int, float | None]) -> str:
+    values = list(dict.fromkeys(scales.values()))
+    if len(values) == 1:
+        return f"{values[0]:g}"
+    return ", ".join(f"{scale} (rank {rank})" for rank, scale in scales.items())

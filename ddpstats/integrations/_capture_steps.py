@@ -1,0 +1,149 @@
+"""`NaNCapture` for trainers that call hooks, where no ``with`` statement can stand around a micro-batch.
+
+`CaptureSteps` is one `NaNCapture` with its running micro-batch. Beside it: what a trainer makes of the model's loss
+before ``backward()``. Trainers weight it, divide it by the number of micro-batches, by tokens that they counted on all
+ranks, and a replay has the model and its batch alone. So:
+
+1. `Forwarded` is a micro-batch of keyword arguments, as the model's forward pass got them.
+2. `note_loss` puts a hook on the loss that the model returned. In the backward pass it gets the derivative of what the
+   trainer made of it: the factor, bit for bit, however it came about, and nobody waits for it.
+3. A factor other than 1 is written into the bundle with the batch, as `LOSS_FACTOR`. `split` takes it out again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ddpstats._gradients import unwrapped
+from ddpstats._step_record import MicroBatch
+from ddpstats.capture import NaNCapture, Verdict
+from ddpstats.errors import RankMissing
+
+LOSS_FACTOR = "ddpstats_loss_factor"
+
+_logger = logging.getLogger("ddpstats")
+
+
+class CaptureSteps:
+    """One rank's capture and its running micro-batch.
+
+    Attributes:
+        verdict: the last one that was not ok; of several in a row the first, which has the bundle.
+        micro: the micro-batch that is running; None between them.
+    """
+
+    def __init__(self, dirpath: str | Path, model: torch.nn.Module, scaler: Any, settings: Mapping[str, Any]) -> None:
+        self.capture = NaNCapture(dirpath, model=model, scaler=scaler, **settings)
+        self.verdict: Verdict | None = None
+        self.micro: MicroBatch | None = None
+        self._scaler = scaler
+        self._model = unwrapped(model)
+        self._running: Any = None
+        self._was_ok = True
+
+    def begin(self, batch: Any) -> MicroBatch:
+        """A micro-batch begins; the one before it is over."""
+        self.end()
+        running = self.capture.micro_batch(batch)
+        self.micro = running.__enter__()
+        self._running = running
+        return self.micro
+
+    def end(self, error: BaseException | None = None) -> RankMissing | None:
+        """The running micro-batch, if there is one, is over: with ``error``, of which the other ranks are told.
+
+        Returns what another rank gave as the reason for it.
+        """
+        running, self._running, self.micro = self._running, None, None
+        if running is None:
+            return None
+        try:
+            running.__exit__(type(error) if error is not None else None, error, None)
+        except RankMissing as reason:
+            return reason
+        return None
+
+    def discard(self) -> None:
+        """The batch of the running micro-batch, if there is one, was not run after all."""
+        running, self._running, self.micro = self._running, None, None
+        if running is not None:
+            running.discard()
+
+    def check(self) -> Verdict:
+        """End the micro-batch and judge the step; one that is to be left out has no gradients any more. Collective."""
+        self.end()
+        verdict = self.capture.check()
+        if self._was_ok and not verdict.ok:
+            self.verdict = verdict
+        self._was_ok = verdict.ok
+        if verdict.should_skip:
+            for parameter in self._model.parameters():
+                parameter.grad = None
+        return verdict
+
+    def note_loss(self, forwarded: Forwarded, loss: Any) -> None:
+        """``loss``: what the model returned for this micro-batch; see the head of this file. Local."""
+        micro = self.micro
+        if micro is None or not isinstance(loss, torch.Tensor) or not loss.requires_grad:
+            return
+        value = loss.detach().clone()  # trainers scale it in place
+        scaled = self._scaler is not None and self._scaler.is_enabled()
+
+        def arrived(gradient: torch.Tensor) -> None:
+            forwarded.factor, forwarded.scaler = gradient.detach(), self._scaler if scaled else None
+            if not scaled:
+                micro.loss = (value * gradient).sum()
+
+        loss.register_hook(arrived)  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        """End the micro-batch, take all hooks away. Idempotent."""
+        self.end()
+        self.capture.close()
+
+
+class Forwarded(Mapping[str, Any]):
+    """The keyword arguments of a forward pass; also `LOSS_FACTOR`, once it is known, and if it is not 1.
+
+    Looked at when a bundle is written: only then may this wait for the factor's device.
+    """
+
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        self._arguments = arguments
+        self.factor: torch.Tensor | None = None
+        self.scaler: Any = None
+
+    def __getitem__(self, name: str) -> Any:
+        return self._all()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._all())
+
+    def __len__(self) -> int:
+        return len(self._all())
+
+    def _all(self) -> Mapping[str, Any]:
+        if self.factor is None:
+            return self._arguments
+        factor = self.factor if self.scaler is None else self.factor / self.scaler.get_scale()
+        return self._arguments if bool((factor == 1).all()) else {**self._arguments, LOSS_FACTOR: factor}
+
+
+def split(batch: Mapping[str, Any]) -> tuple[dict[str, Any], torch.Tensor | None]:
+    """The forward pass's arguments, and the factor of its loss; None for 1."""
+    arguments = dict(batch)
+    return arguments, arguments.pop(LOSS_FACTOR, None)
+
+
+def explain(error: BaseException, reason: RankMissing | None) -> None:
+    """Add another rank's reason to an error that this module may not replace."""
+    if reason is None:
+        return
+    if hasattr(error, "add_note"):  # Python 3.11
+        error.add_note(f"{reason}")
+    _logger.error("%s", reason)

@@ -1,0 +1,160 @@
+"""Non-finite gradients in Lightning: caught before the optimizer applies them, on every rank in the same step.
+
+Lightning's own hooks are all it takes, and nothing is patched:
+
+===========================  ==========================================================================================
+on_train_start               `NaNCapture` is made, with the module as the strategy wraps it
+on_train_batch_start         a micro-batch begins: the batch is on its device, nothing of it has been run
+on_before_backward           its loss is kept, as Lightning differentiates it
+on_before_optimizer_step     it ends, and all ranks judge the step: gradients are unscaled and not yet clipped
+on_train_batch_end           it ends, where gradients only accumulate; the step goes on
+on_exception                 it ends with that error: the other ranks are told, or told why they lost touch
+on_train_end                 hooks and thread go
+===========================  ==========================================================================================
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ddpstats.capture import Verdict
+from ddpstats.capture._verdict import Policy
+from ddpstats.errors import ConfigError
+from ddpstats.integrations._capture_steps import CaptureSteps, explain
+
+try:
+    from lightning.pytorch.callbacks import Callback
+except ImportError as error:
+    raise ConfigError(
+        f"ddpstats.integrations.lightning needs lightning: {error}. pip install 'ddpstats[lightning]'"
+    ) from error
+
+
+class DdpstatsNaNCapture(Callback):
+    """`ddpstats.NaNCapture` in a Lightning trainer: every rank's trainer, or none.
+
+    With ``on_nonfinite="stop"`` no rank applies the step, and every rank's trainer stops after this batch: as with
+    Lightning's EarlyStopping not before ``min_epochs`` and ``min_steps``, until which such steps are left out. With
+    "skip" the step is left out and the run goes on; with "continue" it is applied as it is. A step that is left out
+    has no gradients (None), so the optimizer does nothing; schedulers and ``global_step`` go on, as in Lightning's own
+    skips under a GradScaler.
+
+    Covered: automatic optimization with ``accumulate_grad_batches``, clipping, mixed precision, any strategy that
+    leaves the module's own parameters in place; also optimizers that call the closure repeatedly. Manual optimization
+    with one or more optimizers: each ``optimizer.step()`` of a LightningOptimizer is judged as a step of its own. The
+    first one of a batch can be replayed; for those after it the bundle holds the batch, but the random state of the
+    moment of their backward pass. Manual ``loss.backward()`` without ``self.manual_backward`` is seen too, but not
+    after the first step of a batch. Not covered: strategies whose engine steps by itself (DeepSpeed).
+
+    Args:
+        dirpath: where bundles go, a directory of their own each. All ranks must see the same file system.
+        on_nonfinite, keep, store_batch: as `ddpstats.NaNCapture`.
+        settings: further arguments of `ddpstats.NaNCapture`: ``max_bytes``, ``max_scaler_skips``, ``group``, ...
+
+    Attributes:
+        verdict: the last one that was not ok; of several in a row the first, which has the bundle. None if all were.
+
+    Raises, in the hooks: as `ddpstats.NaNCapture.check`, on every rank.
+
+    Replay: ``ddpstats replay BUNDLE --model PKG:FACTORY --step ddpstats.integrations.lightning:step``. The factory
+    returns the LightningModule itself.
+
+    Example::
+
+        stopper = DdpstatsNaNCapture("captures")
+        Trainer(devices=2, callbacks=[stopper]).fit(module, loader)
+        stopper.verdict     # rank 0 and rank 1: culprit_ranks (1,), where rank 1's batch made the NaN
+    """
+
+    def __init__(
+        self,
+        dirpath: str | Path,
+        *,
+        on_nonfinite: Policy = "stop",
+        keep: int = 3,
+        store_batch: bool = True,
+        **settings: Any,
+    ) -> None:
+        super().__init__()
+        self.dirpath = Path(dirpath)
+        self.verdict: Verdict | None = None
+        self._settings = {"on_nonfinite": on_nonfinite, "keep": keep, "store_batch": store_batch, **settings}
+        self._steps: CaptureSteps | None = None
+        self._batch: Any = None
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self._close()
+        model = trainer.strategy.model
+        states = {
+            "optimizer": list(trainer.optimizers),
+            "scheduler": [config.scheduler for config in trainer.lr_scheduler_configs],
+        }
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        module = pl_module if model is None else model
+        self._steps = CaptureSteps(self.dirpath, module, scaler, {**states, **self._settings})
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if self._steps is not None:
+            self._batch = batch
+            self._steps.begin(batch)
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: torch.Tensor) -> None:
+        steps = self._steps
+        if steps is None:
+            return
+        if steps.micro is None:  # once more in this batch: after a manual step, or a closure that is called repeatedly
+            steps.begin(self._batch)
+        elif pl_module.automatic_optimization:
+            steps.micro.loss = loss.detach()
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        if self._steps is None:
+            return
+        verdict = self._steps.check()
+        self.verdict = self._steps.verdict
+        if verdict.should_stop:
+            trainer.should_stop = True
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._batch = None
+        if self._steps is not None:
+            self._steps.end()
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        # The module's own on_train_batch_start may return -1: no batch is run, and on_train_batch_end is not called.
+        self._batch = None
+        if self._steps is not None:
+            self._steps.discard()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        if self._steps is not None:
+            explain(exception, self._steps.end(exception))
+        self._close()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self._close()
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        steps, self._steps, self._batch = self._steps, None, None
+        if steps is not None:
+            steps.close()
+
+
+def step(module: Any, batch: Any) -> Any:
+    """The loss of a Lightning module for ``ddpstats replay --step``: what its ``training_step`` returns. Local.
+
+    Bit for bit what Lightning differentiates, unless ``training_step`` looks at ``batch_idx`` (0 here) or the trainer
+    (there is none, and ``self.log`` only warns), the loss was divided by ``accumulate_grad_batches``, or the precision
+    plugin had autocast on: then write the like of this function, with that division or under ``torch.autocast``.
+    """
+    takes_index = len(inspect.signature(module.training_step).parameters) > 1
+    output = module.training_step(batch, 0) if takes_index else module.training_step(batch)
+    return output["loss"] if isinstance(output, Mapping) else output

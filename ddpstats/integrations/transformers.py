@@ -1,0 +1,203 @@
+"""Non-finite gradients in Hugging Face's Trainer: caught on the rank where they arise, before they are applied.
+
+A TrainerCallback is not shown the batch, nor what the Trainer makes of the loss. So:
+
+1. A micro-batch begins where the model is called, in training: its batch is the forward pass's keyword arguments. A
+   forward pass that raises ends it, and the other ranks are told.
+2. It ends at ``on_substep_end`` (gradients accumulate) or ``on_pre_optimizer_step``, where all ranks judge the step.
+3. The Trainer divides the loss by the number of micro-batches, or by a count of tokens over all ranks, and multiplies
+   it by the number of ranks: the factor is read off the backward pass, and kept with the batch.
+
+The Trainer clips before ``on_pre_optimizer_step``. Culprits and their parameters are named all the same, for each rank
+measures its own gradients as they arrive. But where a sum over ranks overflows, and no rank is the culprit, clipping
+has made every gradient NaN by then: such a verdict names every parameter.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpstats._step_record import MicroBatch
+from ddpstats.capture import Verdict
+from ddpstats.capture._verdict import Policy
+from ddpstats.errors import ConfigError
+from ddpstats.integrations._capture_steps import CaptureSteps, Forwarded, split
+
+try:
+    from transformers import TrainerCallback
+except ImportError as error:
+    raise ConfigError(
+        f"ddpstats.integrations.transformers needs transformers: {error}. pip install 'ddpstats[transformers]'"
+    ) from error
+
+__all__ = ["NaNCaptureCallback", "step"]
+
+
+class NaNCaptureCallback(TrainerCallback):
+    """`ddpstats.NaNCapture` in Hugging Face's Trainer: every rank's Trainer, or none. Tested with transformers 5.23.
+
+    With ``on_nonfinite="stop"`` no rank applies the step, and every rank's Trainer stops after it, as if training was
+    over: it may still evaluate and save. With "skip" the step is left out and the run goes on; with "continue" it is
+    applied as it is. A step that is left out has no gradients (None), so the optimizer does nothing; the scheduler and
+    ``global_step`` go on.
+
+    Used as a context manager around ``train()``, the callback also closes the capture where ``train()`` raises, tells
+    the other ranks of errors outside of the forward pass, and explains a connection that broke because another rank
+    raised. Without, a rank that raises in its forward pass is told of too; its peers' processes end with its name on
+    stderr.
+
+    Covered: DistributedDataParallel and a single process, gradient accumulation, mixed precision through accelerate.
+    Not covered: DeepSpeed, and loss functions that call the model more than once (the first call's arguments are kept).
+
+    Args:
+        dirpath: where bundles go, a directory of their own each. All ranks must see the same file system.
+        on_nonfinite, keep, store_batch: as `ddpstats.NaNCapture`.
+        settings: further arguments of `ddpstats.NaNCapture`: ``max_bytes``, ``max_scaler_skips``, ``group``, ...
+
+    Attributes:
+        verdict: the last one that was not ok; of several in a row the first, which has the bundle. None if all were.
+
+    Raises, out of ``train()``: as `ddpstats.NaNCapture.check`, on every rank.
+
+    Replay: ``ddpstats replay BUNDLE --model PKG:FACTORY --step ddpstats.integrations.transformers:step``. The factory
+    returns the model that the Trainer was given.
+
+    Example::
+
+        with NaNCaptureCallback("captures") as stopper:
+            Trainer(model, args, train_dataset=data, callbacks=[stopper]).train()
+        stopper.verdict     # rank 0 and rank 1: culprit_ranks (1,), where rank 1's batch made the NaN
+    """
+
+    def __init__(
+        self,
+        dirpath: str | Path,
+        *,
+        on_nonfinite: Policy = "stop",
+        keep: int = 3,
+        store_batch: bool = True,
+        **settings: Any,
+    ) -> None:
+        self.dirpath = Path(dirpath)
+        self.verdict: Verdict | None = None
+        self._settings = {"on_nonfinite": on_nonfinite, "keep": keep, "store_batch": store_batch, **settings}
+        self._steps: CaptureSteps | None = None
+        self._forwarded: Forwarded | None = None
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> NaNCaptureCallback:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        reason = None if self._steps is None else self._steps.end(error)
+        self._close()
+        if reason is not None:
+            raise reason from error
+
+    # -- what the Trainer calls ---------------------------------------------------------------------------------------
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+        self._close()
+        model, optimizer = named["model"], named["optimizer"]
+        states = {"optimizer": optimizer, "scheduler": named["lr_scheduler"]}
+        scaler = getattr(optimizer, "scaler", None)
+        self._steps = CaptureSteps(self.dirpath, _wrapped(model), scaler, {**states, **self._settings})
+        self._handles = [
+            model.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True),
+            model.register_forward_hook(self._after_forward, always_call=True),
+        ]
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+        if self._steps is not None:
+            self._steps.end()
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+        if self._steps is None:
+            return
+        verdict = self._steps.check()
+        self.verdict = self._steps.verdict
+        if verdict.should_stop:
+            control.should_training_stop = True
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+        self._close()
+
+    # -- what the model calls -----------------------------------------------------------------------------------------
+
+    def _before_forward(self, module: torch.nn.Module, args: Any, named: dict[str, Any]) -> None:
+        steps = self._steps
+        if steps is not None and steps.micro is None and module.training and torch.is_grad_enabled():
+            micro = steps.begin(named)
+            micro.batch = self._forwarded = Forwarded(micro.batch)
+            _note_autocast(micro, module)
+
+    def _after_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        steps, forwarded, self._forwarded = self._steps, self._forwarded, None
+        if steps is None or forwarded is None:
+            return
+        error = sys.exc_info()[1]
+        if output is None and error is not None:
+            steps.end(error)
+        else:
+            steps.note_loss(forwarded, _loss_in(output))
+
+    def _close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        steps, self._steps, self._forwarded, self._handles = self._steps, None, None, []
+        if steps is not None:
+            steps.close()
+
+
+def step(model: Any, batch: Mapping[str, Any]) -> torch.Tensor:
+    """The Trainer's loss for ``ddpstats replay --step``: of this rank, as the Trainer differentiated it. Local.
+
+    ``model(**batch).loss``, times the factor that the bundle has with the batch, as it was: so gradients come out bit
+    for bit. With a ``compute_loss`` or ``compute_loss_func`` of your own, or label smoothing, the model's own loss is
+    not what was differentiated: write the like of this function. ``batch`` has what the model was called with; an entry
+    ``ddpstats_loss_factor`` is not part of that.
+    """
+    arguments, factor = split(batch)
+    loss = _loss_in(model(**arguments))
+    if not isinstance(loss, torch.Tensor):
+        raise ConfigError("the model returns no loss for this batch: write a step function of your own for --step")
+    return loss.sum() if factor is None else (loss * factor).sum()
+
+
+def _loss_in(output: Any) -> Any:
+    """As `Trainer.compute_loss` finds it; None where there is none."""
+    if isinstance(output, Mapping):
+        return output.get("loss")
+    return output[0] if isinstance(output, (tuple, list)) and output else None
+
+
+def _wrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """The DistributedDataParallel around ``model``: callbacks are given the inner module only.
+
+    Of several, left by earlier runs, one with ``gradient_as_bucket_view``: what suits that suits all.
+    """
+    kinds = (one for one in gc.get_objects() if issubclass(type(one), DistributedDataParallel))
+    around = [one for one in kinds if one.module is model]
+    return max(around, key=lambda one: bool(one.gradient_as_bucket_view), default=model)
+
+
+def _note_autocast(micro: MicroBatch, module: torch.nn.Module) -> None:
+    """accelerate puts autocast into the module's ``forward``, where it is too late to ask torch for it."""
+    if not hasattr(module, "_original_forward"):
+        return
+    precision = importlib.import_module("accelerate.state").AcceleratorState().mixed_precision
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(str(precision))
+    parameter = next(module.parameters(), None)
+    if dtype is not None and parameter is not None:
+        micro.autocast = parameter.device.type, True, dtype

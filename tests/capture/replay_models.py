@@ -1,0 +1,324 @@
+"""Factories and steps that the tests of replay name on the command line: each goes wrong in its own way."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+CLASSES = 20
+
+
+class Toy(nn.Module):
+    """Batch normalization for buffers, dropout for random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5))
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.inner(x))
+        return logits
+
+
+def toy() -> nn.Module:
+    return Toy()
+
+
+def per_class_step(model: nn.Module, batch: Any) -> Tensor:
+    """A sum per class, by how often the class occurs: which may be never."""
+    logits, y = model(batch["x"]), batch["y"]
+    total = torch.zeros(())
+    for c in range(CLASSES):
+        of_class = y == c
+        summed = functional.binary_cross_entropy_with_logits(logits[:, c], of_class.to(logits.dtype), reduction="sum")
+        total = total + summed / torch.count_nonzero(of_class)
+    return total
+
+
+def mean_step(model: nn.Module, batch: Any) -> Tensor:
+    loss: Tensor = model(batch["x"]).square().mean()
+    return loss
+
+
+def random_step(model: nn.Module, batch: Any) -> Tensor:
+    """Draws from python's and torch's generators."""
+    return mean_step(model, batch) * (random.random() + torch.rand(()))
+
+
+def flaky_step(model: nn.Module, batch: Any) -> Tensor:
+    """Another value each time, as from a race."""
+    flaky_calls.append(1)
+    return mean_step(model, batch) * (math.nan if len(flaky_calls) % 2 else 1.0)
+
+
+flaky_calls: list[int] = []
+
+
+def distributed_step(model: nn.Module, batch: Any) -> Tensor:
+    assert (dist.get_rank(), dist.get_world_size()) == (1, 4)
+    loss = mean_step(model, batch)
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    assert torch.equal(total, 4 * loss.detach())
+    found = [torch.zeros(2) for _ in range(4)]
+    dist.all_gather(found, torch.ones(2))
+    assert all(one.sum() == 2 for one in found)
+    pair = dist.new_group([0, 1])
+    dist.barrier(pair)
+    return loss
+
+
+def sending_step(model: nn.Module, batch: Any) -> Tensor:
+    dist.send(torch.ones(1), 0)
+    return mean_step(model, batch)
+
+
+def raising_step(model: nn.Module, batch: Any) -> Tensor:
+    if bool(batch["x"].isnan().any()):
+        raise ZeroDivisionError("no class")
+    raise KeyError("another")
+
+
+def exiting_step(model: nn.Module, batch: Any) -> Tensor:
+    raise SystemExit(0)
+
+
+def dict_step(model: nn.Module, batch: Any) -> Any:
+    return {"loss": mean_step(model, batch)}
+
+
+def tuple_step(model: nn.Module, batch: Any) -> Any:
+    return mean_step(model, batch), {}
+
+
+def printing_step(model: nn.Module, batch: Any) -> Tensor:
+    print("a step that prints")
+    return mean_step(model, batch)
+
+
+def autocast_step(model: nn.Module, batch: Any) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits = model(batch["x"])
+    assert logits.dtype in (torch.bfloat16, torch.float32, torch.float64)
+    return logits.float().square().mean() if logits.dtype == torch.bfloat16 else logits.square().mean()  # type: ignore[no-any-return]
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.layer(x)
+        return found
+
+
+def small() -> nn.Module:
+    return Small()
+
+
+def no_module() -> Any:
+    return "a module"
+
+
+def failing_factory() -> nn.Module:
+    raise FileNotFoundError("the configuration is not here")
+
+
+# -- what --bisect has to find ----------------------------------------------------------------------------------------
+
+
+class LogZero(Small):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.log(self.layer(x).relu() * 0)
+
+
+class SqrtOfZero(Small):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sqrt(self.layer(x) * 0)
+
+
+class WhereTrap(Small):
+    """Finite forward; the branch that is not taken has no finite gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x).relu() * 0
+        return torch.where(y > 0, torch.log(y), torch.zeros_like(y))
+
+
+class Attention(Small):
+    """The first row of the mask may be full."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.layer(x) @ self.layer(x).T
+        mask = torch.zeros_like(scores, dtype=torch.bool)
+        mask[0, 1:] = True  # legal
+        mask[1] = bool(x[0, 0] > 100)
+        weights = torch.softmax(scores.masked_fill(mask, -math.inf), -1)
+        found: Tensor = weights @ self.layer(x)
+        return found
+
+
+class MaskedThenLog(Small):
+    """A legal mask first, and a logarithm of zero after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.full((2, 2), -math.inf).triu(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.layer(x)[:2] @ self.layer(x)[:2].T
+        weights = torch.softmax(scores + self.mask, -1)
+        return torch.log(weights.sum() - weights.sum())
+
+
+class HalfMatmul(Small):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x).half()
+        return ((y * 0 + 60000) @ (y.T * 0 + 60000)).float()
+
+
+class Preallocated(Small):
+    """A finite row over the non-finite one of a buffer that is used again, and a division by zero in another."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x)
+        out = y.new_zeros(2, 3)
+        out[0] = torch.log(torch.zeros(3))
+        out[0] = y[0]
+        out[1] = y[1] / (y[1].detach() * 0)
+        return out
+
+
+def log_zero() -> nn.Module:
+    return LogZero()
+
+
+def sqrt_of_zero() -> nn.Module:
+    return SqrtOfZero()
+
+
+def where_trap() -> nn.Module:
+    return WhereTrap()
+
+
+def attention() -> nn.Module:
+    return Attention()
+
+
+def masked_then_log() -> nn.Module:
+    return MaskedThenLog()
+
+
+def half_matmul() -> nn.Module:
+    return HalfMatmul()
+
+
+def preallocated() -> nn.Module:
+    return Preallocated()
+
+
+def sum_step(model: nn.Module, batch: Any) -> Tensor:
+    loss: Tensor = model(batch["x"]).sum()
+    return loss
+
+
+def outside_step(model: nn.Module, batch: Any) -> Tensor:
+    loss: Tensor = model(batch["x"]).sum()
+    return loss / (loss.detach() * 0)
+
+
+def numpy_step(model: nn.Module, batch: Any) -> Tensor:
+    import numpy
+
+    loss: Tensor = model(batch["x"]).sum()
+    return loss * torch.from_numpy(numpy.array([math.nan], dtype="float32"))
+
+
+def checkpointed_step(model: nn.Module, batch: Any) -> Tensor:
+    from torch.utils.checkpoint import checkpoint
+
+    found: Tensor = checkpoint(model, batch["x"], use_reentrant=False)
+    return found.sum()
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    y: int
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.deep = nn.ModuleList([LogZero()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.deep[0](x)
+        return found
+
+
+class HalfCast(Small):
+    """Fine as it is, and not with a scale of a million."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.layer(x).half().float()
+        return found
+
+
+def nested() -> nn.Module:
+    return Nested()
+
+
+def half_cast() -> nn.Module:
+    return HalfCast()
+
+
+class TimesInfinity(Small):
+    """The mask that many write: zero times infinity is no zero."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.layer(x)
+        return found + torch.zeros(3) * -math.inf
+
+
+class MaskArrives(Small):
+    """Nothing is left after the mask."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x)
+        return torch.logsumexp(y.masked_fill(y == y, -math.inf), 1)
+
+
+class Synchronized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.SyncBatchNorm(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.norm(x)
+        return found
+
+
+def times_infinity() -> nn.Module:
+    return TimesInfinity()
+
+
+def mask_arrives() -> nn.Module:
+    return MaskArrives()
+
+
+def synchronized() -> nn.Module:
+    return Synchronized()
+
+
+def empty_mean_step(model: nn.Module, batch: Any) -> Tensor:
+    """A loss that is NaN and gradients that are not: nothing has a part in it."""
+    loss: Tensor = model(batch["x"]).sum() * 0 + torch.zeros(0).mean()
+    return loss

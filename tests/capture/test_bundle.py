@@ -1,0 +1,433 @@
+"""Bundles on disk: written and read back, pruned, and everything that somebody may have done to them in between."""
+
+from __future__ import annotations
+
+import json
+import os
+import zipfile
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import pytest
+import torch
+
+from ddpstats.capture._bundle import (
+    Bundle,
+    Manifest,
+    bundle_name,
+    prune,
+    read_manifest,
+    write_manifest,
+    write_part,
+)
+from ddpstats.errors import BundleError
+from tests.capture import making
+from tests.capture.replay_models import mean_step, small, toy
+
+STEP = {"x": torch.ones(2, 4)}
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return making.captured(tmp_path, toy, mean_step, STEP, STEP, rank=1, world_size=2)
+
+
+def changed(directory: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    path = directory / "MANIFEST.json"
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def empty_bundle(dirpath: Path, place: int, complete: bool | None = True) -> Path:
+    """With a manifest, and one file that is none of a bundle's business to prune; None: without a manifest."""
+    path = dirpath / bundle_name(place, making.WHEN + timedelta(seconds=place))
+    path.mkdir()
+    (path / "rank00000.pt").write_bytes(b"")
+    if complete is not None:
+        write_manifest(path, manifest(complete=complete, step=place))
+    return path
+
+
+def manifest(**changes: Any) -> Manifest:
+    plain = Manifest(
+        reason="nonfinite",
+        step=1,
+        created_utc="",
+        world_size=2,
+        complete=True,
+        culprit_ranks=(),
+        parameters={},
+        message="",
+        files={},
+        ranks_present=(),
+        missing={},
+        model_files={},
+        notes=[],
+        versions={},
+    )
+    return replace(plain, **changes)
+
+
+# -- as it should be --------------------------------------------------------------------------------------------------
+
+
+def test_a_name_sorts_by_time_and_is_in_utc() -> None:
+    assert bundle_name(12, making.WHEN) == "capture-20260102T030405Z-step00000012"
+    there = datetime(2026, 1, 2, 4, 4, 5, tzinfo=timezone(timedelta(hours=1)))
+    assert bundle_name(12, there) == bundle_name(12, making.WHEN) == bundle_name(12, making.WHEN.replace(tzinfo=None))
+    assert bundle_name(123456789, making.WHEN).endswith("step123456789")
+
+
+def test_what_was_written_is_read(directory: Path) -> None:
+    bundle = Bundle.open(directory)
+    assert bundle.manifest.ranks_present == (1,)
+    assert bundle.manifest.missing == {0: "it did not come"}
+    part = bundle.rank_part(1)
+    assert (part.rank, part.world_size, part.step, part.device, len(part.micro_batches)) == (1, 2, 12, "cpu", 2)
+    assert part.micro_batches[0].norms is not None
+    assert set(part.buffers) == {f"inner.1.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")}
+    assert set(bundle.model_part(0)["parameters"]) == set(part.parameter_names)
+    assert bundle.notes == ()
+
+
+def test_a_manifest_comes_back(tmp_path: Path) -> None:
+    given = manifest(parameters={1: ["a"]}, missing={0: "dead"}, complete=False, notes=["n"], versions={"torch": "2"})
+    write_manifest(tmp_path, given)
+    assert read_manifest(tmp_path) == given
+
+
+def test_a_manifest_that_could_not_be_read_is_not_written(tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match="'reason' holds 'bad luck'"):
+        write_manifest(tmp_path, manifest(reason="bad luck"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_of_bundles_means_the_newest_complete_one(tmp_path: Path) -> None:
+    for place, complete in enumerate([True, True, False, None]):
+        empty_bundle(tmp_path, place, complete)
+    bundle = Bundle.open(tmp_path)
+    assert bundle.manifest.step == 1
+    assert "holds 4 bundles; this is the newest complete one" in bundle.notes[0]
+
+
+def test_an_incomplete_bundle_says_so_and_loads_what_is_there(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    model = small()
+    part = making.run_and_keep(model, mean_step, [STEP], rank=1, world_size=2)
+    directory = making.write_bundle(tmp_path, {1: part}, making.parameters_of(model), complete=False, culprits=[0])
+    bundle = Bundle.open(directory)
+    assert bundle.notes == ("the bundle is incomplete, what is there is used (rank 0: it did not come)",)
+    assert bundle.rank_part(1).rank == 1
+    with pytest.raises(BundleError, match="no part of rank 0: it did not come"):
+        bundle.rank_part(0)
+
+
+def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch hides the error of a write behind another one."""
+
+    def save(content: Any, file: BinaryIO) -> None:
+        torch_save(content, cast(BinaryIO, Full()))
+
+    torch_save = torch.save
+    monkeypatch.setattr(torch, "save", save)
+    with pytest.raises(OSError, match="No space left"):
+        write_part(tmp_path, "rank00000.pt", {"x": torch.zeros(100_000)})
+    assert list(tmp_path.iterdir()) == []
+
+
+class Full:
+    """A file on a disk with no room."""
+
+    def __init__(self) -> None:
+        self._room = 1000
+
+    def write(self, data: Any) -> int:
+        self._room -= len(data)
+        if self._room < 0:
+            raise OSError(28, "No space left on device")
+        return len(data)
+
+    def flush(self) -> None:
+        pass
+
+
+# -- bundles that are not ---------------------------------------------------------------------------------------------
+
+
+def test_writing_that_never_ended(directory: Path) -> None:
+    (directory / "MANIFEST.json").unlink()
+    with pytest.raises(BundleError, match=r"has no MANIFEST.json, which is written last: the writing never ended"):
+        Bundle.open(directory)
+
+
+def test_no_bundle_at_all(tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match="is not a bundle, and holds none"):
+        Bundle.open(tmp_path)
+    with pytest.raises(BundleError, match="is not a directory"):
+        Bundle.open(tmp_path / "nothing")
+    empty_bundle(tmp_path, 1, complete=False)
+    with pytest.raises(BundleError, match="holds no complete bundle; incomplete: capture-"):
+        Bundle.open(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda m: m.update(format="zip"), "field 'format' holds 'zip', not 'ddpstats-capture'"),
+        (lambda m: m.update(version=2), "field 'version' holds 2, not 1"),
+        (lambda m: m.update(version=True), "field 'version'"),
+        (lambda m: m.update(extra=1), "field 'extra'"),
+        (lambda m: m.pop("step"), "field 'step' holds 'nothing'"),
+        (lambda m: m.update(step=-1), "field 'step' holds -1"),
+        (lambda m: m.update(step=1.5), "field 'step'"),
+        (lambda m: m.update(step=10**30), "field 'step'"),
+        (lambda m: m.update(world_size=0), "field 'world_size'"),
+        (lambda m: m.update(world_size=10**9), "field 'world_size'"),
+        (lambda m: m.update(complete=1), "field 'complete'"),
+        (lambda m: m.update(message=["x"]), "field 'message'"),
+        (lambda m: m.update(culprit_ranks=[5]), "field 'culprit_ranks'"),
+        (lambda m: m.update(culprit_ranks=[1, 0]), "field 'culprit_ranks'"),
+        (lambda m: m.update(ranks_present=[0]), "rank00000.pt is not in 'files'"),
+        (lambda m: m.update(parameters={"x": []}), "field 'parameters'"),
+        (lambda m: m.update(parameters={"01": []}), "field 'parameters'"),
+        (lambda m: m.update(parameters={"1": [3]}), "field 'parameters'"),
+        (lambda m: m.update(missing={"0": 3}), "field 'missing'"),
+        (lambda m: m.update(notes="x"), "field 'notes'"),
+        (lambda m: m.update(versions={"torch": 2}), "field 'versions'"),
+        (lambda m: m["files"].update({"../../etc/passwd": {"bytes": 1, "sha256": "0" * 64}}), "not the name of a file"),
+        (lambda m: m["files"].update({"/etc/passwd": {"bytes": 1, "sha256": "0" * 64}}), "not the name of a file"),
+        (lambda m: m["files"].update({"rank00000.pt\n": {"bytes": 1, "sha256": "0" * 64}}), "not the name of a file"),
+        (lambda m: m["files"].update({"rank00000.pt": {"bytes": 1 << 60, "sha256": "0" * 64}}), "field 'bytes'"),
+        (lambda m: m["files"].update({"rank00000.pt": {"bytes": 1, "sha256": "0" * 63}}), "field 'sha256'"),
+        (lambda m: m["files"].update({"rank00000.pt": [1]}), "not a record but list"),
+        (lambda m: m.update(model_files={"0": "../model.pt"}), "field 'model_files'"),
+        (lambda m: m.update(model_files={"0": "model-rank00007.pt"}), "model-rank00007.pt' is not"),
+    ],
+    ids=range(29),
+)
+def test_a_manifest_with_a_wrong_field(directory: Path, change: Callable[[dict[str, Any]], object], said: str) -> None:
+    changed(directory, change)
+    with pytest.raises(BundleError) as caught:
+        Bundle.open(directory)
+    assert said in str(caught.value)
+    assert str(directory / "MANIFEST.json") in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"\xff\xfe{}", b"[1, 2]", b"{", b'{"format": NaN}', b"[" * 200_000, b"null"],
+    ids=["empty", "not UTF-8", "a list", "cut", "NaN", "deep", "null"],
+)
+def test_a_manifest_that_is_none(directory: Path, content: bytes) -> None:
+    (directory / "MANIFEST.json").write_bytes(content)
+    with pytest.raises(BundleError, match=r"MANIFEST\.json"):
+        Bundle.open(directory)
+
+
+def test_a_manifest_that_is_huge(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ddpstats.capture._manifest._MOST_BYTES", 100)
+    with pytest.raises(BundleError, match="more than 100 bytes"):
+        Bundle.open(directory)
+
+
+@pytest.mark.parametrize("name", ["MANIFEST.json", "rank00001.pt", "model.pt"])
+def test_a_link_that_leads_out(directory: Path, tmp_path: Path, name: str) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    (directory / name).rename(elsewhere)
+    (directory / name).symlink_to(elsewhere)
+    with pytest.raises(BundleError, match="not a file of its own directory"):
+        read_all(directory)
+
+
+def test_a_pipe_is_no_file(directory: Path) -> None:
+    (directory / "rank00001.pt").unlink()
+    os.mkfifo(directory / "rank00001.pt")
+    with pytest.raises(BundleError, match="not a file of its own directory"):
+        read_all(directory)
+
+
+def read_all(directory: Path) -> None:
+    bundle = Bundle.open(directory)
+    bundle.model_part(1)
+    bundle.rank_part(1)
+
+
+def test_a_file_that_is_not_there(directory: Path) -> None:
+    (directory / "rank00001.pt").unlink()
+    with pytest.raises(BundleError, match=r"rank00001\.pt cannot be read.*copy the whole directory"):
+        read_all(directory)
+
+
+def test_a_file_that_is_cut(directory: Path) -> None:
+    path = directory / "rank00001.pt"
+    path.write_bytes(path.read_bytes()[:-10])
+    with pytest.raises(BundleError, match=r"rank00001\.pt has \d+ bytes and the manifest says \d+"):
+        read_all(directory)
+
+
+def test_a_file_with_another_bit(directory: Path) -> None:
+    path = directory / "rank00001.pt"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(BundleError, match="has the SHA-256"):
+        read_all(directory)
+
+
+def replaced(directory: Path, content: bytes) -> None:
+    """Another file, and a manifest that says so."""
+    path = directory / "rank00001.pt"
+    path.write_bytes(content)
+    making.rewrite_manifest(directory, path.name)
+
+
+class Command:
+    """What pickle makes of it runs a command."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self._path}",)
+
+
+def test_a_file_that_runs_a_command(directory: Path, tmp_path: Path) -> None:
+    trap = tmp_path / "it ran"
+    torch.save({"rank": Command(trap)}, directory / "rank00001.pt")
+    making.rewrite_manifest(directory, "rank00001.pt")
+    with pytest.raises(BundleError, match=r"rank00001\.pt is refused: .*Nothing of it was executed"):
+        read_all(directory)
+    torch.save({"rank": Command(trap)}, directory / "rank00001.pt", _use_new_zipfile_serialization=False)
+    making.rewrite_manifest(directory, "rank00001.pt")
+    with pytest.raises(BundleError, match="is refused"):
+        read_all(directory)
+    assert not trap.exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"\x80\x02cos\nsystem\n", b"x" * 1000])
+def test_a_file_that_is_no_archive(directory: Path, content: bytes) -> None:
+    replaced(directory, content)
+    with pytest.raises(BundleError, match=r"rank00001\.pt is refused"):
+        read_all(directory)
+
+
+def test_an_archive_that_unpacks_to_more_than_it_holds(directory: Path) -> None:
+    with zipfile.ZipFile(directory / "rank00001.pt", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", b"\0" * 10_000_000)
+    making.rewrite_manifest(directory, "rank00001.pt")
+    with pytest.raises(BundleError, match="unpacks to more than it holds"):
+        read_all(directory)
+
+
+def a_micro_batch(part: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = part["micro_batches"][0]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda p: p.pop("rank"), "field 'rank'"),
+        (lambda p: p.update(rank=0), "is of rank 0 of 2, and the manifest says rank 1"),
+        (lambda p: p.update(device="a desk"), "field 'device'"),
+        (lambda p: p.update(micro_batches={}), "field 'micro_batches'"),
+        (lambda p: p.update(micro_batches=[3]), "micro_batches[0]: not a record"),
+        (lambda p: a_micro_batch(p).pop("random"), "field 'random'"),
+        (lambda p: a_micro_batch(p).update(norms=torch.zeros(1)), "field 'norms'"),
+        (lambda p: a_micro_batch(p).update(loss="low"), "loss: an ordinary tensor"),
+        (lambda p: a_micro_batch(p).update(autocast={"device_type": "cpu", "enabled": True}), "field 'dtype'"),
+        (lambda p: p["buffers"].update(big=torch.zeros(1).expand(1 << 40)), "shows more elements than it holds"),
+        (lambda p: p["buffers"].update(none=torch.ones(1, device="meta")), "an ordinary tensor on the CPU"),
+        (lambda p: p.update(buffers=[]), "field 'buffers'"),
+        (lambda p: p.update(norm="3"), "field 'norm'"),
+        (lambda p: p.update(scale="x"), "field 'scale'"),
+        (lambda p: p.update(frozen=[3]), "field 'frozen'"),
+        (lambda p: p.update(environment={"x": []}), "field 'environment'"),
+    ],
+    ids=range(16),
+)
+def test_a_part_with_a_wrong_field(directory: Path, change: Callable[[dict[str, Any]], object], said: str) -> None:
+    path = directory / "rank00001.pt"
+    content = torch.load(path, weights_only=True)
+    change(content)
+    making.rewrite_part(directory, path.name, content)
+    with pytest.raises(BundleError) as caught:
+        read_all(directory)
+    assert said in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [[], {"parameters": 3}, {"parameters": {"x": 1}}, {}], ids=range(4))
+def test_a_model_file_of_another_shape(directory: Path, content: Any) -> None:
+    making.rewrite_part(directory, "model.pt", content)
+    with pytest.raises(BundleError, match=r"model\.pt"):
+        read_all(directory)
+
+
+def test_a_name_that_is_no_part(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="not the name of a file"):
+        write_part(tmp_path, "../rank00000.pt", {})
+
+
+# -- prune ------------------------------------------------------------------------------------------------------------
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name[-2:] for path in directory.iterdir())
+
+
+def test_the_oldest_go(tmp_path: Path) -> None:
+    made = [empty_bundle(tmp_path, place) for place in range(5)]
+    assert prune(tmp_path, 2) == made[:3]
+    assert names(tmp_path) == ["03", "04"]
+    assert prune(tmp_path, 2) == []
+    assert prune(tmp_path, 0) == [made[3]]  # never the newest
+    assert names(tmp_path) == ["04"]
+
+
+def test_incomplete_ones_go_when_a_complete_one_is_newer(tmp_path: Path) -> None:
+    kinds = [None, False, None, True, None, False]
+    made = [empty_bundle(tmp_path, place, kind) for place, kind in enumerate(kinds)]
+    assert prune(tmp_path, 1) == made[:2]
+    assert names(tmp_path) == ["02", "03", "04", "05"]
+
+
+def test_nothing_goes_where_nothing_is_complete(tmp_path: Path) -> None:
+    for place in range(4):
+        empty_bundle(tmp_path, place, complete=False)
+    assert prune(tmp_path, 1) == []
+
+
+def test_what_is_not_ours_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    made = [empty_bundle(tmp_path, place) for place in range(5)]
+    (made[0] / "notes.txt").write_text("look here again")
+    (made[1] / "MANIFEST.json").write_text('{"format": "another"}')
+    (tmp_path / "capture-mine").mkdir()
+    (tmp_path / "checkpoint.pt").write_bytes(b"")
+    outside = tmp_path.parent / f"{tmp_path.name}-outside"
+    made[2].rename(outside)
+    made[2].symlink_to(outside)
+    assert prune(tmp_path, 1) == [made[3]]
+    assert (made[0] / "notes.txt").exists()
+    assert (made[0] / "MANIFEST.json").exists()
+    assert (outside / "MANIFEST.json").exists()
+    assert "notes.txt is not a file of a capture" in caplog.text
+
+
+def test_what_cannot_be_removed_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    for place in range(2):
+        empty_bundle(tmp_path, place)
+    monkeypatch.setattr(Path, "unlink", refuse)  # root may remove anything, whatever its mode is
+    assert prune(tmp_path, 1) == []
+    assert "cannot be removed: [Errno 13] Permission denied" in caplog.text
+    assert prune(tmp_path / "nothing", 1) == []
+    assert names(tmp_path) == ["00", "01"]

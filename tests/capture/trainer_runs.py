@@ -1,0 +1,478 @@
+"""What runs on the ranks of `test_trainers`: each library's own trainer, on a tiny model. One batch is bad.
+
+The libraries are imported inside functions: a rank needs only its own trainer's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import ddpstats
+from ddpstats.errors import DdpstatsError
+from ddpstats.integrations._capture_steps import split
+
+RAISES = 777.0
+"""A target that the model does not take."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One training run.
+
+    Attributes:
+        trainer: lightning, transformers, espnet or accelerate.
+        dirpath: where captures go; None trains without.
+        policy: what a capture is to do.
+        bad: (rank, index) of the batch that holds an infinity; None for no such batch.
+        raises: (rank, index) of the batch that the model raises on.
+        steps: how many optimizer steps there are.
+        accumulate: how many batches each of them takes.
+        option: what a trainer has of its own: see there.
+    """
+
+    trainer: str
+    dirpath: str | None = None
+    policy: str = "stop"
+    bad: tuple[int, int] | None = None
+    raises: tuple[int, int] | None = None
+    steps: int = 3
+    accumulate: int = 1
+    option: str = ""
+
+    def batches(self) -> list[dict[str, Tensor]]:
+        """This rank's."""
+        rank = dist.get_rank()
+        made = [batch_of(rank, index) for index in range(self.steps * self.accumulate)]
+        if self.bad is not None and self.bad[0] == rank:
+            made[self.bad[1]]["x"][2, 1] = torch.inf
+        if self.raises is not None and self.raises[0] == rank:
+            made[self.raises[1]]["y"][0] = RAISES
+        return made
+
+
+@dataclass(frozen=True)
+class Trained:
+    """One rank's run: the parameters, the last verdict that was not ok, and what the trainer raised."""
+
+    parameters: Tensor
+    verdict: ddpstats.Verdict | None
+    error: str | None
+    error_ranks: tuple[int, ...]
+
+
+def batch_of(rank: int, index: int) -> dict[str, Tensor]:
+    """Ranks differ in how many samples they have: what a trainer weights by them is then no 1."""
+    generator = torch.Generator().manual_seed(100 * rank + index)
+    x = torch.randn(6 + rank, 4, generator=generator)
+    return {"x": x, "y": x.sum(1)}
+
+
+class Net(nn.Module):
+    """Dropout draws random numbers: without their state there is no replay."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.drop, self.last = nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        if bool((y == RAISES).any()):
+            raise ValueError("no such target")
+        found: Tensor = self.last(self.drop(torch.tanh(self.first(x)) + self.first(x))).squeeze(1)
+        return (found - y).square().mean()
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        return {"loss": self.loss(x, y)}
+
+
+def train(scenario: Scenario) -> Trained:
+    """Every rank must call. A rank that raises on purpose ends as a script would: with its process."""
+    torch.manual_seed(0)
+    error: BaseException | None = None
+    with _quietly(), tempfile.TemporaryDirectory() as folder:
+        run = _TRAINERS[scenario.trainer](scenario, folder)
+        try:
+            run.train()
+        except Exception as raised:
+            error = raised
+    if scenario.raises is not None and scenario.raises[0] == dist.get_rank():
+        os._exit(1)
+    notes = getattr(error, "__notes__", [])
+    return Trained(
+        parameters=torch.cat([one.detach().flatten() for one in run.model.parameters()]),
+        verdict=run.verdict(),
+        error=None if error is None else "\n".join([f"{type(error).__name__}: {error}", *notes]),
+        error_ranks=error.ranks if isinstance(error, DdpstatsError) else (),
+    )
+
+
+@dataclass
+class _Run:
+    model: nn.Module
+    train: Callable[[], Any]
+    verdict: Callable[[], ddpstats.Verdict | None]
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Without the libraries' advice: on a rank it would be noise."""
+    for name in ("lightning.pytorch", "transformers", "accelerate"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _settings(scenario: Scenario) -> dict[str, Any]:
+    assert scenario.dirpath is not None
+    return {"dirpath": scenario.dirpath, "on_nonfinite": scenario.policy}
+
+
+# -- Lightning --------------------------------------------------------------------------------------------------------
+
+
+def lightning_net() -> Any:
+    """A LightningModule: the factory for replay."""
+    lightning: Any = importlib.import_module("lightning")
+
+    class Module(lightning.LightningModule):  # type: ignore[misc]  # a class found at run time
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net()
+            self.manual = False
+
+        def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
+            loss = self.net.loss(**batch)
+            if self.manual:
+                for part, optimizer in enumerate(self.optimizers()):
+                    optimizer.zero_grad()
+                    self.manual_backward(loss if part == 0 else self.net.loss(**batch))
+                    optimizer.step()
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            if self.manual:
+                parts = (self.net.first, self.net.last)
+                return [torch.optim.SGD(part.parameters(), lr=0.05) for part in parts]
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.05)
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 100)]
+
+        def on_train_batch_start(self, batch: Any, index: int) -> int | None:
+            return -1 if self.refuses and self.current_epoch == 0 else None
+
+        refuses = False
+
+    return Module()
+
+
+def half_step(module: Any, batch: Any) -> Tensor:
+    """As Lightning has it with accumulate_grad_batches=2."""
+    loss: Tensor = module.training_step(batch, 0) / 2
+    return loss
+
+
+def _lightning(scenario: Scenario, folder: str) -> _Run:
+    """Options: "manual" optimization with two optimizers; "refusing" the first epoch's batches."""
+    lightning: Any = importlib.import_module("lightning")
+    environments: Any = importlib.import_module("lightning.pytorch.plugins.environments")
+    from ddpstats.integrations.lightning import DdpstatsNaNCapture
+
+    module = lightning_net()
+    if scenario.option == "manual":
+        module.manual, module.automatic_optimization = True, False
+    module.refuses = scenario.option == "refusing"
+    callbacks = [] if scenario.dirpath is None else [DdpstatsNaNCapture(**_settings(scenario))]
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=dist.get_world_size(),
+        strategy="ddp_find_unused_parameters_true" if scenario.option == "manual" else "ddp",
+        plugins=[environments.LightningEnvironment()],
+        default_root_dir=folder,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        logger=False,
+        max_epochs=2 if scenario.option == "refusing" else 1,
+        use_distributed_sampler=False,
+        accumulate_grad_batches=scenario.accumulate,
+        gradient_clip_val=None if scenario.option == "manual" else 5.0,
+        callbacks=callbacks,
+    )
+    loader: Any = torch.utils.data.DataLoader(scenario.batches(), batch_size=None)  # type: ignore[arg-type]
+    return _Run(module, lambda: trainer.fit(module, loader), lambda: callbacks[0].verdict if callbacks else None)
+
+
+# -- Hugging Face's Trainer -------------------------------------------------------------------------------------------
+
+
+def net() -> Net:
+    return Net()
+
+
+def _transformers(scenario: Scenario, folder: str) -> _Run:
+    """Option: "bf16"."""
+    transformers: Any = importlib.import_module("transformers")
+    from ddpstats.integrations.transformers import NaNCaptureCallback
+
+    _reset_accelerate()
+
+    class Trainer(transformers.Trainer):  # type: ignore[misc]  # a class found at run time
+        def get_train_dataloader(self) -> Any:
+            return torch.utils.data.DataLoader(scenario.batches(), batch_size=None)  # type: ignore[arg-type]
+
+    arguments = transformers.TrainingArguments(
+        folder,
+        max_steps=scenario.steps,
+        gradient_accumulation_steps=scenario.accumulate,
+        learning_rate=0.05,
+        lr_scheduler_type="constant",
+        optim="sgd",
+        max_grad_norm=5.0,
+        bf16=scenario.option == "bf16",
+        use_cpu=True,
+        ddp_backend="gloo",
+        report_to="none",
+        disable_tqdm=True,
+        save_strategy="no",
+        logging_strategy="no",
+        seed=0,
+    )
+    model = Net()
+    stopper = None if scenario.dirpath is None else NaNCaptureCallback(**_settings(scenario))
+    trainer = Trainer(model, arguments, callbacks=[] if stopper is None else [stopper])
+    trainer.remove_callback(transformers.PrinterCallback)
+
+    def run() -> None:
+        torch.manual_seed(0)
+        with contextlib.nullcontext() if stopper is None else stopper:
+            trainer.train()
+
+    return _Run(model, run, lambda: None if stopper is None else stopper.verdict)
+
+
+def _reset_accelerate() -> None:
+    state: Any = importlib.import_module("accelerate.state")
+    state.AcceleratorState._reset_state(True)
+    state.GradientState._reset_state()
+
+
+# -- espnet -----------------------------------------------------------------------------------------------------------
+
+
+def espnet_net() -> Any:
+    """An espnet model: the factory for replay."""
+    espnet_model: Any = importlib.import_module("espnet2.train.abs_espnet_model")
+    functions: Any = importlib.import_module("espnet2.torch_utils.device_funcs")
+
+    class Model(espnet_model.AbsESPnetModel):  # type: ignore[misc]  # a class found at run time
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net()
+
+        def forward(self, x: Tensor, y: Tensor, utt_id: list[str]) -> Any:
+            loss = self.net.loss(x, y)
+            return functions.force_gatherable((loss, {"loss": loss.detach()}, len(utt_id)), loss.device)
+
+        def collect_feats(self, **batch: Tensor) -> dict[str, Tensor]:
+            return {}
+
+    return Model()
+
+
+def _espnet(scenario: Scenario, folder: str) -> _Run:
+    """Options: "installed" also uses the other part of the integration; "uneven": rank 1 has a batch less."""
+    trainers: Any = importlib.import_module("espnet2.train.trainer")
+    distributed: Any = importlib.import_module("espnet2.train.distributed_utils")
+    iterators: Any = importlib.import_module("espnet2.iterators.abs_iter_factory")
+    from ddpstats.integrations import espnet
+
+    batches = [([f"utt{i}" for i in range(len(one["y"]))], one) for one in scenario.batches()]
+    if scenario.option == "uneven" and dist.get_rank() == 1:
+        batches.pop()
+
+    class Factory(iterators.AbsIterFactory):  # type: ignore[misc]  # a class found at run time
+        def build_iter(self, epoch: int, shuffle: bool | None = None) -> Any:
+            return [(names, dict(batch)) for names, batch in batches]
+
+    model = espnet_net()
+    held: list[Any] = []
+
+    def run() -> None:
+        if scenario.option == "installed":
+            espnet.install()
+        capture = None if scenario.dirpath is None else espnet.capture(**_settings(scenario))
+        try:
+            with contextlib.nullcontext() if capture is None else capture as capturing:
+                held.append(capturing)
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+                trainers.Trainer.run(
+                    model=model,
+                    optimizers=[optimizer],
+                    schedulers=[None],
+                    train_iter_factory=Factory(),
+                    valid_iter_factory=_NoBatches(),
+                    plot_attention_iter_factory=None,
+                    trainer_options=trainers.TrainerOptions(**_espnet_options(scenario, folder)),
+                    distributed_option=distributed.DistributedOption(
+                        distributed=True,
+                        dist_backend="gloo",
+                        ngpu=0,
+                        dist_rank=dist.get_rank(),
+                        dist_world_size=dist.get_world_size(),
+                    ),
+                )
+        finally:
+            espnet.uninstall()
+
+    class _NoBatches(iterators.AbsIterFactory):  # type: ignore[misc]  # a class found at run time
+        def build_iter(self, epoch: int, shuffle: bool | None = None) -> Any:
+            return [(names, dict(batch)) for names, batch in batches[:1]]
+
+    return _Run(model, run, lambda: held[0].verdict if held and held[0] is not None else None)
+
+
+def _espnet_options(scenario: Scenario, folder: str) -> dict[str, Any]:
+    criterion = ("train", "loss", "min")
+    return {
+        "ngpu": 0,
+        "resume": False,
+        "use_amp": False,
+        "train_dtype": "float32",
+        "grad_noise": False,
+        "accum_grad": scenario.accumulate,
+        "grad_clip": 5.0,
+        "grad_clip_type": 2.0,
+        "log_interval": 100,
+        "no_forward_run": False,
+        "use_matplotlib": False,
+        "use_tensorboard": False,
+        "use_wandb": False,
+        "adapter": "",
+        "use_adapter": False,
+        "save_strategy": "all",
+        "output_dir": Path(folder),
+        "max_epoch": 1,
+        "seed": 0,
+        "sharded_ddp": False,
+        "patience": None,
+        "keep_nbest_models": 1,
+        "nbest_averaging_interval": 0,
+        "early_stopping_criterion": criterion,
+        "best_model_criterion": [criterion],
+        "val_scheduler_criterion": ("train", "loss"),
+        "unused_parameters": False,
+        "wandb_model_log_interval": 0,
+        "create_graph_in_tensorboard": False,
+        "gradient_as_bucket_view": False,
+        "ddp_comm_hook": None,
+    }
+
+
+def espnet_of_another_version(dirpath: str) -> tuple[list[str], bool]:
+    """The warnings of `capture`, and whether espnet's trainer stayed its own meanwhile."""
+    from unittest import mock
+
+    from ddpstats.integrations import espnet
+
+    trainers: Any = importlib.import_module("espnet2.train.trainer")
+    before = vars(trainers.Trainer)["train_one_epoch"], trainers.torch
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        mock.patch("importlib.metadata.version", return_value="199901"),
+    ):
+        warnings.simplefilter("always")
+        with espnet.capture(dirpath):
+            same = (vars(trainers.Trainer)["train_one_epoch"], trainers.torch) == before
+    return [str(one.message) for one in caught], same
+
+
+def espnet_afterwards(dirpath: str) -> tuple[bool, bool]:
+    """Whether espnet's trainer is not its own inside of `capture`, and is again outside, also after an error."""
+    from ddpstats.integrations import espnet
+
+    trainers: Any = importlib.import_module("espnet2.train.trainer")
+
+    def found() -> tuple[Any, ...]:
+        return vars(trainers.Trainer)["train_one_epoch"], trainers.torch, torch.nn.utils.clip_grad_norm_
+
+    before = found()
+    with contextlib.suppress(KeyError), espnet.capture(dirpath):
+        other = [old is not new for old, new in zip(before, found(), strict=True)]
+        raise KeyError
+    return other == [True, True, False], found() == before
+
+
+# -- accelerate -------------------------------------------------------------------------------------------------------
+
+
+def accelerate_step(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """As the loop below has it."""
+    arguments, _ = split(batch)
+    loss: Tensor = model(**arguments)["loss"]
+    return loss
+
+
+def half_accelerate_step(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """As accelerate has it with gradient_accumulation_steps=2."""
+    return accelerate_step(model, batch) / 2
+
+
+def _accelerate(scenario: Scenario, folder: str) -> _Run:
+    accelerate: Any = importlib.import_module("accelerate")
+    _reset_accelerate()
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=scenario.accumulate)
+    model = Net()
+    ddp, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05))
+    verdicts: list[ddpstats.Verdict] = []
+
+    def captured() -> None:
+        with ddpstats.NaNCapture(model=ddp, optimizer=optimizer, scaler=accelerator.scaler, **_settings(scenario)) as c:
+            for batch in scenario.batches():
+                with accelerator.accumulate(ddp):
+                    with c.micro_batch(batch) as micro:
+                        loss = ddp(**batch)["loss"]
+                        micro.loss = loss / accelerator.gradient_accumulation_steps
+                        accelerator.backward(loss)
+                    if accelerator.sync_gradients:
+                        verdict = c.check()
+                        if not verdict.ok:
+                            verdicts.append(verdict)
+                        if verdict.should_stop:
+                            return
+                        if verdict.should_skip:
+                            optimizer.zero_grad()
+                            continue
+                        accelerator.clip_grad_norm_(ddp.parameters(), 5.0)
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+    def plain() -> None:
+        for batch in scenario.batches():
+            with accelerator.accumulate(ddp):
+                accelerator.backward(ddp(**batch)["loss"])
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(ddp.parameters(), 5.0)
+                optimizer.step()
+                optimizer.zero_grad()
+
+    return _Run(model, plain if scenario.dirpath is None else captured, lambda: verdicts[-1] if verdicts else None)
+
+
+_TRAINERS: dict[str, Callable[[Scenario, str], _Run]] = {
+    "lightning": _lightning,
+    "transformers": _transformers,
+    "espnet": _espnet,
+    "accelerate": _accelerate,
+}
