@@ -64,31 +64,31 @@ class FakeImages(Dataset[tuple[Tensor, int]]):
         return torch.randn(3, 16, 16), random.randrange(CLASSES)
 
 
-def main(dirpath: str, seed: int = 0) -> str:
-    """Train until the loss divides by zero; every rank returns the same verdict in words."""
-    dist.init_process_group("gloo")
-    try:
-        torch.manual_seed(seed)
-        model = DistributedDataParallel(make_model())
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
-        torch.manual_seed(seed + dist.get_rank()), random.seed(seed + dist.get_rank())
-        with NaNCapture(dirpath, model=model, optimizer=optimizer) as capture:
-            for batch in DataLoader(FakeImages(), batch_size=BATCH):
-                with capture.micro_batch(batch) as kept:
-                    loss = step(model, batch)
-                    loss.backward()  # type: ignore[no-untyped-call]
-                    kept.loss = loss
-                verdict = capture.check()
-                if verdict.should_stop:
-                    return str(verdict)
-                optimizer.step()
-                optimizer.zero_grad()
-        return f"no class was missing in {STEPS} steps"
-    finally:
-        dist.destroy_process_group()
+def train(dirpath: str, seed: int = 0) -> str:
+    """Until the loss divides by zero. Every rank must call; each returns the same verdict in words."""
+    torch.manual_seed(seed)
+    model = DistributedDataParallel(make_model())
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    torch.manual_seed(seed + dist.get_rank())
+    random.seed(seed + dist.get_rank())
+    with NaNCapture(dirpath, model=model, optimizer=optimizer) as capture:
+        for batch in DataLoader(FakeImages(), batch_size=BATCH):
+            with capture.micro_batch(batch) as kept:
+                loss = step(model, batch)
+                loss.backward()  # type: ignore[no-untyped-call]
+                kept.loss = loss
+            verdict = capture.check()
+            if verdict.should_stop:
+                return str(verdict)
+            optimizer.step()
+            optimizer.zero_grad()
+    return f"no class was missing in {STEPS} steps"
 
 
 if __name__ == "__main__":
-    text = main(sys.argv[1] if len(sys.argv) > 1 else "captures")
-    # The lowest rank has logged the verdict already, and every rank knows it.
-    print(text.splitlines()[0])
+    dist.init_process_group("gloo")
+    try:
+        # The lowest rank logs the verdict as well.
+        print(f"rank {dist.get_rank()}: {train(*sys.argv[1:2] or ['captures'])}".splitlines()[0])
+    finally:
+        dist.destroy_process_group()

@@ -20,6 +20,7 @@ GUARD_REACH = {
     "1 float": {"off": 1.0, "step": 1.5, "strict": 1.7, "strict, over the store": 3.5},
     "1M floats": {"off": 1.0, "step": 1.1, "strict": 1.2, "strict, over the store": 1.4},
 }
+CAPTURE_REACH = 1.01
 INTEGRATION_REACH = {"lightning": 3.0, "torchmetrics": 3.0, "torcheval": 3.0}
 """Where the library itself issues several collectives per key."""
 _NOISE = 2.0
@@ -37,6 +38,7 @@ class Findings:
     imported: ImportCost | None = None
     guard: dict[str, Samples] = field(default_factory=dict)  # size -> variant -> seconds per call
     integrations: dict[str, Samples] = field(default_factory=dict)  # library -> "stock", "installed" -> seconds
+    capture: tuple[Timings, dict[str, float]] | None = None  # "plain", "capture" -> seconds; part -> microseconds
     ddp_step: Samples = field(default_factory=dict)
     detail: dict[str, Samples] = field(default_factory=dict)  # "plain", "DETAIL" -> size -> seconds
 
@@ -90,6 +92,7 @@ def rows_of(found: Findings) -> list[Row]:
         + _memory_rows(found)
         + _import_rows(found)
         + _guard_rows(found)
+        + _capture_rows(found)
         + _integration_rows(found)
     )
 
@@ -126,6 +129,18 @@ def _guard_rows(found: Findings) -> list[Row]:
         spread = ratio(found.ddp_step, "step")
         rows.append(Row("guard step, a DDP step / plain", spread.median, 1.01, quartiles=spread))
     return rows
+
+
+def _capture_rows(found: Findings) -> list[Row]:
+    if found.capture is None:
+        return []
+    timings, parts = found.capture
+    spread = timings.ratios("capture", "plain")
+    return [
+        Row("NaN capture, a DDP step / plain", spread.median, CAPTURE_REACH, quartiles=spread),
+        Row("NaN capture, that step without it", 1e3 * timings.spread("plain").median, unit="ms"),
+        *(Row(f"NaN capture, {name}", microseconds, unit="us") for name, microseconds in parts.items()),
+    ]
 
 
 def _gate(measured: Measured, reach: float | None) -> float | None:

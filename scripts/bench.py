@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 from _bench_calls import Measured, measure
+from _bench_capture import capture_costs
 from _bench_costs import import_cost, memory, payload_on_thread, payloads
 from _bench_guard import ddp_step_costs, guard_costs, plain_costs
 from _bench_integrations import LIBRARIES, integration_costs
@@ -55,6 +56,7 @@ class Plan:
     memory_keys: int
     imports: int
     guard_rounds: int
+    capture: Budget
     integration_rounds: int
     integrations: Sequence[str]
 
@@ -73,6 +75,7 @@ FULL = Plan(
     memory_keys=100_000,
     imports=15,
     guard_rounds=40,
+    capture=Budget(25.0, at_least=30),
     integration_rounds=20,
     integrations=LIBRARIES,
 )
@@ -86,6 +89,7 @@ QUICK = Plan(
     memory_keys=1_000,
     imports=3,
     guard_rounds=2,
+    capture=Budget(1.0, at_least=2),
     integration_rounds=2,
     integrations=("torcheval",),
 )
@@ -118,6 +122,8 @@ def run(plan: Plan, say: Progress) -> Findings:
     for name, env in (("plain", {}), ("DETAIL", {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})):
         outcomes = run_ranks(plain_costs, 2, plan.guard_rounds, timeout_sec=_LIMIT_SEC, env=env)
         found.detail[name] = outcomes.values()[0]
+    say("capture")
+    found.capture = _on_ranks(capture_costs, 2, plan.capture)
     for library in plan.integrations:
         say(library)
         costs = _on_ranks(integration_costs, 2, library, plan.integration_rounds)

@@ -52,8 +52,8 @@ class NaNCaptureCallback(TrainerCallback):
 
     Used as a context manager around ``train()``, the callback also closes the capture where ``train()`` raises, tells
     the other ranks of errors outside of the forward pass, and explains a connection that broke because another rank
-    raised. Without, a rank that raises in its forward pass is told of too; its peers' processes end with its name on
-    stderr.
+    raised. Without, a rank that raises in its forward pass is told of too; but its peers end with the connection's own
+    error, or, where that rank's process lives on, after some seconds with its name on stderr.
 
     Covered: DistributedDataParallel and a single process, gradient accumulation, mixed precision through accelerate.
     Not covered: DeepSpeed, and loss functions that call the model more than once (the first call's arguments are kept).

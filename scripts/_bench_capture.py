@@ -1,0 +1,84 @@
+"""What NaNCapture costs: a DDP training step with it and without, interleaved in one run on the same ranks.
+
+Two copies of one model take turns, each with its own optimizer and DDP. The step is a forward and backward pass, the
+optimizer and, with capture, `micro_batch` and `check`. Some 60 parameters, as many hooks.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+
+import torch
+import torch.distributed as dist
+from _bench_loop import Budget, Timings, interleaved
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpstats import NaNCapture
+
+STEP_MS = 50.0
+"""A step that is worth watching takes at least as long."""
+
+
+def capture_costs(budget: Budget) -> tuple[Timings, dict[str, float]]:
+    """Seconds per step ("plain", "capture"), and microseconds of the parts of the latter. Collective."""
+    plain, watched = _trainer(), _trainer()
+    batch = torch.randn(_batch_size(plain), 3, 32, 32), torch.zeros(_batch_size(plain), dtype=torch.int64)
+    parts: dict[str, list[float]] = {"enter and leave micro_batch": [], "check": []}
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        NaNCapture(scratch, model=watched[0], optimizer=watched[1]) as capture,
+    ):
+
+        def bare(_: int) -> None:
+            module, optimizer = plain
+            nn.functional.cross_entropy(module(batch[0]), batch[1]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        def captured(_: int) -> None:
+            module, optimizer = watched
+            started = time.perf_counter()
+            with capture.micro_batch(batch):
+                entered = time.perf_counter()
+                nn.functional.cross_entropy(module(batch[0]), batch[1]).backward()
+                leaving = time.perf_counter()
+            left = time.perf_counter()
+            capture.check()
+            parts["enter and leave micro_batch"].append(entered - started + left - leaving)
+            parts["check"].append(time.perf_counter() - left)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for number in range(3):
+            bare(number)
+            captured(number)
+        timings = interleaved({"plain": bare, "capture": captured}, budget)
+    return timings, {name: 1e6 * sorted(seconds)[len(seconds) // 2] for name, seconds in parts.items()}
+
+
+def _trainer() -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for inputs, outputs in ((3, 16), *[(16, 16)] * 5, (16, 32), *[(32, 32)] * 7):
+        layers += [nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU()]
+    net = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.1), nn.Linear(32, 10))
+    module = DistributedDataParallel(net)
+    return module, torch.optim.AdamW(net.parameters())
+
+
+def _batch_size(trainer: tuple[DistributedDataParallel, torch.optim.Optimizer]) -> int:
+    """As many images as make a step of 50 to 100 ms on this machine; the same number on every rank."""
+    module, _ = trainer
+    size = 1
+    while True:
+        images = torch.randn(size, 3, 32, 32)
+        started = time.perf_counter()
+        module(images).sum().backward()
+        module.zero_grad()
+        taken = torch.tensor([time.perf_counter() - started])
+        dist.all_reduce(taken, dist.ReduceOp.MIN)
+        if size > 1 and float(taken) > 1.2e-3 * STEP_MS:
+            return size
+        size *= 2
