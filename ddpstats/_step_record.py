@@ -39,7 +39,9 @@ class MicroBatch:
         batch: containers of its own around the caller's very tensors; around copies where these must be.
         random: the generators' state.
         autocast: (device type, enabled, dtype) when the module was called first; None before that.
-        loss: what the caller says it was.
+        loss: what was differentiated, without a GradScaler's scale; if the caller says so.
+        factor: what a trainer multiplied the step's own loss by before ``backward()``, with a GradScaler's scale: of
+            the shape of that loss, or a number; None where the step's own loss was differentiated.
         changed: paths of tensors that were changed in place since.
     """
 
@@ -47,6 +49,7 @@ class MicroBatch:
     random: RandomState
     autocast: tuple[str, bool, torch.dtype] | None = None
     loss: torch.Tensor | None = None
+    factor: torch.Tensor | None = None
     changed: tuple[str, ...] = ()
     _tensors: list[tuple[torch.Tensor, int]] = field(default_factory=list)
 

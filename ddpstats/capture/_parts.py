@@ -87,7 +87,7 @@ class Source:
 
     def rank_part(self, rank: int, world_size: int, step: int, error: str | None = None) -> dict[str, Any]:
         """This rank's batches, random states, buffers and norms of the step."""
-        module, scaler = self._record.module, self._states["scaler"]
+        module = self._record.module
         norms = [arrivals.norms() for arrivals in self._watch.arrivals]
         local = self._local_gradients()
         return {
@@ -105,7 +105,7 @@ class Source:
             "frozen": [name for name, one in module.named_parameters() if not one.requires_grad],
             "norm": norm_kind(self._record.device),
             "gradients": None if local is None else {name: one.cpu() for name, one in local.items()},
-            "scale": float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0,
+            "scale": self._scale(),
             "error": error,
             "environment": _environment(self._record.device),
         }
@@ -125,8 +125,20 @@ class Source:
             "random": micro.random.to_plain(),
             "autocast": _autocast(micro),
             "loss": None if micro.loss is None else torch.as_tensor(micro.loss).detach().cpu().clone(),
+            "factor": self._factor(micro),
             "norms": norms,
         }
+
+    def _scale(self) -> float:
+        scaler = self._states["scaler"]
+        return float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0
+
+    def _factor(self, micro: MicroBatch) -> Tensor | None:
+        """Without the scale, which replay applies as well; a scale is a power of two, so nothing is lost."""
+        if micro.factor is None:
+            return None
+        factor = micro.factor.detach().cpu() / self._scale()
+        return None if bool((factor == 1).all()) else factor
 
     def _local_gradients(self) -> dict[str, Tensor] | None:
         """Of the last micro-batch, before they were reduced, where they could be kept."""

@@ -37,6 +37,8 @@ class MicroBatch:
         batch_missing: why there is none, or None.
         changed: paths of what was changed in place after the batch was taken.
         random: as `RandomState.to_plain` wrote it.
+        loss: what was differentiated, without the scale.
+        factor: what the trainer multiplied the step's loss by; None for 1.
         norms: of the gradients accumulated so far, in the order of `RankPart.parameter_names`, -1 where there is none;
             None if no backward pass ran.
     """
@@ -47,6 +49,7 @@ class MicroBatch:
     random: dict[str, Any]
     autocast: Autocast | None
     loss: torch.Tensor | None
+    factor: torch.Tensor | None
     norms: torch.Tensor | None
 
 
@@ -128,6 +131,7 @@ def _micro_batch(fields: Fields, parameters: int) -> MicroBatch:
         random=dict(fields.mapping("random")),
         autocast=_autocast(fields),
         loss=_tensor_or_none(fields, "loss"),
+        factor=_tensor_or_none(fields, "factor"),
         norms=norms,
     )
 

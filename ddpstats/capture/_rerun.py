@@ -4,7 +4,7 @@
 2. Each `Rerun.run` puts everything back: parameters, buffers as before the step, train and eval modes, which parameters
    want gradients; no gradients.
 3. For each micro-batch: a fresh copy of the batch, the random state that it had, the user's step under the autocast
-   settings that the module's forward pass had, the loss times the scale, backward.
+   settings that the module's forward pass had, the loss times the trainer's factor and the scale, backward.
 4. After each: what the loss was, which gradients arrived and how large they are (`_gradients.measure`), and which are
    not finite.
 
@@ -141,7 +141,7 @@ class Rerun:
         with _arrivals(self.model, arrived), self._autocast(micro.autocast):
             self._restore_random(micro)
             with watching:
-                loss = _checked_loss(self._step(self.model, batch))
+                loss = _checked_loss(self._step(self.model, batch), micro.factor)
             outcome.losses.append(loss.detach().clone())
             if observer is not None:
                 observer.loss(place, loss)
@@ -329,7 +329,10 @@ def _arrivals(model: nn.Module, arrived: dict[str, None]) -> Iterator[None]:
 # -- the loss ---------------------------------------------------------------------------------------------------------
 
 
-def _checked_loss(value: Any) -> Tensor:
+def _checked_loss(value: Any, factor: Tensor | None) -> Tensor:
+    """What is differentiated: the step's loss, times what the trainer made of it."""
+    if isinstance(value, Tensor) and factor is not None and factor.shape in (value.shape, ()):
+        return (value * factor.to(value.device)).sum()
     if isinstance(value, Tensor) and value.numel() == 1:
         return value
     what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"

@@ -1,19 +1,17 @@
 """`NaNCapture` for trainers that call hooks, where no ``with`` statement can stand around a micro-batch.
 
-`CaptureSteps` is one `NaNCapture` with its running micro-batch. Beside it: what a trainer makes of the model's loss
-before ``backward()``. Trainers weight it, divide it by the number of micro-batches, by tokens that they counted on all
-ranks, and a replay has the model and its batch alone. So:
+`CaptureSteps` is one `NaNCapture` with its running micro-batch.
 
-1. `Forwarded` is a micro-batch of keyword arguments, as the model's forward pass got them.
-2. `note_loss` puts a hook on the loss that the model returned. In the backward pass it gets the derivative of what the
-   trainer made of it: the factor, bit for bit, however it came about, and nobody waits for it.
-3. A factor other than 1 is written into the bundle with the batch, as `LOSS_FACTOR`. `split` takes it out again.
+Trainers weight the model's loss, divide it by the number of micro-batches, or by tokens that they counted on all ranks,
+before ``backward()``; a replay has the model and its batch alone. So `note_loss` puts a hook on the loss that the model
+returned. In the backward pass it gets the derivative of what the trainer made of it: the factor, bit for bit, however
+it came about, and nobody waits for it. The bundle has it, and replay applies it.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +21,6 @@ from ddpstats._gradients import unwrapped
 from ddpstats._step_record import MicroBatch
 from ddpstats.capture import NaNCapture, Verdict
 from ddpstats.errors import RankMissing
-
-LOSS_FACTOR = "ddpstats_loss_factor"
 
 _logger = logging.getLogger("ddpstats")
 
@@ -86,7 +82,7 @@ class CaptureSteps:
                 parameter.grad = None
         return verdict
 
-    def note_loss(self, forwarded: Forwarded, loss: Any) -> None:
+    def note_loss(self, loss: Any) -> None:
         """``loss``: what the model returned for this micro-batch; see the head of this file. Local."""
         micro = self.micro
         if micro is None or not isinstance(loss, torch.Tensor) or not loss.requires_grad:
@@ -95,7 +91,7 @@ class CaptureSteps:
         scaled = self._scaler is not None and self._scaler.is_enabled()
 
         def arrived(gradient: torch.Tensor) -> None:
-            forwarded.factor, forwarded.scaler = gradient.detach(), self._scaler if scaled else None
+            micro.factor = gradient.detach()
             if not scaled:
                 micro.loss = (value * gradient).sum()
 
@@ -105,39 +101,6 @@ class CaptureSteps:
         """End the micro-batch, take all hooks away. Idempotent."""
         self.end()
         self.capture.close()
-
-
-class Forwarded(Mapping[str, Any]):
-    """The keyword arguments of a forward pass; also `LOSS_FACTOR`, once it is known, and if it is not 1.
-
-    Looked at when a bundle is written: only then may this wait for the factor's device.
-    """
-
-    def __init__(self, arguments: Mapping[str, Any]) -> None:
-        self._arguments = arguments
-        self.factor: torch.Tensor | None = None
-        self.scaler: Any = None
-
-    def __getitem__(self, name: str) -> Any:
-        return self._all()[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._all())
-
-    def __len__(self) -> int:
-        return len(self._all())
-
-    def _all(self) -> Mapping[str, Any]:
-        if self.factor is None:
-            return self._arguments
-        factor = self.factor if self.scaler is None else self.factor / self.scaler.get_scale()
-        return self._arguments if bool((factor == 1).all()) else {**self._arguments, LOSS_FACTOR: factor}
-
-
-def split(batch: Mapping[str, Any]) -> tuple[dict[str, Any], torch.Tensor | None]:
-    """The forward pass's arguments, and the factor of its loss; None for 1."""
-    arguments = dict(batch)
-    return arguments, arguments.pop(LOSS_FACTOR, None)
 
 
 def explain(error: BaseException, reason: RankMissing | None) -> None:

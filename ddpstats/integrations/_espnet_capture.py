@@ -27,7 +27,7 @@ import torch
 from ddpstats.capture import Verdict
 from ddpstats.capture._verdict import Policy
 from ddpstats.errors import ConfigError, NonFiniteStat
-from ddpstats.integrations._capture_steps import CaptureSteps, Forwarded, split
+from ddpstats.integrations._capture_steps import CaptureSteps
 from ddpstats.integrations._patches import Patches
 
 _TESTED_VERSION = "202511"
@@ -143,18 +143,17 @@ def capture(
 
 
 def step(model: Any, batch: Mapping[str, Any]) -> torch.Tensor:
-    """The trainer's loss for ``ddpstats replay --step``: of this rank, as `Trainer` differentiated it. Local.
+    """The model's loss for ``ddpstats replay --step``. Local.
 
-    The trainer weights the model's loss by the batch's share in all ranks' batches, and divides it by ``accum_grad``.
-    The bundle has that factor, as it was, so gradients come out bit for bit; a batch without it has the factor 1.
+    The trainer weights it by the batch's share in all ranks' batches, and divides it by ``accum_grad``. That factor is
+    in the bundle and applied by replay, so gradients come out bit for bit.
 
     Args:
         model: an espnet model: returns (loss, stats, weight), or a dict of them.
         batch: the keyword arguments of its forward pass, with ``utt_id``.
     """
-    arguments, factor = split(batch)
-    loss: torch.Tensor = _loss_in(model(**arguments))
-    return loss.sum() if factor is None else (loss * factor).sum()
+    loss: torch.Tensor = _loss_in(model(**batch))
+    return loss
 
 
 def _patch(capturing: Capturing) -> None:
@@ -189,16 +188,12 @@ class _View:
 @contextlib.contextmanager
 def _watching(model: Any, steps: CaptureSteps) -> Iterator[None]:
     """A micro-batch begins with each forward pass, before anything else sees its arguments."""
-    forwarded: Forwarded | None = None
 
     def before(module: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        nonlocal forwarded
-        micro = steps.begin(named)
-        micro.batch = forwarded = Forwarded(micro.batch)
+        steps.begin(named)
 
     def after(module: Any, args: Any, output: Any) -> None:
-        if forwarded is not None:
-            steps.note_loss(forwarded, _loss_in(output))
+        steps.note_loss(_loss_in(output))
 
     handles = [
         model.register_forward_pre_hook(before, prepend=True, with_kwargs=True),

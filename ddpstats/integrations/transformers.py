@@ -30,7 +30,7 @@ from ddpstats._step_record import MicroBatch
 from ddpstats.capture import Verdict
 from ddpstats.capture._verdict import Policy
 from ddpstats.errors import ConfigError
-from ddpstats.integrations._capture_steps import CaptureSteps, Forwarded, split
+from ddpstats.integrations._capture_steps import CaptureSteps
 
 try:
     from transformers import TrainerCallback
@@ -91,7 +91,7 @@ class NaNCaptureCallback(TrainerCallback):
         self.verdict: Verdict | None = None
         self._settings = {"on_nonfinite": on_nonfinite, "keep": keep, "store_batch": store_batch, **settings}
         self._steps: CaptureSteps | None = None
-        self._forwarded: Forwarded | None = None
+        self._began = False  # a micro-batch, in the forward pass that is running
         self._handles: list[Any] = []
 
     def __enter__(self) -> NaNCaptureCallback:
@@ -139,40 +139,38 @@ class NaNCaptureCallback(TrainerCallback):
         steps = self._steps
         if steps is not None and steps.micro is None and module.training and torch.is_grad_enabled():
             micro = steps.begin(named)
-            micro.batch = self._forwarded = Forwarded(micro.batch)
+            self._began = True
             _note_autocast(micro, module)
 
     def _after_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        steps, forwarded, self._forwarded = self._steps, self._forwarded, None
-        if steps is None or forwarded is None:
+        steps, began, self._began = self._steps, self._began, False
+        if steps is None or not began:
             return
         error = sys.exc_info()[1]
         if output is None and error is not None:
             steps.end(error)
         else:
-            steps.note_loss(forwarded, _loss_in(output))
+            steps.note_loss(_loss_in(output))
 
     def _close(self) -> None:
         for handle in self._handles:
             handle.remove()
-        steps, self._steps, self._forwarded, self._handles = self._steps, None, None, []
+        steps, self._steps, self._began, self._handles = self._steps, None, False, []
         if steps is not None:
             steps.close()
 
 
 def step(model: Any, batch: Mapping[str, Any]) -> torch.Tensor:
-    """The Trainer's loss for ``ddpstats replay --step``: of this rank, as the Trainer differentiated it. Local.
+    """The model's loss for ``ddpstats replay --step``: ``model(**batch).loss``. Local.
 
-    ``model(**batch).loss``, times the factor that the bundle has with the batch, as it was: so gradients come out bit
-    for bit. With a ``compute_loss`` or ``compute_loss_func`` of your own, or label smoothing, the model's own loss is
-    not what was differentiated: write the like of this function. ``batch`` has what the model was called with; an entry
-    ``ddpstats_loss_factor`` is not part of that.
+    What the Trainer multiplied it by is in the bundle and applied by replay, so gradients come out bit for bit. With a
+    ``compute_loss`` or ``compute_loss_func`` of your own, or label smoothing, the model's own loss is not what was
+    differentiated: write the like of this function. ``batch`` has what the model was called with.
     """
-    arguments, factor = split(batch)
-    loss = _loss_in(model(**arguments))
+    loss = _loss_in(model(**batch))
     if not isinstance(loss, torch.Tensor):
         raise ConfigError("the model returns no loss for this batch: write a step function of your own for --step")
-    return loss.sum() if factor is None else (loss * factor).sum()
+    return loss
 
 
 def _loss_in(output: Any) -> Any:

@@ -53,7 +53,14 @@ def run_and_keep(
         "environment": {"host": "here", "threads": torch.get_num_threads()},
     }
     for batch in batches:
-        kept = {"batch": to_plain(batch), "batch_missing": None, "changed": [], "loss": None, "norms": None}
+        kept = {
+            "batch": to_plain(batch),
+            "batch_missing": None,
+            "changed": [],
+            "loss": None,
+            "factor": None,
+            "norms": None,
+        }
         kept["random"] = RandomState.take(CPU).to_plain()
         kept["autocast"] = {"device_type": "cpu", "enabled": autocast is not None, "dtype": str(torch.bfloat16)}
         part["micro_batches"].append(kept)

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 import ddpstats
 from ddpstats.errors import DdpstatsError
-from ddpstats.integrations._capture_steps import split
 
 RAISES = 777.0
 """A target that the model does not take."""
@@ -419,8 +418,7 @@ def espnet_afterwards(dirpath: str) -> tuple[bool, bool]:
 
 def accelerate_step(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """As the loop below has it."""
-    arguments, _ = split(batch)
-    loss: Tensor = model(**arguments)["loss"]
+    loss: Tensor = model(**batch)["loss"]
     return loss
 
 
