@@ -132,7 +132,7 @@ class GradientWatch:
         self._exchanged = bool(getattr(self._wrapper, "require_backward_grad_sync", False))  # of DDP: not in no_sync()
         with torch.no_grad():
             gradients = [_values(parameter.grad) for parameter in parameters]
-            norms = torch.stack(_norms(gradients)) if _alike(gradients) else _gathered(_norms(gradients))
+            norms = _gathered(_norms(gradients))
             if norms.is_cpu:
                 norms = self._judged(parameters, gradients, norms)
         self._measured.append((parameters, norms))
@@ -242,9 +242,9 @@ def norm_kind(device: torch.device) -> str:
 
 def _norms(gradients: list[Tensor]) -> list[Tensor]:
     """Element for element, as 0-d tensors on the gradients' devices; one call per device and dtype."""
-    kinds = {(gradient.device, gradient.dtype) for gradient in gradients}
-    if len(kinds) == 1:
+    if len({gradient.dtype for gradient in gradients}) == 1 and len({gradient.device for gradient in gradients}) == 1:
         return _norms_of_a_kind(gradients)
+    kinds = {(gradient.device, gradient.dtype) for gradient in gradients}
     found: list[Tensor | None] = [None] * len(gradients)
     for kind in kinds:
         places = [place for place, gradient in enumerate(gradients) if (gradient.device, gradient.dtype) == kind]
@@ -261,18 +261,12 @@ def _norms_of_a_kind(gradients: list[Tensor]) -> list[Tensor]:
     return list(torch._foreach_norm(gradients, 2, dtype=torch.float32 if half else None))
 
 
-def _alike(gradients: list[Tensor]) -> bool:
-    first = gradients[0]
-    return all(gradient.device == first.device and gradient.dtype == first.dtype for gradient in gradients)
-
-
 def _gathered(norms: list[Tensor]) -> Tensor:
-    """One vector: on their device if they share it, else on the host."""
-    if len({norm.device for norm in norms}) > 1:
-        norms = [norm.cpu() for norm in norms]
-    if len({norm.dtype for norm in norms}) > 1:
-        norms = [norm.to(torch.float64) for norm in norms]
-    return torch.stack(norms)
+    """One vector: on their device if they share it, else on the host; of the widest dtype."""
+    try:
+        return torch.stack(norms)
+    except RuntimeError:  # several devices
+        return torch.stack([norm.cpu() for norm in norms])
 
 
 def _exact(gradients: list[Tensor], norms: Tensor) -> Tensor:

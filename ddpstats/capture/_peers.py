@@ -32,7 +32,8 @@ POLL_SEC = 1.0
 LONG_SEC = 2.0  # from when on a micro-batch takes long enough to look into the store
 GRACE_SEC = 3.0  # what a rank has to come out of its collective by itself
 EXIT_STATUS = 1
-_LOST = ("connection closed by peer", "connection reset", "broken pipe", "socket closed", "gloo", "nccl")
+_LOST = ("gloo/transport", "connection closed by peer", "connection reset by peer", "broken pipe", "timed out waiting")
+"""In what gloo raises as a plain RuntimeError (torch 2.13)."""
 _EXPLAIN_SEC = 2.0
 
 

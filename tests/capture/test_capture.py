@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -193,6 +194,24 @@ def test_parameters_and_random_numbers_are_those_of_a_run_without(
         assert one["drawn"] == other["drawn"]
         assert one["threads"] == one["hooks"] == 0
     assert list(tmp_path.iterdir()) == []
+
+
+def test_memory_is_one_batch_by_reference_and_the_buffers(tmp_path: Path) -> None:
+    model = torch.nn.BatchNorm1d(64)
+    with NaNCapture(tmp_path, model=model) as capture:
+        batch = torch.randn(4, 64)
+        alive = weakref.ref(batch)
+        with capture.micro_batch({"x": batch}) as kept:
+            assert kept.batch["x"] is batch
+            model(batch).sum().backward()
+        copies = capture._record.buffers
+        assert copies is not None
+        assert sum(one.nbytes for one in copies.values()) == sum(one.nbytes for one in model.buffers())
+        assert capture._watch.arrivals[0].local() is None
+        del batch, kept
+        assert alive() is not None
+        capture.check()
+        assert alive() is None
 
 
 def test_one_collective_a_step(two_ranks: RankPool, tmp_path: Path) -> None:
