@@ -43,7 +43,7 @@ def replace_file(path: Path, write: Callable[[BinaryIO], object]) -> Written:
             file.flush()
             os.fsync(file.fileno())
             written = summary(file)
-        os.chmod(name, 0o666 & ~_umask())  # mkstemp's files are for their owner only
+        os.chmod(name, 0o666 & ~_UMASK)  # mkstemp's files are for their owner only
         os.replace(name, path)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -67,6 +67,9 @@ def _umask() -> int:
     mask = os.umask(0)  # there is no way to read it without setting it
     os.umask(mask)
     return mask
+
+
+_UMASK = _umask()  # once, at import: later other threads may create files in between
 
 
 def _sync_directory(directory: Path) -> None:

@@ -63,6 +63,7 @@ class Channel:
         self._comm: Comm | None = None
         self._protocol: Protocol | None = None
         self._error: RankMissing | None = None
+        self.has_abandoned = False  # by this rank
         self._turn = threading.RLock()  # re-entrant: a finalizer may run, and `release`, while this thread holds it
         self._state = threading.Condition(self._turn)
         self._busy = False
@@ -149,10 +150,23 @@ class Channel:
             raise
         raise self._broken(verdict)
 
-    def abandon(self, message: str) -> None:
-        """This rank takes no further part: every other rank raises ``message``, here and at every later call. Local."""
-        if self._mailbox is not None and self._error is None:
-            self._broken(self._mailbox.leave(lambda missing, dead: message))
+    def abandon(self, message: str) -> RankMissing | None:
+        """This rank takes no further part: every other rank raises ``message``, here and at every later call. Local.
+
+        Returns what they raise: the words of the first rank that did so; None where there is no other rank.
+        """
+        if self._mailbox is None:
+            return None
+        self.has_abandoned = True
+        verdict = self._mailbox.announce(message)
+        if self._error is None:
+            self._broken(verdict)
+        return self._missing(verdict)
+
+    def abandoned(self) -> RankMissing | None:
+        """What the first rank said that called `abandon`; None where none did. Local; never waits for it."""
+        announced = None if self._mailbox is None else self._mailbox.announced()
+        return None if announced is None else self._missing(announced)
 
     def verdict(self) -> RankMissing | None:
         """Why this channel is closed, also where only another rank knows of it yet. Local; never waits for it."""

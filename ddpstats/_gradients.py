@@ -6,9 +6,14 @@ DistributedDataParallel takes one communication hook, and that belongs to the us
    parameter, and the first one of a backward pass asks autograd to be called at the end of it.
 2. There one pass measures all of them: a norm per gradient, which is not finite if and only if some element is not. DDP
    keeps its copies in its buckets until its own callback at the end, which was asked for later and so comes later: at
-   this moment the gradients are this rank's own, and the collective is on its way at the same time.
-3. Where gradients lie in the buckets themselves (``gradient_as_bucket_view``), the hook measures at once: behind it,
-   DDP reduces in place.
+   this moment the gradients are this rank's own, and the collective is on its way at the same time. A backward pass
+   inside another one (reentrant checkpointing) has an end of its own, and DDP may be through by then: so all that
+   waits is measured there.
+3. The hook measures at once where the end would be too late: gradients that lie in the buckets themselves
+   (``gradient_as_bucket_view``), which DDP reduces in place; the first pass of a static graph, which DDP reduces
+   before any callback; a parameter with a hook of somebody else, who may reduce its gradient, or take it away.
+4. Passes are told apart, and DDP says whether it reduces after one: from then on every rank's gradients hold those of
+   all.
 
 On the CPU the norm is the 2-norm, which torch vectorizes, and what it cannot represent is looked at element by element.
 On an accelerator it is the largest magnitude, which is exact, in one fused pass; nobody waits for it before `any_bad`.
@@ -17,14 +22,17 @@ A gradient that is sharded when it arrives (FSDP2: a DTensor) has been reduced a
 `measure` of what the step is left with can be had.
 
 Checked on torch 2.13. It relies on ``Tensor.register_post_accumulate_grad_hook`` (public) and on the autograd engine's
-``queue_callback``, which DDP and FSDP use themselves; on a torch without it every gradient is measured in its hook.
+``queue_callback``, which DDP and FSDP use themselves; on a torch without it every gradient is measured in its hook. On
+one without ``torch._C._current_graph_task_id`` a pass inside another one is not told apart.
 """
 
 from __future__ import annotations
 
+import gc
 import math
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,6 +42,8 @@ _queue_callback: Callable[[Callable[[], None]], None] | None = getattr(
     torch.autograd.Variable._execution_engine, "queue_callback", None
 )
 
+_graph_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: 0)
+
 NO_GRADIENT = -1.0
 
 
@@ -41,7 +51,7 @@ class GradientWatch:
     """Measures the gradients of ``module`` in every backward pass between `begin` and `end`. Local.
 
     Args:
-        module: as it is trained: DistributedDataParallel itself, not what is inside.
+        module: as it is trained: DistributedDataParallel itself, or what has it inside.
 
     Attributes:
         names: of all parameters, as in ``named_parameters`` of the module inside.
@@ -51,39 +61,37 @@ class GradientWatch:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        inner = unwrapped(module)
-        named = list(inner.named_parameters())
+        named = list(unwrapped(module).named_parameters())
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
         self.sees_local = not any(_is_sharded(parameter) for parameter in self.parameters)
-        self._at_once = _queue_callback is None or bool(getattr(module, "gradient_as_bucket_view", False))
+        self.arrivals: list[Arrivals] = []
+        self.bad = False
+        self._module = module
         self._place = {id(parameter): place for place, parameter in enumerate(self.parameters)}
         self._handles: list[Any] = []
         self._unhooked = [parameter for parameter in self.parameters if self.sees_local]
+        self._replicas: list[nn.parallel.DistributedDataParallel] | None = None
+        self._static_graph_known = False
         self._active = False
-        self._waiting: list[Tensor] = []
-        self._measured: list[tuple[list[Tensor], Tensor]] = []
-        self._local: dict[int, Tensor] = {}
-        self._wrapper = module
-        self._exchanged = False
-        self.arrivals: list[Arrivals] = []
-        self.bad = False
+        self._micro = _Running()
 
     def begin(self) -> None:
         """From now on gradients are measured: a micro-batch begins."""
         if self._unhooked:
             self._hook()
+        if self._replicas is None:
+            self._replicas = _replicas_in(self._module)
+        self._micro = _Running(at_once=self._has_to_be_quick(self._replicas))
         self._active = True
-        self._measured = []
-        self._waiting = []
-        self._local = {}
-        self._exchanged = False
 
     def end(self) -> None:
         """The micro-batch is through: no gradient is measured any more."""
         self._active = False
         self._measure_waiting()  # a backward pass that ended by an error
-        self.arrivals.append(Arrivals(self._measured, self._place, self._local, self._exchanged))
+        self._static_graph_known = self._static_graph_known or any(one.exchanged for one in self._micro.passes)
+        self.arrivals.append(Arrivals(self._micro.passes, self._place, self._micro.local))
+        self._micro = _Running()
 
     def forget(self) -> None:
         """The step is over."""
@@ -100,42 +108,56 @@ class GradientWatch:
 
     def _hook(self) -> None:
         """Parameters are hooked when they first want a gradient: a frozen one takes no hook."""
-        reference = weakref.ref(self)  # a parameter must not keep the watch alive
-
-        def arrived(parameter: Tensor) -> None:
-            watch = reference()
-            if watch is not None and watch._active:
-                watch._arrived(parameter)
-
+        arrived = _Hook(self)
         frozen = []
         for parameter in self._unhooked:
             if parameter.requires_grad:
                 handle = parameter.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
                 self._handles.append(handle)
+                _put_first(parameter, handle.id)
             else:
                 frozen.append(parameter)
         self._unhooked = frozen
 
+    def _has_to_be_quick(self, replicas: list[nn.parallel.DistributedDataParallel]) -> bool:
+        if _queue_callback is None or any(one.gradient_as_bucket_view for one in replicas):
+            return True
+        return not self._static_graph_known and any(one.static_graph for one in replicas)
+
     def _arrived(self, parameter: Tensor) -> None:
-        self._waiting.append(parameter)
-        if self._at_once:
-            self._measure_waiting()
-        elif len(self._waiting) == 1:
-            assert _queue_callback is not None
-            _queue_callback(self._measure_waiting)
+        micro, task = self._micro, _graph_task()
+        if task not in micro.tasks:
+            if not micro.tasks:
+                micro.passes.append(_Pass())
+            micro.tasks.add(task)
+            if _queue_callback is not None:
+                _queue_callback(lambda: self._task_ends(micro, task))
+        if micro.at_once or _has_foreign_hooks(parameter):
+            self._measure([parameter])
+        else:
+            micro.waiting.append(parameter)
+
+    def _task_ends(self, micro: _Running, task: int) -> None:
+        self._measure_waiting()
+        micro.tasks.discard(task)
 
     def _measure_waiting(self) -> None:
-        parameters, self._waiting = self._waiting, []
+        waiting, self._micro.waiting = self._micro.waiting, []
+        self._measure(waiting)
+
+    def _measure(self, parameters: list[Tensor]) -> None:
         parameters = [parameter for parameter in parameters if parameter.grad is not None]
         if not parameters:
             return
-        self._exchanged = bool(getattr(self._wrapper, "require_backward_grad_sync", False))  # of DDP: not in no_sync()
         with torch.no_grad():
             gradients = [_values(parameter.grad) for parameter in parameters]
             norms = _gathered(_norms(gradients))
             if norms.is_cpu:
                 norms = self._judged(parameters, gradients, norms)
-        self._measured.append((parameters, norms))
+        current = self._micro.passes[-1]
+        current.measured.append((parameters, norms))
+        # of DDP: false in no_sync()
+        current.exchanged = any(one.require_backward_grad_sync for one in self._replicas or ())
 
     def _judged(self, parameters: list[Tensor], gradients: list[Tensor], norms: Tensor) -> Tensor:
         """On the CPU: is any of them bad? Then this is the moment to keep them, before they are reduced."""
@@ -150,52 +172,118 @@ class GradientWatch:
         return norms
 
     def _keep(self, parameters: list[Tensor]) -> None:
-        self._local.update({self._place[id(p)]: p.grad.detach().clone() for p in parameters if p.grad is not None})
+        kept = {self._place[id(p)]: p.grad.detach().clone() for p in parameters if p.grad is not None}
+        self._micro.local.update(kept)
+
+
+class _Hook:
+    """Of every parameter; must not keep the watch alive."""
+
+    def __init__(self, watch: GradientWatch) -> None:
+        self._watch = weakref.ref(watch)
+
+    def __call__(self, parameter: Tensor) -> None:
+        watch = self._watch()
+        if watch is not None and watch._active:
+            watch._arrived(parameter)
+
+
+def _put_first(parameter: Tensor, number: int) -> None:
+    """Hooks run in the order of this dict; those that were there before may reduce the gradient, or take it away."""
+    hooks = parameter._post_accumulate_grad_hooks
+    for other in [one for one in hooks if one != number]:
+        hooks[other] = hooks.pop(other)
+
+
+def _has_foreign_hooks(parameter: Tensor) -> bool:
+    hooks = parameter._post_accumulate_grad_hooks
+    return len(hooks) > 1 and not all(isinstance(hook, _Hook) for hook in hooks.values())
+
+
+@dataclass
+class _Pass:
+    """One backward pass: whose gradients it brought, how large; whether they are reduced afterwards."""
+
+    measured: list[tuple[list[Tensor], Tensor]] = field(default_factory=list)
+    exchanged: bool = False
+
+
+@dataclass
+class _Running:
+    """A micro-batch under way.
+
+    Attributes:
+        tasks: autograd's graph tasks whose end has been asked for; the first one of a pass is the outermost.
+        waiting: parameters whose gradient has arrived and is not yet measured.
+        local: place of a parameter -> its own gradient, kept because one was bad.
+    """
+
+    at_once: bool = False
+    passes: list[_Pass] = field(default_factory=list)
+    tasks: set[int] = field(default_factory=set)
+    waiting: list[Tensor] = field(default_factory=list)
+    local: dict[int, Tensor] = field(default_factory=dict)
 
 
 class Arrivals:
-    """What one micro-batch's backward passes brought: whose gradients, how large. Read when there is a reason to.
+    """What one micro-batch's backward passes brought: whose gradients, how large. Read when there is a reason to."""
 
-    Attributes:
-        exchanged: whether they were reduced afterwards: from then on every rank's gradients hold those of all.
-    """
+    def __init__(self, passes: list[_Pass], place: dict[int, int], local: dict[int, Tensor]) -> None:
+        self._passes, self._place, self._local = passes, place, local
 
-    def __init__(
-        self,
-        measured: list[tuple[list[Tensor], Tensor]],
-        place: dict[int, int],
-        local: dict[int, Tensor],
-        exchanged: bool = False,
-    ) -> None:
-        self._measured, self._place, self._local = measured, place, local
-        self.exchanged = exchanged
+    @property
+    def exchanged(self) -> list[bool]:
+        """Of each pass: whether its gradients were reduced afterwards."""
+        return [one.exchanged for one in self._passes]
+
+    def places(self) -> set[int]:
+        """Parameters that got a gradient."""
+        return {self._place[id(parameter)] for parameters, _ in self._measured() for parameter in parameters}
 
     def local(self) -> dict[int, Tensor] | None:
         """Place of a parameter -> this rank's own gradient; None where not all of them could be kept."""
-        arrived = {self._place[id(parameter)] for parameters, _ in self._measured for parameter in parameters}
-        return self._local if arrived and arrived == self._local.keys() else None
+        return self._local if self._local and self.places() == self._local.keys() else None
 
     def away(self) -> list[Tensor]:
         """The norms that lie on an accelerator."""
-        return [norms for _, norms in self._measured if not norms.is_cpu]
+        return [norms for _, norms in self._measured() if not norms.is_cpu]
 
     def norms(self) -> Tensor | None:
         """One per parameter of the module, float64, on the host; `NO_GRADIENT` where none came; None without any."""
-        if not self._measured:
+        if not self._measured():
             return None
         found = torch.full((len(self._place),), NO_GRADIENT, dtype=torch.float64)
-        for parameters, norms in self._measured:
+        for parameters, norms in self._measured():
             places = torch.tensor([self._place[id(parameter)] for parameter in parameters])
             found[places] = norms.to("cpu", torch.float64)
         return found
 
-    def bad_places(self) -> list[int]:
-        """Parameters whose gradient was not finite, in the order in which the gradients came: the loss's end first."""
-        order: dict[int, None] = {}
-        for parameters, norms in self._measured:
-            finite = norms.isfinite().tolist()
-            order.update({self._place[id(p)]: None for p, ok in zip(parameters, finite, strict=True) if not ok})
-        return list(order)
+    def bad_places(self) -> list[list[int]]:
+        """Of each pass: parameters whose gradient was not finite, as they came: the loss's end first."""
+        return [_bad_places(one, self._place) for one in self._passes]
+
+    def _measured(self) -> list[tuple[list[Tensor], Tensor]]:
+        return [measured for one in self._passes for measured in one.measured]
+
+
+def _bad_places(one: _Pass, place: dict[int, int]) -> list[int]:
+    order: dict[int, None] = {}
+    for parameters, norms in one.measured:
+        finite = norms.isfinite().tolist()
+        order.update({place[id(p)]: None for p, ok in zip(parameters, finite, strict=True) if not ok})
+    return list(order)
+
+
+def _replicas_in(module: nn.Module) -> list[nn.parallel.DistributedDataParallel]:
+    """Every DistributedDataParallel in ``module``; or, where there is none, around it.
+
+    A module does not know what it is inside of, so that one is looked for among all objects; once.
+    """
+    inside = [one for one in module.modules() if isinstance(one, nn.parallel.DistributedDataParallel)]
+    if inside or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return inside
+    everything = (one for one in gc.get_objects() if issubclass(type(one), nn.parallel.DistributedDataParallel))
+    return [one for one in everything if one.module is module]
 
 
 def unwrapped(module: nn.Module) -> nn.Module:

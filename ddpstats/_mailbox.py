@@ -143,6 +143,23 @@ class Mailbox:
         except _STORE_ERRORS as error:
             return _without_store(error, describe)
 
+    def announce(self, message: str) -> Verdict:
+        """Say that this rank takes no further part. The words of the first rank that did so become the verdict."""
+        mine = json.dumps({"missing": [self.rank], "message": message})
+        try:
+            first = _parse(self.store.compare_set("announced", "", mine))
+            self._write(list(first.missing), [], lambda missing, dead: first.message)
+        except _STORE_ERRORS as error:
+            return _without_store(error, lambda missing, dead: message)
+        return first
+
+    def announced(self) -> Verdict | None:
+        """What the first rank said that took no further part; never waits for it, and no error without the store."""
+        try:
+            return _parse(self.store.get("announced")) if self.store.check(["announced"]) else None
+        except _STORE_ERRORS:
+            return None
+
     def read(self) -> Verdict | None:
         """The verdict, if some rank has written one; never waits for it."""
         if not self.store.check(["verdict"]):

@@ -16,6 +16,8 @@ generator.
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import copy
 import weakref
 from collections.abc import Iterator, Mapping
@@ -29,6 +31,8 @@ from torch.nn.modules.module import (
 )
 
 from ddpstats._random_state import RandomState as RandomState
+
+_MOST_DEEP = 80  # a little more than a bundle can hold, which says so by name
 
 
 @dataclass
@@ -80,14 +84,7 @@ class StepRecord:
         self.copies = False
         self._current: MicroBatch | None = None
         self._copies = BufferCopies(module)
-        reference = weakref.ref(self)  # the module must not keep the record alive
-
-        def about_to_run(module: torch.nn.Module, args: Any) -> None:
-            record = reference()
-            if record is not None and record._current is not None:
-                record._about_to_run(record._current)
-
-        self._handle = module.register_forward_pre_hook(about_to_run, prepend=True)
+        self._handle = module.register_forward_pre_hook(_ForwardHook(self, module), prepend=True)
 
     @property
     def device(self) -> torch.device:
@@ -97,9 +94,9 @@ class StepRecord:
 
     def begin(self, batch: Any) -> MicroBatch:
         """A micro-batch is about to run. Its forward and backward pass come before `end`."""
-        tensors: list[tuple[torch.Tensor, int]] = []
-        kept = _kept(batch, self.copies, tensors)
-        self._current = MicroBatch(kept, RandomState.take(self.device), _tensors=tensors)
+        keeping = _Keeping(self.copies)
+        kept = keeping.keep(batch)
+        self._current = MicroBatch(kept, RandomState.take(self.device), _tensors=keeping.tensors)
         self.micro_batches.append(self._current)
         return self._current
 
@@ -134,12 +131,33 @@ class StepRecord:
         self.buffers = self._copies.take()
 
 
+class _ForwardHook:
+    """Tells the record that its module, and no copy of it, is about to run.
+
+    The module may be pickled and copied while it is hooked: there it gets a hook that does nothing, and that needs no
+    ddpstats where the module is loaded.
+    """
+
+    def __init__(self, record: StepRecord, module: torch.nn.Module) -> None:
+        self._record = weakref.ref(record)  # the module must not keep the record alive
+        self._module = weakref.ref(module)
+
+    def __call__(self, module: torch.nn.Module, args: Any) -> None:
+        record = self._record()
+        if record is not None and record._current is not None and module is self._module():
+            record._about_to_run(record._current)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (contextlib.nullcontext(), "__exit__")  # takes any arguments, returns None
+
+
 class BufferCopies:
     """A copy of every buffer of a module, taken anew into the same memory as long as the buffers stay the same ones."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
-        self._known: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]] = []
+        self._places: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]] = []
+        self._known: list[torch.Tensor] = []
         self._copies: dict[str, torch.Tensor] = {}
         self._twins: list[torch.Tensor] = []
         self._outdated = True
@@ -159,13 +177,10 @@ class BufferCopies:
     def take(self) -> dict[str, torch.Tensor]:
         """Name -> copy, as of now. The next call overwrites them. Local."""
         with torch.no_grad():
-            if self._outdated or not all(
-                owner.get(key) is buffer and buffer.shape == twin.shape
-                for (owner, key, buffer), twin in zip(self._known, self._twins, strict=True)
-            ):
+            if self._outdated or not self._is_as_known():
                 self._learn()
             if self._twins:
-                torch._foreach_copy_(self._twins, [buffer for _, _, buffer in self._known])
+                torch._foreach_copy_(self._twins, self._known)
         return self._copies
 
     def close(self) -> None:
@@ -173,60 +188,128 @@ class BufferCopies:
         for handle in self._handles:
             handle.remove()
 
+    def _is_as_known(self) -> bool:
+        return all(owner.get(key) is buffer for owner, key, buffer in self._places) and all(
+            buffer.shape == twin.shape for buffer, twin in zip(self._known, self._twins, strict=True)
+        )
+
     def _learn(self) -> None:
+        """A buffer that several modules share has one name, the first one, as in ``named_buffers``."""
         self._outdated = False
-        self._known, self._copies = [], {}
+        self._places, self._copies = [], {}
+        known: dict[int, torch.Tensor] = {}
         for prefix, owner in self._module.named_modules():
             for key, buffer in owner._buffers.items():
                 if buffer is not None:
-                    self._known.append((owner._buffers, key, buffer))
-                    self._copies[f"{prefix}.{key}" if prefix else key] = torch.empty_like(buffer)
-        self._twins = list(self._copies.values())
+                    self._places.append((owner._buffers, key, buffer))
+                    if id(buffer) not in known:
+                        known[id(buffer)] = buffer
+                        self._copies[f"{prefix}.{key}" if prefix else key] = torch.empty_like(buffer)
+        self._known, self._twins = list(known.values()), list(self._copies.values())
 
 
 def walk(value: Any, path: str = "batch") -> Iterator[tuple[str, Any]]:
     """(path, leaf) for every leaf of nested containers, in the order of `begin`."""
+    return _walk(value, path, ())
+
+
+def _walk(value: Any, path: str, around: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
+    if _is_endless(value, around):
+        yield path, value
+        return
+    around = (*around, id(value))
     if isinstance(value, Mapping):
         for key, item in value.items():
-            yield from walk(item, f"{path}[{key!r}]")
+            yield from _walk(item, f"{path}[{key!r}]", around)
     elif isinstance(value, (list, tuple)):
         for place, item in enumerate(value):
-            yield from walk(item, f"{path}[{place}]")
+            yield from _walk(item, f"{path}[{place}]", around)
     elif is_dataclass(value) and not isinstance(value, type):
-        for one in fields(value):
-            yield from walk(getattr(value, one.name), f"{path}.{one.name}")
+        for name in _set_fields(value):
+            yield from _walk(getattr(value, name), f"{path}.{name}", around)
     else:
         yield path, value
 
 
-def _kept(value: Any, copies: bool, tensors: list[tuple[torch.Tensor, int]]) -> Any:
-    """New containers, so that a key taken out later is still there; the leaves themselves, or copies."""
-    if isinstance(value, torch.Tensor):
-        if copies or value.is_inference():  # which counts no versions
+def _is_endless(value: Any, around: tuple[int, ...]) -> bool:
+    """Whether it lies inside itself, or too deep to be stored. ``around``: the ids of what it lies in."""
+    return len(around) > _MOST_DEEP or id(value) in around
+
+
+def _set_fields(value: Any) -> list[str]:
+    return [one.name for one in fields(value) if hasattr(value, one.name)]
+
+
+class _Keeping:
+    """Makes new containers, so that a key taken out later is still there, around the leaves themselves, or copies.
+
+    What cannot be made anew is kept itself: a list or tuple of a class of its own, what lies inside itself, and what is
+    nested too deeply.
+
+    Attributes:
+        tensors: those that were not copied, each with its version.
+    """
+
+    def __init__(self, copies: bool) -> None:
+        self._copies = copies
+        self.tensors: list[tuple[torch.Tensor, int]] = []
+
+    def keep(self, value: Any, around: tuple[int, ...] = ()) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value)
+        if _is_endless(value, around):
+            return value
+        around = (*around, id(value))
+        if isinstance(value, Mapping):
+            return _refilled(value, {key: self.keep(item, around) for key, item in value.items()})
+        if isinstance(value, (list, tuple)):
+            return self._sequence(value, around)
+        if is_dataclass(value) and not isinstance(value, type):
+            return self._dataclass(value, around)
+        return value.copy() if type(value).__module__ == "numpy" and hasattr(value, "copy") else value
+
+    def _tensor(self, value: torch.Tensor) -> torch.Tensor:
+        if self._copies or value.is_inference():  # which counts no versions
             return value.detach().clone()
-        tensors.append((value, value._version))
+        self.tensors.append((value, value._version))
         return value
-    if isinstance(value, Mapping):
-        kept = {key: _kept(item, copies, tensors) for key, item in value.items()}
-        return kept if type(value) is dict else _refilled(value, kept)
-    if isinstance(value, (list, tuple)):
-        items = [_kept(item, copies, tensors) for item in value]
+
+    def _sequence(self, value: list[Any] | tuple[Any, ...], around: tuple[int, ...]) -> Any:
+        items = [self.keep(item, around) for item in value]
         if type(value) is list:
             return items
-        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    if is_dataclass(value) and not isinstance(value, type):
+        if isinstance(value, tuple) and (type(value) is tuple or hasattr(value, "_fields")):
+            return tuple.__new__(type(value), items)  # a named one may have a __new__ of its own
+        return value
+
+    def _dataclass(self, value: Any, around: tuple[int, ...]) -> Any:
         twin = copy.copy(value)
-        for one in fields(value):
-            object.__setattr__(twin, one.name, _kept(getattr(value, one.name), copies, tensors))
+        for name in _set_fields(value):
+            object.__setattr__(twin, name, self.keep(getattr(value, name), around))
         return twin
-    return value.copy() if type(value).__module__ == "numpy" and hasattr(value, "copy") else value
 
 
-def _refilled(mapping: Any, kept: dict[Any, Any]) -> Any:
-    """A mapping of the same kind where that can be made: a copy of it, with other values."""
-    try:
-        twin = copy.copy(mapping)
-        twin.update(kept)
-    except Exception:  # read-only, or a class with a mind of its own
+def _refilled(mapping: Mapping[Any, Any], kept: dict[Any, Any]) -> Any:
+    """A mapping of the same kind with other values, where its class says where these are; else a plain dict.
+
+    Nothing of the caller's class is asked to change a copy: what that shares with the original is not known.
+    """
+    kind = type(mapping)
+    if kind is dict:
         return kept
-    return twin
+    if isinstance(mapping, collections.UserDict):
+        inner = vars(mapping).get("data")
+        if type(inner) is not dict or inner.keys() != kept.keys():
+            return kept
+        twin = kind.__new__(kind)
+        twin.__dict__.update({**vars(mapping), "data": kept})
+        return twin
+    if isinstance(mapping, dict) and kind.__getitem__ is dict.__getitem__:
+        try:
+            copied = copy.copy(mapping)
+        except Exception:  # a class with a mind of its own
+            return kept
+        if type(copied) is kind and copied is not mapping and dict.keys(copied) == kept.keys():
+            dict.update(copied, kept)
+            return copied
+    return kept

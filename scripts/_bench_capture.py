@@ -17,14 +17,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpstats import NaNCapture
 
-STEP_MS = 80.0
-"""At least as long, so that what is compared is not the noise of a small step."""
+STEPS_MS = (80, 400)
+"""A step takes at least as long, and up to twice that."""
 
 
-def capture_costs(budget: Budget) -> tuple[Timings, dict[str, float]]:
+def capture_costs(step_ms: int, budget: Budget) -> tuple[Timings, dict[str, float]]:
     """Seconds per step ("plain", "capture"), and microseconds of the parts of the latter. Collective."""
     plain, watched = _trainer(), _trainer()
-    size = _batch_size(plain)
+    size = _batch_size(plain, 1e-3 * step_ms)
     batch = torch.randn(size, 3, 32, 32), torch.zeros(size, dtype=torch.int64)
     parts: dict[str, list[float]] = {"enter and leave micro_batch": [], "check": []}
     with (
@@ -69,11 +69,11 @@ def _trainer() -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
     return module, torch.optim.AdamW(net.parameters())
 
 
-def _batch_size(trainer: tuple[DistributedDataParallel, torch.optim.Optimizer]) -> int:
-    """As many images as make a step of `STEP_MS`, up to twice that; the same number on every rank."""
+def _batch_size(trainer: tuple[DistributedDataParallel, torch.optim.Optimizer], seconds: float) -> int:
+    """As many images as make a step so long, or up to twice that; the same number on every rank."""
     module, _ = trainer
     size = 1
-    while _seconds(module, torch.randn(size, 3, 32, 32)) < 1e-3 * STEP_MS:
+    while _seconds(module, torch.randn(size, 3, 32, 32)) < seconds:
         size *= 2
     return size
 

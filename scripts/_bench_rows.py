@@ -38,7 +38,8 @@ class Findings:
     imported: ImportCost | None = None
     guard: dict[str, Samples] = field(default_factory=dict)  # size -> variant -> seconds per call
     integrations: dict[str, Samples] = field(default_factory=dict)  # library -> "stock", "installed" -> seconds
-    capture: tuple[Timings, dict[str, float]] | None = None  # "plain", "capture" -> seconds; part -> microseconds
+    capture: dict[int, tuple[Timings, dict[str, float]]] = field(default_factory=dict)
+    """Milliseconds of a step -> ("plain", "capture" -> seconds; part -> microseconds)."""
     ddp_step: Samples = field(default_factory=dict)
     detail: dict[str, Samples] = field(default_factory=dict)  # "plain", "DETAIL" -> size -> seconds
 
@@ -132,15 +133,15 @@ def _guard_rows(found: Findings) -> list[Row]:
 
 
 def _capture_rows(found: Findings) -> list[Row]:
-    if found.capture is None:
-        return []
-    timings, parts = found.capture
-    spread = timings.ratios("capture", "plain")
-    return [
-        Row("NaN capture, a DDP step / plain", spread.median, CAPTURE_REACH, quartiles=spread),
-        Row("NaN capture, that step without it", 1e3 * timings.spread("plain").median, unit="ms"),
-        *(Row(f"NaN capture, {name}", microseconds, unit="us") for name, microseconds in parts.items()),
-    ]
+    rows = []
+    for step_ms, (timings, parts) in found.capture.items():
+        what, spread = f"NaN capture, a DDP step of {step_ms} ms and more", timings.ratios("capture", "plain")
+        rows += [
+            Row(f"{what} / plain", spread.median, CAPTURE_REACH, quartiles=spread),
+            Row(f"{what}: plain", 1e3 * timings.spread("plain").median, unit="ms"),
+            *(Row(f"{what}: {name}", microseconds, unit="us") for name, microseconds in parts.items()),
+        ]
+    return rows
 
 
 def _gate(measured: Measured, reach: float | None) -> float | None:

@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 from _bench_calls import Measured, measure
-from _bench_capture import capture_costs
+from _bench_capture import STEPS_MS, capture_costs
 from _bench_costs import import_cost, memory, payload_on_thread, payloads
 from _bench_guard import ddp_step_costs, guard_costs, plain_costs
 from _bench_integrations import LIBRARIES, integration_costs
@@ -56,7 +56,8 @@ class Plan:
     memory_keys: int
     imports: int
     guard_rounds: int
-    capture: Budget
+    capture: Budget  # of each length of a step
+    capture_steps_ms: Sequence[int]
     integration_rounds: int
     integrations: Sequence[str]
 
@@ -75,7 +76,8 @@ FULL = Plan(
     memory_keys=100_000,
     imports=15,
     guard_rounds=40,
-    capture=Budget(25.0, at_least=30),
+    capture=Budget(40.0, at_least=30),
+    capture_steps_ms=STEPS_MS,
     integration_rounds=20,
     integrations=LIBRARIES,
 )
@@ -90,6 +92,7 @@ QUICK = Plan(
     imports=3,
     guard_rounds=2,
     capture=Budget(1.0, at_least=2),
+    capture_steps_ms=(10,),
     integration_rounds=2,
     integrations=("torcheval",),
 )
@@ -123,7 +126,7 @@ def run(plan: Plan, say: Progress) -> Findings:
         outcomes = run_ranks(plain_costs, 2, plan.guard_rounds, timeout_sec=_LIMIT_SEC, env=env)
         found.detail[name] = outcomes.values()[0]
     say("capture")
-    found.capture = _on_ranks(capture_costs, 2, plan.capture)
+    found.capture = {step_ms: _on_ranks(capture_costs, 2, step_ms, plan.capture) for step_ms in plan.capture_steps_ms}
     for library in plan.integrations:
         say(library)
         costs = _on_ranks(integration_costs, 2, library, plan.integration_rounds)

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import collections
+import copy
+import io
+import pickle
 import random
 import threading
-from dataclasses import dataclass
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy
@@ -15,6 +20,7 @@ from torch import nn
 
 from ddpstats._random_state import RandomState
 from ddpstats._step_record import BufferCopies, StepRecord, walk
+from ddpstats.capture._plain import CannotStore, to_plain
 
 CPU = torch.device("cpu")
 
@@ -100,6 +106,168 @@ def test_the_batch_is_kept_by_reference_in_containers_of_its_own() -> None:
     assert kept.batch["sample"].x is x
     assert kept.batch["array"].tolist() == [1, 1]
     assert not record.copies
+
+
+class Sharing(collections.abc.MutableMapping):  # type: ignore[type-arg]
+    """A copy of it shares what it holds."""
+
+    def __init__(self, **items: Any) -> None:
+        self._items = items
+
+    def __getitem__(self, key: str) -> Any:
+        return self._items[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._items[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self._items[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+
+class Encoding(collections.UserDict):  # type: ignore[type-arg]
+    """As those of transformers: with attributes beside the data."""
+
+    def __init__(self, data: Any, kind: str) -> None:
+        super().__init__(data)
+        self.kind = kind
+
+
+class Elsewhere(dict):  # type: ignore[type-arg]
+    """A dict that keeps its items in another one as well."""
+
+    def __init__(self, **items: Any) -> None:
+        super().__init__(items)
+        self.inner = items
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        self.inner[key] = value
+
+    def update(self, *given: Any, **named: Any) -> None:
+        for key, value in dict(*given, **named).items():
+            self[key] = value
+
+
+@pytest.mark.parametrize("copies", [False, True])
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (lambda items: Sharing(**items), dict),
+        (lambda items: Encoding(items, "pair"), Encoding),
+        (lambda items: collections.OrderedDict(items), collections.OrderedDict),
+        (lambda items: collections.defaultdict(list, items), collections.defaultdict),
+        (lambda items: Elsewhere(**items), Elsewhere),
+        (lambda items: types.MappingProxyType(items), dict),
+    ],
+    ids=["sharing", "user-dict", "ordered", "default", "elsewhere", "proxy"],
+)
+def test_a_mapping_of_the_callers_stays_as_it_is(make: Callable[[Any], Any], kind: type, copies: bool) -> None:
+    record = StepRecord(nn.Linear(1, 1))
+    record.copies = copies
+    x, array = torch.ones(2, requires_grad=True) * 2, numpy.ones(2)
+    inner = {"a": 1}
+    batch = make({"x": x, "array": array, "inner": inner})
+    kept = record.begin(batch).batch
+    found = type(kept)
+    assert found is kind
+    assert (kept["x"] is x) is not copies
+    assert kept["array"] is not array
+    assert kept["inner"] is not inner
+    assert batch["x"] is x
+    assert batch["array"] is array
+    assert batch["inner"] is inner
+    if kind is Encoding:
+        assert kept.kind == "pair"
+    if kind is Elsewhere:
+        assert batch.inner["x"] is x
+    if kind is not dict:
+        kept["more"] = 1
+        assert "more" not in batch
+
+
+@dataclass
+class Unset:
+    x: torch.Tensor
+    cache: object = field(init=False)
+
+
+class Picky(collections.namedtuple("Picky", "x y")):
+    def __new__(cls, x: Any) -> Picky:
+        return super().__new__(cls, x, 2)
+
+
+class Rows(list):  # type: ignore[type-arg]
+    pass
+
+
+def test_legal_batches_of_odd_classes() -> None:
+    record = StepRecord(nn.Linear(1, 1))
+    x, rows = torch.ones(2), Rows([torch.ones(1)])
+    kept = record.begin([Unset(x), Picky(x), rows, torch.Size([2])])
+    assert [path for path, _ in walk(kept.batch)] == [
+        *("batch[0].x", "batch[1][0]", "batch[1][1]", "batch[2][0]", "batch[3][0]"),
+    ]
+    assert kept.batch[0].x is x
+    assert type(kept.batch[1]) is Picky
+    assert kept.batch[1].x is x
+    assert kept.batch[2] is rows  # which a bundle refuses by its name
+    rows[0].add_(1)
+    record.end()
+    assert kept.changed == ("batch[2][0]",)
+
+
+def test_batches_without_an_end() -> None:
+    record = StepRecord(nn.Linear(1, 1))
+    endless: dict[str, Any] = {"x": torch.ones(1)}
+    endless["again"], endless["twice"] = endless, [endless]
+    deep: list[Any] = []
+    for _ in range(5000):
+        deep = [deep]
+    for batch in (endless, deep):
+        kept = record.begin(batch)
+        assert len(list(walk(kept.batch))) < 20
+        with pytest.raises(CannotStore):
+            to_plain(kept.batch)
+        record.end()
+
+
+def test_a_module_is_saved_and_copied_while_it_is_recorded() -> None:
+    """The copy's hook does nothing, also where ddpstats is not installed."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    record = StepRecord(model)
+    file = io.BytesIO()
+    torch.save(model, file)
+    assert b"ddpstats" not in file.getvalue()
+    file.seek(0)
+    saved = torch.load(file, weights_only=False)
+    kept = record.begin(None)
+    for other in (saved, copy.deepcopy(model), pickle.loads(pickle.dumps(model)), copy.copy(model)):
+        with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+            other.eval()(torch.ones(2, 2))
+        assert len(other._forward_pre_hooks) == 1
+        assert kept.autocast is None
+        assert record.buffers is None
+    model(torch.ones(2, 2))
+    assert kept.autocast is not None
+    record.close()
+
+
+def test_a_buffer_that_two_modules_share_has_one_name() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    shared = torch.ones(2)
+    for module in model:
+        module.register_buffer("mask", shared)
+    copies = BufferCopies(model)
+    assert list(copies.take()) == [name for name, _ in model.named_buffers()] == ["0.mask"]
+    model[1]._buffers["mask"] = torch.zeros(2)  # as Module.to does
+    assert list(copies.take()) == ["0.mask", "1.mask"]
+    copies.close()
 
 
 def test_a_change_in_place_is_found_and_later_batches_are_copied() -> None:

@@ -1,11 +1,15 @@
 """Where a non-finite gradient comes from, found out without a restart: the same step once more, here and on a peer.
 
-1. The culprit runs its part of the step again, twice, from the captured state. Finite now: something that does not
-   depend on the inputs made it, a race or a transient fault.
-2. Otherwise the next replica with the same parameters runs the culprit's part, read from the bundle. Finite there: the
-   culprit's device. Not finite there either: software or data.
-3. Meanwhile the culprit runs it in float32 and float64, without autocast. Finite in one of them: the numbers overflowed
-   or ran out of digits. Not finite either: the mathematics, or the data.
+1. The culprit runs its part of the step again, twice, from the captured state. Where losses and norms that were finite
+   then are others now, ``step_fn`` is not the step that was trained, and nothing can be said.
+2. Finite now: something that does not depend on the inputs made it, a race or a transient fault.
+3. Otherwise the next replica with the same parameters runs the culprit's part, read from the bundle. Finite there: the
+   culprit's device, or what its process holds beside the captured state. Not finite there either: software or data.
+4. Meanwhile the culprit runs it in float32 and, where it is not finite there either, in float64, without autocast.
+   Finite in one of them: the numbers overflowed or ran out of digits. Not finite either: the mathematics, or the data.
+
+The other ranks wait for no longer than DDPSTATS_TIMEOUT_SEC: runs that would take longer, by the time that the first
+one took, are left out, and the text says so.
 
 Each run has a copy of the module: parameters, buffers, gradients and random state of the training stay as they are.
 A step that communicates cannot be run by one rank: it is stopped before its first collective, and the text says so.
@@ -15,6 +19,7 @@ from __future__ import annotations
 
 import copy
 import socket
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,20 +28,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddpstats import _intercept
+from ddpstats import _config, _intercept
+from ddpstats._comm import patience_sec
 from ddpstats._gather import gather_trees
+from ddpstats._gradients import NO_GRADIENT
 from ddpstats._step_record import RandomState, walk
 from ddpstats.capture._bundle import rank_file
 from ddpstats.capture._parts import Source
 from ddpstats.capture._plain import from_plain
 from ddpstats.capture._rank_part import RankPart
-from ddpstats.capture._rerun import Rerun, Settings
+from ddpstats.capture._rerun import Outcome, Rerun, Settings
 from ddpstats.capture._verdict import Finding
 from ddpstats.errors import ConfigError
 
 _NAME = "NaNCapture.check: the step once more"
 _RUNS = 2
 _SHOWN = 3
+_RTOL = 1e-3  # atomic additions on a GPU come in another order each time
+_ATOL = 1e-5  # of the largest norm: what should cancel to nothing does so up to noise
+_SPARE = 1.5  # no two runs take equally long
+_SLOWER = {"fp32": 2.0, "fp64": 4.0}
+_SLOWER_GPU_FP64 = 32.0  # few of them compute in float64 at more than a small part of their speed
 
 
 def attribute_cause(
@@ -60,8 +72,10 @@ def attribute_cause(
     here = first[ranks.index(culprit)]
     if "error" in here:
         return f"Cause not found: rank {culprit} could not run the step again: {here['error']}"
+    if here["other_step"] is not None:
+        return _another_step(culprit, here)
     if not all(here["runs"]):
-        return _differs(culprit, here["runs"])
+        return _differs(culprit, here)
     peer = _peer_of(culprit, ranks, finding.culprit_ranks, model_writers)
     mine = None
     if rank == peer:
@@ -77,33 +91,58 @@ class _Runner:
 
     def __init__(self, module: nn.Module, step_fn: Callable[[nn.Module, Any], Tensor], source: Source) -> None:
         self._module, self._step_fn, self._source = module, step_fn, source
+        self._run_sec = 0.0  # what the first run took
 
     def again(self, rank: int, world_size: int, step: int) -> dict[str, Any]:
         """This rank's own part, twice: the names of what was not finite, of each run."""
         return _attempt(lambda: self._again(rank, world_size, step))
 
     def _again(self, rank: int, world_size: int, step: int) -> dict[str, Any]:
+        patience = _Patience()
         part = self._own_part(rank, world_size, step)
-        runs = [self._run(part, "captured") for _ in range(_RUNS)]
-        return {"runs": runs, "batch": _nonfinite_inputs(part), "device": self._device_text()}
+        outcomes = [self._timed(part, "captured")]
+        while len(outcomes) < _RUNS and patience.allows(self._run_sec):
+            outcomes.append(self._run(part, "captured"))
+        different = [_difference(part, outcome) for outcome in outcomes]
+        return {
+            "runs": [outcome.nonfinite for outcome in outcomes],
+            "other_step": different[0] if all(different) else None,
+            "losses_known": all(_is_known(micro.loss) for micro in part.micro_batches),
+            "batch": _nonfinite_inputs(part),
+            "device": self._device_text(),
+        }
 
     def of_a_peer(self, culprit: int, directory: Path | None) -> dict[str, Any]:
         """The culprit's part, on this device."""
-        return _attempt(lambda: {"runs": [self._run(_read_part(culprit, directory), "captured")]})
+        return _attempt(lambda: {"runs": [self._run(_read_part(culprit, directory), "captured").nonfinite]})
 
     def in_other_precision(self, rank: int, world_size: int, step: int) -> dict[str, Any]:
-        """This rank's part in float32 and float64."""
+        """This rank's part in float32 and float64: what was not finite; None where it was not run."""
+        return _attempt(lambda: self._in_other_precision(rank, world_size, step))
 
-        def both() -> dict[str, Any]:
-            part = self._own_part(rank, world_size, step)
-            return {precision: self._run(part, precision) for precision in ("fp32", "fp64")}
+    def _in_other_precision(self, rank: int, world_size: int, step: int) -> dict[str, Any]:
+        patience, found = _Patience(), dict[str, Any]()
+        device = next(self._module.parameters()).device
+        for precision, slower in _SLOWER.items():
+            factor = _SLOWER_GPU_FP64 if precision == "fp64" and device.type != "cpu" else slower
+            found[precision] = None
+            if patience.allows(factor * self._run_sec):
+                part = self._own_part(rank, world_size, step)
+                found[precision] = self._run(part, precision).nonfinite
+                if not found[precision]:
+                    break
+        return {"run_sec": self._run_sec, **found}
 
-        return _attempt(both)
+    def _timed(self, part: RankPart, precision: str) -> Outcome:
+        started = time.monotonic()
+        outcome = self._run(part, precision)
+        self._run_sec = time.monotonic() - started
+        return outcome
 
     def _own_part(self, rank: int, world_size: int, step: int) -> RankPart:
         return RankPart.from_content(self._source.rank_part(rank, world_size, step), "the step in memory")
 
-    def _run(self, part: RankPart, precision: str) -> list[str]:
+    def _run(self, part: RankPart, precision: str) -> Outcome:
         device = next(self._module.parameters()).device
         before = RandomState.take(device)
         try:
@@ -116,12 +155,22 @@ class _Runner:
             before.restore()
         if outcome.error is not None:
             raise outcome.error
-        return outcome.nonfinite
+        return outcome
 
     def _device_text(self) -> str:
         device = next(self._module.parameters()).device
         name = f", {torch.cuda.get_device_name(device)}" if device.type == "cuda" else ""
         return f"host {socket.gethostname()}, {device}{name}"
+
+
+class _Patience:
+    """How long the ranks that wait in the gather will go on waiting; they begin about now."""
+
+    def __init__(self) -> None:
+        self._deadline = time.monotonic() + patience_sec(_config.timeout_sec(None))
+
+    def allows(self, seconds: float) -> bool:
+        return time.monotonic() + _SPARE * seconds < self._deadline
 
 
 def _attempt(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -179,12 +228,65 @@ def _nonfinite_inputs(part: RankPart) -> list[str]:
     return found
 
 
-def _differs(culprit: int, runs: list[list[str]]) -> str:
+def _difference(part: RankPart, outcome: Outcome) -> str | None:
+    """What was finite in the capture and is another number now, in words."""
+    for place, (micro, loss) in enumerate(zip(part.micro_batches, outcome.losses, strict=False)):
+        if micro.loss is not None and _is_known(micro.loss) and not _is_close(micro.loss, loss):
+            return f"micro-batch {place}: the loss was {_number(micro.loss)}, and is {_number(loss)}"
+    # Of norms only the first: later gradients may be added to reduced ones, which one rank alone does not get.
+    then, now = part.micro_batches[0].norms, outcome.norms[0]
+    if then is None or now is None:
+        return None
+    finite = then.isfinite()
+    atol = _ATOL * float(then[finite].max()) if bool(finite.any()) else 0.0
+    unlike = finite & ~torch.isclose(then, now, rtol=_RTOL, atol=atol)
+    unlike |= finite & ((then == NO_GRADIENT) != (now == NO_GRADIENT))
+    if not bool(unlike.any()):
+        return None
+    first = int(unlike.nonzero()[0])
+    name = part.parameter_names[first]
+    return f"micro-batch 0: the gradient of {name} {_norm_words(then[first])}, and now {_norm_words(now[first])}"
+
+
+def _is_known(loss: Tensor | None) -> bool:
+    return loss is not None and bool(loss.isfinite().all())
+
+
+def _is_close(then: Tensor, now: Tensor) -> bool:
+    one, other = then.double().flatten(), now.cpu().double().flatten()
+    return one.shape == other.shape and torch.allclose(one, other, rtol=_RTOL, atol=0.0)
+
+
+def _number(loss: Tensor) -> str:
+    return f"{loss.item():g}" if loss.numel() == 1 else f"{loss.numel()} numbers"
+
+
+def _norm_words(norm: Tensor) -> str:
+    return "did not arrive" if norm == NO_GRADIENT else f"had norm {norm.item():g}"
+
+
+def _another_step(culprit: int, here: Mapping[str, Any]) -> str:
+    lines = [
+        f"Cause not found: step_fn is not the step that was trained: run again on rank {culprit} from the same state, "
+        f"{here['other_step']}. Let it return what backward() was called on, before a GradScaler's scale."
+    ]
+    if not all(here["runs"]):
+        lines.append("Or a fault changed finite numbers, too: run again, the gradients are finite.")
+    return "\n".join(lines)
+
+
+def _differs(culprit: int, here: Mapping[str, Any]) -> str:
+    runs = here["runs"]
     finite = sum(not names for names in runs)
-    return (
+    lines = [
         f"Cause: a race or a transient fault on rank {culprit}: run again from the same state, its gradients were "
         f"finite in {finite} of {len(runs)} runs."
-    )
+    ]
+    if finite == len(runs) and not here["losses_known"]:
+        lines.append(
+            "Or step_fn leaves out what made them: not every micro-batch has a finite loss to compare with the rerun's."
+        )
+    return "\n".join(lines)
 
 
 def _judged(
@@ -201,8 +303,9 @@ def _judged(
         lines = [f"Cause: {again}; rank {peer} could not run it: {there['error']}"]
     elif not there["runs"][0]:
         return (
-            f"Cause: hardware of rank {culprit} ({here['device']}): {again}, and rank {peer} gets finite ones from the "
-            "same batch, parameters and random state."
+            f"Cause: hardware of rank {culprit} ({here['device']}), or something that only rank {culprit} holds "
+            f"outside of parameters, buffers, batch and random state: {again}, and rank {peer} gets finite ones from "
+            "these."
         )
     else:
         lines = [f"Cause: software or data: {again}, and so does rank {peer}."]
@@ -213,6 +316,9 @@ def _precision_text(precise: Mapping[str, Any]) -> str:
     if "error" in precise:
         return f"In other precisions it could not be run: {precise['error']}"
     for precision, name in (("fp32", "float32 without autocast"), ("fp64", "float64")):
+        if precise[precision] is None:
+            took = f"one run took {precise['run_sec']:.1f} s, and {_config.TIMEOUT_SEC} leaves no time for more"
+            return f"In {name} it was not run: {took}."
         if not precise[precision]:
             return f"In {name} the gradients are finite: the numbers overflow, or lack digits, in the precision in use."
     return "Not finite in float32 and float64 either: the mathematics or the data, not the precision."

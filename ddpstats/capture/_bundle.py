@@ -1,5 +1,8 @@
 """A capture on disk: one directory, ``capture-<UTC>-step<step>``, that executes nothing when it is read.
 
+What a rank that raised writes alone is in ``capture-<UTC>-step<step>-rank<rank>``. ``-2``, ``-3``, ... stand behind a
+name that was taken already: two jobs may write to one place.
+
 Written: one ``rank<rank>.pt`` per rank, ``model.pt`` (or ``model-rank<rank>.pt`` for a rank whose parameters differ),
 and MANIFEST.json last. Every file appears complete or not at all.
 
@@ -17,6 +20,7 @@ Read, by `Bundle`:
 from __future__ import annotations
 
 import logging
+import time
 import zipfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -41,6 +45,25 @@ from ddpstats.capture._rank_part import MicroBatch as MicroBatch, RankPart as Ra
 from ddpstats.errors import BundleError
 
 _log = logging.getLogger("ddpstats")
+
+NO_PARAMETERS = "parameters: "
+"""How a manifest's note begins that says why there is no file with them."""
+
+_MOST_OF_ONE_NAME = 1000
+_UNDER_WAY_SEC = 3600.0
+
+
+def new_directory(dirpath: Path, name: str) -> Path:
+    """A directory of that name, or with ``-2``, ``-3``, ... behind it, that was not there. Raises OSError."""
+    dirpath.mkdir(parents=True, exist_ok=True)
+    for again in range(1, _MOST_OF_ONE_NAME):
+        path = dirpath / (name if again == 1 else f"{name}-{again}")
+        try:
+            path.mkdir()
+        except FileExistsError:
+            continue
+        return path
+    raise FileExistsError(f"{dirpath / name} is there {_MOST_OF_ONE_NAME - 1} times already; remove some")
 
 
 def write_part(directory: Path, name: str, content: dict[str, Any]) -> Written:
@@ -78,11 +101,13 @@ class Bundle:
 
     @classmethod
     def open(cls, path: str | Path) -> Bundle:
-        """A bundle, or the newest complete one in a directory of bundles. Local.
+        """A bundle (or its manifest), or the newest complete one in a directory of bundles. Local.
 
         Raises `BundleError` for a path that is neither, and for a manifest that is not one.
         """
         path = Path(path)
+        if path.name == MANIFEST and not path.is_dir():
+            path = path.parent
         if path.is_dir() and not _is_there(path / MANIFEST) and BUNDLE_NAME.fullmatch(path.resolve().name) is None:
             return cls._newest(path)
         manifest = read_manifest(path)
@@ -119,8 +144,18 @@ class Bundle:
         """The parameters as ``rank`` had them. Raises `BundleError`."""
         name = self.manifest.model_files.get(rank)
         if name is None:
-            raise BundleError(f"{self.path} has no file with the parameters of rank {rank}; use another rank")
+            raise BundleError(self._why_no_parameters(rank))
         return model_content(self._load(name), str(self.path / name))
+
+    def _why_no_parameters(self, rank: int) -> str:
+        why = [note for note in self.manifest.notes if note.startswith(NO_PARAMETERS)]
+        others = ", ".join(map(str, list(self.manifest.model_files)[:16]))
+        advice = f"use one of rank {others}" if others else "it cannot be replayed; its batch and error can be read"
+        return (
+            f"{self.path} has no file with the parameters of rank {rank}"
+            + "".join(f" ({one})" for one in why)
+            + f"; {advice}"
+        )
 
     def _why_missing(self, rank: int) -> str:
         if rank in self.manifest.missing:
@@ -177,8 +212,9 @@ def _is_there(path: Path) -> bool:
 def _incomplete_notes(manifest: Manifest) -> list[str]:
     if manifest.complete:
         return []
-    missing = "; ".join(f"rank {rank}: {why}" for rank, why in list(manifest.missing.items())[:8])
-    return [f"the bundle is incomplete, what is there is used ({missing or 'no reason is given'})"]
+    missing = [f"rank {rank}: {why}" for rank, why in list(manifest.missing.items())[:8]]
+    reasons = "; ".join([*missing, *manifest.notes[:8]]) or "no reason is given"
+    return [f"the bundle is incomplete, what is there is used ({reasons})"]
 
 
 # -- several bundles --------------------------------------------------------------------------------------------------
@@ -190,42 +226,69 @@ def bundles_in(directory: Path) -> list[tuple[Path, Manifest | None]]:
     for path in directory.iterdir():
         match = BUNDLE_NAME.fullmatch(path.name)
         if match is not None and path.is_dir() and not path.is_symlink():
-            found.append((match[1], int(match[2]), path))
-    return [(path, _manifest_or_none(path)) for _, _, path in sorted(found)]
+            when, step, rank, again = match.groups()
+            found.append((when, int(step), int(rank or -1), int(again or 1), path))
+    return [(path, _manifest_or_none(path)) for *_, path in sorted(found)]
 
 
 def _manifest_or_none(path: Path) -> Manifest | None:
     try:
         return read_manifest(path)
-    except BundleError:
+    except (BundleError, OSError):
         return None
 
 
-def prune(dirpath: Path, keep: int) -> list[Path]:
+def prune(dirpath: Path, keep: int, newest: Path | None = None, rank: int | None = None) -> list[Path]:
     """Remove the oldest complete bundles but ``keep``, and incomplete ones before the newest complete one.
 
     The newest complete bundle stays, whatever ``keep`` is. A directory is a bundle if its name is one's, its manifest
-    is one (or not there yet) and it holds nothing but a bundle's files; anything else stays. Returns what was removed.
-    Local; what cannot be removed stays, with a warning to the logger "ddpstats".
+    is one (or not there yet) and it holds nothing but a bundle's files; anything else stays. An incomplete one that
+    changed within the last hour stays: another job may be writing it.
+
+    Args:
+        newest: what was just written. It stays, also where clocks went back and others have later names.
+        rank: remove what that rank wrote alone, complete or not, but ``keep``. None: what ranks wrote together.
+
+    Returns:
+        What was removed. Local; what cannot be removed stays, with a warning to the logger "ddpstats".
     """
     try:
-        found = bundles_in(dirpath)
+        found = [one for one in bundles_in(dirpath) if _rank_of(one[0]) == rank]
     except OSError as error:
         _log.warning("old captures in %s stay there: %s", dirpath, error)
         return []
-    complete = [path for path, manifest in found if manifest is not None and manifest.complete]
-    if not complete:
-        return []
-    keep = max(keep, 1)
-    older = found[: [path for path, _ in found].index(complete[-1])]
-    incomplete = [path for path, manifest in older if _is_incomplete(path, manifest)]
-    beyond = {*complete[:-keep], *incomplete[:-keep]}
+    found.sort(key=lambda one: newest is not None and one[0].name == newest.name)
+    beyond = _beyond_together(found, max(keep, 1)) if rank is None else _beyond_alone(found, max(keep, 1))
     return [path for path, _ in found if path in beyond and _remove(path)]
 
 
+def _rank_of(path: Path) -> int | None:
+    """Which rank wrote it alone; None for what ranks wrote together."""
+    match = BUNDLE_NAME.fullmatch(path.name)
+    return None if match is None or match[3] is None else int(match[3])
+
+
+def _beyond_together(found: list[tuple[Path, Manifest | None]], keep: int) -> set[Path]:
+    complete = [path for path, manifest in found if manifest is not None and manifest.complete]
+    if not complete:
+        return set()
+    older = found[: [path for path, _ in found].index(complete[-1])]
+    incomplete = [path for path, manifest in older if _is_incomplete(path, manifest)]
+    return {*complete[:-keep], *incomplete[:-keep]}
+
+
+def _beyond_alone(found: list[tuple[Path, Manifest | None]], keep: int) -> set[Path]:
+    over = [path for path, manifest in found if manifest is not None or _is_incomplete(path, manifest)]
+    return set(over[:-keep])
+
+
 def _is_incomplete(path: Path, manifest: Manifest | None) -> bool:
-    """A manifest that cannot be read is of something else, or of a later version of ddpstats."""
-    return not _is_there(path / MANIFEST) if manifest is None else not manifest.complete
+    """And nobody is at work on it. A manifest that cannot be read is of something else, or of a later version."""
+    try:
+        lacks = not _is_there(path / MANIFEST) if manifest is None else not manifest.complete
+        return lacks and time.time() - path.stat().st_mtime > _UNDER_WAY_SEC
+    except OSError:
+        return False
 
 
 def _remove(path: Path) -> bool:

@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import time
 import weakref
 from collections.abc import Callable, Mapping
@@ -25,7 +26,7 @@ import torch
 
 from ddpstats._channel import channel_of
 from ddpstats._gather import gather_trees
-from ddpstats._gradients import GradientWatch, any_bad, measure, unwrapped
+from ddpstats._gradients import GradientWatch, any_bad, unwrapped
 from ddpstats._ranks import ranks_text
 from ddpstats._step_record import MicroBatch, StepRecord
 from ddpstats.capture._attribution import attribute_cause
@@ -33,19 +34,24 @@ from ddpstats.capture._bundle import bundle_name
 from ddpstats.capture._parts import Source
 from ddpstats.capture._peers import Peers
 from ddpstats.capture._plain import CannotStore, to_plain
-from ddpstats.capture._publish import Bundling, publish_alone
-from ddpstats.capture._verdict import Bad, Finding, Policy, Report, Verdict, find
+from ddpstats.capture._publish import Bundling
+from ddpstats.capture._publish_alone import finish_alone, write_alone_part
+from ddpstats.capture._seen import report_of
+from ddpstats.capture._verdict import Finding, Policy, Report, Verdict, find
 from ddpstats.errors import BundleError, ConfigError
 from ddpstats.reduce import count_ranks
 
 _logger = logging.getLogger("ddpstats")
+_MOST_STEPS = 10**15
 
 
 class NaNCapture:
     """Catches non-finite gradients before they are applied, on the rank where they arise, with all it takes to replay.
 
     Every rank of ``group`` must make one, and call `check` once per optimizer step: also a rank that has no batch.
-    Nothing of the training changes: no random number is drawn and no gradient touched.
+    Nothing of the training changes: no random number is drawn and no gradient touched. Gradients are judged, not
+    losses: a loss that is NaN while every gradient is finite harms no parameter. Parameters that the module gets later
+    are not watched.
 
     Args:
         dirpath: where bundles go, a directory of their own each. All ranks must see the same file system.
@@ -150,7 +156,8 @@ class NaNCapture:
         """
         if self._closed or self._running is not None:
             raise ConfigError(f"NaNCapture.check() {'after close()' if self._closed else 'inside micro_batch()'}")
-        self._step = self._step if step is None else step
+        if step is not None:
+            self._step = _checked_step(step)
         count, _ = count_ranks("NaNCapture.check", self._look(), self._group)
         try:
             verdict = self._settle() if count else Verdict(self._step)
@@ -177,12 +184,13 @@ class NaNCapture:
     def _begin(self, running: _Running, batch: Any) -> MicroBatch:
         if self._closed or self._running is not None:
             raise ConfigError(f"micro_batch() {'after close()' if self._closed else 'inside another micro_batch()'}")
+        self._peers.refuse_if_ended()
         found = self._record.begin(batch)
-        self._running = running
         if not self._batches_checked:
             self._check_batch(found)
         self._watch.begin()
         self._peers.enter()
+        self._running = running
         return found
 
     def _check_batch(self, micro: MicroBatch) -> None:
@@ -196,10 +204,13 @@ class NaNCapture:
 
     def _end(self, error: BaseException | None) -> BaseException | None:
         """What to raise in place of ``error``; None leaves that."""
-        self._watch.end()
-        self._record.end()
-        self._peers.leave()
         self._running = None
+        self._peers.leave()
+        try:
+            self._watch.end()
+            self._record.end()
+        except Exception as problem:  # the program's own error comes first; every rank hears of this one in `check`
+            self._problem = problem
         if error is None:
             return None
         told = self._peers.explain(error)
@@ -215,16 +226,17 @@ class NaNCapture:
     def _leave(self, error: Exception) -> None:
         """This rank raised and its peers must not wait for it. What it has is written without them."""
         where = f"step {self._step}, micro-batch {len(self._record.micro_batches) - 1}"
-        path = self.dirpath / bundle_name(self._step, datetime.now(timezone.utc))
-        self._peers.announce(error, where, path)
-        note = publish_alone(path, self._source, error, self._step, self._peers)
+        path = self.dirpath / bundle_name(self._step, datetime.now(timezone.utc), int(self._peers.rank))
+        part = write_alone_part(path, self._source, error, self._step, self._peers, self._keep, self._max_bytes)
+        self._peers.announce(error, where, part.directory)
+        note = finish_alone(part, self._source)
         if hasattr(error, "add_note"):  # Python 3.11
             error.add_note(note)
 
     # -- one step -----------------------------------------------------------------------------------------------------
 
     def _look(self) -> bool:
-        """Whether anything is amiss here. What goes wrong while looking is told to all ranks by `_details`."""
+        """Whether anything is amiss here. What goes wrong while looking is told to all ranks by `_told`."""
         if self._problem is not None:
             return True
         try:
@@ -238,17 +250,15 @@ class NaNCapture:
 
     def _settle(self) -> Verdict:
         """Some rank saw something: all tell what, and do the same."""
-        details = dict(
-            zip(self._peers.ranks, gather_trees(self._details, name=_DETAILS, group=self._group), strict=True)
-        )
-        _refuse_problems(details)
-        reports = {rank: Report.from_tree(tree["report"]) for rank, tree in details.items()}
+        told = self._gathered(self._told, "what each rank saw")
+        _refuse_problems(told)
+        reports = {rank: Report.from_tree(tree["report"]) for rank, tree in told.items()}
         self._scaler_skips += any(report.scale is not None for report in reports.values())
         finding = find(reports, self._scaler_skips, self._max_scaler_skips)
         if finding.kind in ("ok", "scaler_skip"):
             self._captured_before = False
             return finding.verdict(self._policy, None)
-        verdict = self._captured_again(finding) if self._captured_before else self._captured(finding, details)
+        verdict = self._captured_again(finding) if self._captured_before else self._captured(finding)
         self._captured_before = True
         if self._peers.rank == min(self._peers.ranks):
             _logger.error("%s", verdict.message)
@@ -258,8 +268,15 @@ class NaNCapture:
         """The step before was captured: what follows from it would only push the first bundle out."""
         return finding.verdict(self._policy, None, ("Not captured: the step before this one was.",))
 
-    def _captured(self, finding: Finding, details: Mapping[int, Mapping[str, Any]]) -> Verdict:
+    def _gathered(self, tree: Callable[[], dict[str, Any]], what: str) -> dict[int, dict[str, Any]]:
+        """Every rank's tree, by rank. Collective."""
+        found = gather_trees(tree, name=f"NaNCapture.check: {what}", group=self._group)
+        return dict(zip(self._peers.ranks, found, strict=True))
+
+    def _captured(self, finding: Finding) -> Verdict:
         """Write a bundle, look for the cause, and say all of it."""
+        # By itself, once all ranks are known to be fit: it may gather parameters over the program's own group.
+        details = self._gathered(lambda: {"when": int(time.time()), **self._source.summary()}, "what each rank holds")
         bundling = Bundling(self.dirpath, self._keep, self._max_bytes, self._group, self._peers, finding, details)
         bundling.write_parts(self._source)
         cause = None
@@ -271,29 +288,13 @@ class NaNCapture:
         verdict = finding.verdict(self._policy, bundling.directory, bundling.notes(), cause)
         return bundling.finish(verdict)
 
-    def _details(self) -> dict[str, Any]:
-        """What this rank saw and holds. Raises what went wrong here; then every rank raises it."""
+    def _told(self) -> dict[str, Any]:
+        """What this rank saw. Raises what went wrong here; then every rank raises it."""
         if isinstance(self._problem, CannotStore):
-            return {"problem": str(self._problem), "when": 0}
+            return {"problem": str(self._problem)}
         if self._problem is not None:
             raise self._problem
-        return {"report": self._report().to_tree(), "when": int(time.time()), **self._source.summary()}
-
-    def _report(self) -> Report:
-        names, parameters = self._watch.names, self._watch.parameters
-        bad = []
-        for place, arrivals in enumerate(self._watch.arrivals):
-            norms, places = arrivals.norms(), arrivals.bad_places()
-            if norms is not None and places:
-                kinds = ["NaN" if norms[one].isnan() else "Inf" for one in places]
-                bad.append(Bad(place, tuple((names[one], kind) for one, kind in zip(places, kinds, strict=True))))
-        now = measure([parameter.grad for parameter in parameters]).isfinite().tolist()
-        scaler = self._scaler
-        scale = float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else None
-        reduced = tuple(name for name, finite in zip(names, now, strict=True) if not finite)
-        count, sees_local = len(self._watch.arrivals), self._watch.sees_local
-        exchanged = tuple(place for place, arrivals in enumerate(self._watch.arrivals) if arrivals.exchanged)
-        return Report(count, tuple(bad), reduced, sees_local, scale, self._step, exchanged)
+        return {"report": report_of(self._watch, self._scaler, self._step).to_tree()}
 
     def _forget(self) -> None:
         """The step is over, whatever became of it."""
@@ -307,10 +308,12 @@ class _Running:
     """The context of one micro-batch."""
 
     def __init__(self, capture: NaNCapture, batch: Any) -> None:
-        self._capture, self._batch = capture, batch
+        self._capture, self._batch, self._entered = capture, batch, False
 
     def __enter__(self) -> MicroBatch:
-        batch, self._batch = self._batch, None
+        if self._entered:
+            raise ConfigError("this micro_batch() was entered before; each micro-batch takes one of its own")
+        batch, self._batch, self._entered = self._batch, None, True
         return self._capture._begin(self, batch)
 
     def __exit__(
@@ -325,7 +328,14 @@ class _Running:
         self._capture._discard()
 
 
-_DETAILS = "NaNCapture.check: what each rank saw"
+def _checked_step(step: Any) -> int:
+    try:
+        found = operator.index(step)
+    except TypeError:
+        found = -1
+    if not 0 <= found < _MOST_STEPS:
+        raise ConfigError(f"NaNCapture.check(step={step!r}): a whole number, 0 or more")
+    return found
 
 
 def _refuse_problems(details: Mapping[int, Mapping[str, Any]]) -> None:

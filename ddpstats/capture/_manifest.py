@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -26,7 +26,8 @@ VERSION = 1
 MANIFEST = "MANIFEST.json"
 REASONS = ("nonfinite", "overflow", "scaler_skips", "exception")
 
-BUNDLE_NAME = re.compile(r"capture-(\d{8}T\d{6}Z)-step(\d{8,18})")
+# When, in which step, of which rank if it raised, and which of several of that name
+BUNDLE_NAME = re.compile(r"capture-(\d{8}T\d{6}Z)-step(\d{8,18})(?:-rank(\d{5,7}))?(?:-(\d{1,4}))?")
 RANK_FILE = re.compile(r"rank\d{5,7}\.pt")
 MODEL_FILE = re.compile(r"model(-rank\d{5,7})?\.pt")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -34,6 +35,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 _MOST_BYTES = 64 << 20
 _MOST_STEP = 10**18 - 1
 _LARGEST_FILE_BYTES = 1 << 50
+_OWN_FAULT = "nothing was written; that is a fault of ddpstats itself, please report it"
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,9 @@ class Manifest:
     """What happened, and which files tell of it.
 
     Attributes:
+        world_size: how many ranks the group has.
+        ranks: of the group, ascending, by their global numbers: a group need not begin at rank 0. All other ranks are
+            some of these.
         reason: ``nonfinite``, ``overflow``, ``scaler_skips`` or ``exception``.
         complete: False if a rank's part is not there that should be.
         parameters: rank -> names of the parameters whose gradient is not finite on it.
@@ -55,6 +60,7 @@ class Manifest:
     step: int
     created_utc: str
     world_size: int
+    ranks: tuple[int, ...]
     complete: bool
     culprit_ranks: tuple[int, ...]
     parameters: dict[int, list[str]]
@@ -70,10 +76,14 @@ class Manifest:
 _FIELDS = tuple(field.name for field in dataclasses.fields(Manifest))
 
 
-def bundle_name(step: int, when: datetime) -> str:
-    """``capture-20260102T030405Z-step00000012``. ``when``: with a time zone; without one it is taken for UTC."""
+def bundle_name(step: int, when: datetime, rank: int | None = None) -> str:
+    """``capture-20260102T030405Z-step00000012``, and ``-rank00001`` behind it for what one rank writes alone.
+
+    ``when``: with a time zone; without one it is taken for UTC.
+    """
     utc = when if when.tzinfo is None else when.astimezone(timezone.utc)
-    return f"capture-{utc:%Y%m%dT%H%M%SZ}-step{step:08d}"
+    name = f"capture-{utc:%Y%m%dT%H%M%SZ}-step{step:08d}"
+    return name if rank is None else f"{name}-rank{rank:05d}"
 
 
 def rank_file(rank: int) -> str:
@@ -83,7 +93,7 @@ def rank_file(rank: int) -> str:
 def write_manifest(directory: Path, manifest: Manifest) -> Written:
     """The last file of a bundle. Raises OSError, and `BundleError` for a manifest that `read_manifest` would refuse."""
     content = as_json(manifest)
-    _checked(json.loads(json.dumps(content)), str(directory / MANIFEST))
+    _checked(Fields(json.loads(json.dumps(content)), str(directory / MANIFEST), _OWN_FAULT))
     text = json.dumps(content, indent=1, allow_nan=False)
     return replace_file(directory / MANIFEST, lambda file: file.write(text.encode()))
 
@@ -106,7 +116,7 @@ def read_manifest(directory: Path) -> Manifest:
             f"{directory} has no {MANIFEST}, which is written last: the writing never ended (the job was killed, or "
             "the disk was full). Use an older bundle, or capture again."
         )
-    return _checked(_parsed(inside(directory, MANIFEST)), str(path))
+    return _checked(Fields(_parsed(inside(directory, MANIFEST)), str(path)))
 
 
 def inside(directory: Path, name: str) -> Path:
@@ -136,31 +146,40 @@ def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is no JSON")
 
 
-def _checked(content: Any, where: str) -> Manifest:
-    fields = Fields(content, where)
+def _checked(fields: Fields) -> Manifest:
     if fields.raw("format") != FORMAT:
         raise fields.wrong("format", f"{FORMAT!r}: this is not a capture of ddpstats")
     if fields.raw("version") != VERSION or type(fields.raw("version")) is not int:
         raise fields.wrong("version", f"{VERSION}, the one that this ddpstats reads")
     fields.only(("format", "version", *_FIELDS))
-    world_size = fields.integer("world_size", 1, MOST_RANKS)
+    ranks = _group(fields)
     files = _files(fields)
     return Manifest(
         reason=fields.one_of("reason", REASONS),
         step=fields.integer("step", 0, _MOST_STEP),
         created_utc=fields.text("created_utc"),
-        world_size=world_size,
+        world_size=len(ranks),
+        ranks=tuple(ranks),
         complete=fields.flag("complete"),
-        culprit_ranks=fields.ranks("culprit_ranks", world_size),
-        parameters=_parameters(fields, world_size),
+        culprit_ranks=fields.ranks("culprit_ranks", ranks),
+        parameters=_parameters(fields, ranks),
         message=fields.text("message"),
         files=files,
-        ranks_present=_present(fields, world_size, files),
-        missing=_texts_by_rank(fields, "missing", world_size),
-        model_files=_model_files(fields, world_size, files),
+        ranks_present=_present(fields, ranks, files),
+        missing=_texts_by_rank(fields, "missing", ranks),
+        model_files=_model_files(fields, ranks, files),
         notes=fields.texts("notes"),
         versions=_versions(fields),
     )
+
+
+def _group(fields: Fields) -> dict[int, None]:
+    """Its ranks, in order, and quick to look up."""
+    world_size = fields.integer("world_size", 1, MOST_RANKS)
+    ranks = fields.ranks("ranks")
+    if len(ranks) != world_size:
+        raise fields.wrong("ranks", f"as many ranks as 'world_size' says, {world_size}: there are {len(ranks)}")
+    return dict.fromkeys(ranks)
 
 
 def _files(fields: Fields) -> dict[str, Written]:
@@ -168,7 +187,7 @@ def _files(fields: Fields) -> dict[str, Written]:
     for name, described in fields.mapping("files").items():
         if RANK_FILE.fullmatch(name) is None and MODEL_FILE.fullmatch(name) is None:
             raise BundleError(f"{fields.at('files')}: {name[:80]!r} is not the name of a file of a capture; not read")
-        inner = Fields(described, f"{fields.at('files')}: {name}")
+        inner = fields.inner(described, f"{fields.at('files')}: {name}")
         inner.only(("bytes", "sha256"))
         digest = inner.text("sha256")
         if _SHA256.fullmatch(digest) is None:
@@ -177,30 +196,30 @@ def _files(fields: Fields) -> dict[str, Written]:
     return files
 
 
-def _parameters(fields: Fields, world_size: int) -> dict[int, list[str]]:
-    found = fields.by_rank("parameters", world_size)
+def _parameters(fields: Fields, ranks: Collection[int]) -> dict[int, list[str]]:
+    found = fields.by_rank("parameters", ranks)
     if not all(map(is_texts, found.values())):
         raise fields.wrong("parameters", "names of parameters by rank")
     return found
 
 
-def _present(fields: Fields, world_size: int, files: Mapping[str, Written]) -> tuple[int, ...]:
-    present = fields.ranks("ranks_present", world_size)
+def _present(fields: Fields, ranks: Collection[int], files: Mapping[str, Written]) -> tuple[int, ...]:
+    present = fields.ranks("ranks_present", ranks)
     for rank in present:
         if rank_file(rank) not in files:
             raise fields.wrong("ranks_present", f"ranks that have a file: {rank_file(rank)} is not in 'files'")
     return present
 
 
-def _texts_by_rank(fields: Fields, name: str, world_size: int) -> dict[int, str]:
-    found = fields.by_rank(name, world_size)
+def _texts_by_rank(fields: Fields, name: str, ranks: Collection[int]) -> dict[int, str]:
+    found = fields.by_rank(name, ranks)
     if not is_texts(list(found.values())):
         raise fields.wrong(name, "a text by rank")
     return found
 
 
-def _model_files(fields: Fields, world_size: int, files: Mapping[str, Written]) -> dict[int, str]:
-    found = _texts_by_rank(fields, "model_files", world_size)
+def _model_files(fields: Fields, ranks: Collection[int], files: Mapping[str, Written]) -> dict[int, str]:
+    found = _texts_by_rank(fields, "model_files", ranks)
     for name in found.values():
         if MODEL_FILE.fullmatch(name) is None or name not in files:
             raise fields.wrong("model_files", f"model files that are in 'files': {name[:80]!r} is not")

@@ -48,9 +48,13 @@ def _compare_losses(part: RankPart, outcome: Outcome) -> str:
     if not pairs:
         return "not compared: the capture has none"
     for place, (then, now) in enumerate(pairs):
-        if not same(then.reshape(()) if then.numel() == 1 else then, now.reshape(())):
+        if not same(_without_shape(then), _without_shape(now)):
             return f"differ: micro-batch {place}: {_value(then)} then, {_value(now)} now"
     return _EQUAL
+
+
+def _without_shape(loss: Tensor) -> Tensor:
+    return loss.reshape(()) if loss.numel() == 1 else loss
 
 
 def _value(loss: Tensor) -> str:
@@ -249,7 +253,7 @@ def as_json(replayed: Replayed) -> dict[str, Any]:
         "nonfinite_now": replayed.now,
         "error_then": part.error,
         "error_now": None if error is None else f"{type(error).__name__}: {error}",
-        "losses": [repr(loss.item()) for loss in replayed.outcomes[0].losses],  # JSON has no NaN
+        "losses": [_value(loss) for loss in replayed.outcomes[0].losses],  # as text: JSON has no NaN
         "bit_for_bit": vars(replayed.comparison),
         "collectives": dict(replayed.collectives),
         "notes": replayed.notes,

@@ -7,6 +7,7 @@ import hashlib
 import os
 import platform
 import socket
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from ddpstats._gradients import GradientWatch, norm_kind
 from ddpstats._step_record import MicroBatch, StepRecord, walk
+from ddpstats._version import __version__
 from ddpstats.capture._plain import CannotStore, to_plain
 
 _RANDOM_BYTES = 1 << 14  # about what the states of the generators take
@@ -44,17 +46,30 @@ class Source:
         The one moment at which all ranks are here, and sharded parameters can be gathered.
         """
         parameters = self._gathered = self.parameters()
+        return {"sizes": self.sizes(), "digest": _digest(parameters)}
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of this rank's part, of the parameters and of the optimizer's state. Local."""
         batches = [leaf for micro in self._record.micro_batches for _, leaf in walk(micro.batch)]
         local = self._local_gradients() or {}
-        sizes = {
-            "rank": _RANDOM_BYTES * len(self._record.micro_batches)
-            + _bytes(batches) * self._store_batch
-            + _bytes((self._record.buffers or {}).values())
-            + _bytes(local.values()),
-            "model": _bytes(parameters.values()),
-            "optimizer": _bytes(leaf for one in _each(self._states["optimizer"]) for _, leaf in walk(one.state_dict())),
-        }
-        return {"sizes": sizes, "digest": _digest(parameters)}
+        rank = _RANDOM_BYTES * len(self._record.micro_batches)
+        rank += _bytes(batches) * self._store_batch
+        rank += _bytes((self._record.buffers or {}).values()) + _bytes(local.values())
+        parameters = self._watch.parameters if self._gathered is None else self._gathered.values()
+        return {"rank": rank, "model": _bytes(parameters), "optimizer": self._optimizer_bytes()}
+
+    def _optimizer_bytes(self) -> int:
+        """0 where the state cannot be had: `model_part` leaves it out then, and says why."""
+        try:
+            states = [one.state_dict() for one in _each(self._states["optimizer"])]
+            return _bytes(leaf for state in states for _, leaf in walk(state))
+        except Exception:
+            return 0
+
+    @property
+    def needs_peers(self) -> bool:
+        """Whether the parameters are sharded, and not gathered yet: this rank alone does not have them. Local."""
+        return self._gathered is None and any(hasattr(one, "full_tensor") for one in self._watch.parameters)
 
     def forget(self) -> None:
         """The step is over."""
@@ -83,6 +98,8 @@ class Source:
                 part[name] = plain if isinstance(states, (list, tuple)) else plain[0]
             except CannotStore as error:
                 left_out.append(str(error))
+            except Exception as error:  # of the user's own state_dict(), as ZeroRedundancyOptimizer's on most ranks
+                left_out.append(f"{name}: {type(error).__name__}: {error}")
         return {**part, "left_out": left_out}
 
     def rank_part(self, rank: int, world_size: int, step: int, error: str | None = None) -> dict[str, Any]:
@@ -192,3 +209,13 @@ def _digest(tensors: dict[str, Tensor]) -> str:
         if size:
             found.update((ctypes.c_char * size).from_address(here.data_ptr()))
     return found.hexdigest()
+
+
+def plain_ranks(ranks: Sequence[int]) -> tuple[int, ...]:
+    """Ascending, and no more than numbers: ours know more than a file can hold."""
+    return tuple(sorted(map(int, ranks)))
+
+
+def versions() -> dict[str, str]:
+    """Of what wrote the bundle."""
+    return {"ddpstats": __version__, "torch": str(torch.__version__), "python": sys.version.split()[0]}

@@ -1,14 +1,19 @@
 """A rank that raises inside its micro-batch: how the others learn of it, although they wait in a collective for it.
 
-1. The rank writes what happened to the group's store, where `Channel` keeps verdicts, and takes no further part. The
-   first one to do so is the one that all others name.
-2. A rank that waits in `NaNCapture.check` looks there while it waits, and raises `RankMissing` with that text.
+1. The rank announces in the group's store what happened, beside where `Channel` keeps verdicts, and takes no further
+   part: its next micro-batch raises `RankMissing`. The first one to announce is the one that all others name.
+2. A rank that waits in `NaNCapture.check` looks there while it waits, and raises `RankMissing` with that text; so does
+   one that begins a micro-batch.
 3. A rank whose own collective breaks because the other process has ended (gloo: "Connection closed by peer") looks
    there before it lets that error go on, and raises `RankMissing` from it.
 4. A rank that sits in a collective of the program's own while the process of the rank that raised lives on cannot be
    reached: gloo's waits end by their timeout (30 minutes) or by the connection's end, and by nothing else (torch 2.13:
    neither abort() nor shutdown() of either side ends them). So a thread looks into the store while a micro-batch takes
-   long, and then ends this process, saying why on stderr: as torch's own watchdog does under NCCL.
+   long. Where another rank has announced, this one has not, and the thread of the micro-batch does not move, it ends
+   this process, saying why on stderr: as torch's own watchdog does under NCCL.
+
+Reductions that broke for another reason (a `StatsReducer` that timed out) are no reason to end anything: `check` raises
+that verdict.
 """
 
 from __future__ import annotations
@@ -22,8 +27,6 @@ import time
 import traceback
 from pathlib import Path
 
-import torch.distributed as dist
-
 from ddpstats._channel import Channel
 from ddpstats._ranks import ranks_text
 from ddpstats.errors import DdpstatsError, RankMissing
@@ -32,8 +35,16 @@ POLL_SEC = 1.0
 LONG_SEC = 2.0  # from when on a micro-batch takes long enough to look into the store
 GRACE_SEC = 3.0  # what a rank has to come out of its collective by itself
 EXIT_STATUS = 1
-_LOST = ("gloo/transport", "connection closed by peer", "connection reset by peer", "broken pipe", "timed out waiting")
-"""In what gloo raises as a plain RuntimeError (torch 2.13)."""
+_LOOK_SEC = 1.0  # micro-batches may be short, and one host answers for the store of all ranks
+_LOST = (
+    "gloo/transport",  # the file in which gloo raises, for all that happens to a connection (torch 2.13)
+    "ncclremoteerror",
+    "closed by remote peer",
+    "communicator was aborted",
+    "collective operation timeout",
+)
+"""In what gloo raises as a plain RuntimeError, and NCCL as a DistBackendError."""
+_WORKER = "in dataloader worker"  # whose connections are its own
 _EXPLAIN_SEC = 2.0
 
 
@@ -44,9 +55,23 @@ class Peers:
         self._channel = channel
         self.ranks, self.rank = channel.ranks, channel.rank
         self._watcher = Watcher(channel) if len(self.ranks) > 1 else None
+        self._ended: RankMissing | None = None
+        self._looked = -_LOOK_SEC
+
+    def refuse_if_ended(self) -> None:
+        """Before a micro-batch begins, and before anything of it is set up.
+
+        Raises:
+            RankMissing: some rank, this one perhaps, raised in an earlier one and takes no further part.
+        """
+        if self._watcher is not None and self._ended is None and time.monotonic() - self._looked >= _LOOK_SEC:
+            self._ended = self._channel.abandoned()
+            self._looked = time.monotonic()
+        self._refuse_if_known()
 
     def enter(self) -> None:
-        """A micro-batch begins: this rank may soon wait for others."""
+        """A micro-batch begins: this rank may soon wait for others. Raises as `refuse_if_ended`, without a new look."""
+        self._refuse_if_known()
         if self._watcher is not None:
             self._watcher.enter()
 
@@ -61,9 +86,9 @@ class Peers:
         site = f" ({last[0].filename}:{last[0].lineno})" if last else ""
         lines = [f"{ranks_text([self.rank])} raised in {where}: {type(error).__name__}: {error}{site}"]
         if bundle is not None:
-            lines.append(f"Its batch, random state and parameters: {bundle}")
+            lines.append(f"What it had of that step: {bundle}")
         lines.append("It takes no further part, and the other ranks stop. Reductions on this group are closed.")
-        self._channel.abandon("\n".join(lines))
+        self._ended = self._channel.abandon("\n".join(lines))
 
     def explain(self, error: BaseException) -> RankMissing | None:
         """The reason behind a connection that broke, where another rank gave one."""
@@ -71,26 +96,28 @@ class Peers:
             return None
         deadline = time.monotonic() + _EXPLAIN_SEC
         while True:
-            found = self._channel.verdict()
+            found = self._channel.abandoned()
             if found is not None or time.monotonic() > deadline:
                 return found
             time.sleep(0.05)
 
     def is_lost_connection(self, error: BaseException) -> bool:
         """Whether that is no fault of this rank's own, but of the connection to another one."""
-        if isinstance(error, (dist.DistError, RankMissing)):
+        if isinstance(error, RankMissing):
             return True
+        if not isinstance(error, RuntimeError) or isinstance(error, DdpstatsError):
+            return False
         text = str(error).lower()
-        return (
-            isinstance(error, RuntimeError)
-            and not isinstance(error, DdpstatsError)
-            and any(word in text for word in _LOST)
-        )
+        return any(word in text for word in _LOST) and _WORKER not in text
 
     def close(self) -> None:
         """End the thread. Idempotent."""
         if self._watcher is not None:
             self._watcher.close()
+
+    def _refuse_if_known(self) -> None:
+        if self._ended is not None:
+            raise self._ended.with_traceback(None)
 
 
 class Watcher:
@@ -99,10 +126,12 @@ class Watcher:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._since: float | None = None
+        self._waiting = 0  # the thread of the micro-batch
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
     def enter(self) -> None:
+        self._waiting = threading.get_ident()
         self._since = time.monotonic()
         if self._thread is None:
             self._thread = threading.Thread(target=self._watch, name="ddpstats-capture", daemon=True)
@@ -124,17 +153,25 @@ class Watcher:
             since = self._since
             if since is None or time.monotonic() - since < LONG_SEC:
                 continue
-            found = self._channel.verdict()
-            if found is not None and self._still_in(since):
+            found = self._channel.abandoned()
+            # A rank that announced as well is waited for itself.
+            if found is not None and not self._channel.has_abandoned and self._sits_still(since):
                 _end_process(found)
 
-    def _still_in(self, since: float) -> bool:
-        """Whether the micro-batch that began then goes on for longer than it may take to notice by itself."""
+    def _sits_still(self, since: float) -> bool:
+        """Whether the micro-batch that began then stays where it is for longer than it may take to notice by itself."""
+        where = _position(self._waiting)
         deadline = time.monotonic() + GRACE_SEC
         while time.monotonic() < deadline:
-            if self._since != since or self._stop.wait(0.05):
+            if self._since != since or self._stop.wait(0.05) or _position(self._waiting) != where:
                 return False
-        return True
+        return where is not None
+
+
+def _position(thread: int) -> tuple[int, int, int | None] | None:
+    """Where in its Python code a thread is; None where it is not."""
+    frame = sys._current_frames().get(thread)
+    return None if frame is None else (id(frame), frame.f_lasti, frame.f_lineno)
 
 
 def _end_process(reason: RankMissing) -> None:

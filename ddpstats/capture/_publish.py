@@ -1,9 +1,10 @@
 """How the ranks write one bundle together: every rank its part, the manifest last.
 
-1. From what all ranks said of themselves each rank knows alike: the directory's name, who writes the module (one rank
-   for all replicas that agree in every bit), whether all of it fits into ``max_bytes``.
-2. Every rank writes its files, each of them whole or not there, and all tell each other what came of it.
-3. The lowest rank writes the manifest, and removes bundles that are too old; all learn whether that worked.
+1. From what all ranks said of themselves each rank knows alike: who writes the module (one rank for all replicas that
+   agree in every bit), whether all of it fits into ``max_bytes``.
+2. The lowest rank makes a directory that nobody else has, and all learn its name.
+3. Every rank writes its files, each of them whole or not there, and all tell each other what came of it.
+4. The lowest rank writes the manifest, and removes bundles that are too old; all learn whether that worked.
 
 Whatever fails, a disk that is full or a rank that dies, fails on every rank alike: the manifest says "complete": false
 and what is missing, the verdict says that all ranks should stop, and older bundles stay as they are. A rank that dies
@@ -13,20 +14,24 @@ raises `RankMissing` on the others, after the lowest of them has written that ma
 from __future__ import annotations
 
 import logging
-import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ddpstats._atomic import Written
 from ddpstats._gather import gather_trees
-from ddpstats._version import __version__
-from ddpstats.capture._bundle import Manifest, bundle_name, prune, rank_file, write_manifest, write_part
-from ddpstats.capture._parts import Source
+from ddpstats.capture._bundle import (
+    Manifest,
+    bundle_name,
+    new_directory,
+    prune,
+    rank_file,
+    write_manifest,
+    write_part,
+)
+from ddpstats.capture._parts import Source, plain_ranks, versions
 from ddpstats.capture._peers import Peers
 from ddpstats.capture._verdict import Finding, Verdict
 from ddpstats.errors import RankMissing
@@ -38,7 +43,7 @@ class Bundling:
     """One bundle in the making. Every rank goes through `write_parts` and `finish`.
 
     Attributes:
-        directory: of the bundle; None if it would be too large.
+        directory: of the bundle, from `write_parts` on; None if it would be too large, or could not be made.
         model_writers: rank -> the rank that writes its parameters, bit for bit.
     """
 
@@ -59,12 +64,15 @@ class Bundling:
         self.model_writers = _model_writers({rank: tree["digest"] for rank, tree in details.items()})
         self._with_optimizer, self._needed_bytes = _fitting(details, self.model_writers, max_bytes)
         self._max_bytes = max_bytes
-        fits = max_bytes is None or self._needed_bytes <= max_bytes
-        self.directory = dirpath / bundle_name(finding.step, self._when) if fits else None
+        self._fits = max_bytes is None or self._needed_bytes <= max_bytes
+        self.directory: Path | None = None
+        self._unmade: str | None = None
         self._results: dict[int, dict[str, Any]] = {}
 
     def write_parts(self, source: Source) -> None:
         """Write this rank's files; learn of the others'. Collective."""
+        if self._fits:
+            self._make_directory(source)
         if self.directory is None:
             return
         mine = self._written(self.directory, source)
@@ -77,9 +85,14 @@ class Bundling:
 
     def notes(self) -> tuple[str, ...]:
         """Lines of the verdict about the bundle."""
-        if self.directory is None:
+        if not self._fits:
             return (
                 f"No bundle was written: it would take {self._needed_bytes} bytes, and max_bytes is {self._max_bytes}.",
+            )
+        if self.directory is None:
+            return (
+                f"No bundle was written: rank {self._lowest} could not make a directory in {self._dirpath}: "
+                f"{self._unmade}. Give NaNCapture a directory that this rank may write to.",
             )
         missing = self._missing()
         if not missing:
@@ -92,19 +105,50 @@ class Bundling:
 
     def finish(self, verdict: Verdict) -> Verdict:
         """Write the manifest, drop old bundles. Collective. An incomplete bundle is a reason to stop."""
-        if self.directory is None:
+        if not self._fits:
             return verdict
+        if self.directory is None:
+            return _stopping(verdict)
         problem = None
         if self._peers.rank == self._lowest:
             problem = self._write_manifest(self.directory, verdict.message, self._missing())
-        told = gather_trees(problem, name="NaNCapture.check: the bundle's manifest", group=self._group)[0]
+        told = self._lowest_of(gather_trees(problem, name="NaNCapture.check: the bundle's manifest", group=self._group))
         if told is None and not self._missing():
             return verdict
-        lines = [verdict.message]
-        if told is not None:
-            lines.append(f"The bundle's manifest could not be written: {told}")
-        lines.append("A bundle that is not complete stops the run, whatever on_nonfinite says.")
-        return replace(verdict, should_stop=True, should_skip=True, message="\n".join(lines))
+        return _stopping(verdict, *([] if told is None else [told]))
+
+    # -- the directory ------------------------------------------------------------------------------------------------
+
+    def _make_directory(self, source: Source) -> None:
+        """Collective: all have the same one afterwards, or none, and why."""
+        made = self._made() if self._peers.rank == self._lowest else None
+        try:
+            told = gather_trees(made, name="NaNCapture.check: the bundle's directory", group=self._group)
+        except RankMissing as error:
+            self._take(made)
+            if self.directory is not None:
+                self._finish_without(self._written(self.directory, source), error)
+            raise
+        self._take(self._lowest_of(told))
+
+    def _made(self) -> dict[str, Any]:
+        """The directory's name, or why there is none."""
+        try:
+            path = new_directory(self._dirpath, bundle_name(self._finding.step, self._when))
+        except Exception as error:  # whatever it is, the other ranks must hear of it
+            return {"name": None, "error": f"{type(error).__name__}: {error}"}
+        return {"name": path.name, "error": None}
+
+    def _take(self, made: Mapping[str, Any] | None) -> None:
+        if made is not None:
+            self.directory = None if made["name"] is None else self._dirpath / made["name"]
+            self._unmade = made["error"]
+
+    def _lowest_of(self, told: Sequence[Any]) -> Any:
+        """What the lowest rank said, which need not be the first of its group."""
+        return told[list(self._peers.ranks).index(self._lowest)]
+
+    # -- the files ----------------------------------------------------------------------------------------------------
 
     def _written(self, directory: Path, source: Source) -> dict[str, Any]:
         """What this rank wrote, or why not."""
@@ -130,102 +174,79 @@ class Bundling:
                 found[rank] = f"the module's parameters were to be written by rank {writer}"
         return found
 
+    def _model_file(self, writer: int) -> str:
+        return "model.pt" if writer == self._lowest else f"model-rank{writer:05d}.pt"
+
+    # -- the manifest -------------------------------------------------------------------------------------------------
+
     def _write_manifest(self, directory: Path, message: str, missing: Mapping[int, str]) -> str | None:
-        """Why it could not be written; None if it was."""
-        files = {name: one for result in self._results.values() for name, one in result["files"].items()}
-        elsewhere = {
-            rank: f"its files are not in {directory} as rank {self._peers.rank} sees it: all ranks need one file system"
-            for rank, result in self._results.items()
-            if any(not (directory / name).exists() for name in result["files"])
-        }
-        files = {name: Written(**one) for name, one in files.items() if (directory / name).exists()}
-        missing = {**elsewhere, **missing}
-        finding = self._finding
+        """What is wrong with the bundle as this rank sees it; None if nothing is. Drops old bundles then.
+
+        Never raises: the other ranks wait for the answer.
+        """
         try:
-            write_manifest(
-                directory,
-                Manifest(
-                    reason="nonfinite" if finding.kind in ("ok", "scaler_skip") else finding.kind,
-                    step=finding.step,
-                    created_utc=self._when.isoformat(),
-                    world_size=len(self._peers.ranks),
-                    complete=not missing,
-                    culprit_ranks=tuple(map(int, finding.culprit_ranks)),
-                    parameters={int(rank): list(names) for rank, names in finding.by_rank.items()},
-                    message=message,
-                    files=files,
-                    ranks_present=tuple(int(rank) for rank in self._results if rank_file(rank) in files),
-                    missing={int(rank): why for rank, why in missing.items()},
-                    model_files={
-                        int(rank): self._model_file(writer)
-                        for rank, writer in self.model_writers.items()
-                        if self._model_file(writer) in files
-                    },
-                    notes=[],
-                    versions=versions(),
-                ),
-            )
+            files, elsewhere = self._seen(directory)
+            missing = {**elsewhere, **missing}
+            write_manifest(directory, self._manifest(message, files, missing))
+            if not missing:
+                prune(self._dirpath, self._keep, newest=directory)
         except Exception as error:
-            return f"{type(error).__name__}: {error}"
-        if elsewhere:
-            return "; ".join(f"rank {rank}: {why}" for rank, why in elsewhere.items())
-        if not missing:
-            prune(self._dirpath, self._keep)
-        return None
+            return f"The bundle's manifest could not be written: {type(error).__name__}: {error}"
+        lines = [f"  rank {rank}: {why}" for rank, why in elsewhere.items()]
+        return "\n".join([f"The bundle is incomplete: {directory}", *lines]) if lines else None
+
+    def _seen(self, directory: Path) -> tuple[dict[str, Written], dict[int, str]]:
+        """The files that are there, and the ranks whose are not: rank -> why."""
+        files, elsewhere = {}, {}
+        for rank, result in self._results.items():
+            there = {name: Written(**one) for name, one in result["files"].items() if (directory / name).exists()}
+            files.update(there)
+            if len(there) < len(result["files"]):
+                elsewhere[rank] = (
+                    f"its files are not in {directory} as rank {self._peers.rank} sees it: all ranks need one file "
+                    "system"
+                )
+        return files, elsewhere
+
+    def _manifest(self, message: str, files: dict[str, Written], missing: Mapping[int, str]) -> Manifest:
+        finding = self._finding
+        model_files = {rank: self._model_file(writer) for rank, writer in self.model_writers.items()}
+        return Manifest(
+            reason="nonfinite" if finding.kind in ("ok", "scaler_skip") else finding.kind,
+            step=finding.step,
+            created_utc=self._when.isoformat(),
+            world_size=len(self._peers.ranks),
+            ranks=plain_ranks(self._peers.ranks),
+            complete=not missing,
+            culprit_ranks=plain_ranks(finding.culprit_ranks),
+            parameters={int(rank): list(names) for rank, names in finding.by_rank.items()},
+            message=message,
+            files=files,
+            ranks_present=plain_ranks([rank for rank in self._results if rank_file(rank) in files]),
+            missing={int(rank): why for rank, why in missing.items()},
+            model_files={int(rank): name for rank, name in model_files.items() if name in files},
+            notes=[],
+            versions=versions(),
+        )
 
     def _finish_without(self, mine: dict[str, Any], error: RankMissing) -> None:
         """A rank died while it wrote. The lowest one left says so in the manifest, with its own files."""
         living = [rank for rank in self._peers.ranks if rank not in error.missing_ranks]
-        if self.directory is None or self._peers.rank != min(living):
+        if self.directory is None or self._peers.rank != min(living, default=None):
             return
         self._results = {self._peers.rank: mine}
         reason = "did not write its part" if error.missing_ranks else "not known: the ranks lost touch"
         missing = {rank: reason for rank in self._peers.ranks if rank != self._peers.rank}
-        self._write_manifest(self.directory, f"{error}", missing)
-
-    def _model_file(self, writer: int) -> str:
-        return "model.pt" if writer == self._lowest else f"model-rank{writer:05d}.pt"
-
-
-def publish_alone(directory: Path, source: Source, error: Exception, step: int, peers: Peers) -> str:
-    """What a rank that raised can write without the others. Local; never raises. A line about it."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        text = f"{type(error).__name__}: {error}"
-        part = source.rank_part(peers.rank, len(peers.ranks), step, text)
-        model_file = f"model-rank{peers.rank:05d}.pt"
-        files = {
-            rank_file(peers.rank): write_part(directory, rank_file(peers.rank), part),
-            model_file: write_part(directory, model_file, source.model_part()),
-        }
-        write_manifest(
-            directory,
-            Manifest(
-                reason="exception",
-                step=step,
-                created_utc=datetime.now(timezone.utc).isoformat(),
-                world_size=len(peers.ranks),
-                complete=len(peers.ranks) == 1,
-                culprit_ranks=(int(peers.rank),),
-                parameters={},
-                message=f"rank {peers.rank} raised in step {step}: {text}",
-                files=files,
-                ranks_present=(int(peers.rank),),
-                missing={int(rank): "did not raise" for rank in peers.ranks if rank != peers.rank},
-                model_files={int(peers.rank): model_file},
-                notes=[],
-                versions=versions(),
-            ),
-        )
-    except Exception as problem:
-        _logger.warning("the state of the step that raised could not be written", exc_info=problem)
-        return f"ddpstats: the state of this step could not be written: {type(problem).__name__}: {problem}"
-    return f"ddpstats: the batch, the random state and the parameters of this step: {directory}"
+        problem = self._write_manifest(self.directory, f"{error}", missing)
+        if problem is not None:
+            _logger.warning("%s", problem)
 
 
-def versions() -> dict[str, str]:
-    """Of what wrote the bundle."""
-    return {"ddpstats": __version__, "torch": str(torch.__version__), "python": sys.version.split()[0]}
+def _stopping(verdict: Verdict, *lines: str) -> Verdict:
+    text = "\n".join(
+        [verdict.message, *lines, "A bundle that is not complete stops the run, whatever on_nonfinite says."]
+    )
+    return replace(verdict, should_stop=True, should_skip=True, message=text)
 
 
 def _as_tree(written: Written) -> dict[str, Any]:

@@ -55,7 +55,12 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class RankPart:
-    """One rank's step."""
+    """One rank's step.
+
+    Attributes:
+        rank: its global number, which may be any: the group need not hold all ranks of the job.
+        world_size: how many ranks the group has.
+    """
 
     rank: int
     world_size: int
@@ -76,11 +81,10 @@ class RankPart:
     def from_content(cls, content: Any, where: str) -> RankPart:
         """Raises `BundleError` that names ``where``, the file, and the field."""
         fields = Fields(content, where)
-        world_size = fields.integer("world_size", 1, MOST_RANKS)
         names = fields.texts("parameter_names")
         return cls(
-            rank=fields.integer("rank", 0, world_size - 1),
-            world_size=world_size,
+            rank=fields.integer("rank", 0, MOST_RANKS - 1),
+            world_size=fields.integer("world_size", 1, MOST_RANKS),
             step=fields.integer("step", 0, _MOST_STEP),
             device=_device(fields),
             micro_batches=_micro_batches(fields, len(names)),

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import importlib
 import json
 import os
@@ -55,14 +56,38 @@ def run(args: argparse.Namespace) -> int:
     """Raises `BundleError` for the bundle, `ConfigError` for everything else that keeps it from running."""
     if args.repeat < 1:
         raise ConfigError(f"--repeat {args.repeat}: at least one run is needed")
-    # a step that prints must not spoil the one JSON object
-    own_output = contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext()
-    with own_output:
+    with _stdout_to_stderr() if args.json else contextlib.nullcontext():
         replayed = _replay(args)
     from ddpstats.capture._outcome import as_json, as_text
 
     print(json.dumps(as_json(replayed), allow_nan=False) if args.json else as_text(replayed))
     return 0 if any(replayed.reproduced) else 1
+
+
+@contextlib.contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    """A step that prints must not spoil the one JSON object: neither in Python nor in C, which knows only numbers."""
+    sys.stdout.flush()
+    try:
+        saved = os.dup(1)
+    except OSError:  # a process without a stdout
+        saved = None
+    try:
+        if saved is not None:
+            os.dup2(2, 1)
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        if saved is not None:
+            _flush_c()
+            os.dup2(saved, 1)
+            os.close(saved)
+
+
+def _flush_c() -> None:
+    """What C's own buffer holds goes where it was written to."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).fflush(None)
 
 
 def _replay(args: argparse.Namespace) -> Replayed:
@@ -73,13 +98,14 @@ def _replay(args: argparse.Namespace) -> Replayed:
     part = bundle.rank_part(_rank(bundle, args.rank))
     parameters = bundle.model_part(part.rank)["parameters"]
     settings = _settings(args, part)
-    with _current_directory_first(), echoing(part.rank, part.world_size) as collectives:
+    position = bundle.manifest.ranks.index(part.rank)  # of a group that need not begin at rank 0
+    with _current_directory_first(), echoing(position, part.world_size) as collectives:
         rerun = _rerun(args, bundle, part, parameters, settings)
         collectives.clear()  # the factory's own are not the step's
         outcomes = [_ran(rerun, part) for _ in range(args.repeat)]
         counted = {name: count // args.repeat for name, count in collectives.items()}
         bisected = _bisected(rerun) if args.bisect else None
-    return _judged(bundle, part, settings, rerun, outcomes, counted, bisected)
+    return _judged(bundle, rerun.part, settings, rerun, outcomes, counted, bisected)
 
 
 def _rank(bundle: Bundle, wanted: str) -> int:

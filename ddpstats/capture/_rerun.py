@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import types
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -87,6 +87,7 @@ class Rerun:
         parameters: by name.
 
     Attributes:
+        part: the rank's part, with the names of ``model``.
         notes: what the reader of a result should know.
 
     Raises:
@@ -105,9 +106,11 @@ class Rerun:
         raises: bool = False,
     ) -> None:
         self.notes: list[str] = []
-        self.model, self._step, self._part, self._settings = model, step, part, settings
+        renaming = _Renaming(model)
+        self.part = renaming.part(part)
+        self.model, self._step, self._settings = model, step, settings
         self._raises = raises  # the capture's step raised: its last micro-batch is run to the end, if it gets there
-        self._parameters, self._buffers = dict(parameters), dict(part.buffers)
+        self._parameters, self._buffers = renaming.by_name(parameters), dict(self.part.buffers)
         self._check_batches()
         self._check_model()
         _on(settings.device, model)
@@ -117,8 +120,8 @@ class Rerun:
         """Once, from the captured state. What the user's step raises is in the outcome, but `ConfigError` of ours."""
         self._restore()
         outcome = Outcome()
-        with _as_in(self._part.environment), self._precision():
-            for place, micro in enumerate(self._part.micro_batches):
+        with _as_in(self.part.environment), self._precision():
+            for place, micro in enumerate(self.part.micro_batches):
                 batch = self._batch(micro)
                 if observer is not None:
                     observer.begin(place, batch)
@@ -148,7 +151,7 @@ class Rerun:
             backward = micro.norms is not None or self._raises
             if backward:
                 with watching if observer is None else observer.watching():
-                    _backward(loss, self._part.scale)
+                    _backward(loss, self.part.scale)
         self._note_gradients(place, arrived if backward else None, observer, outcome)
 
     def _note_gradients(
@@ -170,12 +173,12 @@ class Rerun:
     # -- before a run -------------------------------------------------------------------------------------------------
 
     def _check_batches(self) -> None:
-        if not self._part.micro_batches:
-            raise ConfigError(f"rank {self._part.rank} had no batch in this step; choose another with --rank")
-        for place, micro in enumerate(self._part.micro_batches):
+        if not self.part.micro_batches:
+            raise ConfigError(f"rank {self.part.rank} had no batch in this step; choose another with --rank")
+        for place, micro in enumerate(self.part.micro_batches):
             if micro.batch_missing is not None:
                 raise BundleError(
-                    f"rank {self._part.rank}: the batch of micro-batch {place} is not in the bundle: "
+                    f"rank {self.part.rank}: the batch of micro-batch {place} is not in the bundle: "
                     f"{micro.batch_missing}. Nothing can be replayed without it; choose another rank, or capture again."
                 )
             if micro.changed:
@@ -201,12 +204,13 @@ class Rerun:
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 parameter.data = _moved(self._parameters[name], device, dtype)
-                parameter.requires_grad_(name not in self._part.frozen and _differentiable(parameter))
+                parameter.requires_grad_(name not in self.part.frozen and _differentiable(parameter))
                 parameter.grad = None
             for name, buffer in self.model.named_buffers():
                 buffer.data = _moved(self._buffers.get(name, buffer.data), device, dtype)
+        eval_modules = {_plain_name(name) for name in self.part.eval_modules}
         for name, module in self.model.named_modules():
-            module.training = name not in self._part.eval_modules
+            module.training = _plain_name(name) not in eval_modules
 
     def _batch(self, micro: MicroBatch) -> Any:
         dtype = _WIDER.get(self._settings.precision)
@@ -218,7 +222,7 @@ class Rerun:
             RandomState.from_plain(micro.random, self._settings.device).restore()
         except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError, OverflowError) as error:
             raise BundleError(
-                f"rank {self._part.rank}: the random state is not one: {type(error).__name__}: {error}; the bundle is "
+                f"rank {self.part.rank}: the random state is not one: {type(error).__name__}: {error}; the bundle is "
                 "damaged or hostile"
             ) from None
 
@@ -238,6 +242,34 @@ class Rerun:
 
 
 # -- the module -------------------------------------------------------------------------------------------------------
+
+
+class _Renaming:
+    """From the capture's names to the module's: only one of the two may have gone through torch.compile."""
+
+    def __init__(self, model: nn.Module) -> None:
+        found = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
+        self._names = {_plain_name(name): name for name in found}
+
+    def name(self, captured: str) -> str:
+        return self._names.get(_plain_name(captured), captured)
+
+    def by_name(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {self.name(name): tensor for name, tensor in tensors.items()}
+
+    def part(self, part: RankPart) -> RankPart:
+        return replace(
+            part,
+            parameter_names=[self.name(name) for name in part.parameter_names],
+            buffers=self.by_name(part.buffers),
+            frozen=[self.name(name) for name in part.frozen],
+            gradients=None if part.gradients is None else self.by_name(part.gradients),
+        )
+
+
+def _plain_name(name: str) -> str:
+    """Without the module that torch.compile puts around another."""
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
 def _same_names(what: str, built: Mapping[str, Tensor], captured: Mapping[str, Tensor]) -> None:

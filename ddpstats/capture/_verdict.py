@@ -55,9 +55,13 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Bad:
-    """Gradients of one micro-batch that were not finite before the reduce: (name, "NaN" or "Inf")."""
+    """Gradients of one backward pass that were not finite before the reduce: (name, "NaN" or "Inf").
+
+    ``backward_pass`` counts those of the step.
+    """
 
     micro_batch: int
+    backward_pass: int
     gradients: tuple[tuple[str, str], ...]
 
 
@@ -67,12 +71,13 @@ class Report:
 
     Attributes:
         micro_batches: how many it had.
-        bad: before the reduce, by micro-batch.
+        bad: before the reduce, by backward pass.
         reduced: names of gradients that are not finite now.
         sees_local: False where gradients are sharded, and reduced before anybody can look.
         scale: of a GradScaler that is in use; None without.
         step: by its own count.
-        exchanged: the micro-batches after which gradients were reduced.
+        exchanged: the backward passes after which gradients were reduced.
+        unseen: those of ``reduced`` that did not arrive in a micro-batch.
     """
 
     micro_batches: int
@@ -82,24 +87,37 @@ class Report:
     scale: float | None
     step: int
     exchanged: tuple[int, ...] = ()
+    unseen: tuple[str, ...] = ()
 
     def to_tree(self) -> dict[str, Any]:
         """As `gather_trees` carries it."""
         return {
             "micro_batches": self.micro_batches,
-            "bad": [[one.micro_batch, [list(pair) for pair in one.gradients]] for one in self.bad],
+            "bad": [[one.micro_batch, one.backward_pass, [list(pair) for pair in one.gradients]] for one in self.bad],
             "reduced": list(self.reduced),
             "sees_local": self.sees_local,
             "scale": self.scale,
             "step": self.step,
             "exchanged": list(self.exchanged),
+            "unseen": list(self.unseen),
         }
 
     @classmethod
     def from_tree(cls, tree: Mapping[str, Any]) -> Report:
-        bad = tuple(Bad(place, tuple((name, what) for name, what in pairs)) for place, pairs in tree["bad"])
-        reduced, exchanged = tuple(tree["reduced"]), tuple(tree["exchanged"])
-        return cls(tree["micro_batches"], bad, reduced, tree["sees_local"], tree["scale"], tree["step"], exchanged)
+        bad = tuple(
+            Bad(micro_batch, number, tuple((name, what) for name, what in pairs))
+            for micro_batch, number, pairs in tree["bad"]
+        )
+        return cls(
+            tree["micro_batches"],
+            bad,
+            tuple(tree["reduced"]),
+            tree["sees_local"],
+            tree["scale"],
+            tree["step"],
+            tuple(tree["exchanged"]),
+            tuple(tree["unseen"]),
+        )
 
 
 @dataclass(frozen=True)
@@ -165,18 +183,18 @@ def find(reports: Mapping[int, Report], scaler_skips: int, max_scaler_skips: int
 
 
 def _without_inherited(reports: Mapping[int, Report]) -> Mapping[int, Report]:
-    """Where gradients are reduced after each micro-batch, one rank's NaN is in those of all from then on."""
+    """Where gradients are reduced after each backward pass, one rank's NaN is in those of all from then on."""
     spread = [
-        place
+        number
         for report in reports.values()
         for bad in report.bad
-        for place in report.exchanged
-        if place >= bad.micro_batch
+        for number in report.exchanged
+        if number >= bad.backward_pass
     ]
     if not spread:
         return reports
     return {
-        rank: replace(report, bad=tuple(bad for bad in report.bad if bad.micro_batch <= min(spread)))
+        rank: replace(report, bad=tuple(bad for bad in report.bad if bad.backward_pass <= min(spread)))
         for rank, report in reports.items()
     }
 
@@ -188,6 +206,12 @@ def _without_culprit(step: int, reports: Mapping[int, Report], parameters: tuple
         lines = [
             f"step {step}: gradients are not finite: {shown} (in the shards of {ranks_text(holders)}).",
             "They are sharded, and reduced before anybody can look: which rank they come from is not known.",
+        ]
+        return Finding(step, "nonfinite", (), parameters, {}, tuple(lines))
+    if all(set(report.reduced) <= set(report.unseen) for report in reports.values()):
+        lines = [
+            f"step {step}: gradients are not finite on {ranks_text(holders)}: {shown}.",
+            "No rank saw them arrive, so nobody knows whose they were: backward() belongs inside of micro_batch().",
         ]
         return Finding(step, "nonfinite", (), parameters, {}, tuple(lines))
     lines = [

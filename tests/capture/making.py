@@ -95,11 +95,13 @@ def write_bundle(
     when: datetime = WHEN,
     complete: bool = True,
     culprits: Sequence[int] = (0,),
+    ranks: Sequence[int] | None = None,
 ) -> Path:
-    """As the ranks would write it together."""
+    """As the ranks would write it together. ``ranks``: of their group; None: from 0 on."""
     directory = dirpath / bundle_name(step, when)
     directory.mkdir(parents=True)
     world_size = next(iter(parts.values()))["world_size"]
+    ranks = range(world_size) if ranks is None else ranks
     files = {f"rank{rank:05d}.pt": write_part(directory, f"rank{rank:05d}.pt", part) for rank, part in parts.items()}
     files["model.pt"] = write_part(directory, "model.pt", model_part)
     bad = {rank: _bad_names(part) for rank, part in parts.items()}
@@ -108,14 +110,15 @@ def write_bundle(
         step=step,
         created_utc=when.isoformat(),
         world_size=world_size,
+        ranks=tuple(ranks),
         complete=complete,
         culprit_ranks=tuple(culprits),
         parameters={rank: names for rank, names in bad.items() if names},
         message="as the test says",
         files=files,
         ranks_present=tuple(sorted(parts)),
-        missing={rank: "it did not come" for rank in range(world_size) if rank not in parts},
-        model_files=dict.fromkeys(range(world_size), "model.pt"),
+        missing={rank: "it did not come" for rank in ranks if rank not in parts},
+        model_files=dict.fromkeys(ranks, "model.pt"),
         notes=[],
         versions={"torch": torch.__version__, "python": "3", "ddpstats": __version__},
     )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
+import os
 import random
 from typing import Any, NamedTuple
 
@@ -29,6 +31,22 @@ class Toy(nn.Module):
 
 def toy() -> nn.Module:
     return Toy()
+
+
+class Compiled(nn.Module):
+    """As torch.compile names what it wraps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._orig_mod = Toy()
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self._orig_mod(x)
+        return found
+
+
+def compiled() -> nn.Module:
+    return Compiled()
 
 
 def per_class_step(model: nn.Module, batch: Any) -> Tensor:
@@ -100,6 +118,13 @@ def tuple_step(model: nn.Module, batch: Any) -> Any:
 
 def printing_step(model: nn.Module, batch: Any) -> Tensor:
     print("a step that prints")
+    return mean_step(model, batch)
+
+
+def raw_printing_step(model: nn.Module, batch: Any) -> Tensor:
+    """Past Python's own stdout: by number, and in C's buffer."""
+    os.write(1, b"by number\n")
+    ctypes.CDLL(None).printf(b"in C\n")
     return mean_step(model, batch)
 
 

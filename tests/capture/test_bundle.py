@@ -14,10 +14,13 @@ from typing import Any, BinaryIO, cast
 import pytest
 import torch
 
+from ddpstats._atomic import Written
 from ddpstats.capture._bundle import (
     Bundle,
     Manifest,
     bundle_name,
+    bundles_in,
+    new_directory,
     prune,
     read_manifest,
     write_manifest,
@@ -42,9 +45,9 @@ def changed(directory: Path, change: Callable[[dict[str, Any]], object]) -> None
     path.write_text(json.dumps(content))
 
 
-def empty_bundle(dirpath: Path, place: int, complete: bool | None = True) -> Path:
+def empty_bundle(dirpath: Path, place: int, complete: bool | None = True, rank: int | None = None) -> Path:
     """With a manifest, and one file that is none of a bundle's business to prune; None: without a manifest."""
-    path = dirpath / bundle_name(place, making.WHEN + timedelta(seconds=place))
+    path = dirpath / bundle_name(place, making.WHEN + timedelta(seconds=place), rank)
     path.mkdir()
     (path / "rank00000.pt").write_bytes(b"")
     if complete is not None:
@@ -58,6 +61,7 @@ def manifest(**changes: Any) -> Manifest:
         step=1,
         created_utc="",
         world_size=2,
+        ranks=(0, 1),
         complete=True,
         culprit_ranks=(),
         parameters={},
@@ -80,6 +84,18 @@ def test_a_name_sorts_by_time_and_is_in_utc() -> None:
     there = datetime(2026, 1, 2, 4, 4, 5, tzinfo=timezone(timedelta(hours=1)))
     assert bundle_name(12, there) == bundle_name(12, making.WHEN) == bundle_name(12, making.WHEN.replace(tzinfo=None))
     assert bundle_name(123456789, making.WHEN).endswith("step123456789")
+    assert bundle_name(12, making.WHEN, 3) == "capture-20260102T030405Z-step00000012-rank00003"
+
+
+@pytest.mark.parametrize("rank", [None, 3])
+def test_a_name_that_is_taken_gets_a_number(tmp_path: Path, rank: int | None) -> None:
+    name = bundle_name(12, making.WHEN, rank)
+    made = [new_directory(tmp_path / "new", name) for _ in range(11)]
+    assert [path.name for path in made] == [name, *(f"{name}-{number}" for number in range(2, 12))]
+    assert [path for path, _ in bundles_in(tmp_path / "new")] == made
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FileExistsError):
+        new_directory(tmp_path / "file", name)
 
 
 def test_what_was_written_is_read(directory: Path) -> None:
@@ -100,10 +116,40 @@ def test_a_manifest_comes_back(tmp_path: Path) -> None:
     assert read_manifest(tmp_path) == given
 
 
+def test_a_group_that_does_not_begin_at_rank_0(tmp_path: Path) -> None:
+    names: dict[int, list[str]] = {6: ["a"]}
+    given = manifest(ranks=(4, 6), culprit_ranks=(6,), parameters=names, missing={4: "dead"}, complete=False)
+    write_manifest(tmp_path, given)
+    assert read_manifest(tmp_path) == given
+    for wrong in ({"culprit_ranks": (1,)}, {"parameters": {5: ["a"]}}, {"missing": {0: "dead"}}, {"ranks": (4, 5, 6)}):
+        with pytest.raises(BundleError, match=next(iter(wrong))):
+            write_manifest(tmp_path, replace(given, **wrong))
+
+
 def test_a_manifest_that_could_not_be_read_is_not_written(tmp_path: Path) -> None:
-    with pytest.raises(BundleError, match="'reason' holds 'bad luck'"):
+    with pytest.raises(BundleError, match=r"'reason' holds 'bad luck'.*a fault of ddpstats itself") as caught:
         write_manifest(tmp_path, manifest(reason="bad luck"))
+    assert "damaged" not in str(caught.value)
+    wrong = manifest(files={"rank00000.pt": Written(-1, "0" * 64)})
+    with pytest.raises(BundleError, match=r"'bytes' holds -1.*a fault of ddpstats itself"):
+        write_manifest(tmp_path, wrong)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_manifest_stands_for_its_bundle(directory: Path) -> None:
+    assert Bundle.open(directory / "MANIFEST.json").path == directory
+    with pytest.raises(BundleError, match="is not a directory"):
+        Bundle.open(directory / "rank00001.pt")
+
+
+def test_parameters_that_are_left_out(directory: Path) -> None:
+    changed(directory, lambda m: m.update(model_files={}, notes=["parameters: they are sharded", "else"]))
+    with pytest.raises(BundleError, match=r"of rank 1 \(parameters: they are sharded\); it cannot be replayed"):
+        Bundle.open(directory).model_part(1)
+    changed(directory, lambda m: m.update(model_files={"0": "model.pt"}, complete=False))
+    with pytest.raises(BundleError, match="; use one of rank 0"):
+        Bundle.open(directory).model_part(1)
+    assert "parameters: they are sharded; else" in Bundle.open(directory).notes[0]
 
 
 def test_a_directory_of_bundles_means_the_newest_complete_one(tmp_path: Path) -> None:
@@ -187,6 +233,11 @@ def test_no_bundle_at_all(tmp_path: Path) -> None:
         (lambda m: m.update(step=10**30), "field 'step'"),
         (lambda m: m.update(world_size=0), "field 'world_size'"),
         (lambda m: m.update(world_size=10**9), "field 'world_size'"),
+        (lambda m: m.update(world_size=3), "field 'ranks'"),
+        (lambda m: m.update(ranks=[1, 0]), "field 'ranks'"),
+        (lambda m: m.update(ranks=[0, -1]), "field 'ranks'"),
+        (lambda m: m.update(ranks=[0, True]), "field 'ranks'"),
+        (lambda m: m.update(ranks=[2, 3]), "field 'culprit_ranks'"),
         (lambda m: m.update(complete=1), "field 'complete'"),
         (lambda m: m.update(message=["x"]), "field 'message'"),
         (lambda m: m.update(culprit_ranks=[5]), "field 'culprit_ranks'"),
@@ -207,7 +258,7 @@ def test_no_bundle_at_all(tmp_path: Path) -> None:
         (lambda m: m.update(model_files={"0": "../model.pt"}), "field 'model_files'"),
         (lambda m: m.update(model_files={"0": "model-rank00007.pt"}), "model-rank00007.pt' is not"),
     ],
-    ids=range(29),
+    ids=range(34),
 )
 def test_a_manifest_with_a_wrong_field(directory: Path, change: Callable[[dict[str, Any]], object], said: str) -> None:
     changed(directory, change)
@@ -380,6 +431,11 @@ def names(directory: Path) -> list[str]:
     return sorted(path.name[-2:] for path in directory.iterdir())
 
 
+def an_hour_ago(path: Path) -> None:
+    then = path.stat().st_mtime - 3700
+    os.utime(path, (then, then))
+
+
 def test_the_oldest_go(tmp_path: Path) -> None:
     made = [empty_bundle(tmp_path, place) for place in range(5)]
     assert prune(tmp_path, 2) == made[:3]
@@ -392,14 +448,34 @@ def test_the_oldest_go(tmp_path: Path) -> None:
 def test_incomplete_ones_go_when_a_complete_one_is_newer(tmp_path: Path) -> None:
     kinds = [None, False, None, True, None, False]
     made = [empty_bundle(tmp_path, place, kind) for place, kind in enumerate(kinds)]
+    assert prune(tmp_path, 1) == []  # somebody may be at work on them
+    for path in made:
+        an_hour_ago(path)
     assert prune(tmp_path, 1) == made[:2]
     assert names(tmp_path) == ["02", "03", "04", "05"]
 
 
 def test_nothing_goes_where_nothing_is_complete(tmp_path: Path) -> None:
     for place in range(4):
-        empty_bundle(tmp_path, place, complete=False)
+        an_hour_ago(empty_bundle(tmp_path, place, complete=False))
     assert prune(tmp_path, 1) == []
+
+
+def test_the_one_just_written_stays_though_its_name_is_the_oldest(tmp_path: Path) -> None:
+    made = [empty_bundle(tmp_path, place) for place in range(4)]
+    assert prune(tmp_path, 2, newest=made[0]) == made[1:3]
+    assert names(tmp_path) == ["00", "03"]
+
+
+def test_what_one_rank_wrote_alone_is_counted_alone(tmp_path: Path) -> None:
+    together = [empty_bundle(tmp_path, place) for place in range(3)]
+    alone = {rank: [empty_bundle(tmp_path, place, False, rank) for place in range(3)] for rank in (0, 12)}
+    unfinished = empty_bundle(tmp_path, 9, None, 12)
+    assert prune(tmp_path, 1, newest=alone[12][1], rank=12) == [alone[12][0], alone[12][2]]
+    an_hour_ago(unfinished)
+    assert prune(tmp_path, 1, newest=alone[12][1], rank=12) == [unfinished]
+    assert prune(tmp_path, 1) == together[:2]
+    assert set(tmp_path.iterdir()) == {together[2], *alone[0], alone[12][1]}
 
 
 def test_what_is_not_ours_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

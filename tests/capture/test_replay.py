@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import subprocess
 import sys
@@ -15,7 +16,9 @@ import torch
 import torch.distributed as dist
 
 from ddpstats import cli
+from ddpstats._atomic import replace_file
 from ddpstats.capture._bundle import Bundle
+from ddpstats.capture._outcome import _value
 from tests.capture import making, replay_models
 from tests.capture.making import MODELS, captured
 from tests.capture.replay_models import small, toy
@@ -66,6 +69,46 @@ def test_as_json(tmp_path: Path, replay: Replay) -> None:
     assert found["nonfinite_then"] == found["nonfinite_now"] == ["layer.weight", "layer.bias"]
     assert (found["bisect"], found["error_now"], found["runs_identical"]) == (None, None, True)
     assert "a step that prints" in err
+
+
+def test_what_a_step_writes_past_python_does_not_spoil_the_json(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    bundle = captured(tmp_path, small, replay_models.mean_step, NAN)
+    command = ["replay", str(bundle), "--model", f"{MODELS}:small", "--step", f"{MODELS}:raw_printing_step", "--json"]
+    assert cli.main(command) == 0
+    out, err = capfd.readouterr()
+    assert json.loads(out)["reproduced"]
+    assert "by number" in err
+    assert "in C" in err
+
+
+@pytest.mark.parametrize(
+    ("factory", "replayed"), [(replay_models.compiled, "toy"), (toy, "compiled")], ids=["then", "now"]
+)
+def test_a_module_that_was_compiled_only_then_or_only_now(
+    tmp_path: Path, replay: Replay, factory: Callable[[], torch.nn.Module], replayed: str
+) -> None:
+    def prepare(model: torch.nn.Module) -> None:
+        inner = model.get_submodule("_orig_mod") if factory is replay_models.compiled else model
+        inner.get_submodule("inner").eval()
+        inner.get_parameter("head.bias").requires_grad_(False)
+
+    bundle = captured(tmp_path, factory, replay_models.mean_step, FEW, prepare=prepare)
+    out = replay(bundle, replayed, "mean_step")[1]
+    for what in ("losses   ", "norms    ", "gradients"):
+        assert f"  {what} equal" in out, out
+
+
+def test_a_loss_of_several_numbers_is_shown_by_its_shape() -> None:
+    assert _value(torch.zeros(3)) == "a tensor of shape (3,)"
+    assert _value(torch.tensor([0.5])) == "0.5"
+
+
+def test_writing_a_file_leaves_the_umask_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the whole process's: for a moment, other threads' files would be open to everybody."""
+    monkeypatch.setattr(os, "umask", lambda mask: pytest.fail("the umask was set"))
+    replace_file(tmp_path / "file", lambda file: file.write(b""))
 
 
 def test_random_numbers_are_those_of_the_capture(tmp_path: Path, replay: Replay) -> None:

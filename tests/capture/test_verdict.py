@@ -10,7 +10,7 @@ import pytest
 from ddpstats.capture._verdict import Bad, Finding, Policy, Report, find
 
 FINE = Report(2, (), (), True, None, 7)
-NAN = replace(FINE, bad=(Bad(0, (("b", "NaN"), ("a", "Inf"))),), reduced=("a", "b"))
+NAN = replace(FINE, bad=(Bad(0, 0, (("b", "NaN"), ("a", "Inf"))),), reduced=("a", "b"))
 SPREAD = replace(FINE, reduced=("a", "b"))
 
 
@@ -19,7 +19,7 @@ def found(*reports: Report, skips: int = 0) -> Finding:
 
 
 def test_reports_travel_as_trees() -> None:
-    report = replace(NAN, scale=2.0, exchanged=(0, 1))
+    report = replace(NAN, scale=2.0, exchanged=(0, 1), unseen=("a",))
     assert Report.from_tree(report.to_tree()) == report
 
 
@@ -45,7 +45,7 @@ def test_all_ranks_are_culprits() -> None:
 
 
 def test_what_came_through_the_reduction_of_an_earlier_micro_batch_makes_no_culprit() -> None:
-    later = Bad(1, (("a", "NaN"), ("b", "NaN")))
+    later = Bad(1, 1, (("a", "NaN"), ("b", "NaN")))
     origin = replace(NAN, bad=(*NAN.bad, later), exchanged=(0, 1))
     infected = replace(SPREAD, bad=(later,), exchanged=(0, 1))
     assert found(infected, origin).culprit_ranks == (1,)
@@ -61,6 +61,14 @@ def test_only_the_reduction_overflowed() -> None:
     assert "damaged" not in "".join(everywhere.lines)
     assert "on rank 1: a, b" in here.lines[0]
     assert "damaged" in here.lines[1]
+
+
+def test_what_nobody_saw_arrive() -> None:
+    unseen = replace(SPREAD, unseen=("a", "b"))
+    finding = found(unseen, unseen)
+    assert (finding.kind, finding.culprit_ranks) == ("nonfinite", ())
+    assert "backward() belongs inside of micro_batch()" in finding.lines[1]
+    assert found(unseen, SPREAD).kind == "overflow"  # one of them did see it, and it was finite
 
 
 def test_a_scaler_skips() -> None:
