@@ -17,6 +17,7 @@ import operator
 import time
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from types import TracebackType
@@ -104,7 +105,7 @@ class NaNCapture:
     ) -> None:
         _check_arguments(model, keep, on_nonfinite, max_bytes, max_scaler_skips, attribute, step_fn)
         self.dirpath = Path(dirpath)
-        self._model, self._scaler, self._group = model, scaler, group
+        self._scaler, self._group = scaler, group
         self._keep, self._policy, self._max_bytes = keep, on_nonfinite, max_bytes
         self._max_scaler_skips, self._store_batch = max_scaler_skips, store_batch
         self._step_fn = step_fn if attribute else None
@@ -279,14 +280,16 @@ class NaNCapture:
         details = self._gathered(lambda: {"when": int(time.time()), **self._source.summary()}, "what each rank holds")
         bundling = Bundling(self.dirpath, self._keep, self._max_bytes, self._group, self._peers, finding, details)
         bundling.write_parts(self._source)
-        cause = None
-        if self._step_fn is not None:
-            cause = attribute_cause(
-                self._record.module, self._step_fn, self._source, finding, self._peers.ranks, self._peers.rank,
-                bundling.model_writers, bundling.directory, self._group,
-            )  # fmt: skip
-        verdict = finding.verdict(self._policy, bundling.directory, bundling.notes(), cause)
-        return bundling.finish(verdict)
+        verdict = bundling.finish(finding.verdict(self._policy, bundling.directory, bundling.notes()))
+        if self._step_fn is None:
+            return verdict
+        cause = attribute_cause(
+            self._record.module, self._step_fn, self._source, finding, self._peers.ranks, self._peers.rank,
+            bundling.model_writers, bundling.directory, self._group,
+        )  # fmt: skip
+        if cause is None:
+            return verdict
+        return bundling.amended(replace(verdict, attribution=cause, message=f"{verdict.message}\n{cause}"))
 
     def _told(self) -> dict[str, Any]:
         """What this rank saw. Raises what went wrong here; then every rank raises it."""

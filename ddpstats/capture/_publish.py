@@ -119,6 +119,14 @@ class Bundling:
 
     # -- the directory ------------------------------------------------------------------------------------------------
 
+    def amended(self, verdict: Verdict) -> Verdict:
+        """``verdict``, after `finish`; the manifest gets its message. Local; where that fails it keeps the old one."""
+        if self.directory is not None and self._peers.rank == self._lowest:
+            problem = self._write_manifest(self.directory, verdict.message, self._missing())
+            if problem is not None:
+                _logger.warning("%s: the manifest does not tell the cause: %s", self.directory, problem)
+        return verdict
+
     def _make_directory(self, source: Source) -> None:
         """Collective: all have the same one afterwards, or none, and why."""
         made = self._made() if self._peers.rank == self._lowest else None

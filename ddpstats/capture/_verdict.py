@@ -131,21 +131,15 @@ class Finding:
     by_rank: Mapping[int, tuple[str, ...]]
     lines: tuple[str, ...]
 
-    def verdict(
-        self, policy: Policy, bundle: Path | None, notes: Sequence[str] = (), attribution: str | None = None
-    ) -> Verdict:
+    def verdict(self, policy: Policy, bundle: Path | None, notes: Sequence[str] = ()) -> Verdict:
         """``notes``: lines about the bundle."""
         if self.kind in ("ok", "scaler_skip"):
             return Verdict(self.step, self.kind, message="\n".join(self.lines))
         stop, skip = policy == "stop", policy in ("stop", "skip")
-        lines = [*self.lines, *notes]
-        if attribution is not None:
-            lines.append(attribution)
-        lines.append(_POLICY_TEXT[policy])
+        message = "\n".join([*self.lines, *notes, _POLICY_TEXT[policy]])
         return Verdict(
-            self.step, self.kind, self.culprit_ranks, self.parameters, self.by_rank, bundle, stop, skip,
-            "\n".join(lines), attribution,
-        )  # fmt: skip
+            self.step, self.kind, self.culprit_ranks, self.parameters, self.by_rank, bundle, stop, skip, message
+        )
 
 
 _POLICY_TEXT = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -160,6 +161,14 @@ def attributed(dirpath: str, trained: str, step_name: str, keeps_loss: bool = Tr
             if keeps_loss:
                 kept.loss = loss
         return capture.check().attribution
+
+
+def dying_step(model: nn.Module, batch: Any) -> Tensor:
+    """Trained as it should be; a rerun ends the process."""
+    if isinstance(model, DistributedDataParallel):
+        loss: Tensor = model(batch).sum() * (torch.nan if dist.get_rank() == 1 else 1.0)
+        return loss
+    os._exit(9)
 
 
 def attributed_slowly(dirpath: str) -> str | None:

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from ddpstats.testing import RankPool
+from ddpstats import RankMissing
+from ddpstats.capture._bundle import Bundle
+from ddpstats.testing import RankPool, run_ranks
 from tests.capture import peers_runs as runs
 
 
@@ -44,6 +46,16 @@ def test_the_cause(
     assert first is not None
     assert all(part in first for part in cause), first
     assert ("Cause not found" in first) == ("not the step" in cause[0])
+
+
+def test_a_culprit_that_dies_in_its_rerun_leaves_a_whole_bundle(tmp_path: Path) -> None:
+    first, second = run_ranks(runs.attributed, 2, str(tmp_path), "dying_step", "dying_step", timeout_sec=40)
+    assert second.exit_code == 9
+    assert isinstance(first.error, RankMissing)
+    assert first.error.missing_ranks == (1,)
+    bundle = Bundle.open(tmp_path)
+    assert bundle.manifest.complete
+    assert bundle.manifest.culprit_ranks == (1,)
 
 
 def test_runs_that_would_take_too_long_are_left_out(two_ranks: RankPool, tmp_path: Path) -> None:

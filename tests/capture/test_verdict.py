@@ -84,7 +84,7 @@ def test_a_scaler_skips() -> None:
     ("policy", "stop", "skip"), [("stop", True, True), ("skip", False, True), ("continue", False, False)]
 )
 def test_policies(policy: Policy, stop: bool, skip: bool) -> None:
-    verdict = found(NAN).verdict(policy, Path("b"), ("Bundle: b",), "Cause: none")
+    verdict = found(NAN).verdict(policy, Path("b"), ("Bundle: b",))
     assert (verdict.should_stop, verdict.should_skip, verdict.ok) == (stop, skip, False)
-    assert verdict.message.splitlines()[-3:-1] == ["Bundle: b", "Cause: none"]
+    assert verdict.message.splitlines()[-2] == "Bundle: b"
     assert verdict.message.splitlines()[-1].startswith(f"on_nonfinite={policy!r}: every rank")
