@@ -89,6 +89,7 @@ if __name__ == "__main__":
     dist.init_process_group("gloo")
     try:
         # The lowest rank logs the verdict as well.
-        print(f"rank {dist.get_rank()}: {train(*sys.argv[1:2] or ['captures'])}".splitlines()[0])
+        verdict = train(sys.argv[1] if len(sys.argv) > 1 else "captures")
+        print(f"rank {dist.get_rank()}: {verdict.splitlines()[0]}")
     finally:
         dist.destroy_process_group()
