@@ -168,13 +168,6 @@ class Channel:
         announced = None if self._mailbox is None else self._mailbox.announced()
         return None if announced is None else self._missing(announced)
 
-    def verdict(self) -> RankMissing | None:
-        """Why this channel is closed, also where only another rank knows of it yet. Local; never waits for it."""
-        if self._error is None and self._mailbox is not None:
-            written = self._mailbox.look()
-            return None if written is None else self._missing(written)
-        return self._error
-
     def _leave(self, error: BaseException) -> BaseException:
         """Something took this rank out of the middle of a call. It is out of step: no one may wait for it any more."""
         if self._mailbox is None:

@@ -166,13 +166,6 @@ class Mailbox:
             return None
         return _parse(self.store.get("verdict"))
 
-    def look(self) -> Verdict | None:
-        """`read`, without an error where the store is gone."""
-        try:
-            return self.read()
-        except _STORE_ERRORS:
-            return None
-
     def _write(self, missing: list[int], dead: list[int], describe: Describe) -> Verdict:
         mine = json.dumps({"missing": missing, "message": describe(tuple(missing), tuple(dead))})
         return _parse(self.store.compare_set("verdict", "", mine))

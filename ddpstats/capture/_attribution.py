@@ -22,6 +22,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,10 @@ from ddpstats._comm import patience_sec
 from ddpstats._gather import gather_trees
 from ddpstats._gradients import NO_GRADIENT
 from ddpstats._step_record import RandomState, walk
-from ddpstats.capture._bundle import rank_file
+from ddpstats.capture._bundle import Bundle
 from ddpstats.capture._parts import Source
 from ddpstats.capture._plain import from_plain
+from ddpstats.capture._publish import Bundling
 from ddpstats.capture._rank_part import RankPart
 from ddpstats.capture._rerun import Outcome, Rerun, Settings
 from ddpstats.capture._verdict import Finding
@@ -56,19 +58,19 @@ def attribute_cause(
     step_fn: Callable[[nn.Module, Any], Tensor],
     source: Source,
     finding: Finding,
-    ranks: tuple[int, ...],
-    rank: int,
-    model_writers: Mapping[int, int],
-    directory: Path | None,
-    group: Any,
+    bundling: Bundling,
 ) -> str | None:
-    """The cause in words; None where no rank is the culprit. Collective: two gathers, one where the first one tells."""
+    """The cause in words; None where no rank is the culprit. Collective: two gathers, one where the first one tells.
+
+    ``bundling``: finished, so that a peer can read the culprit's part.
+    """
     if not finding.culprit_ranks:
         return None
     culprit = finding.culprit_ranks[0]
-    runner = _Runner(module, step_fn, source)
+    ranks, rank, group = bundling.peers.ranks, bundling.peers.rank, bundling.group
+    runner = _Runner(module, step_fn, lambda: source.rank_part(rank, len(ranks), finding.step), source)
     is_culprit = rank == culprit
-    first = gather_trees(runner.again(rank, len(ranks), finding.step) if is_culprit else None, name=_NAME, group=group)
+    first = gather_trees(runner.again() if is_culprit else None, name=_NAME, group=group)
     here = first[ranks.index(culprit)]
     if "error" in here:
         return f"Cause not found: rank {culprit} could not run the step again: {here['error']}"
@@ -76,12 +78,12 @@ def attribute_cause(
         return _another_step(culprit, here)
     if not all(here["runs"]):
         return _differs(culprit, here)
-    peer = _peer_of(culprit, ranks, finding.culprit_ranks, model_writers)
+    peer = _peer_of(culprit, ranks, finding.culprit_ranks, bundling.model_writers)
     mine = None
     if rank == peer:
-        mine = runner.of_a_peer(culprit, directory)
+        mine = runner.of_a_peer(culprit, bundling.directory)
     elif is_culprit:
-        mine = runner.in_other_precision(rank, len(ranks), finding.step)
+        mine = runner.in_other_precision()
     second = dict(zip(ranks, gather_trees(mine, name=_NAME, group=group), strict=True))
     return _judged(culprit, peer, here, second[culprit], None if peer is None else second[peer])
 
@@ -89,17 +91,26 @@ def attribute_cause(
 class _Runner:
     """Runs parts of steps on copies of this rank's module. Local."""
 
-    def __init__(self, module: nn.Module, step_fn: Callable[[nn.Module, Any], Tensor], source: Source) -> None:
-        self._module, self._step_fn, self._source = module, step_fn, source
+    def __init__(
+        self,
+        module: nn.Module,
+        step_fn: Callable[[nn.Module, Any], Tensor],
+        content: Callable[[], dict[str, Any]],
+        source: Source,
+    ) -> None:
+        self._module, self._step_fn, self._content, self._source = module, step_fn, content, source
         self._run_sec = 0.0  # what the first run took
 
-    def again(self, rank: int, world_size: int, step: int) -> dict[str, Any]:
-        """This rank's own part, twice: the names of what was not finite, of each run."""
-        return _attempt(lambda: self._again(rank, world_size, step))
+    @cached_property
+    def _own(self) -> RankPart:
+        return RankPart.from_content(self._content(), "the step in memory")
 
-    def _again(self, rank: int, world_size: int, step: int) -> dict[str, Any]:
-        patience = _Patience()
-        part = self._own_part(rank, world_size, step)
+    def again(self) -> dict[str, Any]:
+        """This rank's own part, twice: the names of what was not finite, of each run."""
+        return _attempt(self._again)
+
+    def _again(self) -> dict[str, Any]:
+        patience, part = _Patience(), self._own
         outcomes = [self._timed(part, "captured")]
         while len(outcomes) < _RUNS and patience.allows(self._run_sec):
             outcomes.append(self._run(part, "captured"))
@@ -116,19 +127,18 @@ class _Runner:
         """The culprit's part, on this device."""
         return _attempt(lambda: {"runs": [self._run(_read_part(culprit, directory), "captured").nonfinite]})
 
-    def in_other_precision(self, rank: int, world_size: int, step: int) -> dict[str, Any]:
+    def in_other_precision(self) -> dict[str, Any]:
         """This rank's part in float32 and float64: what was not finite; None where it was not run."""
-        return _attempt(lambda: self._in_other_precision(rank, world_size, step))
+        return _attempt(self._in_other_precision)
 
-    def _in_other_precision(self, rank: int, world_size: int, step: int) -> dict[str, Any]:
+    def _in_other_precision(self) -> dict[str, Any]:
         patience, found = _Patience(), dict[str, Any]()
         device = next(self._module.parameters()).device
         for precision, slower in _SLOWER.items():
             factor = _SLOWER_GPU_FP64 if precision == "fp64" and device.type != "cpu" else slower
             found[precision] = None
             if patience.allows(factor * self._run_sec):
-                part = self._own_part(rank, world_size, step)
-                found[precision] = self._run(part, precision).nonfinite
+                found[precision] = self._run(self._own, precision).nonfinite
                 if not found[precision]:
                     break
         return {"run_sec": self._run_sec, **found}
@@ -138,9 +148,6 @@ class _Runner:
         outcome = self._run(part, precision)
         self._run_sec = time.monotonic() - started
         return outcome
-
-    def _own_part(self, rank: int, world_size: int, step: int) -> RankPart:
-        return RankPart.from_content(self._source.rank_part(rank, world_size, step), "the step in memory")
 
     def _run(self, part: RankPart, precision: str) -> Outcome:
         device = next(self._module.parameters()).device
@@ -206,8 +213,7 @@ class _Refusing:
 def _read_part(rank: int, directory: Path | None) -> RankPart:
     if directory is None:
         raise ConfigError("no bundle was written, from which a peer could read the batch")
-    path = directory / rank_file(rank)
-    return RankPart.from_content(torch.load(path, map_location="cpu", weights_only=True), str(path))
+    return Bundle.open(directory).rank_part(rank)
 
 
 def _peer_of(

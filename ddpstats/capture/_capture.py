@@ -28,7 +28,7 @@ import torch
 from ddpstats._channel import channel_of
 from ddpstats._gather import gather_trees
 from ddpstats._gradients import GradientWatch, any_bad, unwrapped
-from ddpstats._ranks import ranks_text
+from ddpstats._ranks import holders_lines, ranks_text
 from ddpstats._step_record import MicroBatch, StepRecord
 from ddpstats.capture._attribution import attribute_cause
 from ddpstats.capture._bundle import bundle_name
@@ -119,12 +119,13 @@ class NaNCapture:
         self._captured_before = False  # in the step before this one
         self._problem: Exception | None = None
         self._batches_checked = False
+        self._settings_agreed = False
         self._closed = False
         self._finalizer = weakref.finalize(self, _release, self._watch, self._record, self._peers)
 
     @property
     def step(self) -> int:
-        """The number of the step under way: how many times `check` was called."""
+        """The number of the step under way: counted from 0, or on from what `check` was last told."""
         return self._step
 
     def micro_batch(self, batch: Any) -> _Running:
@@ -152,6 +153,7 @@ class NaNCapture:
 
         Raises:
             BundleError: some rank's batch cannot be stored; on every rank, at its first step.
+            ConfigError: ranks made their captures with different settings; on every rank, at its first step.
             InvalidStats: some rank could not look at its gradients; on every rank.
             ProtocolMismatch, RankMissing: as `ddpstats.StatsReducer`.
         """
@@ -159,6 +161,8 @@ class NaNCapture:
             raise ConfigError(f"NaNCapture.check() {'after close()' if self._closed else 'inside micro_batch()'}")
         if step is not None:
             self._step = _checked_step(step)
+        if not self._settings_agreed:
+            self._agree_on_settings()
         count, _ = count_ranks("NaNCapture.check", self._look(), self._group)
         try:
             verdict = self._settle() if count else Verdict(self._step)
@@ -200,7 +204,7 @@ class NaNCapture:
         if self._store_batch:
             try:
                 to_plain(micro.batch)
-            except CannotStore as error:
+            except Exception as error:  # also what the batch's own classes raise
                 self._problem = error
 
     def _end(self, error: BaseException | None) -> BaseException | None:
@@ -249,6 +253,23 @@ class NaNCapture:
             self._problem = error
             return True
 
+    def _agree_on_settings(self) -> None:
+        """Once. A verdict is the same on every rank only if all were told to do the same."""
+        mine = {
+            "on_nonfinite": self._policy,
+            "keep": self._keep,
+            "max_bytes": self._max_bytes,
+            "max_scaler_skips": self._max_scaler_skips,
+            "attribute": self._step_fn is not None,
+        }
+        told = self._gathered(lambda: mine, "settings")
+        differing = [name for name in mine if len({settings[name] for settings in told.values()}) > 1]
+        if differing:
+            by_rank = {rank: ", ".join(f"{name}={one[name]!r}" for name in differing) for rank, one in told.items()}
+            lines = ["ranks made their NaNCapture with different settings:", *holders_lines(by_rank)]
+            raise ConfigError("\n".join([*lines, "Every rank must make it alike."]), ranks=told)
+        self._settings_agreed = True
+
     def _settle(self) -> Verdict:
         """Some rank saw something: all tell what, and do the same."""
         told = self._gathered(self._told, "what each rank saw")
@@ -283,10 +304,7 @@ class NaNCapture:
         verdict = bundling.finish(finding.verdict(self._policy, bundling.directory, bundling.notes()))
         if self._step_fn is None:
             return verdict
-        cause = attribute_cause(
-            self._record.module, self._step_fn, self._source, finding, self._peers.ranks, self._peers.rank,
-            bundling.model_writers, bundling.directory, self._group,
-        )  # fmt: skip
+        cause = attribute_cause(self._record.module, self._step_fn, self._source, finding, bundling)
         if cause is None:
             return verdict
         return bundling.amended(replace(verdict, attribution=cause, message=f"{verdict.message}\n{cause}"))

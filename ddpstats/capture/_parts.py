@@ -18,6 +18,7 @@ from ddpstats._gradients import GradientWatch, norm_kind
 from ddpstats._step_record import MicroBatch, StepRecord, walk
 from ddpstats._version import __version__
 from ddpstats.capture._plain import CannotStore, to_plain
+from ddpstats.capture._switches import switches
 
 _RANDOM_BYTES = 1 << 14  # about what the states of the generators take
 _ENVIRONMENT = ("CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG", "OMP_NUM_THREADS", "NCCL_ALGO", "NCCL_PROTO")
@@ -177,12 +178,7 @@ def _environment(device: torch.device) -> dict[str, Any]:
         "machine": platform.machine(),
         "torch": str(torch.__version__),  # a class of its own, which no safe reader takes
         "cuda": torch.version.cuda or "",
-        "threads": torch.get_num_threads(),
-        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
-        "cudnn_deterministic": bool(torch.backends.cudnn.deterministic),
-        "cudnn_benchmark": bool(torch.backends.cudnn.benchmark),
-        "matmul_precision": torch.get_float32_matmul_precision(),
-        "default_dtype": str(torch.get_default_dtype()),
+        **switches(),
     }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)

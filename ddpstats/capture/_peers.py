@@ -67,11 +67,11 @@ class Peers:
         if self._watcher is not None and self._ended is None and time.monotonic() - self._looked >= _LOOK_SEC:
             self._ended = self._channel.abandoned()
             self._looked = time.monotonic()
-        self._refuse_if_known()
+        if self._ended is not None:
+            raise self._ended.with_traceback(None)
 
     def enter(self) -> None:
-        """A micro-batch begins: this rank may soon wait for others. Raises as `refuse_if_ended`, without a new look."""
-        self._refuse_if_known()
+        """A micro-batch begins: this rank may soon wait for others."""
         if self._watcher is not None:
             self._watcher.enter()
 
@@ -114,10 +114,6 @@ class Peers:
         """End the thread. Idempotent."""
         if self._watcher is not None:
             self._watcher.close()
-
-    def _refuse_if_known(self) -> None:
-        if self._ended is not None:
-            raise self._ended.with_traceback(None)
 
 
 class Watcher:

@@ -44,6 +44,7 @@ class Bundling:
 
     Attributes:
         directory: of the bundle, from `write_parts` on; None if it would be too large, or could not be made.
+        peers, group: who takes part.
         model_writers: rank -> the rank that writes its parameters, bit for bit.
     """
 
@@ -57,7 +58,7 @@ class Bundling:
         finding: Finding,
         details: Mapping[int, Mapping[str, Any]],
     ) -> None:
-        self._keep, self._group, self._peers, self._finding = keep, group, peers, finding
+        self._keep, self.group, self.peers, self._finding = keep, group, peers, finding
         self._dirpath = dirpath
         self._lowest = min(details)
         self._when = datetime.fromtimestamp(details[self._lowest]["when"], timezone.utc)
@@ -77,11 +78,11 @@ class Bundling:
             return
         mine = self._written(self.directory, source)
         try:
-            found = gather_trees(mine, name="NaNCapture.check: the bundle's parts", group=self._group)
+            found = gather_trees(mine, name="NaNCapture.check: the bundle's parts", group=self.group)
         except RankMissing as error:
             self._finish_without(mine, error)
             raise
-        self._results = dict(zip(self._peers.ranks, found, strict=True))
+        self._results = dict(zip(self.peers.ranks, found, strict=True))
 
     def notes(self) -> tuple[str, ...]:
         """Lines of the verdict about the bundle."""
@@ -110,28 +111,28 @@ class Bundling:
         if self.directory is None:
             return _stopping(verdict)
         problem = None
-        if self._peers.rank == self._lowest:
+        if self.peers.rank == self._lowest:
             problem = self._write_manifest(self.directory, verdict.message, self._missing())
-        told = self._lowest_of(gather_trees(problem, name="NaNCapture.check: the bundle's manifest", group=self._group))
+        told = self._lowest_of(gather_trees(problem, name="NaNCapture.check: the bundle's manifest", group=self.group))
         if told is None and not self._missing():
             return verdict
         return _stopping(verdict, *([] if told is None else [told]))
 
-    # -- the directory ------------------------------------------------------------------------------------------------
-
     def amended(self, verdict: Verdict) -> Verdict:
         """``verdict``, after `finish`; the manifest gets its message. Local; where that fails it keeps the old one."""
-        if self.directory is not None and self._peers.rank == self._lowest:
+        if self.directory is not None and self.peers.rank == self._lowest:
             problem = self._write_manifest(self.directory, verdict.message, self._missing())
             if problem is not None:
                 _logger.warning("%s: the manifest does not tell the cause: %s", self.directory, problem)
         return verdict
 
+    # -- the directory ------------------------------------------------------------------------------------------------
+
     def _make_directory(self, source: Source) -> None:
         """Collective: all have the same one afterwards, or none, and why."""
-        made = self._made() if self._peers.rank == self._lowest else None
+        made = self._made() if self.peers.rank == self._lowest else None
         try:
-            told = gather_trees(made, name="NaNCapture.check: the bundle's directory", group=self._group)
+            told = gather_trees(made, name="NaNCapture.check: the bundle's directory", group=self.group)
         except RankMissing as error:
             self._take(made)
             if self.directory is not None:
@@ -154,16 +155,16 @@ class Bundling:
 
     def _lowest_of(self, told: Sequence[Any]) -> Any:
         """What the lowest rank said, which need not be the first of its group."""
-        return told[list(self._peers.ranks).index(self._lowest)]
+        return told[list(self.peers.ranks).index(self._lowest)]
 
     # -- the files ----------------------------------------------------------------------------------------------------
 
     def _written(self, directory: Path, source: Source) -> dict[str, Any]:
         """What this rank wrote, or why not."""
-        rank, files = self._peers.rank, {}
+        rank, files = self.peers.rank, {}
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            part = source.rank_part(rank, len(self._peers.ranks), self._finding.step)
+            part = source.rank_part(rank, len(self.peers.ranks), self._finding.step)
             files[rank_file(rank)] = _as_tree(write_part(directory, rank_file(rank), part))
             if self.model_writers[rank] == rank:
                 name = self._model_file(rank)
@@ -211,7 +212,7 @@ class Bundling:
             files.update(there)
             if len(there) < len(result["files"]):
                 elsewhere[rank] = (
-                    f"its files are not in {directory} as rank {self._peers.rank} sees it: all ranks need one file "
+                    f"its files are not in {directory} as rank {self.peers.rank} sees it: all ranks need one file "
                     "system"
                 )
         return files, elsewhere
@@ -220,11 +221,11 @@ class Bundling:
         finding = self._finding
         model_files = {rank: self._model_file(writer) for rank, writer in self.model_writers.items()}
         return Manifest(
-            reason="nonfinite" if finding.kind in ("ok", "scaler_skip") else finding.kind,
+            reason=finding.kind,
             step=finding.step,
             created_utc=self._when.isoformat(),
-            world_size=len(self._peers.ranks),
-            ranks=plain_ranks(self._peers.ranks),
+            world_size=len(self.peers.ranks),
+            ranks=plain_ranks(self.peers.ranks),
             complete=not missing,
             culprit_ranks=plain_ranks(finding.culprit_ranks),
             parameters={int(rank): list(names) for rank, names in finding.by_rank.items()},
@@ -239,12 +240,12 @@ class Bundling:
 
     def _finish_without(self, mine: dict[str, Any], error: RankMissing) -> None:
         """A rank died while it wrote. The lowest one left says so in the manifest, with its own files."""
-        living = [rank for rank in self._peers.ranks if rank not in error.missing_ranks]
-        if self.directory is None or self._peers.rank != min(living, default=None):
+        living = [rank for rank in self.peers.ranks if rank not in error.missing_ranks]
+        if self.directory is None or self.peers.rank != min(living, default=None):
             return
-        self._results = {self._peers.rank: mine}
+        self._results = {self.peers.rank: mine}
         reason = "did not write its part" if error.missing_ranks else "not known: the ranks lost touch"
-        missing = {rank: reason for rank in self._peers.ranks if rank != self._peers.rank}
+        missing = {rank: reason for rank in self.peers.ranks if rank != self.peers.rank}
         problem = self._write_manifest(self.directory, f"{error}", missing)
         if problem is not None:
             _logger.warning("%s", problem)

@@ -27,13 +27,13 @@ from ddpstats._gradients import measure
 from ddpstats._random_state import RandomState
 from ddpstats.capture._plain import from_plain
 from ddpstats.capture._rank_part import Autocast, MicroBatch, RankPart
+from ddpstats.capture._switches import as_in
 from ddpstats.errors import BundleError, ConfigError
 
 Step = Callable[[nn.Module, Any], Any]
 
 _SHOWN_NAMES = 5
 _WIDER = {"fp32": torch.float32, "fp64": torch.float64}
-_DTYPES = {str(dtype): dtype for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class Rerun:
         """Once, from the captured state. What the user's step raises is in the outcome, but `ConfigError` of ours."""
         self._restore()
         outcome = Outcome()
-        with _as_in(self.part.environment), self._precision():
+        with as_in(self.part.environment), self._precision():
             for place, micro in enumerate(self.part.micro_batches):
                 batch = self._batch(micro)
                 if observer is not None:
@@ -382,7 +382,7 @@ def _backward(loss: Tensor, scale: float) -> None:
     (loss if scale == 1.0 else loss * scale).sum().backward()  # type: ignore[no-untyped-call]
 
 
-# -- precision and environment ----------------------------------------------------------------------------------------
+# -- precision ---------------------------------------------------------------------------------------------------------
 
 
 def _converted(plain: Any, dtype: torch.dtype) -> Any:
@@ -411,39 +411,3 @@ def _without_autocast() -> Iterator[None]:
         yield
     finally:
         torch.autocast.__enter__ = enter  # type: ignore[method-assign]
-
-
-@contextlib.contextmanager
-def _as_in(environment: Mapping[str, Any]) -> Iterator[None]:
-    """Switches that change the last bits; those that the capture does not know stay as they are."""
-    before = _switches()
-    wanted = {name: environment[name] for name in before if type(environment.get(name)) is type(before[name])}
-    try:
-        _switch({**before, **wanted})
-        yield
-    finally:
-        _switch(before)
-
-
-def _switches() -> dict[str, Any]:
-    return {
-        "threads": torch.get_num_threads(),
-        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
-        "cudnn_deterministic": bool(torch.backends.cudnn.deterministic),
-        "cudnn_benchmark": bool(torch.backends.cudnn.benchmark),
-        "matmul_precision": torch.get_float32_matmul_precision(),
-        "default_dtype": str(torch.get_default_dtype()),
-    }
-
-
-def _switch(values: Mapping[str, Any]) -> None:
-    if 1 <= values["threads"] <= 1024:
-        torch.set_num_threads(values["threads"])
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(values["deterministic_algorithms"], warn_only=warn_only)
-    torch.backends.cudnn.deterministic = values["cudnn_deterministic"]
-    torch.backends.cudnn.benchmark = values["cudnn_benchmark"]
-    if values["matmul_precision"] in ("highest", "high", "medium"):
-        torch.set_float32_matmul_precision(values["matmul_precision"])
-    if values["default_dtype"] in _DTYPES:
-        torch.set_default_dtype(_DTYPES[values["default_dtype"]])

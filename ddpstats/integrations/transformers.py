@@ -15,7 +15,6 @@ has made every gradient NaN by then: such a verdict names every parameter.
 
 from __future__ import annotations
 
-import gc
 import importlib
 import sys
 from collections.abc import Mapping
@@ -24,7 +23,6 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from ddpstats._step_record import MicroBatch
 from ddpstats.capture import Verdict
@@ -112,7 +110,7 @@ class NaNCaptureCallback(TrainerCallback):
         model, optimizer = named["model"], named["optimizer"]
         states = {"optimizer": optimizer, "scheduler": named["lr_scheduler"]}
         scaler = getattr(optimizer, "scaler", None)
-        self._steps = CaptureSteps(self.dirpath, _wrapped(model), scaler, {**states, **self._settings})
+        self._steps = CaptureSteps(self.dirpath, model, scaler, {**states, **self._settings})
         self._handles = [
             model.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True),
             model.register_forward_hook(self._after_forward, always_call=True),
@@ -178,16 +176,6 @@ def _loss_in(output: Any) -> Any:
     if isinstance(output, Mapping):
         return output.get("loss")
     return output[0] if isinstance(output, (tuple, list)) and output else None
-
-
-def _wrapped(model: torch.nn.Module) -> torch.nn.Module:
-    """The DistributedDataParallel around ``model``: callbacks are given the inner module only.
-
-    Of several, left by earlier runs, one with ``gradient_as_bucket_view``: what suits that suits all.
-    """
-    kinds = (one for one in gc.get_objects() if issubclass(type(one), DistributedDataParallel))
-    around = [one for one in kinds if one.module is model]
-    return max(around, key=lambda one: bool(one.gradient_as_bucket_view), default=model)
 
 
 def _note_autocast(micro: MicroBatch, module: torch.nn.Module) -> None:

@@ -308,6 +308,12 @@ def raises_in_forward(dirpath: str, how: str) -> float:
     return time.monotonic() - started
 
 
+def other_settings(dirpath: str) -> Verdict:
+    policy: Any = ("stop", "skip")[dist.get_rank()]
+    with NaNCapture(dirpath, model=make_model(), on_nonfinite=policy, keep=1 + dist.get_rank()) as capture:
+        return capture.check()
+
+
 def cost_in_collectives(dirpath: str) -> list[int]:
     """How many collectives of ours a step makes, after the first."""
     module = DistributedDataParallel(make_model())

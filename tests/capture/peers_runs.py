@@ -31,6 +31,7 @@ def all_raise_and_go_on(dirpath: str) -> list[str]:
     with NaNCapture(dirpath, model=module) as capture:
         try:
             with capture.micro_batch(torch.ones(2, 4)):
+                dist.barrier()  # Nobody has announced before everybody has begun.
                 raise ValueError(f"of rank {dist.get_rank()}")
         except ValueError:
             pass

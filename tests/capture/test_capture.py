@@ -387,6 +387,13 @@ def test_arguments_that_cannot_work(tmp_path: Path, arguments: dict[str, Any], t
     assert text in str(caught.value)
 
 
+def test_ranks_with_other_settings(two_ranks: RankPool, tmp_path: Path) -> None:
+    first, second = (outcome.error for outcome in two_ranks.run(runs.other_settings, str(tmp_path)))
+    assert isinstance(first, ConfigError)
+    assert str(first) == str(second)
+    assert "  rank 0: on_nonfinite='stop', keep=1\n  rank 1: on_nonfinite='skip', keep=2" in str(first)
+
+
 def test_calls_in_the_wrong_order(tmp_path: Path) -> None:
     capture = NaNCapture(tmp_path, model=torch.nn.Linear(1, 1))
     with capture.micro_batch(0), pytest.raises(ConfigError, match="inside another micro_batch"):

@@ -63,9 +63,7 @@ def test_what_was_announced_is_not_what_broke_a_reduction() -> None:
     with pytest.raises(RankMissing, match="rank 1 raised in step 4: ValueError: label 17 of 3"):
         one.refuse_if_ended()
     with pytest.raises(RankMissing, match="rank 1 raised in step 4"):
-        one.enter()
-    with pytest.raises(RankMissing, match="rank 1 raised in step 4"):
-        other.enter()
+        other.refuse_if_ended()
     found = one.explain(RuntimeError(GLOO))
     assert found is not None
     assert found.missing_ranks == (1,)
@@ -78,7 +76,7 @@ def test_the_first_one_to_announce_is_named_by_all() -> None:
     one.announce(ValueError("a"), "step 4", None)
     for peers in (one, other):
         with pytest.raises(RankMissing, match="rank 1 raised in step 4: ValueError: b"):
-            peers.enter()
+            peers.refuse_if_ended()
 
 
 @pytest.mark.parametrize(
