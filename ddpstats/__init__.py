@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         any_rank as any_rank,
         reduce_stats as reduce_stats,
     )
+    from ddpstats.sentinel import Sentinel as Sentinel
 
 _HOMES = {
     "_markers": ("All", "Any", "Max", "Mean", "Min", "Sum"),
@@ -72,10 +73,11 @@ _HOMES = {
         "any_rank",
         "reduce_stats",
     ),
+    "sentinel": ("Sentinel",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
-_SUBMODULES = frozenset({"capture", "errors", "guard", "integrations", "recursive_op", "reduce", "testing"})
+_SUBMODULES = frozenset({"capture", "errors", "guard", "integrations", "recursive_op", "reduce", "sentinel", "testing"})
 
 __all__ = sorted(_HOME_OF)
 

@@ -58,6 +58,7 @@ class GradientWatch:
         sees_local: whether gradients pass here before they are reduced.
         bad: whether a gradient was not finite since `forget`; only what is on the CPU is judged that soon.
         arrivals: what each micro-batch's backward passes brought, since `forget`.
+        observer: called with parameters whose gradient is now this rank's own, and complete for this backward pass.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -67,6 +68,7 @@ class GradientWatch:
         self.sees_local = not any(_is_sharded(parameter) for parameter in self.parameters)
         self.arrivals: list[Arrivals] = []
         self.bad = False
+        self.observer: Callable[[list[Tensor]], None] | None = None
         self._module = module
         self._place = {id(parameter): place for place, parameter in enumerate(self.parameters)}
         self._handles: list[Any] = []
@@ -81,7 +83,7 @@ class GradientWatch:
         if self._unhooked:
             self._hook()
         if self._replicas is None:
-            self._replicas = _replicas_in(self._module)
+            self._replicas = replicas_in(self._module)
         self._micro = _Running(at_once=self._has_to_be_quick(self._replicas))
         self._active = True
 
@@ -149,6 +151,8 @@ class GradientWatch:
         parameters = [parameter for parameter in parameters if parameter.grad is not None]
         if not parameters:
             return
+        if self.observer is not None:
+            self.observer(parameters)
         with torch.no_grad():
             gradients = [_values(parameter.grad) for parameter in parameters]
             norms = _gathered(_norms(gradients))
@@ -274,7 +278,7 @@ def _bad_places(one: _Pass, place: dict[int, int]) -> list[int]:
     return list(order)
 
 
-def _replicas_in(module: nn.Module) -> list[nn.parallel.DistributedDataParallel]:
+def replicas_in(module: nn.Module) -> list[nn.parallel.DistributedDataParallel]:
     """Every DistributedDataParallel in ``module``; or, where there is none, around it.
 
     A module does not know what it is inside of, so that one is looked for among all objects; once.

@@ -253,7 +253,7 @@ def _wait(self: Any, *args: Any, **kwargs: Any) -> Any:
     return waited or _original_wait(self, *args, **kwargs)
 
 
-def _hide_from_dynamo(function: Any) -> None:
+def hide_from_dynamo(function: Any) -> None:
     """Between two graphs of a compiled program Dynamo looks at every Python frame, to compile that as well: not ours.
 
     Where it traces a call that we replaced (`torch.compiler.is_compiling`), it must see what it would see without us.
@@ -266,7 +266,7 @@ def _hide_from_dynamo(function: Any) -> None:
 
 
 _eval_frame: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
-_hide_from_dynamo(_wait)
+hide_from_dynamo(_wait)
 
 
 def wait_once(work: Any, seconds: float) -> None:
@@ -360,7 +360,7 @@ def _kernel(name: str, reader: Reader) -> Callable[..., Any]:
             subscriber.after(call, work)
         return result
 
-    _hide_from_dynamo(kernel)
+    hide_from_dynamo(kernel)
     return kernel
 
 
@@ -398,7 +398,7 @@ def _all_reduce(self: Any, *args: Any, **kwargs: Any) -> Any:
     return work
 
 
-_hide_from_dynamo(_all_reduce)
+hide_from_dynamo(_all_reduce)
 
 
 def _limited(options: Any, limit: timedelta) -> Any:

@@ -57,7 +57,7 @@ _LENGTH = struct.Struct("<Q")
 _SHOWN_PATHS = 10
 
 
-DECISIONS = frozenset({"any_rank", "all_ranks", "NaNCapture.check"})
+DECISIONS = frozenset({"any_rank", "all_ranks", "NaNCapture.check", "Sentinel.step"})
 """Calls that count the ranks whose flag is set."""
 
 

@@ -112,7 +112,29 @@ class CollectiveMismatch(DdpstatsError):
 
 
 class SentinelAlarm(DdpstatsError):
-    """Raised on every rank when a value was seen that healthy hardware does not produce."""
+    """Raised on every rank when a value was seen that healthy hardware does not produce; no parameter has it yet.
+
+    Attributes:
+        step: the training step.
+        layers: what found it: "thresholds", "replica digests", "peer replay", "matmul checksum".
+        culprit_ranks: where it arose; empty where that cannot be told, and the message says why.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        step: int = 0,
+        layers: Iterable[str] = (),
+        culprit_ranks: Iterable[int] = (),
+        ranks: Iterable[int] = (),
+        path: str | None = None,
+        group: str | None = None,
+    ) -> None:
+        self.step = step
+        self.layers: tuple[str, ...] = tuple(layers)
+        self.culprit_ranks: tuple[int, ...] = tuple(sorted(map(int, culprit_ranks)))
+        super().__init__(message, ranks=self.culprit_ranks or ranks, path=path, group=group)
 
 
 class BundleError(DdpstatsError):

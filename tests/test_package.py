@@ -30,6 +30,12 @@ PURE = [
     "_atomic",
     "capture._fields",
     "capture._manifest",
+    "sentinel._settings",
+    "sentinel._lines",
+    "sentinel._divergence",
+    "sentinel._judgement",
+    "sentinel._verdict",
+    "sentinel._alarms",
 ]
 
 

@@ -18,9 +18,9 @@ import pytest
 import torch
 from torch import nn
 
+from ddpstats._plain import CannotStore, to_plain
 from ddpstats._random_state import RandomState
 from ddpstats._step_record import BufferCopies, StepRecord, walk
-from ddpstats.capture._plain import CannotStore, to_plain
 
 CPU = torch.device("cpu")
 

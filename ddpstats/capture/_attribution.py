@@ -20,8 +20,7 @@ from __future__ import annotations
 import copy
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -29,14 +28,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddpstats import _config, _intercept
+from ddpstats import _config
 from ddpstats._comm import patience_sec
 from ddpstats._gather import gather_trees
 from ddpstats._gradients import NO_GRADIENT
+from ddpstats._plain import from_plain
+from ddpstats._solo import no_collectives
 from ddpstats._step_record import RandomState, walk
 from ddpstats.capture._bundle import Bundle
 from ddpstats.capture._parts import Source
-from ddpstats.capture._plain import from_plain
 from ddpstats.capture._publish import Bundling
 from ddpstats.capture._rank_part import RankPart
 from ddpstats.capture._rerun import Outcome, Rerun, Settings
@@ -153,7 +153,7 @@ class _Runner:
         device = next(self._module.parameters()).device
         before = RandomState.take(device)
         try:
-            with _alone():
+            with no_collectives("step_fn"):
                 model = copy.deepcopy(self._module)
                 outcome = Rerun(
                     model, self._step_fn, part, self._source.parameters(), Settings(device, precision)
@@ -186,28 +186,6 @@ def _attempt(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         return run()
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
-
-
-@contextmanager
-def _alone() -> Iterator[None]:
-    """No collective may run: no other rank takes part."""
-    watcher = _Refusing()
-    _intercept.subscribe(watcher)
-    try:
-        yield
-    finally:
-        _intercept.unsubscribe(watcher)
-
-
-class _Refusing:
-    def before(self, call: _intercept.Collective) -> None:
-        raise ConfigError(f"step_fn communicates ({call.op}), and only one rank runs it here")
-
-    def after(self, call: _intercept.Collective, work: Any) -> None:
-        pass
-
-    def waiting(self, work: Any, limited: bool) -> bool:
-        return False
 
 
 def _read_part(rank: int, directory: Path | None) -> RankPart:

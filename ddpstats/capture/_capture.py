@@ -28,13 +28,13 @@ import torch
 from ddpstats._channel import channel_of
 from ddpstats._gather import gather_trees
 from ddpstats._gradients import GradientWatch, any_bad, unwrapped
+from ddpstats._plain import CannotStore, to_plain
 from ddpstats._ranks import holders_lines, ranks_text
 from ddpstats._step_record import MicroBatch, StepRecord
 from ddpstats.capture._attribution import attribute_cause
 from ddpstats.capture._bundle import bundle_name
 from ddpstats.capture._parts import Source
 from ddpstats.capture._peers import Peers
-from ddpstats.capture._plain import CannotStore, to_plain
 from ddpstats.capture._publish import Bundling
 from ddpstats.capture._publish_alone import finish_alone, write_alone_part
 from ddpstats.capture._seen import report_of

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from ddpstats._gradients import GradientWatch, norm_kind
+from ddpstats._plain import CannotStore, to_plain
 from ddpstats._step_record import MicroBatch, StepRecord, walk
+from ddpstats._switches import switches
 from ddpstats._version import __version__
-from ddpstats.capture._plain import CannotStore, to_plain
-from ddpstats.capture._switches import switches
 
 _RANDOM_BYTES = 1 << 14  # about what the states of the generators take
 _ENVIRONMENT = ("CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG", "OMP_NUM_THREADS", "NCCL_ALGO", "NCCL_PROTO")

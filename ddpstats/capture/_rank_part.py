@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from ddpstats._plain import checked_tensor
 from ddpstats.capture._fields import MOST_ENTRIES, MOST_RANKS, Fields
-from ddpstats.capture._plain import checked_tensor
 from ddpstats.errors import BundleError
 
 _MOST_STEP = 10**18

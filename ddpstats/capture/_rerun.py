@@ -24,10 +24,11 @@ import torch
 from torch import Tensor, nn
 
 from ddpstats._gradients import measure
+from ddpstats._plain import from_plain
 from ddpstats._random_state import RandomState
-from ddpstats.capture._plain import from_plain
+from ddpstats._solo import forward_under
+from ddpstats._switches import as_in
 from ddpstats.capture._rank_part import Autocast, MicroBatch, RankPart
-from ddpstats.capture._switches import as_in
 from ddpstats.errors import BundleError, ConfigError
 
 Step = Callable[[nn.Module, Any], Any]
@@ -238,7 +239,7 @@ class Rerun:
         if precision == "amp":
             default = torch.bfloat16 if kind == "cpu" else torch.float16
             dtype = self._settings.amp_dtype or dtype or default
-        return _forward_under(self.model, lambda: torch.autocast(kind, dtype=dtype, enabled=enabled))
+        return forward_under(self.model, lambda: torch.autocast(kind, dtype=dtype, enabled=enabled))
 
 
 # -- the module -------------------------------------------------------------------------------------------------------
@@ -323,24 +324,6 @@ def _without_sync_batch_norm(model: nn.Module, device: torch.device) -> list[str
         module.forward = types.MethodType(nn.BatchNorm1d.forward, module)  # type: ignore[method-assign]
     what = "1 SyncBatchNorm module normalizes" if len(found) == 1 else f"{len(found)} SyncBatchNorm modules normalize"
     return [f"{what} over this rank's batch alone: torch has no SyncBatchNorm for the CPU"]
-
-
-@contextlib.contextmanager
-def _forward_under(model: nn.Module, context: Callable[[], contextlib.AbstractContextManager[Any]]) -> Iterator[None]:
-    forward, own = model.forward, "forward" in vars(model)
-
-    def wrapped(*args: Any, **named: Any) -> Any:
-        with context():
-            return forward(*args, **named)
-
-    model.forward = wrapped
-    try:
-        yield
-    finally:
-        if own:
-            model.forward = forward
-        else:
-            del model.forward
 
 
 @contextlib.contextmanager

@@ -3,6 +3,8 @@
 - `run_ranks`, `RankPool`, `PerRank`: a function on real gloo processes, with a hard time limit and nothing left behind.
 - `run_threads`: the same for reductions of this library over hundreds of ranks in one process.
 - `count_collectives`, `die`, `sleep_past`: what really went over the wire, and how ranks fail.
+- `inject_bit_flips`, `BitFlip`: what faulty hardware does, one bit of a named weight, activation, gradient or matrix
+  product, before or after the reduce, once or stuck.
 - `ddpstats.testing.strategies`: hypothesis strategies for stats that differ between ranks (needs
   ``ddpstats[testing]``).
 
@@ -12,6 +14,12 @@ outside ever gets there.
 
 from __future__ import annotations
 
+from ddpstats.testing._bit_flips import (
+    AppliedFlip as AppliedFlip,
+    BitFlip as BitFlip,
+    FlipInjector as FlipInjector,
+    inject_bit_flips as inject_bit_flips,
+)
 from ddpstats.testing._faults import (
     CollectiveCount as CollectiveCount,
     count_collectives as count_collectives,

@@ -14,10 +14,10 @@ from torch import nn
 
 from ddpstats._atomic import summary
 from ddpstats._gradients import measure
+from ddpstats._plain import to_plain
 from ddpstats._random_state import RandomState
 from ddpstats._version import __version__
 from ddpstats.capture._bundle import Manifest, bundle_name, read_manifest, write_manifest, write_part
-from ddpstats.capture._plain import to_plain
 
 CPU = torch.device("cpu")
 WHEN = datetime(2026, 1, 2, 3, 4, 5, tzinfo=timezone.utc)

@@ -365,7 +365,7 @@ def test_shapes_that_differ(tmp_path: Path, replay: Replay) -> None:
     ("change", "said"),
     [
         (lambda m: m.update(batch=None, batch_missing="store_batch=False"), "is not in the bundle: store_batch"),
-        (lambda m: m.update(batch={"kind": "evil"}), "kind 'evil' is not one that a capture writes"),
+        (lambda m: m.update(batch={"kind": "evil"}), "kind 'evil' is not one that ddpstats writes"),
         (lambda m: m.update(random={"python": 3}), "the random state is not one"),
         (lambda m: m["random"].update(torch_cpu=torch.zeros(3)), "the random state"),
         (lambda m: m["random"].update(torch_cpu=[1]), "the random state"),

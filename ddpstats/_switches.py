@@ -1,4 +1,4 @@
-"""Settings of torch that change the last bits of a result: taken with a capture, and set while it is replayed."""
+"""Settings of torch that change the last bits of a result: taken with a step, and set while it is run again."""
 
 from __future__ import annotations
 

@@ -40,9 +40,8 @@ class CannotStore(Exception):
 
     def __init__(self, path: str, type_name: str) -> None:
         super().__init__(
-            f"{path} is {type_name}, which a capture cannot hold: loading it again would run code. Make it tensors, "
-            "arrays, numbers, strings, lists, tuples, dicts or dataclasses of these, or let the capture leave the "
-            "batch out."
+            f"{path} is {type_name}, which cannot be kept as plain data: loading it again would run code. Make it "
+            "tensors, arrays, numbers, strings, lists, tuples, dicts or dataclasses of these, or leave the batch out."
         )
         self.path = path
         self.type_name = type_name
@@ -191,11 +190,11 @@ class _Rebuilding:
         if type(plain) is list:
             return self._items(plain, path, depth)
         if type(plain) is not dict:
-            raise BundleError(f"{path}: {_shown(plain)} is not what a capture writes")
+            raise BundleError(f"{path}: {_shown(plain)} is not what ddpstats writes")
         kind = plain.get("kind")
         how = _KINDS.get(kind) if type(kind) is str else None
         if how is None:
-            raise BundleError(f"{path}: kind {_cut(kind)} is not one that a capture writes")
+            raise BundleError(f"{path}: kind {_cut(kind)} is not one that ddpstats writes")
         try:
             return how(self, plain, path, depth)
         except (KeyError, ValueError, TypeError, IndexError, RuntimeError, OverflowError) as error:
@@ -226,7 +225,7 @@ class _Rebuilding:
             raise BundleError(f"{path} is an array of numpy, which is not installed here: pip install numpy") from None
         dtype, shape = plain["dtype"], plain["shape"]
         if type(dtype) is not str or _ARRAY_DTYPE.fullmatch(dtype) is None:
-            raise BundleError(f"{path}: dtype {_cut(dtype)} is not one that a capture writes")
+            raise BundleError(f"{path}: dtype {_cut(dtype)} is not one that ddpstats writes")
         if type(shape) is not list or len(shape) > 64 or any(type(size) is not int or size < 0 for size in shape):
             raise BundleError(f"{path}: shape {_cut(shape)} is not one")
         array = numpy.frombuffer(_bytes_of(plain, path), dtype=numpy.dtype(dtype)).reshape(shape).copy()

@@ -1,0 +1,56 @@
+"""A training step run once more by one rank alone: under the precision that it had, and with no collective."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from torch import nn
+
+from ddpstats import _intercept
+from ddpstats.errors import ConfigError
+
+
+@contextmanager
+def no_collectives(what: str) -> Iterator[None]:
+    """No collective may run: no other rank takes part. ``what``: the user's function, for the error, `ConfigError`."""
+    watcher = _Refusing(what)
+    _intercept.subscribe(watcher)
+    try:
+        yield
+    finally:
+        _intercept.unsubscribe(watcher)
+
+
+class _Refusing:
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def before(self, call: _intercept.Collective) -> None:
+        raise ConfigError(f"{self._what} communicates ({call.op}), and only one rank runs it here")
+
+    def after(self, call: _intercept.Collective, work: Any) -> None:
+        pass
+
+    def waiting(self, work: Any, limited: bool) -> bool:
+        return False
+
+
+@contextmanager
+def forward_under(model: nn.Module, context: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    """Every forward pass of ``model`` runs under a new ``context()``; what the step does around it does not."""
+    forward, own = model.forward, "forward" in vars(model)
+
+    def wrapped(*args: Any, **named: Any) -> Any:
+        with context():
+            return forward(*args, **named)
+
+    model.forward = wrapped
+    try:
+        yield
+    finally:
+        if own:
+            model.forward = forward
+        else:
+            del model.forward

@@ -1,0 +1,148 @@
+"""Where replicas differ: from digests of tensors and blocks down to the first element, in rounds of small gathers.
+
+Each round is decided on what the one before gathered, which is the same everywhere; so no rank goes on alone.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddpstats.sentinel._digest import digests, flattened
+from ddpstats.sentinel._divergence import KINDS, Element, Found, Kind
+from ddpstats.sentinel._entries import Entry, dtype_text, tensors_of
+
+Gathered = Callable[[Callable[[], dict[str, Any]], str], dict[int, dict[str, Any]]]
+"""Every rank's tree by global rank. Collective: called with what makes this rank's tree, and what it is."""
+
+_BLOCK_ELEMENTS = 256
+_BLOCKS = 1024
+
+
+def differing_structure(gathered: Gathered, entries: Sequence[Entry]) -> Found:
+    """Ranks that do not hold the same tensors."""
+    trees = gathered(lambda: {"held": [[one.kind, one.name, one.described] for one in entries]}, "replica structures")
+    tables = {rank: {(kind, name): what for kind, name, what in tree["held"]} for rank, tree in trees.items()}
+    keys = dict.fromkeys(key for table in tables.values() for key in table)
+    held = {key: {rank: table.get(key, "no such tensor") for rank, table in tables.items()} for key in keys}
+    differing = {key: by_rank for key, by_rank in held.items() if differ(by_rank.values())}
+    if not differing:  # the same tensors in another order
+        return Found("parameter", *_reordered(tables), structural=True)
+    (kind, name), *others = sorted(differing, key=lambda key: KINDS.index(key[0]))
+    return Found(kind, name, differing[kind, name], [(*key, differing[key]) for key in others], structural=True)
+
+
+def _reordered(tables: Mapping[int, Mapping[tuple[Kind, str], str]]) -> tuple[str, dict[int, str]]:
+    """The name at the first place at which ranks hold different tensors, and what each has there."""
+    for keys in zip(*tables.values(), strict=True):
+        if differ(keys):
+            by_rank = {rank: f"{kind} {name} at this place" for rank, (kind, name) in zip(tables, keys, strict=True)}
+            return keys[0][1], by_rank
+    return "(the hash of all names)", dict.fromkeys(tables, "the same names")
+
+
+def differing_elements(gathered: Gathered, entries: Sequence[Entry]) -> Found:
+    """The first of these tensors that differs, and its first element."""
+    entries = sorted(entries, key=lambda entry: KINDS.index(entry.kind))
+    held = _digests_of_all(gathered, "replica tensors", tensors_of(entries))
+    differing = [(entry, by_rank) for entry, by_rank in zip(entries, held, strict=True) if differ(by_rank.values())]
+    if not differing:
+        return Found(entries[0].kind, entries[0].name, held[0], described=entries[0].described)
+    (first, by_rank), *others = differing
+    assert first.tensor is not None
+    block = _differing_block(gathered, first.tensor)
+    return Found(
+        first.kind,
+        first.name,
+        by_rank,
+        [(entry.kind, entry.name, digest) for entry, digest in others],
+        element=block.element,
+        differing_elements=block.differing,
+        block_elements=block.elements,
+        alone=block.alone,
+        described=first.described,
+    )
+
+
+@dataclass(frozen=True)
+class _Block:
+    """What was found in the first block of a tensor that differs; ``alone``: no other block differs."""
+
+    element: Element | None = None
+    differing: int = 0
+    elements: int = 0
+    alone: bool = False
+
+
+def _differing_block(gathered: Gathered, tensor: Tensor) -> _Block:
+    flat = flattened(tensor)
+    start, size, alone = 0, flat.numel(), True
+    while size > _BLOCK_ELEMENTS:
+        pieces = torch.split(flat[start : start + size], max(_BLOCK_ELEMENTS, -(-size // _BLOCKS)))
+        held = _digests_of_all(gathered, "replica blocks", pieces)
+        differing = [place for place, by_rank in enumerate(held) if differ(by_rank.values())]
+        if not differing:
+            return _Block()
+        alone = alone and len(differing) == 1
+        start += differing[0] * pieces[0].numel()
+        size = pieces[differing[0]].numel()
+    block = flat[start : start + size]
+    trees = gathered(lambda: {"bytes": block.view(torch.uint8)}, "replica elements")
+    return _block_of(tensor, start, alone, {rank: tree["bytes"].cpu() for rank, tree in trees.items()})
+
+
+def _block_of(tensor: Tensor, start: int, alone: bool, held: Mapping[int, Tensor]) -> _Block:
+    """``held``: rank -> the bytes of the block that begins at element ``start``."""
+    rows = {rank: content.view(-1, tensor.element_size()) for rank, content in held.items()}
+    first = next(iter(rows.values()))
+    differs = torch.stack([(row != first).any(1) for row in rows.values()]).any(0)
+    places = differs.nonzero().flatten().tolist()
+    if not places:
+        return _Block()
+    element = Element(
+        index=_unravelled(start + places[0], tensor.shape),
+        dtype=dtype_text(tensor.dtype),
+        values={rank: _value_text(row[places[0]], tensor.dtype) for rank, row in rows.items()},
+        bits={rank: int.from_bytes(bytes(row[places[0]].tolist()), sys.byteorder) for rank, row in rows.items()},
+        width=8 * tensor.element_size(),
+    )
+    return _Block(element, len(places), len(differs), alone)
+
+
+def _value_text(content: Tensor, dtype: torch.dtype) -> str:
+    value = content.clone().view(dtype)
+    if value.is_floating_point():
+        number = value.to(torch.float64).item()
+        digits = 17 if dtype is torch.float64 else 9
+        return repr(number) if number == 0 or not math.isfinite(number) else f"{number:.{digits}g}"
+    return repr(value.item())
+
+
+def _unravelled(place: int, shape: Sequence[int]) -> tuple[int, ...]:
+    index = []
+    for size in reversed(shape):
+        place, last = divmod(place, size)
+        index.append(last)
+    return tuple(reversed(index))
+
+
+def _digests_of_all(gathered: Gathered, what: str, tensors: Sequence[Tensor]) -> list[dict[int, int]]:
+    """For each tensor: rank -> digest. Collective."""
+    trees = gathered(lambda: {"digests": digests(tensors)}, what)
+    return transposed({rank: tree["digests"] for rank, tree in trees.items()})
+
+
+def transposed(by_rank: Mapping[int, Tensor]) -> list[dict[int, int]]:
+    """For each place of the ranks' digests: rank -> digest."""
+    columns = {rank: digests_of.tolist() for rank, digests_of in by_rank.items()}
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def differ(held: Any) -> bool:
+    return len(set(held)) > 1

@@ -1,0 +1,102 @@
+"""What a `Sentinel` was told to do: checked, and the same on every rank."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ddpstats._ranks import holders_lines
+from ddpstats.errors import ConfigError
+from ddpstats.sentinel._settings import Settings, read_settings
+
+
+@dataclass(frozen=True)
+class Options:
+    """Arguments of `Sentinel`, and the settings of the thresholds."""
+
+    settings: Settings
+    warnings: tuple[str, ...]
+    digest_every_steps: int
+    replay_every_steps: int
+    has_replay_fn: bool
+    matmul_checksum: bool
+    checksum_steps: int
+
+    @property
+    def is_off(self) -> bool:
+        """Mode 0."""
+        return self.settings.mode == 0
+
+    def to_tree(self, checkpoints: Sequence[str]) -> dict[str, Any]:
+        """What all ranks must have alike. For `gather_trees`."""
+        settings = self.settings
+        return {
+            "mode": settings.mode,
+            "detector": settings.detector,
+            "upper_thresh": list(settings.upper),
+            "sigma_thresh": list(settings.sigma),
+            "digest_every_steps": self.digest_every_steps,
+            "replay_every_steps": self.replay_every_steps,
+            "replay_fn": "given" if self.has_replay_fn else None,
+            "matmul_checksum": self.matmul_checksum,
+            "checksum_steps": self.checksum_steps,
+            "checkpoints": f"{len(checkpoints)} (CRC-32 of their names {zlib.crc32(repr(checkpoints).encode()):08x})",
+        }
+
+
+def checked_options(
+    model: Any,
+    mode: int | None,
+    detector: str,
+    upper_thresh: tuple[float, float] | None,
+    sigma_thresh: tuple[float, float] | None,
+    digest_every_steps: int,
+    replay_every_steps: int,
+    replay_fn: Any,
+    matmul_checksum: bool,
+    checksum_steps: int,
+) -> Options:
+    """Raises `ConfigError`, which names the argument and what it may be."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model={type(model).__name__}: a torch.nn.Module is needed")
+    settings, warnings = read_settings(mode, detector, upper_thresh, sigma_thresh, os.environ)
+    check_count("digest_every_steps", digest_every_steps, 0)
+    check_count("replay_every_steps", replay_every_steps, 0)
+    check_count("checksum_steps", checksum_steps, 1)
+    if replay_fn is not None and not callable(replay_fn):
+        raise ConfigError(f"replay_fn={replay_fn!r} must be a function (module, batch) that returns the loss")
+    if replay_every_steps and replay_fn is None:
+        raise ConfigError("replay_every_steps= needs replay_fn=: a function (module, batch) that returns the loss")
+    if not isinstance(matmul_checksum, bool):
+        raise ConfigError(f"matmul_checksum={matmul_checksum!r} must be True or False")
+    return Options(
+        settings,
+        warnings,
+        digest_every_steps,
+        replay_every_steps,
+        replay_fn is not None,
+        matmul_checksum,
+        checksum_steps,
+    )
+
+
+def check_count(name: str, value: Any, least: int) -> None:
+    """Raises `ConfigError` for what is no whole number of ``least`` or more."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{name}={value!r} must be a whole number, {least} or more")
+
+
+def refuse_differences(told: Mapping[int, dict[str, Any]]) -> None:
+    """Raises `ConfigError` where ranks' `Options.to_tree` differ: no verdict could be the same on all of them."""
+    first = next(iter(told.values()))
+    differing = [name for name in first if any(tree[name] != first[name] for tree in told.values())]
+    if differing:
+        by_rank = {rank: ", ".join(f"{name}={tree[name]!r}" for name in differing) for rank, tree in told.items()}
+        lines = ["ranks made their Sentinel with different settings:", *holders_lines(by_rank)]
+        lines.append("Every rank must make it alike, and have the same environment variables.")
+        raise ConfigError("\n".join(lines), ranks=told)

@@ -1,0 +1,270 @@
+"""A rank's micro-batch repeated by a peer: finds what went wrong on one rank before the gradients were reduced.
+
+`PeerReplay.examine`, every so many steps, on all ranks together:
+
+1. Each rank has digests of its own gradients of the step's first micro-batch, taken before the reduce (`_original`). At
+   the first time it also runs that micro-batch once more itself, and on a difference twice: does the step repeat
+   itself bit for bit? Where no two runs are equal on most ranks, that is natural noise: it is measured, and from then
+   on gradients are compared by their norms, with that much room. Where only the step itself is not like its
+   repetitions, the function that repeats it is another step.
+2. As many ranks as fit into `MOST_BYTES` hand out their micro-batch (all of them where batches are small), beginning
+   with another rank each time. The next rank runs it, and all tell what came of it.
+3. Where a result is another one, its owner, the next rank and a third one run that micro-batch again, and `judge` says
+   who is wrong.
+
+The course depends on gathered things only. What fails on one rank is told to all.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ddpstats._ranks import holders_lines
+from ddpstats.errors import ConfigError
+from ddpstats.sentinel._digest import digests
+from ddpstats.sentinel._judgement import Run, judge
+from ddpstats.sentinel._original import Original
+from ddpstats.sentinel._rerun import Reruns, attempt, size_bytes
+from ddpstats.sentinel._verdict import Finding
+from ddpstats.sentinel._witness import Witness
+
+Gathered = Callable[[Callable[[], Any], str], dict[int, Any]]
+"""Every rank's tree by global rank. Collective: called with what makes this rank's tree, and what it is."""
+
+MOST_BYTES = 64 << 20  # of all batches that are handed out at a time: every rank receives them
+_ROOM = 8.0  # times the noise that was measured
+_MOST_NOISE = 1e-2  # of the largest norm: beyond that it is another computation
+
+
+@dataclass(frozen=True)
+class _Packet:
+    """A micro-batch as it was handed out: plain data, its buffers, and what its owner got."""
+
+    plain: dict[str, Any]
+    buffers: dict[str, Tensor]
+    original: Witness | None
+
+
+class PeerReplay:
+    """Compares what ranks compute from the same micro-batch. Local to make; every rank of the group must make one.
+
+    Args:
+        model: as it is trained.
+        ranks: of the group, global, in the order of group ranks.
+        rank: this one, global.
+
+    Attributes:
+        original: the caller begins and ends it around the first micro-batch of a step that is to be examined.
+
+    Raises:
+        ConfigError: as `Original`.
+    """
+
+    def __init__(self, model: nn.Module, reruns: Reruns, ranks: Sequence[int], rank: int) -> None:
+        self.original = Original(model)
+        self._reruns, self._ranks, self._rank = reruns, tuple(ranks), rank
+        self._noise: float | None = None
+        self._turn = -1
+
+    def close(self) -> None:
+        """Take the hooks away. Idempotent."""
+        self.original.close()
+
+    def examine(self, gathered: Gathered) -> Finding | None:
+        """Collective: two small gathers and one of batches; one more on doubt.
+
+        Raises:
+            ConfigError: some rank's step cannot be repeated, or is not the one that was trained; on every rank.
+        """
+        self._turn += 1
+        own = self._reruns.packet(0)
+        offers = gathered(lambda: self._offer(own), "what each rank can hand out")
+        _refuse(offers)
+        doubted = self._learn_noise(offers) if self._noise is None else []
+        chosen = _chosen(offers, self._turn, doubted)
+        if not chosen:
+            self._say(
+                "no rank had a micro-batch to repeat; put `with sentinel.micro_batch(batch):` around each of them"
+            )
+            return None
+        packets = self._exchanged(gathered, own, offers, chosen)
+        checker = {owner: self._after(owner, 1) for owner in chosen}
+        answers = gathered(lambda: self._answers(packets, checker), "what came of them")
+        _refuse(answers)
+        first = {owner: _witness(answers[rank], owner) for owner, rank in checker.items()}
+        doubted += [owner for owner in chosen if not self._agrees(packets[owner].original, first[owner])]
+        return self._settled(gathered, doubted[0], packets, first) if doubted else None
+
+    def _offer(self, own: dict[str, Any] | None) -> dict[str, Any]:
+        """How large it is; which buffers it has; at the first time, how far its repetition is from the step itself."""
+        if own is None or "changed" in own:
+            return {"bytes": -1, "buffers": None, "distance": None}
+        if "error" in own:
+            return own
+        buffers = self._reruns.buffers
+        offer = {"bytes": size_bytes(own), "buffers": digests(list(buffers.values())).cpu(), "distance": None}
+        original = self.original.witness()
+        if self._noise is not None or original is None:
+            return offer
+
+        def with_distance() -> dict[str, Any]:
+            runs = [self._reruns.run(own, buffers).witness]
+            if original.is_same(runs[0], 0.0):
+                return {**offer, "distance": 0.0}
+            runs.append(self._reruns.run(own, buffers).witness)
+            return {
+                **offer,
+                "distance": max(original.distance(one) for one in runs),
+                "repeats": runs[0].is_same(runs[1], 0.0),
+            }
+
+        return attempt(with_distance)
+
+    def _exchanged(
+        self,
+        gathered: Gathered,
+        own: dict[str, Any] | None,
+        offers: Mapping[int, dict[str, Any]],
+        chosen: Sequence[int],
+    ) -> dict[int, _Packet]:
+        """The packets of the chosen ranks. Buffers travel only where ranks do not have them alike."""
+        told = [offer["buffers"] for offer in offers.values()]
+        alike = all(one is not None and torch.equal(one, told[0]) for one in told)
+
+        def handed_out() -> dict[str, Any] | None:
+            if self._rank not in chosen:
+                return None
+            original = self.original.witness()
+            return {
+                "plain": own,
+                "buffers": None if alike else self._reruns.buffers,
+                "original": None if original is None else original.to_tree(),
+            }
+
+        found = gathered(handed_out, "micro-batches")
+        return {owner: self._packet(found[owner]) for owner in chosen}
+
+    def _packet(self, tree: Mapping[str, Any]) -> _Packet:
+        return _Packet(
+            tree["plain"],
+            self._reruns.buffers if tree["buffers"] is None else tree["buffers"],
+            None if tree["original"] is None else Witness.from_tree(tree["original"]),
+        )
+
+    def _answers(self, packets: Mapping[int, _Packet], runner: Mapping[int, int]) -> dict[str, Any]:
+        """What came of the packets that are this rank's to run, by owner."""
+        mine = [owner for owner, rank in runner.items() if rank == self._rank]
+        return attempt(lambda: {str(owner): self._ran(packets[owner]) for owner in mine})
+
+    def _ran(self, packet: _Packet) -> dict[str, Tensor]:
+        return self._reruns.run(packet.plain, packet.buffers).witness.to_tree()
+
+    def _agrees(self, original: Witness | None, answer: Witness) -> bool:
+        return original is None or self._same(original, answer)
+
+    def _same(self, one: Witness, other: Witness) -> bool:
+        return one.is_same(other, self._noise or 0.0)
+
+    def _after(self, owner: int, places: int) -> int:
+        return self._ranks[(self._ranks.index(owner) + places) % len(self._ranks)]
+
+    def _learn_noise(self, offers: Mapping[int, dict[str, Any]]) -> list[int]:
+        """Once. Returns ranks whose step did not repeat itself where most ranks' did."""
+        known = {rank: offer for rank, offer in offers.items() if offer["distance"] is not None}
+        if not known:
+            return []
+        unlike = [rank for rank, offer in known.items() if offer["distance"] != 0.0]
+        if 2 * len(unlike) <= len(known) and len(known) > 1:
+            self._noise = 0.0
+            return unlike
+        largest = max(offer["distance"] for offer in known.values())
+        if any(known[rank]["repeats"] for rank in unlike) or not largest <= _MOST_NOISE:
+            raise _another_step(known)
+        self._noise = _ROOM * largest
+        if unlike:
+            self._say(
+                f"the step does not repeat itself bit for bit: norms of gradients differ by up to {largest:.1e} of the "
+                f"largest one. Peers' gradients are compared by their norms, with room for {self._noise:.1e}; "
+                f"smaller faults are not seen. {_determinism_words(self._reruns.device)}"
+            )
+        return []
+
+    def _say(self, text: str) -> None:
+        warnings.warn(f"Sentinel, peer replay: {text}", stacklevel=2)
+
+    def _settled(
+        self, gathered: Gathered, owner: int, packets: Mapping[int, _Packet], first: Mapping[int, Witness]
+    ) -> Finding | None:
+        """Run it again on up to three ranks. Collective."""
+        deciding = list(dict.fromkeys(self._after(owner, places) for places in range(3)))
+        packet, checker = packets[owner], deciding[min(1, len(deciding) - 1)]
+        mine = {owner: self._rank} if self._rank in deciding else {}
+        answers = gathered(lambda: self._answers(packets, mine), "what came of the one in doubt")
+        _refuse(answers)
+        runs = [] if packet.original is None else [Run(owner, "in the step", packet.original)]
+        runs += [Run(rank, "again", _witness(answers[rank], owner)) for rank in deciding]
+        runs.append(Run(checker, "before", first[owner]))
+        found = judge(owner, runs, self._same)
+        if found.is_noise:
+            self._noise = None  # measured anew at the next time
+            self._say(found.text)
+            return None
+        return Finding("peer replay", found.culprit_ranks, "gradients", found.text)
+
+
+def _chosen(offers: Mapping[int, dict[str, Any]], turn: int, doubted: Sequence[int]) -> list[int]:
+    """Whose micro-batches are handed out: those in doubt, then from another rank on each time, as many as fit."""
+    holders = [rank for rank, offer in offers.items() if offer["bytes"] >= 0]
+    start = turn % len(holders) if holders else 0
+    chosen, total = list(doubted), sum(offers[rank]["bytes"] for rank in doubted)
+    for rank in (*holders[start:], *holders[:start]):
+        if rank not in chosen and (not chosen or total + offers[rank]["bytes"] <= MOST_BYTES):
+            chosen.append(rank)
+            total += offers[rank]["bytes"]
+    return chosen
+
+
+def _witness(answer: Mapping[str, Any], owner: int) -> Witness:
+    return Witness.from_tree(answer[str(owner)])
+
+
+def _refuse(told: Mapping[int, dict[str, Any]]) -> None:
+    errors = {rank: one["error"] for rank, one in told.items() if "error" in one}
+    if errors:
+        lines = ["Sentinel, peer replay: a micro-batch cannot be run again:", *holders_lines(errors)]
+        raise ConfigError(
+            "\n".join([*lines, "Mend replay_fn, or switch replay off: replay_every_steps=0."]), ranks=errors
+        )
+
+
+def _another_step(offers: Mapping[int, dict[str, Any]]) -> ConfigError:
+    by_rank = {rank: _distance_words(offer) for rank, offer in offers.items()}
+    lines = [
+        "Sentinel, peer replay: replay_fn is not the step that was trained. Run again from the same state on the same "
+        "rank:",
+        *holders_lines(by_rank),
+        "It must return what backward() was called on (before a GradScaler's scale), computed from the batch that was "
+        "given to micro_batch(), from random numbers drawn inside micro_batch(), and under the same autocast.",
+    ]
+    return ConfigError("\n".join(lines), ranks=offers)
+
+
+def _distance_words(offer: Mapping[str, Any]) -> str:
+    if offer["distance"] == 0.0:
+        return "the same gradients"
+    often = "twice the same gradients, and others" if offer["repeats"] else "other gradients each time"
+    return f"{often} than in the step: norms differ by up to {offer['distance']:.1e} of the largest one"
+
+
+def _determinism_words(device: torch.device) -> str:
+    """The switches come first: what they leave open is measured."""
+    if torch.are_deterministic_algorithms_enabled() and not torch.backends.cudnn.benchmark:
+        return "Deterministic algorithms are on: look for what else the step depends on."
+    hint = " and torch.backends.cudnn.benchmark = False" if device.type == "cuda" else ""
+    return f"torch.use_deterministic_algorithms(True){hint} may make it repeat itself."

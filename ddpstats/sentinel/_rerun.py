@@ -1,0 +1,177 @@
+"""A kept micro-batch run once more on the module as it stands, on this rank or on a peer.
+
+1. `Reruns.packet` puts a micro-batch into plain data that can go to another rank: batch, random state, autocast, the
+   loss's factor, and the switches of torch that change last bits.
+2. `Reruns.run` sets all that and the buffers, runs the user's step, differentiates, and puts everything back.
+
+Gradients are taken by ``torch.autograd.grad``: nothing is accumulated into ``.grad``, and no hook on an accumulated
+gradient runs: not DistributedDataParallel's, nor that of an optimizer inside the backward pass. Buffers are copied
+back, the random state is put back. The program's own forward hooks do run. Reentrant checkpointing refuses this way of
+differentiating: ``use_reentrant=False`` is needed there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ddpstats._plain import from_plain, to_plain
+from ddpstats._random_state import RandomState
+from ddpstats._solo import forward_under, no_collectives
+from ddpstats._step_record import MicroBatch, StepRecord
+from ddpstats._switches import as_in, switches
+from ddpstats.errors import ConfigError
+from ddpstats.sentinel._checkpoints import Checkpoints
+from ddpstats.sentinel._witness import Witness
+
+ReplayFn = Callable[[nn.Module, Any], Tensor]
+
+_DTYPES = {str(dtype): dtype for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one run: the gradients' witness, and (checkpoint, value) as they came."""
+
+    witness: Witness
+    values: list[tuple[int, Tensor]]
+
+
+class Reruns:
+    """Packs and runs micro-batches of the step under way. Local: a step that communicates is refused.
+
+    Args:
+        record: of the step; its module is what runs.
+        replay_fn: ``fn(module, batch)``, returns what ``backward()`` was called on, before a GradScaler's scale.
+        checkpoints: of layer 1, whose values must not be mixed with a rerun's; None without.
+        scale: of the GradScaler, now; 1.0 without.
+    """
+
+    def __init__(
+        self, record: StepRecord, replay_fn: ReplayFn, checkpoints: Checkpoints | None, scale: Callable[[], float]
+    ) -> None:
+        self._record, self._replay_fn, self._checkpoints, self._scale = record, replay_fn, checkpoints, scale
+
+    @property
+    def device(self) -> torch.device:
+        """Where the module is."""
+        return self._record.device
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """As before the step."""
+        return dict(self._record.buffers or {})
+
+    def packet(self, place: int) -> dict[str, Any] | None:
+        """A micro-batch as plain data; None without one; {"error": words} where that is not to be had.
+
+        {"changed": path, "error": words} for a batch that was changed in place: from the next one on, copies are kept.
+        """
+        if len(self._record.micro_batches) <= place:
+            return None
+        micro = self._record.micro_batches[place]
+        if micro.look_for_changes():
+            path = micro.changed[0]
+            return {"changed": path, "error": f"{path} was changed in place during the step"}
+        return attempt(lambda: _packed(micro, self._scale()))
+
+    def run(self, packet: Mapping[str, Any], buffers: Mapping[str, Tensor]) -> Outcome:
+        """Raises what the user's step raises; ConfigError where it returns no loss, or communicates."""
+        module, device = self._record.module, self.device
+        wanted = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        values: list[tuple[int, Tensor]] = []
+        with _put_back(module, device), ExitStack() as stack:
+            stack.enter_context(no_collectives("replay_fn"))
+            stack.enter_context(as_in(packet["switches"]))
+            stack.enter_context(torch.enable_grad())
+            if self._checkpoints is not None:
+                values = stack.enter_context(self._checkpoints.redirected())
+            _set_buffers(module, buffers)
+            batch = from_plain(packet["batch"], device)
+            RandomState.from_plain(packet["random"], device).restore()
+            stack.enter_context(_autocast(module, packet["autocast"]))
+            loss = _differentiated(self._replay_fn(module, batch), packet)
+            found = torch.autograd.grad(loss, wanted, allow_unused=True)
+            return Outcome(Witness.of(found), values)
+
+
+def attempt(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What ``run`` returns, or {"error": words}: other ranks wait for an answer."""
+    try:
+        return run()
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def size_bytes(plain: Any) -> int:
+    """Of the tensors in it."""
+    if isinstance(plain, Tensor):
+        return plain.numel() * plain.element_size()
+    if isinstance(plain, Mapping):
+        return sum(map(size_bytes, plain.values()))
+    return sum(map(size_bytes, plain)) if isinstance(plain, (list, tuple)) else 0
+
+
+def _packed(micro: MicroBatch, scale: float) -> dict[str, Any]:
+    autocast = None
+    if micro.autocast is not None:
+        kind, enabled, dtype = micro.autocast
+        autocast = {"device": kind, "enabled": enabled, "dtype": str(dtype)}
+    return {
+        "batch": to_plain(micro.batch),
+        "random": micro.random.to_plain(),
+        "autocast": autocast,
+        "factor": None if micro.factor is None else micro.factor.detach().cpu(),
+        "scale": scale,
+        "switches": switches(),
+    }
+
+
+@contextmanager
+def _put_back(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Buffers and random state are afterwards as they are now."""
+    random = RandomState.take(device)
+    buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+    try:
+        yield
+    finally:
+        random.restore()
+        _set_buffers(module, buffers)
+
+
+def _set_buffers(module: nn.Module, values: Mapping[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, buffer in module.named_buffers():
+            if name in values and buffer.shape == values[name].shape:
+                buffer.copy_(values[name])
+
+
+@contextmanager
+def _autocast(module: nn.Module, kept: Mapping[str, Any] | None) -> Iterator[None]:
+    """The module's forward pass, and nothing around it, runs under the autocast that it had."""
+    if kept is None:
+        yield
+        return
+    kind, enabled, dtype = kept["device"], bool(kept["enabled"]), _DTYPES.get(kept["dtype"])
+    with forward_under(module, lambda: torch.autocast(kind, dtype=dtype, enabled=enabled)):
+        yield
+
+
+def _differentiated(loss: Any, packet: Mapping[str, Any]) -> Tensor:
+    factor = packet["factor"]
+    if not isinstance(loss, Tensor) or (loss.numel() != 1 and factor is None):
+        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise ConfigError(f"replay_fn must return the loss, a tensor of one element, and it returned {what}")
+    if not loss.requires_grad:
+        raise ConfigError("replay_fn returned a loss that no parameter has a part in: was it detached?")
+    scaled: Tensor = loss
+    if factor is not None:
+        scaled = loss * factor.to(loss.device)
+    elif packet["scale"] != 1.0:
+        scaled = loss * packet["scale"]
+    return scaled.sum()

@@ -1,0 +1,66 @@
+"""What the ranks come to, step after step: plain values, the same on every rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Layer = Literal["thresholds", "replica digests", "peer replay", "matmul checksum"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that one layer found.
+
+    Attributes:
+        layer: which.
+        culprit_ranks: global ranks where it arose, ascending; empty where that cannot be told, and the text says why.
+        name: of the module, parameter, buffer or operator that shows it.
+        text: all of it, in words.
+        value: what was measured, where it is one number.
+    """
+
+    layer: Layer
+    culprit_ranks: tuple[int, ...]
+    name: str
+    text: str
+    value: float | None = None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """On one training step.
+
+    Attributes:
+        step: its number.
+        findings: in the order of the layers; empty where all is well.
+        notes: what the reader should know besides.
+    """
+
+    step: int
+    findings: tuple[Finding, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether no layer found anything."""
+        return not self.findings
+
+    @property
+    def culprit_ranks(self) -> tuple[int, ...]:
+        """Of all findings, ascending."""
+        return tuple(sorted({rank for finding in self.findings for rank in finding.culprit_ranks}))
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """That found something, each once."""
+        return tuple(dict.fromkeys(finding.layer for finding in self.findings))
+
+    @property
+    def message(self) -> str:
+        """Several lines; empty where all is well."""
+        if self.ok:
+            return ""
+        lines = [f"step {self.step}: values that healthy hardware does not produce"]
+        lines += [f"[{finding.layer}] {finding.text}" for finding in self.findings]
+        return "\n".join([*lines, *self.notes])

@@ -1,0 +1,413 @@
+"""Faults of hardware to inject: one bit of one element of a named tensor, at one step, on one rank.
+
+`inject_bit_flips` puts a hook at each place where a flip may fall due, and takes all of them away at its end:
+
+========================  ==============================================================================================
+weight                    before the forward pass, in the parameter (or buffer) itself
+activation                what a module returns; the gradient passes back as if nothing had happened
+activation_gradient       the gradient of what a module returned, in the backward pass
+gradient                  this rank's own gradient of a parameter, before it is accumulated and reduced
+reduced_gradient          ``.grad`` of a parameter after DDP has reduced it, at the end of the backward pass
+matmul                    the result of the first matrix product in a module's forward pass, inside the operator
+========================  ==============================================================================================
+
+A transient flip falls due once in its step. A sticky one forces the bit to the value that the first flip gave it, at
+each occasion from that step on; that of a matmul also when the same operands are multiplied once more.
+
+A matmul is flipped by a kernel of ours in the place of the CPU's own, there only while the module runs. It computes by
+the operator's ``out=`` variant. Products on other devices are not reached. Checked on torch 2.13.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ddpstats._gradients import unwrapped
+from ddpstats.errors import ConfigError
+
+Where = Literal["weight", "activation", "activation_gradient", "gradient", "reduced_gradient", "matmul"]
+
+_IN_PARAMETERS = ("weight", "gradient", "reduced_gradient")
+_BITS: dict[int, torch.dtype] = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_SHOWN_NAMES = 8
+
+
+@dataclass(frozen=True)
+class BitFlip:
+    """Flip one bit of one element of a named tensor at one step on one rank.
+
+    Attributes:
+        name: dotted name of a parameter (weight, which may also be a buffer, gradient, reduced_gradient) or of a module
+            (activation, activation_gradient, matmul), as in the module inside DDP; "" is the whole model.
+        where: which tensor; of a module that returns several, the first with floating-point numbers.
+        element: flat index, taken modulo the number of elements.
+        bit: 0 is the least significant.
+        step: the first step is 0.
+        rank: global; None means every rank.
+        sticky: the bit is stuck from that step on, at the value it was flipped to; else it flips once.
+    """
+
+    name: str
+    where: Where
+    element: int
+    bit: int
+    step: int
+    rank: int | None = None
+    sticky: bool = False
+
+
+@dataclass(frozen=True)
+class AppliedFlip:
+    """A flip that took place.
+
+    Attributes:
+        step, rank: when and where; ``rank`` is global.
+        index: of the element in the tensor.
+        before, after: its value; the same where a stuck bit already had its value.
+    """
+
+    flip: BitFlip
+    step: int
+    rank: int
+    index: tuple[int, ...]
+    before: float
+    after: float
+
+
+class FlipInjector:
+    """What `inject_bit_flips` yields. Local.
+
+    Attributes:
+        applied: what was flipped, in order. A flip that found no occasion in its step is not here.
+    """
+
+    def __init__(self) -> None:
+        self.applied: list[AppliedFlip] = []
+        self._step = 0
+
+    def step(self) -> None:
+        """The training step is over: call it after ``optimizer.step()``."""
+        self._step += 1
+
+
+@contextlib.contextmanager
+def inject_bit_flips(model: nn.Module, flips: Sequence[BitFlip]) -> Iterator[FlipInjector]:
+    """Apply ``flips`` while the block trains ``model``. Local; each rank may be given all flips, and applies its own.
+
+    Args:
+        model: as it is trained: DistributedDataParallel itself, or a module.
+
+    Raises:
+        ConfigError: a name that the model does not have, or a number that cannot be; at once. A bit beyond the width of
+            an activation's dtype is only seen when it is applied.
+
+    Example:
+        >>> with inject_bit_flips(model, [BitFlip("head.weight", "gradient", 7, bit=30, step=5, rank=2)]) as faults:
+        ...     for batch in batches:  # rank 0 and rank 1 alike
+        ...         train(batch)
+        ...         faults.step()
+        >>> faults.applied  # on rank 2
+        [AppliedFlip(flip=..., step=5, rank=2, index=(0, 7), before=0.0123, after=4.2e+36)]
+    """
+    injector = FlipInjector()
+    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    for flip in flips:
+        _validate(flip, unwrapped(model))
+    with contextlib.ExitStack() as hooks:
+        for flip in flips:
+            if flip.rank in (None, rank):
+                _ATTACH[flip.where](_Fault(flip, rank, injector, hooks), model)
+        yield injector
+
+
+class _Fault:
+    """One flip on this rank: whether it is due, and its deed."""
+
+    def __init__(self, flip: BitFlip, rank: int, injector: FlipInjector, hooks: contextlib.ExitStack) -> None:
+        self.flip, self.rank, self.injector, self.hooks = flip, rank, injector, hooks
+        self.is_over = False
+        self._stuck_at: bool | None = None
+        hooks.callback(self._end)
+
+    def _end(self) -> None:
+        self.is_over = True
+
+    def keep(self, handle: Any) -> None:
+        """Take a hook away at the end."""
+        self.hooks.callback(handle.remove)
+
+    def is_due(self) -> bool:
+        step = self.injector._step
+        if self.flip.sticky:
+            return not self.is_over and step >= self.flip.step
+        return not self.is_over and step == self.flip.step and self._stuck_at is None
+
+    @torch.no_grad()
+    def strike(self, tensor: Tensor) -> None:
+        """Flip the bit in ``tensor`` itself, whatever its strides."""
+        if tensor.numel() == 0:
+            return
+        _check_bit(self.flip, tensor.dtype)
+        index = _index(self.flip.element, tensor.shape)
+        element = tensor.detach()[index]
+        before = float(element.item())
+        bits, mask = element.view(_BITS[tensor.dtype.itemsize]), _mask(self.flip.bit, tensor.dtype.itemsize)
+        if self._stuck_at is None:
+            self._stuck_at = not int(bits.item()) & mask
+        bits.copy_(bits | mask if self._stuck_at else bits & ~mask)
+        after = float(element.item())
+        self.injector.applied.append(AppliedFlip(self.flip, self.injector._step, self.rank, index, before, after))
+
+    def struck(self, tensor: Tensor) -> Tensor:
+        """A copy with the bit flipped."""
+        found = tensor.detach().clone()
+        self.strike(found)
+        return found
+
+
+def _index(element: int, shape: Sequence[int]) -> tuple[int, ...]:
+    index: list[int] = []
+    for size in reversed(shape):
+        element, place = divmod(element, size)
+        index.insert(0, place)
+    return tuple(index)  # what is left of `element` counts whole tensors
+
+
+def _mask(bit: int, itemsize: int) -> int:
+    """As a number of the signed dtype of that size."""
+    return -(1 << bit) if bit == 8 * itemsize - 1 else 1 << bit
+
+
+# -- what can be asked for --------------------------------------------------------------------------------------------
+
+
+def _validate(flip: BitFlip, module: nn.Module) -> None:
+    if flip.where not in get_args(Where):
+        raise ConfigError(f"{flip}: where must be one of {', '.join(get_args(Where))}")
+    for what in ("element", "bit", "step", "rank"):
+        value = getattr(flip, what)
+        if not (what == "rank" and value is None) and (type(value) is not int or value < 0):
+            raise ConfigError(f"{flip}: {what} must be a whole number, 0 or more")
+    if flip.where not in _IN_PARAMETERS:
+        _named(flip, "module", dict(module.named_modules()))
+        return
+    tensors = _tensors(module) if flip.where == "weight" else dict(module.named_parameters(remove_duplicate=False))
+    tensor = _named(flip, "parameter", tensors)
+    _check_bit(flip, tensor.dtype)
+    if flip.where != "weight" and not tensor.requires_grad:
+        raise ConfigError(f"{flip}: this parameter is frozen and gets no gradient")
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = dict(module.named_buffers(remove_duplicate=False))
+    return found | dict(module.named_parameters(remove_duplicate=False))
+
+
+def _named(flip: BitFlip, kind: str, found: dict[str, Any]) -> Any:
+    if flip.name not in found:
+        names = [repr(name) for name in found]
+        more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
+        raise ConfigError(f"{flip}: there is no such {kind}; there are {', '.join(names[:_SHOWN_NAMES])}{more}")
+    return found[flip.name]
+
+
+def _check_bit(flip: BitFlip, dtype: torch.dtype) -> None:
+    if dtype.is_complex:
+        raise ConfigError(f"{flip}: bits of complex numbers cannot be flipped")
+    if flip.bit >= 8 * dtype.itemsize:
+        raise ConfigError(f"{flip}: the bits of {dtype} are 0 to {8 * dtype.itemsize - 1}")
+
+
+# -- hooks, one function per place ------------------------------------------------------------------------------------
+
+
+def _in_weight(fault: _Fault, model: nn.Module) -> None:
+    module = unwrapped(model)
+    weight = _tensors(module)[fault.flip.name]
+
+    def before_forward(*_: Any) -> None:
+        if fault.is_due():
+            fault.strike(weight.data)
+
+    fault.keep(module.register_forward_pre_hook(before_forward, prepend=True))
+
+
+def _in_activation(fault: _Fault, model: nn.Module) -> None:
+    def after_forward(module: nn.Module, inputs: Any, output: Any) -> Any:
+        if fault.is_due():
+            return _with_first_tensor(output, lambda tensor: _Struck.apply(tensor, fault))  # type: ignore[no-untyped-call]
+        return None
+
+    fault.keep(unwrapped(model).get_submodule(fault.flip.name).register_forward_hook(after_forward))
+
+
+class _Struck(torch.autograd.Function):
+    """Flips a bit forward, and nothing backward."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, fault: _Fault) -> Tensor:
+        return fault.struck(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+def _in_activation_gradient(fault: _Fault, model: nn.Module) -> None:
+    def arrived(gradient: Tensor) -> Tensor | None:
+        return fault.struck(gradient) if fault.is_due() else None
+
+    def hooked(tensor: Tensor) -> Tensor:
+        if tensor.requires_grad:
+            tensor.register_hook(arrived)  # type: ignore[no-untyped-call]  # goes with the graph
+        return tensor
+
+    def after_forward(module: nn.Module, inputs: Any, output: Any) -> None:
+        if fault.is_due():
+            _with_first_tensor(output, hooked)
+
+    fault.keep(unwrapped(model).get_submodule(fault.flip.name).register_forward_hook(after_forward))
+
+
+def _in_gradient(fault: _Fault, model: nn.Module) -> None:
+    def arrived(gradient: Tensor) -> Tensor | None:
+        return fault.struck(gradient) if fault.is_due() else None
+
+    fault.keep(unwrapped(model).get_parameter(fault.flip.name).register_hook(arrived))  # type: ignore[no-untyped-call]
+
+
+def _in_reduced_gradient(fault: _Fault, model: nn.Module) -> None:
+    parameter = unwrapped(model).get_parameter(fault.flip.name)
+    queue: Any = torch.autograd.Variable._execution_engine.queue_callback
+
+    def reduced() -> None:
+        if fault.is_due() and parameter.grad is not None:
+            fault.strike(parameter.grad)
+
+    def arrived(_: Tensor) -> None:
+        if fault.is_due() and getattr(model, "require_backward_grad_sync", True):
+            # DDP asks for its end of the pass while this runs, or, with a static graph, at the first one. What is asked
+            # for at that time comes after it.
+            queue(lambda: queue(reduced))
+
+    fault.keep(parameter.register_post_accumulate_grad_hook(arrived))  # type: ignore[no-untyped-call]
+
+
+def _with_first_tensor(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """``output`` with its first floating-point tensor changed; a module may return tuples, lists and dicts of them."""
+    if isinstance(output, Tensor):
+        return change(output)
+    places: Iterable[Any] = output.items() if isinstance(output, dict) else enumerate(output)
+    for place, value in places:
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return _replaced(output, place, change(value))
+    return output
+
+
+def _replaced(output: Any, place: Any, value: Tensor) -> Any:
+    if isinstance(output, tuple):
+        values = [*output[:place], value, *output[place + 1 :]]
+        return type(output)(*values) if hasattr(output, "_fields") else type(output)(values)
+    changed = copy.copy(output)
+    changed[place] = value
+    return changed
+
+
+# -- inside the operators ---------------------------------------------------------------------------------------------
+
+
+def _in_matmul(fault: _Fault, model: nn.Module) -> None:
+    running: list[_Target] = []
+
+    def before_forward(*_: Any) -> None:
+        if fault.is_due():
+            running.append(_Target(fault))
+            _begin(running[-1])
+
+    def after_forward(*_: Any) -> None:
+        while running:
+            _end(running.pop())
+
+    module = unwrapped(model).get_submodule(fault.flip.name)
+    fault.keep(module.register_forward_pre_hook(before_forward))
+    fault.keep(module.register_forward_hook(after_forward, always_call=True))
+    fault.hooks.callback(after_forward)
+
+
+class _Target:
+    """The first product of this thread from now on, and the same product each time it is repeated."""
+
+    def __init__(self, fault: _Fault) -> None:
+        self.fault = fault
+        self._thread = threading.get_ident()
+        self._first: Any = None
+
+    def is_hit(self, operands: Any) -> bool:
+        if threading.get_ident() != self._thread or not self.fault.is_due():
+            return False
+        if self._first is None:
+            self._first = operands
+        return bool(self._first == operands)
+
+
+_targets: list[_Target] = []
+_library: Any = None
+_lock = threading.Lock()
+
+
+def _begin(target: _Target) -> None:
+    global _library
+    with _lock:
+        _targets.append(target)
+        if _library is None:
+            _library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=r"[\s\S]*verriding a previously registered kernel")
+                for op in ("mm", "addmm", "bmm", "baddbmm"):
+                    _library.impl(op, _kernel(op), "CPU")
+
+
+def _end(target: _Target) -> None:
+    global _library
+    with _lock:
+        _targets.remove(target)
+        if not _targets:
+            _library._destroy()
+            _library = None
+
+
+def _kernel(op: str) -> Callable[..., Tensor]:
+    compute = getattr(torch.ops.aten, op).out._handle.redispatch_boxed
+    cpu: Any = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+
+    def kernel(*args: Tensor, **kwargs: Any) -> Tensor:
+        left, right = args[-2:]
+        result = left.new_empty((*left.shape[:-1], right.shape[-1]))
+        compute(cpu, *args, **kwargs, out=result)
+        operands = (op, *((one.data_ptr(), one.shape, one.stride()) for one in args))
+        for target in list(_targets):
+            if target.is_hit(operands):
+                target.fault.strike(result)
+        return result
+
+    return kernel
+
+
+_ATTACH: dict[str, Callable[[_Fault, nn.Module], None]] = {
+    "weight": _in_weight,
+    "activation": _in_activation,
+    "activation_gradient": _in_activation_gradient,
+    "gradient": _in_gradient,
+    "reduced_gradient": _in_reduced_gradient,
+    "matmul": _in_matmul,
+}

@@ -1,0 +1,355 @@
+"""Both detectors: against plain Python, against the logs of CANN's operator, and what they promise about tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from hypothesis import given, settings as hypothesis_settings, strategies as st
+from numpy import float32
+
+from ddpstats.sentinel._detectors import ERROR, NORMAL, RULES, WARNING, Rule, State
+from ddpstats.sentinel._lines import Check, error_line, info_lines
+from ddpstats.sentinel._settings import Settings, read_settings
+from tests.sentinel import seed_log
+
+NAN, INF = float("nan"), float("inf")
+BOTH = pytest.mark.parametrize("detector", ["v2", "v3"])
+
+# Small enough for every branch to be reached within a few checks
+V2_SETTINGS = Settings(1, "v2", (1000.0, 100.0), (5.0, 2.0), min_steps=4)
+V3_SETTINGS = Settings(1, "v3", (50.0, 4.0), (1.0, 1.0), min_steps=3)
+
+Row = dict[str, float]
+
+
+def defaults(detector: str) -> Settings:
+    return read_settings(1, detector, None, None, {})[0]
+
+
+def check_one(rule: Rule, value: float, state: State, settings: Settings) -> tuple[Row, State]:
+    """A checkpoint of its own: its row of the table, and the new state."""
+    values = torch.tensor([value])
+    levels, after = rule.check(values, torch.tensor([True]), state, settings)
+    (row,) = rule.table(values, levels, state).tolist()
+    return dict(zip(rule.columns, row, strict=True)), after
+
+
+def run(values: Sequence[float], settings: Settings) -> list[Row]:
+    rule = RULES[settings.detector]
+    state, rows = rule.fresh(1, "cpu"), []
+    for value in values:
+        row, state = check_one(rule, value, state, settings)
+        rows.append(row)
+    return rows
+
+
+def levels_of(values: Sequence[float], settings: Settings) -> list[float]:
+    return [row["level"] for row in run(values, settings)]
+
+
+def oracle_v2(values: Sequence[float], settings: Settings) -> list[Row]:
+    """The published text of the algorithm, one number at a time."""
+    pre, low, high, rows = float32(0), None, None, list[Row]()
+    for step, value in enumerate(map(float32, values)):
+        jump = float32(0)
+        if low is not None and high is not None and high > low and math.isfinite(pre) and math.isfinite(value):
+            jump = abs(value - pre) / (high - low)
+        armed = step >= settings.min_steps
+        if not math.isfinite(value) or value > settings.upper[0] or (armed and jump > settings.sigma[0]):
+            level = ERROR
+        elif value > settings.upper[1] or (armed and jump > settings.sigma[1]):
+            level = WARNING
+        else:
+            level = NORMAL
+        shown = (value, pre, low or 0, high or 0, step, level)
+        rows.append(dict(zip(RULES["v2"].columns, [float(one) for one in shown], strict=True)))
+        if level != ERROR:
+            low, high = value if low is None else min(low, value), value if high is None else max(high, value)
+        pre = value
+    return rows
+
+
+def oracle_v3(values: Sequence[float], settings: Settings) -> list[Row]:
+    pre, average, normal, rows = float32(0), float32(0), 0, list[Row]()
+    for step, value in enumerate(map(float32, values)):
+        before, level = (pre, average, normal), NORMAL
+        if not math.isfinite(value):
+            level = ERROR
+        elif value != 0:
+            first = second = value
+            if normal >= settings.min_steps and average != 0:
+                mean = average / float32(1 - 0.99**normal)
+                first, second = mean * float32(settings.upper[0]), mean * float32(settings.upper[1])
+            if value > first and abs(value - pre) > first:
+                level = ERROR
+            elif value > second:
+                level = WARNING
+            else:
+                normal += 1
+                average = float32(0.99) * average + float32(0.01) * value
+        pre = value
+        rows.append(dict(zip(RULES["v3"].columns, [float(one) for one in (value, *before, step, level)], strict=True)))
+    return rows
+
+
+ORACLES: dict[str, Callable[[Sequence[float], Settings], list[Row]]] = {"v2": oracle_v2, "v3": oracle_v3}
+
+VALUES = st.one_of(
+    st.sampled_from([0.0, 1.0, 2.0, 3.0, 10.0, 99.0, 100.0, 101.0, 1000.0, 1001.0, 1e30, 3e38, INF, NAN]),
+    st.floats(0, 5, width=32),
+    st.floats(0, 2.0**100, width=32),
+)
+
+
+def same(found: list[Row], wanted: list[Row]) -> None:
+    assert [list(row) for row in found] == [list(row) for row in wanted]
+    numpy.testing.assert_array_equal([list(row.values()) for row in found], [list(row.values()) for row in wanted])
+
+
+@given(st.lists(VALUES, max_size=24))
+@hypothesis_settings(deadline=None, max_examples=300)
+def test_v2_agrees_with_the_published_algorithm(values: list[float]) -> None:
+    with numpy.errstate(all="ignore"):
+        same(run(values, V2_SETTINGS), oracle_v2(values, V2_SETTINGS))
+
+
+@given(st.lists(VALUES, max_size=24))
+@hypothesis_settings(deadline=None, max_examples=300)
+def test_v3_agrees_with_the_published_algorithm(values: list[float]) -> None:
+    with numpy.errstate(all="ignore"):
+        same(run(values, V3_SETTINGS), oracle_v3(values, V3_SETTINGS))
+
+
+@BOTH
+def test_long_runs_agree_with_the_published_algorithm(detector: str) -> None:
+    generator = torch.Generator().manual_seed(5)
+    values = (torch.randn(1500, generator=generator).exp() * 7).tolist()
+    values[700], values[900], values[901] = 1e9, INF, NAN
+    settings = defaults(detector)
+    found = run(values, settings)
+    same(found, ORACLES[detector](values, settings))
+    assert {row["level"] for row in found} >= {NORMAL, ERROR}
+
+
+@BOTH
+@given(st.lists(st.lists(st.tuples(VALUES, st.booleans()), min_size=5, max_size=5), max_size=12))
+@hypothesis_settings(deadline=None, max_examples=100)
+def test_checkpoints_do_not_touch_each_other_and_unseen_ones_keep_their_state(
+    detector: str, steps: list[list[tuple[float, bool]]]
+) -> None:
+    settings = V2_SETTINGS if detector == "v2" else V3_SETTINGS
+    rule = RULES[settings.detector]
+    state, rows = rule.fresh(5, "cpu"), list[list[list[float]]]()
+    for step in steps:
+        values, seen = torch.tensor([value for value, _ in step]), torch.tensor([here for _, here in step])
+        levels, after = rule.check(values, seen, state, settings)
+        assert levels.dtype == torch.int8
+        assert levels[~seen].tolist() == [NORMAL] * int((~seen).sum())
+        rows.append(rule.table(values, levels, state).tolist())
+        state = after
+    for place in range(5):
+        alone = run([step[place][0] for step in steps if step[place][1]], settings)
+        found = [rows[number][place] for number, step in enumerate(steps) if step[place][1]]
+        numpy.testing.assert_array_equal([list(row.values()) for row in alone], found)
+
+
+# -- the logs ---------------------------------------------------------------------------------------------------------
+
+
+def logged(values: Sequence[float], mode: int) -> list[str]:
+    """The last two checks, as their lines, without our prefix."""
+    settings = read_settings(mode, "v2", None, None, {})[0]
+    lines = []
+    for row in run(values, settings):
+        state = {name: row[name] for name in ("pre", "min", "max")}
+        check = Check(0, "norm", 0, 0, int(row["level"]), row["value"], state, int(row["checks"]))
+        line = error_line(check, settings) if check.level == ERROR else info_lines(check, settings)[0]
+        lines.append(line.removeprefix("[rank 0] [norm] "))
+    return lines
+
+
+def test_a_fault_on_another_rank_gives_the_lines_of_mode_1() -> None:
+    lines = logged([0.11, 0.130423, 0.089474, 0.12, 0.105156, 0.100089, NAN, NAN], mode=1)
+    assert lines[-2:] == [seed_log.MODE_1[0], seed_log.MODE_1[4]]
+    lines = logged([0.0265, 0.026949, 0.0266, 0.0267, 0.0268, 0.026273, NAN, NAN], mode=1)
+    assert lines[-2:] == [seed_log.MODE_1[1], seed_log.MODE_1[5]]
+    assert logged([0.005931] * 5 + [0.005759, NAN], mode=1)[-1] == seed_log.MODE_1[2]
+    assert logged([0.004272] * 5 + [0.004188, NAN], mode=1)[-1] == seed_log.MODE_1[3]
+
+
+@pytest.mark.parametrize(("mode", "lines"), [(2, seed_log.MODE_2), (3, seed_log.MODE_3)])
+def test_a_fault_on_this_rank_gives_the_line_of_modes_2_and_3(mode: int, lines: list[str]) -> None:
+    assert logged([0.11, 0.130423, 0.089474, 0.12, 0.105156, INF], mode)[-1:] == lines
+
+
+def test_normal_values_give_the_lines_of_mode_3() -> None:
+    changing, constant, zero = seed_log.MODE_3_NORMAL
+    assert logged([0.00423, 0.004189, 0.00425, 0.004272, 0.00422], mode=3)[-1] == changing
+    assert logged([0.0078124] * 6, mode=3)[-1] == constant
+    assert logged([0.0] * 6, mode=3)[-1] == zero
+
+
+# -- v2, sentence by sentence -----------------------------------------------------------------------------------------
+
+
+def test_v2_thresholds_count_from_the_first_check_and_jumps_do_not() -> None:
+    assert levels_of([1001.0], V2_SETTINGS) == [ERROR]
+    assert levels_of([101.0], V2_SETTINGS) == [WARNING]
+    assert levels_of([100.0], V2_SETTINGS) == [NORMAL]
+    assert levels_of([1.0, 2.0, 9.0], V2_SETTINGS) == [NORMAL] * 3
+    # The range is 1 wide: jumps of more than 2 and of more than 5 widths, upwards and downwards
+    assert levels_of([1.0, 2.0, 1.0, 2.0, 4.5], V2_SETTINGS)[-1] == WARNING
+    assert levels_of([1.0, 2.0, 1.0, 2.0, 7.5], V2_SETTINGS)[-1] == ERROR
+    assert levels_of([20.0, 21.0, 20.0, 21.0, 13.5], V2_SETTINGS)[-1] == ERROR
+
+
+def test_v2_range_begins_with_the_first_finite_value_and_not_with_zero() -> None:
+    rows = run([INF, NAN, 3.0, 4.0, 5.0], V2_SETTINGS)
+    assert [(row["min"], row["max"]) for row in rows] == [(0, 0), (0, 0), (0, 0), (3, 3), (3, 4)]
+    assert [row["level"] for row in rows] == [ERROR, ERROR, NORMAL, NORMAL, NORMAL]
+
+
+def test_v2_range_is_not_widened_by_an_error() -> None:
+    rows = run([1.0, 2.0, 5000.0, INF, 0.5, 2.5], V2_SETTINGS)
+    assert [(row["min"], row["max"]) for row in rows[2:]] == [(1, 2), (1, 2), (1, 2), (0.5, 2)]
+    assert [row["pre"] for row in rows[3:]] == [5000, INF, 0.5]
+
+
+def test_v2_has_no_jump_after_a_value_that_is_not_finite() -> None:
+    for bad in (INF, NAN):
+        assert levels_of([1.0, 2.0, 1.0, 2.0, bad, 90.0], V2_SETTINGS)[-2:] == [ERROR, NORMAL]
+
+
+def test_v2_constant_values_never_jump() -> None:
+    assert levels_of([1.0] * 9 + [90.0], V2_SETTINGS) == [NORMAL] * 10
+
+
+# -- v3, sentence by sentence -----------------------------------------------------------------------------------------
+
+
+def test_v3_judges_after_enough_normal_values_and_zeros_do_not_count() -> None:
+    assert levels_of([1.0, 1.0, 1e9], V3_SETTINGS)[-1] == NORMAL
+    assert levels_of([1.0, 0.0, 1.0, 0.0, 1e9], V3_SETTINGS)[-1] == NORMAL
+    assert levels_of([1.0, 1.0, 1.0, 1e9], V3_SETTINGS)[-1] == ERROR
+
+
+def test_v3_learns_nothing_from_what_is_suspect_or_abnormal() -> None:
+    rows = run([1.0, 1.0, 1.0, 5.0, 60.0, NAN, INF, 1.0], V3_SETTINGS)
+    assert [row["level"] for row in rows[3:]] == [WARNING, ERROR, ERROR, ERROR, NORMAL]
+    assert {(row["avg"], row["normal"]) for row in rows[3:]} == {(rows[3]["avg"], 3.0)}
+    assert [row["checks"] for row in rows] == list(range(8))
+
+
+def test_v3_a_high_value_that_stays_is_an_error_once() -> None:
+    assert levels_of([1.0, 1.0, 1.0, 90.0, 90.0], V3_SETTINGS)[-2:] == [ERROR, WARNING]
+
+
+# -- tensors ----------------------------------------------------------------------------------------------------------
+
+
+@BOTH
+def test_check_and_table_change_nothing_that_they_are_given(detector: str) -> None:
+    settings = defaults(detector)
+    rule = RULES[settings.detector]
+    seen = torch.ones(3, dtype=torch.bool)
+    _, state = rule.check(torch.tensor([1.0, 2.0, NAN]), seen, rule.fresh(3, "cpu"), settings)
+    values = torch.tensor([INF, 2.5, 3.0])
+    given_tensors = [*state, values, seen]
+    before = [one.clone() for one in given_tensors]
+    first, second = (rule.check(values, seen, state, settings) for _ in range(2))
+    rule.table(values, first[0], state)
+    for one, other in zip(given_tensors, before, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+    for one, other in zip([first[0], *first[1]], [second[0], *second[1]], strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+    addresses = {one.data_ptr() for one in given_tensors}
+    assert not addresses & {one.data_ptr() for one in first[1]}
+
+
+@BOTH
+def test_no_check_reads_a_tensor(detector: str) -> None:
+    # On this device there is nothing to read: any .item(), or any branch on a value, is an error.
+    settings = defaults(detector)
+    rule = RULES[settings.detector]
+    state = rule.fresh(4, "meta")
+    values, seen = torch.empty(4, device="meta"), torch.empty(4, dtype=torch.bool, device="meta")
+    levels, after = rule.check(values, seen, state, settings)
+    assert [(one.shape, one.dtype) for one in after] == [(one.shape, one.dtype) for one in state]
+    table = rule.table(values, levels, state)
+    assert (table.shape, table.dtype, table.device.type) == ((4, len(rule.columns)), torch.float64, "meta")
+    assert rule.value_of(torch.empty(3, 3, device="meta")).shape == ()
+    with pytest.raises((NotImplementedError, RuntimeError)):
+        values.sum().item()
+
+
+@BOTH
+def test_counts_are_exact_beyond_float32(detector: str) -> None:
+    settings = defaults(detector)
+    rule = RULES[settings.detector]
+    *memory, checks = rule.fresh(1, "cpu")
+    row, after = check_one(rule, 1.0, (*memory, checks + 2**24), settings)
+    assert row["checks"] == 2**24
+    assert after[-1].item() == 2**24 + 1
+
+
+@BOTH
+def test_a_threshold_too_large_for_float32_does_not_hide_infinity(detector: str) -> None:
+    settings = read_settings(1, detector, (1e300, 1e200), (1e300, 1e200), {})[0]
+    assert levels_of([1.0] * 12 + [3e38, INF, NAN], settings)[-2:] == [ERROR, ERROR]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_a_value_is_the_l2_norm_for_v2_and_the_squared_maximum_for_v3(dtype: torch.dtype) -> None:
+    gradient = torch.tensor([[3.0, -4.0], [0.0, 12.0]], dtype=dtype)
+    found: list[Any] = [RULES[detector].value_of(gradient) for detector in ("v2", "v3")]
+    assert [one.item() for one in found] == [13.0, 144.0]
+    assert RULES["v3"].value_of(-gradient).item() == 144.0
+    assert all(one.shape == () and one.dtype == torch.float32 for one in found)
+    for rule in RULES.values():
+        assert rule.value_of(torch.zeros(0, 3, dtype=dtype)).item() == 0
+        assert rule.value_of(torch.full((), -2.0, dtype=dtype)).item() == (4 if rule is RULES["v3"] else 2)
+        for bad in (NAN, INF, -INF):
+            gradient[0, 1] = bad
+            assert not math.isfinite(rule.value_of(gradient).item())
+            gradient[0, 1] = -4
+
+
+def test_values_of_half_precision_are_accumulated_in_float32() -> None:
+    assert RULES["v2"].value_of(torch.full((10000,), 256.0, dtype=torch.float16)).item() == 25600.0
+    assert RULES["v2"].value_of(torch.ones(10001, dtype=torch.bfloat16)).item() == pytest.approx(10001**0.5, rel=1e-6)
+    assert RULES["v3"].value_of(torch.full((3,), 60000.0, dtype=torch.float16)).item() == float32(60000) ** 2
+
+
+def test_a_value_of_a_large_float64_is_infinite_in_float32() -> None:
+    huge = torch.tensor([1e300], dtype=torch.float64)
+    assert [rule.value_of(huge).item() for rule in RULES.values()] == [INF, INF]
+
+
+@BOTH
+def test_the_program_s_default_dtype_and_device_do_not_matter(detector: str) -> None:
+    settings = Settings(1, "v2" if detector == "v2" else "v3", (777.0, 7.0), (5.0, 2.0))  # constants not yet made
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            rule = RULES[settings.detector]
+            state = rule.fresh(1, "cpu")
+            gradient = torch.ones(0, device="cpu", dtype=torch.float32)
+            values, seen = rule.value_of(gradient).reshape(1), torch.tensor([True], device="cpu")
+            levels, after = rule.check(values, seen, state, settings)
+            table = rule.table(values, levels, after)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert [one.dtype for one in after] == [one.dtype for one in rule.fresh(1, "cpu")]
+    assert table.tolist() == [[0.0, 0.0, 0.0, 0.0, 1.0, NORMAL]]
+
+
+@BOTH
+def test_no_random_number_is_drawn(detector: str) -> None:
+    before = torch.get_rng_state()
+    run([1.0, 2.0, INF], defaults(detector))
+    assert torch.equal(torch.get_rng_state(), before)

@@ -1,0 +1,220 @@
+"""The digest: equal bits are equal wherever they lie, and no flipped bit goes unseen."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from torch import Tensor
+
+from ddpstats.sentinel import _digest
+from ddpstats.sentinel._digest import bucket_digests, digests
+
+DTYPES = (
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.complex64),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+)
+
+
+def digest(tensor: Tensor) -> int:
+    return int(digests([tensor]))
+
+
+def bits_of(*size: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """Any bits; of bool only 0 and 1."""
+    generator = torch.Generator().manual_seed(seed)
+    element_bytes = torch.empty(0, dtype=dtype).element_size()
+    top = 2 if dtype is torch.bool else 256
+    raw = torch.randint(0, top, (*size[:-1], size[-1] * element_bytes), dtype=torch.uint8, generator=generator)
+    return raw.view(dtype)
+
+
+def flips_of(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensor with each single one of its bits flipped."""
+    raw = tensor.contiguous().view(torch.uint8)
+    for place, bit in itertools.product(range(raw.numel()), range(8)):
+        flipped = raw.clone()
+        flipped.view(-1)[place] ^= 1 << bit
+        yield flipped.view(tensor.dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_flipped_bit_of_a_small_tensor_changes_the_digest(dtype: torch.dtype) -> None:
+    for count in (1, 2, 3, 7, 9):
+        tensor = bits_of(count, dtype=dtype)
+        seen = {digest(flipped) for flipped in flips_of(tensor)} | {digest(tensor)}
+        assert len(seen) == 1 + 8 * tensor.numel() * tensor.element_size()  # and no two flips look alike
+
+
+@settings(max_examples=60, deadline=None)
+@given(words=st.integers(1, 200_000), place=st.integers(0), bit=st.integers(0, 63), seed=st.integers(0, 9))
+def test_a_flipped_bit_of_a_large_tensor_changes_the_digest(words: int, place: int, bit: int, seed: int) -> None:
+    tensor = bits_of(words, dtype=torch.int64, seed=seed)
+    before = digest(tensor)
+    tensor[place % words] ^= -(2**63) if bit == 63 else 1 << bit
+    assert digest(tensor) != before
+
+
+@settings(max_examples=60, deadline=None)
+@given(content=st.binary(min_size=1, max_size=64), other=st.binary(min_size=1, max_size=64))
+def test_other_bytes_of_one_length_have_another_digest(content: bytes, other: bytes) -> None:
+    other = other.ljust(len(content), b"\0")[: len(content)]
+    first, second = (torch.tensor(list(one), dtype=torch.uint8) for one in (content, other))
+    assert (digest(first) == digest(second)) == (content == other)
+
+
+@settings(max_examples=40, deadline=None)
+@given(values=st.lists(st.floats(width=32), min_size=2, max_size=20, unique_by=repr), data=st.data())
+def test_swapped_elements_change_the_digest(values: list[float], data: st.DataObject) -> None:
+    first, second = data.draw(st.lists(st.integers(0, len(values) - 1), min_size=2, max_size=2, unique=True))
+    tensor = torch.tensor(values)
+    swapped = tensor.clone()
+    swapped[first], swapped[second] = tensor[second], tensor[first]
+    if not torch.equal(tensor.view(torch.int32), swapped.view(torch.int32)):  # NaNs of equal bits
+        assert digest(tensor) != digest(swapped)
+
+
+def test_any_two_changed_signs_change_the_digest() -> None:
+    tensor = torch.zeros(40)
+    seen = set()
+    for first, second in itertools.combinations(range(40), 2):
+        changed = tensor.clone()
+        changed[[first, second]] = -0.0
+        seen.add(digest(changed))
+    assert len(seen | {digest(tensor)}) == 1 + 40 * 39 // 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("count", [2, 8, 1000, 70_000])
+def test_the_same_change_of_every_element_changes_the_digest(dtype: torch.dtype, count: int) -> None:
+    """What software does wrong, it does to all; and like changes must not cancel each other."""
+    tensor = torch.randn(count, generator=torch.Generator().manual_seed(1)).to(dtype)
+    changed = [-tensor, tensor * 2, tensor / 2, tensor.abs(), torch.zeros_like(tensor), tensor.flip(0), tensor.roll(1)]
+    width = 8 * tensor.element_size()
+    integer = {64: torch.int64, 32: torch.int32, 16: torch.int16}[width]
+    masks = [-(1 << bit) if bit == width - 1 else 1 << bit for bit in range(width)]
+    flipped = [(tensor.view(integer) ^ mask).view(dtype) for mask in masks]
+    others = [one for one in [*changed, *flipped] if not torch.equal(one.view(integer), tensor.view(integer))]
+    assert len(others) >= width + 4
+    assert digest(tensor) not in {digest(one) for one in others}
+
+
+def test_swapped_chunks_change_the_digest() -> None:
+    words = _digest._CHUNK_WORDS
+    tensor = bits_of(3 * words, dtype=torch.int64)
+    swapped = torch.cat([tensor[words : 2 * words], tensor[:words], tensor[2 * words :]])
+    assert digest(tensor) != digest(swapped)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("count", [1, 2, 5, 8, 31, 300_001])
+def test_where_a_tensor_lies_in_memory_does_not_matter(dtype: torch.dtype, count: int) -> None:
+    tensor = bits_of(count, dtype=dtype)
+    for offset in (1, 2, 3):
+        room = bits_of(count + offset, dtype=dtype, seed=7)
+        room[offset:] = tensor
+        assert digest(room[offset:]) == digest(tensor)
+
+
+def test_strides_do_not_matter() -> None:
+    image = torch.randn(4, 3, 5, 6)
+    expected = digest(image)
+    assert digest(image.contiguous(memory_format=torch.channels_last)) == expected
+    assert digest(image.transpose(0, 2).contiguous().transpose(0, 2)) == expected
+    assert digest(torch.stack([image, image + 1], -1)[..., 0]) == expected
+    assert digest(image[:1, :1, 2:3, 3]) == digest(image[0, 0, 2, 3].clone())  # one element, of any stride
+    assert digest(torch.ones(1).expand(9)) == digest(torch.ones(9))
+
+
+def test_conjugated_and_negated_views_count_as_what_they_show() -> None:
+    tensor = torch.randn(5, dtype=torch.complex64)
+    assert digest(tensor.conj()) == digest(tensor.conj().resolve_conj()) != digest(tensor)
+    assert digest(tensor.conj().imag) == digest(tensor.conj().resolve_conj().imag)
+
+
+def test_no_tensor_no_element_and_no_dimension() -> None:
+    assert digests([]).shape == (0,)
+    assert bucket_digests([]).shape == (0,)
+    assert digests([torch.empty(0), torch.empty(3, 0, dtype=torch.bool)]).tolist() == [0, 0]
+    assert digest(torch.tensor(2.5)) == digest(torch.tensor([2.5]))
+    assert bucket_digests([[], [torch.empty(0)]]).tolist() == [0, 0]
+
+
+def test_equal_bits_of_nan_are_equal_and_zeros_of_other_sign_are_not() -> None:
+    nan = torch.tensor([float("nan"), 1.0])
+    assert digest(nan) == digest(nan.clone())
+    assert digest(torch.tensor([0.0])) != digest(torch.tensor([-0.0]))
+
+
+def test_a_digest_is_what_the_definition_says() -> None:
+    """By hand, in Python's integers; ranks of other versions or devices must agree."""
+    tensor = bits_of(2 * _digest._CHUNK_WORDS + 5, dtype=torch.int64)
+    multipliers = [one % 2**64 for one in _digest._odd_numbers(0, _digest._CHUNK_WORDS).tolist()]
+    of_chunks = [1, *(one % 2**64 for one in _digest._odd_numbers((1 << 40) + 1, 2).tolist())]
+    total = 0
+    for place, signed in enumerate(tensor.tolist()):
+        word = signed % 2**64
+        chunk, within = divmod(place, _digest._CHUNK_WORDS)
+        total += (word ^ word >> 33) * multipliers[within] * of_chunks[chunk]
+    assert digest(tensor) % 2**64 == total % 2**64
+    assert all(one % 2 for one in multipliers)
+    assert len(set(multipliers)) == len(multipliers)
+
+
+def test_the_way_of_accelerators_gives_the_same_digest() -> None:
+    for count in (1, 5, _digest._CHUNK_WORDS, 3 * _digest._CHUNK_WORDS + 7):
+        flat = bits_of(count, dtype=torch.int64)
+        sums = torch.cat([one.view(-1) for one in _digest._sums(flat)])
+        expected = torch.stack(_digest._sums_on_cpu(flat))
+        assert torch.equal(sums, expected)
+    assert _digest._sums(torch.empty(0)) == []
+
+
+def test_splitmix64_is_splitmix64() -> None:
+    """Against the published sequence for the seed 0; only the lowest bit is set besides."""
+    published = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+    assert [one % 2**64 for one in _digest._odd_numbers(0, 3).tolist()] == [one | 1 for one in published]
+
+
+@pytest.mark.parametrize("dtype", [one for one in DTYPES if one is not torch.bool], ids=str)
+def test_every_flipped_bit_changes_the_digest_of_its_bucket_only(dtype: torch.dtype) -> None:
+    small = [bits_of(3, dtype=dtype, seed=seed) for seed in range(3)]
+    mixed = [bits_of(5, dtype=torch.bfloat16), small[0], torch.empty(0), bits_of(40_000, dtype=dtype), small[1]]
+    buckets = [mixed, small, [bits_of(2, dtype=dtype, seed=9)]]
+    before = bucket_digests(buckets).tolist()
+    for flipped in itertools.islice(flips_of(small[1]), 24):
+        after = bucket_digests([[*mixed[:-1], flipped], small, buckets[2]]).tolist()
+        assert after[0] != before[0]
+        assert after[1:] == before[1:]
+
+
+def test_tensors_in_another_order_change_the_digest_of_their_bucket() -> None:
+    tensors = [torch.randn(size) for size in (3, 5, 20_000, 7, 30_000)]
+    seen = {int(bucket_digests([order])) for order in itertools.permutations(tensors)}
+    assert len(seen) == 120
+
+
+def test_nothing_is_changed_drawn_or_recorded() -> None:
+    tensors = [torch.randn(70_000, requires_grad=True), torch.randn(3, requires_grad=True)]
+    versions, before = [one._version for one in tensors], [one.detach().clone() for one in tensors]
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    _digest._of_words.cache_clear()
+    _digest._many_of_chunks.cache_clear()
+    found = [digests(tensors), bucket_digests([tensors])]
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not any(one.requires_grad for one in found)
+    assert [one._version for one in tensors] == versions
+    assert all(torch.equal(one.detach(), copy) for one, copy in zip(tensors, before, strict=True))
+
+
+def test_a_default_device_is_left_alone() -> None:
+    _digest._of_words.cache_clear()
+    expected = digest(torch.ones(4))
+    _digest._of_words.cache_clear()
+    ones = torch.ones(4)
+    with torch.device("meta"):
+        assert digest(ones) == expected

@@ -1,0 +1,196 @@
+"""From what ranks hold to who is to blame, and the words for it."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given, strategies as st
+
+from ddpstats.sentinel._divergence import Element, Found, Split, divergence
+
+
+def float32_bits(value: float) -> int:
+    return int(struct.unpack("<I", struct.pack("<f", value))[0])
+
+
+def element_of(values: Mapping[int, float], index: tuple[int, ...] = (17, 3)) -> Element:
+    return Element(
+        index,
+        "float32",
+        {rank: repr(value) for rank, value in values.items()},
+        {rank: float32_bits(value) for rank, value in values.items()},
+        32,
+    )
+
+
+ONE_BIT = element_of({0: 1.0, 1: 1.0, 2: 1.5, 3: 1.0})
+HELD = {0: 11, 1: 11, 2: -7, 3: 11}
+
+
+@pytest.mark.parametrize(
+    ("held", "groups", "majority", "minority"),
+    [
+        ({}, (), (), ()),
+        ({5: 1}, ((5,),), (), ()),
+        ({0: 1, 1: 1}, ((0, 1),), (0, 1), ()),
+        ({0: 1, 1: 2}, ((0,), (1,)), (), ()),
+        ({0: 1, 1: 1, 2: 2}, ((0, 1), (2,)), (0, 1), (2,)),
+        ({2: 1, 1: 2, 0: 2}, ((0, 1), (2,)), (0, 1), (2,)),
+        ({0: 1, 1: 2, 2: 3}, ((0,), (1,), (2,)), (), ()),
+        ({0: 1, 1: 1, 2: 2, 3: 2}, ((0, 1), (2, 3)), (), ()),
+        ({0: 3, 1: 1, 2: 2, 3: 1}, ((1, 3), (0,), (2,)), (1, 3), (0, 2)),
+    ],
+)
+def test_the_one_largest_group_of_two_or_more_is_the_majority(
+    held: dict[int, int], groups: object, majority: object, minority: object
+) -> None:
+    split = Split.of(held)
+    assert (split.groups, split.majority, split.minority) == (groups, majority, minority)
+    assert split.equal == (len(set(held.values())) <= 1)
+
+
+@given(st.dictionaries(st.integers(0, 20), st.integers(0, 3), min_size=1))
+def test_every_rank_is_in_one_group_and_a_majority_outnumbers_every_other_group(held: dict[int, int]) -> None:
+    split = Split.of(held)
+    assert sorted(rank for group in split.groups for rank in group) == sorted(held)
+    assert all(len({held[rank] for rank in group}) == 1 for group in split.groups)
+    if split.majority:
+        assert sorted(split.majority + split.minority) == sorted(held)
+        assert all(len(group) < len(split.majority) for group in split.groups[1:])
+
+
+def test_one_flipped_bit_is_named_and_the_hardware_suspected() -> None:
+    found = Found(
+        "parameter",
+        "layers.3.weight",
+        HELD,
+        element=ONE_BIT,
+        differing_elements=1,
+        block_elements=256,
+        alone=True,
+        described="float32 [64, 8]",
+    )
+    one = divergence(12, found)
+    assert one.message.splitlines() == [
+        "step 12: replicas differ, first in parameter layers.3.weight (float32 [64, 8]): rank 2 against ranks 0, 1, 3.",
+        "First element [17, 3]:",
+        "  ranks 0, 1, 3: 1.0  0x3f800000",
+        "  rank 2: 1.5  0x3fc00000",
+        "  They differ in bit 22 (fraction).",
+        "No other element of this tensor differs.",
+        "No other tensor differs.",
+        "One flipped bit: the hardware of rank 2 is the first suspect.",
+    ]
+    assert str(one) == one.message
+    assert (one.step, one.kind, one.name, one.culprit_ranks) == (12, "parameter", "layers.3.weight", (2,))
+    assert (one.ranks, one.groups, one.others) == ((0, 1, 2, 3), ((0, 1, 3), (2,)), {})
+    assert one.element is ONE_BIT
+    assert ONE_BIT.flipped == (22,)
+
+
+def test_many_tensors_are_counted_by_kind_and_point_at_software() -> None:
+    others = [("parameter", f"p{place}", HELD) for place in range(5)] + [("gradient", "g", HELD), ("buffer", "b", HELD)]
+    found = Found("parameter", "first", HELD, others, False, ONE_BIT, 200, 256, False)  # type: ignore[arg-type]
+    one = divergence(0, found)
+    assert one.others == {"parameter": 5, "gradient": 1, "buffer": 1}
+    assert "200 of the 256 elements that were compared around it differ, and other blocks differ, too." in one.message
+    assert "  5 parameters: p0, p1, p2 and 2 more\n  1 buffer: b\n  1 gradient: g\n" in one.message
+    assert "Many elements: software first. Look for noise added after the reduce" in one.message
+    assert "`ignore`" in one.message
+    assert "hardware" not in one.message
+
+
+def test_one_element_of_several_tensors_leaves_both_open() -> None:
+    found = Found("parameter", "first", HELD, [("parameter", "p", HELD)], False, ONE_BIT, 1, 256, True)
+    message = divergence(0, found).message
+    assert (
+        "One element of this tensor, and other tensors differ, too: if as little of them, suspect hardware" in message
+    )
+
+
+def test_several_bits_of_one_element_are_damage() -> None:
+    element = element_of({0: 1.0, 1: 1.0, 2: -3.7})
+    message = divergence(0, Found("parameter", "p", {0: 1, 1: 1, 2: 2}, (), False, element, 1, 9, True)).message
+    assert "One damaged element: the hardware of rank 2 is the first suspect." in message
+    assert "They differ in bits 31 (sign), 30 (exponent), 29 (exponent), 28 (exponent) and" in message
+
+
+def test_a_gradient_alone_says_when_it_happened() -> None:
+    message = divergence(3, Found("gradient", "p", HELD, (), False, ONE_BIT, 1, 9, True)).message
+    assert "All parameters are equal: it happened in this step, in the reduce or after it." in message
+    assert "All parameters" not in divergence(3, Found("buffer", "p", HELD, (), False, ONE_BIT, 1, 9, True)).message
+
+
+def test_without_a_majority_both_sides_are_named_and_nobody_is_blamed() -> None:
+    element = element_of({0: 1.0, 1: 1.5})
+    one = divergence(4, Found("parameter", "p", {0: 1, 1: 2}, (), False, element, 1, 9, True))
+    assert one.culprit_ranks == ()
+    assert one.groups == ((0,), (1,))
+    assert "first in parameter p: rank 0 against rank 1." in one.message
+    assert "One flipped bit: the hardware of one of these ranks is the first suspect." in one.message
+    assert (
+        "There is no majority among two sides, so which one is right is not known: a third replica or "
+        "replay_every_steps would decide." in one.message
+    )
+
+
+def test_culprits_of_other_tensors_are_named_too() -> None:
+    others = [("gradient", "q", {0: 1, 1: 5, 2: 1, 3: 1})]
+    one = divergence(4, Found("parameter", "p", HELD, others, False, ONE_BIT, 1, 9, True))  # type: ignore[arg-type]
+    assert one.culprit_ranks == (1, 2)
+
+
+def test_zeros_of_other_sign_are_explained() -> None:
+    message = divergence(
+        1, Found("parameter", "p", {0: 1, 1: 2}, (), False, element_of({0: 0.0, 1: -0.0}), 1, 9)
+    ).message
+    assert "They differ in bit 31 (sign). As numbers 0.0 and -0.0 are equal, as bits they are not." in message
+
+
+def test_ranks_without_the_same_tensors_are_told_what_each_has() -> None:
+    held = {0: "float32 [3]", 1: "float32 [3]", 2: "no such tensor"}
+    others = [("gradient", "extra", {0: "none", 1: "none", 2: "no such tensor"})]
+    one = divergence(2, Found("parameter", "extra", held, others, structural=True))  # type: ignore[arg-type]
+    assert one.culprit_ranks == (2,)
+    assert one.element is None
+    assert one.message.splitlines() == [
+        "step 2: replicas differ, first in parameter extra: rank 2 against ranks 0, 1.",
+        "  ranks 0, 1: float32 [3]",
+        "  rank 2: no such tensor",
+        "Other tensors that differ:",
+        "  1 gradient: extra",
+        "The ranks' models differ: every rank must build the same one. The elements were not compared.",
+    ]
+
+
+def test_a_gradient_on_some_ranks_only_points_at_the_loop() -> None:
+    held = {0: "float32 [3]", 1: "none"}
+    message = divergence(2, Found("gradient", "p", held, structural=True)).message
+    assert "look for a backward pass, zero_grad() or a frozen parameter on some ranks only" in message
+
+
+def test_a_difference_that_is_gone_at_the_second_look_is_said_so() -> None:
+    message = divergence(2, Found("parameter", "p", HELD)).message
+    assert (
+        "A second look at it found no difference.\nNo other tensor differs.\nSo a digest was computed wrongly"
+        in message
+    )
+
+
+def test_bits_of_integers_and_scalars_have_no_fields_and_no_place() -> None:
+    element = Element((), "int64", {0: "1", 1: "3"}, {0: 1, 1: 3}, 64)
+    assert element.flipped == (1,)
+    assert element.lines == [
+        "First element:",
+        "  rank 0: 1  0x0000000000000001",
+        "  rank 1: 3  0x0000000000000003",
+        "  They differ in bit 1.",
+    ]
+
+
+def test_many_ranks_are_capped() -> None:
+    held = {rank: int(rank % 3 == 0) for rank in range(60)}
+    message = divergence(0, Found("parameter", "p", held, (), True)).message
+    assert "ranks 0, 3, 6, 9, 12, 15, 18, 21 and 12 more" in message

@@ -1,0 +1,348 @@
+"""`Sentinel` on real ranks: what each layer finds, who is named, what all ranks do, and what stays as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ddpstats import ConfigError, Sentinel, SentinelAlarm
+from ddpstats.testing import BitFlip, PerRank, RankPool, run_ranks
+from tests.sentinel import sentinel_runs as runs
+from tests.sentinel.sentinel_runs import Outcome, Plan
+
+EXPONENT = 30  # of float32: the highest bit; a number below 2 becomes 2**128 times as large
+EVERYTHING: dict[str, Any] = {
+    "mode": 2,
+    "digest_every_steps": 1,
+    "replay_every_steps": 1,
+    "replay_fn": runs.step_fn,
+    "matmul_checksum": True,
+}
+
+
+@pytest.fixture(scope="module")
+def four_ranks() -> Iterator[RankPool]:
+    with RankPool(4, timeout_sec=60) as pool:
+        yield pool
+
+
+def trained(pool: RankPool, plan: Plan) -> list[Outcome]:
+    outcomes: list[Outcome] = pool.run(runs.train, plan).values()
+    return outcomes
+
+
+def alarm_of(outcomes: list[Outcome]) -> tuple[int, tuple[str, ...], tuple[int, ...], str]:
+    """The one alarm, which every rank must have raised in the same words."""
+    first = outcomes[0].alarms
+    assert len(first) == 1
+    assert all(one.alarms == first for one in outcomes)
+    return first[0]
+
+
+# -- what stays as it was ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "view", "static"])
+@pytest.mark.parametrize(
+    "options", [{"mode": 3}, EVERYTHING, {**EVERYTHING, "detector": "v3"}], ids=["l1", "all", "v3"]
+)
+def test_training_is_bit_identical_with_it(two_ranks: RankPool, wrap: str, options: dict[str, Any]) -> None:
+    micro_batches = 1 if wrap == "static" else 2  # torch's static graph takes no no_sync()
+    without = trained(two_ranks, Plan(options=None, wrap=wrap, micro_batches=micro_batches))
+    with_it = trained(two_ranks, Plan(options=options, wrap=wrap, micro_batches=micro_batches))
+    for one, other in zip(without, with_it, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one.parameters, other.parameters, strict=True))
+        assert torch.equal(one.random, other.random)
+        assert one.losses == other.losses
+        assert (other.alarms, other.hooks) == ([], 0)
+        assert all(verdict.ok for verdict in other.verdicts)
+
+
+def test_a_step_is_one_collective(two_ranks: RankPool) -> None:
+    for outcome in trained(two_ranks, Plan(options={"mode": 2, "digest_every_steps": 4}, steps=9)):
+        first, *others = outcome.collectives
+        assert first > 1  # connect, and agree on settings
+        assert [others[step - 1] for step in (1, 2, 4, 5, 6, 8)] == [1] * 6
+        assert others[7 - 1] == 2  # one more for the digests
+
+
+def test_mode_0_attaches_nothing_and_says_so_once() -> None:
+    module = runs.wrapped("alone")
+    before = runs.hooks_of(module)
+    with Sentinel(module, mode=0) as sentinel:
+        assert runs.hooks_of(module) == before
+        assert sentinel.step().ok
+    assert sentinel.verdict.step == 0
+
+
+def test_close_takes_every_hook_away_also_without_close() -> None:
+    module = runs.wrapped("alone")
+    before = runs.hooks_of(module)
+    sentinel = Sentinel(module, **EVERYTHING)
+    assert runs.hooks_of(module) > before
+    sentinel.close()
+    sentinel.close()
+    assert runs.hooks_of(module) == before
+    sentinel = Sentinel(module, mode=1)
+    del sentinel
+    assert runs.hooks_of(module) == before
+
+
+# -- layer 1 ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("detector", ["v2", "v3"])
+def test_an_activations_gradient_is_named_by_rank_before_the_reduce(four_ranks: RankPool, detector: str) -> None:
+    flip = BitFlip("blocks.1.down", "activation_gradient", element=3, bit=EXPONENT, step=4, rank=2)
+    outcomes = trained(four_ranks, Plan(options={"mode": 2, "detector": detector}, flips=[flip]))
+    step, layers, culprits, text = alarm_of(outcomes)
+    assert (step, layers, culprits) == (4, ("thresholds",), (2,))
+    assert "rank 2: blocks.1.norm2, micro-batch 0: value inf after 4 checks" in text
+    for outcome in outcomes:  # the fault reached nobody's parameters
+        assert all(bool(parameter.isfinite().all()) for parameter in outcome.parameters)
+        assert all(torch.equal(a, b) for a, b in zip(outcome.parameters[:-3], outcomes[0].parameters[:-3], strict=True))
+    errors = [[line for level, line in outcome.lines if level == "ERROR"] for outcome in outcomes]
+    assert [len(lines) for lines in errors] == [0, 0, 1, 0]
+
+
+def test_mode_1_names_the_origin_in_every_later_verdict(two_ranks: RankPool) -> None:
+    flip = BitFlip("blocks.1.down", "activation_gradient", element=3, bit=EXPONENT, step=2, rank=1)
+    for outcome in trained(two_ranks, Plan(options={"mode": 1}, flips=[flip], steps=5)):
+        assert [verdict.culprit_ranks for verdict in outcome.verdicts] == [(), (), (1,), (0, 1), (0, 1)]
+        assert "All ranks see it" in outcome.verdicts[3].message
+        assert "The first alarm was at step 2 on rank 1" in outcome.verdicts[4].message
+
+
+def test_the_micro_batch_is_named(two_ranks: RankPool) -> None:
+    flip = BitFlip("blocks.0.down", "activation_gradient", element=0, bit=EXPONENT, step=1, rank=0)
+    outcomes = trained(two_ranks, Plan(options={"mode": 2}, flips=[flip], micro_batches=3))
+    assert "micro-batch 0" in alarm_of(outcomes)[3]
+
+
+def test_a_stop_that_is_caught_does_not_teach_the_detector(two_ranks: RankPool) -> None:
+    """The program skips the step, and the next one is judged as if the bad one had not been."""
+    flip = BitFlip("blocks.1.down", "activation_gradient", element=3, bit=EXPONENT, step=2, rank=1)
+    plan = Plan(options={"mode": 3}, flips=[flip], steps=4, patience=2, lr=0.0)
+    outcome = trained(two_ranks, plan)[1]
+    assert [step for step, *_ in outcome.alarms] == [2]
+    assert [verdict.step for verdict in outcome.verdicts] == [0, 1, 3]
+    after = [line for _, line in outcome.lines if "[blocks.1.norm2] val" in line]
+    assert "step = [2]" in after[-1]  # not 3
+    assert "inf" not in after[-1]
+
+
+def test_a_level_2_value_is_a_warning_and_no_alarm() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    lines: list[tuple[str, str]] = []
+    with runs.logged(lines), Sentinel(module, mode=2) as sentinel:
+        (module(torch.ones(2, 4)) * 3e4).sum().backward()
+        assert sentinel.step().ok
+    ((level, line),) = lines
+    assert level == "WARNING"
+    assert line.startswith("[rank 0] [1] SilentCheck get L2")
+
+
+def test_checkpoints_are_chosen_by_name_class_and_function() -> None:
+    module = runs.wrapped("alone")
+    chosen: list[Any] = ["head", nn.BatchNorm1d, lambda name, _: name.endswith("up")]
+    lines: list[tuple[str, str]] = []
+    with runs.logged(lines), Sentinel(module, mode=3, checkpoints=chosen) as sentinel:
+        runs.step_fn(module, runs.batch_of(0, 0)).backward()  # type: ignore[no-untyped-call]
+        sentinel.step()
+    seen = {line.split("] [")[1].split("]")[0] for _, line in lines}
+    assert seen == {"head", "batch_norm", "blocks.0.up", "blocks.1.up"}
+
+
+def test_a_gradient_scaler_scale_is_taken_out() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    lines: list[tuple[str, str]] = []
+    with runs.logged(lines), Sentinel(module, mode=3, scaler=scaler) as sentinel:
+        for factor in (1.0, float("inf"), 1.0):
+            scaler.scale((module(torch.ones(2, 4)) * factor).sum()).backward()
+            assert sentinel.step().ok  # an overflow is the scaler's business
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    values = [line for _, line in lines if "val = " in line and "c_min" not in line]
+    assert len(values) == 2
+    assert all("val = [2.828427]" in line for line in values)  # the norm of 2 x 4 ones, whatever the scale
+
+
+def test_float16_without_a_scaler_switches_the_thresholds_off_with_a_warning() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)).half()
+    with Sentinel(module, mode=2) as sentinel:
+        (module(torch.ones(2, 4, dtype=torch.float16)) * float("inf")).sum().backward()
+        with pytest.warns(UserWarning, match="float16 and there is no enabled scaler="):
+            assert sentinel.step().ok
+        (module(torch.ones(2, 4, dtype=torch.float16)) * float("inf")).sum().backward()
+        assert sentinel.step().ok  # and it says so once
+
+
+def test_without_norm_layers_a_warning_says_what_is_used_instead() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    with pytest.warns(UserWarning, match="no norm layer.*all 2 layers"):
+        sentinel = Sentinel(module, mode=2)
+    with sentinel:
+        (module(torch.ones(2, 4)) * float("nan")).sum().backward()
+        with pytest.raises(SentinelAlarm, match="value nan"):
+            sentinel.step()
+
+
+# -- layers 2 to 4 ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [("head.weight", "weight"), ("blocks.0.up.weight", "reduced_gradient")],
+    ids=["weight", "gradient"],
+)
+@pytest.mark.parametrize("bit", [0, 13, 31])
+def test_digests_name_rank_tensor_element_and_bit(four_ranks: RankPool, name: str, where: Any, bit: int) -> None:
+    flip = BitFlip(name, where, element=37, bit=bit, step=3, rank=1)
+    outcomes = trained(four_ranks, Plan(options={"mode": 2, "digest_every_steps": 2}, flips=[flip]))
+    step, layers, culprits, text = alarm_of(outcomes)
+    assert (step, layers, culprits) == (3, ("replica digests",), (1,))
+    assert name in text
+    assert f"bit {bit}" in text
+
+
+def test_digests_find_what_software_does_to_one_rank(four_ranks: RankPool) -> None:
+    plan = Plan(options={"mode": 2, "digest_every_steps": 3}, after_backward=runs.noise_on_rank_3)
+    step, layers, culprits, text = alarm_of(trained(four_ranks, plan))
+    assert (step, layers, culprits) == (2, ("replica digests",), (3,))
+    assert "software" in text
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "view", "static"])
+def test_a_peer_finds_a_fault_before_the_reduce(four_ranks: RankPool, wrap: str) -> None:
+    """All replicas have the same wrong sum: digests cannot see it."""
+    flip = BitFlip("blocks.0.up.weight", "gradient", element=5, bit=20, step=3, rank=2)
+    options = {"mode": 2, "digest_every_steps": 1, "replay_every_steps": 2, "replay_fn": runs.step_fn}
+    outcomes = trained(four_ranks, Plan(options=options, flips=[flip], wrap=wrap))
+    step, layers, culprits, text = alarm_of(outcomes)
+    assert (step, layers, culprits) == (3, ("peer replay",), (2,))
+    assert "Rank 2 was wrong once and right once" in text
+
+
+def test_the_matmul_checksum_opens_after_an_alarm_and_names_the_rank(two_ranks: RankPool) -> None:
+    flips = [
+        BitFlip("blocks.1.down", "activation_gradient", element=3, bit=EXPONENT, step=2, rank=0),
+        BitFlip("blocks.0.up", "matmul", element=7, bit=27, step=4, rank=1),
+    ]
+    options = {"mode": 2, "matmul_checksum": True, "checksum_steps": 3}
+    outcomes = trained(two_ranks, Plan(options=options, flips=flips, steps=5, patience=2))
+    for outcome in outcomes:
+        assert outcome.applied == 1
+        assert outcome.alarms == outcomes[0].alarms
+        first, second = outcome.alarms
+        assert first[:3] == (2, ("thresholds",), (0,))
+        assert "Matmuls are checked in the next 3 steps." in first[3]
+        assert second[:3] == (4, ("matmul checksum",), (1,))
+        assert "computed again, it is right: a transient fault" in second[3]
+
+
+def test_the_window_shuts_again(two_ranks: RankPool) -> None:
+    flips = [BitFlip("blocks.0.up", "matmul", element=7, bit=27, step=step, rank=1) for step in (2, 3)]
+    found = two_ranks.run(runs.in_a_window, 2, flips).values()
+    assert found == [[(), (), ("matmul checksum",), (), ()]] * 2  # opened before step 1, for steps 1 and 2
+
+
+# -- why: on an alarm -------------------------------------------------------------------------------------------------
+
+
+def test_an_alarm_that_does_not_repeat_is_transient(three_ranks: RankPool) -> None:
+    flip = BitFlip("blocks.1.down", "activation_gradient", element=3, bit=EXPONENT, step=2, rank=1)
+    text = alarm_of(trained(three_ranks, Plan(options={"mode": 2, "replay_fn": runs.step_fn}, flips=[flip])))[3]
+    assert "Run again on rank 1, the micro-batch gives normal values: a transient fault" in text
+
+
+def test_an_alarm_that_repeats_on_its_rank_alone_is_hardware(three_ranks: RankPool) -> None:
+    flip = BitFlip("blocks.1.down", "activation_gradient", element=3, bit=EXPONENT, step=2, rank=1, sticky=True)
+    text = alarm_of(trained(three_ranks, Plan(options={"mode": 2, "replay_fn": runs.step_fn}, flips=[flip])))[3]
+    assert "gives such a value again, and on rank 2 it does not: hardware of rank 1" in text
+
+
+def test_an_alarm_that_a_peer_gets_too_is_software_or_data(three_ranks: RankPool) -> None:
+    plan = Plan(options={"mode": 2, "replay_fn": runs.spoilt_step}, step_fn=runs.spoilt_step)
+    step, _, culprits, text = alarm_of(trained(three_ranks, plan))
+    assert (step, culprits) == (2, (1,))
+    assert "and so it does on rank 2: software or data, not hardware" in text
+
+
+# -- all ranks alike --------------------------------------------------------------------------------------------------
+
+
+def test_ranks_with_other_settings_are_told_on_every_rank(two_ranks: RankPool) -> None:
+    texts = two_ranks.run(runs.settings_differ, PerRank([{"mode": 2}, {"mode": 0}])).values()
+    assert texts[0] == texts[1]
+    assert "different settings" in texts[0]
+    assert "rank 0: mode=2" in texts[0]
+    assert "rank 1: mode=0" in texts[0]
+
+
+def test_the_environment_of_mindspore_is_read() -> None:
+    env = {"NPU_ASD_ENABLE": "2", "NPU_ASD_UPPER_THRESH": "500,20", "NPU_ASD_SIGMA_THRESH": "5,9"}
+    for warned, mode, upper, sigma in run_ranks(runs.settings_of_environment, 2, env=env, timeout_sec=60).values():
+        assert (mode, upper, sigma) == (2, (500.0, 20.0), (1e5, 5e3))
+        assert len(warned) == 1
+        assert "NPU_ASD_SIGMA_THRESH='5,9'" in warned[0]
+        assert "100000,5000 is used instead" in warned[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"mode": 4}, "mode=4"),
+        ({"detector": "v4"}, "legal values: v2, v3"),
+        ({"upper_thresh": (10, 100)}, "upper_thresh"),
+        ({"digest_every_steps": -1}, "digest_every_steps=-1"),
+        ({"replay_every_steps": 10}, "needs replay_fn="),
+        ({"replay_fn": 3}, "replay_fn=3"),
+        ({"matmul_checksum": 1}, "matmul_checksum=1"),
+        ({"checksum_steps": 0}, "checksum_steps=0"),
+        ({"mode": 2, "checkpoints": ["blocks.9"]}, "no module 'blocks.9'"),
+    ],
+)
+def test_bad_arguments_are_named(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Sentinel(runs.wrapped("alone"), **options)
+
+
+def test_no_mode_at_all_is_off_with_a_warning() -> None:
+    with pytest.warns(UserWarning, match="the sentinel is off; pass mode=1, 2 or 3"):
+        Sentinel(runs.wrapped("alone"))
+
+
+def test_calls_in_the_wrong_place_are_refused() -> None:
+    sentinel = Sentinel(runs.wrapped("alone"), mode=1)
+    with sentinel.micro_batch({}):
+        with pytest.raises(ConfigError, match="inside micro_batch"):
+            sentinel.step()
+        with pytest.raises(ConfigError, match="inside another micro_batch"), sentinel.micro_batch({}):
+            pass
+    with pytest.raises(ConfigError, match="whole number, 0 or more"):
+        sentinel.step(step=-1)
+    with pytest.raises(ConfigError, match="check_matmuls: steps=0 must be a whole number, 1 or more"):
+        sentinel.check_matmuls(0)
+    assert sentinel.step(step=7).step == 7
+    assert sentinel.step().step == 8
+    sentinel.close()
+    with pytest.raises(ConfigError, match="after close"):
+        sentinel.step()
+    with pytest.raises(ConfigError, match="after close"), sentinel.micro_batch({}):
+        pass
+
+
+def test_alone_without_a_process_group_every_layer_works() -> None:
+    module, flip = runs.wrapped("alone"), BitFlip("head.weight", "gradient", element=1, bit=20, step=2)
+    outcome = runs.train(Plan(options=EVERYTHING, wrap="alone", flips=[flip]))
+    assert module is not None
+    ((step, layers, culprits, text),) = outcome.alarms
+    assert (step, layers, culprits) == (2, ("peer replay",), (0,))
+    assert "Rank 0 was wrong once and right once" in text

@@ -1,0 +1,152 @@
+"""Where mode and thresholds come from, and what is said about those that cannot be used."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from ddpstats import ConfigError
+from ddpstats.sentinel._settings import Settings, read_settings
+
+NOT_SET = "no mode is set: the sentinel is off; pass mode=1, 2 or 3, or set DDPSTATS_SENTINEL_MODE to one of them"
+
+
+def read(
+    environ: dict[str, str] | None = None,
+    *,
+    mode: Any = None,
+    detector: str = "v2",
+    upper: Any = None,
+    sigma: Any = None,
+) -> tuple[Settings, tuple[str, ...]]:
+    return read_settings(mode, detector, upper, sigma, environ or {})
+
+
+def test_the_defaults_are_those_of_mindspore_and_torch_npu() -> None:
+    assert read(mode=1) == (Settings(1, "v2", (1e6, 1e4), (1e5, 5e3), 100), ())
+    assert read(mode=1, detector="v3") == (Settings(1, "v3", (1e6, 100.0), (1e5, 5e3), 10), ())
+
+
+def test_a_sentinel_that_nobody_switched_on_is_off_and_says_so() -> None:
+    assert read()[0].mode == 0
+    assert read()[1] == (NOT_SET,)
+    assert read({"NPU_ASD_ENABLE": " ", "DDPSTATS_SENTINEL_MODE": ""})[1] == (NOT_SET,)
+
+
+@pytest.mark.parametrize("how", [{"mode": 0}, {"environ": {"NPU_ASD_ENABLE": "0"}}])
+def test_a_sentinel_that_was_switched_off_is_silent(how: dict[str, Any]) -> None:
+    settings, warnings = read(**how)
+    assert (settings.mode, warnings) == (0, ())
+
+
+def test_the_argument_wins_over_our_variable_and_that_over_the_alias() -> None:
+    environ = {
+        "NPU_ASD_ENABLE": "1",
+        "NPU_ASD_UPPER_THRESH": "20,10",
+        "NPU_ASD_SIGMA_THRESH": "40,30",
+    }
+    assert read(environ) == (Settings(1, "v2", (20.0, 10.0), (40.0, 30.0)), ())
+    environ |= {
+        "DDPSTATS_SENTINEL_MODE": "2",
+        "DDPSTATS_SENTINEL_UPPER_THRESH": "200,100",
+        "DDPSTATS_SENTINEL_SIGMA_THRESH": "400,300",
+    }
+    assert read(environ) == (Settings(2, "v2", (200.0, 100.0), (400.0, 300.0)), ())
+    found = read(environ, mode=3, upper=(2.5, 1e-3), sigma=[4, 3])
+    assert found == (Settings(3, "v2", (2.5, 1e-3), (4.0, 3.0)), ())
+
+
+def test_a_bad_variable_does_not_fall_through_to_its_alias() -> None:
+    environ = {"DDPSTATS_SENTINEL_MODE": "on", "NPU_ASD_ENABLE": "2"}
+    settings, warnings = read(environ)
+    assert settings.mode == 0
+    assert warnings == ("DDPSTATS_SENTINEL_MODE='on' is not one of 0, 1, 2 and 3: 0 is used, so the sentinel is off",)
+
+
+@pytest.mark.parametrize("text", ["4", "-1", "1.5", "true", "1e0", "٣", "1_0", "9" * 5000])
+def test_a_mode_that_is_none_switches_off_with_a_warning(text: str) -> None:
+    settings, (warning,) = read({"NPU_ASD_ENABLE": text})
+    assert settings.mode == 0
+    assert warning.startswith("NPU_ASD_ENABLE=")
+    assert warning.endswith("0 is used, so the sentinel is off")
+
+
+@pytest.mark.parametrize("text", ["2", " 2 ", "+2", "02"])
+def test_a_mode_may_be_written_as_integers_are(text: str) -> None:
+    assert read({"NPU_ASD_ENABLE": text}) == (Settings(2, "v2", (1e6, 1e4), (1e5, 5e3)), ())
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("1000", "these are not two integers with a comma between them"),
+        ("3000,20,10", "these are not two integers with a comma between them"),
+        ("100.5,10", "these are not two integers with a comma between them"),
+        ("100,", "these are not two integers with a comma between them"),
+        ("1e6,1e4", "these are not two integers with a comma between them"),
+        ("nan,inf", "these are not two integers with a comma between them"),
+        ("1" * 400 + ",10", "this is too large"),
+        ("10,100", "the first threshold must be above the second one, and both at least 3"),
+        ("10,10", "the first threshold must be above the second one, and both at least 3"),
+        ("2,1", "the first threshold must be above the second one, and both at least 3"),
+    ],
+)
+def test_both_thresholds_fall_back_where_one_cannot_be_used(text: str, why: str) -> None:
+    settings, warnings = read({"NPU_ASD_UPPER_THRESH": text, "NPU_ASD_SIGMA_THRESH": text}, mode=1)
+    assert (settings.upper, settings.sigma) == ((1e6, 1e4), (1e5, 5e3))
+    assert warnings == (
+        f"NPU_ASD_UPPER_THRESH={text!r}: {why}; 1000000,10000 is used instead",
+        f"NPU_ASD_SIGMA_THRESH={text!r}: {why}; 100000,5000 is used instead",
+    )
+
+
+def test_spaces_around_thresholds_do_not_matter() -> None:
+    assert read({"NPU_ASD_UPPER_THRESH": " 100 ,\t10 "}, mode=1) == (Settings(1, "v2", (100.0, 10.0), (1e5, 5e3)), ())
+
+
+def test_a_small_threshold_becomes_3_and_a_warning_says_so() -> None:
+    settings, warnings = read({"NPU_ASD_UPPER_THRESH": "100,-5"}, mode=1)
+    assert settings.upper == (100.0, 3.0)
+    assert warnings == ("NPU_ASD_UPPER_THRESH='100,-5': a threshold is at least 3; 100,3 is used instead",)
+
+
+def test_for_v3_the_upper_thresholds_are_multiples_and_the_sigma_ones_are_ignored() -> None:
+    environ = {"NPU_ASD_UPPER_THRESH": "5000,50", "NPU_ASD_SIGMA_THRESH": "nonsense"}
+    assert read(environ, mode=1, detector="v3") == (Settings(1, "v3", (5000.0, 50.0), (1e5, 5e3), 10), ())
+    _, warnings = read({"NPU_ASD_UPPER_THRESH": "5,50"}, mode=1, detector="v3")
+    assert warnings[0].endswith("1000000,100 is used instead")
+
+
+@pytest.mark.parametrize("mode", [True, False, 4, -1, 1.0, "1", "strict"])
+def test_a_bad_mode_argument_is_an_error(mode: Any) -> None:
+    with pytest.raises(ConfigError) as raised:
+        read(mode=mode)
+    assert str(raised.value) == f"mode={mode!r} is not understood; legal values: 0, 1, 2, 3"
+
+
+def test_a_bad_detector_argument_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"^detector='v1' is not understood; legal values: v2, v3$"):
+        read(mode=1, detector="v1")
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [
+        *[(1, 2), (1, 1), (1, 0), (1, -1), (float("inf"), 1), (float("nan"), 1), (2, float("nan")), (10**400, 1)],
+        *[(), (1,), (3, 2, 1), 5, "21", ("2", "1"), (True, 0.5), (2j, 1), (None, 1)],
+    ],
+)
+@pytest.mark.parametrize("argument", ["upper", "sigma"])
+def test_a_bad_threshold_argument_is_an_error(argument: str, pair: Any) -> None:
+    with pytest.raises(ConfigError) as raised:
+        read(mode=1, **{argument: pair})
+    assert str(raised.value).startswith(f"{argument}_thresh={pair!r} is not understood; legal values: two finite")
+
+
+def test_settings_and_lines_know_nothing_of_torch() -> None:
+    code = "import sys, {}; raise SystemExit('torch' in sys.modules)"
+    for module, loaded in (("ddpstats.sentinel._settings", 0), ("ddpstats.sentinel._lines", 0), ("torch", 1)):
+        assert subprocess.run([sys.executable, "-c", code.format(module)], timeout=60).returncode == loaded

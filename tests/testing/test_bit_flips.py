@@ -1,0 +1,368 @@
+"""The bits that `inject_bit_flips` flips: which, when, on which rank, what follows from it, and that nothing stays."""
+
+from __future__ import annotations
+
+import random
+import struct
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ddpstats import ConfigError
+from ddpstats.testing import BitFlip, RankPool, inject_bit_flips
+from tests.testing import bit_flip_runs as runs
+
+WEIGHT, HEAD = "0.weight", "2.weight"
+OPTIONS: list[dict[str, Any]] = [{}, {"gradient_as_bucket_view": True}, {"static_graph": True}]
+IDS = ["plain", "view", "static"]
+
+
+def bits_of(tensor: Tensor) -> list[int]:
+    sizes = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    size = tensor.dtype.itemsize
+    return [int(x) % (1 << 8 * size) for x in tensor.detach().contiguous().view(sizes[size]).flatten().tolist()]
+
+
+def flipped_bits(before: Tensor, after: Tensor) -> dict[int, int]:
+    """Flat index -> the bits that differ."""
+    pairs = enumerate(zip(bits_of(before), bits_of(after), strict=True))
+    return {at: a ^ b for at, (a, b) in pairs if a != b}
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+# -- the bits themselves ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int8]
+)
+@pytest.mark.parametrize("place", ["lowest", "middle", "sign"])
+def test_exactly_one_bit_of_a_weight_is_flipped(dtype: torch.dtype, place: str) -> None:
+    width = 8 * dtype.itemsize
+    bit = {"lowest": 0, "middle": width // 2 + 1, "sign": width - 1}[place]
+    model = nn.Module()
+    values = torch.arange(1, 13).reshape(3, 4).to(dtype)
+    model.register_parameter("w", nn.Parameter(values.clone(), requires_grad=False))
+    with inject_bit_flips(_called(model), [BitFlip("w", "weight", 12 + 6, bit, 0)]) as faults:
+        model()
+        model()
+    assert flipped_bits(values, model.w) == {6: 1 << bit}  # type: ignore[arg-type]
+    (applied,) = faults.applied
+    assert (applied.index, applied.before, applied.after) == ((1, 2), 7.0, float(model.w[1, 2]))  # type: ignore[index]
+
+
+def _called(model: Any) -> Any:
+    model.forward = lambda: None
+    return model
+
+
+def test_before_and_after_are_the_values_that_the_bits_mean() -> None:
+    model = runs.make_model()
+    (value,) = struct.unpack("I", struct.pack("f", model[0].weight[0, 3].item()))  # type: ignore[index]
+    (meant,) = struct.unpack("f", struct.pack("I", value ^ 1 << 30))
+    found = runs.train(model, [BitFlip(WEIGHT, "weight", 3, 30, 0)], steps=1)["applied"][0]
+    assert found.after == meant
+    assert found.index == (0, 3)
+    assert (found.step, found.rank) == (0, 0)
+
+
+def test_a_buffer_and_a_strided_weight_are_flipped_in_place() -> None:
+    model = _called(nn.Module())
+    model.register_buffer("count", torch.tensor(5))
+    model.register_parameter("w", nn.Parameter(torch.arange(6.0).reshape(2, 3).t()))
+    where = model.w.data_ptr()
+    with inject_bit_flips(model, [BitFlip("count", "weight", 9, 1, 0), BitFlip("w", "weight", 1, 31, 0)]):
+        model()
+    assert model.count == 7
+    assert model.w[0, 1] == -3.0
+    assert model.w.data_ptr() == where
+
+
+def test_a_weight_that_autograd_has_saved_can_be_flipped() -> None:
+    model = runs.make_model()
+    first = model(torch.ones(2, 4)).sum()
+    with inject_bit_flips(model, [BitFlip(HEAD, "weight", 0, 3, 0)]) as faults:
+        model(torch.ones(2, 4))
+    first.backward()
+    assert len(faults.applied) == 1
+
+
+# -- when -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_transient_flip_happens_once_in_its_step() -> None:
+    for where in ("weight", "gradient", "reduced_gradient"):
+        found = runs.train(runs.make_model(), [BitFlip(WEIGHT, where, 5, 20, 1)], micro_batches=2)
+        assert [one.step for one in found["applied"]] == [1], where
+    for there in ("activation", "activation_gradient", "matmul"):
+        found = runs.train(runs.make_model(), [BitFlip("0", there, 5, 20, 1)], micro_batches=2)
+        assert [one.step for one in found["applied"]] == [1], there
+
+
+def test_a_sticky_bit_keeps_its_value_from_its_step_on() -> None:
+    for bit in (0, 22):
+        flip = BitFlip(WEIGHT, "weight", 5, bit, 1, sticky=True)
+        found = runs.train(runs.make_model(), [flip], steps=6)["applied"]
+        assert [one.step for one in found] == [1, 2, 3, 4, 5]
+        assert len({bits_of(torch.tensor(one.after))[0] >> bit & 1 for one in found}) == 1
+        assert found[0].before != found[0].after
+
+
+def test_a_sticky_gradient_bit_is_stuck_in_every_pass() -> None:
+    found = runs.train(runs.make_model(), [BitFlip(WEIGHT, "gradient", 5, 30, 1, sticky=True)], micro_batches=2)
+    assert [one.step for one in found["applied"]] == [1, 1, 2, 2]
+
+
+def test_a_flip_without_an_occasion_in_its_step_is_not_in_applied() -> None:
+    model = nn.ModuleDict({"used": nn.Linear(2, 2), "idle": nn.Linear(2, 2)})
+    model.forward = lambda x: model["used"](x)
+    flips = [BitFlip("idle", "activation", 0, 0, 0), BitFlip("idle.weight", "gradient", 0, 0, 0)]
+    with inject_bit_flips(model, flips) as faults:
+        model(torch.ones(1, 2)).sum().backward()
+        faults.step()
+    assert faults.applied == []
+
+
+def test_another_ranks_flip_is_left_to_it() -> None:
+    assert runs.train(runs.make_model(), [BitFlip(WEIGHT, "weight", 0, 0, 0, rank=3)])["applied"] == []
+
+
+# -- what follows -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def clean() -> dict[str, Any]:
+    return runs.train(runs.make_model(), [])
+
+
+def test_an_activation_changes_the_loss_of_its_step_and_the_weights_only_through_the_update(
+    clean: dict[str, Any],
+) -> None:
+    found = runs.train(runs.make_model(), [BitFlip("1", "activation", 2, 30, 1)])
+    assert found["losses"][0] == clean["losses"][0]
+    assert found["losses"][1] != clean["losses"][1]
+    assert same(found["parameters"][0], clean["parameters"][0])
+    assert not same(found["parameters"][1], clean["parameters"][1])
+
+
+def test_an_activations_gradient_passes_back_unchanged() -> None:
+    x = torch.ones(2, 3, requires_grad=True)
+    model = nn.Sequential(nn.Identity())
+    with inject_bit_flips(model, [BitFlip("0", "activation", 0, 31, 0)]):
+        out = model(x)
+    out.backward(torch.full((2, 3), 7.0))
+    assert flipped_bits(x, out) == {0: 1 << 31}
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.full((2, 3), 7.0))
+
+
+def test_the_first_floating_point_tensor_of_several_outputs_is_flipped() -> None:
+    class Several(nn.Module):
+        def forward(self, x: Tensor) -> dict[str, Any]:
+            return {"n": torch.tensor(3), "pair": None, "x": x, "y": x}
+
+    model = Several()
+    with inject_bit_flips(model, [BitFlip("", "activation", 1, 31, 0)]):
+        out = model(torch.ones(2))
+    assert out["x"].tolist() == [1, -1]
+    assert out["y"].tolist() == [1, 1]
+    assert out["n"] == 3
+    lstm = nn.LSTM(2, 2)
+    with inject_bit_flips(lstm, [BitFlip("", "activation", 0, 31, 0)]) as faults:
+        y, (h, _) = lstm(torch.ones(1, 2))
+    assert y[0, 0] == -h[0, 0]
+    assert len(faults.applied) == 1
+
+
+def test_an_activation_gradient_changes_what_lies_before_it_only(clean: dict[str, Any]) -> None:
+    found = runs.train(runs.make_model(), [BitFlip("0", "activation_gradient", 2, 30, 1)])
+    assert found["losses"][:2] == clean["losses"][:2]
+    changed = {name for name, g in found["gradients"][1].items() if not torch.equal(g, clean["gradients"][1][name])}
+    assert changed == {"0.weight", "0.bias"}
+
+
+def test_a_gradient_differs_in_one_bit_of_one_parameter(clean: dict[str, Any]) -> None:
+    for where in ("gradient", "reduced_gradient"):
+        found = runs.train(runs.make_model(), [BitFlip(HEAD, where, 4, 17, 1)])
+        ours, theirs = found["gradients"][1], clean["gradients"][1]
+        assert flipped_bits(ours.pop(HEAD), theirs[HEAD]) == {4: 1 << 17}, where
+        assert same(ours, {name: one for name, one in theirs.items() if name != HEAD})
+
+
+def test_a_matmul_is_flipped_in_the_first_product_of_the_module() -> None:
+    class Twice(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x @ x, x @ x @ x
+
+    x = torch.randn(3, 3, generator=torch.Generator().manual_seed(1))
+    for given in (x, x.bfloat16(), x.double(), torch.stack([x, x])):
+        model, bit = Twice(), 8 * given.dtype.itemsize - 1
+        with inject_bit_flips(model, [BitFlip("", "matmul", 4, bit, 0)]):
+            first, second = model(given)
+        assert flipped_bits(first, given @ given) == {4: 1 << bit}
+        assert torch.equal(second, given @ given @ given)
+
+
+def test_several_flips_in_one_matmul_all_happen() -> None:
+    model, x = nn.Linear(3, 3), torch.ones(2, 3)
+    with inject_bit_flips(model, [BitFlip("", "matmul", 0, 31, 0), BitFlip("", "matmul", 5, 31, 0)]):
+        out = model(x)
+    assert flipped_bits(out, model(x)) == {0: 1 << 31, 5: 1 << 31}
+
+
+def test_no_random_numbers_are_drawn() -> None:
+    model, before = runs.make_model(), (torch.get_rng_state(), random.getstate())
+    with inject_bit_flips(model, [BitFlip("0", "matmul", 0, 3, 0), BitFlip(HEAD, "gradient", 0, 3, 0)]) as faults:
+        model(torch.ones(2, 4)).sum().backward()
+    assert len(faults.applied) == 2
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+
+
+# -- on ranks ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=IDS)
+def test_before_the_reduce_both_ranks_get_the_same_corrupted_mean(two_ranks: RankPool, options: dict[str, Any]) -> None:
+    flip = BitFlip(HEAD, "gradient", 4, 28, 1, rank=1)
+    first, second = two_ranks.run(runs.train_ddp, [flip], **options).values()
+    clean = two_ranks.run(runs.train_ddp, [], **options).values()[0]
+    assert all(same(a, b) for a, b in zip(first["gradients"], second["gradients"], strict=True))
+    assert same(first["gradients"][0], clean["gradients"][0])
+    assert first["gradients"][1][HEAD].flatten()[4] != clean["gradients"][1][HEAD].flatten()[4]
+    assert first["applied"] == []
+    assert [one.rank for one in second["applied"]] == [1]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=IDS)
+@pytest.mark.parametrize("step", [0, 1])
+def test_after_the_reduce_only_one_rank_has_it(two_ranks: RankPool, options: dict[str, Any], step: int) -> None:
+    flip = BitFlip(HEAD, "reduced_gradient", 4, 28, step, rank=1)
+    first, second = two_ranks.run(runs.train_ddp, [flip], **options).values()
+    ours, theirs = second["gradients"][step], first["gradients"][step]
+    assert flipped_bits(ours.pop(HEAD), theirs.pop(HEAD)) == {4: 1 << 28}
+    assert same(ours, theirs)
+    assert [one.step for one in second["applied"]] == [step]
+
+
+@pytest.mark.parametrize("options", OPTIONS[:2], ids=IDS[:2])
+def test_with_accumulation_the_reduced_gradient_is_hit_in_the_pass_that_exchanges(
+    two_ranks: RankPool, options: dict[str, Any]
+) -> None:
+    flip = BitFlip(WEIGHT, "reduced_gradient", 4, 28, 1, rank=0, sticky=True)
+    first, second = two_ranks.run(runs.train_ddp, [flip], micro_batches=3, **options).values()
+    assert [one.step for one in first["applied"]] == [1, 2]
+    assert flipped_bits(first["gradients"][1][WEIGHT], second["gradients"][1][WEIGHT]) == {4: 1 << 28}
+
+
+def test_a_weight_under_ddp_is_flipped_on_one_rank(two_ranks: RankPool) -> None:
+    flip = BitFlip(WEIGHT, "weight", 0, 30, 2, rank=1)
+    first, second = two_ranks.run(runs.train_ddp, [flip]).values()
+    assert same(first["parameters"][1], second["parameters"][1])
+    assert not same(first["parameters"][2], second["parameters"][2])
+
+
+# -- what cannot be ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flip", "words"),
+    [
+        (BitFlip("3.weight", "weight", 0, 0, 0), "no such parameter; there are '0.weight', '0.bias', '2.weight'"),
+        (BitFlip("0.weight", "activation", 0, 0, 0), "no such module; there are '', '0', '1', '2'"),
+        (BitFlip("0", "gradient", 0, 0, 0), "no such parameter"),
+        (BitFlip("0.weight", "gradient", 0, 32, 0), r"the bits of torch\.float32 are 0 to 31"),
+        (BitFlip("0.weight", "weight", 0, -1, 0), "bit must be a whole number, 0 or more"),
+        (BitFlip("0.weight", "weight", -1, 0, 0), "element must be"),
+        (BitFlip("0.weight", "weight", 0, 0, -1), "step must be"),
+        (BitFlip("0.weight", "weight", 0, 0, 0, rank=-1), "rank must be"),
+        (BitFlip("0.weight", "weights", 0, 0, 0), "where must be one of weight, activation"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_flip_that_cannot_be_is_refused_at_once(flip: BitFlip, words: str) -> None:
+    with pytest.raises(ConfigError, match=words), inject_bit_flips(runs.make_model(), [flip]):
+        raise AssertionError("the block ran")
+
+
+def test_a_frozen_parameter_has_no_gradient_to_flip() -> None:
+    model = runs.make_model()
+    model.requires_grad_(False)
+    with pytest.raises(ConfigError, match="frozen"), inject_bit_flips(model, [BitFlip(WEIGHT, "gradient", 0, 0, 0)]):
+        raise AssertionError("the block ran")
+
+
+def test_a_bit_beyond_an_activations_dtype_is_refused_when_it_is_applied() -> None:
+    model = runs.make_model(torch.bfloat16)
+    for where in ("activation", "matmul"):
+        flips = [BitFlip("0", where, 0, 16, 0)]
+        with pytest.raises(ConfigError, match=r"bfloat16 are 0 to 15"), inject_bit_flips(model, flips):
+            model(torch.ones(1, 4, dtype=torch.bfloat16))
+
+
+# -- nothing stays ----------------------------------------------------------------------------------------------------
+
+
+def everything_hooked(model: nn.Module) -> list[Any]:
+    found: list[Any] = []
+    for module in model.modules():
+        found += [
+            dict(module._forward_hooks),
+            dict(module._forward_pre_hooks),
+            dict(module._forward_hooks_always_called),
+        ]
+    for parameter in model.parameters():
+        found += [dict(parameter._backward_hooks or {}), dict(parameter._post_accumulate_grad_hooks or {})]
+    return found
+
+
+def registrations() -> list[str]:
+    return [torch._C._dispatch_dump(f"aten::{op}") for op in ("mm", "addmm", "bmm", "baddbmm")]
+
+
+@pytest.fixture
+def every_kind() -> list[BitFlip]:
+    parameters = [BitFlip(WEIGHT, where, 0, 3, 0, sticky=True) for where in ("weight", "gradient", "reduced_gradient")]
+    modules = [BitFlip("0", where, 0, 3, 0, sticky=True) for where in ("activation", "activation_gradient", "matmul")]
+    return parameters + modules
+
+
+def test_nothing_stays_after_the_block(every_kind: list[BitFlip]) -> None:
+    model = runs.make_model()
+    hooks, kernels = everything_hooked(model), registrations()
+    with inject_bit_flips(model, every_kind) as faults:
+        assert everything_hooked(model) != hooks
+        model(torch.ones(1, 4)).sum().backward()
+        kept = model(torch.ones(1, 4)).sum()
+    count = len(faults.applied)
+    assert count >= 6
+    assert everything_hooked(model) == hooks
+    assert registrations() == kernels
+    kept.backward()  # of a graph that was made inside
+    assert len(faults.applied) == count
+
+
+def test_nothing_stays_after_an_exception_in_the_middle_of_a_module(every_kind: list[BitFlip]) -> None:
+    model = runs.make_model()
+    hooks, kernels = everything_hooked(model), registrations()
+    with pytest.raises(RuntimeError, match="shapes"), inject_bit_flips(model, every_kind):
+        model(torch.ones(1, 5))
+    assert everything_hooked(model) == hooks
+    assert registrations() == kernels
+
+
+def test_a_kernel_of_ours_is_there_while_the_module_runs_only() -> None:
+    kernels = registrations()
+    during: list[list[str]] = []
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    model[1].register_forward_hook(lambda *_: during.append(registrations()))
+    for name in ("0", ""):
+        with inject_bit_flips(model, [BitFlip(name, "matmul", 0, 0, 0)]):
+            model(torch.ones(1, 2))
+    assert during[0] == kernels
+    assert during[1] != kernels
+    assert registrations() == kernels
