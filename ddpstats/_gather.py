@@ -15,7 +15,7 @@ from ddpstats.errors import InvalidStats
 _counters = Counters()
 
 
-def gather_trees(tree: Any, *, name: str, group: Any = None) -> list[Any]:
+def gather_trees(tree: Any, *, name: str, group: Any = None, apart: bool = False) -> list[Any]:
     """Every rank's ``tree``, in the order of group ranks; the caller's own one is ``tree`` itself.
 
     Collective: every rank of ``group`` must call, with the same ``name``. One collective in steady state, two where all
@@ -24,6 +24,8 @@ def gather_trees(tree: Any, *, name: str, group: Any = None) -> list[Any]:
     Args:
         tree: dicts (keys str or int), lists and tuples of dense tensors (any shape and device), numbers, str, None; or
             a function without arguments that returns it, for what may fail on one rank.
+        apart: the same on every rank for one ``name``. True for what is gathered rarely, beside calls in every step: it
+            takes two collectives, and leaves the buffer of those calls small.
 
     Returns:
         Tensors of other ranks are on the CPU, without grad; tuples and dicts of subclasses are plain ones.
@@ -34,7 +36,7 @@ def gather_trees(tree: Any, *, name: str, group: Any = None) -> list[Any]:
     """
     channel, timeout_sec = channel_of(group), _config.timeout_sec(None)
     payload, own, cause = _prepared(tree)
-    call = Call(GATHER, name, "", patience_sec(timeout_sec))
+    call = Call(GATHER, name, "", patience_sec(timeout_sec), apart)
 
     def work(protocol: Protocol) -> list[Any]:
         received = protocol.gather(call, payload, _counters)

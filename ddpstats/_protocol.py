@@ -69,6 +69,8 @@ class Call:
     name: str | None
     nonfinite: str
     timeout_sec: float
+    apart: bool = False
+    """Of a gather: never in the buffer that all calls share, which then stays small."""
 
     @cached_property
     def is_decision(self) -> bool:
@@ -103,6 +105,7 @@ class Site:
     last_used: array[int] = field(default_factory=lambda: array("q"))
     unbuildable: tuple[str, ...] = ()
     room: int = 0  # bytes that each rank has in a gather
+    apart: bool = False
 
     def __post_init__(self) -> None:
         self.seals: dict[tuple[str, str | None, str], Seal] = {}
@@ -216,10 +219,11 @@ class Protocol:
         """Every rank's payload, of any length, in the order of ranks. Every rank must call.
 
         The control lanes prove that all ranks gather, and that the room agreed before is enough for all of them. Small
-        payloads ride in the same collective, as numbers that every other rank adds zero to; large ones take a second.
+        payloads ride in the same collective, as numbers that every other rank adds zero to; large ones take a second, and
+        so do those of a call that wants to be `Call.apart`.
         """
         counters.calls += 1
-        site = self._sites.get(call.site_key) or Site()
+        site = self._sites.get(call.site_key) or Site(apart=call.apart)
         for _ in range(_MAX_ROUNDS):
             failure = payload if isinstance(payload, Failure) else None
             mine = self._framed(site, payload) if isinstance(payload, bytearray) else None
@@ -245,7 +249,7 @@ class Protocol:
         return framed
 
     def _rides(self, site: Site) -> bool:
-        return site.room * self.world_size <= _RIDING_BYTES
+        return not site.apart and site.room * self.world_size <= _RIDING_BYTES
 
     def _received(self, call: Call, site: Site, mine: bytearray, counters: Counters) -> Sequence[bytes | bytearray]:
         if self._rides(site):

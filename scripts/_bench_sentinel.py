@@ -24,7 +24,7 @@ from ddpstats import Sentinel
 STEP_MS = 100
 """A step takes at least as long, and up to twice that."""
 DIGEST_EVERY, REPLAY_EVERY = 100, 1_000
-BLOCKS, WIDTH, LENGTH = 12, 64, 32  # two norms a block, and one
+BLOCKS, WIDTH, LENGTH = 12, 256, 64  # two norms a block, and one
 
 _NEVER = 10**9
 _OPTIONS: dict[str, dict[str, Any] | None] = {
@@ -111,7 +111,7 @@ def _tokens(sequences: int) -> Tensor:
 
 def _sequences(seconds: float) -> int:
     """As many as make a step so long, or up to twice that; the same number on every rank."""
-    size = 4
+    size = 1
     while _fastest(_step(_model(), None, _tokens(size), is_open=False)) < seconds:
         size *= 2
     return size

@@ -37,7 +37,8 @@ class Block(nn.Module):
         q, k, v = self.qkv(self.norm1(x)).reshape(size, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         weights = self.dropout(torch.softmax(q @ k.transpose(-1, -2) * (width // self.heads) ** -0.5, -1))
         x = x + self.dropout(self.out((weights @ v).transpose(1, 2).reshape(size, length, width)))
-        return x + self.dropout(self.down(nn.functional.gelu(self.up(self.norm2(x)))))
+        found: Tensor = x + self.dropout(self.down(nn.functional.gelu(self.up(self.norm2(x)))))
+        return found
 
 
 class Transformer(nn.Module):
@@ -65,7 +66,8 @@ def tokens_of(step: int, sequences: int, length: int) -> Tensor:
     """Counting upwards from random starts, with random strides: something to learn. A function of step and rank."""
     generator = torch.Generator().manual_seed(1_000_003 * step + dist.get_rank())
     start, stride = torch.randint(29, (2, sequences, 1), generator=generator)
-    return (start + (stride % 3 + 1) * torch.arange(length + 1)) % 29
+    tokens: Tensor = (start + (stride % 3 + 1) * torch.arange(length + 1)) % 29
+    return tokens
 
 
 @dataclass(frozen=True)

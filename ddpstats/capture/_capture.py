@@ -292,7 +292,7 @@ class NaNCapture:
 
     def _gathered(self, tree: Callable[[], dict[str, Any]], what: str) -> dict[int, dict[str, Any]]:
         """Every rank's tree, by rank. Collective."""
-        found = gather_trees(tree, name=f"NaNCapture.check: {what}", group=self._group)
+        found = gather_trees(tree, name=f"NaNCapture.check: {what}", group=self._group, apart=True)
         return dict(zip(self._peers.ranks, found, strict=True))
 
     def _captured(self, finding: Finding) -> Verdict:

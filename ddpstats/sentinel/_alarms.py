@@ -53,13 +53,14 @@ def fault_tree(faults: Sequence[MatmulFault], count: int) -> dict[str, Any] | No
         return None
     first = faults[0]
     m, k, n = first.shape
+    where = "backward" if first.backward else "forward"
     often = "it computes the same again: a sticky fault"
     if first.transient:
         often = "computed again, it is right: a transient fault"
     return {
         "op": first.op,
         "text": (
-            f"{first.op} of ({m}, {k}) with ({k}, {n}) in {first.dtype}, {'backward' if first.backward else 'forward'}: "
+            f"{first.op} of ({m}, {k}) with ({k}, {n}) in {first.dtype}, {where}: "
             f"element {list(first.index)} is {first.got:g} instead of {first.expected:g}; {often}"
         ),
         "value": repr(first.got),

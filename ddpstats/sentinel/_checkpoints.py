@@ -102,11 +102,14 @@ class Checkpoints:
         self._micro_batches = []
 
     def _arrived(self, index: int, gradient: Tensor) -> None:
+        """Between two operators of the backward pass: every function called here is cold, and counts."""
+        if torch.is_grad_enabled():  # a backward pass with create_graph=True records
+            gradient = gradient.detach()
+        if type(gradient) is not Tensor or gradient.layout is not torch.strided:
+            gradient = _held_here(gradient)
         if not gradient.is_floating_point():
             return
-        if torch.is_grad_enabled():  # a backward pass with create_graph=True
-            gradient = gradient.detach()
-        value = self._value_of(_held_here(gradient))
+        value = self._value_of(gradient)
         if not _has_memory(value):
             return
         if self._elsewhere is not None:
@@ -125,18 +128,14 @@ class _ForwardHook:
     """
 
     def __init__(self, checkpoints: Checkpoints, index: int) -> None:
-        self._checkpoints = weakref.ref(checkpoints)  # the module must not keep them alive
-        self._index = index
+        self._hook = _GradientHook(weakref.ref(checkpoints), index)  # the module must not keep them alive
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or not self._hook.is_wanted():
             return
-        checkpoints = self._checkpoints()
-        if checkpoints is None or not checkpoints._active:
-            return
-        tensor = _first_wanting_gradient(output)
+        tensor = output if type(output) is Tensor and output.requires_grad else _first_wanting_gradient(output)
         if tensor is not None:
-            tensor.register_hook(_GradientHook(self._checkpoints, self._index))  # type: ignore[no-untyped-call]
+            tensor.register_hook(self._hook)  # type: ignore[no-untyped-call]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (contextlib.nullcontext(), "__exit__")  # takes any arguments, returns None
@@ -150,6 +149,10 @@ class _GradientHook:
     def __init__(self, checkpoints: weakref.ref[Checkpoints], index: int) -> None:
         self._checkpoints = checkpoints
         self._index = index
+
+    def is_wanted(self) -> bool:
+        checkpoints = self._checkpoints()
+        return checkpoints is not None and checkpoints._active
 
     def __call__(self, gradient: Tensor | None) -> None:
         checkpoints = self._checkpoints()

@@ -82,10 +82,14 @@ class V2:
     columns = ("value", "pre", "min", "max", "checks", "level")
 
     def value_of(self, gradient: Tensor) -> Tensor:
-        # Summed in float32: squares of bfloat16 lose their digits, those of float16 overflow.
-        wide = gradient.dtype == torch.float64
-        norm: Tensor = torch.linalg.vector_norm(gradient, dtype=None if wide else torch.float32)
-        return norm.float()
+        norm: Tensor
+        if gradient.dtype is torch.float32:
+            norm = torch.linalg.vector_norm(gradient)
+        elif gradient.dtype is torch.float64:
+            norm = torch.linalg.vector_norm(gradient).float()
+        else:  # summed in float32: squares of bfloat16 lose their digits, those of float16 overflow
+            norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
+        return norm
 
     def fresh(self, n: int, device: torch.device | str) -> V2State:
         low = torch.full((n,), math.inf, dtype=torch.float32, device=device)

@@ -219,7 +219,7 @@ class Sentinel:
 
     def _gathered(self, tree: Callable[[], Any], what: str) -> dict[int, Any]:
         """Every rank's tree, by rank. Collective."""
-        found = gather_trees(tree, name=f"Sentinel.step: {what}", group=self._group)
+        found = gather_trees(tree, name=f"Sentinel.step: {what}", group=self._group, apart=True)
         return dict(zip(self._ranks, found, strict=True))
 
     def _agree(self) -> None:

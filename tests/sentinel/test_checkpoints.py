@@ -476,7 +476,7 @@ def test_a_shared_module_is_one_checkpoint_under_its_first_name() -> None:
     assert names_of(module) == ["a"]
     assert names_of(module, ["b", "a"]) == ["a"]
     assert len(norm._forward_hooks) == 2
-    assert len({hook._index for hook in norm._forward_hooks.values()}) == 1  # type: ignore[attr-defined]
+    assert len({hook._hook._index for hook in norm._forward_hooks.values()}) == 1  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

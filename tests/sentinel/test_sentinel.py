@@ -67,7 +67,7 @@ def test_a_step_is_one_collective(two_ranks: RankPool) -> None:
         first, *others = outcome.collectives
         assert first > 1  # connect, and agree on settings
         assert [others[step - 1] for step in (1, 2, 4, 5, 6, 8)] == [1] * 6
-        assert others[7 - 1] == 2  # one more for the digests
+        assert others[7 - 1] == 3  # digests: agreed on, and gathered, apart from what all steps share
 
 
 def test_mode_0_attaches_nothing_and_says_so_once() -> None:
