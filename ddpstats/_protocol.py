@@ -219,8 +219,8 @@ class Protocol:
         """Every rank's payload, of any length, in the order of ranks. Every rank must call.
 
         The control lanes prove that all ranks gather, and that the room agreed before is enough for all of them. Small
-        payloads ride in the same collective, as numbers that every other rank adds zero to; large ones take a second, and
-        so do those of a call that wants to be `Call.apart`.
+        payloads ride in the same collective, as numbers that every other rank adds zero to; large ones take a second,
+        and so do those of a call that wants to be `Call.apart`.
         """
         counters.calls += 1
         site = self._sites.get(call.site_key) or Site(apart=call.apart)

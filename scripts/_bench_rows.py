@@ -10,6 +10,7 @@ from _bench_calls import Measured
 from _bench_costs import ImportCost, Memory
 from _bench_guard import Samples, ratio
 from _bench_loop import Spread, Timings
+from _bench_sentinel import Costs
 
 LEAF_REACH = {10: 9.0, 50: 40.0, 1_000: 250.0}
 BARE_REACH = {10: (1.15, 1.15), 50: (1.25, 1.25), 1_000: (2.0, 3.0), 100_000: (10.0, 25.0)}
@@ -20,6 +21,7 @@ GUARD_REACH = {
     "1 float": {"off": 1.0, "step": 1.5, "strict": 1.7, "strict, over the store": 3.5},
     "1M floats": {"off": 1.0, "step": 1.1, "strict": 1.2, "strict, over the store": 1.4},
 }
+SENTINEL_REACH = 1.01, 1.005, 1.005, 1.3  # layers 1 to 4
 CAPTURE_REACH = 1.01
 INTEGRATION_REACH = {"lightning": 3.0, "torchmetrics": 3.0, "torcheval": 3.0}
 """Where the library itself issues several collectives per key."""
@@ -40,6 +42,7 @@ class Findings:
     integrations: dict[str, Samples] = field(default_factory=dict)  # library -> "stock", "installed" -> seconds
     capture: dict[int, tuple[Timings, dict[str, float]]] = field(default_factory=dict)
     """Milliseconds of a step -> ("plain", "capture" -> seconds; part -> microseconds)."""
+    sentinel: dict[int, Costs] = field(default_factory=dict)  # milliseconds of a step -> costs
     ddp_step: Samples = field(default_factory=dict)
     detail: dict[str, Samples] = field(default_factory=dict)  # "plain", "DETAIL" -> size -> seconds
 
@@ -94,6 +97,7 @@ def rows_of(found: Findings) -> list[Row]:
         + _import_rows(found)
         + _guard_rows(found)
         + _capture_rows(found)
+        + _sentinel_rows(found)
         + _integration_rows(found)
     )
 
@@ -141,6 +145,16 @@ def _capture_rows(found: Findings) -> list[Row]:
             Row(f"{what}: plain", 1e3 * timings.spread("plain").median, unit="ms"),
             *(Row(f"{what}: {name}", microseconds, unit="us") for name, microseconds in parts.items()),
         ]
+    return rows
+
+
+def _sentinel_rows(found: Findings) -> list[Row]:
+    rows = []
+    for step_ms, costs in found.sentinel.items():
+        what = f"sentinel, a DDP step of {step_ms} ms and more"
+        rows.append(Row(f"{what}: plain", 1e3 * costs.median("plain"), unit="ms"))
+        for (layer, (times, quartiles)), reach in zip(costs.ratios().items(), SENTINEL_REACH, strict=True):
+            rows.append(Row(f"{what}: {layer} / plain", times, reach, quartiles=quartiles))
     return rows
 
 

@@ -2,26 +2,28 @@
 
 A transformer with 25 norm layers. Six copies of it take turns, each with its own optimizer and DDP; one without any
 sentinel. Layers that look at a step now and then are made to look at every step, and their extra time is divided by how
-rarely they would: `Costs.ratio`.
+rarely they would: `Costs.ratios`. What layer 3 does in every step, keep the batch, is timed by itself: it is less than
+the noise of whole steps.
 """
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from _bench_loop import Budget, Timings, interleaved
+from _bench_loop import Budget, Spread, Timings, interleaved
 from _rates_runs import Transformer, logging_off, step_fn
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpstats import Sentinel
 
-STEP_MS = 100
+STEPS_MS = (100, 800)
 """A step takes at least as long, and up to twice that."""
 DIGEST_EVERY, REPLAY_EVERY = 100, 1_000
 BLOCKS, WIDTH, LENGTH = 12, 256, 64  # two norms a block, and one
@@ -39,61 +41,77 @@ _OPTIONS: dict[str, dict[str, Any] | None] = {
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of a step under each of the options."""
+    """Seconds of a step under each of the options; ``keeping``: of what `Sentinel.micro_batch` does around it."""
 
     timings: Timings
+    keeping: Mapping[str, float]
 
     def median(self, name: str) -> float:
         return self.timings.spread(name).median
 
-    def ratios(self) -> dict[str, float]:
-        """Layer -> a step with it / a step without anything. Layers 2 and 3 beside what layer 1 costs."""
-        plain, first = self.median("plain"), self.median("thresholds")
-        digests = (self.median("digests") - first) / DIGEST_EVERY
-        kept = self.median("batches kept") - first
+    def ratios(self) -> dict[str, tuple[float, Spread | None]]:
+        """Layer -> a step with it / a step without anything; layers 2 and 3 without what layer 1 costs."""
+        plain = self.median("plain")
+        digests = (self.median("digests") - self.median("thresholds")) / DIGEST_EVERY
+        kept = self.keeping["batches kept"] - self.keeping["thresholds"]
         replays = kept + (self.median("replay") - self.median("batches kept")) / REPLAY_EVERY
         return {
-            "1, thresholds at 25 checkpoints": first / plain,
-            f"2, digests every {DIGEST_EVERY} steps": 1 + digests / plain,
-            f"3, peer replay every {REPLAY_EVERY} steps": 1 + replays / plain,
-            "4, matmul checksum, window open": self.median("window open") / plain,
+            "layer 1, 25 checkpoints": self._ratio("thresholds"),
+            f"layer 2, every {DIGEST_EVERY} steps": (1 + digests / plain, None),
+            f"layer 3, every {REPLAY_EVERY:,} steps": (1 + replays / plain, None),
+            "layer 4, window open": self._ratio("window open"),
         }
 
+    def _ratio(self, name: str) -> tuple[float, Spread]:
+        spread = self.timings.ratios(name, "plain")
+        return spread.median, spread
 
-def sentinel_costs(step_ms: int, budget: Budget) -> Timings:
-    """Seconds per step of each variant. Collective."""
+
+def sentinel_costs(step_ms: int, budget: Budget) -> Costs:
+    """Collective."""
     logging_off()
     tokens = _tokens(_sequences(1e-3 * step_ms))
     variants, sentinels = dict[str, Callable[[int], object]](), list[Sentinel]()
+    keeping: dict[str, list[float]] = {name: [] for name in _OPTIONS}
     for name, options in _OPTIONS.items():
         model = _model()
         sentinel = None if options is None else Sentinel(model, mode=2, **options)
         if sentinel is not None:
             sentinels.append(sentinel)
-        variants[name] = _step(model, sentinel, tokens, is_open=name == "window open")
+        variants[name] = _step(model, sentinel, tokens, keeping[name], is_open=name == "window open")
     for number in range(3):
         for body in variants.values():
             body(number)
     timings = interleaved(variants, budget)
     for sentinel in sentinels:
         sentinel.close()
-    return timings
+    return Costs(timings, {name: statistics.median(seconds) for name, seconds in keeping.items() if seconds})
 
 
 def _step(
-    model: DistributedDataParallel, sentinel: Sentinel | None, tokens: Tensor, *, is_open: bool
+    model: DistributedDataParallel, sentinel: Sentinel | None, tokens: Tensor, keeping: list[float], *, is_open: bool
 ) -> Callable[[int], object]:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
-    def body(_: int) -> None:
-        if is_open and sentinel is not None:
+    def forward_and_backward() -> None:
+        step_fn(model, tokens).backward()  # type: ignore[no-untyped-call]
+
+    def watched(sentinel: Sentinel) -> None:
+        if is_open:
             sentinel.check_matmuls(1)  # for this step: the other variants take turns in this process
+        entering = time.perf_counter()
+        with sentinel.micro_batch(tokens):
+            entered = time.perf_counter()
+            forward_and_backward()
+            leaving = time.perf_counter()
+        keeping.append(entered - entering + time.perf_counter() - leaving)
+        sentinel.step()
+
+    def body(_: int) -> None:
         if sentinel is None:
-            step_fn(model, tokens).backward()  # type: ignore[no-untyped-call]
+            forward_and_backward()
         else:
-            with sentinel.micro_batch(tokens):
-                step_fn(model, tokens).backward()  # type: ignore[no-untyped-call]
-            sentinel.step()
+            watched(sentinel)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -112,7 +130,7 @@ def _tokens(sequences: int) -> Tensor:
 def _sequences(seconds: float) -> int:
     """As many as make a step so long, or up to twice that; the same number on every rank."""
     size = 1
-    while _fastest(_step(_model(), None, _tokens(size), is_open=False)) < seconds:
+    while _fastest(_step(_model(), None, _tokens(size), [], is_open=False)) < seconds:
         size *= 2
     return size
 

@@ -29,13 +29,14 @@ from typing import Any
 
 import torch
 from _bench_calls import Measured, measure
-from _bench_capture import STEPS_MS, capture_costs
+from _bench_capture import STEPS_MS as CAPTURE_STEPS_MS, capture_costs
 from _bench_costs import import_cost, memory, payload_on_thread, payloads
 from _bench_guard import ddp_step_costs, guard_costs, plain_costs
 from _bench_integrations import LIBRARIES, integration_costs
 from _bench_loop import Budget, Spread, Timings
 from _bench_plot import draw
 from _bench_rows import GATED_WORLD, Findings, Row, rows_of, table, times_table
+from _bench_sentinel import STEPS_MS as SENTINEL_STEPS_MS, sentinel_costs
 
 from ddpstats.testing import run_ranks, run_threads
 
@@ -58,6 +59,8 @@ class Plan:
     guard_rounds: int
     capture: Budget  # of each length of a step
     capture_steps_ms: Sequence[int]
+    sentinel: Budget  # of each length of a step
+    sentinel_steps_ms: Sequence[int]
     integration_rounds: int
     integrations: Sequence[str]
 
@@ -77,7 +80,9 @@ FULL = Plan(
     imports=15,
     guard_rounds=40,
     capture=Budget(40.0, at_least=30),
-    capture_steps_ms=STEPS_MS,
+    capture_steps_ms=CAPTURE_STEPS_MS,
+    sentinel=Budget(60.0, at_least=10),
+    sentinel_steps_ms=SENTINEL_STEPS_MS,
     integration_rounds=20,
     integrations=LIBRARIES,
 )
@@ -93,6 +98,8 @@ QUICK = Plan(
     guard_rounds=2,
     capture=Budget(1.0, at_least=2),
     capture_steps_ms=(10,),
+    sentinel=Budget(1.0, at_least=2),
+    sentinel_steps_ms=(10,),
     integration_rounds=2,
     integrations=("torcheval",),
 )
@@ -127,6 +134,8 @@ def run(plan: Plan, say: Progress) -> Findings:
         found.detail[name] = outcomes.values()[0]
     say("capture")
     found.capture = {step_ms: _on_ranks(capture_costs, 2, step_ms, plan.capture) for step_ms in plan.capture_steps_ms}
+    say("sentinel")
+    found.sentinel = {ms: _on_ranks(sentinel_costs, 2, ms, plan.sentinel) for ms in plan.sentinel_steps_ms}
     for library in plan.integrations:
         say(library)
         costs = _on_ranks(integration_costs, 2, library, plan.integration_rounds)

@@ -2,9 +2,9 @@
 
     scripts/launch.sh dev python scripts/sentinel_rates.py [--flips N] [--clean N] [--json PATH] [--png PATH]
 
-1. Three gloo ranks train a transformer with every layer looking at every step. In every other step one bit flips, of one
-   element, on one rank, in turn in a weight, an activation, its gradient, a parameter's gradient before and after the
-   reduce, and inside a matrix product (`ddpstats.testing.inject_bit_flips`). All 32 bits are equally likely.
+1. Three gloo ranks train a transformer with every layer looking at every step. In every other step one bit flips, of
+   one element, on one rank, in turn in a weight, an activation, its gradient, a parameter's gradient before and after
+   the reduce, and inside a matrix product (`ddpstats.testing.inject_bit_flips`). All 32 bits are equally likely.
 2. Two ranks train it without any fault.
 3. Layers 2 and 3 look now and then, as they would: steps from a fault to the alarm.
 

@@ -53,3 +53,20 @@ def in_overlapping_groups() -> list[list[int]]:
     groups = [dist.new_group([0, 1]), dist.new_group([1, 2])]
     rank = dist.get_rank()
     return [gather_trees(rank, name="g", group=group) for i, group in enumerate(groups) if rank in (i, i + 1)]
+
+
+def buffers_beside_a_gather(apart: bool) -> tuple[list[int], int]:
+    """Collectives of each of three gathers, and how many numbers an `any_rank` after them sends more than before."""
+    from ddpstats._channel import channel_of
+
+    ddpstats.any_rank(False)
+    protocol = channel_of(None)._protocol
+    assert protocol is not None
+    before, seen = protocol._buffer.capacity, []
+    for size in (300, 300, 100):
+        counted = _gather._counters.collectives
+        trees = gather_trees({"x": torch.arange(size)}, name=f"beside {apart}", apart=apart)
+        assert all(len(tree["x"]) == size for tree in trees)
+        seen.append(_gather._counters.collectives - counted)
+    ddpstats.any_rank(False)
+    return seen, protocol._buffer.capacity - before

@@ -40,6 +40,8 @@ def test_quick_run_reports_every_row_and_writes_json(tmp_path: Path) -> None:
         "steady call, peak beside the result",
         "import ddpstats, beyond a bare interpreter",
         "import ddpstats: loads torch",
+        "sentinel, a DDP step of 10 ms and more: layer 1, 25 checkpoints / plain",
+        "sentinel, a DDP step of 10 ms and more: layer 4, window open / plain",
     ):
         assert row in done.stdout
     assert "2 ranks, 50 keys" in done.stderr  # progress

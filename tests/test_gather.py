@@ -13,7 +13,7 @@ from ddpstats._gather import gather_trees
 from ddpstats._protocol import room_for
 from ddpstats._tensor_wire import CannotEncode, decode, encode
 from ddpstats.errors import ProtocolMismatch
-from ddpstats.testing import RankPool
+from ddpstats.testing import RankPool, run_ranks
 from ddpstats.testing._threads import run_threads
 from tests import gather_runs as runs
 
@@ -159,6 +159,15 @@ def test_room_follows_the_sizes(two_ranks: RankPool) -> None:
         assert counts[1] == counts[5] == counts[6] == 1  # steady state
         assert max(counts) <= 7
         assert counts[8] == 2  # more than what rides along: control lanes, then payloads
+
+
+def test_a_gather_that_is_apart_leaves_the_shared_buffer_as_it_is() -> None:
+    for seen, grown in run_ranks(runs.buffers_beside_a_gather, 2, True, timeout_sec=60).values():
+        assert seen[1:] == [2, 2]
+        assert grown == 0
+    for seen, grown in run_ranks(runs.buffers_beside_a_gather, 2, False, timeout_sec=60).values():
+        assert seen[1:] == [1, 1]
+        assert grown > 300
 
 
 def test_the_own_tree_keeps_its_graph(two_ranks: RankPool) -> None:

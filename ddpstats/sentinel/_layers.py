@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -103,6 +104,12 @@ class Layers:
         self.window.faults, self.window.fault_count = [], 0
         return found
 
+    def _close_window(self) -> None:
+        self.window.close()
+        if self.window.problem is not None:
+            warnings.warn(f"Sentinel: products went unchecked: {self.window.problem!r}", stacklevel=2)
+            self.window.problem = None
+
     def next_step(self) -> None:
         """The step is judged: let go of it."""
         self._steps += 1
@@ -111,7 +118,7 @@ class Layers:
         if self._window_steps:
             self._window_steps -= 1
             if not self._window_steps:
-                self.window.close()
+                self._close_window()
         self._expect()
 
     def close(self) -> None:

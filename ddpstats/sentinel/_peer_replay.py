@@ -38,6 +38,7 @@ Gathered = Callable[[Callable[[], Any], str], dict[int, Any]]
 """Every rank's tree by global rank. Collective: called with what makes this rank's tree, and what it is."""
 
 MOST_BYTES = 64 << 20  # of all batches that are handed out at a time: every rank receives them
+_SHOWN_NAMES = 5
 _ROOM = 8.0  # times the noise that was measured
 _MOST_NOISE = 1e-2  # of the largest norm: beyond that it is another computation
 
@@ -215,7 +216,19 @@ class PeerReplay:
             self._noise = None  # measured anew at the next time
             self._say(found.text)
             return None
-        return Finding("peer replay", found.culprit_ranks, "gradients", found.text)
+        names = self._differing([run.result for run in runs])
+        return Finding("peer replay", found.culprit_ranks, names[0], f"{found.text}\n{_names_text(names)}")
+
+    def _differing(self, results: Sequence[Witness]) -> list[str]:
+        """Parameters whose gradient is not the same in all of them."""
+        rows = torch.stack([one.digests for one in results])
+        differs = (rows != rows[0]).any(0).tolist()
+        return [name for name, one in zip(self._reruns.names, differs, strict=True) if one]
+
+
+def _names_text(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
+    return f"Gradients that differ: {', '.join(names[:_SHOWN_NAMES])}{more}."
 
 
 def _chosen(offers: Mapping[int, dict[str, Any]], turn: int, doubted: Sequence[int]) -> list[int]:

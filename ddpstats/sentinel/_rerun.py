@@ -63,6 +63,11 @@ class Reruns:
         return self._record.device
 
     @property
+    def names(self) -> list[str]:
+        """Of the parameters that a `Witness` is about."""
+        return [name for name, parameter in self._record.module.named_parameters() if parameter.requires_grad]
+
+    @property
     def buffers(self) -> dict[str, Tensor]:
         """As before the step."""
         return dict(self._record.buffers or {})

@@ -237,9 +237,8 @@ class Sentinel:
         if layers.compares_digests and layers.replicas is not None:
             divergence = layers.replicas.compare(self._gathered, self._step)
             if divergence is not None:
-                findings.append(
-                    Finding("replica digests", divergence.culprit_ranks, divergence.name, divergence.message)
-                )
+                text = divergence.message.removeprefix(f"step {self._step}: ")
+                findings.append(Finding("replica digests", divergence.culprit_ranks, divergence.name, text))
         if layers.replays and layers.peer_replay is not None:
             found = layers.peer_replay.examine(self._gathered)
             findings += [] if found is None else [found]
