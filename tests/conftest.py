@@ -19,3 +19,10 @@ def two_ranks() -> Iterator[RankPool]:
 def three_ranks() -> Iterator[RankPool]:
     with RankPool(3, timeout_sec=60) as pool:
         yield pool
+
+
+@pytest.fixture(scope="module")
+def four_ranks() -> Iterator[RankPool]:
+    """Of one module only: four processes are many for two cores."""
+    with RankPool(4, timeout_sec=60) as pool:
+        yield pool

@@ -28,6 +28,7 @@ PURE = [
     "errors",
     "_version",
     "_atomic",
+    "_micro_batch",
     "capture._fields",
     "capture._manifest",
     "sentinel._settings",

@@ -13,14 +13,12 @@
 from __future__ import annotations
 
 import logging
-import operator
 import time
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
-from types import TracebackType
 from typing import Any, get_args
 
 import torch
@@ -28,6 +26,7 @@ import torch
 from ddpstats._channel import channel_of
 from ddpstats._gather import gather_trees
 from ddpstats._gradients import GradientWatch, any_bad, unwrapped
+from ddpstats._micro_batch import Running, checked_step
 from ddpstats._plain import CannotStore, to_plain
 from ddpstats._ranks import holders_lines, ranks_text
 from ddpstats._step_record import MicroBatch, StepRecord
@@ -43,7 +42,6 @@ from ddpstats.errors import BundleError, ConfigError
 from ddpstats.reduce import count_ranks
 
 _logger = logging.getLogger("ddpstats")
-_MOST_STEPS = 10**15
 
 
 class NaNCapture:
@@ -160,7 +158,7 @@ class NaNCapture:
         if self._closed or self._running is not None:
             raise ConfigError(f"NaNCapture.check() {'after close()' if self._closed else 'inside micro_batch()'}")
         if step is not None:
-            self._step = _checked_step(step)
+            self._step = checked_step(step, "NaNCapture.check")
         if not self._settings_agreed:
             self._agree_on_settings()
         count, _ = count_ranks("NaNCapture.check", self._look(), self._group)
@@ -325,38 +323,14 @@ class NaNCapture:
         self._source.forget()
 
 
-class _Running:
-    """The context of one micro-batch."""
-
+class _Running(Running[MicroBatch]):
     def __init__(self, capture: NaNCapture, batch: Any) -> None:
-        self._capture, self._batch, self._entered = capture, batch, False
-
-    def __enter__(self) -> MicroBatch:
-        if self._entered:
-            raise ConfigError("this micro_batch() was entered before; each micro-batch takes one of its own")
-        batch, self._batch, self._entered = self._batch, None, True
-        return self._capture._begin(self, batch)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        other = self._capture._end(error)
-        if other is not None:
-            raise other from error
+        super().__init__(capture, batch)
+        self._capture = capture
 
     def discard(self) -> None:
         """Leave in place of ``__exit__``, as if it had never been entered: the batch was not run after all. Local."""
         self._capture._discard()
-
-
-def _checked_step(step: Any) -> int:
-    try:
-        found = operator.index(step)
-    except TypeError:
-        found = -1
-    if not 0 <= found < _MOST_STEPS:
-        raise ConfigError(f"NaNCapture.check(step={step!r}): a whole number, 0 or more")
-    return found
 
 
 def _refuse_problems(details: Mapping[int, Mapping[str, Any]]) -> None:

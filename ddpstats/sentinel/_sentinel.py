@@ -11,18 +11,17 @@
 from __future__ import annotations
 
 import logging
-import operator
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from types import TracebackType
 from typing import Any
 
 from torch import nn
 
 from ddpstats._channel import channel_of
 from ddpstats._gather import gather_trees
+from ddpstats._micro_batch import Running, checked_step
 from ddpstats._ranks import ranks_text
 from ddpstats._step_record import MicroBatch
 from ddpstats.errors import ConfigError, SentinelAlarm
@@ -38,7 +37,6 @@ from ddpstats.sentinel._rerun import ReplayFn
 from ddpstats.sentinel._verdict import Finding, Verdict
 
 _logger = logging.getLogger("ddpstats")
-_MOST_STEPS = 10**15
 
 
 class Sentinel:
@@ -124,7 +122,7 @@ class Sentinel:
         self._step = 0
         self._agreed = False
         self._closed = False
-        self._running: _Running | None = None
+        self._running: Any = None
         self._problem: Exception | None = None
         self._first_alarm: Verdict | None = None
         self._alarmed_before = False  # in the step before this one
@@ -132,7 +130,7 @@ class Sentinel:
         for text in (*self._options.warnings, *(self._layers.warnings if self._layers else ())):
             warnings.warn(f"Sentinel: {text}", stacklevel=2)
 
-    def micro_batch(self, batch: Any) -> _Running:
+    def micro_batch(self, batch: Any) -> Running[MicroBatch | None]:
         """A context manager around the forward and backward pass of one micro-batch; needed for replay only. Local.
 
         It gives a `ddpstats.capture.MicroBatch`, whose ``factor`` the caller sets where the loss that ``replay_fn``
@@ -145,7 +143,7 @@ class Sentinel:
         Raises:
             ConfigError: inside another micro-batch, or after `close`.
         """
-        return _Running(self, batch)
+        return Running(self, batch)
 
     def step(self, *, step: int | None = None) -> Verdict:
         """Judge the step: after the last ``backward()``, before ``optimizer.step()`` and ``scaler.update()``.
@@ -164,7 +162,7 @@ class Sentinel:
         if self._closed or self._running is not None:
             raise ConfigError(f"Sentinel.step() {'after close()' if self._closed else 'inside micro_batch()'}")
         if step is not None:
-            self._step = _checked_step(step)
+            self._step = checked_step(step, "Sentinel.step")
         if not self._agreed:
             self._agree()
         self.verdict = Verdict(self._step)
@@ -201,13 +199,13 @@ class Sentinel:
 
     # -- one micro-batch ----------------------------------------------------------------------------------------------
 
-    def _begin(self, running: _Running, batch: Any) -> MicroBatch | None:
+    def _begin(self, running: Any, batch: Any) -> MicroBatch | None:
         if self._closed or self._running is not None:
             raise ConfigError(f"micro_batch() {'after close()' if self._closed else 'inside another micro_batch()'}")
         self._running = running
         return None if self._layers is None else self._layers.begin(batch)
 
-    def _end(self) -> None:
+    def _end(self, error: BaseException | None) -> None:
         self._running = None
         if self._layers is not None:
             try:
@@ -321,34 +319,6 @@ class Sentinel:
         if self._rank == min(self._ranks) and verdict.layers != ("thresholds",):  # which have lines of their own
             _logger.error("%s", verdict.message)
         return verdict
-
-
-class _Running:
-    """The context of one micro-batch."""
-
-    def __init__(self, sentinel: Sentinel, batch: Any) -> None:
-        self._sentinel, self._batch, self._entered = sentinel, batch, False
-
-    def __enter__(self) -> MicroBatch | None:
-        if self._entered:
-            raise ConfigError("this micro_batch() was entered before; each micro-batch takes one of its own")
-        batch, self._batch, self._entered = self._batch, None, True
-        return self._sentinel._begin(self, batch)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._sentinel._end()
-
-
-def _checked_step(step: Any) -> int:
-    try:
-        found = operator.index(step)
-    except TypeError:
-        found = -1
-    if not 0 <= found < _MOST_STEPS:
-        raise ConfigError(f"Sentinel.step(step={step!r}): a whole number, 0 or more")
-    return found
 
 
 def _release(layers: Layers | None) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import threading
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,6 @@ from tests.capture.capture_runs import Plan
 
 NAN, INF = float("nan"), float("inf")
 REPLAY = ["--model", "tests.capture.capture_runs:make_model", "--step", "tests.capture.capture_runs:noisy_step"]
-
-
-@pytest.fixture(scope="module")
-def four_ranks() -> Iterator[RankPool]:
-    with RankPool(4, timeout_sec=60) as pool:
-        yield pool
 
 
 def manifest_of(bundle: Path) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import importlib
 import json
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,12 +44,6 @@ STEPS = {
     "espnet": "ddpstats.integrations.espnet:step",
     "accelerate": "tests.capture.trainer_runs:accelerate_step",
 }
-
-
-@pytest.fixture(scope="module")
-def four_ranks() -> Iterator[RankPool]:
-    with RankPool(4, timeout_sec=60) as pool:
-        yield pool
 
 
 def trained(pool: RankPool, scenario: Scenario) -> list[Trained]:

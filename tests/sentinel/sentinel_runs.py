@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpstats import ConfigError, Sentinel, SentinelAlarm
 from ddpstats.sentinel import Verdict
-from ddpstats.testing import BitFlip, count_collectives, inject_bit_flips
+from ddpstats.testing import BitFlip, RankPool, count_collectives, inject_bit_flips
 
 
 class Block(nn.Module):
@@ -176,6 +176,25 @@ def train(plan: Plan) -> Outcome:
     outcome.random = torch.get_rng_state()
     outcome.hooks = hooks_of(inner) - before
     return outcome
+
+
+# -- in the test's own process ----------------------------------------------------------------------------------------
+
+
+def trained(pool: RankPool, plan: Plan) -> list[Outcome]:
+    outcomes: list[Outcome] = pool.run(train, plan).values()
+    return outcomes
+
+
+def alarm_of(outcomes: list[Outcome]) -> tuple[int, tuple[str, ...], tuple[int, ...], str]:
+    """The one alarm, which every rank must have raised in the same words."""
+    first = outcomes[0].alarms
+    assert len(first) == 1
+    assert all(one.alarms == first for one in outcomes)
+    return first[0]
+
+
+# -- on the ranks ------------------------------------------------------------------------------------------------------
 
 
 def _backward(plan: Plan, model: nn.Module, sentinel: Sentinel | None, step: int, rank: int) -> float:

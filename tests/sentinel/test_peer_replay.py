@@ -2,34 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from ddpstats.testing import BitFlip, RankPool
 from tests.sentinel import sentinel_runs as runs
-from tests.sentinel.sentinel_runs import Outcome, Plan
+from tests.sentinel.sentinel_runs import Plan, alarm_of, trained
 
 OPTIONS: dict[str, Any] = {"mode": 2, "replay_every_steps": 2, "replay_fn": runs.step_fn}
-
-
-@pytest.fixture(scope="module")
-def four_ranks() -> Iterator[RankPool]:
-    with RankPool(4, timeout_sec=60) as pool:
-        yield pool
-
-
-def trained(pool: RankPool, plan: Plan) -> list[Outcome]:
-    outcomes: list[Outcome] = pool.run(runs.train, plan).values()
-    return outcomes
-
-
-def alarm_of(outcomes: list[Outcome]) -> tuple[int, tuple[str, ...], tuple[int, ...], str]:
-    first = outcomes[0].alarms
-    assert len(first) == 1
-    assert all(one.alarms == first for one in outcomes)
-    return first[0]
 
 
 def gradient_flip(step: int, rank: int, *, sticky: bool = False) -> BitFlip:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,12 +15,6 @@ from ddpstats.sentinel._divergence import Divergence
 from ddpstats.testing import RankPool, RanksFailed
 from tests.sentinel import replicas_runs as runs
 from tests.sentinel.replicas_runs import Flip, Plan
-
-
-@pytest.fixture(scope="module")
-def four_ranks() -> Iterator[RankPool]:
-    with RankPool(4, timeout_sec=60) as pool:
-        yield pool
 
 
 def same_on_all(outcomes: list[dict[str, Any]]) -> list[Divergence | None]:

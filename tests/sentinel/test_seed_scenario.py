@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-
-import pytest
 
 from ddpstats.testing import RankPool
 from tests.sentinel import scenario_runs as runs
 from tests.sentinel.seed_log import MODE_1, MODE_2, MODE_3, MODE_3_CONSTANTS, MODE_3_NORMAL
 
 FIELD = re.compile(r"(\w+) = \[([^]]*)\]")
-
-
-@pytest.fixture(scope="module")
-def four_ranks() -> Iterator[RankPool]:
-    with RankPool(4, timeout_sec=60) as pool:
-        yield pool
 
 
 def fields(line: str) -> list[tuple[str, str]]:

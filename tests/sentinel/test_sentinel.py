@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from torch import nn
 from ddpstats import ConfigError, Sentinel, SentinelAlarm
 from ddpstats.testing import BitFlip, PerRank, RankPool, run_ranks
 from tests.sentinel import sentinel_runs as runs
-from tests.sentinel.sentinel_runs import Outcome, Plan
+from tests.sentinel.sentinel_runs import Plan, alarm_of, trained
 
 EXPONENT = 30  # of float32: the highest bit; a number below 2 becomes 2**128 times as large
 EVERYTHING: dict[str, Any] = {
@@ -22,25 +21,6 @@ EVERYTHING: dict[str, Any] = {
     "replay_fn": runs.step_fn,
     "matmul_checksum": True,
 }
-
-
-@pytest.fixture(scope="module")
-def four_ranks() -> Iterator[RankPool]:
-    with RankPool(4, timeout_sec=60) as pool:
-        yield pool
-
-
-def trained(pool: RankPool, plan: Plan) -> list[Outcome]:
-    outcomes: list[Outcome] = pool.run(runs.train, plan).values()
-    return outcomes
-
-
-def alarm_of(outcomes: list[Outcome]) -> tuple[int, tuple[str, ...], tuple[int, ...], str]:
-    """The one alarm, which every rank must have raised in the same words."""
-    first = outcomes[0].alarms
-    assert len(first) == 1
-    assert all(one.alarms == first for one in outcomes)
-    return first[0]
 
 
 # -- what stays as it was ---------------------------------------------------------------------------------------------
