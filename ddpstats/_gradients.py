@@ -256,9 +256,9 @@ class Arrivals:
         """One per parameter of the module, float64, on the host; `NO_GRADIENT` where none came; None without any."""
         if not self._measured():
             return None
-        found = torch.full((len(self._place),), NO_GRADIENT, dtype=torch.float64)
+        found = torch.full((len(self._place),), NO_GRADIENT, dtype=torch.float64, device="cpu")
         for parameters, norms in self._measured():
-            places = torch.tensor([self._place[id(parameter)] for parameter in parameters])
+            places = torch.tensor([self._place[id(parameter)] for parameter in parameters], device="cpu")
             found[places] = norms.to("cpu", torch.float64)
         return found
 
@@ -302,13 +302,13 @@ def measure(gradients: Sequence[Tensor | None]) -> Tensor:
 
     The 2-norm on the CPU, the largest magnitude elsewhere: bit for bit what `GradientWatch` measures.
     """
-    found = torch.full((len(gradients),), NO_GRADIENT, dtype=torch.float64)
+    found = torch.full((len(gradients),), NO_GRADIENT, dtype=torch.float64, device="cpu")
     places = [place for place, gradient in enumerate(gradients) if gradient is not None]
     if places:
         with torch.no_grad():
             values = [_values(gradient) for gradient in gradients if gradient is not None]
             norms = _gathered(_norms(values))
-            found[torch.tensor(places)] = _exact(values, norms.cpu()).to(torch.float64)
+            found[torch.tensor(places, device="cpu")] = _exact(values, norms.cpu()).to(torch.float64)
     return found
 
 

@@ -16,10 +16,10 @@ _MOST_STEPS = 10**15
 class Owner(Protocol[T_co]):
     """Whose micro-batch it is."""
 
-    def _begin(self, running: Any, batch: Any) -> T_co:
+    def _begin(self, running: Any, batch: Any, /) -> T_co:
         """What the context gives. Raises where a micro-batch cannot begin now."""
 
-    def _end(self, error: BaseException | None) -> BaseException | None:
+    def _end(self, error: BaseException | None, /) -> BaseException | None:
         """It is through, or raised ``error``. Returns what to raise in place of that; None leaves it."""
 
 

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 from ddpstats import _intercept
 from ddpstats.errors import ConfigError
 
+_graph_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
+
 
 @contextmanager
 def no_collectives(what: str) -> Iterator[None]:
-    """No collective may run: no other rank takes part. ``what``: the user's function, for the error, `ConfigError`."""
+    """No collective may run in this thread, or in a backward pass: no other rank takes part.
+
+    Those of other threads, such as a checkpoint that is written meanwhile on a group of its own, go on as they do.
+    ``what``: the user's function, for the error, `ConfigError`.
+    """
     watcher = _Refusing(what)
     _intercept.subscribe(watcher)
     try:
@@ -25,9 +33,12 @@ def no_collectives(what: str) -> Iterator[None]:
 
 class _Refusing:
     def __init__(self, what: str) -> None:
-        self._what = what
+        self._what, self._thread = what, threading.get_ident()
 
     def before(self, call: _intercept.Collective) -> None:
+        # An accelerator's part of a backward pass runs in threads of autograd's own.
+        if threading.get_ident() != self._thread and _graph_task() == -1:
+            return
         raise ConfigError(f"{self._what} communicates ({call.op}), and only one rank runs it here")
 
     def after(self, call: _intercept.Collective, work: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-_DTYPES = {str(dtype): dtype for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
+FLOAT_DTYPES = {str(dtype): dtype for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
 
 
 @contextlib.contextmanager
@@ -17,32 +17,45 @@ def as_in(environment: Mapping[str, Any]) -> Iterator[None]:
     before = switches()
     wanted = {name: environment[name] for name in before if type(environment.get(name)) is type(before[name])}
     try:
-        _switch({**before, **wanted})
+        _switch(wanted)
         yield
     finally:
         _switch(before)
 
 
 def switches() -> dict[str, Any]:
-    """As they are now, as plain values by name."""
-    return {
+    """As they are now, as plain values by name; without those that torch does not tell."""
+    found = {
         "threads": torch.get_num_threads(),
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
         "cudnn_deterministic": bool(torch.backends.cudnn.deterministic),
         "cudnn_benchmark": bool(torch.backends.cudnn.benchmark),
-        "matmul_precision": torch.get_float32_matmul_precision(),
         "default_dtype": str(torch.get_default_dtype()),
     }
+    with contextlib.suppress(RuntimeError):  # where precision was set by backend, in torch's newer way
+        found["matmul_precision"] = torch.get_float32_matmul_precision()
+    return found
 
 
 def _switch(values: Mapping[str, Any]) -> None:
-    if 1 <= values["threads"] <= 1024:
-        torch.set_num_threads(values["threads"])
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(values["deterministic_algorithms"], warn_only=warn_only)
-    torch.backends.cudnn.deterministic = values["cudnn_deterministic"]
-    torch.backends.cudnn.benchmark = values["cudnn_benchmark"]
-    if values["matmul_precision"] in ("highest", "high", "medium"):
-        torch.set_float32_matmul_precision(values["matmul_precision"])
-    if values["default_dtype"] in _DTYPES:
-        torch.set_default_dtype(_DTYPES[values["default_dtype"]])
+    """Only what is not so already: ``torch.use_deterministic_algorithms`` imports torch's compiler, in seconds."""
+    now = switches()
+    for name, value in values.items():
+        if name in now and value != now[name]:
+            _set(name, value)
+
+
+def _set(name: str, value: Any) -> None:
+    if name == "threads" and 1 <= value <= 1024:
+        torch.set_num_threads(value)
+    elif name == "deterministic_algorithms":
+        warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+        torch.use_deterministic_algorithms(value, warn_only=warn_only)
+    elif name == "cudnn_deterministic":
+        torch.backends.cudnn.deterministic = value
+    elif name == "cudnn_benchmark":
+        torch.backends.cudnn.benchmark = value
+    elif name == "matmul_precision" and value in ("highest", "high", "medium"):
+        torch.set_float32_matmul_precision(value)
+    elif name == "default_dtype" and value in FLOAT_DTYPES:
+        torch.set_default_dtype(FLOAT_DTYPES[value])

@@ -10,7 +10,7 @@
     ├── RankMissing          a rank died, never called, or came too late
     ├── NonFiniteStat        a NaN or an infinity, where the caller asked for an error
     ├── CollectiveMismatch   ranks are about to combine different things (guard)
-    ├── SentinelAlarm        a value that healthy hardware does not produce (sentinel)
+    ├── SentinelAlarm        what healthy hardware and equal replicas do not produce (sentinel)
     ├── BundleError          a capture that is incomplete, damaged or hostile (capture)
     └── DumpError            a dump that cannot be written or read (dump)
 
@@ -112,7 +112,7 @@ class CollectiveMismatch(DdpstatsError):
 
 
 class SentinelAlarm(DdpstatsError):
-    """Raised on every rank when a value was seen that healthy hardware does not produce; no parameter has it yet.
+    """Raised on every rank when the sentinel found what should not be, before the step is applied.
 
     Attributes:
         step: the training step.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -80,12 +80,20 @@ class Trial:
     after: float
 
 
+@dataclass(frozen=True)
+class Flipped:
+    """All trials, and alarms in the clean steps between them: layer -> how many."""
+
+    trials: list[Trial]
+    false_alarms: dict[str, int]
+
+
 class Trainer:
     """A model in training, watched by every layer in every step, and by both detectors."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         torch.manual_seed(0)
-        self.model = DistributedDataParallel(Transformer(32, 2))
+        self.model = DistributedDataParallel(Transformer(32, 2).to(dtype))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self._watched: dict[str, Sentinel] = {
             "v2": Sentinel(
@@ -123,12 +131,20 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
+    @property
+    def products_checked(self) -> int:
+        """By layer 4. Raises where a check failed."""
+        layers = self._watched["v2"]._layers
+        assert layers is not None
+        assert layers.window.problem is None
+        return layers.window.checked
+
     def close(self) -> None:
         for one in self._watched.values():
             one.close()
 
 
-def _flips(seed: int, count: int, model: nn.Module) -> list[BitFlip]:
+def _flips(seed: int, count: int, model: nn.Module, bits: int) -> list[BitFlip]:
     """Kinds in turn; all else is drawn, and the same on every rank."""
     drawn = random.Random(seed)
     parameters = [name for name, _ in model.named_parameters()]
@@ -140,7 +156,7 @@ def _flips(seed: int, count: int, model: nn.Module) -> list[BitFlip]:
             drawn.choice(names.get(KINDS[place % len(KINDS)], parameters)),
             KINDS[place % len(KINDS)],
             element=drawn.randrange(1 << 30),
-            bit=drawn.randrange(32),
+            bit=drawn.randrange(bits),
             step=0,
             rank=drawn.randrange(dist.get_world_size()),
         )
@@ -148,15 +164,15 @@ def _flips(seed: int, count: int, model: nn.Module) -> list[BitFlip]:
     ]
 
 
-def flip_bits(seed: int, count: int) -> list[Trial]:
+def flip_bits(seed: int, count: int, dtype: torch.dtype = torch.float32) -> Flipped:
     """One flip a step, which is not applied; between two of them one clean step, which is. Rank 0's answer counts."""
     logging_off()
-    trainer, trials = Trainer(), list[Trial]()
+    trainer, flipped = Trainer(dtype), Flipped([], {})
     for _ in range(WARM_UP_STEPS):
         trainer.step()
         trainer.apply()
     inner = trainer.model.module
-    for flip in _flips(seed, count, inner):
+    for flip in _flips(seed, count, inner, 8 * dtype.itemsize):
         kept = [parameter.detach().clone() for parameter in inner.parameters()]
         with inject_bit_flips(trainer.model, [flip]) as faults:
             found = trainer.step()
@@ -165,11 +181,13 @@ def flip_bits(seed: int, count: int) -> list[Trial]:
             torch._foreach_copy_(list(inner.parameters()), kept)
         applied = _from_rank(flip.rank, [(one.before, one.after) for one in faults.applied][:1])
         if applied:
-            trials.append(Trial(flip, {layer: ranks == (flip.rank,) for layer, ranks in found.items()}, *applied[0]))
-        trainer.step()
+            named = {layer: ranks == (flip.rank,) for layer, ranks in found.items()}
+            flipped.trials.append(Trial(flip, named, *applied[0]))
+        for layer in [*trainer.step(), *([] if applied else found)]:
+            flipped.false_alarms[layer] = flipped.false_alarms.get(layer, 0) + 1
         trainer.apply()
     trainer.close()
-    return trials
+    return flipped
 
 
 def _from_rank(rank: int | None, value: list[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -179,57 +197,59 @@ def _from_rank(rank: int | None, value: list[tuple[float, float]]) -> list[tuple
 
 
 def train_cleanly(steps: int) -> dict[str, int]:
-    """So many steps without a fault: layer -> alarms. And what `Sentinel` warned of."""
+    """So many steps without a fault: layer -> alarms; "warnings" of the sentinel; "products" that layer 4 checked."""
     logging_off()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer, alarms = Trainer(), dict[str, int]()
+        trainer, found = Trainer(), dict[str, int]()
         for _ in range(steps):
             for layer in trainer.step():
-                alarms[layer] = alarms.get(layer, 0) + 1
+                found[layer] = found.get(layer, 0) + 1
             trainer.apply()
+        found["products"] = trainer.products_checked
         trainer.close()
-    alarms["warnings"] = len([one for one in caught if "Sentinel" in str(one.message)])
-    return alarms
+    found["warnings"] = len([one for one in caught if "Sentinel" in str(one.message)])
+    return found
 
 
-def delays(seed: int, trials: int, every: int, kind: Where, *, sticky: bool) -> list[int]:
-    """Steps from a fault to the alarm, with layers 2 and 3 in every ``every``-th step."""
+def delays(seed: int, trials: int, every: int, kind: Where, layer: str, *, sticky: bool) -> list[int | None]:
+    """Steps from a fault on rank 1 to ``layer``'s alarm that names it; None where none came in three periods.
+
+    Layers 2 and 3 look at every ``every``-th step. Element and bit are drawn; any other alarm is an error.
+    """
     logging_off()
-    drawn, found = random.Random(seed), list[int]()
+    drawn, found = random.Random(seed), list[int | None]()
     for _ in range(trials):
         torch.manual_seed(0)
         model = DistributedDataParallel(Transformer(32, 1))
         at = drawn.randrange(every, 3 * every)
-        flip = BitFlip("blocks.0.up.weight", kind, drawn.randrange(4096), 20, at, rank=1, sticky=sticky)
+        element, bit = drawn.randrange(4096), drawn.randrange(8, 24)
+        flip = BitFlip("blocks.0.up.weight", kind, element, bit, at, rank=1, sticky=sticky)
         options: dict[str, Any] = {"digest_every_steps": every, "replay_every_steps": every, "replay_fn": step_fn}
         with Sentinel(model, mode=2, **options) as sentinel, inject_bit_flips(model, [flip]) as faults:
-            found.append(_steps_to_alarm(model, sentinel, faults, at, at + 3 * every))
+            alarm = _first_alarm(model, sentinel, faults, at + 3 * every)
+        if alarm is not None and (layer not in alarm.layers or alarm.culprit_ranks != (1,) or alarm.step < at):
+            raise RuntimeError(f"another alarm than was to come: {alarm}")
+        found.append(None if alarm is None else alarm.step - at)
     return found
 
 
-def _steps_to_alarm(model: nn.Module, sentinel: Sentinel, faults: Any, at: int, limit: int) -> int:
+def _first_alarm(model: nn.Module, sentinel: Sentinel, faults: Any, steps: int) -> SentinelAlarm | None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(limit):
+    for step in range(steps):
         batch = tokens_of(step, 4, 16)
         with sentinel.micro_batch(batch):
             step_fn(model, batch).backward()  # type: ignore[no-untyped-call]
         try:
             sentinel.step()
-        except SentinelAlarm:
-            return step - at
+        except SentinelAlarm as alarm:
+            return alarm
         optimizer.step()
         optimizer.zero_grad()
         faults.step()
-    return -1
+    return None
 
 
 def logging_off() -> None:
     """Thousands of alarms are expected."""
-    import logging
-
     logging.getLogger("ddpstats").setLevel(logging.CRITICAL + 1)
-
-
-def in_order(trials: Sequence[Trial], kind: str) -> list[Trial]:
-    return [trial for trial in trials if trial.flip.where == kind]

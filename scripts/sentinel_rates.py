@@ -6,7 +6,8 @@
    one element, on one rank, in turn in a weight, an activation, its gradient, a parameter's gradient before and after
    the reduce, and inside a matrix product (`ddpstats.testing.inject_bit_flips`). All 32 bits are equally likely.
 2. Two ranks train it without any fault.
-3. Layers 2 and 3 look now and then, as they would: steps from a fault to the alarm.
+3. Layers 2 and 3 look now and then, as they would: steps from a fault to the alarm that names its rank.
+4. A part of the flips once more in bfloat16.
 
 A layer has found a flip if it named that rank, and no other, in that step.
 """
@@ -22,8 +23,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from _bench_rows import aligned
-from _rates_runs import KINDS, Trial, delays, flip_bits, train_cleanly
+from _rates_runs import KINDS, Flipped, Trial, delays, flip_bits, train_cleanly
 
 from ddpstats.testing import run_ranks
 
@@ -36,6 +38,8 @@ _GROUPS = {
     "exponent 23-30": range(23, 31),
     "sign": (31,),
 }
+_HALF_GROUPS = {"bits 0-6": range(7), "exponent, 7-13": range(7, 14), "exponent, 14": (14,), "sign, 15": (15,)}
+_HALF_SHARE = 5  # of the flips, one in so many once more in bfloat16
 _LIMIT_SEC = 7200.0
 
 
@@ -60,11 +64,11 @@ def _share(count: int, total: int) -> str:
     return f"{100 * count / total:.1f} %" if total else "-"
 
 
-def report(trials: Sequence[Trial]) -> str:
+def report(trials: Sequence[Trial], groups: Mapping[str, Any]) -> str:
     """Tables by place and by bit; and how often an alarm named a wrong rank."""
     head = ("", "flips", *LAYERS, "any")
     places = rates(trials, {kind: (kind,) for kind in KINDS} | {"all": KINDS}, lambda trial: trial.flip.where)
-    bits = rates(trials, _GROUPS, lambda trial: trial.flip.bit)
+    bits = rates(trials, groups, lambda trial: trial.flip.bit)
     alarms = [right for trial in trials for right in trial.found.values()]
     named = f"alarms: {len(alarms)}; that named the right rank alone: {_share(sum(alarms), len(alarms))}"
     unseen = sum(trial.before == trial.after for trial in trials)
@@ -113,23 +117,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", metavar="PATH", help="write every flip and what found it")
     parser.add_argument("--png", metavar="PATH", help="draw the shares over the position of the bit (needs matplotlib)")
     args = parser.parse_args(argv)
-    trials: list[Trial] = run_ranks(flip_bits, 3, 0, args.flips, timeout_sec=_LIMIT_SEC).values()[0]
-    print(report(trials), flush=True)
+    flipped: Flipped = run_ranks(flip_bits, 3, 0, args.flips, timeout_sec=_LIMIT_SEC).values()[0]
+    print(report(flipped.trials, _GROUPS), flush=True)
+    print(f"false alarms in the {args.flips:,} clean steps between: {flipped.false_alarms or 0}\n", flush=True)
     if args.json:
-        Path(args.json).write_text(json.dumps([dataclasses.asdict(trial) for trial in trials], indent=1) + "\n")
+        text = json.dumps([dataclasses.asdict(trial) for trial in flipped.trials], indent=1)
+        Path(args.json).write_text(text + "\n")
     if args.png:
-        draw(args.png, trials)
-    for what, kind, sticky in (("weight", "weight", False), ("gradient, sticky", "gradient", True)):
-        steps = run_ranks(delays, 3, 0, 20, EVERY, kind, sticky=sticky, timeout_sec=_LIMIT_SEC).values()[0]
-        print(f"steps to the alarm, layers 2 and 3 every {EVERY} steps, {what}: {_steps_text(steps)}", flush=True)
+        draw(args.png, flipped.trials)
+    _show_delays()
     if args.clean:
-        alarms = run_ranks(train_cleanly, 2, args.clean, timeout_sec=_LIMIT_SEC).values()[0]
-        print(f"false alarms in {args.clean:,} steps: { ({name: alarms.get(name, 0) for name in LAYERS}) }")
+        found = run_ranks(train_cleanly, 2, args.clean, timeout_sec=_LIMIT_SEC).values()[0]
+        print(f"alarms in {args.clean:,} steps without a fault: { ({name: found.get(name, 0) for name in LAYERS}) };")
+        print(f"{found['products']:,} products checked, {found['warnings']} warnings\n", flush=True)
+    if args.flips >= _HALF_SHARE:
+        half = run_ranks(flip_bits, 3, 1, args.flips // _HALF_SHARE, torch.bfloat16, timeout_sec=_LIMIT_SEC).values()[0]
+        print(f"bfloat16\n\n{report(half.trials, _HALF_GROUPS)}")
     return 0
 
 
-def _steps_text(steps: Sequence[int]) -> str:
-    return f"median {statistics.median(steps):g}, at least {min(steps)}, at most {max(steps)}, of {len(steps)}"
+def _show_delays() -> None:
+    for what, kind, layer, sticky in (
+        ("a weight, layer 2", "weight", "replica digests", False),
+        ("a gradient before the reduce, a stuck bit, layer 3", "gradient", "peer replay", True),
+    ):
+        steps = run_ranks(delays, 3, 0, 20, EVERY, kind, layer, sticky=sticky, timeout_sec=_LIMIT_SEC).values()[0]
+        seen = [one for one in steps if one is not None]
+        print(
+            f"steps to the alarm, layers 2 and 3 every {EVERY} steps, {what}: median {statistics.median(seen):g}, "
+            f"{min(seen)} to {max(seen)}; {len(steps) - len(seen)} of {len(steps)} not found in {3 * EVERY} steps",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

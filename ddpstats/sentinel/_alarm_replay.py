@@ -1,16 +1,27 @@
-"""The micro-batch of an alarm, once more on its rank and on a peer: hardware, or software and data?"""
+"""The micro-batch of an alarm, once more on its rank and on a peer: hardware, or software and data?
+
+1. The alarm's rank hands out the micro-batch. It and the next rank run it, and tell the gradients and the values at the
+   checkpoints.
+2. Whether these values are normal only the alarm's rank can say: each rank has a past of its own.
+3. What both ranks compute alike is no fault of one of them.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ddpstats.sentinel._peer_replay import Gathered
-from ddpstats.sentinel._rerun import Reruns, attempt
+from ddpstats.sentinel._rerun import Outcome, Reruns, attempt
 
 Values = list[tuple[int, Tensor]]
+
+_RTOL = 1e-2
+_ATOL = 1e-6  # of the largest value: what should cancel to nothing does so up to noise
 
 
 def explain_alarm(
@@ -21,45 +32,93 @@ def explain_alarm(
     owner: int,
     micro_batch: int,
     is_abnormal: Callable[[Values], bool],
+    *,
+    names: Sequence[str] = (),
 ) -> str:
     """Why rank ``owner``'s micro-batch gave a value that is not normal, in words. Collective: two gathers.
 
-    ``ranks``: of the group; ``rank``: this one; ``is_abnormal``: of the values of a rerun.
+    ``ranks``: of the group; ``rank``: this one; ``is_abnormal``: of the values of a rerun, asked on ``owner`` only;
+    ``names``: of the checkpoints, by index.
     """
 
     def handed_out() -> dict[str, Any] | None:
-        if rank != owner:
-            return None
-        own = reruns.packet(micro_batch)
-        return own if own is None or "error" in own else {"plain": own, "buffers": reruns.buffers}
+        return _packet(reruns, micro_batch) if rank == owner else None
 
     packet = gathered(handed_out, "the micro-batch of the alarm")[owner]
-    if packet is None or "error" in packet:
-        why = "it did not run inside micro_batch()" if packet is None else packet["error"]
-        return f"The micro-batch could not be run again: {why}."
+    if "error" in packet:
+        return f"The micro-batch could not be run again: {packet['error']}."
     peer = ranks[(list(ranks).index(owner) + 1) % len(ranks)]
 
     def answer() -> dict[str, Any]:
         if rank not in (owner, peer):
             return {}
-        return attempt(lambda: {"bad": is_abnormal(reruns.run(packet["plain"], packet["buffers"]).values)})
+        outcome = reruns.run(packet["plain"], packet["buffers"])
+        return {**_answer(outcome), "bad": is_abnormal(outcome.values) if rank == owner else None}
 
-    told = gathered(answer, "the micro-batch of the alarm, once more")
-    return _explanation(owner, peer, told[owner], told[peer])
+    told = gathered(lambda: attempt(answer), "the micro-batch of the alarm, once more")
+    return _explanation(owner, peer, told[owner], told[peer], names)
 
 
-def _explanation(owner: int, peer: int, here: Mapping[str, Any], there: Mapping[str, Any]) -> str:
-    for rank, answer in ((owner, here), (peer, there)):
-        if "error" in answer:
-            return f"Rank {rank} could not run the micro-batch again: {answer['error']}"
+def _packet(reruns: Reruns, micro_batch: int) -> dict[str, Any]:
+    def packed() -> dict[str, Any]:
+        own = reruns.packet(micro_batch)
+        if own is None:
+            return {"error": "it did not run inside micro_batch()"}
+        return own if "error" in own else {"plain": own, "buffers": reruns.buffers}
+
+    return attempt(packed)
+
+
+def _answer(outcome: Outcome) -> dict[str, Any]:
+    """Of one run: the gradients' digests, and a list of (checkpoint, value)."""
+    values = [(index, float(value)) for index, value in outcome.values]
+    return {"digests": outcome.witness.digests, "values": values}
+
+
+def _explanation(owner: int, peer: int, here: Mapping[str, Any], there: Mapping[str, Any], names: Sequence[str]) -> str:
+    if "error" in here:
+        return _failed(owner, here)
     again = f"Run again on rank {owner}, the micro-batch gives "
     if not here["bad"]:
         return again + "normal values: a transient fault of its hardware, or a race."
     if peer == owner:
         return again + "such a value again; there is no other rank to tell hardware from software."
-    if not there["bad"]:
-        return (
-            f"{again}such a value again, and on rank {peer} it does not: hardware of rank {owner}, or something that "
-            "only it holds."
-        )
-    return f"{again}such a value again, and so it does on rank {peer}: software or data, not hardware."
+    if "error" in there:
+        return f"{again}such a value again. {_failed(peer, there)}"
+    differing = None if torch.equal(here["digests"], there["digests"]) else _first_difference(here, there)
+    if differing is None:
+        return f"{again}such a value again, and so it does on rank {peer}: software or data, not hardware."
+    place, value, other = differing
+    return (
+        f"{again}such a value again, and on rank {peer} it does not: hardware of rank {owner}, or something that only "
+        f"it holds. {_name(place, names)} has {value:.4g} on rank {owner} and {other:.4g} on rank {peer}."
+    )
+
+
+def _failed(rank: int, answer: Mapping[str, Any]) -> str:
+    return f"Rank {rank} could not run the micro-batch again: {answer['error']}"
+
+
+def _first_difference(here: Mapping[str, Any], there: Mapping[str, Any]) -> tuple[int, float, float] | None:
+    """(checkpoint, the value here, the value there) of the first ones that are not about the same; NaN for none."""
+    mine, theirs = here["values"], there["values"]
+    largest = max((abs(value) for _, value in (*mine, *theirs) if math.isfinite(value)), default=0.0)
+    for (index, value), (other_index, other) in zip(mine, theirs, strict=False):
+        if index != other_index:
+            return index, value, math.nan
+        if not _is_about(value, other, _ATOL * largest):
+            return index, value, other
+    shorter = min(len(mine), len(theirs))
+    if len(mine) > shorter:
+        return (*mine[shorter], math.nan)
+    return (theirs[shorter][0], math.nan, theirs[shorter][1]) if len(theirs) > shorter else None
+
+
+def _is_about(one: float, other: float, room: float) -> bool:
+    if not (math.isfinite(one) and math.isfinite(other)):
+        return not (math.isfinite(one) or math.isfinite(other))
+    return math.isclose(one, other, rel_tol=_RTOL, abs_tol=room)
+
+
+def _name(index: int, names: Sequence[str]) -> str:
+    return names[index] if index < len(names) else f"Checkpoint {index}"

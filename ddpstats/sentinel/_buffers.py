@@ -1,7 +1,8 @@
 """Buffers as they were when a step began: as replicas have them alike, before batch norm changes each rank's own.
 
 DistributedDataParallel has broadcast rank 0's by the time the module inside it begins its forward pass: there they are
-copied, in the steps in which somebody wants them. Running statistics that nobody broadcasts are left out.
+copied, in the steps in which somebody wants them. Running statistics that nobody broadcasts are left out. After a
+forward pass that trained nothing it broadcasts none: then no buffer in it is looked at in this step.
 
 Checked on torch 2.13. Of its internals: ``DistributedDataParallel.parameters_to_ignore`` and
 ``will_sync_module_buffers``; without the first nothing more is ignored, without the second ``broadcast_buffers`` says
@@ -51,7 +52,9 @@ class Unit:
         self._handle = self.module.register_forward_pre_hook(_ForwardHook(self), prepend=True)
 
     def taken(self) -> dict[str, Tensor] | None:
-        """Name in the model -> copy, of the buffers that must be equal; None where no forward pass came."""
+        """Name in the model -> copy, of the buffers that must be equal; None where no forward pass came, or no
+        broadcast with it.
+        """
         return self._taken
 
     def forget(self) -> None:
@@ -68,22 +71,22 @@ class Unit:
 
     def _about_to_run(self) -> None:
         self.forget()
-        if any(nn.parameter.is_lazy(buffer) for buffer in self.module.buffers()):
+        if any(nn.parameter.is_lazy(buffer) for buffer in self.module.buffers()) or self._misses_its_broadcast():
             return
         if self._buffers is None:
             self._buffers = BufferCopies(self.module)
         left_out = self.ignored() | self._others_names()
-        if not self._is_broadcast():
+        if self._replica is None or not self._replica.broadcast_buffers:
             left_out |= running_names(self.module)
         copies = self._buffers.take()
         self._taken = {self._prefix + name: copy for name, copy in copies.items() if name not in left_out}
 
-    def _is_broadcast(self) -> bool:
-        """In this forward pass: after one that trained nothing there is no broadcast."""
-        if self._replica is None:
+    def _misses_its_broadcast(self) -> bool:
+        """After a forward pass that trained nothing: each rank has changed its buffers by itself."""
+        if self._replica is None or not self._replica.broadcast_buffers:
             return False
         will_sync = getattr(self._replica, "will_sync_module_buffers", None)
-        return bool(self._replica.broadcast_buffers if will_sync is None else will_sync())
+        return will_sync is not None and not will_sync()
 
     def _others_names(self) -> set[str]:
         theirs = {id(buffer) for module in self._others for buffer in module.buffers()}

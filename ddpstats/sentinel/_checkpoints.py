@@ -42,6 +42,9 @@ _NORMS = (
 _NORM_NAME = re.compile(r"norm([123]d)?$", re.IGNORECASE)  # models bring norms of their own
 _SHOWN_NAMES = 8
 
+_reruns = 0
+"""How many of this process's `Checkpoints` are seeing a step once more: that is no step for the others."""
+
 
 class Checkpoints:
     """Values of activation gradients, on this rank. Local.
@@ -54,6 +57,8 @@ class Checkpoints:
     Attributes:
         names: of the modules, in the order of ``named_modules``; values refer to them by index.
         warnings: texts for the user.
+        in_float16: a forward pass ran under autocast to float16, so gradients may be scaled although norm layers, which
+            autocast runs in float32, do not show it.
 
     Raises:
         ConfigError: a part of ``selection`` fits no module, or there is none to look at.
@@ -67,19 +72,31 @@ class Checkpoints:
         self._value_of = value_of
         self._micro_batches: list[Values] = []
         self._elsewhere: Values | None = None
+        self._collecting = True
+        self.in_float16 = False
         self._active = True
         self._handles = [
             one.register_forward_hook(_ForwardHook(self, index)) for index, one in enumerate(chosen.values())
         ]
 
-    def mark(self) -> None:
-        """A micro-batch begins: values go into a list of their own from now on."""
+    def begin(self) -> None:
+        """A micro-batch begins: values go into a list of their own until `end`. Whoever tells begins, tells ends."""
         self._micro_batches.append([])
+        self._collecting = True
+
+    def end(self) -> None:
+        """It is through: what other backward passes bring is not of the step."""
+        self._collecting = False
+
+    def discard(self) -> None:
+        """It has raised: what it brought is not of the step either."""
+        self._collecting = False
+        self._micro_batches.pop()
 
     def take(self) -> list[Values]:
-        """The values since the last call: a list per `mark`, of (index of the name, 0-d value), as they came.
+        """The values since the last call: a list per `begin`, of (index of the name, 0-d value), as they came.
 
-        Without any `mark`, or before the first one, there is one list for all that came, if anything did.
+        Where nobody ever called `begin`, there is one list for all that came, if anything did.
         """
         taken, self._micro_batches = self._micro_batches, []
         return taken
@@ -87,11 +104,14 @@ class Checkpoints:
     @contextlib.contextmanager
     def redirected(self) -> Iterator[Values]:
         """Inside, values go into the list that is given, and not to `take`: for a step that is run once more."""
+        global _reruns
         outer, self._elsewhere = self._elsewhere, []
+        _reruns += 1
         try:
             yield self._elsewhere
         finally:
             self._elsewhere = outer
+            _reruns -= 1
 
     def close(self) -> None:
         """Take the hooks away; those that wait in a graph do nothing from now on. Idempotent."""
@@ -114,10 +134,10 @@ class Checkpoints:
             return
         if self._elsewhere is not None:
             self._elsewhere.append((index, value))
-            return
-        if not self._micro_batches:
-            self.mark()
-        self._micro_batches[-1].append((index, value))
+        elif self._collecting and not _reruns:
+            if not self._micro_batches:
+                self._micro_batches.append([])
+            self._micro_batches[-1].append((index, value))
 
 
 class _ForwardHook:
@@ -134,7 +154,9 @@ class _ForwardHook:
         if not torch.is_grad_enabled() or torch.compiler.is_compiling() or not self._hook.is_wanted():
             return
         tensor = output if type(output) is Tensor and output.requires_grad else _first_wanting_gradient(output)
-        if tensor is not None:
+        if tensor is not None and not tensor.is_leaf:  # a hook on a parameter would stay on it
+            if self._hook.is_first:
+                self._hook.note_autocast(tensor)
             tensor.register_hook(self._hook)  # type: ignore[no-untyped-call]
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -149,6 +171,12 @@ class _GradientHook:
     def __init__(self, checkpoints: weakref.ref[Checkpoints], index: int) -> None:
         self._checkpoints = checkpoints
         self._index = index
+        self.is_first = index == 0
+
+    def note_autocast(self, tensor: Tensor) -> None:
+        kind, checkpoints = tensor.device.type, self._checkpoints()
+        if checkpoints is not None and torch.is_autocast_enabled(kind):
+            checkpoints.in_float16 |= torch.get_autocast_dtype(kind) is torch.float16
 
     def is_wanted(self) -> bool:
         checkpoints = self._checkpoints()

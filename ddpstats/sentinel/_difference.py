@@ -5,6 +5,7 @@ Each round is decided on what the one before gathered, which is the same everywh
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -50,7 +51,7 @@ def _reordered(tables: Mapping[int, Mapping[tuple[Kind, str], str]]) -> tuple[st
 def differing_elements(gathered: Gathered, entries: Sequence[Entry]) -> Found:
     """The first of these tensors that differs, and its first element."""
     entries = sorted(entries, key=lambda entry: KINDS.index(entry.kind))
-    held = _digests_of_all(gathered, "replica tensors", tensors_of(entries))
+    held = _digests_of_all(gathered, "replica tensors", lambda: tensors_of(entries))
     differing = [(entry, by_rank) for entry, by_rank in zip(entries, held, strict=True) if differ(by_rank.values())]
     if not differing:
         return Found(entries[0].kind, entries[0].name, held[0], described=entries[0].described)
@@ -81,20 +82,27 @@ class _Block:
 
 
 def _differing_block(gathered: Gathered, tensor: Tensor) -> _Block:
-    flat = flattened(tensor)
-    start, size, alone = 0, flat.numel(), True
+    """What may fail on one rank, such as a copy for want of memory, happens where `gathered` tells all of it."""
+
+    def part(start: int, size: int) -> Tensor:
+        return flattened(tensor)[start : start + size]
+
+    start, size, alone = 0, tensor.numel(), True
     while size > _BLOCK_ELEMENTS:
-        pieces = torch.split(flat[start : start + size], max(_BLOCK_ELEMENTS, -(-size // _BLOCKS)))
+        piece = max(_BLOCK_ELEMENTS, -(-size // _BLOCKS))
+        pieces = functools.partial(_pieces, part, start, size, piece)
         held = _digests_of_all(gathered, "replica blocks", pieces)
         differing = [place for place, by_rank in enumerate(held) if differ(by_rank.values())]
         if not differing:
             return _Block()
         alone = alone and len(differing) == 1
-        start += differing[0] * pieces[0].numel()
-        size = pieces[differing[0]].numel()
-    block = flat[start : start + size]
-    trees = gathered(lambda: {"bytes": block.view(torch.uint8)}, "replica elements")
+        start, size = start + differing[0] * piece, min(piece, size - differing[0] * piece)
+    trees = gathered(lambda: {"bytes": part(start, size).view(torch.uint8)}, "replica elements")
     return _block_of(tensor, start, alone, {rank: tree["bytes"].cpu() for rank, tree in trees.items()})
+
+
+def _pieces(part: Callable[[int, int], Tensor], start: int, size: int, piece: int) -> Sequence[Tensor]:
+    return torch.split(part(start, size), piece)
 
 
 def _block_of(tensor: Tensor, start: int, alone: bool, held: Mapping[int, Tensor]) -> _Block:
@@ -132,9 +140,9 @@ def _unravelled(place: int, shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(index))
 
 
-def _digests_of_all(gathered: Gathered, what: str, tensors: Sequence[Tensor]) -> list[dict[int, int]]:
+def _digests_of_all(gathered: Gathered, what: str, tensors: Callable[[], Sequence[Tensor]]) -> list[dict[int, int]]:
     """For each tensor: rank -> digest. Collective."""
-    trees = gathered(lambda: {"digests": digests(tensors)}, what)
+    trees = gathered(lambda: {"digests": digests(tensors())}, what)
     return transposed({rank: tree["digests"] for rank, tree in trees.items()})
 
 

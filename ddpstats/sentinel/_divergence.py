@@ -23,6 +23,11 @@ _SOFTWARE = (
     "Look for noise added after the reduce, a learning rate or optimizer state of one rank's own, a step skipped on "
     "one rank, parameters changed outside of the optimizer."
 )
+_MANY_PARAMETERS = (
+    "Many parameters differ: replicas may also be meant to differ for now (post-local SGD), or be those of a "
+    "data-parallel group other than the sentinel's."
+)
+_MANY = 3
 
 _SHOWN_NAMES = 3
 _SHOWN_BITS = 4
@@ -247,9 +252,12 @@ def _other_lines(found: Found) -> list[str]:
 
 def _hint(found: Found, split: Split, culprits: tuple[int, ...]) -> list[str]:
     lines = [_cause_text(found, culprits)]
+    if not found.structural and [found.kind, *(kind for kind, _, _ in found.others)].count("parameter") >= _MANY:
+        lines.append(_MANY_PARAMETERS)
     if found.kind == "gradient" and not found.structural:
         lines.append("All parameters are equal: it happened in this step, in the reduce or after it.")
-    if found.kind == "buffer" or any(kind == "buffer" for kind, _, _ in found.others):
+    is_said = found.structural and _only_buffers(found)
+    if not is_said and (found.kind == "buffer" or any(kind == "buffer" for kind, _, _ in found.others)):
         lines.append("A buffer that each rank may have for itself belongs into `ignore`.")
     if not split.majority:
         lines.append(_no_majority_text(split))
@@ -280,7 +288,17 @@ def _structural_text(found: Found) -> str:
             "The ranks' programs differ: look for a backward pass, zero_grad() or a frozen parameter on some ranks "
             "only. The elements were not compared."
         )
-    return "The ranks' models differ: every rank must build the same one. The elements were not compared."
+    models = "The ranks' models differ: every rank must build the same one. The elements were not compared."
+    if _only_buffers(found):
+        return (
+            "A buffer of another shape may be a cache that each rank has for itself, such as one as long as its "
+            f"batches: then it belongs into `ignore`. Else: {models[0].lower()}{models[1:]}"
+        )
+    return models
+
+
+def _only_buffers(found: Found) -> bool:
+    return {found.kind, *(kind for kind, _, _ in found.others)} == {"buffer"}
 
 
 def _no_majority_text(split: Split) -> str:

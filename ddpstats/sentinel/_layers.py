@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
 
-from ddpstats._gradients import unwrapped
+from ddpstats._comm import group_ranks
+from ddpstats._gradients import replicas_in, unwrapped
+from ddpstats._ranks import ranks_text
 from ddpstats._step_record import MicroBatch, StepRecord
+from ddpstats.errors import ConfigError
 from ddpstats.sentinel._checkpoints import Selector
 from ddpstats.sentinel._matmul import ChecksumWindow
-from ddpstats.sentinel._matmul_fault import MatmulFault
 from ddpstats.sentinel._options import Options
 from ddpstats.sentinel._peer_replay import PeerReplay
 from ddpstats.sentinel._replicas import Replicas
@@ -38,7 +39,6 @@ class Layers:
         selection: Sequence[Selector] | None,
         replay_fn: ReplayFn | None,
         scaler: Any,
-        ignore: Sequence[str],
         ranks: Sequence[int],
         rank: int,
     ) -> None:
@@ -47,7 +47,7 @@ class Layers:
         module = unwrapped(model)
         scale = _scale_of(scaler)
         self.thresholds = Thresholds(module, selection, options.settings, rank, scale)
-        self.replicas = Replicas(model, ignore) if options.digest_every_steps else None
+        self.replicas = Replicas(model, options.ignore) if options.digest_every_steps else None
         self.record: StepRecord | None = None
         self.reruns: Reruns | None = None
         self.peer_replay: PeerReplay | None = None
@@ -58,6 +58,7 @@ class Layers:
             self.reruns = Reruns(self.record, replay_fn, self.thresholds.checkpoints, lambda: scale() or 1.0)
             if options.replay_every_steps:
                 self.peer_replay = PeerReplay(model, self.reruns, ranks, rank)
+        _check_groups(model, ranks)
         self._expect()
 
     @property
@@ -72,43 +73,48 @@ class Layers:
 
     @property
     def replays(self) -> bool:
-        """Whether layer 3 looks at the step under way."""
-        return self.peer_replay is not None and (self._steps + 1) % self._options.replay_every_steps == 0
+        """Whether layer 3 looks at the step under way; at the first one, so that what cannot work is known at once."""
+        if self.peer_replay is None:
+            return False
+        return self._steps == 0 or (self._steps + 1) % self._options.replay_every_steps == 0
 
     def begin(self, batch: Any) -> MicroBatch | None:
         """A micro-batch is about to run."""
-        self.thresholds.checkpoints.mark()
+        self.thresholds.checkpoints.begin()
         if self.record is None:
             return None
         is_first = not self.record.micro_batches
-        found = self.record.begin(batch)
+        try:
+            found = self.record.begin(batch)
+        except BaseException:  # of a batch with a mind of its own
+            self.thresholds.checkpoints.discard()
+            raise
         if is_first and self.replays and self.peer_replay is not None:
             self.peer_replay.original.begin()
         return found
 
     def end(self) -> None:
-        """It is through, or has raised."""
+        """It is through."""
+        self.thresholds.checkpoints.end()
         if self.peer_replay is not None:
             self.peer_replay.original.end()
         if self.record is not None:
             self.record.end()
 
+    def discard(self) -> None:
+        """It has raised, and is no part of the step."""
+        self.thresholds.checkpoints.discard()
+        if self.record is not None:
+            if len(self.record.micro_batches) == 1 and self.peer_replay is not None:
+                self.peer_replay.original.end()
+                self.peer_replay.original.discard()
+            self.record.end()
+            self.record.micro_batches.pop()
+
     def open_window(self, steps: int) -> None:
-        """Matmuls are checked from now on, until so many calls of `next_step`."""
+        """Matmuls are checked from now on, until so many calls of `next_step`, or longer if it is open for longer."""
         self.window.open()
-        self._window_steps = steps
-
-    def take_faults(self) -> tuple[list[MatmulFault], int]:
-        """Wrong rows of products since the last call: the first ones, and how many there were."""
-        found = self.window.faults, self.window.fault_count
-        self.window.faults, self.window.fault_count = [], 0
-        return found
-
-    def _close_window(self) -> None:
-        self.window.close()
-        if self.window.problem is not None:
-            warnings.warn(f"Sentinel: products went unchecked: {self.window.problem!r}", stacklevel=2)
-            self.window.problem = None
+        self._window_steps = max(self._window_steps, steps)
 
     def next_step(self) -> None:
         """The step is judged: let go of it."""
@@ -118,20 +124,31 @@ class Layers:
         if self._window_steps:
             self._window_steps -= 1
             if not self._window_steps:
-                self._close_window()
+                self.window.close()
+        else:
+            self.window.tidy()
         self._expect()
 
-    def close(self) -> None:
-        """Take hooks and window away. Idempotent."""
-        self.window.close()
-        self.thresholds.close()
-        for one in (self.replicas, self.peer_replay, self.record):
-            if one is not None:
-                one.close()
+    def closing(self) -> list[Callable[[], None]]:
+        """What takes hooks and window away; none of it holds what the user gave, which may hold the sentinel."""
+        found: list[Callable[[], None]] = [self.window.close, self.thresholds.checkpoints.close]
+        found += [one.close for one in (self.replicas, self.record) if one is not None]
+        return found if self.peer_replay is None else [*found, self.peer_replay.original.close]
 
     def _expect(self) -> None:
         if self.compares_digests and self.replicas is not None:
             self.replicas.expect()
+
+
+def _check_groups(model: nn.Module, ranks: Sequence[int]) -> None:
+    """Replicas are the ranks that DistributedDataParallel reduces over."""
+    for replica in replicas_in(model):
+        theirs = group_ranks(replica.process_group)
+        if set(theirs) != set(ranks):
+            raise ConfigError(
+                f"DistributedDataParallel reduces over {ranks_text(theirs)}, and this sentinel's group has "
+                f"{ranks_text(ranks)}: pass group=, the process group that was given to DistributedDataParallel"
+            )
 
 
 def _scale_of(scaler: Any) -> Callable[[], float | None]:

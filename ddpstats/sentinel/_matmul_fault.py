@@ -116,7 +116,7 @@ def _judge(product: Product, batch: int | None, rows: Tensor, columns: slice, ag
     if product.addend is not None:
         added = part_of(product.addend.expand_as(product.result)) * product.beta
         exact, magnitude = multiplied + added, magnitude + added.abs()
-        common += unit(product.result.dtype) * exact.abs()
+        common += unit(product.result.dtype) * (exact.abs() + 2 * added.abs())  # beta may be rounded, too
     got = part_of(product.result)
     return _verdicts(product, got, exact, magnitude, common, lambda: part_of(again()))
 
@@ -129,7 +129,7 @@ def _verdicts(
     rounding = unit(wide_of(product.result.dtype)) * magnitude
     bound = growth * rounding + common
     error = _distance(got, exact)
-    unusual = _can_be_judged(product.result, exact, magnitude) & (error > min(growth, _USUAL) * rounding + common)
+    unusual = _can_be_judged(product, exact, magnitude) & (error > min(growth, _USUAL) * rounding + common)
     if not bool(unusual.any()):
         return _Judged(unusual, unusual, got, exact)
     repeated = again()
@@ -140,20 +140,24 @@ def _verdicts(
 
 def _common_error(product: Product, multiplied: Tensor, magnitude: Tensor, left: Tensor, right: Tensor) -> Tensor:
     dtype = product.result.dtype
-    common = unit(dtype) * multiplied.abs() + 2 * operand_unit(product.result) * magnitude
+    roundings = 1 if product.alpha == 1 else 3  # before alpha, alpha itself, after it
+    common = roundings * unit(dtype) * multiplied.abs() + 2 * operand_unit(product.result) * magnitude
     if dtype.itemsize == 2 and not product.result.is_cpu:
         common += 4 * unit(dtype) * magnitude  # torch lets such kernels add parts of the sum in half precision
     # Numbers below the normal range may be rounded coarsely, or taken for zero.
     operands = left.abs().sum(-1, keepdim=True) + right.abs().sum(0)
-    common += torch.finfo(wide_of(dtype)).tiny * (operands + left.shape[-1] + 1)
-    return common + torch.finfo(dtype).tiny * torch.finfo(dtype).eps
+    factor = max(1.0, abs(product.alpha), abs(product.beta) if product.addend is not None else 0.0)
+    common += factor * torch.finfo(wide_of(dtype)).tiny * (operands + left.shape[-1] + 2)
+    return common + factor * torch.finfo(dtype).tiny * torch.finfo(dtype).eps
 
 
-def _can_be_judged(result: Tensor, exact: Tensor, magnitude: Tensor) -> Tensor:
+def _can_be_judged(product: Product, exact: Tensor, magnitude: Tensor) -> Tensor:
     """False where an operand is not finite, which makes the magnitude so, or where the sum may have overflowed."""
+    result = product.result
     summed_in = wide_of(result.dtype) if result.is_cpu else result.dtype
     fits = exact.abs() < 0.99 * torch.finfo(result.dtype).max
-    return fits & (magnitude < 0.5 * torch.finfo(summed_in).max)
+    before_alpha = max(1.0, 1 / abs(product.alpha))
+    return fits & (magnitude * before_alpha < 0.5 * torch.finfo(summed_in).max)
 
 
 def _distance(one: Tensor, other: Tensor) -> Tensor:

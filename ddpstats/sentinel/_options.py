@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import os
 import zlib
 from collections.abc import Mapping, Sequence
@@ -10,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from ddpstats._gradients import unwrapped
 from ddpstats._ranks import holders_lines
 from ddpstats.errors import ConfigError
 from ddpstats.sentinel._settings import Settings, read_settings
@@ -26,6 +28,8 @@ class Options:
     has_replay_fn: bool
     matmul_checksum: bool
     checksum_steps: int
+    has_scaler: bool
+    ignore: tuple[str, ...]
 
     @property
     def is_off(self) -> bool:
@@ -45,6 +49,8 @@ class Options:
             "replay_fn": "given" if self.has_replay_fn else None,
             "matmul_checksum": self.matmul_checksum,
             "checksum_steps": self.checksum_steps,
+            "scaler": "given" if self.has_scaler else None,
+            "ignore": list(self.ignore),
             "checkpoints": f"{len(checkpoints)} (CRC-32 of their names {zlib.crc32(repr(checkpoints).encode()):08x})",
         }
 
@@ -60,6 +66,8 @@ def checked_options(
     replay_fn: Any,
     matmul_checksum: bool,
     checksum_steps: int,
+    scaler: Any,
+    ignore: Any,
 ) -> Options:
     """Raises `ConfigError`, which names the argument and what it may be."""
     if not isinstance(model, nn.Module):
@@ -74,6 +82,8 @@ def checked_options(
         raise ConfigError("replay_every_steps= needs replay_fn=: a function (module, batch) that returns the loss")
     if not isinstance(matmul_checksum, bool):
         raise ConfigError(f"matmul_checksum={matmul_checksum!r} must be True or False")
+    if scaler is not None and not (hasattr(scaler, "get_scale") and hasattr(scaler, "is_enabled")):
+        raise ConfigError(f"scaler={scaler!r} must be a torch.amp.GradScaler")
     return Options(
         settings,
         warnings,
@@ -82,7 +92,20 @@ def checked_options(
         replay_fn is not None,
         matmul_checksum,
         checksum_steps,
+        scaler is not None,
+        _checked_patterns(model, ignore),
     )
+
+
+def _checked_patterns(model: nn.Module, ignore: Any) -> tuple[str, ...]:
+    if isinstance(ignore, str) or not isinstance(ignore, Sequence) or not all(isinstance(one, str) for one in ignore):
+        raise ConfigError(f"ignore={ignore!r} must be a list of patterns, such as ['*.running_mean']")
+    inner = unwrapped(model)
+    names = [name for name, _ in (*inner.named_parameters(), *inner.named_buffers())]
+    for pattern in ignore:
+        if not fnmatch.filter(names, pattern):
+            raise ConfigError(f"ignore={list(ignore)!r}: {pattern!r} fits no parameter or buffer of the model")
+    return tuple(ignore)
 
 
 def check_count(name: str, value: Any, least: int) -> None:

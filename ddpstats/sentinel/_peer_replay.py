@@ -8,7 +8,8 @@
    on gradients are compared by their norms, with that much room. Where only the step itself is not like its
    repetitions, the function that repeats it is another step.
 2. As many ranks as fit into `MOST_BYTES` hand out their micro-batch (all of them where batches are small), beginning
-   with another rank each time. The next rank runs it, and all tell what came of it.
+   with another rank each time, and those buffers that ranks do not have alike. The next rank runs it, and all tell what
+   came of it.
 3. Where a result is another one, its owner, the next rank and a third one run that micro-batch again, and `judge` says
    who is wrong.
 
@@ -17,6 +18,7 @@ The course depends on gathered things only. What fails on one rank is told to al
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddpstats._ranks import holders_lines
+from ddpstats._ranks import holders_lines, ranks_text
 from ddpstats.errors import ConfigError
 from ddpstats.sentinel._digest import digests
 from ddpstats.sentinel._judgement import Run, judge
@@ -39,6 +41,8 @@ Gathered = Callable[[Callable[[], Any], str], dict[int, Any]]
 
 MOST_BYTES = 64 << 20  # of all batches that are handed out at a time: every rank receives them
 _SHOWN_NAMES = 5
+_NO_BATCH = "no micro_batch() in this step"
+_CHANGED = "the batch was changed in place"
 _ROOM = 8.0  # times the noise that was measured
 _MOST_NOISE = 1e-2  # of the largest norm: beyond that it is another computation
 
@@ -49,7 +53,7 @@ class _Packet:
 
     plain: dict[str, Any]
     buffers: dict[str, Tensor]
-    original: Witness | None
+    original: Witness
 
 
 class PeerReplay:
@@ -84,79 +88,79 @@ class PeerReplay:
             ConfigError: some rank's step cannot be repeated, or is not the one that was trained; on every rank.
         """
         self._turn += 1
-        own = self._reruns.packet(0)
-        offers = gathered(lambda: self._offer(own), "what each rank can hand out")
+        kept: list[dict[str, Any]] = []
+        offers = gathered(lambda: attempt(lambda: self._offer(kept)), "what each rank can hand out")
         _refuse(offers)
         doubted = self._learn_noise(offers) if self._noise is None else []
-        chosen = _chosen(offers, self._turn, doubted)
+        travelling = _travelling([offer["buffers"] for offer in offers.values()])
+        chosen = _chosen(offers, travelling, self._turn, doubted)
         if not chosen:
-            self._say(
-                "no rank had a micro-batch to repeat; put `with sentinel.micro_batch(batch):` around each of them"
-            )
+            self._say_why_none(offers)
             return None
-        packets = self._exchanged(gathered, own, offers, chosen)
+        packets = self._exchanged(gathered, kept, travelling, chosen)
         checker = {owner: self._after(owner, 1) for owner in chosen}
         answers = gathered(lambda: self._answers(packets, checker), "what came of them")
         _refuse(answers)
         first = {owner: _witness(answers[rank], owner) for owner, rank in checker.items()}
-        doubted += [owner for owner in chosen if not self._agrees(packets[owner].original, first[owner])]
+        doubted += [owner for owner in chosen if not self._same(packets[owner].original, first[owner])]
         return self._settled(gathered, doubted[0], packets, first) if doubted else None
 
-    def _offer(self, own: dict[str, Any] | None) -> dict[str, Any]:
-        """How large it is; which buffers it has; at the first time, how far its repetition is from the step itself."""
-        if own is None or "changed" in own:
-            return {"bytes": -1, "buffers": None, "distance": None}
+    def _offer(self, kept: list[dict[str, Any]]) -> dict[str, Any]:
+        """What can be handed out, or why nothing can; it goes into ``kept``."""
+        own = self._reruns.packet(0)
+        if own is None:
+            return _nothing(_NO_BATCH)
+        if "changed" in own:
+            return _nothing(_CHANGED)
         if "error" in own:
             return own
-        buffers = self._reruns.buffers
-        offer = {"bytes": size_bytes(own), "buffers": digests(list(buffers.values())).cpu(), "distance": None}
         original = self.original.witness()
-        if self._noise is not None or original is None:
-            return offer
+        if original is None:
+            return _nothing(self.original.problem)
+        kept.append(own)
+        buffers = list(self._reruns.buffers.values())
+        return {
+            "bytes": size_bytes(own),
+            "buffers": digests(buffers).cpu(),
+            "buffer_bytes": [size_bytes(buffer) for buffer in buffers],
+            "loose": _loose_switches(self._reruns.device),
+            **(self._repeated(own, original) if self._noise is None else {"distance": None}),
+        }
 
-        def with_distance() -> dict[str, Any]:
-            runs = [self._reruns.run(own, buffers).witness]
-            if original.is_same(runs[0], 0.0):
-                return {**offer, "distance": 0.0}
-            runs.append(self._reruns.run(own, buffers).witness)
-            return {
-                **offer,
-                "distance": max(original.distance(one) for one in runs),
-                "repeats": runs[0].is_same(runs[1], 0.0),
-            }
-
-        return attempt(with_distance)
+    def _repeated(self, own: dict[str, Any], original: Witness) -> dict[str, Any]:
+        """How far the step's own repetition is from it, and from another one."""
+        runs = [self._reruns.run(own, self._reruns.buffers).witness]
+        if original.is_same(runs[0], 0.0):
+            return {"distance": 0.0}
+        runs.append(self._reruns.run(own, self._reruns.buffers).witness)
+        return {
+            "distance": max(original.distance(one) for one in runs),
+            "repeats": runs[0].is_same(runs[1], 0.0),
+        }
 
     def _exchanged(
         self,
         gathered: Gathered,
-        own: dict[str, Any] | None,
-        offers: Mapping[int, dict[str, Any]],
+        kept: Sequence[dict[str, Any]],
+        travelling: Sequence[int] | None,
         chosen: Sequence[int],
     ) -> dict[int, _Packet]:
-        """The packets of the chosen ranks. Buffers travel only where ranks do not have them alike."""
-        told = [offer["buffers"] for offer in offers.values()]
-        alike = all(one is not None and torch.equal(one, told[0]) for one in told)
+        """The packets of the chosen ranks."""
 
         def handed_out() -> dict[str, Any] | None:
-            if self._rank not in chosen:
-                return None
             original = self.original.witness()
-            return {
-                "plain": own,
-                "buffers": None if alike else self._reruns.buffers,
-                "original": None if original is None else original.to_tree(),
-            }
+            if self._rank not in chosen or original is None:
+                return None
+            named = list(self._reruns.buffers.items())
+            buffers = dict(named if travelling is None else [named[place] for place in travelling])
+            return {"plain": kept[0], "buffers": buffers, "original": original.to_tree()}
 
         found = gathered(handed_out, "micro-batches")
         return {owner: self._packet(found[owner]) for owner in chosen}
 
     def _packet(self, tree: Mapping[str, Any]) -> _Packet:
-        return _Packet(
-            tree["plain"],
-            self._reruns.buffers if tree["buffers"] is None else tree["buffers"],
-            None if tree["original"] is None else Witness.from_tree(tree["original"]),
-        )
+        buffers = {**self._reruns.buffers, **tree["buffers"]}
+        return _Packet(tree["plain"], buffers, Witness.from_tree(tree["original"]))
 
     def _answers(self, packets: Mapping[int, _Packet], runner: Mapping[int, int]) -> dict[str, Any]:
         """What came of the packets that are this rank's to run, by owner."""
@@ -165,9 +169,6 @@ class PeerReplay:
 
     def _ran(self, packet: _Packet) -> dict[str, Tensor]:
         return self._reruns.run(packet.plain, packet.buffers).witness.to_tree()
-
-    def _agrees(self, original: Witness | None, answer: Witness) -> bool:
-        return original is None or self._same(original, answer)
 
     def _same(self, one: Witness, other: Witness) -> bool:
         return one.is_same(other, self._noise or 0.0)
@@ -192,9 +193,22 @@ class PeerReplay:
             self._say(
                 f"the step does not repeat itself bit for bit: norms of gradients differ by up to {largest:.1e} of the "
                 f"largest one. Peers' gradients are compared by their norms, with room for {self._noise:.1e}; "
-                f"smaller faults are not seen. {_determinism_words(self._reruns.device)}"
+                f"smaller faults are not seen. {_determinism_words(known)}"
             )
         return []
+
+    def _say_why_none(self, offers: Mapping[int, dict[str, Any]]) -> None:
+        """Nothing was repeated. Batches that were changed in place are copied from now on: no need to speak of it."""
+        why = {rank: offer["why"] for rank, offer in offers.items()}
+        if _CHANGED in why.values():
+            return
+        if set(why.values()) == {_NO_BATCH}:
+            self._say(
+                "no rank had a micro-batch to repeat; put `with sentinel.micro_batch(batch):` around each of them"
+            )
+            return
+        lines = ["no rank's gradients of the step's first micro-batch can be told apart:", *holders_lines(why)]
+        self._say("\n".join([*lines, "What cannot be compared is not repeated."]))
 
     def _say(self, text: str) -> None:
         warnings.warn(f"Sentinel, peer replay: {text}", stacklevel=2)
@@ -208,7 +222,7 @@ class PeerReplay:
         mine = {owner: self._rank} if self._rank in deciding else {}
         answers = gathered(lambda: self._answers(packets, mine), "what came of the one in doubt")
         _refuse(answers)
-        runs = [] if packet.original is None else [Run(owner, "in the step", packet.original)]
+        runs = [Run(owner, "in the step", packet.original)]
         runs += [Run(rank, "again", _witness(answers[rank], owner)) for rank in deciding]
         runs.append(Run(checker, "before", first[owner]))
         found = judge(owner, runs, self._same)
@@ -220,10 +234,25 @@ class PeerReplay:
         return Finding("peer replay", found.culprit_ranks, names[0], f"{found.text}\n{_names_text(names)}")
 
     def _differing(self, results: Sequence[Witness]) -> list[str]:
-        """Parameters whose gradient is not the same in all of them."""
-        rows = torch.stack([one.digests for one in results])
-        differs = (rows != rows[0]).any(0).tolist()
-        return [name for name, one in zip(self._reruns.names, differs, strict=True) if one]
+        """Parameters whose gradient is not the same in all of them, beyond the noise. Never empty."""
+        names = self._reruns.names
+        if any(len(one.digests) != len(names) for one in results):
+            return ["(ranks do not have as many parameters that want a gradient)"]
+        pairs = itertools.combinations(results, 2)
+        differs = torch.stack([one.differs(other, self._noise or 0.0) for one, other in pairs]).any(0).tolist()
+        return [name for name, one in zip(names, differs, strict=True) if one] or ["(none)"]
+
+
+def _nothing(why: str) -> dict[str, Any]:
+    return {"bytes": -1, "buffers": None, "distance": None, "why": why}
+
+
+def _travelling(told: Sequence[Tensor | None]) -> list[int] | None:
+    """Which buffers, by place, ranks do not have alike; None: all of them. ``told``: digests, None where unknown."""
+    known = [one for one in told if one is not None]
+    if len(known) < len(told) or any(one.shape != known[0].shape for one in known):
+        return None
+    return [int(place) for place in (torch.stack(known) != known[0]).any(0).nonzero()]
 
 
 def _names_text(names: Sequence[str]) -> str:
@@ -231,16 +260,24 @@ def _names_text(names: Sequence[str]) -> str:
     return f"Gradients that differ: {', '.join(names[:_SHOWN_NAMES])}{more}."
 
 
-def _chosen(offers: Mapping[int, dict[str, Any]], turn: int, doubted: Sequence[int]) -> list[int]:
+def _chosen(
+    offers: Mapping[int, dict[str, Any]], travelling: Sequence[int] | None, turn: int, doubted: Sequence[int]
+) -> list[int]:
     """Whose micro-batches are handed out: those in doubt, then from another rank on each time, as many as fit."""
-    holders = [rank for rank, offer in offers.items() if offer["bytes"] >= 0]
+    sizes = {rank: _size_bytes(offer, travelling) for rank, offer in offers.items() if offer["bytes"] >= 0}
+    holders = list(sizes)
     start = turn % len(holders) if holders else 0
-    chosen, total = list(doubted), sum(offers[rank]["bytes"] for rank in doubted)
+    chosen, total = list(doubted), sum(sizes[rank] for rank in doubted)
     for rank in (*holders[start:], *holders[:start]):
-        if rank not in chosen and (not chosen or total + offers[rank]["bytes"] <= MOST_BYTES):
+        if rank not in chosen and (not chosen or total + sizes[rank] <= MOST_BYTES):
             chosen.append(rank)
-            total += offers[rank]["bytes"]
+            total += sizes[rank]
     return chosen
+
+
+def _size_bytes(offer: Mapping[str, Any], travelling: Sequence[int] | None) -> int:
+    sizes: list[int] = offer["buffer_bytes"]
+    return int(offer["bytes"]) + sum(sizes if travelling is None else [sizes[place] for place in travelling])
 
 
 def _witness(answer: Mapping[str, Any], owner: int) -> Witness:
@@ -263,7 +300,9 @@ def _another_step(offers: Mapping[int, dict[str, Any]]) -> ConfigError:
         "rank:",
         *holders_lines(by_rank),
         "It must return what backward() was called on (before a GradScaler's scale), computed from the batch that was "
-        "given to micro_batch(), from random numbers drawn inside micro_batch(), and under the same autocast.",
+        "given to micro_batch(), from random numbers drawn inside micro_batch(), and under the same autocast. An "
+        "optimizer inside the backward pass, reentrant checkpointing (it takes use_reentrant=False), and a module that "
+        "counts its forward passes make it another step, too.",
     ]
     return ConfigError("\n".join(lines), ranks=offers)
 
@@ -275,9 +314,20 @@ def _distance_words(offer: Mapping[str, Any]) -> str:
     return f"{often} than in the step: norms differ by up to {offer['distance']:.1e} of the largest one"
 
 
-def _determinism_words(device: torch.device) -> str:
+def _loose_switches(device: torch.device) -> list[str]:
+    """What would make a step more deterministic, and is not set on this rank."""
+    loose = [] if torch.are_deterministic_algorithms_enabled() else ["torch.use_deterministic_algorithms(True)"]
+    if device.type == "cuda" and torch.backends.cudnn.benchmark:
+        loose.append("torch.backends.cudnn.benchmark = False")
+    return loose
+
+
+def _determinism_words(offers: Mapping[int, dict[str, Any]]) -> str:
     """The switches come first: what they leave open is measured."""
-    if torch.are_deterministic_algorithms_enabled() and not torch.backends.cudnn.benchmark:
+    missing: dict[str, list[int]] = {}
+    for rank, offer in offers.items():
+        for switch in offer["loose"]:
+            missing.setdefault(switch, []).append(rank)
+    if not missing:
         return "Deterministic algorithms are on: look for what else the step depends on."
-    hint = " and torch.backends.cudnn.benchmark = False" if device.type == "cuda" else ""
-    return f"torch.use_deterministic_algorithms(True){hint} may make it repeat itself."
+    return " ".join(f"{switch} on {ranks_text(ranks)} may make it repeat itself." for switch, ranks in missing.items())

@@ -5,14 +5,22 @@
 2. `Reruns.run` sets all that and the buffers, runs the user's step, differentiates, and puts everything back.
 
 Gradients are taken by ``torch.autograd.grad``: nothing is accumulated into ``.grad``, and no hook on an accumulated
-gradient runs: not DistributedDataParallel's, nor that of an optimizer inside the backward pass. Buffers are copied
-back, the random state is put back. The program's own forward hooks do run. Reentrant checkpointing refuses this way of
-differentiating: ``use_reentrant=False`` is needed there.
+gradient runs: not DistributedDataParallel's, nor that of an optimizer inside the backward pass. The program's own
+forward hooks do run. Afterwards the random state, the buffers (the very tensors, and their values) and plain attributes
+of modules (numbers, strings, tuples of these) are as they were before the rerun.
+
+Limits:
+
+- What modules keep in lists, dicts and other objects is not put back, and no attribute is set to what it was before the
+  step: a step that acts on a count of its own forward passes is another step when it is run again.
+- Reentrant checkpointing cannot be differentiated this way. It says so, unless the segment's inputs want no gradient:
+  then its parameters silently get none. ``use_reentrant=False`` is needed there.
+- An optimizer inside the backward pass has changed the parameters by now.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,14 +32,12 @@ from ddpstats._plain import from_plain, to_plain
 from ddpstats._random_state import RandomState
 from ddpstats._solo import forward_under, no_collectives
 from ddpstats._step_record import MicroBatch, StepRecord
-from ddpstats._switches import as_in, switches
+from ddpstats._switches import FLOAT_DTYPES, as_in, switches
 from ddpstats.errors import ConfigError
 from ddpstats.sentinel._checkpoints import Checkpoints
 from ddpstats.sentinel._witness import Witness
 
 ReplayFn = Callable[[nn.Module, Any], Tensor]
-
-_DTYPES = {str(dtype): dtype for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
 
 
 @dataclass(frozen=True)
@@ -81,7 +87,7 @@ class Reruns:
             return None
         micro = self._record.micro_batches[place]
         if micro.look_for_changes():
-            path = micro.changed[0]
+            path = next(iter(micro.changed), "the batch")  # it is gone where the program took it out
             return {"changed": path, "error": f"{path} was changed in place during the step"}
         return attempt(lambda: _packed(micro, self._scale()))
 
@@ -139,21 +145,76 @@ def _packed(micro: MicroBatch, scale: float) -> dict[str, Any]:
 
 @contextmanager
 def _put_back(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Buffers and random state are afterwards as they are now."""
-    random = RandomState.take(device)
-    buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+    """Random state, buffers and plain attributes are afterwards as they are now."""
+    random, buffers = RandomState.take(device), _Buffers(module)
+    attributes = [(one, _plain_attributes(one), set(vars(one))) for one in module.modules()]
     try:
         yield
     finally:
         random.restore()
-        _set_buffers(module, buffers)
+        buffers.put_back()
+        for one, kept, names in attributes:
+            _put_attributes_back(vars(one), kept, names)
+
+
+class _Buffers:
+    """The buffers of all modules in ``module``, and their values, as they are now."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._owners = [(one._buffers, dict(one._buffers)) for one in module.modules()]
+        buffers = {id(buffer): buffer for _, kept in self._owners for buffer in kept.values() if buffer is not None}
+        self._values = [(buffer, buffer.detach().clone()) for buffer in buffers.values()]
+
+    def put_back(self) -> None:
+        for owner, kept in self._owners:
+            if list(owner) != list(kept) or any(owner[key] is not buffer for key, buffer in kept.items()):
+                owner.clear()
+                owner.update(kept)
+        with torch.no_grad():
+            for buffer, value in self._values:
+                if buffer.shape == value.shape:
+                    buffer.copy_(value)
+                else:  # resized in place
+                    buffer.data = value
 
 
 def _set_buffers(module: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """In place, but where the step has put a tensor of another shape or dtype there: by a new one."""
+    names: dict[int, str] = {}  # of a buffer that several modules share: the first one, as in ``named_buffers``
+    made: dict[int, Tensor] = {}
     with torch.no_grad():
-        for name, buffer in module.named_buffers():
-            if name in values and buffer.shape == values[name].shape:
-                buffer.copy_(values[name])
+        for prefix, owner in module.named_modules():
+            for key, buffer in list(owner._buffers.items()):
+                if buffer is None:
+                    continue
+                value = values.get(names.setdefault(id(buffer), f"{prefix}.{key}" if prefix else key))
+                if value is None:
+                    continue
+                if (buffer.shape, buffer.dtype) == (value.shape, value.dtype):
+                    buffer.copy_(value)
+                else:
+                    new = made.setdefault(id(buffer), value.to(buffer.device, copy=True))
+                    owner._buffers[key] = new
+
+
+_PLAIN = frozenset({int, float, bool, str, type(None)})
+
+
+def _plain_attributes(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if _is_plain(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in _PLAIN or (type(value) is tuple and all(map(_is_plain, value)))
+
+
+def _put_attributes_back(attributes: MutableMapping[str, Any], kept: Mapping[str, Any], names: set[str]) -> None:
+    """``names``: of all attributes that there were; what is new came from the rerun."""
+    for name in [one for one in attributes if one not in names]:
+        del attributes[name]
+    for name, value in kept.items():
+        if attributes.get(name, _put_attributes_back) is not value:
+            attributes[name] = value
 
 
 @contextmanager
@@ -162,7 +223,7 @@ def _autocast(module: nn.Module, kept: Mapping[str, Any] | None) -> Iterator[Non
     if kept is None:
         yield
         return
-    kind, enabled, dtype = kept["device"], bool(kept["enabled"]), _DTYPES.get(kept["dtype"])
+    kind, enabled, dtype = kept["device"], bool(kept["enabled"]), FLOAT_DTYPES.get(kept["dtype"])
     with forward_under(module, lambda: torch.autocast(kind, dtype=dtype, enabled=enabled)):
         yield
 

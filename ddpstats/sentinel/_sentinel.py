@@ -1,42 +1,28 @@
-"""`Sentinel`: the layers, put together. One optimizer step after the other, judged by all ranks together.
-
-1. During the step each layer takes what it needs (`_layers`): values at the checkpoints, batches, digests of local
-   gradients, buffers as replicas have them alike, matmuls while the window is open.
-2. `Sentinel.step` makes one small all_reduce: on how many ranks is something amiss? Always, on every rank.
-3. Where that says so, all ranks tell what they saw; a batch that can be run again is, on its rank and on a peer.
-4. Every so many steps digests of replicas are compared, and micro-batches run on peers.
-5. All ranks hold the same verdict now; in modes 2 and 3 all raise it, before any of them applies the step.
-"""
+"""`Sentinel`: what users hold. The layers behind it (`_layers`), and all ranks' judgement of a step (`_judge`)."""
 
 from __future__ import annotations
 
-import logging
+import os
+import socket
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from ddpstats._channel import channel_of
 from ddpstats._gather import gather_trees
 from ddpstats._micro_batch import Running, checked_step
-from ddpstats._ranks import ranks_text
 from ddpstats._step_record import MicroBatch
 from ddpstats.errors import ConfigError, SentinelAlarm
-from ddpstats.reduce import count_ranks
-from ddpstats.sentinel._alarm_replay import explain_alarm
-from ddpstats.sentinel._alarms import alarm_tree, fault_tree, matmul_finding, threshold_finding
 from ddpstats.sentinel._checkpoints import Selector
-from ddpstats.sentinel._detectors import ERROR
+from ddpstats.sentinel._judge import Judge
 from ddpstats.sentinel._layers import Layers
-from ddpstats.sentinel._lines import Check
 from ddpstats.sentinel._options import check_count, checked_options, refuse_differences
 from ddpstats.sentinel._rerun import ReplayFn
-from ddpstats.sentinel._verdict import Finding, Verdict
-
-_logger = logging.getLogger("ddpstats")
+from ddpstats.sentinel._verdict import Verdict
 
 
 class Sentinel:
@@ -112,21 +98,23 @@ class Sentinel:
             replay_fn,
             matmul_checksum,
             checksum_steps,
+            scaler,
+            ignore,
         )
         self.verdict = Verdict(-1)
         channel = channel_of(group)
         self._group, self._ranks, self._rank = group, tuple(channel.ranks), int(channel.rank)
         self._layers: Layers | None = None
         if not self._options.is_off:
-            self._layers = Layers(model, self._options, checkpoints, replay_fn, scaler, ignore, self._ranks, self._rank)
+            self._layers = Layers(model, self._options, checkpoints, replay_fn, scaler, self._ranks, self._rank)
         self._step = 0
         self._agreed = False
         self._closed = False
-        self._running: Any = None
+        self._running: Running[MicroBatch | None] | None = None
         self._problem: Exception | None = None
-        self._first_alarm: Verdict | None = None
-        self._alarmed_before = False  # in the step before this one
-        self._finalizer = weakref.finalize(self, _release, self._layers)
+        self._judge: Judge | None = None
+        self._place = _place_text(model)
+        self._finalizer = weakref.finalize(self, _release, self._layers.closing() if self._layers else ())
         for text in (*self._options.warnings, *(self._layers.warnings if self._layers else ())):
             warnings.warn(f"Sentinel: {text}", stacklevel=2)
 
@@ -156,19 +144,21 @@ class Sentinel:
         Raises:
             SentinelAlarm: in modes 2 and 3, where some layer found something; on every rank, with the same text.
             ConfigError: ranks made their sentinels differently, or a micro-batch cannot be run again; on every rank.
-            InvalidStats: some rank could not look at its step; on every rank.
+            InvalidStats: some rank could not look at its step, or gave a bad ``step=``; on every rank.
             ProtocolMismatch, RankMissing: as `ddpstats.StatsReducer`.
         """
         if self._closed or self._running is not None:
             raise ConfigError(f"Sentinel.step() {'after close()' if self._closed else 'inside micro_batch()'}")
-        if step is not None:
-            self._step = checked_step(step, "Sentinel.step")
+        try:
+            self._step = self._step if step is None else checked_step(step, "Sentinel.step")
+        except ConfigError as problem:  # of this rank alone, and the others are about to wait
+            self._problem = problem
         if not self._agreed:
             self._agree()
         self.verdict = Verdict(self._step)
-        if self._layers is not None:
+        if self._layers is not None and self._judge is not None:
             try:
-                self.verdict = self._judge(self._layers)
+                self.verdict = self._judge.judge(self._step, self._problem)
             finally:
                 self._problem = None
                 self._layers.next_step()
@@ -199,17 +189,18 @@ class Sentinel:
 
     # -- one micro-batch ----------------------------------------------------------------------------------------------
 
-    def _begin(self, running: Any, batch: Any) -> MicroBatch | None:
+    def _begin(self, running: Running[MicroBatch | None], batch: Any) -> MicroBatch | None:
         if self._closed or self._running is not None:
             raise ConfigError(f"micro_batch() {'after close()' if self._closed else 'inside another micro_batch()'}")
+        found = None if self._layers is None else self._layers.begin(batch)
         self._running = running
-        return None if self._layers is None else self._layers.begin(batch)
+        return found
 
     def _end(self, error: BaseException | None) -> None:
         self._running = None
         if self._layers is not None:
             try:
-                self._layers.end()
+                self._layers.end() if error is None else self._layers.discard()
             except Exception as problem:  # the program's own error comes first; every rank hears of this one in `step`
                 self._problem = problem
 
@@ -223,104 +214,23 @@ class Sentinel:
     def _agree(self) -> None:
         """Once, in every mode: a rank that is off would leave the others waiting."""
         names = self._layers.thresholds.checkpoints.names if self._layers else []
-        refuse_differences(self._gathered(lambda: self._options.to_tree(names), "settings"))
+        mine = {"options": self._options.to_tree(names), "where": self._place}
+        told = self._gathered(lambda: mine, "settings")
+        refuse_differences({rank: tree["options"] for rank, tree in told.items()})
         self._agreed = True
-
-    def _judge(self, layers: Layers) -> Verdict:
-        checks = self._look(layers)
-        errors = [check for check in checks if check.level == ERROR]
-        amiss = self._problem is not None or bool(errors) or layers.window.fault_count > 0
-        count, _ = count_ranks("Sentinel.step", amiss, self._group)
-        findings, notes = self._settled(layers, errors) if count else ([], [])
-        if layers.compares_digests and layers.replicas is not None:
-            divergence = layers.replicas.compare(self._gathered, self._step)
-            if divergence is not None:
-                text = divergence.message.removeprefix(f"step {self._step}: ")
-                findings.append(Finding("replica digests", divergence.culprit_ranks, divergence.name, text))
-        if layers.replays and layers.peer_replay is not None:
-            found = layers.peer_replay.examine(self._gathered)
-            findings += [] if found is None else [found]
-        if findings and not notes:
-            notes = self._open_window(layers)
-        return self._concluded(layers, Verdict(self._step, tuple(findings), tuple(notes)))
-
-    def _look(self, layers: Layers) -> list[Check]:
-        """This rank's values, logged. What goes wrong while looking is told to all ranks by `_told`."""
-        try:
-            checks = layers.thresholds.look(self._step)
-        except Exception as problem:
-            self._problem = self._problem or problem
-            return []
-        layers.thresholds.log(checks)
-        return checks
-
-    def _settled(self, layers: Layers, errors: list[Check]) -> tuple[list[Finding], list[str]]:
-        """Some rank saw something: all tell what. Collective."""
-
-        def told() -> dict[str, Any]:
-            if self._problem is not None:
-                raise self._problem
-            return {"alarm": alarm_tree(errors), "fault": fault_tree(*layers.take_faults())}
-
-        trees = self._gathered(told, "what each rank saw")
-        alarms = {rank: tree["alarm"] for rank, tree in trees.items()}
-        faults = matmul_finding({rank: tree["fault"] for rank, tree in trees.items()})
-        alarm = threshold_finding(alarms)
-        notes = self._open_window(layers)
-        if alarm is not None and layers.reruns is not None and not self._alarmed_before:
-            alarm = self._explained(layers, alarm, alarms)
-            if layers.window.is_open and faults is None:  # which has seen the reruns
-                faults = matmul_finding(self._gathered(lambda: fault_tree(*layers.take_faults()), "faults of reruns"))
-        return [one for one in (alarm, faults) if one is not None], notes
-
-    def _open_window(self, layers: Layers) -> list[str]:
-        """On every rank alike."""
-        steps = self._options.checksum_steps
-        if not self._options.matmul_checksum:
-            return []
-        layers.open_window(steps + 1)  # what is left of this one, too
-        return [f"Matmuls are checked in the next {steps} steps."]
-
-    def _explained(self, layers: Layers, finding: Finding, alarms: Mapping[int, Any]) -> Finding:
-        """Hardware, or not? Collective."""
-        assert layers.reruns is not None
-        owner = finding.culprit_ranks[0]
-        text = explain_alarm(
-            self._gathered,
-            layers.reruns,
-            self._ranks,
-            self._rank,
-            owner,
-            alarms[owner]["micro_batch"],
-            layers.thresholds.is_abnormal,
-        )
-        return replace(finding, text=f"{finding.text}\n{text}")
-
-    def _concluded(self, layers: Layers, verdict: Verdict) -> Verdict:
-        """The same on every rank: what is learnt, what is said."""
-        if verdict.ok:
-            self._alarmed_before = False
-            layers.thresholds.learn()
-            return verdict
-        first = self._first_alarm
-        if first is None:
-            self._first_alarm = verdict
-        elif self._options.settings.mode == 1:
-            where = f" on {ranks_text(first.culprit_ranks)}" if first.culprit_ranks else ""
-            verdict = replace(
-                verdict,
-                notes=(*verdict.notes, f"The first alarm was at step {first.step}{where}; this may follow from it."),
-            )
-        self._alarmed_before = True
-        if self._options.settings.mode == 1:
-            layers.thresholds.learn()
-        else:
-            layers.thresholds.forget()
-        if self._rank == min(self._ranks) and verdict.layers != ("thresholds",):  # which have lines of their own
-            _logger.error("%s", verdict.message)
-        return verdict
+        if self._layers is not None:
+            where = {rank: tree["where"] for rank, tree in told.items()}
+            self._judge = Judge(self._layers, self._options, self._group, self._gathered, where, self._rank)
 
 
-def _release(layers: Layers | None) -> None:
-    if layers is not None:
-        layers.close()
+def _place_text(model: nn.Module) -> str:
+    """Host, process and device, for whoever has to go there."""
+    first = next(model.parameters(), None)
+    device = torch.device("cpu") if first is None else first.device
+    name = f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else ""
+    return f"on host {socket.gethostname()}, process {os.getpid()}, device {device}{name}"
+
+
+def _release(closing: Sequence[Callable[[], None]]) -> None:
+    for close in closing:
+        close()

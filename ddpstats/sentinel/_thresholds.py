@@ -6,8 +6,9 @@
 3. The memory of the detector is as before until `Thresholds.learn`: a step that is not applied is not learnt from.
 
 A GradScaler multiplies the loss, and with it every gradient, so values are divided by its scale. Where a gradient is
-not finite then, the scaler leaves the step out and takes a smaller scale, as it has to: that is no alarm. Gradients in
-float16 without a scaler that is known here have a scale nobody knows: the layer is off, and says so.
+not finite then, the scaler leaves the step out and takes a smaller scale, as it has to: that is no alarm, unless it
+goes on for `_MOST_SKIPS` steps. float16 without a scaler that is known here has a scale nobody knows: the layer is off,
+and says so.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import logging
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +30,8 @@ from ddpstats.sentinel._settings import Settings
 _logger = logging.getLogger("ddpstats")
 
 _KEPT_ORDERS = 64
+_MOST_SKIPS = 16  # from the scale that a GradScaler begins with down to 1
+_SILENT_STEPS = 3
 
 
 class Thresholds:
@@ -59,6 +63,8 @@ class Thresholds:
         self._places: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
         self._has_float16 = False
         self._is_off = False
+        self._skips = 0  # steps in a row that the GradScaler left out
+        self._silent = 0  # steps without any value, from the first one on
 
     def look(self, step: int) -> list[Check]:
         """What is not normal in this step, in the order of the backward pass; in mode 3 every check. Reads once."""
@@ -73,10 +79,14 @@ class Thresholds:
                 tables.append(table)
                 where.append((micro, indices))
         self._next = state
+        self._notice_silence(bool(tables))
         if not tables:
             return []
         rows: list[list[list[float]]] = torch.stack(tables).tolist()
-        return self._checks(step, rows, where)
+        checks = self._checks(step, rows, where, is_scaled=scale is not None)
+        self._skips = self._skips + 1 if any(not math.isfinite(check.value) for check in checks) else 0
+        gives_up = self._skips >= _MOST_SKIPS
+        return [_as_error(check) if gives_up else check for check in checks if gives_up or not _is_skipped(check)]
 
     def is_abnormal(self, values: Values) -> bool:
         """Whether any of these, of a step that was run once more, is of level 1. Local."""
@@ -118,12 +128,27 @@ class Thresholds:
             self._has_float16 = True
         return self._rule.value_of(gradient)
 
+    def _notice_silence(self, has_values: bool) -> None:
+        """Once: a sentinel that sees nothing must not look like one that finds nothing."""
+        if has_values or self._silent < 0:
+            self._silent = -1
+            return
+        self._silent += 1
+        if self._silent == _SILENT_STEPS:
+            warnings.warn(
+                f"Sentinel: no checkpoint has given a value in the first {_SILENT_STEPS} steps on this rank. Is the "
+                "model compiled (inside torch.compile there are no checkpoints), is step() called after backward(), and "
+                "does micro_batch() go around it?",
+                stacklevel=2,
+            )
+
     def _lacks_scale(self, scale: float | None) -> bool:
-        if self._has_float16 and scale is None:
+        if (self._has_float16 or self.checkpoints.in_float16) and scale is None and not self._is_off:
             self._is_off = True
             warnings.warn(
-                "Sentinel: gradients are float16 and there is no enabled scaler=, so their scale is not known: the "
-                "thresholds are off on this rank. Pass the GradScaler, or train in bfloat16 or float32.",
+                "Sentinel: gradients are float16, or of an autocast to it, and there is no enabled scaler=, so their "
+                "scale is not known: the thresholds are off on this rank. Pass the GradScaler, or train in bfloat16 or "
+                "float32.",
                 stacklevel=2,
             )
         return self._is_off
@@ -159,19 +184,27 @@ class Thresholds:
         return values.index_copy_(0, known[0], stacked.to(device)), known[1]
 
     def _checks(
-        self, step: int, rows: list[list[list[float]]], where: list[tuple[int, tuple[int, ...]]]
+        self, step: int, rows: list[list[list[float]]], where: list[tuple[int, tuple[int, ...]]], *, is_scaled: bool
     ) -> list[Check]:
+        """Those that are to be heard of, and those that the GradScaler is to deal with: normal, and not finite."""
         everything = self._settings.mode == 3
         names, columns = self.checkpoints.names, self._rule.columns
         found = []
         for table, (micro, indices) in zip(rows, where, strict=True):
             for index in indices:
                 value, *memory, checks, level = table[index]
-                # A normal value that is not finite is one that the GradScaler deals with.
-                if level != NORMAL or (everything and math.isfinite(value)):
+                if level != NORMAL or everything or (is_scaled and not math.isfinite(value)):
                     state = dict(zip(columns[1:-2], memory, strict=True))
                     found.append(Check(self._rank, names[index], step, micro, int(level), value, state, int(checks)))
         return found
+
+
+def _is_skipped(check: Check) -> bool:
+    return check.level == NORMAL and not math.isfinite(check.value)
+
+
+def _as_error(check: Check) -> Check:
+    return replace(check, level=ERROR) if _is_skipped(check) else check
 
 
 def _calls(values: Values) -> list[tuple[tuple[int, ...], list[Tensor]]]:

@@ -61,6 +61,6 @@ class Verdict:
         """Several lines; empty where all is well."""
         if self.ok:
             return ""
-        lines = [f"step {self.step}: values that healthy hardware does not produce"]
+        lines = [f"step {self.step}, found by the sentinel:"]
         lines += [f"[{finding.layer}] {finding.text}" for finding in self.findings]
         return "\n".join([*lines, *self.notes])

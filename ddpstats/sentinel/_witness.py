@@ -35,11 +35,11 @@ class Witness:
     def of(cls, gradients: Sequence[Tensor | None]) -> Witness:
         """One gradient, or None, per parameter."""
         with torch.no_grad():
-            found = torch.full((len(gradients),), NO_GRADIENT, dtype=torch.int64)
+            found = torch.full((len(gradients),), NO_GRADIENT, dtype=torch.int64, device="cpu")
             places = [place for place, gradient in enumerate(gradients) if gradient is not None]
             if places:
                 there = [gradient for gradient in gradients if gradient is not None]
-                found[torch.tensor(places)] = gradient_digests(there).cpu()
+                found[torch.tensor(places, device="cpu")] = gradient_digests(there).cpu()
             return cls(found, measure(gradients))
 
     @classmethod
@@ -49,13 +49,25 @@ class Witness:
 
     def is_same(self, other: Witness, noise: float) -> bool:
         """Bit for bit where ``noise`` is 0; else norms that differ by no more than that part of the largest one."""
-        if torch.equal(self.digests, other.digests):
-            return True
-        return noise > 0.0 and self.distance(other) <= noise
+        return not bool(self.differs(other, noise).any())
+
+    def differs(self, other: Witness, noise: float) -> Tensor:
+        """bool, one per parameter: in its bits, and where ``noise`` is not 0 its norm also by more than that allows.
+
+        All True where the two are not about the same number of parameters.
+        """
+        if self.digests.shape != other.digests.shape:
+            return torch.ones(max(len(self.digests), len(other.digests)), dtype=torch.bool, device="cpu")
+        found = self.digests != other.digests
+        if noise > 0.0 and len(found):
+            larger = torch.maximum(self.norms, other.norms)
+            room = noise * larger.where(larger.isfinite(), 0.0).max().clamp(min=0.0)
+            found &= ~((self.norms - other.norms).abs() <= room)
+        return found
 
     def distance(self, other: Witness) -> float:
         """The largest difference of two norms, relative to the largest norm; infinite where one is not finite."""
-        if self.norms.shape != other.norms.shape:
+        if self.norms.shape != other.norms.shape or not len(self.norms):
             return float("inf")
         difference, largest = (self.norms - other.norms).abs().max(), torch.maximum(self.norms, other.norms).max()
         found = float(difference / largest) if float(largest) > 0 else float(difference)
@@ -67,9 +79,10 @@ def gradient_digests(gradients: Sequence[Tensor]) -> Tensor:
 
     ``.grad`` that was zeros before holds 0.0 where the gradient is -0.0.
     """
-    return digests([_local(gradient) + 0 for gradient in gradients])
+    return digests([local_values(gradient) + 0 for gradient in gradients])
 
 
-def _local(gradient: Tensor) -> Tensor:
+def local_values(gradient: Tensor) -> Tensor:
+    """What is in it, also where it is sparse."""
     gradient = gradient.detach()
     return gradient.coalesce().values() if gradient.is_sparse else gradient

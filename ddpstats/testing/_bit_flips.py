@@ -14,16 +14,22 @@ matmul                    the result of the first matrix product in a module's f
 A transient flip falls due once in its step. A sticky one forces the bit to the value that the first flip gave it, at
 each occasion from that step on; that of a matmul also when the same operands are multiplied once more.
 
-A matmul is flipped by a kernel of ours in the place of the CPU's own, there only while the module runs. It computes by
-the operator's ``out=`` variant. Products on other devices are not reached. Checked on torch 2.13.
+A matmul is flipped by a kernel of ours in the place of the CPU's own, from the entry to the end of the block. Outside
+of the module it hands on to the CPU's own, and computes by it inside, too. No other thread may multiply matrices in the
+moment in which the block begins or ends. Products on other devices are not reached. Checked on torch 2.13.
+
+Of a sparse gradient the values are flipped: ``element`` and `AppliedFlip.index` count in these. A copy of the model
+made inside the block (``copy.deepcopy``, ``torch.save``) has no faults.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import os
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -88,7 +94,8 @@ class FlipInjector:
     """What `inject_bit_flips` yields. Local.
 
     Attributes:
-        applied: what was flipped, in order. A flip that found no occasion in its step is not here.
+        applied: what was flipped, in order. A flip that found no occasion in its step is not here, nor one of a module
+            that returned no floating-point tensor (in a tuple, list, dict, or by itself).
     """
 
     def __init__(self) -> None:
@@ -120,14 +127,21 @@ def inject_bit_flips(model: nn.Module, flips: Sequence[BitFlip]) -> Iterator[Fli
         [AppliedFlip(flip=..., step=5, rank=2, index=(0, 7), before=0.0123, after=4.2e+36)]
     """
     injector = FlipInjector()
-    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    rank, world_size = _place()
     for flip in flips:
-        _validate(flip, unwrapped(model))
+        _validate(flip, unwrapped(model), world_size)
     with contextlib.ExitStack() as hooks:
         for flip in flips:
             if flip.rank in (None, rank):
                 _ATTACH[flip.where](_Fault(flip, rank, injector, hooks), model)
         yield injector
+
+
+def _place() -> tuple[int, int | None]:
+    """This process's rank and the number of ranks; None where it is alone, and may be given the flips of others."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, None
 
 
 class _Fault:
@@ -155,6 +169,8 @@ class _Fault:
     @torch.no_grad()
     def strike(self, tensor: Tensor) -> None:
         """Flip the bit in ``tensor`` itself, whatever its strides."""
+        if tensor.layout is not torch.strided:
+            tensor = tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()
         if tensor.numel() == 0:
             return
         _check_bit(self.flip, tensor.dtype)
@@ -191,18 +207,21 @@ def _mask(bit: int, itemsize: int) -> int:
 # -- what can be asked for --------------------------------------------------------------------------------------------
 
 
-def _validate(flip: BitFlip, module: nn.Module) -> None:
+def _validate(flip: BitFlip, module: nn.Module, world_size: int | None) -> None:
     if flip.where not in get_args(Where):
         raise ConfigError(f"{flip}: where must be one of {', '.join(get_args(Where))}")
     for what in ("element", "bit", "step", "rank"):
         value = getattr(flip, what)
         if not (what == "rank" and value is None) and (type(value) is not int or value < 0):
             raise ConfigError(f"{flip}: {what} must be a whole number, 0 or more")
+    if world_size is not None and flip.rank is not None and flip.rank >= world_size:
+        raise ConfigError(f"{flip}: the ranks are 0 to {world_size - 1}")
     if flip.where not in _IN_PARAMETERS:
         _named(flip, "module", dict(module.named_modules()))
         return
     tensors = _tensors(module) if flip.where == "weight" else dict(module.named_parameters(remove_duplicate=False))
     tensor = _named(flip, "parameter", tensors)
+    _check_kind(flip, tensor)
     _check_bit(flip, tensor.dtype)
     if flip.where != "weight" and not tensor.requires_grad:
         raise ConfigError(f"{flip}: this parameter is frozen and gets no gradient")
@@ -221,6 +240,15 @@ def _named(flip: BitFlip, kind: str, found: dict[str, Any]) -> Any:
     return found[flip.name]
 
 
+def _check_kind(flip: BitFlip, tensor: Tensor) -> None:
+    if nn.parameter.is_lazy(tensor):
+        raise ConfigError(f"{flip}: this parameter is not initialized yet: run one forward pass before the block")
+    if tensor.is_quantized or tensor.is_meta or tensor.is_nested or tensor.layout is not torch.strided:
+        kinds = {"quantized": tensor.is_quantized, "on meta": tensor.is_meta, "nested": tensor.is_nested}
+        what = next((kind for kind, holds in kinds.items() if holds), str(tensor.layout))
+        raise ConfigError(f"{flip}: this tensor is {what} and has no bits to flip")
+
+
 def _check_bit(flip: BitFlip, dtype: torch.dtype) -> None:
     if dtype.is_complex:
         raise ConfigError(f"{flip}: bits of complex numbers cannot be flipped")
@@ -231,24 +259,42 @@ def _check_bit(flip: BitFlip, dtype: torch.dtype) -> None:
 # -- hooks, one function per place ------------------------------------------------------------------------------------
 
 
+class _Hook:
+    """A module's hook, of that module and of no copy of it.
+
+    The module may be pickled and copied while it is hooked: there it gets a hook that does nothing, and that needs no
+    ddpstats where the module is loaded.
+    """
+
+    def __init__(self, module: nn.Module, act: Callable[..., Any]) -> None:
+        self._module, self._act = weakref.ref(module), act
+
+    def __call__(self, module: nn.Module, *args: Any) -> Any:
+        return self._act(*args) if module is self._module() else None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (contextlib.nullcontext(), "__exit__")  # takes any arguments, returns None
+
+
 def _in_weight(fault: _Fault, model: nn.Module) -> None:
     module = unwrapped(model)
-    weight = _tensors(module)[fault.flip.name]
 
     def before_forward(*_: Any) -> None:
-        if fault.is_due():
+        weight = _tensors(module).get(fault.flip.name) if fault.is_due() else None
+        if weight is not None:
             fault.strike(weight.data)
 
-    fault.keep(module.register_forward_pre_hook(before_forward, prepend=True))
+    fault.keep(module.register_forward_pre_hook(_Hook(module, before_forward), prepend=True))
 
 
 def _in_activation(fault: _Fault, model: nn.Module) -> None:
-    def after_forward(module: nn.Module, inputs: Any, output: Any) -> Any:
+    def after_forward(inputs: Any, output: Any) -> Any:
         if fault.is_due():
             return _with_first_tensor(output, lambda tensor: _Struck.apply(tensor, fault))  # type: ignore[no-untyped-call]
         return None
 
-    fault.keep(unwrapped(model).get_submodule(fault.flip.name).register_forward_hook(after_forward))
+    module = unwrapped(model).get_submodule(fault.flip.name)
+    fault.keep(module.register_forward_hook(_Hook(module, after_forward)))
 
 
 class _Struck(torch.autograd.Function):
@@ -272,46 +318,68 @@ def _in_activation_gradient(fault: _Fault, model: nn.Module) -> None:
             tensor.register_hook(arrived)  # type: ignore[no-untyped-call]  # goes with the graph
         return tensor
 
-    def after_forward(module: nn.Module, inputs: Any, output: Any) -> None:
+    def after_forward(inputs: Any, output: Any) -> None:
         if fault.is_due():
             _with_first_tensor(output, hooked)
 
-    fault.keep(unwrapped(model).get_submodule(fault.flip.name).register_forward_hook(after_forward))
+    module = unwrapped(model).get_submodule(fault.flip.name)
+    fault.keep(module.register_forward_hook(_Hook(module, after_forward)))
 
 
 def _in_gradient(fault: _Fault, model: nn.Module) -> None:
     def arrived(gradient: Tensor) -> Tensor | None:
         return fault.struck(gradient) if fault.is_due() else None
 
-    fault.keep(unwrapped(model).get_parameter(fault.flip.name).register_hook(arrived))  # type: ignore[no-untyped-call]
+    _hook_parameter(fault, unwrapped(model), lambda parameter: parameter.register_hook(arrived))
 
 
 def _in_reduced_gradient(fault: _Fault, model: nn.Module) -> None:
-    parameter = unwrapped(model).get_parameter(fault.flip.name)
     queue: Any = torch.autograd.Variable._execution_engine.queue_callback
 
-    def reduced() -> None:
+    def reduced(parameter: Tensor) -> None:
         if fault.is_due() and parameter.grad is not None:
             fault.strike(parameter.grad)
 
-    def arrived(_: Tensor) -> None:
+    def arrived(parameter: Tensor) -> None:
         if fault.is_due() and getattr(model, "require_backward_grad_sync", True):
             # DDP asks for its end of the pass while this runs, or, with a static graph, at the first one. What is asked
             # for at that time comes after it.
-            queue(lambda: queue(reduced))
+            queue(lambda: queue(lambda: reduced(parameter)))
 
-    fault.keep(parameter.register_post_accumulate_grad_hook(arrived))  # type: ignore[no-untyped-call]
+    _hook_parameter(fault, unwrapped(model), lambda parameter: parameter.register_post_accumulate_grad_hook(arrived))
+
+
+def _hook_parameter(fault: _Fault, module: nn.Module, hook: Callable[[Any], Any]) -> None:
+    """Also the parameter that takes its place under its name, from the next forward pass on."""
+    hooked: list[Any] = []
+
+    def before_forward(*_: Any) -> None:
+        parameter = dict(module.named_parameters(remove_duplicate=False)).get(fault.flip.name)
+        if parameter is not None and parameter.requires_grad and not any(parameter is one for one in hooked):
+            hooked.append(parameter)
+            fault.keep(hook(parameter))
+
+    before_forward()
+    fault.keep(module.register_forward_pre_hook(_Hook(module, before_forward)))
 
 
 def _with_first_tensor(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """``output`` with its first floating-point tensor changed; a module may return tuples, lists and dicts of them."""
-    if isinstance(output, Tensor):
+    if _can_be_struck(output):
         return change(output)
+    if not isinstance(output, (dict, list, tuple)):
+        return output
     places: Iterable[Any] = output.items() if isinstance(output, dict) else enumerate(output)
     for place, value in places:
-        if isinstance(value, Tensor) and value.is_floating_point():
+        if _can_be_struck(value):
             return _replaced(output, place, change(value))
     return output
+
+
+def _can_be_struck(value: Any) -> bool:
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        return False
+    return value.layout is torch.strided and not value.is_nested and not value.is_meta
 
 
 def _replaced(output: Any, place: Any, value: Tensor) -> Any:
@@ -332,15 +400,17 @@ def _in_matmul(fault: _Fault, model: nn.Module) -> None:
     def before_forward(*_: Any) -> None:
         if fault.is_due():
             running.append(_Target(fault))
-            _begin(running[-1])
+            _targets.append(running[-1])
 
     def after_forward(*_: Any) -> None:
         while running:
-            _end(running.pop())
+            _targets.remove(running.pop())
 
+    _begin()
+    fault.hooks.callback(_end)
     module = unwrapped(model).get_submodule(fault.flip.name)
-    fault.keep(module.register_forward_pre_hook(before_forward))
-    fault.keep(module.register_forward_hook(after_forward, always_call=True))
+    fault.keep(module.register_forward_pre_hook(_Hook(module, before_forward)))
+    fault.keep(module.register_forward_hook(_Hook(module, after_forward), always_call=True))
     fault.hooks.callback(after_forward)
 
 
@@ -360,44 +430,62 @@ class _Target:
         return bool(self._first == operands)
 
 
-_targets: list[_Target] = []
+_OPS = ("mm", "addmm", "bmm", "baddbmm")
+_targets: list[_Target] = []  # of modules that run
+_users = 0
 _library: Any = None
+_removed: list[Any] = []  # kernels that a thread may still be about to enter
 _lock = threading.Lock()
 
 
-def _begin(target: _Target) -> None:
-    global _library
+def _begin() -> None:
+    global _users, _library
     with _lock:
-        _targets.append(target)
+        _users += 1
         if _library is None:
+            kernels = {op: _kernel(op) for op in _OPS}
             _library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message=r"[\s\S]*verriding a previously registered kernel")
-                for op in ("mm", "addmm", "bmm", "baddbmm"):
-                    _library.impl(op, _kernel(op), "CPU")
+                for op, kernel in kernels.items():
+                    _library.impl(op, kernel, "CPU")
 
 
-def _end(target: _Target) -> None:
-    global _library
+def _end() -> None:
+    global _users, _library, _removed
     with _lock:
-        _targets.remove(target)
-        if not _targets:
+        _users -= 1
+        if not _users:
+            _removed = [_kernel_of_cpu(op) for op in _OPS]
             _library._destroy()
             _library = None
 
 
+def _after_fork() -> None:
+    """Another thread of the parent may have held the lock; and its modules do not run here."""
+    global _lock
+    _lock = threading.Lock()
+    _targets.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def _kernel_of_cpu(op: str) -> Any:
+    return torch._C._dispatch_get_computed_kernel_for_dispatch_key(f"aten::{op}", "CPU")
+
+
 def _kernel(op: str) -> Callable[..., Tensor]:
-    compute = getattr(torch.ops.aten, op).out._handle.redispatch_boxed
+    compute = _kernel_of_cpu(op).call_boxed
     cpu: Any = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
     def kernel(*args: Tensor, **kwargs: Any) -> Tensor:
-        left, right = args[-2:]
-        result = left.new_empty((*left.shape[:-1], right.shape[-1]))
-        compute(cpu, *args, **kwargs, out=result)
-        operands = (op, *((one.data_ptr(), one.shape, one.stride()) for one in args))
-        for target in list(_targets):
-            if target.is_hit(operands):
-                target.fault.strike(result)
+        result: Tensor = compute(cpu, *args, **kwargs)
+        if _targets:
+            operands = (op, *((one.data_ptr(), one.shape, one.stride()) for one in args))
+            for target in list(_targets):
+                if target.is_hit(operands):
+                    target.fault.strike(result)
         return result
 
     return kernel

@@ -46,7 +46,7 @@ def train(spoil: bool, watched: bool) -> dict[str, Any]:
     before = torch.get_rng_state()
     for number, batch in enumerate(batches):
         if checkpoints is not None:
-            checkpoints.mark()
+            checkpoints.begin()
         loss = model(batch).square().sum()
         (loss * float("inf") if spoil and rank == number == 1 else loss).backward()
     values = [] if checkpoints is None else checkpoints.take()

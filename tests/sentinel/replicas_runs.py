@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpstats._gather import gather_trees
+from ddpstats.errors import InvalidStats
+from ddpstats.sentinel import _difference
 from ddpstats.sentinel._divergence import Divergence
 from ddpstats.sentinel._replicas import Replicas
 
@@ -28,6 +30,8 @@ class Net(nn.Module):
     """Dropout, batch norm, a frozen parameter, a buffer of its own, and a branch that a batch need not take."""
 
     scale: Tensor
+    mean: Tensor
+    moves_mean = False  # at each forward pass in training mode, each rank by its own batch
 
     def __init__(self, branches: bool = False) -> None:
         super().__init__()
@@ -39,8 +43,11 @@ class Net(nn.Module):
         self.branch = nn.Linear(40, 40) if branches else None
         self.last.bias.requires_grad_(False)
         self.register_buffer("scale", torch.ones(40))
+        self.register_buffer("mean", torch.zeros(6))
 
     def forward(self, x: Tensor, takes_branch: bool = False) -> Tensor:
+        if self.moves_mean:
+            self.mean.mul_(0.9).add_(x.detach().mean(0))
         hidden = self.drop(self.norm(self.first(x))) * self.scale
         hidden = self.middle(hidden)
         if self.branch is not None and takes_branch:
@@ -149,6 +156,10 @@ def _step(
     rank = dist.get_rank()
     meddle: Callable[..., None] = _MEDDLES.get(plan.meddle, _nothing)
     meddle("before", step, rank, model, optimizer)
+    if plan.meddle == "moved_mean":
+        model.moves_mean = True  # type: ignore[assignment]
+        with torch.no_grad():
+            module(torch.full((4, 6), float(rank), dtype=plan.dtype))
     _flip(plan, step, "buffer", model)
     if plan.expects and plan.compares and not (plan.meddle == "no_copies" and rank == 1):
         replicas.expect()
@@ -333,6 +344,48 @@ def _other_order(rank: int) -> nn.Module:
     for name in ["a", "b"] if rank == 1 else ["b", "a"]:
         model.register_parameter(name, nn.Parameter(torch.zeros(2)))
     return model
+
+
+class Cache(nn.Module):
+    """A buffer as long as this rank's batches."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.register_buffer("cache", torch.ones(rows), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def compare_caches() -> Divergence | None:
+    replicas = Replicas(model := Cache(3 + dist.get_rank()))
+    replicas.expect()
+    model(torch.ones(2))
+    return replicas.compare(gathering([]), 7)
+
+
+def fail_on_one_rank(which: str) -> str:
+    """Rank 1 cannot flatten, or not split, a tensor that differs: the error of this rank; and all are in step after."""
+    model = _large(dist.get_rank())
+    before = getattr(_difference, which)
+    calls = 0
+
+    def without_memory(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if dist.get_rank() == 1:
+            raise MemoryError("no room for a copy")
+        return before(*args)
+
+    setattr(_difference, which, without_memory)
+    try:
+        Replicas(model).compare(gathering([]), 7)
+    except InvalidStats as error:
+        found = str(error)
+    finally:
+        setattr(_difference, which, before)
+    assert Replicas(_empty(0)).compare(gathering([]), 8) is None
+    return found
 
 
 def _raising(rank: int) -> nn.Module:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpstats import ConfigError, Sentinel, SentinelAlarm
+from ddpstats import ConfigError, InvalidStats, Sentinel, SentinelAlarm
 from ddpstats.sentinel import Verdict
 from ddpstats.testing import BitFlip, RankPool, count_collectives, inject_bit_flips
 
@@ -437,3 +437,114 @@ def around_a_rerun(options: dict[str, Any]) -> dict[str, bool]:
             "random": torch.equal(torch.get_rng_state(), random),
             "identity": all(one is other for one, other in zip(now, objects, strict=True)),
         }
+
+
+# -- what goes wrong on one rank --------------------------------------------------------------------------------------
+
+
+def in_a_subgroup() -> str:
+    """DDP on ranks 0 and 1, the sentinel on all."""
+    group = dist.new_group([0, 1])
+    if dist.get_rank() == 2:
+        return ""
+    model = DistributedDataParallel(Transformer(), process_group=group)
+    try:
+        Sentinel(model, mode=2)
+    except ConfigError as error:
+        with Sentinel(model, mode=2, group=group) as sentinel:
+            assert sentinel.step().ok
+        return str(error)
+    return "none"
+
+
+def bad_step_on_rank_1() -> str:
+    with Sentinel(wrapped("ddp"), mode=2) as sentinel:
+        sentinel.step(step=0)
+        try:
+            sentinel.step(step=3.0 if dist.get_rank() == 1 else 1)  # type: ignore[arg-type]
+        except InvalidStats as error:
+            assert sentinel.step(step=2).ok
+            return str(error)
+    return "none"
+
+
+class _Lazy(dict[str, Tensor]):
+    """Raises when it is read."""
+
+    def items(self) -> Any:
+        raise KeyError("not loaded")
+
+
+def begin_raises_on_rank_1(options: dict[str, Any]) -> str:
+    model, said = wrapped("ddp"), ""
+    with Sentinel(model, **options) as sentinel:
+        for step in range(3):
+            batch: Any = batch_of(step, dist.get_rank())
+            if step == 1 and dist.get_rank() == 1:
+                try:
+                    with sentinel.micro_batch(_Lazy(batch)):
+                        raise AssertionError
+                except KeyError:
+                    said = "KeyError, then "
+            with sentinel.micro_batch(batch):
+                step_fn(model, batch).backward()  # type: ignore[no-untyped-call]
+            assert sentinel.step().ok
+            model.zero_grad()
+    return f"{said}fine"
+
+
+def one_backward_raises(options: dict[str, Any]) -> list[Verdict]:
+    """On rank 2 the first micro-batch of step 1 runs out of memory, and is left out."""
+    model = wrapped("ddp")
+    assert isinstance(model, DistributedDataParallel)
+    verdicts = []
+    with Sentinel(model, **options) as sentinel:
+        for step in range(4):
+            for micro in range(2):
+                batch = batch_of(step, dist.get_rank(), micro)
+                with contextlib.ExitStack() as stack:
+                    if micro == 0:
+                        stack.enter_context(model.no_sync())
+                    stack.enter_context(contextlib.suppress(MemoryError))
+                    stack.enter_context(sentinel.micro_batch(batch))
+                    loss = step_fn(model, batch)
+                    if (step, micro, dist.get_rank()) == (1, 0, 2):
+                        loss.register_hook(_no_memory)  # type: ignore[no-untyped-call]
+                    loss.backward()  # type: ignore[no-untyped-call]
+            verdicts.append(sentinel.step())
+            model.zero_grad()
+    return verdicts
+
+
+def _no_memory(gradient: Tensor) -> None:
+    raise MemoryError("in the middle of the backward pass")
+
+
+class Positions(nn.Module):
+    """Its table returns its own parameter."""
+
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2, 4))
+
+        def forward(self) -> Tensor:
+            return self.weight
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.linear = self.Table(), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(x + self.table())
+        return out
+
+
+class Trainer:
+    """Holds the sentinel, which holds its method."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.sentinel = Sentinel(module, mode=2, replay_every_steps=10, replay_fn=self.loss)
+
+    def loss(self, module: nn.Module, batch: Any) -> Tensor:
+        return step_fn(module, batch)

@@ -131,9 +131,9 @@ def test_values_of_micro_batches_come_apart() -> None:
     norm = nn.LayerNorm(4)
     checkpoints = Checkpoints(norm, None, torch.linalg.vector_norm)
     for scale in (1.0, 2.0):
-        checkpoints.mark()
+        checkpoints.begin()
         (norm(data()) * scale).sum().backward()
-    checkpoints.mark()
+    checkpoints.begin()
     one, two, three = taken(checkpoints)
     assert one == [(0, pytest.approx(12**0.5))]
     assert two == [(0, pytest.approx(2 * 12**0.5))]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, strategies as st
@@ -100,6 +101,9 @@ def test_many_tensors_are_counted_by_kind_and_point_at_software() -> None:
     assert "Many elements: software first. Look for noise added after the reduce" in one.message
     assert "`ignore`" in one.message
     assert "hardware" not in one.message
+    assert "post-local SGD), or be those of a data-parallel group other than the sentinel's" in one.message
+    few = divergence(0, replace(found, others=others[:1]))  # type: ignore[arg-type]
+    assert "post-local SGD" not in few.message
 
 
 def test_one_element_of_several_tensors_leaves_both_open() -> None:
@@ -163,6 +167,19 @@ def test_ranks_without_the_same_tensors_are_told_what_each_has() -> None:
         "  1 gradient: extra",
         "The ranks' models differ: every rank must build the same one. The elements were not compared.",
     ]
+
+
+def test_a_buffer_of_another_shape_is_a_cache_before_it_is_another_model() -> None:
+    held = {0: "float32 [3]", 1: "float32 [4]", 2: "float32 [3]"}
+    message = divergence(2, Found("buffer", "cos", held, structural=True)).message
+    assert message.splitlines()[-1] == (
+        "A buffer of another shape may be a cache that each rank has for itself, such as one as long as its batches: "
+        "then it belongs into `ignore`. Else: the ranks' models differ: every rank must build the same one. The "
+        "elements were not compared."
+    )
+    both = divergence(2, Found("parameter", "p", held, [("buffer", "cos", held)], structural=True)).message
+    assert "cache" not in both
+    assert "belongs into `ignore`" in both
 
 
 def test_a_gradient_on_some_ranks_only_points_at_the_loop() -> None:

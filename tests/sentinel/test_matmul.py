@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
+import sys
+import textwrap
 import threading
+import time
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -232,6 +238,60 @@ def test_products_in_less_than_float32_are_no_fault_where_the_user_allows_them()
         settings.fp32_precision = before
 
 
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1.0), (torch.bfloat16, 0.85)])
+def test_in_rows_of_thousands_of_columns_flipped_signs_and_exponents_are_found(dtype: torch.dtype, most: float) -> None:
+    left, right = numbers(4, 64).to(dtype), numbers(64, 8200, seed=1).to(dtype)
+    generator = torch.Generator().manual_seed(5)
+    product = product_of(left, right)
+    assert doubtful_rows(product) is None
+    found = []
+    for bit in exponent_bits(dtype) * 6:
+        element = int(torch.randint(product.result.numel(), (), generator=generator))
+        flip(product.result, element, bit)
+        rows = doubtful_rows(product)
+        found.append(rows is not None and rows.nonzero().tolist() == [[element // 8200]])
+        flip(product.result, element, bit)
+    assert sum(found) >= most * len(found)
+
+
+def test_an_element_of_any_block_of_columns_is_found() -> None:
+    left, right, addend = numbers(3, 16), numbers(16, 1300, seed=1), numbers(1300, seed=2)
+    for bias in (None, addend, addend.expand(3, 1300)):
+        for column in (0, 511, 512, 1023, 1024, 1299):
+            result = left @ right if bias is None else torch.addmm(bias, left, right)
+            result[1, column] += 9.0
+            product = Product("addmm", result, left, right, bias, 1.0, 1.0, result.clone)
+            assert [fault.index for fault in faults_of(product)] == [(1, column)]
+
+
+def test_an_overflow_before_alpha_is_no_fault() -> None:
+    for dtype, value in ((torch.float32, 3e19), (torch.bfloat16, 3e19)):
+        left = torch.full((4, 4), value, dtype=dtype)
+        result = torch.full((4, 4), INF, dtype=dtype)
+        assert faults_in_all_rows(Product("mm", result, left, left, None, 1.0, 1e-3, result.clone)) == []
+    result = torch.full((4, 4), INF)
+    ones = torch.ones(4, 4)
+    assert len(faults_in_all_rows(Product("mm", result, ones, ones, None, 1.0, 1e-5, result.clone))) == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_factors_rounded_to_half_precision_are_no_fault(dtype: torch.dtype) -> None:
+    left, right, addend = numbers(8, 2).to(dtype), numbers(2, 8, seed=1).to(dtype), numbers(8, 8, seed=2).to(dtype)
+    for alpha, beta in ((1.0, 0.001), (0.001, 1.0), (0.001, 0.001)):
+        rounded = [torch.tensor(factor, dtype=dtype) for factor in (alpha, beta)]
+        result = rounded[0] * (left @ right) + rounded[1] * addend
+        product = Product("addmm", result, left, right, addend, beta, alpha, result.clone)
+        assert faults_in_all_rows(product) == []
+
+
+def test_subnormal_terms_times_alpha_are_no_fault() -> None:
+    tiny = torch.finfo(torch.float32).tiny
+    left, right = torch.full((4, 8), 0.3 * tiny), torch.full((8, 4), 0.9)
+    flushed = torch.zeros(4, 4)
+    assert faults_in_all_rows(Product("mm", flushed, left, right, None, 1.0, 1000.0, flushed.clone)) == []
+    assert faults_in_all_rows(Product("mm", flushed, left, right, None, 1.0, 1e20, flushed.clone)) == []
+
+
 # -- the window -------------------------------------------------------------------------------------------------------
 
 
@@ -294,6 +354,13 @@ def test_a_wrong_addend_or_factor_is_found() -> None:
     assert len(faults_of(product._replace(addend=None))) == 4
 
 
+def nested_matrices(*rows: int) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # nested tensors are a prototype
+        found: Tensor = torch.nested.nested_tensor([torch.ones(row, 3) for row in rows])
+    return found
+
+
 def test_what_cannot_be_checked_is_left_alone() -> None:
     ones = torch.ones(3, 3)
     with ChecksumWindow() as window:
@@ -303,7 +370,19 @@ def test_what_cannot_be_checked_is_left_alone() -> None:
         torch.mm(ones.to_sparse(), ones)
         c = torch.ones(3, 3)
         assert torch.addmm(c, ones, ones, out=c).tolist() == [[4.0] * 3] * 3
+        c = torch.ones(3, 3)
+        assert torch.mm(c, ones, out=c).tolist() == [[3.0] * 3] * 3
+        c = torch.ones(2, 3, 3)
+        torch.bmm(c, torch.ones(2, 3, 3), out=c)
+        torch.addmm(ones, torch.ones(3, 0), torch.ones(0, 3), beta=0.1)
+        torch.addmm(ones, ones, ones, alpha=0)
     assert (window.checked, window.faults, window.problem) == (0, [], None)
+
+
+def test_of_nested_tensors_the_products_inside_are_checked() -> None:
+    with ChecksumWindow() as window:
+        torch.bmm(nested_matrices(3, 4), nested_matrices(3, 3))
+    assert (window.checked, window.faults, window.problem) == (2, [], None)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -392,21 +471,160 @@ def registrations() -> list[str]:
     return [torch._C._dispatch_dump(name) for name in names]
 
 
-def test_closing_leaves_nothing_behind() -> None:
+@pytest.fixture
+def tidied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is parked from earlier tests, and nothing stays parked."""
+    monkeypatch.setattr(door, "_PARKED_SEC", 0.0)
+    ChecksumWindow.tidy()
+
+
+@pytest.mark.usefixtures("tidied")
+def test_closing_and_tidying_leaves_nothing_behind() -> None:
     before = registrations()
     window = ChecksumWindow()
+    ChecksumWindow.tidy()
     for _ in range(2):
         window.open()
         window.open()
         assert window.is_open
         assert registrations() != before
         torch.ones(2, 2) @ torch.ones(2, 2)
+        window.tidy()
+        assert registrations() != before
         window.close()
         window.close()
+        window.tidy()
+        window.tidy()
         assert registrations() == before
     assert not window.is_open
     torch.ones(2, 2) @ torch.ones(2, 2)
     assert window.checked == 2
+
+
+def test_what_is_closed_is_parked_for_seconds_and_taken_into_use_again() -> None:
+    with ChecksumWindow() as window:
+        torch.ones(2, 2) @ torch.ones(2, 2)
+    window.tidy()
+    parked, used = registrations(), door._library
+    assert door.is_installed()
+    assert not door.is_listening()
+    torch.ones(2, 2) @ torch.ones(2, 2)
+    with window:
+        torch.ones(2, 2) @ torch.ones(2, 2)
+        assert registrations() == parked
+        assert door._library is used
+    assert window.checked == 2
+
+
+LATER = """
+    import threading, time, torch
+    from ddpstats.sentinel._matmul import ChecksumWindow
+    torch.set_num_threads(1)
+    until = time.monotonic() + 4
+
+    def multiply():
+        ones = torch.ones(4, 4)
+        while time.monotonic() < until:
+            ones @ ones
+
+    threads = [threading.Thread(target=multiply) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    window = ChecksumWindow()
+    while time.monotonic() < until:
+        window.open()
+        torch.ones(2, 2) @ torch.ones(2, 2)
+        window.close()
+    for thread in threads:
+        thread.join()
+    assert window.checked > 100 and window.problem is None and window.fault_count == 0
+"""
+
+
+def test_windows_may_close_while_other_threads_multiply() -> None:
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(LATER)], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_forked_child_has_no_window_and_no_lock_of_another_thread() -> None:
+    taken, release = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with _matmul._lock:
+            taken.set()
+            release.wait()
+
+    with ChecksumWindow() as window:
+        holder = threading.Thread(target=hold)
+        holder.start()
+        taken.wait()
+        child = os.fork()
+        if child == 0:
+            multiply_in_the_child(window)
+        status = waited(child)
+        release.set()
+        holder.join()
+    assert status == 0
+
+
+def multiply_in_the_child(window: ChecksumWindow) -> None:
+    try:
+        torch.ones(2, 2) @ torch.ones(2, 2)
+        closed = not window.is_open and window.checked == 0
+        with window:
+            torch.ones(2, 2) @ torch.ones(2, 2)
+        os._exit(0 if closed and window.checked == 1 else 1)
+    finally:
+        os._exit(2)
+
+
+def waited(child: int) -> int:
+    until = time.monotonic() + 20
+    while time.monotonic() < until:
+        found, status = os.waitpid(child, os.WNOHANG)
+        if found:
+            return status
+        time.sleep(0.01)
+    os.kill(child, 9)
+    return os.waitpid(child, 0)[1]
+
+
+def test_what_was_taken_is_not_found_again() -> None:
+    model = nn.Linear(8, 8)
+    window = ChecksumWindow()
+    with window, inject_bit_flips(model, [BitFlip("", "matmul", 11, 30, 0)]):
+        model(numbers(4, 8))
+    had_news = window.has_news
+    faults, count, problem, unchecked = window.take()
+    assert ([fault.index for fault in faults], count, problem, unchecked) == ([(1, 3)], 1, None, 0)
+    assert (had_news, window.has_news) == (True, False)
+    assert window.take() == ([], 0, None, 0)
+    assert window.checked == 1
+
+
+def add_one(tensor: Tensor) -> None:
+    with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
+        tensor.add_(1.0)
+
+
+def test_a_product_that_another_thread_has_changed_meanwhile_has_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    for which in ("left", "right", "addend", "result"):
+
+        def changing(product: Product, which: str = which) -> Tensor | None:
+            other = threading.Thread(target=add_one, args=[getattr(product, which)])
+            other.start()
+            other.join()
+            return doubtful_rows(product)
+
+        monkeypatch.setattr(_matmul, "doubtful_rows", changing)
+        for grad in (False, True):
+            left = numbers(4, 8).requires_grad_(grad)
+            with ChecksumWindow() as window, torch.no_grad():
+                torch.addmm(numbers(6, seed=2), left, numbers(8, 6, seed=1))
+            assert (window.checked, window.fault_count, window.problem) == (1, 0, None), which
+        with ChecksumWindow() as window, torch.inference_mode():  # whose tensors count no changes
+            torch.addmm(numbers(6, seed=2), numbers(4, 8), numbers(8, 6, seed=1))
+        assert window.fault_count == 4, which
 
 
 def test_a_window_closes_after_an_exception() -> None:
@@ -414,7 +632,7 @@ def test_a_window_closes_after_an_exception() -> None:
     with pytest.raises(KeyError), window:
         raise KeyError
     assert not window.is_open
-    assert not door.is_installed()
+    assert not door.is_listening()
 
 
 def test_windows_overlap_and_each_counts_what_it_saw() -> None:
@@ -428,7 +646,7 @@ def test_windows_overlap_and_each_counts_what_it_saw() -> None:
     ones @ ones
     second.close()
     assert (first.checked, second.checked) == (2, 2)
-    assert not door.is_installed()
+    assert not door.is_listening()
 
 
 def test_a_second_window_does_not_check_a_product_twice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -461,7 +679,10 @@ def test_an_error_in_a_check_is_noted_and_the_training_goes_on(monkeypatch: pyte
     with ChecksumWindow() as window:
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).tolist() == [[2.0, 2.0], [2.0, 2.0]]
     assert isinstance(window.problem, MemoryError)
-    assert (window.checked, window.faults) == (0, [])
+    assert (window.checked, window.faults, window.unchecked) == (0, [], 1)
+    had_news, problem = window.has_news, window.problem
+    assert window.take() == ([], 0, problem, 1)
+    assert (had_news, window.has_news) == (True, False)
 
 
 def test_a_window_keeps_no_operand_alive() -> None:
@@ -477,7 +698,6 @@ def test_a_window_keeps_no_operand_alive() -> None:
 
 def test_another_torch_is_tried_and_refused_if_it_hides_its_products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", "2.99.0")
-    before = registrations()
     with ChecksumWindow() as window:
         torch.ones(2, 2) @ torch.ones(2, 2)
     assert window.checked == 1
@@ -485,7 +705,7 @@ def test_another_torch_is_tried_and_refused_if_it_hides_its_products(monkeypatch
     with pytest.raises(ConfigError, match=r"torch 2\.99\.0 does not show its matrix products"):
         window.open()
     assert not window.is_open
-    assert registrations() == before
+    assert not door.is_listening()
 
 
 def test_a_compiled_program_is_checked_and_not_disturbed() -> None:

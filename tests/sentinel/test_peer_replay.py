@@ -5,9 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
+from ddpstats import Sentinel
+from ddpstats.sentinel._alarm_replay import _explanation
+from ddpstats.sentinel._original import Original
+from ddpstats.sentinel._peer_replay import _chosen, _determinism_words, _travelling
+from ddpstats.sentinel._witness import Witness
 from ddpstats.testing import BitFlip, RankPool
-from tests.sentinel import sentinel_runs as runs
+from tests.sentinel import replay_runs, sentinel_runs as runs
 from tests.sentinel.sentinel_runs import Plan, alarm_of, trained
 
 OPTIONS: dict[str, Any] = {"mode": 2, "replay_every_steps": 2, "replay_fn": runs.step_fn}
@@ -38,7 +45,7 @@ def test_equal_ranks_agree_bit_for_bit(three_ranks: RankPool, plan: Plan, option
         assert outcome.warnings == []  # no noise either
 
 
-@pytest.mark.parametrize("step", [1, 3], ids=["at the first time", "later"])
+@pytest.mark.parametrize("step", [0, 3], ids=["at the first time", "later"])
 @pytest.mark.parametrize("sticky", [False, True])
 def test_the_rank_that_computes_wrong_is_named(four_ranks: RankPool, step: int, sticky: bool) -> None:
     plan = Plan(options=OPTIONS, flips=[gradient_flip(step, 3, sticky=sticky)])
@@ -111,7 +118,7 @@ def test_a_step_with_noise_of_its_own_is_measured_and_is_no_fault(three_ranks: R
         assert all(verdict.ok for verdict in outcome.verdicts)
         (warning,) = outcome.warnings
         assert "does not repeat itself bit for bit" in warning
-        assert "torch.use_deterministic_algorithms(True)" in warning
+        assert "torch.use_deterministic_algorithms(True) on ranks 0, 1, 2 may make it repeat itself." in warning
 
 
 def test_noise_hides_small_faults_and_not_large_ones(three_ranks: RankPool) -> None:
@@ -136,7 +143,7 @@ def test_a_rank_without_a_batch_still_takes_part(three_ranks: RankPool) -> None:
 def test_batches_that_do_not_all_fit_take_turns(three_ranks: RankPool) -> None:
     """With room for one batch, a rank's fault is found when it is its turn."""
     found = three_ranks.run(runs.with_little_room, [gradient_flip(step, 1) for step in (3, 5, 7)]).values()
-    assert found == [[3]] * 3  # turns: rank 0 at step 1, rank 1 at step 3, rank 2 at step 5, rank 0 at step 7
+    assert found == [[7]] * 3  # turns: rank 0 at step 0, 1 at step 1, 2 at step 3, 0 at step 5, 1 at step 7
 
 
 def test_buffers_that_differ_travel_with_the_batch(two_ranks: RankPool) -> None:
@@ -154,3 +161,240 @@ def test_gradients_that_are_left_are_not_taken_for_the_micro_batchs(two_ranks: R
 def test_a_rerun_leaves_gradients_buffers_and_random_state(two_ranks: RankPool) -> None:
     for unchanged in two_ranks.run(runs.around_a_rerun, OPTIONS).values():
         assert unchanged == {"gradients": True, "buffers": True, "random": True, "identity": True}
+
+
+# -- what is seen of the step itself ----------------------------------------------------------------------------------
+
+
+def seen_of(original: Original, model: nn.Module, zero: bool = False, passes: int = 1) -> Witness | None:
+    """Of a micro-batch with so many backward passes; ``zero``: gradients are let go of just before."""
+    original.begin()
+    x = torch.ones(3, 4)
+    for _ in range(passes):
+        loss = replay_runs.loss_of(model, x)
+        if zero:
+            model.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+    original.end()
+    return original.witness()
+
+
+def test_gradients_that_are_let_go_of_inside_the_micro_batch_are_its_own() -> None:
+    model = replay_runs.Small()
+    original = Original(model)
+    first = seen_of(original, model)
+    assert first is not None
+    assert seen_of(original, model) is None
+    assert original.problem.startswith("something was left in .grad")
+    again = seen_of(original, model, zero=True)
+    assert again is not None
+    assert again.is_same(first, 0.0)
+    assert all(not parameter._backward_hooks for parameter in model.parameters())
+
+
+def test_two_backward_passes_have_no_witness_and_the_reason_is_told() -> None:
+    model = replay_runs.Small()
+    original = Original(model)
+    assert seen_of(original, model, passes=2) is None
+    assert original.problem == "it had 2 backward passes"
+
+
+def test_a_replaced_head_is_watched() -> None:
+    model = replay_runs.Small()
+    original = Original(model)
+    model.head = nn.Linear(4, 1)
+    found = seen_of(original, model)
+    assert found is not None
+    assert bool((found.digests != 0).all())
+
+
+def test_a_micro_batch_that_raised_is_forgotten() -> None:
+    model = replay_runs.Small()
+    original = Original(model)
+    expected = seen_of(original, model)
+    model.zero_grad()
+    original.begin()
+    replay_runs.loss_of(model, torch.randn(3, 4)).backward()  # type: ignore[no-untyped-call]
+    original.discard()
+    assert original.witness() is None
+    model.zero_grad()
+    found = seen_of(original, model)
+    assert found is not None
+    assert expected is not None
+    assert found.is_same(expected, 0.0)
+
+
+def test_a_step_that_zeroes_inside_micro_batch_is_examined(two_ranks: RankPool) -> None:
+    for told in two_ranks.run(replay_runs.zeroed_inside, replay_runs.loss_of).values():
+        assert (told.ok, told.error, told.warnings) == ([True, True], "", [])
+        assert told.runs == 3  # one to learn whether it repeats itself, and one for the other rank in each step
+    for told in two_ranks.run(replay_runs.zeroed_inside, replay_runs.twice_the_loss).values():
+        assert "replay_fn is not the step that was trained" in told.error
+        assert "reentrant checkpointing" in told.error
+
+
+@pytest.mark.parametrize(
+    ("run", "why"),
+    [
+        (replay_runs.with_gradients_left, "something was left in .grad before its backward pass"),
+        (replay_runs.with_two_backward_passes, "it had 2 backward passes"),
+    ],
+    ids=["left", "two passes"],
+)
+def test_where_no_rank_has_gradients_of_its_own_nothing_is_repeated_and_the_reason_is_said(
+    two_ranks: RankPool, run: Any, why: str
+) -> None:
+    for told in two_ranks.run(run).values():
+        assert (told.ok, told.runs) == ([True, True], 0)
+        assert all(
+            "no rank's gradients of the step's first micro-batch can be told apart" in one for one in told.warnings
+        )
+        assert all(f"ranks 0, 1: {why}" in one for one in told.warnings)
+        assert told.warnings
+
+
+# -- batches ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_batch_that_the_program_empties_is_changed_and_keeps_nobody_waiting(two_ranks: RankPool) -> None:
+    for told in two_ranks.run(replay_runs.with_a_batch_emptied_on_rank_0).values():
+        assert (told.ok, told.error, told.warnings) == ([True] * 3, "", [])
+
+
+def test_batches_that_are_changed_in_place_are_not_reported_as_missing(two_ranks: RankPool) -> None:
+    for told in two_ranks.run(replay_runs.with_batches_changed_in_place).values():
+        assert (told.ok, told.error, told.warnings) == ([True] * 3, "", [])
+        assert told.runs == 3  # from the second step on
+
+
+# -- what a rerun leaves ----------------------------------------------------------------------------------------------
+
+
+def examined(model: nn.Module, x: Tensor, replay_every_steps: int = 1) -> None:
+    """One step, on this process alone."""
+    options: dict[str, Any] = {"mode": 2, "replay_fn": replay_runs.loss_of, "replay_every_steps": replay_every_steps}
+    with Sentinel(model, **options) as sentinel:
+        with sentinel.micro_batch(x):
+            replay_runs.loss_of(model, x).backward()  # type: ignore[no-untyped-call]
+        during = vars(model).copy(), dict(model._buffers), {key: b.clone() for key, b in model.named_buffers()}
+        assert sentinel.step().ok
+    attributes, buffers, values = during
+    assert vars(model) == attributes
+    assert all(model._buffers[key] is buffer for key, buffer in buffers.items())
+    assert all(torch.equal(buffer, values[key]) for key, buffer in model.named_buffers())
+
+
+def test_buffers_that_are_bound_anew_and_plain_attributes_are_put_back() -> None:
+    model = replay_runs.Counting()
+    examined(model, torch.randn(3, 4))
+    assert (model.count, model.marks, model.last, model.seen.numel()) == (1, (1, "run"), 1, 2)
+
+
+def test_a_default_device_elsewhere_changes_nothing() -> None:
+    model, x = replay_runs.Small(), torch.randn(3, 4)
+    torch.set_default_device("meta")
+    try:
+        examined(model, x)
+    finally:
+        torch.set_default_device(None)
+
+
+def test_collectives_of_another_thread_go_on_while_a_step_is_repeated(two_ranks: RankPool) -> None:
+    for told, errors in two_ranks.run(replay_runs.beside_collectives_of_a_thread).values():
+        assert (told.ok, told.error) == ([True] * 4, "")
+        assert errors == []
+
+
+# -- what travels -----------------------------------------------------------------------------------------------------
+
+
+def test_only_buffers_that_differ_travel_and_all_where_some_rank_has_none() -> None:
+    told = [torch.tensor([1, 2, 3]), torch.tensor([1, 2, 4]), torch.tensor([1, 5, 3])]
+    assert _travelling(told) == [1, 2]
+    assert _travelling(told[:1] * 3) == []
+    assert _travelling([told[0], None]) is None
+    assert _travelling([told[0], told[0][:2]]) is None
+
+
+def test_buffers_that_travel_count_as_room() -> None:
+    offer: dict[str, Any] = {"bytes": 10, "buffer_bytes": [60 << 20, 1]}
+    offers = {0: offer, 1: offer, 2: {"bytes": -1}}
+    assert _chosen(offers, [1], 0, []) == [0, 1]
+    assert _chosen(offers, [0], 0, []) == [0]
+    assert _chosen(offers, None, 1, []) == [1]
+
+
+def test_a_large_buffer_that_ranks_have_alike_stays_at_home(two_ranks: RankPool) -> None:
+    for told, sent_bytes in two_ranks.run(replay_runs.with_a_mask, 2).values():
+        assert (told.ok, told.error) == ([True, True], "")
+        assert sent_bytes < 1 << 20
+
+
+# -- gradients that differ --------------------------------------------------------------------------------------------
+
+
+def witness(digests: list[int], norms: list[float]) -> Witness:
+    return Witness(torch.tensor(digests), torch.tensor(norms, dtype=torch.float64))
+
+
+def test_with_noise_only_norms_outside_of_the_room_differ() -> None:
+    one, other = witness([1, 2, 3], [1.0, 2.0, 3.0]), witness([1, 5, 6], [1.0, 2.0001, 3.5])
+    assert one.differs(other, 0.0).tolist() == [False, True, True]
+    assert one.differs(other, 1e-3).tolist() == [False, False, True]
+    assert one.is_same(other, 0.5)
+
+
+def test_a_norm_that_is_not_finite_differs_and_makes_no_room() -> None:
+    one = witness([1, 2], [float("inf"), 2.0])
+    assert one.differs(witness([1, 3], [float("inf"), 9.0]), 1e-2).tolist() == [False, True]
+    assert one.differs(witness([4, 2], [1.0, 2.0]), 1e-2).tolist() == [True, False]
+
+
+def test_witnesses_of_other_lengths_are_not_the_same() -> None:
+    one, other = witness([1, 2], [1.0, 2.0]), witness([1], [1.0])
+    assert one.differs(other, 1e-2).tolist() == [True, True]
+    assert not one.is_same(other, 1e-2)
+    assert one.distance(other) == float("inf")
+
+
+def test_the_switches_that_are_not_set_are_named_with_their_ranks() -> None:
+    switch = "torch.use_deterministic_algorithms(True)"
+    loose: dict[int, Any] = {0: {"loose": []}, 1: {"loose": [switch]}}
+    assert _determinism_words(loose) == f"{switch} on rank 1 may make it repeat itself."
+    assert _determinism_words({0: {"loose": []}}).startswith("Deterministic algorithms are on")
+
+
+# -- why: the micro-batch of an alarm ---------------------------------------------------------------------------------
+
+
+def test_an_outlier_of_the_data_is_not_taken_for_hardware_where_the_peers_values_are_large_anyway(
+    two_ranks: RankPool,
+) -> None:
+    """The peer's own past would call the value normal."""
+    for told in two_ranks.run(replay_runs.an_outlier_of_data).values():
+        assert len(told.ok) == 30
+        assert "and so it does on rank 1: software or data, not hardware" in told.error
+
+
+def answer(digest: int, *values: float, bad: bool | None = True) -> dict[str, Any]:
+    return {"digests": torch.tensor([digest]), "values": list(enumerate(values)), "bad": bad}
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "words"),
+    [
+        (answer(1, 1.0, 1e9), answer(1, 1.0, 1e9), "software or data"),
+        (answer(1, 1.0, 1e9), answer(2, 1.001, 1.001e9), "software or data"),
+        (answer(1, 1.0, float("nan")), answer(2, 1.0, float("inf")), "software or data"),
+        (answer(1, 1e9, 1e-9), answer(2, 1e9, 3e-9), "software or data"),
+        (answer(1, 1.0, 1e9), answer(2, 1.0, 2.5), "norm2 has 1e+09 on rank 0 and 2.5 on rank 1."),
+        (answer(1, 1.0, 1e9), answer(2, 1.0, 2e9), "hardware of rank 0, or something that only it holds"),
+        (answer(1, 1.0, float("nan")), answer(2, 1.0, 2.5), "norm2 has nan on rank 0 and 2.5 on rank 1."),
+        (answer(1, 1.0, 1e9), answer(2, 1.0), "norm2 has 1e+09 on rank 0 and nan on rank 1."),
+        (answer(1, 1.0, bad=False), {"error": "no"}, "normal values: a transient fault"),
+        (answer(1, 1.0), {"error": "no"}, "such a value again. Rank 1 could not run the micro-batch again: no"),
+        ({"error": "no"}, answer(1, 1.0), "Rank 0 could not run the micro-batch again: no"),
+    ],
+)
+def test_what_two_ranks_compute_alike_is_no_fault_of_one(here: Any, there: Any, words: str) -> None:
+    assert words in _explanation(0, 1, here, there, ["norm1", "norm2"])

@@ -52,6 +52,7 @@ EQUAL = {
     "buffers not expected": Plan(expects=False),
     "buffers copied on one rank only": Plan(meddle="no_copies"),
     "running statistics moved between steps": Plan(meddle="evaluates"),
+    "a buffer moved by a pass without gradients": Plan(meddle="moved_mean"),
     "pickled and copied with the hook": Plan(pickles=True),
     "equal bits of NaN": Plan(meddle="nan"),
     "what DDP ignores": Plan(meddle="ddp_ignores", steps=1),
@@ -270,6 +271,18 @@ def test_other_shapes_and_other_orders_are_named(three_ranks: RankPool) -> None:
     assert found is not None
     assert found.culprit_ranks == (1,)
     assert "  ranks 0, 2: parameter b at this place\n  rank 1: parameter a at this place\n" in found.message
+
+
+@pytest.mark.parametrize("which", ["flattened", "_pieces"])
+def test_a_rank_that_cannot_copy_what_differs_tells_all(two_ranks: RankPool, which: str) -> None:
+    for text in two_ranks.run(runs.fail_on_one_rank, which).values():
+        assert "MemoryError: no room for a copy" in text
+
+
+def test_a_buffer_of_another_shape_may_be_a_cache(three_ranks: RankPool) -> None:
+    found = three_ranks.run(runs.compare_caches).values()[0]
+    assert (found.kind, found.name) == ("buffer", "cache")
+    assert "A buffer of another shape may be a cache that each rank has for itself" in found.message
 
 
 def test_an_error_while_looking_is_raised_on_every_rank(two_ranks: RankPool) -> None:

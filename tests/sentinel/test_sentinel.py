@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from ddpstats import ConfigError, Sentinel, SentinelAlarm
+from ddpstats import ConfigError, InvalidStats, Sentinel, SentinelAlarm
 from ddpstats.testing import BitFlip, PerRank, RankPool, run_ranks
 from tests.sentinel import sentinel_runs as runs
 from tests.sentinel.sentinel_runs import Plan, alarm_of, trained
@@ -158,7 +159,7 @@ def test_float16_without_a_scaler_switches_the_thresholds_off_with_a_warning() -
     module = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)).half()
     with Sentinel(module, mode=2) as sentinel:
         (module(torch.ones(2, 4, dtype=torch.float16)) * float("inf")).sum().backward()
-        with pytest.warns(UserWarning, match="float16 and there is no enabled scaler="):
+        with pytest.warns(UserWarning, match="float16, or of an autocast to it, and there is no enabled scaler="):
             assert sentinel.step().ok
         (module(torch.ones(2, 4, dtype=torch.float16)) * float("inf")).sum().backward()
         assert sentinel.step().ok  # and it says so once
@@ -240,6 +241,8 @@ def test_an_alarm_that_does_not_repeat_is_transient(three_ranks: RankPool) -> No
     flip = BitFlip("blocks.1.down", "activation_gradient", element=3, bit=EXPONENT, step=2, rank=1)
     text = alarm_of(trained(three_ranks, Plan(options={"mode": 2, "replay_fn": runs.step_fn}, flips=[flip])))[3]
     assert "Run again on rank 1, the micro-batch gives normal values: a transient fault" in text
+    assert "Rank 1 is on host " in text
+    assert "No rank has applied this step. Test the device of rank 1" in text
 
 
 def test_an_alarm_that_repeats_on_its_rank_alone_is_hardware(three_ranks: RankPool) -> None:
@@ -266,6 +269,34 @@ def test_ranks_with_other_settings_are_told_on_every_rank(two_ranks: RankPool) -
     assert "rank 1: mode=0" in texts[0]
 
 
+def test_patterns_that_differ_are_settings_that_differ(two_ranks: RankPool) -> None:
+    options = [{"mode": 2, "ignore": ["head.bias"]}, {"mode": 2, "ignore": []}]
+    texts = two_ranks.run(runs.settings_differ, PerRank(options)).values()
+    assert texts[0] == texts[1]
+    assert "rank 0: ignore=['head.bias']" in texts[0]
+
+
+def test_a_sentinel_of_another_group_than_ddps_is_refused(three_ranks: RankPool) -> None:
+    for text in three_ranks.run(runs.in_a_subgroup).values()[:2]:
+        assert "DistributedDataParallel reduces over ranks 0, 1, and this sentinel's group has ranks 0, 1, 2" in text
+        assert "pass group=" in text
+
+
+def test_a_bad_step_number_on_one_rank_is_an_error_on_all(two_ranks: RankPool) -> None:
+    texts = two_ranks.run(runs.bad_step_on_rank_1).values()
+    assert texts[0] == texts[1]
+    assert "Sentinel.step(step=3.0): a whole number, 0 or more" in texts[0]
+
+
+def test_a_batch_that_cannot_be_kept_leaves_the_rank_in_step(two_ranks: RankPool) -> None:
+    assert two_ranks.run(runs.begin_raises_on_rank_1, EVERYTHING).values() == ["fine", "KeyError, then fine"]
+
+
+def test_a_micro_batch_that_raises_and_is_tried_again_is_no_fault(three_ranks: RankPool) -> None:
+    for verdicts in three_ranks.run(runs.one_backward_raises, EVERYTHING).values():
+        assert [verdict.ok for verdict in verdicts] == [True] * 4
+
+
 def test_the_environment_of_mindspore_is_read() -> None:
     env = {"NPU_ASD_ENABLE": "2", "NPU_ASD_UPPER_THRESH": "500,20", "NPU_ASD_SIGMA_THRESH": "5,9"}
     for warned, mode, upper, sigma in run_ranks(runs.settings_of_environment, 2, env=env, timeout_sec=60).values():
@@ -286,6 +317,10 @@ def test_the_environment_of_mindspore_is_read() -> None:
         ({"replay_fn": 3}, "replay_fn=3"),
         ({"matmul_checksum": 1}, "matmul_checksum=1"),
         ({"checksum_steps": 0}, "checksum_steps=0"),
+        ({"scaler": 1.0}, "scaler=1.0 must be a torch.amp.GradScaler"),
+        ({"ignore": "*.running_mean"}, r"must be a list of patterns"),
+        ({"ignore": [3]}, r"must be a list of patterns"),
+        ({"ignore": ["*.no_such"]}, r"'\*.no_such' fits no parameter or buffer"),
         ({"mode": 2, "checkpoints": ["blocks.9"]}, "no module 'blocks.9'"),
     ],
 )
@@ -299,6 +334,7 @@ def test_no_mode_at_all_is_off_with_a_warning() -> None:
         Sentinel(runs.wrapped("alone"))
 
 
+@pytest.mark.filterwarnings("ignore:Sentinel. no checkpoint has given a value")
 def test_calls_in_the_wrong_place_are_refused() -> None:
     sentinel = Sentinel(runs.wrapped("alone"), mode=1)
     with sentinel.micro_batch({}):
@@ -306,7 +342,7 @@ def test_calls_in_the_wrong_place_are_refused() -> None:
             sentinel.step()
         with pytest.raises(ConfigError, match="inside another micro_batch"), sentinel.micro_batch({}):
             pass
-    with pytest.raises(ConfigError, match="whole number, 0 or more"):
+    with pytest.raises(InvalidStats, match="whole number, 0 or more"):  # as other ranks would hear of it
         sentinel.step(step=-1)
     with pytest.raises(ConfigError, match="check_matmuls: steps=0 must be a whole number, 1 or more"):
         sentinel.check_matmuls(0)
@@ -326,3 +362,132 @@ def test_alone_without_a_process_group_every_layer_works() -> None:
     ((step, layers, culprits, text),) = outcome.alarms
     assert (step, layers, culprits) == (2, ("peer replay",), (0,))
     assert "Rank 0 was wrong once and right once" in text
+
+
+# -- what does not work does not hide what was found, and is not hidden ------------------------------------------------
+
+
+def test_in_mode_1_a_step_that_cannot_be_repeated_is_a_warning(two_ranks: RankPool) -> None:
+    plan = Plan(options={"mode": 1, "replay_every_steps": 2, "replay_fn": runs.another_step}, steps=4)
+    for outcome in trained(two_ranks, plan):
+        assert len(outcome.verdicts) == 4
+        assert any("replay_fn is not the step that was trained" in one for one in outcome.warnings)
+
+
+def test_a_step_that_cannot_be_repeated_does_not_hide_an_alarm(two_ranks: RankPool) -> None:
+    flip = BitFlip("blocks.1.down", "activation_gradient", element=3, bit=EXPONENT, step=0, rank=1)
+    options = {"mode": 2, "replay_every_steps": 2, "replay_fn": runs.raising_step}
+    step, layers, culprits, text = alarm_of(trained(two_ranks, Plan(options=options, flips=[flip])))
+    assert (step, layers, culprits) == (0, ("thresholds",), (1,))
+    assert "ValueError: not on this rank" in text
+
+
+def test_what_became_of_an_alarm_is_logged_once_in_mode_1(two_ranks: RankPool) -> None:
+    flip = BitFlip("blocks.1.down", "activation_gradient", element=3, bit=EXPONENT, step=1, rank=1)
+    outcomes = trained(two_ranks, Plan(options={"mode": 1, "replay_fn": runs.step_fn}, flips=[flip], steps=2))
+    said = [[line for _, line in outcome.lines if "a transient fault" in line] for outcome in outcomes]
+    assert [len(lines) for lines in said] == [1, 0]
+
+
+def test_an_alarm_that_follows_from_another_does_not_renew_the_window(two_ranks: RankPool) -> None:
+    flip = BitFlip("blocks.1.down", "activation_gradient", element=3, bit=EXPONENT, step=1, rank=1)
+    options = {"mode": 1, "matmul_checksum": True, "checksum_steps": 2}
+    for outcome in trained(two_ranks, Plan(options=options, flips=[flip], steps=3)):
+        opened = ["Matmuls are checked" in verdict.message for verdict in outcome.verdicts]
+        assert opened == [False, True, False]
+
+
+def test_an_alarm_does_not_shorten_a_window() -> None:
+    module = runs.wrapped("alone")
+    with Sentinel(module, mode=1) as sentinel:
+        sentinel.check_matmuls(5)
+        sentinel.check_matmuls(2)
+        assert sentinel._layers is not None
+        for _ in range(4):
+            module(runs.batch_of(0, 0)["tokens"]).sum().backward()
+            sentinel.step()
+            assert sentinel._layers.window.is_open
+        module(runs.batch_of(0, 0)["tokens"]).sum().backward()
+        sentinel.step()
+        assert not sentinel._layers.window.is_open
+
+
+def test_a_sentinel_that_sees_nothing_says_so() -> None:
+    with Sentinel(runs.wrapped("alone"), mode=2) as sentinel:
+        sentinel.step()
+        sentinel.step()
+        with pytest.warns(UserWarning, match="no checkpoint has given a value in the first 3 steps"):
+            sentinel.step()
+        sentinel.step()
+
+
+def test_a_nan_behind_a_gradient_scaler_is_an_alarm_in_the_end() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    with Sentinel(module, mode=2, scaler=scaler) as sentinel:
+        for _ in range(15):
+            scaler.scale((module(torch.ones(2, 4)) * float("nan")).sum()).backward()
+            assert sentinel.step().ok
+        scaler.scale((module(torch.ones(2, 4)) * float("nan")).sum()).backward()
+        with pytest.raises(SentinelAlarm, match="value nan"):
+            sentinel.step()
+
+
+def test_float16_autocast_without_a_scaler_switches_the_thresholds_off_although_norms_run_in_float32() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    with Sentinel(module, mode=2) as sentinel:
+        with torch.autocast("cpu", dtype=torch.float16):
+            out = module(torch.ones(2, 4))
+        (out.float() * float("inf")).sum().backward()
+        with pytest.warns(UserWarning, match="float16, or of an autocast to it"):
+            assert sentinel.step().ok
+
+
+def test_backward_passes_outside_of_micro_batches_are_not_of_the_step() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    lines: list[tuple[str, str]] = []
+    with runs.logged(lines), Sentinel(module, mode=3) as sentinel:
+        for _ in range(2):
+            with sentinel.micro_batch(None):
+                module(torch.ones(2, 4)).sum().backward()
+            module(torch.ones(2, 4) * float("nan")).sum().backward()
+            assert sentinel.step().ok
+    assert len([line for _, line in lines if "] val = " in line]) == 2
+
+
+def test_a_rerun_of_one_sentinel_is_no_step_of_another() -> None:
+    module, lines = runs.wrapped("alone"), list[tuple[str, str]]()
+    with (
+        runs.logged(lines),
+        Sentinel(module, mode=1, replay_every_steps=1, replay_fn=runs.step_fn) as first,
+        Sentinel(module, mode=3) as second,
+    ):
+        for step in range(3):
+            with first.micro_batch(runs.batch_of(step, 0)):
+                runs.step_fn(module, runs.batch_of(step, 0)).backward()  # type: ignore[no-untyped-call]
+            first.step()
+            second.step()
+            module.zero_grad()
+    checks = [line.split("step = [")[1][0] for _, line in lines if "[norm] val" in line]
+    assert checks == ["0", "1", "2"]
+
+
+def test_a_module_that_returns_its_own_parameter_keeps_no_hook() -> None:
+    module = runs.Positions()
+    with pytest.warns(UserWarning, match="no norm layer"):
+        sentinel = Sentinel(module, mode=2)
+    for _ in range(3):
+        module(torch.ones(2, 4)).sum().backward()
+        sentinel.step()
+    sentinel.close()
+    assert not module.table.weight._backward_hooks
+
+
+def test_a_sentinel_that_is_dropped_by_its_trainer_leaves_no_hook() -> None:
+    module = runs.wrapped("alone")
+    before = runs.hooks_of(module)
+    trainer = runs.Trainer(module)
+    assert runs.hooks_of(module) > before
+    del trainer
+    gc.collect()
+    assert runs.hooks_of(module) == before

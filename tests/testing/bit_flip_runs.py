@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ddpstats import ConfigError
 from ddpstats.testing import BitFlip, inject_bit_flips
 
 STEPS = 3
@@ -49,6 +50,15 @@ def train(model: nn.Module, flips: list[BitFlip], steps: int = STEPS, micro_batc
 def batch(step: int, rank: int, micro: int) -> Tensor:
     generator = torch.Generator().manual_seed(100 * step + 10 * rank + micro)
     return torch.randn(5, 4, generator=generator)
+
+
+def refused(flip: BitFlip) -> str:
+    """What the error says; "" without one."""
+    try:
+        with inject_bit_flips(make_model(), [flip]):
+            return ""
+    except ConfigError as error:
+        return str(error)
 
 
 def train_ddp(flips: list[BitFlip], micro_batches: int = 1, **options: Any) -> dict[str, Any]:

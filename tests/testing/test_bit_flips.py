@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import random
 import struct
+import subprocess
+import sys
+import textwrap
+import warnings
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -224,6 +231,107 @@ def test_no_random_numbers_are_drawn() -> None:
     assert random.getstate() == before[1]
 
 
+class Returning(nn.Module):
+    def __init__(self, made: Any) -> None:
+        super().__init__()
+        self.inner, self.made = nn.Linear(3, 3), made
+
+    def forward(self, x: Tensor) -> Any:
+        return self.made(self.inner(x))
+
+
+@dataclass
+class Holding:
+    x: Tensor
+
+
+@pytest.mark.parametrize("where", ["activation", "activation_gradient"])
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda x: None,
+        lambda x: 1.5,
+        lambda x: "text",
+        lambda x: Holding(x),
+        lambda x: x.argmax(-1),
+        lambda x: x > 0,
+        lambda x: x.to_sparse(),
+        lambda x: (None, [x]),
+    ],
+    ids=["none", "float", "str", "dataclass", "integers", "bools", "sparse", "deeper"],
+)
+def test_a_module_that_returns_no_floating_point_tensor_is_left_alone(where: Any, made: Any) -> None:
+    model = Returning(made)
+    expected = model(torch.ones(2, 3))
+    with inject_bit_flips(model, [BitFlip("", where, 1, 40, 0)]) as faults:
+        found = model(torch.ones(2, 3))
+    assert repr(found) == repr(expected)
+    assert faults.applied == []
+
+
+def test_a_generator_that_a_module_returns_is_not_consumed() -> None:
+    model = Returning(lambda x: (y for y in (x, x)))
+    with inject_bit_flips(model, [BitFlip("", "activation", 1, 3, 0)]):
+        assert len(list(model(torch.ones(2, 3)))) == 2
+
+
+@pytest.mark.parametrize("where", ["gradient", "reduced_gradient"])
+def test_of_a_sparse_gradient_a_value_is_flipped(where: Any) -> None:
+    model = nn.Embedding(10, 4, sparse=True)
+    with inject_bit_flips(model, [BitFlip("weight", where, 5, 31, 0)]) as faults:
+        model(torch.tensor([1, 2])).sum().backward()
+    assert model.weight.grad is not None
+    assert model.weight.grad.to_dense()[2].tolist() == [1, -1, 1, 1]
+    assert model.weight.grad.to_dense().sum() == 6
+    assert [(one.index, one.before, one.after) for one in faults.applied] == [((1, 1), 1.0, -1.0)]
+
+
+@pytest.mark.parametrize("where", ["weight", "gradient", "reduced_gradient"])
+def test_a_parameter_put_in_place_of_the_one_at_entry_is_flipped(where: Any) -> None:
+    model = nn.Sequential(nn.Linear(3, 3))
+    old = model[0].weight
+    with inject_bit_flips(model, [BitFlip("0.weight", where, 4, 31, 1)]) as faults:
+        model(torch.ones(2, 3)).sum().backward()
+        faults.step()
+        model[0].weight = nn.Parameter(torch.ones(3, 3))
+        model(torch.ones(2, 3)).sum().backward()
+    new = model[0].weight
+    flipped = new if where == "weight" else new.grad
+    assert flipped is not None
+    assert [at for at, x in enumerate(flipped.flatten().tolist()) if x < 0] == [4]
+    assert [one.index for one in faults.applied] == [(1, 1)]
+    for one in (old, new):
+        assert not one._backward_hooks
+        assert not one._post_accumulate_grad_hooks
+
+
+def test_a_copy_of_the_model_has_no_faults_and_brings_none(every_kind: list[BitFlip]) -> None:
+    model = runs.make_model()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    saved = io.BytesIO()
+    with inject_bit_flips(model, every_kind) as faults:
+        copied = copy.deepcopy(model)
+        torch.save(model, saved)
+        saved.seek(0)
+        loaded = torch.load(saved, weights_only=False)
+        for one in (copied, loaded):
+            one(torch.ones(2, 4)).sum().backward()
+            assert same(dict(one.named_parameters()), before)
+        assert faults.applied == []
+        assert same(dict(model.named_parameters()), before)
+
+
+def test_other_modules_and_threads_multiply_as_ever_in_the_block() -> None:
+    model, x = nn.Sequential(nn.Linear(33, 17), nn.Linear(17, 5)), torch.randn(9, 33)
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        model, x = model.to(dtype), x.to(dtype)
+        expected, hidden = model(x), model[0](x)
+        with inject_bit_flips(model, [BitFlip("1", "matmul", 0, 3, 0)]):
+            assert torch.equal(model[0](x), hidden)
+            assert torch.equal(x @ x.t(), x @ x.t())
+            assert len(flipped_bits(model(x), expected)) == 1
+
+
 # -- on ranks ---------------------------------------------------------------------------------------------------------
 
 
@@ -287,6 +395,30 @@ def test_a_weight_under_ddp_is_flipped_on_one_rank(two_ranks: RankPool) -> None:
 def test_a_flip_that_cannot_be_is_refused_at_once(flip: BitFlip, words: str) -> None:
     with pytest.raises(ConfigError, match=words), inject_bit_flips(runs.make_model(), [flip]):
         raise AssertionError("the block ran")
+
+
+def test_a_tensor_without_bits_of_its_own_is_refused_at_once() -> None:
+    model = nn.Sequential(nn.LazyLinear(3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # quantized tensors are going away
+        model.register_buffer("quantized", torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8))
+    model.register_buffer("meta", torch.ones(3, device="meta"))
+    model.register_buffer("sparse", torch.eye(3).to_sparse())
+    for name, words in (
+        ("0.weight", "not initialized yet: run one forward pass"),
+        ("quantized", "this tensor is quantized"),
+        ("meta", "this tensor is on meta"),
+        ("sparse", r"this tensor is torch\.sparse_coo"),
+    ):
+        flips = [BitFlip(name, "weight", 0, 0, 0)]
+        with pytest.raises(ConfigError, match=words), inject_bit_flips(model, flips):
+            raise AssertionError("the block ran")
+
+
+def test_a_rank_outside_of_the_world_is_refused(two_ranks: RankPool) -> None:
+    assert two_ranks.run(runs.refused, BitFlip(WEIGHT, "weight", 0, 0, 0, rank=1)).values() == ["", ""]
+    found = two_ranks.run(runs.refused, BitFlip(WEIGHT, "weight", 0, 0, 0, rank=2)).values()
+    assert all("the ranks are 0 to 1" in one for one in found)
 
 
 def test_a_frozen_parameter_has_no_gradient_to_flip() -> None:
@@ -355,14 +487,50 @@ def test_nothing_stays_after_an_exception_in_the_middle_of_a_module(every_kind: 
     assert registrations() == kernels
 
 
-def test_a_kernel_of_ours_is_there_while_the_module_runs_only() -> None:
+def test_a_kernel_of_ours_is_there_from_the_entry_to_the_end_of_the_block() -> None:
     kernels = registrations()
-    during: list[list[str]] = []
     model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
-    model[1].register_forward_hook(lambda *_: during.append(registrations()))
-    for name in ("0", ""):
-        with inject_bit_flips(model, [BitFlip(name, "matmul", 0, 0, 0)]):
+    flips = [BitFlip("0", "matmul", 0, 0, 0), BitFlip("", "matmul", 1, 0, 0)]
+    with inject_bit_flips(model, flips):
+        during = registrations()
+        assert during != kernels
+        with inject_bit_flips(model, flips):
             model(torch.ones(1, 2))
-    assert during[0] == kernels
-    assert during[1] != kernels
+        model(torch.ones(1, 2))
+        assert registrations() == during
     assert registrations() == kernels
+    with inject_bit_flips(model, [BitFlip("0", "activation", 0, 0, 0)]):
+        assert registrations() == kernels
+
+
+def test_other_threads_may_multiply_while_the_module_runs() -> None:
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(BESIDE)], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+BESIDE = """
+    import threading, time, torch
+    from ddpstats.testing import BitFlip, inject_bit_flips
+    torch.set_num_threads(1)
+    began, over = threading.Event(), threading.Event()
+
+    def multiply():
+        began.wait()
+        ones = torch.ones(4, 4)
+        while not over.is_set():
+            ones @ ones
+
+    threads = [threading.Thread(target=multiply) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    model = torch.nn.Linear(4, 4)
+    with inject_bit_flips(model, [BitFlip("", "matmul", 0, 3, 0, sticky=True)]) as faults:
+        began.set()
+        until = time.monotonic() + 4
+        while time.monotonic() < until:
+            model(torch.ones(1, 4))
+        over.set()
+        for thread in threads:
+            thread.join()
+    assert len(faults.applied) > 100
+"""

@@ -1,0 +1,190 @@
+"""One step, judged by all ranks together, on a sentinel that is on.
+
+1. This rank looks at its own values, and logs them.
+2. One small all_reduce: on how many ranks is something amiss? Always, on every rank.
+3. Where that says so, all ranks tell what they saw, and a micro-batch that can be is run again, there and on a peer.
+4. In the steps in which they are due, digests of replicas are compared, and micro-batches run on peers.
+5. What all that comes to is learnt and said; it is the same on every rank.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ddpstats._ranks import ranks_text
+from ddpstats.errors import ConfigError
+from ddpstats.reduce import count_ranks
+from ddpstats.sentinel._alarm_replay import explain_alarm
+from ddpstats.sentinel._alarms import alarm_tree, fault_tree, matmul_finding, threshold_finding
+from ddpstats.sentinel._detectors import ERROR
+from ddpstats.sentinel._layers import Layers
+from ddpstats.sentinel._lines import Check
+from ddpstats.sentinel._options import Options
+from ddpstats.sentinel._peer_replay import Gathered
+from ddpstats.sentinel._verdict import Finding, Verdict
+
+_logger = logging.getLogger("ddpstats")
+_SHOWN_RANKS = 4
+
+
+class Judge:
+    """Comes to a verdict per step. Local to make.
+
+    Args:
+        gathered: every rank's tree by global rank; collective.
+        where: global rank -> host, process and device, in words.
+        rank: this one, global.
+    """
+
+    def __init__(
+        self,
+        layers: Layers,
+        options: Options,
+        group: Any,
+        gathered: Gathered,
+        where: Mapping[int, str],
+        rank: int,
+    ) -> None:
+        self._layers, self._options = layers, options
+        self._group, self._gathered, self._where, self._rank = group, gathered, where, rank
+        self._first_alarm: Verdict | None = None
+        self._alarmed: frozenset[int] = frozenset()  # ranks whose thresholds raised an alarm in the step before
+
+    def judge(self, step: int, problem: Exception | None) -> Verdict:
+        """Collective. ``problem``: what went wrong on this rank before; every rank hears of it, as `InvalidStats`."""
+        layers = self._layers
+        errors, problem = self._look(step, problem)
+        count, _ = count_ranks(
+            "Sentinel.step", problem is not None or bool(errors) or layers.window.has_news, self._group
+        )
+        findings, notes = self._settled(errors, problem) if count else ([], [])
+        if layers.compares_digests and layers.replicas is not None:
+            divergence = layers.replicas.compare(self._gathered, step)
+            if divergence is not None:
+                text = divergence.message.removeprefix(f"step {step}: ")
+                findings.append(Finding("replica digests", divergence.culprit_ranks, divergence.name, text))
+        if layers.replays:
+            found, trouble = self._examined(bool(findings))
+            findings += found
+            notes += trouble
+        if findings:
+            notes += self._window_notes()
+        return self._concluded(Verdict(step, tuple(findings), tuple(notes)))
+
+    def _look(self, step: int, problem: Exception | None) -> tuple[list[Check], Exception | None]:
+        """This rank's values of level 1."""
+        try:
+            checks = self._layers.thresholds.look(step)
+        except Exception as error:
+            return [], problem or error
+        self._layers.thresholds.log(checks)
+        return [check for check in checks if check.level == ERROR], problem
+
+    def _settled(self, errors: Sequence[Check], problem: Exception | None) -> tuple[list[Finding], list[str]]:
+        """Some rank saw something: all tell what. Collective."""
+
+        def told() -> dict[str, Any]:
+            if problem is not None:
+                raise problem
+            return {"alarm": alarm_tree(errors), **self._faults()}
+
+        trees = self._gathered(told, "what each rank saw")
+        alarms = {rank: tree["alarm"] for rank, tree in trees.items()}
+        alarm, faults, notes = threshold_finding(alarms), self._fault_finding(trees), _unchecked_notes(trees)
+        if alarm is not None:
+            fresh = [rank for rank in alarm.culprit_ranks if rank not in self._alarmed]
+            if fresh and self._layers.reruns is not None:
+                notes.append(self._explained(fresh[0], alarms[fresh[0]]["micro_batch"]))
+                if self._layers.window.is_open and faults is None:  # which has seen the reruns
+                    trees = self._gathered(self._faults, "products of the reruns")
+                    faults = self._fault_finding(trees)
+        self._alarmed = frozenset() if alarm is None else frozenset(alarm.culprit_ranks)
+        return [one for one in (alarm, faults) if one is not None], notes
+
+    def _faults(self) -> dict[str, Any]:
+        """What the window saw on this rank."""
+        faults, count, problem, unchecked = self._layers.window.take()
+        text = (
+            "" if problem is None else f"{unchecked} products could not be checked: {type(problem).__name__}: {problem}"
+        )
+        return {"fault": fault_tree(faults, count), "unchecked": text}
+
+    def _fault_finding(self, trees: Mapping[int, dict[str, Any]]) -> Finding | None:
+        return matmul_finding({rank: tree["fault"] for rank, tree in trees.items()})
+
+    def _explained(self, owner: int, micro_batch: int) -> str:
+        """Hardware, or not? Collective."""
+        layers = self._layers
+        assert layers.reruns is not None
+        if self._options.matmul_checksum:
+            layers.open_window(self._options.checksum_steps + 1)
+        return explain_alarm(
+            self._gathered,
+            layers.reruns,
+            tuple(self._where),
+            self._rank,
+            owner,
+            micro_batch,
+            layers.thresholds.is_abnormal,
+            names=layers.thresholds.checkpoints.names,
+        )
+
+    def _examined(self, has_findings: bool) -> tuple[list[Finding], list[str]]:
+        """Layer 3. What cannot be repeated is told by all ranks alike, but does not hide what was found."""
+        assert self._layers.peer_replay is not None
+        try:
+            found = self._layers.peer_replay.examine(self._gathered)
+        except ConfigError as error:
+            if self._options.settings.mode >= 2 and not has_findings:
+                raise
+            warnings.warn(str(error), stacklevel=2)
+            return [], [str(error)]
+        return [] if found is None else [found], []
+
+    def _window_notes(self) -> list[str]:
+        """Open layer 4's window, on every rank alike; an alarm that follows from another one does not renew it."""
+        steps = self._options.checksum_steps
+        if not self._options.matmul_checksum or (self._first_alarm is not None and self._layers.window.is_open):
+            return []
+        self._layers.open_window(steps + 1)  # what is left of this one, too
+        return [f"Matmuls are checked in the next {steps} steps."]
+
+    def _concluded(self, verdict: Verdict) -> Verdict:
+        mode = self._options.settings.mode
+        if verdict.ok:
+            self._alarmed = frozenset()
+            self._layers.thresholds.learn()
+            return verdict
+        if mode == 1:
+            self._layers.thresholds.learn()
+        else:
+            self._layers.thresholds.forget()
+        # Alarms of layer 1 have lines of their own, on their rank: what else there is to say is said once.
+        says_more = verdict.layers != ("thresholds",) or bool(verdict.notes)
+        verdict = replace(verdict, notes=(*verdict.notes, *self._advice(verdict, mode)))
+        if says_more and self._rank == min(self._where):
+            _logger.error("%s", verdict.message)
+        self._first_alarm = self._first_alarm or verdict
+        return verdict
+
+    def _advice(self, verdict: Verdict, mode: int) -> list[str]:
+        culprits = verdict.culprit_ranks
+        lines = [f"Rank {rank} is {self._where[rank]}." for rank in culprits[:_SHOWN_RANKS]]
+        if self._first_alarm is not None and mode == 1:
+            first = self._first_alarm
+            where = f" on {ranks_text(first.culprit_ranks)}" if first.culprit_ranks else ""
+            lines.append(f"The first alarm was at step {first.step}{where}; this may follow from it.")
+        if mode >= 2 and culprits and len(culprits) < len(self._where):
+            lines.append(
+                f"No rank has applied this step. Test the device of {ranks_text(culprits)}, or go on without it, from "
+                "this step or a checkpoint before it."
+            )
+        return lines
+
+
+def _unchecked_notes(trees: Mapping[int, dict[str, Any]]) -> list[str]:
+    return [f"Rank {rank}: {tree['unchecked']}" for rank, tree in trees.items() if tree["unchecked"]]

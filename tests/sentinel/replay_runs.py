@@ -1,0 +1,279 @@
+"""What runs on the ranks of the tests of peer replay: batches, modules and threads that make trouble."""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpstats import ConfigError, Sentinel, SentinelAlarm
+from ddpstats._solo import no_collectives
+from ddpstats.testing import count_collectives
+
+
+class Small(nn.Module):
+    """With one norm, so one checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.head = nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.norm(self.first(x)))
+        return out
+
+
+class Counting(Small):
+    """Counts its forward passes, remembers them in a buffer that grows, and has an attribute that is a tensor later."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count, self.marks = 0, (0, "none")
+        self.cached: Tensor | None = None
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        self.marks = (self.count, "run")
+        self.last = self.count
+        self.seen = torch.cat([self.seen, torch.ones(1)])
+        return super().forward(x) * self.seen.numel()
+
+
+class Items(list[Any]):
+    """A list of a class of its own, which is kept by reference."""
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    loss: Tensor = (model(x) ** 2).sum()
+    return loss
+
+
+def first_item(model: nn.Module, batch: list[Tensor]) -> Tensor:
+    return loss_of(model, batch[0])
+
+
+def weighted(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return loss_of(model, batch["x"]) * batch["weight"]
+
+
+@dataclass
+class Told:
+    """Of one rank: what `Sentinel.step` raised, the warnings, and how often ``replay_fn`` ran."""
+
+    ok: list[bool] = field(default_factory=list)
+    error: str = ""
+    warnings: list[str] = field(default_factory=list)
+    runs: int = 0
+
+
+def small() -> DistributedDataParallel:
+    torch.manual_seed(0)
+    return DistributedDataParallel(Small())
+
+
+def trained(
+    model: nn.Module,
+    steps: int,
+    replay_fn: Callable[..., Tensor],
+    run: Callable[[int, Sentinel], None],
+    **options: Any,
+) -> Told:
+    """``run``: a step, with its number."""
+    told = Told()
+
+    def counted(module: nn.Module, batch: Any) -> Tensor:
+        told.runs += 1
+        return replay_fn(module, batch)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            with Sentinel(model, replay_fn=counted, **{"mode": 2, "replay_every_steps": 1, **options}) as sentinel:
+                for step in range(steps):
+                    run(step, sentinel)
+                    told.ok.append(sentinel.step().ok)
+        except (ConfigError, SentinelAlarm) as error:
+            told.error = str(error)
+    told.warnings = [str(one.message) for one in caught]
+    return told
+
+
+def with_a_batch_emptied_on_rank_0() -> Told:
+    model = small()
+
+    def run(step: int, sentinel: Sentinel) -> None:
+        model.zero_grad()
+        x = torch.randn(3, 4)
+        empties = dist.get_rank() == 0 and step == 0
+        batch = Items([x]) if empties else [x]
+        with sentinel.micro_batch(batch):
+            loss_of(model, x).backward()  # type: ignore[no-untyped-call]
+            if empties:
+                batch.pop()
+                x.mul_(2)
+
+    return trained(model, 3, first_item, run)
+
+
+def with_batches_changed_in_place() -> Told:
+    model = small()
+
+    def run(step: int, sentinel: Sentinel) -> None:
+        model.zero_grad()
+        x = torch.randn(3, 4)
+        with sentinel.micro_batch(x):
+            loss_of(model, x).backward()  # type: ignore[no-untyped-call]
+            x.mul_(2)
+
+    return trained(model, 3, loss_of, run)
+
+
+def with_gradients_left() -> Told:
+    model = small()
+    loss_of(model, torch.ones(3, 4)).backward()  # type: ignore[no-untyped-call]
+
+    def run(step: int, sentinel: Sentinel) -> None:
+        x = torch.randn(3, 4)
+        with sentinel.micro_batch(x):
+            loss_of(model, x).backward()  # type: ignore[no-untyped-call]
+
+    return trained(model, 2, loss_of, run)
+
+
+def with_two_backward_passes() -> Told:
+    model = small()
+
+    def run(step: int, sentinel: Sentinel) -> None:
+        model.zero_grad()
+        x = torch.randn(3, 4)
+        with sentinel.micro_batch(x):
+            loss_of(model, x).backward()  # type: ignore[no-untyped-call]
+            loss_of(model, x).backward()  # type: ignore[no-untyped-call]
+
+    return trained(model, 2, loss_of, run)
+
+
+def zeroed_inside(replay_fn: Callable[..., Tensor]) -> Told:
+    """The gradients of the step before are let go of between the forward and the backward pass."""
+    model = small()
+    loss_of(model, torch.ones(3, 4)).backward()  # type: ignore[no-untyped-call]
+
+    def run(step: int, sentinel: Sentinel) -> None:
+        x = torch.randn(3, 4)
+        with sentinel.micro_batch(x):
+            loss = loss_of(model, x)
+            model.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+
+    return trained(model, 2, replay_fn, run)
+
+
+def twice_the_loss(model: nn.Module, x: Tensor) -> Tensor:
+    return 2 * loss_of(model, x)
+
+
+def an_outlier_of_data() -> Told:
+    """Rank 1's values are always 30 times as large as the others'; at step 30 rank 0's are 5000 times as large."""
+    model, rank = small(), dist.get_rank()
+
+    def run(step: int, sentinel: Sentinel) -> None:
+        model.zero_grad()
+        weight = torch.tensor(30.0 if rank == 1 else 5000.0 if (rank, step) == (0, 30) else 1.0)
+        batch = {"x": torch.ones(3, 4) * (1 + 0.1 * rank) + torch.eye(3, 4), "weight": weight}
+        with sentinel.micro_batch(batch):
+            weighted(model, batch).backward()  # type: ignore[no-untyped-call]
+
+    return trained(model, 31, weighted, run, detector="v3", replay_every_steps=0)
+
+
+def beside_collectives_of_a_thread() -> tuple[Told, list[str]]:
+    """A thread communicates all the time, on a group of its own; its errors come second."""
+    model, group, done = small(), dist.new_group(), threading.Event()
+    errors: list[str] = []
+
+    def communicate() -> None:
+        try:
+            for _ in range(200):
+                dist.all_reduce(torch.ones(1), group=group)
+        except Exception as error:
+            errors.append(str(error))
+        done.set()
+
+    def run(step: int, sentinel: Sentinel) -> None:
+        model.zero_grad()
+        x = torch.randn(3, 4)
+        with sentinel.micro_batch(x):
+            slow(model, x).backward()  # type: ignore[no-untyped-call]
+
+    def slow(model: nn.Module, x: Tensor) -> Tensor:
+        time.sleep(0.02)
+        return loss_of(model, x)
+
+    thread = threading.Thread(target=communicate)
+    thread.start()
+    told = trained(model, 4, slow, run)
+    thread.join(30)
+    dist.destroy_process_group(group)
+    return told, errors
+
+
+class _Reduced(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        dist.all_reduce(gradients[0])
+        return gradients[0]
+
+
+def refused_collectives() -> dict[str, str]:
+    """What each kind of collective raises under `no_collectives`."""
+    found: dict[str, str] = {}
+
+    def tried(name: str, run: Callable[[], Any]) -> None:
+        try:
+            run()
+            found[name] = "none"
+        except Exception as error:
+            found[name] = str(error)
+
+    x = torch.ones(2, requires_grad=True)
+    loss = _Reduced.apply(x).sum()  # type: ignore[no-untyped-call]
+    with no_collectives("step_fn"):
+        tried("own", lambda: dist.all_reduce(torch.ones(1)))
+        tried("backward", lambda: loss.backward())
+        other = threading.Thread(target=tried, args=("thread", lambda: dist.all_reduce(torch.ones(1))))
+        other.start()
+        other.join(30)
+    return found
+
+
+def with_a_mask(steps: int) -> tuple[Told, int]:
+    """A large buffer that ranks have alike, beside running statistics that they do not. Bytes sent come second."""
+    torch.manual_seed(0)
+    inner = nn.Sequential(nn.BatchNorm1d(4), Small())
+    inner.register_buffer("mask", torch.zeros(1 << 20))
+    model = DistributedDataParallel(inner, broadcast_buffers=False)
+
+    def run(step: int, sentinel: Sentinel) -> None:
+        model.zero_grad()
+        x = torch.randn(3, 4) + dist.get_rank()
+        with sentinel.micro_batch(x):
+            loss_of(model, x).backward()  # type: ignore[no-untyped-call]
+
+    with count_collectives() as seen:
+        told = trained(model, steps, loss_of, run)
+    return told, seen.bytes_by_op.total()
