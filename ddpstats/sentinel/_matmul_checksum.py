@@ -18,7 +18,7 @@ _MAGNITUDES = 12.0  # the same, of the magnitudes of A and B
 _FEW_ROWS = 4  # cost less to settle than to look at again
 # Of a row: a wrong element stands out less, the more columns are summed with it. Products of halves take so long that
 # smaller blocks cost little beside them.
-_COLUMNS, _COLUMNS_OF_HALVES = 512, 256
+_COLUMNS, _COLUMNS_OF_HALVES = 1024, 256
 _LARGEST_NORM = 1e19  # squares beyond that overflow in float32
 
 

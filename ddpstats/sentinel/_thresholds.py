@@ -137,8 +137,8 @@ class Thresholds:
         if self._silent == _SILENT_STEPS:
             warnings.warn(
                 f"Sentinel: no checkpoint has given a value in the first {_SILENT_STEPS} steps on this rank. Is the "
-                "model compiled (inside torch.compile there are no checkpoints), is step() called after backward(), and "
-                "does micro_batch() go around it?",
+                "model compiled (inside torch.compile there are no checkpoints), is step() called after backward(), "
+                "and does micro_batch() go around it?",
                 stacklevel=2,
             )
 
