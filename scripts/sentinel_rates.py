@@ -84,17 +84,18 @@ def draw(path: str, trials: Sequence[Trial]) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(9, 4.5), layout="constrained")
+    figure, axes = plt.subplots(figsize=(9, 5), layout="constrained")
     for layer, style in zip(LAYERS, ("-", "--", "-", "-", "-"), strict=True):
         reach = _reach(layer)
         shares = []
         for bit in range(32):
             these = [trial for trial in trials if trial.flip.bit == bit and trial.flip.where in reach]
             shares.append(100 * statistics.fmean(trial.found.get(layer, False) for trial in these) if these else 0.0)
-        axes.plot(range(32), shares, style, marker=".", label=f"{layer} ({', '.join(reach)})")
+        where = "all" if reach == KINDS else ", ".join(reach)
+        axes.plot(range(32), shares, style, marker=".", label=f"{layer} (flips in: {where})")
     axes.set(xlabel="bit of a float32 (31: sign, 30-23: exponent)", ylabel="flips found and named, %", ylim=(-2, 102))
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=7, loc="center left")
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False, fontsize=8)
     figure.savefig(path, dpi=110)
 
 
