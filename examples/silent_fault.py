@@ -49,7 +49,7 @@ def train(mode: int) -> str:
     with Sentinel(model, mode=mode) as sentinel, inject_bit_flips(model, [FAULT]) as fault:
         for _ in range(STEPS):
             images, labels = torch.randn(32, 784), torch.randint(10, (32,))
-            nn.functional.cross_entropy(model(images), labels).backward()
+            nn.functional.cross_entropy(model(images), labels).backward()  # type: ignore[no-untyped-call]
             try:
                 sentinel.step()
             except SentinelAlarm as alarm:
