@@ -21,9 +21,8 @@ On an accelerator it is the largest magnitude, which is exact, in one fused pass
 A gradient that is sharded when it arrives (FSDP2: a DTensor) has been reduced already: `sees_local` is False, and only
 `measure` of what the step is left with can be had.
 
-Checked on torch 2.13. It relies on ``Tensor.register_post_accumulate_grad_hook`` (public) and on the autograd engine's
-``queue_callback``, which DDP and FSDP use themselves; on a torch without it every gradient is measured in its hook. On
-one without ``torch._C._current_graph_task_id`` a pass inside another one is not told apart.
+Checked on torch 2.13. It relies on ``Tensor.register_post_accumulate_grad_hook`` (public) and on `_autograd`; on a
+torch without ``queue_callback`` every gradient is measured in its hook.
 """
 
 from __future__ import annotations
@@ -38,11 +37,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_queue_callback: Callable[[Callable[[], None]], None] | None = getattr(
-    torch.autograd.Variable._execution_engine, "queue_callback", None
-)
-
-_graph_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: 0)
+from ddpstats._autograd import graph_task, queue_callback
 
 NO_GRADIENT = -1.0
 
@@ -122,18 +117,18 @@ class GradientWatch:
         self._unhooked = frozen
 
     def _has_to_be_quick(self, replicas: list[nn.parallel.DistributedDataParallel]) -> bool:
-        if _queue_callback is None or any(one.gradient_as_bucket_view for one in replicas):
+        if queue_callback is None or any(one.gradient_as_bucket_view for one in replicas):
             return True
         return not self._static_graph_known and any(one.static_graph for one in replicas)
 
     def _arrived(self, parameter: Tensor) -> None:
-        micro, task = self._micro, _graph_task()
+        micro, task = self._micro, graph_task()
         if task not in micro.tasks:
             if not micro.tasks:
                 micro.passes.append(_Pass())
             micro.tasks.add(task)
-            if _queue_callback is not None:
-                _queue_callback(lambda: self._task_ends(micro, task))
+            if queue_callback is not None:
+                queue_callback(lambda: self._task_ends(micro, task))
         if micro.at_once or _has_foreign_hooks(parameter):
             self._measure([parameter])
         else:
@@ -154,7 +149,7 @@ class GradientWatch:
         if self.observer is not None:
             self.observer(parameters)
         with torch.no_grad():
-            gradients = [_values(parameter.grad) for parameter in parameters]
+            gradients = [held_values(parameter.grad) for parameter in parameters]
             norms = _gathered(_norms(gradients))
             if norms.is_cpu:
                 norms = self._judged(parameters, gradients, norms)
@@ -306,7 +301,7 @@ def measure(gradients: Sequence[Tensor | None]) -> Tensor:
     places = [place for place, gradient in enumerate(gradients) if gradient is not None]
     if places:
         with torch.no_grad():
-            values = [_values(gradient) for gradient in gradients if gradient is not None]
+            values = [held_values(gradient) for gradient in gradients if gradient is not None]
             norms = _gathered(_norms(values))
             found[torch.tensor(places, device="cpu")] = _exact(values, norms.cpu()).to(torch.float64)
     return found
@@ -315,7 +310,7 @@ def measure(gradients: Sequence[Tensor | None]) -> Tensor:
 def any_bad(gradients: Sequence[Tensor | None], norms: Sequence[Tensor] = ()) -> bool:
     """Whether any element of any gradient, or any of ``norms``, is not finite. Waits once for each device."""
     with torch.no_grad():
-        values = [_values(gradient) for gradient in gradients if gradient is not None]
+        values = [held_values(gradient) for gradient in gradients if gradient is not None]
         found = [*([_gathered(_norms(values))] if values else []), *norms]
         if not found:
             return False
@@ -372,12 +367,14 @@ def _exact(gradients: list[Tensor], norms: Tensor) -> Tensor:
     return norms
 
 
-def _values(gradient: Tensor | None) -> Tensor:
-    """The numbers this rank holds of it."""
+def held_values(gradient: Tensor | None) -> Tensor:
+    """The numbers this rank holds of it: of a DTensor its shard, of sparse and nested tensors what they store."""
     assert gradient is not None
     if _is_sharded(gradient):
         gradient = gradient.to_local()  # type: ignore[attr-defined]
-    return gradient._values() if gradient.is_sparse else gradient
+    if gradient.is_sparse:
+        return gradient._values()
+    return gradient.values() if gradient.is_nested else gradient
 
 
 def _is_sharded(tensor: Tensor) -> bool:

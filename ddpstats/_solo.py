@@ -7,13 +7,11 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-import torch
 from torch import nn
 
 from ddpstats import _intercept
+from ddpstats._autograd import in_backward
 from ddpstats.errors import ConfigError
-
-_graph_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
 
 
 @contextmanager
@@ -37,7 +35,7 @@ class _Refusing:
 
     def before(self, call: _intercept.Collective) -> None:
         # An accelerator's part of a backward pass runs in threads of autograd's own.
-        if threading.get_ident() != self._thread and _graph_task() == -1:
+        if threading.get_ident() != self._thread and not in_backward():
             return
         raise ConfigError(f"{self._what} communicates ({call.op}), and only one rank runs it here")
 

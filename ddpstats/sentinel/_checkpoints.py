@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ddpstats._gradients import held_values
 from ddpstats._step_record import walk
 from ddpstats.errors import ConfigError
 
@@ -126,7 +127,7 @@ class Checkpoints:
         if torch.is_grad_enabled():  # a backward pass with create_graph=True records
             gradient = gradient.detach()
         if type(gradient) is not Tensor or gradient.layout is not torch.strided:
-            gradient = _held_here(gradient)
+            gradient = held_values(gradient)
         if not gradient.is_floating_point():
             return
         value = self._value_of(gradient)
@@ -194,17 +195,6 @@ def _first_wanting_gradient(output: Any) -> Tensor | None:
         return output if output.requires_grad else None
     leaves = (leaf for _, leaf in walk(output))
     return next((leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad), None)
-
-
-def _held_here(gradient: Tensor) -> Tensor:
-    """The numbers that this rank holds of it: of a DTensor its shard, of sparse and nested tensors what they store."""
-    if type(gradient) is Tensor and gradient.layout is torch.strided and not gradient.is_nested:
-        return gradient
-    if hasattr(gradient, "placements") and hasattr(gradient, "to_local"):
-        gradient = gradient.to_local()
-    if gradient.is_sparse:
-        return gradient._values()
-    return gradient.values() if gradient.is_nested else gradient
 
 
 def _has_memory(value: Tensor) -> bool:

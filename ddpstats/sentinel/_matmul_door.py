@@ -157,14 +157,6 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def in_backward() -> bool:
-    """Whether this thread is inside a backward pass of autograd."""
-    return _graph_task() != -1
-
-
-_graph_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
-
-
 def _sees_a_product() -> bool:
     global _listener
     seen: list[Product] = []

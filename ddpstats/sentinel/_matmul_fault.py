@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ddpstats.sentinel import _matmul_door as door
+from ddpstats._autograd import in_backward
 from ddpstats.sentinel._matmul_checksum import operand_unit, unit, wide_of
 from ddpstats.sentinel._matmul_door import Product
 
@@ -99,7 +99,7 @@ def _faults_of_block(
             expected=part.exact[within].item(),
             wrong=int(wrong[place].sum()),
             transient=bool(part.transient[within]),
-            backward=door.in_backward(),
+            backward=in_backward(),
         )
 
 

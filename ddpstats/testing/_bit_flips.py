@@ -38,6 +38,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ddpstats._autograd import queue_callback
 from ddpstats._gradients import unwrapped
 from ddpstats.errors import ConfigError
 
@@ -334,7 +335,9 @@ def _in_gradient(fault: _Fault, model: nn.Module) -> None:
 
 
 def _in_reduced_gradient(fault: _Fault, model: nn.Module) -> None:
-    queue: Any = torch.autograd.Variable._execution_engine.queue_callback
+    queue = queue_callback
+    if queue is None:
+        raise ConfigError(f"{fault.flip}: this torch does not say when a backward pass ends (torch 2.13 does)")
 
     def reduced(parameter: Tensor) -> None:
         if fault.is_due() and parameter.grad is not None:
