@@ -34,7 +34,8 @@ PURE = [
     "sentinel._settings",
     "sentinel._lines",
     "sentinel._divergence",
-    "sentinel._judgement",
+    "sentinel._noise",
+    "sentinel._vote",
     "sentinel._verdict",
     "sentinel._alarms",
 ]

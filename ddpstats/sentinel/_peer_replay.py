@@ -4,9 +4,8 @@
 
 1. Each rank has digests of its own gradients of the step's first micro-batch, taken before the reduce (`_original`). At
    the first time it also runs that micro-batch once more itself, and on a difference twice: does the step repeat
-   itself bit for bit? Where no two runs are equal on most ranks, that is natural noise: it is measured, and from then
-   on gradients are compared by their norms, with that much room. Where only the step itself is not like its
-   repetitions, the function that repeats it is another step.
+   itself bit for bit? Where it does not, that is natural noise, or the function that repeats it is another step
+   (`_noise`): from then on gradients are compared by their norms, with room for the noise.
 2. As many ranks as fit into `MOST_BYTES` hand out their micro-batch (all of them where batches are small), beginning
    with another rank each time, and those buffers that ranks do not have alike. The next rank runs it, and all tell what
    came of it.
@@ -27,13 +26,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddpstats._ranks import holders_lines, ranks_text
+from ddpstats._ranks import holders_lines
 from ddpstats.errors import ConfigError
 from ddpstats.sentinel._digest import digests
-from ddpstats.sentinel._judgement import Run, judge
+from ddpstats.sentinel._noise import measured
 from ddpstats.sentinel._original import Original
 from ddpstats.sentinel._rerun import Reruns, attempt, size_bytes
 from ddpstats.sentinel._verdict import Finding
+from ddpstats.sentinel._vote import Run, judge
 from ddpstats.sentinel._witness import Witness
 
 Gathered = Callable[[Callable[[], Any], str], dict[int, Any]]
@@ -43,8 +43,6 @@ MOST_BYTES = 64 << 20  # of all batches that are handed out at a time: every ran
 _SHOWN_NAMES = 5
 _NO_BATCH = "no micro_batch() in this step"
 _CHANGED = "the batch was changed in place"
-_ROOM = 8.0  # times the noise that was measured
-_MOST_NOISE = 1e-2  # of the largest norm: beyond that it is another computation
 
 
 @dataclass(frozen=True)
@@ -91,7 +89,7 @@ class PeerReplay:
         kept: list[dict[str, Any]] = []
         offers = gathered(lambda: attempt(lambda: self._offer(kept)), "what each rank can hand out")
         _refuse(offers)
-        doubted = self._learn_noise(offers) if self._noise is None else []
+        doubted = self._learn_noise(offers)
         travelling = _travelling([offer["buffers"] for offer in offers.values()])
         chosen = _chosen(offers, travelling, self._turn, doubted)
         if not chosen:
@@ -177,25 +175,14 @@ class PeerReplay:
         return self._ranks[(self._ranks.index(owner) + places) % len(self._ranks)]
 
     def _learn_noise(self, offers: Mapping[int, dict[str, Any]]) -> list[int]:
-        """Once. Returns ranks whose step did not repeat itself where most ranks' did."""
-        known = {rank: offer for rank, offer in offers.items() if offer["distance"] is not None}
-        if not known:
+        """Where it is not known yet. Returns ranks whose step did not repeat itself where most ranks' did."""
+        found = measured(offers) if self._noise is None else None
+        if found is None:
             return []
-        unlike = [rank for rank, offer in known.items() if offer["distance"] != 0.0]
-        if 2 * len(unlike) <= len(known) and len(known) > 1:
-            self._noise = 0.0
-            return unlike
-        largest = max(offer["distance"] for offer in known.values())
-        if any(known[rank]["repeats"] for rank in unlike) or not largest <= _MOST_NOISE:
-            raise _another_step(known)
-        self._noise = _ROOM * largest
-        if unlike:
-            self._say(
-                f"the step does not repeat itself bit for bit: norms of gradients differ by up to {largest:.1e} of the "
-                f"largest one. Peers' gradients are compared by their norms, with room for {self._noise:.1e}; "
-                f"smaller faults are not seen. {_determinism_words(known)}"
-            )
-        return []
+        self._noise = found.room
+        if found.text:
+            self._say(found.text)
+        return list(found.doubted)
 
     def _say_why_none(self, offers: Mapping[int, dict[str, Any]]) -> None:
         """Nothing was repeated. Batches that were changed in place are copied from now on: no need to speak of it."""
@@ -293,41 +280,9 @@ def _refuse(told: Mapping[int, dict[str, Any]]) -> None:
         )
 
 
-def _another_step(offers: Mapping[int, dict[str, Any]]) -> ConfigError:
-    by_rank = {rank: _distance_words(offer) for rank, offer in offers.items()}
-    lines = [
-        "Sentinel, peer replay: replay_fn is not the step that was trained. Run again from the same state on the same "
-        "rank:",
-        *holders_lines(by_rank),
-        "It must return what backward() was called on (before a GradScaler's scale), computed from the batch that was "
-        "given to micro_batch(), from random numbers drawn inside micro_batch(), and under the same autocast. An "
-        "optimizer inside the backward pass, reentrant checkpointing (it takes use_reentrant=False), and a module that "
-        "counts its forward passes make it another step, too.",
-    ]
-    return ConfigError("\n".join(lines), ranks=offers)
-
-
-def _distance_words(offer: Mapping[str, Any]) -> str:
-    if offer["distance"] == 0.0:
-        return "the same gradients"
-    often = "twice the same gradients, and others" if offer["repeats"] else "other gradients each time"
-    return f"{often} than in the step: norms differ by up to {offer['distance']:.1e} of the largest one"
-
-
 def _loose_switches(device: torch.device) -> list[str]:
     """What would make a step more deterministic, and is not set on this rank."""
     loose = [] if torch.are_deterministic_algorithms_enabled() else ["torch.use_deterministic_algorithms(True)"]
     if device.type == "cuda" and torch.backends.cudnn.benchmark:
         loose.append("torch.backends.cudnn.benchmark = False")
     return loose
-
-
-def _determinism_words(offers: Mapping[int, dict[str, Any]]) -> str:
-    """The switches come first: what they leave open is measured."""
-    missing: dict[str, list[int]] = {}
-    for rank, offer in offers.items():
-        for switch in offer["loose"]:
-            missing.setdefault(switch, []).append(rank)
-    if not missing:
-        return "Deterministic algorithms are on: look for what else the step depends on."
-    return " ".join(f"{switch} on {ranks_text(ranks)} may make it repeat itself." for switch, ranks in missing.items())

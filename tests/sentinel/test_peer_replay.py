@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ddpstats import Sentinel
 from ddpstats.sentinel._alarm_replay import _explanation
 from ddpstats.sentinel._original import Original
-from ddpstats.sentinel._peer_replay import _chosen, _determinism_words, _travelling
+from ddpstats.sentinel._peer_replay import _chosen, _travelling
 from ddpstats.sentinel._witness import Witness
 from ddpstats.testing import BitFlip, RankPool
 from tests.sentinel import replay_runs, sentinel_runs as runs
@@ -355,13 +355,6 @@ def test_witnesses_of_other_lengths_are_not_the_same() -> None:
     assert one.differs(other, 1e-2).tolist() == [True, True]
     assert not one.is_same(other, 1e-2)
     assert one.distance(other) == float("inf")
-
-
-def test_the_switches_that_are_not_set_are_named_with_their_ranks() -> None:
-    switch = "torch.use_deterministic_algorithms(True)"
-    loose: dict[int, Any] = {0: {"loose": []}, 1: {"loose": [switch]}}
-    assert _determinism_words(loose) == f"{switch} on rank 1 may make it repeat itself."
-    assert _determinism_words({0: {"loose": []}}).startswith("Deterministic algorithms are on")
 
 
 # -- why: the micro-batch of an alarm ---------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddpstats.sentinel._judgement import Judgement, Run, judge
+from ddpstats.sentinel._vote import Judgement, Run, judge
 
 
 def judged(*runs: tuple[int, str]) -> Judgement:
