@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddpstats.sentinel._peer_replay import Gathered
+from ddpstats.sentinel._gathered import Gathered
 from ddpstats.sentinel._rerun import Outcome, Reruns, attempt
 
 Values = list[tuple[int, Tensor]]

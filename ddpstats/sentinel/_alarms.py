@@ -23,8 +23,8 @@ def alarm_tree(errors: Sequence[Check]) -> dict[str, Any] | None:
     return {
         "checkpoint": first.checkpoint,
         "micro_batch": first.micro_batch,
-        "value": repr(first.value),  # JSON knows no infinity
-        "state": {name: repr(value) for name, value in first.state.items()},
+        "value": first.value,
+        "state": dict(first.state),
         "checks": first.checks,
         "more": len({check.checkpoint for check in errors}) - 1,
     }
@@ -44,7 +44,7 @@ def threshold_finding(trees: Mapping[int, dict[str, Any] | None]) -> Finding | N
         lines.append(
             "All ranks see it: parameters, data or software first; one faulty device does not reach all at once."
         )
-    return Finding("thresholds", tuple(sorted(found)), first["checkpoint"], "\n".join(lines), float(first["value"]))
+    return Finding("thresholds", tuple(sorted(found)), first["checkpoint"], "\n".join(lines), first["value"])
 
 
 def fault_tree(faults: Sequence[MatmulFault], count: int) -> dict[str, Any] | None:
@@ -63,7 +63,7 @@ def fault_tree(faults: Sequence[MatmulFault], count: int) -> dict[str, Any] | No
             f"{first.op} of ({m}, {k}) with ({k}, {n}) in {first.dtype}, {where}: "
             f"element {list(first.index)} is {first.got:g} instead of {first.expected:g}; {often}"
         ),
-        "value": repr(first.got),
+        "value": first.got,
         "more": count - 1,
     }
 
@@ -78,13 +78,13 @@ def matmul_finding(trees: Mapping[int, dict[str, Any] | None]) -> Finding | None
     for rank in list(found)[:_SHOWN_RANKS]:
         more = f"; {found[rank]['more']} more rows" if found[rank]["more"] else ""
         lines.append(f"  rank {rank}: {found[rank]['text']}{more}")
-    return Finding("matmul checksum", tuple(sorted(found)), first["op"], "\n".join(lines), float(first["value"]))
+    return Finding("matmul checksum", tuple(sorted(found)), first["op"], "\n".join(lines), first["value"])
 
 
 def _words(tree: Mapping[str, Any]) -> str:
-    state = ", ".join(f"{name} {float(value):g}" for name, value in tree["state"].items())
+    state = ", ".join(f"{name} {value:g}" for name, value in tree["state"].items())
     more = f"; {tree['more']} more checkpoints after it" if tree["more"] else ""
     return (
-        f"{tree['checkpoint']}, micro-batch {tree['micro_batch']}: value {float(tree['value']):g} after "
+        f"{tree['checkpoint']}, micro-batch {tree['micro_batch']}: value {tree['value']:g} after "
         f"{tree['checks']} checks ({state}){more}"
     )

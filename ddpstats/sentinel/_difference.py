@@ -18,9 +18,7 @@ from torch import Tensor
 from ddpstats.sentinel._digest import digests, flattened
 from ddpstats.sentinel._divergence import KINDS, Element, Found, Kind
 from ddpstats.sentinel._entries import Entry, dtype_text, tensors_of
-
-Gathered = Callable[[Callable[[], dict[str, Any]], str], dict[int, dict[str, Any]]]
-"""Every rank's tree by global rank. Collective: called with what makes this rank's tree, and what it is."""
+from ddpstats.sentinel._gathered import Gathered
 
 _BLOCK_ELEMENTS = 256
 _BLOCKS = 1024

@@ -21,10 +21,10 @@ from ddpstats.reduce import count_ranks
 from ddpstats.sentinel._alarm_replay import explain_alarm
 from ddpstats.sentinel._alarms import alarm_tree, fault_tree, matmul_finding, threshold_finding
 from ddpstats.sentinel._detectors import ERROR
+from ddpstats.sentinel._gathered import Gathered
 from ddpstats.sentinel._layers import Layers
 from ddpstats.sentinel._lines import Check
 from ddpstats.sentinel._options import Options
-from ddpstats.sentinel._peer_replay import Gathered
 from ddpstats.sentinel._verdict import Finding, Verdict
 
 _logger = logging.getLogger("ddpstats")
@@ -62,6 +62,7 @@ class Judge:
             "Sentinel.step", problem is not None or bool(errors) or layers.window.has_news, self._group
         )
         findings, notes = self._settled(errors, problem) if count else ([], [])
+        is_new = not findings
         if layers.compares_digests and layers.replicas is not None:
             divergence = layers.replicas.compare(self._gathered, step)
             if divergence is not None:
@@ -71,7 +72,7 @@ class Judge:
             found, trouble = self._examined(bool(findings))
             findings += found
             notes += trouble
-        if findings:
+        if findings and is_new:
             notes += self._window_notes()
         return self._concluded(Verdict(step, tuple(findings), tuple(notes)))
 
@@ -95,15 +96,16 @@ class Judge:
         trees = self._gathered(told, "what each rank saw")
         alarms = {rank: tree["alarm"] for rank, tree in trees.items()}
         alarm, faults, notes = threshold_finding(alarms), self._fault_finding(trees), _unchecked_notes(trees)
+        opened = [] if alarm is None and faults is None else self._window_notes()  # before reruns, which it sees, too
         if alarm is not None:
             fresh = [rank for rank in alarm.culprit_ranks if rank not in self._alarmed]
             if fresh and self._layers.reruns is not None:
                 notes.append(self._explained(fresh[0], alarms[fresh[0]]["micro_batch"]))
-                if self._layers.window.is_open and faults is None:  # which has seen the reruns
+                if self._layers.window.is_open and faults is None:
                     trees = self._gathered(self._faults, "products of the reruns")
                     faults = self._fault_finding(trees)
         self._alarmed = frozenset() if alarm is None else frozenset(alarm.culprit_ranks)
-        return [one for one in (alarm, faults) if one is not None], notes
+        return [one for one in (alarm, faults) if one is not None], [*notes, *opened]
 
     def _faults(self) -> dict[str, Any]:
         """What the window saw on this rank."""
@@ -120,8 +122,6 @@ class Judge:
         """Hardware, or not? Collective."""
         layers = self._layers
         assert layers.reruns is not None
-        if self._options.matmul_checksum:
-            layers.open_window(self._options.checksum_steps + 1)
         return explain_alarm(
             self._gathered,
             layers.reruns,

@@ -42,23 +42,40 @@ class Layers:
         ranks: Sequence[int],
         rank: int,
     ) -> None:
+        _check_groups(model, ranks)
         self._options = options
         self._steps = 0
-        module = unwrapped(model)
         scale = _scale_of(scaler)
-        self.thresholds = Thresholds(module, selection, options.settings, rank, scale)
-        self.replicas = Replicas(model, options.ignore) if options.digest_every_steps else None
+        self.thresholds = Thresholds(unwrapped(model), selection, options.settings, rank, scale)
+        self.replicas: Replicas | None = None
         self.record: StepRecord | None = None
         self.reruns: Reruns | None = None
         self.peer_replay: PeerReplay | None = None
         self.window = ChecksumWindow()
         self._window_steps = 0
+        try:
+            self._add_others(model, replay_fn, lambda: scale() or 1.0, ranks, rank)
+        except BaseException:  # nobody will hold them, and hooks stay on a model
+            for close in self.closing():
+                close()
+            raise
+
+    def _add_others(
+        self,
+        model: nn.Module,
+        replay_fn: ReplayFn | None,
+        scale: Callable[[], float],
+        ranks: Sequence[int],
+        rank: int,
+    ) -> None:
+        """Layers 2 and 3, as far as they are asked for."""
+        if self._options.digest_every_steps:
+            self.replicas = Replicas(model, self._options.ignore)
         if replay_fn is not None:
-            self.record = StepRecord(module)
-            self.reruns = Reruns(self.record, replay_fn, self.thresholds.checkpoints, lambda: scale() or 1.0)
-            if options.replay_every_steps:
+            self.record = StepRecord(unwrapped(model))
+            self.reruns = Reruns(self.record, replay_fn, self.thresholds.checkpoints, scale)
+            if self._options.replay_every_steps:
                 self.peer_replay = PeerReplay(model, self.reruns, ranks, rank)
-        _check_groups(model, ranks)
         self._expect()
 
     @property

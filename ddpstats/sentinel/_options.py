@@ -57,6 +57,7 @@ class Options:
 
 def checked_options(
     model: Any,
+    *,
     mode: int | None,
     detector: str,
     upper_thresh: tuple[float, float] | None,

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,15 +29,13 @@ from torch import Tensor, nn
 from ddpstats._ranks import holders_lines
 from ddpstats.errors import ConfigError
 from ddpstats.sentinel._digest import digests
+from ddpstats.sentinel._gathered import Gathered
 from ddpstats.sentinel._noise import measured
 from ddpstats.sentinel._original import Original
 from ddpstats.sentinel._rerun import Reruns, attempt, size_bytes
 from ddpstats.sentinel._verdict import Finding
 from ddpstats.sentinel._vote import Run, judge
 from ddpstats.sentinel._witness import Witness
-
-Gathered = Callable[[Callable[[], Any], str], dict[int, Any]]
-"""Every rank's tree by global rank. Collective: called with what makes this rank's tree, and what it is."""
 
 MOST_BYTES = 64 << 20  # of all batches that are handed out at a time: every rank receives them
 _SHOWN_NAMES = 5

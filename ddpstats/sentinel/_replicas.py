@@ -29,10 +29,11 @@ from torch import nn
 
 from ddpstats._gradients import replicas_in, unwrapped
 from ddpstats.sentinel._buffers import Unit, units_of
-from ddpstats.sentinel._difference import Gathered, differ, differing_elements, differing_structure, transposed
+from ddpstats.sentinel._difference import differ, differing_elements, differing_structure, transposed
 from ddpstats.sentinel._digest import bucket_digests
 from ddpstats.sentinel._divergence import Divergence, divergence
 from ddpstats.sentinel._entries import Entry, entry_of, gradient_entries, tensors_of
+from ddpstats.sentinel._gathered import Gathered
 
 _BUCKETS = 32  # of each part, so that 30 ranks' digests fit into one collective
 _BUCKET_BYTES = 1 << 20

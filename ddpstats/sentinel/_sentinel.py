@@ -89,17 +89,17 @@ class Sentinel:
     ) -> None:
         self._options = checked_options(
             model,
-            mode,
-            detector,
-            upper_thresh,
-            sigma_thresh,
-            digest_every_steps,
-            replay_every_steps,
-            replay_fn,
-            matmul_checksum,
-            checksum_steps,
-            scaler,
-            ignore,
+            mode=mode,
+            detector=detector,
+            upper_thresh=upper_thresh,
+            sigma_thresh=sigma_thresh,
+            digest_every_steps=digest_every_steps,
+            replay_every_steps=replay_every_steps,
+            replay_fn=replay_fn,
+            matmul_checksum=matmul_checksum,
+            checksum_steps=checksum_steps,
+            scaler=scaler,
+            ignore=ignore,
         )
         self.verdict = Verdict(-1)
         channel = channel_of(group)
@@ -144,7 +144,8 @@ class Sentinel:
         Raises:
             SentinelAlarm: in modes 2 and 3, where some layer found something; on every rank, with the same text.
             ConfigError: ranks made their sentinels differently, or a micro-batch cannot be run again; on every rank.
-            InvalidStats: some rank could not look at its step, or gave a bad ``step=``; on every rank.
+            InvalidStats: some rank could not look at its step, or gave a bad ``step=``; on every rank. In mode 0 a bad
+                ``step=`` is a ConfigError, on its rank only.
             ProtocolMismatch, RankMissing: as `ddpstats.StatsReducer`.
         """
         if self._closed or self._running is not None:
@@ -162,6 +163,9 @@ class Sentinel:
             finally:
                 self._problem = None
                 self._layers.next_step()
+        elif self._problem is not None:  # in mode 0 nothing follows in which the others could hear of it
+            problem, self._problem = self._problem, None
+            raise problem
         self._step += 1
         if not self.verdict.ok and self._options.settings.mode >= 2:
             verdict = self.verdict

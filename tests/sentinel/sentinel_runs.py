@@ -389,6 +389,20 @@ def with_little_room(flips: Sequence[BitFlip]) -> list[int]:
     return [verdict.step for verdict in outcome.verdicts if not verdict.ok]
 
 
+def _verdicts_of(model: nn.Module, options: dict[str, Any], *, zero: bool) -> list[Verdict]:
+    """Of four steps; ``zero``: whether gradients are zeroed after each."""
+    verdicts = []
+    with Sentinel(model, **options) as sentinel:
+        for step in range(4):
+            batch = batch_of(step, dist.get_rank())
+            with sentinel.micro_batch(batch):
+                step_fn(model, batch).backward()  # type: ignore[no-untyped-call]
+            verdicts.append(sentinel.step())
+            if zero:
+                model.zero_grad()
+    return verdicts
+
+
 def own_buffers_in_eval(options: dict[str, Any]) -> list[Verdict]:
     torch.manual_seed(0)
     inner = Transformer()
@@ -396,27 +410,11 @@ def own_buffers_in_eval(options: dict[str, Any]) -> list[Verdict]:
     model = DistributedDataParallel(inner, broadcast_buffers=False)
     assert inner.batch_norm.running_mean is not None
     inner.batch_norm.running_mean += dist.get_rank()
-    verdicts = []
-    with Sentinel(model, **options) as sentinel:
-        for step in range(4):
-            batch = batch_of(step, dist.get_rank())
-            with sentinel.micro_batch(batch):
-                step_fn(model, batch).backward()  # type: ignore[no-untyped-call]
-            verdicts.append(sentinel.step())
-            model.zero_grad()
-    return verdicts
+    return _verdicts_of(model, options, zero=True)
 
 
 def never_zeroed(options: dict[str, Any]) -> list[Verdict]:
-    model = wrapped("ddp")
-    verdicts = []
-    with Sentinel(model, **options) as sentinel:
-        for step in range(4):
-            batch = batch_of(step, dist.get_rank())
-            with sentinel.micro_batch(batch):
-                step_fn(model, batch).backward()  # type: ignore[no-untyped-call]
-            verdicts.append(sentinel.step())
-    return verdicts
+    return _verdicts_of(wrapped("ddp"), options, zero=False)
 
 
 def around_a_rerun(options: dict[str, Any]) -> dict[str, bool]:
@@ -443,14 +441,16 @@ def around_a_rerun(options: dict[str, Any]) -> dict[str, bool]:
 
 
 def in_a_subgroup() -> str:
-    """DDP on ranks 0 and 1, the sentinel on all."""
+    """DDP on ranks 0 and 1, the sentinel on all. What it says; nothing of it stays on the model."""
     group = dist.new_group([0, 1])
     if dist.get_rank() == 2:
         return ""
     model = DistributedDataParallel(Transformer(), process_group=group)
+    before = hooks_of(model)
     try:
         Sentinel(model, mode=2)
     except ConfigError as error:
+        assert hooks_of(model) == before
         with Sentinel(model, mode=2, group=group) as sentinel:
             assert sentinel.step().ok
         return str(error)

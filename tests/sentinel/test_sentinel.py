@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ddpstats import ConfigError, InvalidStats, Sentinel, SentinelAlarm
+from ddpstats.sentinel import _layers
 from ddpstats.testing import BitFlip, PerRank, RankPool, run_ranks
 from tests.sentinel import sentinel_runs as runs
 from tests.sentinel.sentinel_runs import Plan, alarm_of, trained
@@ -51,13 +52,27 @@ def test_a_step_is_one_collective(two_ranks: RankPool) -> None:
         assert others[7 - 1] == 3  # digests: agreed on, and gathered, apart from what all steps share
 
 
-def test_mode_0_attaches_nothing_and_says_so_once() -> None:
+def test_mode_0_attaches_nothing_and_finds_all_well() -> None:
     module = runs.wrapped("alone")
     before = runs.hooks_of(module)
     with Sentinel(module, mode=0) as sentinel:
         assert runs.hooks_of(module) == before
         assert sentinel.step().ok
-    assert sentinel.verdict.step == 0
+        with pytest.raises(ConfigError, match=r"step\(step=-1\): a whole number, 0 or more"):
+            sentinel.step(step=-1)
+        assert sentinel.step().step == 1
+
+
+def test_layers_that_cannot_all_be_made_leave_no_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise ConfigError("no replicas")
+
+    module = runs.wrapped("alone")
+    before = runs.hooks_of(module)
+    monkeypatch.setattr(_layers, "PeerReplay", refuse)
+    with pytest.raises(ConfigError, match="no replicas"):
+        Sentinel(module, **EVERYTHING)
+    assert runs.hooks_of(module) == before
 
 
 def test_close_takes_every_hook_away_also_without_close() -> None:
@@ -356,9 +371,8 @@ def test_calls_in_the_wrong_place_are_refused() -> None:
 
 
 def test_alone_without_a_process_group_every_layer_works() -> None:
-    module, flip = runs.wrapped("alone"), BitFlip("head.weight", "gradient", element=1, bit=20, step=2)
+    flip = BitFlip("head.weight", "gradient", element=1, bit=20, step=2)
     outcome = runs.train(Plan(options=EVERYTHING, wrap="alone", flips=[flip]))
-    assert module is not None
     ((step, layers, culprits, text),) = outcome.alarms
     assert (step, layers, culprits) == (2, ("peer replay",), (0,))
     assert "Rank 0 was wrong once and right once" in text
@@ -395,6 +409,16 @@ def test_an_alarm_that_follows_from_another_does_not_renew_the_window(two_ranks:
     for outcome in trained(two_ranks, Plan(options=options, flips=[flip], steps=3)):
         opened = ["Matmuls are checked" in verdict.message for verdict in outcome.verdicts]
         assert opened == [False, True, False]
+
+
+def test_an_alarm_after_the_window_has_shut_opens_it_again_and_says_so(two_ranks: RankPool) -> None:
+    flips = [
+        BitFlip("blocks.1.down", "activation_gradient", element=3, bit=EXPONENT, step=step, rank=1) for step in (1, 4)
+    ]
+    options = {"mode": 2, "matmul_checksum": True, "checksum_steps": 1, "replay_fn": runs.step_fn}
+    for outcome in trained(two_ranks, Plan(options=options, flips=flips, steps=6, patience=3)):
+        said = [(step, "Matmuls are checked in the next 1 steps." in text) for step, _, _, text in outcome.alarms]
+        assert said == [(1, True), (4, True)]
 
 
 def test_an_alarm_does_not_shorten_a_window() -> None:
