@@ -15,7 +15,7 @@ from numpy import float32
 from ddpstats.sentinel._detectors import ERROR, NORMAL, RULES, WARNING, Rule, State
 from ddpstats.sentinel._lines import Check, error_line, info_lines
 from ddpstats.sentinel._settings import Settings, read_settings
-from tests.sentinel import seed_log
+from tests.sentinel import mindspore_log
 
 NAN, INF = float("nan"), float("inf")
 BOTH = pytest.mark.parametrize("detector", ["v2", "v3"])
@@ -175,20 +175,20 @@ def logged(values: Sequence[float], mode: int) -> list[str]:
 
 def test_a_fault_on_another_rank_gives_the_lines_of_mode_1() -> None:
     lines = logged([0.11, 0.130423, 0.089474, 0.12, 0.105156, 0.100089, NAN, NAN], mode=1)
-    assert lines[-2:] == [seed_log.MODE_1[0], seed_log.MODE_1[4]]
+    assert lines[-2:] == [mindspore_log.MODE_1[0], mindspore_log.MODE_1[4]]
     lines = logged([0.0265, 0.026949, 0.0266, 0.0267, 0.0268, 0.026273, NAN, NAN], mode=1)
-    assert lines[-2:] == [seed_log.MODE_1[1], seed_log.MODE_1[5]]
-    assert logged([0.005931] * 5 + [0.005759, NAN], mode=1)[-1] == seed_log.MODE_1[2]
-    assert logged([0.004272] * 5 + [0.004188, NAN], mode=1)[-1] == seed_log.MODE_1[3]
+    assert lines[-2:] == [mindspore_log.MODE_1[1], mindspore_log.MODE_1[5]]
+    assert logged([0.005931] * 5 + [0.005759, NAN], mode=1)[-1] == mindspore_log.MODE_1[2]
+    assert logged([0.004272] * 5 + [0.004188, NAN], mode=1)[-1] == mindspore_log.MODE_1[3]
 
 
-@pytest.mark.parametrize(("mode", "lines"), [(2, seed_log.MODE_2), (3, seed_log.MODE_3)])
+@pytest.mark.parametrize(("mode", "lines"), [(2, mindspore_log.MODE_2), (3, mindspore_log.MODE_3)])
 def test_a_fault_on_this_rank_gives_the_line_of_modes_2_and_3(mode: int, lines: list[str]) -> None:
     assert logged([0.11, 0.130423, 0.089474, 0.12, 0.105156, INF], mode)[-1:] == lines
 
 
 def test_normal_values_give_the_lines_of_mode_3() -> None:
-    changing, constant, zero = seed_log.MODE_3_NORMAL
+    changing, constant, zero = mindspore_log.MODE_3_NORMAL
     assert logged([0.00423, 0.004189, 0.00425, 0.004272, 0.00422], mode=3)[-1] == changing
     assert logged([0.0078124] * 6, mode=3)[-1] == constant
     assert logged([0.0] * 6, mode=3)[-1] == zero

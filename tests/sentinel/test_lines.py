@@ -9,7 +9,7 @@ import pytest
 
 from ddpstats.sentinel._lines import Check, error_line, info_lines, warning_line
 from ddpstats.sentinel._settings import Settings, read_settings
-from tests.sentinel import seed_log
+from tests.sentinel import mindspore_log
 
 PREFIX = "[rank 2] [blocks.0.norm] "
 
@@ -32,14 +32,14 @@ def check_of(line: str, level: int = 1) -> Check:
 
 @pytest.mark.parametrize("mode", [1, 2, 3])
 def test_an_error_line_is_that_of_the_operator_to_the_letter(mode: int) -> None:
-    for line in {1: seed_log.MODE_1, 2: seed_log.MODE_2, 3: seed_log.MODE_3}[mode]:
+    for line in {1: mindspore_log.MODE_1, 2: mindspore_log.MODE_2, 3: mindspore_log.MODE_3}[mode]:
         assert error_line(check_of(line), settings(mode)) == PREFIX + line
 
 
 def test_info_lines_are_those_of_the_operator_to_the_letter() -> None:
-    for line in seed_log.MODE_3_NORMAL:
+    for line in mindspore_log.MODE_3_NORMAL:
         found = info_lines(check_of(line, level=0), settings(3))
-        assert found == (PREFIX + line, PREFIX + seed_log.MODE_3_CONSTANTS)
+        assert found == (PREFIX + line, PREFIX + mindspore_log.MODE_3_CONSTANTS)
 
 
 def test_fields_come_in_the_order_of_the_operator_and_can_be_parsed() -> None:
@@ -58,11 +58,11 @@ def test_fields_come_in_the_order_of_the_operator_and_can_be_parsed() -> None:
         "c_coeff_l2": "30.500000",
         "npu_asd_detect": "1",
     }
-    assert list(parsed(error_line(check, own))) == list(parsed(seed_log.MODE_1[0]))
+    assert list(parsed(error_line(check, own))) == list(parsed(mindspore_log.MODE_1[0]))
 
 
 def test_a_warning_line_has_the_fields_of_an_error_line_and_says_l2() -> None:
-    check = check_of(seed_log.MODE_2[0], level=2)
+    check = check_of(mindspore_log.MODE_2[0], level=2)
     assert warning_line(check, settings(2)) == error_line(check, settings(2)).replace("L1 Error", "L2 Warning")
 
 

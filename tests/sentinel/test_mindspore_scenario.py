@@ -6,7 +6,7 @@ import re
 
 from ddpstats.testing import RankPool
 from tests.sentinel import scenario_runs as runs
-from tests.sentinel.seed_log import MODE_1, MODE_2, MODE_3, MODE_3_CONSTANTS, MODE_3_NORMAL
+from tests.sentinel.mindspore_log import MODE_1, MODE_2, MODE_3, MODE_3_CONSTANTS, MODE_3_NORMAL
 
 FIELD = re.compile(r"(\w+) = \[([^]]*)\]")
 
