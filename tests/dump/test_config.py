@@ -1,0 +1,272 @@
+"""What a dump's configuration may hold, and what is said about what it may not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddpstats import ConfigError
+from ddpstats.dump._config import ALL_MODES, DumpConfig, Selection, direction_of, matches, read_config
+
+FIRST_STEP = """\
+{
+    "task": "statistics",
+    "dump_path": "/home/data_dump",
+    "rank": [],
+    "step": [0],
+    "level": "mix",
+    "enable_dataloader": false,
+    "statistics": {
+        "scope": [], 
+        "list": [],
+        "data_mode": ["all"],
+        "summary_mode": "statistics"
+    }
+}
+"""  # noqa: W291  # a user's file, to the blank
+
+WITHOUT_SYNC = FIRST_STEP.replace('"level": "mix",', '"level": "mix",\n    "async_dump": true,')
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "config.json"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_a_file_written_for_another_tool_is_read_unchanged(tmp_path: Path) -> None:
+    expected = DumpConfig("statistics", Path("/home/data_dump"), None, frozenset({0}), "mix")
+    assert read_config(written(tmp_path, FIRST_STEP)) == expected
+    assert read_config(str(written(tmp_path, "\ufeff" + FIRST_STEP))) == expected
+
+
+def test_the_same_file_with_async_dump(tmp_path: Path) -> None:
+    config = read_config(written(tmp_path, WITHOUT_SYNC))
+    assert config.async_dump
+    assert config.async_max_bytes == 1 << 30
+
+
+def test_only_dump_path_is_needed() -> None:
+    config = read_config({"dump_path": Path("d")})
+    assert config == DumpConfig("statistics", Path("d"))
+    assert config.last_step is None
+    assert config.wants_rank(None)
+    assert config.wants_rank(7)
+    assert config.wants_step(10**9)
+
+
+def test_all_that_can_be_said() -> None:
+    config = read_config({
+        "task": "tensor", "dump_path": "d", "rank": [0, "2-4"], "step": ["1 - 2", 9], "level": "L0", "async_dump": True,
+        "precision": "high", "async_max_bytes": 4096, "enable_dataloader": False,
+        "tensor": {"scope": ["a", "b"], "list": ["x"], "data_mode": ["backward"], "file_format": "npy"},
+        "statistics": {"tensor_list": ["not of this task"]}, "run_ut": {"white_list": []}, "grad_probe": {},
+    })  # fmt: skip
+    assert config == DumpConfig(
+        "tensor", Path("d"), frozenset({0, 2, 3, 4}), frozenset({1, 2, 9}), "L0", True, "high", ("a", "b"), ("x",), (),
+        frozenset({"backward", "input", "output"}), "statistics", 4096,
+    )  # fmt: skip
+    assert config.last_step == 9
+    assert [config.wants_rank(rank) for rank in (None, 0, 1, 2)] == [True, True, False, True]
+    assert [config.wants_step(step) for step in (0, 1, 9, 10)] == [False, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ([], ALL_MODES),
+        (["all"], ALL_MODES),
+        (["forward"], {"forward", "input", "output"}),
+        (["input"], {"forward", "backward", "input"}),
+        (["backward", "output"], {"backward", "output"}),
+    ],
+)
+def test_data_mode_never_leaves_a_question_open(given: list[str], expected: set[str]) -> None:
+    assert read_config({"dump_path": "d", "statistics": {"data_mode": given}}).data_mode == expected
+
+
+KEYS = (
+    "task, dump_path, rank, step, level, enable_dataloader, async_dump, async_max_bytes, precision, statistics, tensor"
+)
+NUMBERS = 'a list of whole numbers from 0 and of ranges such as "2-5"; [] is all'
+SCOPE = "[first, last], two full names such as 'Functional.linear.0.forward', or [] for everything"
+NAMES = "a list of names, or of parts of names, such as 'Functional.linear.3'"
+MODES = "['all'], or a list of some of 'forward', 'backward', 'input', 'output'"
+EXAMPLE = '{"task": "statistics", "dump_path": "dump", "step": [0], "level": "mix"}'
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"levle": "L0"}, f"unknown key 'levle': did you mean 'level'? Legal keys: {KEYS}"),
+    ({"zzz": 1}, f"unknown key 'zzz'. Legal keys: {KEYS}"),
+    (
+        {"statistics": {"data_mod": []}},
+        "unknown key 'statistics.data_mod': did you mean 'statistics.data_mode'? Legal keys: scope, list, tensor_list, "
+        "data_mode, summary_mode",
+    ),
+    ({"task": "tensors"}, "'task' is \"tensors\", but must be one of 'statistics', 'tensor'; did you mean 'tensor'?"),
+    ({"task": 3}, "'task' is 3, but must be one of 'statistics', 'tensor'"),
+    (
+        {"task": "overflow_check"},
+        "'task' is \"overflow_check\", but must be 'statistics' or 'tensor': ddpstats has no other task",
+    ),
+    ({"dump_path": ""}, "'dump_path' is \"\", but must be the path of a directory"),
+    ({"dump_path": 1}, "'dump_path' is 1, but must be the path of a directory"),
+    (
+        {"level": "L2"},
+        "'level' is \"L2\", but must be one of 'L0', 'L1', 'mix': L2, kernels, needs the profiler of the device",
+    ),
+    ({"level": "MIX"}, "'level' is \"MIX\", but must be one of 'L0', 'L1', 'mix'"),
+    ({"level": None}, "'level' is null, but must be one of 'L0', 'L1', 'mix'"),
+    ({"rank": 0}, f"'rank' is 0, but must be {NUMBERS}"),
+    ({"rank": [-1]}, f"'rank' is [-1], but must be {NUMBERS}; -1 is neither"),
+    ({"rank": [True]}, f"'rank' is [true], but must be {NUMBERS}; true is neither"),
+    ({"step": [0, "5-"]}, f'\'step\' is [0, "5-"], but must be {NUMBERS}; "5-" is neither'),
+    ({"step": [1.0]}, f"'step' is [1.0], but must be {NUMBERS}; 1.0 is neither"),
+    (
+        {"step": ["7-3"]},
+        "'step' is [\"7-3\"], but must be a range from the smaller to the larger number: write '3-7'",
+    ),
+    (
+        {"step": ["0-9999999"]},
+        "'step' is [\"0-9999999\"], but must be a range of at most 1,000,000 numbers; [] is all",
+    ),
+    (
+        {"enable_dataloader": True},
+        "'enable_dataloader' is true, but must be false: call step() at the end of every step instead",
+    ),
+    ({"async_dump": 1}, "'async_dump' is 1, but must be true or false"),
+    ({"async_dump": "True"}, "'async_dump' is \"True\", but must be true or false"),
+    ({"precision": "medium"}, "'precision' is \"medium\", but must be one of 'low', 'high'"),
+    (
+        {"async_max_bytes": True},
+        "'async_max_bytes' is true, but must be a whole number of bytes above 0; 1073741824 where not given",
+    ),
+    ({"statistics": []}, "'statistics' is [], but must be an object: what the task of this name needs"),
+    ({"run_ut": 1}, "'run_ut' is 1, but must be an object: what the task of this name needs"),
+    ({"statistics": {"scope": ["a"]}}, f"'statistics.scope' is [\"a\"], but must be {SCOPE}; this has 1"),
+    ({"statistics": {"scope": "a"}}, f"'statistics.scope' is \"a\", but must be {SCOPE}"),
+    ({"statistics": {"list": "linear"}}, f"'statistics.list' is \"linear\", but must be {NAMES}"),
+    ({"statistics": {"tensor_list": [1]}}, f"'statistics.tensor_list' is [1], but must be {NAMES}"),
+    ({"statistics": {"list": [""]}}, f"'statistics.list' is [\"\"], but must be {NAMES}"),
+    (
+        {"statistics": {"data_mode": ["all", "input"]}},
+        f"'statistics.data_mode' is [\"all\", \"input\"], but must be {MODES}; 'all' stands alone",
+    ),
+    (
+        {"statistics": {"data_mode": ["fwd"]}},
+        f'\'statistics.data_mode\' is ["fwd"], but must be {MODES}; "fwd" is none of them',
+    ),
+    ({"statistics": {"data_mode": "all"}}, f"'statistics.data_mode' is \"all\", but must be {MODES}"),
+    (
+        {"statistics": {"summary_mode": "md4"}},
+        "'statistics.summary_mode' is \"md4\", but must be one of 'statistics', 'md5'; did you mean 'md5'?",
+    ),
+    (
+        {"task": "tensor", "tensor": {"file_format": "csv"}},
+        "'tensor.file_format' is \"csv\", but must be 'npy' or 'bin' (files are .pt in any case)",
+    ),
+    (
+        {"async_dump": True, "statistics": {"summary_mode": "md5"}},
+        "'statistics.summary_mode' is \"md5\", but must be 'statistics' with async_dump: a checksum waits for the "
+        "device",
+    ),
+    (
+        {"async_dump": True, "task": "tensor"},
+        "'tensor.list' is [], but must be a list of names that is not empty, for async_dump holds all these tensors in "
+        "memory until the step ends. Dump the task 'statistics' first, and take the names from there",
+    ),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), WRONG)
+def test_what_is_wrong_is_named_with_what_would_be_right(given: dict[str, Any], message: str, tmp_path: Path) -> None:
+    path = written(tmp_path, json.dumps({"dump_path": "d", **given}))
+    with pytest.raises(ConfigError) as caught:
+        read_config(path)
+    assert str(caught.value) == f"{path}: {message}"
+    with pytest.raises(ConfigError) as caught:
+        read_config({"dump_path": "d", **given})
+    assert str(caught.value) == f"the configuration given: {message}"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is not legal JSON: Expecting property name enclosed in double quotes, at line 1, column 2"),
+        ("[1]", f"holds [1], but must hold one JSON object, as in {EXAMPLE}"),
+        ("{}", f"'dump_path' is missing: the directory to write to, as in {EXAMPLE}"),
+        ('{"step": [0], "step": [1]}', "key 'step' is given twice, as [0] and as [1]; leave one of them out"),
+    ],
+)
+def test_a_file_that_is_no_configuration(text: str, message: str, tmp_path: Path) -> None:
+    path = written(tmp_path, text)
+    with pytest.raises(ConfigError) as caught:
+        read_config(path)
+    assert str(caught.value) == f"{path}: {message}"
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    for path, why in ((tmp_path / "none.json", "No such file or directory"), (tmp_path, "Is a directory")):
+        with pytest.raises(ConfigError) as caught:
+            read_config(path)
+        assert str(caught.value) == f"{path}: cannot be read: {why}. Is this the right path?"
+    path = tmp_path / "latin.json"
+    path.write_bytes(b'{"dump_path": "\xe9"}')
+    with pytest.raises(ConfigError, match="is not a text file in UTF-8"):
+        read_config(path)
+
+
+# -- selection --------------------------------------------------------------------------------------------------------
+
+LAYER = "Module.layer.Linear.forward.0"
+RUN: list[tuple[str, list[str]]] = [
+    ("Torch.arange.0.forward", []),
+    (LAYER, []),
+    ("Functional.linear.1.forward", [LAYER]),
+    ("Functional.linear.10.forward", [LAYER]),
+    ("Tensor.sum.0.forward", []),
+    ("Tensor.sum.0.backward", []),
+    ("Module.layer.Linear.backward.0", []),
+    ("Functional.linear.1.backward", ["Module.layer.Linear.backward.0"]),
+    ("Module.layer.Linear.parameters_grad.0", []),
+]
+
+
+def chosen(level: str = "mix", **section: Any) -> list[str]:
+    selection = Selection(read_config({"dump_path": "d", "level": level, "statistics": section}))
+    return [name for name, parents in RUN if selection.wants(name, parents)]
+
+
+def test_everything_is_wanted_where_nothing_is_said() -> None:
+    assert chosen() == [name for name, _ in RUN]
+
+
+def test_a_name_is_a_part_of_a_name_but_no_part_of_a_number() -> None:
+    assert chosen(list=["linear.1"]) == ["Functional.linear.1.forward", "Functional.linear.1.backward"]
+    assert chosen(list=["Tensor.sum.0.forward", "arange"]) == ["Torch.arange.0.forward", "Tensor.sum.0.forward"]
+    assert matches("Functional.linear.10.forward", ["arange", "linear.10"])
+    assert not matches("Functional.linear.10.forward", ["linear.1"])
+
+
+def test_a_module_takes_in_what_is_inside_it() -> None:
+    inside = [LAYER, "Functional.linear.1.forward", "Functional.linear.10.forward"]
+    assert chosen(list=[LAYER]) == inside
+    assert chosen("L1", list=[LAYER]) == inside[:1]
+
+
+def test_a_scope_goes_from_one_name_to_another() -> None:
+    assert chosen(scope=["Functional.linear.10.forward", "Tensor.sum.0.backward"]) == [n for n, _ in RUN[3:6]]
+    assert chosen(scope=["Torch.arange.0.forward", LAYER]) == [name for name, _ in RUN[:4]]
+    assert chosen(scope=["Tensor.sum.0.forward", "never"]) == [name for name, _ in RUN[4:]]
+    assert chosen(scope=["never", LAYER]) == []
+    assert chosen(scope=[LAYER, LAYER]) == [name for name, _ in RUN[1:4]]
+
+
+def test_the_direction_is_part_of_what_is_wanted() -> None:
+    assert chosen(data_mode=["forward", "input"]) == [name for name, _ in RUN[:5]]
+    assert chosen(data_mode=["backward"]) == [name for name, _ in RUN[5:]]
+    assert chosen(data_mode=["backward"], scope=[LAYER, "Tensor.sum.0.backward"]) == ["Tensor.sum.0.backward"]
+    assert direction_of("Module.forward.Linear.backward.0") == "backward"
+    assert direction_of("Module.forward.Linear.parameters_grad") == "backward"
