@@ -1,0 +1,229 @@
+"""One entry of a dump: a call or a module's pass, and the tensors and plain values it took and gave.
+
+An entry's tensors have paths: ``input.0``, ``input_kwargs.mask``, ``parameters.weight``, ``output.0``; where an
+argument is a list or dict, its index or key comes after it: ``input.1.0``. Of a ``parameters_grad`` entry the
+parameter's name is the path.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ddpstats.errors import DumpError
+
+STATISTICS = ("Max", "Min", "Mean", "Norm")
+
+_SECTIONS = {"input_args": "input", "input_kwargs": "input_kwargs", "parameters": "parameters"}  # others: their own
+_INPUTS = ("input_args", "input_kwargs", "input")
+_WORDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf, "infinity": math.inf, "-infinity": -math.inf}
+_TENSOR = "torch.Tensor"
+
+
+def number(value: Any) -> float | None:
+    """A statistic as a float: JSON's NaN and Infinity, the words for them, a bool, null. Raises ValueError."""
+    if value is None or type(value) is float:
+        return value
+    if isinstance(value, (int, bool)):
+        return float(value) if abs(value) < 1 << 1000 else (math.inf if value > 0 else -math.inf)
+    if isinstance(value, str) and value.lower() in _WORDS:
+        return _WORDS[value.lower()]
+    if value in ("N/A", "None", "null"):
+        return None
+    raise ValueError(f"{value!r} is not a number")
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A tensor, or a plain value, of an entry. What the dump does not have is None."""
+
+    raw: Mapping[str, Any]
+
+    @property
+    def type(self) -> str:
+        return str(self.raw.get("type"))
+
+    @property
+    def is_tensor(self) -> bool:
+        return is_tensor(self.raw)
+
+    @property
+    def value(self) -> Any:
+        """Of a plain value; None for a tensor."""
+        return self.raw.get("value")
+
+    @property
+    def dtype(self) -> str:
+        return str(self.raw.get("dtype", f"<class '{self.type}'>"))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.raw.get("shape") or ())
+
+    @property
+    def max(self) -> float | None:
+        return number(self.raw.get("Max"))
+
+    @property
+    def min(self) -> float | None:
+        return number(self.raw.get("Min"))
+
+    @property
+    def mean(self) -> float | None:
+        return number(self.raw.get("Mean"))
+
+    @property
+    def norm(self) -> float | None:
+        return number(self.raw.get("Norm"))
+
+    @property
+    def requires_grad(self) -> bool | None:
+        return self.raw.get("requires_grad")
+
+    @property
+    def data_name(self) -> str | None:
+        return self.raw.get("data_name")
+
+    @property
+    def md5(self) -> str | None:
+        return self.raw.get("md5")
+
+    @property
+    def nan_count(self) -> int | None:
+        return self.raw.get("nan_count")
+
+    @property
+    def inf_count(self) -> int | None:
+        return self.raw.get("inf_count")
+
+    @property
+    def first_bad(self) -> tuple[int, ...] | None:
+        index = self.raw.get("first_bad")
+        return None if index is None else tuple(index)
+
+    @property
+    def device(self) -> str | None:
+        return self.raw.get("device")
+
+    @property
+    def stride(self) -> tuple[int, ...] | None:
+        stride = self.raw.get("stride")
+        return None if stride is None else tuple(stride)
+
+    @property
+    def data_ptr(self) -> int | None:
+        return self.raw.get("data_ptr")
+
+    @property
+    def storage_offset(self) -> int | None:
+        return self.raw.get("storage_offset")
+
+    @property
+    def storage_ptr(self) -> int | None:
+        return self.raw.get("storage_ptr")
+
+    @property
+    def storage_bytes(self) -> int | None:
+        return self.raw.get("storage_bytes")
+
+    @property
+    def storage_id(self) -> int | None:
+        return self.raw.get("storage_id")
+
+    @property
+    def stream(self) -> int | None:
+        return self.raw.get("stream")
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether it holds a NaN or an infinity: by the counts, or where there are none by Max, Min and Norm."""
+        if self.nan_count is not None and self.inf_count is not None:
+            return self.nan_count > 0 or self.inf_count > 0
+        return any(value is not None and not math.isfinite(value) for value in (self.max, self.min, self.norm))
+
+
+def is_tensor(raw: Mapping[str, Any]) -> bool:
+    return raw.get("type") == _TENSOR or "dtype" in raw
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """An entry: its NAME, and what the dump has under it. Walking it raises `DumpError` where a field is not usable."""
+
+    name: str
+    raw: Mapping[str, Any]
+    source: str = ""  # the file, for messages
+
+    @property
+    def is_recompute(self) -> bool:
+        return self.raw.get("is_recompute") is True
+
+    def inputs(self) -> Iterator[tuple[str, Leaf]]:
+        """Tensors that went in, arguments by name included; parameters are not among them."""
+        return self._tensors(_INPUTS)
+
+    def outputs(self) -> Iterator[tuple[str, Leaf]]:
+        return self._tensors(("output",))
+
+    def leaves(self) -> Iterator[tuple[str, Leaf]]:
+        """All tensors, in the order of the dump."""
+        return self._tensors(tuple(self.raw))
+
+    def values(self) -> Iterator[tuple[str, Leaf]]:
+        """All tensors and plain values, in the order of the dump."""
+        return ((path, Leaf(raw)) for key in self.raw for path, raw in self._walk(key))
+
+    def _tensors(self, keys: tuple[str, ...]) -> Iterator[tuple[str, Leaf]]:
+        return ((path, Leaf(raw)) for key in keys for path, raw in self._walk(key) if is_tensor(raw))
+
+    def _walk(self, key: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        held = self.raw.get(key)
+        if key not in _SECTIONS and key not in (*_INPUTS, "output") and isinstance(held, list) and len(held) == 1:
+            held = held[0]  # a parameter's gradient: {"weight": [leaf]}
+        for path, raw in _leaves(held, _SECTIONS.get(key, key)):
+            if (problem := _problem(raw)) is not None:
+                raise DumpError(
+                    f"{self.source or 'dump'}: {self.name}: {path}: {problem}. The file is damaged, or no statistics "
+                    "dump: dump the step again.",
+                    path=self.source or None,
+                )
+            yield path, raw
+
+
+def _leaves(held: Any, path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    if isinstance(held, dict):
+        if isinstance(held.get("type"), str):
+            yield path, held
+        else:
+            for key, value in held.items():
+                yield from _leaves(value, f"{path}.{key}")
+    elif isinstance(held, list):
+        for index, value in enumerate(held):
+            yield from _leaves(value, f"{path}.{index}")
+
+
+def _problem(raw: Mapping[str, Any]) -> str | None:
+    """What is wrong with a leaf's fields, if anything."""
+    if not is_tensor(raw):
+        return None
+    shape = raw.get("shape", [])
+    if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
+        return f"shape is {shape!r}, and should be a list of sizes"
+    for key in STATISTICS:
+        try:
+            number(raw.get(key))
+        except ValueError as error:
+            return f"{key}: {error}"
+    for key in ("data_name", "md5", "device"):
+        if not isinstance(raw.get(key), (str, type(None))):
+            return f"{key} is {raw[key]!r}, and should be a string"
+    for key in ("nan_count", "inf_count", "data_ptr", "storage_offset", "storage_ptr", "storage_bytes", "storage_id"):
+        if not isinstance(raw.get(key), (int, type(None))):
+            return f"{key} is {raw[key]!r}, and should be a whole number"
+    for key in ("stride", "first_bad"):
+        index = raw.get(key)
+        if index is not None and not (isinstance(index, list) and all(type(part) is int for part in index)):
+            return f"{key} is {index!r}, and should be a list of whole numbers"
+    return None

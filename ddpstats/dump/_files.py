@@ -1,0 +1,307 @@
+"""The files of a dump on disk: which ranks there are, and what stands in the files of one.
+
+::
+
+    dump_path/step{N}/rank{R}/dump.json  stack.json  construct.json  dump_tensor_data/*.pt
+                              dump.jsonl      instead of the three while the step runs, or after a crash in it
+
+``rank`` without a number is that of a process without torch.distributed. If both dump.json and dump.jsonl are there,
+dump.json is read: it takes its place before the other one is removed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ddpstats.dump._entries import Entry
+from ddpstats.dump._scan import Member, Scanner, parse
+from ddpstats.errors import DumpError
+
+DUMP = "dump.json"
+LINES = "dump.jsonl"
+STACK = "stack.json"
+CONSTRUCT = "construct.json"
+TENSORS = "dump_tensor_data"
+
+_RANK = re.compile(r"rank(\d*)")
+_STEP = re.compile(r"step(\d+)")
+_SHOWN = 8
+
+Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class RankDump:
+    """What one rank dumped of one step.
+
+    Attributes:
+        path: dump.json, or dump.jsonl.
+        rank: from the directory's name; None where it says none.
+        step: likewise.
+        task: ``statistics`` or ``tensor``.
+        level: ``L0``, ``L1`` or ``mix``; empty where the file does not say.
+        complete: False if the run ended inside this step: the newest entries may lack.
+    """
+
+    path: Path
+    rank: int | None
+    step: int | None
+    task: str
+    level: str
+    complete: bool
+    _stacks: dict[str, list[str]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _parents: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _read: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
+
+    @property
+    def directory(self) -> Path:
+        return self.path.parent
+
+    @property
+    def bytes(self) -> int:
+        return self.path.stat().st_size
+
+    def members(self, progress: Progress | None = None) -> Iterator[Member]:
+        """The entries as text, in execution order, without parsing more than their ends; `entry` parses one."""
+        return _lines(self.path, progress) if self.path.suffix == ".jsonl" else _members(self.path, progress)
+
+    def entries(self, progress: Progress | None = None) -> Iterator[Entry]:
+        """All entries in execution order; one is in memory at a time.
+
+        Args:
+            progress: called with the number of bytes after each read.
+
+        Raises:
+            DumpError: for a damaged file, when its damage is reached.
+        """
+        return (self.entry(member) for member in self.members(progress))
+
+    def entry(self, member: Member) -> Entry:
+        try:
+            raw = member.value()
+        except ValueError as error:
+            raise _damaged(self.path, f"{member.key} is not JSON: {error}") from None
+        if not isinstance(raw, dict):
+            raise _damaged(self.path, f"{member.key} is {str(raw)[:60]!r}, and should be an object")
+        return Entry(member.key, raw, str(self.path))
+
+    def stack_of(self, name: str) -> list[str]:
+        """Where the call was made, innermost line first; empty where the dump does not say."""
+        if "stack" not in self._read:
+            self._stacks.update(read_stacks(self))
+            self._read.add("stack")
+        return self._stacks.get(name, [])
+
+    def parent_of(self, name: str) -> str | list[str] | None:
+        """The module's pass that a call was made in; None at the root, and where the dump does not say."""
+        if "construct" not in self._read:
+            self._parents.update(read_parents(self))
+            self._read.add("construct")
+        parent = self._parents.get(name)
+        return parent if isinstance(parent, (str, list)) else None
+
+    def tensor_file(self, data_name: str) -> Path:
+        """The file of a saved tensor. Raises `DumpError` for one that lacks, or lies outside the dump."""
+        root = (self.directory / TENSORS).resolve()
+        path = root if "\0" in data_name else (root / data_name).resolve()
+        if path.parent != root:
+            raise _damaged(self.path, f"data_name {data_name!r} leads out of {TENSORS}")
+        if not path.is_file():
+            raise DumpError(f"{path} is not there, and {self.path} names it. Copy {TENSORS} too.", path=str(path))
+        return path
+
+
+def find_ranks(path: str | Path) -> list[RankDump]:
+    """All ranks of one step.
+
+    Args:
+        path: a step's directory, a dump's root with one step in it, a rank's directory, or a rank's file.
+
+    Returns:
+        By ascending rank.
+
+    Raises:
+        DumpError: if there is no dump, or a root has several steps; it names what there is.
+    """
+    path = Path(path)
+    if path.is_file() or _file_in(path) is not None:
+        return [open_rank(path)]
+    steps = steps_in(path)
+    if len(steps) > 1:
+        listed = ", ".join(f"step{step}" for step in list(steps)[:_SHOWN]) + (", ..." if len(steps) > _SHOWN else "")
+        raise DumpError(f"{path} has {len(steps)} steps: {listed}. Give the directory of one.", path=str(path))
+    ranks = _ranks_in(next(iter(steps.values())) if steps else path)
+    if not ranks:
+        raise DumpError(f"{path}: {_what_is_there(path)}", path=str(path))
+    return sorted(map(open_rank, ranks), key=lambda dump: -1 if dump.rank is None else dump.rank)
+
+
+def steps_in(path: Path) -> dict[int, Path]:
+    """The step directories of a dump's root, ascending."""
+    found = {int(match[1]): child for child in _children(path) if (match := _STEP.fullmatch(child.name))}
+    return dict(sorted(found.items()))
+
+
+def open_rank(path: str | Path) -> RankDump:
+    """One rank's dump: its directory, or its dump.json or dump.jsonl. Raises `DumpError` naming path and fix."""
+    given, path = Path(path), Path(path)
+    if path.is_dir():
+        path = _file_in(path) or path
+    if not path.is_file():
+        raise DumpError(f"{given}: {_what_is_there(given)}", path=str(given))
+    header = _lines_header(path) if path.suffix == ".jsonl" else _header(path)
+    directory = path.absolute().parent
+    rank, step = _RANK.fullmatch(directory.name), _STEP.fullmatch(directory.parent.name)
+    return RankDump(
+        path,
+        int(rank[1]) if rank is not None and rank[1] else None,
+        int(step[1]) if step is not None else None,
+        _word(header, "task") or "statistics",
+        _word(header, "level"),
+        path.suffix != ".jsonl",
+    )
+
+
+def read_stacks(dump: RankDump) -> dict[str, list[str]]:
+    """NAME -> lines of its stack, one list shared by all that have it. Both forms of stack.json are understood."""
+    if dump.path.suffix == ".jsonl":
+        return {record["name"]: _strings(record.get("stack")) for record, *_ in _records(dump.path)}
+    stacks: dict[str, list[str]] = {}
+    for member in _object(dump.directory / STACK):
+        held = _parsed(member, dump.directory / STACK)
+        if isinstance(held, list) and len(held) == 2 and all(isinstance(part, list) for part in held):
+            lines = _strings(held[1])
+            stacks.update(dict.fromkeys(_strings(held[0]), lines))
+        else:
+            stacks[member.key] = _strings(held)
+    return stacks
+
+
+def read_parents(dump: RankDump) -> dict[str, Any]:
+    """NAME -> that of the module's pass around it: a name, a list of names, or None at the root."""
+    if dump.path.suffix == ".jsonl":
+        return {record["name"]: record.get("parent") for record, *_ in _records(dump.path)}
+    path = dump.directory / CONSTRUCT
+    return {member.key: _parsed(member, path) for member in _object(path)}
+
+
+def _strings(held: Any) -> list[str]:
+    return [line for line in held if isinstance(line, str)] if isinstance(held, list) else []
+
+
+def _file_in(directory: Path) -> Path | None:
+    return next((directory / name for name in (DUMP, LINES) if (directory / name).is_file()), None)
+
+
+def _children(path: Path) -> list[Path]:
+    return [child for child in path.iterdir() if child.is_dir()] if path.is_dir() else []
+
+
+def _ranks_in(step: Path) -> list[Path]:
+    return [child for child in _children(step) if _RANK.fullmatch(child.name) and _file_in(child) is not None]
+
+
+def _what_is_there(path: Path) -> str:
+    if not path.exists():
+        return "there is no such file or directory. Give the dump_path of the run, or its step or rank directory."
+    listed = ", ".join(sorted(child.name for child in path.iterdir())[:_SHOWN]) if path.is_dir() else ""
+    return (
+        f"no dump here: a rank's directory holds {DUMP} or {LINES}, a step's directory rank directories "
+        f"({'it has ' + listed if listed else 'it is empty'})."
+    )
+
+
+def _word(header: dict[str, Any], key: str) -> str:
+    value = header.get(key)
+    return value if isinstance(value, str) else ""
+
+
+def _damaged(path: Path, problem: str) -> DumpError:
+    return DumpError(f"{path}: {problem}. It is damaged, or no statistics dump: dump the step again.", path=str(path))
+
+
+def _header(path: Path) -> dict[str, Any]:
+    """What stands before ``data`` in a dump.json."""
+    with path.open("rb") as file:
+        scanner = Scanner(file, path)
+        scanner.enter()
+        return {member.key: _parsed(member, path) for member in scanner.members(stop_at="data")}
+
+
+def _members(path: Path, progress: Progress | None) -> Iterator[Member]:
+    with path.open("rb") as file:
+        scanner = Scanner(file, path, progress)
+        scanner.enter()
+        for _ in scanner.members(stop_at="data"):
+            pass
+        if scanner.at_end():
+            raise _damaged(path, 'it has no "data"')
+        scanner.enter()
+        yield from scanner.members()
+        scanner.rest_of_object()
+
+
+def _object(path: Path) -> Iterator[Member]:
+    """The members of a file that may lack."""
+    if path.is_file():
+        with path.open("rb") as file:
+            scanner = Scanner(file, path)
+            scanner.enter()
+            yield from scanner.members()
+
+
+def _parsed(member: Member, path: Path) -> Any:
+    try:
+        return member.value()
+    except ValueError as error:
+        raise _damaged(path, f"{member.key} is not JSON: {error}") from None
+
+
+def _lines_header(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        line = file.readline()
+    try:
+        header = parse(line.decode("latin-1"))
+    except ValueError:
+        header = None
+    if not isinstance(header, dict):
+        raise _damaged(path, "its first line is no JSON object with task and level")
+    return header
+
+
+def _records(path: Path, progress: Progress | None = None) -> Iterator[tuple[dict[str, Any], str, int]]:
+    """The lines of a dump.jsonl after the first, parsed, with their text and place. A broken last line is left out."""
+    with path.open("rb") as file:
+        offset = len(file.readline())
+        for line in file:
+            text = line.decode("latin-1")
+            try:
+                record = parse(text)
+                if not isinstance(record, dict) or not isinstance(record.get("name"), str):
+                    raise ValueError("no object with a name")
+            except ValueError as error:
+                if not line.endswith(b"\n") or not file.read(1):  # killed while it was written
+                    return
+                raise _damaged(path, f"the line at byte {offset:,} is not one of a dump: {error}") from None
+            yield record, text, offset
+            offset += len(line)
+            if progress is not None:
+                progress(len(line))
+
+
+def _lines(path: Path, progress: Progress | None) -> Iterator[Member]:
+    for record, text, offset in _records(path, progress):
+        yield _Line(record["name"], text, offset)
+
+
+class _Line(Member):
+    """A whole line; its value is the entry in it."""
+
+    __slots__ = ()
+
+    def value(self) -> Any:
+        return parse(self.text).get("entry")

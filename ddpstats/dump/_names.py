@@ -1,0 +1,57 @@
+"""The NAME of an entry of a dump, taken apart.
+
+::
+
+    Functional.linear.5.backward               {prefix}.{api}.{number}.{direction}
+    Module.net.fc1.Linear.forward.0            Module.{path}.{class}.{direction}.{number}
+    Module.net.fc1.Linear.parameters_grad.0    also without the number
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+API_PREFIXES = ("Tensor", "Torch", "Functional", "Distributed", "NPU", "VF", "Aten", "MindSpeed")
+
+_API = re.compile(rf"({'|'.join(API_PREFIXES)})\.(.+)\.(\d+)\.(forward|backward)")
+_MODULE = re.compile(r"Module\.(?:(.+)\.)?([^.]+)\.(forward|backward|parameters_grad)(?:\.(\d+))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """What a NAME says.
+
+    Attributes:
+        full: the NAME itself.
+        prefix: ``Module``, or one of `API_PREFIXES`; empty where the NAME has another form.
+        api: the function (``linear``), or the module's path in the model (``net.fc1``).
+        class_name: a module's class; empty for a function.
+        number: the how-manieth call in this step, from 0; None where the NAME has none.
+        direction: ``forward``, ``backward``, ``parameters_grad``, or empty.
+    """
+
+    full: str
+    prefix: str
+    api: str
+    class_name: str = ""
+    number: int | None = None
+    direction: str = ""
+
+    @property
+    def is_module(self) -> bool:
+        return self.prefix == "Module"
+
+    @property
+    def is_collective(self) -> bool:
+        return self.prefix == "Distributed"
+
+
+def parse_name(full: str) -> Name:
+    """Take a NAME apart; one of another form keeps all of it in ``api``."""
+    if (match := _API.fullmatch(full)) is not None:
+        return Name(full, match[1], match[2], "", int(match[3]), match[4])
+    if (match := _MODULE.fullmatch(full)) is not None:
+        number = None if match[4] is None else int(match[4])
+        return Name(full, "Module", match[1] or "", match[2], number, match[3])
+    return Name(full, "", full)

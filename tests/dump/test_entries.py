@@ -1,0 +1,94 @@
+"""Entries and leaves: paths, numbers, and fields that are not usable."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from ddpstats.dump._entries import Entry, Leaf
+from ddpstats.errors import DumpError
+from tests.dump.hand_made import backward, forward, tensor
+
+
+def paths(entry: Entry) -> dict[str, list[str]]:
+    walks = {"inputs": entry.inputs(), "outputs": entry.outputs(), "leaves": entry.leaves(), "values": entry.values()}
+    return {which: [path for path, _ in found] for which, found in walks.items()}
+
+
+def test_paths_of_a_forward_entry() -> None:
+    one = tensor(1.0)
+    raw = forward([one, [one, {"a": one}], {"type": "int", "value": 3}, None], [one, None])
+    raw["input_kwargs"] = {"mask": one, "type": one, "p": {"type": "float", "value": 0.1}}
+    raw["parameters"] = {"weight": one, "sub.bias": one}
+    assert paths(Entry("x", raw)) == {
+        "inputs": ["input.0", "input.1.0", "input.1.1.a", "input_kwargs.mask", "input_kwargs.type"],
+        "outputs": ["output.0"],
+        "leaves": [
+            *("input.0", "input.1.0", "input.1.1.a", "input_kwargs.mask", "input_kwargs.type", "output.0"),
+            *("parameters.weight", "parameters.sub.bias"),
+        ],
+        "values": [
+            *("input.0", "input.1.0", "input.1.1.a", "input.2", "input_kwargs.mask", "input_kwargs.type"),
+            *("input_kwargs.p", "output.0", "parameters.weight", "parameters.sub.bias"),
+        ],
+    }
+
+
+def test_paths_of_backward_entries_and_of_gradients() -> None:
+    one = tensor(1.0)
+    assert paths(Entry("x", backward([one], [None, one])))["inputs"] == ["input.0"]
+    assert paths(Entry("x", backward([one], [None, one])))["outputs"] == ["output.1"]
+    assert paths(Entry("x", {"weight": [one], "bias": [one, one]}))["leaves"] == ["weight", "bias.0", "bias.1"]
+    assert paths(Entry("x", {"input": None, "output": one, "is_recompute": True}))["leaves"] == ["output"]
+    assert Entry("x", {"is_recompute": True}).is_recompute
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        *((1, 1.0), (0.5, 0.5), (True, 1.0), (None, None), ("nan", math.nan), ("NaN", math.nan), ("inf", math.inf)),
+        *(("-inf", -math.inf), ("Infinity", math.inf), ("-Infinity", -math.inf), ("N/A", None)),
+        pytest.param(10**400, math.inf, id="too large"),
+    ],
+)
+def test_a_statistic_in_all_the_ways_it_is_written(given: Any, expected: float | None) -> None:
+    found = Leaf({"type": "torch.Tensor", "Max": given}).max
+    assert found == pytest.approx(expected, nan_ok=True) if expected is not None else found is None
+
+
+@pytest.mark.parametrize(
+    ("leaf", "bad"),
+    [
+        (tensor(1.0, nan_count=0, inf_count=0), False),
+        (tensor(1.0, nan_count=1, inf_count=0), True),
+        (tensor(1.0, nan_count=0, inf_count=2), True),
+        (tensor(1.0), False),
+        (tensor(math.inf, 1.0), True),
+        ({**tensor(1.0), "Min": "nan"}, True),
+        ({**tensor(1.0), "Max": None, "Min": None, "Norm": None}, False),
+    ],
+)
+def test_what_is_bad(leaf: dict[str, Any], bad: bool) -> None:
+    assert Leaf(leaf).is_bad is bad
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("Max", [1], r"Max: \[1\] is not a number"),
+        ("Norm", "three", "Norm: 'three' is not a number"),
+        ("shape", "2x3", "shape is '2x3'"),
+        ("shape", [2, -1], "shape is "),
+        ("md5", 5, "md5 is 5, and should be a string"),
+        ("data_name", ["a"], "data_name is "),
+        ("nan_count", "many", "nan_count is 'many', and should be a whole number"),
+        ("stride", [1.5], "stride is "),
+        ("first_bad", 3, "first_bad is 3"),
+    ],
+)
+def test_a_field_that_is_not_usable_is_named(field: str, value: Any, words: str) -> None:
+    entry = Entry("Torch.add.0.forward", forward([{**tensor(1.0), field: value}]), "r/dump.json")
+    with pytest.raises(DumpError, match=r"r/dump.json: Torch.add.0.forward: input.0: " + words):
+        list(entry.leaves())

@@ -1,0 +1,133 @@
+"""Rank, step and root directories, whole, cut off, empty and wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ddpstats.dump._files import find_ranks, open_rank, steps_in
+from ddpstats.errors import DumpError
+from tests.dump.hand_made import forward, tensor, write_rank
+
+ENTRIES = [("Torch.a.0.forward", forward([tensor(1.0)], [tensor(2.0)])), ("Torch.b.0.forward", forward([tensor(2.0)]))]
+
+
+def write_lines(directory: Path, *more: str) -> Path:
+    directory.mkdir(parents=True)
+    header = {"task": "statistics", "level": "L1", "dump_data_dir": None, "format": "ddpstats 1"}
+    records = [{"name": n, "entry": e, "stack": [f"at {n}"], "parent": None} for n, e in ENTRIES]
+    text = "".join(json.dumps(line) + "\n" for line in [header, *records])
+    (directory / "dump.jsonl").write_text(text + "".join(more))
+    return directory
+
+
+@pytest.mark.parametrize("given", [".", "step3", "step3/rank0", "step3/rank0/dump.json"])
+def test_a_root_a_step_a_rank_and_a_file_lead_to_the_rank(given: str, tmp_path: Path) -> None:
+    write_rank(tmp_path / "step3" / "rank0", ENTRIES, level="L1")
+    (dump,) = find_ranks(tmp_path / given)
+    assert (dump.rank, dump.step, dump.level, dump.task, dump.complete) == (0, 3, "L1", "statistics", True)
+    assert [(entry.name, entry.raw) for entry in dump.entries()] == ENTRIES
+
+
+def test_ranks_come_by_number(tmp_path: Path) -> None:
+    for rank in (10, 2, 0):
+        write_rank(tmp_path / "step0" / f"rank{rank}", ENTRIES)
+    (tmp_path / "step0" / "rank7").mkdir()  # it died before its first entry
+    assert [dump.rank for dump in find_ranks(tmp_path)] == [0, 2, 10]
+
+
+def test_without_torch_distributed_the_rank_has_no_number(tmp_path: Path) -> None:
+    write_rank(tmp_path / "step0" / "rank", ENTRIES)
+    assert [dump.rank for dump in find_ranks(tmp_path)] == [None]
+
+
+def test_several_steps_are_listed(tmp_path: Path) -> None:
+    for step in (10, 2):
+        write_rank(tmp_path / f"step{step}" / "rank0", ENTRIES)
+    with pytest.raises(DumpError, match=r"has 2 steps: step2, step10. Give the directory of one"):
+        find_ranks(tmp_path)
+    assert list(steps_in(tmp_path)) == [2, 10]
+
+
+def test_a_run_that_ended_inside_the_step(tmp_path: Path) -> None:
+    (dump,) = find_ranks(write_lines(tmp_path / "step0" / "rank1", '{"name": "Torch.c.0.forw'))
+    assert (dump.rank, dump.level, dump.complete) == (1, "L1", False)
+    assert [entry.name for entry in dump.entries()] == ["Torch.a.0.forward", "Torch.b.0.forward"]
+    assert [entry.raw for entry in dump.entries()] == [raw for _, raw in ENTRIES]
+    assert dump.stack_of("Torch.b.0.forward") == ["at Torch.b.0.forward"]
+    assert dump.parent_of("Torch.b.0.forward") is None
+
+
+def test_a_broken_line_in_the_middle_is_damage(tmp_path: Path) -> None:
+    (dump,) = find_ranks(write_lines(tmp_path / "step0" / "rank1", '{"name": \n', "{}\n"))
+    with pytest.raises(DumpError, match=r"dump.jsonl: the line at byte \d"):
+        list(dump.entries())
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_stacks_and_parents(old: bool, tmp_path: Path) -> None:
+    lines = ["File /a.py, line 3, in f,\n    x", "File /b.py, line 4, in g,\n    y"]
+    parents = {"Torch.a.0.forward": "Module.m.M.forward.0", "Torch.b.0.forward": None}
+    rank = write_rank(tmp_path / "rank0", ENTRIES, stacks={"Torch.a.0.forward": lines}, parents=parents)
+    if old:
+        (rank / "stack.json").write_text(json.dumps({"Torch.a.0.forward": lines}))
+    dump = open_rank(rank)
+    assert dump.stack_of("Torch.a.0.forward") == lines
+    assert dump.stack_of("Torch.b.0.forward") == []
+    assert dump.parent_of("Torch.a.0.forward") == "Module.m.M.forward.0"
+    assert dump.parent_of("Torch.b.0.forward") is None
+    assert dump.parent_of("Torch.z.0.forward") is None
+
+
+def test_without_stacks_and_parents(tmp_path: Path) -> None:
+    dump = open_rank(write_rank(tmp_path, ENTRIES))
+    assert dump.stack_of("Torch.a.0.forward") == []
+    assert dump.parent_of("Torch.a.0.forward") is None
+
+
+def test_what_is_not_there_is_said_with_what_is(tmp_path: Path) -> None:
+    with pytest.raises(DumpError, match=r"nowhere: there is no such file or directory. Give the dump_path"):
+        find_ranks(tmp_path / "nowhere")
+    with pytest.raises(DumpError, match=r"no dump here: .*it is empty"):
+        find_ranks(tmp_path)
+    (tmp_path / "logs").mkdir()
+    with pytest.raises(DumpError, match=r"no dump here: .*it has logs"):
+        find_ranks(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "expected here|ends in the middle"),
+        ("[]", "a JSON object was expected"),
+        ('{"task": "statistics"}', 'it has no "data"'),
+        ('{"data": {"a": 5}}', "a is '5', and should be an object"),
+        ('{"data": {"a": {}}', "ends in the middle"),
+        ('{"task": 3, "data": []}', "a JSON object was expected"),
+    ],
+)
+def test_a_damaged_file_is_named(text: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "dump.json").write_text(text)
+    with pytest.raises(DumpError, match=rf"dump.json: .*({words})"):
+        list(open_rank(tmp_path).entries())
+
+
+@pytest.mark.parametrize("name", ["../secret.pt", "/etc/passwd", "a/b.pt", "..", "", "a\0b", "link.pt"])
+def test_a_tensor_file_stays_inside_the_dump(name: str, tmp_path: Path) -> None:
+    dump = open_rank(write_rank(tmp_path, ENTRIES))
+    (tmp_path / "dump_tensor_data").mkdir()
+    (tmp_path / "secret.pt").write_text("")
+    (tmp_path / "dump_tensor_data" / "link.pt").symlink_to(tmp_path / "secret.pt")
+    with pytest.raises(DumpError, match="leads out of dump_tensor_data"):
+        dump.tensor_file(name)
+    with pytest.raises(DumpError, match=r"gone.pt is not there"):
+        dump.tensor_file("gone.pt")
+
+
+def test_progress_counts_every_byte(tmp_path: Path) -> None:
+    dump = open_rank(write_rank(tmp_path, ENTRIES))
+    seen: list[int] = []
+    assert len(list(dump.entries(seen.append))) == 2
+    assert sum(seen) == dump.bytes

@@ -1,0 +1,28 @@
+"""NAMEs of entries, taken apart."""
+
+from __future__ import annotations
+
+import pytest
+
+from ddpstats.dump._names import Name, parse_name
+
+
+@pytest.mark.parametrize(
+    ("full", "parts"),
+    [
+        ("Functional.linear.5.backward", ("Functional", "linear", "", 5, "backward")),
+        ("Tensor.__add__.0.forward", ("Tensor", "__add__", "", 0, "forward")),
+        ("Torch.nn.functional.x.12.forward", ("Torch", "nn.functional.x", "", 12, "forward")),
+        ("Module.net.0.fc.Linear.forward.3", ("Module", "net.0.fc", "Linear", 3, "forward")),
+        ("Module.root.Net.backward.0", ("Module", "root", "Net", 0, "backward")),
+        ("Module.fc.Linear.parameters_grad", ("Module", "fc", "Linear", None, "parameters_grad")),
+        ("Module.fc.Linear.parameters_grad.1", ("Module", "fc", "Linear", 1, "parameters_grad")),
+        ("Distributed.all_reduce.0.forward", ("Distributed", "all_reduce", "", 0, "forward")),
+        ("something else", ("", "something else", "", None, "")),
+    ],
+)
+def test_the_parts_of_a_name(full: str, parts: tuple[str, str, str, int | None, str]) -> None:
+    name = parse_name(full)
+    assert name == Name(full, *parts)
+    assert name.is_module == (parts[0] == "Module")
+    assert name.is_collective == (parts[0] == "Distributed")

@@ -1,0 +1,93 @@
+"""Members of a JSON object, from files of every layout, whole and damaged."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddpstats.dump import _scan
+from ddpstats.dump._scan import Scanner
+from ddpstats.errors import DumpError
+from tests.dump.hand_made import as_lines, backward, document, forward, tensor
+
+ENTRIES = [
+    ("Functional.linear.0.forward", forward([tensor(1.0, 2.0)], [tensor(3.0), {"type": "str", "value": 'a "}{" b'}])),
+    ("Tensor.é\\.1.backward", backward([tensor(float("nan"), 1.0)], [None, {}])),
+    ("empty", {}),
+    *(
+        (f"Torch.add.{n}.forward", forward([tensor(float(n)), {"type": "slice", "value": [None, 1]}]))
+        for n in range(40)
+    ),
+]
+WHOLE = document(ENTRIES)
+LAYOUTS = {
+    "our lines": as_lines(WHOLE),
+    "lines of Windows": as_lines(WHOLE).replace("\n", "\r\n"),
+    "one line": json.dumps(WHOLE),
+    "no spaces": json.dumps(WHOLE, separators=(",", ":")),
+    "one line, not ASCII": json.dumps(WHOLE, ensure_ascii=False),
+    "indent 1": json.dumps(WHOLE, indent=1),
+    "indent 4, not ASCII": json.dumps(WHOLE, indent=4, ensure_ascii=False),
+    "tabs": json.dumps(WHOLE, indent="\t"),
+    "two members on a line": as_lines(WHOLE).replace(",\n", ", ", 3),
+    "with a byte order mark": "\ufeff" + json.dumps(WHOLE),
+    "more after the data": json.dumps({**WHOLE, "later": [1, {"a": "}"}]}, indent=2),
+}
+
+
+def read(text: str) -> tuple[dict[str, Any], list[tuple[str, Any]]]:
+    scanner = Scanner(io.BytesIO(text.encode()), Path("dump.json"))
+    scanner.enter()
+    header = {member.key: member.value() for member in scanner.members(stop_at="data")}
+    scanner.enter()
+    entries = [(member.key, member.value()) for member in scanner.members()]
+    scanner.rest_of_object()
+    assert scanner.at_end()
+    return header, entries
+
+
+@pytest.mark.parametrize("chunk", [31, 1000, 1 << 20])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_gives_the_same_entries(layout: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_scan, "_CHUNK_BYTES", chunk)
+    header, entries = read(LAYOUTS[layout])
+    assert header == {key: value for key, value in WHOLE.items() if key != "data"}
+    assert repr(entries) == repr(ENTRIES)
+
+
+@pytest.mark.parametrize("layout", ["our lines", "indent 1", "one line, not ASCII"])
+def test_the_place_of_a_member_is_in_bytes(layout: str) -> None:
+    raw = LAYOUTS[layout].encode()
+    scanner = Scanner(io.BytesIO(raw), Path("dump.json"))
+    scanner.enter()
+    list(scanner.members(stop_at="data"))
+    scanner.enter()
+    for member in scanner.members():
+        assert raw[member.offset : member.offset + len(member.text)].decode("latin-1") == member.text
+
+
+@pytest.mark.parametrize("layout", ["our lines", "indent 1", "one line"])
+def test_wherever_a_file_is_cut_it_is_said(layout: str) -> None:
+    text = LAYOUTS[layout].rstrip()
+    for cut in [0, 1, *range(2, len(text) - 1, 97), len(text) - 1]:
+        with pytest.raises(DumpError, match=r"dump\.json: .* \(byte [\d,]+\)\. It is damaged") as caught:
+            read(text[:cut])
+        assert caught.value.path == "dump.json"
+
+
+NOT_DUMPS = ["[1]", "nothing", '{"a" 1}', '{"a": 1 "b": 2}', '{"data": {"a": {]}}', "{1: 2}", '{"data": 3}']
+
+
+@pytest.mark.parametrize("text", NOT_DUMPS)
+def test_what_is_no_json_object_of_objects_is_said(text: str) -> None:
+    with pytest.raises(DumpError, match=r"dump.json: "):
+        read(text)
+
+
+def test_deep_nesting_is_refused() -> None:
+    with pytest.raises(DumpError, match="nested too deeply"):
+        read('{"data": {"a": ' + "[" * 200_000)
