@@ -164,8 +164,8 @@ class Sentinel:
                 self._problem = None
                 self._layers.next_step()
         elif self._problem is not None:  # in mode 0 nothing follows in which the others could hear of it
-            problem, self._problem = self._problem, None
-            raise problem
+            bad_step, self._problem = self._problem, None
+            raise bad_step
         self._step += 1
         if not self.verdict.ok and self._options.settings.mode >= 2:
             verdict = self.verdict
