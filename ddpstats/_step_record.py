@@ -17,7 +17,6 @@ generator.
 from __future__ import annotations
 
 import collections
-import contextlib
 import copy
 import weakref
 from collections.abc import Iterator, Mapping
@@ -30,6 +29,7 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
 )
 
+from ddpstats._module_hook import ModuleHook
 from ddpstats._random_state import RandomState as RandomState
 
 _MOST_DEEP = 80  # a little more than a bundle can hold, which says so by name
@@ -131,12 +131,8 @@ class StepRecord:
         self.buffers = self._copies.take()
 
 
-class _ForwardHook:
-    """Tells the record that its module, and no copy of it, is about to run.
-
-    The module may be pickled and copied while it is hooked: there it gets a hook that does nothing, and that needs no
-    ddpstats where the module is loaded.
-    """
+class _ForwardHook(ModuleHook):
+    """Tells the record that its module, and no copy of it, is about to run."""
 
     def __init__(self, record: StepRecord, module: torch.nn.Module) -> None:
         self._record = weakref.ref(record)  # the module must not keep the record alive
@@ -146,9 +142,6 @@ class _ForwardHook:
         record = self._record()
         if record is not None and record._current is not None and module is self._module():
             record._about_to_run(record._current)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (contextlib.nullcontext(), "__exit__")  # takes any arguments, returns None
 
 
 class BufferCopies:

@@ -29,6 +29,7 @@ PURE = [
     "_version",
     "_atomic",
     "_micro_batch",
+    "_module_hook",
     "capture._fields",
     "capture._manifest",
     "sentinel._settings",

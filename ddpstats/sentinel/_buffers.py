@@ -11,7 +11,6 @@ whether running statistics count.
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ddpstats._module_hook import ModuleHook
 from ddpstats._step_record import BufferCopies
 
 _RUNNING = ("running_mean", "running_var", "num_batches_tracked")
@@ -93,12 +93,8 @@ class Unit:
         return {name for name, buffer in self.module.named_buffers() if id(buffer) in theirs}
 
 
-class _ForwardHook:
-    """Tells the unit that its module, and no copy of it, is about to run.
-
-    The module may be pickled and copied while it is hooked: there it gets a hook that does nothing, and that needs no
-    ddpstats where the module is loaded.
-    """
+class _ForwardHook(ModuleHook):
+    """Tells the unit that its module, and no copy of it, is about to run."""
 
     def __init__(self, unit: Unit) -> None:
         self._unit = weakref.ref(unit)
@@ -107,9 +103,6 @@ class _ForwardHook:
         unit = self._unit()
         if unit is not None and module is unit.module:
             unit._about_to_run()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (contextlib.nullcontext(), "__exit__")  # takes any arguments, returns None
 
 
 def units_of(model: nn.Module, replicas: Sequence[DistributedDataParallel]) -> list[Unit]:

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpstats._gradients import held_values
+from ddpstats._module_hook import ModuleHook
 from ddpstats._step_record import walk
 from ddpstats.errors import ConfigError
 
@@ -141,12 +142,8 @@ class Checkpoints:
             self._micro_batches[-1].append((index, value))
 
 
-class _ForwardHook:
-    """Hooks the output of its module.
-
-    The module may be pickled and copied while it is hooked: there it gets a hook that does nothing, and that needs no
-    ddpstats where the module is loaded.
-    """
+class _ForwardHook(ModuleHook):
+    """Hooks the output of its module."""
 
     def __init__(self, checkpoints: Checkpoints, index: int) -> None:
         self._hook = _GradientHook(weakref.ref(checkpoints), index)  # the module must not keep them alive
@@ -159,9 +156,6 @@ class _ForwardHook:
             if self._hook.is_first:
                 self._hook.note_autocast(tensor)
             tensor.register_hook(self._hook)  # type: ignore[no-untyped-call]
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (contextlib.nullcontext(), "__exit__")  # takes any arguments, returns None
 
 
 class _GradientHook:

@@ -14,18 +14,14 @@ outside ever gets there.
 
 from __future__ import annotations
 
-from ddpstats.testing._bit_flips import (
-    AppliedFlip as AppliedFlip,
-    BitFlip as BitFlip,
-    FlipInjector as FlipInjector,
-    inject_bit_flips as inject_bit_flips,
-)
+from ddpstats.testing._bit_flips import inject_bit_flips as inject_bit_flips
 from ddpstats.testing._faults import (
     CollectiveCount as CollectiveCount,
     count_collectives as count_collectives,
     die as die,
     sleep_past as sleep_past,
 )
+from ddpstats.testing._flip_fault import AppliedFlip as AppliedFlip, BitFlip as BitFlip, FlipInjector as FlipInjector
 from ddpstats.testing._rank_outcomes import (
     RankDied as RankDied,
     RankError as RankError,
