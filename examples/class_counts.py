@@ -1,6 +1,6 @@
 """A loss that divides by zero now and then: captured on the rank where it happens, then replayed down to the division.
 
-The loss of seed 000's toy, on a model that trains on a CPU in seconds: a binary cross entropy per class, divided by how
+A model that trains on a CPU in seconds, with a loss that is common: a binary cross entropy per class, divided by how
 many samples the batch has of that class. With 20 classes and 128 random labels some class is missing from one batch in
 36 or so, on one rank; after the all_reduce every rank would have the NaN, and nobody would know whence.
 

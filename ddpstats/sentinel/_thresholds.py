@@ -2,7 +2,7 @@
 
 1. Gradients leave a value each at the checkpoints (`_checkpoints`), on the device, and nobody waits for it.
 2. `Thresholds.look` judges all values of the step (`_detectors`): one vector of values per micro-batch, and per further
-   call of a module in it. One tensor is read, once.
+   call of a module in it. One tensor is read, once, and a GradScaler's scale besides.
 3. The memory of the detector is as before until `Thresholds.learn`: a step that is not applied is not learnt from.
 
 A GradScaler multiplies the loss, and with it every gradient, so values are divided by its scale. Where a gradient is
@@ -67,7 +67,10 @@ class Thresholds:
         self._silent = 0  # steps without any value, from the first one on
 
     def look(self, step: int) -> list[Check]:
-        """What is not normal in this step, in the order of the backward pass; in mode 3 every check. Reads once."""
+        """What is not normal in this step, in the order of the backward pass; in mode 3 every check.
+
+        Reads one tensor from the device, and with a GradScaler its scale, too.
+        """
         micro_batches = self.checkpoints.take()
         scale = self._scale()
         if self._is_off or self._lacks_scale(scale):

@@ -1,4 +1,4 @@
-"""Seed 000's toy: captured on the rank where it happens, replayed, bisected to the division."""
+"""A loss that divides by zero: captured on the rank where it happens, replayed, bisected to the division."""
 
 from __future__ import annotations
 
