@@ -115,18 +115,25 @@ class Subscriber(Protocol):
 
 
 _subscribers: list[Subscriber] = []
+_waited: list[tuple[Subscriber, Callable[[Any], None]]] = []
 _library: Any = None
 _original_wait: Any = None
 _original_all_reduce: Any = None
 _lock = threading.Lock()
 
 
-def subscribe(subscriber: Subscriber) -> None:
-    """Show all collectives of this process to ``subscriber`` from now on. Raises ``ConfigError`` on another torch."""
+def subscribe(subscriber: Subscriber, waited: Callable[[Any], None] | None = None) -> None:
+    """Show all collectives of this process to ``subscriber`` from now on. Raises ``ConfigError`` on another torch.
+
+    ``waited``: called with each work that Python code has waited for, once that wait has ended well. Who only wants to
+    see results needs no wait of its own, and cannot come into conflict with one.
+    """
     with _lock:
         if not _subscribers:
             _install()
         _subscribers.append(subscriber)
+        if waited is not None:
+            _waited.append((subscriber, waited))
 
 
 def unsubscribe(subscriber: Subscriber) -> None:
@@ -134,6 +141,7 @@ def unsubscribe(subscriber: Subscriber) -> None:
     with _lock:
         if subscriber in _subscribers:
             _subscribers.remove(subscriber)
+            _waited[:] = [entry for entry in _waited if entry[0] is not subscriber]
             if not _subscribers:
                 _uninstall()
 
@@ -250,7 +258,11 @@ def _wait(self: Any, *args: Any, **kwargs: Any) -> Any:
     if not torch.compiler.is_compiling():
         for subscriber in _subscribers:
             waited = subscriber.waiting(self, bool(args or kwargs)) or waited
-    return waited or _original_wait(self, *args, **kwargs)
+    result = waited or _original_wait(self, *args, **kwargs)
+    if _waited and not torch.compiler.is_compiling():
+        for _, listener in tuple(_waited):
+            listener(self)
+    return result
 
 
 def hide_from_dynamo(function: Any) -> None:

@@ -1,0 +1,139 @@
+"""The collectives of a dumped step, as entries ``Distributed.{op}.{n}.forward``: what went in, and what came out.
+
+1. Every collective of the process is seen, however it was called, also those of DDP's reducer in a backward pass.
+2. What goes in is taken before it runs, for most collectives write over their inputs.
+3. What comes out is taken when the program has waited for it. Who waits in C++ (DDP's reducer, functional collectives)
+   is not seen waiting: then it is taken at the first opportunity after the work is done, see `poll`.
+
+Nothing here waits, and nothing communicates. A collective that is not done when the step ends has no outputs; so has
+one that failed. Inside a coalescing manager of NCCL the works of the single messages never say that they are done.
+"""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from ddpstats import _intercept
+from ddpstats._intercept import Collective, GroupView
+
+_TO_ROOT = frozenset({"reduce", "gather", "gather_into_tensor"})
+
+
+class Recording(Protocol):
+    """What is needed of a step's recorder."""
+
+    def collective_begins(self, api: str, tensors: Sequence[Tensor], kwargs: Mapping[str, object]) -> object:
+        """Take the inputs; returns a token, or None if this collective is not wanted."""
+
+    def collective_ends(self, token: object, outputs: Sequence[Tensor]) -> None:
+        """Take the outputs, and write the entry."""
+
+
+@dataclass(eq=False)
+class _Pending:
+    """An issued collective whose outputs are not taken yet. Keeps ``work`` alive, so that its id stays its own."""
+
+    work: Any
+    token: object
+    outputs: Sequence[Tensor]
+
+
+class CollectiveWatch:
+    """Shows a step's collectives to its recorder, from `start` to `stop`."""
+
+    def __init__(self, recorder: Recording) -> None:
+        self._recorder = recorder
+        self._tokens: dict[int, object] = {}  # of collectives that are just being issued
+        self._pending: dict[int, _Pending] = {}
+        self._lock = threading.RLock()
+
+    def start(self) -> None:
+        """Raises ``ConfigError`` on a torch whose collectives cannot be observed."""
+        _intercept.subscribe(self, self._has_waited)
+
+    def stop(self) -> None:
+        """Leave. Outputs of what is done are taken; what is not done gets none. Local, waits for nothing; idempotent."""
+        _intercept.unsubscribe(self)
+        self.poll()
+        with self._lock:
+            left, self._pending = list(self._pending.values()), {}
+        for pending in left:
+            self._recorder.collective_ends(pending.token, ())
+
+    def poll(self) -> None:
+        """Take the outputs of what has completed meanwhile. Cheap where nothing is pending; call it often."""
+        if not self._pending:
+            return
+        with self._lock:
+            done = [key for key, pending in self._pending.items() if pending.work.is_completed()]
+            ended = [self._pending.pop(key) for key in done]
+        for pending in ended:
+            self._take(pending)
+
+    # -- subscriber of `_intercept` -----------------------------------------------------------------------------------
+
+    def before(self, call: Collective) -> None:
+        self.poll()
+        token = self._recorder.collective_begins(call.op, list(call.inputs), described(call))
+        with self._lock:
+            self._tokens[id(call)] = token
+
+    def after(self, call: Collective, work: Any) -> None:
+        with self._lock:
+            token = self._tokens.pop(id(call), None)
+        self.poll()
+        if token is None:
+            return
+        if work is None or not call.outputs:
+            self._recorder.collective_ends(token, list(call.outputs))
+            return
+        with self._lock:
+            self._pending[id(work)] = _Pending(work, token, list(call.outputs))
+
+    def waiting(self, work: Any, limited: bool) -> bool:
+        return False
+
+    def _has_waited(self, work: Any) -> None:
+        with self._lock:
+            pending = self._pending.pop(id(work), None)
+        if pending is not None:
+            self._take(pending)
+        self.poll()
+
+    def _take(self, pending: _Pending) -> None:
+        self._recorder.collective_ends(pending.token, () if _failed(pending.work) else pending.outputs)
+
+
+def _failed(work: Any) -> bool:
+    try:
+        return work.exception() is not None
+    except RuntimeError:  # a backend that does not tell
+        return False
+
+
+def described(call: Collective) -> dict[str, object]:
+    """What a collective's entry has among its ``input_kwargs``; ranks are global ones."""
+    found: dict[str, object] = {"group": group_leaf(call.view)}
+    if call.reduce_op is not None:
+        found["op"] = call.reduce_op
+    if call.root is not None:
+        found["dst" if call.op in _TO_ROOT else "src"] = call.view.ranks[call.root]
+    if call.peer is not None:
+        found["dst" if call.op == "send" else "src"] = call.view.ranks[call.peer]
+    if call.tag is not None:
+        found["tag"] = call.tag
+    return found
+
+
+def group_leaf(view: GroupView) -> dict[str, object]:
+    return {
+        "type": "torch.ProcessGroup",
+        "group_ranks": list(view.ranks),
+        "group_id": f"{zlib.crc32(view.name.encode()):08x}",
+    }

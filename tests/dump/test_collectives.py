@@ -1,0 +1,101 @@
+"""What a dump sees of the collectives of two ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ddpstats.testing import run_ranks
+from tests.dump import collectives_runs as runs
+
+Seen = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Any:
+    return run_ranks(runs.both, 2, timeout_sec=90).values()
+
+
+@pytest.fixture(scope="module")
+def seen(ranks: Any) -> dict[int, dict[str, Seen]]:
+    return {rank: found for rank, (found, _) in enumerate(ranks)}
+
+
+def brief(seen: Seen) -> list[tuple[Any, ...]]:
+    return [(entry["api"], entry["inputs"], entry["outputs"]) for entry in seen]
+
+
+def test_what_goes_in_is_taken_before_it_is_written_over(seen: dict[int, dict[str, Seen]]) -> None:
+    for rank in (0, 1):
+        assert brief(seen[rank]["in place"]) == [
+            ("all_reduce", [[1.0 + rank]], [[3.0]]),
+            ("all_reduce", [[1.0 + rank, 5.0]], [[2.0, 5.0]]),
+            ("barrier", [], []),
+        ]
+        assert [entry.get("op") for entry in seen[rank]["in place"]] == ["sum", "max", None]
+
+
+def test_what_an_asynchronous_one_gives_is_taken_at_the_wait(seen: dict[int, dict[str, Seen]]) -> None:
+    for rank in (0, 1):
+        assert brief(seen[rank]["asynchronous"]) == [("all_reduce", [[1.0 + rank]], [[3.0]])]
+
+
+def test_roots_are_global_ranks(seen: dict[int, dict[str, Seen]]) -> None:
+    for rank in (0, 1):
+        broadcast, reduce, scatter = seen[rank]["rooted"]
+        assert (broadcast["src"], reduce["dst"], reduce["op"], scatter["src"]) == (1, 1, "sum", 0)
+        assert broadcast["outputs"] == [[2.0]]
+        assert scatter["inputs"] == ([[3.0], [4.0]] if rank == 0 else [])
+        assert scatter["outputs"] == [[3.0 + rank]]
+    assert seen[1]["rooted"][1]["outputs"] == [[3.0]]
+
+
+def test_pieces_go_to_where_they_belong(seen: dict[int, dict[str, Seen]]) -> None:
+    for rank in (0, 1):
+        assert brief(seen[rank]["pieces"]) == [
+            ("all_gather_into_tensor", [[1.0 + rank]], [[1.0, 2.0]]),
+            ("reduce_scatter_tensor", [[1.0 + rank, 10.0]], [[3.0] if rank == 0 else [20.0]]),
+            ("all_to_all_single", [[1.0 + rank, 10.0 + rank]], [[1.0, 2.0] if rank == 0 else [10.0, 11.0]]),
+        ]
+
+
+def test_messages_name_their_peer(seen: dict[int, dict[str, Seen]]) -> None:
+    sent, received = seen[0]["messages"]
+    assert (sent["api"], sent["dst"], sent["tag"], sent["inputs"], sent["outputs"]) == ("send", 1, 3, [[7.0]], [])
+    assert (received["api"], received["src"], received["inputs"], received["outputs"]) == ("recv", 1, [], [[8.0]])
+    assert seen[1]["messages"][0]["src"] == 0
+    assert seen[1]["messages"][0]["outputs"] == [[7.0]]
+
+
+def test_the_reducer_of_ddp_is_seen_inside_backward(seen: dict[int, dict[str, Seen]]) -> None:
+    for rank in (0, 1):
+        last = seen[rank]["reducer"][-1]
+        assert (last["api"], last["op"], last["inputs"], last["outputs"]) == (
+            "all_reduce", "sum", [[(1.0 + rank) / 2]], [[1.5]],
+        )  # fmt: skip
+
+
+def test_a_group_is_named_by_its_ranks_and_a_checksum_of_its_name(seen: dict[int, dict[str, Seen]]) -> None:
+    whole = seen[0]["in place"][0]["group"]
+    assert whole == seen[1]["in place"][0]["group"]
+    assert whole["type"] == "torch.ProcessGroup"
+    assert whole["group_ranks"] == [0, 1]
+    assert len(whole["group_id"]) == 8
+    assert int(whole["group_id"], 16) >= 0
+    for rank in (0, 1):
+        alone = next(entry for entry in seen[rank]["subgroup"] if entry["group"]["group_ranks"] == [rank])
+        assert alone["outputs"] == [[1.0 + rank]]
+        assert alone["group"]["group_id"] != whole["group_id"]
+        assert seen[rank]["subgroup"][-1]["group"]["group_id"] not in (whole["group_id"], alone["group"]["group_id"])
+
+
+def test_what_is_not_done_is_not_waited_for(seen: dict[int, dict[str, Seen]]) -> None:
+    assert brief(seen[0]["never waited for"]) == [("recv", [], [])]
+    assert seen[1]["never waited for"] == []
+
+
+@pytest.mark.parametrize("guard", ["inside", "outside"])
+def test_a_guard_that_waits_in_the_program_s_place_is_no_hindrance(ranks: Any, guard: str) -> None:
+    found = [entry for entry in ranks[0][1][guard] if entry["api"] in ("send", "recv", "all_reduce")]
+    assert brief(found)[:3] == [("send", [[7.0]], []), ("recv", [], [[8.0]]), ("all_reduce", [[1.0]], [[3.0]])]
