@@ -1,0 +1,241 @@
+"""Calls of torch's functions, as the program makes them: the outermost ones that are written in Python.
+
+1. A ``TorchFunctionMode`` is asked about every call. What it is, and whether it is of interest, is found out once for
+   each function (`_Fact`): getters, questions such as ``size`` and functions that return no tensor are not.
+2. Inputs are measured before the call, for it may overwrite them; outputs after it.
+3. `_gradient_edges` sees to the backward pass.
+
+``torch.autograd.backward`` would run without the mode, because it is itself a function that modes are asked about. The
+engine is therefore called with the mode on, so that a forward pass that is run once more by activation checkpointing is
+seen, and marked.
+
+Not seen: what C++ calls by itself, ``torch.autograd.Function.apply``, what is inside ``torch.compile``, and other
+threads than the one that started the dump.
+"""
+
+from __future__ import annotations
+
+import types as python_types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from ddpstats.dump._gradient_edges import edges_before, watch_backward
+from ddpstats.dump._leaves import quietly, tensors_in
+from ddpstats.dump._naming import backward_of
+from ddpstats.dump._recorder import Entry, Recorder
+
+_SKIPPED = frozenset(
+    """__get__ __set__ __delete__ __repr__ __str__ __format__ __len__ __bool__ __int__ __float__ __index__ __complex__
+    __contains__ __hash__ __dir__ __iter__ __reduce_ex__ __reduce__ __setstate__ __deepcopy__ __array__ __dlpack__
+    __dlpack_device__ __torch_dispatch__ size dim ndimension stride numel nelement element_size storage_offset data_ptr
+    storage untyped_storage is_contiguous is_floating_point is_complex is_signed is_pinned is_shared is_inference is_set_to
+    is_same_size is_conj is_neg is_coalesced is_nonzero is_distributed type get_device backward requires_grad_
+    retain_grad register_hook register_post_accumulate_grad_hook share_memory_ item tolist numpy pin_memory record_stream
+    _set_grad_enabled _is_zerotensor _version _typed_storage dense_dim sparse_dim _nnz result_type can_cast equal allclose
+    has_names rename_ align_to set_ module_load split_with_sizes_copy _make_subclass detach_ dim_order names refine_names
+    _conj_physical_ is_storage is_tensor get_default_dtype set_printoptions manual_seed seed initial_seed get_rng_state
+    set_rng_state broadcast_shapes""".split()
+)
+_WRITING_DUNDERS = frozenset(
+    f"__{name}__"
+    for name in "setitem iadd isub imul idiv itruediv ifloordiv imod ipow iand ior ixor ilshift irshift".split()
+)
+
+
+class _Fact:
+    """What is known of a function.
+
+    Attributes:
+        what: ``Functional.linear``.
+        is_skipped: it is of no interest.
+        writes: it changes its first argument.
+    """
+
+    __slots__ = ("is_skipped", "what", "writes")
+
+    def __init__(self, func: Any) -> None:
+        name = getattr(func, "__name__", None) or type(func).__name__
+        prefix = _prefix(func)
+        if prefix == "Aten":
+            name = name.partition(".")[0]
+        self.what = f"{prefix}.{name}"
+        self.is_skipped = name in _SKIPPED
+        self.writes = name in _WRITING_DUNDERS or (name.endswith("_") and not name.endswith("__"))
+
+
+def _prefix(func: Any) -> str:
+    if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return "Aten"
+    owner = getattr(func, "__objclass__", None)
+    module = getattr(func, "__module__", None) or ""
+    if (isinstance(owner, type) and issubclass(Tensor, owner)) or module == "torch._tensor":
+        return "Tensor"
+    return "Functional" if module in ("torch.nn.functional", "torch._C._nn") else "Torch"
+
+
+_facts: dict[Any, _Fact] = {}
+
+
+class CallWatch(TorchFunctionMode):
+    """Records calls between `start` and `stop`, in the thread that called `start`."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+        self._is_on = False
+
+    def start(self) -> None:
+        self.__enter__()  # type: ignore[no-untyped-call]
+        self._is_on = True
+
+    def stop(self) -> None:
+        """Idempotent. A mode that the program entered later, and has not left, stays."""
+        if self._is_on:
+            self._is_on = False
+            _take_off(self)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.compiler.is_compiling():
+            return func(*args, **kwargs)
+        fact = _facts.get(func)
+        if fact is None:
+            fact = _facts[func] = _Fact(func)
+        if fact.is_skipped:
+            backward = _BACKWARD.get(func)
+            return func(*args, **kwargs) if backward is None else backward(self, args, kwargs)
+        call = _Call(self._recorder, fact)
+        call.begins(args, kwargs)
+        result = func(*args, **kwargs)
+        call.ends(args, kwargs, result)
+        return result
+
+
+class _Call:
+    """One call."""
+
+    __slots__ = ("_before", "_entry", "_fact", "_name", "_recorder", "_stack")
+
+    def __init__(self, recorder: Recorder, fact: _Fact) -> None:
+        self._recorder, self._fact = recorder, fact
+        self._name, self._stack = "", 0
+        self._entry: Entry | None = None
+        self._before: Any = None
+
+    def begins(self, args: Any, kwargs: Any) -> None:
+        recorder, what = self._recorder, self._fact.what
+        if not recorder.is_active:
+            return
+        try:
+            self._name = name = f"{what}.{recorder.counters.next(what)}.forward"
+            wanted = recorder.wants(name)
+            if torch.is_grad_enabled() and recorder.may_want_backward(backward_of(name), recorder.parents):
+                self._before = edges_before(tensors_in([args, list(kwargs.values())] if kwargs else args))
+            if wanted:
+                self._entry = self._begun(args, kwargs)
+                self._stack = self._entry.stack
+            elif self._before is not None:
+                self._stack = recorder.stack()
+        except Exception as error:
+            recorder.note_error(self._name, error)
+
+    def _begun(self, args: Any, kwargs: Any) -> Entry:
+        recorder = self._recorder
+        entry = recorder.entry(self._name)
+        if recorder.wants_input:
+            leaves = recorder.leaves_of(self._name)
+            with quietly():
+                entry.raw["input_args"] = leaves.of(args, "input")
+                entry.raw["input_kwargs"] = leaves.of(kwargs, "input_kwargs")
+        return entry
+
+    def ends(self, args: Any, kwargs: Any, result: Any) -> None:
+        if self._entry is None and self._before is None:
+            return
+        recorder = self._recorder
+        try:
+            if self._fact.writes and result is None and args:
+                result = args[0]
+            if not any(isinstance(one, Tensor) for one in tensors_in(result)):
+                if not isinstance(result, (list, tuple)):
+                    self._fact.is_skipped = True
+                return
+            if self._entry is not None:
+                self._write(self._entry, result)
+            if self._before is not None:
+                backward = backward_of(self._name)
+                watch_backward(recorder, backward, self._before, result, self._stack, recorder.parents)
+        except Exception as error:
+            recorder.note_error(self._name, error)
+
+    def _write(self, entry: Entry, result: Any) -> None:
+        recorder = self._recorder
+        if recorder.wants_output:
+            is_several = isinstance(result, (list, tuple))
+            with quietly():
+                found = recorder.leaves_of(self._name).of(result, "output" if is_several else "output.0")
+            entry.raw["output"] = found if is_several else [found]
+        recorder.write(entry)
+
+
+# -- backward passes, with the mode on --------------------------------------------------------------------------------
+
+
+def _with_engine(function: Any) -> Callable[..., Any] | None:
+    """A copy of a function of torch.autograd that calls the engine under the mode of its first argument."""
+    code = getattr(function, "__code__", None)
+    if code is None or _ENGINE not in code.co_names or _ENGINE not in function.__globals__:
+        return None  # another torch: what is run again in the backward pass is not seen
+    engine = function.__globals__[_ENGINE]
+
+    def backward(mode: CallWatch, args: Any, kwargs: Any) -> Any:
+        def run(*engine_args: Any, **engine_kwargs: Any) -> Any:
+            with mode:
+                return engine(*engine_args, **engine_kwargs)
+
+        copy = python_types.FunctionType(code, {**function.__globals__, _ENGINE: run}, function.__name__)
+        copy.__defaults__, copy.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
+        return copy(*args, **kwargs)
+
+    return backward
+
+
+_ENGINE = "_engine_run_backward"
+_backward, _grad = _with_engine(torch.autograd.backward), _with_engine(torch.autograd.grad)
+
+
+def _tensor_backward(mode: CallWatch, args: Any, kwargs: Any) -> Any:
+    assert _backward is not None
+    return _backward(mode, *_as_autograd_takes(*args, **kwargs))
+
+
+def _as_autograd_takes(
+    tensor: Any, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
+) -> tuple[Any, Any]:
+    return (tensor, gradient, retain_graph, create_graph), {"inputs": inputs}
+
+
+_BACKWARD: dict[Any, Callable[[CallWatch, Any, Any], Any]] = {}
+if _backward is not None:
+    _BACKWARD |= {torch.autograd.backward: _backward, Tensor.backward: _tensor_backward}
+if _grad is not None:
+    _BACKWARD |= {torch.autograd.grad: _grad}
+for _function in (torch.autograd.backward, torch.autograd.grad):
+    _facts[_function] = _Fact(_function)
+    _facts[_function].is_skipped = True
+
+
+def _take_off(mode: CallWatch) -> None:
+    """Off the stack of modes, wherever in it."""
+    above = []
+    while torch._C._len_torch_function_stack():
+        top = torch._C._pop_torch_function_stack()
+        if top is mode:
+            break
+        above.append(top)
+    for one in reversed(above):
+        torch._C._push_on_torch_function_stack(one)

@@ -1,0 +1,256 @@
+"""`StatsDump`: which steps are collected, and what watches the program meanwhile.
+
+1. `start` looks whether this step and rank are wanted. If not, that is all that happens.
+2. It makes the step's `Recorder`, puts hooks on the modules (L0, mix), shows it the calls (L1, mix) and the collectives
+   (L1, mix, where there is torch.distributed).
+3. `stop` takes all of that away, whatever happened, and has the files written.
+4. `step` ends the step. Until then `start` may come again: a step can be collected in pieces.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import tempfile
+import warnings
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddpstats._config import disabled
+from ddpstats.dump._calls import CallWatch
+from ddpstats.dump._config import DumpConfig, read_config
+from ddpstats.dump._modules import ModuleWatch
+from ddpstats.dump._recorder import Recorder
+from ddpstats.dump._writer import DUMP, LINES
+from ddpstats.errors import ConfigError, DumpError
+
+
+class StatsDump:
+    """Writes statistics of what modules and functions of torch take and give, forward and backward, for chosen steps.
+
+    Local: ranks need not agree on anything, each writes its own ``dump_path/step{N}/rank{R}/`` (``rank`` where
+    torch.distributed is not initialized). Values, gradients and random state of the program are bit for bit what they
+    are without it. Names do not depend on what is selected. Modules are named as in the model inside
+    DistributedDataParallel.
+
+    What is not seen: the inside of ``torch.compile`` and of ``torch.autograd.Function``, other threads, and on an
+    accelerator calls (not modules) of a forward pass that activation checkpointing runs once more. In evaluation
+    without gradients, torch's fused transformer layers step aside while calls are watched: other last bits.
+
+    Args:
+        config: path of a config.json, or a mapping of the same keys; see the documentation of the keys.
+        model: the modules for the levels L0 and mix: one, a list, or a dict by name. `start` takes it as well.
+
+    Raises:
+        ConfigError: the configuration is wrong; the message names the key and the legal values.
+        DumpError: ``dump_path`` cannot be written to, or holds a dump of a chosen step and this rank already.
+
+    Example, on rank 0 and rank 1 alike::
+
+        dump = StatsDump("config.json", model=model)
+        for batch in loader:
+            dump.start()
+            loss = model(batch)
+            loss.backward()
+            dump.stop()
+            optimizer.step()
+            dump.step()
+    """
+
+    def __init__(self, config: str | os.PathLike[str] | Mapping[str, object], *, model: Any = None) -> None:
+        self._config = read_config(config)
+        self._model = _checked(model)
+        self._step = 0
+        self._watches: list[Any] = []
+        self._recorder: Recorder | None = None
+        self._is_running = False
+        self._has_warned = False
+        self._is_disabled = disabled()
+        if not self._is_disabled:
+            _check_path(self._config)
+            atexit.register(_at_exit, weakref.ref(self))
+
+    @property
+    def config(self) -> DumpConfig:
+        """What was read."""
+        return self._config
+
+    @property
+    def current_step(self) -> int:
+        """How often `step` was called."""
+        return self._step
+
+    def start(self, model: Any = None) -> None:
+        """Collect from here on, if this step and this rank are chosen; before the forward pass.
+
+        Args:
+            model: takes the place of the constructor's.
+
+        Raises:
+            ConfigError: the level is L0 or mix, and there is no model.
+            DumpError: there is a dump of this step and rank already, or its directory cannot be made.
+        """
+        if self._is_running or self._is_disabled or not self._config.wants_step(self._step):
+            return
+        rank = _rank()
+        if not self._config.wants_rank(rank):
+            return
+        if model is not None:
+            self._model = _checked(model)
+        if self._config.level != "L1" and self._model is None:
+            raise ConfigError(
+                f"level {self._config.level} collects modules: give the model, as StatsDump(config, model=model) or "
+                "start(model); level L1 needs none"
+            )
+        self._open(rank)
+        self._install()
+
+    def stop(self) -> None:
+        """Collect no longer, and write the files; after the backward pass. Does nothing where nothing is collected."""
+        if not self._is_running:
+            return
+        self._uninstall()
+        if self._recorder is not None:
+            self._recorder.close()
+
+    def step(self) -> None:
+        """The training step is over: the next one begins. Stops first, where that was forgotten."""
+        self.stop()
+        self._recorder = None
+        self._step += 1
+
+    def __enter__(self) -> StatsDump:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _open(self, rank: int | None) -> None:
+        if self._recorder is not None:
+            self._recorder.reopen()
+            return
+        directory = _directory(self._config, self._step, rank)
+        _check_empty(directory)
+        try:
+            self._recorder = Recorder(self._config, directory)
+        except OSError as error:
+            raise DumpError(f"{directory} cannot be written: {error}", path=str(directory)) from None
+
+    def _install(self) -> None:
+        recorder = self._recorder
+        assert recorder is not None
+        self._is_running = True
+        try:
+            if self._config.level != "L1":
+                modules = ModuleWatch(recorder, self._model)
+                self._warn_of_compiled(modules.has_compiled)
+                self._begin(modules)
+            if self._config.level != "L0":
+                if dist.is_available() and dist.is_initialized():
+                    self._begin(_collectives(recorder))
+                self._begin(CallWatch(recorder))
+        except BaseException:
+            self._uninstall()
+            raise
+
+    def _begin(self, watch: Any) -> None:
+        if watch is not None:
+            self._watches.append(watch)
+            watch.start()
+
+    def _uninstall(self) -> None:
+        self._is_running = False
+        watches, self._watches = self._watches, []
+        errors: list[BaseException] = []
+        for watch in reversed(watches):
+            try:
+                watch.stop()
+            except Exception as error:
+                errors.append(error)
+        for error in errors:
+            assert self._recorder is not None
+            self._recorder.note_error("stopping", error)
+
+    def _warn_of_compiled(self, has_compiled: bool) -> None:
+        if has_compiled and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                "ddpstats: the model has parts under torch.compile: what is inside them is not in the dump. Run "
+                "without torch.compile to see it.",
+                stacklevel=4,
+            )
+
+    def _exit(self) -> None:
+        if self._is_running and self._recorder is not None:
+            self._uninstall()
+            self._recorder.break_off()
+
+
+def _collectives(recorder: Recorder) -> Any:
+    from ddpstats.dump._collectives import CollectiveWatch
+
+    return CollectiveWatch(recorder)
+
+
+def _at_exit(dump: Callable[[], StatsDump | None]) -> None:
+    found = dump()
+    if found is not None:
+        found._exit()
+
+
+def _rank() -> int | None:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else None
+
+
+def _directory(config: DumpConfig, step: int, rank: int | None) -> Path:
+    return config.dump_path.absolute() / f"step{step}" / ("rank" if rank is None else f"rank{rank}")
+
+
+def _checked(model: Any) -> Any:
+    if model is None or isinstance(model, torch.nn.Module):
+        return model
+    parts = list(model.values()) if isinstance(model, dict) else list(model) if isinstance(model, (list, tuple)) else []
+    if parts and all(isinstance(part, torch.nn.Module) for part in parts):
+        return model
+    raise ConfigError(f"model is a {type(model).__name__}; legal: a torch.nn.Module, or a list or dict of modules")
+
+
+def _check_path(config: DumpConfig) -> None:
+    root = config.dump_path.absolute()
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=root):
+            pass
+    except OSError as error:
+        raise DumpError(
+            f"dump_path {root} cannot be written to: {error.strerror or error}. Give a directory that can.",
+            path=str(root),
+        ) from None
+    rank = _rank()
+    if rank is None and os.environ.get("RANK", "").isdigit():
+        rank = int(os.environ["RANK"])  # torchrun's: torch.distributed is to be initialized later
+    if not config.wants_rank(rank):
+        return
+    for step in root.glob("step*"):
+        number = step.name.removeprefix("step")
+        if number.isdigit() and config.wants_step(int(number)):
+            _check_empty(_directory(config, int(number), rank))
+
+
+def _check_empty(directory: Path) -> None:
+    for name in (DUMP, LINES):
+        if (directory / name).exists():
+            raise DumpError(
+                f"{directory} holds a dump already ({name}), and nothing is overwritten. Give another dump_path, or "
+                "remove that directory.",
+                path=str(directory),
+            )

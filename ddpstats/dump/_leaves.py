@@ -1,0 +1,336 @@
+"""Arguments and results as plain data: what a tensor is, its statistics and its place in memory.
+
+The shape of arguments is kept: lists, tuples and dicts become lists and dicts, with a leaf for everything else.
+
+1. What is known of a tensor at once is put into its leaf.
+2. Statistics of a tensor in host memory are put in at once as well. On a device they are computed into one small
+   tensor there (`_Deferred`), which `LeafMaker.settle` reads, all of them in one copy.
+3. A tensor that comes twice in one entry is looked at once. Nothing is remembered beyond an entry: memory that somebody
+   overwrote in the meantime must not look as it was.
+
+On CUDA the numbers are computed on a stream of their own, from a copy made on the program's: the copy is in order with
+what the program writes there before and after, so that what is measured is what the program itself would have read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddpstats.dump._tensor_files import TensorFiles, checksum
+from ddpstats.dump._tensor_stats import NOTHING, Stats, device_stats, host_stats, of_numbers, plain_values
+
+Leaf = dict[str, Any]
+
+_HOST_BYTES = 1_200  # of a leaf as a dict, roughly
+_DEVICE_BYTES = 512  # the smallest block of CUDA's allocator
+_DEEPEST = 8
+_OUR_KEYS = ("nan_count", "inf_count", "first_bad")
+_SCALARS = (bool, int, float, str)
+_AS_TEXT = (torch.dtype, torch.device, torch.layout, torch.memory_format, complex)
+
+
+@dataclass
+class _Deferred:
+    """A leaf whose statistics are on a device."""
+
+    leaf: Leaf
+    numbers: Tensor
+    dtype: torch.dtype
+    shape: torch.Size
+
+
+class LeafMaker:
+    """Makes leaves for one step.
+
+    Args:
+        md5: whether leaves have a checksum.
+        files: where tensors are saved.
+        saves: whether the tensors of an entry of this name are saved.
+        max_bytes: what may be held at once; None for no limit. What no longer fits has no numbers.
+        note_error: told of a leaf that failed: where, and why.
+
+    Attributes:
+        waiting: how many leaves have their statistics on a device.
+        held_bytes: roughly what the step holds.
+        first_dropped: the name of the first entry of which something was not kept.
+    """
+
+    def __init__(
+        self,
+        *,
+        md5: bool,
+        files: TensorFiles,
+        saves: Callable[[str], bool],
+        max_bytes: int | None,
+        note_error: Callable[[str, Exception], None],
+    ) -> None:
+        self._md5, self._files, self._saves, self._max_bytes = md5, files, saves, max_bytes
+        self._note_error = note_error
+        self._storages = StorageNumbers()
+        self._deferred: list[_Deferred] = []
+        self._streams: dict[torch.device, Any] = {}
+        self._waits: set[torch.device] = set()
+        self.held_bytes = 0
+        self.first_dropped: str | None = None
+
+    @property
+    def waiting(self) -> int:
+        return len(self._deferred)
+
+    def of_entry(self, name: str) -> EntryLeaves:
+        """Leaves of the entry ``name``, for the tensors as they are now."""
+        return EntryLeaves(self, name, self._saves(name))
+
+    def tensor(self, tensor: Tensor, name: str, path: str, is_saved: bool) -> Leaf:
+        leaf = _described(tensor)
+        try:
+            self._fill(leaf, tensor, name, path, is_saved)
+        except Exception as error:
+            self._note_error(f"{name}.{path}", error)
+        if is_saved or self._md5:
+            for key in _OUR_KEYS:  # after those of the format, which have come late
+                leaf[key] = leaf.pop(key)
+        leaf.update(self._memory(tensor))
+        return leaf
+
+    def _fill(self, leaf: Leaf, tensor: Tensor, name: str, path: str, is_saved: bool) -> None:
+        values = plain_values(tensor)
+        if values is None or not self._fits(values, name, is_saved):
+            return
+        if values.numel():
+            self._measure(leaf, values)
+        if is_saved:
+            leaf["data_name"] = self._files.save(values, name, path)
+        if self._md5 and not values.is_meta:
+            leaf["md5"] = checksum(values)
+
+    def _measure(self, leaf: Leaf, values: Tensor) -> None:
+        if values.device.type == "cpu":
+            _put(leaf, host_stats(values))
+        else:
+            self._deferred.append(_Deferred(leaf, self._on_device(values), values.dtype, values.shape))
+
+    def _fits(self, values: Tensor, name: str, is_saved: bool) -> bool:
+        if self._max_bytes is None:
+            return True
+        needed = _HOST_BYTES + (_DEVICE_BYTES if values.device.type != "cpu" else 0)
+        if is_saved:
+            needed += values.numel() * values.element_size()
+        if self.held_bytes + needed > self._max_bytes:
+            self.first_dropped = self.first_dropped or name
+            return False
+        self.held_bytes += needed
+        return True
+
+    def _on_device(self, values: Tensor) -> Tensor:
+        if not values.is_cuda:
+            return device_stats(values)
+        device = values.device
+        stream = self._streams.get(device)
+        if stream is None:
+            stream = self._streams[device] = torch.cuda.Stream(device)
+        copy = values.detach().clone()
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            numbers = device_stats(copy)
+        copy.record_stream(stream)
+        return numbers
+
+    def settle(self) -> None:
+        """Read everything that is on a device, in one copy for each device. Waits."""
+        deferred, self._deferred = self._deferred, []
+        by_device: dict[torch.device, list[_Deferred]] = {}
+        for one in deferred:
+            if not one.numbers.is_meta:
+                by_device.setdefault(one.numbers.device, []).append(one)
+        for device, these in by_device.items():
+            if device in self._streams:
+                torch.cuda.current_stream(device).wait_stream(self._streams[device])
+            for one, numbers in zip(these, torch.stack([one.numbers for one in these]).tolist(), strict=True):
+                _put(one.leaf, of_numbers(numbers, one.dtype, one.shape))
+
+    def _memory(self, tensor: Tensor) -> Leaf:
+        try:
+            storage = tensor.untyped_storage()
+            return {
+                "device": _text(tensor.device),
+                "stride": list(tensor.stride()),
+                "data_ptr": tensor.data_ptr(),
+                "storage_offset": tensor.storage_offset(),
+                "storage_ptr": storage.data_ptr(),
+                "storage_bytes": storage.nbytes(),
+                "storage_id": self._storages.number(storage),
+                "stream": _current_stream(tensor.device),
+            }
+        except (RuntimeError, NotImplementedError):  # no storage of its own: sparse, wrapped, fake
+            return {"device": _text(tensor.device)}
+
+
+class EntryLeaves:
+    """Leaves of one entry at one moment."""
+
+    def __init__(self, maker: LeafMaker, name: str, is_saved: bool) -> None:
+        self._maker, self._name, self._is_saved = maker, name, is_saved
+        self._seen: dict[int, Leaf] = {}
+
+    def of(self, value: Any, path: str, depth: int = 0) -> Any:
+        """``value`` as plain data; ``path`` is where it is in the entry."""
+        if isinstance(value, Tensor):
+            return self._tensor(value, path)
+        if value is None:
+            return None
+        if isinstance(value, _SCALARS):
+            return {"type": type(value).__name__, "value": value if type(value) in _SCALARS else _plain(value)}
+        if isinstance(value, torch.Size):
+            return {"type": "torch.Size", "value": [_plain(size) for size in value]}
+        if depth < _DEEPEST:
+            if isinstance(value, (list, tuple)):
+                return [self.of(item, f"{path}.{place}", depth + 1) for place, item in enumerate(value)]
+            if isinstance(value, dict):
+                return {str(key): self.of(item, f"{path}.{key}", depth + 1) for key, item in value.items()}
+        return _other(value)
+
+    def _tensor(self, tensor: Tensor, path: str) -> Leaf:
+        found = self._seen.get(id(tensor))
+        if found is None or self._is_saved or self._maker.waiting:
+            found = self._seen[id(tensor)] = self._maker.tensor(tensor, self._name, path, self._is_saved)
+            return found
+        return dict(found)
+
+
+class StorageNumbers:
+    """A number for every storage; an address is given again when memory is freed, the number is not.
+
+    A storage is held weakly: its memory is given back, but what names it stays ours.
+    """
+
+    _count = 0
+
+    def __init__(self) -> None:
+        self._numbers: dict[int, int] = {}
+        self._references: list[int] = []
+
+    def number(self, storage: torch.UntypedStorage) -> int:
+        key = storage._cdata
+        found = self._numbers.get(key)
+        if found is None:
+            self._references.append(storage._weak_ref())
+            StorageNumbers._count += 1
+            found = self._numbers[key] = StorageNumbers._count
+        return found
+
+    def __del__(self) -> None:
+        for reference in self._references:
+            torch.UntypedStorage._free_weak_ref(reference)
+
+
+def _described(tensor: Tensor) -> Leaf:
+    return {
+        "type": "torch.Tensor",
+        "dtype": _text(tensor.dtype),
+        "shape": [_plain(size) for size in tensor.shape],
+        "Max": None,
+        "Min": None,
+        "Mean": None,
+        "Norm": None,
+        "requires_grad": tensor.requires_grad,
+        "nan_count": None,
+        "inf_count": None,
+        "first_bad": None,
+    }
+
+
+def _put(leaf: Leaf, stats: Stats) -> None:
+    if stats is NOTHING:
+        return
+    leaf["Max"], leaf["Min"], leaf["Mean"], leaf["Norm"] = stats.max, stats.min, stats.mean, stats.norm
+    leaf["nan_count"], leaf["inf_count"], leaf["first_bad"] = stats.nan_count, stats.inf_count, stats.first_bad
+
+
+_texts: dict[Any, str] = {}
+
+
+def _text(value: Any) -> str:
+    """``str`` of a dtype or device; torch takes 10 microseconds for a device."""
+    found = _texts.get(value)
+    if found is None:
+        found = _texts[value] = str(value)
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """A number that is not quite a number: numpy's, an enum, a symbolic size."""
+    for kind in (int, float, str):
+        if isinstance(value, kind):
+            return kind(value)
+    return str(value)
+
+
+def _other(value: Any) -> Leaf:
+    if isinstance(value, slice):
+        return {"type": "slice", "value": [_slice_part(part) for part in (value.start, value.stop, value.step)]}
+    if value is Ellipsis:
+        return {"type": "ellipsis", "value": "..."}
+    if isinstance(value, _AS_TEXT):
+        kind = type(value)
+        name = kind.__name__ if kind is complex else f"torch.{kind.__name__}"
+        return {"type": name, "value": str(value)}
+    return {"type": type(value).__name__}
+
+
+def _slice_part(part: Any) -> Any:
+    return part if part is None or type(part) is int else str(type(part).__name__)
+
+
+def _current_stream(device: torch.device) -> int:
+    return int(torch.cuda.current_stream(device).stream_id) if device.type == "cuda" else 0
+
+
+def tensors_in(value: Any, depth: int = 0) -> Iterator[Any]:
+    """Every leaf of arguments or results, in order."""
+    if depth < _DEEPEST:
+        if isinstance(value, (list, tuple)):
+            for item in value:
+                yield from tensors_in(item, depth + 1)
+            return
+        if isinstance(value, dict):
+            for item in value.values():
+                yield from tensors_in(item, depth + 1)
+            return
+    yield value
+
+
+class quietly:  # noqa: N801 - reads as a word
+    """Around what we compute ourselves: no graph, no autocast, and not seen by modes of ours or of the program."""
+
+    __slots__ = ("_autocast", "_function", "_grad", "_modes")
+
+    def __enter__(self) -> None:
+        self._function = torch._C.DisableTorchFunction()
+        self._function.__enter__()  # type: ignore[attr-defined]
+        self._grad = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+        self._autocast = torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled("cpu")  # type: ignore[attr-defined]
+        if self._autocast:
+            torch.set_autocast_enabled("cpu", False)
+        self._modes: Any = None
+        if torch._C._len_torch_dispatch_stack():
+            from torch.utils._python_dispatch import _disable_current_modes
+
+            self._modes = _disable_current_modes()
+            self._modes.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._function.__exit__, None, None, None)  # type: ignore[attr-defined]
+            stack.callback(torch._C._set_grad_enabled, self._grad)
+            if self._autocast:
+                stack.callback(torch.set_autocast_enabled, "cpu", True)
+            if self._modes is not None:
+                stack.callback(self._modes.__exit__, None, None, None)

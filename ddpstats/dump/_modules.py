@@ -1,0 +1,269 @@
+"""Modules: what goes in and comes out, their parameters, and these parameters' gradients.
+
+1. A hook before each module's forward pass: its name, its inputs and its own parameters as they are then; it becomes
+   the innermost parent.
+2. A hook after it, which runs also if the forward pass raises: its outputs, and what is to be seen of the backward pass
+   (`_gradient_edges`).
+3. A hook on each parameter: the gradient of this backward pass, before it is accumulated or reduced.
+
+No node is put into the graph, as ``register_full_backward_hook`` would: after that a program that changes an output in
+place fails. Modules inside ``torch.compile`` are left alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ddpstats._autograd import graph_task, in_backward
+from ddpstats._gradients import unwrapped
+from ddpstats.dump._gradient_edges import Before, edges_before, watch_backward
+from ddpstats.dump._leaves import quietly, tensors_in
+from ddpstats.dump._naming import backward_of, module_base
+from ddpstats.dump._recorder import Entry, Recorder
+
+
+class ModuleWatch:
+    """Hooks on the modules of a model, from `start` to `stop`."""
+
+    def __init__(self, recorder: Recorder, model: Any) -> None:
+        self._recorder = recorder
+        self._modules, self.has_compiled = _modules_of(model)
+        self._handles: list[Any] = []
+        self.running: list[_Running] = []
+        self.thread = threading.get_ident()
+
+    def start(self) -> None:
+        try:
+            for path, module in self._modules:
+                base = module_base(path, type(_original(module)).__name__)
+                before, after = _Before(self, base), _After(self)
+                self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+                self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
+                if self._recorder.wants_backward:
+                    self._watch_parameters(module, base)
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """Idempotent."""
+        handles, self._handles = self._handles, []
+        for handle in handles:
+            handle.remove()
+        self.running.clear()
+
+    def _watch_parameters(self, module: nn.Module, base: str) -> None:
+        wanting = {name: one for name, one in module.named_parameters(recurse=False) if one.requires_grad}
+        gradients = _ParameterGradients(self._recorder, base, frozenset(wanting))
+        for name, parameter in wanting.items():
+            hook = _ParameterHook(gradients, name)
+            self._handles.append(parameter.register_hook(hook))  # type: ignore[no-untyped-call]
+
+    def is_seen(self) -> bool:
+        """Whether this thread is the one that started the dump, or runs a backward pass for it."""
+        return threading.get_ident() == self.thread or in_backward()
+
+    # -- a forward pass -----------------------------------------------------------------------------------------------
+
+    def enters(self, module: nn.Module, base: str, args: Any, kwargs: Any) -> None:
+        recorder = self._recorder
+        name = f"{base}.forward.{recorder.counters.next(base)}"
+        running = _Running(module, name, list(recorder.parents))
+        self.running.append(running)
+        wanted = recorder.wants(name)
+        recorder.parents.append(name)
+        try:
+            if wanted:
+                running.entry = self._entry(module, name, args, kwargs)
+            backward = backward_of(name)
+            if torch.is_grad_enabled() and recorder.may_want_backward(backward, running.parents):
+                running.stack = running.entry.stack if running.entry is not None else recorder.stack()
+                running.before = edges_before(tensors_in([args, list(kwargs.values())]))
+        except Exception as error:
+            recorder.note_error(name, error)
+
+    def _entry(self, module: nn.Module, name: str, args: Any, kwargs: Any) -> Entry:
+        recorder = self._recorder
+        entry = recorder.entry(name)
+        entry.parent = recorder.parents[-2] if len(recorder.parents) > 1 else None
+        leaves = recorder.leaves_of(name)
+        with quietly():
+            if recorder.wants_input:
+                entry.raw["input_args"] = leaves.of(args, "input")
+                entry.raw["input_kwargs"] = leaves.of(kwargs, "input_kwargs")
+                own = {key: one for key, one in module.named_parameters(recurse=False)}
+                entry.raw["parameters"] = leaves.of(own, "parameters")
+        return entry
+
+    def leaves(self, module: nn.Module, result: Any, failed: bool) -> None:
+        recorder = self._recorder
+        while self.running:  # those on top of it were left by an error
+            running = self.running.pop()
+            del recorder.parents[len(running.parents) :]
+            if running.module is module:
+                break
+        else:
+            return
+        try:
+            if running.entry is not None:
+                self._complete(running.entry, result)
+            if running.before is not None and not failed:
+                backward = backward_of(running.name)
+                watch_backward(recorder, backward, running.before, result, running.stack, running.parents)
+        except Exception as error:
+            recorder.note_error(running.name, error)
+
+    def _complete(self, entry: Entry, result: Any) -> None:
+        recorder = self._recorder
+        if recorder.wants_output:
+            with quietly():
+                found = recorder.leaves_of(entry.name).of(result, "output" if _is_sequence(result) else "output.0")
+            entry.raw["output"] = found if _is_sequence(result) else [found]
+        recorder.write(entry)
+
+
+class _Running:
+    """A forward pass of a module that has begun."""
+
+    __slots__ = ("before", "entry", "module", "name", "parents", "stack")
+
+    def __init__(self, module: nn.Module, name: str, parents: list[str]) -> None:
+        self.module, self.name, self.parents = module, name, parents
+        self.entry: Entry | None = None
+        self.before: Before | None = None
+        self.stack = 0
+
+
+class _Unpickled:
+    """The model may be saved and copied while it is hooked: there the hook does nothing, and needs no ddpstats."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (contextlib.nullcontext(), "__exit__")  # takes any arguments, returns None
+
+
+class _Before(_Unpickled):
+    def __init__(self, watch: ModuleWatch, base: str) -> None:
+        self._watch, self._base = watch, base
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not torch.compiler.is_compiling() and self._watch.is_seen():
+            self._watch.enters(module, self._base, args, kwargs)
+
+
+class _After(_Unpickled):
+    def __init__(self, watch: ModuleWatch) -> None:
+        self._watch = watch
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+        if not torch.compiler.is_compiling() and self._watch.is_seen():
+            self._watch.leaves(module, result, failed=result is None)
+
+
+# -- gradients of parameters ------------------------------------------------------------------------------------------
+
+
+class _ParameterGradients:
+    """Of one module: an entry is through when each of its own parameters has its gradient."""
+
+    def __init__(self, recorder: Recorder, base: str, names: frozenset[str]) -> None:
+        self._recorder, self._base, self._names = recorder, base, names
+        self._entry: Entry | None = None
+        self._is_wanted = False
+        self._task = -1
+
+    def arrived(self, name: str, gradient: Tensor) -> None:
+        recorder = self._recorder
+        with recorder.lock:
+            if self._entry is not None and (name in self._entry.raw or self._task != graph_task()):
+                self.flush()
+            if self._entry is None:
+                self._begin()
+            assert self._entry is not None
+            if self._is_wanted:
+                with quietly():
+                    leaves = recorder.leaves_of(self._entry.name)
+                    self._entry.raw[name] = [leaves.of(gradient, name)]
+            else:
+                self._entry.raw[name] = None
+            if self._entry.raw.keys() == self._names:
+                self.flush()
+
+    def _begin(self) -> None:
+        recorder = self._recorder
+        what = f"{self._base}.parameters_grad"
+        name = f"{what}.{recorder.counters.next(what)}"
+        self._is_wanted = recorder.wants_gradients(name)
+        self._entry = Entry(name, {}, recorder.stack(), None)
+        self._task = graph_task()
+        recorder.opened(id(self), self)
+
+    def flush(self) -> None:
+        entry, self._entry = self._entry, None
+        self._recorder.closed(id(self))
+        if entry is not None and self._is_wanted:
+            self._recorder.write(entry)
+
+
+class _ParameterHook:
+    __torch_unserializable__ = True
+
+    def __init__(self, gradients: _ParameterGradients, name: str) -> None:
+        self._gradients, self._name = gradients, name
+
+    def __call__(self, gradient: Tensor) -> None:
+        recorder = self._gradients._recorder
+        if recorder.is_active and not torch.compiler.is_compiling():
+            try:
+                self._gradients.arrived(self._name, gradient)
+            except Exception as error:
+                recorder.note_error(f"{self._gradients._base}.parameters_grad.{self._name}", error)
+
+
+# -- which modules ----------------------------------------------------------------------------------------------------
+
+
+def _modules_of(model: Any) -> tuple[list[tuple[str, nn.Module]], bool]:
+    """Modules with their paths, without those inside ``torch.compile``; and whether there are such."""
+    if isinstance(model, nn.Module):
+        named = [("", model)]
+    elif isinstance(model, dict):
+        named = [(str(key), one) for key, one in model.items()]
+    else:
+        named = [(str(place), one) for place, one in enumerate(model)]
+    found: list[tuple[str, nn.Module]] = []
+    seen: set[int] = set()
+    compiled = [list(_walk(unwrapped(one), path, found, seen)) for path, one in named]
+    return found, any(any(one) for one in compiled)
+
+
+def _walk(module: nn.Module, path: str, found: list[tuple[str, nn.Module]], seen: set[int]) -> Iterator[bool]:
+    """Depth first, as ``named_modules``; yields whether each is compiled."""
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    is_compiled = _original(module) is not module
+    if not getattr(module, "_compiled_call_impl", None):
+        found.append((path, module))
+    else:
+        is_compiled = True
+    yield is_compiled
+    if not is_compiled:
+        for name, child in module.named_children():
+            inner = unwrapped(child)
+            yield from _walk(inner, f"{path}.{name}" if path else name, found, seen)
+
+
+def _original(module: nn.Module) -> nn.Module:
+    """The module inside what ``torch.compile`` returns; any other itself."""
+    inner = vars(module).get("_modules", {}).get("_orig_mod")
+    return inner if isinstance(inner, nn.Module) else module
+
+
+def _is_sequence(result: Any) -> bool:
+    return isinstance(result, (list, tuple))

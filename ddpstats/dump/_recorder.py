@@ -1,0 +1,273 @@
+"""What is collected of one step: names and numbers of calls, entries in the order in which they end, and their files.
+
+1. A call gets its name when it begins, and the selection is asked then.
+2. An entry is written when all of it is known. Entries stand in the order in which calls end: a function before the
+   module that it is in, so that the first entry that shows something is the innermost.
+3. Where numbers are still on a device, entries queue up until `_BATCH` leaves wait there; these are then read together.
+   An asynchronous step reads nothing, and writes nothing, before `close`.
+
+Whatever goes wrong in here is noted, and told once at the end of the step; the program goes on.
+"""
+
+from __future__ import annotations
+
+import threading
+import traceback
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddpstats._autograd import in_backward
+from ddpstats.dump._config import DumpConfig, Selection, matches
+from ddpstats.dump._leaves import EntryLeaves, LeafMaker, quietly
+from ddpstats.dump._naming import Counters, backward_of
+from ddpstats.dump._stacks import StackBook
+from ddpstats.dump._tensor_files import DIRECTORY, TensorFiles
+from ddpstats.dump._writer import ERRORS, StepWriter
+
+_BATCH = 256
+_TORCH = str(Path(torch.__file__).parent)
+_MOST_ERRORS = 1_000
+
+
+@dataclass
+class Entry:
+    """One entry, while it is made. ``raw`` is what is written."""
+
+    name: str
+    raw: dict[str, Any]
+    stack: int
+    parent: str | None
+
+
+@dataclass
+class _CollectiveCall:
+    """What `Recorder.collective_begins` hands out."""
+
+    entry: Entry
+
+
+class Recorder:
+    """Collects one step of one rank.
+
+    Args:
+        config: what is wanted.
+        directory: of this step and rank.
+
+    Attributes:
+        parents: names of the forward passes of modules that are running, innermost last.
+        lock: around everything that changes this object; backward passes have threads of their own on a device.
+        is_active: False once the step has ended: what is left in a graph does nothing then.
+    """
+
+    def __init__(self, config: DumpConfig, directory: Path) -> None:
+        self.config = config
+        self.directory = directory
+        self.parents: list[str] = []
+        self.lock = threading.RLock()
+        self.is_active = True
+        self.counters = Counters()
+        self.wants_input, self.wants_output = "input" in config.data_mode, "output" in config.data_mode
+        self.wants_backward = "backward" in config.data_mode
+        self._selection = Selection(config)
+        self._ask_late = config.scope is not None
+        self._queue: list[Entry] = []
+        self._open: dict[int, Any] = {}  # of backward passes and parameters' gradients that have begun
+        self._errors: list[str] = []
+        saves = bool(config.task == "tensor" or config.tensor_names)
+        data_dir = directory / DIRECTORY
+        header = {"task": config.task, "level": config.level, "dump_data_dir": str(data_dir.absolute()) if saves else None}
+        self._writer = StepWriter(directory, header, at_once=not config.async_dump)
+        self._stacks = StackBook((_TORCH + "/",), self._writer.new_stack)
+        self._files = TensorFiles(data_dir, at_once=not config.async_dump)
+        self.leaves = LeafMaker(
+            md5=config.summary_mode == "md5",
+            files=self._files,
+            saves=self._saves,
+            max_bytes=config.async_max_bytes if config.async_dump else None,
+            note_error=self.note_error,
+        )
+
+    def _saves(self, name: str) -> bool:
+        return self.config.task == "tensor" or matches(name, self.config.tensor_names)
+
+    # -- what is wanted, and where it is ------------------------------------------------------------------------------
+
+    def wants(self, name: str) -> bool:
+        """Whether an entry of the forward pass is collected. Asked once, as the call begins."""
+        return self._selection.wants(name, self.parents)
+
+    def may_want_backward(self, name: str, parents: Sequence[str]) -> bool:
+        """Whether to look at the backward pass at all: where the order decides, that is known when it comes."""
+        if not self.wants_backward:
+            return False
+        return self._ask_late or self._selection.wants(name, [backward_of(parent) for parent in parents])
+
+    def wants_backward_now(self, name: str, parents: Sequence[str]) -> bool:
+        return not self._ask_late or self._selection.wants(name, [backward_of(parent) for parent in parents])
+
+    def wants_gradients(self, name: str) -> bool:
+        """Of parameters; asked as the first of a module's comes."""
+        return self._selection.wants(name, ())
+
+    def backward_parent(self, parents: Sequence[str]) -> str | None:
+        """Of the backward pass of a call that was made inside ``parents``."""
+        return backward_of(parents[-1]) if parents else None
+
+    def entry(self, name: str) -> Entry:
+        """An empty one, of the forward pass, that is called from here."""
+        raw: dict[str, Any] = {"input_args": [], "input_kwargs": {}, "output": []}
+        if in_backward() and torch.is_grad_enabled():
+            raw["is_recompute"] = True
+        return Entry(name, raw, self.stack(), self.parents[-1] if self.parents else None)
+
+    def stack(self) -> int:
+        return self._stacks.here()
+
+    def leaves_of(self, name: str) -> EntryLeaves:
+        return self.leaves.of_entry(name)
+
+    # -- writing ------------------------------------------------------------------------------------------------------
+
+    def write(self, entry: Entry) -> None:
+        """All of it is known, up to numbers that are on a device."""
+        with self.lock:
+            if not self.is_active:
+                return
+            if self.config.async_dump or self.leaves.waiting:
+                self._queue.append(entry)
+                if not self.config.async_dump and self.leaves.waiting >= _BATCH:
+                    self._drain()
+            else:
+                self._drain()
+                self._add(entry)
+
+    def opened(self, key: int, what: Any) -> None:
+        """``what.flush()`` is to be called at the end of the step, unless `closed` comes first."""
+        self._open[key] = what
+
+    def closed(self, key: int) -> None:
+        self._open.pop(key, None)
+
+    def _drain(self) -> None:
+        if self.leaves.waiting:
+            with quietly():
+                self.leaves.settle()
+        queue, self._queue = self._queue, []
+        for entry in queue:
+            self._add(entry)
+
+    def _add(self, entry: Entry) -> None:
+        try:
+            self._writer.add(entry.name, entry.raw, entry.stack, entry.parent)
+        except Exception as error:
+            self.note_error(entry.name, error)
+
+    def note_error(self, where: str, error: BaseException) -> None:
+        """Something of ours failed; the program goes on."""
+        if len(self._errors) < _MOST_ERRORS:
+            text = "".join(traceback.format_exception(type(error), error, error.__traceback__)).strip()
+            self._errors.append(f"{where}: {text}")
+
+    def note(self, where: str, text: str) -> None:
+        """Something that could not be collected, without an error."""
+        if len(self._errors) < _MOST_ERRORS:
+            self._errors.append(f"{where}: {text}")
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """The files are put in place. Raises nothing: what goes wrong is warned about."""
+        with self.lock:
+            self._end()
+            try:
+                self._files.flush()
+                self._writer.finish()
+            except Exception as error:
+                self.note_error(str(self.directory), error)
+            self._tell()
+
+    def break_off(self) -> None:
+        """The process ends inside the step."""
+        with self.lock:
+            self._end()
+            try:
+                self._files.flush()
+                self._writer.leave_lines()
+            except Exception as error:
+                self.note_error(str(self.directory), error)
+            self._tell()
+
+    def reopen(self) -> None:
+        """The step goes on. Raises OSError."""
+        self._writer.reopen()
+        self.is_active = True
+
+    def _end(self) -> None:
+        for one in list(self._open.values()):
+            one.flush()
+        self._open.clear()
+        try:
+            self._drain()
+        except Exception as error:
+            self.note_error("reading the device", error)
+        self.is_active = False
+        self.parents.clear()
+
+    def _tell(self) -> None:
+        if self._errors:
+            log = self.directory / ERRORS
+            try:
+                self.directory.mkdir(parents=True, exist_ok=True)
+                with log.open("a", encoding="utf-8") as file:
+                    file.write("\n".join(self._errors) + "\n")
+                where = f"see {log}"
+            except OSError as error:
+                where = f"and the log could not be written ({error}); the first: {self._errors[0]}"
+            count, self._errors = len(self._errors), []
+            warnings.warn(f"ddpstats: {count} part(s) of the dump could not be collected; {where}", stacklevel=4)
+        first, self.leaves.first_dropped = self.leaves.first_dropped, None
+        if first is not None:
+            warnings.warn(
+                f"ddpstats: the dump of this step needs more than async_max_bytes, {self.config.async_max_bytes:,} "
+                f"bytes: from {first} on, entries have no numbers. Choose fewer by list or scope, or set "
+                "async_max_bytes higher.",
+                stacklevel=4,
+            )
+
+    # -- collectives --------------------------------------------------------------------------------------------------
+
+    def collective_begins(self, api: str, tensors: Sequence[Tensor], kwargs: Mapping[str, object]) -> object:
+        """A collective is about to run: the numbers of ``tensors`` now. A token for `collective_ends`; None: unwanted.
+
+        Args:
+            api: such as ``all_reduce``.
+            kwargs: of plain data; they are written as they are.
+        """
+        with self.lock, quietly():
+            what = f"Distributed.{api}"
+            name = f"{what}.{self.counters.next(what)}.forward"
+            if not self.is_active or not self.wants(name):
+                return None
+            entry = self.entry(name)
+            leaves = self.leaves_of(name)
+            if self.wants_input:
+                entry.raw["input_args"] = [leaves.of(one, f"input.{place}") for place, one in enumerate(tensors)]
+                entry.raw["input_kwargs"] = dict(kwargs)
+            return _CollectiveCall(entry)
+
+    def collective_ends(self, token: object, outputs: Sequence[Tensor]) -> None:
+        """The collective of ``token`` has its result in ``outputs``: the entry is written."""
+        if not isinstance(token, _CollectiveCall):
+            return
+        with self.lock, quietly():
+            entry = token.entry
+            leaves = self.leaves_of(entry.name)
+            if self.wants_output:
+                entry.raw["output"] = [leaves.of(one, f"output.{place}") for place, one in enumerate(outputs)]
+            self.write(entry)

@@ -1,0 +1,68 @@
+"""Where a call was made: the user's lines, innermost first, without those of torch and of this package.
+
+To format a stack costs more than most calls that have one. A program makes its calls in the same few places over and
+over, so the frames are only compared (by code object and instruction), and formatted the first time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import os
+import sys
+from collections.abc import Callable
+from types import CodeType, FrameType
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_MOST_FRAMES = 200
+
+
+class StackBook:
+    """Numbers stacks.
+
+    Args:
+        hidden: beginnings of the file names whose frames are left out, besides this package's own.
+        new: given the lines of a stack that was not seen before, makes its number.
+    """
+
+    def __init__(self, hidden: tuple[str, ...], new: Callable[[list[str]], int]) -> None:
+        self._hidden = (_PACKAGE, contextlib.__file__, "<frozen", *hidden)
+        self._new = new
+        self._is_shown: dict[int, bool] = {}  # id of a code object
+        self._codes: list[CodeType] = []  # so that their ids are not given again
+        self._numbers: dict[tuple[int, ...], int] = {}
+
+    def here(self) -> int:
+        """The number of the stack that this is called from."""
+        frame: FrameType | None = sys._getframe(1)
+        key: list[int] = []
+        is_shown = self._is_shown
+        while frame is not None and len(key) < 2 * _MOST_FRAMES:
+            code = frame.f_code
+            shown = is_shown.get(id(code))
+            if shown is None:
+                shown = self._judge(code)
+            if shown:
+                key.append(id(code))
+                key.append(frame.f_lasti)
+            frame = frame.f_back
+        found = self._numbers.get(tuple(key))
+        if found is None:
+            found = self._numbers[tuple(key)] = self._new(self._lines(sys._getframe(1)))
+        return found
+
+    def _judge(self, code: CodeType) -> bool:
+        self._codes.append(code)
+        shown = self._is_shown[id(code)] = not code.co_filename.startswith(self._hidden)
+        return shown
+
+    def _lines(self, frame: FrameType | None) -> list[str]:
+        lines: list[str] = []
+        while frame is not None and len(lines) < _MOST_FRAMES:
+            code = frame.f_code
+            if self._is_shown.get(id(code), False):
+                file, line = os.path.abspath(code.co_filename), frame.f_lineno
+                text = linecache.getline(file, line).strip()
+                lines.append(f"File {file}, line {line}, in {code.co_name},\n    {text}")
+            frame = frame.f_back
+        return lines

@@ -1,0 +1,60 @@
+"""Tensors of a dump as files of their own, and the checksum of their bytes. Reading them back is the comparison's."""
+
+from __future__ import annotations
+
+import ctypes
+import zlib
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ddpstats._atomic import replace_file
+from ddpstats.dump._naming import file_name
+
+DIRECTORY = "dump_tensor_data"
+
+
+class TensorFiles:
+    """Saves what it is given, now or at the end of the step.
+
+    Args:
+        directory: made with the first file.
+        at_once: False keeps a copy, on the tensor's own device, until `flush`: nothing waits and nothing is written.
+    """
+
+    def __init__(self, directory: Path, *, at_once: bool) -> None:
+        self.directory = directory
+        self._at_once = at_once
+        self._kept: list[tuple[str, Tensor]] = []
+
+    def save(self, tensor: Tensor, name: str, path: str) -> str:
+        """The name of the file. Raises OSError."""
+        file = file_name(name, path)
+        if self._at_once:
+            self._write(tensor, file)
+        else:
+            self._kept.append((file, tensor.detach().clone()))
+        return file
+
+    def flush(self) -> None:
+        """Write what was kept. Raises OSError."""
+        kept, self._kept = self._kept, []
+        for file, tensor in kept:
+            self._write(tensor, file)
+
+    def _write(self, tensor: Tensor, file: str) -> None:
+        if tensor.is_meta:
+            return
+        plain = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)  # not the whole storage
+        self.directory.mkdir(parents=True, exist_ok=True)
+        replace_file(self.directory / file, lambda opened: torch.save(plain, opened))
+
+
+def checksum(tensor: Tensor) -> str:
+    """CRC-32 of the elements' bytes in order, as 8 hex digits. Waits for a device."""
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    size = plain.numel() * plain.element_size()
+    if not size:
+        return f"{0:08x}"
+    return f"{zlib.crc32((ctypes.c_char * size).from_address(plain.data_ptr())):08x}"
