@@ -34,6 +34,9 @@ class Recording(Protocol):
     def collective_ends(self, token: object, outputs: Sequence[Tensor]) -> None:
         """Take the outputs, and write the entry."""
 
+    def note_error(self, where: str, error: BaseException) -> None:
+        """Something of ours failed; the program goes on."""
+
 
 @dataclass(eq=False)
 class _Pending:
@@ -58,13 +61,13 @@ class CollectiveWatch:
         _intercept.subscribe(self, self._has_waited)
 
     def stop(self) -> None:
-        """Leave. Outputs of what is done are taken; what is not done gets none. Local, waits for nothing; idempotent."""
+        """Leave. Outputs of what is done are taken, what is not done gets none. Waits for nothing; idempotent."""
         _intercept.unsubscribe(self)
         self.poll()
         with self._lock:
             left, self._pending = list(self._pending.values()), {}
         for pending in left:
-            self._recorder.collective_ends(pending.token, ())
+            self._end(pending.token, ())
 
     def poll(self) -> None:
         """Take the outputs of what has completed meanwhile. Cheap where nothing is pending; call it often."""
@@ -79,8 +82,12 @@ class CollectiveWatch:
     # -- subscriber of `_intercept` -----------------------------------------------------------------------------------
 
     def before(self, call: Collective) -> None:
-        self.poll()
-        token = self._recorder.collective_begins(call.op, list(call.inputs), described(call))
+        token = None
+        try:
+            self.poll()
+            token = self._recorder.collective_begins(call.op, list(call.inputs), described(call))
+        except Exception as error:  # what is raised here would stop the collective
+            self._recorder.note_error(call.op, error)
         with self._lock:
             self._tokens[id(call)] = token
 
@@ -91,7 +98,7 @@ class CollectiveWatch:
         if token is None:
             return
         if work is None or not call.outputs:
-            self._recorder.collective_ends(token, list(call.outputs))
+            self._end(token, call.outputs)
             return
         with self._lock:
             self._pending[id(work)] = _Pending(work, token, list(call.outputs))
@@ -107,7 +114,13 @@ class CollectiveWatch:
         self.poll()
 
     def _take(self, pending: _Pending) -> None:
-        self._recorder.collective_ends(pending.token, () if _failed(pending.work) else pending.outputs)
+        self._end(pending.token, () if _failed(pending.work) else pending.outputs)
+
+    def _end(self, token: object, outputs: Sequence[Tensor]) -> None:
+        try:
+            self._recorder.collective_ends(token, list(outputs))
+        except Exception as error:
+            self._recorder.note_error("a collective's outputs", error)
 
 
 def _failed(work: Any) -> bool:
@@ -121,14 +134,18 @@ def described(call: Collective) -> dict[str, object]:
     """What a collective's entry has among its ``input_kwargs``; ranks are global ones."""
     found: dict[str, object] = {"group": group_leaf(call.view)}
     if call.reduce_op is not None:
-        found["op"] = call.reduce_op
+        found["op"] = {"type": "str", "value": call.reduce_op}
     if call.root is not None:
-        found["dst" if call.op in _TO_ROOT else "src"] = call.view.ranks[call.root]
+        found["dst" if call.op in _TO_ROOT else "src"] = _int(call.view.ranks[call.root])
     if call.peer is not None:
-        found["dst" if call.op == "send" else "src"] = call.view.ranks[call.peer]
+        found["dst" if call.op == "send" else "src"] = _int(call.view.ranks[call.peer])
     if call.tag is not None:
-        found["tag"] = call.tag
+        found["tag"] = _int(call.tag)
     return found
+
+
+def _int(value: int) -> dict[str, object]:
+    return {"type": "int", "value": value}
 
 
 def group_leaf(view: GroupView) -> dict[str, object]:

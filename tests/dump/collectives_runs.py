@@ -24,7 +24,10 @@ class Recorder:
     def collective_begins(self, api: str, tensors: Sequence[Tensor], kwargs: Mapping[str, object]) -> object:
         if api == "all_gather":  # the one that nobody asked for
             return None
-        found: Seen = {"api": api, "inputs": [tensor.tolist() for tensor in tensors], **kwargs}
+        found: Seen = {"api": api, "inputs": [tensor.tolist() for tensor in tensors]}
+        for key, leaf in kwargs.items():
+            assert isinstance(leaf, dict)
+            found[key] = leaf.get("value", leaf)
         self.seen.append(found)
         return found
 
@@ -32,6 +35,9 @@ class Recorder:
         assert isinstance(token, dict)
         assert "outputs" not in token
         token["outputs"] = [tensor.tolist() for tensor in outputs]
+
+    def note_error(self, where: str, error: BaseException) -> None:
+        raise AssertionError(where) from error
 
 
 def watched(rank: int, run: Callable[[int], None]) -> list[Seen]:
@@ -138,12 +144,15 @@ def under_guard(rank: int) -> dict[str, list[Seen]]:
     """A guard waits for messages in the program's place, whichever of the two came first."""
     from ddpstats import collective_guard
 
+    def messages_and_more(rank: int) -> None:
+        _messages(rank)
+        _asynchronous(rank)
+
     def guarded(rank: int) -> None:
         with collective_guard(mode="strict"):
-            _messages(rank)
-            _asynchronous(rank)
+            messages_and_more(rank)
 
     inside = watched(rank, guarded)
     with collective_guard(mode="strict"):
-        outside = watched(rank, lambda rank: (_messages(rank), _asynchronous(rank), None)[-1])
+        outside = watched(rank, messages_and_more)
     return {"inside": inside, "outside": outside}

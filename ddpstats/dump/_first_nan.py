@@ -1,0 +1,211 @@
+"""The first operation of a step, over all ranks, whose inputs were finite and whose outputs were not.
+
+1. Each rank's entries are read once (`_rank_scan`): its candidates and its collectives.
+2. Collectives of different ranks are matched by their group, their kind and their order in the group; a send with its
+   receive. Walked in an order that fits all ranks, they give every rank a clock: what is after a collective is later
+   than what is before it on any of its ranks.
+3. A collective whose inputs were finite on all its ranks, and whose outputs were not, is a candidate itself.
+4. The candidates with the earliest clock are the origins: before the first collective, or between two of them, of every
+   rank its own first one. Of modules inside each other, and the calls in them, it is the innermost.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ddpstats.dump._growth import Grower, ancestors
+from ddpstats.dump._names import parse_name
+from ddpstats.dump._rank_scan import Candidate, Collective, Kind, RankScan
+
+Key = tuple[str, tuple[int, ...], str, int, int]
+"""Group, its ranks, what is called, and from and to whom (-1 where everybody takes part)."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where the first value that is not finite comes from, on one rank.
+
+    Attributes:
+        rank, name, kind: which entry of which rank, and how it is to blame.
+        candidate: what is known of it.
+        after, until: the collectives of this rank around it, by name; None at the beginning and at the end.
+        modules: the modules' passes around it, innermost first.
+        grower: what made the values grow until then, if something did repeatedly.
+        peers: of a collective, the ranks that took part; ``undumped``: those whose dump is not there.
+    """
+
+    rank: int
+    kind: Kind
+    candidate: Candidate
+    after: str | None
+    until: str | None
+    modules: tuple[str, ...]
+    grower: Grower | None
+    peers: tuple[int, ...] = ()
+    undumped: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.candidate.name
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What the dumps of a step say.
+
+    Attributes:
+        origins: ascending by rank; empty where every tensor is finite, or was made infinite on purpose.
+        phase: when that was.
+        unmatched: collectives that some ranks of their group have in their dump, and others not.
+    """
+
+    origins: tuple[Origin, ...]
+    phase: Literal["", "before the first collective", "between collectives", "in a collective"]
+    unmatched: tuple[str, ...]
+
+
+@dataclass(eq=False)
+class _Meeting:
+    """One collective, on all ranks that have it."""
+
+    key: Key
+    number: int
+    members: dict[int, Collective]
+
+
+def find_origins(scans: Sequence[RankScan]) -> Findings:
+    """What the scans of all ranks of one step say together."""
+    meetings = _matched(scans)
+    clocks, order = _walked(scans, meetings)
+    finds: list[tuple[tuple[int, int], Origin]] = []
+    for meeting in order:
+        finds += [((clocks[id(meeting)], 0), origin) for origin in _of_collective(scans, meeting)]
+    for scan in scans:
+        for candidate in scan.candidates:
+            if candidate.holds() and candidate.kind != "collective":
+                before = meetings[scan.rank][: candidate.position]
+                clock = max((clocks[id(meeting)] for meeting in before), default=0)
+                finds.append(((clock, 1), _origin(scan, candidate)))
+                break
+    if not finds:
+        return Findings((), "", _unmatched(scans, order))
+    first = min(clock for clock, _ in finds)
+    origins = sorted((origin for clock, origin in finds if clock == first), key=lambda origin: origin.rank)
+    phase: Literal["before the first collective", "between collectives", "in a collective"]
+    phase = (
+        "before the first collective" if first == (0, 1) else "between collectives" if first[1] else "in a collective"
+    )
+    return Findings(tuple(origins), phase, _unmatched(scans, order))
+
+
+# -- collectives of different ranks -----------------------------------------------------------------------------------
+
+
+def _matched(scans: Sequence[RankScan]) -> dict[int, list[_Meeting]]:
+    """Of every rank, its collectives in execution order, each as what all its ranks share."""
+    found: dict[tuple[Key, int], _Meeting] = {}
+    of_rank: dict[int, list[_Meeting]] = {}
+    for scan in scans:
+        counts: dict[Key, int] = {}
+        numbered: dict[str, tuple[Key, int]] = {}
+        for call in sorted(scan.collectives, key=lambda call: call.number):  # as begun, not as ended
+            key = _key(scan.rank, call)
+            numbered[call.name] = key, counts.setdefault(key, 0)
+            counts[key] += 1
+        of_rank[scan.rank] = []
+        for call in scan.collectives:
+            meeting = found.setdefault(numbered[call.name], _Meeting(*numbered[call.name], {}))
+            meeting.members[scan.rank] = call
+            of_rank[scan.rank].append(meeting)
+    return of_rank
+
+
+def _key(rank: int, call: Collective) -> Key:
+    if call.peer is None:
+        return call.group, call.ranks, call.api, -1, -1
+    source, destination = (rank, call.peer) if call.api.endswith("send") else (call.peer, rank)
+    return call.group, call.ranks, "message", source, destination
+
+
+def _walked(scans: Sequence[RankScan], of_rank: dict[int, list[_Meeting]]) -> tuple[dict[int, int], list[_Meeting]]:
+    """The clock of every meeting, by its id, and the meetings in an order that fits all ranks, where there is one."""
+    queues = {scan.rank: deque(of_rank[scan.rank]) for scan in scans}
+    now = dict.fromkeys(queues, 0)
+    clocks: dict[int, int] = {}
+    order: list[_Meeting] = []
+    while heads := [queue[0] for queue in queues.values() if queue]:
+        ready = (meeting for meeting in heads if all(_is_next(queues[rank], meeting) for rank in meeting.members))
+        meeting = next(ready, heads[0])  # asynchronous ones may cross: then some order is as good as another
+        clocks[id(meeting)] = 1 + max(now[rank] for rank in meeting.members)
+        order.append(meeting)
+        for rank in meeting.members:
+            now[rank] = clocks[id(meeting)]
+            queues[rank].remove(meeting)
+    return clocks, order
+
+
+def _is_next(queue: deque[_Meeting], meeting: _Meeting) -> bool:
+    return bool(queue) and queue[0] is meeting
+
+
+def _unmatched(scans: Sequence[RankScan], order: Sequence[_Meeting]) -> tuple[str, ...]:
+    dumped = {scan.rank for scan in scans}
+    lines = []
+    for meeting in order:
+        expected = set(meeting.key[3:]) if meeting.key[2] == "message" else set(meeting.key[1])
+        if missing := sorted((expected & dumped) - set(meeting.members)):
+            rank, call = next(iter(meeting.members.items()))
+            lines.append(f"{call.name} of rank {rank} has no counterpart in the dump of rank {_listed(missing)}")
+    return tuple(lines)
+
+
+def _of_collective(scans: Sequence[RankScan], meeting: _Meeting) -> list[Origin]:
+    """The collective itself, where finite inputs of all ranks became something else. It is one origin per rank."""
+    calls = meeting.members
+    if any(call.bad_inputs for call in calls.values()):
+        return []
+    dumped = {scan.rank for scan in scans}
+    peers = tuple(sorted(set(meeting.key[1]) or set(calls)))
+    undumped = tuple(rank for rank in peers if rank not in dumped)
+    found = []
+    for scan in scans:
+        call = calls.get(scan.rank)
+        if call is None or not call.bad_outputs:
+            continue
+        known = next((one for one in scan.candidates if one.kind == "collective" and one.name == call.name), None)
+        place = next(index for index, one in enumerate(scan.collectives) if one is call)
+        candidate = known or Candidate("collective", call.entry, call.bad_outputs, place, 0, True)
+        found.append(_origin(scan, candidate, peers, undumped))
+    return found
+
+
+# -- one rank ---------------------------------------------------------------------------------------------------------
+
+
+def _origin(
+    scan: RankScan, candidate: Candidate, peers: tuple[int, ...] = (), undumped: tuple[int, ...] = ()
+) -> Origin:
+    chosen = _innermost(scan, candidate) if candidate.kind == "computation" else candidate
+    after = scan.collectives[chosen.position - 1].name if chosen.position else None
+    at = chosen.position + (chosen.kind == "collective")
+    until = scan.collectives[at].name if at < len(scan.collectives) else None
+    modules = tuple(ancestors(chosen.name, scan.dump))
+    direction = parse_name(chosen.name).direction
+    grower = scan.growth.grower("backward" if direction == "parameters_grad" else direction, scan.dump)
+    return Origin(scan.rank, chosen.kind, chosen, after, until, modules, grower, peers, undumped)
+
+
+def _innermost(scan: RankScan, candidate: Candidate) -> Candidate:
+    """Where a module's entry comes before those of what is inside it: the first of those that stand."""
+    for other in scan.candidates:
+        inside = other.order > candidate.order and other.kind == "computation" and other.holds()
+        if inside and candidate.name in ancestors(other.name, scan.dump):
+            return _innermost(scan, other)
+    return candidate
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))

@@ -1,0 +1,309 @@
+"""``ddpstats nan-origin DIR``: the first operation of a dumped step, on any rank, that made a NaN or an infinity.
+
+Reads the dumps of all ranks of one step, also those of a run that was killed in it, one entry at a time. Exit status 0
+if nothing was found, 1 if something was, 2 if it cannot be read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from ddpstats.dump._entries import Leaf
+from ddpstats.dump._files import RankDump, find_ranks
+from ddpstats.dump._first_nan import Findings, Origin, find_origins
+from ddpstats.dump._growth import Grower
+from ddpstats.dump._memory import MemoryWalk, Overlaps
+from ddpstats.dump._names import parse_name
+from ddpstats.dump._rank_scan import RankScan, has_nan, is_bad, scan_rank
+from ddpstats.errors import DumpError
+
+_SHOWN, _SHOWN_FRAMES = 8, 4
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", metavar="DIR", help="a dump with one step, a step's directory, or a rank's")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Raises `DumpError` for a directory without a dump, or a damaged one."""
+    ranks = find_ranks(args.directory)
+    scans, memory = read(ranks)
+    findings = find_origins(scans)
+    print(json.dumps(as_json(scans, findings, memory)) if args.json else as_text(scans, findings, memory))
+    return 1 if findings.origins else 0
+
+
+def read(ranks: Sequence[RankDump]) -> tuple[list[RankScan], list[Overlaps]]:
+    """Every rank's entries, once."""
+    scans, memory = [], []
+    for dump in ranks:
+        walk = MemoryWalk(dump.level)
+        scans.append(scan_rank(dump, also=walk.take))
+        memory.append(walk.overlaps())
+    if not any(scan.entries for scan in scans):
+        raise DumpError(f"{ranks[0].path} has no entries. Does its configuration choose any, by scope and list?")
+    return scans, memory
+
+
+# -- in words ---------------------------------------------------------------------------------------------------------
+
+
+def as_text(scans: Sequence[RankScan], findings: Findings, memory: Sequence[Overlaps]) -> str:
+    lines = [_read_words(scans)]
+    for scan in scans:
+        if not scan.dump.complete:
+            lines.append(f"{_rank(scan.dump.rank)}: incomplete: the run ended inside this step; the newest may lack")
+    lines += _capped([f"note: {line}" for line in findings.unmatched])
+    lines.append("")
+    if findings.origins:
+        lines += _origins(scans, findings)
+    else:
+        lines.append("Nothing found: every tensor is finite, or was made infinite on purpose and became finite again.")
+    lines += _memory_notes(scans, memory)
+    return "\n".join(lines)
+
+
+def _read_words(scans: Sequence[RankScan]) -> str:
+    entries = sum(scan.entries for scan in scans)
+    step = scans[0].dump.step
+    where = "" if step is None else f" of step {step}"
+    count = "1 rank" if len(scans) == 1 else f"{len(scans)} ranks"
+    return f"{count}{where}, {entries:,} entries, {sum(len(scan.collectives) for scan in scans):,} collectives."
+
+
+def _origins(scans: Sequence[RankScan], findings: Findings) -> Iterator[str]:
+    groups: dict[tuple[str, str], list[Origin]] = {}
+    for origin in findings.origins:
+        groups.setdefault((origin.name, origin.kind), []).append(origin)
+    by_rank = {scan.rank: scan for scan in scans}
+    for number, origins in enumerate(groups.values()):
+        if number:
+            yield ""
+        yield from _one(by_rank[origins[0].rank], origins, findings.phase)
+
+
+def _one(scan: RankScan, origins: Sequence[Origin], phase: str) -> Iterator[str]:
+    origin, dump = origins[0], scan.dump
+    ranks = [str(one.rank) for one in origins] if dump.rank is not None else []
+    who = (f"Rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}: " if ranks else "") + verdict(origin)
+    yield f"{who}, {phase}." if phase != "in a collective" and scan.collectives else f"{who}."
+    if origin.after or origin.until:
+        yield f"  between: {origin.after or 'the beginning'} and {origin.until or 'the end'}"
+    for number, line in enumerate(stack_of(dump, origin.name)[:_SHOWN_FRAMES]):
+        yield f"  {'at' if number == 0 else '  '} {line}"
+    if origin.modules:
+        yield "  in " + ", in ".join(origin.modules[:_SHOWN])
+    yield from _tensors(origin)
+    if origin.candidate.before:
+        yield "  just before: " + ", ".join(origin.candidate.before)
+    if origin.grower is not None:
+        yield from _growth(origin.grower)
+    yield "  What to do next: " + advice(origin, dump)
+
+
+def verdict(origin: Origin) -> str:
+    """What happened, without the rank and the time."""
+    name, bad = origin.name, origin.candidate.bad
+    what = _what(one.leaf for one in bad)
+    paths = ", ".join(one.path for one in bad[:_SHOWN])
+    if origin.kind == "collective":
+        missing = f"; of rank {', '.join(map(str, origin.undumped))} there is no dump" if origin.undumped else ""
+        return f"{name} made the first {what}: finite on all its ranks before, not finite after{missing}"
+    if origin.kind == "parameter":
+        module = parse_name(name).api
+        names = ", ".join(f"{module}.{one.path.removeprefix('parameters.')}".strip(".") for one in bad)
+        return f"not finite before the step: parameter {names}, used by {name}, holds {what}"
+    if origin.kind == "arrived":
+        at_start = origin.candidate.order == 0 or not origin.candidate.before
+        when = "not finite before the step: " if at_start else "not finite, and made by nothing that was recorded: "
+        return f"{when}{paths} of {name} holds {what}"
+    if origin.kind == "uninitialised":
+        return f"{name} is memory that nobody had written to; it holds {what}, which went into gradients"
+    if origin.kind == "gradient":
+        return f"{name} ({paths}) is the first that holds {what}, and the dump has nothing of how it was computed"
+    return f"{name} made the first {what}: its inputs are finite" + (
+        ", but for infinities that were put there on purpose (a row that is masked out entirely?)"
+        if origin.candidate.masked
+        else ""
+    )
+
+
+def _what(leaves: Iterable[Leaf]) -> str:
+    held = list(leaves)
+    nan = any(has_nan(leaf) for leaf in held)
+    inf = any(_has_inf(leaf) for leaf in held)
+    return "NaN and infinity" if nan and inf else "NaN" if nan else "infinity"
+
+
+def _has_inf(leaf: Leaf) -> bool:
+    if leaf.inf_count is not None:
+        return leaf.inf_count > 0
+    return any(value is not None and math.isinf(value) for value in (leaf.max, leaf.min))
+
+
+def _tensors(origin: Origin) -> Iterator[str]:
+    entry = origin.candidate.entry
+    if origin.kind == "gradient":
+        yield from _capped([_tensor(path, leaf) for path, leaf in entry.leaves()])
+        return
+    parameters = [(path, leaf) for path, leaf in entry.leaves() if path.startswith("parameters.")]
+    yield "  inputs:"
+    yield from _capped([_tensor(path, leaf) for path, leaf in [*entry.inputs(), *parameters]] or ["    none"])
+    yield "  outputs:"
+    yield from _capped([_tensor(path, leaf) for path, leaf in entry.outputs()] or ["    none"])
+
+
+def _tensor(path: str, leaf: Leaf) -> str:
+    dtype = leaf.dtype.removeprefix("torch.")
+    numbers = zip(("Max", "Min", "Mean", "Norm"), (leaf.max, leaf.min, leaf.mean, leaf.norm), strict=True)
+    words = [f"{name} {_number(value)}" for name, value in numbers if value is not None]
+    if is_bad(leaf):
+        words += [f"{leaf.nan_count:,} NaN"] if leaf.nan_count else []
+        words += [f"{leaf.inf_count:,} infinite"] if leaf.inf_count else []
+        words += [f"first at {list(leaf.first_bad)}"] if leaf.first_bad is not None else []
+    return f"    {path}  {dtype}{list(leaf.shape)}  " + ", ".join(words)
+
+
+def _growth(grower: Grower) -> Iterator[str]:
+    yield (
+        f"  It grew until it overflowed: {grower.operation} ({grower.direction}) makes it larger in {grower.times} of "
+        f"{grower.calls} calls, x {_number(grower.ratio)} on average:"
+    )
+    for one in grower.trail:
+        yield f"    {one.name}  {_number(one.size_in)} -> {_number(one.size_out)}  x {_number(one.ratio)}"
+
+
+def _number(value: float) -> str:
+    return f"{value:.4g}"
+
+
+def advice(origin: Origin, dump: RankDump) -> str:
+    """One sentence or two for somebody who has to go on from here."""
+    if origin.grower is not None:
+        return (
+            f"look at how {origin.grower.operation} is called (arguments, masks, scales): the overflow is only where "
+            "the growth ends. Run without it, or with a plain implementation of it, to make sure."
+        )
+    if origin.kind == "collective":
+        return "look at the magnitudes that went in: a sum over ranks overflows where the parts do not; average first."
+    if origin.kind == "parameter":
+        return "look at the step before this one, or at the checkpoint that was loaded."
+    if origin.kind == "arrived":
+        return "look at what makes this tensor: the batch, a kernel of your own, or what ran before the dump began."
+    if origin.kind == "uninitialised":
+        return "write to the whole of it before it is read, or use zeros."
+    if dump.level == "L0":
+        return f'dump the step again with level "mix" and list ["{origin.name}"], to see the operation inside it.'
+    if dump.task != "tensor":
+        return (
+            f'dump the step again with task "tensor" and list ["{origin.name}"], to see the elements. If nothing is '
+            "found then, timing matters: set async_dump, and suspect memory that is given out too early."
+        )
+    return f"load its tensors from {dump.directory / 'dump_tensor_data'} and run the operation alone."
+
+
+def _memory_notes(scans: Sequence[RankScan], memory: Sequence[Overlaps]) -> Iterator[str]:
+    for scan, overlaps in zip(scans, memory, strict=True):
+        if not overlaps.known:
+            yield f"\nnote: {_rank(scan.dump.rank)}: this dump does not record where its tensors are in memory."
+        elif overlaps:
+            yield (
+                f"\nnote: {_rank(scan.dump.rank)}: live storages that share memory (a stomp, unless it is meant, as by "
+                "from_numpy or dlpack):"
+            )
+            yield from _capped([f"  {overlap}" for overlap in overlaps])
+
+
+def stack_of(dump: RankDump, name: str) -> list[str]:
+    """The lines of the call, innermost first; of a backward pass, those of the forward pass if it has none."""
+    found = dump.stack_of(name) or dump.stack_of(name.replace(".backward", ".forward"))
+    return [" ".join(line.split()) for line in found]
+
+
+def _rank(rank: int | None) -> str:
+    return "this process" if rank is None else f"rank {rank}"
+
+
+def _capped(lines: list[str]) -> list[str]:
+    left = len(lines) - _SHOWN
+    return lines if left <= 0 else [*lines[:_SHOWN], f"    ... and {left:,} more"]
+
+
+# -- as JSON ----------------------------------------------------------------------------------------------------------
+
+
+def as_json(scans: Sequence[RankScan], findings: Findings, memory: Sequence[Overlaps]) -> dict[str, Any]:
+    by_rank = {scan.rank: scan for scan in scans}
+    return {
+        "step": scans[0].dump.step,
+        "ranks": [
+            {"rank": s.dump.rank, "entries": s.entries, "collectives": len(s.collectives), "complete": s.dump.complete}
+            for s in scans
+        ],
+        "phase": findings.phase,
+        "origins": [_origin_json(by_rank[origin.rank].dump, origin) for origin in findings.origins],
+        "unmatched": list(findings.unmatched),
+        "overlaps": [
+            {"rank": scan.dump.rank, "known": found.known, "shared": [str(one) for one in found]}
+            for scan, found in zip(scans, memory, strict=True)
+        ],
+        **_anomalies(by_rank, findings),
+    }
+
+
+def _origin_json(dump: RankDump, origin: Origin) -> dict[str, Any]:
+    grower = origin.grower
+    return {
+        "rank": dump.rank,
+        "name": origin.name,
+        "kind": origin.kind,
+        "verdict": verdict(origin),
+        "bad": [one.path for one in origin.candidate.bad],
+        "after": origin.after,
+        "until": origin.until,
+        "undumped_ranks": list(origin.undumped),
+        "before": list(origin.candidate.before),
+        "growth": None
+        if grower is None
+        else {
+            "operation": grower.operation,
+            "direction": grower.direction,
+            "calls": grower.calls,
+            "times": grower.times,
+            "ratio": grower.ratio,
+            "trail": [{"name": one.name, "ratio": one.ratio, "norm": _finite(one.size_out)} for one in grower.trail],
+        },
+        "advice": advice(origin, dump),
+    }
+
+
+def _finite(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)
+
+
+def _anomalies(by_rank: dict[int, RankScan], findings: Findings) -> dict[str, Any]:
+    """Per rank, in the words that other tools of this format use."""
+    found: dict[str, Any] = {}
+    for origin in findings.origins:
+        found.setdefault(f"rank_{origin.rank}", []).append(
+            {
+                "op_name": origin.name,
+                "data_info": _plain(origin.candidate.entry.raw),
+                "construct_info": list(origin.modules),
+                "stack_info": stack_of(by_rank[origin.rank].dump, origin.name),
+            }
+        )
+    return found
+
+
+def _plain(held: Any) -> Any:
+    """Legal JSON: what is not finite as a word."""
+    if isinstance(held, dict):
+        return {key: _plain(value) for key, value in held.items()}
+    if isinstance(held, list):
+        return [_plain(value) for value in held]
+    return str(held) if isinstance(held, float) and not math.isfinite(held) else held

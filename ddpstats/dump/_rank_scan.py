@@ -1,0 +1,324 @@
+"""One rank's entries, read once: where its tensors may have stopped being finite, and its collectives.
+
+1. An entry whose inputs were finite and whose outputs are not is a candidate. A tensor that is not finite when it is
+   first seen is one, too: something that the dump does not record made it, or it was so before the step.
+2. What is not finite carries its candidate along: by the statistics of a tensor, which tell tensors apart well enough.
+3. Infinities that were put there on purpose (an argument that is an infinity; a mask of minus infinities) are no
+   candidates, nor is what they turn into, unless that is a NaN or an infinity of the other sign.
+4. A candidate that made infinities alone is open: it stands if they become a NaN, reach a gradient or a collective, or
+   are never used; it falls if all that is seen of them is how they become finite again (the log of a mask of zeros).
+   Uninitialised memory (``empty``) stands only if it reaches a gradient or a collective.
+5. What is computed again (activation checkpointing) does not count.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from ddpstats.dump._entries import Entry, Leaf
+from ddpstats.dump._files import RankDump
+from ddpstats.dump._growth import Growth
+from ddpstats.dump._names import Name, parse_name
+
+Kind = Literal["computation", "arrived", "parameter", "uninitialised", "gradient", "collective"]
+
+_MAX_CANDIDATES, _MAX_MARKS, _BEFORE = 256, 65_536, 5
+_UNINITIALISED = re.compile(r"(new_)?empty(_|$)")
+_ON_PURPOSE = re.compile(r"(new_)?(full|fill|masked_fill|where|triu|tril)(_|$)")
+_FROM_ROOT, _TO_ROOT = frozenset({"broadcast", "scatter"}), frozenset({"reduce", "gather", "gather_into_tensor"})
+
+
+class Bad(NamedTuple):
+    """A tensor of an entry that is not finite."""
+
+    path: str
+    leaf: Leaf
+
+    @property
+    def mark(self) -> str:
+        """Tells it apart from others, as well as statistics can."""
+        raw = self.leaf.raw
+        return repr([raw.get(key) for key in ("shape", "Max", "Min", "Mean", "Norm", "nan_count", "first_bad")])
+
+
+@dataclass(eq=False)
+class Candidate:
+    """Where something that was finite may have become NaN or infinite.
+
+    Attributes:
+        kind: "computation", "collective": this entry made it; "arrived": a tensor that was not finite when this entry
+            took it in; "parameter": likewise, a parameter; "uninitialised": memory that nobody wrote to; "gradient": a
+            parameter's gradient, of which nothing else is known.
+        entry: which.
+        bad: the tensors in question.
+        position: how many collectives of this rank came before.
+        order: how many entries came before.
+        stands: None while that is open.
+        used: infinities of it went into something that was finite again.
+        masked: some of its inputs hold infinities that were put there on purpose.
+        before: names of the entries just before.
+    """
+
+    kind: Kind
+    entry: Entry
+    bad: tuple[Bad, ...]
+    position: int
+    order: int
+    stands: bool | None = None
+    used: bool = False
+    masked: bool = False
+    before: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.entry.name
+
+    def holds(self) -> bool:
+        if self.stands is None:
+            return self.kind != "uninitialised" and not self.used
+        return self.stands
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective of one rank: with whom, and what of it was not finite. Ranks are global ones."""
+
+    entry: Entry
+    api: str
+    number: int
+    ranks: tuple[int, ...]  # of the group; empty where the dump does not say
+    group: str
+    root: int | None
+    peer: int | None
+    bad_inputs: tuple[Bad, ...]
+    bad_outputs: tuple[Bad, ...]
+
+    @property
+    def name(self) -> str:
+        return self.entry.name
+
+
+@dataclass
+class RankScan:
+    """What one rank's dump says."""
+
+    dump: RankDump
+    entries: int = 0
+    tensors: int = 0
+    candidates: list[Candidate] = field(default_factory=list)
+    collectives: list[Collective] = field(default_factory=list)
+    growth: Growth = field(default_factory=Growth)
+
+    @property
+    def rank(self) -> int:
+        return self.dump.rank or 0
+
+
+def is_bad(leaf: Leaf) -> bool:
+    """NaN or infinite, by the counts, or else by Max and Min: a norm may overflow where no element does."""
+    if leaf.nan_count is not None and leaf.inf_count is not None:
+        return leaf.nan_count > 0 or leaf.inf_count > 0
+    return any(value is not None and not math.isfinite(value) for value in (leaf.max, leaf.min))
+
+
+def has_nan(leaf: Leaf) -> bool:
+    if leaf.nan_count is not None:
+        return leaf.nan_count > 0
+    return any(value is not None and math.isnan(value) for value in (leaf.max, leaf.min))
+
+
+def _is_minus_infinity(leaf: Leaf) -> bool:
+    return not has_nan(leaf) and leaf.max != math.inf
+
+
+def scan_rank(dump: RankDump, also: Callable[[Entry], None] = lambda entry: None) -> RankScan:
+    """Read one rank's entries once. Keeps its collectives, its first candidates, and little else.
+
+    ``also`` gets every entry, for who wants to know something else of them.
+    """
+    walk = _Walk(RankScan(dump))
+    for entry in dump.entries():
+        also(entry)
+        if not entry.is_recompute:
+            walk.take(entry)
+    return walk.found
+
+
+class _Walk:
+    """The state of reading one rank. A mark leads to a candidate, or to None: infinities put there on purpose."""
+
+    def __init__(self, found: RankScan) -> None:
+        self.found = found
+        self._marks: dict[str, Candidate | None] = {}
+        self._before: deque[str] = deque(maxlen=_BEFORE)
+
+    def take(self, entry: Entry) -> None:
+        name = parse_name(entry.name)
+        if not any(candidate.stands for candidate in self.found.candidates):
+            self.found.growth.take(entry, name)
+        if name.is_collective:
+            self._take_collective(entry, name)
+        elif name.direction == "parameters_grad":
+            self._take_gradient(entry)
+        else:
+            self._take_call(entry, name)
+        self.found.entries += 1
+        self._before.append(entry.name)
+
+    # -- calls --------------------------------------------------------------------------------------------------------
+
+    def _take_call(self, entry: Entry, name: Name) -> None:
+        parameters = ((path, leaf) for path, leaf in entry.leaves() if path.startswith("parameters."))
+        taken = [*self._bad(parameters), *self._bad(entry.inputs())]
+        made = self._bad(entry.outputs())
+        real, masked = self._causes(entry, taken)
+        if not made:
+            for candidate in real:
+                candidate.used = True
+        elif real:
+            self._carry(min(real, key=lambda candidate: candidate.order), made, name.direction == "backward")
+        elif self._is_on_purpose(entry, name, made, masked):
+            self._mark(made, None)
+        else:
+            self._add(self._made_by(entry, name, made, masked))
+
+    def _made_by(self, entry: Entry, name: Name, made: list[Bad], masked: bool) -> Candidate:
+        if not name.is_module and _UNINITIALISED.match(name.api):
+            return self._candidate("uninitialised", entry, made)
+        candidate = self._candidate("computation", entry, made)
+        candidate.masked = masked
+        if name.direction == "backward" or any(has_nan(bad.leaf) for bad in made):
+            candidate.stands = True
+        return candidate
+
+    def _is_on_purpose(self, entry: Entry, name: Name, made: list[Bad], masked: bool) -> bool:
+        given = [leaf.value for _, leaf in entry.values() if not leaf.is_tensor and _is_infinite(leaf.value)]
+        if any(has_nan(bad.leaf) for bad in made):
+            return any(math.isnan(float(value)) for value in given)
+        if given or (not name.is_module and _ON_PURPOSE.match(name.api)):
+            return True
+        return masked and all(_is_minus_infinity(bad.leaf) for bad in made)
+
+    def _causes(self, entry: Entry, taken: list[Bad]) -> tuple[list[Candidate], bool]:
+        """Where what went in comes from; and whether some of it was put there on purpose."""
+        real: list[Candidate] = []
+        masked = False
+        for bad in taken:
+            cause = self._cause(entry, bad)
+            real += [] if cause is None else [cause]
+            masked = masked or cause is None
+        return real, masked
+
+    def _cause(self, entry: Entry, bad: Bad) -> Candidate | None:
+        if bad.mark in self._marks:
+            return self._marks[bad.mark]
+        is_parameter = bad.path.startswith("parameters.")
+        if _is_minus_infinity(bad.leaf) and not is_parameter and "backward" not in entry.name:
+            self._mark([bad], None)
+            return None
+        cause = next((candidate for candidate in self.found.candidates if candidate.holds()), None)
+        if cause is None:
+            cause = self._candidate("parameter" if is_parameter else "arrived", entry, [bad])
+            cause.stands = True
+            self._add(cause)
+        else:
+            self._mark([bad], cause)
+        return cause
+
+    # -- gradients and collectives ------------------------------------------------------------------------------------
+
+    def _take_gradient(self, entry: Entry) -> None:
+        for bad in self._bad(entry.leaves()):
+            cause = self._marks.get(bad.mark) or next((c for c in self.found.candidates if c.holds()), None)
+            cause = cause or next((c for c in self.found.candidates if c.kind == "uninitialised"), None)
+            if cause is None:
+                cause = self._candidate("gradient", entry, [bad])
+                self._add(cause)
+            cause.stands = True
+
+    def _take_collective(self, entry: Entry, name: Name) -> None:
+        held = entry.raw.get("input_kwargs")
+        given = held if isinstance(held, dict) else {}
+        group = _group_of(entry)
+        root = _number(given.get("dst" if name.api in _TO_ROOT else "src"))
+        is_message = name.api in ("send", "recv", "isend", "irecv")
+        peer = _number(given.get("dst" if name.api.endswith("send") else "src")) if is_message else None
+        me = self.found.rank
+        taken = [] if name.api in _FROM_ROOT and root not in (None, me) else self._bad(entry.inputs())
+        made = [] if name.api in _TO_ROOT and root not in (None, me) else self._bad(entry.outputs())
+        real, _ = self._causes(entry, taken)
+        for candidate in real:
+            candidate.stands = True
+        ranks = tuple(rank for rank in group.get("group_ranks") or () if isinstance(rank, int))
+        seen = Collective(
+            entry, name.api, name.number or 0, ranks, str(group.get("group_id", "")), root, peer,
+            tuple(taken), tuple(made),
+        )  # fmt: skip
+        self.found.collectives.append(seen)
+        if made and real:
+            self._mark(made, real[0])
+        elif made:
+            cause = self._candidate("collective", entry, made)
+            cause.stands = True
+            self._add(cause)
+
+    # -- bookkeeping --------------------------------------------------------------------------------------------------
+
+    def _bad(self, leaves: Iterable[tuple[str, Leaf]]) -> list[Bad]:
+        found = []
+        for path, leaf in leaves:
+            self.found.tensors += 1
+            if is_bad(leaf):
+                found.append(Bad(path, leaf))
+        return found
+
+    def _candidate(self, kind: Kind, entry: Entry, bad: list[Bad]) -> Candidate:
+        found = self.found
+        before = tuple(self._before)
+        return Candidate(kind, entry, tuple(bad), len(found.collectives), found.entries, before=before)
+
+    def _add(self, candidate: Candidate) -> None:
+        candidates = self.found.candidates
+        if len(candidates) >= _MAX_CANDIDATES:
+            fallen = next((one for one in candidates if not one.holds()), None)
+            if fallen is None:
+                return
+            candidates.remove(fallen)
+        candidates.append(candidate)
+        self._mark(list(candidate.bad), candidate)
+
+    def _carry(self, cause: Candidate, made: list[Bad], is_gradient: bool) -> None:
+        became_nan = cause.kind != "uninitialised" and any(has_nan(bad.leaf) for bad in made)
+        if cause.stands is None and (is_gradient or became_nan):
+            cause.stands = True
+        self._mark(made, cause)
+
+    def _mark(self, bad: list[Bad], cause: Candidate | None) -> None:
+        for one in bad:
+            if len(self._marks) < _MAX_MARKS:
+                self._marks.setdefault(one.mark, cause)
+
+
+def _is_infinite(value: Any) -> bool:
+    try:
+        return not math.isfinite(float(value))
+    except (TypeError, ValueError, OverflowError):
+        return False
+
+
+def _group_of(entry: Entry) -> dict[str, Any]:
+    """The process group among the arguments, by name or not."""
+    for _, leaf in entry.values():
+        if leaf.type.endswith("ProcessGroup"):
+            return dict(leaf.raw)
+    return {}
+
+
+def _number(raw: Any) -> int | None:
+    value = raw.get("value") if isinstance(raw, dict) else raw
+    return value if isinstance(value, int) else None

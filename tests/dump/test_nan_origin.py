@@ -1,0 +1,394 @@
+"""Which entry is blamed for the first NaN, over dumps written by hand."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddpstats import DumpError
+from ddpstats.dump._files import find_ranks
+from ddpstats.dump._first_nan import Findings, find_origins
+from ddpstats.dump._nan_origin import add_arguments, read, run
+from tests.dump.dumps import INF, NAN, backward, collective, forward, leaf, write, write_lines
+
+BAD = leaf(NAN, NAN)
+Entries = dict[str, dict[str, Any]]
+
+
+def found(step: Path) -> Findings:
+    return find_origins(read(find_ranks(step))[0])
+
+
+def blamed(step: Path) -> list[tuple[int, str, str]]:
+    return [(origin.rank, origin.kind, origin.name) for origin in found(step).origins]
+
+
+def alone(tmp_path: Path, entries: Entries, **more: Any) -> list[tuple[str, str]]:
+    return [(kind, name) for _, kind, name in blamed(write(tmp_path, entries, **more))]
+
+
+def say(step: Path, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, str]:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    parser.add_argument("--json", action="store_true")
+    code = run(parser.parse_args([str(step), *options]))
+    return code, capsys.readouterr().out
+
+
+# -- one rank ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_the_first_operation_with_finite_inputs_and_other_outputs(tmp_path: Path, ours: bool) -> None:
+    bad = leaf(NAN, NAN, ours=ours)
+    entries = {
+        "Torch.add.0.forward": forward(leaf(2.0), out=leaf(3.0)),
+        "Torch.log.0.forward": forward(leaf(3.0, ours=ours), out=bad),
+        "Torch.mul.0.forward": forward(bad, out=leaf(NAN, NAN, (7,), ours=ours)),
+        "Torch.sqrt.0.forward": forward(leaf(3.0), out=leaf(NAN, NAN, (9,))),
+    }
+    assert alone(tmp_path, entries) == [("computation", "Torch.log.0.forward")]
+
+
+def test_nothing_is_found_where_all_is_finite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    step = write(tmp_path, {"Torch.add.0.forward": forward(leaf(), out=leaf())}, None)
+    code, text = say(step, capsys)
+    assert code == 0
+    assert "Nothing found: every tensor is finite" in text
+    assert "1 rank of step 0, 1 entries, 0 collectives." in text
+
+
+MASK = leaf(0.0, -INF)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        {"Tensor.masked_fill.0.forward": forward(leaf(), leaf(1.0, 0.0), {"type": "float", "value": -INF}, out=MASK)},
+        {"Torch.full.0.forward": forward({"type": "float", "value": "-inf"}, out=MASK)},
+        {"Torch.where.0.forward": forward(leaf(), leaf(), out=MASK)},
+        {"Torch.add.0.forward": forward(leaf(), leaf(0.0, -INF, (3, 3)), out=MASK)},  # a mask made elsewhere
+        {"Torch.log.0.forward": forward(leaf(1.0, 0.0), out=MASK)},  # nobody says so, but it becomes finite
+    ],
+)
+def test_infinities_put_there_on_purpose_are_no_origin(tmp_path: Path, made: Entries) -> None:
+    softmax = {"Functional.softmax.0.forward": forward(MASK, out=leaf(1.0, 0.0))}
+    assert alone(tmp_path / "finite", {**made, **softmax}) == []
+    softmax = {"Functional.softmax.0.forward": forward(MASK, out=BAD)}
+    blamed = "Torch.log.0.forward" if "Torch.log.0.forward" in made else "Functional.softmax.0.forward"
+    assert alone(tmp_path / "masked out", {**made, **softmax}) == [("computation", blamed)]
+
+
+def test_an_infinity_that_nobody_uses_up_is_an_origin(tmp_path: Path) -> None:
+    entries = {
+        "Torch.exp.0.forward": forward(leaf(100.0), out=leaf(INF, 0.0)),
+        "Torch.mul.0.forward": forward(leaf(INF, 0.0), out=leaf(INF, 1.0)),
+    }
+    assert alone(tmp_path, entries) == [("computation", "Torch.exp.0.forward")]
+
+
+def test_uninitialised_memory_is_an_origin_only_if_it_reaches_a_gradient(tmp_path: Path) -> None:
+    entries = {
+        "Torch.empty.0.forward": forward(out=BAD),
+        "Tensor.copy_.0.forward": forward(BAD, leaf(), out=leaf()),
+    }
+    assert alone(tmp_path / "written", entries) == []
+    entries["Torch.mul.0.backward"] = backward(BAD, out=BAD)
+    assert alone(tmp_path / "read", entries) == [("uninitialised", "Torch.empty.0.forward")]
+
+
+def test_what_was_not_finite_before_the_step_is_said_to_be_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = forward(leaf(), out=BAD, parameters={"weight": leaf(NAN, 1.0, (4,)), "bias": leaf()})
+    step = write(tmp_path / "parameter", {"Module.net.fc.Linear.forward.0": module})
+    assert blamed(step) == [(0, "parameter", "Module.net.fc.Linear.forward.0")]
+    assert "not finite before the step: parameter net.fc.weight" in say(step, capsys)[1]
+    batch = {"Functional.linear.0.forward": forward(BAD, leaf(), out=leaf(NAN, NAN, (9,)))}
+    step = write(tmp_path / "batch", batch)
+    assert blamed(step) == [(0, "arrived", "Functional.linear.0.forward")]
+    assert "not finite before the step: input.0 of Functional.linear.0.forward holds NaN" in say(step, capsys)[1]
+
+
+def test_what_something_unrecorded_made_is_said_to_be_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    entries = {
+        "Torch.add.0.forward": forward(leaf(), out=leaf(2.0)),
+        "Torch.mul.0.forward": forward(BAD, out=leaf(NAN, NAN, (9,))),
+    }
+    step = write(tmp_path, entries)
+    assert blamed(step) == [(0, "arrived", "Torch.mul.0.forward")]
+    assert "not finite, and made by nothing that was recorded: input.0" in say(step, capsys)[1]
+
+
+def test_what_is_computed_again_does_not_count(tmp_path: Path) -> None:
+    entries = {
+        "Torch.log.0.forward": forward(leaf(), out=BAD, is_recompute=True),
+        "Torch.log.1.backward": backward(leaf(), out=BAD),
+    }
+    assert alone(tmp_path, entries) == [("computation", "Torch.log.1.backward")]
+
+
+def test_a_gradient_alone_is_better_than_nothing(tmp_path: Path) -> None:
+    entries = {"Module.fc.Linear.parameters_grad.0": {"weight": [BAD]}}
+    assert alone(tmp_path, entries) == [("gradient", "Module.fc.Linear.parameters_grad.0")]
+
+
+@pytest.mark.parametrize("inner_first", [True, False])
+def test_it_is_the_innermost_that_is_named(tmp_path: Path, inner_first: bool) -> None:
+    inside = {
+        "Functional.linear.0.forward": forward(leaf(), out=leaf(2.0)),
+        "Torch.log.0.forward": forward(leaf(2.0), out=BAD),
+        "Module.net.fc.Linear.forward.0": forward(leaf(), out=BAD),
+    }
+    outside = {"Module.net.Net.forward.0": forward(leaf(), out=BAD)}
+    entries = {**inside, **outside} if inner_first else {**outside, **dict(reversed(inside.items()))}
+    parents = {"Torch.log.0.forward": "Module.net.fc.Linear.forward.0"}
+    parents["Module.net.fc.Linear.forward.0"] = "Module.net.Net.forward.0"
+    stacks = {"Torch.log.0.forward": ["File /home/train.py, line 12, in forward,\n    y = x.log()"]}
+    step = write(tmp_path, entries, parents=parents, stacks=stacks)
+    (origin,) = found(step).origins
+    assert origin.name == "Torch.log.0.forward"
+    assert origin.modules == ("Module.net.fc.Linear.forward.0", "Module.net.Net.forward.0")
+
+
+def test_the_whole_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    entries = {
+        "Torch.add.0.forward": forward(leaf(2.0), out=leaf(3.0)),
+        "Torch.log.0.forward": forward(leaf(3.0), out=BAD),
+    }
+    parents = {"Torch.log.0.forward": "Module.net.Net.forward.0"}
+    stacks = {"Torch.log.0.forward": ["File /home/train.py, line 12, in forward,\n    y = x.log()"]}
+    step = write(tmp_path, entries, 3, parents=parents, stacks=stacks)
+    code, text = say(step, capsys)
+    assert code == 1
+    assert text == (
+        """\
+1 rank of step 0, 2 entries, 0 collectives.
+
+Rank 3: Torch.log.0.forward made the first NaN: its inputs are finite.
+  at File /home/train.py, line 12, in forward, y = x.log()
+  in Module.net.Net.forward.0
+  inputs:
+    input.0  float32[2, 3]  Max 3, Min -1, Mean 1, Norm 4
+  outputs:
+    output.0  float32[2, 3]  Max nan, Min nan, Mean nan, Norm nan, 2 NaN, first at [0, 0]
+  just before: Torch.add.0.forward
+  What to do next: dump the step again with task "tensor" and list ["Torch.log.0.forward"], to see the elements. """
+        """If nothing is found then, timing matters: set async_dump, and suspect memory that is given out too early.
+
+note: rank 3: this dump does not record where its tensors are in memory.
+"""
+    )
+    code, text = say(step, capsys, "--json")
+    told = json.loads(text)
+    assert code == 1
+    assert told["origins"][0]["name"] == "Torch.log.0.forward"
+    assert told["rank_3"][0]["op_name"] == "Torch.log.0.forward"
+    assert told["rank_3"][0]["data_info"]["output"][0]["Max"] == "nan"
+    assert told["rank_3"][0]["construct_info"] == ["Module.net.Net.forward.0"]
+
+
+# -- growth -----------------------------------------------------------------------------------------------------------
+
+
+def growing(layers: int) -> tuple[Entries, dict[str, str]]:
+    """Backward through layers of an attention that makes gradients 1e6 times as large, and a linear that does not."""
+    entries: Entries = {}
+    parents = {}
+    size = 1.0
+    for layer in reversed(range(layers)):
+        before, size = size, size * 1e6 if size < 1e35 else INF
+        block, attention = f"Module.{layer}.Block.backward.0", f"Module.{layer}.core.Attention.backward.0"
+        linear = f"Functional.linear.{layer}.backward"
+        entries[linear] = backward(leaf(before, 0.0), out=[leaf(before, 0.0), leaf(before * 30, 0.0)])
+        entries[attention] = backward(leaf(before, 0.0), out=leaf(size, 0.0))
+        entries[block] = backward(leaf(before, 0.0), out=leaf(size, 0.0))
+        parents[attention] = parents[linear] = block
+    return entries, parents
+
+
+def test_what_grows_until_it_overflows_is_traced_to_what_makes_it_grow(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    entries, parents = growing(7)
+    step = write(tmp_path, entries, None, parents=parents)
+    (origin,) = found(step).origins
+    assert origin.name == "Module.0.core.Attention.backward.0"
+    assert origin.grower is not None
+    assert (origin.grower.operation, origin.grower.calls, origin.grower.times) == ("Module Attention", 7, 6)
+    assert origin.grower.ratio == pytest.approx(1e6)
+    text = say(step, capsys)[1]
+    assert (
+        "It grew until it overflowed: Module Attention (backward) makes it larger in 6 of 7 calls, x 1e+06 on average"
+    ) in text
+    assert "Module.6.core.Attention.backward.0  1 -> 1e+06  x 1e+06" in text
+    assert "look at how Module Attention is called (arguments, masks, scales)" in text
+
+
+def test_a_single_growth_is_no_trail(tmp_path: Path) -> None:
+    entries, parents = growing(1)
+    entries["Torch.log.0.backward"] = backward(leaf(), out=BAD)
+    (origin,) = found(write(tmp_path, entries, parents=parents)).origins
+    assert (origin.name, origin.grower) == ("Torch.log.0.backward", None)
+
+
+# -- several ranks ----------------------------------------------------------------------------------------------------
+
+FINE = leaf(2.0)
+REDUCE, LOG = "Distributed.all_reduce.{}.forward", "Torch.log.{}.forward"
+
+
+def two_ranks(tmp_path: Path, first: Entries, second: Entries) -> Path:
+    write(tmp_path, first, 0)
+    return write(tmp_path, second, 1)
+
+
+def test_before_the_first_collective_the_rank_that_made_it_is_named(tmp_path: Path) -> None:
+    step = two_ranks(
+        tmp_path,
+        {REDUCE.format(0): collective(FINE, out=BAD), LOG.format(0): forward(BAD, out=leaf(NAN, NAN, (9,)))},
+        {LOG.format(0): forward(leaf(), out=BAD), REDUCE.format(0): collective(BAD, out=BAD)},
+    )
+    assert blamed(step) == [(1, "computation", LOG.format(0))]
+    assert found(step).phase == "before the first collective"
+
+
+def test_between_collectives_the_earlier_one_counts_and_not_the_lower_rank(tmp_path: Path) -> None:
+    first = {
+        REDUCE.format(0): collective(FINE, out=leaf(4.0)),
+        REDUCE.format(1): collective(FINE, out=leaf(5.0)),
+        LOG.format(0): forward(leaf(), out=leaf(NAN, NAN, (8,))),
+    }
+    second = {
+        REDUCE.format(0): collective(FINE, out=leaf(4.0)),
+        LOG.format(0): forward(leaf(), out=BAD),
+        REDUCE.format(1): collective(FINE, out=leaf(5.0)),
+    }
+    (origin,) = found(two_ranks(tmp_path, first, second)).origins
+    assert (origin.rank, origin.name, origin.after, origin.until) == (
+        1, LOG.format(0), REDUCE.format(0), REDUCE.format(1),
+    )  # fmt: skip
+
+
+def test_a_sum_that_overflows_is_the_collective_s_own_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    large = {REDUCE.format(0): collective(leaf(3e38), out=leaf(INF, 0.0))}
+    step = two_ranks(tmp_path, large, large)
+    assert blamed(step) == [(0, "collective", REDUCE.format(0)), (1, "collective", REDUCE.format(0))]
+    code, text = say(step, capsys)
+    assert code == 1
+    assert (
+        "Ranks 0, 1: Distributed.all_reduce.0.forward made the first infinity: finite on all its ranks before, not "
+        "finite after."
+    ) in text
+    assert "a sum over ranks overflows where the parts do not" in text
+
+
+def test_after_the_last_collective(tmp_path: Path) -> None:
+    clean = {REDUCE.format(0): collective(FINE, out=leaf(4.0))}
+    step = two_ranks(tmp_path, {**clean, LOG.format(0): forward(leaf(), out=BAD)}, clean)
+    assert blamed(step) == [(0, "computation", LOG.format(0))]
+
+
+def test_a_collective_among_ranks_that_are_not_there_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = write(tmp_path, {REDUCE.format(0): collective(FINE, out=BAD, ranks=(0, 1, 2))}, 0)
+    assert "finite on all its ranks before, not finite after; of rank 1, 2 there is no dump" in say(step, capsys)[1]
+
+
+def test_a_broadcast_takes_nothing_from_those_who_receive(tmp_path: Path) -> None:
+    name = "Distributed.broadcast.0.forward"
+    step = two_ranks(
+        tmp_path,
+        {name: collective(BAD, out=FINE, src=1)},  # whatever was in the memory that is received into
+        {name: collective(FINE, out=FINE, src=1)},
+    )
+    assert blamed(step) == []
+
+
+def test_a_message_leads_back_to_its_sender(tmp_path: Path) -> None:
+    step = two_ranks(
+        tmp_path,
+        {
+            LOG.format(0): forward(leaf(), out=leaf()),
+            "Distributed.recv.0.forward": collective(out=BAD, src=1),
+            "Torch.mul.0.forward": forward(BAD, out=leaf(NAN, NAN, (9,))),
+        },
+        {LOG.format(0): forward(leaf(), out=BAD), "Distributed.send.0.forward": collective(BAD, dst=0)},
+    )
+    assert blamed(step) == [(1, "computation", LOG.format(0))]
+    assert found(step).unmatched == ()
+
+
+def test_groups_of_their_own_are_matched_apart(tmp_path: Path) -> None:
+    """Ranks 0 and 1 meet twice in one group; rank 1's number counts a third collective, of another group."""
+    other = collective(FINE, out=FINE, ranks=(1,), group="0000bbbb")
+    step = two_ranks(
+        tmp_path,
+        {REDUCE.format(0): collective(FINE, out=FINE), REDUCE.format(1): collective(FINE, out=BAD)},
+        {
+            REDUCE.format(0): other,
+            REDUCE.format(1): collective(FINE, out=FINE),
+            LOG.format(0): forward(leaf(), out=BAD),
+            REDUCE.format(2): collective(BAD, out=BAD),
+        },
+    )
+    assert blamed(step) == [(1, "computation", LOG.format(0))]
+
+
+def test_ranks_whose_dump_ends_early_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, {REDUCE.format(0): collective(FINE, out=FINE), REDUCE.format(1): collective(FINE, out=FINE)}, 0)
+    step = write_lines(
+        tmp_path, {REDUCE.format(0): collective(FINE, out=FINE), LOG.format(0): forward(FINE, out=BAD)}, 1
+    )
+    code, text = say(step, capsys)
+    assert code == 1
+    assert "rank 1: incomplete: the run ended inside this step; the newest may lack" in text
+    assert f"note: {REDUCE.format(1)} of rank 0 has no counterpart in the dump of rank 1" in text
+    assert blamed(step) == [(1, "computation", LOG.format(0))]
+
+
+def test_a_dump_without_entries_is_an_error(tmp_path: Path) -> None:
+    step = write(tmp_path, {})
+    with pytest.raises(DumpError, match="has no entries"):
+        read(find_ranks(step))
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+def placed(number: int, start: int, size: int, stream: int = 0) -> dict[str, Any]:
+    return leaf(
+        device="cuda:0", storage_ptr=start, storage_bytes=size, storage_id=number, stream=stream, data_ptr=start
+    )
+
+
+def test_live_storages_that_share_memory_are_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, two = placed(1, 4096, 12288), placed(2, 8192, 8192, stream=7)
+    entries = {
+        "Functional.layer_norm.0.forward": forward(placed(3, 65536, 64), out=one),
+        "Torch.cat.0.forward": forward(placed(4, 131072, 64), out=two),
+        "Torch.split.0.forward": forward(one, out=one),
+    }
+    code, text = say(write(tmp_path, entries), capsys)
+    assert code == 0
+    assert "note: rank 0: live storages that share memory (a stomp, unless it is meant, as by from_numpy" in text
+    assert (
+        "Functional.layer_norm.0.forward output.0 (storage 1) and Torch.cat.0.forward output.0 (storage 2) share 8,192 "
+        "bytes on cuda:0, stream 0 and stream 7: 0x2000 to 0x4000, from byte 4,096 of the one and byte 0 of the other; "
+        "the one is still in use at Torch.split.0.forward output.0, the other at Torch.cat.0.forward output.0"
+    ) in text
+
+
+def test_memory_that_is_given_out_again_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    entries = {
+        "Torch.add.0.forward": forward(placed(1, 4096, 64), out=placed(2, 8192, 64)),
+        "Torch.add.1.forward": forward(placed(2, 8192, 64), out=placed(3, 4096, 64)),
+        "Torch.add.2.backward": backward(placed(3, 4096, 64), out=placed(4, 4096, 64)),
+        "Module.a.A.backward.0": backward(placed(3, 4096, 64), out=placed(4, 4096, 64)),
+    }
+    assert "share memory" not in say(write(tmp_path, entries), capsys)[1]
