@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ddpstats.dump._growth import Grower, ancestors
-from ddpstats.dump._names import parse_name
 from ddpstats.dump._rank_scan import Candidate, Collective, Kind, RankScan
 
 Key = tuple[str, tuple[int, ...], str, int, int]
@@ -193,8 +192,7 @@ def _origin(
     at = chosen.position + (chosen.kind == "collective")
     until = scan.collectives[at].name if at < len(scan.collectives) else None
     modules = tuple(ancestors(chosen.name, scan.dump))
-    direction = parse_name(chosen.name).direction
-    grower = scan.growth.grower("backward" if direction == "parameters_grad" else direction, scan.dump)
+    grower = scan.growth.grower("backward" if chosen.in_backward else "forward", scan.dump)
     return Origin(scan.rank, chosen.kind, chosen, after, until, modules, grower, peers, undumped)
 
 

@@ -62,6 +62,7 @@ class Candidate:
         used: infinities of it went into something that was finite again.
         masked: some of its inputs hold infinities that were put there on purpose.
         before: names of the entries just before.
+        in_backward: the backward pass had begun: a call in it, as of a Function written in Python, is a forward one.
     """
 
     kind: Kind
@@ -73,6 +74,7 @@ class Candidate:
     used: bool = False
     masked: bool = False
     before: tuple[str, ...] = ()
+    in_backward: bool = False
 
     @property
     def name(self) -> str:
@@ -156,9 +158,11 @@ class _Walk:
         self.found = found
         self._marks: dict[str, Candidate | None] = {}
         self._before: deque[str] = deque(maxlen=_BEFORE)
+        self._in_backward = False
 
     def take(self, entry: Entry) -> None:
         name = parse_name(entry.name)
+        self._in_backward = self._in_backward or name.direction in ("backward", "parameters_grad")
         if not any(candidate.stands for candidate in self.found.candidates):
             self.found.growth.take(entry, name)
         if name.is_collective:
@@ -279,8 +283,8 @@ class _Walk:
 
     def _candidate(self, kind: Kind, entry: Entry, bad: list[Bad]) -> Candidate:
         found = self.found
-        before = tuple(self._before)
-        return Candidate(kind, entry, tuple(bad), len(found.collectives), found.entries, before=before)
+        place = len(found.collectives), found.entries
+        return Candidate(kind, entry, tuple(bad), *place, before=tuple(self._before), in_backward=self._in_backward)
 
     def _add(self, candidate: Candidate) -> None:
         candidates = self.found.candidates

@@ -1,0 +1,110 @@
+"""Two cases from practice, at the size of a CPU: run as their example, then looked at with the verbs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddpstats import cli
+from examples import attention_mask, memory_stomp
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run_example(name: str, *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / name), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def verb(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+    capsys.readouterr()
+    code = cli.main(words)
+    return code, capsys.readouterr().out
+
+
+# -- an attention mask of the wrong shape -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def overflow(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("case") / "wrong"
+    told = run_example("attention_mask.py", str(path), "--mask", "wrong")
+    assert "norm of the gradients nan" in told
+    assert f"now: ddpstats nan-origin {path}" in told
+    return path
+
+
+def test_the_attention_that_makes_gradients_grow_is_named(overflow: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = verb(capsys, "nan-origin", str(overflow))
+    assert code == 1
+    assert "It grew until it overflowed: Module FusedAttention (backward) makes it larger in " in text
+    assert "Module.layers.7.core.FusedAttention.backward.0  " in text
+    assert "Module.layers.6.core.FusedAttention.backward.0  " in text
+    assert "look at how Module FusedAttention is called (arguments, masks, scales)" in text
+
+
+def test_the_first_infinity_is_named_with_its_line(overflow: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = verb(capsys, "nan-origin", str(overflow), "--json")
+    told: dict[str, Any] = json.loads(text)
+    (origin,) = told["origins"]
+    assert code == 1
+    assert origin["verdict"] == f"{origin['name']} made the first infinity: its inputs are finite"
+    assert origin["growth"]["operation"] == "Module FusedAttention"
+    assert 1e4 < origin["growth"]["ratio"] < 1e8
+    assert "attention_mask.py" in told["rank_0"][0]["stack_info"][0]
+
+
+def test_with_the_right_mask_nothing_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert attention_mask.train(tmp_path, "right") < 10
+    code, text = verb(capsys, "nan-origin", str(tmp_path))
+    assert code == 0
+    assert "Nothing found" in text
+
+
+# -- memory that is given out while it is in use ----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def stomped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    root = tmp_path_factory.mktemp("case")
+    told = run_example("memory_stomp.py", str(root / "bad"), "--run", "bad")
+    assert "ddpstats compare BAD GOOD" in told
+    memory_stomp.train(root / "good", is_safe=True)
+    return root / "bad", root / "good"
+
+
+def test_the_range_that_was_overwritten_is_named(
+    stomped: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad, good = stomped
+    code, text = verb(capsys, "compare", str(bad), str(good))
+    assert code == 1
+    assert "Torch.split.0.backward" in text
+    assert "contiguous, 2,048 elements = 8 KiB" in text
+
+
+def test_the_storages_that_share_memory_are_named(
+    stomped: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad, good = stomped
+    code, text = verb(capsys, "nan-origin", str(bad))
+    assert code == 0
+    assert "live storages that share memory" in text
+    assert "Functional.layer_norm.1.backward output.0 (storage " in text
+    assert " and Tensor.copy_.0.forward input.0 (storage " in text
+    assert "share 8,192 bytes on cpu" in text
+    assert "the one is still in use at Torch.split.0.backward input.1" in text
+    assert "share memory" not in verb(capsys, "nan-origin", str(good))[1]
