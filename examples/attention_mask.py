@@ -137,9 +137,9 @@ def train(dump_path: Path, mask: str) -> float:
     loss = nn.functional.cross_entropy(model(tokens[:-1], make_mask(mask)), tokens[1:])
     loss.backward()  # type: ignore[no-untyped-call]
     dump.stop()
-    norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
-    print(f"loss {loss.item():.4f}, norm of the gradients {norm.item():.4g}")
-    return norm.item()
+    norm = float(torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm())
+    print(f"loss {loss.item():.4f}, norm of the gradients {norm:.4g}")
+    return norm
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 1. Every collective of the process is seen, however it was called, also those of DDP's reducer in a backward pass.
 2. What goes in is taken before it runs, for most collectives write over their inputs.
 3. What comes out is taken when the program has waited for it. Who waits in C++ (DDP's reducer, functional collectives)
-   is not seen waiting: then it is taken at the first opportunity after the work is done, see `poll`.
+   is not seen waiting: then it is taken at the first opportunity after the work is done, see `poll`; what was issued
+   in a backward pass at its end, after DDP has waited.
 
 Nothing here waits, and nothing communicates. A collective that is not done when the step ends has no outputs; so has
 one that failed. Inside a coalescing manager of NCCL the works of the single messages never say that they are done.
@@ -20,6 +21,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from ddpstats import _intercept
+from ddpstats._autograd import graph_task, queue_callback
 from ddpstats._intercept import Collective, GroupView
 
 _TO_ROOT = frozenset({"reduce", "gather", "gather_into_tensor"})
@@ -55,6 +57,7 @@ class CollectiveWatch:
         self._tokens: dict[int, object] = {}  # of collectives that are just being issued
         self._pending: dict[int, _Pending] = {}
         self._lock = threading.RLock()
+        self._backward = -1  # the last backward pass with a collective in it
 
     def start(self) -> None:
         """Raises ``ConfigError`` on a torch whose collectives cannot be observed."""
@@ -102,6 +105,7 @@ class CollectiveWatch:
             return
         with self._lock:
             self._pending[id(work)] = _Pending(work, token, list(call.outputs))
+        self._poll_after_backward()
 
     def waiting(self, work: Any, limited: bool) -> bool:
         return False
@@ -110,8 +114,16 @@ class CollectiveWatch:
         with self._lock:
             pending = self._pending.pop(id(work), None)
         if pending is not None:
-            self._take(pending)
+            self._end(pending.token, pending.outputs)
         self.poll()
+
+    def _poll_after_backward(self) -> None:
+        """DDP asks to be called at the end when it issues its last bucket, which is after us: so we ask twice."""
+        task = graph_task()
+        if queue_callback is not None and task not in (-1, self._backward):
+            self._backward = task
+            ask = queue_callback
+            ask(lambda: ask(self.poll))
 
     def _take(self, pending: _Pending) -> None:
         self._end(pending.token, () if _failed(pending.work) else pending.outputs)
@@ -124,10 +136,16 @@ class CollectiveWatch:
 
 
 def _failed(work: Any) -> bool:
+    """Whether a work that is completed ended by an error."""
     try:
-        return work.exception() is not None
+        future = work.get_future()
     except RuntimeError:  # a backend that does not tell
         return False
+    try:
+        future.value()
+    except RuntimeError:
+        return True
+    return False
 
 
 def described(call: Collective) -> dict[str, object]:

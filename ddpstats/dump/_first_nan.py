@@ -22,6 +22,8 @@ from ddpstats.dump._rank_scan import Candidate, Collective, Kind, RankScan
 Key = tuple[str, tuple[int, ...], str, int, int]
 """Group, its ranks, what is called, and from and to whom (-1 where everybody takes part)."""
 
+_VAGUE = frozenset({"arrived", "gradient"})
+
 
 @dataclass(frozen=True)
 class Origin:
@@ -93,6 +95,8 @@ def find_origins(scans: Sequence[RankScan]) -> Findings:
         return Findings((), "", _unmatched(scans, order))
     first = min(clock for clock, _ in finds)
     origins = sorted((origin for clock, origin in finds if clock == first), key=lambda origin: origin.rank)
+    # What nothing recorded made may have come from another rank, by a collective whose entry was written later.
+    origins = [origin for origin in origins if origin.kind not in _VAGUE] or origins
     phase: Literal["before the first collective", "between collectives", "in a collective"]
     phase = (
         "before the first collective" if first == (0, 1) else "between collectives" if first[1] else "in a collective"

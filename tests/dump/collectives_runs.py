@@ -108,10 +108,11 @@ def _messages(rank: int) -> None:
 
 
 def _reducer(rank: int) -> None:
-    model = DistributedDataParallel(nn.Linear(1, 1, bias=False))
+    model = DistributedDataParallel(nn.Linear(1, 1, bias=False), gradient_as_bucket_view=True)
     with torch.no_grad():
         model.module.weight.fill_(1.0)
     model(torch.tensor([[1.0 + rank]])).sum().backward()
+    model.zero_grad(set_to_none=False)  # what the reducer gave has been taken
 
 
 def _subgroup(rank: int) -> None:

@@ -340,6 +340,16 @@ def test_groups_of_their_own_are_matched_apart(tmp_path: Path) -> None:
     assert blamed(step) == [(1, "computation", LOG.format(0))]
 
 
+def test_what_came_from_another_rank_unseen_is_not_blamed(tmp_path: Path) -> None:
+    """The entry of an asynchronous collective stands where its end was seen, which may be after its result was used."""
+    step = two_ranks(
+        tmp_path,
+        {"Torch.mul.0.forward": forward(BAD, out=leaf(NAN, NAN, (9,))), REDUCE.format(0): collective(FINE, out=BAD)},
+        {LOG.format(0): forward(leaf(), out=BAD), REDUCE.format(0): collective(BAD, out=BAD)},
+    )
+    assert blamed(step) == [(1, "computation", LOG.format(0))]
+
+
 def test_ranks_whose_dump_ends_early_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path, {REDUCE.format(0): collective(FINE, out=FINE), REDUCE.format(1): collective(FINE, out=FINE)}, 0)
     step = write_lines(
