@@ -13,8 +13,7 @@ import atexit
 import os
 import tempfile
 import warnings
-import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -74,7 +73,6 @@ class StatsDump:
         self._is_disabled = disabled()
         if not self._is_disabled:
             _check_path(self._config)
-            atexit.register(_at_exit, weakref.ref(self))
 
     @property
     def config(self) -> DumpConfig:
@@ -149,6 +147,7 @@ class StatsDump:
         recorder = self._recorder
         assert recorder is not None
         self._is_running = True
+        _running.add(self)
         try:
             if self._config.level != "L1":
                 modules = ModuleWatch(recorder, self._model)
@@ -169,6 +168,7 @@ class StatsDump:
 
     def _uninstall(self) -> None:
         self._is_running = False
+        _running.discard(self)
         watches, self._watches = self._watches, []
         errors: list[BaseException] = []
         for watch in reversed(watches):
@@ -198,13 +198,18 @@ class StatsDump:
 def _collectives(recorder: Recorder) -> Any:
     from ddpstats.dump._collectives import CollectiveWatch
 
-    return CollectiveWatch(recorder)
+    watch = CollectiveWatch(recorder)
+    recorder.poll = watch.poll
+    return watch
 
 
-def _at_exit(dump: Callable[[], StatsDump | None]) -> None:
-    found = dump()
-    if found is not None:
-        found._exit()
+_running: set[StatsDump] = set()
+
+
+@atexit.register
+def _at_exit() -> None:
+    for dump in list(_running):
+        dump._exit()
 
 
 def _rank() -> int | None:

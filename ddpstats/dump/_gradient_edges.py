@@ -78,7 +78,11 @@ def watch_backward(
     roots: dict[Any, list[tuple[int, int]]] = {}
     for place, output in enumerate(outputs):
         node = output.grad_fn if isinstance(output, Tensor) else None
-        if node is not None and node._sequence_nr() >= before.first and (id(node), output.output_nr) not in before.places:
+        if (
+            node is not None
+            and node._sequence_nr() >= before.first
+            and (id(node), output.output_nr) not in before.places
+        ):
             roots.setdefault(node, []).append((place, output.output_nr))
     if not roots:
         return

@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 import traceback
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,7 @@ class Recorder:
     Attributes:
         parents: names of the forward passes of modules that are running, innermost last.
         lock: around everything that changes this object; backward passes have threads of their own on a device.
+        poll: called at every entry: collectives that have ended meanwhile are noticed then.
         is_active: False once the step has ended: what is left in a graph does nothing then.
     """
 
@@ -71,6 +72,7 @@ class Recorder:
         self.parents: list[str] = []
         self.lock = threading.RLock()
         self.is_active = True
+        self.poll: Callable[[], None] | None = None
         self.counters = Counters()
         self.wants_input, self.wants_output = "input" in config.data_mode, "output" in config.data_mode
         self.wants_backward = "backward" in config.data_mode
@@ -81,7 +83,11 @@ class Recorder:
         self._errors: list[str] = []
         saves = bool(config.task == "tensor" or config.tensor_names)
         data_dir = directory / DIRECTORY
-        header = {"task": config.task, "level": config.level, "dump_data_dir": str(data_dir.absolute()) if saves else None}
+        header = {
+            "task": config.task,
+            "level": config.level,
+            "dump_data_dir": str(data_dir.absolute()) if saves else None,
+        }
         self._writer = StepWriter(directory, header, at_once=not config.async_dump)
         self._stacks = StackBook((_TORCH + "/",), self._writer.new_stack)
         self._files = TensorFiles(data_dir, at_once=not config.async_dump)
@@ -136,6 +142,8 @@ class Recorder:
 
     def write(self, entry: Entry) -> None:
         """All of it is known, up to numbers that are on a device."""
+        if self.poll is not None:
+            self.poll()
         with self.lock:
             if not self.is_active:
                 return

@@ -39,6 +39,7 @@ class Stats(NamedTuple):
 NOTHING = Stats(None, None, None, None, None, None, None)
 
 _EXACT = (torch.float32, torch.float64)
+_PART = 1 << 16  # a dot product adds up in float32, and the longer it is the more of that is lost
 _SMALLEST_SQUARE = 1e-30  # a float32 below has few bits left: the squares may have been lost
 
 
@@ -119,7 +120,7 @@ def _mean(flat: Tensor) -> float:
 
 
 def _norm(flat: Tensor, largest: float) -> float:
-    square = torch.dot(flat, flat).item()
+    square = float(sum(torch.dot(part, part).item() for part in flat.split(_PART)))
     if _SMALLEST_SQUARE <= square < math.inf or largest == 0:
         return math.sqrt(square)
     wide = flat.double()
@@ -179,6 +180,8 @@ def of_numbers(numbers: Sequence[float], dtype: torch.dtype, shape: Sequence[int
 def plain_values(tensor: Tensor) -> Tensor | None:
     """The numbers that this rank holds of it, as a plain strided tensor; None where there are none to read."""
     kind: Any = type(tensor)
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # inside torch.func: it has no value of its own
+        return None
     if kind is not Tensor and kind is not torch.nn.Parameter and _is_fake(tensor):
         return None
     if tensor.layout is not torch.strided or hasattr(tensor, "placements") or tensor.is_nested:
@@ -189,6 +192,4 @@ def plain_values(tensor: Tensor) -> Tensor | None:
 
 
 def _is_fake(tensor: Tensor) -> bool:
-    return torch._C._functorch.is_functorch_wrapped_tensor(tensor) or any(
-        base.__name__ in ("FakeTensor", "FunctionalTensor") for base in type(tensor).__mro__
-    )
+    return any(base.__name__ in ("FakeTensor", "FunctionalTensor") for base in type(tensor).__mro__)

@@ -1,0 +1,96 @@
+"""Small models, and dumps of them read back, for the tests of the collector."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ddpstats.dump import StatsDump
+
+LEAF_KEYS = [
+    "type", "dtype", "shape", "Max", "Min", "Mean", "Norm", "requires_grad", "nan_count", "inf_count", "first_bad",
+    "device", "stride", "data_ptr", "storage_offset", "storage_ptr", "storage_bytes", "storage_id", "stream",
+]  # fmt: skip
+
+
+class Block(nn.Module):
+    """What is hard about hooks: an in-place change right after a module, dropout, two users of one value."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.linear = nn.Linear(width, width)
+        self.dropout = nn.Dropout(0.25)
+        self.activation = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        y += x
+        out: Tensor = x + self.dropout(self.activation(self.linear(y)))
+        return out
+
+
+def make_model(width: int = 6) -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, width), Block(width), Block(width), nn.Linear(width, 2))
+
+
+def batch(number: int = 0) -> Tensor:
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(number))
+
+
+def dumped(
+    path: Path,
+    body: Callable[[], object],
+    model: Any = None,
+    level: str = "L1",
+    *,
+    step: int = 0,
+    **config: Any,
+) -> dict[str, Any]:
+    """The data of a dump of ``body``."""
+    dump = StatsDump({"dump_path": str(path), "level": level, **config}, model=model)
+    dump.start()
+    try:
+        body()
+    finally:
+        dump.stop()
+        dump.step()
+    return data(path, step)
+
+
+def data(path: Path, step: int = 0, rank: str = "rank") -> dict[str, Any]:
+    directory = path / f"step{step}" / rank
+    assert not (directory / "dump_error_info.log").exists(), (directory / "dump_error_info.log").read_text()
+    found = json.loads((directory / "dump.json").read_text())
+    assert isinstance(found["data"], dict)
+    return found["data"]
+
+
+def lines(path: Path, step: int = 0, rank: str = "rank") -> list[dict[str, Any]]:
+    """Of a step that has not ended, without a broken last line."""
+    text = (path / f"step{step}" / rank / "dump.jsonl").read_text()
+    return [json.loads(line) for line in text.split("\n")[:-1]]
+
+
+def leaves(value: Any) -> Iterator[dict[str, Any]]:
+    """Every tensor's leaf in an entry."""
+    if isinstance(value, dict):
+        if value.get("type") == "torch.Tensor":
+            yield value
+        else:
+            for one in value.values():
+                yield from leaves(one)
+    elif isinstance(value, list):
+        for one in value:
+            yield from leaves(one)
+
+
+def hooks_of(model: nn.Module) -> int:
+    count = sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+    return count + sum(len(parameter._backward_hooks or ()) for parameter in model.parameters())

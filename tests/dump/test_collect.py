@@ -1,0 +1,451 @@
+"""What is collected of a step, under which names, and that nothing of it stays or changes anything."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ddpstats import ConfigError, DumpError
+from ddpstats.dump import StatsDump
+from ddpstats.dump._files import open_rank
+from ddpstats.dump._names import parse_name
+from tests.dump.collecting import LEAF_KEYS, Block, batch, data, dumped, hooks_of, leaves, lines, make_model
+
+LEVELS = pytest.mark.parametrize("level", ["L0", "L1", "mix"])
+
+
+def step_of(model: nn.Module) -> Tensor:
+    loss: Tensor = model(batch()).square().sum()
+    loss.backward()  # type: ignore[no-untyped-call]
+    return loss
+
+
+# -- names and entries ------------------------------------------------------------------------------------------------
+
+
+def test_modules_are_named_by_path_and_class_and_end_before_those_around_them(tmp_path: Path) -> None:
+    model = make_model()
+    found = dumped(tmp_path, lambda: step_of(model), model, "L0")
+    forward = [name for name in found if ".forward." in name]
+    inside = ["norm.LayerNorm", "linear.Linear", "activation.ReLU", "dropout.Dropout"]
+    blocks = [[*(f"Module.{n}.{part}.forward.0" for part in inside), f"Module.{n}.Block.forward.0"] for n in (1, 2)]
+    assert forward == [
+        "Module.0.Linear.forward.0", *blocks[0], *blocks[1], "Module.3.Linear.forward.0",
+        "Module.root.Sequential.forward.0",
+    ]  # fmt: skip
+    assert set(found["Module.3.Linear.forward.0"]["parameters"]) == {"weight", "bias"}
+    assert found["Module.3.Linear.backward.0"]["input"][0]["shape"] == [3, 2]
+    assert set(found["Module.3.Linear.parameters_grad.0"]) == {"weight", "bias"}
+    construct = json.loads((tmp_path / "step0/rank/construct.json").read_text())
+    assert construct["Module.root.Sequential.forward.0"] is None
+    assert construct["Module.1.norm.LayerNorm.forward.0"] == "Module.1.Block.forward.0"
+    assert construct["Module.1.norm.LayerNorm.backward.0"] == "Module.1.Block.backward.0"
+    assert construct.keys() == found.keys()
+
+
+def test_functions_are_named_by_where_they_live_and_numbered(tmp_path: Path) -> None:
+    def body() -> None:
+        x = torch.ones(2, 3, requires_grad=True)
+        y = nn.functional.linear(x, torch.ones(4, 3)) + 1
+        y = torch.cat([nn.functional.gelu(y), y]) @ torch.ones(4, 4)
+        y[0] = 0.0
+        y.add_(1)
+        assert y.shape == (4, 4)
+        assert y.size(0) == y.dim() + 2
+        assert not y.is_complex()
+        torch.ops.aten.relu(y).sum().backward()
+
+    found = dumped(tmp_path, body)
+    forward = [name.removesuffix(".forward") for name in found if name.endswith(".forward")]
+    assert forward == [
+        "Torch.ones.0", "Torch.ones.1", "Functional.linear.0", "Tensor.add.0", "Functional.gelu.0", "Torch.cat.0",
+        "Torch.ones.2", "Tensor.matmul.0", "Tensor.__setitem__.0", "Tensor.add_.0", "Aten.relu.0", "Tensor.sum.0",
+    ]  # fmt: skip
+    backward = [name for name in found if name.endswith(".backward")]
+    assert backward[0] == "Tensor.sum.0.backward"
+    assert backward[-1] == "Functional.linear.0.backward"
+    assert all(parse_name(name).prefix for name in found)
+    assert json.loads((tmp_path / "step0/rank/construct.json").read_text()) == {}
+
+
+def test_an_in_place_call_has_its_input_as_it_was_and_its_output_as_it_is(tmp_path: Path) -> None:
+    def body() -> None:
+        x = torch.ones(3)
+        x.mul_(5)
+        x[1] = 7.0
+        torch.add(x, 1.0, out=x)
+
+    found = dumped(tmp_path, body)
+    multiplied, set_, added = (
+        found[f"{name}.0.forward"] for name in ("Tensor.mul_", "Tensor.__setitem__", "Torch.add")
+    )
+    assert (multiplied["input_args"][0]["Max"], multiplied["output"][0]["Max"]) == (1.0, 5.0)
+    assert (set_["input_args"][0]["Max"], set_["output"][0]["Max"]) == (5.0, 7.0)
+    assert (added["input_args"][0]["Max"], added["output"][0]["Max"]) == (7.0, 8.0)
+
+
+def test_a_leaf_has_the_keys_of_the_format_in_its_order_and_then_ours(tmp_path: Path) -> None:
+    x = torch.tensor([[1.0, -3.0], [2.0, 4.0]])
+    found = dumped(tmp_path, lambda: torch.nn.functional.relu(x.t()))
+    leaf = found["Functional.relu.0.forward"]["input_args"][0]
+    assert list(leaf) == LEAF_KEYS
+    assert [leaf[key] for key in LEAF_KEYS[:11]] == [
+        "torch.Tensor", "torch.float32", [2, 2], 4.0, -3.0, 1.0, pytest.approx(30**0.5), False, 0, 0, None,
+    ]  # fmt: skip
+    assert leaf["stride"] == [1, 2]
+    assert leaf["data_ptr"] == leaf["storage_ptr"] == x.data_ptr()
+    assert (leaf["storage_bytes"], leaf["storage_offset"], leaf["stream"]) == (16, 0, 0)
+    assert found["Functional.relu.0.forward"]["output"][0]["storage_id"] != leaf["storage_id"]
+    assert found["Tensor.t.0.forward"]["output"][0]["storage_id"] == leaf["storage_id"]
+
+
+def test_what_is_no_tensor_keeps_its_shape_and_says_what_it_is(tmp_path: Path) -> None:
+    def body() -> None:
+        x = torch.ones(4, 3)
+        _ = x[1:3, ..., None]
+        torch.zeros((2, 1), dtype=torch.float16, device=torch.device("cpu"))
+        torch.cat([x, x], dim=1)
+        x.mul(2 + 1j)
+
+    found = dumped(tmp_path, body)
+    index = found["Tensor.__getitem__.0.forward"]["input_args"][1]
+    assert index == [{"type": "slice", "value": [1, 3, None]}, {"type": "ellipsis", "value": "..."}, None]
+    zeros = found["Torch.zeros.0.forward"]
+    assert zeros["input_args"] == [[{"type": "int", "value": 2}, {"type": "int", "value": 1}]]
+    assert zeros["input_kwargs"]["dtype"] == {"type": "torch.dtype", "value": "torch.float16"}
+    assert [leaf["shape"] for leaf in found["Torch.cat.0.forward"]["input_args"][0]] == [[4, 3], [4, 3]]
+    assert found["Tensor.mul.0.forward"]["input_args"][1] == {"type": "complex", "value": "(2+1j)"}
+
+
+def test_mix_puts_functions_into_their_modules(tmp_path: Path) -> None:
+    model = make_model()
+    found = dumped(tmp_path, lambda: step_of(model), model, "mix")
+    construct = json.loads((tmp_path / "step0/rank/construct.json").read_text())
+    assert construct["Functional.linear.1.forward"] == "Module.1.linear.Linear.forward.0"
+    assert construct["Functional.linear.1.backward"] == "Module.1.linear.Linear.backward.0"
+    assert construct["Tensor.add_.0.forward"] == "Module.1.Block.forward.0"
+    assert construct["Tensor.square.0.forward"] is None
+    names = list(found)
+    assert names.index("Functional.linear.1.forward") < names.index("Module.1.linear.Linear.forward.0")
+
+
+def test_stacks_are_the_user_s_lines_innermost_first_and_shared(tmp_path: Path) -> None:
+    model = make_model()
+    found = dumped(tmp_path, lambda: step_of(model), model, "mix")
+    stacks = json.loads((tmp_path / "step0/rank/stack.json").read_text())
+    assert sorted(name for names, _ in stacks.values() for name in names) == sorted(found)
+    dump = open_rank(tmp_path / "step0/rank")
+    stack = dump.stack_of("Tensor.add_.0.forward")
+    assert stack[0].endswith("in forward,\n    y += x")
+    assert "collecting.py, line " in stack[0]
+    assert any("in step_of" in line for line in stack)
+    assert not any("torch/nn/modules" in line or "ddpstats/dump" in line for line in stack)
+    assert dump.stack_of("Tensor.add_.0.backward") == stack
+
+
+def test_a_second_backward_pass_has_an_entry_of_its_own(tmp_path: Path) -> None:
+    def body() -> None:
+        x = torch.ones(2, requires_grad=True)
+        y = torch.exp(x)
+        y.sum().backward(retain_graph=True)  # type: ignore[no-untyped-call]
+        (y * 3).sum().backward()
+
+    found = dumped(tmp_path, body)
+    assert found["Torch.exp.0.backward"]["input"][0]["Max"] == 1.0
+    assert found["Torch.exp.0.backward.1"]["input"][0]["Max"] == 3.0
+
+
+def test_gradients_of_parameters_are_of_one_backward_pass(tmp_path: Path) -> None:
+    model = nn.Linear(4, 2)
+
+    def body() -> None:
+        for _ in range(2):
+            model(batch()).sum().backward()
+
+    found = dumped(tmp_path, body, model, "L0")
+    grads = [found[f"Module.root.Linear.parameters_grad.{n}"]["bias"][0]["Max"] for n in (0, 1)]
+    assert grads == [3.0, 3.0]
+    assert model.bias.grad is not None
+    assert model.bias.grad.max() == 6.0
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_checkpointing_runs_once_more_says_so(tmp_path: Path, reentrant: bool) -> None:
+    model = make_model()
+    x = batch().requires_grad_()
+
+    def body() -> None:
+        checkpoint(model, x, use_reentrant=reentrant).sum().backward()
+
+    found = dumped(tmp_path, body, model, "mix")
+    assert found["Module.0.Linear.forward.1"]["is_recompute"] is True
+    assert "is_recompute" not in found["Module.0.Linear.forward.0"]
+    assert found["Functional.linear.4.forward"]["is_recompute"] is True
+    assert f"Functional.linear.{4 if reentrant else 0}.backward" in found
+
+
+# -- what is chosen ---------------------------------------------------------------------------------------------------
+
+
+def test_only_chosen_steps_and_ranks_are_collected(tmp_path: Path) -> None:
+    model = make_model()
+    dump = StatsDump({"dump_path": str(tmp_path), "level": "mix", "step": [1, "3-4"]}, model=model)
+    for step in range(6):
+        dump.start()
+        assert bool(hooks_of(model)) == (step in (1, 3, 4))
+        assert bool(torch._C._len_torch_function_stack()) == (step in (1, 3, 4))
+        step_of(model)
+        dump.stop()
+        dump.step()
+    assert dump.current_step == 6
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step1", "step3", "step4"]
+    other = StatsDump({"dump_path": str(tmp_path / "other"), "rank": [1]})
+    other.start()
+    assert not torch._C._len_torch_function_stack()
+
+
+def test_selection_leaves_names_as_they_are(tmp_path: Path) -> None:
+    model = make_model()
+
+    def chosen(name: str, **section: Any) -> list[str]:
+        return list(dumped(tmp_path / name, lambda: step_of(model), model, "mix", statistics=section))
+
+    assert chosen("list", list=["Functional.linear.2"]) == [
+        "Functional.linear.2.forward",
+        "Functional.linear.2.backward",
+    ]
+    assert set(chosen("inside", list=["Module.1.linear.Linear.forward.0"])) == {
+        "Functional.linear.1.forward", "Module.1.linear.Linear.forward.0",
+    }  # fmt: skip
+    scope = ["Functional.linear.1.forward", "Functional.relu.0.forward"]
+    assert chosen("scope", scope=scope) == [*scope, "Module.1.activation.ReLU.forward.0"]  # which began before the last
+    backward = chosen("backward scope", scope=["Functional.linear.3.backward", "Functional.layer_norm.1.backward"])
+    assert {"Functional.linear.3.backward", "Tensor.add_.1.backward", "Functional.layer_norm.1.backward"} <= {*backward}
+    assert "Functional.linear.1.backward" not in backward
+    assert not any("forward" in name for name in backward)
+    assert all("forward" in name for name in chosen("forward", data_mode=["forward"]))
+    assert all("forward" not in name for name in chosen("back", data_mode=["backward"]))
+
+
+def test_data_mode_leaves_sides_out(tmp_path: Path) -> None:
+    x = batch().requires_grad_()
+    for mode in ("input", "output"):
+        found = dumped(tmp_path / mode, lambda: x.exp().sum().backward(), statistics={"data_mode": [mode]})
+        forward, backward = found["Tensor.exp.0.forward"], found["Tensor.exp.0.backward"]
+        assert bool(forward["input_args"]) == bool(backward["input"]) == (mode == "input")
+        assert bool(forward["output"]) == bool(backward["output"]) == (mode == "output")
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_dump_is_what_the_format_says(tmp_path: Path) -> None:
+    dumped(tmp_path, lambda: torch.ones(2).exp(), level="L1")
+    directory = tmp_path / "step0/rank"
+    assert sorted(path.name for path in directory.iterdir()) == ["construct.json", "dump.json", "stack.json"]
+    text = (directory / "dump.json").read_text()
+    assert list(json.loads(text)) == ["task", "level", "framework", "dump_data_dir", "data"]
+    assert text.split("\n")[1].startswith('"Torch.ones.0.forward": {')
+    assert [entry.name for entry in open_rank(directory).entries()] == ["Torch.ones.0.forward", "Tensor.exp.0.forward"]
+
+
+def test_tensors_are_saved_and_named(tmp_path: Path) -> None:
+    x = torch.arange(12.0).reshape(3, 4)[:, 1:3].requires_grad_()
+    config: dict[str, Any] = {"task": "tensor"}
+    found = dumped(tmp_path, lambda: torch.add(x, other=x).sum().backward(), **config)
+    entry = found["Torch.add.0.forward"]
+    leaf = entry["input_args"][0]
+    assert leaf["data_name"] == "Torch.add.0.forward.input.0.pt"
+    assert list(leaf)[7:10] == ["requires_grad", "data_name", "nan_count"]
+    assert entry["input_kwargs"]["other"]["data_name"] == "Torch.add.0.forward.input_kwargs.other.pt"
+    assert found["Torch.add.0.backward"]["output"][0]["data_name"] == "Torch.add.0.backward.output.0.pt"
+    directory = tmp_path / "step0/rank/dump_tensor_data"
+    saved = torch.load(directory / leaf["data_name"], weights_only=True, map_location="cpu")
+    assert torch.equal(saved, x)
+    assert saved.untyped_storage().nbytes() == 4 * x.numel()
+    assert json.loads((tmp_path / "step0/rank/dump.json").read_text())["dump_data_dir"] == str(directory)
+
+
+def test_some_tensors_are_saved_beside_statistics(tmp_path: Path) -> None:
+    found = dumped(tmp_path, lambda: torch.ones(2).exp().sum(), statistics={"tensor_list": ["exp"]})
+    saved = {leaf.get("data_name") for entry in found.values() for leaf in leaves(entry)}
+    assert saved == {None, "Tensor.exp.0.forward.input.0.pt", "Tensor.exp.0.forward.output.0.pt"}
+
+
+def test_md5_is_the_crc_of_the_bytes_in_order(tmp_path: Path) -> None:
+    import zlib
+
+    x = torch.arange(6, dtype=torch.bfloat16).reshape(2, 3)
+    found = dumped(tmp_path, lambda: (x.t() + 1, torch.empty(0).exp()), statistics={"summary_mode": "md5"})
+    leaf = found["Tensor.add.0.forward"]["input_args"][0]
+    raw = bytes(x.t().contiguous().view(torch.uint8).flatten().tolist())
+    assert leaf["md5"] == f"{zlib.crc32(raw):08x}"
+    assert leaf["Max"] == 5.0
+    assert found["Torch.empty.0.forward"]["output"][0]["md5"] == "00000000"
+
+
+def test_a_step_may_be_collected_in_pieces(tmp_path: Path) -> None:
+    model = make_model()
+    for is_async in (False, True):
+        path = tmp_path / str(is_async)
+        dump = StatsDump({"dump_path": str(path), "level": "mix", "async_dump": is_async}, model=model)
+        for _ in range(2):
+            dump.start()
+            step_of(model)
+            dump.stop()
+            model(batch())
+        dump.step()
+        found = data(path)
+        assert [f"Functional.linear.{n}.forward" in found for n in (0, 7, 8)] == [True, True, False]
+        assert "Module.root.Sequential.backward.1" in found or "Module.3.Linear.backward.1" in found
+        assert not (path / "step0/rank/dump.jsonl").exists()
+
+
+def test_what_a_step_that_raises_has_collected_is_written(tmp_path: Path) -> None:
+    model = make_model()
+    dump = StatsDump({"dump_path": str(tmp_path), "level": "mix"}, model=model)
+    with pytest.raises(RuntimeError), dump:
+        model(batch())
+        model(torch.ones(2, 99))
+    assert hooks_of(model) == torch._C._len_torch_function_stack() == 0
+    assert "Module.root.Sequential.forward.0" in data(tmp_path)
+
+
+def test_nothing_is_overwritten(tmp_path: Path) -> None:
+    dumped(tmp_path, lambda: torch.ones(2))
+    with pytest.raises(DumpError, match=r"step0/rank holds a dump already \(dump.json\).*Give another dump_path"):
+        StatsDump({"dump_path": str(tmp_path)})
+    StatsDump({"dump_path": str(tmp_path), "step": [1]})
+
+
+def test_a_path_that_cannot_be_written_says_so(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DumpError, match="cannot be written to"):
+        StatsDump({"dump_path": str(tmp_path / "file")})
+
+
+@pytest.mark.parametrize("level", ["L0", "mix"])
+def test_modules_need_a_model(tmp_path: Path, level: str) -> None:
+    dump = StatsDump({"dump_path": str(tmp_path), "level": level})
+    with pytest.raises(ConfigError, match=f"level {level} collects modules: give the model"):
+        dump.start()
+    dump.start(make_model())
+    dump.stop()
+    with pytest.raises(ConfigError, match="model is a int"):
+        StatsDump({"dump_path": str(tmp_path / "b")}, model=3)
+
+
+def test_several_models(tmp_path: Path) -> None:
+    one, two = nn.Linear(4, 4), nn.Linear(4, 2)
+    found = dumped(tmp_path, lambda: two(one(batch())), {"first": one, "second": two}, "L0")
+    assert list(found) == ["Module.first.Linear.forward.0", "Module.second.Linear.forward.0"]
+
+
+# -- nothing changes --------------------------------------------------------------------------------------------------
+
+
+def trained(path: Path | None, **config: Any) -> list[Tensor]:
+    """Parameters after three steps; with dropout, checkpointing and a gradient of gradients."""
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    dump = None if path is None else StatsDump({"dump_path": str(path), **config}, model=model)
+    torch.manual_seed(11)
+    for number in range(3):
+        if dump is not None:
+            dump.start()
+        x = batch(number).requires_grad_()
+        loss = checkpoint(model, x, use_reentrant=False).square().sum()
+        (inner,) = torch.autograd.grad(loss, x, create_graph=True)
+        (loss + 0.1 * inner.square().sum()).backward()
+        if dump is not None:
+            dump.stop()
+        optimizer.step()
+        optimizer.zero_grad()
+        if dump is not None:
+            dump.step()
+            assert hooks_of(model) == torch._C._len_torch_function_stack() == 0
+    return [*model.parameters(), torch.rand(3)]
+
+
+@LEVELS
+@pytest.mark.parametrize("is_async", [False, True])
+def test_parameters_are_bit_identical(tmp_path: Path, level: str, is_async: bool) -> None:
+    for one, other in zip(trained(None), trained(tmp_path, level=level, async_dump=is_async), strict=True):
+        assert torch.equal(one, other)
+    for step in range(3):
+        assert data(tmp_path, step)
+
+
+def test_a_model_is_saved_and_copied_while_it_is_watched(tmp_path: Path) -> None:
+    model = make_model()
+
+    def body() -> None:
+        copied = copy.deepcopy(model)
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        for one in (copied, torch.load(file, weights_only=False)):
+            assert torch.equal(one.eval()(batch()), one(batch()))
+
+    found = dumped(tmp_path, body, model, "L0")
+    assert found == {}
+
+
+def test_compiled_parts_are_left_alone_and_named_in_a_warning(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Block(4))
+    compiled = nn.Sequential(model[0], torch.compile(model[1], backend="eager"))
+    dump = StatsDump({"dump_path": str(tmp_path), "level": "mix"}, model=compiled)
+    with pytest.warns(UserWarning, match="parts under torch.compile"):
+        dump.start()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch's own
+        step_of(compiled)
+    dump.stop()
+    found = data(tmp_path)
+    assert "Module.1.Block.forward.0" in found
+    assert not any(".norm." in name for name in found)
+
+
+def test_an_error_of_ours_is_noted_and_does_not_reach_the_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(tensor: Tensor) -> None:
+        raise RuntimeError("made up")
+
+    monkeypatch.setattr("ddpstats.dump._leaves.host_stats", fails)
+    model = make_model()
+    dump = StatsDump({"dump_path": str(tmp_path), "level": "mix"}, model=model)
+    dump.start()
+    step_of(model)
+    with pytest.warns(UserWarning, match=r"part\(s\) of the dump could not be collected; see .*dump_error_info.log"):
+        dump.stop()
+    assert "made up" in (tmp_path / "step0/rank/dump_error_info.log").read_text()
+    found = json.loads((tmp_path / "step0/rank/dump.json").read_text())["data"]
+    assert found["Functional.linear.0.forward"]["output"][0]["Max"] is None
+    assert found["Functional.linear.0.forward"]["output"][0]["shape"] == [3, 6]
+
+
+def test_while_the_step_runs_its_entries_are_on_the_disk(tmp_path: Path) -> None:
+    dump = StatsDump({"dump_path": str(tmp_path)})
+    dump.start()
+    torch.ones(2).exp()
+    header, *entries = lines(tmp_path)
+    dump.stop()
+    assert header == {"task": "statistics", "level": "L1", "dump_data_dir": None, "format": "ddpstats 1"}
+    assert [entry["name"] for entry in entries] == ["Torch.ones.0.forward", "Tensor.exp.0.forward"]
+    assert data(tmp_path)["Tensor.exp.0.forward"] == entries[1]["entry"]
+
+
+def test_functions_of_functions_are_left_alone(tmp_path: Path) -> None:
+    x = torch.ones(3, 2)
+    found = dumped(tmp_path, lambda: torch.vmap(lambda row: row.exp() * 2)(x))
+    assert all(leaf["Max"] is None for leaf in leaves(found["Tensor.exp.0.forward"]))

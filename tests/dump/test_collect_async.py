@@ -1,0 +1,174 @@
+"""Asynchronous: inside the step nothing is read from a device and nothing is written; and there is a limit."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ddpstats import ConfigError
+from ddpstats.dump import StatsDump
+from tests.dump.collecting import data, dumped, leaves, make_model
+
+
+def model_on_meta() -> nn.Module:
+    with torch.device("meta"):
+        return nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
+
+
+def train_on_meta(model: nn.Module) -> None:
+    """A whole step: forward, backward, optimizer."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.empty(2, 3, 8, device="meta", requires_grad=True)
+    mask = torch.empty(2, 3, device="meta", dtype=torch.bool)
+    loss: Tensor = model(x, src_key_padding_mask=mask).square().sum()
+    loss.backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+
+
+@pytest.mark.parametrize("config", [{}, {"task": "tensor", "tensor": {"list": ["Functional", "Module"]}}])
+def test_no_value_is_read_inside_the_step(tmp_path: Path, config: dict[str, Any]) -> None:
+    """A tensor on meta has no value: to read one raises, which `data` would find in the log."""
+    model = model_on_meta()
+    found = dumped(tmp_path, lambda: train_on_meta(model), model, "mix", async_dump=True, **config)
+    assert "Functional.linear.3.forward" in found
+    assert "Functional.multi_head_attention_forward.0.backward" in found
+    assert "Module.layers.1.linear2.Linear.parameters_grad.0" in found
+    assert all(leaf["Max"] is None and leaf["device"] == "meta" for entry in found.values() for leaf in leaves(entry))
+
+
+def test_a_value_that_is_read_inside_the_step_would_be_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ddpstats.dump._leaves import device_stats
+
+    def reads(tensor: Tensor) -> Tensor:
+        numbers = device_stats(tensor)
+        numbers[0].item()
+        return numbers
+
+    monkeypatch.setattr("ddpstats.dump._leaves.device_stats", reads)
+    model = model_on_meta()
+    with pytest.warns(UserWarning, match="could not be collected"):
+        dump = StatsDump({"dump_path": str(tmp_path), "level": "mix", "async_dump": True}, model=model)
+        dump.start()
+        train_on_meta(model)
+        dump.stop()
+    log = (tmp_path / "step0/rank/dump_error_info.log").read_text()
+    assert "item() cannot be called on meta tensors" in log
+
+
+def on_a_device(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Tensors in host memory are treated as if they were on a device; returns how often it is read."""
+    from ddpstats.dump import _leaves
+
+    reads: list[int] = []
+
+    def measure(self: Any, leaf: Any, values: Tensor) -> None:
+        numbers = _leaves.device_stats(values)
+        self._deferred.append(_leaves._Deferred(leaf, numbers, values.dtype, values.shape))
+
+    settle = _leaves.LeafMaker.settle
+
+    def counted(self: Any) -> None:
+        reads.append(self.waiting)
+        settle(self)
+
+    monkeypatch.setattr(_leaves.LeafMaker, "_measure", measure)
+    monkeypatch.setattr(_leaves.LeafMaker, "settle", counted)
+    return reads
+
+
+def step_of(model: nn.Module) -> None:
+    torch.manual_seed(4)
+    model(torch.randn(3, 4)).square().sum().backward()
+
+
+NUMBERS = ("Max", "Min", "Mean", "Norm", "nan_count", "inf_count", "first_bad")
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_numbers_from_a_device_are_those_of_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_async: bool
+) -> None:
+    model = make_model()
+    wanted = dumped(tmp_path / "host", lambda: step_of(model), model, "mix")
+    monkeypatch.setattr("ddpstats.dump._recorder._BATCH", 20)
+    reads = on_a_device(monkeypatch)
+    found = dumped(tmp_path / "device", lambda: step_of(model), model, "mix", async_dump=is_async)
+    assert len(reads) == 1 if is_async else len(reads) > 5
+    assert list(found) == list(wanted)
+    for name, entry in found.items():
+        for one, other in zip(leaves(entry), leaves(wanted[name]), strict=True):
+            for key in NUMBERS:
+                number = other[key]
+                is_float = isinstance(number, float)
+                assert one[key] == (pytest.approx(number, rel=1e-5, abs=1e-6) if is_float else number), name
+
+
+def test_nothing_is_written_inside_the_step(tmp_path: Path) -> None:
+    model = make_model()
+    dump = StatsDump({"dump_path": str(tmp_path), "level": "mix", "async_dump": True}, model=model)
+    dump.start()
+    step_of(model)
+    assert list(tmp_path.iterdir()) == []
+    dump.stop()
+    assert "Functional.linear.3.backward" in data(tmp_path)
+
+
+def test_what_exceeds_the_limit_is_not_kept_and_one_warning_says_so(tmp_path: Path) -> None:
+    model = make_model()
+    config: dict[str, Any] = {"dump_path": str(tmp_path), "level": "mix", "async_dump": True, "async_max_bytes": 30_000}
+    dump = StatsDump(config, model=model)
+    dump.start()
+    step_of(model)
+    with pytest.warns(
+        UserWarning,
+        match=r"needs more than async_max_bytes, 30,000 bytes: from (\S+) on, entries have no numbers. Choose fewer by "
+        "list or scope, or set async_max_bytes higher",
+    ) as seen:
+        dump.stop()
+    assert len(seen) == 1
+    found = data(tmp_path)
+    first = str(seen[0].message).split("from ")[1].split(" on,")[0]
+    assert first in found
+    assert any(leaf["Max"] is not None for leaf in leaves(found["Functional.linear.0.forward"]))
+    assert all(leaf["Max"] is None for leaf in leaves(found["Functional.linear.3.backward"]))
+
+
+def test_tensors_that_are_kept_count_against_the_limit(tmp_path: Path) -> None:
+    dump = StatsDump(
+        {"dump_path": str(tmp_path), "task": "tensor", "async_dump": True, "async_max_bytes": 9_000,
+         "tensor": {"list": ["exp"]}}
+    )  # fmt: skip
+    x = torch.ones(1_000)
+    dump.start()
+    for _ in range(3):
+        x.exp()
+    with pytest.warns(UserWarning, match=r"from Tensor\.exp\.0\.forward on"):
+        dump.stop()
+    saved = list((tmp_path / "step0/rank/dump_tensor_data").iterdir())
+    assert [one.name for one in saved] == ["Tensor.exp.0.forward.input.0.pt"]
+
+
+def test_a_tensor_is_saved_as_it_was(tmp_path: Path) -> None:
+    def body() -> None:
+        x = torch.ones(3)
+        y = x.exp()
+        y.zero_()
+
+    config: dict[str, Any] = {"task": "tensor", "async_dump": True, "tensor": {"list": ["exp"]}}
+    found = dumped(tmp_path, body, **config)
+    leaf = found["Tensor.exp.0.forward"]["output"][0]
+    saved = torch.load(tmp_path / "step0/rank/dump_tensor_data" / leaf["data_name"], weights_only=True)
+    assert saved.tolist() == pytest.approx([2.718282] * 3)
+
+
+def test_bad_combinations_are_refused() -> None:
+    path = os.path.join(tempfile.gettempdir(), "never made")
+    with pytest.raises(ConfigError):
+        StatsDump({"dump_path": path, "async_dump": True, "statistics": {"summary_mode": "md5"}})
+    assert not os.path.exists(path)

@@ -1,0 +1,99 @@
+"""The collector under DDP, and in processes that end inside a step."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddpstats.dump._files import open_rank
+from ddpstats.testing import run_ranks
+from tests.dump import collect_runs as runs
+from tests.dump.collecting import data
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, dict[str, Any]]]]:
+    path = tmp_path_factory.mktemp("ranks")
+    return path, run_ranks(runs.train_all, 2, str(path), timeout_sec=120).values()
+
+
+Trained = tuple[Path, list[dict[str, dict[str, Any]]]]
+KINDS = pytest.mark.parametrize("kind", [f"{level} {flag}" for level in ("L0", "L1", "mix") for flag in (False, True)])
+
+
+@KINDS
+def test_ranks_train_to_the_same_bits_and_no_hook_stays(trained: Trained, kind: str) -> None:
+    for rank in trained[1]:
+        assert rank[kind] == rank["plain"]
+    assert trained[1][0]["plain"]["parameters"] == trained[1][1]["plain"]["parameters"]
+
+
+@KINDS
+def test_each_rank_has_a_dump_of_its_own(trained: Trained, kind: str) -> None:
+    path = trained[0] / kind
+    assert sorted(one.name for one in path.iterdir()) == ["step1"]
+    ranks = [data(path, 1, f"rank{rank}") for rank in (0, 1)]
+    assert set(ranks[0]) == set(ranks[1])
+    if not kind.startswith("L1"):
+        assert "Module.root.Sequential.forward.0" in ranks[0]
+        assert not any(".module." in name for name in ranks[0])
+
+
+def test_gradients_of_parameters_are_the_rank_s_own(trained: Trained) -> None:
+    norms = [
+        data(trained[0] / "L0 False", 1, f"rank{rank}")["Module.3.Linear.parameters_grad.0"]["weight"][0]["Norm"]
+        for rank in (0, 1)
+    ]
+    assert norms[0] != norms[1]
+
+
+@pytest.mark.parametrize("kind", ["L1 False", "mix True"])
+def test_collectives_are_among_the_entries(trained: Trained, kind: str) -> None:
+    for rank in (0, 1):
+        found = data(trained[0] / kind, 1, f"rank{rank}")
+        names = [name for name in found if name.startswith("Distributed.all_reduce")]
+        assert names
+        entry = found[names[0]]
+        assert entry["input_kwargs"]["group"]["group_ranks"] == [0, 1]
+        assert entry["input_args"][0]["Norm"] is not None
+        assert entry["output"][0]["Norm"] is not None
+
+
+def ended(how: str, path: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "tests.dump.collect_runs", how, str(path)],
+        cwd=ROOT, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+
+
+def test_a_killed_process_leaves_what_it_had_collected(tmp_path: Path) -> None:
+    done = ended("kill", tmp_path)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert [one.name for one in (tmp_path / "step0/rank").iterdir()] == ["dump.jsonl"]
+    dump = open_rank(tmp_path / "step0/rank")
+    assert not dump.complete
+    names = [entry.name for entry in dump.entries()]
+    assert "Module.root.Sequential.forward.0" in names
+    assert names[-1].endswith((".linear.Linear.parameters_grad.0", ".backward", ".backward.0"))
+    assert "Module.2.Block.backward.0" in names
+    assert dump.stack_of("Functional.linear.1.forward")[0].startswith("File ")
+    assert dump.parent_of("Functional.linear.1.forward") == "Module.1.linear.Linear.forward.0"
+
+
+@pytest.mark.parametrize("how", ["sync", "async"])
+def test_a_process_that_ends_inside_a_step_leaves_an_incomplete_dump(tmp_path: Path, how: str) -> None:
+    done = ended(how, tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    directory = tmp_path / "step0/rank"
+    assert [one.name for one in directory.iterdir()] == ["dump.jsonl"]
+    lines = [json.loads(line) for line in (directory / "dump.jsonl").read_text().splitlines()]
+    assert lines[-1]["name"] == "Module.root.Sequential.forward.0"
+    assert lines[1]["stack"][0].startswith("File ")

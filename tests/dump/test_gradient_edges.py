@@ -1,0 +1,308 @@
+"""Gradients beside the graph are what torch's own full backward hooks, which change the graph, see."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.dump.collecting import Block, dumped
+
+Inputs = tuple[Tensor, ...]
+
+
+def noise(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+
+
+class Attention(nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return nn.functional.scaled_dot_product_attention(q, k, v)
+
+
+class Residual(nn.Module):
+    """Its input has three users."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + x.sin() * x
+
+
+class Views(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.transpose(0, 1)[2:].reshape(-1).view(-1, 2).expand(3, -1, 2)
+
+
+class Several(nn.Module):
+    """Two outputs in a container, one of which nobody uses."""
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, list[Tensor]]:
+        return x * y, [y.exp()]
+
+
+class Chunks(nn.Module):
+    """Several outputs of one node."""
+
+    def forward(self, x: Tensor) -> Any:
+        return x.chunk(2)
+
+
+class InPlace(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * 2
+        y[0] = x[1]
+        y.add_(x)
+        return nn.functional.relu_(y)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.inner, self.reentrant = nn.Linear(4, 4), reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = checkpoint(self.inner, x, use_reentrant=self.reentrant)
+        return out.tanh()
+
+
+class _Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 3 * x**2 * gradients[0]
+
+
+class Own(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = _Cube.apply(x)  # type: ignore[no-untyped-call]
+        return out
+
+
+class Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x, x, x)[0]
+        return out
+
+
+class NonLeaf(nn.Module):
+    """Its input is made by others, and changed in place by it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(3)
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Inputs]]] = {
+    "linear": (lambda: nn.Linear(4, 5), lambda: (noise(2, 3, 4),)),
+    "bilinear of one tensor": (lambda: nn.Bilinear(4, 4, 2), lambda: (noise(3, 4), noise(3, 4, seed=2))),
+    "attention": (Attention, lambda: (noise(2, 3, 4), noise(2, 3, 4, seed=2), noise(2, 3, 4, seed=3))),
+    "multi-head attention": (Attends, lambda: (noise(2, 3, 4),)),
+    "residual": (Residual, lambda: (noise(3, 4),)),
+    "block": (lambda: Block(4), lambda: (noise(3, 4),)),
+    "views": (Views, lambda: (noise(3, 4),)),
+    "several outputs": (Several, lambda: (noise(3, 4), noise(3, 4, seed=2))),
+    "outputs of one node": (Chunks, lambda: (noise(4, 2),)),
+    "in place": (InPlace, lambda: (noise(3, 4),)),
+    "in place on its input": (NonLeaf, lambda: (noise(3, 4) * 2,)),
+    "checkpoint": (lambda: Checkpointed(False), lambda: (noise(3, 4),)),
+    "reentrant checkpoint": (lambda: Checkpointed(True), lambda: (noise(3, 4),)),
+    "a function of one's own": (Own, lambda: (noise(3, 4),)),
+    "lstm": (lambda: nn.LSTM(4, 3), lambda: (noise(5, 2, 4),)),
+    "a transformer layer": (
+        lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True),
+        lambda: (noise(2, 3, 4),),
+    ),
+}
+
+
+def backward(ctx: Any, *gradients: Any) -> Tensor:
+    (x,) = ctx.saved_tensors
+    return 3 * x**2 * gradients[0]
+
+
+class Own(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = _Cube.apply(x)  # type: ignore[no-untyped-call]
+        return out
+
+
+class Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x, x, x)[0]
+        return out
+
+
+class NonLeaf(nn.Module):
+    """Its input is made by others, and changed in place by it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(3)
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Inputs]]] = {
+    "linear": (lambda: nn.Linear(4, 5), lambda: (noise(2, 3, 4),)),
+    "bilinear of one tensor": (lambda: nn.Bilinear(4, 4, 2), lambda: (noise(3, 4), noise(3, 4, seed=2))),
+    "attention": (Attention, lambda: (noise(2, 3, 4), noise(2, 3, 4, seed=2), noise(2, 3, 4, seed=3))),
+    "multi-head attention": (Attends, lambda: (noise(2, 3, 4),)),
+    "residual": (Residual, lambda: (noise(3, 4),)),
+    "block": (lambda: Block(4), lambda: (noise(3, 4),)),
+    "views": (Views, lambda: (noise(3, 4),)),
+    "several outputs": (Several, lambda: (noise(3, 4), noise(3, 4, seed=2))),
+    "outputs of one node": (Chunks, lambda: (noise(4, 2),)),
+    "in place": (InPlace, lambda: (noise(3, 4),)),
+    "in place on its input": (NonLeaf, lambda: (noise(3, 4) * 2,)),
+    "checkpoint": (lambda: Checkpointed(False), lambda: (noise(3, 4),)),
+    "reentrant checkpoint": (lambda: Checkpointed(True), lambda: (noise(3, 4),)),
+    "a function of one's own": (Own, lambda: (noise(3, 4),)),
+    "lstm": (lambda: nn.LSTM(4, 3), lambda: (noise(5, 2, 4),)),
+    "a transformer layer": (
+        lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True),
+        lambda: (noise(2, 3, 4),),
+    ),
+}
+
+
+class Whole(nn.Module):
+    """The module, and what is made of its first output."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+def run(make: Callable[[], nn.Module], inputs: Inputs, watch: Callable[[nn.Module], Any] | None) -> nn.Module:
+    torch.manual_seed(5)
+    module = make()
+    if watch is not None:
+        watch(module)
+    return module
+
+
+def backward(module: nn.Module, inputs: Inputs) -> None:
+    output = module(*inputs)
+    first = output if isinstance(output, Tensor) else output[0]
+    torch.manual_seed(7)
+    (first * torch.randn_like(first)).sum().backward()  # type: ignore[no-untyped-call]
+
+
+def described(gradients: Any) -> list[Any]:
+    """Per gradient its numbers, to the last bits but one."""
+    found = []
+    for one in gradients:
+        found.append(None if one is None else [one.max().item(), one.min().item(), one.norm().item()])
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_are_those_of_a_full_backward_hook(tmp_path: Path, case: str) -> None:
+    make, make_inputs = CASES[case]
+    torch.manual_seed(5)
+    module, expected = make(), list[Any]()
+    inputs = make_inputs()
+    if case != "in place on its input":  # the hook that we compare with does not allow that
+        module.register_full_backward_hook(lambda module, grads, outer: expected.append((grads, outer)))
+        backward(module, inputs)
+    else:
+        x = inputs[0]
+        y = x * 1
+        (y * 3).backward(torch.ones(3, 4))
+        torch.manual_seed(7)
+        outer = torch.randn(3, 4)
+        expected.append(((outer * 3,), (outer,)))
+    torch.manual_seed(5)
+    module = make()
+    inputs = make_inputs()
+    found = dumped(tmp_path, lambda: backward(module, inputs), module, "L0")
+    entry = found[f"Module.root.{type(module).__name__}.backward.0"]
+    for what, gradients in zip(("output", "input"), expected[0], strict=True):
+        leaves = [leaf for leaf in flat(entry[what])]
+        wanted = described(gradients)
+        for leaf, numbers in zip(leaves, [*wanted, *[None] * (len(leaves) - len(wanted))], strict=True):
+            if numbers is None or leaf is None:
+                assert (leaf is None) or not any((leaf["Max"], leaf["Min"])), what
+                assert numbers is None or not any(numbers), what
+            else:
+                assert [leaf["Max"], leaf["Min"], leaf["Norm"]] == pytest.approx(numbers, rel=1e-6), what
+
+
+def flat(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def test_a_tensor_given_twice_has_two_gradients_where_they_can_be_told_apart(tmp_path: Path) -> None:
+    x = torch.tensor([2.0, 3.0], requires_grad=True)
+    found = dumped(tmp_path, lambda: torch.matmul(x, x).backward())
+    assert [leaf["Max"] for leaf in found["Torch.matmul.0.backward"]["output"]] == [3.0, 3.0]
+
+
+def test_a_gradient_is_the_call_s_own_share(tmp_path: Path) -> None:
+    x = torch.ones(2, requires_grad=True)
+
+    def body() -> None:
+        y = x * 1
+        (y.exp() + 10 * y).sum().backward()
+
+    found = dumped(tmp_path, body)
+    assert found["Tensor.mul.1.backward"]["output"][0]["Max"] == 10.0
+    assert found["Tensor.mul.0.backward"]["input"][0]["Max"] == pytest.approx(10 + 2.718282)
+
+
+def test_a_part_of_the_graph_that_is_too_large_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ddpstats.dump._gradient_edges._MOST_NODES", 3)
+
+    class Long(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(5):
+                x = x.exp().log()
+            return x
+
+    from ddpstats.dump import StatsDump
+
+    model = Long()
+    dump = StatsDump({"dump_path": str(tmp_path), "level": "L0"}, model=model)
+    dump.start()
+    model(torch.ones(2, requires_grad=True)).sum().backward()
+    with pytest.warns(UserWarning, match="could not be collected"):
+        dump.stop()
+    assert "more than 3 nodes" in (tmp_path / "step0/rank/dump_error_info.log").read_text()
+
+
+def test_a_graph_is_freed_when_the_program_lets_go_of_it(tmp_path: Path) -> None:
+    import gc
+    import weakref
+
+    from ddpstats.dump import StatsDump
+
+    class Mark:
+        pass
+
+    model = nn.Linear(4, 4)
+    dump = StatsDump({"dump_path": str(tmp_path), "level": "mix"}, model=model)
+    dump.start()
+    gc.disable()
+    try:
+        output = model(noise(2, 4)).exp().sum()
+        mark = Mark()
+        output.grad_fn.metadata["mark"] = mark
+        seen = weakref.ref(mark)
+        del mark, output
+        assert seen() is None
+    finally:
+        gc.enable()
+        dump.stop()

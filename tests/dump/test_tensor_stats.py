@@ -1,0 +1,111 @@
+"""The numbers of a tensor, on the host and as they are computed on a device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from ddpstats.dump._tensor_stats import NOTHING, Stats, device_stats, host_stats, of_numbers, plain_values
+
+
+def on_device(tensor: Tensor) -> Stats:
+    return of_numbers(device_stats(tensor).tolist(), tensor.dtype, tensor.shape)
+
+
+BOTH = pytest.mark.parametrize("stats", [host_stats, on_device])
+Measure = Callable[[Tensor], Stats]
+
+
+def reference(tensor: Tensor) -> tuple[float, float, float, float]:
+    wide = tensor.to(torch.float64)
+    return wide.max().item(), wide.min().item(), wide.mean().item(), wide.norm().item()
+
+
+def base() -> Tensor:
+    return torch.randn(6, 5, 4, generator=torch.Generator().manual_seed(1))
+
+
+SHAPES = {
+    "contiguous": lambda x: x,
+    "transposed": lambda x: x.transpose(0, 2),
+    "sliced": lambda x: x[:, 1:4],
+    "expanded": lambda x: x[:, :1].expand(6, 5, 4),
+    "expanded and transposed": lambda x: x[:, :1].expand(6, 5, 4).transpose(0, 2),
+    "one row": lambda x: x[2],
+    "a scalar, expanded": lambda x: x.sum().expand(7, 3),
+    "with a dimension of one": lambda x: x.unsqueeze(1).transpose(0, 1),
+}
+
+
+@BOTH
+@pytest.mark.parametrize("shape", SHAPES)
+def test_numbers_are_those_of_the_elements_however_they_lie_in_memory(stats: Measure, shape: str) -> None:
+    tensor = SHAPES[shape](base())  # type: ignore[no-untyped-call]
+    found = stats(tensor)
+    assert found[:4] == pytest.approx(reference(tensor), rel=1e-6)
+    assert found[4:] == (0, 0, None)
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.int8, torch.float8_e5m2]
+)
+def test_other_types_are_measured_in_float32_or_better(stats: Measure, dtype: torch.dtype) -> None:
+    tensor = (base().abs() * 9).to(dtype)
+    assert stats(tensor)[:4] == pytest.approx(reference(tensor), rel=1e-6)
+
+
+@BOTH
+def test_a_norm_that_its_type_cannot_hold_is_not_infinite(stats: Measure) -> None:
+    assert stats(torch.full((1_000_000,), 300.0, dtype=torch.float16)).norm == pytest.approx(300_000.0, rel=1e-5)
+    large, small = stats(torch.full((9,), 1e30)), stats(torch.full((9,), 1e-30))
+    assert large.norm == pytest.approx(3e30)
+    assert small.norm == pytest.approx(3e-30)
+    assert stats(torch.full((9,), 3e38)).mean == pytest.approx(3e38)
+    assert host_stats(torch.full((9,), 1e200, dtype=torch.float64)).norm == pytest.approx(3e200)
+
+
+def test_a_mean_that_even_float64_cannot_sum_is_finite() -> None:
+    assert host_stats(torch.full((9,), 1e308, dtype=torch.float64)).mean == pytest.approx(1e308)
+
+
+@BOTH
+def test_bad_elements_are_counted_and_the_first_is_located(stats: Measure) -> None:
+    tensor = base()
+    tensor[1, 2, 3], tensor[4, 0, 0], tensor[5, 1, 1] = math.inf, math.nan, -math.inf
+    found = stats(tensor)
+    assert (found.nan_count, found.inf_count, found.first_bad) == (1, 2, [1, 2, 3])
+    assert all(math.isnan(value) for value in (found.max, found.min, found.mean, found.norm) if value is not None)
+    seen = stats(tensor.transpose(0, 2))
+    assert seen.first_bad == [0, 0, 4]
+    infinite = stats(torch.tensor([1.0, math.inf]))
+    assert (infinite.max, infinite.min, infinite.mean, infinite.norm) == (math.inf, 1.0, math.inf, math.inf)
+
+
+@BOTH
+def test_truth_values_numbers_and_complex_numbers(stats: Measure) -> None:
+    assert stats(torch.tensor([True, False])) == (True, False, None, None, 0, 0, None)
+    assert stats(torch.tensor(-2.5))[:4] == (-2.5, -2.5, -2.5, -2.5)
+    assert stats(torch.tensor(7))[:4] == (7.0, 7.0, 7.0, 7.0)
+    lone = stats(torch.tensor(math.nan))
+    assert (lone.nan_count, lone.first_bad) == (1, [])
+    assert stats(torch.tensor([3 + 4j, 0j])) == (5.0, 0.0, 2.5, None, 0, 0, None)
+    assert stats(torch.zeros(4))[:4] == (0.0, 0.0, 0.0, 0.0)
+
+
+def test_what_has_no_elements_has_no_numbers() -> None:
+    assert host_stats(torch.empty(0, 3)) is NOTHING
+
+
+def test_what_is_read_of_sparse_fake_and_wrapped_tensors() -> None:
+    from torch._subclasses import FakeTensorMode
+
+    sparse = plain_values(torch.tensor([[0.0, 2.0], [3.0, 0.0]]).to_sparse())
+    assert sparse is not None
+    assert sparse.tolist() == [2.0, 3.0]
+    with FakeTensorMode():
+        assert plain_values(torch.ones(2)) is None
