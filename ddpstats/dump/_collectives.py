@@ -47,6 +47,24 @@ class _Pending:
     work: Any
     token: object
     outputs: Sequence[Tensor]
+    future: Any
+
+    def is_done(self) -> bool:
+        """Whether the outputs can be read now. A device's future is done when the work is issued, gloo's when it ended.
+
+        gloo tells those who wait for the future, as DDP does, a moment before the work says that it is completed.
+        """
+        if self.work.is_completed():
+            return True
+        return self.future is not None and self.future.done() and all(tensor.is_cpu for tensor in self.outputs)
+
+    def has_failed(self) -> bool:
+        try:
+            if self.future is not None:
+                self.future.value()
+        except RuntimeError:
+            return True
+        return False
 
 
 class CollectiveWatch:
@@ -77,7 +95,7 @@ class CollectiveWatch:
         if not self._pending:
             return
         with self._lock:
-            done = [key for key, pending in self._pending.items() if pending.work.is_completed()]
+            done = [key for key, pending in self._pending.items() if pending.is_done()]
             ended = [self._pending.pop(key) for key in done]
         for pending in ended:
             self._take(pending)
@@ -104,7 +122,7 @@ class CollectiveWatch:
             self._end(token, call.outputs)
             return
         with self._lock:
-            self._pending[id(work)] = _Pending(work, token, list(call.outputs))
+            self._pending[id(work)] = _Pending(work, token, list(call.outputs), _future_of(work))
         self._poll_after_backward()
 
     def waiting(self, work: Any, limited: bool) -> bool:
@@ -123,10 +141,28 @@ class CollectiveWatch:
         if queue_callback is not None and task not in (-1, self._backward):
             self._backward = task
             ask = queue_callback
-            ask(lambda: ask(self.poll))
+            ask(lambda: ask(self._backward_ends))
+
+    def _backward_ends(self) -> None:
+        try:
+            self._take_waited()
+            self.poll()
+        except Exception as error:  # what is raised here would end the program's backward pass
+            self._recorder.note_error("collectives of a backward pass", error)
+
+    def _take_waited(self) -> None:
+        """On a device, DDP has made the program's stream wait; to say so once more costs nothing, and orders ours."""
+        with self._lock:
+            pending = list(self._pending.items())
+        for key, one in pending:
+            if one.future is not None and one.future.done() and not all(tensor.is_cpu for tensor in one.outputs):
+                one.future.wait()
+                with self._lock:
+                    self._pending.pop(key, None)
+                self._take(one)
 
     def _take(self, pending: _Pending) -> None:
-        self._end(pending.token, () if _failed(pending.work) else pending.outputs)
+        self._end(pending.token, () if pending.has_failed() else pending.outputs)
 
     def _end(self, token: object, outputs: Sequence[Tensor]) -> None:
         try:
@@ -135,17 +171,11 @@ class CollectiveWatch:
             self._recorder.note_error("a collective's outputs", error)
 
 
-def _failed(work: Any) -> bool:
-    """Whether a work that is completed ended by an error."""
+def _future_of(work: Any) -> Any:
     try:
-        future = work.get_future()
-    except RuntimeError:  # a backend that does not tell
-        return False
-    try:
-        future.value()
-    except RuntimeError:
-        return True
-    return False
+        return work.get_future()
+    except RuntimeError:  # messages have none, nor have some backends
+        return None
 
 
 def described(call: Collective) -> dict[str, object]:

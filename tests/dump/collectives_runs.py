@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ddpstats.dump import StatsDump
 from ddpstats.dump._collectives import CollectiveWatch
 
 Seen = dict[str, Any]
@@ -131,13 +132,41 @@ def _never_waited_for(rank: int) -> None:
         _later.append(dist.irecv(torch.zeros(1), src=1))
 
 
-def both() -> tuple[dict[str, list[Seen]], dict[str, list[Seen]]]:
+class Dividing(nn.Module):
+    """Rank 1 takes the logarithm of a negative number in its second layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).abs() + 1.0
+        out: Tensor = self.second(torch.log(-hidden if dist.get_rank() == 1 else hidden))
+        return out
+
+
+def dumped(path: str) -> None:
+    """A step of DDP, dumped with all that comes after the backward pass."""
+    model = DistributedDataParallel(Dividing())
+    optimizer = torch.optim.SGD(model.parameters())
+    dump = StatsDump({"dump_path": path, "step": [0], "level": "mix"}, model=model)
+    dump.start()
+    shared = torch.ones(2)
+    dist.all_reduce(shared)
+    model(shared[None]).sum().backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    dump.stop()
+
+
+def both(path: str) -> tuple[dict[str, list[Seen]], dict[str, list[Seen]]]:
     rank = dist.get_rank()
     first = everything(rank)
     if rank == 1:
         dist.send(torch.tensor([1.0]), dst=0)
     for work in _later:
         work.wait()
+    dumped(path)
     return first, under_guard(rank)
 
 

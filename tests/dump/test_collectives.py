@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ddpstats.dump._files import find_ranks
+from ddpstats.dump._first_nan import find_origins
+from ddpstats.dump._nan_origin import read
 from ddpstats.testing import run_ranks
 from tests.dump import collectives_runs as runs
 
@@ -13,8 +18,13 @@ Seen = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Any:
-    return run_ranks(runs.both, 2, timeout_sec=90).values()
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("dump")
+
+
+@pytest.fixture(scope="module")
+def ranks(path: Path) -> Any:
+    return run_ranks(runs.both, 2, str(path), timeout_sec=90).values()
 
 
 @pytest.fixture(scope="module")
@@ -99,3 +109,28 @@ def test_what_is_not_done_is_not_waited_for(seen: dict[int, dict[str, Seen]]) ->
 def test_a_guard_that_waits_in_the_program_s_place_is_no_hindrance(ranks: Any, guard: str) -> None:
     found = [entry for entry in ranks[0][1][guard] if entry["api"] in ("send", "recv", "all_reduce")]
     assert brief(found)[:3] == [("send", [[7.0]], []), ("recv", [], [[8.0]]), ("all_reduce", [[1.0]], [[3.0]])]
+
+
+def test_a_nan_of_one_rank_is_followed_back_through_the_reducer(ranks: Any, path: Path) -> None:
+    scans, _ = read(find_ranks(path))
+    findings = find_origins(scans)
+    assert [(origin.rank, origin.name, origin.kind) for origin in findings.origins] == [
+        (1, "Torch.log.0.forward", "computation")
+    ]
+    assert findings.phase == "between collectives"
+    assert findings.unmatched == ()
+    assert findings.origins[0].modules == ("Module.root.Dividing.forward.0",)
+
+
+def test_the_entry_of_a_collective(ranks: Any, path: Path) -> None:
+    entries = json.loads((path / "step0" / "rank1" / "dump.json").read_text())["data"]
+    names = [name for name in entries if name.startswith("Distributed.")]
+    given = entries["Distributed.all_reduce.0.forward"]["input_kwargs"]
+    assert names == [f"Distributed.all_reduce.{number}.forward" for number in range(len(names))]
+    assert given["group"]["group_ranks"] == [0, 1]
+    assert given["op"] == {"type": "str", "value": "sum"}
+    last = entries[names[-1]]
+    assert last["input_args"][0]["nan_count"] > 0
+    assert list(entries).index(names[-1]) < min(
+        place for place, name in enumerate(entries) if "clip" in name or "norm" in name.lower()
+    )
