@@ -23,6 +23,7 @@ GUARD_REACH = {
 }
 SENTINEL_REACH = 1.01, 1.005, 1.005, 1.3  # layers 1 to 4
 CAPTURE_REACH = 1.01
+DUMP_REACH = {"idle": 1.01, "L0": 2.0, "L1": 8.0, "mix": 10.0}
 INTEGRATION_REACH = {"lightning": 3.0, "torchmetrics": 3.0, "torcheval": 3.0}
 """Where the library itself issues several collectives per key."""
 _NOISE = 2.0
@@ -43,6 +44,7 @@ class Findings:
     capture: dict[int, tuple[Timings, dict[str, float]]] = field(default_factory=dict)
     """Milliseconds of a step -> ("plain", "capture" -> seconds; part -> microseconds)."""
     sentinel: dict[int, Costs] = field(default_factory=dict)  # milliseconds of a step -> costs
+    dump: Timings | None = None  # a step of each kind
     ddp_step: Samples = field(default_factory=dict)
     detail: dict[str, Samples] = field(default_factory=dict)  # "plain", "DETAIL" -> size -> seconds
 
@@ -98,6 +100,7 @@ def rows_of(found: Findings) -> list[Row]:
         + _guard_rows(found)
         + _capture_rows(found)
         + _sentinel_rows(found)
+        + _dump_rows(found)
         + _integration_rows(found)
     )
 
@@ -155,6 +158,21 @@ def _sentinel_rows(found: Findings) -> list[Row]:
         rows.append(Row(f"{what}: plain", 1e3 * costs.median("plain"), unit="ms"))
         for (layer, (times, quartiles)), reach in zip(costs.ratios().items(), SENTINEL_REACH, strict=True):
             rows.append(Row(f"{what}: {layer} / plain", times, reach, quartiles=quartiles))
+    return rows
+
+
+def _dump_rows(found: Findings) -> list[Row]:
+    if found.dump is None:
+        return []
+    what = "dump, a step of a small transformer"
+    rows = [Row(f"{what}: plain", 1e3 * found.dump.spread("plain").median, unit="ms")]
+    for name in found.dump.seconds:
+        if name != "plain":
+            spread = found.dump.ratios(name, "plain")
+            rows.append(Row(f"{what}: {name} / plain", spread.median, DUMP_REACH.get(name), quartiles=spread))
+    for level in ("L0", "L1", "mix"):
+        spread = found.dump.ratios(f"{level}, async", level)
+        rows.append(Row(f"{what}: {level}, async / sync", spread.median, quartiles=spread))
     return rows
 
 

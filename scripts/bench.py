@@ -31,6 +31,7 @@ import torch
 from _bench_calls import Measured, measure
 from _bench_capture import STEPS_MS as CAPTURE_STEPS_MS, capture_costs
 from _bench_costs import import_cost, memory, payload_on_thread, payloads
+from _bench_dump import dump_costs
 from _bench_guard import ddp_step_costs, guard_costs, plain_costs
 from _bench_integrations import LIBRARIES, integration_costs
 from _bench_loop import Budget, Spread, Timings
@@ -61,6 +62,7 @@ class Plan:
     capture_steps_ms: Sequence[int]
     sentinel: Budget  # of each length of a step
     sentinel_steps_ms: Sequence[int]
+    dump: Budget
     integration_rounds: int
     integrations: Sequence[str]
 
@@ -83,6 +85,7 @@ FULL = Plan(
     capture_steps_ms=CAPTURE_STEPS_MS,
     sentinel=Budget(60.0, at_least=10),
     sentinel_steps_ms=SENTINEL_STEPS_MS,
+    dump=Budget(60.0, at_least=6),
     integration_rounds=20,
     integrations=LIBRARIES,
 )
@@ -100,6 +103,7 @@ QUICK = Plan(
     capture_steps_ms=(10,),
     sentinel=Budget(1.0, at_least=2),
     sentinel_steps_ms=(10,),
+    dump=Budget(1.0, at_least=2),
     integration_rounds=2,
     integrations=("torcheval",),
 )
@@ -136,6 +140,8 @@ def run(plan: Plan, say: Progress) -> Findings:
     found.capture = {step_ms: _on_ranks(capture_costs, 2, step_ms, plan.capture) for step_ms in plan.capture_steps_ms}
     say("sentinel")
     found.sentinel = {ms: _on_ranks(sentinel_costs, 2, ms, plan.sentinel) for ms in plan.sentinel_steps_ms}
+    say("dump")
+    found.dump = _on_ranks(dump_costs, 1, plan.dump)
     for library in plan.integrations:
         say(library)
         costs = _on_ranks(integration_costs, 2, library, plan.integration_rounds)

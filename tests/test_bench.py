@@ -42,6 +42,8 @@ def test_quick_run_reports_every_row_and_writes_json(tmp_path: Path) -> None:
         "import ddpstats: loads torch",
         "sentinel, a DDP step of 10 ms and more: layer 1, 25 checkpoints / plain",
         "sentinel, a DDP step of 10 ms and more: layer 4, window open / plain",
+        "dump, a step of a small transformer: idle / plain",
+        "dump, a step of a small transformer: mix, async / sync",
     ):
         assert row in done.stdout
     assert "2 ranks, 50 keys" in done.stderr  # progress

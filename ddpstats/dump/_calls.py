@@ -28,22 +28,27 @@ from ddpstats.dump._leaves import quietly, tensors_in
 from ddpstats.dump._naming import backward_of
 from ddpstats.dump._recorder import Entry, Recorder
 
-_SKIPPED = frozenset(
-    """__get__ __set__ __delete__ __repr__ __str__ __format__ __len__ __bool__ __int__ __float__ __index__ __complex__
-    __contains__ __hash__ __dir__ __iter__ __reduce_ex__ __reduce__ __setstate__ __deepcopy__ __array__ __dlpack__
-    __dlpack_device__ __torch_dispatch__ size dim ndimension stride numel nelement element_size storage_offset data_ptr
-    storage untyped_storage is_contiguous is_floating_point is_complex is_signed is_pinned is_shared is_inference is_set_to
-    is_same_size is_conj is_neg is_coalesced is_nonzero is_distributed type get_device backward requires_grad_
-    retain_grad register_hook register_post_accumulate_grad_hook share_memory_ item tolist numpy pin_memory record_stream
-    _set_grad_enabled _is_zerotensor _version _typed_storage dense_dim sparse_dim _nnz result_type can_cast equal allclose
-    has_names rename_ align_to set_ module_load split_with_sizes_copy _make_subclass detach_ dim_order names refine_names
-    _conj_physical_ is_storage is_tensor get_default_dtype set_printoptions manual_seed seed initial_seed get_rng_state
-    set_rng_state broadcast_shapes""".split()
-)
-_WRITING_DUNDERS = frozenset(
-    f"__{name}__"
-    for name in "setitem iadd isub imul idiv itruediv ifloordiv imod ipow iand ior ixor ilshift irshift".split()
-)
+_SKIPPED = frozenset((
+    "__get__", "__set__", "__delete__", "__repr__", "__str__", "__format__", "__len__", "__bool__", "__int__",
+    "__float__", "__index__", "__complex__", "__contains__", "__hash__", "__dir__", "__iter__", "__reduce_ex__",
+    "__reduce__", "__setstate__", "__deepcopy__", "__array__", "__dlpack__", "__dlpack_device__",
+    "__torch_dispatch__", "size", "dim", "ndimension", "stride", "numel", "nelement", "element_size",
+    "storage_offset", "data_ptr", "storage", "untyped_storage", "is_contiguous", "is_floating_point", "is_complex",
+    "is_signed", "is_pinned", "is_shared", "is_inference", "is_set_to", "is_same_size", "is_conj", "is_neg",
+    "is_coalesced", "is_nonzero", "is_distributed", "type", "get_device", "backward", "requires_grad_", "retain_grad",
+    "register_hook", "register_post_accumulate_grad_hook", "share_memory_", "item", "tolist", "numpy", "pin_memory",
+    "record_stream", "_set_grad_enabled", "_is_zerotensor", "_version", "_typed_storage", "dense_dim", "sparse_dim",
+    "_nnz", "result_type", "can_cast", "equal", "allclose", "has_names", "rename_", "align_to", "set_", "module_load",
+    "split_with_sizes_copy", "_make_subclass", "detach_", "dim_order", "names", "refine_names", "_conj_physical_",
+    "is_storage", "is_tensor", "get_default_dtype", "set_printoptions", "manual_seed", "seed", "initial_seed",
+    "get_rng_state", "set_rng_state", "broadcast_shapes",
+))  # fmt: skip
+"""Questions, conversions to Python, and what changes no value."""
+
+_WRITING_DUNDERS = frozenset((
+    "__setitem__", "__iadd__", "__isub__", "__imul__", "__idiv__", "__itruediv__", "__ifloordiv__", "__imod__",
+    "__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__",
+))  # fmt: skip
 
 
 class _Fact:

@@ -170,15 +170,12 @@ class StatsDump:
         self._is_running = False
         _running.discard(self)
         watches, self._watches = self._watches, []
-        errors: list[BaseException] = []
+        assert self._recorder is not None
         for watch in reversed(watches):
             try:
                 watch.stop()
             except Exception as error:
-                errors.append(error)
-        for error in errors:
-            assert self._recorder is not None
-            self._recorder.note_error("stopping", error)
+                self._recorder.note_error("stopping", error)
 
     def _warn_of_compiled(self, has_compiled: bool) -> None:
         if has_compiled and not self._has_warned:

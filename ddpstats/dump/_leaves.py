@@ -134,7 +134,7 @@ class LeafMaker:
         device = values.device
         stream = self._streams.get(device)
         if stream is None:
-            stream = self._streams[device] = torch.cuda.Stream(device)
+            stream = self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         copy = values.detach().clone()
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
@@ -214,7 +214,7 @@ class StorageNumbers:
 
     def __init__(self) -> None:
         self._numbers: dict[int, int] = {}
-        self._references: list[int] = []
+        self._references: list[Any] = []
 
     def number(self, storage: torch.UntypedStorage) -> int:
         key = storage._cdata
@@ -227,7 +227,7 @@ class StorageNumbers:
 
     def __del__(self) -> None:
         for reference in self._references:
-            torch.UntypedStorage._free_weak_ref(reference)
+            torch.UntypedStorage._free_weak_ref(reference)  # type: ignore[no-untyped-call]
 
 
 def _described(tensor: Tensor) -> Leaf:
@@ -306,17 +306,17 @@ def tensors_in(value: Any, depth: int = 0) -> Iterator[Any]:
     yield value
 
 
-class quietly:  # noqa: N801 - reads as a word
+class quietly:
     """Around what we compute ourselves: no graph, no autocast, and not seen by modes of ours or of the program."""
 
     __slots__ = ("_autocast", "_function", "_grad", "_modes")
 
     def __enter__(self) -> None:
         self._function = torch._C.DisableTorchFunction()
-        self._function.__enter__()  # type: ignore[attr-defined]
+        self._function.__enter__()
         self._grad = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)
-        self._autocast = torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled("cpu")  # type: ignore[attr-defined]
+        self._autocast = torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled("cpu")
         if self._autocast:
             torch.set_autocast_enabled("cpu", False)
         self._modes: Any = None
@@ -328,7 +328,7 @@ class quietly:  # noqa: N801 - reads as a word
 
     def __exit__(self, *error: Any) -> None:
         with contextlib.ExitStack() as stack:
-            stack.callback(self._function.__exit__, None, None, None)  # type: ignore[attr-defined]
+            stack.callback(self._function.__exit__, None, None, None)
             stack.callback(torch._C._set_grad_enabled, self._grad)
             if self._autocast:
                 stack.callback(torch.set_autocast_enabled, "cpu", True)

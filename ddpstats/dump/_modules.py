@@ -97,7 +97,7 @@ class ModuleWatch:
             if recorder.wants_input:
                 entry.raw["input_args"] = leaves.of(args, "input")
                 entry.raw["input_kwargs"] = leaves.of(kwargs, "input_kwargs")
-                own = {key: one for key, one in module.named_parameters(recurse=False)}
+                own = dict(module.named_parameters(recurse=False))
                 entry.raw["parameters"] = leaves.of(own, "parameters")
         return entry
 

@@ -1,4 +1,4 @@
-"""The numbers of a tensor: largest, smallest, mean, 2-norm; how many NaN and infinities, and where the first of them is.
+"""The numbers of a tensor: largest, smallest, mean, 2-norm; how many NaN and infinities, and where the first is.
 
 On the host, where a pass over the memory is the cost:
 
@@ -120,7 +120,8 @@ def _mean(flat: Tensor) -> float:
 
 
 def _norm(flat: Tensor, largest: float) -> float:
-    square = float(sum(torch.dot(part, part).item() for part in flat.split(_PART)))
+    parts = [flat] if flat.numel() <= _PART else flat.split(_PART)  # type: ignore[no-untyped-call]
+    square = math.fsum(torch.dot(part, part).item() for part in parts)
     if _SMALLEST_SQUARE <= square < math.inf or largest == 0:
         return math.sqrt(square)
     wide = flat.double()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ddpstats import ConfigError
 from ddpstats.dump import StatsDump
+from ddpstats.dump._tensor_stats import device_stats
 from tests.dump.collecting import data, dumped, leaves, make_model
 
 
@@ -43,8 +44,6 @@ def test_no_value_is_read_inside_the_step(tmp_path: Path, config: dict[str, Any]
 
 
 def test_a_value_that_is_read_inside_the_step_would_be_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ddpstats.dump._leaves import device_stats
-
     def reads(tensor: Tensor) -> Tensor:
         numbers = device_stats(tensor)
         numbers[0].item()
@@ -52,10 +51,10 @@ def test_a_value_that_is_read_inside_the_step_would_be_found(tmp_path: Path, mon
 
     monkeypatch.setattr("ddpstats.dump._leaves.device_stats", reads)
     model = model_on_meta()
+    dump = StatsDump({"dump_path": str(tmp_path), "level": "mix", "async_dump": True}, model=model)
+    dump.start()
+    train_on_meta(model)
     with pytest.warns(UserWarning, match="could not be collected"):
-        dump = StatsDump({"dump_path": str(tmp_path), "level": "mix", "async_dump": True}, model=model)
-        dump.start()
-        train_on_meta(model)
         dump.stop()
     log = (tmp_path / "step0/rank/dump_error_info.log").read_text()
     assert "item() cannot be called on meta tensors" in log
@@ -68,7 +67,7 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     reads: list[int] = []
 
     def measure(self: Any, leaf: Any, values: Tensor) -> None:
-        numbers = _leaves.device_stats(values)
+        numbers = device_stats(values)
         self._deferred.append(_leaves._Deferred(leaf, numbers, values.dtype, values.shape))
 
     settle = _leaves.LeafMaker.settle

@@ -44,7 +44,7 @@ SHAPES = {
 @BOTH
 @pytest.mark.parametrize("shape", SHAPES)
 def test_numbers_are_those_of_the_elements_however_they_lie_in_memory(stats: Measure, shape: str) -> None:
-    tensor = SHAPES[shape](base())  # type: ignore[no-untyped-call]
+    tensor = SHAPES[shape](base())
     found = stats(tensor)
     assert found[:4] == pytest.approx(reference(tensor), rel=1e-6)
     assert found[4:] == (0, 0, None)

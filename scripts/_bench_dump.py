@@ -1,0 +1,82 @@
+"""What `StatsDump` costs: a training step of a small transformer that is dumped, and one that is not, interleaved.
+
+Copies of one model take turns in one process, with one thread; each has its own optimizer. A dumped step is timed from
+`start` to the end of `step`, so the files are part of it; every one has a directory of its own. "Idle": enabled, and
+this step not chosen.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from _bench_loop import Budget, Timings, interleaved
+from torch import nn
+
+from ddpstats.dump import StatsDump
+
+LAYERS, WIDTH, SEQUENCES, LENGTH = 4, 256, 8, 128
+_CONFIGS: dict[str, dict[str, Any] | None] = {
+    "plain": None,
+    "idle": {"level": "mix", "step": [0]},
+    "L0": {"level": "L0"},
+    "L0, async": {"level": "L0", "async_dump": True},
+    "L1": {"level": "L1"},
+    "L1, async": {"level": "L1", "async_dump": True},
+    "mix": {"level": "mix"},
+    "mix, async": {"level": "mix", "async_dump": True},
+    "mix, md5": {"level": "mix", "statistics": {"summary_mode": "md5"}},
+    "mix, tensors": {"level": "mix", "task": "tensor"},
+}
+
+
+def dump_costs(budget: Budget) -> Timings:
+    """Seconds per step of each kind. Collective on the default group."""
+    torch.set_num_threads(1)
+    tokens = torch.randn(SEQUENCES, LENGTH, WIDTH)
+    with tempfile.TemporaryDirectory() as scratch:
+        bodies = {name: _step(Path(scratch) / name, config, tokens) for name, config in _CONFIGS.items()}
+        for body in bodies.values():
+            body(0)
+        return interleaved(bodies, budget)
+
+
+def _step(path: Path, config: dict[str, Any] | None, tokens: torch.Tensor) -> Callable[[int], object]:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, batch_first=True)
+    model = nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    dump = None if config is None else StatsDump({"dump_path": str(path), **config}, model=model)
+
+    def train() -> None:
+        model(tokens).square().mean().backward()
+
+    def body(_: int) -> object:
+        if dump is None:
+            train()
+        else:
+            dump.start()
+            train()
+            dump.stop()
+        optimizer.step()
+        optimizer.zero_grad()
+        if dump is not None:
+            dump.step()
+        return _Removed(path)
+
+    return body
+
+
+class _Removed:
+    """Removes what the step has written, when the clock has stopped."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __del__(self) -> None:
+        for step in self._path.glob("step*"):
+            shutil.rmtree(step)
