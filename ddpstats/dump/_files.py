@@ -69,6 +69,12 @@ class RankDump:
         """The entries as text, in execution order, without parsing more than their ends; `entry` parses one."""
         return _lines(self.path, progress) if self.path.suffix == ".jsonl" else _members(self.path, progress)
 
+    def reread(self, kind: type[Member], key: str, offset: int, size: int) -> Member:
+        """A member of which only the place was kept."""
+        with self.path.open("rb") as file:
+            file.seek(offset)
+            return kind(key, file.read(size).decode("latin-1"), offset)
+
     def entries(self, progress: Progress | None = None) -> Iterator[Entry]:
         """All entries in execution order; one is in memory at a time.
 

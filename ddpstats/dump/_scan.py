@@ -28,7 +28,7 @@ _LONGEST_INDENT = 64
 _VERIFIED_MEMBERS = 8  # of each object: their ends are asked of the decoder too
 
 _SPACE = re.compile(r"[ \t\r\n]*")
-_KEY = re.compile(r'"((?:[^"\\\x00-\x1f]|\\.)*)"[ \t\r\n]*:[ \t\r\n]*')
+_KEY = re.compile(r'"([^"\\\x00-\x1f]*(?:\\.[^"\\\x00-\x1f]*)*)"[ \t\r\n]*:[ \t\r\n]*')
 _DECODER = json.JSONDecoder()
 
 Progress = Callable[[int], None]
@@ -123,7 +123,7 @@ class Scanner:
         where = "the file ends in the middle of its JSON" if ended else problem
         raise DumpError(
             f"{self._path}: {where} (byte {self._base + self._at:,}). It is damaged, or was not copied completely: "
-            "copy it again, or dump the step again. If dump.jsonl lies beside it, remove dump.json to have that one read.",
+            "copy it again, or dump the step again. If dump.jsonl lies beside it, remove dump.json: it is read then.",
             path=str(self._path),
         )
 

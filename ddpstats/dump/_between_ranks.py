@@ -1,0 +1,320 @@
+"""The ranks of one run, compared with each other: what has to be equal between them, and who differs.
+
+1. Take from every rank the entries that have to agree: a module's parameters (by NAME), and what a collective gives to
+   every member alike (all_reduce, broadcast, all_gather), matched within its group by being the how-manieth call of its
+   kind there. With ``everything``, all entries, for runs in which all ranks were given the same batch.
+2. Read all ranks in step; an entry that all its ranks have given is judged and forgotten.
+3. More than half of the ranks with the same values are right; the others are named. Two ranks, or no majority: that
+   they differ is said, and that nobody can tell which is wrong.
+
+Statistics that are equal do not prove equal tensors: dump with summary_mode md5, or task tensor, for that.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ddpstats.dump._entries import STATISTICS, Entry, Leaf
+from ddpstats.dump._files import RankDump
+from ddpstats.dump._names import parse_name
+
+KEPT_DIVERGENCES = 1000
+
+_ALIKE = ("all_reduce", "broadcast", "all_gather", "_all_gather")
+_COMPARED = ("dtype", "shape", *STATISTICS, "md5", "nan_count", "inf_count")
+
+Digest = Callable[[RankDump, Leaf], object]
+Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """A tensor that should be equal on some ranks, and is not.
+
+    Attributes:
+        index: of the entry, on the lowest of these ranks.
+        entry: its NAME there.
+        path: of the tensor in it; empty where ranks lack the whole entry.
+        by_rank: what each of the ranks has; None where it lacks it.
+        culprits: the ranks that differ from more than half of them; empty where there is no majority.
+        missing: the ranks that lack the entry.
+    """
+
+    index: int
+    entry: str
+    path: str
+    by_rank: Mapping[int, Leaf | None]
+    culprits: tuple[int, ...]
+    missing: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return f"{self.entry}.{self.path}" if self.path else self.entry
+
+    @property
+    def verdict(self) -> str:
+        if self.missing:
+            several = len(self.missing) != 1
+            return f"rank{'s' * several} {_listed(self.missing)} lack{'s' * (not several)} this entry"
+        if self.culprits:
+            differ = f"differ{'s' * (len(self.culprits) == 1)}"
+            return f"rank{'s' * (len(self.culprits) != 1)} {_listed(self.culprits)} {differ} from the majority"
+        if len(self.by_rank) == 2:
+            return "two ranks differ: which of them is wrong cannot be told"
+        return "no values are those of more than half of the ranks: which are wrong cannot be told"
+
+
+@dataclass
+class BetweenRanks:
+    """What was found between ranks.
+
+    Attributes:
+        compared: tensors that all their ranks have.
+        different: of these, those that are not equal, and entries that some rank lacks.
+        skipped: collectives of which some rank has no output (it was still running when the step ended).
+        divergences: the first in execution order; at most `KEPT_DIVERGENCES`.
+    """
+
+    dumps: tuple[RankDump, ...]
+    everything: bool
+    compared: int = 0
+    different: int = 0
+    skipped: int = 0
+    divergences: list[Divergence] = field(default_factory=list)
+
+    def add(self, found: Divergence) -> None:
+        self.different += 1
+        self.divergences.append(found)
+        if len(self.divergences) > 2 * KEPT_DIVERGENCES:
+            self.trim()
+
+    def trim(self) -> None:
+        self.divergences = sorted(self.divergences, key=lambda one: one.index)[:KEPT_DIVERGENCES]
+
+
+@dataclass(slots=True)
+class _Item:
+    """One rank's part in something that should be equal."""
+
+    index: int
+    entry: str
+    ranks: frozenset[int]
+    leaves: dict[str, Leaf]
+    number: int | None = None  # of a collective: the how-manieth call of its kind on this rank
+
+
+def compare_ranks(
+    dumps: Sequence[RankDump], *, everything: bool, digest: Digest | None = None, progress: Progress | None = None
+) -> BetweenRanks:
+    """Compare the ranks of one step.
+
+    Args:
+        dumps: one per rank, each with a number of its own.
+        everything: whether every entry has to be equal, not only parameters and what collectives give to all.
+        digest: of a saved tensor's elements; compared besides the statistics.
+        progress: called with the number of bytes after each read.
+    """
+    found = BetweenRanks(tuple(dumps), everything)
+    by_rank = {_rank(dump): dump for dump in dumps}
+    everyone = frozenset(by_rank)
+    waiting: dict[tuple[Any, ...], dict[int, _Item]] = {}
+    collectives: dict[tuple[Any, ...], dict[int, list[_Item]]] = {}
+    for rank, key, item in _in_step({r: _items(d, everyone, everything, progress) for r, d in by_rank.items()}):
+        if item.number is not None:
+            collectives.setdefault(key, {}).setdefault(rank, []).append(item)
+            continue
+        parts = waiting.setdefault(key, {})
+        parts[rank] = item
+        if len(parts) == len(item.ranks):
+            _judge(found, waiting.pop(key), by_rank, digest)
+    for key, of_group in collectives.items():
+        waiting.update(_matched(key, of_group))
+    for parts in waiting.values():
+        if len(parts) == len(parts[min(parts)].ranks):
+            _judge(found, parts, by_rank, digest)
+        else:
+            _lacking(found, parts)
+    found.trim()
+    return found
+
+
+def _matched(
+    key: tuple[Any, ...], of_group: Mapping[int, list[_Item]]
+) -> Iterator[tuple[tuple[Any, ...], dict[int, _Item]]]:
+    """Collectives of one kind in one group, by their numbers: their entries stand in the order in which they ended."""
+    in_order = {rank: sorted(items, key=lambda item: item.number or 0) for rank, items in of_group.items()}
+    for place in range(max(map(len, in_order.values()))):
+        yield (*key, place), {rank: items[place] for rank, items in in_order.items() if place < len(items)}
+
+
+def _lacking(found: BetweenRanks, parts: Mapping[int, _Item]) -> None:
+    item = parts[min(parts)]
+    leaves = {rank: next(iter(parts[rank].leaves.values()), None) if rank in parts else None for rank in item.ranks}
+    found.add(Divergence(item.index, item.entry, "", dict(sorted(leaves.items())), (), tuple(item.ranks - set(parts))))
+
+
+def _rank(dump: RankDump) -> int:
+    return dump.rank if dump.rank is not None else 0
+
+
+def _in_step(streams: Mapping[int, Iterator[tuple[Any, _Item]]]) -> Iterator[tuple[int, Any, _Item]]:
+    """One of each rank in turn, so that little waits for its partners."""
+    open_streams = dict(streams)
+    while open_streams:
+        for rank in list(open_streams):
+            taken = next(open_streams[rank], None)
+            if taken is None:
+                del open_streams[rank]
+            else:
+                yield rank, *taken
+
+
+def _items(
+    dump: RankDump, everyone: frozenset[int], everything: bool, progress: Progress | None
+) -> Iterator[tuple[tuple[Any, ...], _Item]]:
+    counts: Counter[tuple[Any, ...]] = Counter()
+    for index, member in enumerate(dump.members(progress)):
+        is_collective = member.key.startswith("Distributed.")
+        if not everything and not is_collective and '"parameters"' not in member.text:
+            continue
+        entry = dump.entry(member)
+        if is_collective:
+            taken = _collective(entry, index, everyone)
+        else:
+            leaves = {path: leaf for path, leaf in entry.leaves() if everything or path.startswith("parameters.")}
+            taken = (entry.name,), _Item(index, entry.name, everyone, leaves)
+        if taken is not None and (taken[1].leaves or is_collective):
+            counts[taken[0]] += not is_collective  # a NAME may be there twice
+            yield (*taken[0], counts[taken[0]]), taken[1]
+
+
+def _collective(entry: Entry, index: int, everyone: frozenset[int]) -> tuple[tuple[Any, ...], _Item] | None:
+    name = parse_name(entry.name)
+    api = name.api
+    if not api.startswith(_ALIKE):
+        return None
+    kwargs = entry.raw.get("input_kwargs")
+    group = kwargs.get("group") if isinstance(kwargs, dict) else None
+    group = group if isinstance(group, dict) else {}
+    members = group.get("group_ranks")
+    ranks = frozenset(rank for rank in members if isinstance(rank, int)) if isinstance(members, list) else everyone
+    key = (api, tuple(sorted(ranks)), str(group.get("group_id")))
+    return key, _Item(index, entry.name, ranks & everyone, dict(entry.outputs()), name.number or 0)
+
+
+def _judge(
+    found: BetweenRanks, parts: Mapping[int, _Item], by_rank: Mapping[int, RankDump], digest: Digest | None
+) -> None:
+    lowest = parts[min(parts)]
+    if lowest.number is not None and not all(part.leaves for part in parts.values()):
+        found.skipped += 1
+        return
+    for path in {path: None for part in parts.values() for path in part.leaves}:
+        found.compared += 1
+        leaves = {rank: parts[rank].leaves.get(path) for rank in sorted(parts)}
+        signs = {rank: _sign(leaf, by_rank[rank], digest) for rank, leaf in leaves.items()}
+        if len(set(signs.values())) > 1:
+            most, count = Counter(signs.values()).most_common(1)[0]
+            culprits = tuple(rank for rank, sign in signs.items() if sign != most) if 2 * count > len(signs) else ()
+            found.add(Divergence(lowest.index, lowest.entry, path, leaves, culprits))
+
+
+def _sign(leaf: Leaf | None, dump: RankDump, digest: Digest | None) -> tuple[object, ...]:
+    if leaf is None:
+        return ()
+    more = digest(dump, leaf) if digest is not None and leaf.data_name is not None else None
+    return (*(repr(leaf.raw.get(key)) for key in _COMPARED), more)
+
+
+def as_text(found: BetweenRanks) -> str:
+    """For people."""
+    ranks = _listed([_rank(dump) for dump in found.dumps])
+    what = "entries" if found.everything else "parameters and results of collectives"
+    lines = [f"ranks {ranks} of {found.dumps[0].directory.parent}"]
+    lines += [f"  {dump.path}: incomplete: the run ended inside this step" for dump in found.dumps if not dump.complete]
+    if found.skipped:
+        lines.append(f"  {found.skipped:,} collectives without an output on some rank were not compared")
+    if not found.compared and not found.different:
+        return "\n".join(["NOTHING TO COMPARE: " + lines[0], *lines[1:], *_NOTHING])
+    if not found.divergences:
+        equal = f"NOTHING DIFFERENT: {found.compared:,} tensors ({what}) are equal in all their statistics between "
+        return "\n".join([equal + lines[0], *lines[1:]])
+    head = f"DIFFERENT: of {found.compared:,} tensors ({what}), {found.different:,} are not equal between "
+    lines[0] = head + lines[0]
+    first = found.divergences[0]
+    lines += ["", "first that differs:", f"  {first.entry}  {first.path}", f"    {first.verdict}"]
+    lines += [f"    rank {rank}: {_values(leaf)}" for rank, leaf in list(first.by_rank.items())[:8]]
+    lines += _places(found, first)
+    if len(found.divergences) > 1:
+        lines += ["", f"in execution order, {min(20, found.different)} of {found.different:,}:"]
+        lines += [f"  {one.name}  {one.verdict}" for one in found.divergences[:20]]
+    return "\n".join([*lines, "", *_NEXT])
+
+
+_NOTHING = (
+    "  no entry has parameters, and there are no results of all_reduce, broadcast or all_gather. Dump with level L0 or",
+    "  mix; or give --everything, if all ranks were given the same batch.",
+)
+_NEXT = (
+    "Next: compare the rank that differs with another one: ddpstats compare STEP/rankX STEP/rankY. If parameters",
+    "differ, look at the step before: whether its gradients were reduced on every rank.",
+)
+
+
+def _places(found: BetweenRanks, one: Divergence) -> list[str]:
+    dump = next(dump for dump in found.dumps if _rank(dump) == min(one.by_rank))
+    parent = dump.parent_of(one.entry)
+    inside = [f"    inside {parent if isinstance(parent, str) else ', '.join(parent)}"] if parent else []
+    return [*inside, *(f"    {' '.join(line.split())}" for line in dump.stack_of(one.entry)[:3])]
+
+
+def _values(leaf: Leaf | None) -> str:
+    if leaf is None:
+        return "has none"
+    shown = [f"{key} {leaf.raw.get(key)!r}" for key in (*STATISTICS, "md5") if leaf.raw.get(key) is not None]
+    return f"{leaf.dtype} {list(leaf.shape)} {' '.join(shown)}"
+
+
+def as_json(found: BetweenRanks) -> dict[str, Any]:
+    divergences = [
+        {
+            "name": one.name,
+            "entry": one.entry,
+            "path": one.path,
+            "index": one.index,
+            "verdict": one.verdict,
+            "culprit_ranks": list(one.culprits),
+            "by_rank": {str(rank): None if leaf is None else dict(leaf.raw) for rank, leaf in one.by_rank.items()},
+        }
+        for one in found.divergences
+    ]
+    return {
+        "verdict": "different" if found.different else "nothing different",
+        "everything": found.everything,
+        "compared": found.compared,
+        "different": found.different,
+        "skipped": found.skipped,
+        "ranks": [_rank(dump) for dump in found.dumps],
+        "incomplete_ranks": [_rank(dump) for dump in found.dumps if not dump.complete],
+        "first": divergences[0] if divergences else None,
+        "divergences": divergences,
+    }
+
+
+def table(found: BetweenRanks) -> Iterator[list[Any]]:
+    """Rows of a CSV file, its header first: one per tensor and rank."""
+    yield ["Name", "Rank", "Dtype", "Tensor Shape", "Max", "Min", "Mean", "L2norm", "MD5", "Differs", "Err_message"]
+    for one in found.divergences:
+        for rank, leaf in one.by_rank.items():
+            shown = ["N/A"] * 7
+            if leaf is not None:
+                raw = [leaf.raw.get(key) for key in (*STATISTICS, "md5")]
+                shown = [leaf.dtype, str(list(leaf.shape)), *("N/A" if value is None else str(value) for value in raw)]
+            yield [one.name, rank, *shown, str(rank in one.culprits) if one.culprits else "N/A", one.verdict]
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks[:16])) + (", ..." if len(ranks) > 16 else "")

@@ -1,0 +1,242 @@
+"""``ddpstats compare A B``: two dumps of a step; ``ddpstats compare A``: the ranks of one.
+
+A is the run in question, B the reference. Each is a dump's root, a step's or rank's directory, or a dump.json. What
+both have under one name, in one shape, is compared: the saved tensors where both dumps have them, else their
+checksums, else statistics. Of statistics a relative error above the tolerance is a ``Warning``: ``_rules`` says what
+counts when a value is NaN, infinite or zero. An entry that one side lacks is a difference too.
+
+Exit status 0 if nothing is different, 1 if something is, 2 if the dumps cannot be read or do not belong together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import csv
+import io
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import BinaryIO, TextIO
+
+from ddpstats._atomic import replace_file
+from ddpstats.dump import _between_ranks, _comparison, _html
+from ddpstats.dump._columns import Table, strict, table_path
+from ddpstats.dump._comparison import Comparison, RankComparison
+from ddpstats.dump._entries import Leaf
+from ddpstats.dump._files import RankDump, find_ranks, steps_in
+from ddpstats.dump._progress import ProgressBar
+from ddpstats.dump._rows import MODES, CompareTensors, EntryComparer, Mode
+from ddpstats.dump._rules import TOLERANCE, Closeness
+from ddpstats.dump._two_dumps import Found, compare_dumps
+from ddpstats.errors import DumpError
+
+_LOOKED_AT = 200  # entries, to see what a dump holds
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("a", metavar="A", type=Path, help="the run in question: a dump, step, rank or dump.json")
+    parser.add_argument("b", metavar="B", type=Path, nargs="?", help="the reference; without it A's ranks are compared")
+    parser.add_argument("--step", type=int, metavar="N", help="which step of dumps that have several")
+    parser.add_argument("--mode", choices=MODES, help="what is compared (default: the first that both dumps hold)")
+    parser.add_argument(
+        "--tolerance", type=_ratio, default=TOLERANCE, help="a relative error above this ratio counts (default: 0.5)"
+    )
+    parser.add_argument("--exact", action="store_true", help="any inequality counts, however small")
+    parser.add_argument("--everything", action="store_true", help="without B: all entries have to be equal")
+    parser.add_argument(
+        "--tensor",
+        nargs="+",
+        metavar="NAME.path",
+        help="compare one saved tensor, or two of different names, A's with B's (without B: both of A)",
+    )
+    parser.add_argument("--any-step", action="store_true", help="A and B may be different steps")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write a table; one per rank where there are several")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page for a browser")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Raises `DumpError` for what cannot be read, or does not belong together."""
+    try:
+        if args.tensor:
+            return _run_tensor(args)
+        return _run_ranks(args) if args.b is None else _run_two(args)
+    except OSError as error:
+        raise DumpError(f"{error.filename}: {error.strerror}. Check the path and its permissions.") from None
+
+
+def _ratio(text: str) -> float:
+    value = float(text)
+    if not (math.isfinite(value) and value >= 0):
+        raise argparse.ArgumentTypeError(f"{text}: a ratio of 0 or more is expected, 0.5 for 50 %")
+    return value
+
+
+def _ranks_of(path: Path, step: int | None) -> list[RankDump]:
+    if step is None:
+        return find_ranks(path)
+    steps = steps_in(path)
+    if steps and step not in steps:
+        listed = ", ".join(map(str, list(steps)[:10]))
+        raise DumpError(f"{path} has no step {step}. It has {listed}.", path=str(path))
+    dumps = find_ranks(steps[step] if steps else path)
+    if dumps[0].step not in (step, None):
+        raise DumpError(f"{path} is of step {dumps[0].step}, not {step}: give the dump's root.", path=str(path))
+    return dumps
+
+
+def _run_two(args: argparse.Namespace) -> int:
+    ranks_a, ranks_b = _ranks_of(args.a, args.step), _ranks_of(args.b, args.step)
+    both = _paired(ranks_a, ranks_b)
+    _check_alike(both, args.any_step)
+    mode = args.mode or _mode_of(*both[0])
+    compared = tuple(_compare(a, b, mode, args, many=len(both) > 1) for a, b in both)
+    only = [[dump.rank for dump in dumps if all(dump not in pair for pair in both)] for dumps in (ranks_a, ranks_b)]
+    comparison = Comparison(mode, args.tolerance, args.exact, compared, tuple(only[0]), tuple(only[1]))
+    text = _comparison.as_text(comparison)
+    print(json.dumps(_comparison.as_json(comparison)) if args.json else text)
+    if args.html is not None:
+        title = f"{args.a} compared with {args.b}"
+        _write(args.html, lambda file: _html.write_page(file, title, text, comparison))
+    return 1 if comparison.differs else 0
+
+
+def _paired(ranks_a: Sequence[RankDump], ranks_b: Sequence[RankDump]) -> list[tuple[RankDump, RankDump]]:
+    if len(ranks_a) == len(ranks_b) == 1:
+        return [(ranks_a[0], ranks_b[0])]  # whatever their numbers: two ranks may well be compared
+    by_rank = {dump.rank: dump for dump in ranks_b}
+    both = [(dump, by_rank[dump.rank]) for dump in ranks_a if dump.rank in by_rank]
+    if not both:
+        numbers = [", ".join(str(dump.rank) for dump in dumps[:10]) for dumps in (ranks_a, ranks_b)]
+        raise DumpError(f"no rank is in both dumps: A has {numbers[0]}, B has {numbers[1]}. Give one rank of each.")
+    return both
+
+
+def _check_alike(both: Sequence[tuple[RankDump, RankDump]], any_step: bool) -> None:
+    for a, b in both:
+        if a.level and b.level and a.level != b.level:
+            raise DumpError(
+                f"{a.path} is of level {a.level} and {b.path} of level {b.level}: their entries have different names. "
+                "Dump both with one level.",
+                path=str(a.path),
+            )
+        if not any_step and a.step is not None and b.step is not None and a.step != b.step:
+            raise DumpError(
+                f"{a.path} is of step {a.step} and {b.path} of step {b.step}. Compare one step: --step N with both "
+                "dumps' roots; or --any-step if that is meant.",
+                path=str(a.path),
+            )
+
+
+def _mode_of(a: RankDump, b: RankDump) -> Mode:
+    """What both dumps hold of their first tensors; the most that can be compared."""
+    held = [_held(dump) for dump in (a, b)]
+    return next((mode for mode in MODES if all(mode in modes for modes in held)), "statistics")
+
+
+def _held(dump: RankDump) -> set[Mode]:
+    leaves = [leaf for entry in islice(dump.entries(), _LOOKED_AT) for _, leaf in entry.leaves()]
+    held: set[Mode] = {"statistics"}
+    if dump.task == "tensor" and any(leaf.data_name is not None for leaf in leaves):
+        held.add("tensor")
+    if any(leaf.md5 is not None for leaf in leaves):
+        held.add("md5")
+    return held
+
+
+def _compare(a: RankDump, b: RankDump, mode: Mode, args: argparse.Namespace, *, many: bool) -> RankComparison:
+    comparer = EntryComparer(mode, args.tolerance, _tensors(a, b) if mode == "tensor" else None)
+    with ProgressBar(a.bytes + b.bytes) as bar:
+        if args.csv is None:
+            return RankComparison(a, b, compare_dumps(a, b, comparer, progress=bar.add))
+        found: list[Found] = []
+
+        def write(file: TextIO) -> None:
+            table = Table(file, mode, lambda name: a.stack_of(name) or b.stack_of(name))
+            found.append(compare_dumps(a, b, comparer, sink=table.add, progress=bar.add))
+
+        _write(table_path(args.csv, a.rank, many), write)
+        return RankComparison(a, b, found[0])
+
+
+def _tensors(a: RankDump, b: RankDump) -> CompareTensors:
+    from ddpstats.dump._tensor_compare import compare_tensors, load_tensor  # only this mode needs torch
+
+    def compare(leaf_a: Leaf, leaf_b: Leaf) -> Closeness:
+        tensor_a, tensor_b = load_tensor(a, leaf_a), load_tensor(b, leaf_b)
+        if tensor_a.shape != tensor_b.shape:
+            shapes = f"{list(tensor_a.shape)} and {list(tensor_b.shape)}"
+            raise DumpError(
+                f"{leaf_a.data_name} of {a.path} and {leaf_b.data_name} of {b.path} are {shapes}, and their entries say "
+                "otherwise. These are files of other dumps: copy them again.",
+            )
+        return compare_tensors(tensor_a, tensor_b, leaf_a.stride)
+
+    return compare
+
+
+def _run_ranks(args: argparse.Namespace) -> int:
+    dumps = _ranks_of(args.a, args.step)
+    if len(dumps) < 2:
+        raise DumpError(
+            f"{args.a} is one rank: there is nothing to compare it with. Give a second dump, or a step with its ranks.",
+            path=str(args.a),
+        )
+    _check_alike([(dumps[0], other) for other in dumps[1:]], any_step=False)
+    digest: _between_ranks.Digest | None = None
+    if (args.mode or _mode_of(dumps[0], dumps[1])) == "tensor":
+        from ddpstats.dump._tensor_compare import tensor_digest
+
+        digest = tensor_digest
+    with ProgressBar(sum(dump.bytes for dump in dumps)) as bar:
+        found = _between_ranks.compare_ranks(dumps, everything=args.everything, digest=digest, progress=bar.add)
+    text = _between_ranks.as_text(found)
+    print(json.dumps(strict(_between_ranks.as_json(found))) if args.json else text)
+    if args.csv is not None:
+        _write(args.csv, lambda file: csv.writer(file).writerows(_between_ranks.table(found)))
+    if args.html is not None:
+        title = f"ranks of {args.a}"
+        _write(args.html, lambda file: _html.write_table_page(file, title, text, _between_ranks.table(found)))
+    return 1 if found.different else 0
+
+
+def _run_tensor(args: argparse.Namespace) -> int:
+    from ddpstats.dump import _one_tensor
+
+    names = args.tensor
+    if len(names) > 2 or (len(names) == 1 and args.b is None):
+        raise DumpError("--tensor takes one name, of a tensor in A and B, or two: A's and B's (without B: both of A).")
+    a, b = _only_rank(args.a, args.step), _only_rank(args.b or args.a, args.step)
+    pair = _one_tensor.compare_pair(a, names[0], b, names[-1])
+    print(json.dumps(strict(_one_tensor.as_json(pair))) if args.json else _one_tensor.as_text(pair))
+    return 0 if pair.close.equal else 1
+
+
+def _only_rank(path: Path, step: int | None) -> RankDump:
+    dumps = _ranks_of(path, step)
+    if len(dumps) > 1:
+        listed = ", ".join(f"rank{dump.rank}" for dump in dumps[:10])
+        raise DumpError(f"{path} has several ranks: {listed}. Give the directory of one.", path=str(path))
+    return dumps[0]
+
+
+def _write(path: Path, write: Callable[[TextIO], object]) -> None:
+    """A text file that is there complete, or not at all."""
+
+    def encoded(file: BinaryIO) -> None:
+        with _as_text(file) as text:
+            write(text)
+
+    replace_file(path, encoded)
+
+
+@contextlib.contextmanager
+def _as_text(file: BinaryIO) -> Iterator[TextIO]:
+    text = io.TextIOWrapper(file, encoding="utf-8", errors="surrogateescape", newline="")
+    try:
+        yield text
+        text.flush()
+    finally:
+        text.detach()

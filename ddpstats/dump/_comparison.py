@@ -1,0 +1,195 @@
+"""What was compared and what was found, for text, JSON and HTML alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ddpstats.dump._columns import as_dict, strict
+from ddpstats.dump._entries import STATISTICS, Leaf
+from ddpstats.dump._files import RankDump
+from ddpstats.dump._rows import Mode, Row
+from ddpstats.dump._two_dumps import Found
+
+_SHOWN_ROWS = 20
+_JSON_ROWS = 1000
+_STACK_LINES = 3
+
+
+@dataclass(frozen=True)
+class RankComparison:
+    """Two ranks of one number."""
+
+    a: RankDump
+    b: RankDump
+    found: Found
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two runs.
+
+    Attributes:
+        ranks: those that both have.
+        only_a: ranks that A has and B has not; `only_b` the other way round.
+        exact: whether any inequality counts, or those over the tolerance.
+    """
+
+    mode: Mode
+    tolerance: float
+    exact: bool
+    ranks: tuple[RankComparison, ...]
+    only_a: tuple[int | None, ...] = ()
+    only_b: tuple[int | None, ...] = ()
+
+    @property
+    def differs(self) -> bool:
+        counts = [rank.found.unequal if self.exact else rank.found.failed for rank in self.ranks]
+        return any(counts) or bool(self.only_a or self.only_b)
+
+
+def as_json(comparison: Comparison) -> dict[str, Any]:
+    data = {
+        "verdict": "different" if comparison.differs else "nothing different",
+        "mode": comparison.mode,
+        "tolerance": comparison.tolerance,
+        "exact": comparison.exact,
+        "only_a_ranks": comparison.only_a,
+        "only_b_ranks": comparison.only_b,
+        "ranks": [_rank_json(rank) for rank in comparison.ranks],
+    }
+    return dict(strict(data))
+
+
+def _rank_json(compared: RankComparison) -> dict[str, Any]:
+    found = compared.found
+    return {
+        "rank": compared.a.rank,
+        "step": compared.a.step,
+        "a": str(compared.a.path),
+        "b": str(compared.b.path),
+        "incomplete": [side for side, dump in (("A", compared.a), ("B", compared.b)) if not dump.complete],
+        "paired": found.paired,
+        "only_a": found.only_a,
+        "only_b": found.only_b,
+        "compared": found.tensors,
+        "unequal": found.unequal,
+        "over_tolerance_or_not_comparable": found.failed,
+        "first_unequal": _row_json(compared, found.first_unequal),
+        "first_over_tolerance": _row_json(compared, found.first_failed),
+        "rows": [_row_json(compared, row, places=False) for row in found.rows[:_JSON_ROWS]],
+    }
+
+
+def _row_json(compared: RankComparison, row: Row | None, *, places: bool = True) -> dict[str, Any] | None:
+    if row is None:
+        return None
+    dump = compared.b if row.only == "B" else compared.a
+    if not places:
+        return as_dict(row, (), None)
+    return as_dict(row, dump.stack_of(row.entry), dump.parent_of(row.entry))
+
+
+def as_text(comparison: Comparison) -> str:
+    """For people: the verdict, the first difference of each rank, and what to do."""
+    lines = [_verdict(comparison)]
+    for side, other, ranks in (("A", "B", comparison.only_a), ("B", "A", comparison.only_b)):
+        if ranks:
+            lines.append(f"Only {side} has ranks {', '.join(map(str, ranks[:10]))}: {other} lacks them.")
+    for compared in comparison.ranks:
+        lines += ["", *_rank_lines(comparison, compared)]
+    if comparison.differs or any(rank.found.unequal for rank in comparison.ranks):
+        lines += ["", *_next(comparison)]
+    return "\n".join(lines)
+
+
+def _verdict(comparison: Comparison) -> str:
+    over = {"statistics": f"over the tolerance {comparison.tolerance:g}", "md5": "different", "tensor": "not accurate"}
+    failed = sum(rank.found.failed for rank in comparison.ranks)
+    unequal = sum(rank.found.unequal for rank in comparison.ranks)
+    count = sum(rank.found.tensors for rank in comparison.ranks)
+    what = f"{count:,} tensors and values in {len(comparison.ranks)} rank{'s' * (len(comparison.ranks) != 1)}"
+    if not unequal and not comparison.differs:
+        equal = {
+            "statistics": "equal in all their statistics (which does not prove equal tensors)",
+            "md5": "equal in their checksums",
+            "tensor": "equal element by element",
+        }[comparison.mode]
+        return f"NOTHING DIFFERENT: {what} are {equal}."
+    head = "DIFFERENT" if comparison.differs else "NOTHING DIFFERENT by the rule"
+    return f"{head}: of {what}, {failed:,} are {over[comparison.mode]} or not comparable, {unequal:,} differ at all."
+
+
+def _rank_lines(comparison: Comparison, compared: RankComparison) -> list[str]:
+    found = compared.found
+    where = "one process" if compared.a.rank is None else f"rank {compared.a.rank}"
+    lines = [f"{where}: {found.paired:,} entries in both, {found.only_a:,} only in A, {found.only_b:,} only in B"]
+    for side, dump in (("A", compared.a), ("B", compared.b)):
+        lines.append(
+            f"  {side} {dump.path}" + ("" if dump.complete else "  incomplete: the run ended inside this step")
+        )
+    if found.first_unequal is not None:
+        lines += ["  first that is unequal at all:", *_first(compared, found.first_unequal, comparison.mode)]
+    if found.first_failed is not None:
+        if found.first_failed is found.first_unequal:
+            lines.append("  first over the tolerance or not comparable: the same")
+        else:
+            lines += ["  first over the tolerance or not comparable:"]
+            lines += _first(compared, found.first_failed, comparison.mode)
+    rows = [row for row in found.rows if row.failed] or found.rows
+    if len(rows) > 1:
+        lines += [f"  in execution order, {min(len(rows), _SHOWN_ROWS)} of {max(found.failed, len(rows)):,}:"]
+        lines += [f"    {row.result or 'unequal':9} {row.name}  {_short(row)}" for row in rows[:_SHOWN_ROWS]]
+    return lines
+
+
+def _first(compared: RankComparison, row: Row, mode: Mode) -> list[str]:
+    dump = compared.b if row.only == "B" else compared.a
+    leaf = row.a or row.b
+    kind = f"  {leaf.dtype} {list(leaf.shape)}" if leaf is not None and leaf.is_tensor else ""
+    lines = [f"    {row.entry}  {row.path}{kind}"]
+    if row.message:
+        lines.append(f"      {row.message}")
+    lines += _values(row, mode)
+    parent = dump.parent_of(row.entry)
+    if parent:
+        lines.append(f"      inside {parent if isinstance(parent, str) else ', '.join(parent)}")
+    lines += [f"      {' '.join(line.split())}" for line in dump.stack_of(row.entry)[:_STACK_LINES]]
+    return lines
+
+
+def _values(row: Row, mode: Mode) -> list[str]:
+    if row.a is None or row.b is None or not row.a.is_tensor:
+        return []
+    if mode == "md5":
+        return [f"      md5 {row.a.md5} in A, {row.b.md5} in B"]
+    lines = [f"      {'':5} {'A':>24} {'B':>24} {'relative':>12}"]
+    for key, (_, relative) in zip(STATISTICS, row.differences, strict=True):
+        known = [_number(leaf, key) for leaf in (row.a, row.b)]
+        lines.append(f"      {key:5} {known[0]:>24} {known[1]:>24} {'' if relative is None else f'{relative:12.4g}'}")
+    if row.closeness is not None:
+        close = row.closeness
+        lines.append(f"      cosine {close.cosine:.9g}, largest absolute difference {close.max_abs:.6g}")
+    return [line.rstrip() for line in lines]
+
+
+def _number(leaf: Leaf, key: str) -> str:
+    value = leaf.raw.get(key)
+    return "none" if value is None else repr(value)
+
+
+def _short(row: Row) -> str:
+    if row.message:
+        return row.message
+    over = [(key, pair[1]) for key, pair in zip(STATISTICS, row.differences, strict=True) if pair[1]]
+    return "relative " + ", ".join(f"{key} {relative:.4g}" for key, relative in over)
+
+
+def _next(comparison: Comparison) -> Sequence[str]:
+    if comparison.mode == "tensor":
+        return ["Next: where two tensors should be equal, compare them alone: --tensor NAME.path [NAME.path]."]
+    return [
+        "Next: look at the first unequal entry: its inputs were equal if it is an output. Dump it with task tensor,",
+        "its name in the list, to see which elements differ, and where in memory; --csv or --html FILE have all rows.",
+    ]

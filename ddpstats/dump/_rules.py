@@ -1,0 +1,142 @@
+"""When two values count as different: the known tool's rules for statistics and tensors, and what they leave open.
+
+A relative error is ``|a - b| / |b|``, b being the reference; as a ratio, so 0.5 is 50 %. Beyond the plain case:
+
+- both 0, both NaN, or the same infinity: 0;
+- a NaN on one side only: NaN, which is over every tolerance;
+- an infinity on one side only, two infinities of opposite sign, or a reference of 0 with another value: infinite;
+- a statistic that a side does not have (the mean of booleans): not compared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ddpstats.dump._runs import Runs
+
+TOLERANCE = 0.5
+
+Color = Literal["red", "yellow"]
+Difference = tuple[float | None, float | None]
+
+_HUGE = 1e10
+_SMALLEST_SCALE = 0.01
+
+
+@dataclass(frozen=True)
+class Closeness:
+    """How close two tensors are.
+
+    Attributes:
+        cosine: of the angle between them; 1 where both are zero, NaN where one holds what is not finite and the other
+            differs there.
+        euclidean: distance.
+        max_abs: largest absolute difference.
+        max_relative: largest relative difference; infinite where the reference is 0 and the other is not.
+        one_thousandth: share of elements with a relative difference below 0.001.
+        five_thousandths: the same below 0.005.
+        runs: where they differ.
+    """
+
+    cosine: float
+    euclidean: float
+    max_abs: float
+    max_relative: float
+    one_thousandth: float
+    five_thousandths: float
+    runs: Runs
+
+    @property
+    def equal(self) -> bool:
+        return self.runs.count == 0
+
+    @property
+    def accurate(self) -> bool:
+        return is_accurate(self.cosine, self.max_abs)
+
+
+def difference(a: float | None, b: float | None) -> Difference:
+    """``a - b``, and the relative error; None where a side has no value."""
+    if a is None or b is None:
+        return None, None
+    if a == b or (a != a and b != b):
+        return 0.0, 0.0
+    if a != a or b != b:
+        return math.nan, math.nan
+    if math.isinf(a) or math.isinf(b) or b == 0:
+        return a - b, math.inf
+    return a - b, abs((a - b) / b)
+
+
+def is_over(relatives: Iterable[float | None], tolerance: float) -> bool:
+    """Whether one of the relative errors is over the tolerance; a NaN is over all of them."""
+    return any(relative is not None and not relative <= tolerance for relative in relatives)
+
+
+def is_accurate(cosine: float, max_abs: float) -> bool:
+    """The known tool's verdict on two tensors; NaN is never accurate."""
+    if cosine != cosine or max_abs != max_abs:
+        return False
+    return not ((cosine < 0.99 and max_abs > 0.001) or cosine < 0.9 or max_abs > 1)
+
+
+def statistics_color(
+    role: Literal["input", "output", ""],
+    maxima: tuple[float | None, float | None],
+    minimum: float | None,
+    differences: Sequence[float | None],
+    input_maxima: Sequence[tuple[float | None, float | None]],
+) -> tuple[Color, str] | None:
+    """How a row of statistics is highlighted, and why.
+
+    Args:
+        role: what the tensor was to its call.
+        maxima: Max of A and B.
+        minimum: Min of A.
+        differences: of Max, Min, Mean and Norm.
+        input_maxima: Max of A and B, of every input of the same call.
+    """
+    if any(value is not None and not math.isfinite(value) for value in (maxima[0], minimum)):
+        return "red", "NaN or infinity in A"
+    if any(value is not None and abs(value) > _HUGE for value in differences):
+        return "red", "a difference above 1e10"
+    if role != "output":
+        return None
+    apart, relative = _apart(*maxima), _scaled(*maxima)
+    if relative is not None and relative > 0.5:
+        return "red", "the maximum of an output differs by more than 0.5 of the reference"
+    inputs_apart = [value for pair in input_maxima if (value := _apart(*pair)) is not None]
+    inputs_relative = [value for pair in input_maxima if (value := _scaled(*pair)) is not None]
+    if apart is not None and inputs_apart and apart > 1 < max(inputs_apart) and apart >= 10 * max(inputs_apart):
+        return "yellow", "the maxima of input and output differ, the output's ten times as much"
+    if relative is not None and inputs_relative and relative > 0.1 and max(inputs_relative) < 0.01:
+        return "yellow", "the maximum of an output differs by more than 0.1 while the inputs are within 0.01"
+    return None
+
+
+def tensor_color(
+    ratio: float, cosine: float, input_ratios: Sequence[float], input_cosines: Sequence[float]
+) -> tuple[Color, str] | None:
+    """How an output's row of a tensor comparison is highlighted, from its inputs' one-thousandth ratios and cosines."""
+    if input_ratios and min(input_ratios) > 0.9 and ratio < 0.6:
+        return "red", "the one thousandth ratio falls from above 0.9 to below 0.6 between input and output"
+    if input_ratios and min(input_ratios) - ratio > 0.1:
+        return "yellow", "the one thousandth ratio falls by more than 0.1 between input and output"
+    if input_cosines and min(input_cosines) - cosine > 0.1:
+        return "yellow", "the cosine falls by more than 0.1 between input and output"
+    return None
+
+
+def _apart(a: float | None, b: float | None) -> float | None:
+    apart = difference(a, b)[0]
+    return None if apart is None else abs(apart)
+
+
+def _scaled(a: float | None, b: float | None) -> float | None:
+    apart = _apart(a, b)
+    if apart is None or b is None or not apart:
+        return apart
+    return apart / max(_SMALLEST_SCALE, abs(b)) if math.isfinite(b) else math.inf

@@ -1,0 +1,156 @@
+"""Two saved tensors, element by element, in blocks: how close they are, and where in memory they differ.
+
+Elements are taken in the memory order of A's original tensor where the dump has its strides, else in their logical
+order. Both NaN, or the same infinity, at one place count as equal there.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from ddpstats.dump._entries import Leaf
+from ddpstats.dump._files import RankDump
+from ddpstats.dump._rules import Closeness
+from ddpstats.dump._runs import KEPT_RUNS, RunCollector, Runs
+from ddpstats.dump._tensor_files import checksum
+from ddpstats.errors import DumpError
+
+_BLOCK_ELEMENTS = 1 << 20
+
+
+def load_tensor(dump: RankDump, leaf: Leaf) -> Tensor:
+    """A leaf's saved tensor. Raises `DumpError` for a file that lacks, is damaged, or holds anything but a tensor."""
+    assert leaf.data_name is not None
+    path = dump.tensor_file(leaf.data_name)
+    try:
+        try:
+            tensor = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError:  # not a zip file: written by an older torch
+            tensor = torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, OSError, EOFError, ValueError, KeyError, AttributeError, pickle.UnpicklingError) as error:
+        reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+        raise DumpError(
+            f"{path} cannot be read as a tensor: {reason}. Copy it again, or dump the step again; only plain tensors "
+            "are read, since anything else could run code.",
+            path=str(path),
+        ) from None
+    if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
+        raise DumpError(f"{path} holds a {type(tensor).__name__}, and should hold a plain tensor.", path=str(path))
+    return tensor.detach()
+
+
+def compare_tensors(a: Tensor, b: Tensor, stride: Sequence[int] | None = None) -> Closeness:
+    """Compare two tensors of one shape; b is the reference.
+
+    Args:
+        a: any dtype.
+        b: any dtype, the shape of a.
+        stride: that of the original of a, where it is known: the order in which elements are counted.
+    """
+    sums = _Sums()
+    collector = RunCollector()
+    flat_a, flat_b = _flat(a, stride), _flat(b, stride)
+    for start, x, y in _blocks(flat_a, flat_b):
+        same = (x == y) | (x.isnan() & y.isnan())
+        _add_runs(collector, ~same, start)
+        sums.add(x, y, same)
+    return sums.result(collector.result(a.numel(), a.element_size()))
+
+
+def _flat(tensor: Tensor, stride: Sequence[int] | None) -> Tensor:
+    """Elements in memory order: the dimension of the largest stride outermost."""
+    if stride is not None and len(stride) == tensor.dim():
+        tensor = tensor.permute(sorted(range(tensor.dim()), key=lambda dim: -stride[dim]))
+    return tensor.reshape(-1)
+
+
+def _blocks(a: Tensor, b: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    for start in range(0, a.numel(), _BLOCK_ELEMENTS):
+        yield start, _wide(a[start : start + _BLOCK_ELEMENTS]), _wide(b[start : start + _BLOCK_ELEMENTS])
+
+
+def _wide(block: Tensor) -> Tensor:
+    return block.to(torch.complex128 if block.is_complex() else torch.float64)
+
+
+class _Sums:
+    """What is added up over the blocks."""
+
+    def __init__(self) -> None:
+        self.products = self.squares_a = self.squares_b = self.squared_distance = 0.0
+        self.max_abs = self.max_relative = 0.0
+        self.elements = self.within_one = self.within_five = 0
+
+    def add(self, x: Tensor, y: Tensor, same: Tensor) -> None:
+        self.elements += x.numel()
+        nonfinite = same & ~x.isfinite()  # equal there, and would make every sum NaN
+        x, y = x.masked_fill(nonfinite, 0), y.masked_fill(nonfinite, 0)
+        if bool(same.all()):
+            square = float(x.abs().square().sum())
+            self._add_squares(square, square, square)
+            self.within_one += x.numel()
+            self.within_five += x.numel()
+            return
+        self._add_squares(
+            float((x * y.conj()).real.sum()), float(x.abs().square().sum()), float(y.abs().square().sum())
+        )
+        apart = (x - y).abs().masked_fill(same, 0)
+        relative = (apart / y.abs()).masked_fill(same, 0)  # a reference of 0 gives infinity
+        self.squared_distance += float(apart.square().sum())
+        self.max_abs = _larger(self.max_abs, float(apart.max()))
+        self.max_relative = _larger(self.max_relative, float(relative.max()))
+        self.within_one += int((relative < 0.001).sum())
+        self.within_five += int((relative < 0.005).sum())
+
+    def _add_squares(self, product: float, square_a: float, square_b: float) -> None:
+        self.products += product
+        self.squares_a += square_a
+        self.squares_b += square_b
+
+    def result(self, runs: Runs) -> Closeness:
+        count = max(1, self.elements)
+        return Closeness(
+            1.0 if not runs.count else self._cosine(),
+            math.sqrt(self.squared_distance),
+            self.max_abs,
+            self.max_relative,
+            self.within_one / count if self.elements else 1.0,
+            self.within_five / count if self.elements else 1.0,
+            runs,
+        )
+
+    def _cosine(self) -> float:
+        size = math.sqrt(self.squares_a) * math.sqrt(self.squares_b)
+        if size == 0:
+            return 0.0  # one is zero and the other is not
+        return self.products / size if math.isfinite(size) else math.nan
+
+
+def _larger(a: float, b: float) -> float:
+    return b if b != b or b > a else a  # NaN stays: it compares as larger with nothing
+
+
+def _add_runs(collector: RunCollector, differs: Tensor, start: int) -> None:
+    if not bool(differs.any()):
+        return
+    edges = torch.diff(torch.nn.functional.pad(differs.to(torch.int8), (1, 1)))
+    starts = (edges == 1).nonzero().flatten() + start
+    stops = (edges == -1).nonzero().flatten() + start
+    listed = list(zip(starts[:KEPT_RUNS].tolist(), stops[:KEPT_RUNS].tolist(), strict=True))
+    for begin, end in listed:
+        collector.add(begin, end)
+    unlisted = (stops - starts)[KEPT_RUNS:-1]
+    if unlisted.numel():
+        collector.add_unlisted(unlisted.numel(), int(unlisted.sum()), int(unlisted.max()))
+    if starts.numel() > KEPT_RUNS:
+        collector.add(int(starts[-1]), int(stops[-1]))
+
+
+def tensor_digest(dump: RankDump, leaf: Leaf) -> str:
+    """Of the bytes of a saved tensor."""
+    return checksum(load_tensor(dump, leaf))

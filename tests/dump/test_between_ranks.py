@@ -1,0 +1,136 @@
+"""``ddpstats compare STEP``: the ranks of one run."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddpstats.cli import main
+from tests.dump.hand_made import forward, tensor, write_rank
+
+
+def module(weight: float, batch: float) -> tuple[str, Any]:
+    entry = forward([tensor(batch)], [tensor(batch * weight)], parameters={"weight": tensor(weight, 1.0)})
+    return "Module.fc.Linear.forward.0", entry
+
+
+def collective(api: str, number: int, result: float | None, group: Sequence[int]) -> tuple[str, Any]:
+    leaf = {"type": "torch.ProcessGroup", "group_ranks": list(group), "group_id": f"{sum(group):08x}"}
+    entry = forward([tensor(float(number))], [] if result is None else [tensor(result)])
+    return f"Distributed.{api}.{number}.forward", {**entry, "input_kwargs": {"group": leaf}}
+
+
+def step(path: Path, *ranks: Sequence[tuple[str, Any]], **more: Any) -> Path:
+    for rank, entries in enumerate(ranks):
+        write_rank(path / "step0" / f"rank{rank}", entries, **more)
+    return path / "step0"
+
+
+def compare(*words: object, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any]]:
+    status = main(["compare", *map(str, words), "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert isinstance(found, dict)
+    return status, found
+
+
+def text_of(*words: object, capsys: pytest.CaptureFixture[str]) -> str:
+    main(["compare", *map(str, words)])
+    out, err = capsys.readouterr()
+    return out + err
+
+
+def test_batches_may_differ_and_parameters_may_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    equal = step(tmp_path / "equal", *([module(2.0, rank)] for rank in range(3)))
+    assert compare(equal, capsys=capsys)[0] == 0
+    assert "NOTHING DIFFERENT: 1 tensors (parameters and results of collectives)" in text_of(equal, capsys=capsys)
+    status, found = compare(equal, "--everything", capsys=capsys)
+    assert (status, found["first"]["path"]) == (1, "input.0")
+
+
+def test_the_majority_names_the_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stacks = {"Module.fc.Linear.forward.0": ["File /t.py, line 3, in step,\n    model(x)"]}
+    ranks = [[module(2.5 if rank == 2 else 2.0, rank)] for rank in range(4)]
+    path = step(tmp_path, *ranks, stacks=stacks, parents={"Module.fc.Linear.forward.0": "Module.root.Net.forward.0"})
+    status, found = compare(path, capsys=capsys)
+    assert status == 1
+    assert (found["compared"], found["different"]) == (1, 1)
+    assert found["first"]["name"] == "Module.fc.Linear.forward.0.parameters.weight"
+    assert found["first"]["culprit_ranks"] == [2]
+    text = text_of(path, capsys=capsys)
+    assert "rank 2 differs from the majority" in text
+    assert "rank 2: torch.float32 [2] Max 2.5" in text
+    assert "inside Module.root.Net.forward.0" in text
+    assert "File /t.py, line 3, in step, model(x)" in text
+
+
+@pytest.mark.parametrize(
+    ("weights", "words"),
+    [
+        ([2.0, 3.0], "two ranks differ: which of them is wrong cannot be told"),
+        ([2.0, 2.0, 3.0, 3.0], "no values are those of more than half of the ranks"),
+    ],
+)
+def test_without_a_majority_nobody_is_named(
+    weights: list[float], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = step(tmp_path, *([module(weight, 1.0)] for weight in weights))
+    assert words in text_of(path, capsys=capsys)
+    assert compare(path, capsys=capsys)[1]["first"]["culprit_ranks"] == []
+
+
+def test_collectives_are_matched_within_their_group(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ranks 0 and 1 have one more all_reduce, so that the numbers of the common ones differ; rank 2's end in reverse."""
+    pair, everyone = (0, 1), (0, 1, 2)
+    common = [(5.0, 6.0), (5.0, 6.0), (5.0, 6.5)]
+    ranks = []
+    for rank, (first, second) in enumerate(common):
+        more = rank < 2
+        entries = [collective("all_reduce", 0, 9.0, pair)] if more else []
+        both = [
+            collective("all_reduce", more + 0, first, everyone),
+            collective("all_reduce", more + 1, second, everyone),
+        ]
+        ranks.append([*entries, *(both if rank < 2 else both[::-1])])
+    status, found = compare(step(tmp_path, *ranks), capsys=capsys)
+    assert (status, found["compared"], found["different"]) == (1, 3, 1)
+    assert found["first"]["name"] == "Distributed.all_reduce.2.forward.output.0"
+    assert found["first"]["culprit_ranks"] == [2]
+
+
+def test_what_is_not_given_to_all_is_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def entries(rank: int) -> list[tuple[str, Any]]:
+        return [
+            collective("reduce_scatter", 0, rank, (0, 1)),
+            collective("all_to_all", 0, rank, (0, 1)),
+            collective("all_reduce", 0, None if rank else 3.0, (0, 1)),
+        ]
+
+    path = step(tmp_path, entries(0), entries(1))
+    status, found = compare(path, capsys=capsys)
+    assert (status, found["compared"], found["skipped"]) == (0, 0, 1)
+    assert "NOTHING TO COMPARE" in text_of(path, capsys=capsys)
+
+
+def test_an_entry_that_a_rank_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    broadcast = collective("broadcast", 0, 1.0, (0, 1, 2))
+    path = step(tmp_path, [broadcast, module(1.0, 1.0)], [broadcast], [module(1.0, 1.0)])
+    status, found = compare(path, capsys=capsys)
+    assert status == 1
+    assert [one["verdict"] for one in found["divergences"]] == ["rank 2 lacks this entry", "rank 1 lacks this entry"]
+
+
+def test_table_and_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = step(tmp_path, *([module(weight, 1.0)] for weight in (1.0, 1.0, 3.0)))
+    text_of(path, "--csv", tmp_path / "t.csv", "--html", tmp_path / "t.html", capsys=capsys)
+    rows = list(csv.DictReader((tmp_path / "t.csv").read_text().splitlines()))
+    assert [(row["Rank"], row["Max"], row["Differs"]) for row in rows] == [
+        ("0", "1.0", "False"),
+        ("1", "1.0", "False"),
+        ("2", "3.0", "True"),
+    ]
+    assert "rank 2 differs from the majority" in (tmp_path / "t.html").read_text()

@@ -1,0 +1,364 @@
+"""``ddpstats compare``: two dumps, from the command to its exit status, text, JSON, CSV and HTML."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddpstats.cli import main
+from tests.dump.formula_model import dump_formula_model
+from tests.dump.hand_made import backward, forward, tensor, write_rank
+
+MSPROBE = Path(__file__).parent / "msprobe_dump"
+ONE = [
+    ("Functional.linear.0.forward", forward([tensor(1.0, 2.0)], [tensor(3.0, 4.0)])),
+    ("Torch.relu.0.forward", forward([tensor(3.0, 4.0)], [tensor(3.0, 4.0)])),
+    ("Torch.relu.0.backward", backward([tensor(1.0, 1.0)], [tensor(1.0, 1.0)])),
+]
+HEADER = """NPU Name,Bench Name,NPU Dtype,Bench Dtype,NPU Tensor Shape,Bench Tensor Shape,NPU Requires_grad
+Bench Requires_grad,Max diff,Min diff,Mean diff,L2norm diff,MaxRelativeErr,MinRelativeErr,MeanRelativeErr
+NormRelativeErr,NPU max,NPU min,NPU mean,NPU l2norm,Bench max,Bench min,Bench mean,Bench l2norm
+Requires_grad Consistent,Result,Err_message,NPU_Stack_Info"""
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return dump_formula_model(tmp_path_factory.mktemp("ours"))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("saved")
+    changes = {"plain": 0.0, "again": 0.0, "changed": 4.0, "slightly": 1e-4}
+    return {name: dump_formula_model(root / name, task="tensor", change=change) for name, change in changes.items()}
+
+
+def compare(*words: object, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    status = main(["compare", *map(str, words)])
+    out, err = capsys.readouterr()
+    return status, out + err
+
+
+def compare_json(*words: object, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any]]:
+    status, out = compare(*words, "--json", capsys=capsys)
+
+    def refuse(word: str) -> float:
+        raise AssertionError(f"{word} is not JSON")
+
+    found = json.loads(out, parse_constant=refuse)
+    assert isinstance(found, dict)
+    return status, found
+
+
+def two(tmp_path: Path, a: Any, b: Any, **more: Any) -> tuple[Path, Path]:
+    return write_rank(tmp_path / "a" / "rank0", a, **more), write_rank(tmp_path / "b" / "rank0", b, **more)
+
+
+def changed(index: int, **leaf: Any) -> list[Any]:
+    """`ONE`, with other fields in the output of one entry."""
+    entries = json.loads(json.dumps(ONE))
+    entries[index][1]["output"][0].update(leaf)
+    return [(name, entry) for name, entry in entries]
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_dump_of_the_known_tool_and_ours(swapped: bool, ours: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pair = [MSPROBE, ours][:: -1 if swapped else 1]
+    status, found = compare_json(*pair, capsys=capsys)
+    (rank,) = found["ranks"]
+    assert (status, found["mode"]) == (0, "statistics")
+    assert (rank["only_a"], rank["only_b"]) == (0, 0)
+    assert rank["paired"] == len(json.loads((MSPROBE / "step0" / "rank" / "dump.json").read_text())["data"]) > 15
+    assert rank["unequal"] > 0, "the known tool's means and norms are rounded to float32"
+    assert compare(*pair, "--exact", capsys=capsys)[0] == 1
+
+
+def test_the_known_tools_dump_has_its_keys_only() -> None:
+    text = (MSPROBE / "step0" / "rank" / "dump.json").read_text()
+    for key in ("nan_count", "data_ptr", "storage", "stride", "stream", "device"):
+        assert f'"{key}' not in text
+    assert text.startswith('{\n "task": "statistics",\n "level": "mix",\n "framework": "pytorch",\n')
+
+
+def test_one_changed_weight_is_found_with_module_and_line(
+    ours: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = dump_formula_model(tmp_path, change=4.0)
+    status, text = compare(other, ours, capsys=capsys)
+    assert status == 1
+    assert "DIFFERENT: of " in text
+    assert "Functional.linear.1.forward  input.1  torch.float32 [2, 4]" in text
+    assert "inside Module.fc2.Linear.forward.0" in text
+    assert "formula_model.py, line" in text
+    assert "first over the tolerance or not comparable" in text
+    _, against_theirs = compare(other, MSPROBE, capsys=capsys)
+    assert "Functional.linear.1.forward" in against_theirs
+
+
+def test_equal_dumps_are_equal_in_their_statistics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, text = compare(*two(tmp_path, ONE, ONE), capsys=capsys)
+    assert status == 0
+    assert text.startswith("NOTHING DIFFERENT: 6 tensors and values in 1 rank are equal in all their statistics (which")
+
+
+def test_a_small_difference_is_the_first_unequal_and_a_large_one_the_first_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    entries = changed(0, Mean=3.5000001)
+    entries[1:] = changed(1, Mean=35.0)[1:]
+    status, found = compare_json(*two(tmp_path, entries, ONE), capsys=capsys)
+    (rank,) = found["ranks"]
+    assert status == 1
+    assert (rank["unequal"], rank["over_tolerance_or_not_comparable"]) == (2, 1)
+    assert rank["first_unequal"]["name"] == "Functional.linear.0.forward.output.0"
+    assert rank["first_over_tolerance"]["name"] == "Torch.relu.0.forward.output.0"
+    assert rank["first_over_tolerance"]["relative_errors"]["Mean"] == pytest.approx(9.0)
+
+
+def test_below_the_tolerance_is_not_different_unless_exact(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pair = two(tmp_path, changed(0, Max=4.1), ONE)
+    status, text = compare(*pair, capsys=capsys)
+    assert status == 0
+    assert text.startswith("NOTHING DIFFERENT by the rule: of 6 tensors")
+    assert "1 differ at all" in text
+    assert compare(*pair, "--exact", capsys=capsys)[0] == 1
+    assert compare(*pair, "--tolerance", "0.01", capsys=capsys)[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "status"),
+    [
+        ("nan", 4.0, 1),
+        (4.0, math.nan, 1),
+        ("NaN", math.nan, 0),
+        (math.inf, "inf", 0),
+        (math.inf, "-Infinity", 1),
+        (math.inf, 4.0, 1),
+        (0.0, 0, 0),
+        (1e-9, 0.0, 1),
+        (None, 4.0, 0),
+    ],
+)
+def test_values_that_are_not_plain(
+    a: Any, b: Any, status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert compare(*two(tmp_path, changed(0, Max=a), changed(0, Max=b)), capsys=capsys)[0] == status
+
+
+@pytest.mark.parametrize(
+    ("a", "words"),
+    [
+        (changed(0, shape=[1, 2]), "the shape is [1, 2] in A and [2] in B"),
+        (ONE[1:], "only B has this entry"),
+        ([*ONE, ("Torch.new.0.forward", forward([tensor(1.0)]))], "only A has this entry"),
+        ([("Functional.linear.0.forward", forward([tensor(1.0, 2.0)], [])), *ONE[1:]], "A has 1 tensors here, B 2"),
+        ([("Functional.linear.0.forward", forward([], [tensor(1.0), tensor(2.0)])), *ONE[1:]], "only A has a tensor"),
+    ],
+)
+def test_what_does_not_match_is_a_row_that_says_why(
+    a: Any, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, text = compare(*two(tmp_path, a, ONE), capsys=capsys)
+    assert status == 1
+    assert words in text
+    assert "N/A" in text or "first" in text
+
+
+def test_other_dtypes_and_plain_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    entries = changed(0, dtype="torch.bfloat16")
+    status, text = compare(*two(tmp_path, entries, ONE), capsys=capsys)
+    assert status == 0
+    assert "the dtype is torch.bfloat16 in A and torch.float32 in B" in text
+    values = [[("Torch.add.0.forward", forward([{"type": "int", "value": value}]))] for value in (3, 4)]
+    status, text = compare(*two(tmp_path / "plain", *values), capsys=capsys)
+    assert status == 1
+    assert "3 in A and 4 in B" in text
+
+
+def test_entries_in_another_order_are_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    many = [(f"Torch.add.{n}.forward", forward([tensor(float(n))])) for n in range(300)]
+    shifted = [*many[150:], *many[:150]]
+    assert compare(*two(tmp_path, many, shifted), capsys=capsys)[0] == 0
+
+
+def test_a_name_that_is_there_twice_is_paired_in_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = '{"task": "statistics", "level": "L1", "data": {\n%s,\n%s\n}}'
+    for side, last in (("a", 2.0), ("b", 3.0)):
+        directory = write_rank(tmp_path / side, ONE)
+        twice = [f'"Torch.a.0.forward": {json.dumps(forward([tensor(value)]))}' for value in (1.0, last)]
+        (directory / "dump.json").write_text(text % tuple(twice))
+    _, found = compare_json(tmp_path / "a", tmp_path / "b", capsys=capsys)
+    assert (found["ranks"][0]["paired"], found["ranks"][0]["unequal"]) == (2, 1)
+
+
+def test_the_table_has_the_known_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    entries = [*changed(0, Max=8.0, requires_grad=True), ("=1+1", forward([tensor(1.0)]))]
+    stacks = {"Functional.linear.0.forward": ["File /a.py, line 3, in f,\n    y"]}
+    file = tmp_path / "t.csv"
+    assert compare(*two(tmp_path, entries, ONE, stacks=stacks), "--csv", file, capsys=capsys)[0] == 1
+    with file.open(newline="") as opened:
+        rows = list(csv.DictReader(opened))
+    assert list(rows[0]) == HEADER.replace("\n", ",").split(",")
+    row = next(row for row in rows if row["NPU Name"] == "Functional.linear.0.forward.output.0")
+    assert (row["Max diff"], row["MaxRelativeErr"], row["Result"]) == ("4.0", "100%", "Warning")
+    assert (row["NPU max"], row["Bench max"], row["Requires_grad Consistent"]) == ("8.0", "4.0", "False")
+    assert row["NPU_Stack_Info"] == "File /a.py, line 3, in f,\n    y"
+    assert rows[-1]["NPU Name"] == "'=1+1.input.0"
+    assert (rows[-1]["Bench Name"], rows[-1]["Result"]) == ("N/A", "N/A")
+    assert len(rows) == 7
+
+
+def test_the_page_is_escaped_colored_and_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    entries = [*changed(0, Max=math.nan), ("<script>alert(1)</script>", forward([tensor(1.0)]))]
+    file = tmp_path / "t.html"
+    assert compare(*two(tmp_path, entries, ONE), "--html", file, capsys=capsys)[0] == 1
+    page = file.read_text()
+    assert "<script" not in page
+    assert "&lt;script&gt;alert(1)" in page
+    assert '<tr class="red" title="NaN or infinity in A">' in page
+    assert "http" not in page.replace("http-equiv", "")
+    assert page.index("Functional.linear.0.forward.output.0") < page.index("script&gt;alert")
+
+
+def test_checksums(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def entries(md5: str) -> Any:
+        return [("Torch.a.0.forward", forward([tensor(1.0, md5="00000000")], [tensor(1.0, md5=md5)]))]
+
+    same = two(tmp_path / "same", entries("1234abcd"), entries("1234abcd"))
+    assert compare_json(*same, capsys=capsys)[1]["mode"] == "md5"
+    assert compare(*same, capsys=capsys)[0] == 0
+    other = two(tmp_path / "other", entries("1234abcd"), entries("1234abce"))
+    status, text = compare(*other, "--csv", tmp_path / "t.csv", capsys=capsys)
+    assert status == 1
+    assert "md5 1234abcd in A, 1234abce in B" in text
+    assert [row["Result"] for row in csv.DictReader((tmp_path / "t.csv").read_text().splitlines())] == [
+        "Pass",
+        "Different",
+    ]
+    assert compare(*other, "--mode", "statistics", capsys=capsys)[0] == 0, "statistics are equal"
+    assert compare(same[0], write_rank(tmp_path / "none", ONE), "--mode", "md5", capsys=capsys)[0] == 1
+
+
+def test_tensors_that_are_equal(saved: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    status, text = compare(saved["plain"], saved["again"], capsys=capsys)
+    assert status == 0
+    assert "are equal element by element." in text
+
+
+def test_tensors_that_differ(saved: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "t.csv"
+    status, text = compare(saved["changed"], saved["plain"], "--csv", file, capsys=capsys)
+    assert status == 1
+    assert "element 0 of 8 differ: a single one, as a flipped bit looks" in text
+    with file.open(newline="") as opened:
+        rows = {row["NPU Name"]: row for row in csv.DictReader(opened)}
+    weight = rows["Functional.linear.1.forward.input.1"]
+    assert (weight["MaxAbsErr"], weight["One Thousandth Err Ratio"], weight["Accurate or Not"]) == (
+        "4.0",
+        "0.875",
+        "No",
+    )
+    assert rows["Functional.linear.0.forward.input.0"]["Accurate or Not"] == "Yes"
+    status, whole = compare_json(saved["slightly"], saved["plain"], capsys=capsys)
+    assert (status, whole["mode"], whole["ranks"][0]["unequal"] > 0) == (0, "tensor", True)
+
+
+def test_two_tensors_of_one_dump(saved: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    names = ["Functional.linear.1.backward.output.0", "Torch.relu.0.backward.input.0"]
+    status, text = compare(saved["plain"], "--tensor", *names, capsys=capsys)
+    assert status == 0
+    assert text.startswith("EQUAL: all 8 elements are equal")
+    name = "Functional.linear.1.forward.input.1"
+    status, found = compare_json(saved["changed"], saved["plain"], "--tensor", name, capsys=capsys)
+    assert status == 1
+    assert found["runs"]["first"] == [[0, 1]]
+    status, text = compare(saved["plain"], "--tensor", names[0], "Torch.relu.0.backward.input.7", capsys=capsys)
+    assert status == 2
+    assert "has no tensor Torch.relu.0.backward.input.7. It has Torch.relu.0.backward.input.0" in text
+    status, text = compare(saved["plain"], "--tensor", names[0], name, capsys=capsys)
+    assert status == 2 or "elements" in text
+
+
+def test_a_tensor_file_that_is_none(saved: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import torch
+
+    copy = tmp_path / "step0"
+    shutil.copytree(saved["plain"], copy)
+    file = copy / "rank" / "dump_tensor_data" / "Functional.linear.0.forward.input.0.pt"
+    for content in (["no tensor"], {"a": torch.ones(1)}):
+        torch.save(content, file)
+        status, text = compare(copy, saved["plain"], capsys=capsys)
+        assert status == 2
+        assert f"{file} holds a {type(content).__name__}, and should hold a plain tensor" in text
+    torch.save(Path("hostile"), file)
+    assert "cannot be read as a tensor" in compare(copy, saved["plain"], capsys=capsys)[1]
+    for damaged in (b"", b"PK\x03\x04 damaged", file.read_bytes()[:100]):
+        file.write_bytes(damaged)
+        status, text = compare(copy, saved["plain"], capsys=capsys)
+        assert (status, "cannot be read as a tensor" in text) == (2, True)
+    torch.save(torch.ones(7), file)
+    assert "These are files of other dumps" in compare(copy, saved["plain"], capsys=capsys)[1]
+    file.unlink()
+    assert "is not there" in compare(copy, saved["plain"], capsys=capsys)[1]
+
+
+def test_ranks_are_paired_by_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for side in ("a", "b"):
+        for rank in (0, 1):
+            entries = changed(1, Max=40.0) if (side, rank) == ("a", 1) else ONE
+            write_rank(tmp_path / side / "step0" / f"rank{rank}", entries)
+    write_rank(tmp_path / "b" / "step0" / "rank2", ONE)
+    file = tmp_path / "t.csv"
+    status, text = compare(tmp_path / "a", tmp_path / "b", "--csv", file, capsys=capsys)
+    assert status == 1
+    assert "Only B has ranks 2: A lacks them." in text
+    assert "rank 1: 3 entries in both" in text
+    assert (tmp_path / "t_rank0.csv").exists()
+    assert (tmp_path / "t_rank1.csv").exists()
+
+
+def test_an_incomplete_dump_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_rank(tmp_path / "b" / "rank0", ONE, level="L1")
+    (tmp_path / "a" / "rank0").mkdir(parents=True)
+    lines = [{"task": "statistics", "level": "L1", "format": "ddpstats 1"}]
+    lines += [{"name": name, "entry": entry, "stack": [], "parent": None} for name, entry in ONE[:2]]
+    (tmp_path / "a" / "rank0" / "dump.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"na')
+    status, text = compare(tmp_path / "a", tmp_path / "b", capsys=capsys)
+    assert status == 1
+    assert "incomplete: the run ended inside this step" in text
+    assert "only B has this entry" in text
+
+
+def test_dumps_that_do_not_belong_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, level in (("L1", "L1"), ("mix", "mix")):
+        write_rank(tmp_path / name / "step0" / "rank0", ONE, level=level)
+    write_rank(tmp_path / "mix" / "step5" / "rank0", ONE)
+    status, text = compare(tmp_path / "L1", tmp_path / "mix" / "step0", capsys=capsys)
+    assert (status, "of level L1 and" in text, "Dump both with one level" in text) == (2, True, True)
+    status, text = compare(tmp_path / "mix" / "step0", tmp_path / "mix" / "step5", capsys=capsys)
+    assert (status, "is of step 0 and" in text) == (2, True)
+    assert compare(tmp_path / "mix" / "step0", tmp_path / "mix" / "step5", "--any-step", capsys=capsys)[0] == 0
+    status, text = compare(tmp_path / "mix", tmp_path / "mix", capsys=capsys)
+    assert (status, "has 2 steps: step0, step5" in text) == (2, True)
+    assert compare(tmp_path / "mix", tmp_path / "mix", "--step", 5, capsys=capsys)[0] == 0
+    status, text = compare(tmp_path / "mix", tmp_path / "mix", "--step", 4, capsys=capsys)
+    assert (status, "has no step 4. It has 0, 5" in text) == (2, True)
+
+
+def test_damage_and_absence_end_with_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = two(tmp_path, ONE, ONE)
+    assert compare(a, tmp_path / "nowhere", capsys=capsys)[0] == 2
+    assert compare(a, tmp_path, capsys=capsys)[0] == 2
+    (b / "dump.json").write_bytes((a / "dump.json").read_bytes()[:-100])
+    status, text = compare(a, b, capsys=capsys)
+    assert status == 2
+    assert f"{b / 'dump.json'}: " in text
+    assert "is damaged" in text
+    status, text = compare(a, "--json", capsys=capsys)
+    assert (status, "is one rank" in text) == (2, True)

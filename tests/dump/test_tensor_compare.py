@@ -1,0 +1,81 @@
+"""Two tensors, element by element, in blocks."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from ddpstats.dump import _tensor_compare
+from ddpstats.dump._runs import runs_of
+from ddpstats.dump._tensor_compare import compare_tensors
+
+
+@pytest.fixture(params=[5, 1 << 20], autouse=True)
+def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_tensor_compare, "_BLOCK_ELEMENTS", request.param)
+
+
+def test_against_the_formulas() -> None:
+    generator = torch.Generator().manual_seed(0)
+    b = torch.randn(7, 11, generator=generator)
+    a = b * (1 + 0.004 * torch.rand(7, 11, generator=generator))
+    close = compare_tensors(a, b)
+    x, y = a.double().flatten(), b.double().flatten()
+    relative = (x - y).abs() / y.abs()
+    assert close.cosine == pytest.approx(torch.nn.functional.cosine_similarity(x, y, dim=0).item())
+    assert close.euclidean == pytest.approx((x - y).norm().item())
+    assert close.max_abs == (x - y).abs().max().item()
+    assert close.max_relative == relative.max().item()
+    assert close.one_thousandth == pytest.approx((relative < 0.001).double().mean().item())
+    assert close.five_thousandths == pytest.approx((relative < 0.005).double().mean().item())
+    assert close.runs == runs_of((x != y).nonzero().flatten().tolist(), 77, 4)
+
+
+def test_a_block_that_was_written_over() -> None:
+    b = torch.arange(3072, dtype=torch.float32)
+    a = b.clone()
+    a[:2048] = -1
+    assert (
+        compare_tensors(a, b).runs.describe().startswith("elements 0..2047 of 3072 differ: contiguous, 2,048 elements")
+    )
+
+
+def test_elements_are_counted_in_memory_order() -> None:
+    b = torch.zeros(8, 16).t()  # 16 x 8, its columns contiguous
+    a = b.clone(memory_format=torch.preserve_format)
+    a[:, 2] = 1
+    assert compare_tensors(a, b, a.stride()).runs.first == ((32, 48),)
+    assert compare_tensors(a.contiguous(), b.contiguous(), a.stride()).runs.first == ((32, 48),)
+    assert compare_tensors(a, b).runs.count == 16
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "equal", "accurate"),
+    [
+        (torch.tensor([math.nan, 1.0, math.inf]), torch.tensor([math.nan, 1.0, math.inf]), True, True),
+        (torch.tensor([math.nan, 1.0]), torch.tensor([1.0, 1.0]), False, False),
+        (torch.tensor([math.inf, 1.0]), torch.tensor([-math.inf, 1.0]), False, False),
+        (torch.zeros(3), torch.zeros(3), True, True),
+        (torch.zeros(3), torch.ones(3), False, False),
+        (torch.empty(0), torch.empty(0), True, True),
+        (torch.tensor(2.0), torch.tensor(2.0), True, True),
+        (torch.tensor([True, False]), torch.tensor([True, True]), False, False),
+        (torch.tensor([1 + 1j]), torch.tensor([1 + 1j]), True, True),
+        (torch.ones(3, dtype=torch.bfloat16), torch.ones(3), True, True),
+    ],
+)
+def test_special_values(a: Tensor, b: Tensor, equal: bool, accurate: bool) -> None:
+    close = compare_tensors(a, b)
+    assert (close.equal, close.accurate) == (equal, accurate)
+
+
+def test_more_runs_than_are_kept() -> None:
+    b = torch.zeros(10_000)
+    a = b.clone()
+    a[::2] = 1
+    runs = compare_tensors(a, b).runs
+    assert (runs.count, runs.differing, runs.largest) == (5000, 5000, 1)
+    assert runs.first[:2] == ((0, 1), (2, 3))
