@@ -8,7 +8,7 @@ kept. A module grows where something inside it does; then it is the inner one th
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -70,11 +70,11 @@ class Growth:
         """The operation that contributed most in this direction; None where none did repeatedly."""
         grown = [one for one in self.grown if one.direction == direction]
         outer = _explained(grown, dump)
-        sums: Counter[str] = Counter()
+        sums: defaultdict[str, float] = defaultdict(float)
         for one in grown:
             if one.name not in outer:
-                sums[one.operation] += math.log(one.ratio)  # type: ignore[assignment]
-        for operation, total in sums.most_common():
+                sums[one.operation] += math.log(one.ratio)
+        for operation, total in sorted(sums.items(), key=lambda item: -item[1]):
             own = [one for one in grown if one.operation == operation and one.name not in outer]
             calls = self.calls[operation, direction]
             if len(own) >= 2 and 2 * len(own) >= calls and total >= math.log(_ENOUGH):

@@ -17,7 +17,6 @@ from ddpstats.dump._files import RankDump, find_ranks
 from ddpstats.dump._first_nan import Findings, Origin, find_origins
 from ddpstats.dump._growth import Grower
 from ddpstats.dump._memory import MemoryWalk, Overlaps
-from ddpstats.dump._names import parse_name
 from ddpstats.dump._rank_scan import RankScan, has_nan, is_bad, scan_rank
 from ddpstats.errors import DumpError
 
@@ -114,13 +113,13 @@ def verdict(origin: Origin) -> str:
         missing = f"; of rank {', '.join(map(str, origin.undumped))} there is no dump" if origin.undumped else ""
         return f"{name} made the first {what}: finite on all its ranks before, not finite after{missing}"
     if origin.kind == "parameter":
-        module = parse_name(name).api
-        names = ", ".join(f"{module}.{one.path.removeprefix('parameters.')}".strip(".") for one in bad)
+        names = ", ".join(dict.fromkeys(origin.candidate.parameters))
         return f"not finite before the step: parameter {names}, used by {name}, holds {what}"
     if origin.kind == "arrived":
         at_start = origin.candidate.order == 0 or not origin.candidate.before
         when = "not finite before the step: " if at_start else "not finite, and made by nothing that was recorded: "
-        return f"{when}{paths} of {name} holds {what}"
+        perhaps = " (a parameter?)" if any(one.leaf.requires_grad and one.path != "input.0" for one in bad) else ""
+        return f"{when}{paths} of {name}{perhaps} holds {what}"
     if origin.kind == "uninitialised":
         return f"{name} is memory that nobody had written to; it holds {what}, which went into gradients"
     if origin.kind == "gradient":
@@ -196,6 +195,11 @@ def advice(origin: Origin, dump: RankDump) -> str:
         return "look at what makes this tensor: the batch, a kernel of your own, or what ran before the dump began."
     if origin.kind == "uninitialised":
         return "write to the whole of it before it is read, or use zeros."
+    if origin.candidate.in_backward and _what(one.leaf for one in origin.candidate.bad) == "infinity":
+        return (
+            "a gradient overflows: lower the loss scale, or look for a division by almost nothing. With a GradScaler "
+            "that is how its first steps look, and it skips them."
+        )
     if dump.level == "L0":
         return f'dump the step again with level "mix" and list ["{origin.name}"], to see the operation inside it.'
     if dump.task != "tensor":

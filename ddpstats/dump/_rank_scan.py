@@ -30,6 +30,7 @@ Kind = Literal["computation", "arrived", "parameter", "uninitialised", "gradient
 _MAX_CANDIDATES, _MAX_MARKS, _BEFORE = 256, 65_536, 5
 _UNINITIALISED = re.compile(r"(new_)?empty(_|$)")
 _ON_PURPOSE = re.compile(r"(new_)?(full|fill|masked_fill|where|triu|tril)(_|$)")
+_PARAMETERS = "parameters."
 _FROM_ROOT, _TO_ROOT = frozenset({"broadcast", "scatter"}), frozenset({"reduce", "gather", "gather_into_tensor"})
 
 
@@ -62,6 +63,7 @@ class Candidate:
         used: infinities of it went into something that was finite again.
         masked: some of its inputs hold infinities that were put there on purpose.
         before: names of the entries just before.
+        parameters: names in the model of those that were not finite, of kind "parameter".
         in_backward: the backward pass had begun: a call in it, as of a Function written in Python, is a forward one.
     """
 
@@ -74,6 +76,7 @@ class Candidate:
     used: bool = False
     masked: bool = False
     before: tuple[str, ...] = ()
+    parameters: tuple[str, ...] = ()
     in_backward: bool = False
 
     @property
@@ -177,10 +180,11 @@ class _Walk:
     # -- calls --------------------------------------------------------------------------------------------------------
 
     def _take_call(self, entry: Entry, name: Name) -> None:
-        parameters = ((path, leaf) for path, leaf in entry.leaves() if path.startswith("parameters."))
-        taken = [*self._bad(parameters), *self._bad(entry.inputs())]
+        parameters = self._bad((path, leaf) for path, leaf in entry.leaves() if path.startswith(_PARAMETERS))
+        taken = [*parameters, *self._bad(entry.inputs())]
         made = self._bad(entry.outputs())
         real, masked = self._causes(entry, taken)
+        self._name_parameters(name.api, parameters)
         if not made:
             for candidate in real:
                 candidate.used = True
@@ -190,6 +194,14 @@ class _Walk:
             self._mark(made, None)
         else:
             self._add(self._made_by(entry, name, made, masked))
+
+    def _name_parameters(self, module: str, parameters: list[Bad]) -> None:
+        """A function takes a parameter as one of its arguments; which one that was, its module tells afterwards."""
+        for bad in parameters:
+            cause = self._marks.get(bad.mark)
+            if cause is not None and cause.kind in ("arrived", "parameter"):
+                cause.kind = "parameter"
+                cause.parameters += (f"{module}.{bad.path.removeprefix(_PARAMETERS)}".strip("."),)
 
     def _made_by(self, entry: Entry, name: Name, made: list[Bad], masked: bool) -> Candidate:
         if not name.is_module and _UNINITIALISED.match(name.api):
@@ -221,7 +233,7 @@ class _Walk:
     def _cause(self, entry: Entry, bad: Bad) -> Candidate | None:
         if bad.mark in self._marks:
             return self._marks[bad.mark]
-        is_parameter = bad.path.startswith("parameters.")
+        is_parameter = bad.path.startswith(_PARAMETERS)
         if _is_minus_infinity(bad.leaf) and not is_parameter and "backward" not in entry.name:
             self._mark([bad], None)
             return None

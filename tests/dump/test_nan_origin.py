@@ -108,6 +108,12 @@ def test_what_was_not_finite_before_the_step_is_said_to_be_so(
     step = write(tmp_path / "parameter", {"Module.net.fc.Linear.forward.0": module})
     assert blamed(step) == [(0, "parameter", "Module.net.fc.Linear.forward.0")]
     assert "not finite before the step: parameter net.fc.weight" in say(step, capsys)[1]
+    inside = {"Functional.linear.0.forward": forward(leaf(), leaf(NAN, 1.0, (4,), requires_grad=True), out=BAD)}
+    step = write(tmp_path / "call", {**inside, "Module.net.fc.Linear.forward.0": module})
+    assert blamed(step) == [(0, "parameter", "Functional.linear.0.forward")]
+    assert "parameter net.fc.weight, used by Functional.linear.0.forward, holds NaN" in say(step, capsys)[1]
+    step = write(tmp_path / "calls only", inside, level="L1")
+    assert "input.1 of Functional.linear.0.forward (a parameter?) holds NaN" in say(step, capsys)[1]
     batch = {"Functional.linear.0.forward": forward(BAD, leaf(), out=leaf(NAN, NAN, (9,)))}
     step = write(tmp_path / "batch", batch)
     assert blamed(step) == [(0, "arrived", "Functional.linear.0.forward")]
