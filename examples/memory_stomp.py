@@ -5,8 +5,8 @@ the gradient of the text tokens is ready, and waits for that of the image. Meanw
 cast, and the allocator believes that gradient's memory to be free, because nobody recorded that stream: 2,048 of its
 3,072 elements are overwritten. Nothing raises an error. With every kernel waited for, it does not happen::
 
-    python examples/memory_stomp.py /tmp/bad --run bad
-    python examples/memory_stomp.py /tmp/good --run good
+    python examples/memory_stomp.py /tmp/bad --outcome bad
+    python examples/memory_stomp.py /tmp/good --outcome good
     ddpstats compare /tmp/bad /tmp/good
     ddpstats nan-origin /tmp/bad
 
@@ -86,7 +86,7 @@ def train(dump_path: Path, is_safe: bool) -> float:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Two layer norms in a row, and memory that is given out too early.")
     parser.add_argument("dump_path", type=Path, nargs="?", default=Path("memory_stomp_dump"))
-    parser.add_argument("--run", choices=["bad", "good"], default="bad")
+    parser.add_argument("--outcome", choices=["bad", "good"], default="bad")
     given = parser.parse_args()
-    train(given.dump_path, given.run == "good")
+    train(given.dump_path, given.outcome == "good")
     print("now, with BAD and GOOD the directories of the two runs: ddpstats compare BAD GOOD; ddpstats nan-origin BAD")

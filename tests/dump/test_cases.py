@@ -80,7 +80,7 @@ def test_with_the_right_mask_nothing_is_found(tmp_path: Path, capsys: pytest.Cap
 @pytest.fixture(scope="module")
 def stomped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     root = tmp_path_factory.mktemp("case")
-    told = run_example("memory_stomp.py", str(root / "bad"), "--run", "bad")
+    told = run_example("memory_stomp.py", str(root / "bad"), "--outcome", "bad")
     assert "ddpstats compare BAD GOOD" in told
     memory_stomp.train(root / "good", is_safe=True)
     return root / "bad", root / "good"
