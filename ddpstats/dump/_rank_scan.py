@@ -30,6 +30,7 @@ Kind = Literal["computation", "arrived", "parameter", "uninitialised", "gradient
 _MAX_CANDIDATES, _MAX_MARKS, _BEFORE = 256, 65_536, 5
 _UNINITIALISED = re.compile(r"(new_)?empty(_|$)")
 _ON_PURPOSE = re.compile(r"(new_)?(full|fill|masked_fill|where|triu|tril)(_|$)")
+_ANOTHER_PASS = re.compile(r"(.+\.backward(?:\.\d+)?)\.\d+")
 _PARAMETERS = "parameters."
 _FROM_ROOT, _TO_ROOT = frozenset({"broadcast", "scatter"}), frozenset({"reduce", "gather", "gather_into_tensor"})
 
@@ -164,7 +165,7 @@ class _Walk:
         self._in_backward = False
 
     def take(self, entry: Entry) -> None:
-        name = parse_name(entry.name)
+        name = _parsed(entry.name)
         self._in_backward = self._in_backward or name.direction in ("backward", "parameters_grad")
         if not any(candidate.stands for candidate in self.found.candidates):
             self.found.growth.take(entry, name)
@@ -318,6 +319,14 @@ class _Walk:
         for one in bad:
             if len(self._marks) < _MAX_MARKS:
                 self._marks.setdefault(one.mark, cause)
+
+
+def _parsed(full: str) -> Name:
+    """A second backward pass over one graph has a number more: ``Torch.log.0.backward.1``."""
+    name = parse_name(full)
+    if not name.direction and (match := _ANOTHER_PASS.fullmatch(full)):
+        return parse_name(match[1])
+    return name
 
 
 def _is_infinite(value: Any) -> bool:

@@ -41,6 +41,35 @@ class Recorder:
         raise AssertionError(where) from error
 
 
+class Failing(Recorder):
+    """Fails at everything."""
+
+    def collective_begins(self, api: str, tensors: Sequence[Tensor], kwargs: Mapping[str, object]) -> object:
+        if api == "broadcast":
+            raise ValueError("begins")
+        return api
+
+    def collective_ends(self, token: object, outputs: Sequence[Tensor]) -> None:
+        raise ValueError("ends")
+
+    def note_error(self, where: str, error: BaseException) -> None:
+        self.seen.append({"where": where, "error": str(error)})
+
+
+def failing() -> tuple[list[Seen], list[float]]:
+    """What a recorder that fails is told, and what the program gets meanwhile."""
+    recorder = Failing()
+    watch = CollectiveWatch(recorder)
+    watch.start()
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)
+    dist.broadcast(tensor, src=0)
+    model = DistributedDataParallel(nn.Linear(1, 1, bias=False))
+    model(torch.ones(1, 1)).sum().backward()
+    watch.stop()
+    return recorder.seen, [tensor.item(), *(p.grad.item() for p in model.parameters() if p.grad is not None)]
+
+
 def watched(rank: int, run: Callable[[int], None]) -> list[Seen]:
     recorder = Recorder()
     watch = CollectiveWatch(recorder)
@@ -159,7 +188,7 @@ def dumped(path: str) -> None:
     dump.stop()
 
 
-def both(path: str) -> tuple[dict[str, list[Seen]], dict[str, list[Seen]]]:
+def both(path: str) -> tuple[dict[str, list[Seen]], dict[str, list[Seen]], tuple[list[Seen], list[float]]]:
     rank = dist.get_rank()
     first = everything(rank)
     if rank == 1:
@@ -167,7 +196,7 @@ def both(path: str) -> tuple[dict[str, list[Seen]], dict[str, list[Seen]]]:
     for work in _later:
         work.wait()
     dumped(path)
-    return first, under_guard(rank)
+    return first, under_guard(rank), failing()
 
 
 def under_guard(rank: int) -> dict[str, list[Seen]]:

@@ -29,7 +29,7 @@ def ranks(path: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def seen(ranks: Any) -> dict[int, dict[str, Seen]]:
-    return {rank: found for rank, (found, _) in enumerate(ranks)}
+    return {rank: found for rank, (found, *_) in enumerate(ranks)}
 
 
 def brief(seen: Seen) -> list[tuple[Any, ...]]:
@@ -109,6 +109,13 @@ def test_what_is_not_done_is_not_waited_for(seen: dict[int, dict[str, Seen]]) ->
 def test_a_guard_that_waits_in_the_program_s_place_is_no_hindrance(ranks: Any, guard: str) -> None:
     found = [entry for entry in ranks[0][1][guard] if entry["api"] in ("send", "recv", "all_reduce")]
     assert brief(found)[:3] == [("send", [[7.0]], []), ("recv", [], [[8.0]]), ("all_reduce", [[1.0]], [[3.0]])]
+
+
+def test_what_fails_in_the_dump_does_not_fail_in_the_program(ranks: Any) -> None:
+    for _, _, (told, got) in ranks:
+        assert got == [2.0, 1.0]
+        assert {"where": "broadcast", "error": "begins"} in told
+        assert {entry["error"] for entry in told} == {"begins", "ends"}
 
 
 def test_a_nan_of_one_rank_is_followed_back_through_the_reducer(ranks: Any, path: Path) -> None:

@@ -138,6 +138,13 @@ def test_what_is_computed_again_does_not_count(tmp_path: Path) -> None:
     assert alone(tmp_path, entries) == [("computation", "Torch.log.1.backward")]
 
 
+@pytest.mark.parametrize("name", ["Torch.log.0.backward.1", "Module.a.Net.backward.0.1"])
+def test_a_second_backward_pass_is_one_as_well(tmp_path: Path, name: str) -> None:
+    overflow = leaf(INF, 0.0)
+    entries = {name: backward(leaf(), out=overflow), "Torch.mul.0.backward": backward(overflow, out=leaf())}
+    assert alone(tmp_path, entries) == [("computation", name)]
+
+
 def test_a_gradient_alone_is_better_than_nothing(tmp_path: Path) -> None:
     entries = {"Module.fc.Linear.parameters_grad.0": {"weight": [BAD]}}
     assert alone(tmp_path, entries) == [("gradient", "Module.fc.Linear.parameters_grad.0")]
