@@ -169,8 +169,8 @@ def _tensors(a: RankDump, b: RankDump) -> CompareTensors:
         if tensor_a.shape != tensor_b.shape:
             shapes = f"{list(tensor_a.shape)} and {list(tensor_b.shape)}"
             raise DumpError(
-                f"{leaf_a.data_name} of {a.path} and {leaf_b.data_name} of {b.path} are {shapes}, and their entries say "
-                "otherwise. These are files of other dumps: copy them again.",
+                f"{leaf_a.data_name} of {a.path} and {leaf_b.data_name} of {b.path} are {shapes}, unlike their "
+                "entries. These are files of other dumps: copy them again.",
             )
         return compare_tensors(tensor_a, tensor_b, leaf_a.stride)
 

@@ -109,7 +109,7 @@ def _verdict(comparison: Comparison) -> str:
     failed = sum(rank.found.failed for rank in comparison.ranks)
     unequal = sum(rank.found.unequal for rank in comparison.ranks)
     count = sum(rank.found.tensors for rank in comparison.ranks)
-    what = f"{count:,} tensors and values in {len(comparison.ranks)} rank{'s' * (len(comparison.ranks) != 1)}"
+    what = f"{count:,} tensors in {len(comparison.ranks)} rank{'s' * (len(comparison.ranks) != 1)}"
     if not unequal and not comparison.differs:
         equal = {
             "statistics": "equal in all their statistics (which does not prove equal tensors)",

@@ -91,7 +91,7 @@ class EntryComparer:
 
     def __init__(self, mode: Mode, tolerance: float, tensors: CompareTensors | None = None) -> None:
         self.mode = mode
-        self._tolerance = tolerance
+        self.tolerance = tolerance
         self._tensors = tensors
 
     def rows(self, index: int, a: Entry, b: Entry) -> list[Row]:
@@ -131,7 +131,7 @@ class EntryComparer:
         if a.raw.get("dtype") != b.raw.get("dtype"):
             row.message, row.unequal = f"the dtype is {a.dtype} in A and {b.dtype} in B", True
         if self.mode == "statistics":
-            row.result = WARNING if is_over((pair[1] for pair in row.differences), self._tolerance) else ""
+            row.result = WARNING if is_over((pair[1] for pair in row.differences), self.tolerance) else ""
             return row
         return self._md5(row, a, b) if self.mode == "md5" else self._tensor(row, a, b)
 
@@ -142,7 +142,7 @@ class EntryComparer:
         over = row.unequal
         if {a.type, b.type} <= {"float", "int"} and "float" in (a.type, b.type):
             row.differences = (_numbers(a.value, b.value),) * len(STATISTICS)
-            over = is_over((row.differences[0][1],), self._tolerance)
+            over = is_over((row.differences[0][1],), self.tolerance)
         good, bad = {"statistics": ("", WARNING), "md5": (PASS, DIFFERENT), "tensor": (YES, NO)}[self.mode]
         row.result = bad if over else good
         return row

@@ -2,8 +2,9 @@
 
 1. Take both dumps' entries by NAME (`_pair`).
 2. Where both are the same text, apart from where in memory the tensors lay, all their statistics are equal: count
-   them, and go on. That is most entries of most comparisons, and nothing of them is parsed.
-3. Else compare them leaf by leaf (`_rows`).
+   them, and go on. Nothing of them is parsed.
+3. Where they differ in nothing but finite statistics, and enough rows are kept already, compare these numbers alone.
+4. Else parse them, and compare them leaf by leaf (`_rows`).
 """
 
 from __future__ import annotations
@@ -14,15 +15,18 @@ from dataclasses import dataclass, field
 from heapq import heappush, heappushpop
 from typing import Literal
 
-from ddpstats.dump._entries import Entry
+from ddpstats.dump._entries import STATISTICS, Entry
 from ddpstats.dump._files import RankDump
 from ddpstats.dump._pair import Pair, pairs
 from ddpstats.dump._rows import EntryComparer, Row
+from ddpstats.dump._rules import difference, is_over
 from ddpstats.dump._scan import Member
 
 KEPT_ROWS = 3000
 
-_MEMORY_FIELDS = re.compile(r',\s*"device":\s*"[^}]*\}')  # our leaves' last fields; nothing in them is compared
+_MEMORY_FIELDS = re.compile(r'"device":\s*"[^}]*')  # our leaves' last fields; nothing in them is compared
+_STATISTICS = re.compile(r'"Max":\s*([^,]+),\s*"Min":\s*([^,]+),\s*"Mean":\s*([^,]+),\s*"Norm":\s*([^,]+)')
+_GROUPS = 1 + len(STATISTICS)  # what `_STATISTICS.split` gives per leaf: the text before it, and its groups
 _NOT_FINITE = ("NaN", "Infinity", '"nan"', 'inf"')
 
 Sink = Callable[[list[Row]], None]
@@ -36,7 +40,7 @@ class Found:
     Attributes:
         paired: entries that both have.
         only_a: entries that A has, `only_b` that B has.
-        tensors: tensors and plain values that were compared.
+        tensors: those of entries that both have.
         unequal: rows in which anything differs, entries that one side lacks included.
         failed: rows over the tolerance, or not comparable.
         highlighted: rows that differ, fail or stand out in another way.
@@ -53,12 +57,13 @@ class Found:
     highlighted: int = 0
     first_unequal: Row | None = None
     first_failed: Row | None = None
-    _kept: list[tuple[tuple[int, int, int], Row]] = field(default_factory=list)
+    _failed: _Earliest = field(default_factory=lambda: _Earliest())
+    _others: _Earliest = field(default_factory=lambda: _Earliest())
 
     @property
     def rows(self) -> list[Row]:
-        """The first rows that differ or are highlighted, in execution order; at most `KEPT_ROWS`."""
-        return [row for _, row in sorted(self._kept, key=lambda kept: kept[0], reverse=True)]
+        """The first rows that fail, and the first others that differ or stand out, in execution order."""
+        return sorted([*self._failed.rows, *self._others.rows], key=lambda row: row.order)
 
     def count(self, rows: list[Row]) -> None:
         for row in rows:
@@ -69,16 +74,42 @@ class Found:
             if row.failed:
                 self.first_failed = _first(self.first_failed, row)
             if row.unequal or row.failed or row.color is not None:
-                self._keep(row)
+                self.highlighted += 1
+                (self._failed if row.failed else self._others).add(row)
 
-    def _keep(self, row: Row) -> None:
-        """The heap's root is the last in execution order, and goes first."""
-        order = (-row.index, -row.order[1], -self.highlighted)
-        self.highlighted += 1
-        if len(self._kept) < KEPT_ROWS:
-            heappush(self._kept, (order, row))
-        elif order > self._kept[0][0]:
-            heappushpop(self._kept, (order, row))
+    def count_only(self, index: int, tensors: int, unequal: int, failed: int) -> bool:
+        """Count rows that are not there, if none of them would be kept; returns whether it did."""
+        if (unequal and self._others.would_keep(index)) or (failed and self._failed.would_keep(index)):
+            return False
+        self.paired += 1
+        self.tensors += tensors
+        self.unequal += unequal
+        self.highlighted += unequal
+        self.failed += failed
+        return True
+
+
+class _Earliest:
+    """The rows that come first in execution order, at most `KEPT_ROWS`, whatever the order in which they are added."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[tuple[int, int, int], Row]] = []  # its root is the last row, and goes first
+        self._added = 0
+
+    @property
+    def rows(self) -> list[Row]:
+        return [row for _, row in sorted(self._heap, key=lambda kept: kept[0], reverse=True)]
+
+    def would_keep(self, index: int) -> bool:
+        return len(self._heap) < KEPT_ROWS or -index >= self._heap[0][0][0]
+
+    def add(self, row: Row) -> None:
+        self._added += 1
+        order = (-row.index, -row.order[1], -self._added)
+        if len(self._heap) < KEPT_ROWS:
+            heappush(self._heap, (order, row))
+        elif order > self._heap[0][0]:
+            heappushpop(self._heap, (order, row))
 
 
 def _first(one: Row | None, other: Row) -> Row:
@@ -103,10 +134,10 @@ def compare_dumps(
     found = Found()
     short = sink is None and comparer.mode != "tensor"
     for pair in pairs(_Tracked(a, progress), _Tracked(b, progress)):
-        if short and pair.a is not None and pair.b is not None and _same(pair.a.text, pair.b.text):
-            found.paired += 1
-            found.tensors += pair.a.text.count('"Max"')
-            continue
+        if short and pair.a is not None and pair.b is not None:
+            counts = _counts(pair.a.text, pair.b.text, comparer)
+            if counts is not None and found.count_only(pair.index, *counts):
+                continue
         rows = _rows(pair, a, b, comparer, found)
         found.count(rows)
         if sink is not None:
@@ -127,7 +158,7 @@ def _rows(pair: Pair, a: RankDump, b: RankDump, comparer: EntryComparer, found: 
     if entry_a is not None and entry_b is not None:
         found.paired += 1
         rows = comparer.rows(pair.index, entry_a, entry_b)
-        found.tensors += len(rows)
+        found.tensors += sum(row.a is not None and row.a.is_tensor for row in rows)
         return rows
     side: Literal["A", "B"] = "A" if entry_a is not None else "B"
     entry = entry_a or entry_b
@@ -141,8 +172,32 @@ def _entry(dump: RankDump, member: Member | None) -> Entry | None:
     return None if member is None else dump.entry(member)
 
 
-def _same(a: str, b: str) -> bool:
-    """Whether two entries are equal in all that is compared, as far as their text tells; nothing in them is NaN."""
-    if a != b and _MEMORY_FIELDS.sub("}", a) != _MEMORY_FIELDS.sub("}", b):
-        return False
-    return not any(word in a for word in _NOT_FINITE)
+def _counts(a: str, b: str, comparer: EntryComparer) -> tuple[int, int, int] | None:
+    """Tensors, unequal and failed ones of two entries, by their text alone; None where that cannot tell."""
+    if any(word in a for word in _NOT_FINITE):
+        return None  # such rows stand out, even if they are equal
+    if a == b:
+        return a.count('"Max"'), 0, 0
+    a, b = _MEMORY_FIELDS.sub("", a), _MEMORY_FIELDS.sub("", b)
+    if a == b:
+        return a.count('"Max"'), 0, 0
+    if comparer.mode != "statistics" or any(word in b for word in _NOT_FINITE):
+        return None
+    return _statistics_counts(_STATISTICS.split(a), _STATISTICS.split(b), comparer.tolerance)
+
+
+def _statistics_counts(a: list[str], b: list[str], tolerance: float) -> tuple[int, int, int] | None:
+    if a[::_GROUPS] != b[::_GROUPS]:
+        return None  # something else than statistics differs
+    unequal = failed = 0
+    for start in range(1, len(a), _GROUPS):
+        mine, theirs = a[start : start + _GROUPS - 1], b[start : start + _GROUPS - 1]
+        if mine == theirs:
+            continue
+        try:
+            pairs_of = [difference(float(x), float(y)) for x, y in zip(mine, theirs, strict=True) if x != y]
+        except ValueError:  # null, true
+            return None
+        unequal += any(pair[0] for pair in pairs_of)
+        failed += is_over((pair[1] for pair in pairs_of), tolerance)
+    return len(a) // _GROUPS, unequal, failed

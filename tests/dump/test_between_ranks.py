@@ -84,7 +84,7 @@ def test_without_a_majority_nobody_is_named(
 
 
 def test_collectives_are_matched_within_their_group(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Ranks 0 and 1 have one more all_reduce, so that the numbers of the common ones differ; rank 2's end in reverse."""
+    """Ranks 0 and 1 have one more all_reduce, so the numbers of the common ones differ; rank 2's end in reverse."""
     pair, everyone = (0, 1), (0, 1, 2)
     common = [(5.0, 6.0), (5.0, 6.0), (5.0, 6.5)]
     ranks = []

@@ -43,8 +43,10 @@ def test_over() -> None:
 
 @pytest.mark.parametrize(
     ("cosine", "max_abs", "accurate"),
-    [(1.0, 0.0, True), (0.98, 0.0009, True), (0.98, 0.0011, False), (0.89, 0.0, False), (0.99, 1.0, True)]
-    + [(1.0, 1.01, False), (NAN, 0.0, False), (1.0, NAN, False)],
+    [
+        *((1.0, 0.0, True), (0.98, 0.0009, True), (0.98, 0.0011, False), (0.89, 0.0, False), (0.99, 1.0, True)),
+        *((1.0, 1.01, False), (NAN, 0.0, False), (1.0, NAN, False)),
+    ],
 )
 def test_accurate(cosine: float, max_abs: float, accurate: bool) -> None:
     assert is_accurate(cosine, max_abs) is accurate
