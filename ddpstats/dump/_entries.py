@@ -19,6 +19,7 @@ STATISTICS = ("Max", "Min", "Mean", "Norm")
 _SECTIONS = {"input_args": "input", "input_kwargs": "input_kwargs", "parameters": "parameters"}  # others: their own
 _INPUTS = ("input_args", "input_kwargs", "input")
 _WORDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf, "infinity": math.inf, "-infinity": -math.inf}
+_DEEPEST = 64
 _TENSOR = "torch.Tensor"
 
 
@@ -182,7 +183,7 @@ class Entry:
         held = self.raw.get(key)
         if key not in _SECTIONS and key not in (*_INPUTS, "output") and isinstance(held, list) and len(held) == 1:
             held = held[0]  # a parameter's gradient: {"weight": [leaf]}
-        for path, raw in _leaves(held, _SECTIONS.get(key, key)):
+        for path, raw in _leaves(held, _SECTIONS.get(key, key), _DEEPEST):
             if (problem := _problem(raw)) is not None:
                 raise DumpError(
                     f"{self.source or 'dump'}: {self.name}: {path}: {problem}. The file is damaged, or no statistics "
@@ -192,16 +193,20 @@ class Entry:
             yield path, raw
 
 
-def _leaves(held: Any, path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _leaves(held: Any, path: str, depth: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    if not depth:
+        raise DumpError(
+            f"{path[:100]} is nested more than {_DEEPEST} deep. The file is damaged, or no statistics dump."
+        )
     if isinstance(held, dict):
         if isinstance(held.get("type"), str):
             yield path, held
         else:
             for key, value in held.items():
-                yield from _leaves(value, f"{path}.{key}")
+                yield from _leaves(value, f"{path}.{key}", depth - 1)
     elif isinstance(held, list):
         for index, value in enumerate(held):
-            yield from _leaves(value, f"{path}.{index}")
+            yield from _leaves(value, f"{path}.{index}", depth - 1)
 
 
 def _problem(raw: Mapping[str, Any]) -> str | None:

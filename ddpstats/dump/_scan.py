@@ -25,6 +25,7 @@ _CHUNK_BYTES = 1 << 20
 _LARGEST_VALUE_BYTES = 256 << 20  # one entry of this size is not a dump, and would be read again and again
 
 _LONGEST_INDENT = 64
+_LONGEST_TOKEN = 64  # that is no string and no number: what the decoder calls wrong may be one cut in two
 _VERIFIED_MEMBERS = 8  # of each object: their ends are asked of the decoder too
 
 _SPACE = re.compile(r"[ \t\r\n]*")
@@ -207,11 +208,17 @@ class Scanner:
             except RecursionError:
                 self.fail("this is nested too deeply")
             except ValueError as error:
-                if not self._fill(keep=True):
+                if self._is_wrong_anyway(error) or not self._fill(keep=True):
                     self._fail_at_end_of_file_or_here(f"this is not JSON: {error}")
             else:
                 if end < len(self._buffer) or not self._fill(keep=True):  # a number may go on in the next chunk
                     return end
+
+    def _is_wrong_anyway(self, error: ValueError) -> bool:
+        """Whether more of the file could not help."""
+        if not isinstance(error, json.JSONDecodeError):
+            return True  # a number of too many digits
+        return "Unterminated" not in error.msg and error.pos < len(self._buffer) - _LONGEST_TOKEN
 
     def _fail_at_end_of_file_or_here(self, problem: str) -> NoReturn:
         try:

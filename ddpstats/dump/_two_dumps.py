@@ -24,7 +24,10 @@ from ddpstats.dump._scan import Member
 
 KEPT_ROWS = 3000
 
-_MEMORY_FIELDS = re.compile(r'"device":\s*"[^}]*')  # our leaves' last fields; nothing in them is compared
+_MEMORY_FIELDS = re.compile(  # our leaves' last fields, as we write them; nothing in them is compared
+    r'"device":\s*"[^"]*",\s*"stride":[^"]*"data_ptr":[^"]*"storage_offset":[^"]*"storage_ptr":[^"]*'
+    r'"storage_bytes":[^"]*"storage_id":[^"]*"stream":[^,}]*'
+)
 _STATISTICS = re.compile(r'"Max":\s*([^,]+),\s*"Min":\s*([^,]+),\s*"Mean":\s*([^,]+),\s*"Norm":\s*([^,]+)')
 _GROUPS = 1 + len(STATISTICS)  # what `_STATISTICS.split` gives per leaf: the text before it, and its groups
 _NOT_FINITE = ("NaN", "Infinity", '"nan"', 'inf"')

@@ -74,6 +74,14 @@ def test_what_is_bad(leaf: dict[str, Any], bad: bool) -> None:
     assert Leaf(leaf).is_bad is bad
 
 
+def test_deep_nesting_is_refused() -> None:
+    nested: Any = []
+    for _ in range(900):
+        nested = [nested]
+    with pytest.raises(DumpError, match="nested more than 64 deep"):
+        list(Entry("x", forward([nested])).leaves())
+
+
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [

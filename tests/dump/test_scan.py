@@ -88,6 +88,18 @@ def test_what_is_no_json_object_of_objects_is_said(text: str) -> None:
         read(text)
 
 
+def test_what_is_wrong_is_said_without_reading_on() -> None:
+    for wrong in ("nope", "1" * 5000):
+        file = io.BytesIO(b'{"data": {"a": [' + wrong.encode() + b"], " + b" " * 4_000_000 + b"}}")
+        scanner = Scanner(file, Path("dump.json"))
+        scanner.enter()
+        list(scanner.members(stop_at="data"))
+        scanner.enter()
+        with pytest.raises(DumpError, match=r"dump\.json: "):
+            list(scanner.members())
+        assert file.tell() < 3_000_000
+
+
 def test_deep_nesting_is_refused() -> None:
     with pytest.raises(DumpError, match="nested too deeply"):
         read('{"data": {"a": ' + "[" * 200_000)
