@@ -19,7 +19,7 @@ from torch import nn
 
 from ddpstats.dump import StatsDump
 
-LAYERS, WIDTH, SEQUENCES, LENGTH = 4, 256, 8, 128
+WIDTH, SEQUENCES, LENGTH = 256, 8, 128
 _CONFIGS: dict[str, dict[str, Any] | None] = {
     "plain": None,
     "idle": {"level": "mix", "step": [0]},
@@ -34,21 +34,21 @@ _CONFIGS: dict[str, dict[str, Any] | None] = {
 }
 
 
-def dump_costs(budget: Budget) -> Timings:
+def dump_costs(layers: int, budget: Budget) -> Timings:
     """Seconds per step of each kind. Collective on the default group."""
     torch.set_num_threads(1)
     tokens = torch.randn(SEQUENCES, LENGTH, WIDTH)
     with tempfile.TemporaryDirectory() as scratch:
-        bodies = {name: _step(Path(scratch) / name, config, tokens) for name, config in _CONFIGS.items()}
+        bodies = {name: _step(layers, Path(scratch) / name, config, tokens) for name, config in _CONFIGS.items()}
         for body in bodies.values():
             body(0)
         return interleaved(bodies, budget)
 
 
-def _step(path: Path, config: dict[str, Any] | None, tokens: torch.Tensor) -> Callable[[int], object]:
+def _step(layers: int, path: Path, config: dict[str, Any] | None, tokens: torch.Tensor) -> Callable[[int], object]:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, batch_first=True)
-    model = nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
+    model = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     dump = None if config is None else StatsDump({"dump_path": str(path), **config}, model=model)
 

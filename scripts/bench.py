@@ -63,6 +63,7 @@ class Plan:
     sentinel: Budget  # of each length of a step
     sentinel_steps_ms: Sequence[int]
     dump: Budget
+    dump_layers: int
     integration_rounds: int
     integrations: Sequence[str]
 
@@ -86,6 +87,7 @@ FULL = Plan(
     sentinel=Budget(60.0, at_least=10),
     sentinel_steps_ms=SENTINEL_STEPS_MS,
     dump=Budget(60.0, at_least=6),
+    dump_layers=4,
     integration_rounds=20,
     integrations=LIBRARIES,
 )
@@ -104,6 +106,7 @@ QUICK = Plan(
     sentinel=Budget(1.0, at_least=2),
     sentinel_steps_ms=(10,),
     dump=Budget(1.0, at_least=2),
+    dump_layers=1,
     integration_rounds=2,
     integrations=("torcheval",),
 )
@@ -141,7 +144,7 @@ def run(plan: Plan, say: Progress) -> Findings:
     say("sentinel")
     found.sentinel = {ms: _on_ranks(sentinel_costs, 2, ms, plan.sentinel) for ms in plan.sentinel_steps_ms}
     say("dump")
-    found.dump = _on_ranks(dump_costs, 1, plan.dump)
+    found.dump = _on_ranks(dump_costs, 1, plan.dump_layers, plan.dump)
     for library in plan.integrations:
         say(library)
         costs = _on_ranks(integration_costs, 2, library, plan.integration_rounds)

@@ -24,8 +24,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ddpstats.dump._gradient_edges import edges_before, watch_backward
-from ddpstats.dump._leaves import quietly, tensors_in
+from ddpstats.dump._leaves import tensors_in
 from ddpstats.dump._naming import backward_of
+from ddpstats.dump._quiet import quietly
 from ddpstats.dump._recorder import Entry, Recorder
 
 _SKIPPED = frozenset((

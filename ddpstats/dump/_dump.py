@@ -14,6 +14,7 @@ import os
 import tempfile
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -21,7 +22,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddpstats._config import disabled
 from ddpstats.dump._calls import CallWatch
 from ddpstats.dump._config import DumpConfig, read_config
 from ddpstats.dump._modules import ModuleWatch
@@ -63,16 +63,15 @@ class StatsDump:
     """
 
     def __init__(self, config: str | os.PathLike[str] | Mapping[str, object], *, model: Any = None) -> None:
-        self._config = read_config(config)
+        given = read_config(config)
+        self._config = replace(given, dump_path=given.dump_path.absolute())  # the program may change its directory
         self._model = _checked(model)
         self._step = 0
         self._watches: list[Any] = []
         self._recorder: Recorder | None = None
         self._is_running = False
         self._has_warned = False
-        self._is_disabled = disabled()
-        if not self._is_disabled:
-            _check_path(self._config)
+        _check_path(self._config)
 
     @property
     def config(self) -> DumpConfig:
@@ -94,7 +93,7 @@ class StatsDump:
             ConfigError: the level is L0 or mix, and there is no model.
             DumpError: there is a dump of this step and rank already, or its directory cannot be made.
         """
-        if self._is_running or self._is_disabled or not self._config.wants_step(self._step):
+        if self._is_running or not self._config.wants_step(self._step):
             return
         rank = _rank()
         if not self._config.wants_rank(rank):
@@ -181,8 +180,8 @@ class StatsDump:
         if has_compiled and not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                "ddpstats: the model has parts under torch.compile: what is inside them is not in the dump. Run "
-                "without torch.compile to see it.",
+                "ddpstats: the model has parts under torch.compile or TorchScript: what is inside them is not in the "
+                "dump. Run without that to see it.",
                 stacklevel=4,
             )
 
@@ -214,7 +213,7 @@ def _rank() -> int | None:
 
 
 def _directory(config: DumpConfig, step: int, rank: int | None) -> Path:
-    return config.dump_path.absolute() / f"step{step}" / ("rank" if rank is None else f"rank{rank}")
+    return config.dump_path / f"step{step}" / ("rank" if rank is None else f"rank{rank}")
 
 
 def _checked(model: Any) -> Any:
@@ -227,7 +226,7 @@ def _checked(model: Any) -> Any:
 
 
 def _check_path(config: DumpConfig) -> None:
-    root = config.dump_path.absolute()
+    root = config.dump_path
     try:
         root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=root):

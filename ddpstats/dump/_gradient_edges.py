@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 
 from ddpstats._autograd import graph_task
-from ddpstats.dump._leaves import quietly, tensors_in
+from ddpstats.dump._leaves import tensors_in
+from ddpstats.dump._quiet import quietly
 from ddpstats.dump._recorder import Entry, Recorder
 
 _MOST_NODES = 20_000

@@ -14,7 +14,6 @@ what the program writes there before and after, so that what is measured is what
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ddpstats.dump._storages import StorageNumbers
 from ddpstats.dump._tensor_files import TensorFiles, checksum
 from ddpstats.dump._tensor_stats import NOTHING, Stats, device_stats, host_stats, of_numbers, plain_values
 
@@ -204,32 +204,6 @@ class EntryLeaves:
         return dict(found)
 
 
-class StorageNumbers:
-    """A number for every storage; an address is given again when memory is freed, the number is not.
-
-    A storage is held weakly: its memory is given back, but what names it stays ours.
-    """
-
-    _count = 0
-
-    def __init__(self) -> None:
-        self._numbers: dict[int, int] = {}
-        self._references: list[Any] = []
-
-    def number(self, storage: torch.UntypedStorage) -> int:
-        key = storage._cdata
-        found = self._numbers.get(key)
-        if found is None:
-            self._references.append(storage._weak_ref())
-            StorageNumbers._count += 1
-            found = self._numbers[key] = StorageNumbers._count
-        return found
-
-    def __del__(self) -> None:
-        for reference in self._references:
-            torch.UntypedStorage._free_weak_ref(reference)  # type: ignore[no-untyped-call]
-
-
 def _described(tensor: Tensor) -> Leaf:
     return {
         "type": "torch.Tensor",
@@ -304,33 +278,3 @@ def tensors_in(value: Any, depth: int = 0) -> Iterator[Any]:
                 yield from tensors_in(item, depth + 1)
             return
     yield value
-
-
-class quietly:
-    """Around what we compute ourselves: no graph, no autocast, and not seen by modes of ours or of the program."""
-
-    __slots__ = ("_autocast", "_function", "_grad", "_modes")
-
-    def __enter__(self) -> None:
-        self._function = torch._C.DisableTorchFunction()
-        self._function.__enter__()
-        self._grad = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)
-        self._autocast = torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled("cpu")
-        if self._autocast:
-            torch.set_autocast_enabled("cpu", False)
-        self._modes: Any = None
-        if torch._C._len_torch_dispatch_stack():
-            from torch.utils._python_dispatch import _disable_current_modes
-
-            self._modes = _disable_current_modes()
-            self._modes.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        with contextlib.ExitStack() as stack:
-            stack.callback(self._function.__exit__, None, None, None)
-            stack.callback(torch._C._set_grad_enabled, self._grad)
-            if self._autocast:
-                stack.callback(torch.set_autocast_enabled, "cpu", True)
-            if self._modes is not None:
-                stack.callback(self._modes.__exit__, None, None, None)

@@ -7,7 +7,7 @@
 3. A hook on each parameter: the gradient of this backward pass, before it is accumulated or reduced.
 
 No node is put into the graph, as ``register_full_backward_hook`` would: after that a program that changes an output in
-place fails. Modules inside ``torch.compile`` are left alone.
+place fails. Modules inside ``torch.compile`` and TorchScript are left alone.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from ddpstats._autograd import graph_task, in_backward
 from ddpstats._gradients import unwrapped
 from ddpstats.dump._gradient_edges import Before, edges_before, watch_backward
-from ddpstats.dump._leaves import quietly, tensors_in
+from ddpstats.dump._leaves import tensors_in
 from ddpstats.dump._naming import backward_of, module_base
+from ddpstats.dump._quiet import quietly
 from ddpstats.dump._recorder import Entry, Recorder
 
 
@@ -248,10 +249,10 @@ def _walk(module: nn.Module, path: str, found: list[tuple[str, nn.Module]], seen
         return
     seen.add(id(module))
     is_compiled = _original(module) is not module
-    if not getattr(module, "_compiled_call_impl", None):
-        found.append((path, module))
-    else:
+    if getattr(module, "_compiled_call_impl", None) or isinstance(module, torch.jit.ScriptModule):
         is_compiled = True
+    else:
+        found.append((path, module))
     yield is_compiled
     if not is_compiled:
         for name, child in module.named_children():

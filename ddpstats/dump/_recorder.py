@@ -24,8 +24,9 @@ from torch import Tensor
 
 from ddpstats._autograd import in_backward
 from ddpstats.dump._config import DumpConfig, Selection, matches
-from ddpstats.dump._leaves import EntryLeaves, LeafMaker, quietly
+from ddpstats.dump._leaves import EntryLeaves, LeafMaker
 from ddpstats.dump._naming import Counters, backward_of
+from ddpstats.dump._quiet import quietly
 from ddpstats.dump._stacks import StackBook
 from ddpstats.dump._tensor_files import DIRECTORY, TensorFiles
 from ddpstats.dump._writer import ERRORS, StepWriter

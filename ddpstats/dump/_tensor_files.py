@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import zlib
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ddpstats._atomic import replace_file
+from ddpstats._atomic import TEMPORARY_PREFIX
 from ddpstats.dump._naming import file_name
 
 DIRECTORY = "dump_tensor_data"
+_LONGEST_NAME = 255
 
 
 class TensorFiles:
@@ -48,7 +50,9 @@ class TensorFiles:
             return
         plain = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)  # not the whole storage
         self.directory.mkdir(parents=True, exist_ok=True)
-        replace_file(self.directory / file, lambda opened: torch.save(plain, opened))
+        unfinished = self.directory / f"{TEMPORARY_PREFIX}{file}"[:_LONGEST_NAME]
+        torch.save(plain, unfinished)
+        os.replace(unfinished, self.directory / file)  # without waiting for the disk: there are too many of them
 
 
 def checksum(tensor: Tensor) -> str:

@@ -11,6 +11,7 @@ An asynchronous step has no lines: `add` keeps the text, and nothing touches the
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -66,12 +67,12 @@ class StepWriter:
 
     def finish(self) -> None:
         """Put the files of the format in place. Raises OSError."""
-        entries = list(self._texts())
         self.directory.mkdir(parents=True, exist_ok=True)
         replace_file(self.directory / STACK, lambda file: file.write(self._stack_text()))
         replace_file(self.directory / CONSTRUCT, lambda file: file.write(self._construct_text()))
-        replace_file(self.directory / DUMP, lambda file: self._write_dump(file, entries))
-        self._entries = list(entries)
+        places: list[tuple[int, int] | bytes] = []
+        replace_file(self.directory / DUMP, lambda file: places.extend(self._write_dump(file)))
+        self._entries = places
         if self._file is not None:
             os.close(self._file)
             self._file = None
@@ -97,9 +98,22 @@ class StepWriter:
         self._file, self._offset = file, 0
         self._put(file, encode({**self._header, "format": FORMAT}).encode() + b"\n")
         before, self._entries = self._entries, []
-        for name, text, stack, parent in zip(self._names, before, self._stack_of, self._parents, strict=True):
-            assert isinstance(text, bytes)
-            self._line(file, name, text, stack, parent)
+        with self._finished() as dump:
+            texts = _texts(before, dump)
+            for name, text, stack, parent in zip(self._names, texts, self._stack_of, self._parents, strict=True):
+                self._line(file, name, text, stack, parent)
+        (self.directory / DUMP).unlink(missing_ok=True)  # readers would take it for all there is
+
+    @contextlib.contextmanager
+    def _finished(self) -> Iterator[int | None]:
+        """The dump.json of the pieces before this one, to read from; None where there is none."""
+        path = self.directory / DUMP
+        file = os.open(path, os.O_RDONLY) if path.exists() else None
+        try:
+            yield file
+        finally:
+            if file is not None:
+                os.close(file)
 
     def _line(self, file: int, name: str, text: bytes, stack: int, parent: str | None) -> None:
         head = b'{"name":%s,"entry":' % encode(name).encode()
@@ -112,21 +126,18 @@ class StepWriter:
         while line:
             line = line[os.write(file, line) :]
 
-    def _texts(self) -> Iterator[bytes]:
-        for entry in self._entries:
-            if isinstance(entry, bytes):
-                yield entry
-            else:
-                assert self._file is not None
-                yield os.pread(self._file, entry[1], entry[0])
-
-    def _write_dump(self, file: BinaryIO, entries: list[bytes]) -> None:
+    def _write_dump(self, file: BinaryIO) -> Iterator[tuple[int, int]]:
+        """Yields where each entry stands."""
         head = {"task": None, "level": None, "framework": "pytorch", "dump_data_dir": None, **self._header}
         file.write(encode(head)[:-1].encode() + b',"data":{\n')
         separator = b""
-        for name, entry in zip(self._names, entries, strict=True):
-            file.write(b"%s%s: %s" % (separator, encode(name).encode(), entry))
-            separator = b",\n"
+        with self._finished() as before:
+            source = before if self._file is None else self._file
+            for name, entry in zip(self._names, _texts(self._entries, source), strict=True):
+                file.write(b"%s%s: " % (separator, encode(name).encode()))
+                yield file.tell(), len(entry)
+                file.write(entry)
+                separator = b",\n"
         file.write(b"\n}}\n")
 
     def _stack_text(self) -> bytes:
@@ -139,6 +150,16 @@ class StepWriter:
     def _construct_text(self) -> bytes:
         has_modules = self._header.get("level") != "L1"
         return encode(dict(zip(self._names, self._parents, strict=True)) if has_modules else {}).encode()
+
+
+def _texts(entries: list[tuple[int, int] | bytes], file: int | None) -> Iterator[bytes]:
+    """Of entries that are in memory, or stand in ``file``; one at a time is in memory then."""
+    for entry in entries:
+        if isinstance(entry, bytes):
+            yield entry
+        else:
+            assert file is not None
+            yield os.pread(file, entry[1], entry[0])
 
 
 _CLOSE = getattr(os, "O_CLOEXEC", 0)

@@ -403,7 +403,7 @@ def test_compiled_parts_are_left_alone_and_named_in_a_warning(tmp_path: Path) ->
     model = nn.Sequential(nn.Linear(4, 4), Block(4))
     compiled = nn.Sequential(model[0], cast(nn.Module, torch.compile(model[1], backend="eager")))
     dump = StatsDump({"dump_path": str(tmp_path), "level": "mix"}, model=compiled)
-    with pytest.warns(UserWarning, match="parts under torch.compile"):
+    with pytest.warns(UserWarning, match="parts under torch.compile or TorchScript"):
         dump.start()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch's own
@@ -448,3 +448,49 @@ def test_functions_of_functions_are_left_alone(tmp_path: Path) -> None:
     x = torch.ones(3, 2)
     found = dumped(tmp_path, lambda: torch.vmap(lambda row: row.exp() * 2)(x))
     assert all(leaf["Max"] is None for leaf in leaves(found["Tensor.exp.0.forward"]))
+
+
+def test_compiled_functions_go_on_working(tmp_path: Path) -> None:
+    compiled = torch.compile(lambda x: (x * 2).sin().sum(), backend="eager")
+    x = batch().requires_grad_()
+    wanted = compiled(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch's own
+        found = dumped(tmp_path, lambda: [compiled(x).backward(), compiled(x), x.exp()])
+    assert "Tensor.exp.0.forward" in found
+    assert torch.equal(compiled(x), wanted)
+
+
+def test_autocast_and_other_modes_do_not_change_what_is_measured(tmp_path: Path) -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    x = torch.full((70, 70), 1.0 + 2**-12)
+    counter = FlopCounterMode(display=False)
+
+    def body() -> None:
+        with torch.autocast("cpu", dtype=torch.bfloat16), counter:
+            torch.mm(x, x)
+
+    found = dumped(tmp_path, body)
+    entry = found["Torch.mm.0.forward"]
+    assert entry["input_args"][0]["Norm"] == pytest.approx(70 * (1 + 2**-12), rel=1e-6)
+    assert entry["output"][0]["dtype"] == "torch.bfloat16"
+    assert counter.get_total_flops() == 2 * 70**3
+
+
+def test_values_that_are_overwritten_behind_autograd_s_back_show(tmp_path: Path) -> None:
+    """The very case of memory that somebody else writes to: nothing that was measured before may be shown again."""
+    x = torch.ones(4)
+
+    def body() -> None:
+        y = x.exp()
+        alias = y.detach().untyped_storage()
+        other = torch.empty(0)
+        other.set_(alias, 0, (4,))  # type: ignore[call-overload]
+        with torch._C.DisableTorchFunction():
+            other.zero_()
+        y.sin()
+
+    found = dumped(tmp_path, body)
+    assert found["Tensor.exp.0.forward"]["output"][0]["Max"] == pytest.approx(2.718282)
+    assert found["Tensor.sin.0.forward"]["input_args"][0]["Max"] == 0.0

@@ -64,6 +64,7 @@ def test_collectives_are_among_the_entries(trained: Trained, kind: str) -> None:
         entry = found[names[0]]
         assert entry["input_kwargs"]["group"]["group_ranks"] == [0, 1]
         assert entry["input_args"][0]["Norm"] is not None
+        assert entry["output"][0]["Norm"] is not None
 
 
 def ended(how: str, path: Path) -> subprocess.CompletedProcess[str]:

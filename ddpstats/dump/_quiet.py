@@ -1,0 +1,38 @@
+"""A context for what we compute ourselves in the middle of somebody else's program."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+
+
+class quietly:
+    """Around what we compute ourselves: no graph, no autocast, and not seen by modes of ours or of the program."""
+
+    __slots__ = ("_autocast", "_function", "_grad", "_modes")
+
+    def __enter__(self) -> None:
+        self._function = torch._C.DisableTorchFunction()
+        self._function.__enter__()
+        self._grad = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+        self._autocast = torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled("cpu")
+        if self._autocast:
+            torch.set_autocast_enabled("cpu", False)
+        self._modes: Any = None
+        if torch._C._len_torch_dispatch_stack():
+            from torch.utils._python_dispatch import _disable_current_modes
+
+            self._modes = _disable_current_modes()
+            self._modes.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._function.__exit__, None, None, None)
+            stack.callback(torch._C._set_grad_enabled, self._grad)
+            if self._autocast:
+                stack.callback(torch.set_autocast_enabled, "cpu", True)
+            if self._modes is not None:
+                stack.callback(self._modes.__exit__, None, None, None)

@@ -1,0 +1,103 @@
+"""The files of a step, their names, and the stacks; without torch."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from ddpstats.dump._naming import Counters, backward_of, file_name, module_base
+from ddpstats.dump._stacks import StackBook
+from ddpstats.dump._writer import StepWriter
+
+HEADER = {"task": "statistics", "level": "mix", "dump_data_dir": None}
+ENTRY: dict[str, Any] = {"input_args": [{"Max": math.nan, "Min": -math.inf}], "output": []}
+
+
+def written(path: Path, *, at_once: bool, header: dict[str, Any] = HEADER) -> StepWriter:
+    writer = StepWriter(path, header, at_once=at_once)
+    here, there = writer.new_stack(["a line", "another"]), writer.new_stack(["of nobody"])
+    writer.add("Torch.add.0.forward", ENTRY, here, "Module.root.Net.forward.0")
+    writer.add("Module.root.Net.forward.0", {"output": ['"quoted"\n']}, here, None)
+    assert there == 1
+    return writer
+
+
+def test_files_are_the_same_whether_written_at_once_or_at_the_end(tmp_path: Path) -> None:
+    texts = []
+    for at_once in (True, False):
+        path = tmp_path / str(at_once)
+        writer = written(path, at_once=at_once)
+        assert (path / "dump.jsonl").exists() == at_once
+        writer.finish()
+        assert sorted(one.name for one in path.iterdir()) == ["construct.json", "dump.json", "stack.json"]
+        texts.append({one.name: one.read_text() for one in path.iterdir()})
+    assert texts[0] == texts[1]
+    dump = json.loads(texts[0]["dump.json"])
+    assert list(dump["data"]) == ["Torch.add.0.forward", "Module.root.Net.forward.0"]
+    assert math.isnan(dump["data"]["Torch.add.0.forward"]["input_args"][0]["Max"])
+    names = ["Torch.add.0.forward", "Module.root.Net.forward.0"]
+    assert json.loads(texts[0]["stack.json"]) == {"0": [names, ["a line", "another"]]}
+    assert json.loads(texts[0]["construct.json"]) == dict(zip(names, ["Module.root.Net.forward.0", None], strict=True))
+
+
+def test_lines_are_complete_records(tmp_path: Path) -> None:
+    written(tmp_path, at_once=True)
+    header, first, second = map(json.loads, (tmp_path / "dump.jsonl").read_text().splitlines())
+    assert header == {**HEADER, "format": "ddpstats 1"}
+    assert list(first) == ["name", "entry", "stack", "parent"]
+    assert first["stack"] == second["stack"] == ["a line", "another"]
+
+
+def test_a_step_goes_on_after_its_files_were_made(tmp_path: Path) -> None:
+    for at_once in (True, False):
+        path = tmp_path / str(at_once)
+        writer = written(path, at_once=at_once)
+        writer.finish()
+        writer.reopen()
+        writer.add("Torch.add.1.forward", {}, 1, None)
+        if at_once:
+            assert len((path / "dump.jsonl").read_text().splitlines()) == 4
+        writer.finish()
+        found = json.loads((path / "dump.json").read_text())["data"]
+        assert list(found) == ["Torch.add.0.forward", "Module.root.Net.forward.0", "Torch.add.1.forward"]
+        assert found["Module.root.Net.forward.0"] == {"output": ['"quoted"\n']}
+
+
+def test_a_step_without_entries_is_legal(tmp_path: Path) -> None:
+    writer = StepWriter(tmp_path, {**HEADER, "level": "L1"}, at_once=True)
+    writer.finish()
+    assert json.loads((tmp_path / "dump.json").read_text())["data"] == {}
+    assert json.loads((tmp_path / "construct.json").read_text()) == {}
+
+
+def test_names() -> None:
+    counters = Counters()
+    assert [counters.next(what) for what in ("a", "b", "a")] == [0, 0, 1]
+    assert module_base("", "Net") == "Module.root.Net"
+    assert backward_of("Functional.linear.3.forward") == "Functional.linear.3.backward"
+    assert backward_of("Module.forward.Net.forward.3") == "Module.forward.Net.backward.3"
+    assert file_name("Torch.add.0.forward", "input_kwargs.a/b c") == "Torch.add.0.forward.input_kwargs.a_b_c.pt"
+    assert len(file_name("x" * 300, "y")) < 255
+
+
+def test_equal_stacks_have_one_number() -> None:
+    books: list[list[str]] = []
+
+    def new(lines: list[str]) -> int:
+        books.append(lines)
+        return len(books) - 1
+
+    book = StackBook((), new)
+
+    def call() -> int:
+        return book.here()
+
+    numbers = [call() for _ in range(3)]
+    assert numbers == [0, 0, 0]
+    other = call()
+    assert other == 1
+    assert books[0][0].startswith(f"File {__file__}, line ")
+    assert books[0][0].endswith(", in call,\n    return book.here()")
+    assert len(StackBook((str(Path(__file__).parent),), new)._lines(None)) == 0
