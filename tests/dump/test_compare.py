@@ -360,3 +360,29 @@ def test_damage_and_absence_end_with_status_2(tmp_path: Path, capsys: pytest.Cap
     assert "is damaged" in text
     status, text = compare(a, "--json", capsys=capsys)
     assert (status, "is one rank" in text) == (2, True)
+
+
+def odd_leaves(mask_max: bool) -> list[Any]:
+    """What the known tool writes besides plain tensors."""
+    empty = {"type": "torch.Tensor", "dtype": "torch.bool", "shape": [2], "Mean": None, "Norm": None}
+    mask = {**empty, "Max": mask_max, "Min": False, "requires_grad": False}
+    nothing = {**empty, "dtype": "torch.float32", "shape": [0], "Max": None, "Min": None, "requires_grad": False}
+    group = {"type": "torch.ProcessGroup", "group_ranks": [0, 1], "group_id": "1a2b3c4d"}
+    part = {"type": "slice", "value": [None, 3, None]}
+    reduced = forward([tensor(1.0)], [tensor(2.0)])
+    return [
+        ("Tensor.masked_fill.0.forward", forward([mask, nothing, None, part], [tensor(2.0, shape=[])])),
+        ("Distributed.all_reduce.0.forward", {**reduced, "input_kwargs": {"group": group, "op": None}}),
+        ("Module.fc.Linear.forward.0", forward([tensor(1.0)], [tensor(2.0)], parameters={"weight": tensor(3.0)})),
+        ("Module.fc.Linear.parameters_grad", {"weight": [tensor(4.0)]}),
+        ("Tensor.add.0.forward", forward([tensor(1.0)], [tensor(2.0)], is_recompute=True)),
+    ]
+
+
+@pytest.mark.parametrize("layout", ["lines", 1, None])
+def test_leaves_of_every_kind(layout: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = two(tmp_path, odd_leaves(True), odd_leaves(True), layout=layout)
+    assert compare(a, b, "--exact", "--csv", tmp_path / "t.csv", capsys=capsys)[0] == 0
+    c = write_rank(tmp_path / "c" / "rank0", odd_leaves(False), layout=layout)
+    status, found = compare_json(a, c, capsys=capsys)
+    assert (status, found["ranks"][0]["first_unequal"]["name"]) == (1, "Tensor.masked_fill.0.forward.input.0")
