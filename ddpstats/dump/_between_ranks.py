@@ -58,10 +58,10 @@ class Divergence:
     def verdict(self) -> str:
         if self.missing:
             several = len(self.missing) != 1
-            return f"rank{'s' * several} {_listed(self.missing)} lack{'s' * (not several)} this entry"
+            return f"rank{'s' * several} {listed(self.missing)} lack{'s' * (not several)} this entry"
         if self.culprits:
             differ = f"differ{'s' * (len(self.culprits) == 1)}"
-            return f"rank{'s' * (len(self.culprits) != 1)} {_listed(self.culprits)} {differ} from the majority"
+            return f"rank{'s' * (len(self.culprits) != 1)} {listed(self.culprits)} {differ} from the majority"
         if len(self.by_rank) == 2:
             return "two ranks differ: which of them is wrong cannot be told"
         return "no values are those of more than half of the ranks: which are wrong cannot be told"
@@ -118,7 +118,7 @@ def compare_ranks(
         progress: called with the number of bytes after each read.
     """
     found = BetweenRanks(tuple(dumps), everything)
-    by_rank = {_rank(dump): dump for dump in dumps}
+    by_rank = {rank_of(dump): dump for dump in dumps}
     everyone = frozenset(by_rank)
     waiting: dict[tuple[Any, ...], dict[int, _Item]] = {}
     collectives: dict[tuple[Any, ...], dict[int, list[_Item]]] = {}
@@ -156,7 +156,8 @@ def _lacking(found: BetweenRanks, parts: Mapping[int, _Item]) -> None:
     found.add(Divergence(item.index, item.entry, "", dict(sorted(leaves.items())), (), tuple(item.ranks - set(parts))))
 
 
-def _rank(dump: RankDump) -> int:
+def rank_of(dump: RankDump) -> int:
+    """0 for a process without torch.distributed."""
     return dump.rank if dump.rank is not None else 0
 
 
@@ -229,92 +230,6 @@ def _sign(leaf: Leaf | None, dump: RankDump, digest: Digest | None) -> tuple[obj
     return (*(repr(leaf.raw.get(key)) for key in _COMPARED), more)
 
 
-def as_text(found: BetweenRanks) -> str:
-    """For people."""
-    ranks = _listed([_rank(dump) for dump in found.dumps])
-    what = "entries" if found.everything else "parameters and results of collectives"
-    lines = [f"ranks {ranks} of {found.dumps[0].directory.parent}"]
-    lines += [f"  {dump.path}: incomplete: the run ended inside this step" for dump in found.dumps if not dump.complete]
-    if found.skipped:
-        lines.append(f"  {found.skipped:,} collectives without an output on some rank were not compared")
-    if not found.compared and not found.different:
-        return "\n".join(["NOTHING TO COMPARE: " + lines[0], *lines[1:], *_NOTHING])
-    if not found.divergences:
-        equal = f"NOTHING DIFFERENT: {found.compared:,} tensors ({what}) are equal in all their statistics between "
-        return "\n".join([equal + lines[0], *lines[1:]])
-    head = f"DIFFERENT: of {found.compared:,} tensors ({what}), {found.different:,} are not equal between "
-    lines[0] = head + lines[0]
-    first = found.divergences[0]
-    lines += ["", "first that differs:", f"  {first.entry}  {first.path}", f"    {first.verdict}"]
-    lines += [f"    rank {rank}: {_values(leaf)}" for rank, leaf in list(first.by_rank.items())[:8]]
-    lines += _places(found, first)
-    if len(found.divergences) > 1:
-        lines += ["", f"in execution order, {min(20, found.different)} of {found.different:,}:"]
-        lines += [f"  {one.name}  {one.verdict}" for one in found.divergences[:20]]
-    return "\n".join([*lines, "", *_NEXT])
-
-
-_NOTHING = (
-    "  no entry has parameters, and there are no results of all_reduce, broadcast or all_gather. Dump with level L0 or",
-    "  mix; or give --everything, if all ranks were given the same batch.",
-)
-_NEXT = (
-    "Next: compare the rank that differs with another one: ddpstats compare STEP/rankX STEP/rankY. If parameters",
-    "differ, look at the step before: whether its gradients were reduced on every rank.",
-)
-
-
-def _places(found: BetweenRanks, one: Divergence) -> list[str]:
-    dump = next(dump for dump in found.dumps if _rank(dump) == min(one.by_rank))
-    parent = dump.parent_of(one.entry)
-    inside = [f"    inside {parent if isinstance(parent, str) else ', '.join(parent)}"] if parent else []
-    return [*inside, *(f"    {' '.join(line.split())}" for line in dump.stack_of(one.entry)[:3])]
-
-
-def _values(leaf: Leaf | None) -> str:
-    if leaf is None:
-        return "has none"
-    shown = [f"{key} {leaf.raw.get(key)!r}" for key in (*STATISTICS, "md5") if leaf.raw.get(key) is not None]
-    return f"{leaf.dtype} {list(leaf.shape)} {' '.join(shown)}"
-
-
-def as_json(found: BetweenRanks) -> dict[str, Any]:
-    divergences = [
-        {
-            "name": one.name,
-            "entry": one.entry,
-            "path": one.path,
-            "index": one.index,
-            "verdict": one.verdict,
-            "culprit_ranks": list(one.culprits),
-            "by_rank": {str(rank): None if leaf is None else dict(leaf.raw) for rank, leaf in one.by_rank.items()},
-        }
-        for one in found.divergences
-    ]
-    return {
-        "verdict": "different" if found.different else "nothing different",
-        "everything": found.everything,
-        "compared": found.compared,
-        "different": found.different,
-        "skipped": found.skipped,
-        "ranks": [_rank(dump) for dump in found.dumps],
-        "incomplete_ranks": [_rank(dump) for dump in found.dumps if not dump.complete],
-        "first": divergences[0] if divergences else None,
-        "divergences": divergences,
-    }
-
-
-def table(found: BetweenRanks) -> Iterator[list[Any]]:
-    """Rows of a CSV file, its header first: one per tensor and rank."""
-    yield ["Name", "Rank", "Dtype", "Tensor Shape", "Max", "Min", "Mean", "L2norm", "MD5", "Differs", "Err_message"]
-    for one in found.divergences:
-        for rank, leaf in one.by_rank.items():
-            shown = ["N/A"] * 7
-            if leaf is not None:
-                raw = [leaf.raw.get(key) for key in (*STATISTICS, "md5")]
-                shown = [leaf.dtype, str(list(leaf.shape)), *("N/A" if value is None else str(value) for value in raw)]
-            yield [one.name, rank, *shown, str(rank in one.culprits) if one.culprits else "N/A", one.verdict]
-
-
-def _listed(ranks: Sequence[int]) -> str:
+def listed(ranks: Sequence[int]) -> str:
+    """In words, not too many."""
     return ", ".join(map(str, ranks[:16])) + (", ..." if len(ranks) > 16 else "")

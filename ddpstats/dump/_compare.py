@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import BinaryIO, TextIO
 
 from ddpstats._atomic import replace_file
-from ddpstats.dump import _between_ranks, _comparison, _html
+from ddpstats.dump import _between_ranks, _between_report, _comparison, _html
 from ddpstats.dump._columns import Table, strict, table_path
 from ddpstats.dump._comparison import Comparison, RankComparison
 from ddpstats.dump._entries import Leaf
@@ -192,13 +192,13 @@ def _run_ranks(args: argparse.Namespace) -> int:
         digest = tensor_digest
     with ProgressBar(sum(dump.bytes for dump in dumps)) as bar:
         found = _between_ranks.compare_ranks(dumps, everything=args.everything, digest=digest, progress=bar.add)
-    text = _between_ranks.as_text(found)
-    print(json.dumps(strict(_between_ranks.as_json(found))) if args.json else text)
+    text = _between_report.as_text(found)
+    print(json.dumps(strict(_between_report.as_json(found))) if args.json else text)
     if args.csv is not None:
-        _write(args.csv, lambda file: csv.writer(file).writerows(_between_ranks.table(found)))
+        _write(args.csv, lambda file: csv.writer(file).writerows(_between_report.table(found)))
     if args.html is not None:
         title = f"ranks of {args.a}"
-        _write(args.html, lambda file: _html.write_table_page(file, title, text, _between_ranks.table(found)))
+        _write(args.html, lambda file: _html.write_table_page(file, title, text, _between_report.table(found)))
     return 1 if found.different else 0
 
 
