@@ -16,7 +16,8 @@ from __future__ import annotations
 import math
 import re
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
 from typing import Any
 
 from ddpstats.dump._candidates import Bad, Candidate, Collective, Kind, RankScan, has_nan, is_bad
@@ -42,11 +43,30 @@ def scan_rank(dump: RankDump, also: Callable[[Entry], None] = lambda entry: None
     ``also`` gets every entry, for who wants to know something else of them.
     """
     walk = _Walk(RankScan(dump))
-    for entry in dump.entries():
+    for read in dump.entries():
+        entry = _WalkedOnce(read.name, read.raw, read.source)
         also(entry)
         if not entry.is_recompute:
             walk.take(entry)
     return walk.found
+
+
+class _WalkedOnce(Entry):
+    """An entry whose tensors are asked for by several, and looked for, and checked, once."""
+
+    def inputs(self) -> Iterator[tuple[str, Leaf]]:
+        return iter(self._inputs)
+
+    def outputs(self) -> Iterator[tuple[str, Leaf]]:
+        return iter(self._outputs)
+
+    @cached_property
+    def _inputs(self) -> list[tuple[str, Leaf]]:
+        return list(super().inputs())
+
+    @cached_property
+    def _outputs(self) -> list[tuple[str, Leaf]]:
+        return list(super().outputs())
 
 
 class _Walk:
@@ -75,7 +95,9 @@ class _Walk:
     # -- calls --------------------------------------------------------------------------------------------------------
 
     def _take_call(self, entry: Entry, name: Name) -> None:
-        parameters = self._bad((path, leaf) for path, leaf in entry.leaves() if path.startswith(_PARAMETERS))
+        parameters: list[Bad] = []
+        if "parameters" in entry.raw:
+            parameters = self._bad((path, leaf) for path, leaf in entry.leaves() if path.startswith(_PARAMETERS))
         taken = [*parameters, *self._bad(entry.inputs())]
         made = self._bad(entry.outputs())
         real, masked = self._causes(entry, taken)
