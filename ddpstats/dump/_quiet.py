@@ -18,9 +18,11 @@ class quietly:
         self._function.__enter__()
         self._grad = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)
-        self._autocast = torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled("cpu")
-        if self._autocast:
-            torch.set_autocast_enabled("cpu", False)
+        self._autocast: list[str] = []
+        if torch._C._is_any_autocast_enabled():
+            self._autocast = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+        for kind in self._autocast:
+            torch.set_autocast_enabled(kind, False)
         self._modes: Any = None
         if torch._C._len_torch_dispatch_stack():
             from torch.utils._python_dispatch import _disable_current_modes
@@ -32,7 +34,7 @@ class quietly:
         with contextlib.ExitStack() as stack:
             stack.callback(self._function.__exit__, None, None, None)
             stack.callback(torch._C._set_grad_enabled, self._grad)
-            if self._autocast:
-                stack.callback(torch.set_autocast_enabled, "cpu", True)
+            for kind in self._autocast:
+                stack.callback(torch.set_autocast_enabled, kind, True)
             if self._modes is not None:
                 stack.callback(self._modes.__exit__, None, None, None)

@@ -494,3 +494,34 @@ def test_values_that_are_overwritten_behind_autograd_s_back_show(tmp_path: Path)
     found = dumped(tmp_path, body)
     assert found["Tensor.exp.0.forward"]["output"][0]["Max"] == pytest.approx(2.718282)
     assert found["Tensor.sin.0.forward"]["input_args"][0]["Max"] == 0.0
+
+
+def test_what_is_not_wanted_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ddpstats.dump import _tensor_stats
+
+    measured: list[Tensor] = []
+
+    def counted(tensor: Tensor) -> Any:
+        measured.append(tensor)
+        return host_stats(tensor)
+
+    host_stats = _tensor_stats.host_stats
+    monkeypatch.setattr("ddpstats.dump._leaves.host_stats", counted)
+    model = make_model()
+    section = {"list": ["Functional.linear.2.forward"], "data_mode": ["forward", "output"]}
+    dumped(tmp_path, lambda: step_of(model), model, "mix", statistics=section)
+    assert len(measured) == 1
+
+
+def test_a_dump_that_appeared_meanwhile_is_not_overwritten(tmp_path: Path) -> None:
+    dump = StatsDump({"dump_path": str(tmp_path)})
+    dumped(tmp_path, lambda: torch.ones(2))
+    with pytest.raises(DumpError, match="holds a dump already"):
+        dump.start()
+    assert not torch._C._len_torch_function_stack()
+
+
+def test_a_step_on_a_device_without_values_is_collected_in_sync_too(tmp_path: Path) -> None:
+    x = torch.empty(2, 2, device="meta", requires_grad=True)
+    found = dumped(tmp_path, lambda: x.exp().sum().backward())  # type: ignore[no-untyped-call]
+    assert [leaf["Max"] for leaf in leaves(found["Tensor.exp.0.backward"])] == [None, None]
