@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from ddpstats._markers import All as All, Any as Any, Max as Max, Mean as Mean, Min as Min, Sum as Sum
     from ddpstats._version import __version__ as __version__
     from ddpstats.capture import NaNCapture as NaNCapture
+    from ddpstats.dump import StatsDump as StatsDump
     from ddpstats.errors import (
         BundleError as BundleError,
         CollectiveMismatch as CollectiveMismatch,
@@ -48,6 +49,7 @@ _HOMES = {
     "_markers": ("All", "Any", "Max", "Mean", "Min", "Sum"),
     "_version": ("__version__",),
     "capture": ("NaNCapture",),
+    "dump": ("StatsDump",),
     "errors": (
         "BundleError",
         "CollectiveMismatch",
@@ -77,7 +79,7 @@ _HOMES = {
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
-_SUBMODULES = frozenset({"capture", "errors", "guard", "integrations", "recursive_op", "reduce", "sentinel", "testing"})
+_SUBMODULES = frozenset({"capture", "dump", "errors", "guard", "integrations", "recursive_op", "reduce", "sentinel", "testing"})
 
 __all__ = sorted(_HOME_OF)
 
