@@ -79,7 +79,9 @@ _HOMES = {
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
-_SUBMODULES = frozenset({"capture", "dump", "errors", "guard", "integrations", "recursive_op", "reduce", "sentinel", "testing"})
+_SUBMODULES = frozenset(
+    {"capture", "dump", "errors", "guard", "integrations", "recursive_op", "reduce", "sentinel", "testing"}
+)
 
 __all__ = sorted(_HOME_OF)
 

@@ -36,8 +36,8 @@ _VERBS = {
     "run": _Verb("ddpstats.guard._run", "a training script under the guard, unchanged"),
     "report": _Verb("ddpstats.guard._report", "what the ranks' records of their collectives say"),
     "replay": _Verb("ddpstats.capture._replay", "a captured step, run again in one process, down to the first NaN"),
-    "compare": _Verb("ddpstats.dump._compare", "two dumps of statistics, or the ranks of one: where they first differ"),
-    "nan-origin": _Verb("ddpstats.dump._nan_origin", "the operation of a dump that made the first NaN, on any rank"),
+    "compare": _Verb("ddpstats.dump.compare._compare", "two dumps, or the ranks of one: where they first differ"),
+    "nan-origin": _Verb("ddpstats.dump.origin._nan_origin", "the operation of a dump that made the first NaN"),
     "demo": _Verb("ddpstats._demo", "wrong averages, then right ones, on real ranks of this machine"),
 }
 

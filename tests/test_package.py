@@ -39,6 +39,14 @@ PURE = [
     "sentinel._vote",
     "sentinel._verdict",
     "sentinel._alarms",
+    "dump._selection",
+    "dump.format._files",
+    "dump.format._writer",
+    "dump.collect._stacks",
+    "dump.compare._comparison",
+    "dump.compare._between_report",
+    "dump.compare._html",
+    "dump.origin._nan_origin",
 ]
 
 

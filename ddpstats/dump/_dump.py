@@ -22,11 +22,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddpstats.dump._calls import CallWatch
 from ddpstats.dump._config import DumpConfig, read_config
-from ddpstats.dump._modules import ModuleWatch
-from ddpstats.dump._recorder import Recorder
-from ddpstats.dump._writer import DUMP, LINES
+from ddpstats.dump.collect._calls import CallWatch
+from ddpstats.dump.collect._modules import ModuleWatch
+from ddpstats.dump.collect._recorder import Recorder
+from ddpstats.dump.format._writer import DUMP, LINES
 from ddpstats.errors import ConfigError, DumpError
 
 
@@ -192,7 +192,7 @@ class StatsDump:
 
 
 def _collectives(recorder: Recorder) -> Any:
-    from ddpstats.dump._collectives import CollectiveWatch
+    from ddpstats.dump.collect._collectives import CollectiveWatch
 
     watch = CollectiveWatch(recorder)
     recorder.poll = watch.poll

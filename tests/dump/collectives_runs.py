@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpstats.dump import StatsDump
-from ddpstats.dump._collectives import CollectiveWatch
+from ddpstats.dump.collect._collectives import CollectiveWatch
 
 Seen = dict[str, Any]
 

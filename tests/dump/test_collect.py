@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ddpstats import ConfigError, DumpError
 from ddpstats.dump import StatsDump
-from ddpstats.dump._files import open_rank
-from ddpstats.dump._names import parse_name
+from ddpstats.dump.format._files import open_rank
+from ddpstats.dump.format._names import parse_name
 from tests.dump.collecting import LEAF_KEYS, Block, batch, data, dumped, hooks_of, leaves, lines, make_model
 
 LEVELS = pytest.mark.parametrize("level", ["L0", "L1", "mix"])
@@ -420,7 +420,7 @@ def test_an_error_of_ours_is_noted_and_does_not_reach_the_program(
     def fails(tensor: Tensor) -> None:
         raise RuntimeError("made up")
 
-    monkeypatch.setattr("ddpstats.dump._leaves.host_stats", fails)
+    monkeypatch.setattr("ddpstats.dump.collect._leaves.host_stats", fails)
     model = make_model()
     dump = StatsDump({"dump_path": str(tmp_path), "level": "mix"}, model=model)
     dump.start()
@@ -497,7 +497,7 @@ def test_values_that_are_overwritten_behind_autograd_s_back_show(tmp_path: Path)
 
 
 def test_what_is_not_wanted_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ddpstats.dump import _tensor_stats
+    from ddpstats.dump.collect import _tensor_stats
 
     measured: list[Tensor] = []
 
@@ -506,7 +506,7 @@ def test_what_is_not_wanted_is_not_measured(tmp_path: Path, monkeypatch: pytest.
         return host_stats(tensor)
 
     host_stats = _tensor_stats.host_stats
-    monkeypatch.setattr("ddpstats.dump._leaves.host_stats", counted)
+    monkeypatch.setattr("ddpstats.dump.collect._leaves.host_stats", counted)
     model = make_model()
     section = {"list": ["Functional.linear.2.forward"], "data_mode": ["forward", "output"]}
     dumped(tmp_path, lambda: step_of(model), model, "mix", statistics=section)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ddpstats import ConfigError
 from ddpstats.dump import StatsDump
-from ddpstats.dump._tensor_stats import device_stats
+from ddpstats.dump.collect._tensor_stats import device_stats
 from tests.dump.collecting import data, dumped, leaves, make_model
 
 
@@ -49,7 +49,7 @@ def test_a_value_that_is_read_inside_the_step_would_be_found(tmp_path: Path, mon
         numbers[0].item()
         return numbers
 
-    monkeypatch.setattr("ddpstats.dump._leaves.device_stats", reads)
+    monkeypatch.setattr("ddpstats.dump.collect._leaves.device_stats", reads)
     model = model_on_meta()
     dump = StatsDump({"dump_path": str(tmp_path), "level": "mix", "async_dump": True}, model=model)
     dump.start()
@@ -62,7 +62,7 @@ def test_a_value_that_is_read_inside_the_step_would_be_found(tmp_path: Path, mon
 
 def on_a_device(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Tensors in host memory are treated as if they were on a device; returns how often it is read."""
-    from ddpstats.dump import _leaves
+    from ddpstats.dump.collect import _leaves
 
     reads: list[int] = []
 
@@ -95,7 +95,7 @@ def test_numbers_from_a_device_are_those_of_the_host(
 ) -> None:
     model = make_model()
     wanted = dumped(tmp_path / "host", lambda: step_of(model), model, "mix")
-    monkeypatch.setattr("ddpstats.dump._recorder._BATCH", 20)
+    monkeypatch.setattr("ddpstats.dump.collect._recorder._BATCH", 20)
     reads = on_a_device(monkeypatch)
     found = dumped(tmp_path / "device", lambda: step_of(model), model, "mix", async_dump=is_async)
     assert len(reads) == 1 if is_async else len(reads) > 5

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ddpstats.dump._files import open_rank
+from ddpstats.dump.format._files import open_rank
 from ddpstats.testing import run_ranks
 from tests.dump import collect_runs as runs
 from tests.dump.collecting import data

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from ddpstats.dump._files import find_ranks
-from ddpstats.dump._first_nan import find_origins
-from ddpstats.dump._nan_origin import read
+from ddpstats.dump.format._files import find_ranks
+from ddpstats.dump.origin._first_nan import find_origins
+from ddpstats.dump.origin._nan_origin import read
 from ddpstats.testing import run_ranks
 from tests.dump import collectives_runs as runs
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from ddpstats import ConfigError
-from ddpstats.dump._config import ALL_MODES, DumpConfig, Selection, direction_of, matches, read_config
+from ddpstats.dump._config import ALL_MODES, DumpConfig, read_config
+from ddpstats.dump._selection import Selection, direction_of, matches
 
 FIRST_STEP = """\
 {

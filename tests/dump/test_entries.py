@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ddpstats.dump._entries import Entry, Leaf
+from ddpstats.dump.format._entries import Entry, Leaf
 from ddpstats.errors import DumpError
 from tests.dump.hand_made import backward, forward, tensor
 

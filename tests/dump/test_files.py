@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpstats.dump._files import find_ranks, open_rank, steps_in
+from ddpstats.dump.format._files import find_ranks, open_rank, steps_in
 from ddpstats.errors import DumpError
 from tests.dump.hand_made import forward, tensor, write_rank
 

@@ -194,7 +194,7 @@ def test_a_gradient_is_the_call_s_own_share(tmp_path: Path) -> None:
 
 
 def test_a_part_of_the_graph_that_is_too_large_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddpstats.dump._gradient_edges._MOST_NODES", 3)
+    monkeypatch.setattr("ddpstats.dump.collect._gradient_edges._MOST_NODES", 3)
 
     class Long(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

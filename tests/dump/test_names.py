@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddpstats.dump._names import Name, parse_name
+from ddpstats.dump.format._names import Name, parse_name
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from ddpstats import DumpError
-from ddpstats.dump._files import find_ranks
-from ddpstats.dump._first_nan import Findings, find_origins
-from ddpstats.dump._nan_origin import add_arguments, read, run
+from ddpstats.dump.format._files import find_ranks
+from ddpstats.dump.origin._first_nan import Findings, find_origins
+from ddpstats.dump.origin._nan_origin import add_arguments, read, run
 from tests.dump.dumps import INF, NAN, backward, collective, forward, leaf, write, write_lines
 
 BAD = leaf(NAN, NAN)

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from ddpstats.dump import _pair
-from ddpstats.dump._pair import pairs
-from ddpstats.dump._scan import Member
+from ddpstats.dump.compare import _pair
+from ddpstats.dump.compare._pair import pairs
+from ddpstats.dump.format._scan import Member
 
 
 class Listed:

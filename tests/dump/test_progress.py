@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from ddpstats.dump import _progress
-from ddpstats.dump._progress import ProgressBar
+from ddpstats.dump.compare import _progress
+from ddpstats.dump.compare._progress import ProgressBar
 
 
 class Stream(io.StringIO):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ddpstats.dump._rules import difference, is_accurate, is_over, statistics_color, tensor_color
+from ddpstats.dump.compare._rules import difference, is_accurate, is_over, statistics_color, tensor_color
 
 NAN, INF = math.nan, math.inf
 

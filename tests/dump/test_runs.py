@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from ddpstats.dump._runs import runs_of
+from ddpstats.dump.compare._runs import runs_of
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from ddpstats.dump import _scan
-from ddpstats.dump._scan import Scanner
+from ddpstats.dump.format import _scan
+from ddpstats.dump.format._scan import Scanner
 from ddpstats.errors import DumpError
 from tests.dump.hand_made import as_lines, backward, document, forward, tensor
 
@@ -45,7 +45,7 @@ def read(text: str) -> tuple[dict[str, Any], list[tuple[str, Any]]]:
     header = {member.key: member.value() for member in scanner.members(stop_at="data")}
     scanner.enter()
     entries = [(member.key, member.value()) for member in scanner.members()]
-    scanner.rest_of_object()
+    scanner.rest_of_braces()
     assert scanner.at_end()
     return header, entries
 

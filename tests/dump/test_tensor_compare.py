@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from ddpstats.dump import _tensor_compare
-from ddpstats.dump._runs import runs_of
-from ddpstats.dump._tensor_compare import compare_tensors
+from ddpstats.dump.compare import _tensor_compare
+from ddpstats.dump.compare._runs import runs_of
+from ddpstats.dump.compare._tensor_compare import compare_tensors
 
 
 @pytest.fixture(params=[5, 1 << 20], autouse=True)

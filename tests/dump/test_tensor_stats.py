@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ddpstats.dump._tensor_stats import NOTHING, Stats, device_stats, host_stats, of_numbers, plain_values
+from ddpstats.dump.collect._tensor_stats import NOTHING, Stats, device_stats, host_stats, of_numbers, plain_values
 
 
 def on_device(tensor: Tensor) -> Stats:

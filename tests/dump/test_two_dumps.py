@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from ddpstats.dump import _two_dumps
-from ddpstats.dump._files import open_rank
-from ddpstats.dump._rows import EntryComparer, Mode, Row
-from ddpstats.dump._two_dumps import compare_dumps
+from ddpstats.dump.compare import _two_dumps
+from ddpstats.dump.compare._rows import EntryComparer, Mode, Row
+from ddpstats.dump.compare._two_dumps import compare_dumps
+from ddpstats.dump.format._files import open_rank
 from tests.dump.hand_made import forward, tensor, write_rank
 
 COUNTS = {"nan_count": 0, "inf_count": 0, "first_bad": None}

@@ -7,9 +7,9 @@ import math
 from pathlib import Path
 from typing import Any
 
-from ddpstats.dump._naming import Counters, backward_of, file_name, module_base
-from ddpstats.dump._stacks import StackBook
-from ddpstats.dump._writer import StepWriter
+from ddpstats.dump.collect._stacks import StackBook
+from ddpstats.dump.format._naming import Counters, backward_of, file_name, module_base
+from ddpstats.dump.format._writer import StepWriter
 
 HEADER = {"task": "statistics", "level": "mix", "dump_data_dir": None}
 ENTRY: dict[str, Any] = {"input_args": [{"Max": math.nan, "Min": -math.inf}], "output": []}

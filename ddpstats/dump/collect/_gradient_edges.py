@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from ddpstats._autograd import graph_task
-from ddpstats.dump._leaves import tensors_in
-from ddpstats.dump._quiet import quietly
-from ddpstats.dump._recorder import Entry, Recorder
+from ddpstats.dump.collect._leaves import tensors_in
+from ddpstats.dump.collect._quiet import quietly
+from ddpstats.dump.collect._recorder import Entry, Recorder
 
 _MOST_NODES = 20_000
 _LEAF = "AccumulateGrad"

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ddpstats.dump._columns import runs_dict
-from ddpstats.dump._entries import Leaf
-from ddpstats.dump._files import RankDump
-from ddpstats.dump._rules import Closeness
-from ddpstats.dump._tensor_compare import compare_tensors, load_tensor
+from ddpstats.dump.compare._columns import runs_dict
+from ddpstats.dump.compare._rules import Closeness
+from ddpstats.dump.compare._tensor_compare import compare_tensors, load_tensor
+from ddpstats.dump.format._entries import Leaf
+from ddpstats.dump.format._files import RankDump
 from ddpstats.errors import DumpError
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
 
-from ddpstats.dump._scan import Member
+from ddpstats.dump.format._scan import Member
 
 _WINDOW = 4096  # entries that one dump may have more than the other in one place, before pairs come late
 

@@ -9,9 +9,9 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from ddpstats.dump._entries import Entry, Leaf
-from ddpstats.dump._files import RankDump
-from ddpstats.dump._growth import Growth
+from ddpstats.dump.format._entries import Entry, Leaf
+from ddpstats.dump.format._files import RankDump
+from ddpstats.dump.origin._growth import Growth
 
 Kind = Literal["computation", "arrived", "parameter", "uninitialised", "gradient", "collective"]
 

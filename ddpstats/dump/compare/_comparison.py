@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ddpstats.dump._columns import as_dict, strict
-from ddpstats.dump._entries import STATISTICS, Leaf
-from ddpstats.dump._files import RankDump
-from ddpstats.dump._rows import Mode, Row
-from ddpstats.dump._two_dumps import Found
+from ddpstats.dump.compare._columns import as_dict, strict
+from ddpstats.dump.compare._rows import Mode, Row
+from ddpstats.dump.compare._two_dumps import Found
+from ddpstats.dump.format._entries import STATISTICS, Leaf
+from ddpstats.dump.format._files import RankDump
 
 _SHOWN_ROWS = 20
 _JSON_ROWS = 1000

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ddpstats.dump._between_ranks import BetweenRanks, Divergence, listed, rank_of
-from ddpstats.dump._entries import STATISTICS, Leaf
+from ddpstats.dump.compare._between_ranks import BetweenRanks, Divergence, listed, rank_of
+from ddpstats.dump.format._entries import STATISTICS, Leaf
 
 
 def as_text(found: BetweenRanks) -> str:

@@ -22,15 +22,15 @@ from pathlib import Path
 from typing import BinaryIO, TextIO
 
 from ddpstats._atomic import replace_file
-from ddpstats.dump import _between_ranks, _between_report, _comparison, _html
-from ddpstats.dump._columns import Table, strict, table_path
-from ddpstats.dump._comparison import Comparison, RankComparison
-from ddpstats.dump._entries import Leaf
-from ddpstats.dump._files import RankDump, find_ranks, steps_in
-from ddpstats.dump._progress import ProgressBar
-from ddpstats.dump._rows import MODES, CompareTensors, EntryComparer, Mode
-from ddpstats.dump._rules import TOLERANCE, Closeness
-from ddpstats.dump._two_dumps import Found, compare_dumps
+from ddpstats.dump.compare import _between_ranks, _between_report, _comparison, _html
+from ddpstats.dump.compare._columns import Table, strict, table_path
+from ddpstats.dump.compare._comparison import Comparison, RankComparison
+from ddpstats.dump.compare._progress import ProgressBar
+from ddpstats.dump.compare._rows import MODES, CompareTensors, EntryComparer, Mode
+from ddpstats.dump.compare._rules import TOLERANCE, Closeness
+from ddpstats.dump.compare._two_dumps import Found, compare_dumps
+from ddpstats.dump.format._entries import Leaf
+from ddpstats.dump.format._files import RankDump, find_ranks, steps_in
 from ddpstats.errors import DumpError
 
 _LOOKED_AT = 200  # entries, to see what a dump holds
@@ -162,7 +162,7 @@ def _compare(a: RankDump, b: RankDump, mode: Mode, args: argparse.Namespace, *, 
 
 
 def _tensors(a: RankDump, b: RankDump) -> CompareTensors:
-    from ddpstats.dump._tensor_compare import compare_tensors, load_tensor  # only this mode needs torch
+    from ddpstats.dump.compare._tensor_compare import compare_tensors, load_tensor  # only this mode needs torch
 
     def compare(leaf_a: Leaf, leaf_b: Leaf) -> Closeness:
         tensor_a, tensor_b = load_tensor(a, leaf_a), load_tensor(b, leaf_b)
@@ -187,7 +187,7 @@ def _run_ranks(args: argparse.Namespace) -> int:
     _check_alike([(dumps[0], other) for other in dumps[1:]], any_step=False)
     digest: _between_ranks.Digest | None = None
     if (args.mode or _mode_of(dumps[0], dumps[1])) == "tensor":
-        from ddpstats.dump._tensor_compare import tensor_digest
+        from ddpstats.dump.compare._tensor_compare import tensor_digest
 
         digest = tensor_digest
     with ProgressBar(sum(dump.bytes for dump in dumps)) as bar:
@@ -203,7 +203,7 @@ def _run_ranks(args: argparse.Namespace) -> int:
 
 
 def _run_tensor(args: argparse.Namespace) -> int:
-    from ddpstats.dump import _one_tensor
+    from ddpstats.dump.compare import _one_tensor
 
     names = args.tensor
     if len(names) > 2 or (len(names) == 1 and args.b is None):

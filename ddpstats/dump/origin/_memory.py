@@ -15,9 +15,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from ddpstats.dump._entries import Entry, Leaf
-from ddpstats.dump._files import RankDump
-from ddpstats.dump._names import parse_name
+from ddpstats.dump.format._entries import Entry, Leaf
+from ddpstats.dump.format._files import RankDump
+from ddpstats.dump.format._names import parse_name
 
 
 @dataclass

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import Any, TextIO
 
-from ddpstats.dump._columns import cells, columns
-from ddpstats.dump._comparison import Comparison, RankComparison
-from ddpstats.dump._two_dumps import KEPT_ROWS
+from ddpstats.dump.compare._columns import cells, columns
+from ddpstats.dump.compare._comparison import Comparison, RankComparison
+from ddpstats.dump.compare._two_dumps import KEPT_ROWS
 
 _STYLE = """
 body { font: 14px/1.4 sans-serif; margin: 1.5em; color: #222; }

@@ -20,10 +20,10 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from typing import Any
 
-from ddpstats.dump._candidates import Bad, Candidate, Collective, Kind, RankScan, has_nan, is_bad
-from ddpstats.dump._entries import Entry, Leaf
-from ddpstats.dump._files import RankDump
-from ddpstats.dump._names import Name, parse_name
+from ddpstats.dump.format._entries import Entry, Leaf
+from ddpstats.dump.format._files import RankDump
+from ddpstats.dump.format._names import Name, parse_name
+from ddpstats.dump.origin._candidates import Bad, Candidate, Collective, Kind, RankScan, has_nan, is_bad
 
 _MAX_CANDIDATES, _MAX_MARKS, _BEFORE = 256, 65_536, 5
 _UNINITIALISED = re.compile(r"(new_)?empty(_|$)")

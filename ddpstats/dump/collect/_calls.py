@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ddpstats.dump._gradient_edges import edges_before, watch_backward
-from ddpstats.dump._leaves import tensors_in
-from ddpstats.dump._naming import backward_of
-from ddpstats.dump._quiet import quietly
-from ddpstats.dump._recorder import Entry, Recorder
+from ddpstats.dump.collect._gradient_edges import edges_before, watch_backward
+from ddpstats.dump.collect._leaves import tensors_in
+from ddpstats.dump.collect._quiet import quietly
+from ddpstats.dump.collect._recorder import Entry, Recorder
+from ddpstats.dump.format._naming import backward_of
 
 _SKIPPED = frozenset((
     "__get__", "__set__", "__delete__", "__repr__", "__str__", "__format__", "__len__", "__bool__", "__int__",

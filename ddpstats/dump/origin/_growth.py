@@ -12,9 +12,9 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ddpstats.dump._entries import Entry, Leaf
-from ddpstats.dump._files import RankDump
-from ddpstats.dump._names import Name
+from ddpstats.dump.format._entries import Entry, Leaf
+from ddpstats.dump.format._files import RankDump
+from ddpstats.dump.format._names import Name
 
 FACTOR = 4.0  # below, nothing is called growth
 _TRAIL, _KEPT = 12, 4096

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ddpstats._atomic import TEMPORARY_PREFIX
-from ddpstats.dump._naming import file_name
+from ddpstats.dump.format._naming import file_name
 
 DIRECTORY = "dump_tensor_data"
 _LONGEST_NAME = 255

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ddpstats.dump._candidates import Candidate, Collective, Kind, RankScan
-from ddpstats.dump._growth import Grower, ancestors
+from ddpstats.dump.origin._candidates import Candidate, Collective, Kind, RankScan
+from ddpstats.dump.origin._growth import Grower, ancestors
 
 Key = tuple[str, tuple[int, ...], str, int, int]
 """Group, its ranks, what is called, and from and to whom (-1 where everybody takes part)."""

@@ -23,13 +23,14 @@ import torch
 from torch import Tensor
 
 from ddpstats._autograd import in_backward
-from ddpstats.dump._config import DumpConfig, Selection, matches
-from ddpstats.dump._leaves import EntryLeaves, LeafMaker
-from ddpstats.dump._naming import Counters, backward_of
-from ddpstats.dump._quiet import quietly
-from ddpstats.dump._stacks import StackBook
-from ddpstats.dump._tensor_files import DIRECTORY, TensorFiles
-from ddpstats.dump._writer import ERRORS, StepWriter
+from ddpstats.dump._config import DumpConfig
+from ddpstats.dump._selection import Selection, matches
+from ddpstats.dump.collect._leaves import EntryLeaves, LeafMaker
+from ddpstats.dump.collect._quiet import quietly
+from ddpstats.dump.collect._stacks import StackBook
+from ddpstats.dump.format._naming import Counters, backward_of
+from ddpstats.dump.format._tensor_files import DIRECTORY, TensorFiles
+from ddpstats.dump.format._writer import ERRORS, StepWriter
 
 _BATCH = 256
 _TORCH = str(Path(torch.__file__).parent)

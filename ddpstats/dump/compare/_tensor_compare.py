@@ -7,17 +7,16 @@ order. Both NaN, or the same infinity, at one place count as equal there.
 from __future__ import annotations
 
 import math
-import pickle
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from ddpstats.dump._entries import Leaf
-from ddpstats.dump._files import RankDump
-from ddpstats.dump._rules import Closeness
-from ddpstats.dump._runs import KEPT_RUNS, RunCollector, Runs
-from ddpstats.dump._tensor_files import checksum
+from ddpstats.dump.compare._rules import Closeness
+from ddpstats.dump.compare._runs import KEPT_RUNS, RunCollector, Runs
+from ddpstats.dump.format._entries import Leaf
+from ddpstats.dump.format._files import RankDump
+from ddpstats.dump.format._tensor_files import checksum
 from ddpstats.errors import DumpError
 
 _BLOCK_ELEMENTS = 1 << 20
@@ -32,7 +31,7 @@ def load_tensor(dump: RankDump, leaf: Leaf) -> Tensor:
             tensor = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except RuntimeError:  # not a zip file: written by an older torch
             tensor = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, OSError, EOFError, ValueError, KeyError, AttributeError, pickle.UnpicklingError) as error:
+    except Exception as error:  # whatever a damaged or hostile file makes torch raise
         reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
         raise DumpError(
             f"{path} cannot be read as a tensor: {reason}. Copy it again, or dump the step again; only plain tensors "

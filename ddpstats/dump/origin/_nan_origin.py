@@ -12,14 +12,14 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ddpstats.dump._candidates import RankScan, is_bad
-from ddpstats.dump._entries import Leaf
-from ddpstats.dump._files import RankDump, find_ranks
-from ddpstats.dump._first_nan import Findings, Origin, find_origins
-from ddpstats.dump._growth import Grower
-from ddpstats.dump._memory import MemoryWalk, Overlaps
-from ddpstats.dump._origin_words import advice, verdict
-from ddpstats.dump._rank_scan import scan_rank
+from ddpstats.dump.format._entries import Leaf
+from ddpstats.dump.format._files import RankDump, find_ranks
+from ddpstats.dump.origin._candidates import RankScan, is_bad
+from ddpstats.dump.origin._first_nan import Findings, Origin, find_origins
+from ddpstats.dump.origin._growth import Grower
+from ddpstats.dump.origin._memory import MemoryWalk, Overlaps
+from ddpstats.dump.origin._origin_words import advice, verdict
+from ddpstats.dump.origin._rank_scan import scan_rank
 from ddpstats.errors import DumpError
 
 _SHOWN, _SHOWN_FRAMES = 8, 4

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from ddpstats.dump._candidates import has_nan
-from ddpstats.dump._entries import Leaf
-from ddpstats.dump._files import RankDump
-from ddpstats.dump._first_nan import Origin
+from ddpstats.dump.format._entries import Leaf
+from ddpstats.dump.format._files import RankDump
+from ddpstats.dump.origin._candidates import has_nan
+from ddpstats.dump.origin._first_nan import Origin
 
 _SHOWN = 8
 

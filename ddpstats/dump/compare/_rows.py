@@ -11,8 +11,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ddpstats.dump._entries import STATISTICS, Entry, Leaf, number
-from ddpstats.dump._rules import Closeness, Color, Difference, difference, is_over, statistics_color, tensor_color
+from ddpstats.dump.compare._rules import (
+    Closeness,
+    Color,
+    Difference,
+    difference,
+    is_over,
+    statistics_color,
+    tensor_color,
+)
+from ddpstats.dump.format._entries import STATISTICS, Entry, Leaf, number
 
 Mode = Literal["statistics", "md5", "tensor"]
 MODES: tuple[Mode, ...] = ("tensor", "md5", "statistics")  # the one that says most first

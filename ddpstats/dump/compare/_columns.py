@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from ddpstats.dump._entries import STATISTICS, Leaf
-from ddpstats.dump._rows import Mode, Row
+from ddpstats.dump.compare._rows import Mode, Row
+from ddpstats.dump.format._entries import STATISTICS, Leaf
 
 _IDENTITY = [
     f"{side} {what}" for what in ("Name", "Dtype", "Tensor Shape", "Requires_grad") for side in ("NPU", "Bench")

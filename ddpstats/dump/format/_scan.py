@@ -117,7 +117,7 @@ class Scanner:
             self._at = match.end()
             yield Member(key, text, start)
 
-    def rest_of_object(self) -> None:
+    def rest_of_braces(self) -> None:
         """Go through what is left of an object of which ``members(stop_at=...)`` gave the first part, to the end."""
         if self._peek() == ",":
             self._at += 1

@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from heapq import heappush, heappushpop
 from typing import Literal
 
-from ddpstats.dump._entries import STATISTICS, Entry
-from ddpstats.dump._files import RankDump
-from ddpstats.dump._pair import Pair, pairs
-from ddpstats.dump._rows import EntryComparer, Row
-from ddpstats.dump._rules import difference, is_over
-from ddpstats.dump._scan import Member
+from ddpstats.dump.compare._pair import Pair, pairs
+from ddpstats.dump.compare._rows import EntryComparer, Row
+from ddpstats.dump.compare._rules import difference, is_over
+from ddpstats.dump.format._entries import STATISTICS, Entry
+from ddpstats.dump.format._files import RankDump
+from ddpstats.dump.format._scan import Member
 
 KEPT_ROWS = 3000
 

@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ddpstats.dump._entries import STATISTICS, Entry, Leaf
-from ddpstats.dump._files import RankDump
-from ddpstats.dump._names import parse_name
+from ddpstats.dump.format._entries import STATISTICS, Entry, Leaf
+from ddpstats.dump.format._files import RankDump
+from ddpstats.dump.format._names import parse_name
 
 KEPT_DIVERGENCES = 1000
 

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddpstats.dump._storages import StorageNumbers
-from ddpstats.dump._tensor_files import TensorFiles, checksum
-from ddpstats.dump._tensor_stats import NOTHING, Stats, device_stats, host_stats, of_numbers, plain_values
+from ddpstats.dump.collect._storages import StorageNumbers
+from ddpstats.dump.collect._tensor_stats import NOTHING, Stats, device_stats, host_stats, of_numbers, plain_values
+from ddpstats.dump.format._tensor_files import TensorFiles, checksum
 
 Leaf = dict[str, Any]
 

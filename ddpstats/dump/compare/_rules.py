@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ddpstats.dump._runs import Runs
+from ddpstats.dump.compare._runs import Runs
 
 TOLERANCE = 0.5
 

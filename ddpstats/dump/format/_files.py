@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ddpstats.dump._entries import Entry
-from ddpstats.dump._scan import Member, Scanner, parse
+from ddpstats.dump.format._entries import Entry
+from ddpstats.dump.format._scan import Member, Scanner, parse
 from ddpstats.errors import DumpError
 
 DUMP = "dump.json"
@@ -177,7 +177,7 @@ def read_stacks(dump: RankDump) -> dict[str, list[str]]:
     if dump.path.suffix == ".jsonl":
         return {record["name"]: _strings(record.get("stack")) for record, *_ in _records(dump.path)}
     stacks: dict[str, list[str]] = {}
-    for member in _object(dump.directory / STACK):
+    for member in _members_of(dump.directory / STACK):
         held = _parsed(member, dump.directory / STACK)
         if isinstance(held, list) and len(held) == 2 and all(isinstance(part, list) for part in held):
             lines = _strings(held[1])
@@ -192,7 +192,7 @@ def read_parents(dump: RankDump) -> dict[str, Any]:
     if dump.path.suffix == ".jsonl":
         return {record["name"]: record.get("parent") for record, *_ in _records(dump.path)}
     path = dump.directory / CONSTRUCT
-    return {member.key: _parsed(member, path) for member in _object(path)}
+    return {member.key: _parsed(member, path) for member in _members_of(path)}
 
 
 def _strings(held: Any) -> list[str]:
@@ -248,10 +248,10 @@ def _members(path: Path, progress: Progress | None) -> Iterator[Member]:
             raise _damaged(path, 'it has no "data"')
         scanner.enter()
         yield from scanner.members()
-        scanner.rest_of_object()
+        scanner.rest_of_braces()
 
 
-def _object(path: Path) -> Iterator[Member]:
+def _members_of(path: Path) -> Iterator[Member]:
     """The members of a file that may lack."""
     if path.is_file():
         with path.open("rb") as file:

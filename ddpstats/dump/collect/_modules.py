@@ -12,7 +12,6 @@ place fails. Modules inside ``torch.compile`` and TorchScript are left alone.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -22,11 +21,12 @@ from torch import Tensor, nn
 
 from ddpstats._autograd import graph_task, in_backward
 from ddpstats._gradients import unwrapped
-from ddpstats.dump._gradient_edges import Before, edges_before, watch_backward
-from ddpstats.dump._leaves import tensors_in
-from ddpstats.dump._naming import backward_of, module_base
-from ddpstats.dump._quiet import quietly
-from ddpstats.dump._recorder import Entry, Recorder
+from ddpstats._module_hook import ModuleHook
+from ddpstats.dump.collect._gradient_edges import Before, edges_before, watch_backward
+from ddpstats.dump.collect._leaves import tensors_in
+from ddpstats.dump.collect._quiet import quietly
+from ddpstats.dump.collect._recorder import Entry, Recorder
+from ddpstats.dump.format._naming import backward_of, module_base
 
 
 class ModuleWatch:
@@ -141,14 +141,7 @@ class _Running:
         self.stack = 0
 
 
-class _Unpickled:
-    """The model may be saved and copied while it is hooked: there the hook does nothing, and needs no ddpstats."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (contextlib.nullcontext(), "__exit__")  # takes any arguments, returns None
-
-
-class _Before(_Unpickled):
+class _Before(ModuleHook):
     def __init__(self, watch: ModuleWatch, base: str) -> None:
         self._watch, self._base = watch, base
 
@@ -157,7 +150,7 @@ class _Before(_Unpickled):
             self._watch.enters(module, self._base, args, kwargs)
 
 
-class _After(_Unpickled):
+class _After(ModuleHook):
     def __init__(self, watch: ModuleWatch) -> None:
         self._watch = watch
 

@@ -1,0 +1,1 @@
+"""What watches the program and takes statistics."""

@@ -1,0 +1,1 @@
+"""``ddpstats compare``: two runs, the ranks of one, or two tensors."""

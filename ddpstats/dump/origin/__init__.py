@@ -1,0 +1,1 @@
+"""``ddpstats nan-origin``: the operation that made the first NaN, and storages that share memory."""
