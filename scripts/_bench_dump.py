@@ -2,7 +2,7 @@
 
 Copies of one model take turns in one process, with one thread; each has its own optimizer. A dumped step is timed from
 `start` to the end of `step`, so the files are part of it; every one has a directory of its own. "Idle": enabled, and
-this step not chosen.
+this step not chosen. "Until stop": forward and backward alone, which is what an asynchronous dump is to leave in peace.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ _CONFIGS: dict[str, dict[str, Any] | None] = {
     "mix, async": {"level": "mix", "async_dump": True},
     "mix, md5": {"level": "mix", "statistics": {"summary_mode": "md5"}},
     "mix, tensors": {"level": "mix", "task": "tensor"},
+    "mix, tensors, async": {"level": "mix", "task": "tensor", "async_dump": True, "tensor": {"list": ["."]}},
 }
+UNTIL_STOP = ("mix", "mix, async", "mix, tensors", "mix, tensors, async")
 
 
 def dump_costs(layers: int, budget: Budget) -> Timings:
@@ -40,12 +42,17 @@ def dump_costs(layers: int, budget: Budget) -> Timings:
     tokens = torch.randn(SEQUENCES, LENGTH, WIDTH)
     with tempfile.TemporaryDirectory() as scratch:
         bodies = {name: _step(layers, Path(scratch) / name, config, tokens) for name, config in _CONFIGS.items()}
+        for name in UNTIL_STOP:
+            path = Path(scratch) / f"{name}, until stop"
+            bodies[path.name] = _step(layers, path, _CONFIGS[name], tokens, until_stop=True)
         for body in bodies.values():
             body(0)
         return interleaved(bodies, budget)
 
 
-def _step(layers: int, path: Path, config: dict[str, Any] | None, tokens: torch.Tensor) -> Callable[[int], object]:
+def _step(
+    layers: int, path: Path, config: dict[str, Any] | None, tokens: torch.Tensor, until_stop: bool = False
+) -> Callable[[int], object]:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, batch_first=True)
     model = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
@@ -55,28 +62,34 @@ def _step(layers: int, path: Path, config: dict[str, Any] | None, tokens: torch.
     def train() -> None:
         model(tokens).square().mean().backward()
 
-    def body(_: int) -> object:
-        if dump is None:
-            train()
-        else:
-            dump.start()
-            train()
+    def rest() -> None:
+        if dump is not None:
             dump.stop()
         optimizer.step()
         optimizer.zero_grad()
         if dump is not None:
             dump.step()
-        return _Removed(path)
+
+    def body(_: int) -> object:
+        if dump is not None:
+            dump.start()
+        train()
+        if until_stop:
+            return _Afterwards(rest, path)
+        rest()
+        return _Afterwards(None, path)
 
     return body
 
 
-class _Removed:
-    """Removes what the step has written, when the clock has stopped."""
+class _Afterwards:
+    """When the clock has stopped: the rest of the step, and what it has written is removed."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, rest: Callable[[], None] | None, path: Path) -> None:
+        self._rest, self._path = rest, path
 
     def __del__(self) -> None:
+        if self._rest is not None:
+            self._rest()
         for step in self._path.glob("step*"):
             shutil.rmtree(step)

@@ -24,6 +24,7 @@ GUARD_REACH = {
 SENTINEL_REACH = 1.01, 1.005, 1.005, 1.3  # layers 1 to 4
 CAPTURE_REACH = 1.01
 DUMP_REACH = {"idle": 1.01, "L0": 2.0, "L1": 8.0, "mix": 10.0}
+DUMP_ASYNC_REACH = 1.0
 INTEGRATION_REACH = {"lightning": 3.0, "torchmetrics": 3.0, "torcheval": 3.0}
 """Where the library itself issues several collectives per key."""
 _NOISE = 2.0
@@ -170,9 +171,9 @@ def _dump_rows(found: Findings) -> list[Row]:
         if name != "plain":
             spread = found.dump.ratios(name, "plain")
             rows.append(Row(f"{what}: {name} / plain", spread.median, DUMP_REACH.get(name), quartiles=spread))
-    for level in ("L0", "L1", "mix"):
-        spread = found.dump.ratios(f"{level}, async", level)
-        rows.append(Row(f"{what}: {level}, async / sync", spread.median, quartiles=spread))
+    for kind, until in (("L0", ""), ("L1", ""), ("mix", ""), ("mix", ", until stop"), ("mix, tensors", ", until stop")):
+        spread = found.dump.ratios(f"{kind}, async{until}", f"{kind}{until}")
+        rows.append(Row(f"{what}: {kind}{until}, async / sync", spread.median, DUMP_ASYNC_REACH, quartiles=spread))
     return rows
 
 
