@@ -21,6 +21,7 @@ _INPUTS = ("input_args", "input_kwargs", "input")
 _WORDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf, "infinity": math.inf, "-infinity": -math.inf}
 _DEEPEST = 64
 _TENSOR = "torch.Tensor"
+_NULL: Mapping[str, Any] = {"type": "None", "value": None}
 
 
 def number(value: Any) -> float | None:
@@ -172,18 +173,18 @@ class Entry:
         """All tensors, in the order of the dump."""
         return self._tensors(tuple(self.raw))
 
-    def values(self) -> Iterator[tuple[str, Leaf]]:
-        """All tensors and plain values, in the order of the dump."""
-        return ((path, Leaf(raw)) for key in self.raw for path, raw in self._walk(key))
+    def values(self, *, nulls: bool = False) -> Iterator[tuple[str, Leaf]]:
+        """All tensors and plain values, in the order of the dump; with ``nulls`` those that are None too."""
+        return ((path, Leaf(raw)) for key in self.raw for path, raw in self._walk(key, nulls))
 
     def _tensors(self, keys: tuple[str, ...]) -> Iterator[tuple[str, Leaf]]:
         return ((path, Leaf(raw)) for key in keys for path, raw in self._walk(key) if is_tensor(raw))
 
-    def _walk(self, key: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    def _walk(self, key: str, nulls: bool = False) -> Iterator[tuple[str, Mapping[str, Any]]]:
         held = self.raw.get(key)
         if key not in _SECTIONS and key not in (*_INPUTS, "output") and isinstance(held, list) and len(held) == 1:
             held = held[0]  # a parameter's gradient: {"weight": [leaf]}
-        for path, raw in _leaves(held, _SECTIONS.get(key, key), _DEEPEST):
+        for path, raw in _leaves(held, _SECTIONS.get(key, key), _DEEPEST, nulls):
             if (problem := _problem(raw)) is not None:
                 raise DumpError(
                     f"{self.source or 'dump'}: {self.name}: {path}: {problem}. The file is damaged, or no statistics "
@@ -193,7 +194,7 @@ class Entry:
             yield path, raw
 
 
-def _leaves(held: Any, path: str, depth: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _leaves(held: Any, path: str, depth: int, nulls: bool) -> Iterator[tuple[str, Mapping[str, Any]]]:
     if not depth:
         raise DumpError(
             f"{path[:100]} is nested more than {_DEEPEST} deep. The file is damaged, or no statistics dump."
@@ -203,14 +204,18 @@ def _leaves(held: Any, path: str, depth: int) -> Iterator[tuple[str, Mapping[str
             yield path, held
         else:
             for key, value in held.items():
-                yield from _leaves(value, f"{path}.{key}", depth - 1)
+                yield from _leaves(value, f"{path}.{key}", depth - 1, nulls)
+    elif held is None and nulls and depth < _DEEPEST:  # an argument, not a section that lacks
+        yield path, _NULL
     elif isinstance(held, list):
         for index, value in enumerate(held):
-            yield from _leaves(value, f"{path}.{index}", depth - 1)
+            yield from _leaves(value, f"{path}.{index}", depth - 1, nulls)
 
 
 def _problem(raw: Mapping[str, Any]) -> str | None:
     """What is wrong with a leaf's fields, if anything."""
+    if _is_deep(raw):
+        return f"it is nested more than {_DEEPEST} deep"
     if not is_tensor(raw):
         return None
     shape = raw.get("shape", [])
@@ -232,3 +237,14 @@ def _problem(raw: Mapping[str, Any]) -> str | None:
         if index is not None and not (isinstance(index, list) and all(type(part) is int for part in index)):
             return f"{key} is {index!r}, and should be a list of whole numbers"
     return None
+
+
+def _is_deep(raw: Mapping[str, Any]) -> bool:
+    """Whether something in it is nested so deep that walking it would exhaust the stack."""
+    level: list[Any] = [value for value in raw.values() if isinstance(value, (list, dict)) and value]
+    for _ in range(_DEEPEST):
+        if not level:
+            return False
+        parts = (value.values() if isinstance(value, dict) else value for value in level)
+        level = [one for part in parts for one in part if isinstance(one, (list, dict))]
+    return True

@@ -14,17 +14,18 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from ddpstats.dump.format import _contents
+from ddpstats.dump.format._contents import CONSTRUCT, STACK, damaged
 from ddpstats.dump.format._entries import Entry
-from ddpstats.dump.format._scan import Member, Scanner, parse
+from ddpstats.dump.format._scan import Member
 from ddpstats.errors import DumpError
 
 DUMP = "dump.json"
 LINES = "dump.jsonl"
-STACK = "stack.json"
-CONSTRUCT = "construct.json"
 TENSORS = "dump_tensor_data"
 
 _RANK = re.compile(r"rank(\d*)")
@@ -45,6 +46,7 @@ class RankDump:
         task: ``statistics`` or ``tensor``.
         level: ``L0``, ``L1`` or ``mix``; empty where the file does not say.
         complete: False if the run ended inside this step: the newest entries may lack.
+        notes: what could not be read besides the entries; filled in by `stack_of` and `parent_of`.
     """
 
     path: Path
@@ -53,8 +55,9 @@ class RankDump:
     task: str
     level: str
     complete: bool
+    notes: list[str] = field(default_factory=list, init=False, compare=False)
     _stacks: dict[str, list[str]] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _parents: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _parents: dict[str, str | list[str] | None] = field(default_factory=dict, init=False, repr=False, compare=False)
     _read: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
 
     @property
@@ -67,7 +70,7 @@ class RankDump:
 
     def members(self, progress: Progress | None = None) -> Iterator[Member]:
         """The entries as text, in execution order, without parsing more than their ends; `entry` parses one."""
-        return _lines(self.path, progress) if self.path.suffix == ".jsonl" else _members(self.path, progress)
+        return _contents.members(self.path, progress)
 
     def reread(self, kind: type[Member], key: str, offset: int, size: int) -> Member:
         """A member of which only the place was kept."""
@@ -90,32 +93,37 @@ class RankDump:
         try:
             raw = member.value()
         except ValueError as error:
-            raise _damaged(self.path, f"{member.key} is not JSON: {error}") from None
+            raise damaged(self.path, f"{member.key} is not JSON: {error}") from None
         if not isinstance(raw, dict):
-            raise _damaged(self.path, f"{member.key} is {str(raw)[:60]!r}, and should be an object")
+            raise damaged(self.path, f"{member.key} is {str(raw)[:60]!r}, and should be an object")
         return Entry(member.key, raw, str(self.path))
 
     def stack_of(self, name: str) -> list[str]:
         """Where the call was made, innermost line first; empty where the dump does not say."""
-        if "stack" not in self._read:
-            self._stacks.update(read_stacks(self))
-            self._read.add("stack")
+        self._read_once(STACK, lambda: self._stacks.update(_contents.read_stacks(self.path)))
         return self._stacks.get(name, [])
 
     def parent_of(self, name: str) -> str | list[str] | None:
         """The module's pass that a call was made in; None at the root, and where the dump does not say."""
-        if "construct" not in self._read:
-            self._parents.update(read_parents(self))
-            self._read.add("construct")
-        parent = self._parents.get(name)
-        return parent if isinstance(parent, (str, list)) else None
+        self._read_once(CONSTRUCT, lambda: self._parents.update(_contents.read_parents(self.path)))
+        return self._parents.get(name)
+
+    def _read_once(self, what: str, read: Callable[[], None]) -> None:
+        """Damage beside sound entries costs what it hit, and a note, not the verdict on the entries."""
+        if what in self._read:
+            return
+        self._read.add(what)
+        try:
+            read()
+        except DumpError as error:
+            self.notes.append(f"without what {what} says: {error}")
 
     def tensor_file(self, data_name: str) -> Path:
         """The file of a saved tensor. Raises `DumpError` for one that lacks, or lies outside the dump."""
         root = (self.directory / TENSORS).resolve()
         path = root if "\0" in data_name else (root / data_name).resolve()
         if path.parent != root:
-            raise _damaged(self.path, f"data_name {data_name!r} leads out of {TENSORS}")
+            raise damaged(self.path, f"data_name {data_name!r} leads out of {TENSORS}")
         if not path.is_file():
             raise DumpError(f"{path} is not there, and {self.path} names it. Copy {TENSORS} too.", path=str(path))
         return path
@@ -139,11 +147,32 @@ def find_ranks(path: str | Path) -> list[RankDump]:
     steps = steps_in(path)
     if len(steps) > 1:
         listed = ", ".join(f"step{step}" for step in list(steps)[:_SHOWN]) + (", ..." if len(steps) > _SHOWN else "")
-        raise DumpError(f"{path} has {len(steps)} steps: {listed}. Give the directory of one.", path=str(path))
+        raise DumpError(
+            f"{path} has {len(steps)} steps: {listed}. Give the directory of one; compare takes --step N too.",
+            path=str(path),
+        )
     ranks = _ranks_in(next(iter(steps.values())) if steps else path)
     if not ranks:
         raise DumpError(f"{path}: {_what_is_there(path)}", path=str(path))
-    return sorted(map(open_rank, ranks), key=lambda dump: -1 if dump.rank is None else dump.rank)
+    dumps = sorted(map(open_rank, ranks), key=rank_of)
+    for one, other in pairwise(dumps):
+        if rank_of(one) == rank_of(other):
+            raise DumpError(
+                f"{path} has two dumps of rank {rank_of(one)}: {one.directory.name} and {other.directory.name}. They "
+                "are of different runs: move one away, or give one of the two.",
+                path=str(path),
+            )
+    return dumps
+
+
+def rank_of(dump: RankDump) -> int:
+    """0 for a process without torch.distributed."""
+    return dump.rank if dump.rank is not None else 0
+
+
+def ranks_without_dump(step: Path) -> list[str]:
+    """Rank directories of a step in which there is no dump: the rank ended early, or was not copied."""
+    return sorted(child.name for child in _children(step) if _RANK.fullmatch(child.name) and _file_in(child) is None)
 
 
 def steps_in(path: Path) -> dict[int, Path]:
@@ -159,7 +188,7 @@ def open_rank(path: str | Path) -> RankDump:
         path = _file_in(path) or path
     if not path.is_file():
         raise DumpError(f"{given}: {_what_is_there(given)}", path=str(given))
-    header = _lines_header(path) if path.suffix == ".jsonl" else _header(path)
+    header = _contents.header(path)
     directory = path.absolute().parent
     rank, step = _RANK.fullmatch(directory.name), _STEP.fullmatch(directory.parent.name)
     return RankDump(
@@ -170,33 +199,6 @@ def open_rank(path: str | Path) -> RankDump:
         _word(header, "level"),
         path.suffix != ".jsonl",
     )
-
-
-def read_stacks(dump: RankDump) -> dict[str, list[str]]:
-    """NAME -> lines of its stack, one list shared by all that have it. Both forms of stack.json are understood."""
-    if dump.path.suffix == ".jsonl":
-        return {record["name"]: _strings(record.get("stack")) for record, *_ in _records(dump.path)}
-    stacks: dict[str, list[str]] = {}
-    for member in _members_of(dump.directory / STACK):
-        held = _parsed(member, dump.directory / STACK)
-        if isinstance(held, list) and len(held) == 2 and all(isinstance(part, list) for part in held):
-            lines = _strings(held[1])
-            stacks.update(dict.fromkeys(_strings(held[0]), lines))
-        else:
-            stacks[member.key] = _strings(held)
-    return stacks
-
-
-def read_parents(dump: RankDump) -> dict[str, Any]:
-    """NAME -> that of the module's pass around it: a name, a list of names, or None at the root."""
-    if dump.path.suffix == ".jsonl":
-        return {record["name"]: record.get("parent") for record, *_ in _records(dump.path)}
-    path = dump.directory / CONSTRUCT
-    return {member.key: _parsed(member, path) for member in _members_of(path)}
-
-
-def _strings(held: Any) -> list[str]:
-    return [line for line in held if isinstance(line, str)] if isinstance(held, list) else []
 
 
 def _file_in(directory: Path) -> Path | None:
@@ -224,90 +226,3 @@ def _what_is_there(path: Path) -> str:
 def _word(header: dict[str, Any], key: str) -> str:
     value = header.get(key)
     return value if isinstance(value, str) else ""
-
-
-def _damaged(path: Path, problem: str) -> DumpError:
-    return DumpError(f"{path}: {problem}. It is damaged, or no statistics dump: dump the step again.", path=str(path))
-
-
-def _header(path: Path) -> dict[str, Any]:
-    """What stands before ``data`` in a dump.json."""
-    with path.open("rb") as file:
-        scanner = Scanner(file, path)
-        scanner.enter()
-        return {member.key: _parsed(member, path) for member in scanner.members(stop_at="data")}
-
-
-def _members(path: Path, progress: Progress | None) -> Iterator[Member]:
-    with path.open("rb") as file:
-        scanner = Scanner(file, path, progress)
-        scanner.enter()
-        for _ in scanner.members(stop_at="data"):
-            pass
-        if scanner.at_end():
-            raise _damaged(path, 'it has no "data"')
-        scanner.enter()
-        yield from scanner.members()
-        scanner.rest_of_braces()
-
-
-def _members_of(path: Path) -> Iterator[Member]:
-    """The members of a file that may lack."""
-    if path.is_file():
-        with path.open("rb") as file:
-            scanner = Scanner(file, path)
-            scanner.enter()
-            yield from scanner.members()
-
-
-def _parsed(member: Member, path: Path) -> Any:
-    try:
-        return member.value()
-    except ValueError as error:
-        raise _damaged(path, f"{member.key} is not JSON: {error}") from None
-
-
-def _lines_header(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        line = file.readline()
-    try:
-        header = parse(line.decode("latin-1"))
-    except ValueError:
-        header = None
-    if not isinstance(header, dict):
-        raise _damaged(path, "its first line is no JSON object with task and level")
-    return header
-
-
-def _records(path: Path, progress: Progress | None = None) -> Iterator[tuple[dict[str, Any], str, int]]:
-    """The lines of a dump.jsonl after the first, parsed, with their text and place. A broken last line is left out."""
-    with path.open("rb") as file:
-        offset = len(file.readline())
-        for line in file:
-            text = line.decode("latin-1")
-            try:
-                record = parse(text)
-                if not isinstance(record, dict) or not isinstance(record.get("name"), str):
-                    raise ValueError("no object with a name")
-            except ValueError as error:
-                if not line.endswith(b"\n") or not file.read(1):  # killed while it was written
-                    return
-                raise _damaged(path, f"the line at byte {offset:,} is not one of a dump: {error}") from None
-            yield record, text, offset
-            offset += len(line)
-            if progress is not None:
-                progress(len(line))
-
-
-def _lines(path: Path, progress: Progress | None) -> Iterator[Member]:
-    for record, text, offset in _records(path, progress):
-        yield _Line(record["name"], text, offset)
-
-
-class _Line(Member):
-    """A whole line; its value is the entry in it."""
-
-    __slots__ = ()
-
-    def value(self) -> Any:
-        return parse(self.text).get("entry")

@@ -5,6 +5,7 @@
     Functional.linear.5.backward               {prefix}.{api}.{number}.{direction}
     Module.net.fc1.Linear.forward.0            Module.{path}.{class}.{direction}.{number}
     Module.net.fc1.Linear.parameters_grad.0    also without the number
+    Functional.linear.5.backward.1             the second backward pass of one call, of a module's likewise
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from dataclasses import dataclass
 
 API_PREFIXES = ("Tensor", "Torch", "Functional", "Distributed", "NPU", "VF", "Aten", "MindSpeed")
 
-_API = re.compile(rf"({'|'.join(API_PREFIXES)})\.(.+)\.(\d+)\.(forward|backward)")
-_MODULE = re.compile(r"Module\.(?:(.+)\.)?([^.]+)\.(forward|backward|parameters_grad)(?:\.(\d+))?")
+_API = re.compile(rf"({'|'.join(API_PREFIXES)})\.(.+)\.(\d+)\.(?:forward|(backward)(?:\.(\d+))?)")
+_MODULE = re.compile(r"Module\.(?:(.+)\.)?([^.]+)\.(forward|backward|parameters_grad)(?:\.(\d+)(?:\.(\d+))?)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,7 @@ class Name:
         class_name: a module's class; empty for a function.
         number: the how-manieth call in this step, from 0; None where the NAME has none.
         direction: ``forward``, ``backward``, ``parameters_grad``, or empty.
+        again: 0 for the first pass in this direction, 1 for a second backward pass of the same call.
     """
 
     full: str
@@ -37,6 +39,7 @@ class Name:
     class_name: str = ""
     number: int | None = None
     direction: str = ""
+    again: int = 0
 
     @property
     def is_module(self) -> bool:
@@ -50,8 +53,8 @@ class Name:
 def parse_name(full: str) -> Name:
     """Take a NAME apart; one of another form keeps all of it in ``api``."""
     if (match := _API.fullmatch(full)) is not None:
-        return Name(full, match[1], match[2], "", int(match[3]), match[4])
+        return Name(full, match[1], match[2], "", int(match[3]), match[4] or "forward", int(match[5] or 0))
     if (match := _MODULE.fullmatch(full)) is not None:
         number = None if match[4] is None else int(match[4])
-        return Name(full, "Module", match[1] or "", match[2], number, match[3])
+        return Name(full, "Module", match[1] or "", match[2], number, match[3], int(match[5] or 0))
     return Name(full, "", full)

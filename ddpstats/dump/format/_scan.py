@@ -26,11 +26,12 @@ _LARGEST_VALUE_BYTES = 256 << 20  # one entry of this size is not a dump, and wo
 
 _LONGEST_INDENT = 64
 _LONGEST_TOKEN = 64  # that is no string and no number: what the decoder calls wrong may be one cut in two
+_LONGEST_EXPONENT_SIGN = 2  # "e+", which alone is no part of a number
 _VERIFIED_MEMBERS = 8  # of each object: their ends are asked of the decoder too
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 _KEY = re.compile(r'"([^"\\\x00-\x1f]*(?:\\.[^"\\\x00-\x1f]*)*)"[ \t\r\n]*:[ \t\r\n]*')
-_LINE = re.compile(r'\s*"([^"\\\x00-\x1f\x80-\xff]*)":[ \t]*(\{[^\n]*\}),\r?(?=\n)')
+_LINE = re.compile(r'\s*"([^"\\\x00-\x1f\x80-\xff]*)":[ \t]*(\{[^\n]*\}),(?=\r?\n)')
 _DECODER = json.JSONDecoder()
 
 Progress = Callable[[int], None]
@@ -109,7 +110,11 @@ class Scanner:
         """The fast way through members that have a line each, up to the last one in the buffer."""
         if not self._trusted or self._to_verify:
             return
-        while (match := _LINE.match(self._buffer, self._at)) is not None:
+        while self._buffer.startswith(("\n", "\r\n"), self._at):  # elsewhere the search below may go on for megabytes
+            line_end = self._buffer.find("\n", self._at + 2) + 1
+            match = _LINE.match(self._buffer, self._at, line_end) if line_end else None
+            if match is None:
+                return
             key, text = match.groups()
             if key == stop_at or text.count("{") != text.count("}"):
                 return
@@ -211,7 +216,8 @@ class Scanner:
                 if self._is_wrong_anyway(error) or not self._fill(keep=True):
                     self._fail_at_end_of_file_or_here(f"this is not JSON: {error}")
             else:
-                if end < len(self._buffer) or not self._fill(keep=True):  # a number may go on in the next chunk
+                # a number may go on in the next chunk, and of 1e+5 the decoder takes 1 where it was cut before the 5
+                if end + _LONGEST_EXPONENT_SIGN < len(self._buffer) or not self._fill(keep=True):
                     return end
 
     def _is_wrong_anyway(self, error: ValueError) -> bool:
