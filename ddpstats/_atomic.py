@@ -2,7 +2,7 @@
 
 1. Write under a temporary name in the same directory (a rename does not cross file systems).
 2. Flush, and fsync the file: its content must be on the disk before its name is.
-3. Read it back for its size and SHA-256.
+3. Read it back for its size and SHA-256, for those who ask for them (`replace_file`; `put_file` does not).
 4. `os.replace` to the name, and fsync of the directory, so that the name survives a crash too.
 
 Whatever goes wrong, the temporary file is removed, a file that had the name before is untouched, and the error goes on.
@@ -18,12 +18,13 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 _CHUNK_BYTES = 1 << 20
 _NO_DIRECTORY_FSYNC = {errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES}  # some network file systems have none
 
 TEMPORARY_PREFIX = ".writing-"
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -36,13 +37,22 @@ class Written:
 
 def replace_file(path: Path, write: Callable[[BinaryIO], object]) -> Written:
     """Let ``write`` fill a file that then takes the place of ``path``. Raises what ``write`` raises, and OSError."""
+    return _replaced(path, write, summary)
+
+
+def put_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """As `replace_file`, where nobody wants size and hash: the file is not read once more."""
+    _replaced(path, write, lambda _: None)
+
+
+def _replaced(path: Path, write: Callable[[BinaryIO], object], look: Callable[[BinaryIO], _T]) -> _T:
     descriptor, name = tempfile.mkstemp(prefix=f"{TEMPORARY_PREFIX}{path.name}-", dir=path.parent)
     try:
         with os.fdopen(descriptor, "w+b") as file:
             write(file)
             file.flush()
             os.fsync(file.fileno())
-            written = summary(file)
+            seen = look(file)
         os.chmod(name, 0o666 & ~_UMASK)  # mkstemp's files are for their owner only
         os.replace(name, path)
     except BaseException:
@@ -50,7 +60,7 @@ def replace_file(path: Path, write: Callable[[BinaryIO], object]) -> Written:
             os.unlink(name)
         raise
     _sync_directory(path.parent)
-    return written
+    return seen
 
 
 def summary(file: BinaryIO) -> Written:

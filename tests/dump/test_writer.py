@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from ddpstats.dump.collect._stacks import StackBook
 from ddpstats.dump.format._naming import Counters, backward_of, file_name, module_base
@@ -78,8 +82,64 @@ def test_names() -> None:
     assert module_base("", "Net") == "Module.root.Net"
     assert backward_of("Functional.linear.3.forward") == "Functional.linear.3.backward"
     assert backward_of("Module.forward.Net.forward.3") == "Module.forward.Net.backward.3"
-    assert file_name("Torch.add.0.forward", "input_kwargs.a/b c") == "Torch.add.0.forward.input_kwargs.a_b_c.pt"
-    assert len(file_name("x" * 300, "y")) < 255
+    assert file_name("Torch.add.0.forward", "input.0") == "Torch.add.0.forward.input.0.pt"
+
+
+def test_different_tensors_have_different_files() -> None:
+    names = ["x/y", "x y", "n" * 300, "n" * 299 + "m", "é" * 200, "é" * 199 + "è", "x_y"]
+    files = [file_name(name, path) for name in names for path in ("input.0", "output.0", "input_kwargs." + "k" * 300)]
+    assert len(set(files)) == len(files)
+    assert all(len(file.encode()) < 240 and file.isascii() for file in files)
+    assert file_name("a b", "input.0").endswith(".input.0.pt")
+
+
+def test_a_disk_that_is_full_for_a_moment_costs_no_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = os.write
+
+    def full(file: int, data: bytes) -> int:
+        if len(data) > 20:
+            return write(file, data[:20])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    writer = written(tmp_path, at_once=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        with pytest.raises(OSError, match="No space"):
+            writer.add("Torch.add.1.forward", ENTRY, 0, None)
+        patch.setattr("ddpstats.dump.format._writer.put_file", lambda path, fill: full(0, b""))
+        with pytest.raises(OSError, match="No space"):
+            writer.finish()
+    assert writer._file is None  # its descriptor is given back
+    writer.reopen()
+    writer.add("Torch.add.2.forward", {}, 0, None)
+    assert [json.loads(line).get("name") for line in (tmp_path / "dump.jsonl").read_text().splitlines()] == [
+        None, "Torch.add.0.forward", "Module.root.Net.forward.0", "Torch.add.2.forward"
+    ]  # fmt: skip
+    writer.finish()
+    assert list(json.loads((tmp_path / "dump.json").read_text())["data"]) == [
+        "Torch.add.0.forward", "Module.root.Net.forward.0", "Torch.add.1.forward", "Torch.add.2.forward"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_directory_is_one_writers(tmp_path: Path, at_once: bool) -> None:
+    first = written(tmp_path, at_once=True)
+    with pytest.raises(FileExistsError):
+        written(tmp_path, at_once=at_once).finish()
+    first.finish()
+    text = (tmp_path / "dump.json").read_text()
+    with pytest.raises(FileExistsError):
+        written(tmp_path, at_once=at_once).finish()
+    assert (tmp_path / "dump.json").read_text() == text
+    assert not (tmp_path / "dump.jsonl").exists()
+
+
+def test_an_entry_that_cannot_be_read_again_is_no_half_entry(tmp_path: Path) -> None:
+    writer = written(tmp_path, at_once=True)
+    os.truncate(tmp_path / "dump.jsonl", 150)
+    with pytest.raises(OSError, match="could not be read again"):
+        writer.finish()
+    assert not (tmp_path / "dump.json").exists()
 
 
 def test_equal_stacks_have_one_number() -> None:

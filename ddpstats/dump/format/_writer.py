@@ -7,18 +7,23 @@
 
 A line: ``{"name": NAME, "entry": {...}, "stack": [line, ...], "parent": NAME or null}``; the first one is a header.
 An asynchronous step has no lines: `add` keeps the text, and nothing touches the disk before `finish`.
+
+The lines' file is also the claim on the directory: of two processes that were told to write the same one, the second
+gets FileExistsError. A disk that is full costs lines, and no entry: those whose line was not written stay in memory. In
+a process that was forked from the one that writes, everything here does nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ddpstats._atomic import replace_file
+from ddpstats._atomic import put_file
 
 DUMP, LINES, STACK, CONSTRUCT, ERRORS = "dump.json", "dump.jsonl", "stack.json", "construct.json", "dump_error_info.log"
 FORMAT = "ddpstats 1"
@@ -46,6 +51,9 @@ class StepWriter:
         self._stack_of: list[int] = []
         self._parents: list[str | None] = []
         self._offset = 0
+        self._is_claimed = False
+        self._are_lines_left = False  # `finish` has failed: entries are in the lines still
+        self._process = os.getpid()
         if at_once:
             self._open()
 
@@ -55,7 +63,9 @@ class StepWriter:
         return len(self._stacks) - 1
 
     def add(self, name: str, entry: Mapping[str, Any], stack: int, parent: str | None) -> None:
-        """One entry that is complete. Raises OSError."""
+        """One entry that is complete. Raises OSError; `finish` has the entry nevertheless."""
+        if os.getpid() != self._process:
+            return
         text = encode(entry).encode()
         self._names.append(name)
         self._stack_of.append(stack)
@@ -66,36 +76,59 @@ class StepWriter:
         self._line(self._file, name, text, stack, parent)
 
     def finish(self) -> None:
-        """Put the files of the format in place. Raises OSError."""
-        self.directory.mkdir(parents=True, exist_ok=True)
-        replace_file(self.directory / STACK, lambda file: file.write(self._stack_text()))
-        replace_file(self.directory / CONSTRUCT, lambda file: file.write(self._construct_text()))
-        places: list[tuple[int, int] | bytes] = []
-        replace_file(self.directory / DUMP, lambda file: places.extend(self._write_dump(file)))
-        self._entries = places
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
-            (self.directory / LINES).unlink(missing_ok=True)
+        """Put the files of the format in place. Raises OSError; after `reopen` it can be tried again."""
+        if os.getpid() != self._process:
+            return
+        lines = self.directory / LINES
+        has_lines = self._file is not None
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            if not self._is_claimed:
+                os.close(self._create())
+            put_file(self.directory / STACK, lambda file: file.write(self._stack_text()))
+            put_file(self.directory / CONSTRUCT, lambda file: file.write(self._construct_text()))
+            places: list[tuple[int, int] | bytes] = []
+            put_file(self.directory / DUMP, lambda file: places.extend(self._write_dump(file)))
+            self._entries = places
+        except BaseException:
+            self._are_lines_left = has_lines
+            if self._is_claimed and not has_lines:
+                lines.unlink(missing_ok=True)
+            raise
+        finally:
+            self._close()
+        lines.unlink(missing_ok=True)
 
     def reopen(self) -> None:
         """The step goes on after `finish`."""
-        if self._at_once and self._file is None:
+        if self._at_once:
             self._open()
 
     def leave_lines(self) -> None:
         """The process ends inside the step: what there is stays as lines, which readers know as incomplete."""
-        self._open()
-        assert self._file is not None
-        os.close(self._file)
-        self._file = None
+        if os.getpid() == self._process:
+            self._open()
+            self._close()
+
+    def _close(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            os.close(file)
+
+    def forget(self) -> None:
+        """In a process that was forked from the one that writes: nothing here is this one's."""
+        with contextlib.suppress(OSError):
+            self._close()
 
     def _open(self) -> None:
         if self._file is not None:
             return
+        if self._are_lines_left:
+            self._file, self._are_lines_left = os.open(self.directory / LINES, _FLAGS), False
+            return
         self.directory.mkdir(parents=True, exist_ok=True)
-        file = os.open(self.directory / LINES, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | _CLOSE, 0o666)
-        self._file, self._offset = file, 0
+        file = self._file = self._create()
+        self._offset = 0
         self._put(file, encode({**self._header, "format": FORMAT}).encode() + b"\n")
         before, self._entries = self._entries, []
         with self._finished() as dump:
@@ -103,6 +136,17 @@ class StepWriter:
             for name, text, stack, parent in zip(self._names, texts, self._stack_of, self._parents, strict=True):
                 self._line(file, name, text, stack, parent)
         (self.directory / DUMP).unlink(missing_ok=True)  # readers would take it for all there is
+
+    def _create(self) -> int:
+        """The lines' file. Raises FileExistsError where the directory is another's."""
+        lines, dump = self.directory / LINES, self.directory / DUMP
+        file = os.open(lines, _FLAGS | os.O_CREAT | os.O_EXCL, 0o666)
+        if not self._is_claimed and dump.exists():  # the other has finished: its lines are gone
+            os.close(file)
+            lines.unlink()
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(dump))
+        self._is_claimed = True
+        return file
 
     @contextlib.contextmanager
     def _finished(self) -> Iterator[int | None]:
@@ -118,13 +162,23 @@ class StepWriter:
     def _line(self, file: int, name: str, text: bytes, stack: int, parent: str | None) -> None:
         head = b'{"name":%s,"entry":' % encode(name).encode()
         tail = b',"stack":%s,"parent":%s}\n' % (self._stacks[stack][1], encode(parent).encode())
-        self._entries.append((self._offset + len(head), len(text)))
+        place = self._offset + len(head), len(text)
+        self._entries.append(text)
         self._put(file, head + text + tail)
+        self._entries[-1] = place
 
     def _put(self, file: int, line: bytes) -> None:
+        """All of it, or nothing."""
+        rest = line
+        try:
+            while rest:
+                rest = rest[os.write(file, rest) :]
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.ftruncate(file, self._offset)
+            self._offset = os.fstat(file).st_size
+            raise
         self._offset += len(line)
-        while line:
-            line = line[os.write(file, line) :]
 
     def _write_dump(self, file: BinaryIO) -> Iterator[tuple[int, int]]:
         """Yields where each entry stands."""
@@ -159,7 +213,10 @@ def _texts(entries: list[tuple[int, int] | bytes], file: int | None) -> Iterator
             yield entry
         else:
             assert file is not None
-            yield os.pread(file, entry[1], entry[0])
+            text = os.pread(file, entry[1], entry[0])
+            if len(text) != entry[1]:
+                raise OSError(errno.EIO, "an entry that was written could not be read again")
+            yield text
 
 
-_CLOSE = getattr(os, "O_CLOEXEC", 0)
+_FLAGS = os.O_RDWR | os.O_APPEND | getattr(os, "O_CLOEXEC", 0)
