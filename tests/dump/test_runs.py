@@ -25,7 +25,7 @@ from ddpstats.dump.compare._runs import runs_of
             "in memory looks like",
         ),
         (range(3, 6), 10, "elements 3..5 of 10 differ: contiguous, 3 elements = 12 bytes"),
-        ([7], 10, "element 7 of 10 differ: a single one, as a flipped bit looks"),
+        ([7], 10, "element 7 of 10 differs: a single one"),
         (range(10), 10, "all 10 elements differ: no block of memory stands out"),
         (
             range(0, 100, 3),

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from ddpstats.dump.compare import _two_dumps
-from ddpstats.dump.compare._rows import EntryComparer, Mode, Row
+from ddpstats.dump.compare._comparer import EntryComparer
+from ddpstats.dump.compare._rows import Mode, Row
 from ddpstats.dump.compare._two_dumps import compare_dumps
 from ddpstats.dump.format._files import open_rank
 from tests.dump.hand_made import forward, tensor, write_rank

@@ -17,8 +17,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ddpstats.dump.compare._rows import Mode
 from ddpstats.dump.format._entries import STATISTICS, Entry, Leaf
-from ddpstats.dump.format._files import RankDump
+from ddpstats.dump.format._files import RankDump, rank_of
 from ddpstats.dump.format._names import parse_name
 
 KEPT_DIVERGENCES = 1000
@@ -72,18 +73,43 @@ class BetweenRanks:
     """What was found between ranks.
 
     Attributes:
-        compared: tensors that all their ranks have.
-        different: of these, those that are not equal, and entries that some rank lacks.
-        skipped: collectives of which some rank has no output (it was still running when the step ended).
+        mode: what was compared besides statistics.
+        parameters: tensors that all ranks have and that are parameters; `results` of collectives; `others`.
+        different: of all these, those that are not equal, and entries that some rank lacks.
+        skipped: collectives of which some rank has no output (it was still running when the step ended), and those of
+            a group that does not hold the rank.
+        absent: ranks that a group has and this step has not.
         divergences: the first in execution order; at most `KEPT_DIVERGENCES`.
     """
 
     dumps: tuple[RankDump, ...]
     everything: bool
-    compared: int = 0
+    mode: Mode = "statistics"
+    parameters: int = 0
+    results: int = 0
+    others: int = 0
     different: int = 0
     skipped: int = 0
+    absent: set[int] = field(default_factory=set)
     divergences: list[Divergence] = field(default_factory=list)
+
+    @property
+    def compared(self) -> int:
+        return self.parameters + self.results + self.others
+
+    @property
+    def nothing(self) -> bool:
+        """Whether there was nothing to compare."""
+        return not self.compared and not self.different
+
+    def count(self, path: str, *, is_result: bool) -> None:
+        """A tensor that was compared."""
+        if is_result:
+            self.results += 1
+        elif path.startswith("parameters."):
+            self.parameters += 1
+        else:
+            self.others += 1
 
     def add(self, found: Divergence) -> None:
         self.different += 1
@@ -107,22 +133,28 @@ class _Item:
 
 
 def compare_ranks(
-    dumps: Sequence[RankDump], *, everything: bool, digest: Digest | None = None, progress: Progress | None = None
+    dumps: Sequence[RankDump],
+    *,
+    everything: bool,
+    mode: Mode = "md5",
+    digest: Digest | None = None,
+    progress: Progress | None = None,
 ) -> BetweenRanks:
     """Compare the ranks of one step.
 
     Args:
         dumps: one per rank, each with a number of its own.
         everything: whether every entry has to be equal, not only parameters and what collectives give to all.
+        mode: with ``statistics`` checksums are not compared.
         digest: of a saved tensor's elements; compared besides the statistics.
         progress: called with the number of bytes after each read.
     """
-    found = BetweenRanks(tuple(dumps), everything)
+    found = BetweenRanks(tuple(dumps), everything, mode)
     by_rank = {rank_of(dump): dump for dump in dumps}
-    everyone = frozenset(by_rank)
+    streams = {rank: _items(dump, rank, found, progress) for rank, dump in by_rank.items()}
     waiting: dict[tuple[Any, ...], dict[int, _Item]] = {}
     collectives: dict[tuple[Any, ...], dict[int, list[_Item]]] = {}
-    for rank, key, item in _in_step({r: _items(d, everyone, everything, progress) for r, d in by_rank.items()}):
+    for rank, key, item in _in_step(streams):
         if item.number is not None:
             collectives.setdefault(key, {}).setdefault(rank, []).append(item)
             continue
@@ -156,11 +188,6 @@ def _lacking(found: BetweenRanks, parts: Mapping[int, _Item]) -> None:
     found.add(Divergence(item.index, item.entry, "", dict(sorted(leaves.items())), (), tuple(item.ranks - set(parts))))
 
 
-def rank_of(dump: RankDump) -> int:
-    """0 for a process without torch.distributed."""
-    return dump.rank if dump.rank is not None else 0
-
-
 def _in_step(streams: Mapping[int, Iterator[tuple[Any, _Item]]]) -> Iterator[tuple[int, Any, _Item]]:
     """One of each rank in turn, so that little waits for its partners."""
     open_streams = dict(streams)
@@ -174,8 +201,9 @@ def _in_step(streams: Mapping[int, Iterator[tuple[Any, _Item]]]) -> Iterator[tup
 
 
 def _items(
-    dump: RankDump, everyone: frozenset[int], everything: bool, progress: Progress | None
+    dump: RankDump, rank: int, found: BetweenRanks, progress: Progress | None
 ) -> Iterator[tuple[tuple[Any, ...], _Item]]:
+    everyone, everything = frozenset(map(rank_of, found.dumps)), found.everything
     counts: Counter[tuple[Any, ...]] = Counter()
     for index, member in enumerate(dump.members(progress)):
         is_collective = member.key.startswith("Distributed.")
@@ -183,7 +211,7 @@ def _items(
             continue
         entry = dump.entry(member)
         if is_collective:
-            taken = _collective(entry, index, everyone)
+            taken = _collective(entry, index, rank, everyone, found)
         else:
             leaves = {path: leaf for path, leaf in entry.leaves() if everything or path.startswith("parameters.")}
             taken = (entry.name,), _Item(index, entry.name, everyone, leaves)
@@ -192,7 +220,9 @@ def _items(
             yield (*taken[0], counts[taken[0]]), taken[1]
 
 
-def _collective(entry: Entry, index: int, everyone: frozenset[int]) -> tuple[tuple[Any, ...], _Item] | None:
+def _collective(
+    entry: Entry, index: int, rank: int, everyone: frozenset[int], found: BetweenRanks
+) -> tuple[tuple[Any, ...], _Item] | None:
     name = parse_name(entry.name)
     api = name.api
     if not api.startswith(_ALIKE):
@@ -202,6 +232,10 @@ def _collective(entry: Entry, index: int, everyone: frozenset[int]) -> tuple[tup
     group = group if isinstance(group, dict) else {}
     members = group.get("group_ranks")
     ranks = frozenset(rank for rank in members if isinstance(rank, int)) if isinstance(members, list) else everyone
+    found.absent |= ranks - everyone
+    if rank not in ranks:
+        found.skipped += 1
+        return None
     key = (api, tuple(sorted(ranks)), str(group.get("group_id")))
     return key, _Item(index, entry.name, ranks & everyone, dict(entry.outputs()), name.number or 0)
 
@@ -213,21 +247,24 @@ def _judge(
     if lowest.number is not None and not all(part.leaves for part in parts.values()):
         found.skipped += 1
         return
+    if len(parts) < 2:
+        return  # its other members are not here: there is nothing to compare it with
     for path in {path: None for part in parts.values() for path in part.leaves}:
-        found.compared += 1
+        found.count(path, is_result=lowest.number is not None)
         leaves = {rank: parts[rank].leaves.get(path) for rank in sorted(parts)}
-        signs = {rank: _sign(leaf, by_rank[rank], digest) for rank, leaf in leaves.items()}
+        signs = {rank: _sign(leaf, by_rank[rank], found.mode, digest) for rank, leaf in leaves.items()}
         if len(set(signs.values())) > 1:
             most, count = Counter(signs.values()).most_common(1)[0]
             culprits = tuple(rank for rank, sign in signs.items() if sign != most) if 2 * count > len(signs) else ()
             found.add(Divergence(lowest.index, lowest.entry, path, leaves, culprits))
 
 
-def _sign(leaf: Leaf | None, dump: RankDump, digest: Digest | None) -> tuple[object, ...]:
+def _sign(leaf: Leaf | None, dump: RankDump, mode: Mode, digest: Digest | None) -> tuple[object, ...]:
     if leaf is None:
         return ()
     more = digest(dump, leaf) if digest is not None and leaf.data_name is not None else None
-    return (*(repr(leaf.raw.get(key)) for key in _COMPARED), more)
+    compared = (key for key in _COMPARED if key != "md5" or mode != "statistics")
+    return (*(repr(leaf.raw.get(key)) for key in compared), more)
 
 
 def listed(ranks: Sequence[int]) -> str:

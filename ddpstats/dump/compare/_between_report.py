@@ -5,24 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ddpstats.dump.compare._between_ranks import BetweenRanks, Divergence, listed, rank_of
+from ddpstats.dump.compare._between_ranks import BetweenRanks, Divergence, listed
+from ddpstats.dump.compare._rows import Mode
+from ddpstats.dump.compare._safe import harmless, printable
 from ddpstats.dump.format._entries import STATISTICS, Leaf
+from ddpstats.dump.format._files import rank_of, ranks_without_dump
 
 
 def as_text(found: BetweenRanks) -> str:
     """For people."""
+    return printable(_lines(found))
+
+
+def _lines(found: BetweenRanks) -> list[str]:
     ranks = listed([rank_of(dump) for dump in found.dumps])
-    what = "entries" if found.everything else "parameters and results of collectives"
-    lines = [f"ranks {ranks} of {found.dumps[0].directory.parent}"]
-    lines += [f"  {dump.path}: incomplete: the run ended inside this step" for dump in found.dumps if not dump.complete]
-    if found.skipped:
-        lines.append(f"  {found.skipped:,} collectives without an output on some rank were not compared")
-    if not found.compared and not found.different:
-        return "\n".join(["NOTHING TO COMPARE: " + lines[0], *lines[1:], *_NOTHING])
+    lines = [f"ranks {ranks} of {found.dumps[0].directory.parent}", *_what_lacks(found)]
+    if found.nothing:
+        return ["NOTHING TO COMPARE: " + lines[0], *lines[1:], *_NOTHING]
     if not found.divergences:
-        equal = f"NOTHING DIFFERENT: {found.compared:,} tensors ({what}) are equal in all their statistics between "
-        return "\n".join([equal + lines[0], *lines[1:]])
-    head = f"DIFFERENT: of {found.compared:,} tensors ({what}), {found.different:,} are not equal between "
+        equal = f"NOTHING DIFFERENT: {_counted(found)} are equal {_EQUAL[found.mode]} between "
+        return [equal + lines[0], *lines[1:]]
+    head = f"DIFFERENT: of {_counted(found)}, {found.different:,} are not equal between "
     lines[0] = head + lines[0]
     first = found.divergences[0]
     lines += ["", "first that differs:", f"  {first.entry}  {first.path}", f"    {first.verdict}"]
@@ -31,9 +34,43 @@ def as_text(found: BetweenRanks) -> str:
     if len(found.divergences) > 1:
         lines += ["", f"in execution order, {min(20, found.different)} of {found.different:,}:"]
         lines += [f"  {one.name}  {one.verdict}" for one in found.divergences[:20]]
-    return "\n".join([*lines, "", *_NEXT])
+    notes = [f"  {dump.path}: {note}" for dump in found.dumps for note in dump.notes]
+    return [*lines, *notes, "", *_NEXT]
 
 
+def _counted(found: BetweenRanks) -> str:
+    kinds = [(found.parameters, "parameters"), (found.results, "results of collectives")]
+    if found.everything:
+        kinds.append((found.others, "other tensors"))
+    return "{} and {}".format(
+        ", ".join(f"{count:,} {kind}" for count, kind in kinds[:-1]), f"{kinds[-1][0]:,} {kinds[-1][1]}"
+    )
+
+
+def _what_lacks(found: BetweenRanks) -> Iterator[str]:
+    """What was not compared, and why."""
+    for dump in found.dumps:
+        if not dump.complete:
+            yield f"  {dump.path}: incomplete: the run ended inside this step"
+    for name in ranks_without_dump(found.dumps[0].directory.parent):
+        yield f"  {name} has no dump: it ended before its first entry, or was not copied"
+    if found.absent:
+        yield f"  groups have ranks of which no dump is here: {listed(sorted(found.absent))}"
+    if found.skipped:
+        yield (
+            f"  {found.skipped:,} collectives were not compared: without an output on some rank, or of a group that "
+            "does not hold the rank"
+        )
+    if not found.parameters and not found.nothing:
+        levels = ", ".join(sorted({dump.level for dump in found.dumps if dump.level}))
+        yield f"  no parameters in these dumps{f' (level {levels})' if levels else ''}: use level L0 or mix"
+
+
+_EQUAL: dict[Mode, str] = {
+    "statistics": "in all their statistics (which does not prove equal tensors)",
+    "md5": "in their statistics and checksums",
+    "tensor": "in all their statistics, and byte by byte where they were saved,",
+}
 _NOTHING = (
     "  no entry has parameters, and there are no results of all_reduce, broadcast or all_gather. Dump with level L0 or",
     "  mix; or give --everything, if all ranks were given the same batch.",
@@ -72,12 +109,17 @@ def as_json(found: BetweenRanks) -> dict[str, Any]:
         for one in found.divergences
     ]
     return {
-        "verdict": "different" if found.different else "nothing different",
+        "verdict": "nothing to compare" if found.nothing else "different" if found.different else "nothing different",
         "everything": found.everything,
+        "mode": found.mode,
         "compared": found.compared,
+        "compared_parameters": found.parameters,
+        "compared_results": found.results,
         "different": found.different,
         "skipped": found.skipped,
         "ranks": [rank_of(dump) for dump in found.dumps],
+        "ranks_without_dump": ranks_without_dump(found.dumps[0].directory.parent),
+        "ranks_of_groups_without_dump": sorted(found.absent),
         "incomplete_ranks": [rank_of(dump) for dump in found.dumps if not dump.complete],
         "first": divergences[0] if divergences else None,
         "divergences": divergences,
@@ -93,4 +135,5 @@ def table(found: BetweenRanks) -> Iterator[list[Any]]:
             if leaf is not None:
                 raw = [leaf.raw.get(key) for key in (*STATISTICS, "md5")]
                 shown = [leaf.dtype, str(list(leaf.shape)), *("N/A" if value is None else str(value) for value in raw)]
-            yield [one.name, rank, *shown, str(rank in one.culprits) if one.culprits else "N/A", one.verdict]
+            differs = str(rank in one.culprits) if one.culprits else "N/A"
+            yield [harmless(cell) for cell in (one.name, rank, *shown, differs, one.verdict)]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ddpstats.dump.compare._rows import Mode, Row
+from ddpstats.dump.compare._safe import harmless
 from ddpstats.dump.format._entries import STATISTICS, Leaf
 
 _IDENTITY = [
@@ -99,11 +100,7 @@ class Table:
 
     def add(self, rows: Sequence[Row]) -> None:
         for row in rows:
-            self._writer.writerow([_harmless(cell) for cell in cells(row, self._mode, self._stacks(row.entry))])
-
-
-def _harmless(cell: Any) -> Any:
-    return f"'{cell}" if isinstance(cell, str) and cell[:1] in ("=", "+", "@") else cell
+            self._writer.writerow([harmless(cell) for cell in cells(row, self._mode, self._stacks(row.entry))])
 
 
 def table_path(path: Path, rank: int | None, many: bool) -> Path:
@@ -140,6 +137,7 @@ def runs_dict(runs: Any) -> dict[str, Any]:
         "count": runs.count,
         "largest": runs.largest,
         "item_bytes": runs.item_bytes,
+        "flipped_bits": runs.flipped_bits,
         "first": first,
         "words": runs.describe(),
     }

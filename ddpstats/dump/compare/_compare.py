@@ -5,35 +5,35 @@ both have under one name, in one shape, is compared: the saved tensors where bot
 checksums, else statistics. Of statistics a relative error above the tolerance is a ``Warning``: ``_rules`` says what
 counts when a value is NaN, infinite or zero. An entry that one side lacks is a difference too.
 
-Exit status 0 if nothing is different, 1 if something is, 2 if the dumps cannot be read or do not belong together.
+Exit status 0 if nothing is different, 1 if something is, 2 if the dumps cannot be read, do not belong together, or
+hold nothing that can be compared.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import csv
-import io
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO, TextIO
+from typing import TextIO
 
-from ddpstats._atomic import replace_file
 from ddpstats.dump.compare import _between_ranks, _between_report, _comparison, _html
 from ddpstats.dump.compare._columns import Table, strict, table_path
+from ddpstats.dump.compare._comparer import CompareTensors, EntryComparer
 from ddpstats.dump.compare._comparison import Comparison, RankComparison
-from ddpstats.dump.compare._progress import ProgressBar
-from ddpstats.dump.compare._rows import MODES, CompareTensors, EntryComparer, Mode
-from ddpstats.dump.compare._rules import TOLERANCE, Closeness
+from ddpstats.dump.compare._modes import mode_of
+from ddpstats.dump.compare._options import check_options
+from ddpstats.dump.compare._output import check_writable, show, write_file
+from ddpstats.dump.compare._rows import MODES, Mode
+from ddpstats.dump.compare._rules import TOLERANCE
 from ddpstats.dump.compare._two_dumps import Found, compare_dumps
-from ddpstats.dump.format._entries import Leaf
-from ddpstats.dump.format._files import RankDump, find_ranks, steps_in
+from ddpstats.dump.format._files import RankDump, find_ranks, ranks_without_dump, steps_in
+from ddpstats.dump.format._progress import ProgressBar
 from ddpstats.errors import DumpError
 
-_LOOKED_AT = 200  # entries, to see what a dump holds
+NOTHING = 2  # the status: a success would be taken for equal dumps
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--step", type=int, metavar="N", help="which step of dumps that have several")
     parser.add_argument("--mode", choices=MODES, help="what is compared (default: the first that both dumps hold)")
     parser.add_argument(
-        "--tolerance", type=_ratio, default=TOLERANCE, help="a relative error above this ratio counts (default: 0.5)"
+        "--tolerance", type=_ratio, metavar="RATIO", help="a relative error above this ratio counts (default: 0.5)"
     )
     parser.add_argument("--exact", action="store_true", help="any inequality counts, however small")
     parser.add_argument("--everything", action="store_true", help="without B: all entries have to be equal")
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tensor",
         nargs="+",
         metavar="NAME.path",
-        help="compare one saved tensor, or two of different names, A's with B's (without B: both of A)",
+        help="compare one saved tensor, or two of different names, A's with B's (without B: both of A); goes last",
     )
     parser.add_argument("--any-step", action="store_true", help="A and B may be different steps")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write a table; one per rank where there are several")
@@ -59,12 +59,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Raises `DumpError` for what cannot be read, or does not belong together."""
+    check_options(args)
+    check_writable(args.csv, args.html)
     try:
         if args.tensor:
             return _run_tensor(args)
         return _run_ranks(args) if args.b is None else _run_two(args)
     except OSError as error:
-        raise DumpError(f"{error.filename}: {error.strerror}. Check the path and its permissions.") from None
+        where = "" if error.filename is None else f"{error.filename}: "
+        raise DumpError(f"{where}{error.strerror or error}. Check the path and its permissions.") from None
 
 
 def _ratio(text: str) -> float:
@@ -91,16 +94,27 @@ def _run_two(args: argparse.Namespace) -> int:
     ranks_a, ranks_b = _ranks_of(args.a, args.step), _ranks_of(args.b, args.step)
     both = _paired(ranks_a, ranks_b)
     _check_alike(both, args.any_step)
-    mode = args.mode or _mode_of(*both[0])
+    mode = mode_of([dump for pair in (both if args.mode else both[:1]) for dump in pair], args.mode)
     compared = tuple(_compare(a, b, mode, args, many=len(both) > 1) for a, b in both)
     only = [[dump.rank for dump in dumps if all(dump not in pair for pair in both)] for dumps in (ranks_a, ranks_b)]
-    comparison = Comparison(mode, args.tolerance, args.exact, compared, tuple(only[0]), tuple(only[1]))
+    empty = [f"{side}: {name}" for side, path in (("A", args.a), ("B", args.b)) for name in _empty(path, args.step)]
+    comparison = Comparison(mode, _tolerance(args), args.exact, compared, tuple(only[0]), tuple(only[1]), tuple(empty))
     text = _comparison.as_text(comparison)
-    print(json.dumps(_comparison.as_json(comparison)) if args.json else text)
+    show(json.dumps(_comparison.as_json(comparison)) if args.json else text)
     if args.html is not None:
         title = f"{args.a} compared with {args.b}"
-        _write(args.html, lambda file: _html.write_page(file, title, text, comparison))
-    return 1 if comparison.differs else 0
+        write_file(args.html, lambda file: _html.write_page(file, title, text, comparison))
+    return NOTHING if comparison.nothing else int(comparison.differs)
+
+
+def _tolerance(args: argparse.Namespace) -> float:
+    return TOLERANCE if args.tolerance is None else float(args.tolerance)
+
+
+def _empty(path: Path, step: int | None) -> list[str]:
+    """Rank directories without a dump, if it is a step that was given."""
+    steps = steps_in(path)
+    return ranks_without_dump(path if not steps else steps[step] if step is not None else next(iter(steps.values())))
 
 
 def _paired(ranks_a: Sequence[RankDump], ranks_b: Sequence[RankDump]) -> list[tuple[RankDump, RankDump]]:
@@ -130,24 +144,8 @@ def _check_alike(both: Sequence[tuple[RankDump, RankDump]], any_step: bool) -> N
             )
 
 
-def _mode_of(a: RankDump, b: RankDump) -> Mode:
-    """What both dumps hold of their first tensors; the most that can be compared."""
-    held = [_held(dump) for dump in (a, b)]
-    return next((mode for mode in MODES if all(mode in modes for modes in held)), "statistics")
-
-
-def _held(dump: RankDump) -> set[Mode]:
-    leaves = [leaf for entry in islice(dump.entries(), _LOOKED_AT) for _, leaf in entry.leaves()]
-    held: set[Mode] = {"statistics"}
-    if dump.task == "tensor" and any(leaf.data_name is not None for leaf in leaves):
-        held.add("tensor")
-    if any(leaf.md5 is not None for leaf in leaves):
-        held.add("md5")
-    return held
-
-
 def _compare(a: RankDump, b: RankDump, mode: Mode, args: argparse.Namespace, *, many: bool) -> RankComparison:
-    comparer = EntryComparer(mode, args.tolerance, _tensors(a, b) if mode == "tensor" else None)
+    comparer = EntryComparer(mode, _tolerance(args), _tensors(a, b) if mode == "tensor" else None)
     with ProgressBar(a.bytes + b.bytes) as bar:
         if args.csv is None:
             return RankComparison(a, b, compare_dumps(a, b, comparer, progress=bar.add))
@@ -157,24 +155,14 @@ def _compare(a: RankDump, b: RankDump, mode: Mode, args: argparse.Namespace, *, 
             table = Table(file, mode, lambda name: a.stack_of(name) or b.stack_of(name))
             found.append(compare_dumps(a, b, comparer, sink=table.add, progress=bar.add))
 
-        _write(table_path(args.csv, a.rank, many), write)
+        write_file(table_path(args.csv, a.rank, many), write)
         return RankComparison(a, b, found[0])
 
 
 def _tensors(a: RankDump, b: RankDump) -> CompareTensors:
-    from ddpstats.dump.compare._tensor_compare import compare_tensors, load_tensor  # only this mode needs torch
+    from ddpstats.dump.compare._tensor_compare import compare_saved  # only this mode needs torch
 
-    def compare(leaf_a: Leaf, leaf_b: Leaf) -> Closeness:
-        tensor_a, tensor_b = load_tensor(a, leaf_a), load_tensor(b, leaf_b)
-        if tensor_a.shape != tensor_b.shape:
-            shapes = f"{list(tensor_a.shape)} and {list(tensor_b.shape)}"
-            raise DumpError(
-                f"{leaf_a.data_name} of {a.path} and {leaf_b.data_name} of {b.path} are {shapes}, unlike their "
-                "entries. These are files of other dumps: copy them again.",
-            )
-        return compare_tensors(tensor_a, tensor_b, leaf_a.stride)
-
-    return compare
+    return lambda leaf_a, leaf_b: compare_saved(a, leaf_a, b, leaf_b)
 
 
 def _run_ranks(args: argparse.Namespace) -> int:
@@ -186,20 +174,23 @@ def _run_ranks(args: argparse.Namespace) -> int:
         )
     _check_alike([(dumps[0], other) for other in dumps[1:]], any_step=False)
     digest: _between_ranks.Digest | None = None
-    if (args.mode or _mode_of(dumps[0], dumps[1])) == "tensor":
+    mode = mode_of(dumps, args.mode)
+    if mode == "tensor":
         from ddpstats.dump.compare._tensor_compare import tensor_digest
 
         digest = tensor_digest
     with ProgressBar(sum(dump.bytes for dump in dumps)) as bar:
-        found = _between_ranks.compare_ranks(dumps, everything=args.everything, digest=digest, progress=bar.add)
+        found = _between_ranks.compare_ranks(
+            dumps, everything=args.everything, mode=mode, digest=digest, progress=bar.add
+        )
     text = _between_report.as_text(found)
-    print(json.dumps(strict(_between_report.as_json(found))) if args.json else text)
+    show(json.dumps(strict(_between_report.as_json(found))) if args.json else text)
     if args.csv is not None:
-        _write(args.csv, lambda file: csv.writer(file).writerows(_between_report.table(found)))
+        write_file(args.csv, lambda file: csv.writer(file).writerows(_between_report.table(found)))
     if args.html is not None:
         title = f"ranks of {args.a}"
-        _write(args.html, lambda file: _html.write_table_page(file, title, text, _between_report.table(found)))
-    return 1 if found.different else 0
+        write_file(args.html, lambda file: _html.write_table_page(file, title, text, _between_report.table(found)))
+    return NOTHING if found.nothing else int(bool(found.different))
 
 
 def _run_tensor(args: argparse.Namespace) -> int:
@@ -210,7 +201,7 @@ def _run_tensor(args: argparse.Namespace) -> int:
         raise DumpError("--tensor takes one name, of a tensor in A and B, or two: A's and B's (without B: both of A).")
     a, b = _only_rank(args.a, args.step), _only_rank(args.b or args.a, args.step)
     pair = _one_tensor.compare_pair(a, names[0], b, names[-1])
-    print(json.dumps(strict(_one_tensor.as_json(pair))) if args.json else _one_tensor.as_text(pair))
+    show(json.dumps(strict(_one_tensor.as_json(pair))) if args.json else _one_tensor.as_text(pair))
     return 0 if pair.close.equal else 1
 
 
@@ -220,23 +211,3 @@ def _only_rank(path: Path, step: int | None) -> RankDump:
         listed = ", ".join(f"rank{dump.rank}" for dump in dumps[:10])
         raise DumpError(f"{path} has several ranks: {listed}. Give the directory of one.", path=str(path))
     return dumps[0]
-
-
-def _write(path: Path, write: Callable[[TextIO], object]) -> None:
-    """A text file that is there complete, or not at all."""
-
-    def encoded(file: BinaryIO) -> None:
-        with _as_text(file) as text:
-            write(text)
-
-    replace_file(path, encoded)
-
-
-@contextlib.contextmanager
-def _as_text(file: BinaryIO) -> Iterator[TextIO]:
-    text = io.TextIOWrapper(file, encoding="utf-8", errors="surrogateescape", newline="")
-    try:
-        yield text
-        text.flush()
-    finally:
-        text.detach()

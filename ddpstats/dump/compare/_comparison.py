@@ -8,13 +8,17 @@ from typing import Any
 
 from ddpstats.dump.compare._columns import as_dict, strict
 from ddpstats.dump.compare._rows import Mode, Row
+from ddpstats.dump.compare._safe import printable
 from ddpstats.dump.compare._two_dumps import Found
 from ddpstats.dump.format._entries import STATISTICS, Leaf
 from ddpstats.dump.format._files import RankDump
 
 _SHOWN_ROWS = 20
+_SHOWN_COLORED = 5
 _JSON_ROWS = 1000
 _STACK_LINES = 3
+_SHOWN_RANKS = 10
+_ENDED_EARLY = "it ended before its first entry, or was not copied"
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,7 @@ class Comparison:
     Attributes:
         ranks: those that both have.
         only_a: ranks that A has and B has not; `only_b` the other way round.
+        without_dump: directories of ranks in which there is no dump.
         exact: whether any inequality counts, or those over the tolerance.
     """
 
@@ -42,42 +47,57 @@ class Comparison:
     ranks: tuple[RankComparison, ...]
     only_a: tuple[int | None, ...] = ()
     only_b: tuple[int | None, ...] = ()
+    without_dump: tuple[str, ...] = ()
 
     @property
     def differs(self) -> bool:
         counts = [rank.found.unequal if self.exact else rank.found.failed for rank in self.ranks]
         return any(counts) or bool(self.only_a or self.only_b)
 
+    @property
+    def nothing(self) -> bool:
+        """Whether there was nothing to compare."""
+        return not self.differs and not any(rank.found.tensors or rank.found.unequal for rank in self.ranks)
+
+    @property
+    def verdict(self) -> str:
+        return "nothing to compare" if self.nothing else "different" if self.differs else "nothing different"
+
 
 def as_json(comparison: Comparison) -> dict[str, Any]:
     data = {
-        "verdict": "different" if comparison.differs else "nothing different",
+        "verdict": comparison.verdict,
         "mode": comparison.mode,
         "tolerance": comparison.tolerance,
         "exact": comparison.exact,
         "only_a_ranks": comparison.only_a,
         "only_b_ranks": comparison.only_b,
-        "ranks": [_rank_json(rank) for rank in comparison.ranks],
+        "ranks_without_dump": comparison.without_dump,
+        "ranks": [_rank_json(rank, comparison.mode) for rank in comparison.ranks],
     }
     return dict(strict(data))
 
 
-def _rank_json(compared: RankComparison) -> dict[str, Any]:
+def _rank_json(compared: RankComparison, mode: Mode) -> dict[str, Any]:
     found = compared.found
+    firsts = [_row_json(compared, row) for row in (found.first_unequal, found.first_failed)]
     return {
         "rank": compared.a.rank,
         "step": compared.a.step,
         "a": str(compared.a.path),
         "b": str(compared.b.path),
         "incomplete": [side for side, dump in (("A", compared.a), ("B", compared.b)) if not dump.complete],
+        "notes": [f"{dump.path}: {note}" for dump in (compared.a, compared.b) for note in dump.notes],
         "paired": found.paired,
         "only_a": found.only_a,
         "only_b": found.only_b,
         "compared": found.tensors,
+        "compared_by_statistics": found.by_statistics if mode == "tensor" else found.tensors * (mode == "statistics"),
         "unequal": found.unequal,
         "over_tolerance_or_not_comparable": found.failed,
-        "first_unequal": _row_json(compared, found.first_unequal),
-        "first_over_tolerance": _row_json(compared, found.first_failed),
+        "first_unequal": firsts[0],
+        "first_over_tolerance": firsts[1],
+        "rows_total": found.highlighted,
         "rows": [_row_json(compared, row, places=False) for row in found.rows[:_JSON_ROWS]],
     }
 
@@ -96,12 +116,15 @@ def as_text(comparison: Comparison) -> str:
     lines = [_verdict(comparison)]
     for side, other, ranks in (("A", "B", comparison.only_a), ("B", "A", comparison.only_b)):
         if ranks:
-            lines.append(f"Only {side} has ranks {', '.join(map(str, ranks[:10]))}: {other} lacks them.")
+            lines.append(f"Only {side} has ranks {', '.join(map(str, ranks[:_SHOWN_RANKS]))}: {other} lacks them.")
+    lines += [f"{name} has no dump: {_ENDED_EARLY}." for name in comparison.without_dump[:_SHOWN_RANKS]]
     for compared in comparison.ranks:
         lines += ["", *_rank_lines(comparison, compared)]
     if comparison.differs or any(rank.found.unequal for rank in comparison.ranks):
         lines += ["", *_next(comparison)]
-    return "\n".join(lines)
+    for compared in comparison.ranks:
+        lines += [f"note: {dump.path}: {note}" for dump in (compared.a, compared.b) for note in dump.notes]
+    return printable(lines)
 
 
 def _verdict(comparison: Comparison) -> str:
@@ -110,15 +133,22 @@ def _verdict(comparison: Comparison) -> str:
     unequal = sum(rank.found.unequal for rank in comparison.ranks)
     count = sum(rank.found.tensors for rank in comparison.ranks)
     what = f"{count:,} tensors in {len(comparison.ranks)} rank{'s' * (len(comparison.ranks) != 1)}"
+    if comparison.nothing:
+        return f"NOTHING TO COMPARE: there are no tensors in both dumps ({what})."
     if not unequal and not comparison.differs:
-        equal = {
-            "statistics": "equal in all their statistics (which does not prove equal tensors)",
-            "md5": "equal in their checksums",
-            "tensor": "equal element by element",
-        }[comparison.mode]
-        return f"NOTHING DIFFERENT: {what} are {equal}."
+        return f"NOTHING DIFFERENT: {what} are {_equal(comparison)}."
     head = "DIFFERENT" if comparison.differs else "NOTHING DIFFERENT by the rule"
     return f"{head}: of {what}, {failed:,} are {over[comparison.mode]} or not comparable, {unequal:,} differ at all."
+
+
+def _equal(comparison: Comparison) -> str:
+    unsaved = sum(rank.found.by_statistics for rank in comparison.ranks)
+    if comparison.mode == "md5":
+        return "equal in their checksums"
+    if comparison.mode == "statistics":
+        return "equal in all their statistics (which does not prove equal tensors)"
+    more = f", {unsaved:,} that neither side saved in all their statistics only" if unsaved else ""
+    return f"equal element by element{more}"
 
 
 def _rank_lines(comparison: Comparison, compared: RankComparison) -> list[str]:
@@ -137,10 +167,22 @@ def _rank_lines(comparison: Comparison, compared: RankComparison) -> list[str]:
         else:
             lines += ["  first over the tolerance or not comparable:"]
             lines += _first(compared, found.first_failed, comparison.mode)
-    rows = [row for row in found.rows if row.failed] or found.rows
+    return lines + _listed(found)
+
+
+def _listed(found: Found) -> list[str]:
+    """The first rows that fail, else those that are unequal; and what only stands out."""
+    lines = []
+    rows, count = [row for row in found.rows if row.failed], found.failed
+    if not rows:
+        rows, count = [row for row in found.rows if row.unequal], found.unequal
     if len(rows) > 1:
-        lines += [f"  in execution order, {min(len(rows), _SHOWN_ROWS)} of {max(found.failed, len(rows)):,}:"]
+        lines.append(f"  in execution order, {min(len(rows), _SHOWN_ROWS)} of {count:,}:")
         lines += [f"    {row.result or 'unequal':9} {row.name}  {_short(row)}" for row in rows[:_SHOWN_ROWS]]
+    colored = [row for row in found.rows if not row.failed and not row.unequal]
+    if colored:
+        lines.append(f"  equal in both, and worth a look, {min(len(colored), _SHOWN_COLORED)} of {len(colored):,}:")
+        lines += [f"    {row.name}  {row.reason}" for row in colored[:_SHOWN_COLORED]]
     return lines
 
 
@@ -190,6 +232,7 @@ def _next(comparison: Comparison) -> Sequence[str]:
     if comparison.mode == "tensor":
         return ["Next: where two tensors should be equal, compare them alone: --tensor NAME.path [NAME.path]."]
     return [
-        "Next: look at the first unequal entry: its inputs were equal if it is an output. Dump it with task tensor,",
-        "its name in the list, to see which elements differ, and where in memory; --csv or --html FILE have all rows.",
+        "Next: look at the first unequal entry: its inputs and parameters were equal if it is an output. Dump it with",
+        "task tensor, its name in the list, to see which elements differ, and where in memory; --csv or --html FILE",
+        "have all rows.",
     ]

@@ -7,7 +7,8 @@ from typing import Any
 
 from ddpstats.dump.compare._columns import runs_dict
 from ddpstats.dump.compare._rules import Closeness
-from ddpstats.dump.compare._tensor_compare import compare_tensors, load_tensor
+from ddpstats.dump.compare._safe import printable
+from ddpstats.dump.compare._tensor_compare import compare_saved
 from ddpstats.dump.format._entries import Leaf
 from ddpstats.dump.format._files import RankDump
 from ddpstats.errors import DumpError
@@ -52,11 +53,7 @@ def _saved(dump: RankDump, name: str, leaf: Leaf) -> Leaf:
 def compare_pair(a: RankDump, name_a: str, b: RankDump, name_b: str) -> TensorPair:
     """Compare a tensor of A with one of B. Raises `DumpError`, also where their shapes differ."""
     leaf_a, leaf_b = find_leaf(a, name_a), find_leaf(b, name_b)
-    tensor_a, tensor_b = load_tensor(a, leaf_a), load_tensor(b, leaf_b)
-    if tensor_a.shape != tensor_b.shape:
-        shapes = f"{list(tensor_a.shape)} and {list(tensor_b.shape)}"
-        raise DumpError(f"{name_a} and {name_b} cannot be compared: their shapes are {shapes}.", path=str(a.path))
-    return TensorPair(name_a, name_b, leaf_a, leaf_b, compare_tensors(tensor_a, tensor_b, leaf_a.stride))
+    return TensorPair(name_a, name_b, leaf_a, leaf_b, compare_saved(a, leaf_a, b, leaf_b))
 
 
 def as_text(pair: TensorPair) -> str:
@@ -70,7 +67,7 @@ def as_text(pair: TensorPair) -> str:
             f"  cosine {close.cosine:.9g}, largest absolute difference {close.max_abs:.6g}, "
             f"{close.one_thousandth:.2%} of the elements within one thousandth"
         )
-    return "\n".join(lines)
+    return printable(lines)
 
 
 def _place(leaf: Leaf) -> str:

@@ -5,7 +5,8 @@ A relative error is ``|a - b| / |b|``, b being the reference; as a ratio, so 0.5
 - both 0, both NaN, or the same infinity: 0;
 - a NaN on one side only: NaN, which is over every tolerance;
 - an infinity on one side only, two infinities of opposite sign, or a reference of 0 with another value: infinite;
-- a statistic that a side does not have (the mean of booleans): not compared.
+- a statistic that neither side has (the mean of booleans): not compared; one that a single side has: unequal, and no
+  number says by how much.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ddpstats.dump.compare._runs import Runs
+from ddpstats.dump.format._entries import Leaf
 
 TOLERANCE = 0.5
 
@@ -24,6 +26,7 @@ Difference = tuple[float | None, float | None]
 
 _HUGE = 1e10
 _SMALLEST_SCALE = 0.01
+_NEAR_ZERO = 0.01
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,15 @@ def difference(a: float | None, b: float | None) -> Difference:
 def is_over(relatives: Iterable[float | None], tolerance: float) -> bool:
     """Whether one of the relative errors is over the tolerance; a NaN is over all of them."""
     return any(relative is not None and not relative <= tolerance for relative in relatives)
+
+
+def is_near_zero(*leaves: Leaf) -> bool:
+    """Whether the mean of each is small against its own extremes: rounding alone changes it by much then."""
+    for leaf in leaves:
+        extremes = [abs(value) for value in (leaf.max, leaf.min) if value is not None]
+        if leaf.mean is None or not extremes or not abs(leaf.mean) <= _NEAR_ZERO * max(extremes):
+            return False
+    return True
 
 
 def is_accurate(cosine: float, max_abs: float) -> bool:

@@ -25,6 +25,8 @@ class Runs:
         largest: elements of the largest.
         first: the first ones, as (start, stop) with stop excluded; at most `KEPT_RUNS`.
         item_bytes: of one element.
+        flipped_bits: in how many bits the only differing element differs; None where there are more, or none
+            can tell.
     """
 
     elements: int
@@ -33,6 +35,7 @@ class Runs:
     largest: int
     first: tuple[tuple[int, int], ...]
     item_bytes: int
+    flipped_bits: int | None = None
 
     def describe(self) -> str:
         """In words."""
@@ -52,9 +55,9 @@ class Runs:
         return f"{share}, the largest of {self.largest:,}: {shown}{more}; scattered, as computed values differ"
 
     def _one(self, start: int, stop: int) -> str:
-        where = f"{_words(start, stop)} of {self.elements} differ"
+        where = f"{_words(start, stop)} of {self.elements} differ{'s' * (stop - start == 1)}"
         if stop - start == 1:
-            return f"{where}: a single one, as a flipped bit looks"
+            return f"{where}: a single one" + (", by a single bit: a flipped one" if self.flipped_bits == 1 else "")
         speaks = ", which is what a buffer overwritten in memory looks like" if stop - start >= 16 else ""
         return f"{where}: contiguous, {_size(stop - start, self.item_bytes)}{speaks}"
 

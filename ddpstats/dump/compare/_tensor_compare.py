@@ -7,7 +7,9 @@ order. Both NaN, or the same infinity, at one place count as equal there.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,9 +40,46 @@ def load_tensor(dump: RankDump, leaf: Leaf) -> Tensor:
             "are read, since anything else could run code.",
             path=str(path),
         ) from None
-    if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
-        raise DumpError(f"{path} holds a {type(tensor).__name__}, and should hold a plain tensor.", path=str(path))
-    return tensor.detach()
+    if (kind := _odd_kind(tensor)) is not None:
+        raise DumpError(f"{path} holds a {kind}, and should hold a plain tensor.", path=str(path))
+    if "shape" in leaf.raw and tuple(tensor.shape) != leaf.shape:
+        raise DumpError(
+            f"{path} holds a tensor of shape {list(tensor.shape)}, and {dump.path} says {list(leaf.shape)}. It is "
+            "a file of another dump: copy it again.",
+            path=str(path),
+        )
+    plain: Tensor = tensor.detach()
+    return plain
+
+
+def _odd_kind(held: Any) -> str | None:
+    """What a file holds, if that is no tensor with elements of its own."""
+    if not isinstance(held, Tensor):
+        return type(held).__name__
+    for kind, is_it in (
+        ("sparse tensor", held.layout is not torch.strided and not held.is_nested),
+        ("nested tensor", held.is_nested),
+        ("quantized tensor", held.is_quantized),
+        ("tensor without elements", held.is_meta),
+    ):
+        if is_it:
+            return kind
+    if held.numel() * held.element_size() > held.untyped_storage().nbytes():
+        return "tensor that repeats its elements"  # a few bytes, which may take all memory once they are looked at
+    return None
+
+
+def compare_saved(a: RankDump, leaf_a: Leaf, b: RankDump, leaf_b: Leaf) -> Closeness:
+    """Compare two saved tensors; B's is the reference. Raises `DumpError`, also where their shapes differ."""
+    tensor_a, tensor_b = load_tensor(a, leaf_a), load_tensor(b, leaf_b)
+    both = f"{leaf_a.data_name} of {a.path} and {leaf_b.data_name} of {b.path} cannot be compared"
+    if tensor_a.shape != tensor_b.shape:
+        raise DumpError(f"{both}: their shapes are {list(tensor_a.shape)} and {list(tensor_b.shape)}.")
+    try:
+        return compare_tensors(tensor_a, tensor_b, leaf_a.stride)
+    except (RuntimeError, MemoryError) as error:  # too large, or of a dtype that torch cannot compute with
+        reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+        raise DumpError(f"{both}: {reason}. Compare them by statistics: --mode statistics.") from None
 
 
 def compare_tensors(a: Tensor, b: Tensor, stride: Sequence[int] | None = None) -> Closeness:
@@ -54,11 +93,19 @@ def compare_tensors(a: Tensor, b: Tensor, stride: Sequence[int] | None = None) -
     sums = _Sums()
     collector = RunCollector()
     flat_a, flat_b = _flat(a, stride), _flat(b, stride)
-    for start, x, y in _blocks(flat_a, flat_b):
+    for start in range(0, a.numel(), _BLOCK_ELEMENTS):
+        raw_x, raw_y = (flat[start : start + _BLOCK_ELEMENTS] for flat in (flat_a, flat_b))
+        x, y = _wide(raw_x), _wide(raw_y)
         same = (x == y) | (x.isnan() & y.isnan())
+        if _is_whole(raw_x) and _is_whole(raw_y):  # float64 has not all numbers of int64
+            same &= raw_x.to(torch.int64) == raw_y.to(torch.int64)
         _add_runs(collector, ~same, start)
         sums.add(x, y, same)
-    return sums.result(collector.result(a.numel(), a.element_size()))
+    runs = collector.result(a.numel(), a.element_size())
+    if runs.differing == 1 and a.dtype == b.dtype:
+        place = runs.first[0][0]
+        runs = replace(runs, flipped_bits=_flipped_bits(flat_a[place], flat_b[place]))
+    return sums.result(runs)
 
 
 def _flat(tensor: Tensor, stride: Sequence[int] | None) -> Tensor:
@@ -68,9 +115,18 @@ def _flat(tensor: Tensor, stride: Sequence[int] | None) -> Tensor:
     return tensor.reshape(-1)
 
 
-def _blocks(a: Tensor, b: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    for start in range(0, a.numel(), _BLOCK_ELEMENTS):
-        yield start, _wide(a[start : start + _BLOCK_ELEMENTS]), _wide(b[start : start + _BLOCK_ELEMENTS])
+def _is_whole(block: Tensor) -> bool:
+    return not block.is_floating_point() and not block.is_complex()
+
+
+def _flipped_bits(a: Tensor, b: Tensor) -> int:
+    one, other = (int.from_bytes(_bytes(element), "little") for element in (a, b))
+    return (one ^ other).bit_count()
+
+
+def _bytes(element: Tensor) -> bytes:
+    plain = element.reshape(1).resolve_conj().resolve_neg().contiguous()
+    return bytes(plain.view(torch.uint8).tolist())
 
 
 def _wide(block: Tensor) -> Tensor:

@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from heapq import heappush, heappushpop
 from typing import Literal
 
+from ddpstats.dump.compare._comparer import EntryComparer
 from ddpstats.dump.compare._pair import Pair, pairs
-from ddpstats.dump.compare._rows import EntryComparer, Row
+from ddpstats.dump.compare._rows import Row
 from ddpstats.dump.compare._rules import difference, is_over
 from ddpstats.dump.format._entries import STATISTICS, Entry
 from ddpstats.dump.format._files import RankDump
@@ -28,6 +29,7 @@ _MEMORY_FIELDS = re.compile(  # our leaves' last fields, as we write them; nothi
     r'"device":\s*"[^"]*",\s*"stride":[^"]*"data_ptr":[^"]*"storage_offset":[^"]*"storage_ptr":[^"]*'
     r'"storage_bytes":[^"]*"storage_id":[^"]*"stream":[^,}]*'
 )
+_CHECKSUM = re.compile(r'"md5":\s*"')
 _STATISTICS = re.compile(r'"Max":\s*([^,]+),\s*"Min":\s*([^,]+),\s*"Mean":\s*([^,]+),\s*"Norm":\s*([^,]+)')
 _GROUPS = 1 + len(STATISTICS)  # what `_STATISTICS.split` gives per leaf: the text before it, and its groups
 _NOT_FINITE = ("NaN", "Infinity", '"nan"', 'inf"')
@@ -44,6 +46,7 @@ class Found:
         paired: entries that both have.
         only_a: entries that A has, `only_b` that B has.
         tensors: those of entries that both have.
+        by_statistics: of these, in tensor mode, those that neither side saved.
         unequal: rows in which anything differs, entries that one side lacks included.
         failed: rows over the tolerance, or not comparable.
         highlighted: rows that differ, fail or stand out in another way.
@@ -55,6 +58,7 @@ class Found:
     only_a: int = 0
     only_b: int = 0
     tensors: int = 0
+    by_statistics: int = 0
     unequal: int = 0
     failed: int = 0
     highlighted: int = 0
@@ -70,6 +74,7 @@ class Found:
 
     def count(self, rows: list[Row]) -> None:
         for row in rows:
+            self.by_statistics += row.by_statistics
             self.unequal += row.unequal
             self.failed += row.failed
             if row.unequal:
@@ -96,7 +101,7 @@ class _Earliest:
     """The rows that come first in execution order, at most `KEPT_ROWS`, whatever the order in which they are added."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[tuple[int, int, int], Row]] = []  # its root is the last row, and goes first
+        self._heap: list[tuple[tuple[int, int, int, int], Row]] = []  # its root is the last row, and goes first
         self._added = 0
 
     @property
@@ -108,7 +113,8 @@ class _Earliest:
 
     def add(self, row: Row) -> None:
         self._added += 1
-        order = (-row.index, -row.order[1], -self._added)
+        index, only_b, place = row.order
+        order = (-index, -only_b, -place, -self._added)
         if len(self._heap) < KEPT_ROWS:
             heappush(self._heap, (order, row))
         elif order > self._heap[0][0]:
@@ -179,6 +185,8 @@ def _counts(a: str, b: str, comparer: EntryComparer) -> tuple[int, int, int] | N
     """Tensors, unequal and failed ones of two entries, by their text alone; None where that cannot tell."""
     if any(word in a for word in _NOT_FINITE):
         return None  # such rows stand out, even if they are equal
+    if comparer.mode == "md5" and len(_CHECKSUM.findall(a)) != a.count('"Max"'):
+        return None  # a tensor without a checksum is not compared, even if all else is equal
     if a == b:
         return a.count('"Max"'), 0, 0
     a, b = _MEMORY_FIELDS.sub("", a), _MEMORY_FIELDS.sub("", b)

@@ -6,6 +6,7 @@ import ctypes
 import os
 import zlib
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,12 +32,14 @@ class TensorFiles:
         self._kept: list[tuple[str, Tensor]] = []
 
     def save(self, tensor: Tensor, name: str, path: str) -> str:
-        """The name of the file. Raises OSError."""
+        """The name of the file. Raises OSError, and TypeError for what is a tensor by a class of its own."""
+        if type(tensor) is not Tensor:
+            tensor = _plain(tensor)
         file = file_name(name, path)
         if self._at_once:
             self._write(tensor, file)
         else:
-            self._kept.append((file, tensor.detach().clone()))
+            self._kept.append((file, _copy(tensor.detach())))
         return file
 
     def flush(self) -> None:
@@ -53,6 +56,24 @@ class TensorFiles:
         unfinished = self.directory / f"{TEMPORARY_PREFIX}{file}"[:_LONGEST_NAME]
         torch.save(plain, unfinished)
         os.replace(unfinished, self.directory / file)  # without waiting for the disk: there are too many of them
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Without its class, where that is but a name. What consists of other tensors could not be loaded again."""
+    kind: Any = type(tensor)
+    if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        raise TypeError(f"a {kind.__name__} is no plain tensor, and is not saved")
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.detach().as_subclass(Tensor)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """Of an expanded tensor no more than what is in memory."""
+    held = tensor
+    for dimension, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dimension] > 1:
+            held = held.narrow(dimension, 0, 1)
+    return held.clone().expand(tensor.shape)
 
 
 def checksum(tensor: Tensor) -> str:

@@ -1,0 +1,58 @@
+"""Where a report goes: the terminal or a pipe, and files that are there complete or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO, TextIO
+
+from ddpstats._atomic import replace_file
+from ddpstats.errors import DumpError
+
+
+def show(text: str) -> None:
+    """Print it; a reader who has seen enough (``| head``) is no error."""
+    try:
+        sys.stdout.write(f"{text}\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        with contextlib.suppress(OSError, ValueError):  # or Python's own flush at its end complains
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def check_writable(*paths: Path | None) -> None:
+    """Raises `DumpError` for a file that could not be written, before the work is done that would fill it."""
+    for path in paths:
+        if path is None:
+            continue
+        if path.is_dir():
+            raise DumpError(f"{path} is a directory, and should be a file. Give a name in it.", path=str(path))
+        if not path.parent.is_dir():
+            raise DumpError(f"{path}: there is no directory {path.parent}. Make it.", path=str(path))
+        if not os.access(path.parent, os.W_OK | os.X_OK):
+            raise DumpError(f"{path}: {path.parent} is not writable. Give another place.", path=str(path))
+
+
+def write_file(path: Path, write: Callable[[TextIO], object]) -> None:
+    """A text file. Raises OSError."""
+
+    def encoded(file: BinaryIO) -> None:
+        with _as_text(file) as text:
+            write(text)
+
+    replace_file(path, encoded)
+
+
+@contextlib.contextmanager
+def _as_text(file: BinaryIO) -> Iterator[TextIO]:
+    # a name in a dump may hold half a character, which no encoding has
+    text = io.TextIOWrapper(file, encoding="utf-8", errors="backslashreplace", newline="")
+    try:
+        yield text
+        text.flush()
+    finally:
+        text.detach()
