@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 NAN, INF = math.nan, math.inf
+WHOLE = {"scope": [], "list": [], "data_mode": ["all"]}
 
 
 def leaf(
@@ -52,10 +53,12 @@ def write(
     level: str = "mix",
     parents: dict[str, str] | None = None,
     stacks: dict[str, list[str]] | None = None,
+    header: dict[str, Any] | None = None,
 ) -> Path:
     directory = root / "step0" / ("rank" if rank is None else f"rank{rank}")
     directory.mkdir(parents=True)
-    head = {"task": "statistics", "level": level, "framework": "pytorch", "dump_data_dir": None, "data": entries}
+    head: dict[str, Any] = {"task": "statistics", "level": level, "framework": "pytorch", "dump_data_dir": None}
+    head |= (header if header is not None else WHOLE) | {"data": entries}
     (directory / "dump.json").write_text(json.dumps(head))
     book = {str(number): [[name], lines] for number, (name, lines) in enumerate((stacks or {}).items())}
     (directory / "stack.json").write_text(json.dumps(book))

@@ -205,6 +205,136 @@ note: rank 3: this dump does not record where its tensors are in memory.
     assert told["rank_3"][0]["construct_info"] == ["Module.net.Net.forward.0"]
 
 
+def test_whoever_made_it_last_made_what_looks_the_same(tmp_path: Path) -> None:
+    entries = {
+        "Torch.empty.0.forward": forward(out=BAD),
+        "Tensor.copy_.0.forward": forward(BAD, leaf(), out=leaf()),
+        "Torch.log.0.forward": forward(leaf(), out=BAD),
+        "Torch.add.0.forward": forward(BAD, leaf(), out=BAD),
+        "Torch.add.0.backward": backward(BAD, out=BAD),
+    }
+    assert alone(tmp_path, entries) == [("computation", "Torch.log.0.forward")]
+
+
+EMPTY = {"Torch.empty.0.forward": forward(out=BAD)}
+ADDED = {"Torch.add.0.forward": forward(leaf(), BAD, out=leaf(NAN, NAN, (9,), requires_grad=True))}
+CLEAN = {"Torch.mul.0.backward": backward(leaf(), out=leaf())}
+
+
+def test_uninitialised_memory_that_the_loss_ends_in(tmp_path: Path) -> None:
+    loss = {"Torch.mean.0.forward": forward(leaf(NAN, NAN, (9,)), out=leaf(NAN, NAN, (), requires_grad=True))}
+    assert alone(tmp_path / "forward only", {**EMPTY, **ADDED, **loss}) == [("uninitialised", "Torch.empty.0.forward")]
+    entries = {**EMPTY, **ADDED, **loss, "Torch.mean.0.backward": backward(leaf(), out=leaf())}
+    assert alone(tmp_path / "its backward", entries) == [("uninitialised", "Torch.empty.0.forward")]
+    looked_at = {"Tensor.view.0.forward": forward(BAD, out=leaf(NAN, NAN, (6,)))}  # and filled by what is not recorded
+    assert alone(tmp_path / "unused", {**EMPTY, **looked_at}) == []
+
+
+@pytest.mark.parametrize("name", ["exp", "log"])
+def test_what_nothing_used_is_mentioned_and_hides_no_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    metric = {f"Torch.{name}.0.forward": forward(leaf(1000.0), out=leaf(INF, INF, ()))}
+    code, text = say(write(tmp_path / "clean", {**metric, **CLEAN}), capsys)
+    assert code == 0
+    assert "Nothing found that any gradient or collective took of." in text
+    assert f"also: rank 0: Torch.{name}.0.forward made infinity; nothing that was recorded used it" in text
+    real = {"Torch.sqrt.0.backward": backward(leaf(), out=leaf(INF, 0.0))}
+    assert alone(tmp_path / "real", {**metric, **real}) == [("computation", "Torch.sqrt.0.backward")]
+
+
+def test_what_nothing_used_hides_no_other_rank(tmp_path: Path) -> None:
+    metric = {"Torch.exp.0.forward": forward(leaf(), out=leaf(INF, INF, ()))}
+    step = two_ranks(
+        tmp_path,
+        {**metric, REDUCE.format(0): collective(FINE, out=FINE), REDUCE.format(1): collective(FINE, out=BAD)},
+        {
+            REDUCE.format(0): collective(FINE, out=FINE),
+            LOG.format(0): forward(FINE, out=BAD),
+            REDUCE.format(1): collective(BAD, out=BAD),
+        },
+    )
+    assert blamed(step) == [(1, "computation", LOG.format(0))]
+    assert [(rank, one.name) for rank, one in found(step).also] == [(0, "Torch.exp.0.forward")]
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"Torch.minimum.0.forward": forward(leaf(INF, INF, ()), leaf(), out=leaf())},  # an observer's buffer
+        {"Tensor.nansum.0.forward": forward(BAD, out=leaf(1.0, 1.0, ()))},
+        {"Torch.isnan.0.forward": forward(BAD, out=leaf(1.0, 0.0, dtype="torch.bool"))},  # labels that lack
+        {
+            "Torch.full.0.forward": forward({"type": "float", "value": NAN}, out=BAD),
+            "Tensor.__setitem__.0.forward": forward(BAD, leaf(), out=leaf(NAN, 1.0)),
+            "Tensor.__setitem__.1.forward": forward(leaf(NAN, 1.0), leaf(), out=leaf()),
+        },
+        {"Tensor.std.0.forward": forward(leaf(), out=leaf(NAN, NAN, ()))},  # of one row; nobody asks
+        {
+            "Torch.log.0.forward": forward(leaf(), out=leaf(0.0, -INF)),
+            "Torch.mul.0.forward": forward(leaf(), leaf(0.0, -INF), out=BAD),
+            "Torch.where.0.forward": forward(leaf(), BAD, leaf(), out=leaf()),
+        },
+    ],
+)
+def test_what_becomes_finite_outside_gradients_is_no_origin(tmp_path: Path, entries: Entries) -> None:
+    assert alone(tmp_path, {**entries, **CLEAN}) == []
+
+
+def test_what_goes_into_weights_is_no_mask(tmp_path: Path) -> None:
+    minus = leaf(1.0, -INF)
+    linear = {"Functional.linear.0.forward": forward(minus, leaf(), out=leaf(INF, -INF, (9,), requires_grad=True))}
+    assert alone(tmp_path / "batch", linear) == [("arrived", "Functional.linear.0.forward")]
+    scaled = {"Torch.mul.0.forward": forward(minus, out=leaf(2.0, -INF))}
+    linear = {"Functional.linear.0.forward": forward(leaf(2.0, -INF), out=leaf(INF, -INF, (9,), requires_grad=True))}
+    assert alone(tmp_path / "scaled", {**scaled, **linear}) == [("arrived", "Torch.mul.0.forward")]
+    mine = leaf(1.0, -INF, requires_grad=True)
+    add = {"Torch.add.0.forward": forward(leaf(), mine, out=leaf(3.0, -INF, requires_grad=True))}
+    assert alone(tmp_path / "parameter", add) == [("arrived", "Torch.add.0.forward")]
+
+
+def test_a_nan_that_the_program_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written = forward(leaf(), {"type": "float", "value": NAN}, out=leaf(NAN, 1.0, requires_grad=True))
+    step = write(tmp_path, {"Tensor.__setitem__.0.forward": written})
+    assert blamed(step) == [(0, "given", "Tensor.__setitem__.0.forward")]
+    assert "the first NaN was written by Tensor.__setitem__.0.forward, which was given NaN" in say(step, capsys)[1]
+
+
+def test_an_optimizer_that_ruins_its_parameters(tmp_path: Path) -> None:
+    after = {"Tensor.addcdiv_.0.forward": forward(leaf(), out=leaf(NAN, NAN, requires_grad=True))}
+    assert alone(tmp_path, {**CLEAN, **after}) == [("computation", "Tensor.addcdiv_.0.forward")]
+
+
+def test_what_the_dump_leaves_out_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fine = {"Torch.add.0.forward": forward(leaf(), out=leaf())}
+    selected = {"scope": [], "list": ["add"], "data_mode": ["forward", "output"]}
+    text = say(write(tmp_path / "list", fine, header=selected), capsys)[1]
+    assert "Nothing found: every recorded tensor is finite" in text
+    assert "Not recorded: what is outside of list add; anything but forward, output (data_mode)." in text
+    text = say(write(tmp_path / "L0", fine, level="L0"), capsys)[1]
+    assert "Not recorded: operations between modules (level L0)." in text
+    text = say(write(tmp_path / "rank", {REDUCE.format(0): collective(FINE, out=FINE)}), capsys)[1]
+    assert "Not recorded: rank 1." in text
+    bad = {"Functional.linear.0.forward": forward(BAD, leaf(), out=leaf(NAN, NAN, (9,)))}
+    assert "not finite before the first entry" in say(write(tmp_path / "one", bad, header=selected), capsys)[1]
+    assert "not finite before the first entry" in say(write(tmp_path / "theirs", bad, header={}), capsys)[1]
+    text = say(write(tmp_path / "arrived", bad, level="L0"), capsys)[1]
+    assert 'operations between modules are not in an L0 dump: dump with level "mix".' in text
+
+
+def test_inputs_that_are_not_recorded_are_not_called_finite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = say(write(tmp_path / "output", {LOG.format(0): forward(out=BAD)}), capsys)[1]
+    assert "made the first NaN: its inputs are not in this dump" in text
+    text = say(write(tmp_path / "backward", {"Torch.log.0.backward": backward(leaf(), out=BAD)}), capsys)[1]
+    assert "its inputs are finite, and the forward pass is not in this dump" in text
+
+
+def test_a_parameter_of_the_root_has_its_own_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    module = forward(leaf(), out=leaf(NAN, NAN, (9,)), parameters={"weight_hh_l0": BAD})
+    text = say(write(tmp_path, {"Module.root.GRU.forward.0": module}), capsys)[1]
+    assert "parameter weight_hh_l0, used by" in text
+
+
 # -- growth -----------------------------------------------------------------------------------------------------------
 
 
@@ -240,6 +370,16 @@ def test_what_grows_until_it_overflows_is_traced_to_what_makes_it_grow(
     ) in text
     assert "Module.6.core.Attention.backward.0  1 -> 1e+06  x 1e+06" in text
     assert "look at how Module Attention is called (arguments, masks, scales)" in text
+
+
+def test_a_nan_that_is_no_overflow_has_no_grower(tmp_path: Path) -> None:
+    entries, parents = growing(6)
+    made = {"Torch.log.0.backward": backward(leaf(1.0), out=BAD)}
+    (origin,) = found(write(tmp_path / "log", {**entries, **made}, parents=parents)).origins
+    assert (origin.name, origin.grower) == ("Torch.log.0.backward", None)
+    made = {"Torch.matmul.0.backward": backward(leaf(1e32), out=BAD)}
+    (origin,) = found(write(tmp_path / "matmul", {**entries, **made}, parents=parents)).origins
+    assert origin.grower is not None
 
 
 def test_a_single_growth_is_no_trail(tmp_path: Path) -> None:
@@ -309,8 +449,12 @@ def test_after_the_last_collective(tmp_path: Path) -> None:
 def test_a_collective_among_ranks_that_are_not_there_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    step = write(tmp_path, {REDUCE.format(0): collective(FINE, out=BAD, ranks=(0, 1, 2))}, 0)
-    assert "finite on all its ranks before, not finite after; of rank 1, 2 there is no dump" in say(step, capsys)[1]
+    step = write(tmp_path / "nan", {REDUCE.format(0): collective(FINE, out=BAD, ranks=(0, 1, 2))}, 0)
+    text = say(step, capsys)[1]
+    assert "finite on the dumped ranks; it came from rank 1, 2 (of rank 1, 2 there is no dump)" in text
+    assert "What to do next: dump rank 1, 2 as well." in text
+    step = write(tmp_path / "inf", {REDUCE.format(0): collective(FINE, out=leaf(INF, 0.0), ranks=(0, 1))}, 0)
+    assert "finite on the dumped ranks; it came from rank 1 or from the sum" in say(step, capsys)[1]
 
 
 def test_a_broadcast_takes_nothing_from_those_who_receive(tmp_path: Path) -> None:
@@ -361,6 +505,96 @@ def test_what_came_from_another_rank_unseen_is_not_blamed(tmp_path: Path) -> Non
         {LOG.format(0): forward(leaf(), out=BAD), REDUCE.format(0): collective(BAD, out=BAD)},
     )
     assert blamed(step) == [(1, "computation", LOG.format(0))]
+
+
+THEIRS, GARBAGE = leaf(ours=False), leaf(NAN, NAN, (3,), ours=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("recv", forward(GARBAGE, {"type": "int", "value": 1}, out=THEIRS)),
+        ("all_gather", forward([GARBAGE, GARBAGE], THEIRS, out=[THEIRS])),
+        ("all_gather_into_tensor", forward(GARBAGE, THEIRS, out=THEIRS)),
+        ("reduce_scatter_tensor", forward(GARBAGE, THEIRS, out=THEIRS)),
+        ("gather", forward(THEIRS, [GARBAGE], {"type": "int", "value": 0}, out=[THEIRS])),
+        ("broadcast", forward(GARBAGE, {"type": "int", "value": 1}, out=THEIRS)),
+    ],
+)
+def test_what_is_in_a_buffer_before_it_is_received_into_is_nobody_s_fault(
+    tmp_path: Path, name: str, call: dict[str, Any]
+) -> None:
+    empty = {"Torch.empty.0.forward": forward(out=GARBAGE)}
+    received = {f"Distributed.{name}.0.forward": call}
+    assert alone(tmp_path / "made", {**empty, **received}) == []
+    assert alone(tmp_path / "arrived", received) == []
+
+
+def test_peers_are_read_by_place_too(tmp_path: Path) -> None:
+    """Messages of other tools, with positional arguments; the ranks' counts of other collectives differ."""
+    step = two_ranks(
+        tmp_path,
+        {"Distributed.recv.0.forward": forward(THEIRS, {"type": "int", "value": 1}, out=BAD)},
+        {
+            REDUCE.format(0): collective(FINE, out=FINE, ranks=(1, 2)),
+            LOG.format(0): forward(FINE, out=BAD),
+            "Distributed.send.0.forward": forward(BAD, {"type": "int", "value": 0}),
+        },
+    )
+    assert blamed(step) == [(1, "computation", LOG.format(0))]
+    assert found(step).unmatched == ()
+
+
+def test_a_message_that_does_not_say_with_whom(tmp_path: Path) -> None:
+    findings = found(write(tmp_path, {"Distributed.recv.0.forward": collective(out=FINE)}))
+    assert findings.unmatched == (
+        "Distributed.recv.0.forward of rank 0 does not say with whom: what it received is not followed back",
+    )
+
+
+def test_a_nan_out_of_finite_parts_has_nothing_to_do_with_magnitudes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = {REDUCE.format(0): collective(FINE, out=BAD)}
+    text = say(two_ranks(tmp_path, made, made), capsys)[1]
+    assert "magnitudes" not in text
+    assert "finite values do not add up to a NaN" in text
+
+
+def test_what_a_collective_stands_between(tmp_path: Path) -> None:
+    entries = {REDUCE.format(number): collective(FINE, out=BAD if number == 1 else FINE) for number in range(3)}
+    origins = found(two_ranks(tmp_path, entries, entries)).origins
+    assert {(one.name, one.after, one.until) for one in origins} == {
+        (REDUCE.format(1), REDUCE.format(0), REDUCE.format(2))
+    }
+
+
+def test_numbers_in_the_group_match_where_an_entry_lacks(tmp_path: Path) -> None:
+    def number(count: int, *inputs: Any, out: Any) -> dict[str, Any]:
+        return collective(*inputs, out=out, seq=count)
+
+    step = two_ranks(
+        tmp_path,
+        {REDUCE.format(0): number(0, FINE, out=FINE), REDUCE.format(2): number(2, FINE, out=BAD)},
+        {
+            REDUCE.format(0): number(0, FINE, out=FINE),
+            REDUCE.format(1): {**number(1, FINE, out=None), "incomplete": True},
+            LOG.format(0): forward(FINE, out=BAD),
+            REDUCE.format(2): number(2, BAD, out=BAD),
+        },
+    )
+    assert blamed(step) == [(1, "computation", LOG.format(0))]
+    assert found(step).unmatched == (
+        "Distributed.all_reduce.1.forward of rank 1 has no counterpart in the dump of rank 0",
+        "Distributed.all_reduce.1.forward of rank 1 had not ended when the dump did, or it failed",
+    )
+
+
+def test_two_dumps_of_one_rank_are_refused(tmp_path: Path) -> None:
+    write(tmp_path, {LOG.format(0): forward(FINE, out=FINE)}, None)
+    step = write(tmp_path, {LOG.format(0): forward(FINE, out=BAD)}, 0)
+    with pytest.raises(DumpError, match="two dumps of rank 0"):
+        found(step)
 
 
 def test_ranks_whose_dump_ends_early_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from ddpstats.dump.compare import _progress
-from ddpstats.dump.compare._progress import ProgressBar
+from ddpstats.dump.format import _progress
+from ddpstats.dump.format._progress import ProgressBar
 
 
 class Stream(io.StringIO):

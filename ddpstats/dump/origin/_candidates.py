@@ -1,4 +1,4 @@
-"""What is kept of a rank's entries in the search for the first NaN: where it may have begun, and the collectives.
+"""What is kept of a rank's entries in the search for the first NaN: where it may have begun.
 
 Which of them is to blame is decided elsewhere: on one rank by `_rank_scan`, over all ranks by `_first_nan`.
 """
@@ -11,9 +11,11 @@ from typing import Literal, NamedTuple
 
 from ddpstats.dump.format._entries import Entry, Leaf
 from ddpstats.dump.format._files import RankDump
+from ddpstats.dump.origin._collective_calls import Collective
 from ddpstats.dump.origin._growth import Growth
 
-Kind = Literal["computation", "arrived", "parameter", "uninitialised", "gradient", "collective"]
+Kind = Literal["computation", "arrived", "parameter", "uninitialised", "given", "gradient", "collective"]
+Standing = Literal["strong", "weak", "unused", "finite again"]
 
 
 class Bad(NamedTuple):
@@ -22,11 +24,20 @@ class Bad(NamedTuple):
     path: str
     leaf: Leaf
 
-    @property
-    def mark(self) -> str:
-        """Tells it apart from others, as well as statistics can."""
-        raw = self.leaf.raw
-        return repr([raw.get(key) for key in ("shape", "Max", "Min", "Mean", "Norm", "nan_count", "first_bad")])
+
+@dataclass
+class Late:
+    """Ends made after the newest entry of a backward pass, or where there is none.
+
+    Attributes:
+        after: how many entries of backward passes came before.
+        grad: how many require a gradient.
+        kept: how many were written in place, as an optimizer does: the program has them still.
+    """
+
+    after: int = 0
+    grad: int = 0
+    kept: int = 0
 
 
 @dataclass(eq=False)
@@ -35,14 +46,20 @@ class Candidate:
 
     Attributes:
         kind: "computation", "collective": this entry made it; "arrived": a tensor that was not finite when this entry
-            took it in; "parameter": likewise, a parameter; "uninitialised": memory that nobody wrote to; "gradient": a
-            parameter's gradient, of which nothing else is known.
+            took it in; "parameter": likewise, a parameter; "uninitialised": memory that nobody wrote to; "given": the
+            program gave this entry a NaN, to write it; "gradient": a parameter's gradient, of which nothing else is
+            known.
         entry: which.
         bad: the tensors in question.
         position: how many collectives of this rank came before.
         order: how many entries came before.
-        stands: None while that is open.
-        used: infinities of it went into something that was finite again.
+        reached: a gradient or a collective took of it.
+        ends: tensors that hold it, and that nothing took so far; ``ends_grad``: those of them that require a gradient;
+            ``ends_graph``: those made by something whose backward pass came.
+        late: of those, the ones of which no backward pass may have come yet.
+        standing: "strong": reached, or the loss ends in it; "weak": it is in the dump of a forward pass, and nothing
+            used it; "unused": likewise, and the gradients that came do not hold it; "finite again": all that was seen
+            of it. Set when the rank has been read.
         masked: some of its inputs hold infinities that were put there on purpose.
         before: names of the entries just before.
         parameters: names in the model of those that were not finite, of kind "parameter".
@@ -54,8 +71,12 @@ class Candidate:
     bad: tuple[Bad, ...]
     position: int
     order: int
-    stands: bool | None = None
-    used: bool = False
+    reached: bool = False
+    ends: int = 0
+    ends_grad: int = 0
+    ends_graph: int = 0
+    late: Late = field(default_factory=Late)
+    standing: Standing = "finite again"
     masked: bool = False
     before: tuple[str, ...] = ()
     parameters: tuple[str, ...] = ()
@@ -65,41 +86,33 @@ class Candidate:
     def name(self) -> str:
         return self.entry.name
 
-    def holds(self) -> bool:
-        if self.stands is None:
-            return self.kind != "uninitialised" and not self.used
-        return self.stands
-
-
-@dataclass(frozen=True)
-class Collective:
-    """A collective of one rank: with whom, and what of it was not finite. Ranks are global ones."""
-
-    entry: Entry
-    api: str
-    number: int
-    ranks: tuple[int, ...]  # of the group; empty where the dump does not say
-    group: str
-    root: int | None
-    peer: int | None
-    bad_inputs: tuple[Bad, ...]
-    bad_outputs: tuple[Bad, ...]
-
     @property
-    def name(self) -> str:
-        return self.entry.name
+    def holds(self) -> bool:
+        return self.standing in ("strong", "weak")
+
+    def settle(self, gradients: int) -> None:
+        """Everything of this rank has been seen, ``gradients`` entries of backward passes among it."""
+        late = self.late if self.late.after == gradients else Late()
+        if self.reached or self.ends_graph or late.grad:
+            self.standing = "strong"
+        elif self.ends:
+            self.standing = "unused" if gradients and not late.kept else "weak"
 
 
 @dataclass
 class RankScan:
-    """What one rank's dump says."""
+    """What one rank's dump says.
+
+    Attributes:
+        recorded: which parts its entries have tensors in: ("forward", "input"), ("backward", "output"), ...
+    """
 
     dump: RankDump
     entries: int = 0
-    tensors: int = 0
     candidates: list[Candidate] = field(default_factory=list)
     collectives: list[Collective] = field(default_factory=list)
     growth: Growth = field(default_factory=Growth)
+    recorded: set[tuple[str, str]] = field(default_factory=set)
 
     @property
     def rank(self) -> int:

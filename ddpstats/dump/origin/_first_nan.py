@@ -6,23 +6,27 @@
    than what is before it on any of its ranks.
 3. A collective whose inputs were finite on all its ranks, and whose outputs were not, is a candidate itself.
 4. The candidates with the earliest clock are the origins: before the first collective, or between two of them, of every
-   rank its own first one. Of modules inside each other, and the calls in them, it is the innermost.
+   rank its own first one. Of modules inside each other, and the calls in them, it is the innermost. What reached a
+   gradient, a collective or the loss, on any rank, comes before what nothing used; that is mentioned.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
-from ddpstats.dump.origin._candidates import Candidate, Collective, Kind, RankScan
-from ddpstats.dump.origin._growth import Grower, ancestors
+from ddpstats.dump.origin._candidates import Bad, Candidate, Kind, RankScan, has_nan, is_bad
+from ddpstats.dump.origin._collective_calls import Collective
+from ddpstats.dump.origin._growth import Grower, ancestors, overflowed
 
 Key = tuple[str, tuple[int, ...], str, int, int]
-"""Group, its ranks, what is called, and from and to whom (-1 where everybody takes part)."""
+"""Group, its ranks, what is called, and from and to whom (`_ALL` where everybody takes part)."""
 
+_ALL, _UNKNOWN = -1, -2
 _VAGUE = frozenset({"arrived", "gradient"})
+_Find = tuple[tuple[int, int], "Origin", bool]  # clock, what, and whether something took of it
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,9 @@ class Origin:
         after, until: the collectives of this rank around it, by name; None at the beginning and at the end.
         modules: the modules' passes around it, innermost first.
         grower: what made the values grow until then, if something did repeatedly.
-        peers: of a collective, the ranks that took part; ``undumped``: those whose dump is not there.
+        op: of a collective that reduces.
+        undumped: ranks of a collective whose dump is not there.
+        recorded: see `RankScan`.
     """
 
     rank: int
@@ -45,7 +51,8 @@ class Origin:
     until: str | None
     modules: tuple[str, ...]
     grower: Grower | None
-    peers: tuple[int, ...] = ()
+    recorded: frozenset[tuple[str, str]] = frozenset()
+    op: str = ""
     undumped: tuple[int, ...] = ()
 
     @property
@@ -60,12 +67,16 @@ class Findings:
     Attributes:
         origins: ascending by rank; empty where every tensor is finite, or was made infinite on purpose.
         phase: when that was.
-        unmatched: collectives that some ranks of their group have in their dump, and others not.
+        unmatched: collectives that some ranks of their group have in their dump, and others not; that did not end; and
+            messages that do not say with whom.
+        also: (rank, candidate) of what was not finite either, and is not to blame: nothing used it, or it was a NaN
+            that became finite again.
     """
 
     origins: tuple[Origin, ...]
     phase: Literal["", "before the first collective", "between collectives", "in a collective"]
     unmatched: tuple[str, ...]
+    also: tuple[tuple[int, Candidate], ...] = field(default=())
 
 
 @dataclass(eq=False)
@@ -81,43 +92,72 @@ def find_origins(scans: Sequence[RankScan]) -> Findings:
     """What the scans of all ranks of one step say together."""
     meetings = _matched(scans)
     clocks, order = _walked(scans, meetings)
-    finds: list[tuple[tuple[int, int], Origin]] = []
+    finds: list[_Find] = []
     for meeting in order:
-        finds += [((clocks[id(meeting)], 0), origin) for origin in _of_collective(scans, meeting)]
+        finds += [((clocks[id(meeting)], 0), origin, True) for origin in _of_collective(scans, meeting)]
     for scan in scans:
-        for candidate in scan.candidates:
-            if candidate.holds() and candidate.kind != "collective":
-                before = meetings[scan.rank][: candidate.position]
-                clock = max((clocks[id(meeting)] for meeting in before), default=0)
-                finds.append(((clock, 1), _origin(scan, candidate)))
-                break
+        finds += _of_rank(scan, [clocks[id(meeting)] for meeting in meetings[scan.rank]])
+    if any(is_used for *_, is_used in finds):
+        finds = [find for find in finds if find[2]]
+    unmatched = _unmatched(scans, order)
     if not finds:
-        return Findings((), "", _unmatched(scans, order))
-    first = min(clock for clock, _ in finds)
-    origins = sorted((origin for clock, origin in finds if clock == first), key=lambda origin: origin.rank)
+        return Findings((), "", unmatched, _also(scans, ()))
+    first = min(clock for clock, *_ in finds)
+    origins = sorted((origin for clock, origin, _ in finds if clock == first), key=lambda origin: origin.rank)
     # What nothing recorded made may have come from another rank, by a collective whose entry was written later.
     origins = [origin for origin in origins if origin.kind not in _VAGUE] or origins
     phase: Literal["before the first collective", "between collectives", "in a collective"]
     phase = (
         "before the first collective" if first == (0, 1) else "between collectives" if first[1] else "in a collective"
     )
-    return Findings(tuple(origins), phase, _unmatched(scans, order))
+    return Findings(tuple(origins), phase, unmatched, _also(scans, origins))
+
+
+def _of_rank(scan: RankScan, clocks: Sequence[int]) -> list[_Find]:
+    """Its first candidate that something took of, and its first one that stands at all."""
+    held = [one for one in scan.candidates if one.holds and one.kind != "collective"]
+    used = [one for one in held if one.standing == "strong"]
+    return [
+        ((max(clocks[: one.position], default=0), 1), _origin(scan, one), one.standing == "strong")
+        for one in (used or held)[:1]
+    ]
+
+
+def _also(scans: Sequence[RankScan], origins: Sequence[Origin]) -> tuple[tuple[int, Candidate], ...]:
+    """What is not finite, is no consequence, and is not to blame."""
+    blamed = [origin.candidate for origin in origins]
+    return tuple(
+        (scan.rank, one)
+        for scan in scans
+        for one in scan.candidates
+        if one not in blamed and (one.standing in ("weak", "unused") or _is_mended(one))
+    )
+
+
+def _is_mended(candidate: Candidate) -> bool:
+    made_nan = candidate.kind == "computation" and any(has_nan(bad.leaf) for bad in candidate.bad)
+    return made_nan and candidate.standing == "finite again"
 
 
 # -- collectives of different ranks -----------------------------------------------------------------------------------
 
 
 def _matched(scans: Sequence[RankScan]) -> dict[int, list[_Meeting]]:
-    """Of every rank, its collectives in execution order, each as what all its ranks share."""
+    """Of every rank, its collectives in execution order, each as what all its ranks share.
+
+    By their number in the group where all dumps say it, for an entry may lack; or else counted.
+    """
     found: dict[tuple[Key, int], _Meeting] = {}
     of_rank: dict[int, list[_Meeting]] = {}
+    has_sequence = all(call.sequence is not None for scan in scans for call in scan.collectives)
     for scan in scans:
         counts: dict[Key, int] = {}
         numbered: dict[str, tuple[Key, int]] = {}
         for call in sorted(scan.collectives, key=lambda call: call.number):  # as begun, not as ended
             key = _key(scan.rank, call)
-            numbered[call.name] = key, counts.setdefault(key, 0)
-            counts[key] += 1
+            counts[key] = counts.get(key, 0) + 1
+            number = call.sequence if has_sequence and call.sequence is not None else counts[key] - 1
+            numbered[call.name] = key, number
         of_rank[scan.rank] = []
         for call in scan.collectives:
             meeting = found.setdefault(numbered[call.name], _Meeting(*numbered[call.name], {}))
@@ -127,8 +167,10 @@ def _matched(scans: Sequence[RankScan]) -> dict[int, list[_Meeting]]:
 
 
 def _key(rank: int, call: Collective) -> Key:
+    if not call.is_message:
+        return call.group, call.ranks, call.api, _ALL, _ALL
     if call.peer is None:
-        return call.group, call.ranks, call.api, -1, -1
+        return call.group, call.ranks, call.api, rank, _UNKNOWN
     source, destination = (rank, call.peer) if call.api.endswith("send") else (call.peer, rank)
     return call.group, call.ranks, "message", source, destination
 
@@ -158,10 +200,16 @@ def _unmatched(scans: Sequence[RankScan], order: Sequence[_Meeting]) -> tuple[st
     dumped = {scan.rank for scan in scans}
     lines = []
     for meeting in order:
-        expected = set(meeting.key[3:]) if meeting.key[2] == "message" else set(meeting.key[1])
+        rank, call = next(iter(meeting.members.items()))
+        if call.is_message and call.peer is None:
+            lines.append(f"{call.name} of rank {rank} does not say with whom: what it received is not followed back")
+            continue
+        expected = set(meeting.key[3:]) if call.is_message else set(meeting.key[1])
         if missing := sorted((expected & dumped) - set(meeting.members)):
-            rank, call = next(iter(meeting.members.items()))
             lines.append(f"{call.name} of rank {rank} has no counterpart in the dump of rank {_listed(missing)}")
+        for member, one in meeting.members.items():
+            if one.incomplete:
+                lines.append(f"{one.name} of rank {member} had not ended when the dump did, or it failed")
     return tuple(lines)
 
 
@@ -171,8 +219,8 @@ def _of_collective(scans: Sequence[RankScan], meeting: _Meeting) -> list[Origin]
     if any(call.bad_inputs for call in calls.values()):
         return []
     dumped = {scan.rank for scan in scans}
-    peers = tuple(sorted(set(meeting.key[1]) or set(calls)))
-    undumped = tuple(rank for rank in peers if rank not in dumped)
+    ranks = set(meeting.key[3:]) if meeting.key[2] == "message" else set(meeting.key[1])
+    undumped = tuple(sorted(ranks - dumped))
     found = []
     for scan in scans:
         call = calls.get(scan.rank)
@@ -180,30 +228,34 @@ def _of_collective(scans: Sequence[RankScan], meeting: _Meeting) -> list[Origin]
             continue
         known = next((one for one in scan.candidates if one.kind == "collective" and one.name == call.name), None)
         place = next(index for index, one in enumerate(scan.collectives) if one is call)
-        candidate = known or Candidate("collective", call.entry, call.bad_outputs, place, 0, True)
-        found.append(_origin(scan, candidate, peers, undumped))
+        bad = tuple(Bad(path, leaf) for path, leaf in call.made if is_bad(leaf))
+        candidate = known or Candidate("collective", call.entry, bad, place, 0)
+        found.append(_origin(scan, candidate, call.op, undumped))
     return found
 
 
 # -- one rank ---------------------------------------------------------------------------------------------------------
 
 
-def _origin(
-    scan: RankScan, candidate: Candidate, peers: tuple[int, ...] = (), undumped: tuple[int, ...] = ()
-) -> Origin:
+def _origin(scan: RankScan, candidate: Candidate, op: str = "", undumped: tuple[int, ...] = ()) -> Origin:
     chosen = _innermost(scan, candidate) if candidate.kind == "computation" else candidate
     after = scan.collectives[chosen.position - 1].name if chosen.position else None
     at = chosen.position + (chosen.kind == "collective")
     until = scan.collectives[at].name if at < len(scan.collectives) else None
     modules = tuple(ancestors(chosen.name, scan.dump))
-    grower = scan.growth.grower("backward" if chosen.in_backward else "forward", scan.dump)
-    return Origin(scan.rank, chosen.kind, chosen, after, until, modules, grower, peers, undumped)
+    grower = None
+    if chosen.kind != "given":
+        grower = scan.growth.grower("backward" if chosen.in_backward else "forward", scan.dump)
+    if grower is not None and not overflowed(chosen.entry, [one.leaf for one in chosen.bad], grower):
+        grower = None
+    recorded = frozenset(scan.recorded)
+    return Origin(scan.rank, chosen.kind, chosen, after, until, modules, grower, recorded, op, undumped)
 
 
 def _innermost(scan: RankScan, candidate: Candidate) -> Candidate:
     """Where a module's entry comes before those of what is inside it: the first of those that stand."""
     for other in scan.candidates:
-        inside = other.order > candidate.order and other.kind == "computation" and other.holds()
+        inside = other.order > candidate.order and other.kind == "computation" and other.holds
         if inside and candidate.name in ancestors(other.name, scan.dump):
             return _innermost(scan, other)
     return candidate

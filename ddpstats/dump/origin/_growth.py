@@ -20,6 +20,8 @@ FACTOR = 4.0  # below, nothing is called growth
 _TRAIL, _KEPT = 12, 4096
 _ENOUGH = 1e3  # what all growth of an operation must come to
 _HALF = 0.5
+_NEAR = 1e3
+_LARGEST = {"float16": 65504.0, "bfloat16": 3.39e38, "float32": 3.4e38, "float64": 1.79e308}
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,23 @@ class Growth:
                 trail = tuple(one for one in grown if one.name not in outer)[-_TRAIL:]
                 return Grower(operation, direction, calls, len(own), math.exp(total / len(own)), trail)
         return None
+
+
+def overflowed(entry: Entry, bad: Iterable[Leaf], grower: Grower) -> bool:
+    """Whether what is bad is the end of the growth: there are infinities, or what went in was close to the largest."""
+    if any(has_infinity(leaf) for leaf in bad):
+        return True
+    near = _NEAR * max(grower.trail[-1].ratio, 1.0)
+    for _, leaf in entry.inputs():
+        if (largest := _LARGEST.get(leaf.dtype.removeprefix("torch."))) and _size([leaf]) * near >= largest:
+            return True
+    return False
+
+
+def has_infinity(leaf: Leaf) -> bool:
+    if leaf.inf_count is not None:
+        return leaf.inf_count > 0
+    return any(value is not None and math.isinf(value) for value in (leaf.max, leaf.min))
 
 
 def _is_weight(name: Name, path: str) -> bool:

@@ -16,7 +16,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from ddpstats.dump.format._entries import Entry, Leaf
-from ddpstats.dump.format._files import RankDump
 from ddpstats.dump.format._names import parse_name
 
 
@@ -121,18 +120,6 @@ class MemoryWalk:
             current.append(storage)
         found.sort(key=lambda each: (not each.across_streams, each.other.first))
         return Overlaps(tuple(found), bool(self._storages))
-
-
-def overlaps(rank_dump: RankDump) -> Overlaps:
-    """The live storages of one rank that share memory; reads its entries once.
-
-    Returns:
-        Those found; its ``known`` is False where the dump does not record memory (other tools' do not).
-    """
-    walk = MemoryWalk(rank_dump.level)
-    for entry in rank_dump.entries():
-        walk.take(entry)
-    return walk.overlaps()
 
 
 def _streams(storage: Storage) -> str:

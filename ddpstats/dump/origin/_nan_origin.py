@@ -14,11 +14,13 @@ from typing import Any
 
 from ddpstats.dump.format._entries import Leaf
 from ddpstats.dump.format._files import RankDump, find_ranks
+from ddpstats.dump.format._progress import ProgressBar
 from ddpstats.dump.origin._candidates import RankScan, is_bad
+from ddpstats.dump.origin._coverage import coverage_of, left_out_words
 from ddpstats.dump.origin._first_nan import Findings, Origin, find_origins
 from ddpstats.dump.origin._growth import Grower
 from ddpstats.dump.origin._memory import MemoryWalk, Overlaps
-from ddpstats.dump.origin._origin_words import advice, verdict
+from ddpstats.dump.origin._origin_words import advice, also_words, verdict, what_of
 from ddpstats.dump.origin._rank_scan import scan_rank
 from ddpstats.errors import DumpError
 
@@ -41,10 +43,11 @@ def run(args: argparse.Namespace) -> int:
 def read(ranks: Sequence[RankDump]) -> tuple[list[RankScan], list[Overlaps]]:
     """Every rank's entries, once."""
     scans, memory = [], []
-    for dump in ranks:
-        walk = MemoryWalk(dump.level)
-        scans.append(scan_rank(dump, also=walk.take))
-        memory.append(walk.overlaps())
+    with ProgressBar(sum(dump.bytes for dump in ranks)) as bar:
+        for dump in ranks:
+            walk = MemoryWalk(dump.level)
+            scans.append(scan_rank(dump, walk.take, bar.add))
+            memory.append(walk.overlaps())
     if not any(scan.entries for scan in scans):
         raise DumpError(f"{ranks[0].path} has no entries. Does its configuration choose any, by scope and list?")
     return scans, memory
@@ -54,6 +57,7 @@ def read(ranks: Sequence[RankDump]) -> tuple[list[RankScan], list[Overlaps]]:
 
 
 def as_text(scans: Sequence[RankScan], findings: Findings, memory: Sequence[Overlaps]) -> str:
+    by_rank = {scan.rank: scan for scan in scans}
     lines = [_read_words(scans)]
     for scan in scans:
         if not scan.dump.complete:
@@ -63,9 +67,27 @@ def as_text(scans: Sequence[RankScan], findings: Findings, memory: Sequence[Over
     if findings.origins:
         lines += _origins(scans, findings)
     else:
-        lines.append("Nothing found: every tensor is finite, or was made infinite on purpose and became finite again.")
+        lines += _nothing(scans, findings)
+    lines += _capped([also_words(_rank(by_rank[rank].dump.rank), one) for rank, one in findings.also])
     lines += _memory_notes(scans, memory)
     return "\n".join(lines)
+
+
+def _nothing(scans: Sequence[RankScan], findings: Findings) -> Iterator[str]:
+    left_out = left_out_words([scan.dump for scan in scans], undumped(scans))
+    if findings.also:
+        yield "Nothing found that any gradient or collective took of."
+    else:
+        every = "every recorded tensor" if left_out else "every tensor"
+        yield f"Nothing found: {every} is finite, or was made infinite on purpose and became finite again."
+    if left_out:
+        yield left_out
+
+
+def undumped(scans: Sequence[RankScan]) -> list[int]:
+    """Ranks that take part in collectives of these, and have no dump here."""
+    known = {rank for scan in scans for call in scan.collectives for rank in call.ranks}
+    return sorted(known - {scan.rank for scan in scans})
 
 
 def _read_words(scans: Sequence[RankScan]) -> str:
@@ -90,7 +112,7 @@ def _origins(scans: Sequence[RankScan], findings: Findings) -> Iterator[str]:
 def _one(scan: RankScan, origins: Sequence[Origin], phase: str) -> Iterator[str]:
     origin, dump = origins[0], scan.dump
     ranks = [str(one.rank) for one in origins] if dump.rank is not None else []
-    who = (f"Rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}: " if ranks else "") + verdict(origin)
+    who = (f"Rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}: " if ranks else "") + verdict(origin, dump)
     yield f"{who}, {phase}." if phase != "in a collective" and scan.collectives else f"{who}."
     if origin.after or origin.until:
         yield f"  between: {origin.after or 'the beginning'} and {origin.until or 'the end'}"
@@ -177,12 +199,23 @@ def as_json(scans: Sequence[RankScan], findings: Findings, memory: Sequence[Over
     return {
         "step": scans[0].dump.step,
         "ranks": [
-            {"rank": s.dump.rank, "entries": s.entries, "collectives": len(s.collectives), "complete": s.dump.complete}
-            for s in scans
+            {
+                "rank": scan.dump.rank,
+                "entries": scan.entries,
+                "collectives": len(scan.collectives),
+                "complete": scan.dump.complete,
+                "whole": coverage_of(scan.dump).is_whole,
+            }
+            for scan in scans
         ],
         "phase": findings.phase,
         "origins": [_origin_json(by_rank[origin.rank].dump, origin) for origin in findings.origins],
         "unmatched": list(findings.unmatched),
+        "also": [
+            {"rank": by_rank[rank].dump.rank, "name": one.name, "what": what_of(one), "standing": one.standing}
+            for rank, one in findings.also
+        ],
+        "left_out": left_out_words([scan.dump for scan in scans], undumped(scans)),
         "overlaps": [
             {"rank": scan.dump.rank, "known": found.known, "shared": [str(one) for one in found]}
             for scan, found in zip(scans, memory, strict=True)
@@ -197,7 +230,7 @@ def _origin_json(dump: RankDump, origin: Origin) -> dict[str, Any]:
         "rank": dump.rank,
         "name": origin.name,
         "kind": origin.kind,
-        "verdict": verdict(origin),
+        "verdict": verdict(origin, dump),
         "bad": [one.path for one in origin.candidate.bad],
         "after": origin.after,
         "until": origin.until,

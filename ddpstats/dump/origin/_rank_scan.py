@@ -1,53 +1,64 @@
 """One rank's entries, read once: where its tensors may have stopped being finite, and its collectives.
 
 1. An entry whose inputs were finite and whose outputs are not is a candidate. A tensor that is not finite when it is
-   first seen is one, too: something that the dump does not record made it, or it was so before the step.
-2. What is not finite carries its candidate along: by the statistics of a tensor, which tell tensors apart well enough.
+   first seen is one, too: something that the dump does not record made it, or it was so before.
+2. What is not finite carries its candidate along (`_traces`).
 3. Infinities that were put there on purpose (an argument that is an infinity; a mask of minus infinities) are no
-   candidates, nor is what they turn into, unless that is a NaN or an infinity of the other sign.
-4. A candidate that made infinities alone is open: it stands if they become a NaN, reach a gradient or a collective, or
-   are never used; it falls if all that is seen of them is how they become finite again (the log of a mask of zeros).
-   Uninitialised memory (``empty``) stands only if it reaches a gradient or a collective.
+   candidates, nor is what they turn into, unless that is a NaN or an infinity of the other sign. A NaN that the
+   program wrote is a candidate, for it may be meant to be written over.
+4. A candidate stands if a gradient or a collective takes of it, or if the loss ends in it. It falls if all that is seen
+   of it becomes finite again outside gradients (the log of a mask of zeros). Where nothing uses it, and there are
+   gradients, which are finite, it is mentioned, and not blamed. See `Candidate.settle`.
 5. What is computed again (activation checkpointing) does not count.
 """
 
 from __future__ import annotations
 
-import math
-import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import cached_property
-from typing import Any
 
 from ddpstats.dump.format._entries import Entry, Leaf
 from ddpstats.dump.format._files import RankDump
-from ddpstats.dump.format._names import Name, parse_name
-from ddpstats.dump.origin._candidates import Bad, Candidate, Collective, Kind, RankScan, has_nan, is_bad
+from ddpstats.dump.format._names import Name
+from ddpstats.dump.origin._call_kinds import (
+    is_literal_write,
+    is_minus_infinity,
+    is_on_purpose,
+    is_uninitialised,
+    is_view,
+    keeps_in_place,
+    mixes_with_weights,
+    overwrites,
+    parsed,
+)  # fmt: skip
+from ddpstats.dump.origin._candidates import Bad, Candidate, Kind, RankScan, is_bad
+from ddpstats.dump.origin._collective_calls import read_collective
+from ddpstats.dump.origin._growth import ancestors
+from ddpstats.dump.origin._traces import Trace, Traces
 
-_MAX_CANDIDATES, _MAX_MARKS, _BEFORE = 256, 65_536, 5
-_UNINITIALISED = re.compile(r"(new_)?empty(_|$)")
-_ON_PURPOSE = re.compile(r"(new_)?(full|fill|masked_fill|where|triu|tril)(_|$)")
-_ANOTHER_PASS = re.compile(r"(.+\.backward(?:\.\d+)?)\.\d+")
+_MAX_CANDIDATES, _BEFORE = 256, 5
 _PARAMETERS = "parameters."
-_FROM_ROOT, _TO_ROOT = frozenset({"broadcast", "scatter"}), frozenset({"reduce", "gather", "gather_into_tensor"})
+_GRADIENTS = ("backward", "parameters_grad")
 
 
-def _is_minus_infinity(leaf: Leaf) -> bool:
-    return not has_nan(leaf) and leaf.max != math.inf
-
-
-def scan_rank(dump: RankDump, also: Callable[[Entry], None] = lambda entry: None) -> RankScan:
+def scan_rank(
+    dump: RankDump,
+    also: Callable[[Entry], None] = lambda entry: None,
+    progress: Callable[[int], None] | None = None,
+) -> RankScan:
     """Read one rank's entries once. Keeps its collectives, its first candidates, and little else.
 
     ``also`` gets every entry, for who wants to know something else of them.
     """
     walk = _Walk(RankScan(dump))
-    for read in dump.entries():
+    for read in dump.entries(progress):
         entry = _WalkedOnce(read.name, read.raw, read.source)
         also(entry)
         if not entry.is_recompute:
             walk.take(entry)
+    walk.settle()
     return walk.found
 
 
@@ -70,19 +81,22 @@ class _WalkedOnce(Entry):
 
 
 class _Walk:
-    """The state of reading one rank. A mark leads to a candidate, or to None: infinities put there on purpose."""
+    """The state of reading one rank."""
 
     def __init__(self, found: RankScan) -> None:
         self.found = found
-        self._marks: dict[str, Candidate | None] = {}
+        self._traces = Traces()
         self._before: deque[str] = deque(maxlen=_BEFORE)
-        self._in_backward = False
+        self._gradients = 0  # entries of backward passes so far
+        self._is_settled = False  # something reached a gradient: what grows afterwards tells nothing
 
     def take(self, entry: Entry) -> None:
-        name = _parsed(entry.name)
-        self._in_backward = self._in_backward or name.direction in ("backward", "parameters_grad")
-        if not any(candidate.stands for candidate in self.found.candidates):
+        name = parsed(entry.name)
+        is_gradient = name.direction in _GRADIENTS
+        self._gradients += is_gradient
+        if not self._is_settled:
             self.found.growth.take(entry, name)
+        self._note_recorded(entry, "backward" if is_gradient else "forward")
         if name.is_collective:
             self._take_collective(entry, name)
         elif name.direction == "parameters_grad":
@@ -92,174 +106,216 @@ class _Walk:
         self.found.entries += 1
         self._before.append(entry.name)
 
+    def settle(self) -> None:
+        self.found.candidates.sort(key=lambda candidate: candidate.order)
+        for candidate in self.found.candidates:
+            candidate.settle(self._gradients)
+
+    def _note_recorded(self, entry: Entry, direction: str) -> None:
+        recorded = self.found.recorded
+        if (direction, "input") not in recorded and any(True for _ in entry.inputs()):
+            recorded.add((direction, "input"))
+        if (direction, "output") not in recorded and any(True for _ in entry.outputs()):
+            recorded.add((direction, "output"))
+
     # -- calls --------------------------------------------------------------------------------------------------------
 
     def _take_call(self, entry: Entry, name: Name) -> None:
+        if name.direction == "backward":
+            self._traces.backward_of(_forward_of(entry.name))
+        made = _bad(entry.outputs())
         parameters: list[Bad] = []
         if "parameters" in entry.raw:
-            parameters = self._bad((path, leaf) for path, leaf in entry.leaves() if path.startswith(_PARAMETERS))
-        taken = [*parameters, *self._bad(entry.inputs())]
-        made = self._bad(entry.outputs())
-        real, masked = self._causes(entry, taken)
-        self._name_parameters(name.api, parameters)
-        if not made:
-            for candidate in real:
-                candidate.used = True
-        elif real:
-            self._carry(min(real, key=lambda candidate: candidate.order), made, name.direction == "backward")
-        elif self._is_on_purpose(entry, name, made, masked):
-            self._mark(made, None)
-        else:
-            self._add(self._made_by(entry, name, made, masked))
+            parameters = _bad((path, leaf) for path, leaf in entry.leaves() if path.startswith(_PARAMETERS))
+        traces = [self._taken(entry, name, bad, made) for bad in [*parameters, *self._inputs(entry, name)]]
+        real = [trace.cause for trace in traces if trace.cause is not None]
+        self._name_parameters(name, parameters)
+        if name.direction == "backward":
+            self._reach(real)
+        if made:
+            self._made(entry, name, made, traces)
+        elif any(_is_number(leaf) for _, leaf in entry.outputs()):
+            for trace in traces:
+                trace.close()
 
-    def _name_parameters(self, module: str, parameters: list[Bad]) -> None:
+    def _inputs(self, entry: Entry, name: Name) -> list[Bad]:
+        """Without the content of what is only written to, which is over."""
+        found = []
+        for bad in _bad(entry.inputs()):
+            if bad.path == "input_kwargs.out" or (bad.path == "input.0" and overwrites(name)):
+                trace = self._traces.find(bad.leaf)
+                if trace is not None:
+                    trace.close()
+            else:
+                found.append(bad)
+        return found
+
+    def _taken(self, entry: Entry, name: Name, bad: Bad, made: list[Bad]) -> Trace:
+        """The trace of what goes in; of something never seen before, a new one."""
+        trace = self._traces.find(bad.leaf)
+        is_weighted = bool(made) and mixes_with_weights(name)
+        if trace is None:
+            is_parameter = bad.path.startswith(_PARAMETERS)
+            arrived = self._candidate("parameter" if is_parameter else "arrived", entry, [bad])
+            may_mask = is_minus_infinity(bad.leaf) and name.direction != "backward" and not is_weighted
+            if may_mask and not is_parameter and not bad.leaf.requires_grad:
+                trace = self._trace(None, entry.name, bad.leaf)
+                trace.perhaps = arrived
+            else:
+                self._keep(arrived)
+                counts = not entry_has_outputs(self.found, name)
+                trace = self._trace(arrived, entry.name, bad.leaf, counts)
+        elif trace.perhaps is not None and is_weighted:
+            self._keep(trace.perhaps)
+            trace = self._trace(trace.perhaps, entry.name, bad.leaf, False)
+        return trace
+
+    def _made(self, entry: Entry, name: Name, made: list[Bad], traces: list[Trace]) -> None:
+        for trace in traces:
+            trace.close()
+        real = [trace.cause for trace in traces if trace.cause is not None]
+        masked = len(real) < len(traces)
+        if real:
+            cause = min(real, key=lambda one: (one.kind == "uninitialised", one.order))
+            self._carry(entry, name, made, cause, traces)
+        elif name.is_module and self._is_from_inside(entry, made):
+            return
+        elif is_on_purpose(entry, name, made, masked):
+            perhaps = next((trace.perhaps for trace in traces if trace.perhaps is not None), None)
+            for bad in made:
+                self._trace(None, entry.name, bad.leaf).perhaps = perhaps
+        else:
+            self._blame(entry, name, made, masked)
+
+    def _carry(self, entry: Entry, name: Name, made: list[Bad], cause: Candidate, traces: list[Trace]) -> None:
+        """What was made is not finite because of ``cause``."""
+        is_raw = cause.kind == "uninitialised" and not any(trace.counts for trace in traces)
+        unused = is_raw and (is_view(name) or keeps_in_place(name))  # still memory that is being filled
+        for bad in made:
+            if name.is_module and self._traces.find(bad.leaf) is not None:
+                continue  # what is inside it made that
+            self._trace(cause, entry.name, bad.leaf, not unused, keeps_in_place(name))
+
+    def _blame(self, entry: Entry, name: Name, made: list[Bad], masked: bool) -> None:
+        kind: Kind = "computation"
+        if is_uninitialised(name):
+            kind = "uninitialised"
+        elif is_literal_write(entry, made):
+            kind = "given"
+        candidate = self._candidate(kind, entry, made)
+        candidate.masked = masked
+        self._keep(candidate)
+        for bad in made:
+            self._supersede(entry, bad)
+            self._trace(candidate, entry.name, bad.leaf, kind != "uninitialised", keeps_in_place(name))
+        if name.direction == "backward":
+            forward = _forward_of(entry.name)
+            self._reach([candidate, *(one for one in self.found.candidates if one.name == forward)])
+
+    def _is_from_inside(self, entry: Entry, made: list[Bad]) -> bool:
+        """Whether something made it that is written already; a module may also be written before what is in it."""
+        for bad in made:
+            trace = self._traces.find(bad.leaf)
+            if trace is None or self._is_around(trace.maker, entry):
+                return False
+        return True
+
+    def _supersede(self, entry: Entry, bad: Bad) -> None:
+        """A module that was written before what is in it has had its output from there."""
+        trace = self._traces.find(bad.leaf)
+        if trace is not None and self._is_around(trace.maker, entry):
+            trace.close()
+
+    def _is_around(self, outer: str, entry: Entry) -> bool:
+        return outer.startswith("Module.") and outer in ancestors(entry.name, self.found.dump)
+
+    def _name_parameters(self, name: Name, parameters: list[Bad]) -> None:
         """A function takes a parameter as one of its arguments; which one that was, its module tells afterwards."""
         for bad in parameters:
-            cause = self._marks.get(bad.mark)
-            if cause is not None and cause.kind in ("arrived", "parameter"):
-                cause.kind = "parameter"
-                cause.parameters += (f"{module}.{bad.path.removeprefix(_PARAMETERS)}".strip("."),)
-
-    def _made_by(self, entry: Entry, name: Name, made: list[Bad], masked: bool) -> Candidate:
-        if not name.is_module and _UNINITIALISED.match(name.api):
-            return self._candidate("uninitialised", entry, made)
-        candidate = self._candidate("computation", entry, made)
-        candidate.masked = masked
-        if name.direction == "backward" or any(has_nan(bad.leaf) for bad in made):
-            candidate.stands = True
-        return candidate
-
-    def _is_on_purpose(self, entry: Entry, name: Name, made: list[Bad], masked: bool) -> bool:
-        given = [leaf.value for _, leaf in entry.values() if not leaf.is_tensor and _is_infinite(leaf.value)]
-        if any(has_nan(bad.leaf) for bad in made):
-            return any(math.isnan(float(value)) for value in given)
-        if given or (not name.is_module and _ON_PURPOSE.match(name.api)):
-            return True
-        return masked and all(_is_minus_infinity(bad.leaf) for bad in made)
-
-    def _causes(self, entry: Entry, taken: list[Bad]) -> tuple[list[Candidate], bool]:
-        """Where what went in comes from; and whether some of it was put there on purpose."""
-        real: list[Candidate] = []
-        masked = False
-        for bad in taken:
-            cause = self._cause(entry, bad)
-            real += [] if cause is None else [cause]
-            masked = masked or cause is None
-        return real, masked
-
-    def _cause(self, entry: Entry, bad: Bad) -> Candidate | None:
-        if bad.mark in self._marks:
-            return self._marks[bad.mark]
-        is_parameter = bad.path.startswith(_PARAMETERS)
-        if _is_minus_infinity(bad.leaf) and not is_parameter and "backward" not in entry.name:
-            self._mark([bad], None)
-            return None
-        cause = next((candidate for candidate in self.found.candidates if candidate.holds()), None)
-        if cause is None:
-            cause = self._candidate("parameter" if is_parameter else "arrived", entry, [bad])
-            cause.stands = True
-            self._add(cause)
-        else:
-            self._mark([bad], cause)
-        return cause
+            trace = self._traces.find(bad.leaf)
+            if trace is not None and trace.cause is not None and trace.cause.kind in ("arrived", "parameter"):
+                trace.cause.kind = "parameter"
+                module = "" if name.api == "root" else name.api
+                trace.cause.parameters += (f"{module}.{bad.path.removeprefix(_PARAMETERS)}".strip("."),)
 
     # -- gradients and collectives ------------------------------------------------------------------------------------
 
     def _take_gradient(self, entry: Entry) -> None:
-        for bad in self._bad(entry.leaves()):
-            cause = self._marks.get(bad.mark) or next((c for c in self.found.candidates if c.holds()), None)
-            cause = cause or next((c for c in self.found.candidates if c.kind == "uninitialised"), None)
+        for bad in _bad(entry.leaves()):
+            trace = self._traces.find(bad.leaf)
+            cause = trace.cause if trace is not None else None
+            if cause is None and any(candidate.reached for candidate in self.found.candidates):
+                continue  # there is something that it may come from
+            cause = cause or self._in_graph()
             if cause is None:
                 cause = self._candidate("gradient", entry, [bad])
-                self._add(cause)
-            cause.stands = True
+                self._keep(cause)
+            self._reach([cause])
+
+    def _in_graph(self) -> Candidate | None:
+        """What a gradient may come from that nothing leads to: what was made where no graph was recorded, if so."""
+        held = [one for one in self.found.candidates if one.ends_graph]
+        return held[0] if held else next((one for one in self.found.candidates if one.ends_grad), None)
 
     def _take_collective(self, entry: Entry, name: Name) -> None:
-        held = entry.raw.get("input_kwargs")
-        given = held if isinstance(held, dict) else {}
-        group = _group_of(entry)
-        root = _number(given.get("dst" if name.api in _TO_ROOT else "src"))
-        is_message = name.api in ("send", "recv", "isend", "irecv")
-        peer = _number(given.get("dst" if name.api.endswith("send") else "src")) if is_message else None
-        me = self.found.rank
-        taken = [] if name.api in _FROM_ROOT and root not in (None, me) else self._bad(entry.inputs())
-        made = [] if name.api in _TO_ROOT and root not in (None, me) else self._bad(entry.outputs())
-        real, _ = self._causes(entry, taken)
-        for candidate in real:
-            candidate.stands = True
-        ranks = tuple(rank for rank in group.get("group_ranks") or () if isinstance(rank, int))
-        seen = Collective(
-            entry, name.api, name.number or 0, ranks, str(group.get("group_id", "")), root, peer,
-            tuple(taken), tuple(made),
-        )  # fmt: skip
-        self.found.collectives.append(seen)
-        if made and real:
-            self._mark(made, real[0])
-        elif made:
+        call = read_collective(entry, name, self.found.rank)
+        taken, made = _bad(call.taken), _bad(call.made)
+        traces = [self._taken(entry, name, bad, made) for bad in taken]
+        real = [trace.cause for trace in traces if trace.cause is not None]
+        for trace in traces:
+            trace.close()
+        self._reach(real)
+        cause = real[0] if real else None
+        if made and cause is None:
             cause = self._candidate("collective", entry, made)
-            cause.stands = True
-            self._add(cause)
+            self._keep(cause)
+            self._reach([cause])
+        for bad in made:
+            self._trace(cause, entry.name, bad.leaf, False)
+        self.found.collectives.append(replace(call, bad_inputs=bool(taken), bad_outputs=bool(made)))
 
     # -- bookkeeping --------------------------------------------------------------------------------------------------
 
-    def _bad(self, leaves: Iterable[tuple[str, Leaf]]) -> list[Bad]:
-        found = []
-        for path, leaf in leaves:
-            self.found.tensors += 1
-            if is_bad(leaf):
-                found.append(Bad(path, leaf))
-        return found
+    def _reach(self, causes: Iterable[Candidate]) -> None:
+        for cause in causes:
+            cause.reached = self._is_settled = True
 
     def _candidate(self, kind: Kind, entry: Entry, bad: list[Bad]) -> Candidate:
-        found = self.found
-        place = len(found.collectives), found.entries
-        return Candidate(kind, entry, tuple(bad), *place, before=tuple(self._before), in_backward=self._in_backward)
+        place = len(self.found.collectives), self.found.entries
+        return Candidate(kind, entry, tuple(bad), *place, before=tuple(self._before), in_backward=self._gradients > 0)
 
-    def _add(self, candidate: Candidate) -> None:
+    def _keep(self, candidate: Candidate) -> None:
         candidates = self.found.candidates
+        if candidate in candidates:
+            return
         if len(candidates) >= _MAX_CANDIDATES:
-            fallen = next((one for one in candidates if not one.holds()), None)
-            if fallen is None:
+            over = next((one for one in candidates if not one.reached and not one.ends), None)
+            if over is None:
                 return
-            candidates.remove(fallen)
+            candidates.remove(over)
         candidates.append(candidate)
-        self._mark(list(candidate.bad), candidate)
 
-    def _carry(self, cause: Candidate, made: list[Bad], is_gradient: bool) -> None:
-        became_nan = cause.kind != "uninitialised" and any(has_nan(bad.leaf) for bad in made)
-        if cause.stands is None and (is_gradient or became_nan):
-            cause.stands = True
-        self._mark(made, cause)
-
-    def _mark(self, bad: list[Bad], cause: Candidate | None) -> None:
-        for one in bad:
-            if len(self._marks) < _MAX_MARKS:
-                self._marks.setdefault(one.mark, cause)
+    def _trace(self, cause: Candidate | None, maker: str, leaf: Leaf, counts: bool = True, kept: bool = False) -> Trace:
+        requires_grad = bool(leaf.requires_grad)
+        trace = Trace(cause, maker, leaf.storage_id, counts, requires_grad, self._gradients, kept).opened()
+        self._traces.add(leaf, trace)
+        return trace
 
 
-def _parsed(full: str) -> Name:
-    """A second backward pass over one graph has a number more: ``Torch.log.0.backward.1``."""
-    name = parse_name(full)
-    if not name.direction and (match := _ANOTHER_PASS.fullmatch(full)):
-        return parse_name(match[1])
-    return name
+def _forward_of(backward: str) -> str:
+    name = parsed(backward).full
+    return name.replace(".backward", ".forward")
 
 
-def _is_infinite(value: Any) -> bool:
-    try:
-        return not math.isfinite(float(value))
-    except (TypeError, ValueError, OverflowError):
-        return False
+def entry_has_outputs(found: RankScan, name: Name) -> bool:
+    """Whether this dump has outputs at all, of entries such as this."""
+    return ("backward" if name.direction == "backward" else "forward", "output") in found.recorded
 
 
-def _group_of(entry: Entry) -> dict[str, Any]:
-    """The process group among the arguments, by name or not."""
-    for _, leaf in entry.values():
-        if leaf.type.endswith("ProcessGroup"):
-            return dict(leaf.raw)
-    return {}
+def _bad(leaves: Iterable[tuple[str, Leaf]]) -> list[Bad]:
+    return [Bad(path, leaf) for path, leaf in leaves if is_bad(leaf)]
 
 
-def _number(raw: Any) -> int | None:
-    value = raw.get("value") if isinstance(raw, dict) else raw
-    return value if isinstance(value, int) else None
+def _is_number(leaf: Leaf) -> bool:
+    """Whether a NaN could be in it: what an inspection gives (a bool, an index) tells nothing."""
+    return "float" in leaf.dtype or "complex" in leaf.dtype
