@@ -116,6 +116,36 @@ def test_what_is_not_given_to_all_is_not_compared(tmp_path: Path, capsys: pytest
     assert "NOTHING TO COMPARE" in text_of(path, capsys=capsys)
 
 
+def test_without_parameters_it_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = step(tmp_path, *([collective("all_reduce", 0, 1.0, (0, 1, 5))] for _ in range(2)), level="L1")
+    (path / "rank5").mkdir()
+    text = text_of(path, capsys=capsys)
+    assert "0 parameters and 1 results of collectives are equal" in text
+    assert "no parameters in these dumps (level L1): use level L0 or mix" in text
+    assert "rank5 has no dump" in text
+    assert "groups have ranks of which no dump is here: 5" in text
+    found = compare(path, capsys=capsys)[1]
+    assert (found["compared_parameters"], found["compared_results"]) == (0, 1)
+    assert (found["ranks_without_dump"], found["ranks_of_groups_without_dump"]) == (["rank5"], [5])
+
+
+@pytest.mark.parametrize("group", [(7, 8), (0, 7)])
+def test_a_group_without_the_rank_or_without_partners(
+    group: Sequence[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = step(tmp_path, *([collective("all_reduce", 0, 1.0 + rank, group)] for rank in range(2)))
+    status, found = compare(path, capsys=capsys)
+    assert (status, found["verdict"], found["skipped"]) == (2, "nothing to compare", 2 - group.count(0))
+
+
+def test_checksums_count_unless_statistics_are_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def entries(md5: str) -> list[tuple[str, Any]]:
+        return [("Module.m.L.forward.0", forward(parameters={"weight": tensor(1.0, md5=md5)}))]
+
+    path = step(tmp_path, entries("00000000"), entries("00000001"))
+    assert [compare(path, *more, capsys=capsys)[0] for more in ([], ["--mode", "statistics"])] == [1, 0]
+
+
 def test_an_entry_that_a_rank_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     broadcast = collective("broadcast", 0, 1.0, (0, 1, 2))
     path = step(tmp_path, [broadcast, module(1.0, 1.0)], [broadcast], [module(1.0, 1.0)])

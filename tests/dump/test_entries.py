@@ -36,6 +36,12 @@ def test_paths_of_a_forward_entry() -> None:
     }
 
 
+def test_values_that_are_none() -> None:
+    entry = Entry("x", {**forward([None, [None]]), "output": None})
+    assert [path for path, _ in entry.values(nulls=True)] == ["input.0", "input.1.0"]
+    assert list(entry.values()) == []
+
+
 def test_paths_of_backward_entries_and_of_gradients() -> None:
     one = tensor(1.0)
     assert paths(Entry("x", backward([one], [None, one])))["inputs"] == ["input.0"]
@@ -78,8 +84,9 @@ def test_deep_nesting_is_refused() -> None:
     nested: Any = []
     for _ in range(900):
         nested = [nested]
-    with pytest.raises(DumpError, match="nested more than 64 deep"):
-        list(Entry("x", forward([nested])).leaves())
+    for held in (nested, {"type": "slice", "value": nested}, {**tensor(1.0), "later": {"a": nested}}):
+        with pytest.raises(DumpError, match="nested more than 64 deep"):
+            list(Entry("x", forward([held])).values())
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpstats.dump.format._files import find_ranks, open_rank, steps_in
+from ddpstats.dump.format._files import find_ranks, open_rank, ranks_without_dump, steps_in
 from ddpstats.errors import DumpError
 from tests.dump.hand_made import forward, tensor, write_rank
 
@@ -37,6 +37,15 @@ def test_ranks_come_by_number(tmp_path: Path) -> None:
     (tmp_path / "step0" / "rank7").mkdir()  # it died before its first entry
     assert [dump.rank for dump in find_ranks(tmp_path)] == [0, 2, 10]
 
+    assert ranks_without_dump(tmp_path / "step0") == ["rank7"]
+
+
+def test_two_dumps_of_one_rank_are_refused(tmp_path: Path) -> None:
+    for name in ("rank", "rank0", "rank1"):
+        write_rank(tmp_path / "step0" / name, ENTRIES)
+    with pytest.raises(DumpError, match="has two dumps of rank 0: rank and rank0"):
+        find_ranks(tmp_path)
+
 
 def test_without_torch_distributed_the_rank_has_no_number(tmp_path: Path) -> None:
     write_rank(tmp_path / "step0" / "rank", ENTRIES)
@@ -46,7 +55,9 @@ def test_without_torch_distributed_the_rank_has_no_number(tmp_path: Path) -> Non
 def test_several_steps_are_listed(tmp_path: Path) -> None:
     for step in (10, 2):
         write_rank(tmp_path / f"step{step}" / "rank0", ENTRIES)
-    with pytest.raises(DumpError, match=r"has 2 steps: step2, step10. Give the directory of one"):
+    with pytest.raises(
+        DumpError, match=r"has 2 steps: step2, step10\. Give .* of one; compare takes --step N"
+    ):
         find_ranks(tmp_path)
     assert list(steps_in(tmp_path)) == [2, 10]
 
@@ -79,6 +90,19 @@ def test_stacks_and_parents(old: bool, tmp_path: Path) -> None:
     assert dump.parent_of("Torch.a.0.forward") == "Module.m.M.forward.0"
     assert dump.parent_of("Torch.b.0.forward") is None
     assert dump.parent_of("Torch.z.0.forward") is None
+
+
+def test_parents_that_are_no_names(tmp_path: Path) -> None:
+    dump = open_rank(write_rank(tmp_path, ENTRIES, parents={"a": [1, "m", None], "b": {"c": 1}, "d": [2]}))
+    assert [dump.parent_of(name) for name in "abd"] == [["m"], None, None]
+
+
+def test_damage_beside_the_entries_is_a_note(tmp_path: Path) -> None:
+    dump = open_rank(write_rank(tmp_path, ENTRIES))
+    (tmp_path / "construct.json").write_text('{"Torch.a.0.forward": "Mod')
+    for _ in range(2):
+        assert dump.parent_of("Torch.a.0.forward") is None
+    assert [note.split(":")[0] for note in dump.notes] == ["without what construct.json says"]
 
 
 def test_without_stacks_and_parents(tmp_path: Path) -> None:

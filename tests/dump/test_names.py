@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from ddpstats.dump.format._names import Name, parse_name
@@ -18,10 +20,13 @@ from ddpstats.dump.format._names import Name, parse_name
         ("Module.fc.Linear.parameters_grad", ("Module", "fc", "Linear", None, "parameters_grad")),
         ("Module.fc.Linear.parameters_grad.1", ("Module", "fc", "Linear", 1, "parameters_grad")),
         ("Distributed.all_reduce.0.forward", ("Distributed", "all_reduce", "", 0, "forward")),
+        ("Functional.linear.5.backward.1", ("Functional", "linear", "", 5, "backward", 1)),
+        ("Module.net.0.fc.Linear.backward.3.1", ("Module", "net.0.fc", "Linear", 3, "backward", 1)),
+        ("Functional.linear.5.forward.1", ("", "Functional.linear.5.forward.1", "", None, "")),
         ("something else", ("", "something else", "", None, "")),
     ],
 )
-def test_the_parts_of_a_name(full: str, parts: tuple[str, str, str, int | None, str]) -> None:
+def test_the_parts_of_a_name(full: str, parts: Any) -> None:
     name = parse_name(full)
     assert name == Name(full, *parts)
     assert name.is_module == (parts[0] == "Module")

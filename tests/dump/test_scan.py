@@ -100,6 +100,24 @@ def test_what_is_wrong_is_said_without_reading_on() -> None:
         assert file.tell() < 3_000_000
 
 
+def test_a_number_cut_in_its_exponent_is_one_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = '{"a": 1e+5, "b": -2.5E-3, "data": {}}'
+    for chunk in range(1, len(text)):
+        monkeypatch.setattr(_scan, "_CHUNK_BYTES", chunk)
+        assert read(text)[0] == {"a": 1e5, "b": -2.5e-3}
+
+
+def test_one_line_takes_no_longer_than_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Members that have no line of their own are not searched for a line's end, each time through all the buffer."""
+
+    class Pattern:
+        def match(self, buffer: str, at: int, end: int = 1 << 60) -> None:
+            raise AssertionError("on one line there is nothing to match")
+
+    monkeypatch.setattr(_scan, "_LINE", Pattern())
+    assert len(read(LAYOUTS["one line"])[1]) == len(ENTRIES)
+
+
 def test_deep_nesting_is_refused() -> None:
     with pytest.raises(DumpError, match="nested too deeply"):
         read('{"data": {"a": ' + "[" * 200_000)

@@ -72,6 +72,27 @@ def test_special_values(a: Tensor, b: Tensor, equal: bool, accurate: bool) -> No
     assert (close.equal, close.accurate) == (equal, accurate)
 
 
+def test_whole_numbers_are_not_compared_as_floats() -> None:
+    b = torch.tensor([1 << 60, 5, -1])
+    a = torch.tensor([(1 << 60) + 1, 5, -1])
+    assert compare_tensors(a, b).runs.first == ((0, 1),)
+    assert compare_tensors(b, b.to(torch.int64)).equal
+    assert compare_tensors(torch.tensor([1, 2], dtype=torch.int8), torch.tensor([1, 2])).equal
+    unsigned = torch.tensor([-1]).view(torch.uint64)
+    assert not compare_tensors(unsigned, torch.tensor([-1])).equal
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.complex64])
+def test_a_flipped_bit_is_told_from_another_value(dtype: torch.dtype) -> None:
+    b = torch.ones(9, dtype=dtype)
+    a = b.clone()
+    a.view(torch.uint8)[-1] ^= 1 << 6
+    words = compare_tensors(a, b).runs.describe()
+    assert words == "element 8 of 9 differs: a single one, by a single bit: a flipped one"
+    a[8] = 7  # 0 and 1 are one bit apart from it in no dtype
+    assert compare_tensors(a, b).runs.describe() == "element 8 of 9 differs: a single one"
+
+
 def test_more_runs_than_are_kept() -> None:
     b = torch.zeros(10_000)
     a = b.clone()

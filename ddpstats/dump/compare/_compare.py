@@ -28,6 +28,7 @@ from ddpstats.dump.compare._options import check_options
 from ddpstats.dump.compare._output import check_writable, show, write_file
 from ddpstats.dump.compare._rows import MODES, Mode
 from ddpstats.dump.compare._rules import TOLERANCE
+from ddpstats.dump.compare._safe import printable
 from ddpstats.dump.compare._two_dumps import Found, compare_dumps
 from ddpstats.dump.format._files import RankDump, find_ranks, ranks_without_dump, steps_in
 from ddpstats.dump.format._progress import ProgressBar
@@ -65,6 +66,8 @@ def run(args: argparse.Namespace) -> int:
         if args.tensor:
             return _run_tensor(args)
         return _run_ranks(args) if args.b is None else _run_two(args)
+    except DumpError as error:  # it may quote names from a dump
+        raise DumpError(printable([str(error)]), path=error.path) from None
     except OSError as error:
         where = "" if error.filename is None else f"{error.filename}: "
         raise DumpError(f"{where}{error.strerror or error}. Check the path and its permissions.") from None

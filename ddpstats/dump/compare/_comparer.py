@@ -127,13 +127,13 @@ class EntryComparer:
 
     def _md5(self, row: Row, a: Leaf, b: Leaf) -> Row:
         if a.md5 is None or b.md5 is None:
-            return _not_compared(row, f"{_without(a.md5, b.md5)} has no md5 for it")
+            return _not_compared(row, f"{_without(a.md5, b.md5)} no md5 of this tensor")
         row.result = PASS if a.md5 == b.md5 else DIFFERENT
         return row
 
     def _tensor(self, row: Row, a: Leaf, b: Leaf) -> Row:
         if a.data_name is None or b.data_name is None or self._tensors is None:
-            return _not_compared(row, f"{_without(a.data_name, b.data_name)} has not saved this tensor")
+            return _not_compared(row, f"{_without(a.data_name, b.data_name)} not saved this tensor")
         close = row.closeness = self._tensors(a, b)
         row.unequal = row.unequal or not close.equal
         row.result = YES if close.accurate else NO
@@ -155,7 +155,7 @@ def _is_to_compare(*leaves: Leaf | None) -> bool:
 
 
 def _without(a: object, b: object) -> str:
-    return "neither" if a is None and b is None else "A" if a is None else "B"
+    return "both have" if a is None and b is None else "A has" if a is None else "B has"
 
 
 def _say(row: Row, words: str) -> None:

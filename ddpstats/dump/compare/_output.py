@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
-from ddpstats._atomic import replace_file
+from ddpstats._atomic import TEMPORARY_PREFIX, replace_file
 from ddpstats.errors import DumpError
 
 
@@ -38,13 +38,18 @@ def check_writable(*paths: Path | None) -> None:
 
 
 def write_file(path: Path, write: Callable[[TextIO], object]) -> None:
-    """A text file. Raises OSError."""
+    """A text file. Raises `DumpError` naming it where it cannot be written, and what ``write`` raises."""
 
     def encoded(file: BinaryIO) -> None:
         with _as_text(file) as text:
             write(text)
 
-    replace_file(path, encoded)
+    try:
+        replace_file(path, encoded)
+    except OSError as error:  # of the temporary file, whose name nobody gave, or of a full disk, which has none
+        if error.filename is not None and not Path(error.filename).name.startswith(TEMPORARY_PREFIX):
+            raise
+        raise DumpError(f"{path} cannot be written: {error.strerror or error}.", path=str(path)) from None
 
 
 @contextlib.contextmanager
