@@ -10,7 +10,6 @@ can be used unchanged. What cannot be done here is refused, and never ignored in
 from __future__ import annotations
 
 import difflib
-import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn, cast
 
+from ddpstats.dump._config_file import EXAMPLE, load, shown
 from ddpstats.errors import ConfigError
 
 Task = Literal["statistics", "tensor"]
@@ -44,8 +44,10 @@ _OTHER_TASKS = (
 _KEYS = (
     "task", "dump_path", "rank", "step", "level", "enable_dataloader", "async_dump", "async_max_bytes", "precision",
 )  # fmt: skip
-_RANGE = re.compile(r"(\d+)-(\d+)")
+_RANGE = re.compile(r"(\d{1,18})-(\d{1,18})", re.ASCII)
 _MAX_RANGE = 1_000_000
+_MAX_DIGITS = 18
+_SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,8 @@ class DumpConfig:
         dump_path: the directory that gets ``step{N}/rank{R}/``.
         ranks, steps: which; None is all.
         level: "L0" modules, "L1" functions, "mix" both.
-        async_dump: nothing is written, and no device is waited for, before the step has ended.
+        async_dump: nothing is written, and no device is waited for, before the step has ended. A run that a signal
+            kills in the step leaves nothing of it.
         precision: accepted for the sake of existing files, without a difference: statistics are always computed in
             float32 or better, for the norm of a large float16 tensor overflows in its own type.
         scope: (first, last) name, both included, in execution order; None is all.
@@ -89,10 +92,13 @@ class DumpConfig:
     def wants_step(self, step: int) -> bool:
         return self.steps is None or step in self.steps
 
-    @property
-    def last_step(self) -> int | None:
-        """After this one nothing is collected any more; None if there is no last one."""
-        return None if self.steps is None else max(self.steps)
+    def problems(self, world_size: int) -> list[str]:
+        """What is chosen, and will never come, in a sentence each; to be told when a run starts or ends."""
+        beyond = sorted(rank for rank in self.ranks or () if rank >= world_size)
+        if not beyond:
+            return []
+        listed = ", ".join(map(str, beyond[:_SHOWN])) + (", ..." if len(beyond) > _SHOWN else "")
+        return [f"rank chooses {listed}, and there are {world_size} ranks, counted from 0"]
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
@@ -106,9 +112,14 @@ def read_config(source: str | os.PathLike[str] | Mapping[str, object]) -> DumpCo
     """
     if isinstance(source, Mapping):
         return _Reader("the configuration given").config(source)
-    path = os.fspath(source)
-    reader = _Reader(path)
-    return reader.config(reader.load(path))
+    try:
+        path = os.fspath(source)
+        path.encode()  # a path of bytes has no such thing
+    except (TypeError, AttributeError, UnicodeEncodeError):
+        raise ConfigError(
+            f"the configuration is {shown(source)}, but must be the path of a JSON file, or a mapping"
+        ) from None
+    return _Reader(path).config(load(path))
 
 
 class _Reader:
@@ -118,41 +129,20 @@ class _Reader:
         self._where = where
 
     def fail(self, key: str, given: object, needs: str) -> NoReturn:
-        raise ConfigError(f"{self._where}: {key!r} is {_shown(given)}, but must be {needs}")
-
-    def load(self, path: str) -> Mapping[str, object]:
-        try:
-            with open(path, encoding="utf-8-sig") as file:
-                given = json.load(file, object_pairs_hook=self._once)
-        except OSError as error:
-            raise ConfigError(f"{path}: cannot be read: {error.strerror or error}. Is this the right path?") from None
-        except UnicodeDecodeError:
-            raise ConfigError(f"{path}: is not a text file in UTF-8") from None
-        except json.JSONDecodeError as error:
-            raise ConfigError(
-                f"{path}: is not legal JSON: {error.msg}, at line {error.lineno}, column {error.colno}"
-            ) from None
-        if not isinstance(given, dict):
-            raise ConfigError(f"{path}: holds {_shown(given)}, but must hold one JSON object, as in {_EXAMPLE}")
-        return given
-
-    def _once(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for key, value in pairs:
-            if key in found:
-                raise ConfigError(
-                    f"{self._where}: key {key!r} is given twice, as {_shown(found[key])} and as {_shown(value)}; "
-                    "leave one of them out"
-                )
-            found[key] = value
-        return found
+        raise ConfigError(f"{self._where}: {key!r} is {shown(given)}, but must be {needs}")
 
     def config(self, given: Mapping[str, object]) -> DumpConfig:
         self.check_keys(given, (*_KEYS, *_SECTIONS), hidden=_OTHER_TASKS)
         task = cast(Task, self._task(given))
         section = self._section(given, task)
         self._dataloader(given)
-        config = DumpConfig(
+        config = self._config(given, section, task)
+        self._check_other_section(given, task, config)
+        self._check_together(config)
+        return config
+
+    def _config(self, given: Mapping[str, object], section: Mapping[str, object], task: Task) -> DumpConfig:
+        return DumpConfig(
             task=task,
             dump_path=self._dump_path(given),
             ranks=self._numbers(given, "rank"),
@@ -167,8 +157,6 @@ class _Reader:
             summary_mode=cast(SummaryMode, self._summary_mode(section, task)),
             async_max_bytes=self._async_max_bytes(given),
         )
-        self._check_together(config)
-        return config
 
     def check_keys(self, given: Mapping[str, object], legal: Sequence[str], within: str = "", hidden: Any = ()) -> None:
         for key in given:
@@ -188,11 +176,24 @@ class _Reader:
         for name in (*_SECTIONS, *_OTHER_TASKS):
             if name in given and not isinstance(given[name], Mapping):
                 self.fail(name, given[name], "an object: what the task of this name needs")
-        section = cast(Mapping[str, object], given.get(task, {}))
-        self.check_keys(section, _SECTIONS[task], f"{task}.")
-        if "file_format" in section and section["file_format"] not in ("npy", "bin"):
-            self.fail("tensor.file_format", section["file_format"], "'npy' or 'bin' (files are .pt in any case)")
-        return section
+        for name, legal in _SECTIONS.items():
+            self.check_keys(cast(Mapping[str, object], given.get(name, {})), legal, f"{name}.")
+        tensor = cast(Mapping[str, object], given.get("tensor", {}))
+        if "file_format" in tensor and tensor["file_format"] not in ("npy", "bin"):
+            self.fail("tensor.file_format", tensor["file_format"], "'npy' or 'bin' (files are .pt in any case)")
+        return cast(Mapping[str, object], given.get(task, {}))
+
+    def _check_other_section(self, given: Mapping[str, object], task: Task, config: DumpConfig) -> None:
+        """A file may have both, as templates do; but a selection in the one that is not read would do nothing."""
+        other: Task = "tensor" if task == "statistics" else "statistics"
+        section = cast(Mapping[str, object], given.get(other, {}))
+        ignored = self._config(given, section, other)
+        for key, chosen, plain in _selecting(ignored):
+            if chosen != plain and not any(mine != default for _, mine, default in _selecting(config)):
+                raise ConfigError(
+                    f"{self._where}: {other + '.' + key!r} is {shown(section[key])}, but the task {task!r} reads the "
+                    f"section {task!r}, which chooses nothing: write it there, or choose the task {other!r}"
+                )
 
     def _dataloader(self, given: Mapping[str, object]) -> None:
         if self._flag(given, "enable_dataloader"):
@@ -200,11 +201,13 @@ class _Reader:
 
     def _dump_path(self, given: Mapping[str, object]) -> Path:
         if "dump_path" not in given:
-            raise ConfigError(f"{self._where}: 'dump_path' is missing: the directory to write to, as in {_EXAMPLE}")
+            raise ConfigError(f"{self._where}: 'dump_path' is missing: the directory to write to, as in {EXAMPLE}")
         path = given["dump_path"]
         if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
             self.fail("dump_path", path, "the path of a directory")
-        return Path(path)
+        if "\0" in os.fspath(path):
+            self.fail("dump_path", path, "the path of a directory: this has a NUL character in it")
+        return Path(path).expanduser() if os.fspath(path).startswith("~") else Path(path)
 
     def _level(self, given: Mapping[str, object]) -> str:
         if given.get("level") == "L2":
@@ -216,7 +219,7 @@ class _Reader:
     ) -> str:
         value = given.get(key, default or legal[0])
         if not isinstance(value, str) or value not in legal:
-            close = difflib.get_close_matches(value, legal, 1, 0.5) if isinstance(value, str) else []
+            close = _closest(value, legal) if isinstance(value, str) else []
             hint = f"; did you mean {close[0]!r}?" if close else ""
             self.fail(within + key, value, "one of " + ", ".join(map(repr, legal)) + hint)
         return value
@@ -234,12 +237,12 @@ class _Reader:
             self.fail(key, value, needs)
         found: set[int] = set()
         for item in value:
-            if isinstance(item, int) and not isinstance(item, bool) and item >= 0:
+            if isinstance(item, int) and not isinstance(item, bool) and 0 <= item < 10**_MAX_DIGITS:
                 found.add(item)
             elif isinstance(item, str) and (match := _RANGE.fullmatch(item.replace(" ", ""))):
                 found.update(self._range(key, item, int(match[1]), int(match[2])))
             else:
-                self.fail(key, value, f"{needs}; {_shown(item)} is neither")
+                self.fail(key, value, f"{needs}; {shown(item)} is neither")
         return frozenset(found) or None
 
     def _range(self, key: str, item: str, first: int, last: int) -> range:
@@ -271,7 +274,7 @@ class _Reader:
             self.fail(key, value, needs)
         for item in value:
             if not isinstance(item, str) or item not in {*ALL_MODES, "all"}:
-                self.fail(key, value, f"{needs}; {_shown(item)} is none of them")
+                self.fail(key, value, f"{needs}; {shown(item)} is none of them")
         modes = set(value) or {"all"}
         if "all" in modes:
             if len(modes) > 1:
@@ -306,13 +309,18 @@ class _Reader:
             )
 
 
-_EXAMPLE = '{"task": "statistics", "dump_path": "dump", "step": [0], "level": "mix"}'
+def _selecting(config: DumpConfig) -> list[tuple[str, object, object]]:
+    """The keys of a section that choose something: what they are, and what they are where nobody chose."""
+    return [
+        ("scope", config.scope, None),
+        ("list", config.names, ()),
+        ("tensor_list", config.tensor_names, ()),
+        ("data_mode", config.data_mode, ALL_MODES),
+        ("summary_mode", config.summary_mode, "statistics"),
+    ]
 
 
-def _shown(value: object) -> str:
-    """As it stands in JSON, and not too long."""
-    try:
-        text = json.dumps(value, ensure_ascii=False)
-    except (TypeError, ValueError):
-        text = repr(value)
-    return text if len(text) <= 120 else text[:117] + "..."
+def _closest(value: str, legal: Sequence[str]) -> list[str]:
+    """By letters, whether large or small."""
+    same = [word for word in legal if word.lower() == value.lower()]
+    return same or difflib.get_close_matches(value, legal, 1, 0.5)

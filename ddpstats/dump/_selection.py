@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 
 from ddpstats.dump._config import DumpConfig
 
+_SHOWN = 8
+
 
 class Selection:
     """Which entries of one step are wanted. One object per step; ask it about every entry, in execution order."""
@@ -16,6 +18,9 @@ class Selection:
         self._patterns = [_pattern(name) for name in config.names]
         self._inside = [] if config.level == "L1" else [_pattern(n) for n in config.names if n.startswith("Module.")]
         self._begun, self._ending = config.scope is None, False
+        self._names = config.names
+        self._unmatched = set(range(len(config.names)))
+        self._found: set[str] = set()  # of the scope's two names
 
     def wants(self, name: str, parents: Sequence[str]) -> bool:
         """Whether to collect ``name``, which runs inside the modules ``parents``.
@@ -29,6 +34,8 @@ class Selection:
         if self._scope is None:
             return True
         first, last = self._scope
+        if name in self._scope and (name == first or self._begun):
+            self._found.add(name)
         if self._ending and name != last and last not in parents:
             self._begun = self._ending = False
         self._begun = self._begun or name == first
@@ -36,9 +43,26 @@ class Selection:
         return self._begun
 
     def _is_listed(self, name: str, parents: Sequence[str]) -> bool:
-        if not self._patterns or any(pattern.search(name) for pattern in self._patterns):
+        if not self._patterns:
             return True
-        return any(pattern.search(parent) for pattern in self._inside for parent in parents)
+        matched = {place for place, pattern in enumerate(self._patterns) if pattern.search(name)}
+        self._unmatched -= matched
+        return bool(matched) or any(pattern.search(parent) for pattern in self._inside for parent in parents)
+
+    def problems(self) -> list[str]:
+        """What was chosen, and did not come in this step, in a sentence each: a name may be misspelt."""
+        found = []
+        if self._scope is not None:
+            first, last = self._scope
+            if first not in self._found:
+                found.append(f"scope begins with {first}, which did not come: nothing was collected")
+            elif last not in self._found:
+                found.append(f"scope ends with {last}, which did not come after {first}: all that came was collected")
+        missing = [self._names[place] for place in sorted(self._unmatched)]
+        if missing and (self._scope is None or self._found):
+            listed = ", ".join(missing[:_SHOWN]) + (", ..." if len(missing) > _SHOWN else "")
+            found.append(f"list has {listed}, which is in no name that came and that scope and data_mode choose")
+        return found
 
 
 def matches(name: str, wanted: Iterable[str]) -> bool:

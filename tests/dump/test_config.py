@@ -53,7 +53,6 @@ def test_the_same_file_with_async_dump(tmp_path: Path) -> None:
 def test_only_dump_path_is_needed() -> None:
     config = read_config({"dump_path": Path("d")})
     assert config == DumpConfig("statistics", Path("d"))
-    assert config.last_step is None
     assert config.wants_rank(None)
     assert config.wants_rank(7)
     assert config.wants_step(10**9)
@@ -64,13 +63,12 @@ def test_all_that_can_be_said() -> None:
         "task": "tensor", "dump_path": "d", "rank": [0, "2-4"], "step": ["1 - 2", 9], "level": "L0", "async_dump": True,
         "precision": "high", "async_max_bytes": 4096, "enable_dataloader": False,
         "tensor": {"scope": ["a", "b"], "list": ["x"], "data_mode": ["backward"], "file_format": "npy"},
-        "statistics": {"tensor_list": ["not of this task"]}, "run_ut": {"white_list": []}, "grad_probe": {},
+        "statistics": {"tensor_list": ["of the other task"]}, "run_ut": {"white_list": []}, "grad_probe": {},
     })  # fmt: skip
     assert config == DumpConfig(
         "tensor", Path("d"), frozenset({0, 2, 3, 4}), frozenset({1, 2, 9}), "L0", True, "high", ("a", "b"), ("x",), (),
         frozenset({"backward", "input", "output"}), "statistics", 4096,
     )  # fmt: skip
-    assert config.last_step == 9
     assert [config.wants_rank(rank) for rank in (None, 0, 1, 2)] == [True, True, False, True]
     assert [config.wants_step(step) for step in (0, 1, 9, 10)] == [False, True, True, False]
 
@@ -118,7 +116,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         {"level": "L2"},
         "'level' is \"L2\", but must be one of 'L0', 'L1', 'mix': L2, kernels, needs the profiler of the device",
     ),
-    ({"level": "MIX"}, "'level' is \"MIX\", but must be one of 'L0', 'L1', 'mix'"),
+    ({"level": "MIX"}, "'level' is \"MIX\", but must be one of 'L0', 'L1', 'mix'; did you mean 'mix'?"),
     ({"level": None}, "'level' is null, but must be one of 'L0', 'L1', 'mix'"),
     ({"rank": 0}, f"'rank' is 0, but must be {NUMBERS}"),
     ({"rank": [-1]}, f"'rank' is [-1], but must be {NUMBERS}; -1 is neither"),
@@ -271,3 +269,76 @@ def test_the_direction_is_part_of_what_is_wanted() -> None:
     assert chosen(data_mode=["backward"], scope=[LAYER, "Tensor.sum.0.backward"]) == ["Tensor.sum.0.backward"]
     assert direction_of("Module.forward.Linear.backward.0") == "backward"
     assert direction_of("Module.forward.Linear.parameters_grad") == "backward"
+
+
+def problems(run: list[tuple[str, list[str]]] = RUN, **section: Any) -> list[str]:
+    selection = Selection(read_config({"dump_path": "d", "level": "mix", "statistics": section}))
+    for name, parents in run:
+        selection.wants(name, parents)
+    return selection.problems()
+
+
+def test_what_was_chosen_and_did_not_come_is_said() -> None:
+    assert problems() == []
+    assert problems(scope=[LAYER, LAYER], list=["linear"]) == []
+    assert problems(list=["arange", "Linaer", "Torch.arnage"]) == [
+        "list has Linaer, Torch.arnage, which is in no name that came and that scope and data_mode choose"
+    ]
+    assert problems(scope=["never", LAYER]) == ["scope begins with never, which did not come: nothing was collected"]
+    assert problems(scope=["Tensor.sum.0.backward", LAYER]) == [
+        f"scope ends with {LAYER}, which did not come after Tensor.sum.0.backward: all that came was collected"
+    ]
+    config = read_config({"dump_path": "d", "rank": [0, "5-6"]})
+    assert config.problems(8) == []
+    assert config.problems(2) == ["rank chooses 5, 6, and there are 2 ranks, counted from 0"]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"task": "tensor", "statistics": {"lst": 3}}, "unknown key 'statistics.lst': did you mean 'statistics.list'?"),
+        ({"tensor": {"foo": 1}}, "unknown key 'tensor.foo'"),
+        ({"tensor": {"scope": ["a"]}}, "'tensor.scope' is [\"a\"], but must be"),
+        ({"tensor": {"file_format": "pt"}}, "'tensor.file_format' is \"pt\""),
+        (
+            {"task": "tensor", "statistics": {"list": ["linear.0"]}},
+            "'statistics.list' is [\"linear.0\"], but the task 'tensor' reads the section 'tensor', which chooses "
+            "nothing: write it there, or choose the task 'statistics'",
+        ),
+        ({"tensor": {"data_mode": ["forward"]}}, "the task 'statistics' reads the section 'statistics'"),
+        ({"level": "MIX"}, "did you mean 'mix'?"),
+        ({"statistics": {"summary_mode": "MD5"}}, "did you mean 'md5'?"),
+        ({"dump_path": "/tmp/\0x"}, "this has a NUL character in it"),
+        ({"step": [10**5000]}, "'step' is a list that cannot be shown, but must be"),
+    ],
+)
+def test_nothing_is_ignored_in_silence(given: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_config({"dump_path": "d", **given})
+    assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('{"dump_path": "d", "async_dump": True}', "JSON writes true, not True"),
+        ("[" * 100_000, "is nested too deep"),
+        ('{"dump_path": "d", "step": [' + "9" * 5000 + "]}", "cannot be read"),
+    ],
+)
+def test_files_that_break_the_reader(tmp_path: Path, text: str, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_config(written(tmp_path, text))
+    assert expected in str(caught.value)
+
+
+def test_sources_that_are_none() -> None:
+    with pytest.raises(ConfigError, match="the configuration is null, but must be the path of a JSON file"):
+        read_config(None)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="cannot be read: embedded null byte"):
+        read_config("a\0b")
+
+
+def test_a_home_directory_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert read_config({"dump_path": "~/dump"}).dump_path == tmp_path / "dump"
