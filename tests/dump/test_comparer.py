@@ -52,10 +52,11 @@ def test_what_only_our_dumps_have_is_no_difference() -> None:
     [
         ({"requires_grad": True}, "requires_grad is True in A and False in B"),
         ({"first_bad": [1]}, "first_bad is [1] in A and [0] in B"),
+        ({"md5": "1"}, "the checksums differ"),
     ],
 )
 def test_what_is_no_number_makes_a_row_unequal(more: dict[str, Any], message: str) -> None:
-    row = of_inputs(tensor(1.0, 2.0, **{"first_bad": [0], **more}), tensor(1.0, 2.0, first_bad=[0]))
+    row = of_inputs(tensor(1.0, 2.0, **{"first_bad": [0], **more}), tensor(1.0, 2.0, first_bad=[0], md5="0"))
     assert (row.unequal, row.failed, row.message) == (True, False, message)
 
 

@@ -29,7 +29,6 @@ _PLAIN = {"int", "float", "bool", "str", "complex", "None", "slice", "ellipsis",
 _MEAN = STATISTICS.index("Mean")
 _ORDER = {"input": 0, "input_kwargs": 1, "parameters": 2, "output": 4}  # 3 for all others
 _BESIDES = ("md5", "nan_count", "inf_count", "first_bad", "requires_grad")  # compared where both have them
-_IN_WORDS = ("first_bad", "requires_grad")  # of these a row shows nothing else
 _VERDICTS: dict[Mode, tuple[str, str]] = {"statistics": ("", WARNING), "md5": (PASS, DIFFERENT), "tensor": (YES, NO)}
 
 CompareTensors = Callable[[Leaf, Leaf], Closeness]
@@ -187,9 +186,8 @@ def _statistics(row: Row, leaf_a: Leaf, leaf_b: Leaf) -> bool:
     if a.get("dtype") != b.get("dtype"):
         row.unequal = True
         _say(row, f"the dtype is {leaf_a.dtype} in A and {leaf_b.dtype} in B")
-    for key in _IN_WORDS:
-        if key in besides:
-            _say(row, f"{key} is {a[key]} in A and {b[key]} in B")
+    for key in besides:
+        _say(row, "the checksums differ" if key == "md5" else f"{key} is {a[key]} in A and {b[key]} in B")
     one_sided = False
     for side, missing in (("A", 0), ("B", 1)):
         lacking = [key for key, pair in zip(STATISTICS, known, strict=True) if _lacks(pair, missing)]
