@@ -31,7 +31,10 @@ _MAX_MISSES = 3  # frames without a key before the first one that has
 _MAX_GAP = 2  # and between two that have: a function, and the comprehension in it
 _MAX_SCAN = 256  # elements of a list that are looked at for a value whose index the loop does not know
 _MAX_LABEL_CHARS = 200
-_INTERNAL = ("ddpstats.guard", "ddpstats._intercept", "torch", "typing_extensions")
+_INTERNAL = (  # other wings stand between the program and torch while they watch it
+    "ddpstats.guard", "ddpstats._intercept", "ddpstats.dump", "ddpstats.capture", "ddpstats.sentinel", "torch",
+    "typing_extensions",
+)  # fmt: skip
 # Parts of torch whose collectives no line of the program asks for, whichever thread they run on. (A program may call an
 # autograd function of torch's itself.)
 _BY_ITSELF = ("torch.autograd", "torch.nn.parallel", "torch.distributed.algorithms", "torch.distributed.fsdp")

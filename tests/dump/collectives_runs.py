@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -188,7 +189,10 @@ def dumped(path: str) -> None:
     dump.stop()
 
 
-def both(path: str) -> tuple[dict[str, list[Seen]], dict[str, list[Seen]], tuple[list[Seen], list[float]]]:
+Both = tuple[dict[str, list[Seen]], dict[str, list[Seen]], tuple[list[Seen], list[float]], list[Seen]]
+
+
+def both(path: str) -> Both:
     rank = dist.get_rank()
     first = everything(rank)
     if rank == 1:
@@ -196,7 +200,13 @@ def both(path: str) -> tuple[dict[str, list[Seen]], dict[str, list[Seen]], tuple
     for work in _later:
         work.wait()
     dumped(path)
-    return first, under_guard(rank), failing()
+    return first, under_guard(rank), failing(), watched(rank, _raising)
+
+
+def _raising(rank: int) -> None:
+    with contextlib.suppress(ValueError, RuntimeError):
+        dist.all_gather_into_tensor(torch.ones(5), torch.ones(3))
+    dist.all_reduce(torch.ones(1))
 
 
 def under_guard(rank: int) -> dict[str, list[Seen]]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from ddpstats.dump.collect._collectives import CollectiveWatch, _Pending
 from ddpstats.dump.format._files import find_ranks
 from ddpstats.dump.origin._first_nan import find_origins
 from ddpstats.dump.origin._nan_origin import read
@@ -112,7 +113,7 @@ def test_a_guard_that_waits_in_the_program_s_place_is_no_hindrance(ranks: Any, g
 
 
 def test_what_fails_in_the_dump_does_not_fail_in_the_program(ranks: Any) -> None:
-    for _, _, (told, got) in ranks:
+    for _, _, (told, got), _ in ranks:
         assert got == [2.0, 1.0]
         assert {"where": "broadcast", "error": "begins"} in told
         assert {entry["error"] for entry in told} == {"begins", "ends"}
@@ -141,3 +142,48 @@ def test_the_entry_of_a_collective(ranks: Any, path: Path) -> None:
     assert list(entries).index(names[-1]) < min(
         place for place, name in enumerate(entries) if "clip" in name or "norm" in name.lower()
     )
+
+
+def test_a_collective_that_raises_has_an_entry_and_the_others_keep_their_numbers(ranks: Any) -> None:
+    for *_, raised in ranks:
+        assert [(entry["api"], entry["seq"], entry["outputs"]) for entry in raised] == [
+            ("all_gather_into_tensor", 0, []),
+            ("all_reduce", 1, [[2.0]]),
+        ]
+
+
+def test_a_work_that_cannot_say_whether_it_is_done_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken:
+        def is_completed(self) -> bool:
+            raise RuntimeError("no such thing")
+
+    recorder = runs.Failing()
+    watch = CollectiveWatch(recorder)
+    watch._pending[1] = _Pending(Broken(), "token", [], None)
+    watch._pending[2] = _Pending(Broken(), "token", [], None)
+    watch.poll()
+    assert not watch._pending
+    assert [told["error"] for told in recorder.seen].count("no such thing") == 2
+
+
+def test_what_is_pending_at_the_end_is_said_to_be_incomplete() -> None:
+    class Entry:
+        def __init__(self) -> None:
+            self.raw: dict[str, Any] = {"output": []}
+
+    class Token:
+        def __init__(self) -> None:
+            self.entry = Entry()
+
+    class Quiet(runs.Recorder):
+        def collective_ends(self, token: object, outputs: Any) -> None:
+            self.seen.append({"token": token, "outputs": list(outputs)})
+
+    recorder, issued, pending = Quiet(), Token(), Token()
+    watch = CollectiveWatch(recorder)
+    watch._tokens[1] = issued
+    watch._pending[2] = _Pending(None, pending, [], None)
+    watch._pending[2].is_done = lambda: False  # type: ignore[method-assign]
+    watch.stop()
+    assert [seen["token"] for seen in recorder.seen] == [issued, pending]
+    assert issued.entry.raw["incomplete"] is pending.entry.raw["incomplete"] is True

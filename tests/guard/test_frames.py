@@ -139,3 +139,12 @@ def test_variables_that_somebody_holds_stay_as_they_are() -> None:
     found, stayed = look_while_somebody_holds_the_variables()
     assert found is not None
     assert stayed
+
+
+@pytest.mark.parametrize("wing", ["guard", "dump.collect._calls", "capture", "sentinel"])
+def test_a_wing_that_watches_the_program_is_no_part_of_it(wing: str) -> None:
+    between: dict[str, Any] = {"__name__": f"ddpstats.{wing}", "calling_frame": calling_frame}
+    exec("def call(): return calling_frame(1)", between)
+    frame, by_torch = between["call"]()
+    assert "test_frames.py" in str(site_of(frame))
+    assert not by_torch

@@ -6,17 +6,24 @@
    is not seen waiting: then it is taken at the first opportunity after the work is done, see `poll`; what was issued
    in a backward pass at its end, after DDP has waited.
 
-Nothing here waits, and nothing communicates. A collective that is not done when the step ends has no outputs; so has
-one that failed. Inside a coalescing manager of NCCL the works of the single messages never say that they are done.
+Nothing here waits, and nothing communicates. A collective that is not done when the step ends has no outputs, and says
+``"incomplete": true``; so does one that failed, and one that raised: its entry stands at the end. Inside a coalescing
+manager of NCCL the works of the single messages never say that they are done. Of a process that a signal kills, what
+was pending has no entry, for an entry is written when all of it is known: the other ranks' dumps show it.
+
+Every one has a number in its group (``seq``), a message one between the two ranks, so that ranks can be matched where
+an entry lacks.
 """
 
 from __future__ import annotations
 
 import threading
 import zlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
@@ -48,6 +55,7 @@ class _Pending:
     token: object
     outputs: Sequence[Tensor]
     future: Any
+    is_broken: bool = False
 
     def is_done(self) -> bool:
         """Whether the outputs can be read now. A device's future is done when the work is issued, gloo's when it ended.
@@ -59,12 +67,18 @@ class _Pending:
         return self.future is not None and self.future.done() and all(tensor.is_cpu for tensor in self.outputs)
 
     def has_failed(self) -> bool:
+        if self.is_broken:
+            return True
         try:
             if self.future is not None:
                 self.future.value()
         except RuntimeError:
             return True
         return False
+
+
+# A step may be collected in pieces, each with a watch of its own: they count on.
+_counts: WeakKeyDictionary[Recording, Counter[tuple[object, ...]]] = WeakKeyDictionary()
 
 
 class CollectiveWatch:
@@ -74,6 +88,7 @@ class CollectiveWatch:
         self._recorder = recorder
         self._tokens: dict[int, object] = {}  # of collectives that are just being issued
         self._pending: dict[int, _Pending] = {}
+        self._counts = _counts.setdefault(recorder, Counter())
         self._lock = threading.RLock()
         self._backward = -1  # the last backward pass with a collective in it
 
@@ -86,19 +101,29 @@ class CollectiveWatch:
         _intercept.unsubscribe(self)
         self.poll()
         with self._lock:
-            left, self._pending = list(self._pending.values()), {}
-        for pending in left:
-            self._end(pending.token, ())
+            left = [*self._tokens.values(), *(pending.token for pending in self._pending.values())]
+            self._tokens, self._pending = {}, {}
+        for token in left:
+            self._end_incomplete(token)
 
     def poll(self) -> None:
         """Take the outputs of what has completed meanwhile. Cheap where nothing is pending; call it often."""
         if not self._pending:
             return
         with self._lock:
-            done = [key for key, pending in self._pending.items() if pending.is_done()]
+            done = [key for key, pending in self._pending.items() if self._is_done(pending)]
             ended = [self._pending.pop(key) for key in done]
         for pending in ended:
             self._take(pending)
+
+    def _is_done(self, pending: _Pending) -> bool:
+        """A work that cannot say so counts as failed; the program, which is in a call of its own, goes on."""
+        try:
+            return pending.is_done()
+        except Exception as error:
+            self._recorder.note_error("whether a collective is done", error)
+            pending.is_broken = True
+            return True
 
     # -- subscriber of `_intercept` -----------------------------------------------------------------------------------
 
@@ -106,13 +131,32 @@ class CollectiveWatch:
         token = None
         try:
             self.poll()
-            token = self._recorder.collective_begins(call.op, list(call.inputs), described(call))
+            about = described(call) | {"seq": _int(self._next(call))}
+            token = self._recorder.collective_begins(call.op, list(call.inputs), about)
         except Exception as error:  # what is raised here would stop the collective
             self._recorder.note_error(call.op, error)
         with self._lock:
-            self._tokens[id(call)] = token
+            raised = self._tokens.pop(id(call), None)  # of one that never came to `after`, and is no more
+            if token is not None:
+                self._tokens[id(call)] = token
+        if raised is not None:
+            self._end_incomplete(raised)
+
+    def _next(self, call: Collective) -> int:
+        key: tuple[object, ...] = (call.view.name,)
+        if call.is_p2p:
+            key = call.view.name, call.op, call.peer
+        with self._lock:
+            self._counts[key] += 1
+            return self._counts[key] - 1
 
     def after(self, call: Collective, work: Any) -> None:
+        try:
+            self._issued(call, work)
+        except Exception as error:  # what is raised here would look like the collective's fault
+            self._recorder.note_error(call.op, error)
+
+    def _issued(self, call: Collective, work: Any) -> None:
         with self._lock:
             token = self._tokens.pop(id(call), None)
         self.poll()
@@ -162,7 +206,16 @@ class CollectiveWatch:
                 self._take(one)
 
     def _take(self, pending: _Pending) -> None:
-        self._end(pending.token, () if pending.has_failed() else pending.outputs)
+        if pending.has_failed():
+            self._end_incomplete(pending.token)
+        else:
+            self._end(pending.token, pending.outputs)
+
+    def _end_incomplete(self, token: object) -> None:
+        raw = getattr(getattr(token, "entry", None), "raw", None)
+        if isinstance(raw, dict):
+            raw["incomplete"] = True
+        self._end(token, ())
 
     def _end(self, token: object, outputs: Sequence[Tensor]) -> None:
         try:
