@@ -8,7 +8,9 @@ Every verb has ``--json``, and then writes one JSON object to stdout, and nothin
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol, cast
@@ -19,6 +21,7 @@ from ddpstats.errors import DdpstatsError
 _PROG = "ddpstats"
 _COULD_NOT_RUN = 2  # argparse's own status for arguments that it cannot use
 _INTERRUPTED = 130
+_PIPE_CLOSED = 141  # as a shell tells SIGPIPE
 
 
 class _Verb(NamedTuple):
@@ -45,6 +48,8 @@ _VERBS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb and return its exit status; 2 if it could not run, with the reason on stderr.
 
+    141, without a word, if whoever read its output has gone (``| head``).
+
     Args:
         argv: the words after ``ddpstats``; None takes those of this process.
 
@@ -55,12 +60,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     module = cast(_VerbModule, importlib.import_module(_VERBS[given.verb].module))
     args = _verb_parser(given.verb, module).parse_args(given.arguments)
     try:
-        return module.run(args)
+        status = module.run(args)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        _give_up_stdout()
+        return _PIPE_CLOSED
     except DdpstatsError as error:
         print(f"{_PROG} {given.verb}: error: {error}", file=sys.stderr)
         return _COULD_NOT_RUN
     except KeyboardInterrupt:
         return _INTERRUPTED
+
+
+def _give_up_stdout() -> None:
+    """What is still in its buffer would raise once more when Python ends."""
+    with contextlib.suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 def _parser() -> argparse.ArgumentParser:
