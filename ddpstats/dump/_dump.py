@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import tempfile
 import warnings
@@ -38,9 +39,13 @@ class StatsDump:
     are without it. Names do not depend on what is selected. Modules are named as in the model inside
     DistributedDataParallel.
 
-    What is not seen: the inside of ``torch.compile`` and of ``torch.autograd.Function``, other threads, and on an
-    accelerator calls (not modules) of a forward pass that activation checkpointing runs once more. In evaluation
-    without gradients, torch's fused transformer layers step aside while calls are watched: other last bits.
+    What is not seen: the inside of ``torch.compile`` (where it is compiled in the meantime, some of the compiler's own
+    calls are) and of ``torch.autograd.Function``, other threads and forked processes, numbers while a CUDA graph is
+    captured, and on an accelerator calls (not modules) of a forward pass that activation checkpointing runs once more.
+    Gradients of FSDP2's sharded parameters are those at the end of the backward pass: reduced, and accumulated. In
+    evaluation without gradients, torch's fused transformer layers step aside while calls are watched: other last bits.
+
+    `start` and `stop` belong into one thread, and on the same side of ``with torch.device(...)`` and other modes.
 
     Args:
         config: path of a config.json, or a mapping of the same keys; see the documentation of the keys.
@@ -70,6 +75,7 @@ class StatsDump:
         self._watches: list[Any] = []
         self._recorder: Recorder | None = None
         self._is_running = False
+        self._left: list[Any] = []  # watches that only their own thread can take away
         self._has_warned = False
         _check_path(self._config)
 
@@ -95,6 +101,7 @@ class StatsDump:
         """
         if self._is_running or not self._config.wants_step(self._step):
             return
+        self._take_left()
         rank = _rank()
         if not self._config.wants_rank(rank):
             return
@@ -109,7 +116,12 @@ class StatsDump:
         self._install()
 
     def stop(self) -> None:
-        """Collect no longer, and write the files; after the backward pass. Does nothing where nothing is collected."""
+        """Collect no longer, and write the files; after the backward pass. Does nothing where nothing is collected.
+
+        What could not be collected or written is warned about when that is done; it raises nothing but what warnings
+        are turned into.
+        """
+        self._take_left()
         if not self._is_running:
             return
         self._uninstall()
@@ -118,9 +130,11 @@ class StatsDump:
 
     def step(self) -> None:
         """The training step is over: the next one begins. Stops first, where that was forgotten."""
-        self.stop()
-        self._recorder = None
-        self._step += 1
+        try:
+            self.stop()
+        finally:
+            self._recorder = None
+            self._step += 1
 
     def __enter__(self) -> StatsDump:
         self.start()
@@ -132,13 +146,19 @@ class StatsDump:
         self.stop()
 
     def _open(self, rank: int | None) -> None:
-        if self._recorder is not None:
-            self._recorder.reopen()
-            return
         directory = _directory(self._config, self._step, rank)
-        _check_empty(directory)
         try:
+            if self._recorder is not None:
+                self._recorder.reopen()
+                return
+            _check_empty(directory)
             self._recorder = Recorder(self._config, directory)
+        except FileExistsError:
+            raise DumpError(
+                f"{directory} is written to by another process. Ranks are told apart by torch.distributed, if that is "
+                "initialized before start, or by RANK in the environment; or give another dump_path.",
+                path=str(directory),
+            ) from None
         except OSError as error:
             raise DumpError(f"{directory} cannot be written: {error}", path=str(directory)) from None
 
@@ -172,9 +192,25 @@ class StatsDump:
         assert self._recorder is not None
         for watch in reversed(watches):
             try:
-                watch.stop()
+                if watch.stop() is False:
+                    self._left.append(watch)
             except Exception as error:
                 self._recorder.note_error("stopping", error)
+
+    def _take_left(self) -> None:
+        if self._left:
+            self._left = [watch for watch in self._left if watch.stop() is False]
+
+    def _forget(self) -> None:
+        """In a process that was forked from the one that collects: the files are not this one's."""
+        self._is_running = False
+        watches, self._watches = self._watches, []
+        if self._recorder is not None:
+            self._recorder.forget()
+        for watch in watches:
+            with contextlib.suppress(Exception):
+                watch.forget() if isinstance(watch, CallWatch) else watch.stop()
+        self._recorder = None
 
     def _warn_of_compiled(self, has_compiled: bool) -> None:
         if has_compiled and not self._has_warned:
@@ -208,8 +244,22 @@ def _at_exit() -> None:
         dump._exit()
 
 
+def _in_forked() -> None:
+    """Workers of a DataLoader are forked inside the step, and go on with all that was there."""
+    for dump in list(_running):
+        dump._forget()
+    _running.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_forked)
+
+
 def _rank() -> int | None:
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else None
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank()
+    rank = os.environ.get("RANK", "")  # torchrun's
+    return int(rank) if rank.isdigit() else None
 
 
 def _directory(config: DumpConfig, step: int, rank: int | None) -> Path:
@@ -237,8 +287,6 @@ def _check_path(config: DumpConfig) -> None:
             path=str(root),
         ) from None
     rank = _rank()
-    if rank is None and os.environ.get("RANK", "").isdigit():
-        rank = int(os.environ["RANK"])  # torchrun's: torch.distributed is to be initialized later
     if not config.wants_rank(rank):
         return
     for step in root.glob("step*"):

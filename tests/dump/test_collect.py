@@ -253,7 +253,9 @@ def test_a_dump_is_what_the_format_says(tmp_path: Path) -> None:
     directory = tmp_path / "step0/rank"
     assert sorted(path.name for path in directory.iterdir()) == ["construct.json", "dump.json", "stack.json"]
     text = (directory / "dump.json").read_text()
-    assert list(json.loads(text)) == ["task", "level", "framework", "dump_data_dir", "data"]
+    assert list(json.loads(text)) == [
+        "task", "level", "framework", "dump_data_dir", "scope", "list", "data_mode", "data"
+    ]  # fmt: skip
     assert text.split("\n")[1].startswith('"Torch.ones.0.forward": {')
     assert [entry.name for entry in open_rank(directory).entries()] == ["Torch.ones.0.forward", "Tensor.exp.0.forward"]
 
@@ -439,7 +441,8 @@ def test_while_the_step_runs_its_entries_are_on_the_disk(tmp_path: Path) -> None
     torch.ones(2).exp()
     header, *entries = lines(tmp_path)
     dump.stop()
-    assert header == {"task": "statistics", "level": "L1", "dump_data_dir": None, "format": "ddpstats 1"}
+    chosen = {"scope": [], "list": [], "data_mode": ["all"]}
+    assert header == {"task": "statistics", "level": "L1", "dump_data_dir": None, **chosen, "format": "ddpstats 1"}
     assert [entry["name"] for entry in entries] == ["Torch.ones.0.forward", "Tensor.exp.0.forward"]
     assert data(tmp_path)["Tensor.exp.0.forward"] == entries[1]["entry"]
 

@@ -9,7 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from ddpstats.dump.collect._tensor_stats import NOTHING, Stats, device_stats, host_stats, of_numbers, plain_values
+from ddpstats.dump.collect._tensor_stats import (
+    NOTHING,
+    Stats,
+    device_stats,
+    host_stats,
+    of_numbers,
+    plain_values,
+    without_repeats,
+)
 
 
 def on_device(tensor: Tensor) -> Stats:
@@ -109,3 +117,52 @@ def test_what_is_read_of_sparse_fake_and_wrapped_tensors() -> None:
     assert sparse.tolist() == [2.0, 3.0]
     with FakeTensorMode():
         assert plain_values(torch.ones(2)) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64, torch.bool])
+def test_of_an_expanded_tensor_only_what_is_there_is_read(dtype: torch.dtype) -> None:
+    """All of it would be a million megabytes."""
+    tensor = torch.ones(1, 64, 1, dtype=dtype).expand(1 << 14, 64, 1 << 20)
+    found = host_stats(tensor)
+    assert found[:2] == (1, 1)
+    held, repeats = without_repeats(tensor)
+    assert (held.numel(), repeats) == (64, 1 << 34)
+    assert on_device(held)[:2] == (1, 1)
+    if dtype is not torch.bool:
+        wanted = 2.0**20
+        assert found.norm == wanted
+        assert of_numbers(device_stats(held).tolist(), dtype, held.shape, repeats).norm == wanted
+
+
+def test_a_mask_of_infinities_that_is_expanded() -> None:
+    mask = torch.full((1, 40, 40), -math.inf).triu(1).expand(1 << 30, 40, 40)
+    found = host_stats(mask)
+    assert (found.max, found.min, found.mean) == (0.0, -math.inf, -math.inf)
+    assert (found.nan_count, found.inf_count, found.first_bad) == (0, 780 << 30, [0, 0, 1])
+
+
+@BOTH
+def test_the_first_bad_element_is_found_wherever_it_is(stats: Measure) -> None:
+    for place in (0, 1023, 1024, 9_000, 99_999):
+        tensor = torch.zeros(100_000)
+        tensor[place], tensor[-1] = -math.inf, math.nan
+        found = stats(tensor)
+        assert (found.nan_count, found.inf_count, found.first_bad) == (1, int(place != 99_999), [place])
+
+
+@BOTH
+def test_integers_and_magnitudes_are_as_large_as_they_are(stats: Measure) -> None:
+    assert stats(torch.tensor([2**24 + 1, 5])).max == 2**24 + 1
+    large = torch.complex(torch.tensor([3e38] * 40), torch.tensor([3e38] * 40))
+    for tensor in (large, large[:2], large[0]):
+        found = stats(tensor)
+        assert found.max == pytest.approx(3e38 * math.sqrt(2), rel=1e-6)
+        assert (found.inf_count, found.first_bad) == (0, None)
+
+
+@BOTH
+def test_few_elements_are_as_exact_as_many(stats: Measure) -> None:
+    assert stats(torch.full((3,), 1.7e308, dtype=torch.float64)).max == 1.7e308
+    for size in (1, 32, 33):
+        assert stats(torch.full((size,), 0.1, dtype=torch.float64)).mean == pytest.approx(0.1, rel=1e-15)
+    assert stats(torch.tensor([math.inf, -math.inf])).first_bad == [0]

@@ -9,12 +9,16 @@
 engine is therefore called with the mode on, so that a forward pass that is run once more by activation checkpointing is
 seen, and marked.
 
-Not seen: what C++ calls by itself, ``torch.autograd.Function.apply``, what is inside ``torch.compile``, and other
-threads than the one that started the dump.
+Not seen: what C++ calls by itself, ``torch.autograd.Function.apply``, what is traced (``torch.compile``, export,
+``torch.jit.trace``), and other threads than the one that started the dump.
+
+Modes are a stack, and who leaves takes what is on top. A mode of the program that was entered before `start` and is left
+before `stop` takes ours for its own: it stays, and nothing more is seen. `stop` then takes it off in its place.
 """
 
 from __future__ import annotations
 
+import threading
 import types as python_types
 from collections.abc import Callable
 from typing import Any
@@ -24,8 +28,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ddpstats.dump.collect._gradient_edges import edges_before, watch_backward
-from ddpstats.dump.collect._leaves import tensors_in
-from ddpstats.dump.collect._quiet import quietly
+from ddpstats.dump.collect._plain import tensors_in
+from ddpstats.dump.collect._quiet import is_out_of_sight, quietly
 from ddpstats.dump.collect._recorder import Entry, Recorder
 from ddpstats.dump.format._naming import backward_of
 
@@ -58,10 +62,12 @@ class _Fact:
     Attributes:
         what: ``Functional.linear``.
         is_skipped: it is of no interest.
+        is_backward: it runs a backward pass.
+        may_be_silent: who sees it return no tensor knows that it never does.
         writes: it changes its first argument.
     """
 
-    __slots__ = ("is_skipped", "what", "writes")
+    __slots__ = ("is_backward", "is_skipped", "may_be_silent", "what", "writes")
 
     def __init__(self, func: Any) -> None:
         name = getattr(func, "__name__", None) or type(func).__name__
@@ -70,6 +76,8 @@ class _Fact:
             name = name.partition(".")[0]
         self.what = f"{prefix}.{name}"
         self.is_skipped = name in _SKIPPED
+        self.is_backward = False
+        self.may_be_silent = not name.startswith("__")  # `x == None` is False, and `x == y` a tensor
         self.writes = name in _WRITING_DUNDERS or (name.endswith("_") and not name.endswith("__"))
 
 
@@ -86,6 +94,20 @@ def _prefix(func: Any) -> str:
 _facts: dict[Any, _Fact] = {}
 
 
+def _fact_of(func: Any) -> _Fact | None:
+    """None of what cannot even be named."""
+    try:
+        found = _facts.get(func)
+        if found is None:
+            found = _facts[func] = _Fact(func)
+        return found
+    except Exception:  # an object that a program calls may have no hash
+        try:
+            return _Fact(func)
+        except Exception:
+            return None
+
+
 class CallWatch(TorchFunctionMode):
     """Records calls between `start` and `stop`, in the thread that called `start`."""
 
@@ -93,30 +115,64 @@ class CallWatch(TorchFunctionMode):
         super().__init__()
         self._recorder = recorder
         self._is_on = False
+        self._thread = -1
+        self._below: list[Any] = []
 
     def start(self) -> None:
+        self._thread = threading.get_ident()
+        self._below = _modes()
         self.__enter__()  # type: ignore[no-untyped-call]
         self._is_on = True
 
-    def stop(self) -> None:
-        """Idempotent. A mode that the program entered later, and has not left, stays."""
-        if self._is_on:
-            self._is_on = False
-            _take_off(self)
+    def stop(self) -> bool:
+        """Idempotent. A mode that the program entered later, and has not left, stays.
+
+        Returns whether that is all: False in another thread than that of `start`, whose modes are out of reach. There
+        the mode does nothing more, and goes with the next `stop` in its own thread.
+        """
+        self._is_on = False
+        if self._thread == -1:
+            return True
+        if threading.get_ident() != self._thread:
+            return False
+        below, self._below = self._below, []
+        if not _take_off(self):
+            self._repair(below)
+        self._thread = -1
+        return True
+
+    def forget(self) -> None:
+        """In a process that was forked from the one that collects."""
+        self._is_on, self._thread = False, -1
+        _take_off(self)
+
+    def _repair(self, below: list[Any]) -> None:
+        """Somebody has taken ours off in place of his own."""
+        left = [mode for mode in below if mode in _modes()]
+        if not left:
+            return
+        _take_off(left[-1])
+        self._recorder.note(
+            "calls",
+            f"{type(left[-1]).__name__} was entered before the dump was started, and left before it was stopped: calls "
+            "after that are missing. Start and stop on the same side of it.",
+        )
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling():
+        if not self._is_on or is_out_of_sight():
             return func(*args, **kwargs)
-        fact = _facts.get(func)
-        if fact is None:
-            fact = _facts[func] = _Fact(func)
-        if fact.is_skipped:
-            backward = _BACKWARD.get(func)
+        fact = _fact_of(func)
+        if fact is None or fact.is_skipped or fact.what in self._recorder.silent:
+            backward = _BACKWARD.get(func) if fact is not None and fact.is_backward else None
             return func(*args, **kwargs) if backward is None else backward(self, args, kwargs)
         call = _Call(self._recorder, fact)
         call.begins(args, kwargs)
-        result = func(*args, **kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except BaseException as error:
+            call.fails(error)
+            raise
         call.ends(args, kwargs, result)
         return result
 
@@ -167,8 +223,9 @@ class _Call:
             if self._fact.writes and result is None and args:
                 result = args[0]
             if not any(isinstance(one, Tensor) for one in tensors_in(result)):
-                if not isinstance(result, (list, tuple)):
-                    self._fact.is_skipped = True
+                is_learned = result is not None and result is not NotImplemented and self._fact.may_be_silent
+                if is_learned and not isinstance(result, (list, tuple)):
+                    recorder.silent.add(self._fact.what)
                 return
             if self._entry is not None:
                 self._write(self._entry, result)
@@ -177,6 +234,15 @@ class _Call:
                 watch_backward(recorder, backward, self._before, result, self._stack, recorder.parents)
         except Exception as error:
             recorder.note_error(self._name, error)
+
+    def fails(self, error: BaseException) -> None:
+        """It has raised: what went in is of interest all the more."""
+        if self._entry is not None:
+            self._entry.raw["raised"] = type(error).__name__
+            try:
+                self._recorder.write(self._entry)
+            except Exception as our_error:
+                self._recorder.note_error(self._name, our_error)
 
     def _write(self, entry: Entry, result: Any) -> None:
         recorder = self._recorder
@@ -200,8 +266,14 @@ def _with_engine(function: Any) -> Callable[..., Any] | None:
 
     def backward(mode: CallWatch, args: Any, kwargs: Any) -> Any:
         def run(*engine_args: Any, **engine_kwargs: Any) -> Any:
-            with mode:
+            recorder = mode._recorder
+            before, recorder.creates_graph = recorder.creates_graph, bool(engine_args[3:4] and engine_args[3])
+            try:
+                mode.__enter__()  # type: ignore[no-untyped-call]
                 return engine(*engine_args, **engine_kwargs)
+            finally:
+                _take_off(mode)
+                recorder.creates_graph = before
 
         copy = python_types.FunctionType(code, {**function.__globals__, _ENGINE: run}, function.__name__)
         copy.__defaults__, copy.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
@@ -233,11 +305,18 @@ if _grad is not None:
 for _function in (torch.autograd.backward, torch.autograd.grad):
     _facts[_function] = _Fact(_function)
     _facts[_function].is_skipped = True
+for _function in _BACKWARD:
+    _facts.setdefault(_function, _Fact(_function)).is_backward = True
 
 
-def _take_off(mode: CallWatch) -> None:
-    """Off the stack of modes, wherever in it."""
+def _modes() -> list[Any]:
+    return [torch._C._get_function_stack_at(place) for place in range(torch._C._len_torch_function_stack())]
+
+
+def _take_off(mode: Any) -> bool:
+    """Off this thread's stack of modes, wherever in it. Whether it was there."""
     above = []
+    top = None
     while torch._C._len_torch_function_stack():
         top = torch._C._pop_torch_function_stack()
         if top is mode:
@@ -245,3 +324,4 @@ def _take_off(mode: CallWatch) -> None:
         above.append(top)
     for one in reversed(above):
         torch._C._push_on_torch_function_stack(one)
+    return top is mode

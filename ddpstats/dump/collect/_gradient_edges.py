@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from ddpstats._autograd import graph_task
-from ddpstats.dump.collect._leaves import tensors_in
-from ddpstats.dump.collect._quiet import quietly
+from ddpstats.dump.collect._plain import tensors_in
+from ddpstats.dump.collect._quiet import is_out_of_sight, quietly
 from ddpstats.dump.collect._recorder import Entry, Recorder
 
 _MOST_NODES = 20_000
@@ -208,10 +208,11 @@ class _Watch:
 
     def run(self, what: Callable[[Any, Any], None], places: Any, gradients: Any) -> None:
         recorder = self._recorder
-        if not recorder.is_active or torch.compiler.is_compiling():
+        if not recorder.is_active or is_out_of_sight():
             return
         try:
             with recorder.lock, quietly():
+                recorder.backward_runs()
                 what(places, gradients)
         except Exception as error:
             recorder.note_error(self._name, error)

@@ -10,29 +10,38 @@ The shape of arguments is kept: lists, tuples and dicts become lists and dicts, 
 
 On CUDA the numbers are computed on a stream of their own, from a copy made on the program's: the copy is in order with
 what the program writes there before and after, so that what is measured is what the program itself would have read.
+While a CUDA graph is captured nothing is measured: it would become part of the graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ddpstats.dump.collect._plain import DEEPEST, MOST_ITEMS, SCALARS, named_parts, other, plain, scalar, size_of, text
 from ddpstats.dump.collect._storages import StorageNumbers
-from ddpstats.dump.collect._tensor_stats import NOTHING, Stats, device_stats, host_stats, of_numbers, plain_values
+from ddpstats.dump.collect._tensor_stats import (
+    NOTHING,
+    Stats,
+    device_stats,
+    host_stats,
+    of_numbers,
+    plain_values,
+    without_repeats,
+)
 from ddpstats.dump.format._tensor_files import TensorFiles, checksum
 
 Leaf = dict[str, Any]
 
 _HOST_BYTES = 1_200  # of a leaf as a dict, roughly
+_ENTRY_BYTES = 1_000  # and of an entry besides its leaves
 _DEVICE_BYTES = 512  # the smallest block of CUDA's allocator
-_DEEPEST = 8
+_SCALAR_BYTES = 300
 _OUR_KEYS = ("nan_count", "inf_count", "first_bad")
-_SCALARS = (bool, int, float, str)
-_AS_TEXT = (torch.dtype, torch.device, torch.layout, torch.memory_format, complex)
 
 
 @dataclass
@@ -43,6 +52,7 @@ class _Deferred:
     numbers: Tensor
     dtype: torch.dtype
     shape: torch.Size
+    repeats: int = 1
 
 
 class LeafMaker:
@@ -52,7 +62,7 @@ class LeafMaker:
         md5: whether leaves have a checksum.
         files: where tensors are saved.
         saves: whether the tensors of an entry of this name are saved.
-        max_bytes: what may be held at once; None for no limit. What no longer fits has no numbers.
+        max_bytes: what may be held at once; None for no limit. After the first that no longer fits nothing has numbers.
         note_error: told of a leaf that failed: where, and why.
 
     Attributes:
@@ -88,20 +98,32 @@ class LeafMaker:
         return EntryLeaves(self, name, self._saves(name))
 
     def tensor(self, tensor: Tensor, name: str, path: str, is_saved: bool) -> Leaf:
-        leaf = _described(tensor)
+        leaf: Leaf = {"type": "torch.Tensor"}
         try:
-            self._fill(leaf, tensor, name, path, is_saved)
+            values = plain_values(tensor)
+            _describe(leaf, tensor, values)
+            if values is not None and self._fits(values, name, is_saved):
+                self._fill(leaf, values, name, path, is_saved)
         except Exception as error:
             self._note_error(f"{name}.{path}", error)
         if is_saved or self._md5:
             for key in _OUR_KEYS:  # after those of the format, which have come late
-                leaf[key] = leaf.pop(key)
+                leaf[key] = leaf.pop(key, None)
         leaf.update(self._memory(tensor))
         return leaf
 
-    def _fill(self, leaf: Leaf, tensor: Tensor, name: str, path: str, is_saved: bool) -> None:
-        values = plain_values(tensor)
-        if values is None or not self._fits(values, name, is_saved):
+    def entry_fits(self, name: str) -> bool:
+        """Whether what else is in an entry can be held as well; called as it is complete."""
+        if self._max_bytes is not None:
+            self._take(_ENTRY_BYTES, name)
+        return self.first_dropped is None or self.first_dropped == name
+
+    def release(self) -> None:
+        """What was held is written."""
+        self.held_bytes = 0
+
+    def _fill(self, leaf: Leaf, values: Tensor, name: str, path: str, is_saved: bool) -> None:
+        if values.is_cuda and torch.cuda.is_current_stream_capturing():
             return
         if values.numel():
             self._measure(leaf, values)
@@ -114,16 +136,27 @@ class LeafMaker:
         if values.device.type == "cpu":
             _put(leaf, host_stats(values))
         else:
-            self._deferred.append(_Deferred(leaf, self._on_device(values), values.dtype, values.shape))
+            held, repeats = without_repeats(values)
+            self._deferred.append(_Deferred(leaf, self._on_device(held), held.dtype, held.shape, repeats))
 
     def _fits(self, values: Tensor, name: str, is_saved: bool) -> bool:
         if self._max_bytes is None:
             return True
         needed = _HOST_BYTES + (_DEVICE_BYTES if values.device.type != "cpu" else 0)
         if is_saved:
-            needed += values.numel() * values.element_size()
-        if self.held_bytes + needed > self._max_bytes:
-            self.first_dropped = self.first_dropped or name
+            needed += without_repeats(values)[0].numel() * values.element_size()
+        return self._take(needed, name)
+
+    def scalar(self, name: str) -> None:
+        """One more is held."""
+        if self._max_bytes is not None:
+            self._take(_SCALAR_BYTES, name)
+
+    def _take(self, needed: int, name: str) -> bool:
+        assert self._max_bytes is not None
+        if self.first_dropped is None and self.held_bytes + needed > self._max_bytes:
+            self.first_dropped = name
+        if self.first_dropped is not None:
             return False
         self.held_bytes += needed
         return True
@@ -153,23 +186,25 @@ class LeafMaker:
             if device in self._streams:
                 torch.cuda.current_stream(device).wait_stream(self._streams[device])
             for one, numbers in zip(these, torch.stack([one.numbers for one in these]).tolist(), strict=True):
-                _put(one.leaf, of_numbers(numbers, one.dtype, one.shape))
+                _put(one.leaf, of_numbers(numbers, one.dtype, one.shape, one.repeats))
 
     def _memory(self, tensor: Tensor) -> Leaf:
         try:
+            if hasattr(tensor, "placements"):
+                tensor = tensor.to_local()  # type: ignore[attr-defined]
             storage = tensor.untyped_storage()
             return {
-                "device": _text(tensor.device),
-                "stride": list(tensor.stride()),
+                "device": text(tensor.device),
+                "stride": [size_of(stride) for stride in tensor.stride()],
                 "data_ptr": tensor.data_ptr(),
-                "storage_offset": tensor.storage_offset(),
+                "storage_offset": size_of(tensor.storage_offset()),
                 "storage_ptr": storage.data_ptr(),
-                "storage_bytes": storage.nbytes(),
+                "storage_bytes": size_of(storage.nbytes()),
                 "storage_id": self._storages.number(storage),
                 "stream": _current_stream(tensor.device),
             }
-        except (RuntimeError, NotImplementedError):  # no storage of its own: sparse, wrapped, fake
-            return {"device": _text(tensor.device)}
+        except Exception:  # no storage of its own: sparse, wrapped, fake
+            return {"device": text(tensor.device)}
 
 
 class EntryLeaves:
@@ -178,6 +213,7 @@ class EntryLeaves:
     def __init__(self, maker: LeafMaker, name: str, is_saved: bool) -> None:
         self._maker, self._name, self._is_saved = maker, name, is_saved
         self._seen: dict[int, Leaf] = {}
+        self._items_left = MOST_ITEMS
 
     def of(self, value: Any, path: str, depth: int = 0) -> Any:
         """``value`` as plain data; ``path`` is where it is in the entry."""
@@ -185,16 +221,30 @@ class EntryLeaves:
             return self._tensor(value, path)
         if value is None:
             return None
-        if isinstance(value, _SCALARS):
-            return {"type": type(value).__name__, "value": value if type(value) in _SCALARS else _plain(value)}
+        if isinstance(value, SCALARS):
+            self._maker.scalar(self._name)
+            return scalar(value)
         if isinstance(value, torch.Size):
-            return {"type": "torch.Size", "value": [_plain(size) for size in value]}
-        if depth < _DEEPEST:
+            return {"type": "torch.Size", "value": [plain(size) for size in value]}
+        if depth < DEEPEST:
             if isinstance(value, (list, tuple)):
+                if self._are_too_many(value):
+                    return {"type": type(value).__name__, "length": len(value)}
                 return [self.of(item, f"{path}.{place}", depth + 1) for place, item in enumerate(value)]
-            if isinstance(value, dict):
-                return {str(key): self.of(item, f"{path}.{key}", depth + 1) for key, item in value.items()}
-        return _other(value)
+            named = named_parts(value)
+            if named is not None:
+                if self._are_too_many(list(named.values())):
+                    return {"type": type(value).__name__, "length": len(named)}
+                return {str(key): self.of(item, f"{path}.{key}", depth + 1) for key, item in named.items()}
+        return other(value)
+
+    def _are_too_many(self, items: list[Any] | tuple[Any, ...]) -> bool:
+        if items and isinstance(items[0], Tensor):
+            return False
+        if len(items) > self._items_left:
+            return True
+        self._items_left -= len(items)
+        return False
 
     def _tensor(self, tensor: Tensor, path: str) -> Leaf:
         found = self._seen.get(id(tensor))
@@ -204,20 +254,27 @@ class EntryLeaves:
         return dict(found)
 
 
-def _described(tensor: Tensor) -> Leaf:
-    return {
-        "type": "torch.Tensor",
-        "dtype": _text(tensor.dtype),
-        "shape": [_plain(size) for size in tensor.shape],
-        "Max": None,
-        "Min": None,
-        "Mean": None,
-        "Norm": None,
-        "requires_grad": tensor.requires_grad,
-        "nan_count": None,
-        "inf_count": None,
-        "first_bad": None,
-    }
+def _describe(leaf: Leaf, tensor: Tensor, values: Tensor | None) -> None:
+    """What holds without looking at a number. A ragged tensor's shape is that of the numbers it holds."""
+    is_ragged = tensor.is_nested and values is not None
+    leaf.update(
+        dtype=text(tensor.dtype),
+        shape=[size_of(size) for size in (values if is_ragged and values is not None else tensor).shape],
+        Max=None,
+        Min=None,
+        Mean=None,
+        Norm=None,
+        requires_grad=tensor.requires_grad,
+        nan_count=None,
+        inf_count=None,
+        first_bad=None,
+    )
+    if is_ragged:
+        leaf["layout"] = "nested"
+    elif hasattr(tensor, "placements"):  # a DTensor: the numbers are those of this rank's part
+        leaf["device_mesh"] = tensor.device_mesh.mesh.tolist() if hasattr(tensor, "device_mesh") else None
+        leaf["placements"] = [str(one) for one in tensor.placements]
+        leaf["local_shape"] = None if values is None else list(values.shape)
 
 
 def _put(leaf: Leaf, stats: Stats) -> None:
@@ -227,54 +284,5 @@ def _put(leaf: Leaf, stats: Stats) -> None:
     leaf["nan_count"], leaf["inf_count"], leaf["first_bad"] = stats.nan_count, stats.inf_count, stats.first_bad
 
 
-_texts: dict[Any, str] = {}
-
-
-def _text(value: Any) -> str:
-    """``str`` of a dtype or device; torch takes 10 microseconds for a device."""
-    found = _texts.get(value)
-    if found is None:
-        found = _texts[value] = str(value)
-    return found
-
-
-def _plain(value: Any) -> Any:
-    """A number that is not quite a number: numpy's, an enum, a symbolic size."""
-    for kind in (int, float, str):
-        if isinstance(value, kind):
-            return kind(value)
-    return str(value)
-
-
-def _other(value: Any) -> Leaf:
-    if isinstance(value, slice):
-        return {"type": "slice", "value": [_slice_part(part) for part in (value.start, value.stop, value.step)]}
-    if value is Ellipsis:
-        return {"type": "ellipsis", "value": "..."}
-    if isinstance(value, _AS_TEXT):
-        kind = type(value)
-        name = kind.__name__ if kind is complex else f"torch.{kind.__name__}"
-        return {"type": name, "value": str(value)}
-    return {"type": type(value).__name__}
-
-
-def _slice_part(part: Any) -> Any:
-    return part if part is None or type(part) is int else str(type(part).__name__)
-
-
 def _current_stream(device: torch.device) -> int:
     return int(torch.cuda.current_stream(device).stream_id) if device.type == "cuda" else 0
-
-
-def tensors_in(value: Any, depth: int = 0) -> Iterator[Any]:
-    """Every leaf of arguments or results, in order."""
-    if depth < _DEEPEST:
-        if isinstance(value, (list, tuple)):
-            for item in value:
-                yield from tensors_in(item, depth + 1)
-            return
-        if isinstance(value, dict):
-            for item in value.values():
-                yield from tensors_in(item, depth + 1)
-            return
-    yield value

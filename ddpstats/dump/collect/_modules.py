@@ -4,27 +4,32 @@
    the innermost parent.
 2. A hook after it, which runs also if the forward pass raises: its outputs, and what is to be seen of the backward pass
    (`_gradient_edges`).
-3. A hook on each parameter: the gradient of this backward pass, before it is accumulated or reduced.
+3. A hook on each parameter: the gradient of this backward pass, before it is accumulated or reduced. FSDP2's sharded
+   parameters take no part in the graph, and their hooks do not run: of these, what is in ``grad`` when the backward
+   pass has ended, where that is new: it is reduced, and accumulated.
 
 No node is put into the graph, as ``register_full_backward_hook`` would: after that a program that changes an output in
 place fails. Modules inside ``torch.compile`` and TorchScript are left alone.
+
+A forward pass that is left by what is no ``Exception`` (KeyboardInterrupt) says nothing: it is forgotten when the
+module around it ends, or the model is called again.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ddpstats._autograd import graph_task, in_backward
+from ddpstats._autograd import graph_task, in_backward, queue_callback
 from ddpstats._gradients import unwrapped
 from ddpstats._module_hook import ModuleHook
 from ddpstats.dump.collect._gradient_edges import Before, edges_before, watch_backward
-from ddpstats.dump.collect._leaves import tensors_in
-from ddpstats.dump.collect._quiet import quietly
+from ddpstats.dump.collect._plain import tensors_in
+from ddpstats.dump.collect._quiet import is_out_of_sight, quietly
 from ddpstats.dump.collect._recorder import Entry, Recorder
 from ddpstats.dump.format._naming import backward_of, module_base
 
@@ -36,6 +41,8 @@ class ModuleWatch:
         self._recorder = recorder
         self._modules, self.has_compiled = _modules_of(model)
         self._handles: list[Any] = []
+        self._gradients: list[_ParameterGradients] = []
+        self._unhooked: list[Tensor] = []  # parameters that had no hook before
         self.running: list[_Running] = []
         self.thread = threading.get_ident()
 
@@ -48,6 +55,8 @@ class ModuleWatch:
                 self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
                 if self._recorder.wants_backward:
                     self._watch_parameters(module, base)
+            if any(one.sharded for one in self._gradients):
+                self._recorder.on_backward = self._backward_runs
         except BaseException:
             self.stop()
             raise
@@ -57,23 +66,52 @@ class ModuleWatch:
         handles, self._handles = self._handles, []
         for handle in handles:
             handle.remove()
+        unhooked, self._unhooked = self._unhooked, []
+        for parameter in unhooked:
+            if parameter._backward_hooks is not None and not parameter._backward_hooks:
+                parameter._backward_hooks = None  # torch leaves an empty dict
+        self._recorder.on_backward = None
+        self._gradients.clear()
         self.running.clear()
 
     def _watch_parameters(self, module: nn.Module, base: str) -> None:
         wanting = {name: one for name, one in module.named_parameters(recurse=False) if one.requires_grad}
-        gradients = _ParameterGradients(self._recorder, base, frozenset(wanting))
+        gradients = _ParameterGradients(self._recorder, base, wanting)
+        self._gradients.append(gradients)
         for name, parameter in wanting.items():
-            hook = _ParameterHook(gradients, name)
+            hook = _ParameterHook(gradients, name, self.is_seen)
+            if parameter._backward_hooks is None:
+                self._unhooked.append(parameter)
             self._handles.append(parameter.register_hook(hook))  # type: ignore[no-untyped-call]
 
     def is_seen(self) -> bool:
         """Whether this thread is the one that started the dump, or runs a backward pass for it."""
-        return threading.get_ident() == self.thread or in_backward()
+        if threading.get_ident() == self.thread:
+            return True
+        return in_backward() and not _is_of_the_program()
+
+    def _backward_runs(self) -> None:
+        """FSDP asks to be called at the end of the backward pass as well; who asks at the end comes after that."""
+        if queue_callback is not None and graph_task() != -1:
+            task, ask = graph_task(), queue_callback
+            for one in self._gradients:
+                one.backward_begins()
+            ask(lambda: ask(lambda: self._backward_ends(task)))
+
+    def _backward_ends(self, task: int) -> None:
+        for one in self._gradients:
+            try:
+                one.backward_ends(task)
+            except Exception as error:  # what is raised here would end the program's backward pass
+                self._recorder.note_error("gradients of sharded parameters", error)
 
     # -- a forward pass -----------------------------------------------------------------------------------------------
 
     def enters(self, module: nn.Module, base: str, args: Any, kwargs: Any) -> None:
         recorder = self._recorder
+        if module is self._modules[0][1] and any(running.module is module for running in self.running):
+            self.running.clear()  # left by an interruption: a whole model is not inside of itself
+            recorder.parents.clear()
         name = f"{base}.forward.{recorder.counters.next(base)}"
         running = _Running(module, name, list(recorder.parents))
         self.running.append(running)
@@ -104,13 +142,13 @@ class ModuleWatch:
 
     def leaves(self, module: nn.Module, result: Any, failed: bool) -> None:
         recorder = self._recorder
-        while self.running:  # those on top of it were left by an error
+        if not any(running.module is module for running in self.running):
+            return  # a hook of the program has raised before ours
+        while True:  # those on top of it were left by an error
             running = self.running.pop()
             del recorder.parents[len(running.parents) :]
             if running.module is module:
                 break
-        else:
-            return
         try:
             if running.entry is not None:
                 self._complete(running.entry, result)
@@ -146,7 +184,7 @@ class _Before(ModuleHook):
         self._watch, self._base = watch, base
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not torch.compiler.is_compiling() and self._watch.is_seen():
+        if not is_out_of_sight() and self._watch.is_seen():
             self._watch.enters(module, self._base, args, kwargs)
 
 
@@ -155,7 +193,7 @@ class _After(ModuleHook):
         self._watch = watch
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-        if not torch.compiler.is_compiling() and self._watch.is_seen():
+        if not is_out_of_sight() and self._watch.is_seen():
             self._watch.leaves(module, result, failed=result is None)
 
 
@@ -163,16 +201,40 @@ class _After(ModuleHook):
 
 
 class _ParameterGradients:
-    """Of one module: an entry is through when each of its own parameters has its gradient."""
+    """Of one module: an entry is through when each of its own parameters has its gradient.
 
-    def __init__(self, recorder: Recorder, base: str, names: frozenset[str]) -> None:
-        self._recorder, self._base, self._names = recorder, base, names
+    Attributes:
+        sharded: parameters whose hooks may not run.
+    """
+
+    def __init__(self, recorder: Recorder, base: str, parameters: Mapping[str, Tensor]) -> None:
+        self._recorder, self._base, self._names = recorder, base, parameters.keys()
+        self.sharded = {name: one for name, one in parameters.items() if hasattr(one, "placements")}
+        self._before: dict[str, tuple[int, int]] = {}
+        self._hooked: set[tuple[str, int]] = set()
         self._entry: Entry | None = None
         self._is_wanted = False
         self._task = -1
 
+    def backward_begins(self) -> None:
+        """As something is first seen of a backward pass: the gradients there are are not of it."""
+        self._hooked.clear()
+        self._before = {name: _version(one.grad) for name, one in self.sharded.items()}
+
+    def backward_ends(self, task: int) -> None:
+        """Those whose hook has not run, where their gradient is another one now."""
+        for name, parameter in self.sharded.items():
+            gradient = parameter.grad
+            if (name, task) in self._hooked or gradient is None or _version(gradient) == self._before.get(name):
+                continue
+            self.arrived(name, gradient)
+        if self.sharded and self._entry is not None:
+            self.flush()
+
     def arrived(self, name: str, gradient: Tensor) -> None:
         recorder = self._recorder
+        if self.sharded:
+            self._hooked.add((name, graph_task()))
         with recorder.lock:
             if self._entry is not None and (name in self._entry.raw or self._task != graph_task()):
                 self.flush()
@@ -207,16 +269,25 @@ class _ParameterGradients:
 class _ParameterHook:
     __torch_unserializable__ = True
 
-    def __init__(self, gradients: _ParameterGradients, name: str) -> None:
-        self._gradients, self._name = gradients, name
+    def __init__(self, gradients: _ParameterGradients, name: str, is_seen: Callable[[], bool]) -> None:
+        self._gradients, self._name, self._is_seen = gradients, name, is_seen
 
     def __call__(self, gradient: Tensor) -> None:
         recorder = self._gradients._recorder
-        if recorder.is_active and not torch.compiler.is_compiling():
+        if recorder.is_active and not is_out_of_sight() and self._is_seen():
             try:
                 self._gradients.arrived(self._name, gradient)
             except Exception as error:
                 recorder.note_error(f"{self._gradients._base}.parameters_grad.{self._name}", error)
+
+
+def _version(gradient: Tensor | None) -> tuple[int, int]:
+    return (0, 0) if gradient is None else (id(gradient), gradient._version)
+
+
+def _is_of_the_program() -> bool:
+    """Whether this thread is one that the program started; those of autograd's engine for a device are not."""
+    return not isinstance(threading.current_thread(), threading._DummyThread)
 
 
 # -- which modules ----------------------------------------------------------------------------------------------------

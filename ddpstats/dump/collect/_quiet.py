@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
@@ -31,10 +30,16 @@ class quietly:
             self._modes.__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        with contextlib.ExitStack() as stack:
-            stack.callback(self._function.__exit__, None, None, None)
-            stack.callback(torch._C._set_grad_enabled, self._grad)
-            for kind in self._autocast:
-                stack.callback(torch.set_autocast_enabled, kind, True)
+        try:
             if self._modes is not None:
-                stack.callback(self._modes.__exit__, None, None, None)
+                self._modes.__exit__(None, None, None)
+        finally:
+            for kind in self._autocast:
+                torch.set_autocast_enabled(kind, True)
+            torch._C._set_grad_enabled(self._grad)
+            self._function.__exit__(None, None, None)
+
+
+def is_out_of_sight() -> bool:
+    """Whether a program is made of what runs now: by ``torch.compile``, export or ``torch.jit.trace``."""
+    return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None

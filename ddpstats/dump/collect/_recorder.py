@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddpstats._autograd import in_backward
-from ddpstats.dump._config import DumpConfig
+from ddpstats._autograd import graph_task, in_backward
+from ddpstats.dump._config import ALL_MODES, DumpConfig
 from ddpstats.dump._selection import Selection, matches
 from ddpstats.dump.collect._leaves import EntryLeaves, LeafMaker
 from ddpstats.dump.collect._quiet import quietly
-from ddpstats.dump.collect._stacks import StackBook
+from ddpstats.dump.collect._stacks import StackBook, is_in_checkpoint
 from ddpstats.dump.format._naming import Counters, backward_of
 from ddpstats.dump.format._tensor_files import DIRECTORY, TensorFiles
 from ddpstats.dump.format._writer import ERRORS, StepWriter
@@ -66,6 +66,9 @@ class Recorder:
         lock: around everything that changes this object; backward passes have threads of their own on a device.
         poll: called at every entry: collectives that have ended meanwhile are noticed then.
         is_active: False once the step has ended: what is left in a graph does nothing then.
+        silent: functions that return no tensor, as this step has shown: what another step did changes no name.
+        creates_graph: the backward pass that runs, as far as it is seen to begin, makes a graph of its own.
+        on_backward: called when something is seen of a backward pass that was not seen before.
     """
 
     def __init__(self, config: DumpConfig, directory: Path) -> None:
@@ -75,6 +78,10 @@ class Recorder:
         self.lock = threading.RLock()
         self.is_active = True
         self.poll: Callable[[], None] | None = None
+        self.silent: set[str] = set()
+        self.creates_graph = False
+        self.on_backward: Callable[[], None] | None = None
+        self._task = -1
         self.counters = Counters()
         self.wants_input, self.wants_output = "input" in config.data_mode, "output" in config.data_mode
         self.wants_backward = "backward" in config.data_mode
@@ -83,12 +90,16 @@ class Recorder:
         self._queue: list[Entry] = []
         self._open: dict[int, Any] = {}  # of backward passes and parameters' gradients that have begun
         self._errors: list[str] = []
+        self._told: set[str] = set()
         saves = bool(config.task == "tensor" or config.tensor_names)
         data_dir = directory / DIRECTORY
         header = {
             "task": config.task,
             "level": config.level,
             "dump_data_dir": str(data_dir.absolute()) if saves else None,
+            "scope": list(config.scope or ()),
+            "list": list(config.names),
+            "data_mode": sorted(config.data_mode) if len(config.data_mode) < len(ALL_MODES) else ["all"],
         }
         self._writer = StepWriter(directory, header, at_once=not config.async_dump)
         self._stacks = StackBook((_TORCH + "/",), self._writer.new_stack)
@@ -130,9 +141,17 @@ class Recorder:
     def entry(self, name: str) -> Entry:
         """An empty one, of the forward pass, that is called from here."""
         raw: dict[str, Any] = {"input_args": [], "input_kwargs": {}, "output": []}
-        if in_backward() and torch.is_grad_enabled():
+        if in_backward() and torch.is_grad_enabled() and (not self.creates_graph or is_in_checkpoint()):
             raw["is_recompute"] = True
         return Entry(name, raw, self.stack(), self.parents[-1] if self.parents else None)
+
+    def backward_runs(self) -> None:
+        """From hooks in a backward pass."""
+        task = graph_task()
+        if task != self._task:
+            self._task = task
+            if self.on_backward is not None:
+                self.on_backward()
 
     def stack(self) -> int:
         return self._stacks.here()
@@ -149,6 +168,8 @@ class Recorder:
         with self.lock:
             if not self.is_active:
                 return
+            if not self.leaves.entry_fits(entry.name):
+                _empty(entry)
             if self.config.async_dump or self.leaves.waiting:
                 self._queue.append(entry)
                 if not self.config.async_dump and self.leaves.waiting >= _BATCH:
@@ -192,35 +213,49 @@ class Recorder:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """The files are put in place. Raises nothing: what goes wrong is warned about."""
+        """The files are put in place; then what went wrong is warned about, which raises only where warnings do."""
         with self.lock:
             self._end()
-            try:
-                self._files.flush()
-                self._writer.finish()
-            except Exception as error:
-                self.note_error(str(self.directory), error)
-            self._tell()
+            self._put_in_place(self._writer.finish)
+        self._tell()
 
     def break_off(self) -> None:
         """The process ends inside the step."""
         with self.lock:
             self._end()
+            self._put_in_place(self._writer.leave_lines)
+        self._tell()
+
+    def _put_in_place(self, finish: Callable[[], None]) -> None:
+        for write in (self._files.flush, finish):
             try:
-                self._files.flush()
-                self._writer.leave_lines()
+                write()
             except Exception as error:
                 self.note_error(str(self.directory), error)
-            self._tell()
+        self.leaves.release()
 
     def reopen(self) -> None:
         """The step goes on. Raises OSError."""
         self._writer.reopen()
+        self.parents.clear()
+        self._task = -1
         self.is_active = True
+
+    def forget(self) -> None:
+        """In a process that was forked from the one that collects: nothing here is this one's."""
+        self.is_active = False
+        self.poll = self.on_backward = None
+        self.lock = threading.RLock()  # another thread may have held it
+        self._open.clear()
+        self._queue.clear()
+        self._writer.forget()
 
     def _end(self) -> None:
         for one in list(self._open.values()):
-            one.flush()
+            try:
+                one.flush()
+            except Exception as error:
+                self.note_error("what was not complete", error)
         self._open.clear()
         try:
             self._drain()
@@ -230,25 +265,33 @@ class Recorder:
         self.parents.clear()
 
     def _tell(self) -> None:
-        if self._errors:
-            log = self.directory / ERRORS
-            try:
-                self.directory.mkdir(parents=True, exist_ok=True)
-                with log.open("a", encoding="utf-8") as file:
-                    file.write("\n".join(self._errors) + "\n")
-                where = f"see {log}"
-            except OSError as error:
-                where = f"and the log could not be written ({error}); the first: {self._errors[0]}"
-            count, self._errors = len(self._errors), []
-            warnings.warn(f"ddpstats: {count} part(s) of the dump could not be collected; {where}", stacklevel=4)
+        problems = [problem for problem in self._selection.problems() if problem not in self._told]  # once for a step
+        self._told.update(problems)
+        for sentence in (*self._told_errors(), *self._told_dropped(), *problems):
+            warnings.warn(f"ddpstats: {sentence}", stacklevel=4)
+
+    def _told_errors(self) -> list[str]:
+        if not self._errors:
+            return []
+        log = self.directory / ERRORS
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            with log.open("a", encoding="utf-8") as file:
+                file.write("\n".join(self._errors) + "\n")
+            where = f"see {log}"
+        except OSError as error:
+            where = f"and the log could not be written ({error}); the first: {self._errors[0]}"
+        count, self._errors = len(self._errors), []
+        return [f"{count} part(s) of the dump could not be collected; {where}"]
+
+    def _told_dropped(self) -> list[str]:
         first, self.leaves.first_dropped = self.leaves.first_dropped, None
-        if first is not None:
-            warnings.warn(
-                f"ddpstats: the dump of this step needs more than async_max_bytes, {self.config.async_max_bytes:,} "
-                f"bytes: from {first} on, entries have no numbers. Choose fewer by list or scope, or set "
-                "async_max_bytes higher.",
-                stacklevel=4,
-            )
+        if first is None:
+            return []
+        return [
+            f"the dump of this step needs more than async_max_bytes, {self.config.async_max_bytes:,} bytes: from "
+            f"{first} on, entries have no numbers. Choose fewer by list or scope, or set async_max_bytes higher."
+        ]
 
     # -- collectives --------------------------------------------------------------------------------------------------
 
@@ -281,3 +324,10 @@ class Recorder:
             if self.wants_output:
                 entry.raw["output"] = [leaves.of(one, f"output.{place}") for place, one in enumerate(outputs)]
             self.write(entry)
+
+
+def _empty(entry: Entry) -> None:
+    """Only its name, its stack and its parent stay."""
+    kept = {key: type(value)() if isinstance(value, (list, dict)) else value for key, value in entry.raw.items()}
+    entry.raw.clear()
+    entry.raw.update(kept)

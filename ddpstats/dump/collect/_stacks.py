@@ -15,6 +15,7 @@ from types import CodeType, FrameType
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _MOST_FRAMES = 200
+_CHECKPOINT = os.path.join("torch", "utils", "checkpoint.py")
 
 
 class StackBook:
@@ -37,14 +38,15 @@ class StackBook:
         frame: FrameType | None = sys._getframe(1)
         key: list[int] = []
         is_shown = self._is_shown
+        add = key.append
         while frame is not None and len(key) < 2 * _MOST_FRAMES:
-            code = frame.f_code
-            shown = is_shown.get(id(code))
+            place = id(frame.f_code)
+            shown = is_shown.get(place)
             if shown is None:
-                shown = self._judge(code)
+                shown = self._judge(frame.f_code)
             if shown:
-                key.append(id(code))
-                key.append(frame.f_lasti)
+                add(place)
+                add(frame.f_lasti)
             frame = frame.f_back
         found = self._numbers.get(tuple(key))
         if found is None:
@@ -66,3 +68,13 @@ class StackBook:
                 lines.append(f"File {file}, line {line}, in {code.co_name},\n    {text}")
             frame = frame.f_back
         return lines
+
+
+def is_in_checkpoint() -> bool:
+    """Whether this is called from what activation checkpointing runs."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename.endswith(_CHECKPOINT):
+            return True
+        frame = frame.f_back
+    return False

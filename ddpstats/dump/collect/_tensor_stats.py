@@ -6,8 +6,8 @@ On the host, where a pass over the memory is the cost:
    range is finite if and only if every element is, so tensors without NaN and infinities are through with that.
 2. A sum or a square that leaves the range of its type, upwards or to nothing, is taken once more in float64.
 3. Only where an element is not finite are such elements counted and located.
-4. The order of the elements does not matter to 1, so that a transposed tensor is read as it lies in memory, and of an
-   expanded one only what is there.
+4. The order of the elements does not matter to 1, so that a transposed tensor is read as it lies in memory. Of an
+   expanded one only what is there is looked at, also where its type has to be converted first.
 
 On a device, where waiting is the cost, all of it is always computed, and one small float64 tensor is handed back.
 """
@@ -38,7 +38,9 @@ class Stats(NamedTuple):
 
 NOTHING = Stats(None, None, None, None, None, None, None)
 
+_PLAIN = (Tensor, torch.nn.Parameter)  # others need not have a list of their numbers
 _EXACT = (torch.float32, torch.float64)
+_FEW = 32
 _PART = 1 << 16  # a dot product adds up in float32, and the longer it is the more of that is lost
 _SMALLEST_SQUARE = 1e-30  # a float32 below has few bits left: the squares may have been lost
 
@@ -48,19 +50,38 @@ def host_stats(tensor: Tensor) -> Stats:
     if tensor.numel() == 0:
         return NOTHING
     dtype = tensor.dtype
+    if tensor.dim() and not tensor.is_contiguous():
+        tensor, repeats = without_repeats(tensor)
+    else:
+        repeats = 1
     if dtype is torch.bool:
         return Stats(bool(tensor.any()), bool(tensor.all()), None, None, 0, 0, None)
     values = _as_real(tensor)
     if tensor.dim() == 0:
-        return _of_one(values.item(), dtype.is_complex)
-    flat, repeats = _flat(values)
-    low_, high_ = torch.aminmax(flat)
-    low, high = low_.item(), high_.item()
+        return _of_one(_exact_item(tensor, values), dtype.is_complex)
+    if values.numel() <= _FEW and type(values) in _PLAIN:
+        found = _of_few(values.flatten().tolist(), dtype.is_complex, repeats)
+        if found is not None:
+            return found
+    flat = _flat(values)
+    low, high = (number.item() for number in torch.aminmax(flat))
+    if high == math.inf and dtype is torch.complex64:  # its real and imaginary parts may be finite all the same
+        flat = _flat(values := tensor.to(torch.complex128).abs())
+        low, high = (number.item() for number in torch.aminmax(flat))
     if not (math.isfinite(low) and math.isfinite(high)):
-        return _of_bad(values, low, high, dtype.is_complex)
+        return _of_bad(values, low, high, dtype.is_complex, repeats)
     mean = _mean(flat)
     norm = None if dtype.is_complex else _norm(flat, max(-low, high)) * math.sqrt(repeats)
     return Stats(high, low, mean, norm, 0, 0, None)
+
+
+def without_repeats(tensor: Tensor) -> tuple[Tensor, int]:
+    """Of an expanded tensor, what is in memory, with as many dimensions; and how often each element is there."""
+    repeats = 1
+    for dimension, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            tensor, repeats = tensor.narrow(dimension, 0, 1), repeats * size
+    return tensor, repeats
 
 
 def _as_real(tensor: Tensor) -> Tensor:
@@ -72,32 +93,63 @@ def _as_real(tensor: Tensor) -> Tensor:
     return tensor.float() if dtype.is_floating_point else tensor.double()
 
 
+def _exact_item(tensor: Tensor, value: Tensor) -> float:
+    """Of one element; ``value`` is it, or its magnitude, which may be too large for its type."""
+    number = float(value.item())
+    if number == math.inf and tensor.dtype is torch.complex64:
+        number = float(tensor.to(torch.complex128).abs().item())
+    return number
+
+
 def _of_one(value: float, is_complex: bool) -> Stats:
     nan, inf = math.isnan(value), math.isinf(value)
     return Stats(value, value, value, None if is_complex else value, int(nan), int(inf), [] if nan or inf else None)
 
 
-def _of_bad(values: Tensor, low: float, high: float, is_complex: bool) -> Stats:
-    bad = values.isfinite().logical_not_()
-    nan_count = int(values.isnan().sum().item())
-    inf_count = int(bad.sum().item()) - nan_count
-    first = int(bad.flatten().to(torch.uint8).argmax().item())
-    norm = None if is_complex else math.nan if nan_count else math.inf
-    return Stats(high, low, values.mean().item(), norm, nan_count, inf_count, unravel(first, values.shape))
+def _of_few(numbers: list[float], is_complex: bool, repeats: int) -> Stats | None:
+    """Python is through with so few before torch has begun. None where it is not: something is not finite."""
+    try:
+        mean = math.fsum(numbers) / len(numbers)
+    except (OverflowError, ValueError):  # of what is finite, or infinities of both signs
+        return None
+    if not math.isfinite(mean):
+        return None
+    norm = None if is_complex else math.hypot(*numbers) * math.sqrt(repeats)
+    return Stats(max(numbers), min(numbers), mean, norm, 0, 0, None)
 
 
-def _flat(values: Tensor) -> tuple[Tensor, int]:
-    """All elements in one dimension, in any order; those that are there several times once, and how many times."""
+def _of_bad(values: Tensor, low: float, high: float, is_complex: bool, repeats: int) -> Stats:
+    """A range is NaN if an element is; if it is not, only the end that is infinite needs to be counted."""
+    has_nan = math.isnan(low)
+    nan = [values.ne(values)] if has_nan else []
+    infinite = [values.eq(end) for end, seen in ((math.inf, high), (-math.inf, low)) if has_nan or seen == end]
+    nan_count, inf_count = (sum(int(mask.count_nonzero().item()) for mask in masks) for masks in (nan, infinite))
+    first = min(place for place in map(_first, nan + infinite) if place is not None)
+    ends = {end for end in (low, high) if math.isinf(end)}
+    mean = math.nan if has_nan or len(ends) == 2 else ends.pop()
+    norm = None if is_complex else math.nan if has_nan else math.inf
+    return Stats(high, low, mean, norm, nan_count * repeats, inf_count * repeats, unravel(first, values.shape))
+
+
+def _first(mask: Tensor) -> int | None:
+    """The place of the first that is true, in the order of the elements; usually it is soon found."""
+    flat = mask.flatten()
+    start, size = 0, 1 << 10
+    while start < flat.numel():
+        part = flat[start : start + size]
+        if part.any():
+            return start + int(part.view(torch.uint8).argmax().item())
+        start, size = start + size, 8 * size
+    return None
+
+
+def _flat(values: Tensor) -> Tensor:
+    """All elements in one dimension, in any order."""
     if values.is_contiguous():
-        return values.view(-1), 1
-    shape, strides = values.shape, values.stride()
-    repeats = math.prod(size for size, stride in zip(shape, strides, strict=True) if stride == 0)
-    if repeats != 1:
-        shape = torch.Size(1 if stride == 0 else size for size, stride in zip(shape, strides, strict=True))
-        values = values.as_strided(shape, strides)
-    if _is_dense(shape, strides):
-        return values.as_strided((math.prod(shape),), (1,)), repeats
-    return values.reshape(-1), repeats
+        return values.view(-1)
+    if _is_dense(values.shape, values.stride()):
+        return values.as_strided((values.numel(),), (1,))
+    return values.reshape(-1)
 
 
 def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
@@ -120,7 +172,8 @@ def _mean(flat: Tensor) -> float:
 
 
 def _norm(flat: Tensor, largest: float) -> float:
-    parts = [flat] if flat.numel() <= _PART else flat.split(_PART)  # type: ignore[no-untyped-call]
+    whole = flat.numel() // _PART * _PART
+    parts = [*flat[:whole].view(-1, _PART).unbind(), flat[whole:]] if whole else [flat]
     square = math.fsum(torch.dot(part, part).item() for part in parts)
     if _SMALLEST_SQUARE <= square < math.inf or largest == 0:
         return math.sqrt(square)
@@ -152,30 +205,34 @@ def device_stats(tensor: Tensor) -> Tensor:
     nans = nan.sum()
     numbers = [
         high, low, values.mean(dtype=wide_dtype), torch.linalg.vector_norm(values, dtype=wide_dtype),
-        nans, bad.sum() - nans, bad.flatten().to(torch.uint8).argmax(),
+        nans, bad.sum() - nans, bad.flatten().view(torch.uint8).argmax(),
     ]  # fmt: skip
     return torch.stack([number.to(wide_dtype) for number in numbers])
 
 
 def _as_real_on_device(tensor: Tensor) -> Tensor:
-    if tensor.dtype.is_complex:
-        return tensor.abs()
-    return tensor if tensor.dtype in _EXACT else tensor.float()
+    if tensor.dtype.is_complex:  # a magnitude may be too large for the type of its parts
+        return tensor.abs() if tensor.device.type == "mps" else tensor.to(torch.complex128).abs()
+    if tensor.dtype.is_floating_point:
+        return tensor if tensor.dtype in _EXACT else tensor.float()
+    return tensor.to(_wide(tensor))
 
 
 def _wide(tensor: Tensor) -> torch.dtype:
     return torch.float32 if tensor.device.type == "mps" else torch.float64
 
 
-def of_numbers(numbers: Sequence[float], dtype: torch.dtype, shape: Sequence[int]) -> Stats:
-    """What `device_stats` made, read on the host, of a tensor of this type and shape."""
+def of_numbers(numbers: Sequence[float], dtype: torch.dtype, shape: Sequence[int], repeats: int = 1) -> Stats:
+    """What `device_stats` made, read on the host, of a tensor of this type and shape; see `without_repeats`."""
     high, low, mean, norm, nans, infs, first = numbers
     if dtype is torch.bool:
         return Stats(bool(high), bool(low), None, None, 0, 0, None)
     where = unravel(int(first), shape) if nans or infs else None
     if not shape:
         norm = high
-    return Stats(high, low, mean, None if dtype.is_complex else norm, int(nans), int(infs), where)
+    norm *= math.sqrt(repeats)
+    counts = int(nans) * repeats, int(infs) * repeats
+    return Stats(high, low, mean, None if dtype.is_complex else norm, *counts, where)
 
 
 def plain_values(tensor: Tensor) -> Tensor | None:
