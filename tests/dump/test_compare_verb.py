@@ -132,6 +132,9 @@ def test_a_reader_that_has_gone_changes_nothing(
         def write(self, text: str) -> None:
             raise BrokenPipeError(32, "Broken pipe")
 
+        def flush(self) -> None:
+            """Nothing is left to write."""
+
         def fileno(self) -> int:
             raise OSError
 

@@ -6,6 +6,7 @@ Which of them is to blame is decided elsewhere: on one rank by `_rank_scan`, ove
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -124,6 +125,10 @@ def is_bad(leaf: Leaf) -> bool:
     if leaf.nan_count is not None and leaf.inf_count is not None:
         return leaf.nan_count > 0 or leaf.inf_count > 0
     return any(value is not None and not math.isfinite(value) for value in (leaf.max, leaf.min))
+
+
+def bad_ones(leaves: Iterable[tuple[str, Leaf]]) -> list[Bad]:
+    return [Bad(path, leaf) for path, leaf in leaves if is_bad(leaf)]
 
 
 def has_nan(leaf: Leaf) -> bool:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ddpstats.dump.origin._candidates import Bad, Candidate, Kind, RankScan, has_nan, is_bad
+from ddpstats.dump.origin._candidates import Candidate, Kind, RankScan, bad_ones, has_nan
 from ddpstats.dump.origin._collective_calls import Collective
 from ddpstats.dump.origin._growth import Grower, ancestors, overflowed
 
@@ -228,8 +228,7 @@ def _of_collective(scans: Sequence[RankScan], meeting: _Meeting) -> list[Origin]
             continue
         known = next((one for one in scan.candidates if one.kind == "collective" and one.name == call.name), None)
         place = next(index for index, one in enumerate(scan.collectives) if one is call)
-        bad = tuple(Bad(path, leaf) for path, leaf in call.made if is_bad(leaf))
-        candidate = known or Candidate("collective", call.entry, bad, place, 0)
+        candidate = known or Candidate("collective", call.entry, tuple(bad_ones(call.made)), place, 0)
         found.append(_origin(scan, candidate, call.op, undumped))
     return found
 

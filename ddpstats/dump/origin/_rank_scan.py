@@ -15,9 +15,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import cached_property
 
 from ddpstats.dump.format._entries import Entry, Leaf
 from ddpstats.dump.format._files import RankDump
@@ -33,10 +32,11 @@ from ddpstats.dump.origin._call_kinds import (
     overwrites,
     parsed,
 )  # fmt: skip
-from ddpstats.dump.origin._candidates import Bad, Candidate, Kind, RankScan, is_bad
+from ddpstats.dump.origin._candidates import Bad, Candidate, Kind, RankScan, bad_ones
 from ddpstats.dump.origin._collective_calls import read_collective
 from ddpstats.dump.origin._growth import ancestors
 from ddpstats.dump.origin._traces import Trace, Traces
+from ddpstats.dump.origin._walked_once import WalkedOnce
 
 _MAX_CANDIDATES, _BEFORE = 256, 5
 _PARAMETERS = "parameters."
@@ -54,30 +54,12 @@ def scan_rank(
     """
     walk = _Walk(RankScan(dump))
     for read in dump.entries(progress):
-        entry = _WalkedOnce(read.name, read.raw, read.source)
+        entry = WalkedOnce(read.name, read.raw, read.source)
         also(entry)
         if not entry.is_recompute:
             walk.take(entry)
     walk.settle()
     return walk.found
-
-
-class _WalkedOnce(Entry):
-    """An entry whose tensors are asked for by several, and looked for, and checked, once."""
-
-    def inputs(self) -> Iterator[tuple[str, Leaf]]:
-        return iter(self._inputs)
-
-    def outputs(self) -> Iterator[tuple[str, Leaf]]:
-        return iter(self._outputs)
-
-    @cached_property
-    def _inputs(self) -> list[tuple[str, Leaf]]:
-        return list(super().inputs())
-
-    @cached_property
-    def _outputs(self) -> list[tuple[str, Leaf]]:
-        return list(super().outputs())
 
 
 class _Walk:
@@ -123,10 +105,10 @@ class _Walk:
     def _take_call(self, entry: Entry, name: Name) -> None:
         if name.direction == "backward":
             self._traces.backward_of(_forward_of(entry.name))
-        made = _bad(entry.outputs())
+        made = bad_ones(entry.outputs())
         parameters: list[Bad] = []
         if "parameters" in entry.raw:
-            parameters = _bad((path, leaf) for path, leaf in entry.leaves() if path.startswith(_PARAMETERS))
+            parameters = bad_ones((path, leaf) for path, leaf in entry.leaves() if path.startswith(_PARAMETERS))
         traces = [self._taken(entry, name, bad, made) for bad in [*parameters, *self._inputs(entry, name)]]
         real = [trace.cause for trace in traces if trace.cause is not None]
         self._name_parameters(name, parameters)
@@ -141,7 +123,7 @@ class _Walk:
     def _inputs(self, entry: Entry, name: Name) -> list[Bad]:
         """Without the content of what is only written to, which is over."""
         found = []
-        for bad in _bad(entry.inputs()):
+        for bad in bad_ones(entry.inputs()):
             if bad.path == "input_kwargs.out" or (bad.path == "input.0" and overwrites(name)):
                 trace = self._traces.find(bad.leaf)
                 if trace is not None:
@@ -241,7 +223,7 @@ class _Walk:
     # -- gradients and collectives ------------------------------------------------------------------------------------
 
     def _take_gradient(self, entry: Entry) -> None:
-        for bad in _bad(entry.leaves()):
+        for bad in bad_ones(entry.leaves()):
             trace = self._traces.find(bad.leaf)
             cause = trace.cause if trace is not None else None
             if cause is None and any(candidate.reached for candidate in self.found.candidates):
@@ -259,7 +241,7 @@ class _Walk:
 
     def _take_collective(self, entry: Entry, name: Name) -> None:
         call = read_collective(entry, name, self.found.rank)
-        taken, made = _bad(call.taken), _bad(call.made)
+        taken, made = bad_ones(call.taken), bad_ones(call.made)
         traces = [self._taken(entry, name, bad, made) for bad in taken]
         real = [trace.cause for trace in traces if trace.cause is not None]
         for trace in traces:
@@ -310,10 +292,6 @@ def _forward_of(backward: str) -> str:
 def entry_has_outputs(found: RankScan, name: Name) -> bool:
     """Whether this dump has outputs at all, of entries such as this."""
     return ("backward" if name.direction == "backward" else "forward", "output") in found.recorded
-
-
-def _bad(leaves: Iterable[tuple[str, Leaf]]) -> list[Bad]:
-    return [Bad(path, leaf) for path, leaf in leaves if is_bad(leaf)]
 
 
 def _is_number(leaf: Leaf) -> bool:
