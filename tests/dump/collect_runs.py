@@ -51,7 +51,26 @@ def train_all(path: str) -> dict[str, dict[str, Any]]:
         for is_async in (False, True):
             name = f"{level} {is_async}"
             found[name] = train(str(Path(path) / name), level, is_async)
+    found["sharded"] = train_sharded(str(Path(path) / "sharded"))
     return found
+
+
+def train_sharded(path: str) -> dict[str, Any]:
+    """FSDP2: two backward passes in one step; this rank's part of a gradient after each."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = make_model()
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    fully_shard(model, mesh=mesh)
+    dump = StatsDump({"dump_path": path, "level": "L0"}, model=model)
+    dump.start()
+    norms = []
+    for number in range(2):
+        model(batch(number)).square().sum().backward()
+        gradient: Any = model.get_parameter("3.weight").grad
+        norms.append(gradient.to_local().norm().item())
+    dump.stop()
+    return {"norms": norms}
 
 
 def killed_inside_a_step(path: str) -> None:

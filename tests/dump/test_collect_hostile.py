@@ -84,7 +84,7 @@ def test_two_programs_of_one_directory_are_told_so(tmp_path: Path, monkeypatch: 
     one, two = (StatsDump({"dump_path": str(tmp_path)}) for _ in range(2))
     one.start()
     monkeypatch.setattr(_dump, "_check_empty", lambda directory: None)  # both looked at the same moment
-    with pytest.raises(DumpError, match="written to by another process.* or by RANK in the environment"):
+    with pytest.raises(DumpError, match=r"written to by another process.* or by RANK in the environment"):
         two.start()
     assert not two._is_running
     one.stop()

@@ -55,6 +55,15 @@ def test_gradients_of_parameters_are_the_rank_s_own(trained: Trained) -> None:
     assert norms[0] != norms[1]
 
 
+def test_gradients_of_sharded_parameters_are_those_at_the_end(trained: Trained) -> None:
+    for rank in (0, 1):
+        found = data(trained[0] / "sharded", 0, f"rank{rank}")
+        entries = [found[f"Module.3.Linear.parameters_grad.{number}"]["weight"][0] for number in (0, 1)]
+        assert [entry["Norm"] for entry in entries] == pytest.approx(trained[1][rank]["sharded"]["norms"])
+        assert entries[0]["placements"] == ["S(0)"]
+        assert (entries[0]["device_mesh"], entries[0]["shape"], entries[0]["local_shape"]) == ([0, 1], [2, 6], [1, 6])
+
+
 @pytest.mark.parametrize("kind", ["L1 False", "mix True"])
 def test_collectives_are_among_the_entries(trained: Trained, kind: str) -> None:
     for rank in (0, 1):

@@ -12,8 +12,8 @@ seen, and marked.
 Not seen: what C++ calls by itself, ``torch.autograd.Function.apply``, what is traced (``torch.compile``, export,
 ``torch.jit.trace``), and other threads than the one that started the dump.
 
-Modes are a stack, and who leaves takes what is on top. A mode of the program that was entered before `start` and is left
-before `stop` takes ours for its own: it stays, and nothing more is seen. `stop` then takes it off in its place.
+Modes are a stack, and who leaves takes what is on top. A mode of the program that was entered before `start` and is
+left before `stop` takes ours for its own: it stays, and nothing more is seen. `stop` takes it off in its place.
 """
 
 from __future__ import annotations

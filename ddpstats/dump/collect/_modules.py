@@ -282,7 +282,8 @@ class _ParameterHook:
 
 
 def _version(gradient: Tensor | None) -> tuple[int, int]:
-    return (0, 0) if gradient is None else (id(gradient), gradient._version)
+    """What changes when somebody writes to it; FSDP2 adds to the shard inside."""
+    return (0, 0) if gradient is None else (id(gradient), getattr(gradient, "_local_tensor", gradient)._version)
 
 
 def _is_of_the_program() -> bool:
