@@ -1,7 +1,7 @@
 """Calls of torch's functions, as the program makes them: the outermost ones that are written in Python.
 
 1. A ``TorchFunctionMode`` is asked about every call. What it is, and whether it is of interest, is found out once for
-   each function (`_Fact`): getters, questions such as ``size`` and functions that return no tensor are not.
+   each function (`_functions`): getters, questions such as ``size`` and functions that return no tensor are not.
 2. Inputs are measured before the call, for it may overwrite them; outputs after it.
 3. `_gradient_edges` sees to the backward pass.
 
@@ -27,85 +27,12 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from ddpstats.dump.collect._functions import Fact, fact_of, facts
 from ddpstats.dump.collect._gradient_edges import edges_before, watch_backward
 from ddpstats.dump.collect._plain import tensors_in
 from ddpstats.dump.collect._quiet import is_out_of_sight, quietly
 from ddpstats.dump.collect._recorder import Entry, Recorder
 from ddpstats.dump.format._naming import backward_of
-
-_SKIPPED = frozenset((
-    "__get__", "__set__", "__delete__", "__repr__", "__str__", "__format__", "__len__", "__bool__", "__int__",
-    "__float__", "__index__", "__complex__", "__contains__", "__hash__", "__dir__", "__iter__", "__reduce_ex__",
-    "__reduce__", "__setstate__", "__deepcopy__", "__array__", "__dlpack__", "__dlpack_device__",
-    "__torch_dispatch__", "size", "dim", "ndimension", "stride", "numel", "nelement", "element_size",
-    "storage_offset", "data_ptr", "storage", "untyped_storage", "is_contiguous", "is_floating_point", "is_complex",
-    "is_signed", "is_pinned", "is_shared", "is_inference", "is_set_to", "is_same_size", "is_conj", "is_neg",
-    "is_coalesced", "is_nonzero", "is_distributed", "type", "get_device", "backward", "requires_grad_", "retain_grad",
-    "register_hook", "register_post_accumulate_grad_hook", "share_memory_", "item", "tolist", "numpy", "pin_memory",
-    "record_stream", "_set_grad_enabled", "_is_zerotensor", "_version", "_typed_storage", "dense_dim", "sparse_dim",
-    "_nnz", "result_type", "can_cast", "equal", "allclose", "has_names", "rename_", "align_to", "set_", "module_load",
-    "split_with_sizes_copy", "_make_subclass", "detach_", "dim_order", "names", "refine_names", "_conj_physical_",
-    "is_storage", "is_tensor", "get_default_dtype", "set_printoptions", "manual_seed", "seed", "initial_seed",
-    "get_rng_state", "set_rng_state", "broadcast_shapes",
-))  # fmt: skip
-"""Questions, conversions to Python, and what changes no value."""
-
-_WRITING_DUNDERS = frozenset((
-    "__setitem__", "__iadd__", "__isub__", "__imul__", "__idiv__", "__itruediv__", "__ifloordiv__", "__imod__",
-    "__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__",
-))  # fmt: skip
-
-
-class _Fact:
-    """What is known of a function.
-
-    Attributes:
-        what: ``Functional.linear``.
-        is_skipped: it is of no interest.
-        is_backward: it runs a backward pass.
-        may_be_silent: who sees it return no tensor knows that it never does.
-        writes: it changes its first argument.
-    """
-
-    __slots__ = ("is_backward", "is_skipped", "may_be_silent", "what", "writes")
-
-    def __init__(self, func: Any) -> None:
-        name = getattr(func, "__name__", None) or type(func).__name__
-        prefix = _prefix(func)
-        if prefix == "Aten":
-            name = name.partition(".")[0]
-        self.what = f"{prefix}.{name}"
-        self.is_skipped = name in _SKIPPED
-        self.is_backward = False
-        self.may_be_silent = not name.startswith("__")  # `x == None` is False, and `x == y` a tensor
-        self.writes = name in _WRITING_DUNDERS or (name.endswith("_") and not name.endswith("__"))
-
-
-def _prefix(func: Any) -> str:
-    if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
-        return "Aten"
-    owner = getattr(func, "__objclass__", None)
-    module = getattr(func, "__module__", None) or ""
-    if (isinstance(owner, type) and issubclass(Tensor, owner)) or module == "torch._tensor":
-        return "Tensor"
-    return "Functional" if module in ("torch.nn.functional", "torch._C._nn") else "Torch"
-
-
-_facts: dict[Any, _Fact] = {}
-
-
-def _fact_of(func: Any) -> _Fact | None:
-    """None of what cannot even be named."""
-    try:
-        found = _facts.get(func)
-        if found is None:
-            found = _facts[func] = _Fact(func)
-        return found
-    except Exception:  # an object that a program calls may have no hash
-        try:
-            return _Fact(func)
-        except Exception:
-            return None
 
 
 class CallWatch(TorchFunctionMode):
@@ -162,7 +89,7 @@ class CallWatch(TorchFunctionMode):
         kwargs = kwargs or {}
         if not self._is_on or is_out_of_sight():
             return func(*args, **kwargs)
-        fact = _fact_of(func)
+        fact = fact_of(func)
         if fact is None or fact.is_skipped or fact.what in self._recorder.silent:
             backward = _BACKWARD.get(func) if fact is not None and fact.is_backward else None
             return func(*args, **kwargs) if backward is None else backward(self, args, kwargs)
@@ -182,7 +109,7 @@ class _Call:
 
     __slots__ = ("_before", "_entry", "_fact", "_name", "_recorder", "_stack")
 
-    def __init__(self, recorder: Recorder, fact: _Fact) -> None:
+    def __init__(self, recorder: Recorder, fact: Fact) -> None:
         self._recorder, self._fact = recorder, fact
         self._name, self._stack = "", 0
         self._entry: Entry | None = None
@@ -228,7 +155,7 @@ class _Call:
                     recorder.silent.add(self._fact.what)
                 return
             if self._entry is not None:
-                self._write(self._entry, result)
+                recorder.write_with_output(self._entry, result)
             if self._before is not None:
                 backward = backward_of(self._name)
                 watch_backward(recorder, backward, self._before, result, self._stack, recorder.parents)
@@ -243,15 +170,6 @@ class _Call:
                 self._recorder.write(self._entry)
             except Exception as our_error:
                 self._recorder.note_error(self._name, our_error)
-
-    def _write(self, entry: Entry, result: Any) -> None:
-        recorder = self._recorder
-        if recorder.wants_output:
-            is_several = isinstance(result, (list, tuple))
-            with quietly():
-                found = recorder.leaves_of(self._name).of(result, "output" if is_several else "output.0")
-            entry.raw["output"] = found if is_several else [found]
-        recorder.write(entry)
 
 
 # -- backward passes, with the mode on --------------------------------------------------------------------------------
@@ -303,10 +221,10 @@ if _backward is not None:
 if _grad is not None:
     _BACKWARD |= {torch.autograd.grad: _grad}
 for _function in (torch.autograd.backward, torch.autograd.grad):
-    _facts[_function] = _Fact(_function)
-    _facts[_function].is_skipped = True
+    facts[_function] = Fact(_function)
+    facts[_function].is_skipped = True
 for _function in _BACKWARD:
-    _facts.setdefault(_function, _Fact(_function)).is_backward = True
+    facts.setdefault(_function, Fact(_function)).is_backward = True
 
 
 def _modes() -> list[Any]:

@@ -18,7 +18,7 @@ module around it ends, or the model is called again.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from ddpstats._autograd import graph_task, in_backward, queue_callback
 from ddpstats._gradients import unwrapped
 from ddpstats._module_hook import ModuleHook
 from ddpstats.dump.collect._gradient_edges import Before, edges_before, watch_backward
+from ddpstats.dump.collect._parameter_gradients import ParameterGradients, ParameterHook
 from ddpstats.dump.collect._plain import tensors_in
 from ddpstats.dump.collect._quiet import is_out_of_sight, quietly
 from ddpstats.dump.collect._recorder import Entry, Recorder
@@ -41,7 +42,7 @@ class ModuleWatch:
         self._recorder = recorder
         self._modules, self.has_compiled = _modules_of(model)
         self._handles: list[Any] = []
-        self._gradients: list[_ParameterGradients] = []
+        self._gradients: list[ParameterGradients] = []
         self._unhooked: list[Tensor] = []  # parameters that had no hook before
         self.running: list[_Running] = []
         self.thread = threading.get_ident()
@@ -76,10 +77,10 @@ class ModuleWatch:
 
     def _watch_parameters(self, module: nn.Module, base: str) -> None:
         wanting = {name: one for name, one in module.named_parameters(recurse=False) if one.requires_grad}
-        gradients = _ParameterGradients(self._recorder, base, wanting)
+        gradients = ParameterGradients(self._recorder, base, wanting)
         self._gradients.append(gradients)
         for name, parameter in wanting.items():
-            hook = _ParameterHook(gradients, name, self.is_seen)
+            hook = ParameterHook(gradients, name, self.is_seen)
             if parameter._backward_hooks is None:
                 self._unhooked.append(parameter)
             self._handles.append(parameter.register_hook(hook))  # type: ignore[no-untyped-call]
@@ -151,20 +152,12 @@ class ModuleWatch:
                 break
         try:
             if running.entry is not None:
-                self._complete(running.entry, result)
+                recorder.write_with_output(running.entry, result)
             if running.before is not None and not failed:
                 backward = backward_of(running.name)
                 watch_backward(recorder, backward, running.before, result, running.stack, running.parents)
         except Exception as error:
             recorder.note_error(running.name, error)
-
-    def _complete(self, entry: Entry, result: Any) -> None:
-        recorder = self._recorder
-        if recorder.wants_output:
-            with quietly():
-                found = recorder.leaves_of(entry.name).of(result, "output" if _is_sequence(result) else "output.0")
-            entry.raw["output"] = found if _is_sequence(result) else [found]
-        recorder.write(entry)
 
 
 class _Running:
@@ -195,95 +188,6 @@ class _After(ModuleHook):
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
         if not is_out_of_sight() and self._watch.is_seen():
             self._watch.leaves(module, result, failed=result is None)
-
-
-# -- gradients of parameters ------------------------------------------------------------------------------------------
-
-
-class _ParameterGradients:
-    """Of one module: an entry is through when each of its own parameters has its gradient.
-
-    Attributes:
-        sharded: parameters whose hooks may not run.
-    """
-
-    def __init__(self, recorder: Recorder, base: str, parameters: Mapping[str, Tensor]) -> None:
-        self._recorder, self._base, self._names = recorder, base, parameters.keys()
-        self.sharded = {name: one for name, one in parameters.items() if hasattr(one, "placements")}
-        self._before: dict[str, tuple[int, int]] = {}
-        self._hooked: set[tuple[str, int]] = set()
-        self._entry: Entry | None = None
-        self._is_wanted = False
-        self._task = -1
-
-    def backward_begins(self) -> None:
-        """As something is first seen of a backward pass: the gradients there are are not of it."""
-        self._hooked.clear()
-        self._before = {name: _version(one.grad) for name, one in self.sharded.items()}
-
-    def backward_ends(self, task: int) -> None:
-        """Those whose hook has not run, where their gradient is another one now."""
-        for name, parameter in self.sharded.items():
-            gradient = parameter.grad
-            if (name, task) in self._hooked or gradient is None or _version(gradient) == self._before.get(name):
-                continue
-            self.arrived(name, gradient)
-        if self.sharded and self._entry is not None:
-            self.flush()
-
-    def arrived(self, name: str, gradient: Tensor) -> None:
-        recorder = self._recorder
-        if self.sharded:
-            self._hooked.add((name, graph_task()))
-        with recorder.lock:
-            if self._entry is not None and (name in self._entry.raw or self._task != graph_task()):
-                self.flush()
-            if self._entry is None:
-                self._begin()
-            assert self._entry is not None
-            if self._is_wanted:
-                with quietly():
-                    leaves = recorder.leaves_of(self._entry.name)
-                    self._entry.raw[name] = [leaves.of(gradient, name)]
-            else:
-                self._entry.raw[name] = None
-            if self._entry.raw.keys() == self._names:
-                self.flush()
-
-    def _begin(self) -> None:
-        recorder = self._recorder
-        what = f"{self._base}.parameters_grad"
-        name = f"{what}.{recorder.counters.next(what)}"
-        self._is_wanted = recorder.wants_gradients(name)
-        self._entry = Entry(name, {}, recorder.stack(), None)
-        self._task = graph_task()
-        recorder.opened(id(self), self)
-
-    def flush(self) -> None:
-        entry, self._entry = self._entry, None
-        self._recorder.closed(id(self))
-        if entry is not None and self._is_wanted:
-            self._recorder.write(entry)
-
-
-class _ParameterHook:
-    __torch_unserializable__ = True
-
-    def __init__(self, gradients: _ParameterGradients, name: str, is_seen: Callable[[], bool]) -> None:
-        self._gradients, self._name, self._is_seen = gradients, name, is_seen
-
-    def __call__(self, gradient: Tensor) -> None:
-        recorder = self._gradients._recorder
-        if recorder.is_active and not is_out_of_sight() and self._is_seen():
-            try:
-                self._gradients.arrived(self._name, gradient)
-            except Exception as error:
-                recorder.note_error(f"{self._gradients._base}.parameters_grad.{self._name}", error)
-
-
-def _version(gradient: Tensor | None) -> tuple[int, int]:
-    """What changes when somebody writes to it; FSDP2 adds to the shard inside."""
-    return (0, 0) if gradient is None else (id(gradient), getattr(gradient, "_local_tensor", gradient)._version)
 
 
 def _is_of_the_program() -> bool:
@@ -329,7 +233,3 @@ def _original(module: nn.Module) -> nn.Module:
     """The module inside what ``torch.compile`` returns; any other itself."""
     inner = vars(module).get("_modules", {}).get("_orig_mod")
     return inner if isinstance(inner, nn.Module) else module
-
-
-def _is_sequence(result: Any) -> bool:
-    return isinstance(result, (list, tuple))

@@ -47,13 +47,6 @@ class Entry:
     parent: str | None
 
 
-@dataclass
-class _CollectiveCall:
-    """What `Recorder.collective_begins` hands out."""
-
-    entry: Entry
-
-
 class Recorder:
     """Collects one step of one rank.
 
@@ -178,6 +171,15 @@ class Recorder:
                 self._drain()
                 self._add(entry)
 
+    def write_with_output(self, entry: Entry, result: Any) -> None:
+        """The call is over: what it returns is the last that is to be known."""
+        if self.wants_output:
+            is_several = isinstance(result, (list, tuple))
+            with quietly():
+                found = self.leaves_of(entry.name).of(result, "output" if is_several else "output.0")
+            entry.raw["output"] = found if is_several else [found]
+        self.write(entry)
+
     def opened(self, key: int, what: Any) -> None:
         """``what.flush()`` is to be called at the end of the step, unless `closed` comes first."""
         self._open[key] = what
@@ -201,9 +203,7 @@ class Recorder:
 
     def note_error(self, where: str, error: BaseException) -> None:
         """Something of ours failed; the program goes on."""
-        if len(self._errors) < _MOST_ERRORS:
-            text = "".join(traceback.format_exception(type(error), error, error.__traceback__)).strip()
-            self._errors.append(f"{where}: {text}")
+        self.note(where, "".join(traceback.format_exception(type(error), error, error.__traceback__)).strip())
 
     def note(self, where: str, text: str) -> None:
         """Something that could not be collected, without an error."""
@@ -214,25 +214,11 @@ class Recorder:
 
     def close(self) -> None:
         """The files are put in place; then what went wrong is warned about, which raises only where warnings do."""
-        with self.lock:
-            self._end()
-            self._put_in_place(self._writer.finish)
-        self._tell()
+        self._end(self._writer.finish)
 
     def break_off(self) -> None:
         """The process ends inside the step."""
-        with self.lock:
-            self._end()
-            self._put_in_place(self._writer.leave_lines)
-        self._tell()
-
-    def _put_in_place(self, finish: Callable[[], None]) -> None:
-        for write in (self._files.flush, finish):
-            try:
-                write()
-            except Exception as error:
-                self.note_error(str(self.directory), error)
-        self.leaves.release()
+        self._end(self._writer.leave_lines)
 
     def reopen(self) -> None:
         """The step goes on. Raises OSError."""
@@ -250,25 +236,30 @@ class Recorder:
         self._queue.clear()
         self._writer.forget()
 
-    def _end(self) -> None:
-        for one in list(self._open.values()):
-            try:
-                one.flush()
-            except Exception as error:
-                self.note_error("what was not complete", error)
-        self._open.clear()
+    def _end(self, finish: Callable[[], None]) -> None:
+        with self.lock:
+            for one in list(self._open.values()):
+                self._safely("what was not complete", one.flush)
+            self._open.clear()
+            self._safely("reading the device", self._drain)
+            self.is_active = False
+            self.parents.clear()
+            self._safely(str(self.directory), self._files.flush)
+            self._safely(str(self.directory), finish)
+            self.leaves.release()
+        self._tell()
+
+    def _safely(self, where: str, what: Callable[[], None]) -> None:
         try:
-            self._drain()
+            what()
         except Exception as error:
-            self.note_error("reading the device", error)
-        self.is_active = False
-        self.parents.clear()
+            self.note_error(where, error)
 
     def _tell(self) -> None:
         problems = [problem for problem in self._selection.problems() if problem not in self._told]  # once for a step
         self._told.update(problems)
         for sentence in (*self._told_errors(), *self._told_dropped(), *problems):
-            warnings.warn(f"ddpstats: {sentence}", stacklevel=4)
+            warnings.warn(f"ddpstats: {sentence}", stacklevel=5)
 
     def _told_errors(self) -> list[str]:
         if not self._errors:
@@ -312,18 +303,17 @@ class Recorder:
             if self.wants_input:
                 entry.raw["input_args"] = [leaves.of(one, f"input.{place}") for place, one in enumerate(tensors)]
                 entry.raw["input_kwargs"] = dict(kwargs)
-            return _CollectiveCall(entry)
+            return entry
 
     def collective_ends(self, token: object, outputs: Sequence[Tensor]) -> None:
         """The collective of ``token`` has its result in ``outputs``: the entry is written."""
-        if not isinstance(token, _CollectiveCall):
+        if not isinstance(token, Entry):
             return
         with self.lock, quietly():
-            entry = token.entry
-            leaves = self.leaves_of(entry.name)
+            leaves = self.leaves_of(token.name)
             if self.wants_output:
-                entry.raw["output"] = [leaves.of(one, f"output.{place}") for place, one in enumerate(outputs)]
-            self.write(entry)
+                token.raw["output"] = [leaves.of(one, f"output.{place}") for place, one in enumerate(outputs)]
+            self.write(token)
 
 
 def _empty(entry: Entry) -> None:
