@@ -44,7 +44,7 @@ def coverage_of(dump: RankDump) -> Coverage:
 def _listed(words: Any) -> str:
     if not isinstance(words, list):
         return str(words)
-    return ", ".join(map(str, words[:3])) + (", ..." if len(words) > 3 else "")
+    return ", ".join(map(str, words[:3])) + (f" and {len(words) - 3} more" if len(words) > 3 else "")
 
 
 def left_out_words(dumps: Sequence[RankDump], undumped: Sequence[int]) -> str:
