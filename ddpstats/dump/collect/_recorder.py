@@ -37,7 +37,7 @@ _TORCH = str(Path(torch.__file__).parent)
 _MOST_ERRORS = 1_000
 
 
-@dataclass
+@dataclass(slots=True)
 class Entry:
     """One entry, while it is made. ``raw`` is what is written."""
 
