@@ -97,8 +97,9 @@ class DumpConfig:
         beyond = sorted(rank for rank in self.ranks or () if rank >= world_size)
         if not beyond:
             return []
+        counted = "is 1 rank" if world_size == 1 else f"are {world_size} ranks"
         listed = ", ".join(map(str, beyond[:_SHOWN])) + (", ..." if len(beyond) > _SHOWN else "")
-        return [f"rank chooses {listed}, and there are {world_size} ranks, counted from 0"]
+        return [f"rank chooses {listed}, and there {counted}, counted from 0"]
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------

@@ -76,7 +76,7 @@ class StatsDump:
         self._recorder: Recorder | None = None
         self._is_running = False
         self._left: list[Any] = []  # watches that only their own thread can take away
-        self._has_warned = False
+        self._has_warned = self._has_warned_of_ranks = False
         _check_path(self._config)
 
     @property
@@ -103,6 +103,7 @@ class StatsDump:
             return
         self._take_left()
         rank = _rank()
+        self._warn_of_ranks()
         if not self._config.wants_rank(rank):
             return
         if model is not None:
@@ -135,6 +136,12 @@ class StatsDump:
         finally:
             self._recorder = None
             self._step += 1
+
+    def _warn_of_ranks(self) -> None:
+        if not self._has_warned_of_ranks:
+            self._has_warned_of_ranks = True
+            for problem in self._config.problems(_world_size()):
+                warnings.warn(f"ddpstats: the dump's configuration: {problem}", stacklevel=3)
 
     def __enter__(self) -> StatsDump:
         self.start()
@@ -260,6 +267,13 @@ def _rank() -> int | None:
         return dist.get_rank()
     rank = os.environ.get("RANK", "")  # torchrun's
     return int(rank) if rank.isdigit() else None
+
+
+def _world_size() -> int:
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    size = os.environ.get("WORLD_SIZE", "")
+    return int(size) if size.isdigit() else 1
 
 
 def _directory(config: DumpConfig, step: int, rank: int | None) -> Path:

@@ -55,9 +55,7 @@ def test_without_torch_distributed_the_rank_has_no_number(tmp_path: Path) -> Non
 def test_several_steps_are_listed(tmp_path: Path) -> None:
     for step in (10, 2):
         write_rank(tmp_path / f"step{step}" / "rank0", ENTRIES)
-    with pytest.raises(
-        DumpError, match=r"has 2 steps: step2, step10\. Give .* of one; compare takes --step N"
-    ):
+    with pytest.raises(DumpError, match=r"has 2 steps: step2, step10\. Give .* of one; compare takes --step N"):
         find_ranks(tmp_path)
     assert list(steps_in(tmp_path)) == [2, 10]
 

@@ -237,7 +237,7 @@ def test_what_nothing_used_is_mentioned_and_hides_no_other(
     metric = {f"Torch.{name}.0.forward": forward(leaf(1000.0), out=leaf(INF, INF, ()))}
     code, text = say(write(tmp_path / "clean", {**metric, **CLEAN}), capsys)
     assert code == 0
-    assert "Nothing found that any gradient or collective took of." in text
+    assert "Nothing found that reached a gradient or a collective." in text
     assert f"also: rank 0: Torch.{name}.0.forward made infinity; nothing that was recorded used it" in text
     real = {"Torch.sqrt.0.backward": backward(leaf(), out=leaf(INF, 0.0))}
     assert alone(tmp_path / "real", {**metric, **real}) == [("computation", "Torch.sqrt.0.backward")]

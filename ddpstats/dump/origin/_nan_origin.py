@@ -70,13 +70,14 @@ def as_text(scans: Sequence[RankScan], findings: Findings, memory: Sequence[Over
         lines += _nothing(scans, findings)
     lines += _capped([also_words(_rank(by_rank[rank].dump.rank), one) for rank, one in findings.also])
     lines += _memory_notes(scans, memory)
+    lines += [f"note: {scan.dump.path}: {note}" for scan in scans for note in scan.dump.notes]
     return "\n".join(lines)
 
 
 def _nothing(scans: Sequence[RankScan], findings: Findings) -> Iterator[str]:
     left_out = left_out_words([scan.dump for scan in scans], undumped(scans))
     if findings.also:
-        yield "Nothing found that any gradient or collective took of."
+        yield "Nothing found that reached a gradient or a collective."
     else:
         every = "every recorded tensor" if left_out else "every tensor"
         yield f"Nothing found: {every} is finite, or was made infinite on purpose and became finite again."
