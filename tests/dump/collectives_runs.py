@@ -33,9 +33,11 @@ class Recorder:
         self.seen.append(found)
         return found
 
-    def collective_ends(self, token: object, outputs: Sequence[Tensor]) -> None:
+    def collective_ends(self, token: object, outputs: Sequence[Tensor], *, is_incomplete: bool = False) -> None:
         assert isinstance(token, dict)
         assert "outputs" not in token
+        if is_incomplete:
+            token["incomplete"] = True
         token["outputs"] = [tensor.tolist() for tensor in outputs]
 
     def note_error(self, where: str, error: BaseException) -> None:
@@ -50,7 +52,7 @@ class Failing(Recorder):
             raise ValueError("begins")
         return api
 
-    def collective_ends(self, token: object, outputs: Sequence[Tensor]) -> None:
+    def collective_ends(self, token: object, outputs: Sequence[Tensor], *, is_incomplete: bool = False) -> None:
         raise ValueError("ends")
 
     def note_error(self, where: str, error: BaseException) -> None:

@@ -238,6 +238,22 @@ def test_selection_leaves_names_as_they_are(tmp_path: Path) -> None:
     assert all("forward" not in name for name in chosen("back", data_mode=["backward"]))
 
 
+@pytest.mark.parametrize("level", ["L0", "mix"])
+def test_gradients_of_parameters_belong_to_the_module_that_they_are_inside(tmp_path: Path, level: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 2))
+
+    def gradients(name: str, **section: Any) -> list[str]:
+        def body() -> None:
+            model(batch().requires_grad_()).sum().backward()
+
+        found = dumped(tmp_path / name, body, model, level, statistics=section)
+        return [one.split(".Linear")[0] for one in found if "parameters_grad" in one]
+
+    scope = ["Module.2.Linear.forward.0", "Module.1.Sequential.backward.0"]
+    assert gradients("scope", scope=scope) == ["Module.2", "Module.1.1", "Module.1.0"]
+    assert gradients("list", list=["Module.1.Sequential"]) == ["Module.1.1", "Module.1.0"]
+
+
 def test_data_mode_leaves_sides_out(tmp_path: Path) -> None:
     x = batch().requires_grad_()
     for mode in ("input", "output"):

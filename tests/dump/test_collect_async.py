@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from ddpstats import ConfigError
 from ddpstats.dump import StatsDump
 from ddpstats.dump.collect._tensor_stats import device_stats
+from ddpstats.dump.format._tensor_files import TensorFiles
 from tests.dump.collecting import data, dumped, leaves, make_model
 
 
@@ -66,17 +68,13 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     reads: list[int] = []
 
-    def measure(self: Any, leaf: Any, values: Tensor) -> None:
-        numbers = device_stats(values)
-        self._deferred.append(_leaves._Deferred(leaf, numbers, values.dtype, values.shape))
-
     settle = _leaves.LeafMaker.settle
 
     def counted(self: Any) -> None:
         reads.append(self.waiting)
         settle(self)
 
-    monkeypatch.setattr(_leaves.LeafMaker, "_measure", measure)
+    monkeypatch.setattr(_leaves, "_is_on_host", lambda values: False)
     monkeypatch.setattr(_leaves.LeafMaker, "settle", counted)
     return reads
 
@@ -171,3 +169,38 @@ def test_bad_combinations_are_refused() -> None:
     with pytest.raises(ConfigError):
         StatsDump({"dump_path": path, "async_dump": True, "statistics": {"summary_mode": "md5"}})
     assert not os.path.exists(path)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_an_error_of_the_device_costs_no_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_async: bool) -> None:
+    def broken(tensors: Any) -> Tensor:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    on_a_device(monkeypatch)
+    dump = StatsDump({"dump_path": str(tmp_path), "async_dump": is_async})
+    dump.start()
+    torch.ones(3).exp().sin()
+    monkeypatch.setattr("ddpstats.dump.collect._leaves._stacked", broken)
+    with pytest.warns(UserWarning, match="could not be collected"):
+        dump.stop()
+    directory = tmp_path / "step0/rank"
+    assert "device-side assert" in (directory / "dump_error_info.log").read_text()
+    found = json.loads((directory / "dump.json").read_text())["data"]
+    assert list(found) == ["Torch.ones.0.forward", "Tensor.exp.0.forward", "Tensor.sin.0.forward"]
+    assert found["Tensor.sin.0.forward"]["output"][0]["shape"] == [3]
+
+
+def test_a_file_that_cannot_be_written_costs_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails_once(tensor: Tensor, path: Path) -> None:
+        if "exp" in path.name:
+            raise OSError("no space left")
+        save(tensor, path)
+
+    save = torch.save
+    monkeypatch.setattr(torch, "save", fails_once)
+    files = TensorFiles(tmp_path, at_once=False)
+    for name in ("exp", "sin"):
+        files.save(torch.ones(2), name, "output.0")
+    with pytest.raises(OSError, match="no space left"):
+        files.flush()
+    assert [one.name for one in tmp_path.iterdir()] == ["sin.output.0.pt"]

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from ddpstats.dump import StatsDump
 from ddpstats.dump.collect._collectives import CollectiveWatch, _Pending
-from ddpstats.dump.format._files import find_ranks
+from ddpstats.dump.format._files import find_ranks, open_rank
 from ddpstats.dump.origin._first_nan import find_origins
 from ddpstats.dump.origin._nan_origin import read
 from ddpstats.testing import run_ranks
 from tests.dump import collectives_runs as runs
+from tests.dump.collecting import data
 
 Seen = list[dict[str, Any]]
 
@@ -103,6 +108,7 @@ def test_a_group_is_named_by_its_ranks_and_a_checksum_of_its_name(seen: dict[int
 
 def test_what_is_not_done_is_not_waited_for(seen: dict[int, dict[str, Seen]]) -> None:
     assert brief(seen[0]["never waited for"]) == [("recv", [], [])]
+    assert seen[0]["never waited for"][0]["incomplete"] is True
     assert seen[1]["never waited for"] == []
 
 
@@ -146,9 +152,9 @@ def test_the_entry_of_a_collective(ranks: Any, path: Path) -> None:
 
 def test_a_collective_that_raises_has_an_entry_and_the_others_keep_their_numbers(ranks: Any) -> None:
     for *_, raised in ranks:
-        assert [(entry["api"], entry["seq"], entry["outputs"]) for entry in raised] == [
-            ("all_gather_into_tensor", 0, []),
-            ("all_reduce", 1, [[2.0]]),
+        assert [(entry["api"], entry["seq"], entry["outputs"], "incomplete" in entry) for entry in raised] == [
+            ("all_gather_into_tensor", 0, [], True),
+            ("all_reduce", 1, [[2.0]], False),
         ]
 
 
@@ -166,24 +172,39 @@ def test_a_work_that_cannot_say_whether_it_is_done_stops_nothing(monkeypatch: py
     assert [told["error"] for told in recorder.seen].count("no such thing") == 2
 
 
-def test_what_is_pending_at_the_end_is_said_to_be_incomplete() -> None:
-    class Entry:
-        def __init__(self) -> None:
-            self.raw: dict[str, Any] = {"output": []}
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
-    class Token:
-        def __init__(self) -> None:
-            self.entry = Entry()
 
-    class Quiet(runs.Recorder):
-        def collective_ends(self, token: object, outputs: Any) -> None:
-            self.seen.append({"token": token, "outputs": list(outputs)})
+@pytest.mark.usefixtures("one_rank")
+def test_what_has_no_end_is_said_to_be_incomplete(tmp_path: Path) -> None:
+    def body() -> None:
+        dist.all_reduce(torch.ones(3))
+        with pytest.raises(RuntimeError):
+            dist.all_reduce(torch.ones(3), op=dist.ReduceOp.BAND)
 
-    recorder, issued, pending = Quiet(), Token(), Token()
-    watch = CollectiveWatch(recorder)
-    watch._tokens[1] = issued
-    watch._pending[2] = _Pending(None, pending, [], None)
-    watch._pending[2].is_done = lambda: False  # type: ignore[method-assign]
-    watch.stop()
-    assert [seen["token"] for seen in recorder.seen] == [issued, pending]
-    assert issued.entry.raw["incomplete"] is pending.entry.raw["incomplete"] is True
+    dumped_in(tmp_path, body)
+    found = data(tmp_path, 0, "rank0")
+    ended, failed = (found[f"Distributed.all_reduce.{number}.forward"] for number in (0, 1))
+    assert "incomplete" not in ended
+    assert (failed["incomplete"], failed["output"]) == (True, [])
+    assert failed["input_args"][0]["Max"] == 1.0
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_stack_of_a_collective_begins_in_the_program(tmp_path: Path) -> None:
+    dumped_in(tmp_path, lambda: dist.all_reduce(torch.ones(3)))
+    first = open_rank(tmp_path / "step0/rank0").stack_of("Distributed.all_reduce.0.forward")[0]
+    assert first.startswith(f"File {__file__}, ")
+
+
+def dumped_in(path: Path, body: Callable[[], object]) -> None:
+    dump = StatsDump({"dump_path": str(path)})
+    with dump:
+        body()
+    dump.step()

@@ -40,8 +40,8 @@ class Recording(Protocol):
     def collective_begins(self, api: str, tensors: Sequence[Tensor], kwargs: Mapping[str, object]) -> object:
         """Take the inputs; returns a token, or None if this collective is not wanted."""
 
-    def collective_ends(self, token: object, outputs: Sequence[Tensor]) -> None:
-        """Take the outputs, and write the entry."""
+    def collective_ends(self, token: object, outputs: Sequence[Tensor], *, is_incomplete: bool = False) -> None:
+        """Take the outputs, and write the entry, which says so where the collective is not done."""
 
     def note_error(self, where: str, error: BaseException) -> None:
         """Something of ours failed; the program goes on."""
@@ -212,14 +212,11 @@ class CollectiveWatch:
             self._end(pending.token, pending.outputs)
 
     def _end_incomplete(self, token: object) -> None:
-        raw = getattr(getattr(token, "entry", None), "raw", None)
-        if isinstance(raw, dict):
-            raw["incomplete"] = True
-        self._end(token, ())
+        self._end(token, (), is_incomplete=True)
 
-    def _end(self, token: object, outputs: Sequence[Tensor]) -> None:
+    def _end(self, token: object, outputs: Sequence[Tensor], *, is_incomplete: bool = False) -> None:
         try:
-            self._recorder.collective_ends(token, list(outputs))
+            self._recorder.collective_ends(token, list(outputs), is_incomplete=is_incomplete)
         except Exception as error:
             self._recorder.note_error("a collective's outputs", error)
 

@@ -133,7 +133,7 @@ class LeafMaker:
             leaf["md5"] = checksum(values)
 
     def _measure(self, leaf: Leaf, values: Tensor) -> None:
-        if values.device.type == "cpu":
+        if _is_on_host(values):
             _put(leaf, host_stats(values))
         else:
             held, repeats = without_repeats(values)
@@ -142,7 +142,7 @@ class LeafMaker:
     def _fits(self, values: Tensor, name: str, is_saved: bool) -> bool:
         if self._max_bytes is None:
             return True
-        needed = _HOST_BYTES + (_DEVICE_BYTES if values.device.type != "cpu" else 0)
+        needed = _HOST_BYTES + (_DEVICE_BYTES if not _is_on_host(values) else 0)
         if is_saved:
             needed += without_repeats(values)[0].numel() * values.element_size()
         return self._take(needed, name)
@@ -183,10 +183,16 @@ class LeafMaker:
             if not one.numbers.is_meta:
                 by_device.setdefault(one.numbers.device, []).append(one)
         for device, these in by_device.items():
-            if device in self._streams:
-                torch.cuda.current_stream(device).wait_stream(self._streams[device])
-            for one, numbers in zip(these, torch.stack([one.numbers for one in these]).tolist(), strict=True):
-                _put(one.leaf, of_numbers(numbers, one.dtype, one.shape, one.repeats))
+            try:
+                self._read(device, these)
+            except Exception as error:  # the others can be read all the same
+                self._note_error(f"reading {device}", error)
+
+    def _read(self, device: torch.device, deferred: list[_Deferred]) -> None:
+        if device in self._streams:
+            torch.cuda.current_stream(device).wait_stream(self._streams[device])
+        for one, numbers in zip(deferred, _stacked([one.numbers for one in deferred]).tolist(), strict=True):
+            _put(one.leaf, of_numbers(numbers, one.dtype, one.shape, one.repeats))
 
     def _memory(self, tensor: Tensor) -> Leaf:
         try:
@@ -252,6 +258,14 @@ class EntryLeaves:
             found = self._seen[id(tensor)] = self._maker.tensor(tensor, self._name, path, self._is_saved)
             return found
         return dict(found)
+
+
+def _is_on_host(values: Tensor) -> bool:
+    return values.device.type == "cpu"
+
+
+def _stacked(numbers: list[Tensor]) -> Tensor:
+    return torch.stack(numbers)
 
 
 def _describe(leaf: Leaf, tensor: Tensor, values: Tensor | None) -> None:

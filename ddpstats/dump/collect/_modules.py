@@ -42,21 +42,21 @@ class ModuleWatch:
         self._recorder = recorder
         self._modules, self.has_compiled = _modules_of(model)
         self._handles: list[Any] = []
-        self._gradients: list[ParameterGradients] = []
+        self._gradients: dict[int, ParameterGradients] = {}  # by id: a module need not have a hash
         self._unhooked: list[Tensor] = []  # parameters that had no hook before
-        self.running: list[_Running] = []
-        self.thread = threading.get_ident()
+        self._running: list[_Running] = []
+        self._thread = threading.get_ident()
 
     def start(self) -> None:
         try:
             for path, module in self._modules:
                 base = module_base(path, type(_original(module)).__name__)
-                before, after = _Before(self, base), _After(self)
+                before, after = _PreHook(self, base), _PostHook(self)
                 self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
                 self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
                 if self._recorder.wants_backward:
                     self._watch_parameters(module, base)
-            if any(one.sharded for one in self._gradients):
+            if any(one.sharded for one in self._gradients.values()):
                 self._recorder.on_backward = self._backward_runs
         except BaseException:
             self.stop()
@@ -73,12 +73,11 @@ class ModuleWatch:
                 parameter._backward_hooks = None  # torch leaves an empty dict
         self._recorder.on_backward = None
         self._gradients.clear()
-        self.running.clear()
+        self._running.clear()
 
     def _watch_parameters(self, module: nn.Module, base: str) -> None:
         wanting = {name: one for name, one in module.named_parameters(recurse=False) if one.requires_grad}
-        gradients = ParameterGradients(self._recorder, base, wanting)
-        self._gradients.append(gradients)
+        gradients = self._gradients[id(module)] = ParameterGradients(self._recorder, base, wanting)
         for name, parameter in wanting.items():
             hook = ParameterHook(gradients, name, self.is_seen)
             if parameter._backward_hooks is None:
@@ -87,7 +86,7 @@ class ModuleWatch:
 
     def is_seen(self) -> bool:
         """Whether this thread is the one that started the dump, or runs a backward pass for it."""
-        if threading.get_ident() == self.thread:
+        if threading.get_ident() == self._thread:
             return True
         return in_backward() and not _is_of_the_program()
 
@@ -95,12 +94,12 @@ class ModuleWatch:
         """FSDP asks to be called at the end of the backward pass as well; who asks at the end comes after that."""
         if queue_callback is not None and graph_task() != -1:
             task, ask = graph_task(), queue_callback
-            for one in self._gradients:
+            for one in self._gradients.values():
                 one.backward_begins()
             ask(lambda: ask(lambda: self._backward_ends(task)))
 
     def _backward_ends(self, task: int) -> None:
-        for one in self._gradients:
+        for one in self._gradients.values():
             try:
                 one.backward_ends(task)
             except Exception as error:  # what is raised here would end the program's backward pass
@@ -108,18 +107,18 @@ class ModuleWatch:
 
     # -- a forward pass -----------------------------------------------------------------------------------------------
 
-    def enters(self, module: nn.Module, base: str, args: Any, kwargs: Any) -> None:
+    def forward_begins(self, module: nn.Module, base: str, args: Any, kwargs: Any) -> None:
         recorder = self._recorder
-        if module is self._modules[0][1] and any(running.module is module for running in self.running):
-            self.running.clear()  # left by an interruption: a whole model is not inside of itself
+        if module is self._modules[0][1] and any(running.module is module for running in self._running):
+            self._running.clear()  # left by an interruption: a whole model is not inside of itself
             recorder.parents.clear()
         name = f"{base}.forward.{recorder.counters.next(base)}"
         running = _Running(module, name, list(recorder.parents))
-        self.running.append(running)
-        wanted = recorder.wants(name)
-        recorder.parents.append(name)
+        self._running.append(running)
+        if id(module) in self._gradients:
+            self._gradients[id(module)].inside = [*running.parents, name]
         try:
-            if wanted:
+            if recorder.wants(name):
                 running.entry = self._entry(module, name, args, kwargs)
             backward = backward_of(name)
             if torch.is_grad_enabled() and recorder.may_want_backward(backward, running.parents):
@@ -127,11 +126,12 @@ class ModuleWatch:
                 running.before = edges_before(tensors_in([args, list(kwargs.values())]))
         except Exception as error:
             recorder.note_error(name, error)
+        finally:
+            recorder.parents.append(name)
 
     def _entry(self, module: nn.Module, name: str, args: Any, kwargs: Any) -> Entry:
         recorder = self._recorder
         entry = recorder.entry(name)
-        entry.parent = recorder.parents[-2] if len(recorder.parents) > 1 else None
         leaves = recorder.leaves_of(name)
         with quietly():
             if recorder.wants_input:
@@ -141,12 +141,12 @@ class ModuleWatch:
                 entry.raw["parameters"] = leaves.of(own, "parameters")
         return entry
 
-    def leaves(self, module: nn.Module, result: Any, failed: bool) -> None:
+    def forward_ends(self, module: nn.Module, result: Any, failed: bool) -> None:
         recorder = self._recorder
-        if not any(running.module is module for running in self.running):
+        if not any(running.module is module for running in self._running):
             return  # a hook of the program has raised before ours
         while True:  # those on top of it were left by an error
-            running = self.running.pop()
+            running = self._running.pop()
             del recorder.parents[len(running.parents) :]
             if running.module is module:
                 break
@@ -172,22 +172,22 @@ class _Running:
         self.stack = 0
 
 
-class _Before(ModuleHook):
+class _PreHook(ModuleHook):
     def __init__(self, watch: ModuleWatch, base: str) -> None:
         self._watch, self._base = watch, base
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not is_out_of_sight() and self._watch.is_seen():
-            self._watch.enters(module, self._base, args, kwargs)
+            self._watch.forward_begins(module, self._base, args, kwargs)
 
 
-class _After(ModuleHook):
+class _PostHook(ModuleHook):
     def __init__(self, watch: ModuleWatch) -> None:
         self._watch = watch
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
         if not is_out_of_sight() and self._watch.is_seen():
-            self._watch.leaves(module, result, failed=result is None)
+            self._watch.forward_ends(module, result, failed=result is None)
 
 
 def _is_of_the_program() -> bool:

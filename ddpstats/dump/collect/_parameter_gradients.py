@@ -20,11 +20,13 @@ class ParameterGradients:
 
     Attributes:
         sharded: parameters whose hooks may not run.
+        inside: names of the module's last forward pass and of those around it, innermost last.
     """
 
     def __init__(self, recorder: Recorder, base: str, parameters: Mapping[str, Tensor]) -> None:
         self._recorder, self._base, self._names = recorder, base, parameters.keys()
         self.sharded = {name: one for name, one in parameters.items() if hasattr(one, "placements")}
+        self.inside: list[str] = []
         self._before: dict[str, tuple[int, int]] = {}
         self._hooked: set[tuple[str, int]] = set()
         self._entry: Entry | None = None
@@ -69,7 +71,7 @@ class ParameterGradients:
         recorder = self._recorder
         what = f"{self._base}.parameters_grad"
         name = f"{what}.{recorder.counters.next(what)}"
-        self._is_wanted = recorder.wants_gradients(name)
+        self._is_wanted = recorder.wants_gradients(name, self.inside)
         self._entry = Entry(name, {}, recorder.stack(), None)
         self._task = graph_task()
         recorder.opened(id(self), self)

@@ -123,9 +123,9 @@ class Recorder:
     def wants_backward_now(self, name: str, parents: Sequence[str]) -> bool:
         return not self._ask_late or self._selection.wants(name, [backward_of(parent) for parent in parents])
 
-    def wants_gradients(self, name: str) -> bool:
-        """Of parameters; asked as the first of a module's comes."""
-        return self._selection.wants(name, ())
+    def wants_gradients(self, name: str, inside: Sequence[str]) -> bool:
+        """Of parameters, of a module whose forward pass was the last of ``inside``; asked as the first of them comes."""
+        return self._selection.wants(name, [backward_of(one) for one in inside])
 
     def backward_parent(self, parents: Sequence[str]) -> str | None:
         """Of the backward pass of a call that was made inside ``parents``."""
@@ -188,9 +188,13 @@ class Recorder:
         self._open.pop(key, None)
 
     def _drain(self) -> None:
+        """An error of the device costs numbers, and no entry."""
         if self.leaves.waiting:
-            with quietly():
-                self.leaves.settle()
+            try:
+                with quietly():
+                    self.leaves.settle()
+            except Exception as error:
+                self.note_error("reading the device", error)
         queue, self._queue = self._queue, []
         for entry in queue:
             self._add(entry)
@@ -241,7 +245,7 @@ class Recorder:
             for one in list(self._open.values()):
                 self._safely("what was not complete", one.flush)
             self._open.clear()
-            self._safely("reading the device", self._drain)
+            self._safely("entries", self._drain)
             self.is_active = False
             self.parents.clear()
             self._safely(str(self.directory), self._files.flush)
@@ -305,10 +309,12 @@ class Recorder:
                 entry.raw["input_kwargs"] = dict(kwargs)
             return entry
 
-    def collective_ends(self, token: object, outputs: Sequence[Tensor]) -> None:
-        """The collective of ``token`` has its result in ``outputs``: the entry is written."""
+    def collective_ends(self, token: object, outputs: Sequence[Tensor], *, is_incomplete: bool = False) -> None:
+        """The collective of ``token`` has its result in ``outputs``, or never has one: the entry is written."""
         if not isinstance(token, Entry):
             return
+        if is_incomplete:
+            token.raw["incomplete"] = True
         with self.lock, quietly():
             leaves = self.leaves_of(token.name)
             if self.wants_output:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from types import CodeType, FrameType
 
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep  # ddpstats/
 _MOST_FRAMES = 200
 _CHECKPOINT = os.path.join("torch", "utils", "checkpoint.py")
 

@@ -43,10 +43,16 @@ class TensorFiles:
         return file
 
     def flush(self) -> None:
-        """Write what was kept. Raises OSError."""
+        """Write what was kept. A file that fails costs no other; raises the first error when all are through."""
         kept, self._kept = self._kept, []
+        first: Exception | None = None
         for file, tensor in kept:
-            self._write(tensor, file)
+            try:
+                self._write(tensor, file)
+            except Exception as error:
+                first = first or error
+        if first is not None:
+            raise first
 
     def _write(self, tensor: Tensor, file: str) -> None:
         if tensor.is_meta:
