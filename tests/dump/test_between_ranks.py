@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from ddpstats.cli import main
+from ddpstats.dump.compare import _between_ranks
+from ddpstats.dump.format._files import find_ranks
 from tests.dump.hand_made import forward, tensor, write_rank
 
 
@@ -23,6 +25,12 @@ def collective(api: str, number: int, result: float | None, group: Sequence[int]
     leaf = {"type": "torch.ProcessGroup", "group_ranks": list(group), "group_id": f"{sum(group):08x}"}
     entry = forward([tensor(float(number))], [] if result is None else [tensor(result)])
     return f"Distributed.{api}.{number}.forward", {**entry, "input_kwargs": {"group": leaf}}
+
+
+def numbered(seq: int, result: float, place: int) -> tuple[str, Any]:
+    """As our own dumps have it: ``place`` is the how-manieth entry it is here, ``seq`` the how-manieth call it was."""
+    name, entry = collective("all_reduce", place, result, (0, 1))
+    return name, {**entry, "input_kwargs": {**entry["input_kwargs"], "seq": {"type": "int", "value": seq}}}
 
 
 def step(path: Path, *ranks: Sequence[tuple[str, Any]], **more: Any) -> Path:
@@ -47,7 +55,7 @@ def text_of(*words: object, capsys: pytest.CaptureFixture[str]) -> str:
 def test_batches_may_differ_and_parameters_may_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     equal = step(tmp_path / "equal", *([module(2.0, rank)] for rank in range(3)))
     assert compare(equal, capsys=capsys)[0] == 0
-    assert "NOTHING DIFFERENT: 1 parameters and 0 results of collectives are equal" in text_of(equal, capsys=capsys)
+    assert "NOTHING DIFFERENT: 1 parameter and 0 results of collectives are equal" in text_of(equal, capsys=capsys)
     status, found = compare(equal, "--everything", capsys=capsys)
     assert (status, found["first"]["path"]) == (1, "input.0")
 
@@ -102,6 +110,72 @@ def test_collectives_are_matched_within_their_group(tmp_path: Path, capsys: pyte
     assert found["first"]["culprit_ranks"] == [2]
 
 
+def test_numbered_collectives_are_matched_by_their_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = [numbered(seq, 10.0 + seq, seq) for seq in range(4)]
+    second = [numbered(seq, 10.0 + seq, seq - 1) for seq in range(1, 4)]
+    path = step(tmp_path, first, second)
+    status, found = compare(path, capsys=capsys)
+    assert (status, found["compared"], found["different"], found["not_on_every_rank"]) == (1, 3, 0, 1)
+    assert [one["missing_ranks"] for one in found["divergences"]] == [[1]]
+    assert "3 results of collectives, 0 differ between ranks 0, 1 of" in text_of(path, capsys=capsys)
+    assert "1 entry not on every rank" in text_of(path, capsys=capsys)
+
+
+def test_numbered_collectives_are_forgotten_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    judged: list[str] = []
+    seen: list[int] = []
+
+    def judge(found: Any, parts: Any, *_: Any) -> None:
+        judged.append(parts[0].entry)
+
+    monkeypatch.setattr("ddpstats.dump.compare._between_ranks._judge", judge)
+    entries = [numbered(seq, 1.0, seq) for seq in range(4)]
+    dumps = find_ranks(step(tmp_path, entries, entries))
+    in_step = _between_ranks._in_step
+
+    def watched(streams: Any) -> Any:
+        for taken in in_step(streams):
+            yield taken
+            seen.append(len(judged))
+
+    monkeypatch.setattr("ddpstats.dump.compare._between_ranks._in_step", watched)
+    _between_ranks.compare_ranks(dumps, everything=False)
+    assert seen == [0, 1, 1, 2, 2, 3, 3, 4]
+
+
+def test_a_group_that_was_given_by_position(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As msprobe has ``dist.all_reduce(t, op, group)``: ranks 0 and 1 are one group, 2 and 3 another."""
+
+    def reduced(group: Sequence[int], value: float) -> tuple[str, Any]:
+        leaf = {"type": "torch.ProcessGroup", "group_ranks": list(group)}
+        return "Distributed.all_reduce.0.forward", forward([tensor(1.0), None, leaf], [tensor(value)])
+
+    path = step(tmp_path, *([reduced((0, 1) if rank < 2 else (2, 3), 5.0 + rank // 2)] for rank in range(4)))
+    status, found = compare(path, capsys=capsys)
+    assert (status, found["compared"]) == (0, 2)
+
+
+def test_sharded_parameters_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def entries(rank: int, placement: str) -> list[tuple[str, Any]]:
+        weight = tensor(2.0 + rank, placements=[placement])
+        return [("Module.fc.Linear.forward.0", forward(parameters={"weight": weight, "bias": tensor(1.0)}))]
+
+    path = step(tmp_path / "sharded", entries(0, "S(0)"), entries(1, "S(0)"))
+    status, found = compare(path, capsys=capsys)
+    assert (status, found["compared"], found["sharded"]) == (0, 1, 1)
+    assert "1 sharded tensor was not compared: every rank has a part of its own" in text_of(path, capsys=capsys)
+    assert compare(step(tmp_path / "whole", entries(0, "R"), entries(1, "R")), capsys=capsys)[0] == 1
+
+
+def test_legal_json_and_notes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = step(tmp_path, [module(float("inf"), 1.0)], [module(1.0, 1.0)])
+    (path / "rank0" / "stack.json").write_text("[")
+    assert main(["compare", str(path), "--json"]) == 1
+    out = capsys.readouterr().out
+    assert "Infinity" not in out.replace('"Infinity"', "")
+    assert "stack.json" in json.loads(out)["notes"][0]
+
+
 def test_what_is_not_given_to_all_is_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def entries(rank: int) -> list[tuple[str, Any]]:
         return [
@@ -120,10 +194,12 @@ def test_without_parameters_it_is_said(tmp_path: Path, capsys: pytest.CaptureFix
     path = step(tmp_path, *([collective("all_reduce", 0, 1.0, (0, 1, 5))] for _ in range(2)), level="L1")
     (path / "rank5").mkdir()
     text = text_of(path, capsys=capsys)
-    assert "0 parameters and 1 results of collectives are equal" in text
+    assert "0 parameters and 1 result of collectives are equal" in text
     assert "no parameters in these dumps (level L1): use level L0 or mix" in text
     assert "rank5 has no dump" in text
-    assert "groups have ranks of which no dump is here: 5" in text
+    assert "groups have ranks of which no dump is here: rank 5" in text
+    mix = step(tmp_path / "mix", *([collective("all_reduce", 0, 1.0, (0, 1))] for _ in range(2)))
+    assert "no parameters were compared (data_mode, scope or list left them out" in text_of(mix, capsys=capsys)
     found = compare(path, capsys=capsys)[1]
     assert (found["compared_parameters"], found["compared_results"]) == (0, 1)
     assert (found["ranks_without_dump"], found["ranks_of_groups_without_dump"]) == (["rank5"], [5])
@@ -152,6 +228,12 @@ def test_an_entry_that_a_rank_lacks(tmp_path: Path, capsys: pytest.CaptureFixtur
     status, found = compare(path, capsys=capsys)
     assert status == 1
     assert [one["verdict"] for one in found["divergences"]] == ["rank 2 lacks this entry", "rank 1 lacks this entry"]
+
+
+def test_ranks_that_lack_an_entry_are_in_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = step(tmp_path, [module(1.0, 1.0)], *[[]] * 16)
+    assert compare(path, capsys=capsys)[1]["first"]["missing_ranks"] == list(range(1, 17))
+    assert "ranks 1, 2, 3, 4, 5, 6, 7, 8 and 8 more lack this entry" in text_of(path, capsys=capsys)
 
 
 def test_table_and_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

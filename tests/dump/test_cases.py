@@ -71,7 +71,7 @@ def test_with_the_right_mask_nothing_is_found(tmp_path: Path, capsys: pytest.Cap
     assert attention_mask.train(tmp_path, "right") < 10
     code, text = verb(capsys, "nan-origin", str(tmp_path))
     assert code == 0
-    assert "Nothing found" in text
+    assert "Nothing found: every" in text
 
 
 # -- memory that is given out while it is in use ----------------------------------------------------------------------

@@ -157,7 +157,7 @@ def test_values_that_are_not_plain(
         (changed(0, shape=[1, 2]), "the shape is [1, 2] in A and [2] in B"),
         (ONE[1:], "only B has this entry"),
         ([*ONE, ("Torch.new.0.forward", forward([tensor(1.0)]))], "only A has this entry"),
-        ([("Functional.linear.0.forward", forward([tensor(1.0, 2.0)], [])), *ONE[1:]], "A has 1 tensors here, B 2"),
+        ([("Functional.linear.0.forward", forward([tensor(1.0, 2.0)], [])), *ONE[1:]], "A has 1 tensor here, B 2"),
         ([("Functional.linear.0.forward", forward([], [tensor(1.0), tensor(2.0)])), *ONE[1:]], "only A has a tensor"),
     ],
 )
@@ -167,7 +167,7 @@ def test_what_does_not_match_is_a_row_that_says_why(
     status, text = compare(*two(tmp_path, a, ONE), capsys=capsys)
     assert status == 1
     assert words in text
-    assert "N/A" in text or "first" in text
+    assert "not comparable:" in text
 
 
 def test_other_dtypes_and_plain_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -280,7 +280,8 @@ def test_two_tensors_of_one_dump(saved: dict[str, Path], capsys: pytest.CaptureF
     assert status == 2
     assert "has no tensor Torch.relu.0.backward.input.7. It has Torch.relu.0.backward.input.0" in text
     status, text = compare(saved["plain"], "--tensor", names[0], name, capsys=capsys)
-    assert status == 2 or "elements" in text
+    assert status == 1
+    assert "elements differ" in text
 
 
 def test_a_tensor_file_that_is_none(saved: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -315,7 +316,7 @@ def test_ranks_are_paired_by_number(tmp_path: Path, capsys: pytest.CaptureFixtur
     file = tmp_path / "t.csv"
     status, text = compare(tmp_path / "a", tmp_path / "b", "--csv", file, capsys=capsys)
     assert status == 1
-    assert "Only B has ranks 2: A lacks them." in text
+    assert "Only B has rank 2: A has no such rank." in text
     assert "rank 1: 3 entries in both" in text
     assert (tmp_path / "t_rank0.csv").exists()
     assert (tmp_path / "t_rank1.csv").exists()

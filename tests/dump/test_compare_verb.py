@@ -44,6 +44,7 @@ def test_a_mode_that_the_dumps_do_not_hold(
         ["A", "--exact"],
         ["A", "--any-step"],
         ["A", "B", "--everything"],
+        ["A", "B", "--any-step", "--tensor", "x"],
         ["A", "B", "--csv", "t.csv", "--tensor", "x"],
         ["A", "B", "--html", "t.html", "--tensor", "x"],
         ["A", "B", "--mode", "md5", "--tensor", "x"],
@@ -94,7 +95,9 @@ def test_rows_that_are_not_shown_are_counted(
     pair = two(tmp_path, *sides)
     (rank,) = compare_json(*pair, capsys=capsys)[1]["ranks"]
     assert (len(rank["rows"]), rank["rows_total"]) == (2, 40)
-    assert "in execution order, 20 of 40:" in compare(*pair, capsys=capsys)[1]
+    page = tmp_path / "t.html"
+    assert "in execution order, 20 of 40:" in compare(*pair, "--html", page, "--exact", capsys=capsys)[1]
+    assert "<p>30 of 40 rows that differ or stand out: the first that fail, and the first others;" in page.read_text()
 
 
 def test_names_that_are_no_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -125,7 +128,7 @@ def test_a_place_that_cannot_be_written_fails_at_once(tmp_path: Path, capsys: py
             assert (status, f"{words[0]}" in text, str(words[1]) in text) == (2, True, True)
 
 
-def test_a_reader_that_has_gone_changes_nothing(
+def test_a_reader_that_has_gone_keeps_no_file_from_being_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Closed:
@@ -138,11 +141,13 @@ def test_a_reader_that_has_gone_changes_nothing(
         def fileno(self) -> int:
             raise OSError
 
-    words = ["compare", *map(str, two(tmp_path, changed(0, Max=99.0), ONE))]
+    page = tmp_path / "t.html"
+    words = ["compare", *map(str, two(tmp_path, changed(0, Max=99.0), ONE)), "--html", str(page)]
     with monkeypatch.context() as patched:
         patched.setattr(sys, "stdout", Closed())
-        assert main(words) == 1
+        assert main(words) == 141, "as every verb, and every other command"
     assert capsys.readouterr().err == ""
+    assert "DIFFERENT" in page.read_text()
 
 
 def test_a_damaged_stack_file_costs_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -225,3 +230,23 @@ def test_names_in_errors_are_printable_too(tmp_path: Path, capsys: pytest.Captur
     (a / "dump.json").write_text(json.dumps({"data": {"x\x1b[2J": 5}}))
     status, text = compare(a, b, capsys=capsys)
     assert (status, "x\\x1b[2J is '5', and should be an object" in text) == (2, True)
+
+
+def test_a_tolerance_that_is_no_number(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["compare", "A", "B", "--tolerance", "abc"])
+    assert "abc: a ratio of 0 or more is expected, 0.5 for 50 %" in capsys.readouterr().err
+
+
+def test_a_process_alone_is_rank_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for directory in ("a/step0/rank", "a/step0/rank1", "b/step0/rank0", "b/step0/rank1", "c/step0/rank2"):
+        write_rank(tmp_path / directory, ONE)
+    assert compare(tmp_path / "a", tmp_path / "b", "--csv", tmp_path / "t.csv", capsys=capsys)[0] == 0
+    assert sorted(path.name for path in tmp_path.glob("*.csv")) == ["t_rank0.csv", "t_rank1.csv"]
+    assert "A has ranks 0, 1, B has rank 2" in compare(tmp_path / "a", tmp_path / "c", capsys=capsys)[1]
+
+
+def test_a_truth_is_no_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    values = [{"type": "bool", "value": True}, {"type": "int", "value": 1}]
+    status, text = compare(*two(tmp_path, *([("Torch.a.0.forward", forward([one]))] for one in values)), capsys=capsys)
+    assert (status, "True in A and 1 in B" in text) == (1, True)

@@ -31,3 +31,19 @@ def test_the_parts_of_a_name(full: str, parts: Any) -> None:
     assert name == Name(full, *parts)
     assert name.is_module == (parts[0] == "Module")
     assert name.is_collective == (parts[0] == "Distributed")
+
+
+@pytest.mark.parametrize(
+    ("full", "forward"),
+    [
+        ("Torch.log.0.backward", "Torch.log.0.forward"),
+        ("Torch.log.0.backward.1", "Torch.log.0.forward"),
+        ("Module.backward_net.fc.Linear.backward.3", "Module.backward_net.fc.Linear.forward.3"),
+        ("Module.a.backward.Linear.backward.3.1", "Module.a.backward.Linear.forward.3"),
+        ("Module.fc.Linear.backward", "Module.fc.Linear.forward"),
+        ("Torch.log.0.forward", "Torch.log.0.forward"),
+        ("a.backward.b", "a.backward.b"),
+    ],
+)
+def test_the_forward_pass(full: str, forward: str) -> None:
+    assert parse_name(full).forward == forward

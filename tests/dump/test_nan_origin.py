@@ -59,7 +59,7 @@ def test_nothing_is_found_where_all_is_finite(tmp_path: Path, capsys: pytest.Cap
     code, text = say(step, capsys)
     assert code == 0
     assert "Nothing found: every tensor is finite" in text
-    assert "1 rank of step 0, 1 entries, 0 collectives." in text
+    assert "1 rank of step 0, 1 entry, 0 collectives." in text
 
 
 MASK = leaf(0.0, -INF)
@@ -201,7 +201,7 @@ note: rank 3: this dump does not record where its tensors are in memory.
     assert code == 1
     assert told["origins"][0]["name"] == "Torch.log.0.forward"
     assert told["rank_3"][0]["op_name"] == "Torch.log.0.forward"
-    assert told["rank_3"][0]["data_info"]["output"][0]["Max"] == "nan"
+    assert told["rank_3"][0]["data_info"]["output"][0]["Max"] == "NaN"
     assert told["rank_3"][0]["construct_info"] == ["Module.net.Net.forward.0"]
 
 
@@ -451,8 +451,8 @@ def test_a_collective_among_ranks_that_are_not_there_says_so(
 ) -> None:
     step = write(tmp_path / "nan", {REDUCE.format(0): collective(FINE, out=BAD, ranks=(0, 1, 2))}, 0)
     text = say(step, capsys)[1]
-    assert "finite on the dumped ranks; it came from rank 1, 2 (of rank 1, 2 there is no dump)" in text
-    assert "What to do next: dump rank 1, 2 as well." in text
+    assert "finite on the dumped ranks; it came from ranks 1, 2 (of ranks 1, 2 there is no dump)" in text
+    assert "What to do next: dump ranks 1, 2 as well." in text
     step = write(tmp_path / "inf", {REDUCE.format(0): collective(FINE, out=leaf(INF, 0.0), ranks=(0, 1))}, 0)
     assert "finite on the dumped ranks; it came from rank 1 or from the sum" in say(step, capsys)[1]
 
@@ -604,7 +604,7 @@ def test_ranks_whose_dump_ends_early_are_named(tmp_path: Path, capsys: pytest.Ca
     )
     code, text = say(step, capsys)
     assert code == 1
-    assert "rank 1: incomplete: the run ended inside this step; the newest may lack" in text
+    assert "rank 1: incomplete: the run ended inside this step; the newest entries may be missing" in text
     assert f"note: {REDUCE.format(1)} of rank 0 has no counterpart in the dump of rank 1" in text
     assert blamed(step) == [(1, "computation", LOG.format(0))]
 

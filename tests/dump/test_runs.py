@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings, strategies as st
 
@@ -58,3 +61,11 @@ def test_runs_are_the_positions(positions: set[int]) -> None:
 def test_the_list_is_capped_and_the_numbers_are_not() -> None:
     runs = runs_of(range(0, 10_000, 2), 10_000, 4)
     assert (runs.count, runs.differing, runs.largest, len(runs.first)) == (5000, 5000, 1, 1000)
+
+
+@pytest.mark.parametrize("positions", [range(100, 400), [*range(64), *range(128, 192)]])
+def test_in_a_view_with_gaps_no_block_of_memory_is_suspected(positions: Iterable[int]) -> None:
+    words = replace(runs_of(positions, 1000, 4), is_dense=False).describe()
+    assert "contiguous" not in words
+    assert "overwritten" not in words
+    assert "KiB" not in words

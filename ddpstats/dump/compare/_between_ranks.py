@@ -1,9 +1,11 @@
 """The ranks of one run, compared with each other: what has to be equal between them, and who differs.
 
 1. Take from every rank the entries that have to agree: a module's parameters (by NAME), and what a collective gives to
-   every member alike (all_reduce, broadcast, all_gather), matched within its group by being the how-manieth call of its
-   kind there. With ``everything``, all entries, for runs in which all ranks were given the same batch.
-2. Read all ranks in step; an entry that all its ranks have given is judged and forgotten.
+   every member alike (all_reduce, broadcast, all_gather), matched within its group by the number that our dumps give
+   it there, else by being the how-manieth call of its kind. With ``everything``, all entries, for runs in which all
+   ranks were given the same batch. Sharded parameters are left out: every rank has a part of its own.
+2. Read all ranks in step; an entry that all its ranks have given is judged and forgotten. Collectives without a number
+   are kept to the end, for their entries stand in the order in which they ended.
 3. More than half of the ranks with the same values are right; the others are named. Two ranks, or no majority: that
    they differ is said, and that nobody can tell which is wrong.
 
@@ -17,7 +19,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ddpstats._ranks import ranks_text
 from ddpstats.dump.compare._rows import Mode
+from ddpstats.dump.format._collective_calls import read_collective
 from ddpstats.dump.format._entries import STATISTICS, Entry, Leaf
 from ddpstats.dump.format._files import RankDump, rank_of
 from ddpstats.dump.format._names import parse_name
@@ -41,7 +45,7 @@ class Divergence:
         path: of the tensor in it; empty where ranks lack the whole entry.
         by_rank: what each of the ranks has; None where it lacks it.
         culprits: the ranks that differ from more than half of them; empty where there is no majority.
-        missing: the ranks that lack the entry.
+        missing: the ranks that lack the entry, ascending.
     """
 
     index: int
@@ -58,11 +62,10 @@ class Divergence:
     @property
     def verdict(self) -> str:
         if self.missing:
-            several = len(self.missing) != 1
-            return f"rank{'s' * several} {listed(self.missing)} lack{'s' * (not several)} this entry"
+            return f"{ranks_text(self.missing)} lack{'s' * (len(self.missing) == 1)} this entry"
         if self.culprits:
             differ = f"differ{'s' * (len(self.culprits) == 1)}"
-            return f"rank{'s' * (len(self.culprits) != 1)} {listed(self.culprits)} {differ} from the majority"
+            return f"{ranks_text(self.culprits)} {differ} from the majority"
         if len(self.by_rank) == 2:
             return "two ranks differ: which of them is wrong cannot be told"
         return "no values are those of more than half of the ranks: which are wrong cannot be told"
@@ -75,7 +78,9 @@ class BetweenRanks:
     Attributes:
         mode: what was compared besides statistics.
         parameters: tensors that all ranks have and that are parameters; `results` of collectives; `others`.
-        different: of all these, those that are not equal, and entries that some rank lacks.
+        different: of all these, those that are not equal.
+        lacking: entries that some rank lacks.
+        sharded: tensors that were not compared: every rank has a part of its own of them.
         skipped: collectives of which some rank has no output (it was still running when the step ended), and those of
             a group that does not hold the rank.
         absent: ranks that a group has and this step has not.
@@ -89,6 +94,8 @@ class BetweenRanks:
     results: int = 0
     others: int = 0
     different: int = 0
+    lacking: int = 0
+    sharded: int = 0
     skipped: int = 0
     absent: set[int] = field(default_factory=set)
     divergences: list[Divergence] = field(default_factory=list)
@@ -100,7 +107,11 @@ class BetweenRanks:
     @property
     def nothing(self) -> bool:
         """Whether there was nothing to compare."""
-        return not self.compared and not self.different
+        return not self.compared and not self.differs
+
+    @property
+    def differs(self) -> bool:
+        return bool(self.different or self.lacking)
 
     def count(self, path: str, *, is_result: bool) -> None:
         """A tensor that was compared."""
@@ -112,7 +123,10 @@ class BetweenRanks:
             self.others += 1
 
     def add(self, found: Divergence) -> None:
-        self.different += 1
+        if found.missing:
+            self.lacking += 1
+        else:
+            self.different += 1
         self.divergences.append(found)
         if len(self.divergences) > 2 * KEPT_DIVERGENCES:
             self.trim()
@@ -130,6 +144,7 @@ class _Item:
     ranks: frozenset[int]
     leaves: dict[str, Leaf]
     number: int | None = None  # of a collective: the how-manieth call of its kind on this rank
+    is_matched: bool = True  # by its key alone
 
 
 def compare_ranks(
@@ -155,7 +170,7 @@ def compare_ranks(
     waiting: dict[tuple[Any, ...], dict[int, _Item]] = {}
     collectives: dict[tuple[Any, ...], dict[int, list[_Item]]] = {}
     for rank, key, item in _in_step(streams):
-        if item.number is not None:
+        if not item.is_matched:
             collectives.setdefault(key, {}).setdefault(rank, []).append(item)
             continue
         parts = waiting.setdefault(key, {})
@@ -185,7 +200,8 @@ def _matched(
 def _lacking(found: BetweenRanks, parts: Mapping[int, _Item]) -> None:
     item = parts[min(parts)]
     leaves = {rank: next(iter(parts[rank].leaves.values()), None) if rank in parts else None for rank in item.ranks}
-    found.add(Divergence(item.index, item.entry, "", dict(sorted(leaves.items())), (), tuple(item.ranks - set(parts))))
+    missing = tuple(sorted(item.ranks - set(parts)))
+    found.add(Divergence(item.index, item.entry, "", dict(sorted(leaves.items())), (), missing))
 
 
 def _in_step(streams: Mapping[int, Iterator[tuple[Any, _Item]]]) -> Iterator[tuple[int, Any, _Item]]:
@@ -227,17 +243,15 @@ def _collective(
     api = name.api
     if not api.startswith(_ALIKE):
         return None
-    kwargs = entry.raw.get("input_kwargs")
-    group = kwargs.get("group") if isinstance(kwargs, dict) else None
-    group = group if isinstance(group, dict) else {}
-    members = group.get("group_ranks")
-    ranks = frozenset(rank for rank in members if isinstance(rank, int)) if isinstance(members, list) else everyone
+    call = read_collective(entry, name, rank)
+    ranks = frozenset(call.ranks) or everyone
     found.absent |= ranks - everyone
     if rank not in ranks:
         found.skipped += 1
         return None
-    key = (api, tuple(sorted(ranks)), str(group.get("group_id")))
-    return key, _Item(index, entry.name, ranks & everyone, dict(entry.outputs()), name.number or 0)
+    key = (api, tuple(sorted(ranks)), call.group, call.sequence)
+    has_number = call.sequence is not None
+    return key, _Item(index, entry.name, ranks & everyone, dict(call.made), call.number, has_number)
 
 
 def _judge(
@@ -250,13 +264,22 @@ def _judge(
     if len(parts) < 2:
         return  # its other members are not here: there is nothing to compare it with
     for path in {path: None for part in parts.values() for path in part.leaves}:
-        found.count(path, is_result=lowest.number is not None)
         leaves = {rank: parts[rank].leaves.get(path) for rank in sorted(parts)}
+        if any(map(_is_sharded, leaves.values())):
+            found.sharded += 1
+            continue
+        found.count(path, is_result=lowest.number is not None)
         signs = {rank: _sign(leaf, by_rank[rank], found.mode, digest) for rank, leaf in leaves.items()}
         if len(set(signs.values())) > 1:
             most, count = Counter(signs.values()).most_common(1)[0]
             culprits = tuple(rank for rank, sign in signs.items() if sign != most) if 2 * count > len(signs) else ()
             found.add(Divergence(lowest.index, lowest.entry, path, leaves, culprits))
+
+
+def _is_sharded(leaf: Leaf | None) -> bool:
+    """Whether its numbers are those of this rank's part, of a DTensor: "R" is a whole copy."""
+    placements = None if leaf is None else leaf.raw.get("placements")
+    return isinstance(placements, list) and any(one != "R" for one in placements)
 
 
 def _sign(leaf: Leaf | None, dump: RankDump, mode: Mode, digest: Digest | None) -> tuple[object, ...]:
@@ -265,8 +288,3 @@ def _sign(leaf: Leaf | None, dump: RankDump, mode: Mode, digest: Digest | None) 
     more = digest(dump, leaf) if digest is not None and leaf.data_name is not None else None
     compared = (key for key in _COMPARED if key != "md5" or mode != "statistics")
     return (*(repr(leaf.raw.get(key)) for key in compared), more)
-
-
-def listed(ranks: Sequence[int]) -> str:
-    """In words, not too many."""
-    return ", ".join(map(str, ranks[:16])) + (", ..." if len(ranks) > 16 else "")

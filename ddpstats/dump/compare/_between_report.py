@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ddpstats.dump.compare._between_ranks import BetweenRanks, Divergence, listed
+from ddpstats._ranks import ranks_text
+from ddpstats.dump.compare._between_ranks import BetweenRanks, Divergence
 from ddpstats.dump.compare._rows import Mode
-from ddpstats.dump.compare._safe import harmless, printable
 from ddpstats.dump.format._entries import STATISTICS, Leaf
 from ddpstats.dump.format._files import rank_of, ranks_without_dump
+from ddpstats.dump.format._safe import harmless, printable, strict
+from ddpstats.dump.format._words import count_of
 
 
 def as_text(found: BetweenRanks) -> str:
@@ -18,36 +20,38 @@ def as_text(found: BetweenRanks) -> str:
 
 
 def _lines(found: BetweenRanks) -> list[str]:
-    ranks = listed([rank_of(dump) for dump in found.dumps])
-    lines = [f"ranks {ranks} of {found.dumps[0].directory.parent}", *_what_lacks(found)]
+    ranks = ranks_text([rank_of(dump) for dump in found.dumps])
+    lines = [f"{ranks} of {found.dumps[0].directory.parent}", *_left_out(found)]
     if found.nothing:
         return ["NOTHING TO COMPARE: " + lines[0], *lines[1:], *_NOTHING]
     if not found.divergences:
         equal = f"NOTHING DIFFERENT: {_counted(found)} are equal {_EQUAL[found.mode]} between "
-        return [equal + lines[0], *lines[1:]]
-    head = f"DIFFERENT: of {_counted(found)}, {found.different:,} are not equal between "
-    lines[0] = head + lines[0]
+        return [equal + lines[0], *lines[1:], *_notes(found)]
+    lacking = f"; {count_of(found.lacking, 'entries')} not on every rank" if found.lacking else ""
+    lines[0] = f"DIFFERENT: of {_counted(found)}, {found.different:,} differ between {lines[0]}{lacking}"
     first = found.divergences[0]
     lines += ["", "first that differs:", f"  {first.entry}  {first.path}", f"    {first.verdict}"]
     lines += [f"    rank {rank}: {_values(leaf)}" for rank, leaf in list(first.by_rank.items())[:8]]
     lines += _places(found, first)
     if len(found.divergences) > 1:
-        lines += ["", f"in execution order, {min(20, found.different)} of {found.different:,}:"]
+        count = found.different + found.lacking
+        lines += ["", f"in execution order, {min(20, count)} of {count:,}:"]
         lines += [f"  {one.name}  {one.verdict}" for one in found.divergences[:20]]
-    notes = [f"  {dump.path}: {note}" for dump in found.dumps for note in dump.notes]
-    return [*lines, *notes, "", *_NEXT]
+    return [*lines, *(f"  {note}" for note in _notes(found)), "", *_NEXT]
+
+
+def _notes(found: BetweenRanks) -> list[str]:
+    return [f"{dump.path}: {note}" for dump in found.dumps for note in dump.notes]
 
 
 def _counted(found: BetweenRanks) -> str:
     kinds = [(found.parameters, "parameters"), (found.results, "results of collectives")]
     if found.everything:
         kinds.append((found.others, "other tensors"))
-    return "{} and {}".format(
-        ", ".join(f"{count:,} {kind}" for count, kind in kinds[:-1]), f"{kinds[-1][0]:,} {kinds[-1][1]}"
-    )
+    return "{} and {}".format(", ".join(count_of(*kind) for kind in kinds[:-1]), count_of(*kinds[-1]))
 
 
-def _what_lacks(found: BetweenRanks) -> Iterator[str]:
+def _left_out(found: BetweenRanks) -> Iterator[str]:
     """What was not compared, and why."""
     for dump in found.dumps:
         if not dump.complete:
@@ -55,15 +59,20 @@ def _what_lacks(found: BetweenRanks) -> Iterator[str]:
     for name in ranks_without_dump(found.dumps[0].directory.parent):
         yield f"  {name} has no dump: it ended before its first entry, or was not copied"
     if found.absent:
-        yield f"  groups have ranks of which no dump is here: {listed(sorted(found.absent))}"
+        yield f"  groups have ranks of which no dump is here: {ranks_text(found.absent)}"
+    if found.sharded:
+        many = "s were" if found.sharded != 1 else " was"
+        yield f"  {found.sharded:,} sharded tensor{many} not compared: every rank has a part of its own"
     if found.skipped:
         yield (
-            f"  {found.skipped:,} collectives were not compared: without an output on some rank, or of a group that "
+            f"  {count_of(found.skipped, 'collectives')} left out: without an output on some rank, or of a group that "
             "does not hold the rank"
         )
     if not found.parameters and not found.nothing:
-        levels = ", ".join(sorted({dump.level for dump in found.dumps if dump.level}))
-        yield f"  no parameters in these dumps{f' (level {levels})' if levels else ''}: use level L0 or mix"
+        if {dump.level for dump in found.dumps} == {"L1"}:
+            yield "  no parameters in these dumps (level L1): use level L0 or mix"
+        elif not found.sharded:
+            yield "  no parameters were compared (data_mode, scope or list left them out, or a rank lacks them)"
 
 
 _EQUAL: dict[Mode, str] = {
@@ -104,18 +113,21 @@ def as_json(found: BetweenRanks) -> dict[str, Any]:
             "index": one.index,
             "verdict": one.verdict,
             "culprit_ranks": list(one.culprits),
+            "missing_ranks": list(one.missing),
             "by_rank": {str(rank): None if leaf is None else dict(leaf.raw) for rank, leaf in one.by_rank.items()},
         }
         for one in found.divergences
     ]
-    return {
-        "verdict": "nothing to compare" if found.nothing else "different" if found.different else "nothing different",
+    data = {
+        "verdict": "nothing to compare" if found.nothing else "different" if found.differs else "nothing different",
         "everything": found.everything,
         "mode": found.mode,
         "compared": found.compared,
         "compared_parameters": found.parameters,
         "compared_results": found.results,
         "different": found.different,
+        "not_on_every_rank": found.lacking,
+        "sharded": found.sharded,
         "skipped": found.skipped,
         "ranks": [rank_of(dump) for dump in found.dumps],
         "ranks_without_dump": ranks_without_dump(found.dumps[0].directory.parent),
@@ -123,7 +135,9 @@ def as_json(found: BetweenRanks) -> dict[str, Any]:
         "incomplete_ranks": [rank_of(dump) for dump in found.dumps if not dump.complete],
         "first": divergences[0] if divergences else None,
         "divergences": divergences,
+        "notes": _notes(found),
     }
+    return dict(strict(data))
 
 
 def table(found: BetweenRanks) -> Iterator[list[Any]]:

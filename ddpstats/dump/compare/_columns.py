@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ddpstats.dump.compare._rows import Mode, Row
-from ddpstats.dump.compare._safe import harmless
 from ddpstats.dump.format._entries import STATISTICS, Leaf
+from ddpstats.dump.format._safe import harmless
 
 _IDENTITY = [
     f"{side} {what}" for what in ("Name", "Dtype", "Tensor Shape", "Requires_grad") for side in ("NPU", "Bench")
@@ -103,7 +103,7 @@ class Table:
             self._writer.writerow([harmless(cell) for cell in cells(row, self._mode, self._stacks(row.entry))])
 
 
-def table_path(path: Path, rank: int | None, many: bool) -> Path:
+def table_path(path: Path, rank: int, many: bool) -> Path:
     """One file per rank, where there are several: ``result.csv`` becomes ``result_rank3.csv``."""
     return path.with_name(f"{path.stem}_rank{rank}{path.suffix}") if many else path
 
@@ -145,12 +145,3 @@ def runs_dict(runs: Any) -> dict[str, Any]:
 
 def _leaf(leaf: Leaf | None) -> Mapping[str, Any] | None:
     return None if leaf is None else leaf.raw
-
-
-def strict(value: Any) -> Any:
-    """With words in place of the numbers that JSON has not."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if value != value else "Infinity" if value > 0 else "-Infinity"
-    if isinstance(value, Mapping):
-        return {key: strict(held) for key, held in value.items()}
-    return [strict(held) for held in value] if isinstance(value, (list, tuple)) else value

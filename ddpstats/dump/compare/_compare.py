@@ -1,9 +1,10 @@
 """``ddpstats compare A B``: two dumps of a step; ``ddpstats compare A``: the ranks of one.
 
 A is the run in question, B the reference. Each is a dump's root, a step's or rank's directory, or a dump.json. What
-both have under one name, in one shape, is compared: the saved tensors where both dumps have them, else their
-checksums, else statistics. Of statistics a relative error above the tolerance is a ``Warning``: ``_rules`` says what
-counts when a value is NaN, infinite or zero. An entry that one side lacks is a difference too.
+both have under one name, in one shape, is compared: its elements, its checksum or its statistics, for the whole of the
+dumps the first of these that both hold. In a comparison of elements, what neither side saved is compared by statistics.
+Of statistics a relative error above the tolerance is a ``Warning``: ``_rules`` says what counts when a value is NaN,
+infinite or zero. An entry that one side lacks is a difference too.
 
 Exit status 0 if nothing is different, 1 if something is, 2 if the dumps cannot be read, do not belong together, or
 hold nothing that can be compared.
@@ -19,19 +20,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
+from ddpstats._ranks import ranks_text
 from ddpstats.dump.compare import _between_ranks, _between_report, _comparison, _html
-from ddpstats.dump.compare._columns import Table, strict, table_path
+from ddpstats.dump.compare._columns import Table, table_path
 from ddpstats.dump.compare._comparer import CompareTensors, EntryComparer
 from ddpstats.dump.compare._comparison import Comparison, RankComparison
 from ddpstats.dump.compare._modes import mode_of
 from ddpstats.dump.compare._options import check_options
-from ddpstats.dump.compare._output import check_writable, show, write_file
+from ddpstats.dump.compare._output import check_writable, write_file
 from ddpstats.dump.compare._rows import MODES, Mode
 from ddpstats.dump.compare._rules import TOLERANCE
-from ddpstats.dump.compare._safe import printable
 from ddpstats.dump.compare._two_dumps import Found, compare_dumps
-from ddpstats.dump.format._files import RankDump, find_ranks, ranks_without_dump, steps_in
+from ddpstats.dump.format._files import RankDump, find_ranks, rank_of, ranks_without_dump, steps_in
 from ddpstats.dump.format._progress import ProgressBar
+from ddpstats.dump.format._safe import sayable_errors
 from ddpstats.errors import DumpError
 
 NOTHING = 2  # the status: a success would be taken for equal dumps
@@ -62,19 +64,17 @@ def run(args: argparse.Namespace) -> int:
     """Raises `DumpError` for what cannot be read, or does not belong together."""
     check_options(args)
     check_writable(args.csv, args.html)
-    try:
+    with sayable_errors():
         if args.tensor:
             return _run_tensor(args)
         return _run_ranks(args) if args.b is None else _run_two(args)
-    except DumpError as error:  # it may quote names from a dump
-        raise DumpError(printable([str(error)]), path=error.path) from None
-    except OSError as error:
-        where = "" if error.filename is None else f"{error.filename}: "
-        raise DumpError(f"{where}{error.strerror or error}. Check the path and its permissions.") from None
 
 
 def _ratio(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
     if not (math.isfinite(value) and value >= 0):
         raise argparse.ArgumentTypeError(f"{text}: a ratio of 0 or more is expected, 0.5 for 50 %")
     return value
@@ -99,14 +99,14 @@ def _run_two(args: argparse.Namespace) -> int:
     _check_alike(both, args.any_step)
     mode = mode_of([dump for pair in (both if args.mode else both[:1]) for dump in pair], args.mode)
     compared = tuple(_compare(a, b, mode, args, many=len(both) > 1) for a, b in both)
-    only = [[dump.rank for dump in dumps if all(dump not in pair for pair in both)] for dumps in (ranks_a, ranks_b)]
+    only = [[rank_of(dump) for dump in dumps if all(dump not in pair for pair in both)] for dumps in (ranks_a, ranks_b)]
     empty = [f"{side}: {name}" for side, path in (("A", args.a), ("B", args.b)) for name in _empty(path, args.step)]
     comparison = Comparison(mode, _tolerance(args), args.exact, compared, tuple(only[0]), tuple(only[1]), tuple(empty))
     text = _comparison.as_text(comparison)
-    show(json.dumps(_comparison.as_json(comparison)) if args.json else text)
     if args.html is not None:
         title = f"{args.a} compared with {args.b}"
         write_file(args.html, lambda file: _html.write_page(file, title, text, comparison))
+    print(json.dumps(_comparison.as_json(comparison)) if args.json else text)  # last: its reader may have gone
     return NOTHING if comparison.nothing else int(comparison.differs)
 
 
@@ -123,10 +123,10 @@ def _empty(path: Path, step: int | None) -> list[str]:
 def _paired(ranks_a: Sequence[RankDump], ranks_b: Sequence[RankDump]) -> list[tuple[RankDump, RankDump]]:
     if len(ranks_a) == len(ranks_b) == 1:
         return [(ranks_a[0], ranks_b[0])]  # whatever their numbers: two ranks may well be compared
-    by_rank = {dump.rank: dump for dump in ranks_b}
-    both = [(dump, by_rank[dump.rank]) for dump in ranks_a if dump.rank in by_rank]
+    by_rank = {rank_of(dump): dump for dump in ranks_b}
+    both = [(dump, by_rank[rank_of(dump)]) for dump in ranks_a if rank_of(dump) in by_rank]
     if not both:
-        numbers = [", ".join(str(dump.rank) for dump in dumps[:10]) for dumps in (ranks_a, ranks_b)]
+        numbers = [ranks_text([rank_of(dump) for dump in dumps]) for dumps in (ranks_a, ranks_b)]
         raise DumpError(f"no rank is in both dumps: A has {numbers[0]}, B has {numbers[1]}. Give one rank of each.")
     return both
 
@@ -158,7 +158,7 @@ def _compare(a: RankDump, b: RankDump, mode: Mode, args: argparse.Namespace, *, 
             table = Table(file, mode, lambda name: a.stack_of(name) or b.stack_of(name))
             found.append(compare_dumps(a, b, comparer, sink=table.add, progress=bar.add))
 
-        write_file(table_path(args.csv, a.rank, many), write)
+        write_file(table_path(args.csv, rank_of(a), many), write)
         return RankComparison(a, b, found[0])
 
 
@@ -187,13 +187,13 @@ def _run_ranks(args: argparse.Namespace) -> int:
             dumps, everything=args.everything, mode=mode, digest=digest, progress=bar.add
         )
     text = _between_report.as_text(found)
-    show(json.dumps(strict(_between_report.as_json(found))) if args.json else text)
     if args.csv is not None:
         write_file(args.csv, lambda file: csv.writer(file).writerows(_between_report.table(found)))
     if args.html is not None:
         title = f"ranks of {args.a}"
         write_file(args.html, lambda file: _html.write_table_page(file, title, text, _between_report.table(found)))
-    return NOTHING if found.nothing else int(bool(found.different))
+    print(json.dumps(_between_report.as_json(found)) if args.json else text)
+    return NOTHING if found.nothing else int(found.differs)
 
 
 def _run_tensor(args: argparse.Namespace) -> int:
@@ -204,13 +204,13 @@ def _run_tensor(args: argparse.Namespace) -> int:
         raise DumpError("--tensor takes one name, of a tensor in A and B, or two: A's and B's (without B: both of A).")
     a, b = _only_rank(args.a, args.step), _only_rank(args.b or args.a, args.step)
     pair = _one_tensor.compare_pair(a, names[0], b, names[-1])
-    show(json.dumps(strict(_one_tensor.as_json(pair))) if args.json else _one_tensor.as_text(pair))
+    print(json.dumps(_one_tensor.as_json(pair)) if args.json else _one_tensor.as_text(pair))
     return 0 if pair.close.equal else 1
 
 
 def _only_rank(path: Path, step: int | None) -> RankDump:
     dumps = _ranks_of(path, step)
     if len(dumps) > 1:
-        listed = ", ".join(f"rank{dump.rank}" for dump in dumps[:10])
-        raise DumpError(f"{path} has several ranks: {listed}. Give the directory of one.", path=str(path))
+        ranks = ranks_text([rank_of(dump) for dump in dumps])
+        raise DumpError(f"{path} has {ranks}. Give the directory of one.", path=str(path))
     return dumps[0]

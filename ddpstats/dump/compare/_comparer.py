@@ -24,6 +24,7 @@ from ddpstats.dump.compare._rules import (
     tensor_color,
 )
 from ddpstats.dump.format._entries import STATISTICS, Entry, Leaf, number
+from ddpstats.dump.format._words import count_of
 
 _PLAIN = {"int", "float", "bool", "str", "complex", "None", "slice", "ellipsis", "torch.dtype", "torch.Size"}
 _MEAN = STATISTICS.index("Mean")
@@ -39,7 +40,7 @@ class EntryComparer:
 
     Args:
         mode: what is compared.
-        tolerance: a relative error above it is a ``Warning``, in statistics mode.
+        tolerance: a relative error above it fails, of a statistic (where these are compared) or a plain number.
         tensors: compares two saved tensors, in tensor mode.
     """
 
@@ -52,7 +53,7 @@ class EntryComparer:
         """Of two entries of one NAME."""
         of_a, of_b = dict(a.values(nulls=True)), dict(b.values(nulls=True))
         tensors_a, tensors_b = (sum(leaf.is_tensor for leaf in of.values()) for of in (of_a, of_b))
-        counts = f"A has {tensors_a} tensors here, B {tensors_b}" if tensors_a != tensors_b else ""
+        counts = f"A has {count_of(tensors_a, 'tensors')} here, B {tensors_b}" if tensors_a != tensors_b else ""
         rows: list[Row] = []
         for path in _in_order(of_a | of_b):
             leaf_a, leaf_b = of_a.get(path), of_b.get(path)
@@ -73,7 +74,7 @@ class EntryComparer:
         return rows
 
     def _any(self, row: Row, counts: str) -> Row:
-        """A row of which one side may lack; ``counts`` is how the numbers of tensors differ, if they do."""
+        """A row of which one side may be missing; ``counts`` is how the numbers of tensors differ, if they do."""
         a, b = row.a, row.b
         if a is not None and b is not None and not (counts and (a.is_tensor or b.is_tensor)):
             return self._both(row, a, b)
@@ -112,7 +113,8 @@ class EntryComparer:
         return row
 
     def _plain(self, row: Row, a: Leaf, b: Leaf) -> Row:
-        row.unequal = over = a.value != b.value or (a.type in _PLAIN) != (b.type in _PLAIN)
+        apart_in_kind = any((a.type in kinds) != (b.type in kinds) for kinds in (_PLAIN, {"bool"}))
+        row.unequal = over = a.value != b.value or apart_in_kind
         if {a.type, b.type} <= {"float", "int"} and "float" in (a.type, b.type):
             apart = _numbers(a.value, b.value)
             if apart[1] is not None:

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ddpstats.dump.compare._columns import as_dict, strict
+from ddpstats._ranks import ranks_text
+from ddpstats.dump.compare._columns import as_dict
 from ddpstats.dump.compare._rows import Mode, Row
-from ddpstats.dump.compare._safe import printable
 from ddpstats.dump.compare._two_dumps import Found
 from ddpstats.dump.format._entries import STATISTICS, Leaf
 from ddpstats.dump.format._files import RankDump
+from ddpstats.dump.format._safe import printable, strict
+from ddpstats.dump.format._words import count_of
 
 _SHOWN_ROWS = 20
 _SHOWN_COLORED = 5
@@ -45,8 +47,8 @@ class Comparison:
     tolerance: float
     exact: bool
     ranks: tuple[RankComparison, ...]
-    only_a: tuple[int | None, ...] = ()
-    only_b: tuple[int | None, ...] = ()
+    only_a: tuple[int, ...] = ()
+    only_b: tuple[int, ...] = ()
     without_dump: tuple[str, ...] = ()
 
     @property
@@ -116,7 +118,7 @@ def as_text(comparison: Comparison) -> str:
     lines = [_verdict(comparison)]
     for side, other, ranks in (("A", "B", comparison.only_a), ("B", "A", comparison.only_b)):
         if ranks:
-            lines.append(f"Only {side} has ranks {', '.join(map(str, ranks[:_SHOWN_RANKS]))}: {other} lacks them.")
+            lines.append(f"Only {side} has {ranks_text(ranks)}: {other} has no such rank.")
     lines += [f"{name} has no dump: {_ENDED_EARLY}." for name in comparison.without_dump[:_SHOWN_RANKS]]
     for compared in comparison.ranks:
         lines += ["", *_rank_lines(comparison, compared)]
@@ -132,7 +134,7 @@ def _verdict(comparison: Comparison) -> str:
     failed = sum(rank.found.failed for rank in comparison.ranks)
     unequal = sum(rank.found.unequal for rank in comparison.ranks)
     count = sum(rank.found.tensors for rank in comparison.ranks)
-    what = f"{count:,} tensors in {len(comparison.ranks)} rank{'s' * (len(comparison.ranks) != 1)}"
+    what = f"{count_of(count, 'tensors')} in {count_of(len(comparison.ranks), 'ranks')}"
     if comparison.nothing:
         return f"NOTHING TO COMPARE: there are no tensors in both dumps ({what})."
     if not unequal and not comparison.differs:
@@ -154,7 +156,9 @@ def _equal(comparison: Comparison) -> str:
 def _rank_lines(comparison: Comparison, compared: RankComparison) -> list[str]:
     found = compared.found
     where = "one process" if compared.a.rank is None else f"rank {compared.a.rank}"
-    lines = [f"{where}: {found.paired:,} entries in both, {found.only_a:,} only in A, {found.only_b:,} only in B"]
+    lines = [
+        f"{where}: {count_of(found.paired, 'entries in both')}, {found.only_a:,} only in A, {found.only_b:,} only in B"
+    ]
     for side, dump in (("A", compared.a), ("B", compared.b)):
         lines.append(
             f"  {side} {dump.path}" + ("" if dump.complete else "  incomplete: the run ended inside this step")

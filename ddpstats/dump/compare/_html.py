@@ -8,7 +8,6 @@ from typing import Any, TextIO
 
 from ddpstats.dump.compare._columns import cells, columns
 from ddpstats.dump.compare._comparison import Comparison, RankComparison
-from ddpstats.dump.compare._two_dumps import KEPT_ROWS
 
 _STYLE = """
 body { font: 14px/1.4 sans-serif; margin: 1.5em; color: #222; }
@@ -48,7 +47,8 @@ def _section(compared: RankComparison, comparison: Comparison) -> Iterator[str]:
     rows = found.rows
     yield f"<h2>{'one process' if compared.a.rank is None else f'rank {compared.a.rank}'}</h2>\n"
     if found.highlighted > len(rows):
-        yield f"<p>The first {KEPT_ROWS:,} of {found.highlighted:,} rows that differ or stand out; --csv has all.</p>\n"
+        yield f"<p>{len(rows):,} of {found.highlighted:,} rows that differ or stand out: the first that fail, and the "
+        yield "first others; --csv has all.</p>\n"
     if not rows:
         yield "<p>No row differs.</p>\n"
         return

@@ -14,7 +14,7 @@ _MEANT_FOR = {
     "tolerance": (_OF_TWO,),
     "exact": (_OF_TWO,),
     "everything": (_OF_RANKS,),
-    "any_step": (_OF_TWO, _OF_TENSORS),
+    "any_step": (_OF_TWO,),
     "csv": (_OF_TWO, _OF_RANKS),
     "html": (_OF_TWO, _OF_RANKS),
 }

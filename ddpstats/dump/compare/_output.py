@@ -1,27 +1,16 @@
-"""Where a report goes: the terminal or a pipe, and files that are there complete or not at all."""
+"""Files that a report goes to: they are there complete, or not at all."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import os
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
 from ddpstats._atomic import TEMPORARY_PREFIX, replace_file
 from ddpstats.errors import DumpError
-
-
-def show(text: str) -> None:
-    """Print it; a reader who has seen enough (``| head``) is no error."""
-    try:
-        sys.stdout.write(f"{text}\n")
-        sys.stdout.flush()
-    except BrokenPipeError:
-        with contextlib.suppress(OSError, ValueError):  # or Python's own flush at its end complains
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def check_writable(*paths: Path | None) -> None:

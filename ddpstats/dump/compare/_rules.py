@@ -38,7 +38,8 @@ class Closeness:
             differs there.
         euclidean: distance.
         max_abs: largest absolute difference.
-        max_relative: largest relative difference; infinite where the reference is 0 and the other is not.
+        max_relative: largest relative difference; infinite where the reference is 0 and the other is not, NaN where
+            what is not finite differs.
         one_thousandth: share of elements with a relative difference below 0.001.
         five_thousandths: the same below 0.005.
         runs: where they differ.

@@ -27,6 +27,7 @@ class Runs:
         item_bytes: of one element.
         flipped_bits: in how many bits the only differing element differs; None where there are more, or none
             can tell.
+        is_dense: the tensor has no gaps in memory, so that neighbours in it are neighbours there.
     """
 
     elements: int
@@ -36,6 +37,7 @@ class Runs:
     first: tuple[tuple[int, int], ...]
     item_bytes: int
     flipped_bits: int | None = None
+    is_dense: bool = True
 
     def describe(self) -> str:
         """In words."""
@@ -48,7 +50,7 @@ class Runs:
         share = f"{self.differing:,} of {self.elements:,} elements differ, in {self.count:,} runs"
         shown = ", ".join(_words(start, stop) for start, stop in self.first[:_SHOWN_RUNS])
         more = ", ..." if self.count > _SHOWN_RUNS else ""
-        if self.count <= _FEW_RUNS and self.largest * self.count >= 64:
+        if self.is_dense and self.count <= _FEW_RUNS and self.largest * self.count >= 64:
             sizes = {stop - start for start, stop in self.first}
             same = f" of {_size(self.largest, self.item_bytes)} each" if len(sizes) == 1 else ""
             return f"{share}{same}: {shown}{more}; a few contiguous blocks, which memory written over looks like"
@@ -58,6 +60,8 @@ class Runs:
         where = f"{_words(start, stop)} of {self.elements} differ{'s' * (stop - start == 1)}"
         if stop - start == 1:
             return f"{where}: a single one" + (", by a single bit: a flipped one" if self.flipped_bits == 1 else "")
+        if not self.is_dense:
+            return f"{where}: in a row, in a view with gaps"
         speaks = ", which is what a buffer overwritten in memory looks like" if stop - start >= 16 else ""
         return f"{where}: contiguous, {_size(stop - start, self.item_bytes)}{speaks}"
 

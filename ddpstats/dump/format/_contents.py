@@ -27,8 +27,14 @@ def members(path: Path, progress: Progress | None) -> Iterator[Member]:
 
 def read_stacks(path: Path) -> dict[str, list[str]]:
     """NAME -> lines of its stack, one list shared by all that have it. Both forms of stack.json are understood."""
+    shared: dict[tuple[str, ...], list[str]] = {}
+
+    def share(lines: list[str]) -> list[str]:
+        """There are many calls, and few places in the program that make them."""
+        return shared.setdefault(tuple(lines), lines)
+
     if path.suffix == ".jsonl":
-        return {record["name"]: _strings(record.get("stack")) for record, *_ in _records(path)}
+        return {record["name"]: share(_strings(record.get("stack"))) for record, *_ in _records(path)}
     file = path.parent / STACK
     stacks: dict[str, list[str]] = {}
     for member in _members_of(file):
@@ -37,7 +43,7 @@ def read_stacks(path: Path) -> dict[str, list[str]]:
             lines = _strings(held[1])
             stacks.update(dict.fromkeys(_strings(held[0]), lines))
         else:
-            stacks[member.key] = _strings(held)
+            stacks[member.key] = share(_strings(held))
     return stacks
 
 
@@ -83,7 +89,7 @@ def _members(path: Path, progress: Progress | None) -> Iterator[Member]:
 
 
 def _members_of(path: Path) -> Iterator[Member]:
-    """The members of a file that may lack."""
+    """The members of a file; none where it is not there."""
     if path.is_file():
         with path.open("rb") as file:
             scanner = Scanner(file, path)

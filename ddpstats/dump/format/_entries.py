@@ -138,13 +138,6 @@ class Leaf:
     def stream(self) -> int | None:
         return self.raw.get("stream")
 
-    @property
-    def is_bad(self) -> bool:
-        """Whether it holds a NaN or an infinity: by the counts, or where there are none by Max, Min and Norm."""
-        if self.nan_count is not None and self.inf_count is not None:
-            return self.nan_count > 0 or self.inf_count > 0
-        return any(value is not None and not math.isfinite(value) for value in (self.max, self.min, self.norm))
-
 
 def is_tensor(raw: Mapping[str, Any]) -> bool:
     return raw.get("type") == _TENSOR or "dtype" in raw
@@ -205,7 +198,7 @@ def _leaves(held: Any, path: str, depth: int, nulls: bool) -> Iterator[tuple[str
         else:
             for key, value in held.items():
                 yield from _leaves(value, f"{path}.{key}", depth - 1, nulls)
-    elif held is None and nulls and depth < _DEEPEST:  # an argument, not a section that lacks
+    elif held is None and nulls and depth < _DEEPEST:  # an argument, not a section that is not there
         yield path, _NULL
     elif isinstance(held, list):
         for index, value in enumerate(held):

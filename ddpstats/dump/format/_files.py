@@ -45,7 +45,7 @@ class RankDump:
         step: likewise.
         task: ``statistics`` or ``tensor``.
         level: ``L0``, ``L1`` or ``mix``; empty where the file does not say.
-        complete: False if the run ended inside this step: the newest entries may lack.
+        complete: False if the run ended inside this step: the newest entries may be missing.
         notes: what could not be read besides the entries; filled in by `stack_of` and `parent_of`.
     """
 
@@ -119,7 +119,7 @@ class RankDump:
             self.notes.append(f"without what {what} says: {error}")
 
     def tensor_file(self, data_name: str) -> Path:
-        """The file of a saved tensor. Raises `DumpError` for one that lacks, or lies outside the dump."""
+        """The file of a saved tensor. Raises `DumpError` for one that is not there, or lies outside the dump."""
         root = (self.directory / TENSORS).resolve()
         path = root if "\0" in data_name else (root / data_name).resolve()
         if path.parent != root:

@@ -46,6 +46,14 @@ class Name:
         return self.prefix == "Module"
 
     @property
+    def forward(self) -> str:
+        """The NAME of the pass that this one is the backward pass of; of any other, its own."""
+        if self.direction != "backward":
+            return self.full
+        head = self.full.rpartition(".backward")[0]
+        return f"{head}.forward.{self.number}" if self.is_module and self.number is not None else f"{head}.forward"
+
+    @property
     def is_collective(self) -> bool:
         return self.prefix == "Distributed"
 

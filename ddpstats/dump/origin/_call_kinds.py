@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from ddpstats.dump.format._entries import Entry, Leaf
-from ddpstats.dump.format._names import Name, parse_name
+from ddpstats.dump.format._names import Name
 from ddpstats.dump.origin._candidates import Bad, has_nan
 
 _UNINITIALISED = re.compile(r"(new_)?empty(_|$)")
@@ -22,15 +22,6 @@ _VIEWS = re.compile(
 )
 _WEIGHTED = re.compile(r"(linear|matmul|__matmul__|mm|bmm|mv|einsum|bilinear|conv\w*|embedding(_bag)?)$")
 _WEIGHTED_CLASSES = re.compile(r"(\w*Linear|Bilinear|Conv\w+|Embedding(Bag)?)$")
-_ANOTHER_PASS = re.compile(r"(.+\.backward(?:\.\d+)?)\.\d+")
-
-
-def parsed(full: str) -> Name:
-    """A second backward pass over one graph has a number more: ``Torch.log.0.backward.1``."""
-    name = parse_name(full)
-    if not name.direction and (match := _ANOTHER_PASS.fullmatch(full)):
-        return parse_name(match[1])
-    return name
 
 
 def is_uninitialised(name: Name) -> bool:

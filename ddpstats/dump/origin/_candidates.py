@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from ddpstats.dump.format._collective_calls import Collective
 from ddpstats.dump.format._entries import Entry, Leaf
-from ddpstats.dump.format._files import RankDump
-from ddpstats.dump.origin._collective_calls import Collective
+from ddpstats.dump.format._files import RankDump, rank_of
 from ddpstats.dump.origin._growth import Growth
 
 Kind = Literal["computation", "arrived", "parameter", "uninitialised", "given", "gradient", "collective"]
@@ -54,7 +54,7 @@ class Candidate:
         bad: the tensors in question.
         position: how many collectives of this rank came before.
         order: how many entries came before.
-        reached: a gradient or a collective took of it.
+        reached: a gradient or a collective used it.
         ends: tensors that hold it, and that nothing took so far; ``ends_grad``: those of them that require a gradient;
             ``ends_graph``: those made by something whose backward pass came.
         late: of those, the ones of which no backward pass may have come yet.
@@ -117,7 +117,7 @@ class RankScan:
 
     @property
     def rank(self) -> int:
-        return self.dump.rank or 0
+        return rank_of(self.dump)
 
 
 def is_bad(leaf: Leaf) -> bool:

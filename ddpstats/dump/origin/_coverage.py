@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ddpstats._ranks import ranks_text
 from ddpstats.dump.format._contents import header
 from ddpstats.dump.format._files import RankDump
 from ddpstats.errors import DumpError
@@ -51,5 +52,5 @@ def left_out_words(dumps: Sequence[RankDump], undumped: Sequence[int]) -> str:
     """One sentence on all ranks; empty where nothing is left out."""
     words = list(dict.fromkeys(word for dump in dumps for word in coverage_of(dump).left_out))
     if undumped:
-        words.append(f"rank {', '.join(map(str, undumped))}")
+        words.append(ranks_text(undumped))
     return f"Not recorded: {'; '.join(words)}." if words else ""

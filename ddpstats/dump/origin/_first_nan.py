@@ -17,8 +17,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ddpstats._ranks import ranks_text
+from ddpstats.dump.format._collective_calls import Collective
 from ddpstats.dump.origin._candidates import Candidate, Kind, RankScan, bad_ones, has_nan
-from ddpstats.dump.origin._collective_calls import Collective
 from ddpstats.dump.origin._growth import Grower, ancestors, overflowed
 
 Key = tuple[str, tuple[int, ...], str, int, int]
@@ -26,7 +27,7 @@ Key = tuple[str, tuple[int, ...], str, int, int]
 
 _ALL, _UNKNOWN = -1, -2
 _VAGUE = frozenset({"arrived", "gradient"})
-_Find = tuple[tuple[int, int], "Origin", bool]  # clock, what, and whether something took of it
+_Find = tuple[tuple[int, int], "Origin", bool]  # clock, what, and whether something used it
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ def find_origins(scans: Sequence[RankScan]) -> Findings:
 
 
 def _of_rank(scan: RankScan, clocks: Sequence[int]) -> list[_Find]:
-    """Its first candidate that something took of, and its first one that stands at all."""
+    """Its first candidate that something used, and its first one that stands at all."""
     held = [one for one in scan.candidates if one.holds and one.kind != "collective"]
     used = [one for one in held if one.standing == "strong"]
     return [
@@ -145,7 +146,7 @@ def _is_mended(candidate: Candidate) -> bool:
 def _matched(scans: Sequence[RankScan]) -> dict[int, list[_Meeting]]:
     """Of every rank, its collectives in execution order, each as what all its ranks share.
 
-    By their number in the group where all dumps say it, for an entry may lack; or else counted.
+    By their number in the group where all dumps say it, for an entry may be missing; or else counted.
     """
     found: dict[tuple[Key, int], _Meeting] = {}
     of_rank: dict[int, list[_Meeting]] = {}
@@ -206,7 +207,7 @@ def _unmatched(scans: Sequence[RankScan], order: Sequence[_Meeting]) -> tuple[st
             continue
         expected = set(meeting.key[3:]) if call.is_message else set(meeting.key[1])
         if missing := sorted((expected & dumped) - set(meeting.members)):
-            lines.append(f"{call.name} of rank {rank} has no counterpart in the dump of rank {_listed(missing)}")
+            lines.append(f"{call.name} of rank {rank} has no counterpart in the dump of {ranks_text(missing)}")
         for member, one in meeting.members.items():
             if one.incomplete:
                 lines.append(f"{one.name} of rank {member} had not ended when the dump did, or it failed")
@@ -258,7 +259,3 @@ def _innermost(scan: RankScan, candidate: Candidate) -> Candidate:
         if inside and candidate.name in ancestors(other.name, scan.dump):
             return _innermost(scan, other)
     return candidate
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))

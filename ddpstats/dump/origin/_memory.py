@@ -12,6 +12,8 @@ not, something gave memory out that was still in use, as a missing ``record_stre
 
 from __future__ import annotations
 
+import bisect
+import heapq
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -76,6 +78,40 @@ class Overlaps:
         return len(self.found)
 
 
+class _Live:
+    """The storages of one device that are in use, while time goes on: a few, of all that had these addresses."""
+
+    def __init__(self) -> None:
+        self._by_start: list[tuple[int, int, Storage]] = []  # the second tells those of one address apart
+        self._by_last: list[tuple[int, int, int, Storage]] = []  # a heap
+        self._by_size: list[tuple[int, int]] = []  # a heap of -bytes and last
+        self._added = 0
+
+    def add(self, storage: Storage) -> None:
+        self._added += 1
+        bisect.insort(self._by_start, (storage.start, self._added, storage))
+        heapq.heappush(self._by_last, (storage.last, storage.start, self._added, storage))
+        heapq.heappush(self._by_size, (-storage.bytes, storage.last))
+
+    def sharing_with(self, storage: Storage) -> Iterator[Storage]:
+        """Those with bytes of it; ``storage`` begins now, and what ended before is forgotten."""
+        self._expire(storage.first)
+        largest = -self._by_size[0][0] if self._by_size else 0
+        place = bisect.bisect_left(self._by_start, (storage.end,)) - 1
+        while place >= 0 and self._by_start[place][0] + largest > storage.start:
+            one = self._by_start[place][2]
+            if one.end > storage.start and one.number != storage.number:
+                yield one
+            place -= 1
+
+    def _expire(self, now: int) -> None:
+        while self._by_last and self._by_last[0][0] < now:
+            _, *place, _ = heapq.heappop(self._by_last)
+            del self._by_start[bisect.bisect_left(self._by_start, tuple(place))]
+        while self._by_size and self._by_size[0][1] < now:
+            heapq.heappop(self._by_size)
+
+
 class MemoryWalk:
     """Takes the entries of one rank, in execution order."""
 
@@ -109,15 +145,14 @@ class MemoryWalk:
     def overlaps(self) -> Overlaps:
         """Across streams first, then by where they begin to be shared."""
         found: list[Overlap] = []
-        current: list[Storage] = []
-        for storage in sorted(self._storages.values(), key=lambda one: (one.device, one.start)):
-            current = [one for one in current if one.device == storage.device and one.end > storage.start]
-            for one in current:
-                if one.number != storage.number and one.first <= storage.last and storage.first <= one.last:
-                    shared = min(one.end, storage.end) - storage.start
-                    pair = sorted((one, storage), key=lambda each: (each.first, each.number))
-                    found.append(Overlap(pair[0], pair[1], storage.start, shared))
-            current.append(storage)
+        by_device: dict[str, _Live] = {}
+        for storage in sorted(self._storages.values(), key=lambda one: one.first):
+            live = by_device.setdefault(storage.device, _Live())
+            for one in live.sharing_with(storage):
+                shared = max(one.start, storage.start)
+                pair = sorted((one, storage), key=lambda each: (each.first, each.number))
+                found.append(Overlap(pair[0], pair[1], shared, min(one.end, storage.end) - shared))
+            live.add(storage)
         found.sort(key=lambda each: (not each.across_streams, each.other.first))
         return Overlaps(tuple(found), bool(self._storages))
 

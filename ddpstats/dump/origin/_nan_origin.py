@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from ddpstats._ranks import ranks_text
 from ddpstats.dump.format._entries import Leaf
 from ddpstats.dump.format._files import RankDump, find_ranks
+from ddpstats.dump.format._names import parse_name
 from ddpstats.dump.format._progress import ProgressBar
+from ddpstats.dump.format._safe import printable, sayable_errors, strict
+from ddpstats.dump.format._words import count_of
 from ddpstats.dump.origin._candidates import RankScan, is_bad
 from ddpstats.dump.origin._coverage import coverage_of, left_out_words
 from ddpstats.dump.origin._first_nan import Findings, Origin, find_origins
@@ -33,10 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Raises `DumpError` for a directory without a dump, or a damaged one."""
-    ranks = find_ranks(args.directory)
-    scans, memory = read(ranks)
-    findings = find_origins(scans)
-    print(json.dumps(as_json(scans, findings, memory)) if args.json else as_text(scans, findings, memory))
+    with sayable_errors():
+        scans, memory = read(find_ranks(args.directory))
+        findings = find_origins(scans)
+        print(json.dumps(as_json(scans, findings, memory)) if args.json else as_text(scans, findings, memory))
     return 1 if findings.origins else 0
 
 
@@ -61,7 +64,10 @@ def as_text(scans: Sequence[RankScan], findings: Findings, memory: Sequence[Over
     lines = [_read_words(scans)]
     for scan in scans:
         if not scan.dump.complete:
-            lines.append(f"{_rank(scan.dump.rank)}: incomplete: the run ended inside this step; the newest may lack")
+            lines.append(
+                f"{_rank(scan.dump.rank)}: incomplete: the run ended inside this step; "
+                "the newest entries may be missing"
+            )
     lines += _capped([f"note: {line}" for line in findings.unmatched])
     lines.append("")
     if findings.origins:
@@ -71,7 +77,7 @@ def as_text(scans: Sequence[RankScan], findings: Findings, memory: Sequence[Over
     lines += _capped([also_words(_rank(by_rank[rank].dump.rank), one) for rank, one in findings.also])
     lines += _memory_notes(scans, memory)
     lines += [f"note: {scan.dump.path}: {note}" for scan in scans for note in scan.dump.notes]
-    return "\n".join(lines)
+    return printable(lines)
 
 
 def _nothing(scans: Sequence[RankScan], findings: Findings) -> Iterator[str]:
@@ -95,8 +101,9 @@ def _read_words(scans: Sequence[RankScan]) -> str:
     entries = sum(scan.entries for scan in scans)
     step = scans[0].dump.step
     where = "" if step is None else f" of step {step}"
-    count = "1 rank" if len(scans) == 1 else f"{len(scans)} ranks"
-    return f"{count}{where}, {entries:,} entries, {sum(len(scan.collectives) for scan in scans):,} collectives."
+    collectives = sum(len(scan.collectives) for scan in scans)
+    read_ones = [count_of(len(scans), "ranks") + where, count_of(entries, "entries")]
+    return ", ".join([*read_ones, count_of(collectives, "collectives")]) + "."
 
 
 def _origins(scans: Sequence[RankScan], findings: Findings) -> Iterator[str]:
@@ -112,8 +119,8 @@ def _origins(scans: Sequence[RankScan], findings: Findings) -> Iterator[str]:
 
 def _one(scan: RankScan, origins: Sequence[Origin], phase: str) -> Iterator[str]:
     origin, dump = origins[0], scan.dump
-    ranks = [str(one.rank) for one in origins] if dump.rank is not None else []
-    who = (f"Rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}: " if ranks else "") + verdict(origin, dump)
+    ranks = ranks_text([one.rank for one in origins]).capitalize() + ": " if dump.rank is not None else ""
+    who = ranks + verdict(origin, dump)
     yield f"{who}, {phase}." if phase != "in a collective" and scan.collectives else f"{who}."
     if origin.after or origin.until:
         yield f"  between: {origin.after or 'the beginning'} and {origin.until or 'the end'}"
@@ -168,10 +175,12 @@ def _number(value: float) -> str:
 def _memory_notes(scans: Sequence[RankScan], memory: Sequence[Overlaps]) -> Iterator[str]:
     for scan, overlaps in zip(scans, memory, strict=True):
         if not overlaps.known:
-            yield f"\nnote: {_rank(scan.dump.rank)}: this dump does not record where its tensors are in memory."
+            yield ""
+            yield f"note: {_rank(scan.dump.rank)}: this dump does not record where its tensors are in memory."
         elif overlaps:
+            yield ""
             yield (
-                f"\nnote: {_rank(scan.dump.rank)}: live storages that share memory (a stomp, unless it is meant, as by "
+                f"note: {_rank(scan.dump.rank)}: live storages that share memory (a stomp, unless it is meant, as by "
                 "from_numpy or dlpack):"
             )
             yield from _capped([f"  {overlap}" for overlap in overlaps])
@@ -179,7 +188,7 @@ def _memory_notes(scans: Sequence[RankScan], memory: Sequence[Overlaps]) -> Iter
 
 def stack_of(dump: RankDump, name: str) -> list[str]:
     """The lines of the call, innermost first; of a backward pass, those of the forward pass if it has none."""
-    found = dump.stack_of(name) or dump.stack_of(name.replace(".backward", ".forward"))
+    found = dump.stack_of(name) or dump.stack_of(parse_name(name).forward)
     return [" ".join(line.split()) for line in found]
 
 
@@ -197,7 +206,7 @@ def _capped(lines: list[str]) -> list[str]:
 
 def as_json(scans: Sequence[RankScan], findings: Findings, memory: Sequence[Overlaps]) -> dict[str, Any]:
     by_rank = {scan.rank: scan for scan in scans}
-    return {
+    data = {
         "step": scans[0].dump.step,
         "ranks": [
             {
@@ -223,6 +232,8 @@ def as_json(scans: Sequence[RankScan], findings: Findings, memory: Sequence[Over
         ],
         **_anomalies(by_rank, findings),
     }
+    data["notes"] = [f"{scan.dump.path}: {note}" for scan in scans for note in scan.dump.notes]  # of all read above
+    return dict(strict(data))
 
 
 def _origin_json(dump: RankDump, origin: Origin) -> dict[str, Any]:
@@ -245,14 +256,10 @@ def _origin_json(dump: RankDump, origin: Origin) -> dict[str, Any]:
             "calls": grower.calls,
             "times": grower.times,
             "ratio": grower.ratio,
-            "trail": [{"name": one.name, "ratio": one.ratio, "norm": _finite(one.size_out)} for one in grower.trail],
+            "trail": [{"name": one.name, "ratio": one.ratio, "norm": one.size_out} for one in grower.trail],
         },
         "advice": advice(origin, dump),
     }
-
-
-def _finite(value: float) -> float | str:
-    return value if math.isfinite(value) else str(value)
 
 
 def _anomalies(by_rank: dict[int, RankScan], findings: Findings) -> dict[str, Any]:
@@ -262,18 +269,9 @@ def _anomalies(by_rank: dict[int, RankScan], findings: Findings) -> dict[str, An
         found.setdefault(f"rank_{origin.rank}", []).append(
             {
                 "op_name": origin.name,
-                "data_info": _plain(origin.candidate.entry.raw),
+                "data_info": origin.candidate.entry.raw,
                 "construct_info": list(origin.modules),
                 "stack_info": stack_of(by_rank[origin.rank].dump, origin.name),
             }
         )
     return found
-
-
-def _plain(held: Any) -> Any:
-    """Legal JSON: what is not finite as a word."""
-    if isinstance(held, dict):
-        return {key: _plain(value) for key, value in held.items()}
-    if isinstance(held, list):
-        return [_plain(value) for value in held]
-    return str(held) if isinstance(held, float) and not math.isfinite(held) else held

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ddpstats._ranks import ranks_text
 from ddpstats.dump.format._entries import Leaf
 from ddpstats.dump.format._files import RankDump
+from ddpstats.dump.format._names import parse_name
 from ddpstats.dump.origin._candidates import Candidate, has_nan
 from ddpstats.dump.origin._coverage import coverage_of
 from ddpstats.dump.origin._first_nan import Origin
@@ -49,14 +51,14 @@ def _before(dump: RankDump) -> str:
 def _collective(origin: Origin) -> str:
     if not origin.undumped:
         return "finite on all its ranks before, not finite after"
-    ranks = ", ".join(map(str, origin.undumped))
+    ranks = ranks_text(origin.undumped)
     perhaps = " or from the sum" if origin.op in _SUMS and "infinity" in what_of(origin.candidate) else ""
-    return f"finite on the dumped ranks; it came from rank {ranks}{perhaps} (of rank {ranks} there is no dump)"
+    return f"finite on the dumped ranks; it came from {ranks}{perhaps} (of {ranks} there is no dump)"
 
 
 def _inputs(origin: Origin) -> str:
     candidate = origin.candidate
-    direction = "backward" if ".backward" in origin.name else "forward"
+    direction = "backward" if parse_name(origin.name).direction == "backward" else "forward"
     if (direction, "input") not in origin.recorded:
         words = "its inputs are not in this dump"
     elif not any(True for _ in candidate.entry.inputs()):
@@ -117,10 +119,10 @@ def advice(origin: Origin, dump: RankDump) -> str:
 
 def _collective_advice(origin: Origin) -> str:
     if origin.undumped:
-        return f"dump rank {', '.join(map(str, origin.undumped))} as well."
+        return f"dump {ranks_text(origin.undumped)} as well."
     if "NaN" in what_of(origin.candidate):
         return (
-            "finite values do not add up to a NaN: suspect who writes to these tensors meanwhile (a wait that lacks, "
+            "finite values do not add up to a NaN: suspect who writes to these tensors meanwhile (a missing wait, "
             "memory that is given out too early), or the backend."
         )
     return "look at the magnitudes that went in: a sum over ranks overflows where the parts do not; average first."

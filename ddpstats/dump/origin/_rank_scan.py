@@ -18,9 +18,10 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+from ddpstats.dump.format._collective_calls import read_collective
 from ddpstats.dump.format._entries import Entry, Leaf
 from ddpstats.dump.format._files import RankDump
-from ddpstats.dump.format._names import Name
+from ddpstats.dump.format._names import Name, parse_name
 from ddpstats.dump.origin._call_kinds import (
     is_literal_write,
     is_minus_infinity,
@@ -30,10 +31,8 @@ from ddpstats.dump.origin._call_kinds import (
     keeps_in_place,
     mixes_with_weights,
     overwrites,
-    parsed,
-)  # fmt: skip
+)
 from ddpstats.dump.origin._candidates import Bad, Candidate, Kind, RankScan, bad_ones
-from ddpstats.dump.origin._collective_calls import read_collective
 from ddpstats.dump.origin._growth import ancestors
 from ddpstats.dump.origin._traces import Trace, Traces
 from ddpstats.dump.origin._walked_once import WalkedOnce
@@ -73,7 +72,7 @@ class _Walk:
         self._is_settled = False  # something reached a gradient: what grows afterwards tells nothing
 
     def take(self, entry: Entry) -> None:
-        name = parsed(entry.name)
+        name = parse_name(entry.name)
         is_gradient = name.direction in _GRADIENTS
         self._gradients += is_gradient
         if not self._is_settled:
@@ -104,7 +103,7 @@ class _Walk:
 
     def _take_call(self, entry: Entry, name: Name) -> None:
         if name.direction == "backward":
-            self._traces.backward_of(_forward_of(entry.name))
+            self._traces.backward_of(name.forward)
         made = bad_ones(entry.outputs())
         parameters: list[Bad] = []
         if "parameters" in entry.raw:
@@ -191,8 +190,7 @@ class _Walk:
             self._supersede(entry, bad)
             self._trace(candidate, entry.name, bad.leaf, kind != "uninitialised", keeps_in_place(name))
         if name.direction == "backward":
-            forward = _forward_of(entry.name)
-            self._reach([candidate, *(one for one in self.found.candidates if one.name == forward)])
+            self._reach([candidate, *(one for one in self.found.candidates if one.name == name.forward)])
 
     def _is_from_inside(self, entry: Entry, made: list[Bad]) -> bool:
         """Whether something made it that is written already; a module may also be written before what is in it."""
@@ -282,11 +280,6 @@ class _Walk:
         trace = Trace(cause, maker, leaf.storage_id, counts, requires_grad, self._gradients, kept).opened()
         self._traces.add(leaf, trace)
         return trace
-
-
-def _forward_of(backward: str) -> str:
-    name = parsed(backward).full
-    return name.replace(".backward", ".forward")
 
 
 def entry_has_outputs(found: RankScan, name: Name) -> bool:
