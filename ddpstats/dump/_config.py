@@ -93,7 +93,7 @@ class DumpConfig:
         return self.steps is None or step in self.steps
 
     def problems(self, world_size: int) -> list[str]:
-        """What is chosen, and will never come, in a sentence each; to be told when a run starts or ends."""
+        """What is chosen, and will never come, in a sentence each; to be told when a run starts."""
         beyond = sorted(rank for rank in self.ranks or () if rank >= world_size)
         if not beyond:
             return []
@@ -204,11 +204,15 @@ class _Reader:
         if "dump_path" not in given:
             raise ConfigError(f"{self._where}: 'dump_path' is missing: the directory to write to, as in {EXAMPLE}")
         path = given["dump_path"]
-        if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
+        text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
+        if not isinstance(text, str) or not text:  # a path may be one of bytes
             self.fail("dump_path", path, "the path of a directory")
-        if "\0" in os.fspath(path):
+        if "\0" in text:
             self.fail("dump_path", path, "the path of a directory: this has a NUL character in it")
-        return Path(path).expanduser() if os.fspath(path).startswith("~") else Path(path)
+        try:
+            return Path(text).expanduser() if text.startswith("~") else Path(text)
+        except RuntimeError:
+            self.fail("dump_path", path, "the path of a directory: there is no such user, or it has no home")
 
     def _level(self, given: Mapping[str, object]) -> str:
         if given.get("level") == "L2":

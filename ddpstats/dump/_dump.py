@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -36,14 +37,14 @@ class StatsDump:
 
     Local: ranks need not agree on anything, each writes its own ``dump_path/step{N}/rank{R}/`` (``rank`` where
     torch.distributed is not initialized). Values, gradients and random state of the program are bit for bit what they
-    are without it. Names do not depend on what is selected. Modules are named as in the model inside
+    are without it; only in evaluation without gradients torch's fused transformer layers step aside while calls are
+    watched, which gives other last bits. Names do not depend on what is selected. Modules are named as in the model inside
     DistributedDataParallel.
 
     What is not seen: the inside of ``torch.compile`` (where it is compiled in the meantime, some of the compiler's own
     calls are) and of ``torch.autograd.Function``, other threads and forked processes, numbers while a CUDA graph is
     captured, and on an accelerator calls (not modules) of a forward pass that activation checkpointing runs once more.
-    Gradients of FSDP2's sharded parameters are those at the end of the backward pass: reduced, and accumulated. In
-    evaluation without gradients, torch's fused transformer layers step aside while calls are watched: other last bits.
+    Gradients of FSDP2's sharded parameters are those at the end of the backward pass: reduced, and accumulated.
 
     `start` and `stop` belong into one thread, and on the same side of ``with torch.device(...)`` and other modes.
 
@@ -78,6 +79,7 @@ class StatsDump:
         self._left: list[Any] = []  # watches that only their own thread can take away
         self._has_warned = self._has_warned_of_ranks = False
         _check_path(self._config)
+        _all.add(self)
 
     @property
     def config(self) -> DumpConfig:
@@ -185,6 +187,8 @@ class StatsDump:
                 self._begin(CallWatch(recorder))
         except BaseException:
             self._uninstall()
+            if recorder.abandon():
+                self._recorder = None
             raise
 
     def _begin(self, watch: Any) -> None:
@@ -243,6 +247,7 @@ def _collectives(recorder: Recorder) -> Any:
 
 
 _running: set[StatsDump] = set()
+_all: WeakSet[StatsDump] = WeakSet()
 
 
 @atexit.register
@@ -252,8 +257,8 @@ def _at_exit() -> None:
 
 
 def _in_forked() -> None:
-    """Workers of a DataLoader are forked inside the step, and go on with all that was there."""
-    for dump in list(_running):
+    """Workers of a DataLoader are forked inside the step, or between two pieces of it, and go on with all there was."""
+    for dump in list(_all):
         dump._forget()
     _running.clear()
 

@@ -71,6 +71,23 @@ def test_a_forked_process_leaves_the_dump_alone(tmp_path: Path, is_async: bool) 
     assert "Module.root.Linear.forward.2" not in found
 
 
+def test_a_process_that_is_forked_between_pieces_leaves_the_dump_alone(tmp_path: Path) -> None:
+    dump = StatsDump({"dump_path": str(tmp_path)})
+
+    def piece() -> None:
+        with dump:
+            torch.ones(3).exp()
+
+    def child() -> None:
+        with pytest.raises(DumpError, match="holds a dump already"):
+            piece()
+
+    piece()
+    assert in_child(child) == 0
+    piece()
+    assert [name for name in data(tmp_path) if "exp" in name] == ["Tensor.exp.0.forward", "Tensor.exp.1.forward"]
+
+
 def test_workers_of_a_data_loader_are_forked_inside_a_step(tmp_path: Path) -> None:
     model = nn.Linear(4, 4)
     dump = started(tmp_path, model)
@@ -362,3 +379,55 @@ def test_what_was_chosen_and_did_not_come_is_told_once(tmp_path: Path) -> None:
             with pytest.warns(UserWarning, match=r"list has Tensor\.exq, which is in no name"):
                 dump.stop()
         dump.stop()
+
+
+class Raising(nn.Module):
+    def forward(self, x: Tensor) -> None:
+        if x[0] == 0:
+            raise ValueError
+
+
+def test_a_forward_pass_that_raised_is_not_one_that_returned_none(tmp_path: Path) -> None:
+    model = Raising()
+
+    def body() -> None:
+        model(torch.ones(2))
+        try:
+            model(torch.zeros(2))
+        except ValueError:
+            model(torch.ones(2))
+
+    entries = list(dumped(tmp_path, body, model, "L0").values())
+    assert [(entry.get("raised"), entry["output"]) for entry in entries] == [
+        (None, [None]), ("ValueError", []), (None, [None])
+    ]  # fmt: skip
+
+
+def test_a_long_text_is_cut(tmp_path: Path) -> None:
+    class Reads(nn.Module):
+        def forward(self, x: Tensor, text: str) -> Tensor:
+            return x
+
+    model = Reads()
+    found = dumped(tmp_path, lambda: model(torch.ones(2), "ab" * 5_000), model, "L0")
+    leaf = found["Module.root.Reads.forward.0"]["input_args"][1]
+    assert leaf == {"type": "str", "value": "ab" * 500, "length": 10_000}
+
+
+def test_a_start_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(watch: Any) -> None:
+        raise RuntimeError("no")
+
+    dump = StatsDump({"dump_path": str(tmp_path)})
+    with monkeypatch.context() as patch:
+        patch.setattr(_dump.CallWatch, "start", fails)
+        with pytest.raises(RuntimeError, match="no"):
+            dump.start()
+    assert list((tmp_path / "step0/rank").iterdir()) == []
+    with dump:
+        torch.ones(2).exp()
+    with monkeypatch.context() as patch:
+        patch.setattr(_dump.CallWatch, "start", fails)
+        with pytest.raises(RuntimeError, match="no"):
+            dump.start()
+    assert "Tensor.exp.0.forward" in data(tmp_path)

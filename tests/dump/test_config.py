@@ -342,3 +342,14 @@ def test_sources_that_are_none() -> None:
 def test_a_home_directory_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert read_config({"dump_path": "~/dump"}).dump_path == tmp_path / "dump"
+
+
+class OfBytes:
+    def __fspath__(self) -> bytes:
+        return b"dump"
+
+
+@pytest.mark.parametrize("path", ["~no such user/x", OfBytes()])
+def test_paths_that_lead_nowhere(path: object) -> None:
+    with pytest.raises(ConfigError, match="'dump_path' is .*must be the path of a directory"):
+        read_config({"dump_path": path})

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 _SKIPPED = frozenset((
     "__get__", "__set__", "__delete__", "__repr__", "__str__", "__format__", "__len__", "__bool__", "__int__",
@@ -14,11 +15,11 @@ _SKIPPED = frozenset((
     "__torch_dispatch__", "size", "dim", "ndimension", "stride", "numel", "nelement", "element_size",
     "storage_offset", "data_ptr", "storage", "untyped_storage", "is_contiguous", "is_floating_point", "is_complex",
     "is_signed", "is_pinned", "is_shared", "is_inference", "is_set_to", "is_same_size", "is_conj", "is_neg",
-    "is_coalesced", "is_nonzero", "is_distributed", "type", "get_device", "backward", "requires_grad_", "retain_grad",
+    "is_coalesced", "is_nonzero", "is_distributed", "get_device", "backward", "requires_grad_", "retain_grad",
     "register_hook", "register_post_accumulate_grad_hook", "share_memory_", "item", "tolist", "numpy", "pin_memory",
     "record_stream", "_set_grad_enabled", "_is_zerotensor", "_version", "_typed_storage", "dense_dim", "sparse_dim",
-    "_nnz", "result_type", "can_cast", "equal", "allclose", "has_names", "rename_", "align_to", "set_", "module_load",
-    "split_with_sizes_copy", "_make_subclass", "detach_", "dim_order", "names", "refine_names", "_conj_physical_",
+    "_nnz", "result_type", "can_cast", "equal", "allclose", "has_names", "rename_", "align_to",
+    "_make_subclass", "detach_", "dim_order", "names", "refine_names",
     "is_storage", "is_tensor", "get_default_dtype", "set_printoptions", "manual_seed", "seed", "initial_seed",
     "get_rng_state", "set_rng_state", "broadcast_shapes",
 ))  # fmt: skip
@@ -51,7 +52,8 @@ class Fact:
         self.what = f"{prefix}.{name}"
         self.is_skipped = name in _SKIPPED
         self.is_backward = False
-        self.may_be_silent = not name.startswith("__")  # `x == None` is False, and `x == y` a tensor
+        # `x == None` is False, and `x == y` a tensor; `x.type()` is a name, and `x.type(torch.half)` a tensor
+        self.may_be_silent = not name.startswith("__") and name != "type"
         self.writes = name in _WRITING_DUNDERS or (name.endswith("_") and not name.endswith("__"))
 
 
@@ -62,7 +64,10 @@ def _prefix(func: Any) -> str:
     module = getattr(func, "__module__", None) or ""
     if (isinstance(owner, type) and issubclass(Tensor, owner)) or module == "torch._tensor":
         return "Tensor"
-    return "Functional" if module in ("torch.nn.functional", "torch._C._nn") else "Torch"
+    # conv2d and others of torch.nn.functional are torch's own; other tools count them as what modules call them by
+    name = getattr(func, "__name__", "")
+    is_functional = module in ("torch.nn.functional", "torch._C._nn") or getattr(functional, name, None) is func
+    return "Functional" if is_functional else "Torch"
 
 
 facts: dict[Any, Fact] = {}

@@ -5,8 +5,8 @@ The shape of arguments is kept: lists, tuples and dicts become lists and dicts, 
 1. What is known of a tensor at once is put into its leaf.
 2. Statistics of a tensor in host memory are put in at once as well. On a device they are computed into one small
    tensor there (`_Deferred`), which `LeafMaker.settle` reads, all of them in one copy.
-3. A tensor that comes twice in one entry is looked at once. Nothing is remembered beyond an entry: memory that somebody
-   overwrote in the meantime must not look as it was.
+3. A tensor in host memory that comes twice at one moment of one entry is looked at once. Nothing is remembered beyond
+   that: memory that somebody overwrote in the meantime must not look as it was.
 
 On CUDA the numbers are computed on a stream of their own, from a copy made on the program's: the copy is in order with
 what the program writes there before and after, so that what is measured is what the program itself would have read.
@@ -127,7 +127,7 @@ class LeafMaker:
             return
         if values.numel():
             self._measure(leaf, values)
-        if is_saved:
+        if is_saved and not values.is_meta:
             leaf["data_name"] = self._files.save(values, name, path)
         if self._md5 and not values.is_meta:
             leaf["md5"] = checksum(values)

@@ -17,6 +17,7 @@ module around it ends, or the model is called again.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -33,6 +34,8 @@ from ddpstats.dump.collect._plain import tensors_in
 from ddpstats.dump.collect._quiet import is_out_of_sight, quietly
 from ddpstats.dump.collect._recorder import Entry, Recorder
 from ddpstats.dump.format._naming import backward_of, module_base
+
+_ENOUGH = "_StopRecomputationError"  # checkpointing has what it wants, and leaves
 
 
 class ModuleWatch:
@@ -141,7 +144,7 @@ class ModuleWatch:
                 entry.raw["parameters"] = leaves.of(own, "parameters")
         return entry
 
-    def forward_ends(self, module: nn.Module, result: Any, failed: bool) -> None:
+    def forward_ends(self, module: nn.Module, result: Any, error: BaseException | None) -> None:
         recorder = self._recorder
         if not any(running.module is module for running in self._running):
             return  # a hook of the program has raised before ours
@@ -152,24 +155,34 @@ class ModuleWatch:
                 break
         try:
             if running.entry is not None:
-                recorder.write_with_output(running.entry, result)
-            if running.before is not None and not failed:
+                # the program may call modules while it handles an error of before
+                self._write(running.entry, result, None if id(error) == running.handled else error)
+            if running.before is not None and result is not None:
                 backward = backward_of(running.name)
                 watch_backward(recorder, backward, running.before, result, running.stack, running.parents)
-        except Exception as error:
-            recorder.note_error(running.name, error)
+        except Exception as our_error:
+            recorder.note_error(running.name, our_error)
+
+    def _write(self, entry: Entry, result: Any, error: BaseException | None) -> None:
+        kind = type(error).__name__
+        if result is not None or error is None or kind == _ENOUGH:
+            self._recorder.write_with_output(entry, result)
+        else:
+            entry.raw["raised"] = kind
+            self._recorder.write(entry)
 
 
 class _Running:
     """A forward pass of a module that has begun."""
 
-    __slots__ = ("before", "entry", "module", "name", "parents", "stack")
+    __slots__ = ("before", "entry", "handled", "module", "name", "parents", "stack")
 
     def __init__(self, module: nn.Module, name: str, parents: list[str]) -> None:
         self.module, self.name, self.parents = module, name, parents
         self.entry: Entry | None = None
         self.before: Before | None = None
         self.stack = 0
+        self.handled = id(sys.exc_info()[1])
 
 
 class _PreHook(ModuleHook):
@@ -187,7 +200,7 @@ class _PostHook(ModuleHook):
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
         if not is_out_of_sight() and self._watch.is_seen():
-            self._watch.forward_ends(module, result, failed=result is None)
+            self._watch.forward_ends(module, result, sys.exc_info()[1])
 
 
 def _is_of_the_program() -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor
 DEEPEST = 8
 MOST_ITEMS = 1_000  # that are no tensors, in one entry: a list of a million numbers is data, and no argument
 SCALARS = (bool, int, float, str)
+MOST_CHARACTERS = 1_000  # of a string: a document is data as well
 _MOST_BITS = 4_096  # of an integer; Python refuses to write some thousand digits
 _AS_TEXT = (torch.dtype, torch.device, torch.layout, torch.memory_format, complex)
 
@@ -57,7 +58,10 @@ def scalar(value: Any) -> dict[str, Any]:
     kind = type(value)
     if kind is int and value.bit_length() > _MOST_BITS:
         return {"type": "int", "value": hex(value)[:_MOST_BITS]}
-    return {"type": kind.__name__, "value": value if kind in SCALARS else plain(value)}
+    written = value if kind in SCALARS else plain(value)
+    if isinstance(written, str) and len(written) > MOST_CHARACTERS:
+        return {"type": kind.__name__, "value": written[:MOST_CHARACTERS], "length": len(written)}
+    return {"type": kind.__name__, "value": written}
 
 
 def size_of(value: Any) -> int:

@@ -124,7 +124,7 @@ class Recorder:
         return not self._ask_late or self._selection.wants(name, [backward_of(parent) for parent in parents])
 
     def wants_gradients(self, name: str, inside: Sequence[str]) -> bool:
-        """Of parameters, of a module whose forward pass was the last of ``inside``; asked as the first of them comes."""
+        """Of parameters of a module, asked as the first of them comes; its forward pass was the last of ``inside``."""
         return self._selection.wants(name, [backward_of(one) for one in inside])
 
     def backward_parent(self, parents: Sequence[str]) -> str | None:
@@ -223,6 +223,15 @@ class Recorder:
     def break_off(self) -> None:
         """The process ends inside the step."""
         self._end(self._writer.leave_lines)
+
+    def abandon(self) -> bool:
+        """The step cannot be collected. True where nothing of it was: then nothing is left of this object."""
+        if self._queue or not self._writer.is_empty:
+            self.close()
+            return False
+        self.is_active = False
+        self._safely(str(self.directory), self._writer.abandon)
+        return True
 
     def reopen(self) -> None:
         """The step goes on. Raises OSError."""

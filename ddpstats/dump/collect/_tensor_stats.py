@@ -65,7 +65,7 @@ def host_stats(tensor: Tensor) -> Stats:
             return found
     flat = _flat(values)
     low, high = (number.item() for number in torch.aminmax(flat))
-    if high == math.inf and dtype is torch.complex64:  # its real and imaginary parts may be finite all the same
+    if dtype is torch.complex64 and not math.isfinite(high):  # its real and imaginary parts may be finite all the same
         flat = _flat(values := tensor.to(torch.complex128).abs())
         low, high = (number.item() for number in torch.aminmax(flat))
     if not (math.isfinite(low) and math.isfinite(high)):

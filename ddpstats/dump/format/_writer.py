@@ -57,6 +57,10 @@ class StepWriter:
         if at_once:
             self._open()
 
+    @property
+    def is_empty(self) -> bool:
+        return not self._names
+
     def new_stack(self, lines: list[str]) -> int:
         """Lines of a stack that `add` can refer to by this number."""
         self._stacks.append((lines, encode(lines).encode()))
@@ -101,7 +105,7 @@ class StepWriter:
 
     def reopen(self) -> None:
         """The step goes on after `finish`."""
-        if self._at_once:
+        if self._at_once and os.getpid() == self._process:
             self._open()
 
     def leave_lines(self) -> None:
@@ -109,6 +113,13 @@ class StepWriter:
         if os.getpid() == self._process:
             self._open()
             self._close()
+
+    def abandon(self) -> None:
+        """Nothing was collected, and nothing will be: the claim on the directory is given back. Raises OSError."""
+        if os.getpid() == self._process and not self._names:
+            self._close()
+            if self._is_claimed:
+                (self.directory / LINES).unlink(missing_ok=True)
 
     def _close(self) -> None:
         file, self._file = self._file, None
