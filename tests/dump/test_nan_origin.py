@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings, strategies as st
 
 from ddpstats import DumpError
 from ddpstats.dump.format._files import find_ranks
 from ddpstats.dump.origin._first_nan import Findings, find_origins
-from ddpstats.dump.origin._nan_origin import add_arguments, read, run
+from ddpstats.dump.origin._memory import MemoryWalk, Storage
+from ddpstats.dump.origin._nan_origin import add_arguments, read, run, stack_of
 from tests.dump.dumps import INF, NAN, backward, collective, forward, leaf, write, write_lines
 
 BAD = leaf(NAN, NAN)
@@ -143,6 +146,49 @@ def test_a_second_backward_pass_is_one_as_well(tmp_path: Path, name: str) -> Non
     overflow = leaf(INF, 0.0)
     entries = {name: backward(leaf(), out=overflow), "Torch.mul.0.backward": backward(overflow, out=leaf())}
     assert alone(tmp_path, entries) == [("computation", name)]
+
+
+@pytest.mark.parametrize(
+    ("forward_pass", "backward_pass"),
+    [
+        ("Module.backward_net.fc.Linear.forward.0", "Module.backward_net.fc.Linear.backward.0"),
+        ("Torch.log.0.forward", "Torch.log.0.backward.1"),
+        ("Module.a.Net.forward.0", "Module.a.Net.backward.0.1"),
+    ],
+)
+def test_a_backward_pass_belongs_to_its_forward_pass(tmp_path: Path, forward_pass: str, backward_pass: str) -> None:
+    entries = {forward_pass: forward(leaf(), out=BAD), backward_pass: backward(leaf(), out=leaf())}
+    step = write(tmp_path, entries, stacks={forward_pass: ["File /t.py, line 3"]})
+    assert blamed(step) == [(0, "computation", forward_pass)]
+    (dump,) = find_ranks(step)
+    assert stack_of(dump, backward_pass) == ["File /t.py, line 3"]
+
+
+def test_names_that_are_no_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    step = write(tmp_path, {"Torch.\ud800\x1b[2J\n.0.forward": forward(leaf(), out=BAD)})
+    code, text = say(step, capsys)
+    assert code == 1
+    assert "Torch.\\ud800\\x1b[2J\\n.0.forward made the first NaN" in text
+
+
+def test_a_dump_that_cannot_be_read_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise PermissionError(13, "Permission denied", "/dump.json")
+
+    monkeypatch.setattr("ddpstats.dump.origin._nan_origin.find_ranks", fail)
+    with pytest.raises(DumpError, match=r"/dump\.json: Permission denied"):
+        say(tmp_path, capsys)
+
+
+def test_the_json_is_legal_and_has_the_notes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    step = write(tmp_path, {"Torch.log.0.forward": forward(leaf(), {"type": "float", "value": INF}, out=BAD)})
+    (step / "rank0" / "stack.json").write_text("[")
+    text = say(step, capsys, "--json")[1]
+    assert "Infinity" not in text.replace('"Infinity"', "")
+    assert "NaN" not in text.replace('"NaN"', "").replace("first NaN:", "")
+    assert "stack.json" in json.loads(text)["notes"][0]
 
 
 def test_a_gradient_alone_is_better_than_nothing(tmp_path: Path) -> None:
@@ -649,3 +695,35 @@ def test_memory_that_is_given_out_again_is_none(tmp_path: Path, capsys: pytest.C
         "Module.a.A.backward.0": backward(placed(3, 4096, 64), out=placed(4, 4096, 64)),
     }
     assert "share memory" not in say(write(tmp_path, entries), capsys)[1]
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 20), st.integers(1, 12), st.integers(0, 30), st.integers(0, 10)),
+        min_size=1,
+        max_size=12,
+    )
+)
+@settings(deadline=None)
+def test_what_shares_memory_is_what_overlaps_in_time_and_place(storages: list[tuple[int, int, int, int]]) -> None:
+    walk = MemoryWalk("L1")
+    for number, (start, size, first, more) in enumerate(storages):
+        walk._storages[number, start] = Storage(number, "cpu", start, size, first, "", first + more, "")
+    expected = {
+        (one, other)
+        for other, (start, size, first, more) in enumerate(storages)
+        for one, (its_start, its_size, its_first, its_more) in enumerate(storages[:other])
+        if max(start, its_start) < min(start + size, its_start + its_size)
+        and max(first, its_first) <= min(first + more, its_first + its_more)
+    }
+    assert {tuple(sorted((found.one.number, found.other.number))) for found in walk.overlaps()} == expected
+
+
+def test_an_address_that_is_given_out_again_and_again_takes_no_time() -> None:
+    walk = MemoryWalk("L1")
+    for number in range(20_000):
+        walk._storages[number, 4096] = Storage(number, "cpu", 4096, 64, number, "", number, "")
+        walk._storages[-number - 1, 8192] = Storage(-number - 1, "cpu", 8192, 64, number, "", number, "")
+    began = time.process_time()
+    assert not len(walk.overlaps())
+    assert time.process_time() - began < 5, "it was minutes"

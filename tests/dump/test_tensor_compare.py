@@ -52,6 +52,16 @@ def test_elements_are_counted_in_memory_order() -> None:
     assert compare_tensors(a, b).runs.count == 16
 
 
+def test_a_view_with_gaps_is_not_taken_for_a_block_of_memory() -> None:
+    b = torch.zeros(64, 8)[:, :4]
+    a = torch.zeros(64, 8)[:, :4]
+    a[:32] = 1
+    words = compare_tensors(a, b, a.stride()).runs.describe()
+    assert words == "elements 0..127 of 256 differ: in a row, in a view with gaps"
+    dense = compare_tensors(a, b, a.t().contiguous().t().stride()).runs
+    assert dense.is_dense
+
+
 @pytest.mark.parametrize(
     ("a", "b", "equal", "accurate"),
     [
