@@ -8,11 +8,14 @@ cast, and the allocator believes that gradient's memory to be free, because nobo
     python examples/memory_stomp.py /tmp/bad --outcome bad
     python examples/memory_stomp.py /tmp/good --outcome good
     ddpstats compare /tmp/bad /tmp/good
+    ddpstats compare /tmp/bad --tensor Torch.split.0.backward.input.1 Functional.layer_norm.1.backward.output.0
     ddpstats nan-origin /tmp/bad
 
-Compare finds that what goes into the backward pass of the split is not what came out of the layer norm's, in a
-contiguous range of 8 KiB; nan-origin notes which two storages share that memory. Here, on a CPU and without streams,
-the cast is done at the moment and in the place where it would happen there.
+The first command finds that what goes into the backward pass of the split is not what goes into it in the good run, in
+a contiguous range of 8 KiB. The second is the strongest proof, and needs no good run: what went into the split's
+backward pass is the very memory that came out of the layer norm's, at one address, and 8 KiB of it have changed in
+between. The third notes which two storages share that memory. Here, on a CPU and without streams, the cast is done at
+the moment and in the place where it would happen there.
 """
 
 from __future__ import annotations

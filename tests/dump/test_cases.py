@@ -96,6 +96,20 @@ def test_the_range_that_was_overwritten_is_named(
     assert "contiguous, 2,048 elements = 8 KiB" in text
 
 
+def test_what_was_written_and_what_was_read_at_one_address_differ(
+    stomped: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = ["Torch.split.0.backward.input.1", "Functional.layer_norm.1.backward.output.0"]
+    assert f"--tensor {' '.join(names)}\n" in (memory_stomp.__doc__ or "")
+    bad, good = stomped
+    code, text = verb(capsys, "compare", str(bad), "--tensor", *names)
+    head, a, b, *_ = text.splitlines()
+    assert code == 1
+    assert "contiguous, 2,048 elements = 8 KiB" in head
+    assert a.partition(" at 0x")[2] == b.partition(" at 0x")[2] != ""
+    assert verb(capsys, "compare", str(good), "--tensor", *names)[0] == 0
+
+
 def test_the_storages_that_share_memory_are_named(
     stomped: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
