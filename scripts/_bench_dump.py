@@ -47,7 +47,9 @@ def dump_costs(layers: int, budget: Budget) -> Timings:
             bodies[path.name] = _step(layers, path, _CONFIGS[name], tokens, until_stop=True)
         for body in bodies.values():
             body(0)
-        return interleaved(bodies, budget)
+        timings = interleaved(bodies, budget)
+        _raise_failed()
+        return timings
 
 
 def _step(
@@ -71,6 +73,7 @@ def _step(
             dump.step()
 
     def body(_: int) -> object:
+        _raise_failed()
         if dump is not None:
             dump.start()
         train()
@@ -82,6 +85,15 @@ def _step(
     return body
 
 
+_failed: list[BaseException] = []
+"""What the rest of a step has raised. Python prints what `__del__` raises, and goes on: the next body raises it."""
+
+
+def _raise_failed() -> None:
+    if _failed:
+        raise _failed[0]
+
+
 class _Afterwards:
     """When the clock has stopped: the rest of the step, and what it has written is removed."""
 
@@ -89,7 +101,10 @@ class _Afterwards:
         self._rest, self._path = rest, path
 
     def __del__(self) -> None:
-        if self._rest is not None:
-            self._rest()
+        try:
+            if self._rest is not None:
+                self._rest()
+        except BaseException as error:
+            _failed.append(error)
         for step in self._path.glob("step*"):
             shutil.rmtree(step)

@@ -38,8 +38,8 @@ class StatsDump:
     Local: ranks need not agree on anything, each writes its own ``dump_path/step{N}/rank{R}/`` (``rank`` where
     torch.distributed is not initialized). Values, gradients and random state of the program are bit for bit what they
     are without it; only in evaluation without gradients torch's fused transformer layers step aside while calls are
-    watched, which gives other last bits. Names do not depend on what is selected. Modules are named as in the model inside
-    DistributedDataParallel.
+    watched, which gives other last bits. Names do not depend on what is selected. Modules are named as in the model
+    inside DistributedDataParallel.
 
     What is not seen: the inside of ``torch.compile`` (where it is compiled in the meantime, some of the compiler's own
     calls are) and of ``torch.autograd.Function``, other threads and forked processes, numbers while a CUDA graph is
@@ -192,9 +192,8 @@ class StatsDump:
             raise
 
     def _begin(self, watch: Any) -> None:
-        if watch is not None:
-            self._watches.append(watch)
-            watch.start()
+        self._watches.append(watch)
+        watch.start()
 
     def _uninstall(self) -> None:
         self._is_running = False
@@ -220,7 +219,7 @@ class StatsDump:
             self._recorder.forget()
         for watch in watches:
             with contextlib.suppress(Exception):
-                watch.forget() if isinstance(watch, CallWatch) else watch.stop()
+                watch.forget()
         self._recorder = None
 
     def _warn_of_compiled(self, has_compiled: bool) -> None:

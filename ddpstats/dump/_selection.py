@@ -65,9 +65,15 @@ class Selection:
         return found
 
 
-def matches(name: str, wanted: Iterable[str]) -> bool:
-    """Whether ``name`` contains one of ``wanted``, as in ``list`` and ``tensor_list``."""
-    return any(_pattern(part).search(name) for part in wanted)
+class Patterns:
+    """Parts of names, as in ``list`` and ``tensor_list``."""
+
+    def __init__(self, parts: Iterable[str]) -> None:
+        self._patterns = [_pattern(part) for part in parts]
+
+    def are_in(self, name: str) -> bool:
+        """Whether one of them is."""
+        return any(pattern.search(name) for pattern in self._patterns)
 
 
 def _pattern(part: str) -> re.Pattern[str]:

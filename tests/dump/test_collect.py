@@ -77,6 +77,35 @@ def test_functions_are_named_by_where_they_live_and_numbered(tmp_path: Path) -> 
     assert json.loads((tmp_path / "step0/rank/construct.json").read_text()) == {}
 
 
+def test_functions_of_nn_are_named_so_wherever_they_are_implemented(tmp_path: Path) -> None:
+    def body() -> None:
+        x = torch.ones(1, 1, 5, 5)
+        nn.Conv2d(1, 2, 3)(x)
+        nn.Conv1d(1, 2, 3)(x[0, :, 0])
+        nn.PReLU()(x)
+        nn.CosineSimilarity()(x, x)
+
+    names = {name.rsplit(".", 2)[0] for name in dumped(tmp_path, body)}
+    assert {"Functional.conv2d", "Functional.conv1d", "Functional.prelu", "Functional.cosine_similarity"} <= names
+
+
+def test_conversions_are_seen_and_questions_are_not(tmp_path: Path) -> None:
+    def body() -> None:
+        x = torch.full((3,), 1e6)
+        assert x.type() == "torch.FloatTensor"
+        x.type(torch.float16)
+        torch.split_with_sizes_copy(x, [1, 2])
+
+    found = dumped(tmp_path, body)
+    assert list(found)[1:] == ["Tensor.type.1.forward", "Torch.split_with_sizes_copy.0.forward"]
+    assert found["Tensor.type.1.forward"]["output"][0]["inf_count"] == 3
+
+
+def test_what_has_no_values_has_no_file(tmp_path: Path) -> None:
+    found = dumped(tmp_path, lambda: torch.empty(3, device="meta").exp(), task="tensor")
+    assert all("data_name" not in leaf for entry in found.values() for leaf in leaves(entry))
+
+
 def test_an_in_place_call_has_its_input_as_it_was_and_its_output_as_it_is(tmp_path: Path) -> None:
     def body() -> None:
         x = torch.ones(3)

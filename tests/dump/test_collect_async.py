@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ddpstats import ConfigError
 from ddpstats.dump import StatsDump
+from ddpstats.dump.collect._copies import CopiesInFlight
 from ddpstats.dump.collect._tensor_stats import device_stats
 from ddpstats.dump.format._tensor_files import TensorFiles
 from tests.dump.collecting import data, dumped, leaves, make_model
@@ -60,6 +61,22 @@ def test_a_value_that_is_read_inside_the_step_would_be_found(tmp_path: Path, mon
         dump.stop()
     log = (tmp_path / "step0/rank/dump_error_info.log").read_text()
     assert "item() cannot be called on meta tensors" in log
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: there a read that waits is an error")
+def test_nothing_waits_for_a_cuda_device_inside_the_step(tmp_path: Path) -> None:
+    model = make_model().cuda()
+    x = torch.randn(3, 4, device="cuda")
+    model(x).square().sum().backward()  # what CUDA sets up the first time may wait
+    dump = StatsDump({"dump_path": str(tmp_path), "level": "mix", "async_dump": True}, model=model)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        dump.start()
+        model(x).square().sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    dump.stop()
+    assert all(leaf["Max"] is not None for leaf in leaves(data(tmp_path)["Functional.linear.3.forward"]))
 
 
 def on_a_device(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -204,3 +221,27 @@ def test_a_file_that_cannot_be_written_costs_no_other(tmp_path: Path, monkeypatc
     with pytest.raises(OSError, match="no space left"):
         files.flush()
     assert [one.name for one in tmp_path.iterdir()] == ["sin.output.0.pt"]
+
+
+class Event:
+    def __init__(self) -> None:
+        self.is_over = False
+
+    def query(self) -> bool:
+        return self.is_over
+
+
+def test_copies_count_until_they_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ddpstats.dump.collect._copies._MOST_BYTES", 100)
+    device, first, second = torch.device("cuda:0"), Event(), Event()
+    copies = CopiesInFlight()
+    assert copies.may_add(100, device)
+    assert not copies.may_add(101, device)
+    copies.add(60, device, first)
+    copies.add(40, device, second)
+    assert not copies.may_add(1, device)
+    assert copies.may_add(100, torch.device("cuda:1"))
+    second.is_over = True  # events of a stream happen in order
+    assert not copies.may_add(1, device)
+    first.is_over = True
+    assert copies.may_add(100, device)

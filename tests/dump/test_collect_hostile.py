@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ddpstats import DumpError
 from ddpstats.dump import StatsDump, _dump
+from ddpstats.dump.collect._calls import CallWatch
 from tests.dump.collecting import data, dumped, leaves
 
 
@@ -420,14 +421,14 @@ def test_a_start_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
 
     dump = StatsDump({"dump_path": str(tmp_path)})
     with monkeypatch.context() as patch:
-        patch.setattr(_dump.CallWatch, "start", fails)
+        patch.setattr(CallWatch, "start", fails)
         with pytest.raises(RuntimeError, match="no"):
             dump.start()
     assert list((tmp_path / "step0/rank").iterdir()) == []
     with dump:
         torch.ones(2).exp()
     with monkeypatch.context() as patch:
-        patch.setattr(_dump.CallWatch, "start", fails)
+        patch.setattr(CallWatch, "start", fails)
         with pytest.raises(RuntimeError, match="no"):
             dump.start()
     assert "Tensor.exp.0.forward" in data(tmp_path)

@@ -174,7 +174,8 @@ def test_a_work_that_cannot_say_whether_it_is_done_stops_nothing(monkeypatch: py
 
 @pytest.fixture
 def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", rank=0, world_size=1, store=store)
     try:
         yield
     finally:

@@ -10,7 +10,7 @@ import pytest
 
 from ddpstats import ConfigError
 from ddpstats.dump._config import ALL_MODES, DumpConfig, read_config
-from ddpstats.dump._selection import Selection, direction_of, matches
+from ddpstats.dump._selection import Patterns, Selection, direction_of
 
 FIRST_STEP = """\
 {
@@ -245,8 +245,8 @@ def test_everything_is_wanted_where_nothing_is_said() -> None:
 def test_a_name_is_a_part_of_a_name_but_no_part_of_a_number() -> None:
     assert chosen(list=["linear.1"]) == ["Functional.linear.1.forward", "Functional.linear.1.backward"]
     assert chosen(list=["Tensor.sum.0.forward", "arange"]) == ["Torch.arange.0.forward", "Tensor.sum.0.forward"]
-    assert matches("Functional.linear.10.forward", ["arange", "linear.10"])
-    assert not matches("Functional.linear.10.forward", ["linear.1"])
+    assert Patterns(["arange", "linear.10"]).are_in("Functional.linear.10.forward")
+    assert not Patterns(["linear.1"]).are_in("Functional.linear.10.forward")
 
 
 def test_a_module_takes_in_what_is_inside_it() -> None:
@@ -351,5 +351,5 @@ class OfBytes:
 
 @pytest.mark.parametrize("path", ["~no such user/x", OfBytes()])
 def test_paths_that_lead_nowhere(path: object) -> None:
-    with pytest.raises(ConfigError, match="'dump_path' is .*must be the path of a directory"):
+    with pytest.raises(ConfigError, match=r"'dump_path' is .*must be the path of a directory"):
         read_config({"dump_path": path})

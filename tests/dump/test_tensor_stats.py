@@ -166,3 +166,11 @@ def test_few_elements_are_as_exact_as_many(stats: Measure) -> None:
     for size in (1, 32, 33):
         assert stats(torch.full((size,), 0.1, dtype=torch.float64)).mean == pytest.approx(0.1, rel=1e-15)
     assert stats(torch.tensor([math.inf, -math.inf])).first_bad == [0]
+
+
+@BOTH
+def test_of_magnitudes_only_those_that_are_infinite_are_counted(stats: Measure) -> None:
+    values = torch.full((40,), 3e38 + 3e38j, dtype=torch.complex64)  # whose magnitudes float32 cannot hold
+    values[3] = math.nan
+    found = stats(values)
+    assert (found.nan_count, found.inf_count, found.first_bad) == (1, 0, [3])

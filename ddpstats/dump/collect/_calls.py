@@ -31,7 +31,7 @@ from ddpstats.dump.collect._functions import Fact, fact_of, facts
 from ddpstats.dump.collect._gradient_edges import edges_before, watch_backward
 from ddpstats.dump.collect._plain import tensors_in
 from ddpstats.dump.collect._quiet import is_out_of_sight, quietly
-from ddpstats.dump.collect._recorder import Entry, Recorder
+from ddpstats.dump.collect._recorder import OpenEntry, Recorder
 from ddpstats.dump.format._naming import backward_of
 
 
@@ -112,7 +112,7 @@ class _Call:
     def __init__(self, recorder: Recorder, fact: Fact) -> None:
         self._recorder, self._fact = recorder, fact
         self._name, self._stack = "", 0
-        self._entry: Entry | None = None
+        self._entry: OpenEntry | None = None
         self._before: Any = None
 
     def begins(self, args: Any, kwargs: Any) -> None:
@@ -132,7 +132,7 @@ class _Call:
         except Exception as error:
             recorder.note_error(self._name, error)
 
-    def _begun(self, args: Any, kwargs: Any) -> Entry:
+    def _begun(self, args: Any, kwargs: Any) -> OpenEntry:
         recorder = self._recorder
         entry = recorder.entry(self._name)
         if recorder.wants_input:

@@ -106,6 +106,12 @@ class CollectiveWatch:
         for token in left:
             self._end_incomplete(token)
 
+    def forget(self) -> None:
+        """In a process that was forked from the one that collects: its works are not this one's to ask."""
+        self._lock = threading.RLock()  # another thread may have held it
+        _intercept.unsubscribe(self)
+        self._tokens, self._pending = {}, {}
+
     def poll(self) -> None:
         """Take the outputs of what has completed meanwhile. Cheap where nothing is pending; call it often."""
         if not self._pending:

@@ -28,7 +28,7 @@ from torch import Tensor
 from ddpstats._autograd import graph_task
 from ddpstats.dump.collect._plain import tensors_in
 from ddpstats.dump.collect._quiet import is_out_of_sight, quietly
-from ddpstats.dump.collect._recorder import Entry, Recorder
+from ddpstats.dump.collect._recorder import OpenEntry, Recorder
 
 _MOST_NODES = 20_000
 _LEAF = "AccumulateGrad"
@@ -233,7 +233,7 @@ class _Pass:
             raw["input"] = [None] * counts[0]
         if recorder.wants_output:
             raw["output"] = [None] * counts[1]
-        self.entry = Entry(name, raw, stack, recorder.backward_parent(parents))
+        self.entry = OpenEntry(name, raw, stack, recorder.backward_parent(parents))
         self._sums: dict[int, Tensor] = {}
         recorder.opened(id(self), self)
 

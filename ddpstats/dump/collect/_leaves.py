@@ -10,6 +10,7 @@ The shape of arguments is kept: lists, tuples and dicts become lists and dicts, 
 
 On CUDA the numbers are computed on a stream of their own, from a copy made on the program's: the copy is in order with
 what the program writes there before and after, so that what is measured is what the program itself would have read.
+Where many copies are not through yet (`CopiesInFlight`) the numbers are computed on the program's stream, without one.
 While a CUDA graph is captured nothing is measured: it would become part of the graph.
 """
 
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ddpstats.dump.collect._copies import CopiesInFlight
 from ddpstats.dump.collect._plain import DEEPEST, MOST_ITEMS, SCALARS, named_parts, other, plain, scalar, size_of, text
 from ddpstats.dump.collect._storages import StorageNumbers
 from ddpstats.dump.collect._tensor_stats import (
@@ -85,7 +87,7 @@ class LeafMaker:
         self._storages = StorageNumbers()
         self._deferred: list[_Deferred] = []
         self._streams: dict[torch.device, Any] = {}
-        self._waits: set[torch.device] = set()
+        self._copies = CopiesInFlight()
         self.held_bytes = 0
         self.first_dropped: str | None = None
 
@@ -165,6 +167,8 @@ class LeafMaker:
         if not values.is_cuda:
             return device_stats(values)
         device = values.device
+        if not self._copies.may_add(values.numel() * values.element_size(), device):
+            return device_stats(values)  # where the program waits for it, but needs no memory for a copy
         stream = self._streams.get(device)
         if stream is None:
             stream = self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -173,6 +177,7 @@ class LeafMaker:
         with torch.cuda.stream(stream):
             numbers = device_stats(copy)
         copy.record_stream(stream)
+        self._copies.add(copy.numel() * copy.element_size(), device, stream.record_event())
         return numbers
 
     def settle(self) -> None:

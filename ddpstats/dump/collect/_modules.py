@@ -32,7 +32,7 @@ from ddpstats.dump.collect._gradient_edges import Before, edges_before, watch_ba
 from ddpstats.dump.collect._parameter_gradients import ParameterGradients, ParameterHook
 from ddpstats.dump.collect._plain import tensors_in
 from ddpstats.dump.collect._quiet import is_out_of_sight, quietly
-from ddpstats.dump.collect._recorder import Entry, Recorder
+from ddpstats.dump.collect._recorder import OpenEntry, Recorder
 from ddpstats.dump.format._naming import backward_of, module_base
 
 _ENOUGH = "_StopRecomputationError"  # checkpointing has what it wants, and leaves
@@ -77,6 +77,10 @@ class ModuleWatch:
         self._recorder.on_backward = None
         self._gradients.clear()
         self._running.clear()
+
+    def forget(self) -> None:
+        """In a process that was forked from the one that collects."""
+        self.stop()
 
     def _watch_parameters(self, module: nn.Module, base: str) -> None:
         wanting = {name: one for name, one in module.named_parameters(recurse=False) if one.requires_grad}
@@ -132,7 +136,7 @@ class ModuleWatch:
         finally:
             recorder.parents.append(name)
 
-    def _entry(self, module: nn.Module, name: str, args: Any, kwargs: Any) -> Entry:
+    def _entry(self, module: nn.Module, name: str, args: Any, kwargs: Any) -> OpenEntry:
         recorder = self._recorder
         entry = recorder.entry(name)
         leaves = recorder.leaves_of(name)
@@ -163,7 +167,7 @@ class ModuleWatch:
         except Exception as our_error:
             recorder.note_error(running.name, our_error)
 
-    def _write(self, entry: Entry, result: Any, error: BaseException | None) -> None:
+    def _write(self, entry: OpenEntry, result: Any, error: BaseException | None) -> None:
         kind = type(error).__name__
         if result is not None or error is None or kind == _ENOUGH:
             self._recorder.write_with_output(entry, result)
@@ -179,7 +183,7 @@ class _Running:
 
     def __init__(self, module: nn.Module, name: str, parents: list[str]) -> None:
         self.module, self.name, self.parents = module, name, parents
-        self.entry: Entry | None = None
+        self.entry: OpenEntry | None = None
         self.before: Before | None = None
         self.stack = 0
         self.handled = id(sys.exc_info()[1])

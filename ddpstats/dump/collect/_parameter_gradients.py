@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ddpstats._autograd import graph_task
 from ddpstats.dump.collect._quiet import is_out_of_sight, quietly
-from ddpstats.dump.collect._recorder import Entry, Recorder
+from ddpstats.dump.collect._recorder import OpenEntry, Recorder
 
 
 class ParameterGradients:
@@ -29,7 +29,7 @@ class ParameterGradients:
         self.inside: list[str] = []
         self._before: dict[str, tuple[int, int]] = {}
         self._hooked: set[tuple[str, int]] = set()
-        self._entry: Entry | None = None
+        self._entry: OpenEntry | None = None
         self._is_wanted = False
         self._task = -1
 
@@ -72,7 +72,7 @@ class ParameterGradients:
         what = f"{self._base}.parameters_grad"
         name = f"{what}.{recorder.counters.next(what)}"
         self._is_wanted = recorder.wants_gradients(name, self.inside)
-        self._entry = Entry(name, {}, recorder.stack(), None)
+        self._entry = OpenEntry(name, {}, recorder.stack(), None)
         self._task = graph_task()
         recorder.opened(id(self), self)
 

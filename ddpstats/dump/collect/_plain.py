@@ -12,7 +12,7 @@ from torch import Tensor
 DEEPEST = 8
 MOST_ITEMS = 1_000  # that are no tensors, in one entry: a list of a million numbers is data, and no argument
 SCALARS = (bool, int, float, str)
-MOST_CHARACTERS = 1_000  # of a string: a document is data as well
+_MOST_CHARACTERS = 1_000  # of a string: a document is data as well
 _MOST_BITS = 4_096  # of an integer; Python refuses to write some thousand digits
 _AS_TEXT = (torch.dtype, torch.device, torch.layout, torch.memory_format, complex)
 
@@ -59,8 +59,8 @@ def scalar(value: Any) -> dict[str, Any]:
     if kind is int and value.bit_length() > _MOST_BITS:
         return {"type": "int", "value": hex(value)[:_MOST_BITS]}
     written = value if kind in SCALARS else plain(value)
-    if isinstance(written, str) and len(written) > MOST_CHARACTERS:
-        return {"type": kind.__name__, "value": written[:MOST_CHARACTERS], "length": len(written)}
+    if isinstance(written, str) and len(written) > _MOST_CHARACTERS:
+        return {"type": kind.__name__, "value": written[:_MOST_CHARACTERS], "length": len(written)}
     return {"type": kind.__name__, "value": written}
 
 

@@ -8,7 +8,7 @@ import torch
 
 
 class quietly:
-    """Around what we compute ourselves: no graph, no autocast (of cpu and cuda), and not seen by modes of ours or of the program."""
+    """Around what we compute ourselves: no graph, no autocast (of cpu and cuda), and not seen by modes, of whomever."""
 
     __slots__ = ("_autocast", "_function", "_grad", "_modes")
 

@@ -12,7 +12,6 @@ Whatever goes wrong in here is noted, and told once at the end of the step; the 
 from __future__ import annotations
 
 import threading
-import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,21 +23,21 @@ from torch import Tensor
 
 from ddpstats._autograd import graph_task, in_backward
 from ddpstats.dump._config import ALL_MODES, DumpConfig
-from ddpstats.dump._selection import Selection, matches
+from ddpstats.dump._selection import Patterns, Selection
 from ddpstats.dump.collect._leaves import EntryLeaves, LeafMaker
+from ddpstats.dump.collect._problems import Problems
 from ddpstats.dump.collect._quiet import quietly
 from ddpstats.dump.collect._stacks import StackBook, is_in_checkpoint
 from ddpstats.dump.format._naming import Counters, backward_of
 from ddpstats.dump.format._tensor_files import DIRECTORY, TensorFiles
-from ddpstats.dump.format._writer import ERRORS, StepWriter
+from ddpstats.dump.format._writer import StepWriter
 
 _BATCH = 256
 _TORCH = str(Path(torch.__file__).parent)
-_MOST_ERRORS = 1_000
 
 
 @dataclass(slots=True)
-class Entry:
+class OpenEntry:
     """One entry, while it is made. ``raw`` is what is written."""
 
     name: str
@@ -61,6 +60,7 @@ class Recorder:
         is_active: False once the step has ended: what is left in a graph does nothing then.
         silent: functions that return no tensor, as this step has shown: what another step did changes no name.
         creates_graph: the backward pass that runs, as far as it is seen to begin, makes a graph of its own.
+        note, note_error: see `Problems`.
         on_backward: called when something is seen of a backward pass that was not seen before.
     """
 
@@ -80,10 +80,11 @@ class Recorder:
         self.wants_backward = "backward" in config.data_mode
         self._selection = Selection(config)
         self._ask_late = config.scope is not None
-        self._queue: list[Entry] = []
+        self._queue: list[OpenEntry] = []
         self._open: dict[int, Any] = {}  # of backward passes and parameters' gradients that have begun
-        self._errors: list[str] = []
-        self._told: set[str] = set()
+        self._problems = Problems(directory)
+        self.note, self.note_error = self._problems.note, self._problems.note_error
+        self._tensor_names = Patterns(config.tensor_names)
         saves = bool(config.task == "tensor" or config.tensor_names)
         data_dir = directory / DIRECTORY
         header = {
@@ -106,7 +107,7 @@ class Recorder:
         )
 
     def _saves(self, name: str) -> bool:
-        return self.config.task == "tensor" or matches(name, self.config.tensor_names)
+        return self.config.task == "tensor" or self._tensor_names.are_in(name)
 
     # -- what is wanted, and where it is ------------------------------------------------------------------------------
 
@@ -131,12 +132,12 @@ class Recorder:
         """Of the backward pass of a call that was made inside ``parents``."""
         return backward_of(parents[-1]) if parents else None
 
-    def entry(self, name: str) -> Entry:
+    def entry(self, name: str) -> OpenEntry:
         """An empty one, of the forward pass, that is called from here."""
         raw: dict[str, Any] = {"input_args": [], "input_kwargs": {}, "output": []}
         if in_backward() and torch.is_grad_enabled() and (not self.creates_graph or is_in_checkpoint()):
             raw["is_recompute"] = True
-        return Entry(name, raw, self.stack(), self.parents[-1] if self.parents else None)
+        return OpenEntry(name, raw, self.stack(), self.parents[-1] if self.parents else None)
 
     def backward_runs(self) -> None:
         """From hooks in a backward pass."""
@@ -154,7 +155,7 @@ class Recorder:
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
-    def write(self, entry: Entry) -> None:
+    def write(self, entry: OpenEntry) -> None:
         """All of it is known, up to numbers that are on a device."""
         if self.poll is not None:
             self.poll()
@@ -171,7 +172,7 @@ class Recorder:
                 self._drain()
                 self._add(entry)
 
-    def write_with_output(self, entry: Entry, result: Any) -> None:
+    def write_with_output(self, entry: OpenEntry, result: Any) -> None:
         """The call is over: what it returns is the last that is to be known."""
         if self.wants_output:
             is_several = isinstance(result, (list, tuple))
@@ -199,20 +200,11 @@ class Recorder:
         for entry in queue:
             self._add(entry)
 
-    def _add(self, entry: Entry) -> None:
+    def _add(self, entry: OpenEntry) -> None:
         try:
             self._writer.add(entry.name, entry.raw, entry.stack, entry.parent)
         except Exception as error:
             self.note_error(entry.name, error)
-
-    def note_error(self, where: str, error: BaseException) -> None:
-        """Something of ours failed; the program goes on."""
-        self.note(where, "".join(traceback.format_exception(type(error), error, error.__traceback__)).strip())
-
-    def note(self, where: str, text: str) -> None:
-        """Something that could not be collected, without an error."""
-        if len(self._errors) < _MOST_ERRORS:
-            self._errors.append(f"{where}: {text}")
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -230,7 +222,7 @@ class Recorder:
             self.close()
             return False
         self.is_active = False
-        self._safely(str(self.directory), self._writer.abandon)
+        self._problems.safely(str(self.directory), self._writer.abandon)
         return True
 
     def reopen(self) -> None:
@@ -252,43 +244,21 @@ class Recorder:
     def _end(self, finish: Callable[[], None]) -> None:
         with self.lock:
             for one in list(self._open.values()):
-                self._safely("what was not complete", one.flush)
+                self._problems.safely("what was not complete", one.flush)
             self._open.clear()
-            self._safely("entries", self._drain)
+            self._problems.safely("entries", self._drain)
             self.is_active = False
             self.parents.clear()
-            self._safely(str(self.directory), self._files.flush)
-            self._safely(str(self.directory), finish)
+            self._problems.safely(str(self.directory), self._files.flush)
+            self._problems.safely(str(self.directory), finish)
             self.leaves.release()
         self._tell()
 
-    def _safely(self, where: str, what: Callable[[], None]) -> None:
-        try:
-            what()
-        except Exception as error:
-            self.note_error(where, error)
-
     def _tell(self) -> None:
-        problems = [problem for problem in self._selection.problems() if problem not in self._told]  # once for a step
-        self._told.update(problems)
-        for sentence in (*self._told_errors(), *self._told_dropped(), *problems):
+        for sentence in self._problems.sentences([*self._dropped(), *self._selection.problems()]):
             warnings.warn(f"ddpstats: {sentence}", stacklevel=5)
 
-    def _told_errors(self) -> list[str]:
-        if not self._errors:
-            return []
-        log = self.directory / ERRORS
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            with log.open("a", encoding="utf-8") as file:
-                file.write("\n".join(self._errors) + "\n")
-            where = f"see {log}"
-        except OSError as error:
-            where = f"and the log could not be written ({error}); the first: {self._errors[0]}"
-        count, self._errors = len(self._errors), []
-        return [f"{count} part(s) of the dump could not be collected; {where}"]
-
-    def _told_dropped(self) -> list[str]:
+    def _dropped(self) -> list[str]:
         first, self.leaves.first_dropped = self.leaves.first_dropped, None
         if first is None:
             return []
@@ -320,7 +290,7 @@ class Recorder:
 
     def collective_ends(self, token: object, outputs: Sequence[Tensor], *, is_incomplete: bool = False) -> None:
         """The collective of ``token`` has its result in ``outputs``, or never has one: the entry is written."""
-        if not isinstance(token, Entry):
+        if not isinstance(token, OpenEntry):
             return
         if is_incomplete:
             token.raw["incomplete"] = True
@@ -331,7 +301,7 @@ class Recorder:
             self.write(token)
 
 
-def _empty(entry: Entry) -> None:
+def _empty(entry: OpenEntry) -> None:
     """Only its name, its stack and its parent stay."""
     kept = {key: type(value)() if isinstance(value, (list, dict)) else value for key, value in entry.raw.items()}
     entry.raw.clear()
