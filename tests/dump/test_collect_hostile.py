@@ -16,11 +16,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from ddpstats import DumpError
 from ddpstats.dump import StatsDump, _dump
 from ddpstats.dump.collect._calls import CallWatch
+from ddpstats.dump.collect._problems import Problems
 from tests.dump.collecting import data, dumped, leaves
 
 
@@ -432,3 +434,26 @@ def test_a_start_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
         with pytest.raises(RuntimeError, match="no"):
             dump.start()
     assert "Tensor.exp.0.forward" in data(tmp_path)
+
+
+@pytest.mark.parametrize("level", ["L0", "mix"])
+def test_where_checkpointing_leaves_early_nothing_has_failed(tmp_path: Path, level: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+
+    def body() -> None:
+        out: Any = checkpoint(model, torch.ones(2, 4, requires_grad=True), use_reentrant=False)
+        out.sum().backward()
+
+    found = dumped(tmp_path, body, model, level)
+    assert any(entry.get("is_recompute") for entry in found.values())
+    assert not any("raised" in entry for entry in found.values())
+
+
+def test_all_problems_are_counted_and_some_are_kept(tmp_path: Path) -> None:
+    problems = Problems(tmp_path)
+    for number in range(1_500):
+        problems.note(f"entry {number}", "no")
+    log = tmp_path / "dump_error_info.log"
+    assert problems.sentences(["one"]) == [f"1500 part(s) of the dump could not be collected; see {log}", "one"]
+    assert problems.sentences(["one"]) == []
+    assert len(log.read_text().splitlines()) == 1_000

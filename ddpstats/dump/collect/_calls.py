@@ -163,11 +163,9 @@ class _Call:
             recorder.note_error(self._name, error)
 
     def fails(self, error: BaseException) -> None:
-        """It has raised: what went in is of interest all the more."""
         if self._entry is not None:
-            self._entry.raw["raised"] = type(error).__name__
             try:
-                self._recorder.write(self._entry)
+                self._recorder.write_failed(self._entry, error)
             except Exception as our_error:
                 self._recorder.note_error(self._name, our_error)
 

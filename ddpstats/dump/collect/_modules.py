@@ -35,8 +35,6 @@ from ddpstats.dump.collect._quiet import is_out_of_sight, quietly
 from ddpstats.dump.collect._recorder import OpenEntry, Recorder
 from ddpstats.dump.format._naming import backward_of, module_base
 
-_ENOUGH = "_StopRecomputationError"  # checkpointing has what it wants, and leaves
-
 
 class ModuleWatch:
     """Hooks on the modules of a model, from `start` to `stop`."""
@@ -168,12 +166,10 @@ class ModuleWatch:
             recorder.note_error(running.name, our_error)
 
     def _write(self, entry: OpenEntry, result: Any, error: BaseException | None) -> None:
-        kind = type(error).__name__
-        if result is not None or error is None or kind == _ENOUGH:
+        if result is not None or error is None:
             self._recorder.write_with_output(entry, result)
         else:
-            entry.raw["raised"] = kind
-            self._recorder.write(entry)
+            self._recorder.write_failed(entry, error)
 
 
 class _Running:

@@ -33,6 +33,7 @@ from ddpstats.dump.format._tensor_files import DIRECTORY, TensorFiles
 from ddpstats.dump.format._writer import StepWriter
 
 _BATCH = 256
+_ENOUGH = "_StopRecomputationError"  # activation checkpointing has what it wants, and leaves: nothing failed
 _TORCH = str(Path(torch.__file__).parent)
 
 
@@ -179,6 +180,13 @@ class Recorder:
             with quietly():
                 found = self.leaves_of(entry.name).of(result, "output" if is_several else "output.0")
             entry.raw["output"] = found if is_several else [found]
+        self.write(entry)
+
+    def write_failed(self, entry: OpenEntry, error: BaseException) -> None:
+        """The call has raised: what went in is of interest all the more."""
+        kind = type(error).__name__
+        if kind != _ENOUGH:
+            entry.raw["raised"] = kind
         self.write(entry)
 
     def opened(self, key: int, what: Any) -> None:
