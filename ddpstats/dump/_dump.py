@@ -28,18 +28,18 @@ from ddpstats.dump._config import DumpConfig, read_config
 from ddpstats.dump.collect._calls import CallWatch
 from ddpstats.dump.collect._modules import ModuleWatch
 from ddpstats.dump.collect._recorder import Recorder
-from ddpstats.dump.format._writer import DUMP, LINES
+from ddpstats.dump.format._layout import DUMP, LINES
 from ddpstats.errors import ConfigError, DumpError
 
 
 class StatsDump:
     """Writes statistics of what modules and functions of torch take and give, forward and backward, for chosen steps.
 
-    Local: ranks need not agree on anything, each writes its own ``dump_path/step{N}/rank{R}/`` (``rank`` where
-    torch.distributed is not initialized). Values, gradients and random state of the program are bit for bit what they
-    are without it; only in evaluation without gradients torch's fused transformer layers step aside while calls are
-    watched, which gives other last bits. Names do not depend on what is selected. Modules are named as in the model
-    inside DistributedDataParallel.
+    Local: ranks need not agree on anything, each writes its own ``dump_path/step{N}/rank{R}/`` (``rank`` where neither
+    torch.distributed nor RANK in the environment tells a number). Values, gradients and random state of the program are
+    bit for bit what they are without it; only in evaluation without gradients torch's fused transformer layers step
+    aside while calls are watched, which gives other last bits. Names do not depend on what is selected. Modules are
+    named as in the model inside DistributedDataParallel.
 
     What is not seen: the inside of ``torch.compile`` (where it is compiled in the meantime, some of the compiler's own
     calls are) and of ``torch.autograd.Function``, other threads and forked processes, numbers while a CUDA graph is

@@ -32,7 +32,7 @@ from ddpstats.dump.collect._gradient_edges import edges_before, watch_backward
 from ddpstats.dump.collect._plain import tensors_in
 from ddpstats.dump.collect._quiet import is_out_of_sight, quietly
 from ddpstats.dump.collect._recorder import OpenEntry, Recorder
-from ddpstats.dump.format._naming import backward_of
+from ddpstats.dump.format._names import backward_of
 
 
 class CallWatch(TorchFunctionMode):

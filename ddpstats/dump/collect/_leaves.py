@@ -33,9 +33,8 @@ from ddpstats.dump.collect._tensor_stats import (
     host_stats,
     of_numbers,
     plain_values,
-    without_repeats,
 )
-from ddpstats.dump.format._tensor_files import TensorFiles, checksum
+from ddpstats.dump.format._tensor_files import TensorFiles, checksum, without_repeats
 
 Leaf = dict[str, Any]
 

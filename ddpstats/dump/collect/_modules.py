@@ -33,7 +33,7 @@ from ddpstats.dump.collect._parameter_gradients import ParameterGradients, Param
 from ddpstats.dump.collect._plain import tensors_in
 from ddpstats.dump.collect._quiet import is_out_of_sight, quietly
 from ddpstats.dump.collect._recorder import OpenEntry, Recorder
-from ddpstats.dump.format._naming import backward_of, module_base
+from ddpstats.dump.format._names import backward_of, module_base
 
 
 class ModuleWatch:

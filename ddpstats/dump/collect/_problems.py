@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from ddpstats.dump.format._writer import ERRORS
+from ddpstats.dump.format._layout import ERRORS
 
 _MOST_KEPT = 1_000
 

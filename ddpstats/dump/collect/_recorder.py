@@ -28,8 +28,9 @@ from ddpstats.dump.collect._leaves import EntryLeaves, LeafMaker
 from ddpstats.dump.collect._problems import Problems
 from ddpstats.dump.collect._quiet import quietly
 from ddpstats.dump.collect._stacks import StackBook, is_in_checkpoint
-from ddpstats.dump.format._naming import Counters, backward_of
-from ddpstats.dump.format._tensor_files import DIRECTORY, TensorFiles
+from ddpstats.dump.format._layout import TENSORS
+from ddpstats.dump.format._names import Counters, backward_of
+from ddpstats.dump.format._tensor_files import TensorFiles
 from ddpstats.dump.format._writer import StepWriter
 
 _BATCH = 256
@@ -87,7 +88,7 @@ class Recorder:
         self.note, self.note_error = self._problems.note, self._problems.note_error
         self._tensor_names = Patterns(config.tensor_names)
         saves = bool(config.task == "tensor" or config.tensor_names)
-        data_dir = directory / DIRECTORY
+        data_dir = directory / TENSORS
         header = {
             "task": config.task,
             "level": config.level,

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ddpstats._gradients import held_values
+from ddpstats.dump.format._tensor_files import without_repeats
 
 
 class Stats(NamedTuple):
@@ -73,15 +74,6 @@ def host_stats(tensor: Tensor) -> Stats:
     mean = _mean(flat)
     norm = None if dtype.is_complex else _norm(flat, max(-low, high)) * math.sqrt(repeats)
     return Stats(high, low, mean, norm, 0, 0, None)
-
-
-def without_repeats(tensor: Tensor) -> tuple[Tensor, int]:
-    """Of an expanded tensor, what is in memory, with as many dimensions; and how often each element is there."""
-    repeats = 1
-    for dimension, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
-        if stride == 0 and size > 1:
-            tensor, repeats = tensor.narrow(dimension, 0, 1), repeats * size
-    return tensor, repeats
 
 
 def _as_real(tensor: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from ddpstats.dump.format._collective_calls import read_collective
 from ddpstats.dump.format._entries import STATISTICS, Entry, Leaf
 from ddpstats.dump.format._files import RankDump, rank_of
 from ddpstats.dump.format._names import parse_name
+from ddpstats.dump.format._scan import Progress
 
 KEPT_DIVERGENCES = 1000
 
@@ -32,7 +33,6 @@ _ALIKE = ("all_reduce", "broadcast", "all_gather", "_all_gather")
 _COMPARED = ("dtype", "shape", *STATISTICS, "md5", "nan_count", "inf_count")
 
 Digest = Callable[[RankDump, Leaf], object]
-Progress = Callable[[int], None]
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from ddpstats.dump.compare._rows import Row
 from ddpstats.dump.compare._rules import difference, is_over
 from ddpstats.dump.format._entries import STATISTICS, Entry
 from ddpstats.dump.format._files import RankDump
-from ddpstats.dump.format._scan import Member
+from ddpstats.dump.format._scan import Member, Progress
 
 KEPT_ROWS = 3000
 
@@ -35,7 +35,6 @@ _GROUPS = 1 + len(STATISTICS)  # what `_STATISTICS.split` gives per leaf: the te
 _NOT_FINITE = ("NaN", "Infinity", '"nan"', 'inf"')
 
 Sink = Callable[[list[Row]], None]
-Progress = Callable[[int], None]
 
 
 @dataclass

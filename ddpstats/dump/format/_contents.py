@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ddpstats.dump.format._scan import Member, Scanner, parse
+from ddpstats.dump.format._layout import CONSTRUCT, STACK
+from ddpstats.dump.format._scan import Member, Progress, Scanner, parse
 from ddpstats.errors import DumpError
-
-STACK = "stack.json"
-CONSTRUCT = "construct.json"
-
-Progress = Callable[[int], None]
 
 
 def header(path: Path) -> dict[str, Any]:

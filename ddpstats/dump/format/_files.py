@@ -19,20 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from ddpstats.dump.format import _contents
-from ddpstats.dump.format._contents import CONSTRUCT, STACK, damaged
+from ddpstats.dump.format._contents import damaged
 from ddpstats.dump.format._entries import Entry
-from ddpstats.dump.format._scan import Member
+from ddpstats.dump.format._layout import CONSTRUCT, DUMP, LINES, STACK, TENSORS
+from ddpstats.dump.format._scan import Member, Progress
 from ddpstats.errors import DumpError
-
-DUMP = "dump.json"
-LINES = "dump.jsonl"
-TENSORS = "dump_tensor_data"
 
 _RANK = re.compile(r"rank(\d*)")
 _STEP = re.compile(r"step(\d+)")
 _SHOWN = 8
-
-Progress = Callable[[int], None]
 
 
 @dataclass(frozen=True)

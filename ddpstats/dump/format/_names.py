@@ -1,4 +1,4 @@
-"""The NAME of an entry of a dump, taken apart.
+"""The NAME of an entry of a dump: made, and taken apart.
 
 ::
 
@@ -6,14 +6,20 @@
     Module.net.fc1.Linear.forward.0            Module.{path}.{class}.{direction}.{number}
     Module.net.fc1.Linear.parameters_grad.0    also without the number
     Functional.linear.5.backward.1             the second backward pass of one call, of a module's likewise
+
+A call is numbered when it begins, whether it is wanted or not: names do not depend on what was selected. Its backward
+pass has the number of the call, for it belongs to it.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass
 
 API_PREFIXES = ("Tensor", "Torch", "Functional", "Distributed", "NPU", "VF", "Aten", "MindSpeed")
+
+ROOT = "root"
 
 _API = re.compile(rf"({'|'.join(API_PREFIXES)})\.(.+)\.(\d+)\.(?:forward|(backward)(?:\.(\d+))?)")
 _MODULE = re.compile(r"Module\.(?:(.+)\.)?([^.]+)\.(forward|backward|parameters_grad)(?:\.(\d+)(?:\.(\d+))?)?")
@@ -66,3 +72,32 @@ def parse_name(full: str) -> Name:
         number = None if match[4] is None else int(match[4])
         return Name(full, "Module", match[1] or "", match[2], number, match[3], int(match[5] or 0))
     return Name(full, "", full)
+
+
+# -- made --------------------------------------------------------------------------------------------------------------
+
+
+class Counters:
+    """How often each thing was called since the step began."""
+
+    def __init__(self) -> None:
+        self._seen: Counter[str] = Counter()
+
+    def next(self, what: str) -> int:
+        """0 for the first, 1 for the second, ..."""
+        number = self._seen[what]
+        self._seen[what] = number + 1
+        return number
+
+
+def module_base(path: str, class_name: str) -> str:
+    """``Module.{path}.{class}``; the path of the whole model is empty, and called ``root``."""
+    return f"Module.{path or ROOT}.{class_name}"
+
+
+def backward_of(forward: str) -> str:
+    """The name of the backward pass of a call."""
+    head, _, tail = forward.rpartition(".")
+    if tail == "forward":
+        return f"{head}.backward"
+    return f"{head.removesuffix('.forward')}.backward.{tail}"

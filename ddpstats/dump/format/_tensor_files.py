@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from ddpstats._atomic import TEMPORARY_PREFIX
-from ddpstats.dump.format._naming import file_name
+from ddpstats.dump.format._layout import file_name
 
-DIRECTORY = "dump_tensor_data"
 _LONGEST_NAME = 255
 
 
@@ -39,7 +38,7 @@ class TensorFiles:
         if self._at_once:
             self._write(tensor, file)
         else:
-            self._kept.append((file, _copy(tensor.detach())))
+            self._kept.append((file, without_repeats(tensor.detach())[0].clone().expand(tensor.shape)))
         return file
 
     def flush(self) -> None:
@@ -73,13 +72,13 @@ def _plain(tensor: Tensor) -> Tensor:
         return tensor.detach().as_subclass(Tensor)
 
 
-def _copy(tensor: Tensor) -> Tensor:
-    """Of an expanded tensor no more than what is in memory."""
-    held = tensor
-    for dimension, stride in enumerate(tensor.stride()):
-        if stride == 0 and tensor.shape[dimension] > 1:
-            held = held.narrow(dimension, 0, 1)
-    return held.clone().expand(tensor.shape)
+def without_repeats(tensor: Tensor) -> tuple[Tensor, int]:
+    """Of an expanded tensor, what is in memory, with as many dimensions; and how often each element is there."""
+    repeats = 1
+    for dimension, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            tensor, repeats = tensor.narrow(dimension, 0, 1), repeats * size
+    return tensor, repeats
 
 
 def checksum(tensor: Tensor) -> str:

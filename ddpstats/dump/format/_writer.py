@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ddpstats._atomic import put_file
+from ddpstats.dump.format._layout import CONSTRUCT, DUMP, LINES, STACK
 
-DUMP, LINES, STACK, CONSTRUCT, ERRORS = "dump.json", "dump.jsonl", "stack.json", "construct.json", "dump_error_info.log"
 FORMAT = "ddpstats 1"
 
 encode: Callable[[Any], str] = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
