@@ -11,7 +11,7 @@ import json
 import os
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,9 +93,42 @@ def roll(rolling: int, digest: int) -> int:
     return ((rolling ^ digest) * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) & _MASK
 
 
+@dataclass(frozen=True)
+class Evidence:
+    """What is known of a label that was inferred, besides its text.
+
+    ``key``: the innermost name in it. ``names``: all names in the container that it is from, in its order; empty where
+    they are not known. ``source``: that container's class. ``fate``: what the program does with the result.
+    ``is_spelled``: the program's text has the name. ``is_beside``: the name was only passed beside the tensor.
+    ``is_known``: a function of a name like ``reduce_dict`` called the collective.
+    """
+
+    key: str
+    names: tuple[str, ...] = ()
+    source: str = ""
+    fate: str = "unused"
+    is_spelled: bool = False
+    is_beside: bool = False
+    is_known: bool = False
+
+    def as_list(self) -> list[Any]:
+        return [self.key, self.source, self.fate, self.is_spelled, self.is_beside, self.is_known, list(self.names)]
+
+    @classmethod
+    def from_list(cls, given: Any) -> Evidence:
+        """Raises ValueError or TypeError for what `as_list` did not give."""
+        key, source, fate, is_spelled, is_beside, is_known, names = given
+        flags = bool(is_spelled), bool(is_beside), bool(is_known)
+        return cls(_text(key), tuple(map(_text, names)), _text(source), _text(fate), *flags)
+
+
 @dataclass(slots=True)
 class Event:
-    """One collective of one rank. ``site`` is "file:line in function" of the calling code."""
+    """One collective of one rank. ``site`` is "file:line in function" of the calling code.
+
+    ``word`` is 0 where the label is not compared. ``told``: the `Evidence` for a label that was inferred, or a function
+    that gives it: most is worked out only where ranks differ.
+    """
 
     group: str
     seq: int
@@ -110,6 +143,14 @@ class Event:
     tag: int | None = None
     started: float = 0.0
     read_source: str = ""
+    told: Evidence | Callable[[], Evidence] | None = None
+
+    @property
+    def evidence(self) -> Evidence | None:
+        """None for a label that the program itself gave."""
+        if callable(self.told):
+            self.told = self.told()
+        return self.told
 
     @property
     def source(self) -> str:
@@ -117,6 +158,7 @@ class Event:
         return self.read_source if isinstance(self.site, str) else str(self.site.source())
 
     def as_dict(self) -> dict[str, Any]:
+        evidence = self.evidence if self.word else None
         found = {
             "group": self.group,
             "seq": self.seq,
@@ -134,6 +176,8 @@ class Event:
             "peer": self.peer,
             "tag": self.tag,
             "time": self.started,
+            "evidence": evidence.as_list() if evidence is not None else None,
+            "is_silenced": (not self.word and self.label is not None) or None,
         }
         return {key: value for key, value in found.items() if value not in (None, "", [])}
 
@@ -157,7 +201,7 @@ class Event:
                 seq=int(given["seq"]),
                 signature=signature,
                 label=label,
-                word=label_word(label),
+                word=0 if given.get("is_silenced") else label_word(label),
                 site=_text(given.get("site", "")),
                 digest=digest_of(signature),
                 pieces=_text(given.get("pieces", "")),
@@ -166,6 +210,7 @@ class Event:
                 tag=_int_or_none(given.get("tag")),
                 started=float(given.get("time", 0.0)),
                 read_source=_text(given.get("source", "")),
+                told=Evidence.from_list(given["evidence"]) if "evidence" in given else None,
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a record of a collective: {error!r}") from None

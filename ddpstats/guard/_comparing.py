@@ -18,7 +18,7 @@ from typing import Any
 from ddpstats import _intercept
 from ddpstats._events import Event, roll, same_labels
 from ddpstats.errors import CollectiveMismatch, DdpstatsError, RankMissing
-from ddpstats.guard._diagnosis import MISMATCH, NOTHING, Finding
+from ddpstats.guard._diagnosis import DOUBT, MISMATCH, NOTHING, Finding
 from ddpstats.guard._exchange import Note, Overrun, agree
 from ddpstats.guard._inquiry import Alarm, Inquiry
 from ddpstats.guard._p2p import Awaited, unmatched
@@ -108,10 +108,11 @@ class Comparing:
             return False
         group.settled = seq
         self._standing.compared += 1
-        if agree(notes) and same_labels(note.label for note in notes):
+        same = agree(notes)
+        if same and same_labels(note.label for note in notes):
             group.agreed = seq
         else:
-            self._conclude(alarm_of(group, seq))
+            self._conclude(alarm_of(group, seq, doubt=same))  # labels may differ for good reasons
         return True
 
     def settle_what_is_ready(self) -> None:
@@ -149,6 +150,7 @@ class Comparing:
         group.checks += 1
         group.checked_at[group.checks] = group.seq
         note = Note(roll(group.rolling, group.seq), group.balance & _MASK, group.labels)
+        group.labels = 0  # each comparison has the labels since the one before: those that may differ do so once
         group.exchange.post(group.checks, note)
 
     def settle_checks(self, group: Group) -> None:
@@ -332,7 +334,7 @@ class Comparing:
         group = self._session.named[last.group]
         alarm = self._inquiry.alarm() or alarm_of(group, group.seq, until=True, doubt=True)
         finding = self._inquiry.raise_alarm(alarm)
-        return None if finding.kind == NOTHING else _error_of(finding, alarm)
+        return None if finding.kind in (NOTHING, DOUBT) else _error_of(finding, alarm)
 
     def _conclude(self, alarm: Alarm) -> None:
         """Come to the verdict that all ranks come to; raise or log it."""
@@ -343,7 +345,7 @@ class Comparing:
         self._raise_or_warn(self._inquiry.declare(finding, alarm), alarm)
 
     def _raise_or_warn(self, finding: Finding, alarm: Alarm) -> None:
-        if finding.kind == NOTHING:
+        if finding.kind in (NOTHING, DOUBT):
             return
         error = _error_of(finding, alarm)
         if self._warn and isinstance(error, CollectiveMismatch):

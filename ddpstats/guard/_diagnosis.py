@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 
 from ddpstats._events import Event, same_labels
 from ddpstats._ranks import ranks_text
+from ddpstats.guard.labels._judge import Judgement, judge
 
-MISMATCH, MISSING, NOTHING = "mismatch", "missing", "nothing"
+MISMATCH, MISSING, DOUBT, NOTHING = "mismatch", "missing", "doubt", "nothing"
 LEFT = "left the guard"
 _SHOWN_GROUPS = 8
 _MASK = (1 << 64) - 1
@@ -24,7 +25,6 @@ class Testimony:
     ``events``: of the group in question, oldest first, without gaps. ``balances``: seq -> balance, where not 0.
     ``count``: how many collectives of the group the rank began. ``waits_in``: what it waits in now: (group, seq) or
     None. ``left``: how it left the guard, if it did. ``dead``: its process is gone. ``stack``: of its main thread.
-    ``keys``: of the dict that the last event's label was reached through.
     """
 
     rank: int
@@ -36,7 +36,6 @@ class Testimony:
     left: str | None = None
     dead: bool = False
     stack: str | None = None
-    keys: Sequence[str] = ()
 
     def at(self, seq: int) -> Event | None:
         """The rank's event of that number; None if it has none, or not any more."""
@@ -48,7 +47,9 @@ class Testimony:
 
 @dataclass(frozen=True)
 class Finding:
-    """A verdict. ``kind`` is `MISMATCH` or `MISSING`; `NOTHING`: the alarm was a false one, and all ranks go on."""
+    """A verdict. ``kind`` is `MISMATCH` or `MISSING`; `NOTHING`: the alarm was a false one, and all ranks go on;
+    `DOUBT`: they go on too, with a warning. ``doubts``: numbers of collectives whose labels differ and may do so.
+    """
 
     kind: str
     message: str
@@ -57,6 +58,7 @@ class Finding:
     missing: tuple[int, ...] = ()
     culprits: tuple[int, ...] = ()
     by_rank: Mapping[int, Event] = field(default_factory=dict)
+    doubts: tuple[int, ...] = ()
 
 
 def find(group: str, words: str, testimonies: Sequence[Testimony], until: int | None = None) -> Finding | None:
@@ -66,7 +68,7 @@ def find(group: str, words: str, testimonies: Sequence[Testimony], until: int | 
     is behind it, or else behind any other, or else does not wait itself, is missing.
     """
     by_rank = {testimony.rank: testimony for testimony in testimonies}
-    seq = first_difference(testimonies)
+    seq, judged = first_difference(testimonies)
     if seq is not None:
         return _mismatch(group, words, by_rank, seq)
     for last in (until or 0, max(testimony.count for testimony in testimonies)):
@@ -77,7 +79,7 @@ def find(group: str, words: str, testimonies: Sequence[Testimony], until: int | 
     absent = [rank for rank, testimony in by_rank.items() if testimony.waits_in is None]
     if until is not None and 0 < len(absent) < len(by_rank):
         return _missing(group, words, by_rank, until, absent)
-    return None
+    return _doubt(group, words, by_rank, judged) if judged else None
 
 
 def unexplained(group: str, words: str, seq: int, waited: bool) -> Finding:
@@ -99,17 +101,55 @@ def unexplained(group: str, words: str, seq: int, waited: bool) -> Finding:
     )
 
 
-def first_difference(testimonies: Sequence[Testimony]) -> int | None:
-    """The first number at which the ranks that have come so far did different things."""
+def first_difference(testimonies: Sequence[Testimony]) -> tuple[int | None, dict[int, Judgement]]:
+    """The first number at which the ranks that have come so far did different things, or None.
+
+    And the numbers before it at which their labels differ without that being a fault.
+    """
     first = max((t.events[0].seq for t in testimonies if t.events), default=0)
     last = max((t.events[-1].seq for t in testimonies if t.events), default=-1)
+    judged: dict[int, Judgement] = {}
     for seq in range(first, last + 1):
         events = [event for testimony in testimonies if (event := testimony.at(seq)) is not None]
-        if len({event.digest for event in events}) > 1 or not same_labels(event.word for event in events):
-            return seq
+        if len({event.digest for event in events}) > 1:
+            return seq, judged
+        if not same_labels(event.word for event in events):
+            judgement = judge(events, _matched_before(testimonies, events[0], seq))
+            if judgement == "fault":
+                return seq, judged
+            judged[seq] = judgement
         if len(events) == len(testimonies) and sum(t.balances.get(seq, 0) for t in testimonies) & _MASK:
-            return seq
-    return None
+            return seq, judged
+    return None, judged
+
+
+def _matched_before(testimonies: Sequence[Testimony], event: Event, seq: int) -> int:
+    """How many names were equal on all ranks, at the place of ``event``, in what is known of earlier collectives."""
+    site, found = str(event.site), set()
+    for earlier in testimonies[0].events:
+        if earlier.seq < seq and earlier.word and str(earlier.site) == site:
+            met = [testimony.at(earlier.seq) for testimony in testimonies]
+            if all(one is not None and one.word == earlier.word for one in met):
+                found.add(earlier.word)
+    return len(found)
+
+
+def _doubt(group: str, words: str, by_rank: Mapping[int, Testimony], judged: Mapping[int, Judgement]) -> Finding:
+    """Labels differ, and may: a warning for the first of which there is doubt, nothing where they are data."""
+    doubtful = [seq for seq, judgement in judged.items() if judgement == "doubt"]
+    if not doubtful:
+        return Finding(NOTHING, "", group, min(judged), doubts=tuple(judged))
+    seq = doubtful[0]
+    events = {rank: event for rank, t in by_rank.items() if (event := t.at(seq)) is not None}
+    lines = [f"ranks of {words} combine values under different names (collective number {seq} of this group):"]
+    lines += _table(_parties(events), events)
+    lines.append(
+        "It went on: nothing shows that these are not each rank's own data. If they are losses or metrics, the result "
+        "mixes them. Say which it is: `with ddpstats.label(NAME):` around the call, with the name of what is reduced "
+        "(ranks that differ in it get an error), or with one name on all ranks where the difference is meant. This "
+        "place is not compared again."
+    )
+    return Finding(DOUBT, "\n".join(lines), group, seq, by_rank=events, doubts=tuple(judged))
 
 
 # -- a mismatch -------------------------------------------------------------------------------------------------------
@@ -230,20 +270,24 @@ def _digests(testimony: Testimony, seq: int) -> list[tuple[int, int]]:
 def _lacking(parties: list[list[int]], events: Mapping[int, Event], by_rank: Mapping[int, Testimony]) -> list[str]:
     lines = []
     for ranks in parties[:_SHOWN_GROUPS]:
-        label = events[ranks[0]].label
-        key = label.split("/")[0].split("[")[0] if label else ""
+        evidence = events[ranks[0]].evidence
+        key = evidence.key if evidence is not None else ""
         if not key:
             continue
         lacking = [
             rank
             for others in parties
             for rank in others
-            if others is not ranks and by_rank[rank].keys and key not in by_rank[rank].keys
+            if others is not ranks and (names := _names(events[rank])) and key not in names
         ]
         if lacking:
             verb = "lacks" if len(lacking) == 1 else "lack"
             lines.append(f"{ranks_text(lacking)} {verb} key {key!r}, which {ranks_text(ranks)} reduces.")
     return lines
+
+
+def _names(event: Event) -> Sequence[str]:
+    return () if event.evidence is None else event.evidence.names
 
 
 # -- a missing rank ---------------------------------------------------------------------------------------------------

@@ -20,8 +20,9 @@ import time
 from collections.abc import Sequence
 from contextlib import ContextDecorator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch.distributed as dist
@@ -33,25 +34,29 @@ from ddpstats.errors import ConfigError, DdpstatsError
 from ddpstats.guard._buckets import with_parameters
 from ddpstats.guard._comparing import Comparing, Standing, is_broken
 from ddpstats.guard._describe import describe, pieces_of
-from ddpstats.guard._diagnosis import LEFT, Testimony
-from ddpstats.guard._frames import calling_frame, label_of, site_of
+from ddpstats.guard._diagnosis import DOUBT, LEFT, Finding, Testimony
+from ddpstats.guard._frames import calling_frame, site_of
 from ddpstats.guard._inquiry import main_stack
 from ddpstats.guard._labels import current_label
 from ddpstats.guard._p2p import Awaited, called_blocking
 from ddpstats.guard._session import Group, Session, spelled
+from ddpstats.guard.labels._infer import Inferred, evidence_of, infer
 
 MismatchPolicy = Literal["raise", "warn"]
 
 RING_EVENTS = 10_000
 # Operations that combine what must be the same thing on all ranks. With others the names may legally be each rank's
-# own: shards that are gathered into one tensor, what a root sends. (espnet sums what it has all-gathered.)
+# own: shards that are gathered, what a root sends. Functions that are known to reduce named stats may gather them:
+# espnet sums what it has all-gathered.
 _COMBINING = frozenset(
     {
-        *("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor", "all_gather"),
+        *("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor"),
         *("all_reduce_coalesced", "reduce_scatter_tensor_coalesced"),
     }
 )
+_GATHERING = "all_gather"
 _TESTIFIED_EVENTS = 2000  # of one group
+_CONTEXT_EVENTS = 64  # before the last on which ranks agreed: which names have met there before
 _NEVER = 1 << 62
 _KEPT_WORKS = 1024  # messages that nobody ever waits for would keep their tensors
 
@@ -360,14 +365,13 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
 
     def _describe(self, call: Collective, group: Group) -> Event:
         pieces, balance = pieces_of(call)
-        frame, by_torch = calling_frame(3)
-        name = current_label()
+        frame, by_torch, is_api = calling_frame(3)
+        name, inferred = current_label(), None
         if name is None and by_torch:
             name = BY_TORCH
-        elif name is None and self._infer and call.inputs and call.op in _COMBINING:
-            reached = label_of(call.inputs[0], frame)
-            if reached is not None:
-                name, group.keys = reached.path, reached.keys
+        elif name is None and self._infer and is_api and frame is not None:
+            inferred = _inferred(call, frame)
+            name = None if inferred is None else inferred.path
         if not call.is_p2p:
             group.seq += 1
         signature, digest = describe(call)
@@ -376,7 +380,7 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
             group.seq,
             signature,
             name,
-            label_word(name),
+            0 if inferred is not None and inferred.chain.is_muted else label_word(name),
             site_of(frame),
             digest,
             pieces,
@@ -384,6 +388,7 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
             None if call.peer is None else call.view.ranks[call.peer],
             call.tag,
             time.time(),
+            told=None if inferred is None else partial(evidence_of, inferred),
         )
         self._standing.collectives += 1
         self._ring.append(event)
@@ -409,7 +414,7 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
             self._session.close()
             self._works.clear()
             self._ring = Ring(RING_EVENTS)  # numbers begin anew
-        session = Session(self._compares, self.mode == "strict", self._testify, self._position)
+        session = Session(self._compares, self.mode == "strict", self._testify, self._position, self._heard)
         self._session = session
         if self._record_dir is not None and self._writer is None:
             self._writer = RecordWriter(self._record_dir, session.rank, dist.get_world_size(), session.run)
@@ -439,7 +444,8 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         group = None if session is None else session.named.get(name)
         events: Sequence[Event] = self._ring.of(name)
         if group is not None:  # what is in question comes after what was agreed on
-            events = [event for event in events if event.seq >= group.agreed][:_TESTIFIED_EVENTS]
+            first = group.agreed - _CONTEXT_EVENTS
+            events = [event for event in events if event.seq >= first][:_TESTIFIED_EVENTS]
             if in_full:
                 events = with_parameters(events, BY_TORCH, group.view.name)
         return Testimony(
@@ -452,8 +458,29 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
             self._left,
             False,
             main_stack(),
-            () if group is None else group.keys,
         )
+
+    def _heard(self, finding: Finding) -> None:
+        """A verdict has come. Labels that may differ are not compared at their places any more, on any rank."""
+        if finding.kind == DOUBT and self._session is not None:
+            group = self._session.named.get(finding.group)
+            if group is not None and group.view.rank == min(group.view.ranks):
+                log.warning("%s", finding.message)
+        for event in self._ring.of(finding.group):
+            if event.seq in finding.doubts:
+                event.word = 0
+                if isinstance(event.told, partial):
+                    event.told.args[0].chain.is_muted = True
+
+
+def _inferred(call: Collective, frame: FrameType) -> Inferred | None:
+    """The label of what a collective combines, if the text of the program gives it one."""
+    if call.op in _COMBINING and call.inputs:
+        return infer(call.inputs[0], frame)
+    if call.op == _GATHERING and call.inputs:
+        found = infer(call.inputs[0], frame)
+        return found if found is not None and found.chain.is_known else None
+    return None
 
 
 _active: list[collective_guard] = []

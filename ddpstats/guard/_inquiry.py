@@ -22,7 +22,7 @@ from typing import Any
 from ddpstats._events import Event
 from ddpstats._mailbox import PROCESS_ID_BYTES, ProcessId
 from ddpstats._ranks import ranks_text
-from ddpstats.guard._diagnosis import MISSING, NOTHING, Finding, Testimony, find, unexplained
+from ddpstats.guard._diagnosis import DOUBT, MISSING, NOTHING, Finding, Testimony, find, unexplained
 
 _PATIENCE_SEC = 10.0
 _POLL_SEC = 0.02
@@ -70,7 +70,7 @@ class Inquiry:
 
     ``stores``: two connections to the store, one for the main thread, one for the watchdog. ``position``: the rank's
     last collective in words, which the watchdog keeps in the store for the case that the process dies. When the store
-    is no longer ``is_reachable``, the watchdog ends.
+    is no longer ``is_reachable``, the watchdog ends. ``heard`` is called with each verdict, before anything is raised.
     """
 
     def __init__(
@@ -81,8 +81,10 @@ class Inquiry:
         testify: Testify,
         position: Callable[[], str],
         is_reachable: Callable[[], bool],
+        heard: Callable[[Finding], None],
     ) -> None:
         self._rank, self._testify, self._position, self._is_reachable = rank, testify, position, is_reachable
+        self._heard = heard
         self._store, self._world_size = stores[0], world_size
         self._verdicts = 0
         self._peers: dict[int, ProcessId] = {}
@@ -114,7 +116,7 @@ class Inquiry:
             while True:
                 found = Alarm.unpack(self._store.compare_set(f"alarm/{self._verdicts}", "", alarm.pack()))
                 finding = self.verdict(found)
-                if finding.kind != NOTHING or found == alarm:
+                if finding.kind not in (NOTHING, DOUBT) or found == alarm:
                     return finding
         except _STORE_ERRORS as error:
             return self._without_store(alarm, error)
@@ -165,6 +167,7 @@ class Inquiry:
                 break
             time.sleep(_POLL_SEC)
         finding = _unpack_finding(store.get(key), alarm)
+        self._heard(finding)
         store.set(f"read/{number}/{self._rank}", "1")
         if self._rank == 0:
             self._linger(alarm, number)
@@ -183,7 +186,7 @@ class Inquiry:
         dead = self.dead(alarm.ranks)
         everyone = [testimonies.get(rank) or self._last_words(rank, alarm.group, rank in dead) for rank in alarm.ranks]
         found = find(alarm.group, alarm.words, everyone, alarm.seq if alarm.until else None)
-        if found is None and alarm.doubt:
+        if found is None and alarm.doubt:  # labels may differ for good reasons
             return Finding(NOTHING, "", alarm.group, alarm.seq)
         return found or unexplained(alarm.group, alarm.words, alarm.seq, alarm.until)
 
@@ -329,7 +332,6 @@ def _pack(testimony: Testimony) -> str:
             "last": testimony.last,
             "left": testimony.left,
             "stack": testimony.stack,
-            "keys": list(testimony.keys),
         }
     )
 
@@ -351,7 +353,6 @@ def _unpack(payload: bytes, rank: int) -> Testimony:
             None if given["left"] is None else str(given["left"]),
             False,
             None if given["stack"] is None else str(given["stack"]),
-            tuple(map(str, given["keys"])),
         )
     except (ValueError, KeyError, TypeError, AttributeError):
         return Testimony(rank)
@@ -366,6 +367,7 @@ def _pack_finding(finding: Finding) -> str:
             "seq": finding.seq,
             "missing": finding.missing,
             "culprits": finding.culprits,
+            "doubts": finding.doubts,
             "by_rank": {str(rank): event.as_dict() for rank, event in finding.by_rank.items()},
         }
     )
@@ -383,6 +385,7 @@ def _unpack_finding(payload: bytes, alarm: Alarm) -> Finding:
             tuple(map(int, given["missing"])),
             tuple(map(int, given["culprits"])),
             {int(rank): Event.from_dict(event) for rank, event in given["by_rank"].items()},
+            tuple(map(int, given["doubts"])),
         )
     except (ValueError, KeyError, TypeError, AttributeError):
         return unexplained(alarm.group, alarm.words, alarm.seq, alarm.until)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ddpstats._comm import part_of, world_store
 from ddpstats._events import Event
 from ddpstats._intercept import GroupView
-from ddpstats.guard._diagnosis import Testimony
+from ddpstats.guard._diagnosis import Finding, Testimony
 from ddpstats.guard._exchange import Exchange
 from ddpstats.guard._inquiry import Inquiry, Testify
 from ddpstats.guard._p2p import Messages
@@ -44,7 +44,6 @@ class Group:
         self.checked_at: dict[int, int] = {}  # comparison -> the number up to which it goes
         self.checks_settled = 0
         self.has_ended = False  # strict: its end was posted, as if it were a collective
-        self.keys: tuple[str, ...] = ()
 
 
 class Session:
@@ -54,7 +53,10 @@ class Session:
     different times.
     """
 
-    def __init__(self, compares: bool, messages: bool, testify: Testify, position: Callable[[], str]) -> None:
+    def __init__(
+        self, compares: bool, messages: bool, testify: Testify, position: Callable[[], str],
+        heard: Callable[[Finding], None],
+    ) -> None:  # fmt: skip
         global _sessions
         _sessions += 1
         prefix = f"ddpstats/guard/{_sessions}"
@@ -69,7 +71,9 @@ class Session:
         self.inquiry: Inquiry | None = None
         if compares and dist.get_world_size() > 1:
             stores = self._store, world_store(prefix, "watchdog")
-            self.inquiry = Inquiry(stores, self.rank, dist.get_world_size(), testify, position, self.is_reachable)
+            self.inquiry = Inquiry(
+                stores, self.rank, dist.get_world_size(), testify, position, self.is_reachable, heard
+            )
 
     def is_over(self) -> bool:
         """Whether the program has destroyed the process group since."""

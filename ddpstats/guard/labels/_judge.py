@@ -1,0 +1,67 @@
+"""Whether labels that differ between ranks are a fault, a doubt, or each rank's own data. Pure.
+
+That two ranks reached their tensors under different names proves nothing yet: a rank may sum the losses of its own
+utterances in a loop over their names. So it is asked what the names are (spelled out in the program, or data), what
+stood beside them (the same names in another order, some of the same, others altogether), and above all what the
+program does with the result. Strong evidence is a fault; weak evidence is worth one warning; data is nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from itertools import combinations
+from typing import Literal
+
+from ddpstats._events import BY_TORCH, Event, Evidence
+
+Judgement = Literal["fault", "doubt", "data"]
+_SEVERITY: dict[Judgement, int] = {"data": 0, "doubt": 1, "fault": 2}
+_DRAWN = frozenset({"DataLoader", "generator", "_SingleProcessDataLoaderIter", "_MultiProcessingDataLoaderIter"})
+_INDEX = re.compile(r"\[-?\d+\]")
+_RUNS = re.compile(r"\b[0-9a-f]{8,}\b|0x[0-9a-f]+|\d+", re.IGNORECASE)
+_MATTERS = ("keyed", "in place")
+
+
+def judge(events: Sequence[Event], matched: int) -> Judgement:
+    """Of the events of all ranks for one collective. ``matched``: names that were equal here on all of them before."""
+    known = {event.label: event for event in events if event.word}
+    pairs = combinations(known.values(), 2)
+    return max((_judge(one, other, matched) for one, other in pairs), key=_SEVERITY.__getitem__, default="data")
+
+
+def _judge(one: Event, other: Event, matched: int) -> Judgement:
+    a, b = one.evidence, other.evidence
+    if a is None or b is None or BY_TORCH in (one.label, other.label):
+        return "fault"  # a name that the program gave itself, or gradients that meet something else
+    assert one.label is not None
+    assert other.label is not None
+    if _INDEX.sub("", one.label) == _INDEX.sub("", other.label):
+        return "data"
+    if a.is_known and b.is_known:
+        return "fault"
+    if a.source in _DRAWN or b.source in _DRAWN or (a.fate == b.fate == "pooled"):
+        return "data"
+    matters = a.fate in _MATTERS and b.fate in _MATTERS
+    spelled = a.is_spelled and b.is_spelled
+    common = set(a.names) & set(b.names)
+    if _are_permuted(a, b) and matters:
+        return "fault"
+    if _without_numbers(one.label) == _without_numbers(other.label) and not spelled:
+        return "data"
+    if a.is_beside or b.is_beside:
+        return "doubt"
+    if a.names and b.names and not common:
+        return "fault" if spelled and matters else "doubt"
+    if spelled or matched >= 2:
+        return "fault" if matters else "doubt"
+    return "doubt"
+
+
+def _are_permuted(a: Evidence, b: Evidence) -> bool:
+    """Whether both ranks hold the same names, the two that met among them."""
+    return len(a.names) > 1 and set(a.names) == set(b.names) and {a.key, b.key} <= set(a.names)
+
+
+def _without_numbers(text: str) -> str:
+    return _RUNS.sub("#", text)

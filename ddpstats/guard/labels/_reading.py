@@ -1,0 +1,277 @@
+"""Keys and containers, read off frames and objects without running any code of the program's.
+
+No property, ``__getitem__``, ``__eq__``, ``__iter__`` or ``repr`` of a user's class is called: attributes come out of
+instance dictionaries and slots, items out of dicts by dict's own methods, and only objects of exactly known types are
+taken for keys.
+"""
+
+from __future__ import annotations
+
+import ast
+import dis
+import enum
+import sys
+from collections import OrderedDict, UserDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from types import FrameType, GetSetDescriptorType, MappingProxyType, MemberDescriptorType
+from typing import Any
+
+MISSING: Any = object()
+_MAX_SEARCHED = 4096
+_MAX_KEY_PARTS = 4
+_MAX_CHARS = 120
+_SNAPSHOTS = sys.version_info < (3, 13)
+_OWN_REFERENCES = 3  # the frame's, the variable of who counts, and `getrefcount`'s own
+_CO_OPTIMIZED = 0x1
+_LOOKERS = frozenset({"locals", "vars", "eval", "exec", "dir"})
+_mro_of: Callable[[type], tuple[type, ...]] = type.__dict__["__mro__"].__get__
+
+Reader = Callable[["Variables"], Any]
+
+
+# -- variables --------------------------------------------------------------------------------------------------------
+
+
+class Variables:
+    """The variables of one activation: of a function's frame, and of the comprehensions that run inside of it.
+
+    Before Python 3.13 reading a frame's variables makes a copy of them that the frame keeps, and that would keep
+    tensors alive for longer than the program means to: `give_back` empties it. Functions that may look at that copy
+    themselves are left alone.
+    """
+
+    __slots__ = ("_frames", "_read")
+
+    def __init__(self, frames: Iterable[FrameType]) -> None:
+        self._frames = tuple(frames)
+        self._read: list[dict[str, Any]] | None = None
+
+    def get(self, name: str) -> Any:
+        read = self._read
+        if read is None:
+            read = self._read = [frame.f_locals for frame in self._frames if is_readable(frame)]
+        for variables in read:
+            if name in variables:
+                return variables[name]
+        return self._frames[-1].f_globals.get(name, MISSING)
+
+    def give_back(self) -> None:
+        if self._read is None or not _SNAPSHOTS:
+            return
+        read, self._read = self._read, None
+        readable = [frame for frame in self._frames if is_readable(frame)]
+        while read:
+            variables = read.pop()
+            frame = readable[len(read)]
+            # Not the module's own dict, and not a copy that somebody else holds.
+            if frame.f_code.co_flags & _CO_OPTIMIZED and sys.getrefcount(variables) <= _OWN_REFERENCES:
+                variables.clear()
+
+
+def is_readable(frame: FrameType) -> bool:
+    """Whether nothing in the function looks at its variables as a dict."""
+    code = frame.f_code
+    found = _readable.get(id(code))
+    if found is None or found[0] is not code:
+        if len(_readable) > 4096:
+            _readable.clear()
+        readable = not (code.co_flags & _CO_OPTIMIZED) or not _LOOKERS & _loaded_globals(code)
+        found = _readable[id(code)] = code, readable
+    return found[1]
+
+
+_readable: dict[int, tuple[Any, bool]] = {}
+
+
+def _loaded_globals(code: Any) -> set[str]:
+    return {step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+
+
+# -- expressions ------------------------------------------------------------------------------------------------------
+
+
+def reader_of(expr: ast.expr | None) -> Reader:
+    """A function that gives an expression's value where that takes no code of the program's, else `MISSING`."""
+    if isinstance(expr, ast.Name):
+        name = expr.id
+        return lambda variables: variables.get(name)
+    if isinstance(expr, ast.Constant):
+        value = expr.value
+        return lambda variables: value
+    if isinstance(expr, ast.Attribute):
+        owner, attribute = reader_of(expr.value), expr.attr
+        return lambda variables: attribute_of(owner(variables), attribute)
+    if isinstance(expr, ast.Subscript):
+        container, index = reader_of(expr.value), reader_of(expr.slice)
+        return lambda variables: _element(container(variables), index(variables))
+    if isinstance(expr, ast.JoinedStr):
+        parts = [_part_reader(part) for part in expr.values]
+        return lambda variables: _joined(part(variables) for part in parts)
+    if isinstance(expr, ast.BinOp) and isinstance(expr.op, ast.Add):
+        left, right = reader_of(expr.left), reader_of(expr.right)
+        return lambda variables: _joined((left(variables), right(variables)), (str,))
+    if isinstance(expr, (ast.Tuple, ast.List)):
+        elements = [reader_of(element) for element in expr.elts]
+        return lambda variables: tuple(element(variables) for element in elements)
+    return lambda variables: MISSING
+
+
+def _part_reader(part: ast.expr) -> Reader:
+    if isinstance(part, ast.FormattedValue):
+        return reader_of(part.value) if part.format_spec is None and part.conversion == -1 else reader_of(None)
+    return reader_of(part)
+
+
+def _joined(parts: Iterable[Any], kinds: tuple[type, ...] = (str, int)) -> Any:
+    text = []
+    for part in parts:
+        if type(part) not in kinds:
+            return MISSING
+        text.append(str(part))
+    return "".join(text)
+
+
+def _element(container: Any, index: Any) -> Any:
+    kind = type(container)
+    if kind in (list, tuple) and type(index) is int and -len(container) <= index < len(container):
+        return container[index]
+    if kind in (dict, OrderedDict, defaultdict) and type(index) in (str, int):
+        return dict.get(container, index, MISSING)
+    return MISSING
+
+
+def attribute_of(owner: Any, name: str) -> Any:
+    """An attribute that simply stands there: in the instance, a slot, or the class; never a property."""
+    if owner is MISSING:
+        return MISSING
+    instance = instance_dict(owner)
+    if instance is not None and name in instance:
+        return instance[name]
+    for kind in _mro_of(type(owner)):
+        value = kind.__dict__.get(name, MISSING)
+        if type(value) is MemberDescriptorType:
+            try:
+                return value.__get__(owner)
+            except AttributeError:  # an empty slot
+                return MISSING
+        if value is not MISSING:
+            return MISSING  # a method, a property, a class's default: nothing that is the instance's own
+    for table in ("_parameters", "_buffers", "_modules"):  # of a torch.nn.Module
+        entries = _table(instance, table)
+        if entries is not None and name in entries:
+            return entries[name]
+    return MISSING
+
+
+def _table(instance: dict[str, Any] | None, name: str) -> dict[str, Any] | None:
+    """One of the dicts in which a torch.nn.Module keeps what it has."""
+    found = None if instance is None else instance.get(name)
+    return found if isinstance(found, dict) and type(found) in (dict, OrderedDict) else None
+
+
+def instance_dict(owner: Any) -> dict[str, Any] | None:
+    """The instance's own ``__dict__``, however its class treats attributes."""
+    for kind in _mro_of(type(owner)):
+        found = kind.__dict__.get("__dict__")
+        if type(found) is GetSetDescriptorType:
+            value = found.__get__(owner)
+            return value if type(value) is dict else None
+    return None
+
+
+# -- keys -------------------------------------------------------------------------------------------------------------
+
+
+def key_text(value: Any) -> str | None:
+    """The text of a key that names something: a str, an enum member, or a tuple with such parts. None for others."""
+    kind = type(value)
+    if kind is str:
+        return str(value)[:_MAX_CHARS]
+    if kind is tuple:
+        parts = [text for part in value[:_MAX_KEY_PARTS] if (text := key_text(part)) is not None]
+        return ",".join(parts) or None
+    if is_enum_member(value):
+        name = (instance_dict(value) or {}).get("_name_")
+        return f"{kind.__name__}.{name}" if type(name) is str else None
+    if str in _mro_of(kind):
+        return str.__str__(value)[:_MAX_CHARS]  # str's own, whatever the subclass defines
+    return None
+
+
+def is_enum_member(value: Any) -> bool:
+    return enum.EnumMeta in _mro_of(type(type(value)))
+
+
+# -- containers -------------------------------------------------------------------------------------------------------
+
+
+def entries_of(container: Any) -> Any:
+    """A dict that holds what the container holds under names; None for what has none, or hides them in code."""
+    kind = type(container)
+    if kind is dict or kind is OrderedDict or kind is defaultdict:
+        return container
+    if kind is MappingProxyType:
+        return None
+    bases = _mro_of(kind)
+    if dict in bases:
+        return container
+    instance = instance_dict(container)
+    if instance is None:
+        return None
+    if UserDict in bases:
+        held = instance.get("data")
+        return held if type(held) is dict else None
+    for table in ("_modules", "_parameters"):
+        entries = _table(instance, table)
+        if entries and any(base.__name__.endswith("Dict") for base in bases):
+            return entries
+    return None
+
+
+def names_in(container: Any) -> tuple[str, ...]:
+    """The names of a container's elements, in its own order: of a dict's keys, or the texts of a list."""
+    entries = entries_of(container)
+    if entries is not None:
+        return tuple(_texts(dict.__iter__(entries)))
+    if type(container) in (list, tuple):
+        return tuple(_texts(_firsts(container)))
+    return tuple(_parameter_names(container))
+
+
+def _texts(keys: Iterable[Any]) -> Iterator[str]:
+    for _, key in zip(range(_MAX_SEARCHED), keys, strict=False):
+        text = key_text(key)
+        if text is not None:
+            yield text
+
+
+def _firsts(elements: list[Any] | tuple[Any, ...]) -> Iterator[Any]:
+    """Of a list of names, the names; of a list of pairs, what stands first."""
+    for element in elements[:_MAX_SEARCHED]:
+        yield element[0] if type(element) is tuple and element else element
+
+
+def _parameter_names(module: Any, prefix: str = "", depth: int = 0) -> Iterator[str]:
+    """Of a torch.nn.Module, read from its tables."""
+    instance = instance_dict(module)
+    parameters, modules = _table(instance, "_parameters"), _table(instance, "_modules")
+    if parameters is None or modules is None or depth > 20:
+        return
+    for name in dict.__iter__(parameters):
+        if type(name) is str:
+            yield prefix + name
+    for name in dict.__iter__(modules):
+        if type(name) is str:
+            yield from _parameter_names(modules[name], f"{prefix}{name}.", depth + 1)
+
+
+def key_by_identity(container: Any, wanted: Any) -> Any:
+    """The key under which a container has this very object; `MISSING` if it has not."""
+    entries = entries_of(container)
+    if entries is None:
+        instance = None if isinstance(container, (list, tuple)) else instance_dict(container)
+        entries = instance if instance is not None else {}
+    for _, (key, value) in zip(range(_MAX_SEARCHED), dict.items(entries), strict=False):
+        if value is wanted and (type(key) is int or key_text(key) is not None):
+            return key
+    return MISSING

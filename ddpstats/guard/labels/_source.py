@@ -1,0 +1,124 @@
+"""The call that a frame is in, found in the source text. Knows nothing of torch, and runs nothing.
+
+A code object tells for each instruction which part of the text it was compiled from. The text is parsed once per file.
+Where the text is not the code's (a file that was edited since, generated code), nothing is found.
+"""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import sys
+from dataclasses import dataclass, field
+from types import CodeType, FrameType
+from typing import Any
+
+Function = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+Comprehension = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+Loop = (ast.For, ast.AsyncFor, *Comprehension)
+_MAX_FILES = 256
+_MAX_BYTES = 4 << 20
+
+
+@dataclass(eq=False)
+class SourceFile:
+    """One parsed file: every node's parent, and its calls and comprehensions by where they end."""
+
+    parents: dict[ast.AST, ast.AST] = field(default_factory=dict)
+    ends: dict[tuple[int, int], list[ast.expr]] = field(default_factory=dict)
+    calls_of_line: dict[int, list[ast.Call]] = field(default_factory=dict)
+    tree: ast.Module | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> SourceFile:
+        """Raises SyntaxError, ValueError or RecursionError for text that is no Python, or too deep."""
+        found = cls(tree=ast.parse(text))
+        stack: list[ast.AST] = [found.tree] if found.tree is not None else []
+        while stack:
+            node = stack.pop()
+            for child in ast.iter_child_nodes(node):
+                found.parents[child] = node
+                stack.append(child)
+            if isinstance(node, (ast.Call, *Comprehension)):
+                found.ends.setdefault((node.end_lineno or 0, node.end_col_offset or 0), []).append(node)
+            if isinstance(node, ast.Call):
+                for line in range(node.lineno, (node.end_lineno or node.lineno) + 1):
+                    found.calls_of_line.setdefault(line, []).append(node)
+        return found
+
+    def scope_of(self, node: ast.AST) -> ast.AST:
+        """The function, class or module whose variables ``node`` sees first; comprehensions have none of their own."""
+        here = self.parents.get(node)
+        while here is not None and not isinstance(here, (*Function, ast.ClassDef, ast.Module)):
+            here = self.parents.get(here)
+        return here if here is not None else node
+
+    def is_inside(self, node: ast.AST, outer: ast.AST) -> bool:
+        here: ast.AST | None = node
+        while here is not None and here is not outer:
+            here = self.parents.get(here)
+        return here is outer
+
+
+_files: dict[str, SourceFile | None] = {}
+
+
+def source_of(code: CodeType, module_globals: dict[str, Any]) -> SourceFile | None:
+    """The parsed file of a code object; None where there is no text, or none that parses."""
+    name = code.co_filename
+    if name in _files:
+        return _files[name]
+    if len(_files) >= _MAX_FILES:
+        _files.clear()
+    lines = linecache.getlines(name, module_globals)
+    text = "".join(lines)
+    try:
+        _files[name] = SourceFile.parse(text) if text and len(text) <= _MAX_BYTES else None
+    except (SyntaxError, ValueError, RecursionError):
+        _files[name] = None
+    return _files[name]
+
+
+def node_at(frame: FrameType) -> tuple[SourceFile, ast.expr] | None:
+    """The call (or the comprehension, which Python 3.11 calls too) that the frame is executing."""
+    code, instruction = frame.f_code, frame.f_lasti
+    file = source_of(code, frame.f_globals)
+    if file is None or instruction < 0:
+        return None
+    node = _by_position(file, code, instruction)
+    if node is None or not _is_of(node, code):
+        node = _by_line(file, code, frame.f_lineno)
+    return None if node is None else (file, node)
+
+
+def _by_position(file: SourceFile, code: CodeType, instruction: int) -> ast.expr | None:
+    if sys.version_info < (3, 11):
+        return None
+    positions = list(code.co_positions())
+    index = instruction // 2
+    if index >= len(positions):
+        return None
+    start_line, end_line, _, end_column = positions[index]
+    if end_line is None or end_column is None:
+        return None
+    # By the end: where calls are chained, the instruction's position begins at the last method's name.
+    found = [node for node in file.ends.get((end_line, end_column), []) if node.lineno <= (start_line or end_line)]
+    return found[0] if len(found) == 1 else None
+
+
+def _by_line(file: SourceFile, code: CodeType, line: int) -> ast.expr | None:
+    """Where positions do not help (Python 3.10, rewritten code): the only call in the line that the code could make."""
+    found = [node for node in file.calls_of_line.get(line, []) if _is_of(node, code)]
+    return found[0] if len(found) == 1 else None
+
+
+def _is_of(node: ast.expr, code: CodeType) -> bool:
+    """Whether the code mentions the name that is called: else the text is not this code's."""
+    if not isinstance(node, ast.Call):
+        return True
+    called = node.func
+    name = called.id if isinstance(called, ast.Name) else called.attr if isinstance(called, ast.Attribute) else None
+    if name is None:
+        return True
+    known = (*code.co_names, *code.co_varnames, *code.co_cellvars, *code.co_freevars)
+    return name in known or (name.startswith("__") and any(other.endswith(name) for other in known))

@@ -1,0 +1,417 @@
+"""Where a value came from, in the text of one function: the keys that it was taken from its containers by.
+
+A *value* is followed through everything that makes a new one of it: assignments, calls, operators, attributes. What it
+was taken out of, a *container*, is followed through other names for it alone: else ``stats = forward(utterance)`` would
+give every loss the utterance's name. Where the function does not tell, the route leaves it by a parameter, or by a
+variable of an enclosing function, and goes on in the frame of the caller.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import CodeType
+from typing import Literal
+
+from ddpstats.guard.labels._bindings import Binding, Bindings, bindings_of, nearest
+from ddpstats.guard.labels._source import Comprehension, Function, SourceFile
+
+_MAX_HOPS = 16
+_MAX_ROUTES = 8
+_TAKERS = frozenset({"get", "pop", "setdefault", "__getitem__"})
+# What gives the elements of its argument, in whatever order.
+_PASSES_ON = frozenset(
+    {
+        "sorted",
+        "list",
+        "tuple",
+        "reversed",
+        "iter",
+        "set",
+        "frozenset",
+        "dict",
+        "OrderedDict",
+        "tqdm",
+        "islice",
+        "deque",
+    }
+)
+_COPIES = frozenset({"copy", "items", "keys", "values"})
+_COLLECTIVES = frozenset({"all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor"})
+_CONSUMERS = frozenset({"map", "starmap", "filter", "reduce"})
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One step out of a container.
+
+    ``names``: expressions whose values may name the element. Where none does, the element itself is searched for in the
+    container: the value of ``element``, or what was passed to the function that was called (None).
+    """
+
+    names: tuple[ast.expr, ...]
+    element: ast.expr | None
+    container: ast.expr | None
+    loop: ast.AST | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Route:
+    """Steps from the value outwards. ``fresh``: the tensor was made of the element, and is not the element itself.
+
+    ``leaves``: how the route goes on: by the parameter ``name``, by the positional argument ``position`` that the
+    function passed on in its ``*args``, by the variable ``name`` of the enclosing ``scope``, or not at all.
+    ``container``: what left was the container, and only other names for it are followed.
+    """
+
+    steps: tuple[Step, ...] = ()
+    fresh: bool = False
+    leaves: Literal["", "parameter", "position", "variable"] = ""
+    name: str = ""
+    position: int = 0
+    scope: ast.AST | None = None
+    container: bool = False
+
+
+class Tracer:
+    """Traces in one file; bindings are found once a function."""
+
+    def __init__(self, file: SourceFile) -> None:
+        self.file = file
+        self._bindings: dict[ast.AST, Bindings] = {}
+
+    # -- where a route begins -----------------------------------------------------------------------------------------
+
+    def of_argument(self, call: ast.expr) -> tuple[Route, ...]:
+        """Of the tensor that a call of a collective gets; ``call`` may be one of ``map``, which gets the collective."""
+        if isinstance(call, ast.Call) and any(_names_one_of(part, _COLLECTIVES) for part in _given(call)):
+            return self._some(self._of_consumed(call))
+        argument = _tensor_argument(call)
+        return () if argument is None else self._some(self.value(argument, False, 0))
+
+    def of_parameter(self, call: ast.expr, callee: CodeType, route: Route) -> tuple[Route, ...]:
+        """Of what ``call`` passed to the function with the code ``callee``, as the parameter that ``route`` left by."""
+        if not isinstance(call, ast.Call):
+            return ()
+        if _is_passed_as_function(call, callee):
+            return self._some(self._of_consumed(call))
+        place = _argument_for(call, callee, route)
+        if place is None:
+            return ()
+        if isinstance(place, Route):
+            return (place,)
+        if isinstance(place, ast.Starred):
+            return self._some(self.container(place.value, 0))
+        return self._some(self.container(place, 0) if route.container else self.value(place, False, 0))
+
+    def of_variable(self, name: str, at: ast.expr, container: bool) -> tuple[Route, ...]:
+        """Of a variable that a nested function reads, where the enclosing one is at ``at``."""
+        return self._some(self._name(name, at, container, False, 0))
+
+    def _some(self, routes: Iterator[Route]) -> tuple[Route, ...]:
+        return tuple(itertools.islice(routes, _MAX_ROUTES))
+
+    # -- values -------------------------------------------------------------------------------------------------------
+
+    def value(self, expr: ast.expr, fresh: bool, hops: int) -> Iterator[Route]:
+        """Routes of a value, the likeliest first."""
+        if hops > _MAX_HOPS:
+            return
+        hops += 1
+        if isinstance(expr, ast.Name):
+            yield from self._name(expr.id, expr, False, fresh, hops)
+        elif isinstance(expr, ast.Subscript):
+            yield from self._subscript(expr, fresh, hops)
+        elif isinstance(expr, ast.Call):
+            yield from self._call(expr, fresh, hops)
+        elif isinstance(expr, (ast.Attribute, ast.Await, ast.Starred, ast.NamedExpr)):
+            yield from self.value(expr.value, fresh, hops)
+        else:
+            fresh = fresh or isinstance(expr, (ast.BinOp, ast.UnaryOp))
+            for part in _parts(expr):
+                yield from self.value(part, fresh, hops)
+
+    def _subscript(self, expr: ast.Subscript, fresh: bool, hops: int) -> Iterator[Route]:
+        index = expr.slice
+        if isinstance(index, ast.Constant) and isinstance(index.value, int):
+            # `pair[1]` of a pair whose first part is the name
+            yield from self._out(Step((expr.value,), None, None, self._loop_of(expr.value)), fresh, hops)
+            yield from self.value(expr.value, fresh, hops)
+        elif isinstance(index, (ast.Slice, ast.Tuple)) and not _is_key_tuple(index):
+            yield from self.value(expr.value, True, hops)
+        else:
+            yield from self._out(Step((index,), None, expr.value, self._loop_of(index)), fresh, hops)
+            yield from self.value(expr.value, fresh, hops)
+
+    def _call(self, call: ast.Call, fresh: bool, hops: int) -> Iterator[Route]:
+        called = call.func
+        if isinstance(called, ast.Attribute) and called.attr in _TAKERS and call.args:
+            key = call.args[0]
+            yield from self._out(Step((key,), None, called.value, self._loop_of(key)), fresh, hops)
+        elif isinstance(called, ast.Name) and called.id == "getattr" and len(call.args) >= 2:
+            key = call.args[1]
+            yield from self._out(Step((key,), None, call.args[0], self._loop_of(key)), fresh, hops)
+        receiver = [called.value] if isinstance(called, ast.Attribute) else []
+        given = [*call.args, *(keyword.value for keyword in call.keywords)]
+        of_self = bool(receiver) and _root(receiver[0]) in ("self", "cls")
+        for part in [*given, *receiver] if of_self else [*receiver, *given]:
+            if not isinstance(part, ast.Constant):
+                yield from self.value(part, True, hops)
+
+    # -- containers ---------------------------------------------------------------------------------------------------
+
+    def container(self, expr: ast.expr | None, hops: int) -> Iterator[Route]:
+        """Routes of a container, through other names for it; one without a step where nothing is known."""
+        expr = _unwrapped(expr)
+        if expr is None or hops > _MAX_HOPS:
+            return
+        hops += 1
+        if isinstance(expr, ast.Name):
+            yield from self._name(expr.id, expr, True, False, hops)
+        elif isinstance(expr, ast.Attribute):
+            yield from self.container(expr.value, hops)
+        elif isinstance(expr, ast.Subscript) and not isinstance(expr.slice, ast.Slice):
+            yield from self._out(Step((expr.slice,), None, expr.value, self._loop_of(expr.slice)), False, hops)
+
+    def _out(self, step: Step, fresh: bool, hops: int) -> Iterator[Route]:
+        """The step, and what can be told of its container beyond."""
+        further = False
+        for route in itertools.islice(self.container(step.container, hops), 2):
+            further = True
+            yield Route(
+                (step, *route.steps), fresh, route.leaves, route.name, route.position, route.scope, container=True
+            )
+        if not further:
+            yield Route((step,), fresh)
+
+    # -- variables ----------------------------------------------------------------------------------------------------
+
+    def _name(self, name: str, at: ast.expr, container: bool, fresh: bool, hops: int) -> Iterator[Route]:
+        scope = self.file.scope_of(at)
+        binding = nearest(self._bindings_of(scope), name, at, self.file)
+        if binding is None:
+            yield from self._of_enclosing(name, scope, container, fresh)
+        elif binding.kind == "parameter":
+            yield Route((), fresh, "parameter", name, container=container)
+        elif binding.kind == "loop":
+            yield from self._looped(binding, fresh, hops)
+        elif binding.kind == "value" and binding.value is not None:
+            yield from self._assigned(binding, binding.value, container, fresh, hops)
+
+    def _assigned(self, binding: Binding, value: ast.expr, container: bool, fresh: bool, hops: int) -> Iterator[Route]:
+        if binding.beside:
+            loop = self._loop_around(binding.name) if binding.name is not None else None
+            yield from self._out(Step(binding.beside, None, None, loop), fresh, hops)
+        if container:
+            yield from self.container(value, hops)
+        else:
+            yield from self.value(value, fresh, hops)
+
+    def _looped(self, binding: Binding, fresh: bool, hops: int) -> Iterator[Route]:
+        names = binding.beside if binding.name is None else (*binding.beside, binding.name)
+        source = _unwrapped(binding.value)
+        yield from self._out(Step(names, binding.name, source, binding.loop), fresh, hops)
+
+    def _of_enclosing(self, name: str, scope: ast.AST, container: bool, fresh: bool) -> Iterator[Route]:
+        outer: ast.AST | None = scope
+        while outer is not None and not isinstance(outer, ast.Module):
+            outer = self.file.parents.get(outer)
+            if isinstance(outer, (*Function, ast.Module)):
+                bindings = self._bindings_of(outer).get(name, [])
+                if bindings:
+                    if any(binding.kind != "other" for binding in bindings):
+                        yield Route((), fresh, "variable", name, scope=outer, container=container)
+                    return
+
+    # -- loops --------------------------------------------------------------------------------------------------------
+
+    def _loop_of(self, key: ast.expr) -> ast.AST | None:
+        """The loop that sets the variables of a key."""
+        for node in ast.walk(key):
+            if isinstance(node, ast.Name):
+                binding = nearest(self._bindings_of(self.file.scope_of(node)), node.id, node, self.file)
+                if binding is not None and binding.kind == "loop":
+                    return binding.loop
+        return self._loop_around(key)
+
+    def _loop_around(self, node: ast.AST) -> ast.AST | None:
+        here = self.file.parents.get(node)
+        while here is not None and not isinstance(here, (*Function, ast.Module)):
+            if isinstance(here, (ast.For, ast.AsyncFor, ast.While, *Comprehension)):
+                return here
+            here = self.file.parents.get(here)
+        return None
+
+    def _bindings_of(self, scope: ast.AST) -> Bindings:
+        found = self._bindings.get(scope)
+        if found is None:
+            found = self._bindings[scope] = bindings_of(scope)
+        return found
+
+    # -- functions that others call -----------------------------------------------------------------------------------
+
+    def _of_consumed(self, call: ast.Call) -> Iterator[Route]:
+        """``map(reduce, stats.values())``: what was passed is an element of one of the other arguments."""
+        for node in ast.walk(call):
+            if isinstance(node, ast.Call):
+                for argument in node.args:
+                    source = _unwrapped(argument)
+                    if isinstance(source, (ast.Name, ast.Attribute)):
+                        yield from self._out(Step((), None, source, node), False, 0)
+
+
+# -- the text alone ---------------------------------------------------------------------------------------------------
+
+
+def _tensor_argument(call: ast.expr) -> ast.expr | None:
+    """The tensor that a collective reads; None for what is no call of one."""
+    if not isinstance(call, ast.Call):
+        return None
+    name = called_name(call)
+    wanted = {"input", "input_list", "input_tensor", "tensor", "tensors", "self"}
+    index = 1 if "reduce_scatter" in name or "all_gather" in name else 0
+    for keyword in call.keywords:
+        if keyword.arg in wanted:
+            return keyword.value
+    if len(call.args) <= index or any(isinstance(argument, ast.Starred) for argument in call.args[:index]):
+        return call.args[0] if call.args else None
+    return call.args[index]
+
+
+def called_name(call: ast.Call) -> str:
+    """The last name of what is called: ``all_reduce`` of ``dist.all_reduce(x)``."""
+    called = call.func
+    return called.id if isinstance(called, ast.Name) else called.attr if isinstance(called, ast.Attribute) else ""
+
+
+def _parts(expr: ast.expr) -> list[ast.expr]:
+    if isinstance(expr, ast.BinOp):
+        return [expr.left, expr.right]
+    if isinstance(expr, ast.UnaryOp):
+        return [expr.operand]
+    if isinstance(expr, ast.IfExp):
+        return [expr.body, expr.orelse]
+    if isinstance(expr, (ast.List, ast.Tuple, ast.Set)):
+        return list(expr.elts)
+    if isinstance(expr, ast.BoolOp):
+        return list(expr.values)
+    return []
+
+
+def _root(expr: ast.expr) -> str:
+    while isinstance(expr, (ast.Attribute, ast.Subscript, ast.Call)):
+        expr = expr.func if isinstance(expr, ast.Call) else expr.value
+    return expr.id if isinstance(expr, ast.Name) else ""
+
+
+def _is_key_tuple(index: ast.expr) -> bool:
+    """Whether a tuple between brackets may be a key, and is no indexing of a tensor."""
+    return isinstance(index, ast.Tuple) and all(isinstance(part, (ast.Name, ast.Attribute)) for part in index.elts)
+
+
+def _unwrapped(expr: ast.expr | None) -> ast.expr | None:
+    """The container itself, without ``.items()``, ``sorted(...)``, ``enumerate(...)`` and the like around it."""
+    while isinstance(expr, ast.Call):
+        name = called_name(expr)
+        if isinstance(expr.func, ast.Attribute) and name in _COPIES and not expr.args:
+            expr = expr.func.value
+        elif name in ("enumerate", "zip", *_PASSES_ON) and expr.args:
+            expr = expr.args[0]
+        elif name in _CONSUMERS and len(expr.args) > 1:
+            expr = expr.args[1]
+        else:
+            return expr
+    return expr.value if isinstance(expr, (ast.Starred, ast.NamedExpr)) else expr
+
+
+def _is_passed_as_function(call: ast.Call, callee: CodeType) -> bool:
+    """Whether what runs was an argument of the call: the call is of ``map``, ``list``, a tree walk, ..."""
+    name = callee.co_name
+    if name == called_name(call):
+        return False
+    if name == "<lambda>":
+        return any(isinstance(part, ast.Lambda) for part in _given(call))
+    return any(_names_one_of(part, frozenset({name})) for part in _given(call))
+
+
+def _given(call: ast.Call) -> Iterator[ast.AST]:
+    """Everything in the arguments of a call that may be a function; not what is called in them."""
+    called = {id(node.func) for node in ast.walk(call) if isinstance(node, ast.Call)}
+    return (node for node in ast.walk(call) if id(node) not in called)
+
+
+def _names_one_of(node: ast.AST, names: frozenset[str]) -> bool:
+    name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+    return name in names
+
+
+def argument_names(call: ast.expr) -> Iterator[str]:
+    """The variables in the tensor argument of a collective, and those that its result is assigned to."""
+    argument = _tensor_argument(call)
+    for node in ast.walk(argument) if argument is not None else ():
+        if isinstance(node, ast.Name):
+            yield node.id
+
+
+def names_passed(call: ast.expr, callee: CodeType, names: frozenset[str]) -> frozenset[str]:
+    """The parameters of ``callee`` that a call gives what is made of the variables ``names``."""
+    if not isinstance(call, ast.Call):
+        return frozenset()
+    found = set()
+    for index, argument in enumerate(call.args, _offset(call, callee)):
+        if index < callee.co_argcount and _mentions(argument, names):
+            found.add(callee.co_varnames[index])
+    for keyword in call.keywords:
+        if keyword.arg is not None and _mentions(keyword.value, names):
+            found.add(keyword.arg)
+    return frozenset(found)
+
+
+def _mentions(expr: ast.expr, names: frozenset[str]) -> bool:
+    return any(isinstance(node, ast.Name) and node.id in names for node in ast.walk(expr))
+
+
+def _argument_for(call: ast.Call, callee: CodeType, route: Route) -> ast.expr | Route | None:
+    """What the call passes for the parameter, as Python binds it; a route where it passes on its own ``*args``."""
+    names = callee.co_varnames
+    if route.leaves == "position":
+        if not callee.co_flags & 0x04 or names[callee.co_argcount + callee.co_kwonlyargcount] != route.name:
+            return None
+        position = callee.co_argcount + route.position
+    elif route.name in names[: callee.co_argcount + callee.co_kwonlyargcount]:
+        for keyword in call.keywords:
+            if keyword.arg == route.name:
+                return keyword.value
+        position = names.index(route.name)
+        if position >= callee.co_argcount:
+            return None
+    elif callee.co_flags & 0x04 and names[callee.co_argcount + callee.co_kwonlyargcount] == route.name:
+        given = call.args[max(0, callee.co_argcount - _offset(call, callee)) :]  # *args
+        starred = [argument for argument in given if isinstance(argument, ast.Starred)]
+        return starred[0] if starred else given[0] if len(given) == 1 else None
+    else:
+        return None
+    position -= _offset(call, callee)
+    if position < 0:
+        return call.func.value if isinstance(call.func, ast.Attribute) else call.func
+    return _positional(call, position, route)
+
+
+def _offset(call: ast.Call, callee: CodeType) -> int:
+    """1 where the first parameter is the object that the method is called on."""
+    first = callee.co_varnames[0] if callee.co_argcount else ""
+    if first not in ("self", "cls"):
+        return 0
+    is_method = isinstance(call.func, ast.Attribute) or callee.co_name in ("__call__", "forward", "__init__")
+    return 1 if is_method or called_name(call) != callee.co_name else 0
+
+
+def _positional(call: ast.Call, position: int, route: Route) -> ast.expr | Route | None:
+    for index, argument in enumerate(call.args[: position + 1]):
+        if isinstance(argument, ast.Starred):
+            if isinstance(argument.value, ast.Name):
+                return Route((), False, "position", argument.value.id, position - index, container=route.container)
+            return argument
+    return call.args[position] if position < len(call.args) else None
