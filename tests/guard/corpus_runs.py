@@ -177,7 +177,7 @@ def all_outcomes(pool: RankPool, chosen: Sequence[Program], directory: Path) -> 
     ends as it does by inference."""
     names = [program.name for program in chosen]
     copies = {program.name: copy for program in chosen if (copy := _labelled_copy(program, directory))}
-    found = {}
+    found: dict[str, dict[str, str]] = {}
     for mode in MODES:
         inferred = dict(zip(names, outcomes(pool, [program.path for program in chosen], mode), strict=True))
         with_labels = dict(zip(copies, outcomes(pool, list(copies.values()), mode), strict=True))
