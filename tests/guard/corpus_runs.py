@@ -1,0 +1,329 @@
+"""The corpus of small programs that labels are measured on: reading it, running it on ranks, and the table of it.
+
+A program is a file in `corpus/faulty` or `corpus/legal`. Its docstring says what happens, and in lines of their own:
+
+- ``Style:`` where one sees this, the family before the first colon;
+- ``Cannot be seen:`` why nothing in the program's text tells the key, where that is so.
+
+Its ``main()`` runs on every rank of two. A faulty one returns ``(held, reported)``: what this rank held and what it
+reports, by name. It is a fault where a number reported on some rank is neither the sum nor the mean over the ranks
+that held that name. A legal program that returns two dicts is held to the same.
+
+A statement on one line that ends with ``# label: EXPR`` is where a user would set a label; `labelled` wraps it.
+"""
+
+from __future__ import annotations
+
+import ast
+import collections
+import contextlib
+import dataclasses
+import importlib.util
+import io
+import logging
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ddpstats
+from ddpstats.guard import collective_guard
+from ddpstats.testing import RankPool
+
+CORPUS = Path(__file__).parent / "corpus"
+MODES = ("strict", "step")
+WAYS = ("inference", "label()")
+COLUMNS = tuple(f"{mode}, {way}" for way in WAYS for mode in MODES)
+
+_LABEL = re.compile(r"^( *)(\S.*?)  # label: (.+)$")
+_TIMEOUT_SEC = 20.0
+_RUN_SEC = 120.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """One file of the corpus. ``unseen`` is the reason why no text tells the key, or nothing."""
+
+    path: Path
+    summary: str
+    style: str
+    unseen: str
+
+    @property
+    def name(self) -> str:
+        """As the table has it: ``faulty/espnet_stats``."""
+        return f"{self.path.parent.name}/{self.path.stem}"
+
+    @property
+    def is_faulty(self) -> bool:
+        return self.path.parent.name == "faulty"
+
+    @property
+    def family(self) -> str:
+        return self.style.split(":")[0]
+
+
+def programs() -> list[Program]:
+    """All of them, faulty ones first, by name."""
+    return [_read(path) for kind in ("faulty", "legal") for path in sorted((CORPUS / kind).glob("*.py"))]
+
+
+def _read(path: Path) -> Program:
+    lines = (ast.get_docstring(ast.parse(path.read_text())) or "").splitlines()
+    said = dict(line.split(": ", 1) for line in lines[1:] if ": " in line)
+    return Program(path, lines[0], said["Style"], said.get("Cannot be seen", ""))
+
+
+def labelled(source: str) -> str:
+    """The program with the labels that its comments give. Lines keep their numbers."""
+    return "\n".join(_LABEL.sub(r"\1with ddpstats.label(\3): \2", line) for line in source.split("\n"))
+
+
+# -- on the ranks -----------------------------------------------------------------------------------------------------
+
+
+class _Warnings(logging.Handler):
+    """What the guard warned of."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[_Warnings]:
+        logger = logging.getLogger("ddpstats")
+        logger.addHandler(self)
+        try:
+            yield self
+        finally:
+            logger.removeHandler(self)
+
+
+def play(paths: Sequence[str], mode: str | None) -> list[tuple[str, Any]]:
+    """Run programs one after the other, each under a guard of its own: how each ended here, and what was said of it.
+
+    Without a mode there is no guard, and what ``main`` returned is given back in plain numbers.
+    """
+    return [_play_one(path, mode) for path in paths]
+
+
+def _play_one(path: str, mode: str | None) -> tuple[str, Any]:
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), _Warnings().listening() as warnings:
+            returned = _plain(_load(path).main() if mode is None else _guarded(path, mode))
+    except ddpstats.CollectiveMismatch as error:
+        return "raised", str(error)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", None
+    return ("warned", warnings.said) if warnings.said else ("silent", returned)
+
+
+def _guarded(path: str, mode: Any) -> Any:
+    with collective_guard(mode, timeout_sec=_TIMEOUT_SEC) as guard:
+        returned = _load(path).main()
+        guard.step()
+    return returned
+
+
+def _load(path: str) -> Any:
+    """The program as a fresh module that knows ddpstats."""
+    spec = importlib.util.spec_from_file_location(f"corpus_{Path(path).stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    vars(module)["ddpstats"] = ddpstats
+    spec.loader.exec_module(module)
+    return module
+
+
+def _plain(value: Any) -> Any:
+    """Numbers and names that travel: tensors become numbers, and nested dicts flat ones."""
+    if isinstance(value, tuple) and len(value) == 2 and all(isinstance(one, Mapping) for one in value):
+        return tuple(dict(_flat(one)) for one in value)
+    return None
+
+
+def _flat(tree: Any, path: str = "") -> Iterator[tuple[str, float]]:
+    if isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from _flat(value, f"{path}/{key}")
+    elif isinstance(tree, list):
+        for number, value in enumerate(tree):
+            yield from _flat(value, f"{path}/{number}")
+    else:
+        yield path, float(tree)
+
+
+# -- in the parent ----------------------------------------------------------------------------------------------------
+
+
+def outcomes(pool: RankPool, paths: Sequence[Path], mode: str) -> list[str]:
+    """How each program ends in a mode: raised, warned, silent, or what else."""
+    by_rank = pool.run(play, [str(path) for path in paths], mode, timeout_sec=_RUN_SEC).values()
+    return [_together([end for end, _ in ends]) for ends in zip(*by_rank, strict=True)]
+
+
+def _together(ends: list[str]) -> str:
+    if len(set(ends)) == 1:
+        return ends[0]
+    return "warned" if set(ends) == {"warned", "silent"} else " / ".join(ends)
+
+
+def all_outcomes(pool: RankPool, chosen: Sequence[Program], directory: Path) -> dict[str, dict[str, str]]:
+    """Of each column, how each program ends. The copies with labels are made in the directory; a program without any
+    ends as it does by inference."""
+    names = [program.name for program in chosen]
+    copies = {program.name: copy for program in chosen if (copy := _labelled_copy(program, directory))}
+    found: dict[str, dict[str, str]] = {}
+    for mode in MODES:
+        inferred = dict(zip(names, outcomes(pool, [program.path for program in chosen], mode), strict=True))
+        with_labels = dict(zip(copies, outcomes(pool, list(copies.values()), mode), strict=True))
+        found |= {f"{mode}, inference": inferred, f"{mode}, label()": inferred | with_labels}
+    return found
+
+
+def _labelled_copy(program: Program, directory: Path) -> Path | None:
+    before = program.path.read_text()
+    after = labelled(before)
+    if after == before:
+        return None
+    target = directory / program.path.parent.name / program.path.name
+    target.parent.mkdir(exist_ok=True, parents=True)
+    target.write_text(after)
+    return target
+
+
+def unsound(pool: RankPool, chosen: Sequence[Program]) -> list[str]:
+    """Programs that do not do without a guard what they are said to do: end on all ranks, and report wrong numbers if,
+    and only if, they are faulty."""
+    by_rank = pool.run(play, [str(program.path) for program in chosen], None, timeout_sec=_RUN_SEC).values()
+    found = []
+    for number, program in enumerate(chosen):
+        ends = [rank[number] for rank in by_rank]
+        if {end for end, _ in ends} != {"silent"}:
+            found.append(f"{program.name}: {[end for end, _ in ends]}")
+        elif bool(wrong := _wrong([returned for _, returned in ends])) != program.is_faulty:
+            found.append(f"{program.name}: wrong numbers: {wrong}")
+    return found
+
+
+def _wrong(returned: list[Any]) -> list[str]:
+    """Names under which some rank reports what is neither the sum nor the mean of what ranks held of it."""
+    pairs = [pair for pair in returned if pair is not None]
+    held: dict[str, list[float]] = collections.defaultdict(list)
+    for mine, _ in pairs:
+        for name, value in mine.items():
+            held[name].append(value)
+    return sorted(
+        {
+            name
+            for _, reported in pairs
+            for name, value in reported.items()
+            if name in held and not any(abs(value - right) < 1e-4 for right in _right(held[name], len(returned)))
+        }
+    )
+
+
+def _right(values: list[float], world_size: int) -> list[float]:
+    total = sum(values)
+    return [total, total / len(values), total / world_size]
+
+
+# -- the table --------------------------------------------------------------------------------------------------------
+
+_ROW = re.compile(r"^\| `((?:faulty|legal)/\w+)` \|(.*)\|$")
+
+
+def told(text: str) -> dict[str, dict[str, str]]:
+    """What the table in the documentation says, as `all_outcomes` has it."""
+    found: dict[str, dict[str, str]] = {column: {} for column in COLUMNS}
+    for line in text.splitlines():
+        if row := _ROW.match(line):
+            cells = [cell.strip(" *") for cell in row[2].split("|")]
+            for column, cell in zip(COLUMNS, cells[1:], strict=True):
+                found[column][row[1]] = cell
+    return found
+
+
+def table(chosen: Sequence[Program], ends: dict[str, dict[str, str]]) -> list[str]:
+    """The measured part of the documentation, in Markdown."""
+    return [
+        *_sums(chosen, ends),
+        "",
+        *_by_style(chosen, ends),
+        "",
+        *_not_found(chosen, ends),
+        "",
+        *_every_program(chosen, ends),
+    ]
+
+
+def _sums(chosen: Sequence[Program], ends: dict[str, dict[str, str]]) -> list[str]:
+    seen = [program for program in chosen if program.is_faulty and not program.unseen]
+    unseen = [program for program in chosen if program.is_faulty and program.unseen]
+    legal = [program for program in chosen if not program.is_faulty]
+    told = "found / warned / missed"
+    lines = [
+        f"| {len(chosen)} programs | {len(seen)} faulty: {told} | {len(unseen)} that cannot be seen: {told} | "
+        f"{len(legal)} legal: silent / warned / **accused** |",
+        "|---|---|---|---|",
+    ]
+    for column in COLUMNS:
+        cells = [_faulty(seen, ends[column]), _faulty(unseen, ends[column]), _legal(legal, ends[column])]
+        lines.append(f"| {column} | {' | '.join(cells)} |")
+    return lines
+
+
+def _faulty(chosen: Sequence[Program], ends: dict[str, str]) -> str:
+    return _counts(chosen, ends, "raised", "warned", "silent")
+
+
+def _legal(chosen: Sequence[Program], ends: dict[str, str]) -> str:
+    return _counts(chosen, ends, "silent", "warned", "raised")
+
+
+def _counts(chosen: Sequence[Program], ends: dict[str, str], *kinds: str) -> str:
+    counts = collections.Counter(ends[program.name] for program in chosen)
+    return " / ".join(str(counts[kind]) for kind in kinds)
+
+
+def _by_style(chosen: Sequence[Program], ends: dict[str, dict[str, str]]) -> list[str]:
+    lines = [
+        "Faulty: found / warned / missed; legal: silent / warned / accused.",
+        "",
+        "| style | " + " | ".join(f"faulty, {column} | legal, {column}" for column in COLUMNS) + " |",
+        "|---|" + "---|" * (2 * len(COLUMNS)),
+    ]
+    for family in sorted({program.family for program in chosen}, key=str.lower):
+        faulty = [program for program in chosen if program.family == family and program.is_faulty]
+        legal = [program for program in chosen if program.family == family and not program.is_faulty]
+        cells = [f"{_faulty(faulty, ends[column])} | {_legal(legal, ends[column])}" for column in COLUMNS]
+        lines.append(f"| {family} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def _not_found(chosen: Sequence[Program], ends: dict[str, dict[str, str]]) -> list[str]:
+    lines = ["Faulty programs of which inference says nothing in some mode:", ""]
+    for program in chosen:
+        missed = [mode for mode in MODES if ends[f"{mode}, inference"][program.name] == "silent"]
+        if program.is_faulty and missed:
+            reason = f" Cannot be seen: {program.unseen}." if program.unseen else ""
+            lines.append(f"- `{program.name}` ({', '.join(missed)}): {program.summary}{reason}")
+    return lines
+
+
+def _every_program(chosen: Sequence[Program], ends: dict[str, dict[str, str]]) -> list[str]:
+    lines = [f"| program | style | {' | '.join(COLUMNS)} |", "|---|---|" + "---|" * len(COLUMNS)]
+    for program in chosen:
+        cells = [_cell(program, ends[column][program.name]) for column in COLUMNS]
+        lines.append(f"| `{program.name}` | {program.style} | {' | '.join(cells)} |")
+    return lines
+
+
+def _cell(program: Program, end: str) -> str:
+    """Bold is what should not be."""
+    right = {"warned", "raised" if program.is_faulty else "silent", "silent" if program.unseen else "warned"}
+    return end if end in right else f"**{end}**"
