@@ -99,27 +99,27 @@ class Evidence:
 
     ``key``: the innermost name in it. ``names``: all names in the container that it is from, in its order; empty where
     they are not known. ``source``: that container's class. ``fate``: what the program does with the result.
-    ``is_spelled``: the program's text has the name. ``is_beside``: the name was only passed beside the tensor.
-    ``is_known``: a function of a name like ``reduce_dict`` called the collective.
+    ``spelled``: the program's text has the name, "whole" or in "parts", or "". ``is_beside``: the name was only passed
+    beside the tensor. ``is_known``: a function of a name like ``reduce_dict`` called the collective.
     """
 
     key: str
     names: tuple[str, ...] = ()
     source: str = ""
     fate: str = "unused"
-    is_spelled: bool = False
+    spelled: str = ""
     is_beside: bool = False
     is_known: bool = False
 
     def as_list(self) -> list[Any]:
-        return [self.key, self.source, self.fate, self.is_spelled, self.is_beside, self.is_known, list(self.names)]
+        return [self.key, self.source, self.fate, self.spelled, self.is_beside, self.is_known, list(self.names)]
 
     @classmethod
     def from_list(cls, given: Any) -> Evidence:
         """Raises ValueError or TypeError for what `as_list` did not give."""
-        key, source, fate, is_spelled, is_beside, is_known, names = given
-        flags = bool(is_spelled), bool(is_beside), bool(is_known)
-        return cls(_text(key), tuple(map(_text, names)), _text(source), _text(fate), *flags)
+        key, source, fate, spelled, is_beside, is_known, names = given
+        texts = _text(source), _text(fate), _text(spelled)
+        return cls(_text(key), tuple(map(_text, names)), *texts, bool(is_beside), bool(is_known))
 
 
 @dataclass(slots=True)

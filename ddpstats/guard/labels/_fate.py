@@ -40,11 +40,13 @@ def fate_of(turns: list[Turn], fresh: bool) -> Fate:
     uses = {use for turn in turns for use in _uses(turn)}
     if "keyed" in uses:
         return "keyed"
-    if "in place" in uses or (not fresh and "pooled" not in uses):
+    if "in place" in uses:
         return "in place"
     if "pooled" in uses:
         return "pooled"
-    return "kept" if "kept" in uses else "unused"
+    if "kept" in uses:
+        return "kept"
+    return "unused" if fresh else "in place"
 
 
 def _uses(turn: Turn) -> Iterator[Fate]:
@@ -113,6 +115,9 @@ def _expression_uses(turn: Turn) -> Iterator[Fate]:
             if _called(outer) in _POOLERS:
                 yield "pooled"
                 return
+        if isinstance(outer, ast.Call) and _called(outer) == "zip":
+            yield "keyed"  # put beside the names again
+            return
         if isinstance(outer, ast.Tuple) and any(_is_named(part, turn) for part in outer.elts if part is not inner):
             yield "keyed"
             return

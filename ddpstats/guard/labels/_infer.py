@@ -21,13 +21,15 @@ from ddpstats.guard.labels._reading import (
     Reader,
     Variables,
     entries_of,
+    is_module,
     key_by_identity,
     key_text,
     names_in,
+    parameter_names,
     reader_of,
 )
 from ddpstats.guard.labels._source import Function, SourceFile, node_at
-from ddpstats.guard.labels._spelled import spells
+from ddpstats.guard.labels._spelled import Spelled, spells
 from ddpstats.guard.labels._trace import Route, Step, Tracer, argument_names, names_passed
 
 _MAX_FRAMES = 60
@@ -103,7 +105,7 @@ class Chain:
     is_muted: bool = False
     siblings: tuple[int, int, Any, Any, tuple[str, ...]] | None = None
     fate: Fate | None = None  # once asked for
-    spelled: dict[str, bool] = field(default_factory=dict)
+    spelled: dict[str, Spelled] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -269,7 +271,8 @@ def _take(
 def _read(ready: ReadyStep, variables: Variables, passed: Passed | None, found: _Found) -> None:
     """Take one step: its key joins the path."""
     container: Any = MISSING
-    text, number = None, None
+    text: str | None = None
+    number: int | None = None
     for reader in ready.names:
         value = reader(variables)
         if type(value) is int and number is None:
@@ -282,6 +285,9 @@ def _read(ready: ReadyStep, variables: Variables, passed: Passed | None, found: 
         container = ready.container(variables)
         key = MISSING if wanted is MISSING or container is MISSING else key_by_identity(container, wanted)
         text, number = key_text(key), key if type(key) is int else number
+    if text is None and number is not None and ready.container is not None:
+        container = ready.container(variables) if container is MISSING else container
+        text = f"[{number}]" if entries_of(container) is not None else None  # a dict's key, and no place in a list
     if text is None and number is None:
         return
     found.keys.append(f"[{number}]" if text is None else text)
@@ -355,7 +361,7 @@ def _inferred(found: _Found) -> Inferred:
     if chain is None:
         chain = _chains[key] = Chain(tuple(found.places), found.step, found.fresh, found.at, found.is_known)
     container = found.container
-    source = "" if container is MISSING else type(container).__name__
+    source = "" if container is MISSING else "Module" if is_module(container) else type(container).__name__
     siblings = () if container is MISSING else _siblings(chain, container, found.key)
     return Inferred(_spell(found.keys), found.key, siblings, source, chain, found.beside)
 
@@ -365,6 +371,8 @@ def _siblings(chain: Chain, container: Any, key: str) -> tuple[str, ...]:
     entries = entries_of(container)
     if entries is None:
         return names_in(container)
+    if is_module(container) and key not in entries:
+        return tuple(parameter_names(container))
     kept = chain.siblings
     first = next(dict.__iter__(entries), None)
     now = id(container), len(entries)
@@ -411,9 +419,9 @@ def _turns(chain: Chain) -> list[Turn]:
         loop = chain.step.loop if index == chain.at else None
         within = loop if loop is not None and place.file.is_inside(place.node, loop) else scope
         carriers = frozenset(argument_names(place.node)) if index == 0 else frozenset()
-        turns.append(Turn(place.file, place.node, within, names - carriers, texts, carriers - names))
+        turns.append(Turn(place.file, place.node, within, names - carriers, texts, carriers))
         if index > 0:
-            names = names_passed(place.node, chain.places[index - 1].owner, names)
+            names = names_passed(place.node, chain.places[index - 1].owner, names, bool(texts))
     return turns
 
 

@@ -19,7 +19,7 @@ Judgement = Literal["fault", "doubt", "data"]
 _SEVERITY: dict[Judgement, int] = {"data": 0, "doubt": 1, "fault": 2}
 _DRAWN = frozenset({"DataLoader", "generator", "_SingleProcessDataLoaderIter", "_MultiProcessingDataLoaderIter"})
 _INDEX = re.compile(r"\[-?\d+\]")
-_RUNS = re.compile(r"\b[0-9a-f]{8,}\b|0x[0-9a-f]+|\d+", re.IGNORECASE)
+_RUNS = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}|\b[0-9a-f]{8,}\b|0x[0-9a-f]+|\d+", re.IGNORECASE)
 _MATTERS = ("keyed", "in place")
 
 
@@ -36,31 +36,41 @@ def _judge(one: Event, other: Event, matched: int) -> Judgement:
         return "fault"  # a name that the program gave itself, or gradients that meet something else
     assert one.label is not None
     assert other.label is not None
-    if _INDEX.sub("", one.label) == _INDEX.sub("", other.label):
-        return "data"
-    if a.is_known and b.is_known:
+    if a.is_known and b.is_known and _INDEX.sub("", one.label) != _INDEX.sub("", other.label):
         return "fault"
     if a.source in _DRAWN or b.source in _DRAWN or (a.fate == b.fate == "pooled"):
         return "data"
     matters = a.fate in _MATTERS and b.fate in _MATTERS
-    spelled = a.is_spelled and b.is_spelled
-    common = set(a.names) & set(b.names)
-    if _are_permuted(a, b) and matters:
+    spelled = bool(a.spelled and b.spelled)
+    permuted = _are_permuted(a, b)
+    if permuted and (matters or (spelled and "pooled" not in (a.fate, b.fate))):
         return "fault"
-    if _without_numbers(one.label) == _without_numbers(other.label) and not spelled:
+    if _INDEX.sub("", one.label) == _INDEX.sub("", other.label) or _are_affixed(a, b):
+        return "data"
+    if _without_numbers(one.label) == _without_numbers(other.label) and not a.spelled == b.spelled == "whole":
         return "data"
     if a.is_beside or b.is_beside:
         return "doubt"
-    if a.names and b.names and not common:
-        return "fault" if spelled and matters else "doubt"
-    if spelled or matched >= 2:
-        return "fault" if matters else "doubt"
-    return "doubt"
+    if a.names and b.names and not set(a.names) & set(b.names):
+        return "fault" if spelled and matters and "Module" not in (a.source, b.source) else "doubt"
+    return "fault" if matters and (spelled or matched >= 2) else "doubt"
 
 
 def _are_permuted(a: Evidence, b: Evidence) -> bool:
     """Whether both ranks hold the same names, the two that met among them."""
     return len(a.names) > 1 and set(a.names) == set(b.names) and {a.key, b.key} <= set(a.names)
+
+
+def _are_affixed(a: Evidence, b: Evidence) -> bool:
+    """Whether one rank's names are the other's, in the same order, with the same text before or after each."""
+    short, long = sorted((a.names, b.names), key=lambda names: sum(map(len, names)))
+    if len(short) != len(long) or len(short) < 2 or short == long:
+        return False
+    added = len(long[0]) - len(short[0])
+    before, after = long[0][:added], long[0][len(short[0]) :]
+    pairs = list(zip(short, long, strict=True))
+    same = all(name == before + given for given, name in pairs) or all(name == given + after for given, name in pairs)
+    return same and ((a.key, b.key) in pairs or (b.key, a.key) in pairs)
 
 
 def _without_numbers(text: str) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import dis
 import enum
+import re
 import sys
 from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -19,11 +20,16 @@ from typing import Any
 MISSING: Any = object()
 _MAX_SEARCHED = 4096
 _MAX_KEY_PARTS = 4
+_MAX_INDEX = 64  # elements of a list that are looked at for the place of one
 _MAX_CHARS = 120
 _SNAPSHOTS = sys.version_info < (3, 13)
 _OWN_REFERENCES = 3  # the frame's, the variable of who counts, and `getrefcount`'s own
 _CO_OPTIMIZED = 0x1
-_LOOKERS = frozenset({"locals", "vars", "eval", "exec", "dir"})
+_LOOKERS = frozenset({"locals", "eval", "exec"})
+_LOOKERS_WITHOUT_ARGUMENT = frozenset({"vars", "dir"})
+_WRAPPERS = re.compile(
+    r"(?:^|(?<=\.))(?:module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module)\."
+)
 _mro_of: Callable[[type], tuple[type, ...]] = type.__dict__["__mro__"].__get__
 
 Reader = Callable[["Variables"], Any]
@@ -75,7 +81,7 @@ def is_readable(frame: FrameType) -> bool:
     if found is None or found[0] is not code:
         if len(_readable) > 4096:
             _readable.clear()
-        readable = not (code.co_flags & _CO_OPTIMIZED) or not _LOOKERS & _loaded_globals(code)
+        readable = not (code.co_flags & _CO_OPTIMIZED) or not _looks_at_its_variables(code)
         found = _readable[id(code)] = code, readable
     return found[1]
 
@@ -83,8 +89,18 @@ def is_readable(frame: FrameType) -> bool:
 _readable: dict[int, tuple[Any, bool]] = {}
 
 
-def _loaded_globals(code: Any) -> set[str]:
-    return {step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+def _looks_at_its_variables(code: Any) -> bool:
+    """Whether the code loads ``locals`` and the like, or calls ``vars`` or ``dir`` without an argument."""
+    steps = [step for step in dis.get_instructions(code) if step.opname not in ("CACHE", "PRECALL", "PUSH_NULL")]
+    for step, following in zip(steps, [*steps[1:], None], strict=True):
+        if step.opname not in ("LOAD_GLOBAL", "LOAD_NAME"):
+            continue
+        if step.argval in _LOOKERS:
+            return True
+        is_called_bare = following is not None and following.opname.startswith("CALL") and following.arg == 0
+        if step.argval in _LOOKERS_WITHOUT_ARGUMENT and is_called_bare:
+            return True
+    return False
 
 
 # -- expressions ------------------------------------------------------------------------------------------------------
@@ -183,10 +199,13 @@ def instance_dict(owner: Any) -> dict[str, Any] | None:
 
 
 def key_text(value: Any) -> str | None:
-    """The text of a key that names something: a str, an enum member, or a tuple with such parts. None for others."""
+    """The text of a key that names something: a str, an enum member, or a tuple with such parts. None for others.
+
+    What wrappers of a model put before the names of its parameters is left out.
+    """
     kind = type(value)
     if kind is str:
-        return str(value)[:_MAX_CHARS]
+        return _WRAPPERS.sub("", value)[:_MAX_CHARS] if "." in value else str(value)[:_MAX_CHARS]
     if kind is tuple:
         parts = [text for part in value[:_MAX_KEY_PARTS] if (text := key_text(part)) is not None]
         return ",".join(parts) or None
@@ -235,23 +254,40 @@ def names_in(container: Any) -> tuple[str, ...]:
         return tuple(_texts(dict.__iter__(entries)))
     if type(container) in (list, tuple):
         return tuple(_texts(_firsts(container)))
-    return tuple(_parameter_names(container))
+    if tuple in _mro_of(type(container)):
+        return tuple(_texts(_fields_of(type(container))))
+    if is_module(container):
+        return tuple(parameter_names(container))
+    return tuple(_texts(instance_dict(container) or ()))
 
 
 def _texts(keys: Iterable[Any]) -> Iterator[str]:
     for _, key in zip(range(_MAX_SEARCHED), keys, strict=False):
-        text = key_text(key)
+        text = f"[{key}]" if type(key) is int else key_text(key)
         if text is not None:
             yield text
+
+
+def _fields_of(kind: type) -> tuple[Any, ...]:
+    """Of a namedtuple's class."""
+    fields = kind.__dict__.get("_fields")
+    return fields if type(fields) is tuple else ()
+
+
+def is_module(owner: Any) -> bool:
+    """Whether this is a torch.nn.Module, by the tables that it has."""
+    instance = instance_dict(owner)
+    return _table(instance, "_parameters") is not None and _table(instance, "_modules") is not None
 
 
 def _firsts(elements: list[Any] | tuple[Any, ...]) -> Iterator[Any]:
     """Of a list of names, the names; of a list of pairs, what stands first."""
     for element in elements[:_MAX_SEARCHED]:
-        yield element[0] if type(element) is tuple and element else element
+        first = element[0] if type(element) is tuple and element else element
+        yield None if type(first) is int else first
 
 
-def _parameter_names(module: Any, prefix: str = "", depth: int = 0) -> Iterator[str]:
+def parameter_names(module: Any, prefix: str = "", depth: int = 0) -> Iterator[str]:
     """Of a torch.nn.Module, read from its tables."""
     instance = instance_dict(module)
     parameters, modules = _table(instance, "_parameters"), _table(instance, "_modules")
@@ -262,14 +298,16 @@ def _parameter_names(module: Any, prefix: str = "", depth: int = 0) -> Iterator[
             yield prefix + name
     for name in dict.__iter__(modules):
         if type(name) is str:
-            yield from _parameter_names(modules[name], f"{prefix}{name}.", depth + 1)
+            yield from parameter_names(modules[name], f"{prefix}{name}.", depth + 1)
 
 
 def key_by_identity(container: Any, wanted: Any) -> Any:
     """The key under which a container has this very object; `MISSING` if it has not."""
+    if type(container) in (list, tuple):
+        return next((index for index, value in enumerate(container[:_MAX_INDEX]) if value is wanted), MISSING)
     entries = entries_of(container)
     if entries is None:
-        instance = None if isinstance(container, (list, tuple)) else instance_dict(container)
+        instance = instance_dict(container)
         entries = instance if instance is not None else {}
     for _, (key, value) in zip(range(_MAX_SEARCHED), dict.items(entries), strict=False):
         if value is wanted and (type(key) is int or key_text(key) is not None):

@@ -12,37 +12,41 @@ import re
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 _SEPARATORS = re.compile(r"[/_.:,\-\s\[\]()]+")
 _MAX_CHARS = 80
 _MAX_BYTES = 2 << 20
 _INSTALLED = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-_texts_of: dict[str, frozenset[str]] = {}
+_Texts = tuple[frozenset[str], frozenset[str]]
+_texts_of: dict[str, _Texts] = {}
 
 
-def spells(name: str, files: Iterable[str]) -> bool:
+Spelled = Literal["whole", "parts", ""]
+
+
+def spells(name: str, files: Iterable[str]) -> Spelled:
     """Whether the program's text has ``name``, or all its parts. ``files``: those that the label was found through."""
-    texts = _program_texts(frozenset(files))
+    texts, parts = _program_texts(frozenset(files))
     if name in texts:
-        return True
-    parts = [part for part in _SEPARATORS.split(name) if part and not part.isdigit()]
-    return bool(parts) and all(part in texts for part in parts)
+        return "whole"
+    words = [word for word in _SEPARATORS.split(name) if word and not word.isdigit()]
+    return "parts" if words and all(word in texts or word in parts for word in words) else ""
 
 
-def _program_texts(files: frozenset[str]) -> set[str]:
+def _program_texts(files: frozenset[str]) -> tuple[set[str], set[str]]:
+    """(Whole texts, and what stands between separators in them and in formatted texts.)"""
     packages = {name for module in list(sys.modules.values()) if (name := _package_of(module, files)) is not None}
-    found: set[str] = set()
+    read = set(files)
     for module in list(sys.modules.values()):
         file = _file_of(module)
         if file is None:
             continue
         package = str(getattr(module, "__name__", "")).partition(".")[0]
         if package not in ("torch", "ddpstats", "numpy") and (package in packages or not file.startswith(_INSTALLED)):
-            found |= _texts_in(file)
-    for file in files:
-        found |= _texts_in(file)
-    return found
+            read.add(file)
+    both = [_texts_in(file) for file in read]
+    return set().union(*(texts for texts, _ in both)), set().union(*(parts for _, parts in both))
 
 
 def _package_of(module: Any, files: frozenset[str]) -> str | None:
@@ -58,24 +62,28 @@ def _file_of(module: Any) -> str | None:
     return file if type(file) is str and file.endswith(".py") else None
 
 
-def _texts_in(file: str) -> frozenset[str]:
+def _texts_in(file: str) -> _Texts:
     found = _texts_of.get(file)
     if found is None:
         try:
             text = "".join(linecache.getlines(file))
-            found = frozenset(_collect(ast.parse(text))) if len(text) <= _MAX_BYTES else frozenset()
+            found = _collect(ast.parse(text)) if len(text) <= _MAX_BYTES else (frozenset(), frozenset())
         except (SyntaxError, ValueError, RecursionError):
-            found = frozenset()
+            found = frozenset(), frozenset()
         _texts_of[file] = found
     return found
 
 
-def _collect(tree: ast.Module) -> Iterator[str]:
+def _collect(tree: ast.Module) -> _Texts:
+    whole: set[str] = set()
+    formatted: set[str] = set()
+    in_formatted = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
     for node in ast.walk(tree):
-        for text in _texts_at(node):
-            if text and len(text) <= _MAX_CHARS and " " not in text:
-                yield text
-                yield from _SEPARATORS.split(text)
+        kept = formatted if id(node) in in_formatted else whole
+        kept.update(text for text in _texts_at(node) if text and len(text) <= _MAX_CHARS)
+    words = (text for text in (*whole, *formatted) if " " not in text)
+    parts = {part for text in words for part in _SEPARATORS.split(text) if part}
+    return frozenset(whole), frozenset(parts)
 
 
 def _texts_at(node: ast.AST) -> Iterator[str]:
@@ -85,6 +93,8 @@ def _texts_at(node: ast.AST) -> Iterator[str]:
         yield node.arg
     elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
         yield node.attr
+    elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        yield node.name
     elif isinstance(node, ast.ClassDef):
         yield node.name
         for statement in node.body:

@@ -38,7 +38,13 @@ _PASSES_ON = frozenset(
         "deque",
     }
 )
-_COPIES = frozenset({"copy", "items", "keys", "values"})
+_COPIES = frozenset(
+    {
+        *("copy", "items", "keys", "values", "_asdict", "state_dict"),
+        *("named_parameters", "named_buffers", "named_children", "named_modules", "parameters", "buffers"),
+    }
+)
+_FIELDS_OF = frozenset({"vars", "asdict", "fields"})
 _COLLECTIVES = frozenset({"all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor"})
 _CONSUMERS = frozenset({"map", "starmap", "filter", "reduce"})
 
@@ -89,7 +95,19 @@ class Tracer:
         if isinstance(call, ast.Call) and any(_names_one_of(part, _COLLECTIVES) for part in _given(call)):
             return self._some(self._of_consumed(call))
         argument = _tensor_argument(call)
-        return () if argument is None else self._some(self.value(argument, False, 0))
+        if argument is None:
+            return ()
+        return self._some(itertools.chain(self.value(argument, False, 0), self._stored_under(call, argument)))
+
+    def _stored_under(self, call: ast.expr, argument: ast.expr) -> Iterator[Route]:
+        """By the name under which the program stores the result, in the same turn of the loop."""
+        carriers = set(argument_names(call))
+        loop = self._loop_around(call)
+        for node in ast.walk(loop if loop is not None else self.file.scope_of(call)):
+            if isinstance(node, ast.Assign) and any(_mentions(node.value, frozenset({name})) for name in carriers):
+                for target in node.targets:
+                    if isinstance(target, ast.Subscript) and not isinstance(target.slice, ast.Slice):
+                        yield Route((Step((target.slice,), None, None, loop),), fresh=True)
 
     def of_parameter(self, call: ast.expr, callee: CodeType, route: Route) -> tuple[Route, ...]:
         """Of what ``call`` passed to the function with the code ``callee``, as the parameter that ``route`` left by."""
@@ -128,6 +146,11 @@ class Tracer:
             yield from self._call(expr, fresh, hops)
         elif isinstance(expr, (ast.Attribute, ast.Await, ast.Starred, ast.NamedExpr)):
             yield from self.value(expr.value, fresh, hops)
+        elif isinstance(expr, Comprehension):
+            for generator in expr.generators:
+                source = _unwrapped(generator.iter)
+                if source is not None:
+                    yield from self.value(source, True, hops)
         else:
             fresh = fresh or isinstance(expr, (ast.BinOp, ast.UnaryOp))
             for part in _parts(expr):
@@ -140,6 +163,9 @@ class Tracer:
             yield from self._out(Step((expr.value,), None, None, self._loop_of(expr.value)), fresh, hops)
             yield from self.value(expr.value, fresh, hops)
         elif isinstance(index, (ast.Slice, ast.Tuple)) and not _is_key_tuple(index):
+            for node in ast.walk(index):  # a column of a tensor, picked by the loop
+                if isinstance(node, ast.Name):
+                    yield from self.value(node, True, hops)
             yield from self.value(expr.value, True, hops)
         else:
             yield from self._out(Step((index,), None, expr.value, self._loop_of(index)), fresh, hops)
@@ -317,7 +343,7 @@ def _unwrapped(expr: ast.expr | None) -> ast.expr | None:
         name = called_name(expr)
         if isinstance(expr.func, ast.Attribute) and name in _COPIES and not expr.args:
             expr = expr.func.value
-        elif name in ("enumerate", "zip", *_PASSES_ON) and expr.args:
+        elif name in ("enumerate", "zip", *_FIELDS_OF, *_PASSES_ON) and expr.args:
             expr = expr.args[0]
         elif name in _CONSUMERS and len(expr.args) > 1:
             expr = expr.args[1]
@@ -348,20 +374,24 @@ def _names_one_of(node: ast.AST, names: frozenset[str]) -> bool:
 
 
 def argument_names(call: ast.expr) -> Iterator[str]:
-    """The variables in the tensor argument of a collective, and those that its result is assigned to."""
+    """The variable that a collective reduces, if it is one: ``x`` of ``all_reduce(x)`` and ``all_reduce(x.div_(2))``."""
     argument = _tensor_argument(call)
-    for node in ast.walk(argument) if argument is not None else ():
-        if isinstance(node, ast.Name):
-            yield node.id
+    while isinstance(argument, (ast.Call, ast.Attribute)):
+        argument = argument.func if isinstance(argument, ast.Call) else argument.value
+    if isinstance(argument, (ast.List, ast.Tuple)) and len(argument.elts) == 1:
+        argument = argument.elts[0]
+    if isinstance(argument, ast.Name):
+        yield argument.id
 
 
-def names_passed(call: ast.expr, callee: CodeType, names: frozenset[str]) -> frozenset[str]:
-    """The parameters of ``callee`` that a call gives what is made of the variables ``names``."""
+def names_passed(call: ast.expr, callee: CodeType, names: frozenset[str], texts: bool) -> frozenset[str]:
+    """The parameters of ``callee`` to which a call gives the variables ``names``; or a text, if ``texts``."""
     if not isinstance(call, ast.Call):
         return frozenset()
     found = set()
     for index, argument in enumerate(call.args, _offset(call, callee)):
-        if index < callee.co_argcount and _mentions(argument, names):
+        is_text = texts and isinstance(argument, (ast.Constant, ast.JoinedStr))
+        if index < callee.co_argcount and (is_text or _mentions(argument, names)):
             found.add(callee.co_varnames[index])
     for keyword in call.keywords:
         if keyword.arg is not None and _mentions(keyword.value, names):
