@@ -18,6 +18,7 @@ from ddpstats.guard import _frames
 from ddpstats.guard.labels._fate import Fate, Turn, fate_of
 from ddpstats.guard.labels._reading import (
     MISSING,
+    PLAIN_DICTS,
     Reader,
     Variables,
     entries_of,
@@ -103,12 +104,12 @@ class Chain:
     at: int
     is_known: bool
     is_muted: bool = False
-    siblings: tuple[int, int, Any, Any, tuple[str, ...]] | None = None
+    siblings: tuple[tuple[int, int, Any], dict[str, bool], tuple[str, ...]] = ((0, 0, None), {}, ())
     fate: Fate | None = None  # once asked for
     spelled: dict[str, Spelled] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Inferred:
     """A label that was found. ``siblings``: the names in the container that the innermost name is from, in its order.
 
@@ -208,7 +209,10 @@ _BESIDE = Step((), None, None)
 def infer(tensor: Any, frame: FrameType) -> Inferred | None:
     """The label of ``tensor`` in the collective that ``frame`` is calling; None where the text gives it no name."""
     try:
-        found = _follow(_activation(frame), None, (None, tensor), _Found(), 0)
+        frames = _activation(frame)
+        found = _follow(frames, None, (None, tensor), _Found(), 0)
+        if found is None and _place(frames, None).file is None:
+            found = _without_source(tensor, frames)
     except Exception:  # whatever is odd about a program, its collective runs
         log.debug("no label could be inferred", exc_info=True)
         return None
@@ -275,11 +279,11 @@ def _read(ready: ReadyStep, variables: Variables, passed: Passed | None, found: 
     number: int | None = None
     for reader in ready.names:
         value = reader(variables)
-        if type(value) is int and number is None:
-            number = value
         part = key_text(value)
         if part is not None:
             text = part if text is None else f"{text},{part}"
+        elif type(value) is int and number is None:
+            number = value
     if text is None and ready.container is not None:
         wanted = _value_of(passed) if ready.element is None else ready.element(variables)
         container = ready.container(variables)
@@ -334,6 +338,22 @@ def _value_of(passed: Passed | None) -> Any:
         variables.give_back()
 
 
+def _without_source(tensor: Any, frames: tuple[FrameType, ...]) -> _Found | None:
+    """The key of a dict of the frame that has this very tensor, where a variable holds the key or the tensor."""
+    variables = Variables(frames)
+    try:
+        held = variables.values()
+        for container in [value for value in held if type(value) in PLAIN_DICTS]:
+            text = key_text(key := key_by_identity(container, tensor))
+            if text is not None and any(value is tensor or value is key for value in held):
+                place = _place(frames, None)
+                return _Found([text], [place], _BESIDE, container=container, key=text, beside=True)
+        return None
+    finally:
+        held = []
+        variables.give_back()
+
+
 def _frame_of_scope(frame: FrameType, route: Route) -> FrameType | None:
     """The running frame of the function (or module) that ``route`` leaves to."""
     scope, here = route.scope, frame.f_back
@@ -360,9 +380,12 @@ def _inferred(found: _Found) -> Inferred:
     chain = _chains.get(key)
     if chain is None:
         chain = _chains[key] = Chain(tuple(found.places), found.step, found.fresh, found.at, found.is_known)
-    container = found.container
-    source = "" if container is MISSING else "Module" if is_module(container) else type(container).__name__
-    siblings = () if container is MISSING else _siblings(chain, container, found.key)
+    container, source = found.container, ""
+    siblings: tuple[str, ...] = ()
+    if container is not MISSING:
+        kind = type(container)
+        source = kind.__name__ if kind in PLAIN_DICTS or not is_module(container) else "Module"
+        siblings = _siblings(chain, container, found.key)
     return Inferred(_spell(found.keys), found.key, siblings, source, chain, found.beside)
 
 
@@ -371,15 +394,17 @@ def _siblings(chain: Chain, container: Any, key: str) -> tuple[str, ...]:
     entries = entries_of(container)
     if entries is None:
         return names_in(container)
-    if is_module(container) and key not in entries:
+    if type(container) not in PLAIN_DICTS and is_module(container) and key not in entries:
         return tuple(parameter_names(container))
-    kept = chain.siblings
     first = next(dict.__iter__(entries), None)
-    now = id(container), len(entries)
-    if kept is not None and kept[:2] == now and kept[2] is first and key_text(first) != key and kept[3].get(key):
-        return kept[4]
+    now = id(container), len(entries), first
+    kept, known, names = chain.siblings
+    if kept[:2] == now[:2] and kept[2] is first and key in known and known[key]:
+        return names
     names = names_in(container)
-    chain.siblings = (*now, first, dict.fromkeys(names, True), names)
+    known = dict.fromkeys(names, True)
+    known[names[0] if names else ""] = False  # the next walk begins with it
+    chain.siblings = now, known, names
     return names
 
 

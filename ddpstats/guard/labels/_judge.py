@@ -43,17 +43,17 @@ def _judge(one: Event, other: Event, matched: int) -> Judgement:
     matters = a.fate in _MATTERS and b.fate in _MATTERS
     spelled = bool(a.spelled and b.spelled)
     permuted = _are_permuted(a, b)
-    if permuted and (matters or (spelled and "pooled" not in (a.fate, b.fate))):
+    beside = a.is_beside or b.is_beside
+    if permuted and not beside and (matters or (spelled and "pooled" not in (a.fate, b.fate))):
         return "fault"
     if _INDEX.sub("", one.label) == _INDEX.sub("", other.label) or _are_affixed(a, b):
         return "data"
     if _without_numbers(one.label) == _without_numbers(other.label) and not a.spelled == b.spelled == "whole":
         return "data"
-    if a.is_beside or b.is_beside:
-        return "doubt"
     if a.names and b.names and not set(a.names) & set(b.names):
-        return "fault" if spelled and matters and "Module" not in (a.source, b.source) else "doubt"
-    return "fault" if matters and (spelled or matched >= 2) else "doubt"
+        own = beside or "Module" in (a.source, b.source)
+        return "fault" if spelled and matters and not own else "doubt"
+    return "fault" if matters and not beside and (spelled or matched >= 2) else "doubt"
 
 
 def _are_permuted(a: Evidence, b: Evidence) -> bool:

@@ -13,11 +13,12 @@ import enum
 import re
 import sys
 from collections import OrderedDict, UserDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from types import FrameType, GetSetDescriptorType, MappingProxyType, MemberDescriptorType
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import FrameType, GetSetDescriptorType, MemberDescriptorType
 from typing import Any
 
 MISSING: Any = object()
+PLAIN_DICTS = frozenset({dict, OrderedDict, defaultdict})
 _MAX_SEARCHED = 4096
 _MAX_KEY_PARTS = 4
 _MAX_INDEX = 64  # elements of a list that are looked at for the place of one
@@ -48,27 +49,28 @@ class Variables:
 
     __slots__ = ("_frames", "_read")
 
-    def __init__(self, frames: Iterable[FrameType]) -> None:
-        self._frames = tuple(frames)
-        self._read: list[dict[str, Any]] | None = None
+    def __init__(self, frames: Sequence[FrameType]) -> None:
+        self._frames = frames
+        self._read: list[tuple[FrameType, dict[str, Any]]] | None = None
 
     def get(self, name: str) -> Any:
         read = self._read
         if read is None:
-            read = self._read = [frame.f_locals for frame in self._frames if is_readable(frame)]
-        for variables in read:
+            read = self._read = [(frame, frame.f_locals) for frame in self._frames if is_readable(frame)]
+        for _, variables in read:
             if name in variables:
                 return variables[name]
         return self._frames[-1].f_globals.get(name, MISSING)
 
+    def values(self) -> list[Any]:
+        """Those of the frames' own variables."""
+        self.get("")
+        return [value for _, variables in self._read or () for value in list(variables.values())]
+
     def give_back(self) -> None:
-        if self._read is None or not _SNAPSHOTS:
-            return
         read, self._read = self._read, None
-        readable = [frame for frame in self._frames if is_readable(frame)]
-        while read:
-            variables = read.pop()
-            frame = readable[len(read)]
+        while _SNAPSHOTS and read:
+            frame, variables = read.pop()
             # Not the module's own dict, and not a copy that somebody else holds.
             if frame.f_code.co_flags & _CO_OPTIMIZED and sys.getrefcount(variables) <= _OWN_REFERENCES:
                 variables.clear()
@@ -151,7 +153,7 @@ def _element(container: Any, index: Any) -> Any:
     kind = type(container)
     if kind in (list, tuple) and type(index) is int and -len(container) <= index < len(container):
         return container[index]
-    if kind in (dict, OrderedDict, defaultdict) and type(index) in (str, int):
+    if kind in PLAIN_DICTS and type(index) in (str, int):
         return dict.get(container, index, MISSING)
     return MISSING
 
@@ -206,19 +208,32 @@ def key_text(value: Any) -> str | None:
     kind = type(value)
     if kind is str:
         return _WRAPPERS.sub("", value)[:_MAX_CHARS] if "." in value else str(value)[:_MAX_CHARS]
-    if kind is tuple:
+    sort = _sorts.get(kind)
+    if sort is None:
+        if len(_sorts) > 1024:
+            _sorts.clear()
+        sort = _sorts[kind] = _sort_of(kind)
+    if sort == "other":
+        return None
+    if sort == "tuple":
         parts = [text for part in value[:_MAX_KEY_PARTS] if (text := key_text(part)) is not None]
         return ",".join(parts) or None
-    if is_enum_member(value):
+    if sort == "enum":
         name = (instance_dict(value) or {}).get("_name_")
         return f"{kind.__name__}.{name}" if type(name) is str else None
-    if str in _mro_of(kind):
-        return str.__str__(value)[:_MAX_CHARS]  # str's own, whatever the subclass defines
-    return None
+    return key_text(str.__str__(value))  # str's own, whatever the subclass defines
 
 
-def is_enum_member(value: Any) -> bool:
-    return enum.EnumMeta in _mro_of(type(type(value)))
+_sorts: dict[type, str] = {}
+
+
+def _sort_of(kind: type) -> str:
+    """ "tuple", "enum" or "str" for classes whose objects may be names, else "other"."""
+    if kind is tuple:
+        return "tuple"
+    if enum.EnumMeta in _mro_of(type(kind)):
+        return "enum"
+    return "str" if str in _mro_of(kind) else "other"
 
 
 # -- containers -------------------------------------------------------------------------------------------------------
@@ -227,10 +242,8 @@ def is_enum_member(value: Any) -> bool:
 def entries_of(container: Any) -> Any:
     """A dict that holds what the container holds under names; None for what has none, or hides them in code."""
     kind = type(container)
-    if kind is dict or kind is OrderedDict or kind is defaultdict:
+    if kind in PLAIN_DICTS:
         return container
-    if kind is MappingProxyType:
-        return None
     bases = _mro_of(kind)
     if dict in bases:
         return container

@@ -247,9 +247,15 @@ class Tracer:
             if isinstance(outer, (*Function, ast.Module)):
                 bindings = self._bindings_of(outer).get(name, [])
                 if bindings:
-                    if any(binding.kind != "other" for binding in bindings):
+                    if any(self._may_tell(binding, container) for binding in bindings):
                         yield Route((), fresh, "variable", name, scope=outer, container=container)
                     return
+
+    def _may_tell(self, binding: Binding, container: bool) -> bool:
+        """Whether it is worth looking for the frame that has this binding."""
+        if binding.kind == "value" and binding.value is not None:
+            return any(self._assigned(binding, binding.value, container, False, 0))
+        return binding.kind != "other"
 
     # -- loops --------------------------------------------------------------------------------------------------------
 
@@ -374,7 +380,7 @@ def _names_one_of(node: ast.AST, names: frozenset[str]) -> bool:
 
 
 def argument_names(call: ast.expr) -> Iterator[str]:
-    """The variable that a collective reduces, if it is one: ``x`` of ``all_reduce(x)`` and ``all_reduce(x.div_(2))``."""
+    """The variable that a collective reduces, if it is one: ``x`` in ``all_reduce(x)``, ``all_reduce(x.div_(2))``."""
     argument = _tensor_argument(call)
     while isinstance(argument, (ast.Call, ast.Attribute)):
         argument = argument.func if isinstance(argument, ast.Call) else argument.value
