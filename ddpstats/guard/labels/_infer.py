@@ -281,7 +281,7 @@ def _read(ready: ReadyStep, variables: Variables, passed: Passed | None, found: 
         value = reader(variables)
         part = key_text(value)
         if part is not None:
-            text = part if text is None else f"{text},{part}"
+            text = part if text is None or text == part else f"{text},{part}"
         elif type(value) is int and number is None:
             number = value
     if text is None and ready.container is not None:

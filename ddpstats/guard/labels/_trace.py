@@ -432,7 +432,9 @@ def _argument_for(call: ast.Call, callee: CodeType, route: Route) -> ast.expr | 
     position -= _offset(call, callee)
     if position < 0:
         return call.func.value if isinstance(call.func, ast.Attribute) else call.func
-    return _positional(call, position, route)
+    if position >= len(call.args) and called_name(call) != callee.co_name:
+        position -= callee.co_argcount - len(call.args)  # a `partial` has the first arguments
+    return _positional(call, position, route) if position >= 0 else None
 
 
 def _offset(call: ast.Call, callee: CodeType) -> int:
