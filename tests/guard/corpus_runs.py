@@ -110,22 +110,25 @@ def play(paths: Sequence[str], mode: str | None) -> list[tuple[str, Any]]:
     return [_play_one(path, mode) for path in paths]
 
 
-def _play_one(path: str, mode: str | None) -> tuple[str, Any]:
+def _play_one(path: str, mode: Any) -> tuple[str, Any]:
     try:
-        with contextlib.redirect_stdout(io.StringIO()), _Warnings().listening() as warnings:
-            returned = _plain(_load(path).main() if mode is None else _guarded(path, mode))
+        with contextlib.redirect_stdout(io.StringIO()):
+            if mode is None:
+                return "silent", _plain(_load(path).main())
+            said = _guarded(path, mode)
     except ddpstats.CollectiveMismatch as error:
         return "raised", str(error)
     except Exception as error:
         return f"{type(error).__name__}: {error}", None
-    return ("warned", warnings.said) if warnings.said else ("silent", returned)
+    return ("warned" if said else "silent"), said
 
 
-def _guarded(path: str, mode: Any) -> Any:
-    with collective_guard(mode, timeout_sec=_TIMEOUT_SEC) as guard:
-        returned = _load(path).main()
+def _guarded(path: str, mode: Any) -> list[str]:
+    """What the guard warned of until everything was compared; what it says at its own end is not about this program."""
+    with collective_guard(mode, timeout_sec=_TIMEOUT_SEC) as guard, _Warnings().listening() as warnings:
+        _load(path).main()
         guard.step()
-    return returned
+    return warnings.said
 
 
 def _load(path: str) -> Any:
