@@ -21,6 +21,7 @@ from ddpstats.errors import ConfigError
 FORMAT = 1
 _MASK = (1 << 64) - 1
 _MAX_LINE_BYTES = 1 << 20
+_MAX_LEVELS = 64
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,8 @@ class Evidence:
     ``key``: the innermost name in it. ``names``: all names in the container that it is from, in its order; empty where
     they are not known. ``source``: that container's class. ``fate``: what the program does with the result.
     ``spelled``: the program's text has the name, "whole" or in "parts", or "". ``is_beside``: the name was only passed
-    beside the tensor. ``is_known``: a function of a name like ``reduce_dict`` called the collective.
+    beside the tensor. ``is_known``: a function of a name like ``reduce_dict`` called the collective. ``aliases``: other
+    names of the same tensor there. ``outer``: of the name of that container in the one around it.
     """
 
     key: str
@@ -108,18 +110,33 @@ class Evidence:
     source: str = ""
     fate: str = "unused"
     spelled: str = ""
+    aliases: tuple[str, ...] = ()
     is_beside: bool = False
     is_known: bool = False
+    outer: Evidence | None = None
 
     def as_list(self) -> list[Any]:
-        return [self.key, self.source, self.fate, self.spelled, self.is_beside, self.is_known, list(self.names)]
+        outer = None if self.outer is None else self.outer.as_list()
+        flags = [self.is_beside, self.is_known]
+        return [self.key, list(self.names), self.source, self.fate, self.spelled, list(self.aliases), *flags, outer]
 
     @classmethod
-    def from_list(cls, given: Any) -> Evidence:
+    def from_list(cls, given: Any, depth: int = 0) -> Evidence:
         """Raises ValueError or TypeError for what `as_list` did not give."""
-        key, source, fate, spelled, is_beside, is_known, names = given
-        texts = _text(source), _text(fate), _text(spelled)
-        return cls(_text(key), tuple(map(_text, names)), *texts, bool(is_beside), bool(is_known))
+        key, names, source, fate, spelled, aliases, is_beside, is_known, outer = given
+        if depth > _MAX_LEVELS:
+            raise ValueError("nested too deep")
+        return cls(
+            _text(key),
+            tuple(map(_text, names)),
+            _text(source),
+            _text(fate),
+            _text(spelled),
+            tuple(map(_text, aliases)),
+            bool(is_beside),
+            bool(is_known),
+            None if outer is None else cls.from_list(outer, depth + 1),
+        )
 
 
 @dataclass(slots=True)

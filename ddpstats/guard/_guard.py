@@ -40,7 +40,8 @@ from ddpstats.guard._inquiry import main_stack
 from ddpstats.guard._labels import current_label
 from ddpstats.guard._p2p import Awaited, called_blocking
 from ddpstats.guard._session import Group, Session, spelled
-from ddpstats.guard.labels._infer import Inferred, evidence_of, infer
+from ddpstats.guard.labels._evidence import evidence_of
+from ddpstats.guard.labels._infer import Inferred, infer
 
 MismatchPolicy = Literal["raise", "warn"]
 

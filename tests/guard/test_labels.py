@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from ddpstats.guard._frames import calling_frame, site_of
-from ddpstats.guard.labels._infer import Inferred, evidence_of, infer
+from ddpstats.guard.labels._evidence import evidence_of
+from ddpstats.guard.labels._infer import Inferred, infer
 
 T = torch.Tensor
 Stats = dict[str, T]
@@ -444,7 +445,7 @@ def test_siblings_are_those_of_the_container_now() -> None:
             items(stats)
 
     labels_of(changing)
-    sizes = [len(found.siblings) for found in _found if found is not None]
+    sizes = [len(found.levels[0].siblings) for found in _found if found is not None]
     assert sizes == [3] * 3 + [4] * 4 + [5] * 5
 
 

@@ -94,7 +94,7 @@ def _store(target: ast.expr, value: ast.expr, turn: Turn) -> Iterator[Fate]:
         yield "keyed" if _is_named(target.slice, turn) or _is_named(target.value, turn) else "kept"
     elif isinstance(target, ast.Attribute):
         yield "in place" if isinstance(target.value, ast.Name) else "kept"
-    elif isinstance(target, ast.Name) and isinstance(value, ast.BinOp):
+    elif isinstance(target, ast.Name):
         own = {node.id for node in ast.walk(value) if isinstance(node, ast.Name)}
         if target.id in own and target.id not in turn.carriers:
             yield "pooled"

@@ -36,24 +36,30 @@ def _judge(one: Event, other: Event, matched: int) -> Judgement:
         return "fault"  # a name that the program gave itself, or gradients that meet something else
     assert one.label is not None
     assert other.label is not None
-    if a.is_known and b.is_known and _INDEX.sub("", one.label) != _INDEX.sub("", other.label):
+    alike = _INDEX.sub("", one.label) == _INDEX.sub("", other.label)
+    if a.is_known and b.is_known and not alike:
         return "fault"
-    if a.source in _DRAWN or b.source in _DRAWN or (a.fate == b.fate == "pooled"):
+    while a.key == b.key and a.outer is not None and b.outer is not None:
+        a, b = a.outer, b.outer  # what differs stands further out
+    if a.source in _DRAWN or b.source in _DRAWN or (a.fate == b.fate == "pooled") or b.key in a.aliases:
         return "data"
     matters = a.fate in _MATTERS and b.fate in _MATTERS
     spelled = bool(a.spelled and b.spelled)
-    permuted = _are_permuted(a, b)
     beside = a.is_beside or b.is_beside
-    if permuted and not beside and (matters or (spelled and "pooled" not in (a.fate, b.fate))):
+    if _are_permuted(a, b) and not beside and (matters or (spelled and "pooled" not in (a.fate, b.fate))):
         return "fault"
-    if _INDEX.sub("", one.label) == _INDEX.sub("", other.label) or _are_affixed(a, b):
+    if alike or _are_affixed(a, b):
         return "data"
     if _without_numbers(one.label) == _without_numbers(other.label) and not a.spelled == b.spelled == "whole":
         return "data"
-    if a.names and b.names and not set(a.names) & set(b.names):
-        own = beside or "Module" in (a.source, b.source)
-        return "fault" if spelled and matters and not own else "doubt"
-    return "fault" if matters and not beside and (spelled or matched >= 2) else "doubt"
+    if beside or not matters:
+        return "doubt"
+    if set(a.names) & set(b.names):
+        return "fault" if spelled or matched >= 2 else "doubt"
+    # Nothing in common. Only where one line of the program walks both, and spells both out, can they be the same stats.
+    own = "Module" in (a.source, b.source) or str(one.site) != str(other.site)
+    known = spelled or (matched >= 2 and not (a.names and b.names))
+    return "fault" if known and not own else "doubt"
 
 
 def _are_permuted(a: Evidence, b: Evidence) -> bool:

@@ -31,6 +31,7 @@ _LOOKERS_WITHOUT_ARGUMENT = frozenset({"vars", "dir"})
 _WRAPPERS = re.compile(
     r"(?:^|(?<=\.))(?:module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module)\."
 )
+_HAS_LETTER = re.compile(r"[^\W_]")
 _mro_of: Callable[[type], tuple[type, ...]] = type.__dict__["__mro__"].__get__
 
 Reader = Callable[["Variables"], Any]
@@ -207,7 +208,8 @@ def key_text(value: Any) -> str | None:
     """
     kind = type(value)
     if kind is str:
-        return _WRAPPERS.sub("", value)[:_MAX_CHARS] if "." in value else str(value)[:_MAX_CHARS]
+        text = _WRAPPERS.sub("", value) if "." in value else value
+        return text[:_MAX_CHARS] if _HAS_LETTER.search(text) else None  # "_" names nothing
     sort = _sorts.get(kind)
     if sort is None:
         if len(_sorts) > 1024:
@@ -215,13 +217,18 @@ def key_text(value: Any) -> str | None:
         sort = _sorts[kind] = _sort_of(kind)
     if sort == "other":
         return None
-    if sort == "tuple":
-        parts = [text for part in value[:_MAX_KEY_PARTS] if (text := key_text(part)) is not None]
-        return ",".join(parts) or None
+    if sort in ("tuple", "fields"):
+        parts = tuple.__iter__(value) if sort == "tuple" else (instance_dict(value) or {}).values()
+        texts = [text for _, part in zip(range(_MAX_KEY_PARTS), parts, strict=False) if (text := _part_text(part))]
+        return ",".join(texts) if any(not text.isdigit() for text in texts) else None
     if sort == "enum":
         name = (instance_dict(value) or {}).get("_name_")
         return f"{kind.__name__}.{name}" if type(name) is str else None
     return key_text(str.__str__(value))  # str's own, whatever the subclass defines
+
+
+def _part_text(part: Any) -> str | None:
+    return str(part) if type(part) is int else key_text(part)
 
 
 _sorts: dict[type, str] = {}
@@ -276,9 +283,19 @@ def names_in(container: Any) -> tuple[str, ...]:
 
 def _texts(keys: Iterable[Any]) -> Iterator[str]:
     for _, key in zip(range(_MAX_SEARCHED), keys, strict=False):
-        text = f"[{key}]" if type(key) is int else key_text(key)
+        text = f"[{key}]" if type(key) in (int, float) else key_text(key)
         if text is not None:
             yield text
+
+
+def aliases_in(entries: Any) -> dict[str, tuple[str, ...]]:
+    """The names of tensors that a dict holds under several: tied weights."""
+    keys_of: dict[int, list[Any]] = {}
+    for _, (key, value) in zip(range(_MAX_SEARCHED), dict.items(entries), strict=False):
+        if type(value).__name__ in ("Tensor", "Parameter"):
+            keys_of.setdefault(id(value), []).append(key)
+    tied = [tuple(_texts(keys)) for keys in keys_of.values() if len(keys) > 1]
+    return {name: names for names in tied for name in names}
 
 
 def _fields_of(kind: type) -> tuple[Any, ...]:
@@ -323,6 +340,6 @@ def key_by_identity(container: Any, wanted: Any) -> Any:
         instance = instance_dict(container)
         entries = instance if instance is not None else {}
     for _, (key, value) in zip(range(_MAX_SEARCHED), dict.items(entries), strict=False):
-        if value is wanted and (type(key) is int or key_text(key) is not None):
+        if value is wanted and (type(key) in (int, float) or key_text(key) is not None):
             return key
     return MISSING

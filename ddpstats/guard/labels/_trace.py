@@ -69,7 +69,8 @@ class Route:
 
     ``leaves``: how the route goes on: by the parameter ``name``, by the positional argument ``position`` that the
     function passed on in its ``*args``, by the variable ``name`` of the enclosing ``scope``, or not at all.
-    ``container``: what left was the container, and only other names for it are followed.
+    ``container``: what left was the container, and only other names for it are followed. ``is_beside``: the name only
+    stands beside what is done with the result.
     """
 
     steps: tuple[Step, ...] = ()
@@ -79,6 +80,7 @@ class Route:
     position: int = 0
     scope: ast.AST | None = None
     container: bool = False
+    is_beside: bool = False
 
 
 class Tracer:
@@ -97,17 +99,7 @@ class Tracer:
         argument = _tensor_argument(call)
         if argument is None:
             return ()
-        return self._some(itertools.chain(self.value(argument, False, 0), self._stored_under(call, argument)))
-
-    def _stored_under(self, call: ast.expr, argument: ast.expr) -> Iterator[Route]:
-        """By the name under which the program stores the result, in the same turn of the loop."""
-        carriers = set(argument_names(call))
-        loop = self._loop_around(call)
-        for node in ast.walk(loop if loop is not None else self.file.scope_of(call)):
-            if isinstance(node, ast.Assign) and any(_mentions(node.value, frozenset({name})) for name in carriers):
-                for target in node.targets:
-                    if isinstance(target, ast.Subscript) and not isinstance(target.slice, ast.Slice):
-                        yield Route((Step((target.slice,), None, None, loop),), fresh=True)
+        return self._some(itertools.chain(self.value(argument, False, 0), self._named_after(call)))
 
     def of_parameter(self, call: ast.expr, callee: CodeType, route: Route) -> tuple[Route, ...]:
         """Of what ``call`` passed to the function with the code ``callee``, as the parameter that ``route`` left by."""
@@ -116,13 +108,14 @@ class Tracer:
         if _is_passed_as_function(call, callee):
             return self._some(self._of_consumed(call))
         place = _argument_for(call, callee, route)
-        if place is None:
-            return ()
         if isinstance(place, Route):
             return (place,)
         if isinstance(place, ast.Starred):
             return self._some(self.container(place.value, 0))
-        return self._some(self.container(place, 0) if route.container else self.value(place, False, 0))
+        if route.container:
+            return () if place is None else self._some(self.container(place, 0))
+        of_value = iter(()) if place is None else self.value(place, False, 0)
+        return self._some(itertools.chain(of_value, self._named_after(call)))
 
     def of_variable(self, name: str, at: ast.expr, container: bool) -> tuple[Route, ...]:
         """Of a variable that a nested function reads, where the enclosing one is at ``at``."""
@@ -257,6 +250,48 @@ class Tracer:
             return any(self._assigned(binding, binding.value, container, False, 0))
         return binding.kind != "other"
 
+    # -- results ------------------------------------------------------------------------------------------------------
+
+    def _named_after(self, call: ast.expr) -> Iterator[Route]:
+        """By the name under which the program stores the result, or that it passes on beside it."""
+        yield from self._stored(call, call)
+        around = self.file.parents.get(call)
+        while isinstance(around, ast.expr) and not isinstance(around, Function):
+            if isinstance(around, ast.Call) and call is not around.func:
+                yield from self._logged(around, call)
+            around = self.file.parents.get(around)
+        carriers = frozenset(argument_names(call)) | frozenset(self._assigned_to(call))
+        loop = self._loop_around(call)
+        for node in ast.walk(loop if loop is not None else self.file.scope_of(call)) if carriers else ():
+            if isinstance(node, ast.Assign) and _mentions(node.value, carriers):
+                yield from self._stored(node.value, call)
+            elif isinstance(node, ast.Call) and node is not call and _mentions_any(node.args, carriers):
+                yield from self._logged(node, call)
+
+    def _assigned_to(self, call: ast.expr) -> Iterator[str]:
+        around = self.file.parents.get(call)
+        while isinstance(around, ast.expr):
+            around = self.file.parents.get(around)
+        if isinstance(around, ast.Assign):
+            yield from (target.id for target in around.targets if isinstance(target, ast.Name))
+
+    def _stored(self, value: ast.expr, call: ast.expr) -> Iterator[Route]:
+        statement = self.file.parents.get(value)
+        while isinstance(statement, ast.expr):
+            if isinstance(statement, ast.DictComp):
+                yield Route((Step((statement.key,), None, None, statement),), fresh=True)
+            statement = self.file.parents.get(statement)
+        if isinstance(statement, ast.Assign):
+            for target in statement.targets:
+                if isinstance(target, ast.Subscript) and not isinstance(target.slice, ast.Slice):
+                    yield Route((Step((target.slice,), None, None, self._loop_around(call)),), fresh=True)
+
+    def _logged(self, logging: ast.Call, call: ast.expr) -> Iterator[Route]:
+        """``writer.add_scalar("loss", result, step)``"""
+        first = logging.args[0] if logging.args else None
+        if isinstance(first, (ast.Constant, ast.JoinedStr, ast.Name)) and len(logging.args) > 1:
+            yield Route((Step((first,), None, None, self._loop_around(call)),), fresh=True, is_beside=True)
+
     # -- loops --------------------------------------------------------------------------------------------------------
 
     def _loop_of(self, key: ast.expr) -> ast.AST | None:
@@ -382,6 +417,8 @@ def _names_one_of(node: ast.AST, names: frozenset[str]) -> bool:
 def argument_names(call: ast.expr) -> Iterator[str]:
     """The variable that a collective reduces, if it is one: ``x`` in ``all_reduce(x)``, ``all_reduce(x.div_(2))``."""
     argument = _tensor_argument(call)
+    if isinstance(argument, ast.NamedExpr):
+        argument = argument.target
     while isinstance(argument, (ast.Call, ast.Attribute)):
         argument = argument.func if isinstance(argument, ast.Call) else argument.value
     if isinstance(argument, (ast.List, ast.Tuple)) and len(argument.elts) == 1:
@@ -403,6 +440,10 @@ def names_passed(call: ast.expr, callee: CodeType, names: frozenset[str], texts:
         if keyword.arg is not None and _mentions(keyword.value, names):
             found.add(keyword.arg)
     return frozenset(found)
+
+
+def _mentions_any(exprs: list[ast.expr], names: frozenset[str]) -> bool:
+    return any(_mentions(expr, names) for expr in exprs)
 
 
 def _mentions(expr: ast.expr, names: frozenset[str]) -> bool:
