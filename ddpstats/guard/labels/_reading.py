@@ -235,9 +235,11 @@ _sorts: dict[type, str] = {}
 
 
 def _sort_of(kind: type) -> str:
-    """ "tuple", "enum" or "str" for classes whose objects may be names, else "other"."""
-    if kind is tuple:
+    """What objects of a class are as names: "tuple", "fields" (of a dataclass), "enum", "str", or "other"."""
+    if tuple in _mro_of(kind):
         return "tuple"
+    if "__dataclass_fields__" in kind.__dict__:
+        return "fields"
     if enum.EnumMeta in _mro_of(type(kind)):
         return "enum"
     return "str" if str in _mro_of(kind) else "other"
