@@ -115,27 +115,29 @@ class Evidence:
     is_known: bool = False
     outer: Evidence | None = None
 
-    def as_list(self) -> list[Any]:
-        outer = None if self.outer is None else self.outer.as_list()
+    def as_list(self, before: Evidence | None = None) -> list[Any]:
+        """For `from_list`, with the same ``before``: the evidence of the event before, whose names are not repeated."""
+        names = None if before is not None and before.names == self.names else list(self.names)
+        outer = None if self.outer is None else self.outer.as_list(None if before is None else before.outer)
         flags = [self.is_beside, self.is_known]
-        return [self.key, list(self.names), self.source, self.fate, self.spelled, list(self.aliases), *flags, outer]
+        return [self.key, names, self.source, self.fate, self.spelled, list(self.aliases), *flags, outer]
 
     @classmethod
-    def from_list(cls, given: Any, depth: int = 0) -> Evidence:
+    def from_list(cls, given: Any, before: Evidence | None = None, depth: int = 0) -> Evidence:
         """Raises ValueError or TypeError for what `as_list` did not give."""
         key, names, source, fate, spelled, aliases, is_beside, is_known, outer = given
         if depth > _MAX_LEVELS:
             raise ValueError("nested too deep")
         return cls(
             _text(key),
-            tuple(map(_text, names)),
+            tuple(map(_text, names)) if names is not None else () if before is None else before.names,
             _text(source),
             _text(fate),
             _text(spelled),
             tuple(map(_text, aliases)),
             bool(is_beside),
             bool(is_known),
-            None if outer is None else cls.from_list(outer, depth + 1),
+            None if outer is None else cls.from_list(outer, None if before is None else before.outer, depth + 1),
         )
 
 
@@ -174,7 +176,8 @@ class Event:
         """The line of the call site; empty where it is not known."""
         return self.read_source if isinstance(self.site, str) else str(self.site.source())
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self, before: Evidence | None = None) -> dict[str, Any]:
+        """``before``: the evidence of the event before, where both go the same way."""
         evidence = self.evidence if self.word else None
         found = {
             "group": self.group,
@@ -193,13 +196,13 @@ class Event:
             "peer": self.peer,
             "tag": self.tag,
             "time": self.started,
-            "evidence": evidence.as_list() if evidence is not None else None,
+            "evidence": evidence.as_list(before) if evidence is not None else None,
             "is_silenced": (not self.word and self.label is not None) or None,
         }
         return {key: value for key, value in found.items() if value not in (None, "", [])}
 
     @classmethod
-    def from_dict(cls, given: Mapping[str, Any]) -> Event:
+    def from_dict(cls, given: Mapping[str, Any], before: Evidence | None = None) -> Event:
         """Raises ValueError for what `as_dict` did not write."""
         try:
             signature = Signature(
@@ -227,9 +230,9 @@ class Event:
                 tag=_int_or_none(given.get("tag")),
                 started=float(given.get("time", 0.0)),
                 read_source=_text(given.get("source", "")),
-                told=Evidence.from_list(given["evidence"]) if "evidence" in given else None,
+                told=Evidence.from_list(given["evidence"], before) if "evidence" in given else None,
             )
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"not a record of a collective: {error!r}") from None
 
     def __str__(self) -> str:
@@ -250,6 +253,23 @@ def _text_or_none(value: Any) -> str | None:
 
 def _int_or_none(value: Any) -> int | None:
     return None if value is None else int(value)
+
+
+def events_as_dicts(events: Iterable[Event]) -> list[dict[str, Any]]:
+    found, before = [], None
+    for event in events:
+        found.append(event.as_dict(before))
+        before = event.evidence if event.word else before
+    return found
+
+
+def events_from_dicts(given: Iterable[Mapping[str, Any]]) -> Iterator[Event]:
+    """Raises ValueError for what `events_as_dicts` did not give."""
+    before = None
+    for entry in given:
+        event = Event.from_dict(entry, before)
+        before = event.evidence or before
+        yield event
 
 
 class Ring:
@@ -289,6 +309,7 @@ class RecordWriter:
         """``run``: the same on all ranks of a program, and no other's. Its next guard goes on in the same file."""
         self._path = Path(directory) / f"rank{rank}.jsonl"
         self._limit = max_bytes // 2
+        self._before: Evidence | None = None  # of the last event
         self._head = {"ddpstats": FORMAT, "run": run, "rank": rank, "world_size": world_size, "pid": os.getpid()}
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -298,6 +319,11 @@ class RecordWriter:
             self._file = self._open(goes_on)
         except OSError as error:
             raise ConfigError(f"rank {rank} cannot write its record to {directory}: {error.strerror}") from None
+
+    def write_event(self, event: Event) -> None:
+        """Append one event."""
+        self.write(event.as_dict(self._before))
+        self._before = event.evidence if event.word else self._before
 
     def write(self, entry: Mapping[str, Any]) -> None:
         """Append one line. A disk that is full stops the record, not the training."""
@@ -325,6 +351,7 @@ class RecordWriter:
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | (0 if goes_on else os.O_TRUNC)
         file = os.open(self._path, flags, 0o644)
         os.write(file, (json.dumps({**self._head, "time": time.time()}) + "\n").encode())
+        self._before = None  # every file can be read by itself
         self._size = os.fstat(file).st_size
         return file
 
@@ -372,13 +399,15 @@ def _read_rank(path: Path) -> RankRecord:
     end: Mapping[str, Any] | None = None
     groups: dict[str, Mapping[str, Any]] = {}
     events: list[Event] = []
+    before: Evidence | None = None
     for source in [old, path] if old.exists() else [path]:
         for number, entry in _lines(source):
             try:
                 if "op" in entry:
-                    events.append(Event.from_dict(entry))
+                    events.append(Event.from_dict(entry, before))
+                    before = events[-1].evidence or before
                 elif "ddpstats" in entry:
-                    head, end = _checked_head(entry), None
+                    head, end, before = _checked_head(entry), None, None
                 elif "new_group" in entry:
                     groups[_text(entry["new_group"])] = entry
                 elif "end" in entry:

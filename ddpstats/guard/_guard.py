@@ -394,7 +394,7 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         self._standing.collectives += 1
         self._ring.append(event)
         if self._writer is not None:
-            self._writer.write(event.as_dict())
+            self._writer.write_event(event)
         return event
 
     def _group_of(self, view: GroupView) -> Group:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ddpstats._events import Event
+from ddpstats._events import Event, events_as_dicts, events_from_dicts
 from ddpstats._mailbox import PROCESS_ID_BYTES, ProcessId
 from ddpstats._ranks import ranks_text
 from ddpstats.guard._diagnosis import DOUBT, MISSING, NOTHING, Finding, Testimony, find, unexplained
@@ -325,7 +325,7 @@ def _frame_lines(entry: traceback.FrameSummary) -> list[str]:
 def _pack(testimony: Testimony) -> str:
     return json.dumps(
         {
-            "events": [event.as_dict() for event in testimony.events],
+            "events": events_as_dicts(testimony.events),
             "balances": {str(seq): balance for seq, balance in testimony.balances.items()},
             "count": testimony.count,
             "waits_in": testimony.waits_in,
@@ -345,7 +345,7 @@ def _unpack(payload: bytes, rank: int) -> Testimony:
         waits_in = given["waits_in"]
         return Testimony(
             rank,
-            tuple(Event.from_dict(entry) for entry in given["events"]),
+            tuple(events_from_dicts(given["events"])),
             {int(seq): int(balance) for seq, balance in given["balances"].items()},
             int(given["count"]),
             None if waits_in is None else (str(waits_in[0]), int(waits_in[1])),

@@ -186,3 +186,52 @@ def call_site_in_an_executor() -> str:
 
 def _reduce_one() -> None:
     dist.all_reduce(torch.ones(1))
+
+
+def doubted(mode: str, utterances: int) -> tuple[list[str], int]:
+    """Each rank reduces under names of its own, over and over, and uses the results without them."""
+    said: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.levelno == logging.WARNING:
+                said.append(record.getMessage())
+
+    listener = Listener()
+    logging.getLogger("ddpstats").addHandler(listener)
+    names = ("anna", "ben", "carl") if dist.get_rank() == 0 else ("dora", "emil", "fritz")
+    losses = {name: torch.ones(1) for name in names}
+    try:
+        with collective_guard(mode, timeout_sec=10) as guard:  # type: ignore[arg-type]
+            for _ in range(utterances):
+                kept = []
+                for _, loss in losses.items():
+                    loss = loss.clone()
+                    dist.all_reduce(loss)
+                    kept.append(loss)
+                guard.step()
+            verdicts = (
+                0 if guard._session is None or guard._session.inquiry is None else guard._session.inquiry._verdicts
+            )
+        return said, verdicts
+    finally:
+        logging.getLogger("ddpstats").removeHandler(listener)
+
+
+def fault_after_a_doubt(mode: str) -> str:
+    """What is silenced is one place of the program, and no other."""
+    mine = "anna" if dist.get_rank() == 0 else "dora"
+    try:
+        with collective_guard(mode, timeout_sec=10) as guard:  # type: ignore[arg-type]
+            for _ in range(3):
+                for loss in {mine: torch.ones(1)}.values():
+                    loss = loss.clone()
+                    dist.all_reduce(loss)
+                guard.step()
+            stats = {"ctc": torch.ones(1), "att": torch.ones(1)}
+            for key in reversed(stats) if dist.get_rank() else stats:
+                dist.all_reduce(stats[key])
+            guard.step()
+    except ddpstats.CollectiveMismatch as error:
+        return str(error)
+    return "silent"

@@ -285,3 +285,19 @@ def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="rank 3 cannot write its record"):
         RecordWriter(tmp_path / "file" / "records", 3, 4)
+
+
+@pytest.mark.parametrize("mode", ["strict", "step"])
+def test_a_doubt_is_told_once_by_one_rank_and_the_place_is_left_alone(two_ranks: RankPool, mode: str) -> None:
+    told = two_ranks.run(runs.doubted, mode, 20).values()
+    assert [len(said) for said, _ in told] == [1, 0]
+    assert "'anna'" in told[0][0][0]
+    assert "'dora'" in told[0][0][0]
+    assert {verdicts for _, verdicts in told} == {1}, "the ranks asked each other again"
+
+
+@pytest.mark.parametrize("mode", ["strict", "step"])
+def test_a_fault_elsewhere_raises_after_a_doubt(two_ranks: RankPool, mode: str) -> None:
+    told = set(two_ranks.run(runs.fault_after_a_doubt, mode).values())
+    assert len(told) == 1
+    assert "'ctc'" in told.pop()
