@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from array import array
 from itertools import islice
 from operator import attrgetter
@@ -21,7 +22,7 @@ from ddpstats._host_copy import HostCopy
 from ddpstats._markers import Marker, Mean
 from ddpstats._paths import Path
 from ddpstats._schema import iter_leaves
-from ddpstats._tree import CannotFlatten, Flat, Structure, flatten
+from ddpstats._tree import CannotFlatten, Flat, Structure, flatten, is_absent, is_masked_array, is_numpy, mask_of
 from ddpstats._vector import is_finite, product
 from ddpstats._wire import Failure
 
@@ -98,7 +99,7 @@ def _taken(value: Any) -> Any:
         return type(value)(_taken(value.value))
     if isinstance(value, torch.Tensor):
         return value.detach().clone() if value.is_cpu and not hasattr(value, "placements") else value
-    return value.copy() if type(value).__module__ == "numpy" else value
+    return value.copy() if is_numpy(value) else value
 
 
 def accelerator_in_use() -> bool:
@@ -170,16 +171,20 @@ def _read_each(flat: Flat, total: float, elements: list[float] | None) -> tuple[
 def _read_leaf(value: Any, total: float, elements: list[float] | None) -> tuple[float, float]:
     marker = value if isinstance(value, Marker) else None
     inner = marker.value if marker is not None else value
-    if inner is None:
+    if is_absent(inner):
         return 0.0, 0.0
     if marker is not None and marker.op != "mean":
-        return _combine(marker.op, _elements(inner)), 1.0
+        return _combine(marker.op, _elements(inner.compressed() if is_masked_array(inner) else inner)), 1.0
     if isinstance(marker, Mean) and marker.weight is not None:
         try:
             total, elements = _read_weight(marker.weight)
         except CannotFlatten as error:
             raise ValueError(f"a Mean for which {error}") from None
-    return _weigh(_elements(inner), total, elements)
+    values = _elements(inner)
+    if isinstance(values, list) and is_masked_array(inner) and elements is not None and len(elements) == len(values):
+        elements = [0.0 if masked else weight for masked, weight in zip(mask_of(inner), elements, strict=True)]
+        total = math.fsum(elements)
+    return _weigh(values, total, elements)
 
 
 def _weigh(value: float | list[float], total: float, elements: list[float] | None) -> tuple[float, float]:
@@ -209,21 +214,58 @@ def _combine(op: str, value: float | list[float]) -> float:
 
 
 def _elements(value: Any) -> float | list[float]:
-    """A scalar as float, a 1-d tensor or array of another length than 1 as a list of floats."""
+    """A scalar as float, a 1-d tensor or array of another length than 1 as a list of floats; 0 where it is masked."""
     if isinstance(value, torch.Tensor):
         return _tensor_elements(value)
+    if isinstance(value, float):  # numpy's float64 too
+        return float(value)
     size, dims = getattr(value, "size", None), getattr(value, "ndim", None)
-    if isinstance(size, int) and isinstance(dims, int):  # numpy
-        if size != 1 and dims != 1:
-            raise ValueError(f"an array of shape {value.shape}; a leaf is a scalar or 1-d")
-        if size != 1:
-            return [float(item) for item in value.tolist()]
-        value = value.item() if hasattr(value, "item") else value  # `float` of a numpy complex drops a part of it
+    if not isinstance(size, int) or not isinstance(dims, int):
+        return _number(value)
+    _refuse_kind(value)  # numpy, or what is like it
+    if size != 1 and dims != 1:
+        raise ValueError(f"an array of shape {value.shape}; a leaf is a scalar or 1-d")
+    if is_masked_array(value):
+        if dims == 0 and value.mask:
+            raise ValueError("masked; masked values are absent")
+        value = value.filled(0)
+    if size == 1:
+        return _number(value.item() if hasattr(value, "item") else value)
+    items = value.tolist()
+    return list(map(float if {*map(type, items)} <= {float, int, bool} else _number, items))
+
+
+# What numpy turns into a float although it is none, by ``dtype.kind``: a duration becomes a count of its own unit.
+_NO_NUMBERS = {
+    "c": "complex; log its real part, imaginary part or absolute value",
+    "m": "a duration ({}); log a number of a unit of your choice, such as value / np.timedelta64(1, 's')",
+    "M": "a point in time ({}); log a number, such as (value - start) / np.timedelta64(1, 's')",
+    "S": "text ({}); log a number",
+    "U": "text ({}); log a number",
+    "T": "text ({}); log a number",
+    "V": "a record or raw bytes ({}); log each number under a key of its own",
+}
+
+
+def _refuse_kind(value: Any) -> None:
+    dtype = getattr(value, "dtype", None)
+    why = _NO_NUMBERS.get(getattr(dtype, "kind", ""))
+    if why is not None:
+        raise ValueError(why.format(dtype))
+
+
+def _number(value: Any) -> float:
+    """One number; not a tensor, nor an array."""
+    _refuse_kind(value)  # an array of objects may hold anything
     if isinstance(value, complex):
-        raise ValueError("complex; log its real part, imaginary part or absolute value")
+        raise ValueError(_NO_NUMBERS["c"])
     if not hasattr(value, "__float__"):
         raise TypeError(f"of type {type(value).__qualname__}, which is not a number")
-    return float(value)
+    found = float(value)
+    exact: Any = value if isinstance(value, numbers.Number) else found
+    if math.isinf(found) and exact != found:
+        raise OverflowError(f"{_shorten(value)}, which is too large for a float64")
+    return found
 
 
 def _tensor_elements(tensor: torch.Tensor) -> float | list[float]:
@@ -231,11 +273,15 @@ def _tensor_elements(tensor: torch.Tensor) -> float | list[float]:
         raise ValueError("a complex tensor; log its real part, imaginary part or absolute value")
     if hasattr(tensor, "placements"):
         raise ValueError("a DTensor; pass .full_tensor() (a collective) or .to_local() of it")
+    if tensor.is_nested:
+        raise ValueError("a nested tensor; log each of its parts under a key of its own")
     if tensor.numel() == 1:
         return float(tensor.item())
     if tensor.dim() != 1:
         raise ValueError(f"a tensor of shape {tuple(tensor.shape)}; a leaf is a scalar, or 1-d like a 1-d weight")
-    return [float(item) for item in tensor.tolist()]
+    if tensor.is_quantized:
+        tensor = tensor.dequantize()
+    return [float(item) for item in tensor.to_dense().tolist()]
 
 
 def _path_of(flat: Flat, index: int) -> Path:
