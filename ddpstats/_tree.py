@@ -12,7 +12,7 @@ import weakref
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from itertools import islice
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple
@@ -39,7 +39,7 @@ from ddpstats._schema import (
     is_sequence,
     leaf,
 )
-from ddpstats._wire import Failure
+from ddpstats._wire import Failure, encode_schema
 
 Reading = Literal["numbers", "tensors", "plain", "general"]
 """How values are read: all Python numbers; all tensors; a mix of the two; or one by one (markers, numpy, None, ...)."""
@@ -52,6 +52,11 @@ class Structure:
     schema: Node
     reading: Reading
     leaf_count: int
+
+    @cached_property
+    def encoded(self) -> bytes:
+        """The schema as other ranks read it."""
+        return encode_schema(self.schema)
 
 
 class Flat(NamedTuple):

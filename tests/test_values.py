@@ -159,9 +159,9 @@ NO_NUMBERS: dict[str, tuple[Any, str]] = {
     "timedelta in an array": (np.array([HOUR], dtype=object), "of type timedelta"),
     "timedelta64 in an array of objects": (np.array([np.timedelta64(3, "ns")], dtype=object), "a duration"),
     "str": ("3", "str is not a leaf"),
-    "str_": (np.str_("3"), "text (<U1); log a number"),
-    "bytes_": (np.bytes_(b"3"), "text (|S1)"),
-    "array of text": (np.array(["3.5"]), "text (<U3)"),
+    "str_": (np.str_("3"), "of type str, which is not a number"),
+    "bytes_": (np.bytes_(b"3"), "of type bytes"),
+    "array of text": (np.array(["3.5"]), "of type str"),
     "text in an array of objects": (np.array(["3.5"], dtype=object), "of type str"),
     "None in an array": (np.array([None]), "of type NoneType"),
     "record": (RECORD, "a record or raw bytes"),
@@ -182,10 +182,10 @@ NO_NUMBERS: dict[str, tuple[Any, str]] = {
     "two dimensions": (np.ones((2, 2)), "an array of shape (2, 2)"),
     "two dimensions, all masked": (ma.array(np.ones((2, 2)), mask=True), "an array of shape (2, 2)"),
     "Sum of a duration": (Sum(np.timedelta64(3, "s")), "a duration"),
-    "Any of text": (AnyFlag(np.str_("1")), "text"),
+    "Any of text": (AnyFlag(np.str_("1")), "of type str"),
     "weight of a duration": (Mean(1.0, np.timedelta64(3, "ns")), "a Mean for which the weight is a duration"),
     "masked weight": (Mean(1.0, ma.masked), "a Mean for which the weight is masked"),
-    "text for a weight": (Mean(1.0, np.str_("3")), "a Mean for which the weight is text"),
+    "text for a weight": (Mean(1.0, np.str_("3")), "a Mean for which the weight is of type str"),
 }  # fmt: skip
 
 
@@ -212,8 +212,8 @@ def test_what_is_no_number_is_refused_on_every_rank(two_ranks: RankPool, case: s
 NO_VECTORS = {
     "timedelta64": (np.array([3, 4], "m8[ns]"), "a duration"),
     "datetime64": (np.array([3, 4], "M8[ns]"), "a point in time"),
-    "text": (np.array(["1", "2"]), "text (<U1)"),
-    "bytes": (np.array([b"1", b"2"]), "text (|S1)"),
+    "text": (np.array(["1", "2"]), "of type str"),
+    "bytes": (np.array([b"1", b"2"]), "of type bytes"),
     "text as objects": (np.array(["1", "2"], dtype=object), "of type str"),
     "timedelta64 as objects": (np.array([np.timedelta64(3, "ns"), 1.0], dtype=object), "a duration"),
     "None": (np.array([1.0, None]), "of type NoneType"),
