@@ -26,6 +26,7 @@ import struct
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -41,7 +42,7 @@ _LANES_8_TO_15 = struct.Struct("=8d")
 
 # Bytes that each rank sends to all where the lanes are not clean: the smallest that is enough for every rank. A sum
 # cannot tell the largest of some sizes, but how many ranks need each of a few. The ninth count: more than all these.
-ROOMS = tuple(1024 << step for step in range(8))
+ROOMS = tuple(kib << 10 for kib in (1, 2, 4, 16, 64, 256, 512, 1024))
 _COUNT_BITS = 17  # as many ranks as a group may have
 
 
@@ -84,6 +85,11 @@ class Seal:
         lanes = array("d", [float(v) for x in chunks for v in (x, x * x)])
         agreed = array("d", [lane * world_size for lane in lanes] + [0.0, 0.0])
         return cls(lanes, agreed.tobytes(), status_bytes)
+
+    @cached_property
+    def room(self) -> tuple[float, float, float]:
+        """Lanes of a rank that has no more to tell than the status."""
+        return room_lanes(self.status_bytes)
 
 
 class Buffer:

@@ -43,4 +43,4 @@ def _rounded(value: Fraction, largest: float) -> float:
     try:
         return float(value)
     except OverflowError:
-        return math.copysign(largest, value)
+        return largest if value > 0 else -largest

@@ -260,8 +260,8 @@ class Placement:
     codes: array[float]
     whole: bool
     stale: bool
-    bytes_to_tell: int = 0
-    """How many bytes it takes to tell all ranks the schema and its numbers."""
+    room: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    """Lanes that say how much room it takes to tell all ranks the schema and its numbers."""
 
 
 def place(schema: Node, layout: Layout) -> Placement:

@@ -74,6 +74,7 @@ _MAX_GATHERED_BYTES = 1 << 34  # of one rank
 _HEAD = struct.Struct("<Q16s")
 _LENGTH = struct.Struct("<Q")
 _STATUS_LENGTH = struct.Struct("<I")
+_OTHER_POLICY_BYTES = 16  # by so much the name of one policy may be longer than that of another
 _MAX_MEETING_BYTES = 1 << 24  # of what all ranks tell all ranks, numbers included
 _SHOWN_PATHS = 10
 
@@ -253,8 +254,9 @@ class Protocol:
         counters.calls += 1
         failure = flag if isinstance(flag, Failure) else None
         seal = self._seal(call, self._no_site)
-        room = self._room_lanes(call, self._no_site, failure, None)
-        self._buffer.seal(seal, room, stale=False, failed=failure is not None, flag=float(flag is True))
+        self._buffer.seal(
+            seal, self._room(seal, failure, None), stale=False, failed=failure is not None, flag=float(flag is True)
+        )
         if not self._sum(call, self._no_site, counters):
             self._renegotiate(call, self._no_site, failure, None, counters)
         return self._buffer.lane(FLAG)
@@ -271,8 +273,8 @@ class Protocol:
         for _ in range(_MAX_ROUNDS):
             failure = payload if isinstance(payload, Failure) else None
             mine = self._framed(site, payload) if isinstance(payload, bytearray) else None
-            seal, room = self._seal(call, site), self._room_lanes(call, site, failure, None)
-            self._buffer.seal(seal, room, stale=failure is None and mine is None, failed=failure is not None)
+            seal, stale = self._seal(call, site), failure is None and mine is None
+            self._buffer.seal(seal, self._room(seal, failure, None), stale=stale, failed=failure is not None)
             if mine is not None and self._rides(site):
                 self._buffer.write_section(self.position, self.world_size, mine)
             if self._sum(call, site, counters):
@@ -330,10 +332,11 @@ class Protocol:
     # -- 1. write -----------------------------------------------------------------------------------------------------
 
     def _write(self, call: Call, site: Site, prepared: Part | Failure, divide: bool) -> Placement | None:
-        placement = None if isinstance(prepared, Failure) else self._placement(site, prepared.structure)
+        placement = None if isinstance(prepared, Failure) else self._placement(call, site, prepared.structure)
         stale = _is_stale(site, prepared, placement, divide)
         weight = 0.0 if isinstance(prepared, Failure) else prepared.weight
-        seal, room = self._seal(call, site), self._room_lanes(call, site, prepared, placement)
+        seal = self._seal(call, site)
+        room = self._room(seal, prepared, placement)
         self._buffer.seal(seal, room, stale=stale, failed=placement is None, weight=weight)
         if isinstance(prepared, Part) and placement is not None and not stale:
             if placement.whole and prepared.finite and isinstance(prepared.weights, float):
@@ -346,24 +349,26 @@ class Protocol:
         sums, weights, codes = lanes_of(site.layout, placement, part.sums, part.weights, part.finite, call.skips)
         self._buffer.write_partial(site.layout, placement.slots, sums, weights, codes)
 
-    def _placement(self, site: Site, structure: Structure) -> Placement:
+    def _placement(self, call: Call, site: Site, structure: Structure) -> Placement:
         known = site.placements.get(structure)
         if known is not None:
             return known
-        needed = len(structure.encoded) + numbers_bytes(structure.leaf_count)
-        placement = replace(place(structure.schema, site.layout), bytes_to_tell=needed)
+        needed = self._seal(call, site).status_bytes + len(structure.encoded) + numbers_bytes(structure.leaf_count)
+        placement = replace(place(structure.schema, site.layout), room=room_lanes(needed))
         return site.placements.put(structure, placement, structure.leaf_count + 1)
 
-    def _room_lanes(
-        self, call: Call, site: Site, prepared: Part | Failure | None, placement: Placement | None
+    def _room(
+        self, seal: Seal, prepared: Part | Failure | None, placement: Placement | None
     ) -> tuple[float, float, float]:
         """Room for this rank's packet, should the ranks have to meet."""
-        needed = _HEAD.size + _STATUS_LENGTH.size + self._seal(call, site).status_bytes
-        if isinstance(prepared, Part) and placement is not None:
-            needed += placement.bytes_to_tell + scaled_bytes(len(prepared.scaled))
-        elif isinstance(prepared, Failure):
-            needed += failure_bytes(prepared)
-        return room_lanes(needed)
+        if isinstance(prepared, Failure):
+            return room_lanes(seal.status_bytes + failure_bytes(prepared))
+        if prepared is None or placement is None:
+            return seal.room
+        if not prepared.scaled:
+            return placement.room
+        structure, scaled = prepared.structure, scaled_bytes(len(prepared.scaled))
+        return room_lanes(seal.status_bytes + len(structure.encoded) + numbers_bytes(structure.leaf_count) + scaled)
 
     def _seal(self, call: Call, site: Site) -> Seal:
         seal = site.seals.get(call.seal_key)
@@ -371,8 +376,9 @@ class Protocol:
             parts = ("" if part is None else "=" + part for part in call.seal_key)
             text = "\0".join(parts).encode("utf-8", "surrogatepass")
             print_ = fingerprint(text + b"\0" + _agreed_before(call, site))
-            status_bytes = len(encode_status(_status(call, site, None, stale=False)))
-            seal = site.seals[call.seal_key] = Seal.of(print_, self.world_size, status_bytes)
+            status = len(encode_status(_status(call, site, None, stale=False))) + _OTHER_POLICY_BYTES
+            packet = _HEAD.size + _STATUS_LENGTH.size + status + numbers_bytes(0)
+            seal = site.seals[call.seal_key] = Seal.of(print_, self.world_size, packet)
         return seal
 
     # -- 2. sum -------------------------------------------------------------------------------------------------------

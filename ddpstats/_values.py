@@ -126,7 +126,9 @@ def _part(flat: Flat, weight: Any) -> Part:
     # With a weight of 1 or more a product loses nothing that the mean would show.
     if finite and (total >= 1 or are_normal(sums)):
         return Part(flat.structure, sums, total, total, True)
-    found = [(i, _scaled([float(flat.leaves[i])], [total], summed)) for i, summed in enumerate(sums) if _is_odd(summed)]
+    leaves = flat.leaves
+    odd = [(i, v) for i, s in enumerate(sums) if not SMALLEST <= abs(s) < math.inf and (v := float(leaves[i]))]
+    found = [(i, _scaled([value], [total], sums[i])) for i, value in odd]
     return Part(flat.structure, sums, total, total, finite, {i: scaled for i, scaled in found if scaled is not None})
 
 

@@ -442,8 +442,8 @@ def go_on_after_a_conflict() -> list[Any]:
 
 def test_a_conflict_leaves_no_trace_in_the_layout(three_ranks: RankPool) -> None:
     found = three_ranks.run(go_on_after_a_conflict, timeout_sec=LIMIT_SEC).values()
-    # one collective; then the new path: two all_reduces around a gather of digests and one broadcast
-    assert found == [[[{"good": 1.0}, {"good": 1.0, "new": 3.0}], 1 + 2 + 1 + 1, 1]] * 3
+    # one collective; then the new path: an all_reduce and an all_gather
+    assert found == [[[{"good": 1.0}, {"good": 1.0, "new": 3.0}], 1 + 2, 1]] * 3
 
 
 def look_alike() -> list[Any]:
