@@ -361,14 +361,15 @@ class Protocol:
         self, seal: Seal, prepared: Part | Failure | None, placement: Placement | None
     ) -> tuple[float, float, float]:
         """Room for this rank's packet, should the ranks have to meet."""
+        if isinstance(prepared, Part) and placement is not None:
+            if not prepared.scaled:
+                return placement.room
+            structure, scaled = prepared.structure, scaled_bytes(len(prepared.scaled))
+            needed = len(structure.encoded) + numbers_bytes(structure.leaf_count) + scaled
+            return room_lanes(seal.status_bytes + needed)
         if isinstance(prepared, Failure):
             return room_lanes(seal.status_bytes + failure_bytes(prepared))
-        if prepared is None or placement is None:
-            return seal.room
-        if not prepared.scaled:
-            return placement.room
-        structure, scaled = prepared.structure, scaled_bytes(len(prepared.scaled))
-        return room_lanes(seal.status_bytes + len(structure.encoded) + numbers_bytes(structure.leaf_count) + scaled)
+        return seal.room
 
     def _seal(self, call: Call, site: Site) -> Seal:
         seal = site.seals.get(call.seal_key)
