@@ -39,7 +39,7 @@ def told(stats: Any, weight: Any = 1.0, **settings: Any) -> tuple[Any, ...] | st
 def check(held: Sequence[tuple[float, float]], answers: Sequence[Any], read: Any) -> None:
     """``read(answer)``: the mean and the weight of the path in question."""
     assert len(set(map(repr, answers))) == 1, answers
-    total = sum(Fraction(weight) for _, weight in held)
+    total = sum((Fraction(weight) for _, weight in held), Fraction(0))
     if isinstance(answers[0], str):
         assert total > Fraction(LARGEST) * Fraction(999, 1000), answers[0]
         assert answers[0].startswith("InvalidStats: ")

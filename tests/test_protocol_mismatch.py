@@ -598,7 +598,8 @@ def numbers(draw: st.DrawFn) -> tuple[int, Numbers]:
     own = array("d", draw(st.lists(weights, min_size=leaves, max_size=leaves)))
     positions = draw(st.sets(st.integers(0, leaves - 1))) if leaves else set()
     scaled = {i: (draw(st.floats(-2, 2)), draw(st.integers(-4400, 4400))) for i in sorted(positions)}
-    return leaves, Numbers(draw(weights), lanes, draw(st.sampled_from([own, draw(weights)])), scaled)
+    each: float | array[float] = own if draw(st.booleans()) else draw(weights)
+    return leaves, Numbers(draw(weights), lanes, each, scaled)
 
 
 @given(numbers())
