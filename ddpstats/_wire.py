@@ -21,6 +21,7 @@ from ddpstats.errors import ProtocolMismatch
 
 PROTOCOL_VERSION = 2
 
+_UNTYPED: dict[Node, int] = {leaf(op): tag for tag, op in enumerate(OPS)}
 _CONTAINER, _NULLABLE_CONTAINER, _TYPED_LEAF = 0x20, 0x21, 0x40
 _MAX_ERROR_CHARS = 2000
 _MAX_POSITION = 1 << 28  # a result holds a list as long as the last position
@@ -197,6 +198,9 @@ def _put_node(out: list[bytes], node: Node) -> None:
     out.append(bytes((_NULLABLE_CONTAINER if node.nullable else _CONTAINER,)))
     _put_texts(out, node.kinds)
     _put_keys(out, node.keys)
+    if {*map(type, node.children)} == {Leaf} and _UNTYPED.keys() >= {*node.children}:
+        out.append(bytes(map(_UNTYPED.__getitem__, node.children)))  # leaves of a flat tree, all at once
+        return
     for child in node.children:
         _put_node(out, child)
 
