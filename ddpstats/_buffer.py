@@ -8,6 +8,7 @@
          10      ranks that are partial: some slot without a plain, finite value of the call's weight
          11      weight of the call
          12      flag of any_rank / all_ranks
+         13..15  how many ranks need which room for all that they hold: nine counts, three to a lane
          16..    weighted sums | weights | codes, one lane per slot each, back to back;
                  in a gather of little: each rank's bytes, two to a lane, back to back
 
@@ -25,18 +26,24 @@ import struct
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 from ddpstats._layout import Layout
 from ddpstats._vector import spread
 
-STALE, FAILED, PARTIAL, WEIGHT, FLAG = 8, 9, 10, 11, 12
+STALE, FAILED, PARTIAL, WEIGHT, FLAG, ROOM = 8, 9, 10, 11, 12, 13
 _CONTROL_LANES = 10
 HEADER_LANES = 16
 LANES_PER_SLOT = 3
 _BYTES = 8
-_LANES_8_TO_12 = struct.Struct("=5d")
+_LANES_8_TO_15 = struct.Struct("=8d")
+
+# Bytes that each rank sends to all where the lanes are not clean: the smallest that is enough for every rank. A sum
+# cannot tell the largest of some sizes, but how many ranks need each of a few. The ninth count: more than all these.
+ROOMS = tuple(kib << 10 for kib in (1, 2, 4, 16, 64, 256, 512, 1024))
+_COUNT_BITS = 17  # as many ranks as a group may have
 
 
 def lanes_needed(slots: int) -> int:
@@ -47,6 +54,14 @@ def lanes_needed(slots: int) -> int:
 def section_lanes(ranks: int, room: int) -> int:
     """How many float64 it takes to give each of ``ranks`` ranks ``room`` bytes (an even number), two to a lane."""
     return HEADER_LANES + ranks * room // 2
+
+
+def room_lanes(size: int) -> tuple[float, float, float]:
+    """What a rank adds to the lanes of rooms that needs ``size`` bytes."""
+    step = sum(size > room for room in ROOMS)
+    lanes = [0.0, 0.0, 0.0]
+    lanes[step // 3] = float(1 << _COUNT_BITS * (step % 3))
+    return lanes[0], lanes[1], lanes[2]
 
 
 def capacity_for(lanes: int) -> int:
@@ -61,13 +76,20 @@ class Seal:
 
     lanes: array[float]
     agreed: bytes
+    status_bytes: int
+    """How long the status of such a call is, apart from schema and failure."""
 
     @classmethod
-    def of(cls, fingerprint: bytes, world_size: int) -> Seal:
+    def of(cls, fingerprint: bytes, world_size: int, status_bytes: int) -> Seal:
         chunks = struct.unpack("<4H", fingerprint)
         lanes = array("d", [float(v) for x in chunks for v in (x, x * x)])
         agreed = array("d", [lane * world_size for lane in lanes] + [0.0, 0.0])
-        return cls(lanes, agreed.tobytes())
+        return cls(lanes, agreed.tobytes(), status_bytes)
+
+    @cached_property
+    def room(self) -> tuple[float, float, float]:
+        """Lanes of a rank that has no more to tell than the status."""
+        return room_lanes(self.status_bytes)
 
 
 class Buffer:
@@ -80,10 +102,19 @@ class Buffer:
         self._lanes = self._bytes.cast("d")
         self.capacity = capacity
 
-    def seal(self, seal: Seal, *, stale: bool, failed: bool, weight: float = 0.0, flag: float = 0.0) -> None:
+    def seal(
+        self,
+        seal: Seal,
+        room: tuple[float, float, float],
+        *,
+        stale: bool,
+        failed: bool,
+        weight: float = 0.0,
+        flag: float = 0.0,
+    ) -> None:
         """Write the control lanes. A call that is stale or failed needs nothing else."""
         self._lanes[0:STALE] = seal.lanes
-        _LANES_8_TO_12.pack_into(self._raw, STALE * _BYTES, stale, failed, 1.0, weight, flag)
+        _LANES_8_TO_15.pack_into(self._raw, STALE * _BYTES, stale, failed, 1.0, weight, flag, *room)
 
     def is_agreed(self, seal: Seal) -> bool:
         """After the sum: whether all ranks made the same call, and none is stale or failed."""
@@ -91,6 +122,15 @@ class Buffer:
 
     def lane(self, index: int) -> float:
         return self._lanes[index]
+
+    def room(self) -> int | None:
+        """After the sum: room for what any rank holds; None where some rank needs more than there is."""
+        for lane in (2, 1, 0):
+            counts = int(self._lanes[ROOM + lane])
+            if counts:
+                step = 3 * lane + (counts.bit_length() - 1) // _COUNT_BITS
+                return ROOMS[step] if step < len(ROOMS) else None
+        return None
 
     def write_whole(self, layout: Layout, sums: array[float], weight: float, codes: array[float]) -> None:
         """Every slot has a finite value of the call's weight."""
@@ -115,6 +155,22 @@ class Buffer:
             weights = array("d", (weights,)) * len(slots)
         lanes[start : start + size] = spread(size, slots, sums)
         lanes[start + size : start + 2 * size] = spread(size, slots, weights)
+        lanes[start + 2 * size : start + 3 * size] = codes
+
+    def write_totals(
+        self,
+        layout: Layout,
+        weight: float,
+        is_whole: bool,
+        sums: array[float],
+        weights: array[float],
+        codes: array[float],
+    ) -> None:
+        """What a sum over ranks would have left here."""
+        size, lanes, start = layout.size, self._lanes, HEADER_LANES
+        lanes[PARTIAL], lanes[WEIGHT] = not is_whole, weight
+        lanes[start : start + size] = sums
+        lanes[start + size : start + 2 * size] = weights
         lanes[start + 2 * size : start + 3 * size] = codes
 
     def write_section(self, position: int, ranks: int, payload: bytearray) -> None:

@@ -260,6 +260,8 @@ class Placement:
     codes: array[float]
     whole: bool
     stale: bool
+    room: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    """Lanes that say how much room it takes to tell all ranks the schema and its numbers."""
 
 
 def place(schema: Node, layout: Layout) -> Placement:
@@ -323,6 +325,8 @@ def _place_leaf(mine: Leaf, agreed: Node, slot: int, slots: array[int], codes: a
 
 
 def _children_at(node: Container, slot: int) -> dict[Step, tuple[Node, int]]:
+    if is_flat(node):
+        return dict(zip(node.keys, zip(node.children, range(slot, slot + len(node.keys)), strict=True), strict=True))
     starts: dict[Step, tuple[Node, int]] = {}
     for key, child in zip(node.keys, node.children, strict=True):
         starts[key] = (child, slot)

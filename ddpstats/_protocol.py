@@ -4,7 +4,11 @@
 2. One all_reduce(SUM). It is never conditional: a rank that is stale or failed takes part and says so in its lanes.
 3. Control lanes clean: all ranks made the same call on the same layout. Read the result; if the layout holds minima or
    maxima, one all_reduce(MAX) more.
-4. Not clean, on every rank alike: exchange statuses (`_agreement`), which raises, or yields a new layout; back to 1.
+4. Not clean, on every rank alike: exchange what each rank holds. `_agreement` raises, or yields a new layout; the
+   numbers came with the statuses, so every rank adds them up itself (`_summation`), and that is the result. Where they
+   would be too many bytes for every rank to have, statuses are exchanged alone; then back to 1.
+5. Numbers that float64 cannot hold (a product of value and weight, a sum over ranks) take the same way as new paths: in
+   step 1 a rank that has one says "stale", in step 3 all ranks see the sum.
 
 What changes here (layouts, capacity, ages) changes only after all ranks have agreed, and is computed from what all
 ranks know. So all ranks drop unused slots at the same call without a word to each other.
@@ -17,24 +21,40 @@ import math
 import struct
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
 from ddpstats._agreement import Statuses, agree
-from ddpstats._buffer import FLAG, PARTIAL, WEIGHT, Buffer, Seal, capacity_for, lanes_needed, section_lanes
+from ddpstats._buffer import FLAG, PARTIAL, WEIGHT, Buffer, Seal, capacity_for, lanes_needed, room_lanes, section_lanes
 from ddpstats._cache import BoundedCache
 from ddpstats._comm import Comm
-from ddpstats._layout import NONFINITE, PRESENT, Layout, Placement, Selection, place, prune, result_kinds, select
+from ddpstats._layout import Layout, Placement, Selection, place, prune, result_kinds, select
+from ddpstats._paths import Step
 from ddpstats._ranks import ranks_text
-from ddpstats._reduced import Reduced, finish
-from ddpstats._schema import EMPTY, iter_slots
+from ddpstats._reduced import Reduced, finish, overflown
+from ddpstats._schema import EMPTY, Container, Node, is_flat, is_sequence, iter_slots, leaf_nodes, marker_count
+from ddpstats._summation import Share, Summation, extremes_from, extremes_of, lanes_of
 from ddpstats._tree import Builder, Structure, buildable, builder
-from ddpstats._values import Part, Prepared
-from ddpstats._vector import pick
-from ddpstats._wire import Failure, Status, decode_slots, decode_status, encode_slots, encode_status, fingerprint
+from ddpstats._values import Part, Prepared, too_small_or_large
+from ddpstats._vector import is_finite, pick, quotient
+from ddpstats._wire import (
+    Failure,
+    Status,
+    decode_numbers,
+    decode_slots,
+    decode_status,
+    encode_numbers,
+    encode_slots,
+    encode_status,
+    failure_bytes,
+    fingerprint,
+    numbers_bytes,
+    scaled_bytes,
+)
 from ddpstats.errors import InvalidStats, NonFiniteStat, ProtocolMismatch
 
 # A slot that no rank used for this many calls of its name is dropped, so that generated key names cannot pile up; at a
@@ -54,6 +74,9 @@ _MAX_PAYLOAD_BYTES = 1 << 30
 _MAX_GATHERED_BYTES = 1 << 34  # of one rank
 _HEAD = struct.Struct("<Q16s")
 _LENGTH = struct.Struct("<Q")
+_STATUS_LENGTH = struct.Struct("<I")
+_OTHER_POLICY_BYTES = 16  # by so much the name of one policy may be longer than that of another
+_MAX_MEETING_BYTES = 1 << 24  # of what all ranks tell all ranks, numbers included
 _SHOWN_PATHS = 10
 
 
@@ -76,6 +99,10 @@ class Call:
     def is_decision(self) -> bool:
         """Decisions have no stats, and so no layout."""
         return self.kind in DECISIONS
+
+    @cached_property
+    def skips(self) -> bool:
+        return self.nonfinite == "skip"
 
     @cached_property
     def site_key(self) -> tuple[str, str | None]:
@@ -116,11 +143,10 @@ class Site:
     def adopt(self, layout: Layout) -> None:
         """Go over to ``layout``; what was known of slots that stay is kept."""
         self._flush()
-        known = (
-            {} if self.layout.root == EMPTY else dict(zip(iter_slots(self.layout.root), self.last_used, strict=True))
-        )
+        slots_of = _keys_of if _are_plain(self.layout.root, layout.root) else iter_slots
+        known = dict(zip(slots_of(self.layout.root), self.last_used, strict=True)) if self.layout.size else {}
         self.last_used = (
-            array("q", (known.get(slot, self.calls) for slot in iter_slots(layout.root)))
+            array("q", [known.get(slot, self.calls) for slot in slots_of(layout.root)])
             if known
             else array("q", [self.calls]) * layout.size
         )
@@ -169,6 +195,19 @@ class Counters:
     payload_bytes: int = 0
 
 
+class _Summed(NamedTuple):
+    """What the buffer says of one call: one entry per leaf of the selection."""
+
+    selection: Selection
+    sums: array[float]
+    weights: array[float] | None
+    total: float
+
+    @property
+    def divisor(self) -> float | array[float]:
+        return self.total if self.weights is None else self.weights
+
+
 class _DamagedError(Exception):
     """Bytes from a peer that are not what it announced."""
 
@@ -193,12 +232,17 @@ class Protocol:
         prepared = given.part()
         site = self._sites.get(call.site_key) or Site()
         for _ in range(_MAX_ROUNDS):
-            placement = self._write(call, site, prepared)
-            if self._sum(call, site, counters):
+            placement = self._write(call, site, prepared, divide)
+            agreed = self._sum(call, site, counters)
+            if agreed:
                 assert isinstance(prepared, Part)
                 assert placement is not None
-                return self._read(call, site, prepared, placement, divide, counters)
-            self._renegotiate(call, site, prepared, placement, counters)
+                reduced = self._read(call, site, prepared, placement, divide, counters)
+                if reduced is not None:
+                    return reduced
+            together = self._renegotiate(call, site, prepared, placement, counters, divide, stale=agreed)
+            if together is not None:
+                return self._add_up(call, site, together, divide)
         raise ProtocolMismatch(
             f"the ranks of {self._group_name} do not settle on a layout for name={call.name!r}: their stats or their "
             "versions of ddpstats change from one moment to the next",
@@ -210,7 +254,9 @@ class Protocol:
         counters.calls += 1
         failure = flag if isinstance(flag, Failure) else None
         seal = self._seal(call, self._no_site)
-        self._buffer.seal(seal, stale=False, failed=failure is not None, flag=float(flag is True))
+        self._buffer.seal(
+            seal, self._room(seal, failure, None), stale=False, failed=failure is not None, flag=float(flag is True)
+        )
         if not self._sum(call, self._no_site, counters):
             self._renegotiate(call, self._no_site, failure, None, counters)
         return self._buffer.lane(FLAG)
@@ -227,15 +273,14 @@ class Protocol:
         for _ in range(_MAX_ROUNDS):
             failure = payload if isinstance(payload, Failure) else None
             mine = self._framed(site, payload) if isinstance(payload, bytearray) else None
-            self._buffer.seal(
-                self._seal(call, site), stale=failure is None and mine is None, failed=failure is not None
-            )
+            seal, stale = self._seal(call, site), failure is None and mine is None
+            self._buffer.seal(seal, self._room(seal, failure, None), stale=stale, failed=failure is not None)
             if mine is not None and self._rides(site):
                 self._buffer.write_section(self.position, self.world_size, mine)
             if self._sum(call, site, counters):
                 assert mine is not None
                 return self._parts(site, self._received(call, site, mine, counters))
-            self._renegotiate(call, site, failure, None, counters, failure is None and mine is None)
+            self._renegotiate(call, site, failure, None, counters, stale=failure is None and mine is None)
             self._make_room(call, site, len(payload) if isinstance(payload, bytearray) else 0, counters)
         raise ProtocolMismatch(f"the ranks of {self._group_name} do not settle on a size", group=self._group_name)
 
@@ -286,11 +331,13 @@ class Protocol:
 
     # -- 1. write -----------------------------------------------------------------------------------------------------
 
-    def _write(self, call: Call, site: Site, prepared: Part | Failure) -> Placement | None:
-        placement = None if isinstance(prepared, Failure) else self._placement(site, prepared.structure)
-        stale = bool(site.unbuildable) or (placement is not None and placement.stale)
+    def _write(self, call: Call, site: Site, prepared: Part | Failure, divide: bool) -> Placement | None:
+        placement = None if isinstance(prepared, Failure) else self._placement(call, site, prepared.structure)
+        stale = _is_stale(site, prepared, placement, divide)
         weight = 0.0 if isinstance(prepared, Failure) else prepared.weight
-        self._buffer.seal(self._seal(call, site), stale=stale, failed=placement is None, weight=weight)
+        seal = self._seal(call, site)
+        room = self._room(seal, prepared, placement)
+        self._buffer.seal(seal, room, stale=stale, failed=placement is None, weight=weight)
         if isinstance(prepared, Part) and placement is not None and not stale:
             if placement.whole and prepared.finite and isinstance(prepared.weights, float):
                 self._buffer.write_whole(site.layout, prepared.sums, prepared.weights, placement.codes)
@@ -299,37 +346,40 @@ class Protocol:
         return placement
 
     def _write_partial(self, call: Call, site: Site, part: Part, placement: Placement) -> None:
-        sums, weights, codes = part.sums, part.weights, placement.codes
-        if not part.finite:
-            sums, codes = array("d", sums), array("d", codes)
-            weights = array("d", [weights]) * len(sums) if isinstance(weights, float) else array("d", weights)
-            skip = call.nonfinite == "skip"
-            for i, slot in enumerate(placement.slots):
-                if not math.isfinite(sums[i]):
-                    codes[slot] += NONFINITE - (PRESENT if skip else 0)
-                    if skip:
-                        sums[i] = weights[i] = 0.0
-        if site.layout.extremes:
-            sums = array("d", sums)
-            for i, slot in enumerate(placement.slots):
-                if slot in site.layout.extremes and not math.isnan(sums[i]):
-                    sums[i] = 0.0
+        sums, weights, codes = lanes_of(site.layout, placement, part.sums, part.weights, part.finite, call.skips)
         self._buffer.write_partial(site.layout, placement.slots, sums, weights, codes)
 
-    def _placement(self, site: Site, structure: Structure) -> Placement:
+    def _placement(self, call: Call, site: Site, structure: Structure) -> Placement:
         known = site.placements.get(structure)
         if known is not None:
             return known
-        return site.placements.put(structure, place(structure.schema, site.layout), structure.leaf_count + 1)
+        needed = self._seal(call, site).status_bytes + len(structure.encoded) + numbers_bytes(structure.leaf_count)
+        placement = replace(place(structure.schema, site.layout), room=room_lanes(needed))
+        return site.placements.put(structure, placement, structure.leaf_count + 1)
+
+    def _room(
+        self, seal: Seal, prepared: Part | Failure | None, placement: Placement | None
+    ) -> tuple[float, float, float]:
+        """Room for this rank's packet, should the ranks have to meet."""
+        if isinstance(prepared, Part) and placement is not None:
+            if not prepared.scaled:
+                return placement.room
+            structure, scaled = prepared.structure, scaled_bytes(len(prepared.scaled))
+            needed = len(structure.encoded) + numbers_bytes(structure.leaf_count) + scaled
+            return room_lanes(seal.status_bytes + needed)
+        if isinstance(prepared, Failure):
+            return room_lanes(seal.status_bytes + failure_bytes(prepared))
+        return seal.room
 
     def _seal(self, call: Call, site: Site) -> Seal:
         seal = site.seals.get(call.seal_key)
         if seal is None:
             parts = ("" if part is None else "=" + part for part in call.seal_key)
             text = "\0".join(parts).encode("utf-8", "surrogatepass")
-            seal = site.seals[call.seal_key] = Seal.of(
-                fingerprint(text + b"\0" + _agreed_before(call, site)), self.world_size
-            )
+            print_ = fingerprint(text + b"\0" + _agreed_before(call, site))
+            status = len(encode_status(_status(call, site, None, stale=False))) + _OTHER_POLICY_BYTES
+            packet = _HEAD.size + _STATUS_LENGTH.size + status + numbers_bytes(0)
+            seal = site.seals[call.seal_key] = Seal.of(print_, self.world_size, packet)
         return seal
 
     # -- 2. sum -------------------------------------------------------------------------------------------------------
@@ -350,7 +400,58 @@ class Protocol:
 
     def _read(
         self, call: Call, site: Site, part: Part, placement: Placement, divide: bool, counters: Counters
-    ) -> Reduced:
+    ) -> Reduced | None:
+        """The result; None where a sum over ranks was too large for a float64, on every rank alike."""
+        layout, summed = site.layout, self._summed(call, site)
+        extremes = self._extremes(call, layout, part, placement, counters) if layout.extremes else {}
+        if call.nonfinite == "raise" and summed.selection.nonfinite is not None:
+            error = self._nonfinite_error(call, layout, part, placement, counters)
+            self._end_call(site)
+            raise error
+        means, finite = quotient(summed.sums, summed.divisor) if divide else (summed.sums.tolist(), True)
+        overflows = [] if finite else overflown(summed.selection, means, summed.divisor, call.skips)
+        if overflows:
+            if self._can_meet() is None:
+                raise self._overflow_error(layout.names[summed.selection.slots[overflows[0]]])
+            return None
+        return self._result(
+            site, summed, finish(layout, summed.selection, means, summed.sums, summed.divisor, extremes)
+        )
+
+    def _add_up(self, call: Call, site: Site, together: Summation, divide: bool) -> Reduced:
+        """The result from what every rank told every rank: nothing more is sent."""
+        together.write_to(self._buffer)
+        layout, summed = site.layout, self._summed(call, site)
+        selection = summed.selection
+        if call.nonfinite == "raise" and selection.nonfinite is not None:
+            self._end_call(site)
+            held = [(slots, (self._comm.ranks[position],)) for position, slots in together.nonfinite()]
+            raise self._nonfinite_text(layout, held)
+        means, finite = quotient(summed.sums, summed.divisor) if divide else (summed.sums.tolist(), True)
+        mended = together.scaled_slots()
+        if not finite:
+            mended |= {selection.slots[i] for i in overflown(selection, means, summed.divisor, call.skips)}
+        values = finish(layout, selection, means, summed.sums, summed.divisor, together.extremes())
+        for slot in mended:
+            values[selection.position_of[slot]] = together.exact(slot)
+        return self._result(site, summed, values)
+
+    def _result(self, site: Site, summed: _Summed, values: list[float | bool | None]) -> Reduced:
+        build = self._builder(site, summed.selection)
+        reduced = Reduced(
+            build(iter(values)),
+            summed.total,
+            site.layout,
+            summed.selection,
+            values,
+            summed.weights,
+            self.world_size,
+            build,
+        )
+        self._end_call(site)
+        return reduced
+
+    def _summed(self, call: Call, site: Site) -> _Summed:
         layout, buffer = site.layout, self._buffer
         total = buffer.lane(WEIGHT)
         self._sites.setdefault(call.site_key, site)
@@ -361,16 +462,36 @@ class Protocol:
         else:
             selection = self._selection(site, bytes(buffer.codes(layout)))
             weights = pick(buffer.weights(layout), selection.slots)
-        sums = pick(buffer.sums(layout), selection.slots)
-        extremes = self._extremes(call, layout, part, placement, counters) if layout.extremes else {}
-        values = finish(layout, selection, sums, total if weights is None else weights, extremes, divide)
-        if call.nonfinite == "raise" and selection.nonfinite is not None:
+        if not math.isfinite(total) or not (weights is None or is_finite(weights)):
             self._end_call(site)
-            raise self._nonfinite_error(call, layout, part, placement, counters)
-        build = self._builder(site, selection)
-        reduced = Reduced(build(iter(values)), total, layout, selection, values, weights, self.world_size, build)
-        self._end_call(site)
-        return reduced
+            raise self._heavy_error(layout, selection, total, weights)
+        return _Summed(selection, pick(buffer.sums(layout), selection.slots), weights, total)
+
+    def _overflow_error(self, path: str) -> InvalidStats:
+        return InvalidStats(
+            f"the sum over ranks of {path!r}, values times weights, is too large for a float64 on {self._group_name}.\n"
+            "Use weights closer to 1, or reduce fewer paths at once: then it is computed exactly.",
+            ranks=self._comm.ranks,
+            path=path,
+            group=self._group_name,
+        )
+
+    def _heavy_error(
+        self, layout: Layout, selection: Selection, total: float, weights: array[float] | None
+    ) -> InvalidStats:
+        """Every rank's weight is finite, and their sum is not: nothing can be divided by it."""
+        path = None
+        if math.isfinite(total) and weights is not None:
+            position = next(position for position, weight in enumerate(weights) if not math.isfinite(weight))
+            path = layout.names[selection.slots[position]]
+        where = f" of {path!r}" if path is not None else ""
+        return InvalidStats(
+            f"the weights{where} add up to more than a float64 can hold, over the ranks of {self._group_name}.\n"
+            "Divide them all by one number. Nothing was reduced; the reducer goes on working.",
+            ranks=self._comm.ranks,
+            path=path,
+            group=self._group_name,
+        )
 
     def _builder(self, site: Site, selection: Selection) -> Builder:
         build = site.builders.get(selection)
@@ -390,26 +511,26 @@ class Protocol:
         self, call: Call, layout: Layout, part: Part, placement: Placement, counters: Counters
     ) -> dict[int, float]:
         """The second collective: minima as maxima of the negated values; who has no value sends minus infinity."""
-        sign = {slot: -1.0 if op == "min" else 1.0 for slot, op in layout.extremes.items()}
-        counts = math.isfinite if call.nonfinite == "skip" else _is_number
-        mine = {
-            slot: sign[slot] * value
-            for slot, value in zip(placement.slots, part.sums, strict=True)
-            if slot in sign and placement.codes[slot] == PRESENT and counts(value)
-        }
-        tensor = torch.tensor([mine.get(slot, -math.inf) for slot in sign], dtype=torch.float64, device="cpu")
+        mine = dict(extremes_of(layout, placement, part.sums, call.skips))
+        held = [mine.get(slot, -math.inf) for slot in layout.extremes]
+        tensor = torch.tensor(held, dtype=torch.float64, device="cpu")
         self._count(counters, tensor.numel() * 8)
         self._comm.all_reduce_max(tensor, call.timeout_sec)
-        return {slot: sign[slot] * value for slot, value in zip(sign, tensor.tolist(), strict=True)}
+        return extremes_from(layout, tensor.tolist())
 
     def _nonfinite_error(
         self, call: Call, layout: Layout, part: Part, placement: Placement, counters: Counters
     ) -> NonFiniteStat:
         """The summed lanes told every rank that some rank is non-finite; one exchange says which, and where."""
         mine = [slot for slot, v in zip(placement.slots, part.sums, strict=True) if not math.isfinite(v)]
+        told = self._exchange(encode_slots(mine), call, counters)
+        return self._nonfinite_text(layout, [(decode_slots(payload, layout.size), ranks) for payload, ranks in told])
+
+    def _nonfinite_text(self, layout: Layout, held: Iterable[tuple[Sequence[int], Sequence[int]]]) -> NonFiniteStat:
+        """``held``: slots that are not finite, and on which ranks."""
         ranks_of: dict[int, list[int]] = {}
-        for payload, ranks in self._exchange(encode_slots(mine), call, counters):
-            for slot in decode_slots(payload, layout.size):
+        for slots, ranks in held:
+            for slot in slots:
                 ranks_of.setdefault(slot, []).extend(ranks)
         names = layout.names
         lines = [f"non-finite stats (nonfinite='raise') on {self._group_name}:"]
@@ -452,28 +573,84 @@ class Protocol:
         prepared: Part | Failure | None,
         placement: Placement | None,
         counters: Counters,
+        divide: bool = True,
         stale: bool = False,
-    ) -> None:
+    ) -> Summation | None:
+        """Agree on a layout; returns all ranks' numbers where they came along and every rank can build the result."""
         counters.renegotiations += 1
-        status = Status(
-            call=call.kind,
-            name=call.name,
-            nonfinite=call.nonfinite,
-            failure=prepared if isinstance(prepared, Failure) else None,
-            stale=stale or bool(site.unbuildable) or (placement is not None and placement.stale),
-            layout=_agreed_before(call, site),
-            unbuildable=site.unbuildable,
-            schema=prepared.structure.schema if isinstance(prepared, Part) else EMPTY,
-        )
-        everyone = self._exchange(encode_status(status), call, counters)
+        room = self._can_meet()
+        all_numbers: list[bytes] | None = None
+        stale = stale or _is_stale(site, prepared, placement, divide)
+        status = _status(call, site, prepared, stale=stale)
+        schema = prepared.structure.encoded if isinstance(prepared, Part) else None
+        if room is not None:
+            numbers = prepared.numbers(divide) if isinstance(prepared, Part) else None
+            everyone, all_numbers = self._meet(
+                encode_status(status, schema), encode_numbers(numbers), room, call, counters
+            )
+        else:
+            if isinstance(prepared, Part) and prepared.scaled and divide:
+                status = replace(status, failure=too_small_or_large(prepared), schema=EMPTY)
+                schema = None
+            everyone = self._exchange(encode_status(status, schema), call, counters)
         statuses: Statuses = [(decode_status(payload), ranks) for payload, ranks in everyone]
+        before = site.layout
         layout = agree(statuses, site.without_unused(site.oldest_kept()), self._group_name)
         if len({status.layout for status, _ in statuses}) > 1:
-            site.calls = 0
-        site.adopt(layout)
-        site.unbuildable = tuple(sorted(kind for kind in result_kinds(layout.root) if not buildable(kind)))
+            site.calls, before = 0, Layout()
+        self._adopt(call, site, layout)
+        if all_numbers is None or call.kind == GATHER or not _all_can_build(layout, before, statuses):
+            return None
+        return self._summation(call, site.layout, statuses, all_numbers)
+
+    def _adopt(self, call: Call, site: Site, layout: Layout) -> None:
+        if layout.root != site.layout.root or layout.unbuildable != site.layout.unbuildable:
+            site.adopt(layout)
+            site.unbuildable = tuple(sorted(kind for kind in result_kinds(layout.root) if not buildable(kind)))
         self._sites[call.site_key] = site
         self._resize()
+
+    def _summation(
+        self, call: Call, layout: Layout, statuses: Statuses, all_numbers: Sequence[bytes]
+    ) -> Summation | None:
+        numbers_of = dict(zip(self._comm.ranks, all_numbers, strict=True))
+        shares: dict[int, Share] = {}
+        for status, ranks in statuses:
+            placement, leaves = place(status.schema, layout), sum(1 for _ in leaf_nodes(status.schema))
+            for rank in ranks:
+                numbers = decode_numbers(numbers_of[rank], leaves)
+                if numbers is None or placement.stale:
+                    return None
+                shares[rank] = Share(placement, numbers)
+        return Summation(layout, [shares[rank] for rank in self._comm.ranks], call.skips)
+
+    def _can_meet(self) -> int | None:
+        """The room for what any rank has to tell; None where all of that would be too much for every rank to have."""
+        room = self._buffer.room()
+        return room if room is not None and room * self.world_size <= _MAX_MEETING_BYTES else None
+
+    def _meet(
+        self, status: bytes, numbers: bytes, room: int, call: Call, counters: Counters
+    ) -> tuple[list[tuple[bytes, tuple[int, ...]]], list[bytes]]:
+        """Every distinct status with the ranks that hold it, and every rank's numbers, in one collective."""
+        content = _STATUS_LENGTH.pack(len(status)) + status + numbers
+        packet = bytearray(room)
+        packet[: _HEAD.size] = _HEAD.pack(len(content), hashlib.blake2b(content, digest_size=16).digest())
+        packet[_HEAD.size : _HEAD.size + len(content)] = content
+        if len(packet) != room:
+            raise _DamagedError(f"{len(packet)} bytes to tell, where {room} were announced")
+        self._count(counters, room)
+        holders: dict[bytes, list[int]] = {}
+        all_numbers: list[bytes] = []
+        for rank, received in zip(self._comm.ranks, self._comm.all_gather(packet, call.timeout_sec), strict=True):
+            size, expected = _HEAD.unpack_from(received)
+            told = bytes(received[_HEAD.size : _HEAD.size + size])
+            if len(told) < _STATUS_LENGTH.size or hashlib.blake2b(told, digest_size=16).digest() != expected:
+                raise _DamagedError(f"what {ranks_text([rank])} sent arrived damaged")
+            end = _STATUS_LENGTH.size + _STATUS_LENGTH.unpack_from(told)[0]
+            holders.setdefault(told[_STATUS_LENGTH.size : end], []).append(rank)
+            all_numbers.append(told[end:])
+        return [(held, tuple(ranks)) for held, ranks in holders.items()], all_numbers
 
     def _exchange(self, payload: bytes, call: Call, counters: Counters) -> list[tuple[bytes, tuple[int, ...]]]:
         """Every rank's payload, each distinct one once, with the ranks that hold it.
@@ -516,5 +693,39 @@ def room_for(size: int) -> int:
     return 16 * capacity_for(-(-(size + _LENGTH.size) // 16))
 
 
-def _is_number(value: float) -> bool:
-    return not math.isnan(value)
+def _are_plain(*roots: Node) -> bool:
+    """Whether their keys tell their slots apart, as `iter_slots` does, with less work: flat mappings."""
+    return all(
+        isinstance(root, Container) and not marker_count(root) and not is_sequence(root.kinds[0]) and is_flat(root)
+        for root in roots
+    )
+
+
+def _keys_of(root: Node) -> tuple[Step, ...]:
+    return root.keys if isinstance(root, Container) else ()
+
+
+def _status(call: Call, site: Site, prepared: Part | Failure | None, *, stale: bool) -> Status:
+    return Status(
+        call=call.kind,
+        name=call.name,
+        nonfinite=call.nonfinite,
+        failure=prepared if isinstance(prepared, Failure) else None,
+        stale=stale,
+        layout=_agreed_before(call, site),
+        unbuildable=site.unbuildable,
+        schema=prepared.structure.schema if isinstance(prepared, Part) else EMPTY,
+    )
+
+
+def _is_stale(site: Site, prepared: Part | Failure | None, placement: Placement | None, divide: bool) -> bool:
+    """Whether this rank cannot say with the layout what it has to say."""
+    if site.unbuildable or (placement is not None and placement.stale):
+        return True
+    return divide and isinstance(prepared, Part) and bool(prepared.scaled)
+
+
+def _all_can_build(layout: Layout, before: Layout, statuses: Statuses) -> bool:
+    """Whether every rank is known to have every class of the user that a result may hold: new ones it holds itself."""
+    classes = {kind for kind in result_kinds(layout.root) - result_kinds(before.root) if ":" in kind}
+    return all(classes <= result_kinds(status.schema) for status, _ in statuses)

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 from ddpstats._layout import Layout, Selection
 from ddpstats._schema import leaf_nodes
 from ddpstats._tree import Builder, builder
-from ddpstats._vector import quotient
 
 
 class Entry(NamedTuple):
@@ -100,19 +99,33 @@ class Reduced:
         return self._build(values)
 
 
+def overflown(selection: Selection, means: Sequence[float], weights: float | array[float], skip: bool) -> list[int]:
+    """Which leaves' ``means`` are not finite although every value in them is: a sum was too large for a float64.
+
+    ``skip``: values that are not finite were left out.
+    """
+    nonfinite = None if skip else selection.nonfinite
+    return [
+        position
+        for position, mean in enumerate(means)
+        if not math.isfinite(mean)
+        and (weights if isinstance(weights, float) else weights[position])
+        and not (nonfinite and nonfinite[position])
+    ]
+
+
 def finish(
     layout: Layout,
     selection: Selection,
+    values: list[Any],
     sums: array[float],
     weights: float | array[float],
     extremes: dict[int, float],
-    divide: bool,
 ) -> list[float | bool | None]:
-    """The values of a result from what was summed; ``divide`` False leaves means as weighted sums.
+    """The values of a result from what was summed; ``values`` are those of leaves that are means, and are changed.
 
-    ``sums`` and ``weights`` are per leaf of the selection; ``extremes`` is slot -> minimum or maximum.
+    All are per leaf of the selection; ``extremes`` is slot -> minimum or maximum.
     """
-    values: list[Any] = quotient(sums, weights) if divide else sums.tolist()
     if layout.specials:
         _apply_ops(layout, selection, values, sums, weights, extremes)
     for position in selection.nones:

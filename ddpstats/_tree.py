@@ -11,7 +11,8 @@ import sys
 import weakref
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from functools import partial
+from datetime import timedelta
+from functools import cached_property, partial
 from itertools import islice
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple
@@ -38,7 +39,7 @@ from ddpstats._schema import (
     is_sequence,
     leaf,
 )
-from ddpstats._wire import Failure
+from ddpstats._wire import Failure, encode_schema
 
 Reading = Literal["numbers", "tensors", "plain", "general"]
 """How values are read: all Python numbers; all tensors; a mix of the two; or one by one (markers, numpy, None, ...)."""
@@ -51,6 +52,11 @@ class Structure:
     schema: Node
     reading: Reading
     leaf_count: int
+
+    @cached_property
+    def encoded(self) -> bytes:
+        """The schema as other ranks read it."""
+        return encode_schema(self.schema)
 
 
 class Flat(NamedTuple):
@@ -71,6 +77,7 @@ class CannotFlatten(Exception):
 _NUMBERS: frozenset[type] = frozenset({float, int, bool})
 _SIMPLE: frozenset[type] = _NUMBERS | {torch.Tensor, type(None)}
 _ATOMS: set[type] = set(_SIMPLE)  # types known to be leaves
+_MASKED: set[type] = set()  # those of them that are numpy's masked arrays
 _INTERCHANGEABLE = _NUMBERS | {torch.Tensor}
 _MARKERS = frozenset({Mean, Sum, Min, Max, AnyFlag, All})
 _MAPPINGS = frozenset({dict, OrderedDict, defaultdict, Counter})
@@ -175,7 +182,9 @@ def _all_str(keys: tuple[Any, ...]) -> bool:
 def _atom(value: Any) -> Hashable:
     """A leaf's part of the signature: a marker around None is another thing than one around a value."""
     kind: type = type(value)
-    return (kind, value.value is None) if isinstance(value, Marker) else kind
+    if isinstance(value, Marker):
+        return kind, is_absent(value.value)
+    return (kind, is_absent(value)) if kind in _MASKED else kind
 
 
 # The floating dtypes a result may have; any other one is reported as the nearest of these.
@@ -240,9 +249,11 @@ def _node(value: Any, path: Path, leaves: list[Any], above: set[int], keep_dtype
 def _leaf(value: Any, path: Path, leaves: list[Any], keep_dtypes: bool) -> Leaf:
     _check_leaf_type(value, path)
     leaves.append(value)
-    if isinstance(value, torch.Tensor | Marker) or _is_numpy(value):
+    if isinstance(value, torch.Tensor | Marker) or is_numpy(value):
         _ATOMS.add(type(value))
-    if value is None or (isinstance(value, Marker) and value.value is None):
+        if is_masked_array(value):
+            _MASKED.add(type(value))
+    if is_absent(value.value if isinstance(value, Marker) else value):
         return NONE_LEAF
     op = value.op if isinstance(value, Marker) else "mean"
     return leaf(op, (_dtype_of(value),) if keep_dtypes else ())
@@ -250,8 +261,10 @@ def _leaf(value: Any, path: Path, leaves: list[Any], keep_dtypes: bool) -> Leaf:
 
 def _check_leaf_type(value: Any, path: Path) -> None:
     inner = value.value if isinstance(value, Marker) else value
-    if inner is None or isinstance(inner, torch.Tensor) or hasattr(inner, "__float__") or _is_numpy(inner):
+    if inner is None or isinstance(inner, torch.Tensor) or hasattr(inner, "__float__") or is_numpy(inner):
         return
+    if isinstance(inner, timedelta):
+        raise CannotFlatten(path, f"{_type_name(inner)} is not a leaf; pass a number, such as its .total_seconds()")
     raise CannotFlatten(
         path,
         f"{_type_name(inner)} is not a leaf; a leaf is a real number, a tensor, None, or one of the markers "
@@ -259,9 +272,30 @@ def _check_leaf_type(value: Any, path: Path) -> None:
     )
 
 
-def _is_numpy(value: Any) -> bool:
+def is_numpy(value: Any) -> bool:
+    """An array or a scalar of numpy."""
     numpy = sys.modules.get("numpy")  # never imported for this: who holds an array has imported it
     return numpy is not None and isinstance(value, (numpy.generic, numpy.ndarray))
+
+
+def is_masked_array(value: Any) -> bool:
+    """An array of ``numpy.ma``; `numpy.ma.masked` is one, too."""
+    masked = sys.modules.get("numpy.ma")  # numpy itself loads it at its first use
+    return masked is not None and isinstance(value, masked.MaskedArray)
+
+
+def mask_of(array: Any) -> list[bool]:
+    """Which entries of a masked array of one dimension are masked."""
+    found: list[bool] = sys.modules["numpy.ma"].getmaskarray(array).tolist()
+    return found
+
+
+def is_absent(value: Any) -> bool:
+    """None, or numpy's way to say so: a value that is masked, or several that are all masked."""
+    if value is None or not is_masked_array(value):
+        return value is None
+    mask = value.mask
+    return bool(mask.dtype.kind == "b" and (mask.size == 1 or mask.ndim == 1) and mask.size and mask.all())
 
 
 def _checked_key(key: Any, path: Path) -> Step:

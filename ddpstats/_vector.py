@@ -9,6 +9,8 @@ from itertools import islice
 
 import torch
 
+from ddpstats._exact import SMALLEST
+
 # Below this many elements a list comprehension beats the fixed cost of torch calls (measured on torch 2.13, CPU).
 _LARGE = 256
 _CHUNK = 4096
@@ -37,16 +39,31 @@ def is_finite(values: array[float]) -> bool:
     return math.isfinite(total) or all(map(math.isfinite, values))
 
 
-def quotient(sums: array[float], weights: float | array[float]) -> list[float]:
-    """``sums`` divided by ``weights``; NaN where the weight is 0."""
+def are_normal(values: array[float]) -> bool:
+    """No zero, and nothing that is smaller than what a float64 holds with all of its bits."""
+    if not values:
+        return True
+    return (min(map(abs, values)) if len(values) < _LARGE else _tensor(values).abs().min().item()) >= SMALLEST
+
+
+def quotient(sums: array[float], weights: float | array[float]) -> tuple[list[float], bool]:
+    """``sums`` divided by ``weights``; NaN where the weight is 0. And whether all are finite."""
     if len(sums) >= _LARGE:
         divisor = weights if isinstance(weights, float) else _tensor(weights)
         # 0 / 0 is NaN on its own; an entry of weight 0 adds nothing, so its sum is 0.
-        found: list[float] = (_tensor(sums) / divisor).tolist()
-        return found
-    if isinstance(weights, float):
-        return [value / weights for value in sums] if weights else [math.nan] * len(sums)
-    return [value / weight if weight else math.nan for value, weight in zip(sums, weights, strict=True)]
+        divided = _tensor(sums) / divisor
+        return divided.tolist(), math.isfinite(divided.sum().item())
+    if not isinstance(weights, float):
+        found = [value / weight if weight else math.nan for value, weight in zip(sums, weights, strict=True)]
+    else:
+        found = [value / weights for value in sums] if weights else [math.nan] * len(sums)
+    return found, math.isfinite(sum(found))
+
+
+def add(totals: array[float], values: array[float]) -> None:
+    """Element by element, in place."""
+    if totals:
+        _tensor(totals).add_(_tensor(values))
 
 
 def spread(size: int, slots: Sequence[int], values: array[float]) -> array[float]:

@@ -7,19 +7,26 @@ nesting, no byte left over) and refused with ``ProtocolMismatch`` where it is no
 from __future__ import annotations
 
 import hashlib
+import math
 import struct
+from array import array
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NoReturn
 
+from ddpstats._exact import Scaled
 from ddpstats._paths import Step
 from ddpstats._schema import MAX_DEPTH, OPS, Container, Leaf, Node, is_kind, is_sequence, leaf
 from ddpstats.errors import ProtocolMismatch
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
+_UNTYPED: dict[Node, int] = {leaf(op): tag for tag, op in enumerate(OPS)}
 _CONTAINER, _NULLABLE_CONTAINER, _TYPED_LEAF = 0x20, 0x21, 0x40
 _MAX_ERROR_CHARS = 2000
 _MAX_POSITION = 1 << 28  # a result holds a list as long as the last position
+_MAX_EXPONENT = 5000  # of a sum of products of two float64
+_SCALED = struct.Struct("<Idi")
 
 
 def fingerprint(payload: bytes) -> bytes:
@@ -49,6 +56,16 @@ class Status:
     schema: Node
 
 
+@dataclass(frozen=True)
+class Numbers:
+    """One rank's part of a call, one entry per leaf of its schema; see ``Part`` of `_values`."""
+
+    weight: float
+    sums: array[float]
+    weights: float | array[float]
+    scaled: Mapping[int, Scaled]
+
+
 def encode_schema(node: Node) -> bytes:
     out: list[bytes] = []
     _put_node(out, node)
@@ -62,7 +79,8 @@ def decode_schema(payload: bytes) -> Node:
     return node
 
 
-def encode_status(status: Status) -> bytes:
+def encode_status(status: Status, schema: bytes | None = None) -> bytes:
+    """``schema``: ``status.schema`` as bytes, where somebody has them already."""
     out = [struct.pack("<H", PROTOCOL_VERSION)]
     _put_text(out, status.call)
     _put_optional(out, status.name)
@@ -72,7 +90,10 @@ def encode_status(status: Status) -> bytes:
     out.append(b"\1" if status.stale else b"\0")
     out.append(status.layout)
     _put_texts(out, status.unbuildable)
-    _put_node(out, status.schema)
+    if schema is None:
+        _put_node(out, status.schema)
+    else:
+        out.append(schema)
     return b"".join(out)
 
 
@@ -95,6 +116,58 @@ def decode_status(payload: bytes) -> Status:
     )
     reader.finish()
     return status
+
+
+def numbers_bytes(leaves: int) -> int:
+    """The most bytes that the `Numbers` of so many leaves can have, without those of `scaled_bytes`."""
+    return 1 + 8 + 16 * max(leaves, 1) + 4
+
+
+def scaled_bytes(count: int) -> int:
+    return _SCALED.size * count
+
+
+def failure_bytes(failure: Failure) -> int:
+    """How much longer a status is that tells it."""
+    return 4 + len(_utf8(failure.path)) + len(_utf8(failure.message[:_MAX_ERROR_CHARS]))
+
+
+def encode_numbers(numbers: Numbers | None) -> bytes:
+    if numbers is None:
+        return b"\0"
+    one_weight = isinstance(numbers.weights, float)
+    weights = (numbers.weights,) if isinstance(numbers.weights, float) else numbers.weights
+    lanes = (numbers.weight, *numbers.sums, *weights)
+    out = [b"\1" if one_weight else b"\2", struct.pack(f"<{len(lanes)}d", *lanes)]
+    out.append(struct.pack("<I", len(numbers.scaled)))
+    out += [_SCALED.pack(leaf, *numbers.scaled[leaf]) for leaf in sorted(numbers.scaled)]
+    return b"".join(out)
+
+
+def decode_numbers(payload: bytes, leaves: int) -> Numbers | None:
+    """The numbers of a schema with so many leaves."""
+    reader = _Reader(payload)
+    kind = reader.take(1)[0]
+    if kind > 2:
+        _refuse(f"numbers of kind {kind}")
+    numbers = _take_numbers(reader, leaves, kind == 1) if kind else None
+    reader.finish()
+    return numbers
+
+
+def _take_numbers(reader: _Reader, leaves: int, one_weight: bool) -> Numbers:
+    weight, *lanes = reader.numbers("d", 1 + leaves + (1 if one_weight else leaves))
+    weights = array("d", lanes[leaves:])
+    if not all(0 <= value < math.inf for value in (weight, *weights)):
+        _refuse("a weight that is negative or not finite")
+    scaled: dict[int, Scaled] = {}
+    last = -1
+    for _ in range(reader.numbers("I", 1)[0]):
+        position, mantissa, exponent = _SCALED.unpack(reader.take(_SCALED.size))
+        if not last < position < leaves or not math.isfinite(mantissa) or abs(exponent) > _MAX_EXPONENT:
+            _refuse(f"the number {mantissa} times 2**{exponent} for leaf {position} of {leaves}")
+        scaled[position], last = (mantissa, exponent), position
+    return Numbers(weight, array("d", lanes[:leaves]), weights[0] if one_weight else weights, scaled)
 
 
 def encode_slots(slots: list[int]) -> bytes:
@@ -125,6 +198,9 @@ def _put_node(out: list[bytes], node: Node) -> None:
     out.append(bytes((_NULLABLE_CONTAINER if node.nullable else _CONTAINER,)))
     _put_texts(out, node.kinds)
     _put_keys(out, node.keys)
+    if {*map(type, node.children)} == {Leaf} and _UNTYPED.keys() >= {*node.children}:
+        out.append(bytes(map(_UNTYPED.__getitem__, node.children)))  # leaves of a flat tree, all at once
+        return
     for child in node.children:
         _put_node(out, child)
 

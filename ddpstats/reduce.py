@@ -51,7 +51,8 @@ class ReductionCounters:
 
     Attributes:
         calls: reductions asked for.
-        collectives: collectives issued for them: one per call in steady state, two where the layout holds Min or Max.
+        collectives: collectives issued for them: one per call in steady state; two where the layout holds Min or Max,
+            or some rank has a new path.
         renegotiations: how often the ranks exchanged what they hold: once per new path, not per call.
         payload_bytes: bytes of the buffers that this rank passed to those collectives.
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -114,3 +115,20 @@ def same(left: Any, right: Any) -> bool:
     if isinstance(left, float) and not isinstance(left, bool):
         return (math.isnan(left) and math.isnan(right)) or math.isclose(left, right, rel_tol=1e-9, abs_tol=1e-9)
     return bool(left == right)
+
+
+def exact_mean(held: Sequence[tuple[float, float]]) -> tuple[Fraction | None, Fraction]:
+    """(the mean of the (value, weight), or None where the weight is 0; the same mean of the absolute values)."""
+    rows = [(Fraction(value), Fraction(weight)) for value, weight in held]
+    total = sum((weight for _, weight in rows), Fraction(0))
+    if not total:
+        return None, Fraction(0)
+    summed = sum((value * weight for value, weight in rows), Fraction(0))
+    return summed / total, sum((abs(value) * weight for value, weight in rows), Fraction(0)) / total
+
+
+def is_near(found: float, exact: Fraction | None, scale: Fraction) -> bool:
+    """Within 2**-49 of ``scale``, which is not smaller than ``exact``, or within some of the smallest float64."""
+    if exact is None:
+        return math.isnan(found)
+    return math.isfinite(found) and abs(Fraction(found) - exact) <= scale / 2**49 + 4 * Fraction(5e-324)
