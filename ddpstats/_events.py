@@ -167,9 +167,7 @@ class Event:
     @property
     def evidence(self) -> Evidence | None:
         """None for a label that the program itself gave."""
-        if callable(self.told):
-            self.told = self.told()
-        return self.told
+        return self.told() if callable(self.told) else self.told
 
     @property
     def source(self) -> str:
