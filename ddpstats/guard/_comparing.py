@@ -392,6 +392,7 @@ class Comparing:
         if finding.kind == NOTHING:
             return
         error = _error_of(finding, alarm)
+        self._session.note(finding.group, finding.seq, finding.kind == MISMATCH)
         if self._warn and isinstance(error, CollectiveMismatch):
             self._standing.silent = True
             log.warning("%s", error)

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch.distributed as dist
 
 from ddpstats.errors import DdpstatsError
-from ddpstats.guard._telling import spelled, tell
+from ddpstats.guard._telling import ignore_sigterm, spelled, tell
 
 if TYPE_CHECKING:
     from ddpstats.guard._guard import collective_guard
@@ -86,6 +86,7 @@ class Ending:
         found = self._guard.verdict_at_end(error)
         if found is not None:
             tell(found, lambda: print(spelled(found), file=sys.stderr))
+            ignore_sigterm()
             if error is None and self.status == 0:
                 _end_with(1)
         with contextlib.suppress(DdpstatsError):

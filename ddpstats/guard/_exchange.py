@@ -40,6 +40,7 @@ EVENT_BYTES = 992  # of one event in words
 _EVENTS_TOLD = 8  # per rank
 _TOLD_WORDS = 4  # check word, number, digest, length and CRC; then the words themselves
 _TOLD_BYTES = _TOLD_WORDS * _BYTES + EVENT_BYTES
+_TOLD_STEP = _TOLD_BYTES // _BYTES
 
 
 class Note(NamedTuple):
@@ -181,8 +182,7 @@ class Exchange:
         if shared is None:
             return False
         shared.tell(seq, digest, words)
-        index, size = self._index, self._size
-        return shared.differs((index + 1) % size, seq, digest) or shared.differs(index - 1, seq, digest)
+        return shared.neighbour_differs(seq, digest)
 
     def told_by(self, index: int) -> list[tuple[int, int, bytes]]:
         """(number, digest, words) of the last events of a rank of this host, oldest first."""
@@ -216,7 +216,9 @@ class _Shared:
         self._file, self._index, self._size = file, index, size
         self._map = mmap.mmap(file, self._length(size))
         self._words = memoryview(self._map).cast("Q")
-        self._events_at = size * NOTES_KEPT * _WORDS
+        self._told_here = self._told_at(index)
+        self._told: list[Words | None] = [None] * _EVENTS_TOLD  # what stands there
+        self._neighbours = {self._told_at(index - 1), self._told_at(index + 1)}
 
     @staticmethod
     def _length(size: int) -> int:
@@ -268,28 +270,36 @@ class _Shared:
     def has_note(self, index: int, seq: int) -> bool:
         return self._words[(index * NOTES_KEPT + seq % NOTES_KEPT) * _WORDS] >= seq
 
-    def _told_at(self, index: int, seq: int) -> int:
-        return self._events_at + (index * _EVENTS_TOLD + seq % _EVENTS_TOLD) * (_TOLD_BYTES // _BYTES)
+    def _told_at(self, index: int) -> int:
+        """Where in the memory, in words, the events of a rank begin."""
+        return self._size * NOTES_KEPT * _WORDS + index % self._size * _EVENTS_TOLD * _TOLD_STEP
 
     def tell(self, seq: int, digest: int, given: Words) -> None:
-        words, at = self._words, self._told_at(self._index, seq)
+        slot = seq % _EVENTS_TOLD
+        words, at = self._words, self._told_here + slot * _TOLD_STEP
         words[at] = 0  # not valid while it changes
         words[at + 1], words[at + 2], words[at + 3] = seq, digest, given.length_and_crc
-        start = (at + _TOLD_WORDS) * _BYTES
-        self._map[start : start + len(given.payload)] = given.payload
+        if self._told[slot] is not given:
+            start = (at + _TOLD_WORDS) * _BYTES
+            self._map[start : start + len(given.payload)] = given.payload
+            self._told[slot] = given
         words[at] = seq ^ digest ^ given.length_and_crc ^ _SALT
 
-    def differs(self, index: int, seq: int, digest: int) -> bool:
-        """Whether the rank has said that its event of that number is another one."""
-        words, at = self._words, self._told_at(index % self._size, seq)
-        if words[at + 1] != seq or words[at + 2] == digest:
-            return False
-        return words[at] == seq ^ words[at + 2] ^ words[at + 3] ^ _SALT and words[at] != 0
+    def neighbour_differs(self, seq: int, digest: int) -> bool:
+        """Whether one of the two neighbours has said that its event of that number is another one."""
+        words, slot = self._words, seq % _EVENTS_TOLD
+        for place in self._neighbours:
+            at = place + slot * _TOLD_STEP
+            if words[at + 1] == seq and words[at + 2] != digest:
+                check = seq ^ words[at + 2] ^ words[at + 3] ^ _SALT
+                if words[at] == check != 0:
+                    return True
+        return False
 
     def told_by(self, index: int) -> list[tuple[int, int, bytes]]:
         found = []
         for slot in range(_EVENTS_TOLD):
-            at = self._told_at(index, slot)
+            at = self._told_at(index) + slot * _TOLD_STEP
             check, seq, digest, length_and_crc = self._words[at : at + _TOLD_WORDS]
             start = (at + _TOLD_WORDS) * _BYTES
             payload = self._map[start : start + min(length_and_crc >> 32, EVENT_BYTES)]

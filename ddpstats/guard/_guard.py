@@ -46,7 +46,7 @@ from ddpstats.guard._inquiry import main_stack
 from ddpstats.guard._labels import current_label
 from ddpstats.guard._p2p import Awaited, called_blocking
 from ddpstats.guard._session import Group, Session, spelled
-from ddpstats.guard._summary import MISMATCHED, RECORDED, TO_RUN, GuardCounters, Tally, last_line
+from ddpstats.guard._summary import RECORDED, TO_RUN, GuardCounters, Tally, last_line
 
 MismatchPolicy = Literal["raise", "warn"]
 
@@ -234,7 +234,6 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         except Unfinished as reason:
             session.unfinished = str(reason)
         except DdpstatsError as found:
-            session.unfinished = MISMATCHED
             self._found_late = found
             if error is None or isinstance(found, CollectiveMismatch):
                 raise
@@ -342,7 +341,9 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         if (str(self._session.rank) if self._session is not None else os.environ.get("RANK", "0")) != "0":
             return None
         collectives, tally = self._seen_before if self._yields else self._counted()
-        amiss, line = last_line(self._counters(collectives, tally), self._nothing(), _text_or_none(self._record_dir))
+        amiss, line = last_line(
+            self._counters(collectives, tally), self._nothing(), self._verdict_name(), _text_or_none(self._record_dir)
+        )
         return logging.WARNING if amiss else logging.INFO, line
 
     def say_end(self) -> None:
@@ -352,6 +353,11 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
             return
         _said.add(said[1])
         log.log(said[0], "%s", said[1])
+
+    def _verdict_name(self) -> str:
+        if self._standing.silent:
+            return "a mismatch that was warned of"
+        return "" if self._standing.verdict is None else type(self._standing.verdict).__name__
 
     def _nothing(self) -> str:
         """Why there was nothing to compare, where that is known."""

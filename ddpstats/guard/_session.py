@@ -136,14 +136,22 @@ class Session:
         """What was compared so far, and what was not."""
         return sum((self._tally_of(group) for group in list(self.named.values())), self._forgotten)
 
+    def note(self, name: str, seq: int, differed: bool) -> None:
+        """A verdict: what went before a difference was the same on all ranks, and after it nothing is compared."""
+        group = self.named.get(name)
+        if group is not None and differed:
+            group.agreed = max(group.agreed, min(seq - 1, group.seq))
+        self.unfinished = "the first that differs, or after it" if differed else "not known to be equal by then"
+
     def _tally_of(self, group: Group) -> Tally:
         if group.exchange is None:
             why = WITHOUT_OTHERS if self._compares else RECORDED
             return Tally.of({why: group.seq + group.sent + group.received})
         agreed = min(group.agreed, group.seq)
         compared = agreed + group.sent + group.received_well
-        left = {self.unfinished or UNSETTLED: group.seq - agreed, FROM_ANYBODY: group.received - group.received_well}
-        return Tally.of(left, compared, group.view.ranks if compared else ())
+        agreeing = group.view.ranks if compared else ()
+        left = Tally.of({self.unfinished or UNSETTLED: group.seq - agreed}, compared, agreeing)
+        return left + Tally.of({self.unfinished or FROM_ANYBODY: group.received - group.received_well})
 
     def leave(self, how: str, last: Event | None, testimonies: Callable[[str], Testimony]) -> None:
         """Tell the others that this rank leaves; never waits."""

@@ -10,7 +10,6 @@ WITHOUT_OTHERS = "of groups of one rank"
 UNSETTLED = "since the last comparison"
 TO_RUN = "Start it on ranks: `ddpstats run --nproc 2 SCRIPT`, or `torchrun --nproc-per-node 2 SCRIPT`"
 FROM_ANYBODY = "messages after one that was received from anybody"
-MISMATCHED = "not known to be equal when the mismatch was found"
 
 
 @dataclass(frozen=True)
@@ -56,16 +55,22 @@ class GuardCounters:
     ranks_agreeing: int = 0
 
 
-def last_line(counters: GuardCounters, nothing: str, record_dir: str | None = None) -> tuple[bool, str]:
-    """(whether something is amiss, the line). ``nothing``: why there was nothing to compare, where that is known."""
+def last_line(
+    counters: GuardCounters, nothing: str, verdict: str = "", record_dir: str | None = None
+) -> tuple[bool, str]:
+    """(whether something is amiss, the line).
+
+    ``nothing``: why there was nothing to compare, where that is known. ``verdict``: the name of what was raised.
+    """
     seen = f"collective guard, mode {counters.mode}: {_collectives(counters.collectives)} seen"
     then = "" if record_dir is None else f" Next: ddpstats report {record_dir}"
-    if counters.compared == 0:
+    if counters.compared == 0 and not verdict:
         why = nothing or _reasons(counters.reasons) or "the program issued none while the guard was on"
         return True, f"{seen}, nothing was compared: {why}.{then}"
-    left = f"{counters.not_compared} not"
+    left = f"{counters.not_compared:,} not"
     left += f" ({_reasons(counters.reasons)})" if counters.reasons else ""
-    return False, f"{seen}, {counters.compared} compared, {left}; {counters.ranks_agreeing} ranks agree.{then}"
+    end = f"{counters.ranks_agreeing} ranks agree" if not verdict else f"it ended in {verdict}"
+    return False, f"{seen}, {counters.compared:,} compared, {left}; {end}.{then}"
 
 
 def _collectives(count: int) -> str:

@@ -5,8 +5,8 @@ already,
 
 1. the first rank that is alive prints it whole, without the frames of this package;
 2. the others wait until it has, and print one line that points there;
-3. all write it where torchrun looks (``TORCHELASTIC_ERROR_FILE``), so that it stands at the end of torchrun's output,
-   however many ranks there are.
+3. all write the same where torchrun looks (``TORCHELASTIC_ERROR_FILE``), with the time at which it happened: torchrun
+   ends its output with what happened first, however many ranks there are.
 
 A rank that fails makes torchrun end the others, within a tenth of a second. So SIGTERM waits (`signal_deferred`) while
 ranks are about to find out what has happened, and to say so; each of these waits is bounded.
@@ -68,24 +68,29 @@ def tell(error: BaseException, show: Show) -> bool:
     _, inquiry, ranks = known
     with signal_deferred():
         first = inquiry.teller(ranks)
-        _leave_for_torchrun(error)
         if first == inquiry.rank:
             show()
+            _leave_for_torchrun(spelled(error), _happened_at(error))
         else:
-            name = type(error).__name__
-            print(f"rank {inquiry.rank}: {name}, the one that rank {first} prints in full", file=sys.stderr)
+            line = f"rank {inquiry.rank}: {type(error).__name__}, the one that rank {first} prints in full"
+            print(line, file=sys.stderr)
+            _leave_for_torchrun(line, time.time())
         sys.stderr.flush()
         inquiry.has_told(first, ranks)
     return True
 
 
-def _leave_for_torchrun(error: BaseException) -> None:
+def _happened_at(error: BaseException) -> float:
+    """When the collectives that differ were called: torchrun shows last what happened first."""
+    return min((e.started for e in getattr(error, "by_rank", {}).values() if e.started), default=time.time())
+
+
+def _leave_for_torchrun(text: str, happened_at: float) -> None:
     """As torch's own ``record`` does. What is there already stays: the program's own words for it."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path or os.path.exists(path):
         return
-    text = spelled(error)
-    told = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}
+    told = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(happened_at))}}
     with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
         json.dump({"message": told}, file)
 
@@ -137,6 +142,10 @@ class _Sigterm:
         for error, _, _ in list(_verdicts.values()):
             if time.monotonic() < _raised_at[id(error)] + _STILL_NEWS_SEC:
                 tell(error, functools.partial(print, spelled(error), file=sys.stderr))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if _told:
+            os._exit(1)  # which it was about to end with
         self.restore()
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -156,6 +165,12 @@ class _Sigterm:
 
 
 _sigterm = _Sigterm()
+
+
+def ignore_sigterm() -> None:
+    """The process has told why it ends, and is as good as gone: let its own status stand, not torchrun's signal."""
+    if _sigterm.install():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 @contextlib.contextmanager
