@@ -398,7 +398,9 @@ class Comparing:
             log.warning("%s", error)
             return
         if alarm.ending and self._ends_by is not None and finding.kind == MISSING:
-            raise Unfinished(finding.message)
+            raise Unfinished(
+                f"{ranks_text(finding.missing)} had ended without a last comparison (killed, or in an error)"
+            )
         self._standing.verdict = error
         printed_once(error, self._inquiry, alarm.ranks)
         raise error
