@@ -279,7 +279,15 @@ class Inquiry:
             balances = {event.seq: event.balance for event in told if event.balance}
             said = Testimony(rank, told, balances, told[-1].seq, last=str(told[-1]))
         return Testimony(
-            rank, said.events, said.balances, said.count, None, str(last) if last else said.last, how, dead
+            rank,
+            said.events,
+            said.balances,
+            said.count,
+            None,
+            str(last) if last else said.last,
+            how,
+            dead,
+            keys=said.keys,
         )
 
     # -- telling people -----------------------------------------------------------------------------------------------

@@ -45,6 +45,7 @@ Show = Callable[[], None]
 def printed_once(error: DdpstatsError, inquiry: Inquiry, ranks: Sequence[int]) -> None:
     """From now on ``error``, which all of ``ranks`` raise, is printed by one of them."""
     global _hooked
+    _verdicts.clear()  # a program that catches them may see many, and each keeps its frames
     _verdicts[id(error)] = error, inquiry, ranks
     _raised_at[id(error)] = time.monotonic()
     if sys.excepthook is not _excepthook:
