@@ -90,7 +90,7 @@ class Ending:
             if error is None and self.status == 0:
                 _end_with(1)
         with contextlib.suppress(DdpstatsError):
-            self._guard.abandon()
+            self._guard.abandon(error)
         self._say()
 
 

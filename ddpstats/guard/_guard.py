@@ -256,7 +256,11 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
     def _at_destroy(self, group: Any) -> None:
         if self._session is not None and not self._session.is_over() and group is dist.group.WORLD:
             error = sys.exc_info()[1]
-            self.conclude(error, None if error is None else AFTER_ERROR_SEC)
+            try:
+                self.conclude(error, None if error is None else AFTER_ERROR_SEC)
+            except DdpstatsError:
+                if not self._yields or threading.main_thread().is_alive():
+                    raise  # else an exit handler has called, whom nobody catches: `_ending` tells what was found
 
     def _open_session(self) -> Session | None:
         """The one whose last comparison is still to come and can come, if there is one."""
@@ -282,12 +286,12 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         self._yields = True
         return self
 
-    def abandon(self) -> None:
+    def abandon(self, error: BaseException | None = None) -> None:
         """Leave without a last comparison; local, and raises nothing of the other ranks'. Idempotent."""
         if self in _active:
             try:
                 if self._left is None:
-                    self._leave(None)
+                    self._leave(error)
             finally:
                 seen, tally = self._counted()
                 self._seen_before = self._seen_before[0] + seen, self._seen_before[1] + tally

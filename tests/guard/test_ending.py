@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from ddpstats._events import Event, Signature, digest_of, label_word
+from ddpstats._events import Event, Signature, digest_of, label_word, read_records
 from ddpstats.guard import GuardCounters
 from ddpstats.guard._exchange import EVENT_BYTES, Exchange, Words
 from ddpstats.guard._remedy import remedy
@@ -284,3 +284,11 @@ def test_the_last_line() -> None:
     )
     assert last_line(GuardCounters(0, 0, 0, 0, "step"), "")[0]
     assert "it ended in CollectiveMismatch" in last_line(GuardCounters(1, 0, 1, 0, "step"), "", "CollectiveMismatch")[1]
+
+
+def test_a_record_says_how_the_program_ended(train: Any, tmp_path: Path) -> None:
+    directory = str(tmp_path / "records")
+    torchrun(train(HEAD, LEGAL, ENDS), "raise", mode="record", ranks=1, DDPSTATS_RECORD_DIR=directory)
+    (record,) = read_records(directory)
+    assert record.end is not None
+    assert record.end["end"] == "ValueError"
