@@ -82,8 +82,11 @@ def tell(error: BaseException, show: Show) -> bool:
 
 
 def _happened_at(error: BaseException) -> float:
-    """When the collectives that differ were called: torchrun shows last what happened first."""
-    return min((e.started for e in getattr(error, "by_rank", {}).values() if e.started), default=time.time())
+    """When the collectives that differ were called: torchrun shows last what happened first.
+
+    It counts whole seconds, and within one it takes the lowest rank for the first, which gloo may have aborted.
+    """
+    return min((e.started for e in getattr(error, "by_rank", {}).values() if e.started), default=time.time()) - 1
 
 
 def _leave_for_torchrun(text: str, happened_at: float) -> None:
