@@ -59,6 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = _parser().parse_args(argv)
     module = cast(_VerbModule, importlib.import_module(_VERBS[given.verb].module))
     args = _verb_parser(given.verb, module).parse_args(given.arguments)
+    if "ddpstats.guard._autostart" in sys.modules:  # DDPSTATS_GUARD is for programs
+        sys.modules["ddpstats.guard._autostart"].cancel()
     try:
         status = module.run(args)
         sys.stdout.flush()

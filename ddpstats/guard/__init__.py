@@ -9,10 +9,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ddpstats.guard._guard import GuardCounters as GuardCounters, collective_guard as collective_guard
+    from ddpstats.guard._guard import collective_guard as collective_guard
     from ddpstats.guard._labels import label as label
+    from ddpstats.guard._summary import GuardCounters as GuardCounters
 
-_HOME_OF = {"GuardCounters": "_guard", "collective_guard": "_guard", "label": "_labels"}
+_HOME_OF = {"GuardCounters": "_summary", "collective_guard": "_guard", "label": "_labels"}
 
 __all__ = sorted(_HOME_OF)
 

@@ -1,22 +1,38 @@
-"""``DDPSTATS_GUARD=step python train.py``: the guard for a program that imports ddpstats, without a line of code.
+"""``DDPSTATS_GUARD=step torchrun train.py``: the guard for a program that imports ddpstats, without a line of code.
 
-It begins when ddpstats is imported and lasts as long as the process. Leaving it at exit is local: by then the program
-may have destroyed its process group, so there is no last comparison; `collective_guard` and ``ddpstats run`` have one.
+It begins when ddpstats is imported and lasts as long as the process; `_ending` has how it ends. A program that never
+imports ddpstats is not guarded, and nothing of ours runs that could say so: ``ddpstats run`` guards any program.
 """
 
 from __future__ import annotations
 
-import atexit
+import multiprocessing
 
 from ddpstats import _config
+from ddpstats.guard._ending import Ending, remember_status
 from ddpstats.guard._guard import collective_guard
+
+_ending: Ending | None = None
 
 
 def start() -> None:
     """Begin as DDPSTATS_GUARD and DDPSTATS_RECORD_DIR say. Raises ``ConfigError`` for values that make no sense."""
+    global _ending
     mode = _config.guard_mode()
     if mode == "off" or _config.disabled():
         return
     guard = collective_guard(mode, record_dir=_config.record_dir()).yielding()
-    guard.__enter__()
-    atexit.register(guard.abandon)
+
+    def say() -> None:
+        if guard.has_begun or multiprocessing.parent_process() is None:  # the worker of a DataLoader is no rank
+            guard.say_end()
+
+    _ending = Ending(guard, say)
+    _ending.begin()
+    remember_status(_ending)
+
+
+def cancel() -> None:
+    """For our own commands, which are no programs to guard. Idempotent."""
+    if _ending is not None:
+        _ending.cancel()

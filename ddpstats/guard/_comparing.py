@@ -17,12 +17,16 @@ from typing import Any
 
 from ddpstats import _intercept
 from ddpstats._events import Event, roll, same_labels
+from ddpstats._ranks import ranks_text
 from ddpstats.errors import CollectiveMismatch, DdpstatsError, RankMissing
-from ddpstats.guard._diagnosis import DOUBT, MISMATCH, NOTHING, Finding
+from ddpstats.guard._diagnosis import DOUBT, MISMATCH, MISSING, NOTHING, Finding
 from ddpstats.guard._exchange import Note, Overrun, agree
 from ddpstats.guard._inquiry import Alarm, Inquiry
 from ddpstats.guard._p2p import Awaited, unmatched
 from ddpstats.guard._session import Group, Session
+from ddpstats.guard._spoken import words_of
+from ddpstats.guard._summary import Tally
+from ddpstats.guard._telling import printed_once, signal_deferred
 
 _SLICE_SEC = 0.2
 _RECEIVERS_SEC = 1.0  # a receiver that takes from anybody never looks at a note
@@ -42,9 +46,8 @@ class Standing:
     silent: bool = False  # a mismatch was warned of: nothing is compared any more
     waits: dict[int, tuple[str, int]] = field(default_factory=dict)  # thread -> the (group, number) that it waits in
     collectives: int = 0
-    compared: int = 0
-    skipped: int = 0
     steps: int = 0
+    past: Tally = field(default_factory=Tally)  # of sessions that are over
 
     def waits_in(self, name: str) -> tuple[str, int] | None:
         """Where some thread of this rank waits: in the group of that name, if one does there."""
@@ -65,17 +68,33 @@ class Silenced(Exception):  # no error: a way out
     """A mismatch was warned of, so nothing is waited for any more."""
 
 
+class Unfinished(Exception):  # no error: a way out
+    """The last comparison cannot go to its end; the text says why."""
+
+
 class Comparing:
     """Compares the collectives of one session. ``strict``: each one; otherwise rolling digests, now and then."""
 
     def __init__(self, session: Session, standing: Standing, *, strict: bool, warn: bool, timeout_sec: float) -> None:
         self._session, self._standing, self._strict, self._warn = session, standing, strict, warn
         self._timeout_sec = timeout_sec
+        self._ends_by: float | None = None  # the program has ended: until when others are waited for
 
     @property
     def _inquiry(self) -> Inquiry:
         assert self._session.inquiry is not None
         return self._session.inquiry
+
+    # -- before anything moves ----------------------------------------------------------------------------------------
+
+    def foretell(self, group: Group, event: Event) -> None:
+        """Say what is about to be issued, where the other ranks of this host see it even if gloo aborts this process.
+
+        Raises where a neighbour in the group has said something else; never waits.
+        """
+        assert group.exchange is not None
+        if group.exchange.tell(event.seq, event.digest, words_of(event)):
+            self._conclude(alarm_of(group, event.seq, doubt=True))
 
     # -- strict: one by one -------------------------------------------------------------------------------------------
 
@@ -101,13 +120,11 @@ class Comparing:
                 with self._standing.waiting(group, seq):
                     notes = group.exchange.wait(seq, self._watch(group, seq, deadline))
         except Overrun:  # a later note proves this one
-            self._standing.skipped += 1
             group.settled = seq
             return True
         except Silenced:
             return False
         group.settled = seq
-        self._standing.compared += 1
         same = agree(notes)
         if same and same_labels(note.label for note in notes):
             group.agreed = seq
@@ -167,13 +184,11 @@ class Comparing:
             with self._standing.waiting(group, group.seq):
                 notes = group.exchange.wait(number, self._watch(group, group.seq, deadline))
         except Overrun:  # a later one proves this one
-            self._standing.skipped += 1
             group.checks_settled = number
             return True
         except Silenced:
             return False
         group.checks_settled = number
-        self._standing.compared = self._standing.collectives
         if not agree(notes):
             self._conclude(alarm_of(group, group.seq))
         elif any(note.label != notes[0].label for note in notes):
@@ -225,6 +240,24 @@ class Comparing:
                 self.settle_checks(group)
         self._await_receivers()
 
+    def finish_within(self, seconds: float) -> None:
+        """`finish` where the program has come to its end, and ranks may do so at different times.
+
+        Raises `Unfinished` where some rank does not come in time, has died, or has left before.
+        """
+        self._ends_by = time.monotonic() + seconds
+        try:
+            self.finish()
+        finally:
+            self._ends_by = None
+
+    def _late(self, group: Group) -> Unfinished:
+        assert group.exchange is not None
+        number = group.settled + 1 if self._strict else group.checks_settled + 1
+        late = [group.view.ranks[index] for index in group.exchange.absent(number)]
+        who = ranks_text(late) if late else "some rank"
+        return Unfinished(f"{who} had not come to the end of the program in time")
+
     def _await_receivers(self) -> None:
         """Let who receives this rank's last messages find them wrong while this rank can still be told."""
         senders = [group.messages for group in self._session.named.values() if group.messages is not None]
@@ -239,11 +272,11 @@ class Comparing:
 
     def wait_for(self, work: Any, group: Group, event: Event) -> None:
         """Wait for a collective that was issued, looking up between slices."""
-        if _intercept.wait_within(work, _SLICE_SEC):
-            return
-        deadline = time.monotonic() + self._timeout_sec - _SLICE_SEC
-        watch = self._watch(group, event.seq, deadline, waited_for=event)
         try:
+            if _intercept.wait_within(work, _SLICE_SEC):
+                return
+            deadline = time.monotonic() + self._timeout_sec - _SLICE_SEC
+            watch = self._watch(group, event.seq, deadline, waited_for=event)
             with self._standing.waiting(group, event.seq):
                 while not _intercept.wait_within(work, _SLICE_SEC):
                     watch()
@@ -252,6 +285,11 @@ class Comparing:
         except DdpstatsError:
             _abandoned.append(work)  # the memory that it may still write to
             raise
+        except RuntimeError as error:
+            found = self.explain(event, group) if is_broken(error) else None
+            if found is None:
+                raise
+            raise found from error
 
     def _watch(self, group: Group, seq: int, deadline: float, waited_for: Event | None = None) -> Callable[[], None]:
         """What a rank does now and then while it waits for ``seq``: look for alarms, and for ranks that cannot come.
@@ -261,8 +299,10 @@ class Comparing:
 
         def watch() -> None:
             self._heed()
+            if self._ends_by is not None and time.monotonic() > self._ends_by:
+                raise self._late(group)
             if time.monotonic() > deadline or self._cannot_come(group, seq):
-                self._conclude(alarm_of(group, seq, until=True))
+                self._conclude(alarm_of(group, seq, until=True, ending=self._ends_by is not None))
                 raise Silenced
             if waited_for is not None and self._inquiry.another_waits_elsewhere(waited_for, group.view.ranks):
                 self._conclude(alarm_of(group, seq))
@@ -309,8 +349,9 @@ class Comparing:
             found = messages.compare(awaited, watch)
         except Silenced:
             return
-        self._standing.compared += 1
-        if found is not None:
+        if found is None:
+            group.received_well += 1
+        else:
             self._declare(found, other)
 
     def wait_for_message(self, work: Any, group: Group, event: Event) -> None:
@@ -327,18 +368,23 @@ class Comparing:
 
     # -- concluding ---------------------------------------------------------------------------------------------------
 
-    def explain(self, last: Event | None) -> DdpstatsError | None:
-        """A wait in C++ failed: who is missing? None where nothing can be said. ``last``: this rank's last event."""
-        if last is None or last.group not in self._session.named:
+    def explain(self, last: Event | None, group: Group | None = None) -> DdpstatsError | None:
+        """A wait failed: who is missing, and why? None where nothing can be said. ``last``: this rank's last event."""
+        group = group or (self._session.named.get(last.group) if last is not None else None)
+        if group is None:
             return None
-        group = self._session.named[last.group]
         alarm = self._inquiry.alarm() or alarm_of(group, group.seq, until=True, doubt=True)
-        finding = self._inquiry.raise_alarm(alarm)
-        return None if finding.kind in (NOTHING, DOUBT) else _error_of(finding, alarm)
+        try:
+            with signal_deferred():
+                self._raise_or_warn(self._inquiry.raise_alarm(alarm), alarm)
+        except DdpstatsError as found:
+            return found
+        return None
 
     def _conclude(self, alarm: Alarm) -> None:
         """Come to the verdict that all ranks come to; raise or log it."""
-        self._raise_or_warn(self._inquiry.raise_alarm(alarm), alarm)
+        with signal_deferred():
+            self._raise_or_warn(self._inquiry.raise_alarm(alarm), alarm)
 
     def _declare(self, finding: Finding, alarm: Alarm) -> None:
         """A verdict that this rank can give alone."""
@@ -348,11 +394,17 @@ class Comparing:
         if finding.kind in (NOTHING, DOUBT):
             return
         error = _error_of(finding, alarm)
+        self._session.note(finding.group, finding.seq, finding.kind == MISMATCH)
         if self._warn and isinstance(error, CollectiveMismatch):
             self._standing.silent = True
             log.warning("%s", error)
             return
+        if alarm.ending and self._ends_by is not None and finding.kind == MISSING:
+            raise Unfinished(
+                f"{ranks_text(finding.missing)} had ended without a last comparison (killed, or in an error)"
+            )
         self._standing.verdict = error
+        printed_once(error, self._inquiry, alarm.ranks)
         raise error
 
 
@@ -370,8 +422,8 @@ def is_broken(error: BaseException) -> bool:
     return module.startswith(_WAITS_IN)
 
 
-def alarm_of(group: Group, seq: int, until: bool = False, doubt: bool = False) -> Alarm:
-    return Alarm(group.name, group.words, group.view.ranks, seq, until, doubt)
+def alarm_of(group: Group, seq: int, until: bool = False, doubt: bool = False, ending: bool = False) -> Alarm:
+    return Alarm(group.name, group.words, group.view.ranks, seq, until, doubt, ending)
 
 
 def _error_of(finding: Finding, alarm: Alarm) -> DdpstatsError:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from ddpstats._events import Event, same_labels
 from ddpstats._ranks import ranks_text
+from ddpstats.guard._remedy import remedy
 from ddpstats.guard.labels._judge import Judgement, judge
 
 MISMATCH, MISSING, DOUBT, NOTHING = "mismatch", "missing", "doubt", "nothing"
@@ -165,14 +166,13 @@ def _mismatch(group: str, words: str, by_rank: Mapping[int, Testimony], seq: int
     if absent:
         lines.append(f"  {ranks_text(absent)}: {_whereabouts([by_rank[rank] for rank in absent])}")
     lines.append(_last_agreed(by_rank, seq))
-    lines.append(f"What differs: {what_differs([events[ranks[0]] for ranks in parties])}.")
-    lines += [f"Likely: {reason}" for reason in reasons(parties, events, by_rank, seq)]
+    difference, likely = what_differs([events[ranks[0]] for ranks in parties]), reasons(parties, events, by_rank, seq)
+    lines.append(f"What differs: {difference}.")
+    lines += [f"Likely: {reason}" for reason in likely]
     if culprits:
         lines.append(f"Most ranks agree with each other, so look at {ranks_text(culprits)} first.")
-    lines.append(
-        "Nothing here tells which rank is right. Make all ranks issue the same collectives in the same order; where "
-        "the difference is meant, put the calls into `with ddpstats.label('...')` of one name on all ranks."
-    )
+    in_order = not any(reason.startswith(("order swapped", "extra call")) for reason in likely)
+    lines.append(f"Nothing here tells which rank is right. {remedy(difference, in_order)}")
     return Finding(MISMATCH, "\n".join(lines), group, seq, tuple(absent), culprits, events)
 
 

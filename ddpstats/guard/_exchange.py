@@ -7,6 +7,9 @@ know. So ranks that use their groups in different order never wait for each othe
   so that one which is half written is not yet there, on any processor.
 * otherwise, and until a rank knows that all are on one host: the store.
 
+The same memory holds the last few events of each rank in words (`tell`), written before they are issued: they outlive
+a process that gloo aborts in the middle of one, and a neighbour that comes later sees there that it would not fit.
+
 The piece of shared memory never has a name: the ranks open it as a file of the process that made it, so a killed
 process leaves nothing behind.
 """
@@ -18,6 +21,7 @@ import os
 import secrets
 import struct
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -32,6 +36,11 @@ _SPINS = 2000
 _LONGEST_POLL_SEC = 0.005
 _NOTE = struct.Struct("<4Q")
 _NOWHERE = bytes(16)
+EVENT_BYTES = 992  # of one event in words
+_EVENTS_TOLD = 8  # per rank
+_TOLD_WORDS = 4  # check word, number, digest, length and CRC; then the words themselves
+_TOLD_BYTES = _TOLD_WORDS * _BYTES + EVENT_BYTES
+_TOLD_STEP = _TOLD_BYTES // _BYTES
 
 
 class Note(NamedTuple):
@@ -155,11 +164,48 @@ class Exchange:
                 watch()
                 looked = time.monotonic()
 
+    def absent(self, seq: int) -> list[int]:
+        """The places in the group of those whose note is not there yet."""
+        if self._all_here and self._shared is not None:
+            return [index for index in range(self._size) if not self._shared.has_note(index, seq)]
+        return [index for index in range(self._size) if not self._store.check([f"note/{seq}/{index}"])]
+
+    # -- what a rank is about to do, in words; on one host only -------------------------------------------------------
+
+    def tell(self, seq: int, digest: int, words: Words) -> bool:
+        """Say what this rank is about to issue; never waits. True if a neighbour is about to issue something else.
+
+        If the ranks of a host are not all about to do the same, two that are neighbours in the ring of places differ,
+        and the later of the two sees it. So two looks are enough for any number of ranks.
+        """
+        shared = self._shared
+        if shared is None:
+            return False
+        shared.tell(seq, digest, words)
+        return shared.neighbour_differs(seq, digest)
+
+    def told_by(self, index: int) -> list[tuple[int, int, bytes]]:
+        """(number, digest, words) of the last events of a rank of this host, oldest first."""
+        return [] if self._shared is None else self._shared.told_by(index)
+
     def close(self) -> None:
         if self._shared is not None:
             self._shared.close()
             self._shared = None
             self._all_here = self._size == 1
+
+
+class Words(NamedTuple):
+    """Bytes to tell. ``length_and_crc``: the words' length, and a CRC-32 of them."""
+
+    payload: bytes
+    length_and_crc: int
+
+    @classmethod
+    def of(cls, payload: bytes) -> Words:
+        if len(payload) > EVENT_BYTES:
+            raise ValueError(f"{len(payload)} bytes, where {EVENT_BYTES} have room")
+        return cls(payload, len(payload) << 32 | zlib.crc32(payload))
 
 
 class _Shared:
@@ -168,8 +214,15 @@ class _Shared:
     def __init__(self, file: int, index: int, size: int) -> None:
         """Takes over the file descriptor."""
         self._file, self._index, self._size = file, index, size
-        self._map = mmap.mmap(file, size * NOTES_KEPT * _WORDS * _BYTES)
+        self._map = mmap.mmap(file, self._length(size))
         self._words = memoryview(self._map).cast("Q")
+        self._told_here = self._told_at(index)
+        self._told: list[Words | None] = [None] * _EVENTS_TOLD  # what stands there
+        self._neighbours = {self._told_at(index - 1), self._told_at(index + 1)}
+
+    @staticmethod
+    def _length(size: int) -> int:
+        return size * (NOTES_KEPT * _WORDS * _BYTES + _EVENTS_TOLD * _TOLD_BYTES)
 
     @classmethod
     def of(cls, store: Any, machine: bytes, index: int, size: int) -> _Shared:
@@ -177,7 +230,7 @@ class _Shared:
 
         Raises OSError or AttributeError where that is not possible.
         """
-        name, length = f"ddpstats-{secrets.token_hex(16)}", size * NOTES_KEPT * _WORDS * _BYTES
+        name, length = f"ddpstats-{secrets.token_hex(16)}", cls._length(size)
         file = os.memfd_create(name, os.MFD_CLOEXEC)
         try:
             os.ftruncate(file, length)
@@ -213,6 +266,46 @@ class _Shared:
             notes.append(note)
             at += NOTES_KEPT * _WORDS
         return notes
+
+    def has_note(self, index: int, seq: int) -> bool:
+        return self._words[(index * NOTES_KEPT + seq % NOTES_KEPT) * _WORDS] >= seq
+
+    def _told_at(self, index: int) -> int:
+        """Where in the memory, in words, the events of a rank begin."""
+        return self._size * NOTES_KEPT * _WORDS + index % self._size * _EVENTS_TOLD * _TOLD_STEP
+
+    def tell(self, seq: int, digest: int, given: Words) -> None:
+        slot = seq % _EVENTS_TOLD
+        words, at = self._words, self._told_here + slot * _TOLD_STEP
+        words[at] = 0  # not valid while it changes
+        words[at + 1], words[at + 2], words[at + 3] = seq, digest, given.length_and_crc
+        if self._told[slot] is not given:
+            start = (at + _TOLD_WORDS) * _BYTES
+            self._map[start : start + len(given.payload)] = given.payload
+            self._told[slot] = given
+        words[at] = seq ^ digest ^ given.length_and_crc ^ _SALT
+
+    def neighbour_differs(self, seq: int, digest: int) -> bool:
+        """Whether one of the two neighbours has said that its event of that number is another one."""
+        words, slot = self._words, seq % _EVENTS_TOLD
+        for place in self._neighbours:
+            at = place + slot * _TOLD_STEP
+            if words[at + 1] == seq and words[at + 2] != digest:
+                check = seq ^ words[at + 2] ^ words[at + 3] ^ _SALT
+                if words[at] == check != 0:
+                    return True
+        return False
+
+    def told_by(self, index: int) -> list[tuple[int, int, bytes]]:
+        found = []
+        for slot in range(_EVENTS_TOLD):
+            at = self._told_at(index) + slot * _TOLD_STEP
+            check, seq, digest, length_and_crc = self._words[at : at + _TOLD_WORDS]
+            start = (at + _TOLD_WORDS) * _BYTES
+            payload = self._map[start : start + min(length_and_crc >> 32, EVENT_BYTES)]
+            if check == seq ^ digest ^ length_and_crc ^ _SALT and zlib.crc32(payload) == length_and_crc & 0xFFFFFFFF:
+                found.append((seq, digest, payload))
+        return sorted(found)
 
     def drop_file(self) -> None:
         """Once all ranks have it open, nobody needs the descriptor. Local and idempotent."""

@@ -3,11 +3,15 @@
 What happens to a collective, in the order of the code:
 
 1. It is described: signature, label, call site, its number in its group. It goes into the ring, and into the record if
-   there is one. strict and record: before it is issued; step: while it is on its way.
+   there is one. step (and what is asynchronous in strict): the other ranks of this host are told in shared memory, and
+   where a neighbour has told of something else, it is not issued.
 2. strict: its note is posted. A blocking one waits for all ranks' notes, so that nothing moves before all agree; others
    are settled when the program waits for them, or at the next blocking one of their group.
    step: its digest is rolled into the group's; the rolling digest is compared at `step()` and every N collectives.
 3. `Guard.after` waits for a blocking collective, in slices, between which it looks for alarms and for ranks that left.
+
+What is left is compared (`conclude`) when the process group is destroyed, on leaving, and when the program of a guard
+that nobody wrote into it ends (`_ending`).
 
 `_session` keeps what belongs to one life of the process group, `_comparing` compares, waits and comes to verdicts.
 """
@@ -15,11 +19,12 @@ What happens to a collective, in the order of the code:
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import threading
 import time
 from collections.abc import Sequence
 from contextlib import ContextDecorator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -30,18 +35,21 @@ import torch.distributed as dist
 from ddpstats import _config, _intercept
 from ddpstats._events import BY_TORCH, Event, RecordWriter, Ring, label_word
 from ddpstats._intercept import Collective, GroupView
-from ddpstats.errors import ConfigError, DdpstatsError
+from ddpstats.errors import CollectiveMismatch, ConfigError, DdpstatsError
+from ddpstats.guard import _ending
 from ddpstats.guard._buckets import with_parameters
-from ddpstats.guard._comparing import Comparing, Standing, is_broken
+from ddpstats.guard._comparing import Comparing, Standing, Unfinished, is_broken
 from ddpstats.guard._describe import describe, pieces_of
 from ddpstats.guard._diagnosis import DOUBT, LEFT, Finding, Testimony
+from ddpstats.guard._ending import AFTER_ERROR_SEC
 from ddpstats.guard._frames import calling_frame, site_of
 from ddpstats.guard._inquiry import main_stack
 from ddpstats.guard._labels import current_label
 from ddpstats.guard._p2p import Awaited, called_blocking
 from ddpstats.guard._session import Group, Session, spelled
+from ddpstats.guard._summary import RECORDED, TO_RUN, GuardCounters, Tally, last_line
 from ddpstats.guard.labels._evidence import evidence_of
-from ddpstats.guard.labels._infer import Inferred, infer
+from ddpstats.guard.labels._infer import Chain, Inferred, infer
 
 MismatchPolicy = Literal["raise", "warn"]
 
@@ -62,16 +70,6 @@ _NEVER = 1 << 62
 _KEPT_WORKS = 1024  # messages that nobody ever waits for would keep their tensors
 
 log = logging.getLogger("ddpstats")
-
-
-@dataclass(frozen=True)
-class GuardCounters:
-    """Of one guard, so far. ``compared``: collectives whose signature was compared with the other ranks'."""
-
-    collectives: int
-    compared: int
-    not_compared: int
-    steps: int
 
 
 class _Seen(NamedTuple):
@@ -115,7 +113,7 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         ConfigError: an argument, or a torch whose collectives this version cannot observe; on this rank only.
 
     Limits: one guard at a time. A collective that C++ waits for (DDP, functional collectives) is settled at the next
-    one of its group, at `step` or on leaving. Messages between two ranks are compared in mode "strict" alone.
+    one of its group, at `step` or on leaving. Messages between two ranks are compared before they are received.
 
     Example::
 
@@ -145,11 +143,9 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         self._timeout_sec = _config.timeout_sec(timeout_sec)
         self._record_dir = record_dir
         self._compares = mode in ("strict", "step")
-        # Mode "step" compares nothing beforehand, so it describes a collective while that is on its way. A record must
-        # hold it even if gloo aborts the process in the middle of it.
-        self._early = mode != "step" or record_dir is not None
         self._timeout_ms = int(self._timeout_sec * 1000)
         self._lock = threading.RLock()
+        self._seen_before = 0, Tally()  # it gave way to another guard
         self._yields = False  # to a guard of the program's own, and comes back after it
         self._outer: collective_guard | None = None
         self._reset()
@@ -161,7 +157,9 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         self._comparing: Comparing | None = None  # None where there is nothing to compare, or nobody to compare with
         self._writer: RecordWriter | None = None
         self._works: dict[int, _Work] = {}
+        self._silenced: set[Chain] = set()  # places whose names are each rank's own
         self._left: str | None = None
+        self._found_late: DdpstatsError | None = None  # by the last comparison
 
     # -- entering and leaving -----------------------------------------------------------------------------------------
 
@@ -172,9 +170,11 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
             raise ConfigError("a collective_guard is active already; one at a time")
         if _active:
             self._outer = _active[0]
+            self._outer.conclude()
             self._outer.abandon()
         self._reset()
         _intercept.subscribe(self)
+        _ending.before_destroying(self._at_destroy)
         _active.append(self)
         if dist.is_initialized():
             self._begin()
@@ -188,6 +188,8 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         found: DdpstatsError | None = None
         if isinstance(error, SystemExit) and error.code in (None, 0):
             error = None  # the usual end of a script
+        if self._session is not None and self._session.is_concluded:
+            self._left = LEFT  # all was said when the process group was destroyed
         try:
             if error is None:
                 self._finish()
@@ -200,29 +202,79 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
             raise
         finally:
             self._shut()
+            self.say_end()
         if found is not None:
             raise found from error
 
     def _finish(self) -> None:
         """The last comparison: a rank that left earlier, or runs one collective more, shows here."""
-        if self._comparing is None or self._session is None or self._standing.silent:
-            return
-        if not self._session.is_reachable():
-            log.warning(
-                "the process group was destroyed inside a collective_guard, and its store with it: what ranks did "
-                "since the last comparison is not compared. Call the guard's step(), or leave it, before that."
-            )
+        session = self._open_session()
+        if session is None or self._comparing is None:
             return
         self._left = LEFT
         try:
             self._comparing.post_ends()  # first: who sees that this rank has left looks for them
             self._leave(None)
             self._comparing.finish()
-            self._session.linger()
+            session.linger()
         except DdpstatsError:
             raise
         except (RuntimeError, OSError) as error:  # the rank that serves the store has seen our last note, and is gone
             log.debug("the store went away during the last comparison: %s", error)
+
+    def conclude(self, error: BaseException | None = None, timeout_sec: float | None = None) -> None:
+        """The last comparison of this process group: the program destroys it, or has come to its own end.
+
+        Ranks may come here at different times, and some never. Where the comparison cannot go to its end, the last line
+        of the guard says so; only what was found is raised. ``error``: what the program itself ends with.
+        """
+        session = self._open_session()
+        if session is None or self._comparing is None:
+            return
+        session.is_concluded = True
+        self._left = LEFT if error is None else f"{LEFT} by {type(error).__name__}: {str(error)[:300]}"
+        try:
+            self._comparing.post_ends()
+            self._leave(error)
+            self._comparing.finish_within(self._timeout_sec if timeout_sec is None else timeout_sec)
+            session.linger()
+        except Unfinished as reason:
+            session.unfinished = str(reason)
+        except DdpstatsError as found:
+            self._found_late = found
+            if error is None or isinstance(found, CollectiveMismatch):
+                raise
+        except (RuntimeError, OSError) as reason:
+            session.unfinished = f"the store does not answer ({str(reason).strip().splitlines()[0][:200]})"
+
+    def verdict_at_end(self, error: BaseException | None) -> DdpstatsError | None:
+        """`conclude` where the program has ended, by ``error`` or without: what was found, then or before."""
+        if isinstance(error, KeyboardInterrupt):
+            return None
+        try:
+            broken = error is not None and is_broken(error) and self._standing.verdict is None
+            if broken and self._comparing is not None:
+                return self._comparing.explain(self._ring.last())
+            self.conclude(error, None if error is None else AFTER_ERROR_SEC)
+        except DdpstatsError as found:
+            return found
+        return self._found_late
+
+    def _at_destroy(self, group: Any) -> None:
+        if self._session is not None and not self._session.is_over() and group is dist.group.WORLD:
+            error = sys.exc_info()[1]
+            try:
+                self.conclude(error, None if error is None else AFTER_ERROR_SEC)
+            except DdpstatsError:
+                if not self._yields or threading.main_thread().is_alive():
+                    raise  # else an exit handler has called, whom nobody catches: `_ending` tells what was found
+
+    def _open_session(self) -> Session | None:
+        """The one whose last comparison is still to come and can come, if there is one."""
+        session, standing = self._session, self._standing
+        if self._comparing is None or session is None or standing.silent or standing.verdict is not None:
+            return None
+        return session if not session.is_concluded and session.is_reachable() else None
 
     def _leave(self, error: BaseException | None) -> None:
         how = LEFT if error is None else f"{LEFT} by {type(error).__name__}: {str(error)[:300]}"
@@ -231,21 +283,30 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         if self._writer is not None:
             self._writer.write({"end": "left" if error is None else type(error).__name__, "time": time.time()})
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether there was a process group."""
+        return self._session is not None
+
     def yielding(self) -> collective_guard:
         """This guard, made to give way to one that the program itself enters: for those that nobody wrote into it."""
         self._yields = True
         return self
 
-    def abandon(self) -> None:
+    def abandon(self, error: BaseException | None = None) -> None:
         """Leave without a last comparison; local, and raises nothing of the other ranks'. Idempotent."""
         if self in _active:
             try:
-                self._leave(None)
+                if self._left is None:
+                    self._leave(error)
             finally:
+                seen, tally = self._counted()
+                self._seen_before = self._seen_before[0] + seen, self._seen_before[1] + tally
                 self._shut()
 
     def _shut(self) -> None:
         _intercept.unsubscribe(self)
+        _ending.before_destroying(None)
         _active.remove(self)
         if self._session is not None:
             self._session.close()
@@ -269,8 +330,53 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
     @property
     def counters(self) -> GuardCounters:
         """What this guard has seen so far; a frozen copy."""
-        now = self._standing
-        return GuardCounters(now.collectives, now.compared, now.skipped, now.steps)
+        return self._counters(*self._counted())
+
+    def _counted(self) -> tuple[int, Tally]:
+        past = self._standing.past
+        return self._standing.collectives, past if self._session is None else past + self._session.tally()
+
+    def _counters(self, collectives: int, tally: Tally) -> GuardCounters:
+        return GuardCounters(
+            collectives,
+            tally.compared,
+            collectives - tally.compared,
+            self._standing.steps,
+            self.mode,
+            tally.not_compared,
+            len(tally.agreeing),
+        )
+
+    def last_line(self) -> tuple[int, str] | None:
+        """(level, text) of what there is to say at the end; None on all ranks but rank 0."""
+        if (str(self._session.rank) if self._session is not None else os.environ.get("RANK", "0")) != "0":
+            return None
+        collectives, tally = self._seen_before if self._yields else self._counted()
+        amiss, line = last_line(
+            self._counters(collectives, tally), self._nothing(), self._verdict_name(), _text_or_none(self._record_dir)
+        )
+        return logging.WARNING if amiss else logging.INFO, line
+
+    def say_end(self) -> None:
+        """Log the last line; of guards with nothing to compare the first alone, for there may be one at each step."""
+        said = self.last_line()
+        if said is None or (said[0] == logging.WARNING and said[1] in _said):
+            return
+        _said.add(said[1])
+        log.log(said[0], "%s", said[1])
+
+    def _verdict_name(self) -> str:
+        if self._standing.silent:
+            return "a mismatch that was warned of"
+        return "" if self._standing.verdict is None else type(self._standing.verdict).__name__
+
+    def _nothing(self) -> str:
+        """Why there was nothing to compare, where that is known."""
+        if self.mode == "record":
+            return RECORDED
+        if self._session is None:
+            return f"no process group was made. {TO_RUN}"
+        return f"the program runs on one rank. {TO_RUN}" if self._session.inquiry is None else ""
 
     # -- subscriber of `_intercept` -----------------------------------------------------------------------------------
 
@@ -280,19 +386,23 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
             raise self._standing.verdict.with_traceback(None)
         if self._compares and not self._standing.silent and not call.blocking:
             call.timeout_ms = self._timeout_ms
-        if self._early:
-            self._take_in(call)
+        self._take_in(call)
 
     def _take_in(self, call: Collective) -> None:
         with self._lock:
             group = self._group_of(call.view)
             event = self._describe(call, group)
         call.seen = _Seen(group, event)
+        group.sent += event.signature.op == "send"
+        group.received += event.signature.op == "recv"
         if self._standing.silent or group.exchange is None or self._comparing is None:
             return
         if call.is_p2p:
             call.seen = _Seen(group, event, self._begin_message(event, group))
-        elif self.mode == "strict":
+            return
+        if self.mode == "step" or not call.blocking:
+            self._comparing.foretell(group, event)
+        if self.mode == "strict":
             self._comparing.post(group, event)
             if call.blocking:
                 self._comparing.settle(group, event.seq)
@@ -314,8 +424,6 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
 
     def after(self, call: Collective, work: Any) -> None:
         """Wait for a blocking one, so that a rank that never comes is named."""
-        if not self._early:
-            self._take_in(call)
         if self._comparing is None or self._standing.silent or work is None:
             return
         tensors = call.inputs or call.outputs
@@ -381,7 +489,7 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
             group.seq,
             signature,
             name,
-            0 if inferred is not None and inferred.chain.is_muted else label_word(name),
+            0 if inferred is not None and inferred.chain in self._silenced else label_word(name),
             site_of(frame),
             digest,
             pieces,
@@ -415,7 +523,9 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
             self._session.close()
             self._works.clear()
             self._ring = Ring(RING_EVENTS)  # numbers begin anew
-        session = Session(self._compares, self.mode == "strict", self._testify, self._position, self._heard)
+            self._left = None
+            self._standing.past += self._session.tally()
+        session = Session(self._compares, self._testify, self._position, self._heard)
         self._session = session
         if self._record_dir is not None and self._writer is None:
             self._writer = RecordWriter(self._record_dir, session.rank, dist.get_world_size(), session.run)
@@ -471,7 +581,7 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
             if event.seq in finding.doubts:
                 event.word = 0
                 if isinstance(event.told, partial):
-                    event.told.args[0].chain.is_muted = True
+                    self._silenced.add(event.told.args[0].chain)
 
 
 def _inferred(call: Collective, frame: FrameType) -> Inferred | None:
@@ -485,6 +595,11 @@ def _inferred(call: Collective, frame: FrameType) -> Inferred | None:
 
 
 _active: list[collective_guard] = []
+_said: set[str] = set()
+
+
+def _text_or_none(path: str | Path | None) -> str | None:
+    return None if path is None else str(path)
 
 
 def _check_choice(name: str, value: object, legal: tuple[str, ...]) -> None:

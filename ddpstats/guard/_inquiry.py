@@ -11,6 +11,7 @@ The store is read by every rank and trusted by none: what is no testimony counts
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 import time
@@ -27,6 +28,8 @@ from ddpstats.guard._diagnosis import DOUBT, MISSING, NOTHING, Finding, Testimon
 _PATIENCE_SEC = 10.0
 _POLL_SEC = 0.02
 _LINGER_SEC = 2.0
+_LAST_LINGER_SEC = 10.0  # all ranks have come to their end, and are about to say so
+_TELLING_SEC = 5.0
 _WATCHDOG_SEC = 0.25
 _MAX_STACK_FRAMES = 6
 _MAX_BYTES = 4 << 20
@@ -39,6 +42,7 @@ class Alarm:
     """What is in question.
 
     ``until``: whether all ranks should have reached ``seq`` by now. ``doubt``: it may turn out to be nothing.
+    ``ending``: raised by a rank that has come to the end of its program, and waits in no collective.
     """
 
     group: str
@@ -47,16 +51,18 @@ class Alarm:
     seq: int
     until: bool
     doubt: bool = False
+    ending: bool = False
 
     def pack(self) -> str:
-        return json.dumps([self.group, self.words, self.ranks, self.seq, self.until, self.doubt])
+        return json.dumps([self.group, self.words, self.ranks, self.seq, self.until, self.doubt, self.ending])
 
     @classmethod
     def unpack(cls, payload: bytes) -> Alarm:
         """Raises ValueError for what `pack` did not write."""
         try:
-            group, words, ranks, seq, until, doubt = json.loads(payload)
-            return cls(str(group), str(words), tuple(int(rank) for rank in ranks), int(seq), bool(until), bool(doubt))
+            group, words, ranks, seq, *flags = json.loads(payload)
+            until, doubt, ending = map(bool, flags)
+            return cls(str(group), str(words), tuple(int(rank) for rank in ranks), int(seq), until, doubt, ending)
         except TypeError as error:
             raise ValueError(f"not an alarm: {error}") from None
 
@@ -64,13 +70,17 @@ class Alarm:
 Testify = Callable[[str], Testimony]
 """This rank's testimony about a group, from any of its threads."""
 
+ToldBy = Callable[[str, int], list[Event]]
+"""What a rank told of its last collectives in a group, before it issued them."""
+
 
 class Inquiry:
     """This rank's part.
 
     ``stores``: two connections to the store, one for the main thread, one for the watchdog. ``position``: the rank's
-    last collective in words, which the watchdog keeps in the store for the case that the process dies. When the store
-    is no longer ``is_reachable``, the watchdog ends. ``heard`` is called with each verdict, before anything is raised.
+    last collective in words, which the watchdog keeps in the store for the case that the process dies; ``told_by``:
+    what ranks of this host keep in shared memory for that case. When the store is no longer ``is_reachable``, the
+    watchdog ends. ``heard`` is called with each verdict, before anything is raised.
     """
 
     def __init__(
@@ -80,9 +90,11 @@ class Inquiry:
         world_size: int,
         testify: Testify,
         position: Callable[[], str],
+        told_by: ToldBy,
         is_reachable: Callable[[], bool],
         heard: Callable[[Finding], None],
     ) -> None:
+        self._told_by = told_by
         self._rank, self._testify, self._position, self._is_reachable = rank, testify, position, is_reachable
         self._heard = heard
         self._store, self._world_size = stores[0], world_size
@@ -92,6 +104,10 @@ class Inquiry:
         self._store.set(f"process/{rank}", ProcessId.mine().pack())
         self._watchdog = _Watchdog(self, stores[1])
         self._watchdog.start()
+
+    @property
+    def rank(self) -> int:
+        return self._rank
 
     # -- alarms -------------------------------------------------------------------------------------------------------
 
@@ -223,7 +239,7 @@ class Inquiry:
         """This rank needs the store no more; rank 0 waits a moment until all have said so."""
         self._store.set(f"done/{self._rank}", "1")
         if self._rank == 0:
-            deadline = time.monotonic() + _LINGER_SEC
+            deadline = time.monotonic() + _LAST_LINGER_SEC
             everyone = [f"done/{rank}" for rank in range(self._world_size)]
             while time.monotonic() < deadline and not self._store.check(everyone):
                 time.sleep(0.002)
@@ -261,9 +277,61 @@ class Inquiry:
         how, last = (str(left.get("how")), left.get("last")) if left is not None else (None, None)
         if last is None and self._store.check([f"position/{rank}"]):
             last = self._store.get(f"position/{rank}")[:_MAX_POSITION_BYTES].decode(errors="replace")
+        told = () if said.events or left is not None else self._told_by(group, rank)
+        if told:
+            balances = {event.seq: event.balance for event in told if event.balance}
+            said = Testimony(rank, told, balances, told[-1].seq, last=str(told[-1]))
         return Testimony(
-            rank, said.events, said.balances, said.count, None, str(last) if last else said.last, how, dead
+            rank,
+            said.events,
+            said.balances,
+            said.count,
+            None,
+            str(last) if last else said.last,
+            how,
+            dead,
         )
+
+    # -- telling people -----------------------------------------------------------------------------------------------
+
+    def teller(self, ranks: Sequence[int]) -> int:
+        """Which rank prints the last verdict: the first of those that it concerns that is alive and comes to print.
+
+        Waits for those before this one, and for the teller to have told, but never for long. Without the store each
+        rank is on its own.
+        """
+        key, deadline = f"teller/{self._verdicts}", time.monotonic() + _TELLING_SEC
+        before = [rank for rank in ranks if rank < self._rank]
+        try:
+            while time.monotonic() < deadline and len(self.dead(before)) < len(before) and not self._store.check([key]):
+                time.sleep(_POLL_SEC)
+            first = int(self._store.compare_set(key, "", str(self._rank)))
+            while first != self._rank and time.monotonic() < deadline + _LINGER_SEC and not self.dead([first]):
+                if self._store.check([f"told/{self._verdicts}"]):
+                    break
+                time.sleep(_POLL_SEC)
+            return first
+        except _STORE_ERRORS:
+            return self._rank
+
+    def has_told(self, first: int, ranks: Sequence[int]) -> None:
+        """After printing. The teller leaves last where it serves the store, and first where torchrun watches: what it
+        wrote then stands in torchrun's summary. Never waits for long."""
+        deadline = time.monotonic() + _LINGER_SEC
+        try:
+            self._store.set(f"heard/{self._verdicts}/{self._rank}", "1")
+            if first != self._rank:
+                while time.monotonic() < deadline and not self.dead([first]) and "TORCHELASTIC_RUN_ID" in os.environ:
+                    time.sleep(_POLL_SEC)
+                return
+            self._store.set(f"told/{self._verdicts}", "1")
+            while time.monotonic() < deadline:
+                missing = [rank for rank in ranks if not self._store.check([f"heard/{self._verdicts}/{rank}"])]
+                if len(self.dead(missing)) == len(missing):
+                    return
+                time.sleep(_POLL_SEC)
+        except _STORE_ERRORS:
+            return
 
     def close(self) -> None:
         self._watchdog.stop()

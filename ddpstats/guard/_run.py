@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import runpy
 import subprocess
@@ -18,17 +19,26 @@ import tempfile
 import traceback
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
+from ddpstats import _config
 from ddpstats._events import read_records
 from ddpstats.errors import ConfigError
 from ddpstats.guard._report import as_json, as_text, diagnose
+from ddpstats.guard._summary import TO_RUN
+
+if TYPE_CHECKING:
+    from ddpstats.guard._ending import Ending
+    from ddpstats.guard._guard import collective_guard
 
 _MODES = ("strict", "step", "record", "off")
+
+log = logging.getLogger("ddpstats")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     modes = "strict (default), step, record, off"
-    parser.add_argument("--guard", choices=_MODES, default="strict", metavar="MODE", help=modes)
+    parser.add_argument("--guard", choices=_MODES, metavar="MODE", help=f"{modes}; DDPSTATS_GUARD where it is set")
     parser.add_argument("--no-labels", action="store_true", help="compare operations and shapes, not keys")
     parser.add_argument("--timeout-sec", type=float, metavar="S", help="how long a collective waits for other ranks")
     parser.add_argument("--record-dir", metavar="DIR", help="each rank's record, for `ddpstats report`")
@@ -42,20 +52,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """The script's own exit status. Raises `ConfigError` for options that make no sense."""
-    if args.nproc is not None:
-        if args.nproc < 1:
-            raise ConfigError(f"--nproc {args.nproc}: at least one rank is needed")
-        return _launch(args)
+    args.guard = args.guard or (_config.guard_mode() if os.environ.get(_config.GUARD) else "strict")
+    args.record_dir = args.record_dir or _config.record_dir()
+    _check(args)
+    return _run_here(args) if args.nproc is None else _launch(args)
+
+
+def _check(args: argparse.Namespace) -> None:
+    if args.nproc is not None and args.nproc < 1:
+        raise ConfigError(f"--nproc {args.nproc}: at least one rank is needed")
+    if args.nproc is not None and "TORCHELASTIC_RUN_ID" in os.environ:
+        raise ConfigError("--nproc starts ranks, and this is one of torchrun's already. Leave --nproc out.")
     if args.guard == "record" and args.record_dir is None:
         raise ConfigError("--guard record needs --record-dir DIR, where the records are written")
-    return _run_here(args)
+    if not args.module:
+        _check_script(Path(args.script))
+
+
+def _check_script(path: Path) -> None:
+    if not path.exists():
+        raise ConfigError(f"there is no file {path}. Give the path of the program, or -m and a module's name.")
+    if path.is_dir() and not (path / "__main__.py").is_file():
+        raise ConfigError(f"{path} is a directory without a __main__.py. Give the path of the program.")
 
 
 # -- in this process --------------------------------------------------------------------------------------------------
 
 
 def _run_here(args: argparse.Namespace) -> int:
-    from ddpstats.guard._guard import collective_guard  # imports torch, which `--help` need not
+    from ddpstats.guard._ending import Ending  # imports torch, which `--help` need not
+    from ddpstats.guard._guard import collective_guard
 
     guard = collective_guard(
         args.guard,
@@ -63,36 +89,65 @@ def _run_here(args: argparse.Namespace) -> int:
         timeout_sec=args.timeout_sec,
         record_dir=args.record_dir,
     ).yielding()
+    ending = Ending(guard, lambda: _say_end(guard, ending))
+    if args.guard != "off":
+        ending.begin()
     sys.argv = [args.script, *args.arguments]
     try:
-        with guard:
-            if args.module:
-                runpy.run_module(args.script, run_name="__main__", alter_sys=True)
-            else:
-                sys.path[0] = str(Path(args.script).resolve().parent)
-                runpy.run_path(args.script, run_name="__main__")
-    except SystemExit:
+        if args.module:
+            runpy.run_module(args.script, run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0] = str(Path(args.script).resolve().parent)
+            runpy.run_path(args.script, run_name="__main__")
+    except SystemExit as error:
+        ending.status = int(error.code not in (None, 0))
         raise
     except BaseException as error:
-        _print_as_python_does(error)
-        return 130 if isinstance(error, KeyboardInterrupt) else 1
+        ending.error = error
+        return _explained(error)
     return 0
+
+
+def _say_end(guard: collective_guard, ending: Ending) -> None:
+    """On stderr, whatever the program has made of logging; after an error of the program's that stands last."""
+    said = guard.last_line()
+    if said is not None and ending.error is None:
+        print(f"ddpstats run: {said[1]}", file=sys.stderr)
+    if said is not None and log.hasHandlers():
+        log.log(said[0], "%s", said[1])
+
+
+def _explained(error: BaseException) -> int:
+    """Print what the program ended with; its status."""
+    from ddpstats.guard._telling import tell
+
+    sys.stdout.flush()
+    if _lacks_ranks(error):
+        print(f"ddpstats run: the program asks for its rank, and nobody gave it one. {TO_RUN}", file=sys.stderr)
+    elif not tell(error, lambda: _print_as_python_does(error)):
+        _print_as_python_does(error)
+    sys.stderr.flush()
+    return 130 if isinstance(error, KeyboardInterrupt) else 1
+
+
+def _lacks_ranks(error: BaseException) -> bool:
+    """Whether this is how torch says that it was started without torchrun."""
+    return isinstance(error, ValueError) and "environment variable" in str(error) and "RANK" not in os.environ
 
 
 def _print_as_python_does(error: BaseException) -> None:
     """The traceback from the script's own first line on: what stands above it is not the user's."""
-    trace = error.__traceback__
-    own = os.path.dirname(os.path.abspath(__file__))
-    while trace is not None and _is_ours(trace, own):
+    from ddpstats.guard._telling import strip
+
+    trace = strip(error)
+    while trace is not None and _is_ours(trace):
         trace = trace.tb_next
-    sys.stdout.flush()
     traceback.print_exception(type(error), error, trace if trace is not None else error.__traceback__)
-    sys.stderr.flush()
 
 
-def _is_ours(trace: TracebackType, own: str) -> bool:
+def _is_ours(trace: TracebackType) -> bool:
     file = trace.tb_frame.f_code.co_filename
-    return file.startswith((own, "<frozen runpy")) or file == runpy.__file__
+    return file.startswith("<frozen runpy") or file == runpy.__file__
 
 
 # -- as a launcher ----------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import os
 import secrets
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping
 
 import torch.distributed as dist
@@ -21,6 +22,8 @@ from ddpstats.guard._diagnosis import Finding, Testimony
 from ddpstats.guard._exchange import Exchange
 from ddpstats.guard._inquiry import Inquiry, Testify
 from ddpstats.guard._p2p import Messages
+from ddpstats.guard._spoken import read
+from ddpstats.guard._summary import FROM_ANYBODY, RECORDED, UNSETTLED, WITHOUT_OTHERS, Tally
 
 _KEPT_DESTROYED = 64
 _sessions = 0  # of this process, so far: ranks that do alike count alike
@@ -44,6 +47,7 @@ class Group:
         self.checked_at: dict[int, int] = {}  # comparison -> the number up to which it goes
         self.checks_settled = 0
         self.has_ended = False  # strict: its end was posted, as if it were a collective
+        self.sent = self.received = self.received_well = 0  # messages
 
 
 class Session:
@@ -54,25 +58,28 @@ class Session:
     """
 
     def __init__(
-        self, compares: bool, messages: bool, testify: Testify, position: Callable[[], str],
-        heard: Callable[[Finding], None],
-    ) -> None:  # fmt: skip
+        self, compares: bool, testify: Testify, position: Callable[[], str], heard: Callable[[Finding], None]
+    ) -> None:
         global _sessions
         _sessions += 1
         prefix = f"ddpstats/guard/{_sessions}"
-        self._number, self._compares, self._messages = _sessions, compares, messages
+        self._number, self._compares = _sessions, compares
         self._world = weakref.ref(dist.group.WORLD) if dist.group.WORLD is not None else lambda: None
         self.rank = dist.get_rank()
         self._store = world_store(prefix, "guard")
         token = secrets.token_hex(8)
         self.run = world_store("ddpstats/run", "guard").compare_set("token", "", token).decode(errors="replace")
         self._groups: weakref.WeakKeyDictionary[GroupView, Group] = weakref.WeakKeyDictionary()
+        self._lives: Counter[str] = Counter()  # a group may be destroyed, and another made under its name
+        self._forgotten = Tally()
+        self.is_concluded = False
+        self.unfinished = ""  # why the last comparison did not go to its end
         self.named: dict[str, Group] = {}
         self.inquiry: Inquiry | None = None
         if compares and dist.get_world_size() > 1:
             stores = self._store, world_store(prefix, "watchdog")
             self.inquiry = Inquiry(
-                stores, self.rank, dist.get_world_size(), testify, position, self.is_reachable, heard
+                stores, self.rank, dist.get_world_size(), testify, position, self._told_by, self.is_reachable, heard
             )
 
     def is_over(self) -> bool:
@@ -92,9 +99,10 @@ class Session:
         self._forget_destroyed()
         exchange = messages = None
         if self._compares and len(view.ranks) > 1:
-            part = part_of(self._store, f"group/{view.name}")
+            part = part_of(self._store, f"group/{view.name}/{self._lives[view.name]}")
+            self._lives[view.name] += 1
             exchange = Exchange(part, view.ranks.index(view.rank), len(view.ranks))
-            messages = Messages(part, view.rank) if self._messages else None
+            messages = Messages(part, view.rank)
         name = view.name if self._number == 1 else f"{view.name} of session {self._number}"
         group = self._groups[view] = self.named[name] = Group(name, view, exchange, messages)
         return group
@@ -111,9 +119,40 @@ class Session:
         """Programs may make groups by the thousand. What is destroyed keeps its memory until there are too many."""
         destroyed = [name for name, group in self.named.items() if not group.view.is_alive()]
         for name in destroyed[:-_KEPT_DESTROYED]:
-            exchange = self.named.pop(name).exchange
-            if exchange is not None:
-                exchange.close()
+            group = self.named.pop(name)
+            self._forgotten += self._tally_of(group)
+            if group.exchange is not None:
+                group.exchange.close()
+
+    def _told_by(self, name: str, rank: int) -> list[Event]:
+        """What a rank of this host told of its last collectives in a group before it issued them."""
+        group = self.named.get(name)
+        if group is None or group.exchange is None or rank not in group.view.ranks:
+            return []
+        return read(group.exchange.told_by(group.view.ranks.index(rank)))
+
+    # -- counting -----------------------------------------------------------------------------------------------------
+
+    def tally(self) -> Tally:
+        """What was compared so far, and what was not."""
+        return sum((self._tally_of(group) for group in list(self.named.values())), self._forgotten)
+
+    def note(self, name: str, seq: int, differed: bool) -> None:
+        """A verdict: what went before a difference was the same on all ranks, and after it nothing is compared."""
+        group = self.named.get(name)
+        if group is not None and differed:
+            group.agreed = max(group.agreed, min(seq - 1, group.seq))
+        self.unfinished = "the first that differs, or after it" if differed else "not known to be equal by then"
+
+    def _tally_of(self, group: Group) -> Tally:
+        if group.exchange is None:
+            why = WITHOUT_OTHERS if self._compares else RECORDED
+            return Tally.of({why: group.seq + group.sent + group.received})
+        agreed = min(group.agreed, group.seq)
+        compared = agreed + group.sent + group.received_well
+        agreeing = group.view.ranks if compared else ()
+        left = Tally.of({self.unfinished or UNSETTLED: group.seq - agreed}, compared, agreeing)
+        return left + Tally.of({self.unfinished or FROM_ANYBODY: group.received - group.received_well})
 
     def leave(self, how: str, last: Event | None, testimonies: Callable[[str], Testimony]) -> None:
         """Tell the others that this rank leaves; never waits."""

@@ -89,11 +89,17 @@ def test_a_script_notices_no_difference(script: Any, how: str) -> None:
     path = script(ORDINARY)
     plain, under = python(path, how, "--json"), ddpstats("run", path, how, "--json")
     assert (under.returncode, under.stdout) == (plain.returncode, plain.stdout)
+    ours = [line for line in under.stderr.splitlines() if line.startswith("ddpstats run: ")]
     assert _unmarked(under.stderr) == _unmarked(plain.stderr)
+    assert len(ours) == (how != "raise")
+    assert all(
+        "nothing was compared: no process group was made. Start it on ranks: `ddpstats run" in one for one in ours
+    )
 
 
 def _unmarked(text: str) -> str:
-    return "\n".join(line for line in text.splitlines() if not re.fullmatch(r"\s*[\^~]+\s*", line))
+    """Without our own last line, and without the marks under a traceback's lines."""
+    return "\n".join(line for line in text.splitlines() if not re.match(r"\s*[\^~]+\s*$|ddpstats run: ", line))
 
 
 def test_a_module(tmp_path: Path) -> None:

@@ -57,15 +57,14 @@ log = logging.getLogger("ddpstats")
 class Chain:
     """The places that a label was found through, from the collective outwards; one object for each such chain.
 
-    ``steps``: those that gave a name, innermost first, and the index of the place of each. ``is_muted``: the names are
-    each rank's own. The rest is kept from one call to the next.
+    ``steps``: those that gave a name, innermost first, and the index of the place of each. The rest is kept from one
+    call to the next.
     """
 
     places: tuple[Place, ...]
     steps: tuple[tuple[Step, int], ...]
     fresh: bool
     is_known: bool
-    is_muted: bool = False
     names: dict[int, Names] = field(default_factory=dict)
     fates: dict[int, Fate] = field(default_factory=dict)
     spelled: dict[str, Spelled] = field(default_factory=dict)

@@ -1,0 +1,136 @@
+"""The end of a program under a guard that nobody wrote into it: compare what is left, say so, and end with status 1.
+
+Such a guard (DDPSTATS_GUARD, ``ddpstats run``) lasts as long as the process. Its last comparison comes
+
+1. before the default process group is destroyed: ``destroy_process_group`` asks each group to shut down, and a name for
+   that was put in the place of ``ProcessGroup.shutdown``, which holds however the program imported the function;
+2. else when the interpreter ends, after the program's threads, in an `atexit` handler.
+
+What is found at 1 is raised. What is found at 2, or was raised at 1 and caught, is printed, and the process ends with
+status 1 where it would have ended with 0. An exit handler cannot change the status by raising, and must not end the
+process: others, such as those that end the workers of a DataLoader, may come after it. So an object among the last that
+the interpreter takes apart ends the process, when all else is done and written.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch.distributed as dist
+
+from ddpstats.errors import DdpstatsError
+from ddpstats.guard._telling import ignore_sigterm, spelled, tell
+
+if TYPE_CHECKING:
+    from ddpstats.guard._guard import collective_guard
+
+AFTER_ERROR_SEC = 5.0  # how long the ranks of a program that has failed here are waited for
+
+# -- 1. before the process group is destroyed -------------------------------------------------------------------------
+
+AtDestroy = Callable[[Any], None]
+_at_destroy: AtDestroy | None = None
+_original_shutdown: Any = None
+
+
+def before_destroying(ask: AtDestroy | None) -> None:
+    """Call ``ask`` with each process group that is about to be shut down; None restores everything."""
+    global _at_destroy, _original_shutdown
+    _at_destroy = ask
+    if ask is not None and _original_shutdown is None:
+        _original_shutdown = vars(dist.ProcessGroup).get("shutdown")
+        if _original_shutdown is not None:
+            dist.ProcessGroup.shutdown = _shutdown  # type: ignore[method-assign]
+    elif ask is None and _original_shutdown is not None:
+        dist.ProcessGroup.shutdown = _original_shutdown  # type: ignore[method-assign]
+        _original_shutdown = None
+
+
+def _shutdown(self: Any) -> None:
+    original = _original_shutdown
+    if _at_destroy is not None:
+        _at_destroy(self)
+    original.__get__(self)()
+
+
+# -- 2. when the interpreter ends -------------------------------------------------------------------------------------
+
+
+class Ending:
+    """Of this process. ``error``: what the program ended with, where `sys.excepthook` is not asked."""
+
+    def __init__(self, guard: collective_guard, say: Callable[[], None]) -> None:
+        self._guard, self._say, self._process = guard, say, os.getpid()
+        self.error: BaseException | None = None
+        self.status = 0  # what the program asked for
+
+    def begin(self) -> None:
+        self._guard.__enter__()
+        atexit.register(self._end)
+
+    def cancel(self) -> None:
+        """This is no program to guard. Idempotent."""
+        atexit.unregister(self._end)
+        self._guard.abandon()
+
+    def _end(self) -> None:
+        if os.getpid() != self._process:
+            return  # a fork of the program
+        error = self.error or getattr(sys, "last_value", None)
+        found = self._guard.verdict_at_end(error)
+        if found is not None:
+            tell(found, lambda: print(spelled(found), file=sys.stderr))
+            ignore_sigterm()
+            if error is None and self.status == 0:
+                _end_with(1)
+        with contextlib.suppress(DdpstatsError):
+            self._guard.abandon(error)
+        self._say()
+
+
+def _end_with(status: int) -> None:
+    """See that the process ends with ``status``, when all exit handlers have run and all modules are gone."""
+    sys.__dict__["_ddpstats_status"] = _LastOfAll(status)
+
+
+class _LastOfAll:
+    """The interpreter empties `sys` after all other modules but `builtins`."""
+
+    def __init__(self, status: int) -> None:
+        self._status, self._exit = status, os._exit
+
+    def __del__(self) -> None:
+        self._exit(self._status)
+
+
+_CODE: Any = vars(SystemExit)["code"]
+
+
+def remember_status(ending: Ending) -> None:
+    """Notice the status that the program asks for by ``sys.exit``: nobody else is told of it before it is too late."""
+
+    class Exit(SystemExit):
+        """`SystemExit`. Asked for its code by the interpreter itself, and not by a frame, it is the program's end."""
+
+        @property
+        def code(self) -> Any:
+            code = _CODE.__get__(self)
+            if sys._getframe().f_back is None and threading.current_thread() is threading.main_thread():
+                ending.status = int(code is not None and code != 0)
+            return code
+
+        @code.setter
+        def code(self, value: Any) -> None:
+            _CODE.__set__(self, value)
+
+    def exit(status: Any = None, /) -> NoReturn:
+        raise Exit(*(status if isinstance(status, tuple) else () if status is None else (status,)))
+
+    Exit.__name__ = Exit.__qualname__ = "SystemExit"
+    sys.exit = exit

@@ -1,0 +1,194 @@
+"""One verdict is printed once, not once per rank: how an error of the guard's that nobody catches reaches people.
+
+Every rank raises the same error. Where it gets as far as `sys.excepthook`, or is found when the program has ended
+already,
+
+1. the first rank that is alive prints it whole, without the frames of this package;
+2. the others wait until it has, and print one line that points there;
+3. all write the same where torchrun looks (``TORCHELASTIC_ERROR_FILE``), with the time at which it happened: torchrun
+   ends its output with what happened first, however many ranks there are.
+
+A rank that fails makes torchrun end the others, within a tenth of a second. So SIGTERM waits (`signal_deferred`) while
+ranks are about to find out what has happened, and to say so; each of these waits is bounded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType, TracebackType
+from typing import Any
+
+from ddpstats.errors import DdpstatsError
+from ddpstats.guard._inquiry import Inquiry
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_OWN = tuple(os.path.join(_PACKAGE, part) for part in ("guard" + os.sep, "_intercept.py", "cli.py", "__main__.py"))
+
+_verdicts: dict[int, tuple[DdpstatsError, Inquiry, Sequence[int]]] = {}  # by id
+_raised_at: dict[int, float] = {}
+_told: set[int] = set()
+_STILL_NEWS_SEC = 10.0  # a verdict that the program has caught is not told when the program is ended later
+_hooked: Callable[..., Any] | None = None
+
+Show = Callable[[], None]
+
+
+def printed_once(error: DdpstatsError, inquiry: Inquiry, ranks: Sequence[int]) -> None:
+    """From now on ``error``, which all of ``ranks`` raise, is printed by one of them."""
+    global _hooked
+    _verdicts.clear()  # a program that catches them may see many, and each keeps its frames
+    _verdicts[id(error)] = error, inquiry, ranks
+    _raised_at[id(error)] = time.monotonic()
+    if sys.excepthook is not _excepthook:
+        _hooked, sys.excepthook = sys.excepthook, _excepthook
+
+
+def _excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    show = _hooked or sys.__excepthook__
+    if not tell(error, lambda: show(kind, error, strip(error))):
+        show(kind, error, trace)
+
+
+def tell(error: BaseException, show: Show) -> bool:
+    """Print a verdict by ``show``, or one line that says which rank does; False for what is no verdict."""
+    known = _verdicts.get(id(error))
+    if known is None:
+        return False
+    if id(error) in _told:
+        return True
+    _told.add(id(error))
+    _, inquiry, ranks = known
+    with signal_deferred():
+        first = inquiry.teller(ranks)
+        if first == inquiry.rank:
+            show()
+            _leave_for_torchrun(spelled(error), _happened_at(error))
+        else:
+            line = f"rank {inquiry.rank}: {type(error).__name__}, the one that rank {first} prints in full"
+            print(line, file=sys.stderr)
+            _leave_for_torchrun(line, time.time())
+        sys.stderr.flush()
+        inquiry.has_told(first, ranks)
+    return True
+
+
+def _happened_at(error: BaseException) -> float:
+    """When the collectives that differ were called: torchrun shows last what happened first.
+
+    It counts whole seconds, and within one it takes the lowest rank for the first, which gloo may have aborted.
+    """
+    return min((e.started for e in getattr(error, "by_rank", {}).values() if e.started), default=time.time()) - 1
+
+
+def _leave_for_torchrun(text: str, happened_at: float) -> None:
+    """As torch's own ``record`` does. What is there already stays: the program's own words for it."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path or os.path.exists(path):
+        return
+    told = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(happened_at))}}
+    with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
+        json.dump({"message": told}, file)
+
+
+def spelled(error: BaseException) -> str:
+    """As Python ends a traceback."""
+    return "".join(traceback.format_exception_only(type(error), error)).rstrip()
+
+
+def strip(error: BaseException | None) -> TracebackType | None:
+    """Take the frames of the guard out of the traceback of ``error``, and of what led to it; its new traceback."""
+    seen: set[int] = set()
+    first = error
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        error.__traceback__ = _without_ours(error.__traceback__)
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return None if first is None else first.__traceback__
+
+
+def _without_ours(trace: TracebackType | None) -> TracebackType | None:
+    kept = []
+    while trace is not None:
+        if not trace.tb_frame.f_code.co_filename.startswith(_OWN):
+            kept.append(trace)
+        trace = trace.tb_next
+    found: TracebackType | None = None
+    for entry in reversed(kept):
+        found = TracebackType(found, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return found
+
+
+# -- SIGTERM ----------------------------------------------------------------------------------------------------------
+
+
+class _Sigterm:
+    """Its handler is there while ranks come to a verdict, and from then on: a verdict that is not told yet is told."""
+
+    def __init__(self) -> None:
+        self.depth, self.came, self.installed = 0, False, False
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        self.came = True
+        if self.depth == 0:
+            self.end()
+
+    def end(self) -> None:
+        self.depth += 1
+        for error, _, _ in list(_verdicts.values()):
+            if time.monotonic() < _raised_at[id(error)] + _STILL_NEWS_SEC:
+                tell(error, functools.partial(print, spelled(error), file=sys.stderr))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if _told:
+            os._exit(1)  # which it was about to end with
+        self.restore()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def install(self) -> bool:
+        """False where the program has a handler of its own, or this is not its main thread."""
+        if threading.current_thread() is not threading.main_thread():
+            return False
+        if not self.installed and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self.handle)
+            self.installed = True
+        return self.installed
+
+    def restore(self) -> None:
+        if signal.getsignal(signal.SIGTERM) == self.handle:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self.installed = False
+
+
+_sigterm = _Sigterm()
+
+
+def ignore_sigterm() -> None:
+    """The process has told why it ends, and is as good as gone: let its own status stand, not torchrun's signal."""
+    if _sigterm.install():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+@contextlib.contextmanager
+def signal_deferred() -> Iterator[None]:
+    """Let SIGTERM wait until what is inside is done, where it would end the process. For the main thread alone."""
+    if not _sigterm.install():
+        yield
+        return
+    _sigterm.depth += 1
+    try:
+        yield
+    finally:
+        _sigterm.depth -= 1
+        if _sigterm.depth == 0 and _sigterm.came:
+            _sigterm.end()
+        elif _sigterm.depth == 0 and not _verdicts:
+            _sigterm.restore()

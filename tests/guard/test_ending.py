@@ -1,0 +1,294 @@
+"""How a program under a guard that nobody wrote into it ends: what is left is compared, and one rank says it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ddpstats._events import Event, Signature, digest_of, label_word, read_records
+from ddpstats.guard import GuardCounters
+from ddpstats.guard._exchange import EVENT_BYTES, Exchange, Words
+from ddpstats.guard._remedy import remedy
+from ddpstats.guard._spoken import read, words_of
+from ddpstats.guard._summary import Tally, last_line
+
+LIMIT_SEC = 150
+HEAD = """
+    import sys
+    import ddpstats, torch, torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    rank, how = dist.get_rank(), sys.argv[1]
+"""
+FAULTY = """
+    stats = {"loss": torch.ones(()), ("l1" if rank else "snr"): torch.ones(())}
+    for key in stats:
+        dist.all_reduce(stats[key])
+"""
+LEGAL = """
+    for _ in range(5):
+        dist.all_reduce(torch.ones(1))
+"""
+ENDS = """
+    if how == "destroy":
+        dist.destroy_process_group()
+    elif how == "destroy, imported before":
+        destroy()
+    elif how == "destroy in finally":
+        try:
+            raise ValueError("of the program")
+        finally:
+            dist.destroy_process_group()
+    elif how == "caught":
+        try:
+            dist.destroy_process_group()
+        except ddpstats.CollectiveMismatch:
+            pass
+    elif how == "at exit":
+        import atexit
+        atexit.register(dist.destroy_process_group)
+    elif how == "thread":
+        import threading
+        threading.Thread(target=dist.all_reduce, args=(torch.ones(2),)).start()
+    elif how.startswith("exit "):
+        sys.exit(int(how[5:]))
+    elif how == "raise":
+        raise ValueError("of the program")
+    elif how == "raise on rank 1" and rank:
+        raise ValueError("of the program")
+    elif how == "a moment later" and rank:
+        import time
+        time.sleep(2)
+    elif how == "os._exit on rank 1" and rank:
+        import os
+        os._exit(0)
+    elif how == "destroy on rank 0" and rank == 0:
+        dist.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> Any:
+    def write(*texts: str) -> str:
+        path = tmp_path / "train.py"
+        path.write_text("".join(map(textwrap.dedent, texts)))
+        return str(path)
+
+    return write
+
+
+def torchrun(*args: str, mode: str = "step", ranks: int = 2, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *args]
+    own = {**os.environ, "OMP_NUM_THREADS": "1", "DDPSTATS_GUARD": mode, **env}
+    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SEC, check=False, env=own)
+
+
+def statuses(done: subprocess.CompletedProcess[str]) -> list[int]:
+    """Of the ranks, as torchrun tells them."""
+    return [int(found) for found in re.findall(r"exitcode +: (-?\d+)", done.stderr)]
+
+
+def of_the_ranks(done: subprocess.CompletedProcess[str]) -> str:
+    """What the ranks themselves wrote to stderr."""
+    return done.stderr.partition("Sending process")[0].partition("failed (exitcode")[0]
+
+
+@pytest.mark.parametrize(
+    ("how", "status"),
+    [
+        *(("nothing more", 1), ("destroy", 1), ("destroy, imported before", 1), ("destroy in finally", 1)),
+        *(("caught", 1), ("at exit", 1), ("exit 0", 1), ("exit 3", 3), ("raise", 1), ("raise on rank 1", 1)),
+    ],
+)
+def test_a_mismatch_that_is_left_at_the_end_is_found(train: Any, how: str, status: int) -> None:
+    imported = "from torch.distributed import destroy_process_group as destroy\n"
+    done = torchrun(train(imported, HEAD, FAULTY, ENDS), how)
+    assert set(statuses(done)) == {status}, done.stderr
+    said = of_the_ranks(done)
+    assert "'snr'" in said
+    assert "'l1'" in said
+    assert said.count("What differs") == 1, "one rank prints it"
+    assert said.count("rank 1: CollectiveMismatch, the one that rank 0 prints in full") == 1
+    assert "ddpstats/guard" not in said
+    assert ("of the program" in said) == (how in ("raise", "raise on rank 1", "destroy in finally"))
+    assert "What differs: the label" in done.stderr.rpartition("Root Cause")[2]
+
+
+@pytest.mark.parametrize(
+    "how", ["nothing more", "destroy", "exit 0", "a moment later", "destroy on rank 0", "os._exit on rank 1", "thread"]
+)
+def test_a_legal_program_ends_as_it_would(train: Any, how: str) -> None:
+    logged = "import logging\nlogging.basicConfig(level=logging.INFO)\n"
+    done = torchrun(train(logged, HEAD, LEGAL, ENDS), how)
+    assert done.returncode == 0, done.stderr
+    if how == "os._exit on rank 1":
+        assert "nothing was compared: rank 1 had ended without a last comparison" in done.stderr
+        return
+    count = 6 if how == "thread" else 5
+    line = (
+        f"INFO:ddpstats:collective guard, mode step: {count} collectives seen, {count} compared, 0 not; 2 ranks agree."
+    )
+    assert done.stderr.count(line) == 1
+
+
+SIZES = """
+    dist.all_reduce(torch.ones(4))
+    if how == "at the same moment":  # neither has seen what the other says
+        from ddpstats.guard import _exchange
+        _exchange._Shared.neighbour_differs = lambda *args: False
+    if how == "message":
+        if rank:
+            dist.send(torch.ones(300), 0)
+        else:
+            dist.recv(torch.ones(100), 1)
+    elif how == "async":
+        dist.all_reduce(torch.ones(300_000 if rank else 100), async_op=True).wait()
+    else:
+        dist.all_reduce(torch.ones(300_000 if rank else 100))
+"""
+
+
+@pytest.mark.parametrize("how", ["blocking", "async", "at the same moment", "message"])
+def test_where_sizes_differ_both_calls_are_named(train: Any, how: str) -> None:
+    """Without the guard gloo aborts a process, and the other one knows only that it is gone."""
+    done = torchrun(train(HEAD, SIZES), how)
+    assert done.returncode == 1
+    assert "CollectiveMismatch" in done.stderr, done.stderr
+    assert "float32[300" in done.stderr
+    assert "float32[100]" in done.stderr
+    assert "What differs: the shape" in done.stderr.rpartition("Root Cause")[2]
+    assert "label(" not in done.stderr
+
+
+@pytest.mark.parametrize("mode", ["step", "record"])
+def test_a_guard_that_compared_nothing_says_so(train: Any, tmp_path: Path, mode: str) -> None:
+    directory = str(tmp_path / "records")
+    done = torchrun(train(HEAD, LEGAL), "", mode=mode, ranks=1, DDPSTATS_RECORD_DIR=directory)
+    assert done.returncode == 0
+    why = "the program runs on one rank" if mode == "step" else "mode 'record' compares nothing while it runs"
+    assert f"5 collectives seen, nothing was compared: {why}" in done.stderr
+    assert f"Next: ddpstats report {directory}" in done.stderr
+
+
+def ddpstats(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    own = {**os.environ, "OMP_NUM_THREADS": "1", **env}
+    command = [sys.executable, "-m", "ddpstats", *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SEC, check=False, env=own)
+
+
+@pytest.mark.parametrize("more", [(), ("--nproc", "2")])
+def test_a_script_that_is_not_there(more: tuple[str, ...], tmp_path: Path) -> None:
+    for name, words in (("nofile.py", "there is no file"), (str(tmp_path), "without a __main__.py")):
+        done = ddpstats("run", *more, name)
+        assert done.returncode == 2
+        assert words in done.stderr
+        assert "Give the path of the program" in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def test_run_without_ranks(train: Any) -> None:
+    done = ddpstats("run", train(HEAD), "")
+    assert done.returncode == 1
+    assert "`ddpstats run --nproc 2 SCRIPT`" in done.stderr
+    assert "Traceback" not in done.stderr
+    done = ddpstats("run", "--nproc", "2", train(HEAD), TORCHELASTIC_RUN_ID="none")
+    assert (done.returncode, "Leave --nproc out" in done.stderr) == (2, True)
+
+
+def test_run_prints_the_last_line_and_takes_its_mode_from_the_environment(train: Any) -> None:
+    done = ddpstats("run", "--nproc", "2", train(HEAD, LEGAL, ENDS), "exit 0", DDPSTATS_GUARD="step")
+    assert done.returncode == 0, done.stderr
+    line = "ddpstats run: collective guard, mode step: 5 collectives seen, 5 compared, 0 not; 2 ranks agree."
+    assert done.stderr.count(line) == 1
+
+
+def test_our_own_commands_are_not_guarded(tmp_path: Path) -> None:
+    assert "collective guard" not in ddpstats("report", str(tmp_path), DDPSTATS_GUARD="step").stderr
+
+
+# -- the pure parts ---------------------------------------------------------------------------------------------------
+
+
+def event(seq: int, size: int = 4, label: str | None = None, site: str = f"{__file__}:1 in step") -> Event:
+    signature = Signature("all_reduce", "sum", None, ((size,),), ("float32",))
+    return Event("0", seq, signature, label, label_word(label), site, digest_of(signature))
+
+
+def test_what_a_rank_told_before_it_died_can_be_read() -> None:
+    store: Any = torch._C._distributed_c10d.HashStore()
+    one, other = Exchange(store, 0, 2), Exchange(store, 1, 2)
+    try:
+        for seq in range(1, 30):
+            assert not one.tell(seq, event(seq).digest, words_of(event(seq, label="loss")))
+        known = read(other.told_by(0))
+        assert [found.seq for found in known] == list(range(22, 30))
+        assert str(known[-1]) == str(event(29, label="loss"))
+        assert known[-1].source.startswith('"""How a program')
+        assert other.told_by(1) == []
+        assert not other.tell(29, event(29).digest, words_of(event(29)))
+        assert one.tell(30, event(30).digest, words_of(event(30))) is False
+        assert other.tell(30, event(30, 5).digest, words_of(event(30, 5))), "the later one sees it"
+    finally:
+        one.close()
+        other.close()
+
+
+def test_an_event_of_any_length_has_room() -> None:
+    shapes = tuple((number,) for number in range(500))
+    long = Signature("all_reduce_coalesced", "sum", None, shapes, ("float32",) * 500)
+    given = Event("0", 1, long, "k" * 5000, 1, "p" * 5000 + "/train.py:3 in step", digest_of(long))
+    told = words_of(given)
+    assert len(told.payload) <= EVENT_BYTES
+    (known,) = read([(1, given.digest, told.payload)])
+    assert known.digest == given.digest
+    assert str(known.site).endswith("/train.py:3 in step")
+    assert known.pieces == "500 tensors in all"
+    with pytest.raises(ValueError, match="bytes, where"):
+        Words.of(bytes(EVENT_BYTES + 1))
+
+
+def test_what_is_no_event_is_left_out() -> None:
+    assert read([(1, 2, b"{"), (2, 2, b"[]"), (3, 2, b'{"op": 5}')]) == []
+    good = words_of(event(4)).payload
+    assert [found.seq for found in read([(4, 1, good), (6, 1, good), (7, 1, good)])] == [6, 7]
+
+
+@pytest.mark.parametrize(
+    ("difference", "words"),
+    [
+        *(("the shape", "one shape"), ("the dtype", "one dtype"), ("the reduce op", "op="), ("the root", "src=")),
+        *(("the memory format: elements", "contiguous"), ("the number of tensors", "as many tensors")),
+        *(("the operation", "same order"), ("the pieces that ranks", "split sizes"), ("something new", "same order")),
+    ],
+)
+def test_the_fix_fits_what_differs(difference: str, words: str) -> None:
+    assert words in remedy(difference, in_order=True)
+    assert "label(" not in remedy(difference, in_order=True) + remedy(difference, in_order=False)
+    assert "label(" in remedy("the label: operation, shape", in_order=False)
+
+
+def test_the_last_line() -> None:
+    tally = Tally.of({"a": 2, "none": 0}, 3, (0, 1)) + Tally.of({"a": 1, "b": 1}, 4, (1, 2))
+    counters = GuardCounters(11, tally.compared, 4, 0, "step", tally.not_compared, len(tally.agreeing))
+    assert last_line(counters, "") == (
+        False,
+        "collective guard, mode step: 11 collectives seen, 7 compared, 4 not (3: a; 1: b); 3 ranks agree.",
+    )
+    assert last_line(GuardCounters(0, 0, 0, 0, "step"), "")[0]
+    assert "it ended in CollectiveMismatch" in last_line(GuardCounters(1, 0, 1, 0, "step"), "", "CollectiveMismatch")[1]
+
+
+def test_a_record_says_how_the_program_ended(train: Any, tmp_path: Path) -> None:
+    directory = str(tmp_path / "records")
+    torchrun(train(HEAD, LEGAL, ENDS), "raise", mode="record", ranks=1, DDPSTATS_RECORD_DIR=directory)
+    (record,) = read_records(directory)
+    assert record.end is not None
+    assert record.end["end"] == "ValueError"
