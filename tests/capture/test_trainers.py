@@ -21,18 +21,11 @@ from ddpstats.capture._bundle import Bundle
 from ddpstats.testing import RankDied, RankPool, run_ranks
 from tests.capture import trainer_runs as runs
 from tests.capture.trainer_runs import Scenario, Trained
+from tests.needs import needs
 
 _IMPORTS = {"lightning": "lightning", "transformers": "transformers", "espnet": "espnet2", "accelerate": "accelerate"}
 
-TRAINERS = [
-    pytest.param(
-        name,
-        marks=pytest.mark.skipif(
-            importlib.util.find_spec(module) is None, reason=f"no {module}, which scripts/launch.sh test installs"
-        ),
-    )
-    for name, module in _IMPORTS.items()
-]
+TRAINERS = list(_IMPORTS)
 every_trainer = pytest.mark.parametrize("trainer", TRAINERS)
 
 trainers_of_hooks = pytest.mark.parametrize("trainer", TRAINERS[:3])  # accelerate's loop is the user's own
@@ -48,6 +41,7 @@ STEPS = {
 
 def trained(pool: RankPool, scenario: Scenario) -> list[Trained]:
     """The same parameters on every rank, in every bit, and finite; the same verdict and the same error."""
+    needs(_IMPORTS[scenario.trainer])
     found: list[Trained] = pool.run(runs.train, scenario).values()
     assert bool(found[0].parameters.isfinite().all())
     for other in found[1:]:
@@ -232,7 +226,7 @@ def test_espnet_beside_install_and_with_a_rank_out_of_batches(two_ranks: RankPoo
 @pytest.mark.filterwarnings("ignore")  # the libraries' own
 def test_transformers_tells_of_a_forward_pass_that_raises(tmp_path: Path) -> None:
     """Also outside of a ``with`` statement: no hook of the Trainer comes after that."""
-    pytest.importorskip("transformers", reason="no transformers, which scripts/launch.sh test installs")
+    needs("transformers")
     ours: Any = importlib.import_module("ddpstats.integrations.transformers")
     model, bad = runs.net(), runs.batch_of(0, 0)
     bad["y"][0] = runs.RAISES
