@@ -37,7 +37,7 @@ class Progress:
             self.failed = True
         elif text.startswith(("Collecting ", "Obtaining ")):
             self._packages += 1
-            self._doing = f"found {self._packages} packages so far, now {words[1]}"
+            self._doing = f"{_packages(self._packages)} found so far, now {words[1]}"
         elif sized := _SIZED.match(text.strip()):
             name, version, size, unit = sized.groups()
             if unit == "GB" or float(size) >= _LARGE_MB:
@@ -46,8 +46,8 @@ class Progress:
                 return self._say(f"{how}: {name} {version} ({size} {unit})", now)
         elif text.startswith("Installing collected packages: "):
             count = len(words) - 3
-            self._doing = f"installing {count} packages"
-            return self._say(f"installing {count} package{'s' if count > 1 else ''}", now)
+            self._doing = f"installing {_packages(count)}"
+            return self._say(self._doing, now)
         return None
 
     def idle(self, now: float) -> str | None:
@@ -58,6 +58,10 @@ class Progress:
         self._said, heading, self._heading = now, self._heading, ""
         lines = [f"  {text}"] if not heading else [heading, f"  {text}"]
         return "\n".join(f"launch.sh: {now - self._start:4.0f} s  {line}" for line in lines)
+
+
+def _packages(count: int) -> str:
+    return f"{count} package{'s' if count > 1 else ''}"
 
 
 def main() -> None:
