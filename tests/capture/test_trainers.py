@@ -169,6 +169,7 @@ def test_accumulated_gradients(
 @trainers_of_hooks
 def test_a_rank_that_raises_is_named_to_the_other(tmp_path: Path, trainer: str) -> None:
     started = time.monotonic()
+    needs(_IMPORTS[trainer])
     first, second = run_ranks(runs.train, 2, Scenario(trainer, str(tmp_path), raises=(1, 1)), timeout_sec=40)
     assert isinstance(second.error, RankDied)
     said = first.value.error if first.ok else str(first.error)
@@ -248,6 +249,7 @@ def test_transformers_tells_of_a_forward_pass_that_raises(tmp_path: Path) -> Non
 
 
 def test_espnet_of_another_version_is_left_alone(two_ranks: RankPool, tmp_path: Path) -> None:
+    needs("espnet2")
     for told, same in two_ranks.run(runs.espnet_of_another_version, str(tmp_path)).values():
         assert same
         assert len(told) == 1
@@ -255,4 +257,5 @@ def test_espnet_of_another_version_is_left_alone(two_ranks: RankPool, tmp_path: 
 
 
 def test_espnet_leaves_nothing_behind(two_ranks: RankPool, tmp_path: Path) -> None:
+    needs("espnet2")
     assert two_ranks.run(runs.espnet_afterwards, str(tmp_path)).values() == [(True, True)] * 2
