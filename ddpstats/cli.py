@@ -153,6 +153,7 @@ def _hint(word: str) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=_PROG,
+        usage="%(prog)s [-h] [--version] VERB ...",
         description="The numbers that torch.distributed ranks report: right, or an error that names key and ranks.",
         epilog=_verbs_help(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
