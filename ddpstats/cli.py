@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import importlib
 import os
 import sys
@@ -27,6 +28,7 @@ _PIPE_CLOSED = 141  # as a shell tells SIGPIPE
 class _Verb(NamedTuple):
     module: str
     help: str
+    more: str = ""  # below the options of its --help: examples, and the exit status
 
 
 class _VerbModule(Protocol):
@@ -35,13 +37,57 @@ class _VerbModule(Protocol):
     def run(self, args: argparse.Namespace) -> int: ...
 
 
+_FOUND = "exit status: 0 nothing found, 1 something found, 2 it could not run"
+
 _VERBS = {
-    "run": _Verb("ddpstats.guard._run", "a training script under the guard, unchanged"),
-    "report": _Verb("ddpstats.guard._report", "what the ranks' records of their collectives say"),
-    "replay": _Verb("ddpstats.capture._replay", "a captured step, run again in one process, down to the first NaN"),
-    "compare": _Verb("ddpstats.dump.compare._compare", "two dumps, or the ranks of one: where they first differ"),
-    "nan-origin": _Verb("ddpstats.dump.origin._nan_origin", "the operation of a dump that made the first NaN"),
-    "demo": _Verb("ddpstats._demo", "wrong averages, then right ones, on real ranks of this machine"),
+    "run": _Verb(
+        "ddpstats.guard._run",
+        "a training script under the guard, unchanged",
+        """examples:
+  ddpstats run --nproc 2 train.py --lr 0.1                      two ranks on this machine
+  torchrun --nproc-per-node 2 -m ddpstats run train.py --lr 0.1 the same, started by torchrun
+  ddpstats run --nproc 2 --guard record --record-dir records train.py; ddpstats report records
+
+exit status: the script's own""",
+    ),
+    "report": _Verb(
+        "ddpstats.guard._report",
+        "what the ranks' records of their collectives say",
+        f"""example:
+  ddpstats run --nproc 2 --guard record --record-dir records train.py; ddpstats report records
+
+{_FOUND}""",
+    ),
+    "replay": _Verb(
+        "ddpstats.capture._replay",
+        "a captured step, run again in one process, down to the first NaN",
+        """example:
+  ddpstats replay captures --model my_package:make_model --step my_package:step --bisect
+
+exit status: 0 reproduced, 1 not reproduced, 2 it could not run""",
+    ),
+    "compare": _Verb(
+        "ddpstats.dump.compare._compare",
+        "two dumps, or the ranks of one: where they first differ",
+        f"""examples:
+  ddpstats compare dumps/now dumps/last_week
+  ddpstats compare dumps/now                  the ranks of one run with one another
+
+{_FOUND}""",
+    ),
+    "nan-origin": _Verb(
+        "ddpstats.dump.origin._nan_origin",
+        "the operation of a dump that made the first NaN",
+        f"""example:
+  ddpstats nan-origin dumps/now
+
+{_FOUND}""",
+    ),
+    "demo": _Verb(
+        "ddpstats._demo",
+        "wrong averages, then right ones, on real ranks of this machine",
+        "exit status: 0 it ran, 2 it could not",
+    ),
 }
 
 
@@ -56,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: after ``--help`` and ``--version`` (0), and for arguments that make no sense (2), as argparse does.
     """
-    given = _parser().parse_args(argv)
+    given = _given(argv)
     module = cast(_VerbModule, importlib.import_module(_VERBS[given.verb].module))
     args = _verb_parser(given.verb, module).parse_args(given.arguments)
     if "ddpstats.guard._autostart" in sys.modules:  # DDPSTATS_GUARD is for programs
@@ -83,26 +129,58 @@ def _give_up_stdout() -> None:
         os.close(nowhere)
 
 
+def _given(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The verb, and the words after it."""
+    parser = _parser()
+    given = parser.parse_args(argv)
+    if given.verb is None:
+        parser.print_help(sys.stderr)
+        parser.exit(_COULD_NOT_RUN, f"\n{_PROG}: error: a VERB is missing; to begin with: {_PROG} demo\n")
+    if given.verb not in _VERBS:
+        names = ", ".join(map(repr, _VERBS))
+        parser.error(f"argument VERB: invalid choice: {given.verb!r} (choose from {names}){_hint(given.verb)}")
+    return given
+
+
+def _hint(word: str) -> str:
+    """What may have been meant by a word that is no verb."""
+    if word.endswith(".py"):
+        return f"; to run a script under the guard: {_PROG} run --nproc 2 {word}"
+    if word == "help":
+        return f"; see: {_PROG} --help"
+    close = difflib.get_close_matches(word.lower(), _VERBS, 1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=_PROG,
+        usage="%(prog)s [-h] [--version] VERB ...",
         description="The numbers that torch.distributed ranks report: right, or an error that names key and ranks.",
         epilog=_verbs_help(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    parser.add_argument("verb", choices=_VERBS, metavar="VERB", help="one of those below")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help=f"see: {_PROG} VERB --help")
+    parser.add_argument("verb", nargs="?", metavar="VERB", help="one of those below")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help=f"its own; see: {_PROG} VERB --help")
     return parser
 
 
 def _verbs_help() -> str:
     width = max(map(len, _VERBS))
-    return "\n".join(["verbs:", *(f"  {name:{width}}  {verb.help}" for name, verb in _VERBS.items())])
+    verbs = [f"  {name:{width}}  {verb.help}" for name, verb in _VERBS.items()]
+    return "\n".join(
+        ["verbs:", *verbs, "", f"{_PROG} VERB --help explains one; `{_PROG} demo` shows what this is about."]
+    )
 
 
 def _verb_parser(name: str, module: _VerbModule) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=f"{_PROG} {name}", description=_VERBS[name].help)
+    parser = argparse.ArgumentParser(
+        prog=f"{_PROG} {name}",
+        description=_VERBS[name].help,
+        epilog=_VERBS[name].more,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text for people")
     module.add_arguments(parser)
     return parser

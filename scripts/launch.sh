@@ -15,11 +15,13 @@ usage: scripts/launch.sh demo [ARGS]          wrong averages, then right ones (p
        scripts/launch.sh test [PYTEST ARGS]   all tests, or those that the arguments name
        scripts/launch.sh bench [ARGS]         scripts/bench.py
        scripts/launch.sh N SCRIPT [ARGS]      a script on N ranks of this host, through torchrun
-       scripts/launch.sh dev COMMAND [ARGS]   a command among the development tools (ruff, mypy, lint-imports, ...)
+       scripts/launch.sh dev COMMAND [ARGS]   a command among the development tools (ruff, mypy, lint-imports, ...),
+                                              or ddpstats itself, without them: dev ddpstats compare A B
 
 Each first sets up what it needs. The active environment ($VIRTUAL_ENV, $CONDA_PREFIX, else python3) is used when it has
 torch 2.6 or newer; its torch is never changed, and only `test`, `bench` and `dev` add what they lack to it. Otherwise a
-virtual environment .venv is made in the repository, with the versions of constraints.txt.
+virtual environment .venv is made in the repository, with the versions of constraints.txt. `test` with paths of tests
+installs only what those need (tests/libraries.txt).
 
   DDPSTATS_VENV=PATH  the virtual environment to make and use, also when the active one has torch
   PYTHON=PROGRAM      the Python to start from
@@ -33,6 +35,8 @@ TEXT
 }
 
 say() { printf 'launch.sh: %s\n' "$*" >&2; }
+
+phase() { say "$(printf '%4d s  %s' "$SECONDS" "$*")"; } # of a set-up, with the time since the start
 
 fail() { # WHAT FIX
   say "error: $1"
@@ -97,8 +101,10 @@ for text in [config["options"]["install_requires"], *(extras[name] for name in s
     print(text.strip())' "$root/setup.cfg" "$@"
 }
 
+# What pip says is told in a few lines (scripts/_pip_progress.py), and whole if it fails.
 install() { # PIP ARGUMENTS
-  "$python" -m pip install --quiet "$@" >&2 ||
+  { PYTHONUNBUFFERED=1 "$python" -m pip install --progress-bar off "$@" 2>&1 || { echo "pip ended with $?" && false; }; } |
+    "$python" "$root/scripts/_pip_progress.py" "$SECONDS" "${heading:-}" >&2 ||
     fail "pip could not install into $("$python" -c 'import sys; print(sys.prefix)') (its own words are above)" \
       "behind a proxy or mirror, set PIP_PROXY or PIP_INDEX_URL; if this Python has no build of torch, start from another: PYTHON=python3.11"
 }
@@ -114,7 +120,7 @@ install_extras() { # EXTRAS...
 set_up_active() { # EXTRAS...
   export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" # so that nothing of ours stays behind in it
   if (($# == 0)); then return; fi
-  say "adding what $python lacks for: $* (its torch $torch stays)"
+  heading="adding what $python lacks for: $* (its torch $torch stays)"
   pin=("torch==$torch")
   install_extras "$@"
 }
@@ -128,7 +134,7 @@ make_venv() {
   if [[ -e $venv && ! -e $venv/pyvenv.cfg && -n $(ls -A "$venv") ]]; then
     fail "$venv is no virtual environment, and not empty" "name another place: DDPSTATS_VENV=/path/to/a/new/folder"
   fi
-  say "making a virtual environment in $venv with $python"
+  phase "making a virtual environment in $venv with $python"
   "$python" -m venv --clear "$venv" >&2 ||
     fail "could not make a virtual environment in $venv" "name a place that can be written to: DDPSTATS_VENV=/path/to/a/new/folder"
 }
@@ -170,11 +176,12 @@ set_up_own() { # EXTRAS...
       if is_set_up "$@"; then exit; fi
       make_venv
       python=$venv/bin/python
-      say "installing torch${*:+ and what is needed for: $*} into $venv (once; 1 to 2 minutes, and longer on a slow network)"
-      pin=(--constraint "$root/constraints.txt" setuptools numpy) # without numpy, torch warns at every start
+      phase "installing torch${*:+ and what is needed for: $*} into $venv (once; minutes, longer on a slow network)"
+      pin=(--constraint "$root/constraints.txt" setuptools)
       install_extras "$@"
       install --no-deps --no-build-isolation --editable "$root"
       write_stamp "$@"
+      phase "set up. For the command ddpstats: source ${venv#"$PWD"/}/bin/activate, or scripts/launch.sh dev ddpstats ..."
     ) 9>"$venv.lock"
   fi
   python=$venv/bin/python
@@ -194,6 +201,48 @@ set_up() { # EXTRAS...
     fi
   fi
   set_up_own "$@"
+}
+
+# The extras that the named tests need, by the table that the tests hold themselves to; all of the table's where no test
+# is named. Sets $extras.
+extras_for_tests() { # PYTEST ARGUMENTS...
+  local argument previous='' named=() path needed line
+  for argument; do
+    path=${argument%%::*}
+    path=${path#"$root"/}
+    path=${path#./}
+    path=${path%/}
+    case $previous in
+      # pytest's options whose value is a path, and is no test to run
+      -c | --config-file | --rootdir | --confcutdir | --basetemp | --ignore | --ignore-glob | --deselect | --junit*xml) ;;
+      *)
+        if [[ $path != -* && -e $root/$path ]]; then
+          named+=("$path")
+        elif [[ $path == tests/* ]]; then
+          fail "there is no $path in $root" "name a test, or a folder of tests, as from the repository: tests/test_layout.py"
+        fi
+        ;;
+    esac
+    previous=$argument
+  done
+  extras=(testing)
+  while read -r path line; do
+    if [[ -z $path || $path == \#* ]] || ! is_among "$path" "${named[@]+"${named[@]}"}"; then continue; fi
+    for needed in $line; do
+      if [[ " ${extras[*]} " != *" $needed "* ]]; then extras+=("$needed"); fi
+    done
+  done <"$root/tests/libraries.txt"
+}
+
+# Whether a test's path is one of those named, or below one; where none is named, or one beside the tests, it is.
+is_among() { # PATH NAMED...
+  local path=$1 one
+  shift
+  (($# > 0)) || return 0
+  for one; do
+    if [[ $one != tests/* || $path == "$one" || $path == "$one"/* ]]; then return 0; fi
+  done
+  return 1
 }
 
 # torchrun, but with the failing rank's exit status instead of 1, and without torchrun's own traceback.
@@ -233,8 +282,6 @@ if (($# == 0)); then
   usage >&2
   exit 2
 fi
-# What the tests and the bench run: the libraries that ddpstats.integrations is for.
-integrations=(espnet accelerate lightning torcheval torchmetrics tensorboard wandb mlflow transformers)
 verb=$1
 shift
 case $verb in
@@ -246,19 +293,27 @@ case $verb in
     exec "$python" -m ddpstats demo "$@"
     ;;
   test)
-    set_up testing "${integrations[@]}"
+    extras_for_tests "$@"
+    set_up "${extras[@]}"
     cd "$root"
     # Two files at a time: most of a test with real ranks is waiting for processes to start, or for a timeout.
     (($# > 0)) || set -- --numprocesses 2 --dist loadfile
     exec "$python" -m pytest "$@"
     ;;
   bench)
-    set_up bench "${integrations[@]}"
+    extras_for_tests # what is measured is what is tested
+    set_up "${extras[@]}"
     exec "$python" "$root/scripts/bench.py" "$@"
     ;;
   dev)
     (($# > 0)) || fail "there is no command to run" "scripts/launch.sh dev COMMAND [ARGS], for example: dev ruff check"
-    set_up testing "${integrations[@]}" bench dev
+    if [[ $1 == ddpstats ]]; then
+      set_up
+      shift
+      exec "$python" -m ddpstats "$@"
+    fi
+    extras_for_tests
+    set_up "${extras[@]}" dev
     PATH=$("$python" -c 'import sysconfig; print(sysconfig.get_path("scripts"))'):$PATH
     exec "$@"
     ;;

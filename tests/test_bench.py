@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from ddpstats.testing import RanksFailed, run_ranks
+from tests.needs import needs
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 LIMIT_SEC = 280
@@ -66,7 +67,7 @@ def measured(keys: int, world_size: int) -> Any:
 
 @pytest.mark.usefixtures("scripts")
 def test_curves_are_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="the curves need matplotlib (ddpstats[bench])")
+    needs("matplotlib")
     plot = importlib.import_module("_bench_plot")
     plot.draw(str(tmp_path / "bench.png"), [measured(10, 2), measured(50, 2), measured(50, 3)], 2, 50)
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
@@ -112,7 +113,7 @@ def retold_and_real() -> list[list[float]]:
 
 @pytest.mark.usefixtures("scripts")
 def test_our_words_of_espnet_say_what_espnet_says() -> None:
-    pytest.importorskip("espnet2", reason="compared with the real espnet (scripts/launch.sh test installs it)")
+    needs("espnet2")
     for real, retold in run_ranks(retold_and_real, 2).values():
         assert real == retold
 

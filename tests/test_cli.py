@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import re
 import subprocess
@@ -68,8 +69,15 @@ def test_every_verb_has_help_and_json(name: str, capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        ([], "required: VERB"),
-        (["dmeo"], "invalid choice: 'dmeo' (choose from"),
+        ([], "error: a VERB is missing; to begin with: ddpstats demo\n"),
+        (["dmeo"], "invalid choice: 'dmeo' (choose from 'run', "),
+        (["dmeo"], "; did you mean 'demo'?\n"),
+        (["Compare", "a", "b"], "; did you mean 'compare'?\n"),
+        (["nan_origin", "dumps"], "; did you mean 'nan-origin'?\n"),
+        (["train.py", "--lr", "1"], "; to run a script under the guard: ddpstats run --nproc 2 train.py\n"),
+        (["help"], "; see: ddpstats --help\n"),
+        (["xyzzy"], "'demo')\n"),
+        ([""], "invalid choice: ''"),
         (["--ranks", "2"], "error: "),
         (["demo", "--rank-count", "2"], "unrecognized arguments: --rank-count 2"),
         (["demo", "--ranks"], "--ranks: expected one argument"),
@@ -89,10 +97,36 @@ def test_arguments_that_make_no_sense(args: list[str], said: str, capsys: pytest
     assert said in shown.err
 
 
+def test_no_verb_shows_them_all(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([])
+    shown = capsys.readouterr().err
+    for name, one in cli._VERBS.items():
+        assert re.search(rf"^  {name} +{re.escape(one.help)}$", shown, re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", cli._VERBS)
+def test_help_says_how_a_verb_is_used_and_how_it_ends(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The examples are lines that the verb's own parser takes."""
+    with pytest.raises(SystemExit):
+        cli.main([name, "--help"])
+    shown = capsys.readouterr().out
+    assert "exit status: " in shown
+    examples = [line for line in shown.partition("\nexample")[2].splitlines() if line.startswith("  ")]
+    assert examples or name == "demo"
+    for example in examples:
+        for command in re.split(";", re.split(r"  +", example.strip())[0]):
+            words = command.split()
+            words = words[words.index("ddpstats") + 1 :]
+            module = importlib.import_module(cli._VERBS[words[0]].module)
+            cli._verb_parser(words[0], module).parse_args(words[1:])
+
+
 def test_a_process_ends_with_the_status() -> None:
     done = ddpstats_command("dmeo")
     assert (done.returncode, done.stdout) == (2, "")
     assert "invalid choice: 'dmeo'" in done.stderr
+    assert ddpstats_command().returncode == 2
 
 
 def test_a_verb_is_a_line_and_a_module(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

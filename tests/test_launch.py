@@ -1,6 +1,9 @@
 """scripts/launch.sh: what it says when it cannot go on, and ranks started for real."""
 
+import configparser
 import os
+import re
+import runpy
 import socket
 import stat
 import subprocess
@@ -9,7 +12,11 @@ from pathlib import Path
 
 import pytest
 
-LAUNCH = Path(__file__).parents[1] / "scripts" / "launch.sh"
+import ddpstats
+import tests.needs
+from tests.needs import ROOT, table
+
+LAUNCH = ROOT / "scripts" / "launch.sh"
 LIMIT_SEC = 120
 # What the caller's environment could say that changes the outcome
 SETTINGS = (
@@ -54,6 +61,162 @@ def program(path: Path, text: str) -> str:
     path.write_text(text)
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
     return str(path)
+
+
+# A Python that notes what pip is asked for, and is a real one for everything else.
+NOTING = f"""#!/bin/sh
+case "$*" in
+  "-m pip --version") exit 0 ;;
+  "-m pip install"*)
+    echo "$*" >>"$PIP_LOG"
+    case "$*" in *stdin*) cat >>"$PIP_LOG" ;; esac
+    test -z "$PIP_SAYS" || cat "$PIP_SAYS"
+    exit "$PIP_STATUS" ;;
+  "-m pytest"*) echo "pytest ran" ; exit 0 ;;
+esac
+exec {sys.executable} "$@"
+"""
+
+
+@pytest.fixture
+def venv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An environment that is made already, in which pip installs nothing, but says that it does."""
+    (tmp_path / "venv" / "bin").mkdir(parents=True)
+    program(tmp_path / "venv" / "bin" / "python", NOTING)
+    (tmp_path / "pip.txt").write_text("Collecting torch\nInstalling collected packages: torch, sympy\n")
+    settings = {"DDPSTATS_VENV": tmp_path / "venv", "PIP_LOG": tmp_path / "asked", "PIP_SAYS": tmp_path / "pip.txt"}
+    for name, value in {**settings, "PIP_STATUS": 0}.items():
+        monkeypatch.setenv(name, str(value))
+    return tmp_path / "venv"
+
+
+def set_up_for(venv: Path, *tests: str) -> set[str]:
+    """The extras that `test` sets up."""
+    done = launch("test", *tests, DDPSTATS_VENV=str(venv))
+    assert (done.returncode, done.stdout) == (0, "pytest ran\n"), done.stderr
+    return set((venv / "ddpstats-set-up").read_text().splitlines()[1:])
+
+
+EVERYTHING = {"testing", *(extra for extras in table().values() for extra in extras)}
+
+
+@pytest.mark.parametrize(
+    ("tests", "extras"),
+    [
+        ([], EVERYTHING),
+        (["-x", "-k", "lightning"], EVERYTHING),
+        (["tests"], EVERYTHING),
+        (["tests/"], EVERYTHING),
+        (["README.md"], EVERYTHING),
+        (["--ignore", "tests/test_layout.py"], EVERYTHING),
+        (["tests/test_layout.py"], {"testing"}),
+        (["./tests/test_layout.py", "-x"], {"testing"}),
+        ([str(ROOT / "tests" / "test_layout.py")], {"testing"}),
+        (["-x", "tests/test_layout.py::test_that_is_one[a::b]"], {"testing"}),
+        (["-k", "wire and not espnet", "tests/test_layout.py", "tests/dump", "tests/sentinel"], {"testing"}),
+        (["tests/integrations/test_torchmetrics.py"], {"testing", "torchmetrics"}),
+        (["tests/integrations/test_lightning.py::test_x"], {"testing", "lightning", "torchmetrics"}),
+        (["tests/capture"], {"testing", "accelerate", "espnet", "lightning", "transformers"}),
+        (["tests/test_bench.py", "tests/integrations/test_loggers.py"], None),
+    ],
+    ids=lambda one: " ".join(one) if isinstance(one, list) else "",
+)
+def test_what_the_named_tests_need_is_set_up(venv: Path, tests: list[str], extras: set[str] | None) -> None:
+    if extras is None:
+        extras = {"testing", *(extra for one in tests for extra in table()[one])}
+    assert set_up_for(venv, *tests) == extras
+
+
+def test_set_ups_add_up_and_are_quiet_where_nothing_is_to_do(venv: Path) -> None:
+    log = venv.parent / "asked"
+    assert set_up_for(venv, "tests/test_layout.py") == {"testing"}
+    asked = log.read_text()
+    assert "torch>=2.6\n" in asked
+    assert "numpy\n" in asked
+    assert "lightning" not in asked
+    again = launch("test", "tests/test_paths.py", DDPSTATS_VENV=str(venv))
+    assert (again.returncode, again.stderr, log.read_text()) == (0, "", asked)
+    assert set_up_for(venv, "tests/integrations/test_torcheval.py") == {"testing", "torcheval"}
+    assert "torcheval>=" in log.read_text()
+    asked = log.read_text()
+    assert set_up_for(venv, "tests/test_layout.py") == {"testing", "torcheval"}
+    assert log.read_text() == asked
+    (venv / "ddpstats-set-up").write_text("another setup.cfg\ntesting\ntorcheval\n")
+    assert set_up_for(venv, "tests/test_layout.py") == {"testing"}
+    assert log.read_text() != asked
+
+
+@pytest.mark.parametrize("path", ["tests/test_layuot.py", "tests/no_folder", "tests/test_layuot.py::test_x"])
+def test_a_test_that_is_not_there_is_told_before_anything_is_installed(venv: Path, path: str) -> None:
+    done = launch("test", path, DDPSTATS_VENV=str(venv))
+    assert done.returncode == 2
+    assert f"error: there is no {path.partition('::')[0]} in" in done.stderr
+    assert not (venv.parent / "asked").exists()
+
+
+def test_set_up_says_what_it_does_and_how_to_go_on(venv: Path) -> None:
+    done = launch("test", "tests/test_layout.py", DDPSTATS_VENV=str(venv))
+    lines = done.stderr.splitlines()
+    assert all(re.match(r"launch\.sh: +\d+ s  ", line) for line in lines), done.stderr
+    assert "installing torch and what is needed for: testing into" in lines[0]
+    assert lines[1].endswith("    installing 2 packages")
+    assert f"set up. For the command ddpstats: source {venv}/bin/activate, or scripts/launch.sh dev" in lines[-1]
+    assert "Collecting" not in done.stderr
+
+
+def test_what_pip_says_is_told_whole_where_it_fails(venv: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_STATUS", "3")
+    (venv.parent / "pip.txt").write_text("Collecting torch\nWARNING: a mirror\nno space left on device\n")
+    done = launch("test", "tests/test_layout.py", DDPSTATS_VENV=str(venv))
+    assert done.returncode == 2
+    assert "\nCollecting torch\nWARNING: a mirror\nno space left on device\n" in done.stderr
+    assert "error: pip could not install" in done.stderr
+
+
+def test_the_command_without_the_development_tools(venv: Path) -> None:
+    done = launch("dev", "ddpstats", "--version", DDPSTATS_VENV=str(venv))
+    assert (done.returncode, done.stdout) == (0, f"ddpstats {ddpstats.__version__}\n")
+    assert (venv / "ddpstats-set-up").read_text().splitlines()[1:] == [""]  # no extra
+
+
+def test_the_table_has_files_and_extras_that_are_there() -> None:
+    known = configparser.RawConfigParser()
+    known.read(ROOT / "setup.cfg")
+    for path, extras in table().items():
+        assert (ROOT / path).is_file(), path
+        assert extras == sorted(set(extras)), path
+        assert set(extras) <= set(known["options.extras_require"]), path
+
+
+def test_a_test_skips_with_the_command_and_not_where_nothing_may_be_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(vars(tests.needs), "table", lambda: {"tests/test_launch.py": ["no_such_library"]})
+    monkeypatch.delenv(tests.needs.SKIP_NOTHING, raising=False)
+    command = "no no_such_library here: `scripts/launch.sh test tests/test_launch.py` installs it"
+    with pytest.raises(pytest.skip.Exception, match=re.escape(command)):
+        tests.needs.needs("no_such_library")
+    monkeypatch.setenv(tests.needs.SKIP_NOTHING, "1")
+    with pytest.raises(pytest.fail.Exception, match=re.escape(command)):
+        tests.needs.needs("no_such_library")
+    with pytest.raises(AssertionError, match=r"tests/test_launch\.py needs another: tests/libraries\.txt has to say"):
+        tests.needs.needs("another")
+
+
+def test_progress_names_large_downloads_and_gives_signs_of_life() -> None:
+    module = runpy.run_path(str(ROOT / "scripts" / "_pip_progress.py"))
+    progress = module["Progress"](3.0, "a heading", 100.0)
+    assert progress.line("Requirement already satisfied: numpy in /somewhere", 100.0) is None
+    assert progress.line("Collecting torch>=2.6 (from -r /dev/stdin)", 101.0) is None
+    assert progress.line("  Downloading sympy-1.14.0-py3-none-any.whl (6.3 MB)", 101.0) is None
+    assert progress.line("  Downloading torch-2.13.0-cp311-cp311-manylinux.whl.metadata (30 kB)", 101.0) is None
+    said = progress.line("Downloading torch-2.13.0-cp311-cp311-manylinux_2_28_x86_64.whl (821.0 MB)", 102.0)
+    assert said == "launch.sh:    5 s  a heading\nlaunch.sh:    5 s    downloading: torch 2.13.0 (821.0 MB)"
+    assert progress.idle(110.0) is None
+    assert progress.idle(122.0) == "launch.sh:   25 s    still at it: torch 2.13.0"
+    assert progress.idle(123.0) is None
+    said = progress.line("Using cached nvidia_cublas-13.1.0-py3-none-any.whl (1.2 GB)", 124.0)
+    assert said == "launch.sh:   27 s    from pip's cache: nvidia_cublas 13.1.0 (1.2 GB)"
+    said = progress.line("Installing collected packages: mpmath, sympy, torch", 125.0)
+    assert said == "launch.sh:   28 s    installing 3 packages"
 
 
 @pytest.mark.parametrize("flag", ["-h", "--help"])

@@ -15,6 +15,7 @@ import ddpstats
 from ddpstats.errors import DdpstatsError, InvalidStats
 from ddpstats.recursive_op import average_with_weights, recursive_average, recursive_divide, recursive_sum
 from ddpstats.testing._ranks import PerRank, RankPool
+from tests.needs import imported, needs
 
 
 class Losses(NamedTuple):
@@ -341,7 +342,8 @@ SAME_AS_ESPNET = [
 @pytest.mark.parametrize("obj", SAME_AS_ESPNET, ids=range(len(SAME_AS_ESPNET)))
 @pytest.mark.parametrize("weight", [t(2.0, 3.0), t(2, 3)], ids=["float", "int"])
 def test_not_distributed_is_what_espnet_computes(obj: Any, weight: torch.Tensor) -> None:
-    espnet = pytest.importorskip("espnet2.torch_utils.recursive_op", reason="espnet is not installed")
+    needs("espnet2")
+    espnet = imported("espnet2.torch_utils.recursive_op")
     (theirs, their_weight), (ours, our_weight) = espnet.recursive_average(obj, weight), recursive_average(obj, weight)
     assert_alike(ours, theirs)
     assert_alike(recursive_sum(obj, weight), espnet.recursive_sum(obj, weight))

@@ -1,9 +1,20 @@
-"""One module per library: ``install()`` makes it use ddpstats, ``uninstall()`` undoes that."""
+"""One module per library: ``install()`` makes it use ddpstats, ``uninstall()`` undoes that.
+
+``ddpstats.integrations.install("lightning", "torchmetrics")`` does so for several, by name. The modules have the
+libraries' names: ``from ddpstats.integrations import lightning`` would hide Lightning itself.
+"""
 
 from __future__ import annotations
 
 import importlib
 from typing import Any
+
+from ddpstats.integrations._install import (
+    Installed as Installed,
+    Uninstalled as Uninstalled,
+    install as install,
+    uninstall as uninstall,
+)
 
 _LIBRARIES = frozenset({"accelerate", "espnet", "lightning", "loggers", "torcheval", "torchmetrics", "transformers"})
 

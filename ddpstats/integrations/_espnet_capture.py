@@ -28,11 +28,9 @@ from ddpstats.capture import Verdict
 from ddpstats.capture._verdict import Policy
 from ddpstats.errors import ConfigError, NonFiniteStat
 from ddpstats.integrations._capture_steps import CaptureSteps
-from ddpstats.integrations._patches import Patches
+from ddpstats.integrations._patches import ESPNET_VERSION, Patches, pip_command
 
-_TESTED_VERSION = "202511"
-
-_patches = Patches("espnet", _TESTED_VERSION)
+_patches = Patches("espnet", ESPNET_VERSION)
 
 _PARAMETERS = (
     "model", "iterator", "optimizers", "schedulers", "scaler", "reporter", "summary_writer", "options",
@@ -216,8 +214,7 @@ def _trainer_module() -> Any:
     except ImportError as error:
         raise ConfigError(
             f"ddpstats.integrations.espnet needs espnet, but espnet2.train.trainer cannot be imported: {error}. "
-            "Install it with `pip install 'ddpstats[espnet]'` and then "
-            f"`pip install --no-deps espnet=={_TESTED_VERSION}`."
+            f"{pip_command('espnet')}"
         ) from error
 
 

@@ -13,6 +13,8 @@ from typing import Any
 from ddpstats import _config
 from ddpstats.errors import ConfigError
 
+ESPNET_VERSION = "202511"  # the one that was tested; no extra can bring it (setup.cfg says why)
+
 
 class Patches:
     """The replaced objects of one library, while an integration is installed. Local; not for several threads.
@@ -20,11 +22,15 @@ class Patches:
     Args:
         library: name of the distribution and of the extra.
         tested: the one version on which the integration was tested.
+
+    Attributes:
+        why_left: why the last attempt to install left the library as it is.
     """
 
     def __init__(self, library: str, tested: str) -> None:
         self._library, self._tested = library, tested
         self._undo: list[Callable[[], None]] = []
+        self.why_left = ""
 
     @property
     def installed(self) -> bool:
@@ -35,7 +41,7 @@ class Patches:
 
         ``signatures()``: what is relied on beyond the version's number: function -> names of its parameters.
         """
-        if self.installed or _config.disabled():
+        if self.installed or self.disabled():
             return False
         version = installed_version(self._library)
         reason = None
@@ -51,10 +57,23 @@ class Patches:
                     f"({', '.join(found)}): another package has patched it already, or it is no release"
                 )
         if reason is not None:
-            warnings.warn(
-                f"ddpstats.integrations.{self._library}: {reason}. {self._library} is left unpatched.", stacklevel=3
-            )
+            self.leave(reason)
         return reason is None
+
+    def disabled(self) -> bool:
+        """Whether the environment says that every library stays as it is."""
+        if _config.disabled():
+            self.why_left = f"{_config.DISABLE} is set"
+            return True
+        return False
+
+    def leave(self, reason: str) -> None:
+        """Warn, at the line outside of ddpstats.integrations that asked for it, that the library stays as it is."""
+        self.why_left = reason
+        warnings.warn(
+            f"ddpstats.integrations.{self._library}: {reason}. {self._library} is left unpatched.",
+            stacklevel=_level_of_caller(),
+        )
 
     def replace(self, owner: Any, name: str, new: Any) -> None:
         """Bind ``name`` of a class or module to ``new``."""
@@ -73,15 +92,28 @@ class Patches:
             self._undo.pop()()
 
 
+def pip_command(library: str) -> str:
+    """What installs ``library`` beside ddpstats."""
+    then = f" && pip install --no-deps espnet=={ESPNET_VERSION}" if library == "espnet" else ""
+    return f"pip install 'ddpstats[{library}]'{then}"
+
+
 def installed_version(library: str) -> str:
     """Raises `ConfigError` where the library is not installed."""
     try:
         return importlib.metadata.version(library)
     except importlib.metadata.PackageNotFoundError:
         raise ConfigError(
-            f"ddpstats.integrations.{library} needs {library}, which is not installed: "
-            f"pip install 'ddpstats[{library}]'"
+            f"ddpstats.integrations.{library} needs {library}, which is not installed: {pip_command(library)}"
         ) from None
+
+
+def _level_of_caller() -> int:
+    """The ``stacklevel``, for whoever calls this, of the first frame that is not one of this package's."""
+    package, frame, level = __name__.rpartition(".")[0], sys._getframe(1), 1
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith(package):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def _rebind(package: str, old: Any, new: Any) -> None:

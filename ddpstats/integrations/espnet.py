@@ -26,7 +26,6 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from itertools import groupby
 from types import ModuleType
@@ -34,17 +33,16 @@ from typing import Any
 
 import torch
 
-from ddpstats import _config
 from ddpstats._markers import Sum
 from ddpstats._paths import Step
 from ddpstats.errors import ConfigError
 from ddpstats.integrations._espnet_capture import Capturing as Capturing, capture as capture, step as step
-from ddpstats.integrations._patches import Patches
+from ddpstats.integrations._patches import ESPNET_VERSION, Patches, pip_command
 from ddpstats.recursive_op import LeafAverage, average_with_weights, recursive_divide, recursive_sum
 
 __all__ = ["TESTED_VERSION", "AveragedStats", "Capturing", "capture", "install", "step", "uninstall"]
 
-TESTED_VERSION = "202511"
+TESTED_VERSION = ESPNET_VERSION
 
 _PACKAGES = frozenset({"espnet2", "espnet3", "espnetez"})
 
@@ -78,11 +76,11 @@ def install() -> None:
         rank 0: stats {"l1_loss": 0.057}   rank 1: stats {"snr_loss": -2.0}
         stock espnet logs l1_loss=-0.9715; after install() every rank's Reporter has l1_loss 0.057, snr_loss -2.0
     """
-    if _config.disabled() or _patches.installed:
+    if _patches.installed or _patches.disabled():
         return
     reason = _unfit()
     if reason is not None:
-        warnings.warn(f"ddpstats.integrations.espnet: {reason}. espnet is left unpatched.", stacklevel=2)
+        _patches.leave(reason)
         return
     theirs = _found()
     for name, ours in _OURS.items():
@@ -158,8 +156,8 @@ def _import(name: str) -> ModuleType:
         return importlib.import_module(name)
     except ImportError as error:
         raise ConfigError(
-            f"ddpstats.integrations.espnet needs espnet, but {name} cannot be imported: {error}. Install it with "
-            f"`pip install 'ddpstats[espnet]'` and then `pip install --no-deps espnet=={TESTED_VERSION}`."
+            f"ddpstats.integrations.espnet needs espnet, but {name} cannot be imported: {error}. "
+            f"{pip_command('espnet')}"
         ) from error
 
 

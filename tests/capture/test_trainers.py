@@ -21,18 +21,11 @@ from ddpstats.capture._bundle import Bundle
 from ddpstats.testing import RankDied, RankPool, run_ranks
 from tests.capture import trainer_runs as runs
 from tests.capture.trainer_runs import Scenario, Trained
+from tests.needs import needs
 
 _IMPORTS = {"lightning": "lightning", "transformers": "transformers", "espnet": "espnet2", "accelerate": "accelerate"}
 
-TRAINERS = [
-    pytest.param(
-        name,
-        marks=pytest.mark.skipif(
-            importlib.util.find_spec(module) is None, reason=f"no {module}, which scripts/launch.sh test installs"
-        ),
-    )
-    for name, module in _IMPORTS.items()
-]
+TRAINERS = list(_IMPORTS)
 every_trainer = pytest.mark.parametrize("trainer", TRAINERS)
 
 trainers_of_hooks = pytest.mark.parametrize("trainer", TRAINERS[:3])  # accelerate's loop is the user's own
@@ -48,6 +41,7 @@ STEPS = {
 
 def trained(pool: RankPool, scenario: Scenario) -> list[Trained]:
     """The same parameters on every rank, in every bit, and finite; the same verdict and the same error."""
+    needs(_IMPORTS[scenario.trainer])
     found: list[Trained] = pool.run(runs.train, scenario).values()
     assert bool(found[0].parameters.isfinite().all())
     for other in found[1:]:
@@ -175,6 +169,7 @@ def test_accumulated_gradients(
 @trainers_of_hooks
 def test_a_rank_that_raises_is_named_to_the_other(tmp_path: Path, trainer: str) -> None:
     started = time.monotonic()
+    needs(_IMPORTS[trainer])
     first, second = run_ranks(runs.train, 2, Scenario(trainer, str(tmp_path), raises=(1, 1)), timeout_sec=40)
     assert isinstance(second.error, RankDied)
     said = first.value.error if first.ok else str(first.error)
@@ -232,7 +227,7 @@ def test_espnet_beside_install_and_with_a_rank_out_of_batches(two_ranks: RankPoo
 @pytest.mark.filterwarnings("ignore")  # the libraries' own
 def test_transformers_tells_of_a_forward_pass_that_raises(tmp_path: Path) -> None:
     """Also outside of a ``with`` statement: no hook of the Trainer comes after that."""
-    pytest.importorskip("transformers", reason="no transformers, which scripts/launch.sh test installs")
+    needs("transformers")
     ours: Any = importlib.import_module("ddpstats.integrations.transformers")
     model, bad = runs.net(), runs.batch_of(0, 0)
     bad["y"][0] = runs.RAISES
@@ -254,6 +249,7 @@ def test_transformers_tells_of_a_forward_pass_that_raises(tmp_path: Path) -> Non
 
 
 def test_espnet_of_another_version_is_left_alone(two_ranks: RankPool, tmp_path: Path) -> None:
+    needs("espnet2")
     for told, same in two_ranks.run(runs.espnet_of_another_version, str(tmp_path)).values():
         assert same
         assert len(told) == 1
@@ -261,4 +257,5 @@ def test_espnet_of_another_version_is_left_alone(two_ranks: RankPool, tmp_path: 
 
 
 def test_espnet_leaves_nothing_behind(two_ranks: RankPool, tmp_path: Path) -> None:
+    needs("espnet2")
     assert two_ranks.run(runs.espnet_afterwards, str(tmp_path)).values() == [(True, True)] * 2

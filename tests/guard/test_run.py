@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from ddpstats._events import read_records
+from tests.needs import needs
 
 LIMIT_SEC = 120
 
@@ -54,6 +55,7 @@ SEED = """
 
 
 def test_unmodified_espnet_code_is_stopped_and_both_keys_are_named(script: Any) -> None:
+    needs("espnet2")
     done = ddpstats("run", "--nproc", "2", "--guard", "strict", script(SEED))
     assert done.returncode != 0
     assert "went on" not in done.stdout
@@ -63,6 +65,7 @@ def test_unmodified_espnet_code_is_stopped_and_both_keys_are_named(script: Any) 
 
 
 def test_under_torchrun(script: Any) -> None:
+    needs("espnet2")
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "ddpstats", "run"]
     done = python(*torchrun, "--guard", "step", script(SEED))
     assert done.returncode != 0

@@ -14,10 +14,10 @@ import torch
 
 from ddpstats.integrations import accelerate
 from ddpstats.testing import RankPool
+from tests.needs import imported, needs
 
-operations: Any = pytest.importorskip(
-    "accelerate.utils.operations", reason="no accelerate, which scripts/launch.sh test installs"
-)
+needs("accelerate")
+operations: Any = imported("accelerate.utils.operations")
 runs: Any = importlib.import_module("tests.integrations.accelerate_runs")
 
 

@@ -15,8 +15,10 @@ from ddpstats.integrations import espnet
 from ddpstats.testing._ranks import PerRank, RankPool, run_ranks
 from tests.integrations import espnet_runs
 from tests.integrations.espnet_runs import Script, Step, Trained
+from tests.needs import imported, needs
 
-pytest.importorskip("espnet2.train.reporter", reason="no espnet, which scripts/launch.sh test installs")
+needs("espnet2")
+imported("espnet2.train.reporter")
 
 # A key that the trainers' criteria name must be there in every epoch.
 A = {"a": 1.0}

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from ddpstats.testing import RankPool, run_ranks
+from tests.needs import imported, needs
 
-pytest.importorskip("lightning", reason="no lightning, which scripts/launch.sh test installs")
+needs("lightning", "torchmetrics")
+imported("lightning")
 ours: Any = importlib.import_module("ddpstats.integrations.lightning")
 runs: Any = importlib.import_module("tests.integrations.lightning_runs")
 

@@ -18,6 +18,7 @@ import pytest
 import ddpstats
 from ddpstats import ConfigError, reduce_stats
 from ddpstats.integrations import loggers
+from tests.needs import needs
 
 ROOT = Path(__file__).parents[2]
 STATS = {"loss": 0.5, "per_layer": [1.0, 2.5], "part": {"ctc": math.nan, "tokens": ddpstats.Sum(7)}, "absent": None}
@@ -39,6 +40,7 @@ def same(found: dict[str, float], expected: dict[str, float]) -> bool:
 
 
 def test_tensorboard(tmp_path: Path) -> None:
+    needs("tensorboard")
     with foreign_warnings():
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
         from torch.utils.tensorboard import SummaryWriter
@@ -55,6 +57,7 @@ def test_tensorboard(tmp_path: Path) -> None:
 
 
 def test_wandb(tmp_path: Path) -> None:
+    needs("wandb")
     script = tmp_path / "run.py"
     script.write_text(
         textwrap.dedent("""
@@ -85,6 +88,7 @@ def test_wandb(tmp_path: Path) -> None:
 
 
 def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    needs("mlflow")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     with foreign_warnings():
         import mlflow
@@ -100,6 +104,7 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_hugging_face_trainer_on_two_ranks(tmp_path: Path) -> None:
+    needs("transformers", "tensorboard")
     script = tmp_path / "train.py"
     script.write_text(
         textwrap.dedent("""

@@ -12,10 +12,10 @@ import pytest
 
 from ddpstats.integrations import torcheval
 from ddpstats.testing import RankPool
+from tests.needs import imported, needs
 
-toolkit: Any = pytest.importorskip(
-    "torcheval.metrics.toolkit", reason="no torcheval, which scripts/launch.sh test installs"
-)
+needs("torcheval")
+toolkit: Any = imported("torcheval.metrics.toolkit")
 runs: Any = importlib.import_module("tests.integrations.torcheval_runs")
 
 NAMES = ("get_synced_metric", "get_synced_metric_collection", "sync_and_compute", "sync_and_compute_collection")

@@ -12,8 +12,10 @@ import pytest
 
 from ddpstats.integrations import torchmetrics
 from ddpstats.testing import RankPool
+from tests.needs import imported, needs
 
-pytest.importorskip("torchmetrics", reason="no torchmetrics, which scripts/launch.sh test installs")
+needs("torchmetrics")
+imported("torchmetrics")
 runs: Any = importlib.import_module("tests.integrations.torchmetrics_runs")
 
 F32, I32, F16 = (("torch." + name, "cpu") for name in ("float32", "int32", "float16"))

@@ -1,0 +1,186 @@
+"""``install`` and ``uninstall`` of several libraries by name, so that no module of ours takes a library's own name.
+
+1. All names are judged before anything is patched.
+2. A library that is not installed is left: no number of this program can come from it.
+3. Every other is patched by its own module's ``install``, which imports it and says what it relies on.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import cast
+
+from ddpstats.errors import ConfigError
+from ddpstats.integrations._patches import Patches, pip_command
+
+_PACKAGES = {
+    "accelerate": "accelerate",
+    "espnet": "espnet2",
+    "lightning": "lightning",
+    "torcheval": "torcheval",
+    "torchmetrics": "torchmetrics",
+}
+"""What can be patched: our name, which is that of the distribution and of the extra -> the package that is imported."""
+
+_NOTHING_TO_PATCH = {
+    "loggers": "ddpstats.integrations.loggers.write(writer, reduced, step) is called where you log",
+    "transformers": "its Trainer takes ddpstats.integrations.transformers.NaNCaptureCallback",
+}
+
+
+@dataclass(frozen=True)
+class Installed:
+    """What `install` did. Its ``str`` is a line for each library.
+
+    Attributes:
+        patched: the libraries that use ddpstats now, also those that did before.
+        left: library -> why it is as it was: not installed (and the command that installs it), another version than
+            the tested one, switched off by the environment.
+    """
+
+    patched: tuple[str, ...]
+    left: Mapping[str, str]
+
+    def __str__(self) -> str:
+        return _lines("patched", self.patched, self.left)
+
+
+@dataclass(frozen=True)
+class Uninstalled:
+    """What `uninstall` did. Its ``str`` is a line for each library.
+
+    Attributes:
+        restored: the libraries that have their own objects again.
+        left: library -> why nothing was done.
+    """
+
+    restored: tuple[str, ...]
+    left: Mapping[str, str]
+
+    def __str__(self) -> str:
+        return _lines("restored", self.restored, self.left)
+
+
+def install(*names: str) -> Installed:
+    """Make the named libraries use ddpstats. Local and idempotent; every rank with the same names, before training.
+
+    Each is patched as by its own module's ``install()``, whose documentation says what that covers; a library that is
+    not imported yet is imported. One that is not installed is left, and one of another version than the tested one
+    too, with a warning. Does nothing under ``DDPSTATS_DISABLE=1``.
+
+    Args:
+        names: of "accelerate", "espnet", "lightning", "torcheval", "torchmetrics", at least one. All that are installed
+            is no default: which libraries a program patches would then depend on the machine, and may differ by rank.
+
+    Returns:
+        What was patched, and what was left and why.
+
+    Raises:
+        ConfigError: no name, or one that is none of these; nothing has been patched then. Also what a library that is
+            installed but broken raises when it is imported.
+
+    Example::
+
+        import ddpstats, lightning
+
+        print(ddpstats.integrations.install("lightning", "torchmetrics"))
+        # patched: lightning
+        # left: torchmetrics (not installed: pip install 'ddpstats[torchmetrics]')
+    """
+    wanted = _checked("install", names)
+    patched: list[str] = []
+    left: dict[str, str] = {}
+    for name in wanted:
+        if not _is_there(_PACKAGES[name]):
+            left[name] = f"not installed: {pip_command(name)}"
+            continue
+        module = importlib.import_module(f"{__package__}.{name}")
+        module.install()
+        patches = _patches_of(module)
+        if patches.installed:
+            patched.append(name)
+        else:
+            left[name] = patches.why_left
+    return Installed(tuple(patched), left)
+
+
+def uninstall(*names: str) -> Uninstalled:
+    """Put the named libraries' own objects back; without a name, those of every library that is patched. Local.
+
+    Returns:
+        What was restored, and what was left and why.
+
+    Raises:
+        ConfigError: a name that is none of `install`'s; nothing has been restored then.
+    """
+    restored: list[str] = []
+    left: dict[str, str] = {}
+    for name in _checked("uninstall", names) if names else [name for name in _PACKAGES if _is_patched(name)]:
+        if not _is_patched(name):
+            left[name] = "it was not patched"
+            continue
+        sys.modules[f"{__package__}.{name}"].uninstall()
+        if _is_patched(name):
+            left[name] = "a trainer with a DdpstatsCallback still needs it; that puts it back at its end"
+        else:
+            restored.append(name)
+    return Uninstalled(tuple(restored), left)
+
+
+def _checked(function: str, names: tuple[object, ...]) -> list[str]:
+    """The names, each once."""
+    if not names:
+        there = [name for name, package in _PACKAGES.items() if _is_there(package)]
+        raise ConfigError(
+            f"ddpstats.integrations.{function}() needs the names of the libraries that your program uses; "
+            f"legal: {_quoted(_PACKAGES)}. Installed here: {_quoted(there) or 'none of them'}."
+        )
+    for name in names:
+        if name not in list(_PACKAGES):
+            raise ConfigError(f"ddpstats.integrations.{function}: {_why_not(name)} Nothing was changed.")
+    return list(dict.fromkeys(cast(tuple[str, ...], names)))
+
+
+def _why_not(name: object) -> str:
+    legal = f"legal: {_quoted(_PACKAGES)}."
+    if not isinstance(name, str):
+        kind = f"a {type(name).__name__}" if not isinstance(name, ModuleType) else "a module"
+        return f"libraries are named by strings, each an argument of its own, and this is {kind}; {legal}"
+    if name in _NOTHING_TO_PATCH:
+        return f"{name!r} has nothing to patch: {_NOTHING_TO_PATCH[name]}; {legal}"
+    close = difflib.get_close_matches(name.lower(), _PACKAGES, 1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return f"{name!r} is none of the libraries that can be patched: {hint}{legal}"
+
+
+def _is_there(package: str) -> bool:
+    """Whether it can be imported; a folder of that name, without code, is none."""
+    if package in sys.modules:
+        return sys.modules[package] is not None
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None
+
+
+def _is_patched(name: str) -> bool:
+    module = sys.modules.get(f"{__package__}.{name}")  # never imported for this: then nothing is patched
+    return module is not None and _patches_of(module).installed
+
+
+def _patches_of(module: ModuleType) -> Patches:
+    return cast(Patches, vars(module)["_patches"])
+
+
+def _quoted(names: Mapping[str, str] | list[str]) -> str:
+    return ", ".join(f'"{name}"' for name in names)
+
+
+def _lines(verb: str, done: tuple[str, ...], left: Mapping[str, str]) -> str:
+    return "\n".join(
+        [f"{verb}: {', '.join(done) or 'nothing'}", *(f"left: {name} ({why})" for name, why in left.items())]
+    )

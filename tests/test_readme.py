@@ -1,0 +1,157 @@
+"""Every Python block of the README runs as one script, as pasted; what is the reader's own is given to it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.needs import needs
+
+ROOT = Path(__file__).parents[1]
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+LIMIT_SEC = 150
+
+PROGRAM = """
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", 0, 1, True), rank=0, world_size=1)
+    batch_size, stats = 8, {"loss": torch.tensor(0.5)}
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.LayerNorm(8), torch.nn.Linear(8, 1))
+    ddp = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = [torch.randn(3, 4)] * 2
+
+    def loss_fn(output, wanted=0.0):
+        return (output - wanted).square().mean()
+
+    def train(batch):
+        loss_fn(ddp(batch)).backward()
+"""
+PAIRS = (
+    PROGRAM
+    + """
+    loader = [{"x": torch.randn(3, 4), "y": torch.randn(3, 1)}] * 2
+"""
+)
+CONFIG = (
+    PROGRAM
+    + """
+    import json, pathlib, re
+
+    readme = pathlib.Path(README).read_text()
+    pathlib.Path("config.json").write_text(re.search(r"^```json\\n(.*?)^```$", readme, re.M | re.S)[1])
+"""
+)
+LIGHTNING = """
+    import lightning, torch
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(4, 1)
+
+        def training_step(self, batch, index):
+            self.trainer.should_stop = True
+            return self.layer(batch).square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    module, loader = Module(), torch.utils.data.DataLoader(torch.randn(8, 4))
+"""
+TRANSFORMERS = """
+    import transformers
+    from tests.capture.trainer_runs import Net, batch_of
+
+    model, one = Net(), batch_of(0, 0)
+    data = [{"x": x, "y": y} for x, y in zip(one["x"], one["y"])]
+    args = transformers.TrainingArguments("out", max_steps=2, use_cpu=True, report_to=[], save_strategy="no")
+"""
+ESPNET = """
+    import torch
+    from espnet2.iterators.abs_iter_factory import AbsIterFactory
+    from espnet2.train.distributed_utils import DistributedOption
+    from espnet2.train.trainer import TrainerOptions
+    from tests.capture.trainer_runs import Scenario, _espnet_options, batch_of, espnet_net
+
+    class Factory(AbsIterFactory):
+        def build_iter(self, epoch, shuffle=None):
+            one = batch_of(0, 0)
+            return [([f"utt{i}" for i in range(len(one["y"]))], one)] * 2
+
+    model = espnet_net()
+    arguments = dict(
+        optimizers=[torch.optim.SGD(model.parameters(), lr=0.05)],
+        schedulers=[None],
+        train_iter_factory=Factory(),
+        valid_iter_factory=Factory(),
+        plot_attention_iter_factory=None,
+        trainer_options=TrainerOptions(**_espnet_options(Scenario("espnet", None), ".")),
+        distributed_option=DistributedOption(distributed=False, ngpu=0),
+    )
+"""
+
+# What a block begins with, past its imports -> the reader's program ("" for none), the libraries, what it prints.
+READERS = {
+    "averages =": (PROGRAM, [], ""),
+    "reducer = StatsReducer": ("", [], ""),
+    'ddpstats.integrations.install("espnet")': ("", ["espnet2"], ""),
+    "print(ddpstats.integrations.install(": ("", ["lightning", "torchmetrics"], "patched: lightning, torchmetrics\n"),
+    "for key in stats": (PROGRAM, [], ""),
+    "with ddpstats.collective_guard": (PROGRAM, [], ""),
+    "capture = ddpstats.NaNCapture": (PROGRAM, [], ""),
+    "stopper = DdpstatsNaNCapture": (LIGHTNING, ["lightning"], ""),
+    "with NaNCaptureCallback": (TRANSFORMERS, ["transformers"], ""),
+    'with capture("captures")': (ESPNET, ["espnet2"], ""),
+    "sentinel = ddpstats.Sentinel": (PAIRS, [], ""),
+    "dump = ddpstats.StatsDump": (CONFIG, [], ""),
+    "def mean_of": ("", [], "2 passed"),
+}
+
+
+def beginning(block: str) -> str:
+    lines = [line for line in block.splitlines() if line and not line.startswith(("import ", "from ", "#"))]
+    found = [key for key in READERS if lines[0].startswith(key)]
+    assert len(found) == 1, f"no program for the block that begins with {lines[0]!r}: add it to READERS"
+    return found[0]
+
+
+def test_there_is_a_program_for_every_block_and_a_block_for_every_program() -> None:
+    assert [beginning(block) for block in BLOCKS] == list(READERS)
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=beginning)
+def test_a_block_runs_as_one_script(block: str, tmp_path: Path) -> None:
+    program, libraries, printed = READERS[beginning(block)]
+    needs(*libraries)
+    if program:
+        (tmp_path / "program.py").write_text(f"README = {str(ROOT / 'README.md')!r}\n" + textwrap.dedent(program))
+        block = f"from program import *\n{block}"
+    script = tmp_path / "pasted.py"
+    script.write_text(block)
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_SEC,
+        check=False,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert printed in done.stdout, done.stdout + done.stderr
+
+
+def test_no_block_needs_an_import_of_another() -> None:
+    for block in BLOCKS:
+        for module in ("ddpstats", "torch", "dist"):
+            if re.search(rf"\b{module}\.\w", re.sub(r"#.*|^(import|from) .*", "", block, flags=re.MULTILINE)):
+                assert re.search(rf"^import .*\b{module}\b", block, re.MULTILINE), f"{module} in:\n{block}"
