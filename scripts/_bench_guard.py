@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,9 +21,11 @@ import torch.distributed as dist
 from _bench_loop import Spread
 
 from ddpstats.guard import _exchange, collective_guard
+from ddpstats.guard.labels._infer import infer
 
 SIZES = {"1 float": 1, "1M floats": 1_000_000}
 _BURST, _WARM = 30, 8
+_LOSS = torch.zeros(1)
 
 Samples = dict[str, list[float]]
 
@@ -110,6 +113,47 @@ def ddp_step_costs(rounds: int) -> Samples:
                 with collective_guard("step") as guard:
                     samples[name].append(steps(guard.step))
     return samples
+
+
+def label_costs(rounds: int) -> dict[str, list[float]]:
+    """Seconds of the processor for one label, at a site that was called before. Local."""
+    stats = {f"key{number}": torch.zeros(1) for number in range(100)}
+    walks = {"nothing to find": _unnamed, "a dict's walk": _walk, "through helpers two deep": _through_helpers}
+    found: dict[str, list[float]] = {name: [] for name in walks}
+    for number in range(rounds + 1):
+        for name, walk in walks.items():
+            started = time.thread_time()
+            walk(stats)
+            if number:  # the first call of a site parses its file
+                found[name].append((time.thread_time() - started) / len(stats))
+    return found
+
+
+def _label(tensor: torch.Tensor) -> None:
+    infer(tensor, sys._getframe(1))
+
+
+def _unnamed(stats: dict[str, torch.Tensor]) -> None:
+    for _ in range(len(stats)):
+        _label(_LOSS)
+
+
+def _walk(stats: dict[str, torch.Tensor]) -> None:
+    for _, value in stats.items():
+        _label(value)
+
+
+def _through_helpers(stats: dict[str, torch.Tensor]) -> None:
+    for _, value in stats.items():
+        _outer(value)
+
+
+def _outer(value: torch.Tensor) -> None:
+    _inner(value)
+
+
+def _inner(value: torch.Tensor) -> None:
+    _label(value)
 
 
 def ratio(samples: Samples, variant: str) -> Spread:

@@ -21,6 +21,7 @@ GUARD_REACH = {
     "1 float": {"off": 1.0, "step": 1.5, "strict": 1.7, "strict, over the store": 3.5},
     "1M floats": {"off": 1.0, "step": 1.1, "strict": 1.2, "strict, over the store": 1.4},
 }
+LABEL_REACH = {"nothing to find": 4.0, "a dict's walk": 30.0}  # microseconds
 SENTINEL_REACH = 1.01, 1.005, 1.005, 1.3  # layers 1 to 4
 CAPTURE_REACH = 1.01
 DUMP_REACH = {"idle": 1.01, "L0": 2.0, "L1": 8.0, "mix": 10.0}
@@ -41,6 +42,7 @@ class Findings:
     memory: tuple[int, Memory] | None = None  # keys, bytes
     imported: ImportCost | None = None
     guard: dict[str, Samples] = field(default_factory=dict)  # size -> variant -> seconds per call
+    labels: dict[str, list[float]] = field(default_factory=dict)  # what is walked -> seconds of the processor a label
     integrations: dict[str, Samples] = field(default_factory=dict)  # library -> "stock", "installed" -> seconds
     capture: dict[int, tuple[Timings, dict[str, float]]] = field(default_factory=dict)
     """Milliseconds of a step -> ("plain", "capture" -> seconds; part -> microseconds)."""
@@ -137,6 +139,10 @@ def _guard_rows(found: Findings) -> list[Row]:
     if found.ddp_step:
         spread = ratio(found.ddp_step, "step")
         rows.append(Row("guard step, a DDP step / plain", spread.median, 1.01, quartiles=spread))
+    for name, seconds in found.labels.items():
+        microseconds = Spread.of([1e6 * one for one in seconds])
+        what = f"a label, {name}"
+        rows.append(Row(what, microseconds.median, LABEL_REACH.get(name), unit="us", quartiles=microseconds))
     return rows
 
 

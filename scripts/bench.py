@@ -32,7 +32,7 @@ from _bench_calls import Measured, measure
 from _bench_capture import STEPS_MS as CAPTURE_STEPS_MS, capture_costs
 from _bench_costs import import_cost, memory, payload_on_thread, payloads
 from _bench_dump import dump_costs
-from _bench_guard import ddp_step_costs, guard_costs, plain_costs
+from _bench_guard import ddp_step_costs, guard_costs, label_costs, plain_costs
 from _bench_integrations import LIBRARIES, integration_costs
 from _bench_loop import Budget, Spread, Timings
 from _bench_plot import draw
@@ -136,6 +136,7 @@ def run(plan: Plan, say: Progress) -> Findings:
     say("guard")
     found.guard = _on_ranks(guard_costs, 2, plan.guard_rounds)
     found.ddp_step = _on_ranks(ddp_step_costs, 2, max(2, plan.guard_rounds // 2))
+    found.labels = label_costs(max(4, plan.guard_rounds))
     for name, env in (("plain", {}), ("DETAIL", {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})):
         outcomes = run_ranks(plain_costs, 2, plan.guard_rounds, timeout_sec=_LIMIT_SEC, env=env)
         found.detail[name] = outcomes.values()[0]
