@@ -117,9 +117,8 @@ class Original:
             left = [local_values(one.grad).any() for one in self._wanted if one.grad is not None]
             self.problem = _LEFT if any(map(bool, left)) else ""
 
-    def _note(self, parameters: list[Tensor]) -> None:
+    def _note(self, parameters: list[Tensor], gradients: list[Tensor]) -> None:
         with torch.no_grad():
-            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
             found, norms = gradient_digests(gradients).cpu(), measure(gradients)
             for parameter, digest, norm in zip(parameters, found, norms, strict=True):
                 place = self._place.get(id(parameter))
