@@ -11,7 +11,8 @@ DistributedDataParallel takes one communication hook, and that belongs to the us
    waits is measured there.
 3. The hook measures at once where the end would be too late: gradients that lie in the buckets themselves
    (``gradient_as_bucket_view``), which DDP reduces in place; the first pass of a static graph, which DDP reduces
-   before any callback; a parameter with a hook of somebody else, who may reduce its gradient, or take it away.
+   before any callback; sparse ones, of which DDP has no copies; a parameter with a hook of somebody else, who may
+   reduce its gradient, or take it away.
 4. Passes are told apart, and DDP says whether it reduces after one: from then on every rank's gradients hold those of
    all.
 5. A program may reduce by itself. Where a parameter has hooks of ``Tensor.register_hook``, one of ours is put before
@@ -153,7 +154,7 @@ class GradientWatch:
     def _about_to_arrive(self, place: int, gradient: Tensor) -> None:
         """Before the program's own hooks have seen it."""
         with torch.no_grad():
-            values = [held_values(gradient)]
+            values = [_elements(gradient)]
             norms = _gathered(_norms(values))
             norms = _exact(values, norms) if norms.is_cpu else norms
             is_bad = norms.is_cpu and not bool(norms.isfinite().all())
@@ -175,7 +176,7 @@ class GradientWatch:
                 self._early.stay(place)
         if early is not None and between:
             self._take_early(parameter, place, early)
-        elif micro.at_once or _has_foreign_hooks(parameter):
+        elif micro.at_once or _has_foreign_hooks(parameter) or _is_sparse(parameter.grad):
             self._measure([parameter])
         else:
             micro.waiting.append(parameter)
@@ -219,7 +220,7 @@ class GradientWatch:
         if self.observer is not None:
             self.observer(parameters, [parameter.grad for parameter in parameters if parameter.grad is not None])
         with torch.no_grad():
-            gradients = [held_values(parameter.grad) for parameter in parameters]
+            gradients = [_elements(parameter.grad) for parameter in parameters]
             norms = _gathered(_norms(gradients))
             if norms.is_cpu:
                 norms = self._judged(parameters, gradients, norms)
@@ -524,7 +525,7 @@ def measure(gradients: Sequence[Tensor | None]) -> Tensor:
     places = [place for place, gradient in enumerate(gradients) if gradient is not None]
     if places:
         with torch.no_grad():
-            values = [held_values(gradient) for gradient in gradients if gradient is not None]
+            values = [_elements(gradient) for gradient in gradients if gradient is not None]
             norms = _gathered(_norms(values))
             found[torch.tensor(places, device="cpu")] = _exact(values, norms.cpu()).to(torch.float64)
     return found
@@ -533,7 +534,7 @@ def measure(gradients: Sequence[Tensor | None]) -> Tensor:
 def any_bad(gradients: Sequence[Tensor | None], norms: Sequence[Tensor] = ()) -> bool:
     """Whether any element of any gradient, or any of ``norms``, is not finite. Waits once for each device."""
     with torch.no_grad():
-        values = [held_values(gradient) for gradient in gradients if gradient is not None]
+        values = [_elements(gradient) for gradient in gradients if gradient is not None]
         found = [*([_gathered(_norms(values))] if values else []), *norms]
         if not found:
             return False
@@ -598,6 +599,23 @@ def held_values(gradient: Tensor | None) -> Tensor:
     if gradient.is_sparse:
         return gradient._values()
     return gradient.values() if gradient.is_nested else gradient
+
+
+def parts_of(name: str, gradient: Tensor) -> dict[str, Tensor]:
+    """As ordinary tensors with names: of a sparse gradient, its indices and the values there; else what is held."""
+    if not _is_sparse(gradient):
+        return {name: held_values(gradient)}
+    gradient = gradient.coalesce()
+    return {f"{name} (indices)": gradient.indices(), f"{name} (values)": gradient.values()}
+
+
+def _elements(gradient: Tensor | None) -> Tensor:
+    """What `held_values` gives, but of a sparse gradient each element once: it may hold several parts of one."""
+    return gradient.coalesce().values() if gradient is not None and _is_sparse(gradient) else held_values(gradient)
+
+
+def _is_sparse(gradient: Tensor | None) -> bool:
+    return gradient is not None and gradient.layout is torch.sparse_coo
 
 
 def _is_sharded(tensor: Tensor) -> bool:

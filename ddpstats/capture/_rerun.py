@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ddpstats._gradients import measure
+from ddpstats._gradients import held_values, measure, parts_of
 from ddpstats._plain import from_plain
 from ddpstats._random_state import RandomState
 from ddpstats._solo import forward_under
@@ -52,7 +52,7 @@ class Outcome:
 
     Attributes:
         losses, norms: one per micro-batch that ran; ``norms`` are None where no backward pass was to run.
-        gradients: those that arrived in the last micro-batch.
+        gradients: those that arrived in the last micro-batch, in parts where they are sparse (`parts_of`).
         nonfinite: parameters whose gradient was not finite after some micro-batch.
         error: what the step raised.
         raised_in: the micro-batch in which it did.
@@ -164,12 +164,14 @@ class Rerun:
         named = dict(self.model.named_parameters())
         outcome.norms.append(measure([one.grad if name in arrived else None for name, one in named.items()]))
         found = {name: one.grad for name, one in named.items() if one.grad is not None}
-        outcome.gradients = {name: gradient for name, gradient in found.items() if name in arrived}
-        for name, gradient in found.items():
-            if name not in outcome.nonfinite and not bool(gradient.detach().isfinite().all()):
-                outcome.nonfinite.append(name)
+        outcome.gradients = {
+            part: tensor for name in found if name in arrived for part, tensor in parts_of(name, found[name]).items()
+        }
+        finite = measure(list(found.values())).isfinite().tolist()
+        bad = [name for name, fine in zip(found, finite, strict=True) if not fine]
+        outcome.nonfinite += [name for name in bad if name not in outcome.nonfinite]
         if observer is not None:
-            observer.gradients(place, found)
+            observer.gradients(place, {name: held_values(gradient) for name, gradient in found.items()})
 
     # -- before a run -------------------------------------------------------------------------------------------------
 
@@ -253,7 +255,8 @@ class _Renaming:
         self._names = {_plain_name(name): name for name in found}
 
     def name(self, captured: str) -> str:
-        return self._names.get(_plain_name(captured), captured)
+        name, space, part = captured.partition(" ")  # of a sparse gradient: `parts_of`
+        return self._names.get(_plain_name(name), name) + space + part
 
     def by_name(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {self.name(name): tensor for name, tensor in tensors.items()}
