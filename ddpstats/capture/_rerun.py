@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from ddpstats._gradients import held_values, measure, parts_of
 from ddpstats._plain import from_plain
-from ddpstats._random_state import RandomState
+from ddpstats._random_state import RandomState, numpy_or_none
 from ddpstats._solo import forward_under
 from ddpstats._switches import as_in
 from ddpstats.capture._rank_part import Autocast, MicroBatch, RankPart
@@ -114,6 +114,7 @@ class Rerun:
         self._parameters, self._buffers = renaming.by_name(parameters), dict(self.part.buffers)
         self._check_batches()
         self._check_model()
+        self._check_packages()
         _on(settings.device, model)
         self.notes += _without_sync_batch_norm(model, settings.device)
 
@@ -201,6 +202,13 @@ class Rerun:
         other = [name for name, value in self._parameters.items() if value.dtype != dtypes[name]]
         if other:
             self.notes.append(f"the factory's module has another dtype for {_some(other)}; the captured one is used")
+
+    def _check_packages(self) -> None:
+        if any(micro.random.get("numpy") is not None for micro in self.part.micro_batches) and numpy_or_none() is None:
+            self.notes.append(
+                "numpy is not installed here, and the capture has the state of its random generator; a step that does "
+                "not use numpy needs neither, for any other: pip install numpy"
+            )
 
     def _restore(self) -> None:
         device, dtype = self._settings.device, _WIDER.get(self._settings.precision)
