@@ -169,11 +169,13 @@ class GradientWatch:
         between = {} if early is None else since(early.counts)
         if early is not None and between:
             micro.start = plus(micro.start, between)
-        if micro.at_once or self._replicas:
+        # under DDP of the pass's first one alone: a NaN of the loss is in it, and to count costs as much as to measure
+        if micro.at_once or (self._replicas and not micro.passes[-1].arrived):
             if micro.is_quiet():
                 micro.passes[-1].quiet.add(place)
             elif early is None and not self._replicas and parameter._backward_hooks:
                 self._early.stay(place)
+        micro.passes[-1].arrived = True
         if early is not None and between:
             self._take_early(parameter, place, early)
         elif micro.at_once or _has_foreign_hooks(parameter) or _is_sparse(parameter.grad):
@@ -340,7 +342,8 @@ class _Pass:
 
     Attributes:
         early: places of parameters whose gradient was reduced by hooks of the program's, and measured before these.
-        quiet: places of those that arrived before any collective since the forward pass began.
+        arrived: whether a gradient has.
+        quiet: places of those that are known to have arrived before any collective since the forward pass began.
         issued: collectives since then, when the pass had ended; None while it goes on.
         end: the counts at that time.
         first: the number of the micro-batch's first pass since then.
@@ -349,6 +352,7 @@ class _Pass:
     first: int
     measured: list[tuple[list[Tensor], Tensor]] = field(default_factory=list)
     exchanged: bool = False
+    arrived: bool = False
     early: set[int] = field(default_factory=set)
     quiet: set[int] = field(default_factory=set)
     issued: Counts | None = None
