@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import random
 import sys
 from dataclasses import dataclass
@@ -10,7 +11,8 @@ from typing import Any
 
 import torch
 
-_MT19937_BYTES = 2500  # numpy's: 624 words of 32 bits and a position
+_MT19937_WORDS = 624  # numpy's, of 32 bits
+_MT19937_BYTES = 4 * _MT19937_WORDS + 4  # and a position
 
 
 @dataclass(frozen=True)
@@ -32,9 +34,8 @@ class RandomState:
     def restore(self) -> None:
         """Set the generators. A device's generator is left where that kind of device is not the module's."""
         random.setstate(self.python)
-        if self.numpy is not None:
-            import numpy
-
+        numpy = None if self.numpy is None else numpy_or_none()
+        if numpy is not None:
             numpy.random.set_state(self.numpy)
         torch.set_rng_state(self.torch_cpu)
         if self.torch_device is not None:
@@ -53,14 +54,17 @@ class RandomState:
         if self.numpy is not None and self.numpy["bit_generator"] == "MT19937":
             kept = {name: self.numpy[name] for name in ("has_gauss", "gauss")}
             key, pos = self.numpy["state"]["key"], self.numpy["state"]["pos"]
-            plain["numpy"] = {**kept, "key": torch.from_numpy(key.astype("int64")), "pos": int(pos)}
+            # as a list: torch may have been built for another numpy, and not be able to read an array
+            words = torch.tensor(key.tolist(), dtype=torch.int64, device="cpu")
+            plain["numpy"] = {**kept, "key": words, "pos": int(pos)}
         return plain
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any], device: torch.device | None = None) -> RandomState:
         """What `to_plain` wrote; for ``device`` instead of the one it was taken on.
 
-        A generator's state fits one kind of device only: on another kind it is left out.
+        A generator's state fits one kind of device only: on another kind it is left out. So is numpy's where numpy is
+        not installed: nothing can draw from it there.
 
         Raises ValueError, TypeError, KeyError or IndexError for anything else.
         """
@@ -69,14 +73,7 @@ class RandomState:
         python = plain["python"]
         state = None
         if plain["numpy"] is not None:
-            found = plain["numpy"]
-            key = found["key"].numpy().astype("uint32")
-            state = {
-                "bit_generator": "MT19937",
-                "state": {"key": key, "pos": int(found["pos"])},
-                "has_gauss": int(found["has_gauss"]),
-                "gauss": float(found["gauss"]),
-            }
+            state = _numpy_state(plain["numpy"])
         words = tuple(int(word) for word in python["words"])
         return cls(
             (int(python["version"]), words, python["gauss"]),
@@ -85,6 +82,29 @@ class RandomState:
             here,
             plain["torch_device"] if here.type == there.type else None,
         )
+
+
+def numpy_or_none() -> Any:
+    """None where it is not installed."""
+    try:
+        return importlib.import_module("numpy")
+    except ImportError:
+        return None
+
+
+def _numpy_state(found: dict[str, Any]) -> dict[str, Any] | None:
+    """As numpy takes it. Raises ValueError and the like for what is none."""
+    key, numpy = found["key"], numpy_or_none()
+    if key.shape != (_MT19937_WORDS,):
+        raise ValueError(f"{_MT19937_WORDS} words should stand here, not {tuple(key.shape)}")
+    if numpy is None:
+        return None
+    return {
+        "bit_generator": "MT19937",
+        "state": {"key": numpy.array(key.tolist(), dtype="uint32"), "pos": int(found["pos"])},
+        "has_gauss": int(found["has_gauss"]),
+        "gauss": float(found["gauss"]),
+    }
 
 
 class _NumpyState:

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 
@@ -152,3 +153,36 @@ def test_what_a_verb_raises(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     verb(monkeypatch, interrupt)
     assert cli.main(["greet"]) == 130
     assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("place", ["nowhere", "nowhere/deeper", "empty", "file", "file/deeper"])
+@pytest.mark.parametrize(
+    ("words", "next_words"),
+    [
+        (["report"], "ddpstats run --guard record --record-dir DIR"),
+        (["replay", "--model", "a:b", "--step", "a:b"], "NaNCapture"),
+        (["compare"], "dump"),
+        (["nan-origin"], "dump"),
+    ],
+    ids=lambda words: words[0] if isinstance(words, list) else "",
+)
+def test_a_place_that_holds_nothing_is_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], next_words: str, place: str
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
+    path = str(tmp_path / place)
+    for more in ([], ["--json"]):
+        assert cli.main([words[0], path, *words[1:], *more]) == 2
+        shown = capsys.readouterr()
+        assert shown.out == ""
+        assert shown.err.startswith(f"ddpstats {words[0]}: error: {path}")
+        assert next_words in shown.err
+        assert "Traceback" not in shown.err
+
+
+def test_the_second_place_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for first, second in (("nowhere", "here"), ("here", "nowhere")):
+        (tmp_path / "here").mkdir(exist_ok=True)
+        assert cli.main(["compare", str(tmp_path / first), str(tmp_path / second)]) == 2
+        assert capsys.readouterr().err.startswith("ddpstats compare: error: ")

@@ -119,7 +119,8 @@ class Bundle:
         complete = [one for one, manifest in found if manifest is not None and manifest.complete]
         if not found:
             raise BundleError(
-                f"{path} is not a bundle, and holds none: it has no {MANIFEST} and no capture-...-step..."
+                f"{path} is not a bundle, and holds none: it has no {MANIFEST} and no capture-...-step... Give the "
+                "directory that NaNCapture was given; it is filled when a gradient is not finite."
             )
         if not complete:
             names = ", ".join(one.name for one, _ in found[-4:])

@@ -110,7 +110,10 @@ def read_manifest(directory: Path) -> Manifest:
     """Raises `BundleError` that names the file and the field."""
     path = directory / MANIFEST
     if not directory.is_dir():
-        raise BundleError(f"{directory} is not a directory; a bundle is one: give the directory capture-...-step...")
+        what = "is not a directory" if directory.exists() else "is not there"
+        raise BundleError(
+            f"{directory} {what}. Give a bundle, capture-...-step..., or the directory that NaNCapture was given."
+        )
     if not path.exists() and not path.is_symlink():
         raise BundleError(
             f"{directory} has no {MANIFEST}, which is written last: the writing never ended (the job was killed, or "

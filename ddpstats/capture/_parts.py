@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddpstats._gradients import GradientWatch, norm_kind
+from ddpstats._gradients import GradientWatch, norm_kind, parts_of
 from ddpstats._plain import CannotStore, to_plain
 from ddpstats._step_record import MicroBatch, StepRecord, walk
 from ddpstats._switches import switches
@@ -162,7 +162,13 @@ class Source:
         """Of the last micro-batch, before they were reduced, where they could be kept."""
         arrivals = self._watch.arrivals
         local = arrivals[-1].local() if arrivals else None
-        return None if local is None else {self._watch.names[place]: one for place, one in local.items()}
+        if local is None:
+            return None
+        return {
+            part: tensor
+            for place, one in local.items()
+            for part, tensor in parts_of(self._watch.names[place], one).items()
+        }
 
 
 def _autocast(micro: MicroBatch) -> dict[str, Any] | None:

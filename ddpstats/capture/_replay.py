@@ -175,7 +175,7 @@ def _ran(rerun: Rerun, part: RankPart) -> Outcome:
         expected = "" if part.error is None else f"; the capture raised {part.error}"
         raise ConfigError(
             f"--step raised what the capture did not, in micro-batch {outcome.raised_in}{expected}:\n"
-            f"{_trace(outcome.error)}"
+            f"{_trace(outcome.error)}{_missing_package(outcome.error)}"
         ) from outcome.error
     return outcome
 
@@ -287,7 +287,18 @@ def _users_errors(what: str) -> Iterator[None]:
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"{what} raised:\n{_trace(error)}") from error
+        raise ConfigError(f"{what} raised:\n{_trace(error)}{_missing_package(error)}") from error
+
+
+def _missing_package(error: BaseException) -> str:
+    """A line that says so, where a module is not there."""
+    if not isinstance(error, ModuleNotFoundError) or not error.name:
+        return ""
+    name = error.name.partition(".")[0]
+    return (
+        f"\nThere is no module {error.name} here. If it is of a package: pip install {name}; if it is of your program: "
+        "run this where it can be imported."
+    )
 
 
 def _trace(error: BaseException) -> str:

@@ -23,9 +23,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ddpstats._gradients import measure
+from ddpstats._gradients import held_values, measure, parts_of
 from ddpstats._plain import from_plain
-from ddpstats._random_state import RandomState
+from ddpstats._random_state import RandomState, numpy_or_none
 from ddpstats._solo import forward_under
 from ddpstats._switches import as_in
 from ddpstats.capture._rank_part import Autocast, MicroBatch, RankPart
@@ -52,7 +52,7 @@ class Outcome:
 
     Attributes:
         losses, norms: one per micro-batch that ran; ``norms`` are None where no backward pass was to run.
-        gradients: those that arrived in the last micro-batch.
+        gradients: those that arrived in the last micro-batch, in parts where they are sparse (`parts_of`).
         nonfinite: parameters whose gradient was not finite after some micro-batch.
         error: what the step raised.
         raised_in: the micro-batch in which it did.
@@ -114,6 +114,7 @@ class Rerun:
         self._parameters, self._buffers = renaming.by_name(parameters), dict(self.part.buffers)
         self._check_batches()
         self._check_model()
+        self._check_packages()
         _on(settings.device, model)
         self.notes += _without_sync_batch_norm(model, settings.device)
 
@@ -164,12 +165,14 @@ class Rerun:
         named = dict(self.model.named_parameters())
         outcome.norms.append(measure([one.grad if name in arrived else None for name, one in named.items()]))
         found = {name: one.grad for name, one in named.items() if one.grad is not None}
-        outcome.gradients = {name: gradient for name, gradient in found.items() if name in arrived}
-        for name, gradient in found.items():
-            if name not in outcome.nonfinite and not bool(gradient.detach().isfinite().all()):
-                outcome.nonfinite.append(name)
+        outcome.gradients = {
+            part: tensor for name in found if name in arrived for part, tensor in parts_of(name, found[name]).items()
+        }
+        finite = measure(list(found.values())).isfinite().tolist()
+        bad = [name for name, fine in zip(found, finite, strict=True) if not fine]
+        outcome.nonfinite += [name for name in bad if name not in outcome.nonfinite]
         if observer is not None:
-            observer.gradients(place, found)
+            observer.gradients(place, {name: held_values(gradient) for name, gradient in found.items()})
 
     # -- before a run -------------------------------------------------------------------------------------------------
 
@@ -199,6 +202,13 @@ class Rerun:
         other = [name for name, value in self._parameters.items() if value.dtype != dtypes[name]]
         if other:
             self.notes.append(f"the factory's module has another dtype for {_some(other)}; the captured one is used")
+
+    def _check_packages(self) -> None:
+        if any(micro.random.get("numpy") is not None for micro in self.part.micro_batches) and numpy_or_none() is None:
+            self.notes.append(
+                "numpy is not installed here, and the capture has the state of its random generator; a step that does "
+                "not use numpy needs neither, for any other: pip install numpy"
+            )
 
     def _restore(self) -> None:
         device, dtype = self._settings.device, _WIDER.get(self._settings.precision)
@@ -253,7 +263,8 @@ class _Renaming:
         self._names = {_plain_name(name): name for name in found}
 
     def name(self, captured: str) -> str:
-        return self._names.get(_plain_name(captured), captured)
+        name, space, part = captured.partition(" ")  # of a sparse gradient: `parts_of`
+        return self._names.get(_plain_name(name), name) + space + part
 
     def by_name(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {self.name(name): tensor for name, tensor in tensors.items()}

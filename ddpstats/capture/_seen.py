@@ -12,16 +12,19 @@ def report_of(watch: GradientWatch, scaler: Any, step: int) -> Report:
     """What ``watch`` saw since the step began. Local; waits for the device."""
     bad, exchanged, arrived = [], [], set[int]()
     number = 0
+    finite = measure([parameter.grad for parameter in watch.parameters]).isfinite().tolist()
+    reduced = [place for place, fine in enumerate(finite) if not fine]
     for micro_batch, arrivals in enumerate(watch.arrivals):
         arrived |= arrivals.places()
-        for places, reduces in zip(arrivals.bad_places(), arrivals.exchanged, strict=True):
+        mended = arrivals.early_places() - set(reduced)  # by a hook of the program's, before it reduced
+        seen = zip(arrivals.bad_places(), arrivals.exchanged, arrivals.shared_with(), strict=True)
+        for found, reduces, shared_with in seen:
+            places = [place for place in found if place not in mended]
             if places:
-                bad.append(Bad(micro_batch, number, _named(watch, arrivals, places)))
+                bad.append(Bad(micro_batch, number, _named(watch, arrivals, places), shared_with))
             if reduces:
                 exchanged.append(number)
             number += 1
-    finite = measure([parameter.grad for parameter in watch.parameters]).isfinite().tolist()
-    reduced = [place for place, fine in enumerate(finite) if not fine]
     return Report(
         micro_batches=len(watch.arrivals),
         bad=tuple(bad),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -57,12 +57,16 @@ class Verdict:
 class Bad:
     """Gradients of one backward pass that were not finite before the reduce: (name, "NaN" or "Inf").
 
-    ``backward_pass`` counts those of the step.
+    Attributes:
+        backward_pass: counts those of the step.
+        shared_with: the ranks with which the program itself had communicated by then, in this forward and backward
+            pass: what one of them had, the others may have got. Empty where the gradients were this rank's own.
     """
 
     micro_batch: int
     backward_pass: int
     gradients: tuple[tuple[str, str], ...]
+    shared_with: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,10 @@ class Report:
         """As `gather_trees` carries it."""
         return {
             "micro_batches": self.micro_batches,
-            "bad": [[one.micro_batch, one.backward_pass, [list(pair) for pair in one.gradients]] for one in self.bad],
+            "bad": [
+                [one.micro_batch, one.backward_pass, [list(pair) for pair in one.gradients], list(one.shared_with)]
+                for one in self.bad
+            ],
             "reduced": list(self.reduced),
             "sees_local": self.sees_local,
             "scale": self.scale,
@@ -105,8 +112,8 @@ class Report:
     @classmethod
     def from_tree(cls, tree: Mapping[str, Any]) -> Report:
         bad = tuple(
-            Bad(micro_batch, number, tuple((name, what) for name, what in pairs))
-            for micro_batch, number, pairs in tree["bad"]
+            Bad(micro_batch, number, tuple((name, what) for name, what in pairs), tuple(shared_with))
+            for micro_batch, number, pairs, shared_with in tree["bad"]
         )
         return cls(
             tree["micro_batches"],
@@ -158,22 +165,49 @@ def find(reports: Mapping[int, Report], scaler_skips: int, max_scaler_skips: int
         max_scaler_skips: from how many on that is a capture.
     """
     step = next(iter(reports.values())).step
-    reports = _without_inherited(reports)
-    by_rank = {rank: _names(report) for rank, report in reports.items() if report.bad}
-    parameters = _union([*by_rank.values(), *(report.reduced for report in reports.values())])
+    seen = {rank: _names(report) for rank, report in reports.items() if report.bad}
+    parameters = _union([*seen.values(), *(report.reduced for report in reports.values())])
     if not parameters:
         return Finding(step, "ok", (), (), {}, ())
-    culprits = tuple(by_rank)
+    own = _without_spread(_without_inherited(reports))
+    by_rank = {rank: _names(report) for rank, report in own.items() if report.bad}
     if any(report.scale is not None for report in reports.values()):
-        return _scaled(step, reports, by_rank, parameters, scaler_skips, max_scaler_skips)
-    if culprits:
+        return _scaled(step, own, by_rank, parameters, scaler_skips, max_scaler_skips)
+    if by_rank:
+        culprits = tuple(by_rank)
         lines = [f"step {step}: the gradients of {ranks_text(culprits)} are not finite, before any reduction:"]
-        lines += _culprit_lines(reports)
-        others = [rank for rank in reports if rank not in by_rank]
-        if others:
-            lines.append(f"The gradients of {ranks_text(others)} were finite.")
+        lines += [*_culprit_lines(own), *_other_lines([rank for rank in reports if rank not in by_rank], seen)]
         return Finding(step, "nonfinite", culprits, _union(by_rank.values()), by_rank, tuple(lines))
+    if seen:
+        lines = [f"step {step}: gradients are not finite on {ranks_text(seen)}: {_shown(parameters)}.", _SPREAD]
+        return Finding(step, "nonfinite", (), parameters, {}, tuple(lines))
     return _without_culprit(step, reports, parameters)
+
+
+_SPREAD = (
+    "When they could be seen, the program had already reduced them, or what they are made from: a collective of its "
+    "own ran before them (in a hook, a backward() or a forward pass). Which rank they come from is not known."
+)
+
+
+def _other_lines(others: Sequence[int], seen: Mapping[int, Any]) -> list[str]:
+    fine, reached = [rank for rank in others if rank not in seen], [rank for rank in others if rank in seen]
+    lines = [f"The gradients of {ranks_text(fine)} were finite."] if fine else []
+    if reached:
+        lines.append(f"Those of {ranks_text(reached)} had been reduced with others' before they could be seen.")
+    return lines
+
+
+def _without_spread(reports: Mapping[int, Report]) -> Mapping[int, Report]:
+    """What a rank may have got from another one is not its own; it is, if one that communicated as well was fine."""
+    bad = {rank for rank, report in reports.items() if report.bad}
+    spread = {rank for rank in bad if _may_have_spread(reports[rank].bad[0].shared_with, bad, reports)}
+    return {rank: replace(report, bad=()) if rank in spread else report for rank, report in reports.items()}
+
+
+def _may_have_spread(shared_with: Sequence[int], bad: Collection[int], reports: Mapping[int, Report]) -> bool:
+    others = [rank for rank in shared_with if rank in reports]
+    return len(others) > 1 and all(rank in bad for rank in others)
 
 
 def _without_inherited(reports: Mapping[int, Report]) -> Mapping[int, Report]:

@@ -9,12 +9,17 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from ddpstats._events import Event, RankRecord, read_records
 from ddpstats.errors import DdpstatsError
 from ddpstats.guard._diagnosis import LEFT, Finding, Testimony, find
 from ddpstats.guard._p2p import match_records
+
+_HOW_TO_RECORD = (
+    "Records are written by: torchrun ... -m ddpstats run --guard record --record-dir DIR train.py; give that DIR."
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +31,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         records = read_records(args.directory)
     except (OSError, ValueError) as error:
-        raise DdpstatsError(str(error)) from None
+        hint = "" if any(Path(args.directory).glob("rank*.jsonl")) else f". {_HOW_TO_RECORD}"
+        raise DdpstatsError(f"{error}{hint}") from None
     findings = diagnose(records)
     print(json.dumps(as_json(records, findings)) if args.json else as_text(records, findings))
     return 1 if findings else 0

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
-from ddpstats._gradients import NO_GRADIENT as NO_NORM, GradientWatch, measure, unwrapped
+from ddpstats._gradients import NO_GRADIENT as NO_NORM, GradientWatch, held_values, measure, unwrapped
 from ddpstats.errors import ConfigError
-from ddpstats.sentinel._witness import NO_GRADIENT, Witness, gradient_digests, local_values
+from ddpstats.sentinel._witness import NO_GRADIENT, Witness, gradient_digests
 
 
 class Original:
@@ -28,6 +28,7 @@ class Original:
 
     Attributes:
         problem: why there is no witness, in words; empty where there is one.
+        strided: places of the gradients that were not sparse.
 
     Raises:
         ConfigError: the parameters are sharded: no rank has what another one computes.
@@ -43,6 +44,7 @@ class Original:
         self._handle: Any = None
         self._watching = False
         self.problem = _NOTHING
+        self.strided: list[int] = []
 
     def begin(self) -> None:
         """The micro-batch is about to run."""
@@ -55,9 +57,9 @@ class Original:
         self._place = {id(parameter): place for place, parameter in enumerate(self._wanted)}
         self._had_looked = False
         self._watching = True
+        self._watch.begin()  # before our hooks on tensors, which it would take for the program's
         if self._wanted:
             self._handle = register_multi_grad_hook(self._wanted, self._about_to_arrive, mode="any")
-        self._watch.begin()
 
     def end(self) -> None:
         """The micro-batch is through. Idempotent."""
@@ -75,7 +77,7 @@ class Original:
         if self._watching:
             self._stop()
             self._watch.forget()
-        self._seen, self.problem = {}, _NOTHING
+        self._seen, self.problem, self.strided = {}, _NOTHING, []
 
     def witness(self) -> Witness | None:
         """None where the gradients were not those of one backward pass alone: `problem`."""
@@ -114,17 +116,18 @@ class Original:
         """Before anything is accumulated. A backward pass inside another one, and a second one, come too late."""
         if not self._had_looked:
             self._had_looked = True
-            left = [local_values(one.grad).any() for one in self._wanted if one.grad is not None]
+            left = [held_values(one.grad.detach()).any() for one in self._wanted if one.grad is not None]
             self.problem = _LEFT if any(map(bool, left)) else ""
 
-    def _note(self, parameters: list[Tensor]) -> None:
+    def _note(self, parameters: list[Tensor], gradients: list[Tensor]) -> None:
         with torch.no_grad():
-            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
             found, norms = gradient_digests(gradients).cpu(), measure(gradients)
-            for parameter, digest, norm in zip(parameters, found, norms, strict=True):
+            for parameter, gradient, digest, norm in zip(parameters, gradients, found, norms, strict=True):
                 place = self._place.get(id(parameter))
                 if place is not None:  # it wanted a gradient when the micro-batch began
                     self._seen[place] = digest, norm
+                    if gradient.layout is torch.strided:
+                        self.strided.append(place)
 
 
 _NOTHING = "no backward pass ran in it"

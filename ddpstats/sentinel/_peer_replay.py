@@ -39,6 +39,7 @@ from ddpstats.sentinel._witness import Witness
 
 MOST_BYTES = 64 << 20  # of all batches that are handed out at a time: every rank receives them
 _SHOWN_NAMES = 5
+_LEAST = 2.0**-52  # between gradients of one norm that are not the same, as of a loss and its negative
 _NO_BATCH = "no micro_batch() in this step"
 _CHANGED = "the batch was changed in place"
 
@@ -113,6 +114,7 @@ class PeerReplay:
         original = self.original.witness()
         if original is None:
             return _nothing(self.original.problem)
+        own["strided"] = list(self.original.strided)
         kept.append(own)
         buffers = list(self._reruns.buffers.values())
         return {
@@ -130,7 +132,7 @@ class PeerReplay:
             return {"distance": 0.0}
         runs.append(self._reruns.run(own, self._reruns.buffers).witness)
         return {
-            "distance": max(original.distance(one) for one in runs),
+            "distance": max(_LEAST, *(original.distance(one) for one in runs)),
             "repeats": runs[0].is_same(runs[1], 0.0),
         }
 

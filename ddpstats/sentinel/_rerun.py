@@ -20,7 +20,7 @@ Limits:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -108,7 +108,15 @@ class Reruns:
             stack.enter_context(_autocast(module, packet["autocast"]))
             loss = _differentiated(self._replay_fn(module, batch), packet)
             found = torch.autograd.grad(loss, wanted, allow_unused=True)
-            return Outcome(Witness.of(found), values)
+            return Outcome(Witness.of(_strided(found, packet.get("strided", ()))), values)
+
+
+def _strided(gradients: Sequence[Tensor | None], places: Collection[int]) -> list[Tensor | None]:
+    """Without sparse ones at ``places``: in the step they were added to zeros that are not sparse."""
+    return [
+        one.to_dense() if one is not None and one.is_sparse and place in places else one
+        for place, one in enumerate(gradients)
+    ]
 
 
 def attempt(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:

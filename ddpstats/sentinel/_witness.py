@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddpstats._gradients import measure
-from ddpstats.sentinel._digest import digests
+from ddpstats._gradients import measure, parts_of
+from ddpstats.sentinel._digest import bucket_digests
 
 NO_GRADIENT = 0
 
@@ -75,14 +75,8 @@ class Witness:
 
 
 def gradient_digests(gradients: Sequence[Tensor]) -> Tensor:
-    """int64, one each: of their bits, but that a zero has no sign.
+    """int64, one each: of their bits, but that a zero has no sign; of a sparse one's indices, too.
 
     ``.grad`` that was zeros before holds 0.0 where the gradient is -0.0.
     """
-    return digests([local_values(gradient) + 0 for gradient in gradients])
-
-
-def local_values(gradient: Tensor) -> Tensor:
-    """What is in it, also where it is sparse."""
-    gradient = gradient.detach()
-    return gradient.coalesce().values() if gradient.is_sparse else gradient
+    return bucket_digests([[part + 0 for part in parts_of("", one.detach()).values()] for one in gradients])

@@ -213,8 +213,11 @@ def test_writing_that_never_ended(directory: Path) -> None:
 def test_no_bundle_at_all(tmp_path: Path) -> None:
     with pytest.raises(BundleError, match="is not a bundle, and holds none"):
         Bundle.open(tmp_path)
-    with pytest.raises(BundleError, match="is not a directory"):
+    with pytest.raises(BundleError, match=r"is not there\. Give a bundle, .*, or the directory that NaNCapture"):
         Bundle.open(tmp_path / "nothing")
+    (tmp_path / "file").touch()
+    with pytest.raises(BundleError, match="is not a directory"):
+        Bundle.open(tmp_path / "file")
     empty_bundle(tmp_path, 1, complete=False)
     with pytest.raises(BundleError, match="holds no complete bundle; incomplete: capture-"):
         Bundle.open(tmp_path)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpstats.dump import StatsDump
+from tests.capture import sparse_runs
 from tests.dump.collecting import batch, hooks_of, make_model
 
 
@@ -94,3 +95,14 @@ if __name__ == "__main__":
         killed_inside_a_step(sys.argv[2])
     else:
         ends_inside_a_step(sys.argv[2], sys.argv[1] == "async")
+
+
+def sparse_gradients(dump_path: str) -> None:
+    """A step of DDP whose embedding has sparse gradients, with its tensors saved."""
+    module = sparse_runs.made("ddp")
+    config = {"task": "tensor", "dump_path": dump_path, "rank": [], "step": [0], "level": "mix"}
+    dump = StatsDump({**config, "tensor": {"scope": [], "list": [], "data_mode": ["all"]}}, model=module)
+    dump.start()
+    sparse_runs.step(module, sparse_runs.batch_of(0)).backward()  # type: ignore[no-untyped-call]
+    dump.stop()
+    dump.step()

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from ddpstats.cli import main
 from ddpstats.dump.format._files import open_rank
 from ddpstats.testing import run_ranks
 from tests.dump import collect_runs as runs
@@ -106,3 +107,14 @@ def test_a_process_that_ends_inside_a_step_leaves_an_incomplete_dump(tmp_path: P
     lines = [json.loads(line) for line in (directory / "dump.jsonl").read_text().splitlines()]
     assert lines[-1]["name"] == "Module.root.Sequential.forward.0"
     assert lines[1]["stack"][0].startswith("File ")
+
+
+def test_a_dump_with_sparse_gradients_is_equal_to_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What a sparse tensor stores has another shape than the tensor: it is compared by its statistics."""
+    run_ranks(runs.sparse_gradients, 2, str(tmp_path), timeout_sec=120).values()
+    weight = data(tmp_path, 0, "rank0")["Module.table.Embedding.parameters_grad.0"]["weight"][0]
+    assert weight["shape"] == [20, 6]
+    assert weight["Norm"] > 0
+    assert main(["compare", str(tmp_path / "step0"), str(tmp_path / "step0")]) == 0, capsys.readouterr()
+    assert "NOTHING DIFFERENT" in capsys.readouterr().out
+    assert main(["compare", str(tmp_path / "step0")]) == 0, capsys.readouterr()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -387,3 +388,25 @@ def test_leaves_of_every_kind(layout: Any, tmp_path: Path, capsys: pytest.Captur
     c = write_rank(tmp_path / "c" / "rank0", odd_leaves(False), layout=layout)
     status, found = compare_json(a, c, capsys=capsys)
     assert (status, found["ranks"][0]["first_unequal"]["name"]) == (1, "Tensor.masked_fill.0.forward.input.0")
+
+
+@pytest.mark.parametrize("more_in", ["A", "B"])
+def test_of_the_tensors_only_tensors_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], more_in: str
+) -> None:
+    """Entries that one side lacks have many rows, and none of the tensors that both have."""
+    many = [(f"Torch.add.{number}.forward", ONE[0][1]) for number in range(50)]
+    more, fewer = [*changed(1, Mean=35.0), *many], ONE
+    pair = two(tmp_path, more, fewer) if more_in == "A" else two(tmp_path, fewer, more)
+    status, text = compare(*pair, capsys=capsys)
+    assert status == 1
+    first = text.splitlines()[0]
+    assert re.fullmatch(
+        r"DIFFERENT: of 6 tensors in 1 rank, 1 are over the tolerance \S+ or not comparable, 1 differ at all\. "
+        rf"Beside them \d+ values differ or have no counterpart \(entries: 50 only in {more_in}\)\.",
+        first,
+    ), first
+    _, found = compare_json(*pair, capsys=capsys)
+    (rank,) = found["ranks"]
+    assert (rank["unequal_tensors"], rank["over_tolerance_or_not_comparable_tensors"]) == (1, 1)
+    assert rank["unequal"] == 1 + int(first.split("Beside them ")[1].split()[0])

@@ -283,7 +283,7 @@ def test_what_nothing_used_is_mentioned_and_hides_no_other(
     metric = {f"Torch.{name}.0.forward": forward(leaf(1000.0), out=leaf(INF, INF, ()))}
     code, text = say(write(tmp_path / "clean", {**metric, **CLEAN}), capsys)
     assert code == 0
-    assert "Nothing found that reached a gradient or a collective." in text
+    assert "No NaN or infinity found that reached a gradient or a collective." in text
     assert f"also: rank 0: Torch.{name}.0.forward made infinity; nothing that was recorded used it" in text
     real = {"Torch.sqrt.0.backward": backward(leaf(), out=leaf(INF, 0.0))}
     assert alone(tmp_path / "real", {**metric, **real}) == [("computation", "Torch.sqrt.0.backward")]
@@ -670,7 +670,9 @@ def placed(number: int, start: int, size: int, stream: int = 0) -> dict[str, Any
     )
 
 
-def test_live_storages_that_share_memory_are_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_live_storages_that_share_memory_are_something_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     one, two = placed(1, 4096, 12288), placed(2, 8192, 8192, stream=7)
     entries = {
         "Functional.layer_norm.0.forward": forward(placed(3, 65536, 64), out=one),
@@ -678,7 +680,9 @@ def test_live_storages_that_share_memory_are_a_note(tmp_path: Path, capsys: pyte
         "Torch.split.0.forward": forward(one, out=one),
     }
     code, text = say(write(tmp_path, entries), capsys)
-    assert code == 0
+    assert code == 1
+    assert "No NaN or infinity found: every tensor is finite" in text
+    assert "Nothing found" not in text
     assert "note: rank 0: live storages that share memory (a stomp, unless it is meant, as by from_numpy" in text
     assert (
         "Functional.layer_norm.0.forward output.0 (storage 1) and Torch.cat.0.forward output.0 (storage 2) share 8,192 "

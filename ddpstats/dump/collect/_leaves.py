@@ -56,6 +56,9 @@ class _Deferred:
     repeats: int = 1
 
 
+_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
+
 class LeafMaker:
     """Makes leaves for one step.
 
@@ -104,7 +107,8 @@ class LeafMaker:
             values = plain_values(tensor)
             _describe(leaf, tensor, values)
             if values is not None and self._fits(values, name, is_saved):
-                self._fill(leaf, values, name, path, is_saved)
+                # of a sparse tensor only what it stores could be saved, which has another shape: the statistics stay
+                self._fill(leaf, values, name, path, is_saved and tensor.layout not in _SPARSE)
         except Exception as error:
             self._note_error(f"{name}.{path}", error)
         if is_saved or self._md5:

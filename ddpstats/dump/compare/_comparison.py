@@ -97,6 +97,8 @@ def _rank_json(compared: RankComparison, mode: Mode) -> dict[str, Any]:
         "compared_by_statistics": found.by_statistics if mode == "tensor" else found.tensors * (mode == "statistics"),
         "unequal": found.unequal,
         "over_tolerance_or_not_comparable": found.failed,
+        "unequal_tensors": found.unequal_tensors,
+        "over_tolerance_or_not_comparable_tensors": found.failed_tensors,
         "first_unequal": firsts[0],
         "first_over_tolerance": firsts[1],
         "rows_total": found.highlighted,
@@ -131,16 +133,32 @@ def as_text(comparison: Comparison) -> str:
 
 def _verdict(comparison: Comparison) -> str:
     over = {"statistics": f"over the tolerance {comparison.tolerance:g}", "md5": "different", "tensor": "not accurate"}
-    failed = sum(rank.found.failed for rank in comparison.ranks)
-    unequal = sum(rank.found.unequal for rank in comparison.ranks)
+    failed = sum(rank.found.failed_tensors for rank in comparison.ranks)
+    unequal = sum(rank.found.unequal_tensors for rank in comparison.ranks)
+    others = sum(rank.found.unequal for rank in comparison.ranks) - unequal
     count = sum(rank.found.tensors for rank in comparison.ranks)
     what = f"{count_of(count, 'tensors')} in {count_of(len(comparison.ranks), 'ranks')}"
     if comparison.nothing:
         return f"NOTHING TO COMPARE: there are no tensors in both dumps ({what})."
-    if not unequal and not comparison.differs:
+    if not (unequal or others) and not comparison.differs:
         return f"NOTHING DIFFERENT: {what} are {_equal(comparison)}."
     head = "DIFFERENT" if comparison.differs else "NOTHING DIFFERENT by the rule"
-    return f"{head}: of {what}, {failed:,} are {over[comparison.mode]} or not comparable, {unequal:,} differ at all."
+    lines = f"{head}: of {what}, {failed:,} are {over[comparison.mode]} or not comparable, {unequal:,} differ at all."
+    return f"{lines} {_others(comparison, others)}" if others else lines
+
+
+def _others(comparison: Comparison, others: int) -> str:
+    """What is unequal beside the tensors that were compared with one another."""
+    alone = [
+        f"{count:,} only in {side}"
+        for side, count in (
+            ("A", sum(rank.found.only_a for rank in comparison.ranks)),
+            ("B", sum(rank.found.only_b for rank in comparison.ranks)),
+        )
+        if count
+    ]
+    where = f" (entries: {', '.join(alone)})" if alone else ""
+    return f"Beside them {others:,} values differ or have no counterpart{where}."
 
 
 def _equal(comparison: Comparison) -> str:

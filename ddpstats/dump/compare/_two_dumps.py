@@ -48,6 +48,8 @@ class Found:
         by_statistics: of these, in tensor mode, those that neither side saved.
         unequal: rows in which anything differs, entries that one side lacks included.
         failed: rows over the tolerance, or not comparable.
+        unequal_tensors, failed_tensors: those of them that are about one of ``tensors``: the others are about values
+            that are no tensors, and about entries that one side lacks.
         highlighted: rows that differ, fail or stand out in another way.
         first_unequal: the first of them in execution order.
         first_failed: likewise.
@@ -60,6 +62,8 @@ class Found:
     by_statistics: int = 0
     unequal: int = 0
     failed: int = 0
+    unequal_tensors: int = 0
+    failed_tensors: int = 0
     highlighted: int = 0
     first_unequal: Row | None = None
     first_failed: Row | None = None
@@ -76,6 +80,9 @@ class Found:
             self.by_statistics += row.by_statistics
             self.unequal += row.unequal
             self.failed += row.failed
+            if is_of_a_tensor(row):
+                self.unequal_tensors += row.unequal
+                self.failed_tensors += row.failed
             if row.unequal:
                 self.first_unequal = _first(self.first_unequal, row)
             if row.failed:
@@ -93,7 +100,14 @@ class Found:
         self.unequal += unequal
         self.highlighted += unequal
         self.failed += failed
+        self.unequal_tensors += unequal
+        self.failed_tensors += failed
         return True
+
+
+def is_of_a_tensor(row: Row) -> bool:
+    """Of an entry that both sides have."""
+    return not row.only and row.a is not None and row.a.is_tensor
 
 
 class _Earliest:
@@ -166,7 +180,7 @@ def _rows(pair: Pair, a: RankDump, b: RankDump, comparer: EntryComparer, found: 
     if entry_a is not None and entry_b is not None:
         found.paired += 1
         rows = comparer.rows(pair.index, entry_a, entry_b)
-        found.tensors += sum(row.a is not None and row.a.is_tensor for row in rows)
+        found.tensors += sum(map(is_of_a_tensor, rows))
         return rows
     side: Literal["A", "B"] = "A" if entry_a is not None else "B"
     entry = entry_a or entry_b

@@ -214,7 +214,8 @@ def _what_is_there(path: Path) -> str:
     listed = ", ".join(sorted(child.name for child in path.iterdir())[:_SHOWN]) if path.is_dir() else ""
     return (
         f"no dump here: a rank's directory holds {DUMP} or {LINES}, a step's directory rank directories "
-        f"({'it has ' + listed if listed else 'it is empty'})."
+        f"({'it has ' + listed if listed else 'it is empty'}). Give the dump_path of the run, or dump a step: "
+        "ddpstats.StatsDump(config, model=model)."
     )
 
 

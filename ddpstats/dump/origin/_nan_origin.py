@@ -1,7 +1,7 @@
 """``ddpstats nan-origin DIR``: the first operation of a dumped step, on any rank, that made a NaN or an infinity.
 
 Reads the dumps of all ranks of one step, also those of a run that was killed in it, one entry at a time. Exit status 0
-if nothing was found, 1 if something was, 2 if it cannot be read.
+if nothing was found, 1 if something was (also memory that is shared), 2 if it cannot be read.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
         scans, memory = read(find_ranks(args.directory))
         findings = find_origins(scans)
         print(json.dumps(as_json(scans, findings, memory)) if args.json else as_text(scans, findings, memory))
-    return 1 if findings.origins else 0
+    return 1 if findings.origins or any(memory) else 0
 
 
 def read(ranks: Sequence[RankDump]) -> tuple[list[RankScan], list[Overlaps]]:
@@ -73,20 +73,21 @@ def as_text(scans: Sequence[RankScan], findings: Findings, memory: Sequence[Over
     if findings.origins:
         lines += _origins(scans, findings)
     else:
-        lines += _nothing(scans, findings)
+        lines += _nothing(scans, findings, is_all=not any(memory))
     lines += _capped([also_words(_rank(by_rank[rank].dump.rank), one) for rank, one in findings.also])
     lines += _memory_notes(scans, memory)
     lines += [f"note: {scan.dump.path}: {note}" for scan in scans for note in scan.dump.notes]
     return printable(lines)
 
 
-def _nothing(scans: Sequence[RankScan], findings: Findings) -> Iterator[str]:
+def _nothing(scans: Sequence[RankScan], findings: Findings, *, is_all: bool) -> Iterator[str]:
     left_out = left_out_words([scan.dump for scan in scans], undumped(scans))
     if findings.also:
-        yield "Nothing found that reached a gradient or a collective."
+        yield "No NaN or infinity found that reached a gradient or a collective."
     else:
         every = "every recorded tensor" if left_out else "every tensor"
-        yield f"Nothing found: {every} is finite, or was made infinite on purpose and became finite again."
+        what = "Nothing" if is_all else "No NaN or infinity"
+        yield f"{what} found: {every} is finite, or was made infinite on purpose and became finite again."
     if left_out:
         yield left_out
 
