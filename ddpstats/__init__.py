@@ -1,6 +1,6 @@
 """The numbers a distributed training run reports are the right numbers, or you get an error that names key and ranks.
 
-Names are loaded when first used, so that importing this package costs next to nothing and does not import torch.
+Names are loaded when first used, so that importing this package does not import torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every exception that ddpstats raises on purpose.
+"""What a run of ddpstats may raise: one root, and a class for each kind of trouble below it.
 
 ::
 
@@ -14,7 +14,8 @@
     ├── BundleError          a capture that is incomplete, damaged or hostile (capture)
     └── DumpError            a dump that cannot be written or read (dump)
 
-All ranks that are alive raise the same error, with the same text, for the same event.
+All ranks that are alive raise the same error, with the same text, for the same event. A `ConfigError` that is
+one rank's own is raised there alone.
 """
 
 from __future__ import annotations

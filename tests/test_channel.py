@@ -435,6 +435,37 @@ def test_done_and_result_issue_no_collective(two_ranks: RankPool) -> None:
     assert two_ranks.run(pending_count, timeout_sec=LIMIT_SEC).values() == [[{"allreduce": 10}] * 2] * 2
 
 
+def sequence_number(group: Any) -> int:
+    """How many collectives this group has seen."""
+    return int(group._get_sequence_number_for_group())
+
+
+def payloads() -> list[Any]:
+    """Bytes of a call whatever this rank holds, and of another name's on the same group; calls on the user's group."""
+    rank, group, own = dist.get_rank(), dist.group.WORLD, dist.new_group()
+    large = StatsReducer(group=own, name="large", timeout_sec=TIMEOUT_SEC)
+    small = StatsReducer(group=own, name="small", timeout_sec=TIMEOUT_SEC)
+    keys = {f"key {i}": 1.0 for i in range(300)}
+    large(keys), small({"v": 1.0}), any_rank(True)
+    before = sequence_number(group)
+    bytes_of = []
+    for reducer, held in ((large, keys), (large, keys if rank == 0 else {}), (large, {}), (small, {"v": 1.0})):
+        with count_collectives() as seen:
+            reducer(held)
+        bytes_of.append(dict(seen.bytes_by_op))
+    any_rank(True)
+    return [bytes_of, sequence_number(group) - before]
+
+
+def test_the_size_is_that_of_the_largest_layout_and_the_users_group_carries_nothing(three_ranks: RankPool) -> None:
+    found = three_ranks.run(payloads, timeout_sec=LIMIT_SEC).values()
+    (first, *others), on_the_users_group = found[0]
+    assert first["allreduce"] >= 300 * 24
+    assert others == [first] * 3
+    assert on_the_users_group == 0
+    assert found == [found[0]] * 3
+
+
 # -- alone -------------------------------------------------------------------------------------------------------------
 
 

@@ -274,6 +274,39 @@ def test_python_without_venv(tmp_path: Path) -> None:
     assert "apt-get install python3-venv" in done.stderr
 
 
+BARE = """#!/bin/sh
+# A Python of which only `venv` works: what it makes is a copy of itself that writes down what it is asked to do.
+case "$*" in
+  *ensurepip*) ;;
+  "-m venv "*)
+    for folder; do :; done
+    mkdir -p "$folder/bin"; cp "$0" "$folder/bin/python"; touch "$folder/pyvenv.cfg" ;;
+  "-m pip --version") [ -e "${0%/bin/python}/pyvenv.cfg" ] ;;
+  "-m pip install"*) echo "$*" >>"$ASKED"; case "$*" in *stdin*) cat >>"$ASKED" ;; esac ;;
+  "-m "*) echo "$*" >>"$ASKED" ;;
+  -VV) echo Python 3.11 ;;
+  *configparser*) exec "$REAL" "$@" ;;
+  *) echo 3.11 - ;;
+esac
+"""
+
+
+def test_on_a_bare_machine_a_verb_sets_up_what_it_needs_once(tmp_path: Path) -> None:
+    bare, asked = program(tmp_path / "python", BARE), tmp_path / "asked"
+    settings = {"PYTHON": bare, "DDPSTATS_VENV": str(tmp_path / "venv"), "ASKED": str(asked), "REAL": sys.executable}
+    for _ in range(2):
+        assert launch("demo", **settings).returncode == 0
+    torch, *_, own, first, second = asked.read_text().splitlines()
+    assert torch.startswith("-m pip install --quiet --constraint")
+    assert "torch>=2.6" in asked.read_text()
+    assert own.endswith(f"--editable {LAUNCH.parents[1]}")
+    assert first == second == "-m ddpstats demo"
+    done = launch("test", "tests/test_layout.py", **settings)
+    assert done.returncode == 0, done.stderr
+    assert "hypothesis" in asked.read_text()
+    assert asked.read_text().splitlines()[-1] == "-m pytest tests/test_layout.py"
+
+
 def test_pip_that_fails(tmp_path: Path) -> None:
     """A half-made environment has no stamp, so the next launch tries again."""
     venv = tmp_path / "venv"

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import ddpstats
 from ddpstats.errors import DdpstatsError, InvalidStats
 from ddpstats.recursive_op import average_with_weights, recursive_average, recursive_divide, recursive_sum
+from ddpstats.testing import count_collectives
 from ddpstats.testing._ranks import PerRank, RankPool
 from tests.needs import imported, needs
 
@@ -267,6 +268,29 @@ def test_python_numbers_take_the_default_dtype(pair: RankPool) -> None:
 
 
 # -- gradients, groups, no group --------------------------------------------------------------------------------------
+
+
+def collectives_of_a_call(keys: int) -> int:
+    stats = {f"k{key}": [t(1.0)] for key in (range(keys) if dist.get_rank() else reversed(range(keys)))}
+    recursive_average(stats, t(1.0), True)
+    with count_collectives() as seen:
+        recursive_average(stats, t(1.0), True)
+    return seen.total
+
+
+def test_one_collective_for_the_whole_tree_in_whatever_order(pair: RankPool) -> None:
+    assert pair.run(collectives_of_a_call, 1).values() == pair.run(collectives_of_a_call, 50).values() == [1, 1]
+
+
+def storages(obj: Any, weight: Any) -> dict[str, int]:
+    averaged, _ = recursive_average(obj, weight, True)
+    return {key: value.untyped_storage().data_ptr() for key, value in averaged.items()}
+
+
+def test_tensors_of_one_dtype_share_one_storage(pair: RankPool) -> None:
+    held = {"a": t(1.0), "b": t(2.0), "c": t(3.0, dtype=torch.float64), "d": t(4.0, dtype=torch.float64)}
+    for found in pair.run(storages, PerRank([held, {**held, "e": t(5.0)}]), t(1.0)).values():
+        assert found["a"] == found["b"] == found["e"] != found["c"] == found["d"]
 
 
 def test_gradients_are_left_alone(pair: RankPool) -> None:

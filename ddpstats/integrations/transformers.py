@@ -9,8 +9,8 @@ A TrainerCallback is not shown the batch, nor what the Trainer makes of the loss
    it by the number of ranks: the factor is read off the backward pass, and kept with the batch.
 
 The Trainer clips before ``on_pre_optimizer_step``. Culprits and their parameters are named all the same, for each rank
-measures its own gradients as they arrive. But where a sum over ranks overflows, and no rank is the culprit, clipping
-has made every gradient NaN by then: such a verdict names every parameter.
+measures its own gradients as they arrive. But a sum over ranks that overflows has no culprit, and clipping may have
+carried it on by then: such a verdict may name parameters besides those whose sum it was.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ class ChecksumWindow:
 
     @staticmethod
     def tidy() -> None:
-        """Leave nothing behind, once all windows have been closed for 5 seconds. Costs next to nothing; call it often.
+        """Leave nothing behind, once all windows have been closed for 5 seconds. Cheap: call it often.
 
         At once would be too soon: another thread may be about to multiply through what is taken away.
         """

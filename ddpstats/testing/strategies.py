@@ -37,7 +37,7 @@ def keys() -> st.SearchStrategy[str | int]:
 
 
 def leaf_values(*, nonfinite: bool = True) -> st.SearchStrategy[Any]:
-    """Numbers as programs hold them: float, int, bool, and tensors of every real dtype, 0-d or of one element."""
+    """Numbers as programs hold them: float, int, bool, float tensors (0-d or of one element), int64 ones of one."""
     numbers = st.floats(-1e6, 1e6, width=16) if not nonfinite else st.floats(width=16)
     dtypes = st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64])
     whole = st.integers(-1000, 1000)

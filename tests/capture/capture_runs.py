@@ -314,6 +314,34 @@ def other_settings(dirpath: str) -> Verdict:
         return capture.check()
 
 
+class Unreadable(Tensor):
+    """A gradient that refuses whatever is asked of it."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if dist.is_initialized() and "grad" not in str(func):
+            raise ZeroDivisionError("not this one")
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+
+def unreadable_gradient(dirpath: str) -> tuple[str, str, bool]:
+    """What `check` raises where rank 1 cannot look; and whether the next step is judged again."""
+    model = make_model()
+    with NaNCapture(dirpath, model=model) as capture:
+        with capture.micro_batch(batch_of(0, 0, 0)) as kept:
+            noisy_step(model, kept.batch).backward()  # type: ignore[no-untyped-call]
+        weight = model.get_parameter("0.weight")
+        assert isinstance(weight.grad, Tensor)
+        if dist.get_rank() == 1:
+            weight.grad = weight.grad.as_subclass(Unreadable)
+        try:
+            capture.check()
+        except ddpstats.InvalidStats as error:
+            weight.grad = None
+            return type(error).__name__, str(error), capture.check().ok
+        return "nothing", "", False
+
+
 def cost_in_collectives(dirpath: str) -> list[int]:
     """How many collectives of ours a step makes, after the first."""
     module = DistributedDataParallel(make_model())

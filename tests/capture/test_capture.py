@@ -141,6 +141,18 @@ def test_gradients_that_differ_after_the_reduce_keep_the_ranks_in_lockstep(two_r
     assert "memory of these ranks was damaged" in first.message
 
 
+def test_a_loss_that_is_nan_while_gradients_are_finite_passes(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 1)
+    with NaNCapture(tmp_path, model=model) as capture:
+        with capture.micro_batch({"x": torch.ones(1, 2)}) as kept:
+            loss = model(kept.batch["x"]).sum() + NAN
+            kept.loss = loss
+            loss.backward()
+        assert capture.check().ok
+    assert all(bool(parameter.grad.isfinite().all()) for parameter in model.parameters() if parameter.grad is not None)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_scaler_that_skips_now_and_then_is_no_capture(two_ranks: RankPool, tmp_path: Path) -> None:
     first, second = two_ranks.run(runs.scaled, str(tmp_path), 1e3, 8).values()
     assert first == second
@@ -385,6 +397,15 @@ def test_ranks_with_other_settings(two_ranks: RankPool, tmp_path: Path) -> None:
     assert isinstance(first, ConfigError)
     assert str(first) == str(second)
     assert "  rank 0: on_nonfinite='stop', keep=1\n  rank 1: on_nonfinite='skip', keep=2" in str(first)
+
+
+def test_a_rank_that_cannot_look_is_an_error_on_every_rank(two_ranks: RankPool, tmp_path: Path) -> None:
+    first, second = two_ranks.run(runs.unreadable_gradient, str(tmp_path)).values()
+    assert first == second
+    assert first[0] == "InvalidStats"
+    assert "rank 1" in first[1]
+    assert "not this one" in first[1]
+    assert first[2]
 
 
 def test_calls_in_the_wrong_order(tmp_path: Path) -> None:

@@ -180,6 +180,14 @@ def test_a_rank_that_raises_is_named_to_the_other(tmp_path: Path, trainer: str) 
     assert from_plain(bundle.rank_part(1).micro_batches[-1].batch)["y"][0] == runs.RAISES
 
 
+@pytest.mark.parametrize("trainer", TRAINERS[:2])
+def test_a_step_that_is_left_out_does_nothing_but_is_counted(two_ranks: RankPool, tmp_path: Path, trainer: str) -> None:
+    found = trained(two_ranks, Scenario(trainer, str(tmp_path), "skip", bad=(1, 0), steps=1))
+    before = trained(two_ranks, Scenario(trainer, steps=0))
+    assert torch.equal(found[0].parameters, before[0].parameters)
+    assert found[0].counted == (1, 1)
+
+
 # -- what one trainer has of its own ----------------------------------------------------------------------------------
 
 
@@ -192,6 +200,16 @@ def test_lightning_manual_optimization_with_two_optimizers(two_ranks: RankPool, 
     assert torch.equal(found[0].parameters, clean(two_ranks, "lightning", steps=1, option="manual"))
     (same, _) = trained(two_ranks, replace(scenario, bad=None))
     assert torch.equal(same.parameters, clean(two_ranks, "lightning", option="manual"))
+
+
+def test_lightning_stops_after_its_min_steps(two_ranks: RankPool, tmp_path: Path) -> None:
+    scenario = Scenario("lightning", str(tmp_path / "stop"), bad=(1, 1), option="min_steps")
+    (stopped, _) = trained(two_ranks, scenario)
+    (skipped, _) = trained(two_ranks, replace(scenario, dirpath=str(tmp_path / "skip"), policy="skip", option=""))
+    assert stopped.verdict is not None
+    assert stopped.verdict.should_stop
+    assert torch.equal(stopped.parameters, skipped.parameters)
+    assert stopped.counted[0] == 3
 
 
 def test_lightning_batches_that_the_module_refuses(two_ranks: RankPool, tmp_path: Path) -> None:
@@ -254,6 +272,18 @@ def test_espnet_of_another_version_is_left_alone(two_ranks: RankPool, tmp_path: 
         assert same
         assert len(told) == 1
         assert "tested with espnet 202511, but 199901 is installed. espnet is left unpatched." in told[0]
+
+
+def test_espnet_with_continue_decides_as_always(two_ranks: RankPool, tmp_path: Path) -> None:
+    scenario = Scenario("espnet", str(tmp_path / "continue"), "continue", bad=(1, 1))
+    (went_on, _) = trained(two_ranks, scenario)
+    (skipped, _) = trained(two_ranks, replace(scenario, dirpath=str(tmp_path / "skip"), policy="skip"))
+    assert torch.equal(went_on.parameters, skipped.parameters)
+    assert (went_on.error, verdict_of([went_on]).should_stop) == (None, False)
+
+
+def test_espnet_is_left_alone_where_ddpstats_is_switched_off(two_ranks: RankPool, tmp_path: Path) -> None:
+    assert two_ranks.run(runs.espnet_switched_off, str(tmp_path)).values() == [([], True)] * 2
 
 
 def test_espnet_leaves_nothing_behind(two_ranks: RankPool, tmp_path: Path) -> None:

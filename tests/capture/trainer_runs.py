@@ -70,6 +70,8 @@ class Trained:
     verdict: ddpstats.Verdict | None
     error: str | None
     error_ranks: tuple[int, ...]
+    counted: tuple[int, int]
+    """Steps, by the trainer's count and by its scheduler's, where it tells."""
 
 
 def batch_of(rank: int, index: int) -> dict[str, Tensor]:
@@ -114,6 +116,7 @@ def train(scenario: Scenario) -> Trained:
         verdict=run.verdict(),
         error=None if error is None else "\n".join([f"{type(error).__name__}: {error}", *notes]),
         error_ranks=error.ranks if isinstance(error, DdpstatsError) else (),
+        counted=run.counted(),
     )
 
 
@@ -122,6 +125,7 @@ class _Run:
     model: nn.Module
     train: Callable[[], Any]
     verdict: Callable[[], ddpstats.Verdict | None]
+    counted: Callable[[], tuple[int, int]] = lambda: (0, 0)
 
 
 @contextlib.contextmanager
@@ -183,7 +187,7 @@ def half_step(module: Any, batch: Any) -> Tensor:
 
 
 def _lightning(scenario: Scenario, folder: str) -> _Run:
-    """Options: "manual" optimization with two optimizers; "refusing" the first epoch's batches."""
+    """Options: "manual" optimization with two optimizers; "refusing" the first epoch's batches; "min_steps"."""
     lightning: Any = importlib.import_module("lightning")
     environments: Any = importlib.import_module("lightning.pytorch.plugins.environments")
     from ddpstats.integrations.lightning import DdpstatsNaNCapture
@@ -204,13 +208,19 @@ def _lightning(scenario: Scenario, folder: str) -> _Run:
         enable_checkpointing=False,
         logger=False,
         max_epochs=2 if scenario.option == "refusing" else 1,
+        min_steps=scenario.steps if scenario.option == "min_steps" else None,
         use_distributed_sampler=False,
         accumulate_grad_batches=scenario.accumulate,
         gradient_clip_val=None if scenario.option == "manual" else 5.0,
         callbacks=callbacks,
     )
     loader: Any = torch.utils.data.DataLoader(scenario.batches(), batch_size=None)  # type: ignore[arg-type]
-    return _Run(module, lambda: trainer.fit(module, loader), lambda: callbacks[0].verdict if callbacks else None)
+
+    def counted() -> tuple[int, int]:
+        return trainer.global_step, sum(one.scheduler.last_epoch for one in trainer.lr_scheduler_configs)
+
+    verdict = lambda: callbacks[0].verdict if callbacks else None  # noqa: E731
+    return _Run(module, lambda: trainer.fit(module, loader), verdict, counted)
 
 
 # -- Hugging Face's Trainer -------------------------------------------------------------------------------------------
@@ -258,7 +268,12 @@ def _transformers(scenario: Scenario, folder: str) -> _Run:
         with contextlib.nullcontext() if stopper is None else stopper:
             trainer.train()
 
-    return _Run(model, run, lambda: None if stopper is None else stopper.verdict)
+    return _Run(
+        model,
+        run,
+        lambda: None if stopper is None else stopper.verdict,
+        lambda: (trainer.state.global_step, getattr(trainer.lr_scheduler, "last_epoch", 0)),
+    )
 
 
 def _reset_accelerate() -> None:
@@ -391,6 +406,21 @@ def espnet_of_another_version(dirpath: str) -> tuple[list[str], bool]:
         warnings.catch_warnings(record=True) as caught,
         mock.patch("importlib.metadata.version", return_value="199901"),
     ):
+        warnings.simplefilter("always")
+        with espnet.capture(dirpath):
+            same = (vars(trainers.Trainer)["train_one_epoch"], trainers.torch) == before
+    return [str(one.message) for one in caught], same
+
+
+def espnet_switched_off(dirpath: str) -> tuple[list[str], bool]:
+    """As `espnet_of_another_version`, under DDPSTATS_DISABLE=1."""
+    from unittest import mock
+
+    from ddpstats.integrations import espnet
+
+    trainers: Any = importlib.import_module("espnet2.train.trainer")
+    before = vars(trainers.Trainer)["train_one_epoch"], trainers.torch
+    with warnings.catch_warnings(record=True) as caught, mock.patch.dict(os.environ, {"DDPSTATS_DISABLE": "1"}):
         warnings.simplefilter("always")
         with espnet.capture(dirpath):
             same = (vars(trainers.Trainer)["train_one_epoch"], trainers.torch) == before

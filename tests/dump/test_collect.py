@@ -244,6 +244,15 @@ def test_only_chosen_steps_and_ranks_are_collected(tmp_path: Path) -> None:
     assert not torch._C._len_torch_function_stack()
 
 
+def test_to_stop_what_was_not_started_does_nothing(tmp_path: Path) -> None:
+    dump = StatsDump({"dump_path": str(tmp_path), "step": [1]})
+    dump.stop()
+    dump.start()  # a step that is not chosen
+    dump.stop()
+    dump.stop()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_selection_leaves_names_as_they_are(tmp_path: Path) -> None:
     model = make_model()
 

@@ -16,8 +16,8 @@ from ddpstats.dump.collect._tensor_stats import (
     host_stats,
     of_numbers,
     plain_values,
-    without_repeats,
 )
+from ddpstats.dump.format._tensor_files import without_repeats
 
 
 def on_device(tensor: Tensor) -> Stats:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+import time
 from typing import Any
 from unittest import mock
 
@@ -81,6 +82,30 @@ def warned() -> tuple[list[str], int]:
         return said, guard.counters.collectives
     finally:
         logging.getLogger("ddpstats").removeHandler(listener)
+
+
+def waits_alone(on_mismatch: Any) -> tuple[str, tuple[int, ...], float]:
+    """Rank 1 stays away from the second collective until rank 0 has given up."""
+    started = time.monotonic()
+    try:
+        with collective_guard("strict", on_mismatch=on_mismatch):
+            dist.all_reduce(torch.ones(1))
+            if dist.get_rank() == 1:
+                time.sleep(8.0)
+            started = time.monotonic()
+            dist.all_reduce(torch.ones(1))
+    except ddpstats.RankMissing as error:
+        return type(error).__name__, error.missing_ranks, time.monotonic() - started
+    return "nothing", (), time.monotonic() - started
+
+
+def abandoned() -> str:
+    """A mismatch that a last comparison would find."""
+    guard = collective_guard("step")
+    guard.__enter__()
+    dist.all_reduce(torch.ones(1), op=dist.ReduceOp.MAX if dist.get_rank() else dist.ReduceOp.SUM)
+    guard.abandon()
+    return "left installed" if _intercept.is_installed() else "fine"
 
 
 def off() -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -301,3 +303,30 @@ def test_a_fault_elsewhere_raises_after_a_doubt(two_ranks: RankPool, mode: str) 
     told = set(two_ranks.run(runs.fault_after_a_doubt, mode).values())
     assert len(told) == 1
     assert "'ctc'" in told.pop()
+
+
+def _python(code: str, **variables: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env={**os.environ, **variables}
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_switch_for_all_of_ddpstats_is_one_for_the_guard_too() -> None:
+    code = "import ddpstats; from ddpstats import _intercept; print(_intercept.is_installed())"
+    assert _python(code, DDPSTATS_GUARD="step") == "True\n"
+    assert _python(code, DDPSTATS_GUARD="step", DDPSTATS_DISABLE="1") == "False\n"
+
+
+@pytest.mark.parametrize("on_mismatch", ["raise", "warn"])
+def test_a_rank_that_does_not_come_is_missing_after_the_limit_of_the_environment(on_mismatch: str) -> None:
+    outcomes = run_ranks(runs.waits_alone, 2, on_mismatch, env={"DDPSTATS_TIMEOUT_SEC": "2"}, timeout_sec=60)
+    kind, missing, waited_sec = outcomes.values()[0]
+    assert (kind, missing) == ("RankMissing", (1,))
+    assert 1.0 < waited_sec < 15.0
+
+
+def test_abandoning_compares_nothing(two_ranks: RankPool) -> None:
+    assert two_ranks.run(runs.abandoned).values() == ["fine"] * 2
+    two_ranks.restart()

@@ -176,6 +176,15 @@ def test_report_of_what_is_no_record(tmp_path: Path) -> None:
     assert "rank0.jsonl, line 2" in done.stderr
 
 
+def test_ranks_that_agree_are_nothing_to_report(script: Any, tmp_path: Path) -> None:
+    directory = str(tmp_path / "records")
+    text = ABORT.replace("300_000 if dist.get_rank() else 100", "100")
+    done = ddpstats("run", "--nproc", "2", "--guard", "record", "--record-dir", directory, script(text))
+    assert done.returncode == 0, done.stderr
+    assert ddpstats("report", directory).returncode == 0
+    assert json.loads(ddpstats("report", directory, "--json").stdout)["findings"] == []
+
+
 def test_options_that_make_no_sense(script: Any) -> None:
     done = ddpstats("run", "--guard", "record", script("pass"))
     assert done.returncode == 2

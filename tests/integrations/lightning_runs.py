@@ -6,6 +6,7 @@ import contextlib
 import logging
 import pathlib
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -349,6 +350,54 @@ def _logged(how: str, train: int, kind: type[Logging]) -> int:
             play(name, how if name == "ten keys" else "stock", train=train, kind=kind)
         totals.append(seen.total)
     return totals[0] - totals[1]
+
+
+def of_validation(how: str) -> list[int]:
+    """Collectives for ten more batches to validate, in one epoch and in three: without on_step, and with it."""
+    found = []
+    for logs in (EPOCH, BOTH):
+
+        def logged(rank: int, i: int, settings: dict[str, Any] = logs) -> list[tuple[str, Any, dict[str, Any]]]:
+            return [("v", float(i), settings)]
+
+        script: dict[str, Logs] = {"validation_step": logged}
+        fit(script, how, train=1, val=2)  # ranks connect, and agree on the keys
+        for epochs in (1, 3):
+            totals = []
+            for val in (2, 12):
+                with count_collectives() as seen:
+                    fit(script, how, train=1, val=val, max_epochs=epochs)
+                totals.append(seen.total)
+            found.append(totals[1] - totals[0])
+    return found
+
+
+class Peeking(Logging):
+    """Looks for the key right after it was logged."""
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        loss = super().training_step(batch, index)
+        self.seen.append(("training_step", {name: float(v) for name, v in self.trainer.callback_metrics.items()}))
+        return loss
+
+
+def peeked(how: str) -> list[dict[str, float]]:
+    """What stands in callback_metrics between logging and the next point, in each step: ranks log different numbers."""
+    script: dict[str, Logs] = {"training_step": lambda rank, i: [("k", 10.0 * i + rank, STEP)]}
+    return [metrics for _, metrics in fit(script, how, train=3, kind=Peeking)["seen"]]
+
+
+class Late(Logging):
+    """Rank 1 comes to the point of its first batch long after the others, though it took part in DDP's reduction."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if dist.get_rank() == 1:
+            time.sleep(6.0)
+
+
+def one_is_late(how: str) -> tuple[str, str, tuple[int, ...]]:
+    """Under a DDPSTATS_TIMEOUT_SEC that is shorter than that."""
+    return raised("fit", {"training_step": lambda rank, i: [("k", float(rank), STEP)]}, how, train=2, kind=Late)
 
 
 def withheld(how: str) -> str:

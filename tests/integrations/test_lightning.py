@@ -194,6 +194,25 @@ def test_one_collective_per_point() -> None:
     assert run_ranks(runs.counted, 2).values() == [[steps, with_hook]] * 2
 
 
+def test_validation_without_on_step_meets_in_its_first_pass_only() -> None:
+    for once, thrice, step_once, step_thrice in run_ranks(runs.of_validation, 2, "install", timeout_sec=120).values():
+        assert once == thrice > 0
+        assert step_thrice > step_once > 0
+
+
+def test_a_rank_that_does_not_come_to_a_point_is_missing_on_every_rank() -> None:
+    env = {"DDPSTATS_TIMEOUT_SEC": "2"}
+    first, second = run_ranks(runs.one_is_late, 2, "install", env=env, timeout_sec=100).values()
+    assert first == second
+    assert first[0] == "RankMissing"
+    assert first[2] == (1,)
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_before_the_point_a_rank_does_not_see_its_own_number(two_ranks: RankPool, how: str) -> None:
+    assert two_ranks.run(runs.peeked, how).values() == [[{}, {"k": 0.5}, {"k": 10.5}]] * 2
+
+
 def test_a_key_that_comes_too_late_is_withheld_and_said(two_ranks: RankPool) -> None:
     for said in two_ranks.run(runs.withheld, "install").values():
         assert said.startswith("validation_step.s: logged with on_step=True")

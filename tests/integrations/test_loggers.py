@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 import ddpstats
 from ddpstats import ConfigError, reduce_stats
 from ddpstats.integrations import loggers
+from ddpstats.testing import RankPool, count_collectives
 from tests.needs import needs
 
 ROOT = Path(__file__).parents[2]
@@ -156,6 +158,37 @@ def test_hugging_face_trainer_on_two_ranks(tmp_path: Path) -> None:
         files = [path.parent for path in tmp_path.rglob("events.out.tfevents*")]
         events = EventAccumulator(str(files[0])).Reload()
     assert [event.value for event in events.Scalars("train/snr")] == [-1.0, -1.0]
+
+
+def write_on_one_rank() -> tuple[int, int]:
+    """Collectives while rank 0 alone writes; and how many scalars it wrote."""
+    written: list[Any] = []
+
+    class Writer:
+        def add_scalar(self, *args: Any) -> None:
+            written.append(args)
+
+    reduced = reduce_stats(STATS)
+    with count_collectives() as seen:
+        loggers.write(Writer() if dist.get_rank() == 0 else None, reduced, 3)
+    return seen.total, len(written)
+
+
+def test_writing_sends_nothing(two_ranks: RankPool) -> None:
+    assert two_ranks.run(write_on_one_rank).values() == [(0, len(FLAT)), (0, 0)]
+
+
+def test_no_logger_is_imported() -> None:
+    code = """
+import sys, ddpstats
+from ddpstats.integrations import loggers
+class Writer:
+    def add_scalar(self, *args): pass
+loggers.write(Writer(), ddpstats.reduce_stats({"a": 1.0}), 1)
+print({"tensorboard", "tensorboardX", "wandb", "mlflow", "transformers"} & set(sys.modules))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "set()\n", done.stderr
 
 
 def test_what_is_no_writer_is_named() -> None:

@@ -80,6 +80,7 @@ def test_conflicts_are_raised_alike_on_every_rank(two_ranks: RankPool) -> None:
     found, other = two_ranks.run(runs.conflicts).values()
     assert found == other
     assert found.pop("afterwards")[3] == "0.5"
+    assert found.pop("own error")[:2] == ("InvalidStats", (1,))
     assert found.pop("key")[:2] == found.pop("name")[:2] == ("InvalidStats", (1,))
     assert found.pop("other call")[0] == "ProtocolMismatch"
     paths = {

@@ -61,6 +61,13 @@ class Holder(Metric[Any]):
         return self.state
 
 
+class Refusing(Holder):
+    """As a metric with a state of a type that torcheval does not know."""
+
+    def state_dict(self) -> Any:
+        raise TypeError("no such state")
+
+
 @contextlib.contextmanager
 def patched(install: bool = True) -> Iterator[None]:
     """torcheval with ddpstats, or stock."""
@@ -248,6 +255,7 @@ def conflicts() -> dict[str, tuple[str, tuple[int, ...], str | None, str]]:
         "states": {"w": metrics.WindowedMeanSquaredError(enable_lifetime=bool(rank))},
         "key": Totals().update({(frozenset({1}) if rank else "k"): 1.0}),
         "name": {(1.5 if rank else "x"): mean(1.0)},
+        "own error": two(Holder, Refusing)(tensor),
     }
     found = {}
     with patched():

@@ -118,6 +118,13 @@ def test_a_sticky_bit_keeps_its_value_from_its_step_on() -> None:
         assert [one.step for one in found] == [1, 2, 3, 4, 5]
         assert len({bits_of(torch.tensor(one.after))[0] >> bit & 1 for one in found}) == 1
         assert found[0].before != found[0].after
+        stuck = [
+            one
+            for one in found
+            if bits_of(torch.tensor(one.before))[0] >> bit & 1 == bits_of(torch.tensor(one.after))[0] >> bit & 1
+        ]
+        assert stuck
+        assert all(one.before == one.after for one in stuck)
 
 
 def test_a_sticky_gradient_bit_is_stuck_in_every_pass() -> None:
@@ -366,6 +373,11 @@ def test_with_accumulation_the_reduced_gradient_is_hit_in_the_pass_that_exchange
     first, second = two_ranks.run(runs.train_ddp, [flip], micro_batches=3, **options).values()
     assert [one.step for one in first["applied"]] == [1, 2]
     assert flipped_bits(first["gradients"][1][WEIGHT], second["gradients"][1][WEIGHT]) == {4: 1 << 28}
+
+
+def test_a_flip_of_no_rank_is_one_of_every_rank(two_ranks: RankPool) -> None:
+    found = two_ranks.run(runs.train_ddp, [BitFlip(WEIGHT, "weight", 0, 30, 2)]).values()
+    assert [[one.rank for one in each["applied"]] for each in found] == [[0], [1]]
 
 
 def test_a_weight_under_ddp_is_flipped_on_one_rank(two_ranks: RankPool) -> None:

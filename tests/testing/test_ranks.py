@@ -7,6 +7,7 @@ import inspect
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -614,6 +615,20 @@ def test_a_pool_keeps_its_processes(pool: RankPool) -> None:
     assert [pool.run(pid).values() for _ in range(3)] == [pids] * 3
     pool.restart()
     assert not set(pool.run(pid).values()) & set(pids)
+
+
+def unix_sockets() -> list[str]:
+    """The names of this process's sockets on this host: "" for one of a pair, which nobody can reach by a name."""
+    found = []
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as one:
+            if one.family == socket.AF_UNIX:
+                found.append(str(one.getsockname()))
+    return found
+
+
+def test_a_rank_is_spoken_to_over_a_socket_without_a_name() -> None:
+    assert run_ranks(unix_sockets, 2).values() == [[""]] * 2
 
 
 def test_a_pool_is_quick(pool: RankPool) -> None:
