@@ -7,6 +7,7 @@ Where the text is not the code's (a file that was edited since, generated code),
 from __future__ import annotations
 
 import ast
+import dis
 import linecache
 import sys
 from dataclasses import dataclass, field
@@ -87,7 +88,7 @@ def node_at(frame: FrameType) -> tuple[SourceFile, ast.expr] | None:
         return None
     node = _by_position(file, code, instruction)
     if node is None or not _is_of(node, code):
-        node = _by_line(file, code, frame.f_lineno)
+        node = _by_line(file, code, frame.f_lineno, instruction)
     return None if node is None else (file, node)
 
 
@@ -106,10 +107,52 @@ def _by_position(file: SourceFile, code: CodeType, instruction: int) -> ast.expr
     return found[0] if len(found) == 1 else None
 
 
-def _by_line(file: SourceFile, code: CodeType, line: int) -> ast.expr | None:
+def _by_line(file: SourceFile, code: CodeType, line: int, instruction: int) -> ast.expr | None:
     """Where positions do not help (Python 3.10, rewritten code): the only call in the line that the code could make."""
     found = [node for node in file.calls_of_line.get(line, []) if _is_of(node, code)]
-    return found[0] if len(found) == 1 else None
+    return found[0] if len(found) == 1 else _by_order(file, code, line, instruction)
+
+
+def _by_order(file: SourceFile, code: CodeType, line: int, instruction: int) -> ast.expr | None:
+    """The n-th call that begins in a line, where the code makes its n-th call of that line. Inner ones come first."""
+    calls = []
+    here = code.co_firstlineno
+    for step in dis.get_instructions(code):
+        here = step.starts_line if type(step.starts_line) is int else here
+        if here == line and step.opname.startswith("CALL_"):
+            calls.append(step.offset)
+    of_line = [
+        node
+        for _, nodes in sorted(file.ends.items())
+        for node in nodes
+        if node.lineno == line and _scope_name(file, node) == code.co_name
+    ]
+    if len(calls) != len(of_line) or instruction not in calls:
+        return None
+    node = of_line[calls.index(instruction)]
+    return node if _is_of(node, code) else None
+
+
+def _scope_name(file: SourceFile, node: ast.AST) -> str:
+    """The name that the code around a node has in Python 3.10."""
+    inner, here = node, file.parents.get(node)
+    while here is not None:
+        if isinstance(here, Comprehension) and not (here.generators and file.is_inside(inner, here.generators[0].iter)):
+            return _COMPREHENSION_NAMES[type(here)]
+        if isinstance(here, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            return here.name
+        if isinstance(here, ast.Lambda):
+            return "<lambda>"
+        inner, here = here, file.parents.get(here)
+    return "<module>"
+
+
+_COMPREHENSION_NAMES: dict[type[ast.AST], str] = {
+    ast.ListComp: "<listcomp>",
+    ast.SetComp: "<setcomp>",
+    ast.DictComp: "<dictcomp>",
+    ast.GeneratorExp: "<genexpr>",
+}
 
 
 def _is_of(node: ast.expr, code: CodeType) -> bool:
