@@ -74,6 +74,8 @@ class PendingReduction:
 
     def result(self) -> Reduced:
         """Wait for the reduction; raises what it raised, on every rank the same. Bounded by the reducer's timeout."""
+        if not self._future.done():
+            self._channel.refuse_inside()
         while not wait([self._future], _POLL_SEC).done:
             if not self._channel.worker_is_alive() and not self._future.done():
                 raise DdpstatsError("the reduction was given up: its worker thread has ended")

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 
 import torch.distributed as dist
 
-from ddpstats._comm import part_of, world_store
+from ddpstats._comm import world_store
 from ddpstats._events import Event
 from ddpstats._intercept import GroupView
 from ddpstats.guard._diagnosis import Testimony
@@ -88,7 +88,7 @@ class Session:
         self._forget_destroyed()
         exchange = messages = None
         if self._compares and len(view.ranks) > 1:
-            part = part_of(self._store, f"group/{view.name}")
+            part = self._store.part(f"group/{view.name}")
             exchange = Exchange(part, view.ranks.index(view.rank), len(view.ranks))
             messages = Messages(part, view.rank) if self._messages else None
         name = view.name if self._number == 1 else f"{view.name} of session {self._number}"
