@@ -1,4 +1,4 @@
-"""Processes that die where no collective and no store tells who it was: before the first use, and rank 0 with its store.
+"""Processes that die where neither collective nor store tells which it was: before the first use; rank 0 and its store.
 
 Rank 0 serves the store, as `init_process_group` with ``tcp://`` or ``env://`` has it. Whatever the survivors call ends
 in the same `RankMissing`, which names the rank, within the call's deadline.
@@ -65,3 +65,9 @@ def check(survivors: list[dict[str, Any]], victim: int, limit_sec: float) -> Non
 @pytest.mark.parametrize("phase", ["before", "between", "during"])
 def test_the_host_of_the_store_dies(phase: str) -> None:
     check(told_by_survivors(phase, 0), 0, TIMEOUT_SEC + SLACK_SEC)
+
+
+@pytest.mark.parametrize("phase", ["before", "between"])
+def test_another_rank_dies_before_it_used_anything(phase: str) -> None:
+    """Known at once, by what its launcher left in its environment."""
+    check(told_by_survivors(phase, 1, launched=True), 1, TIMEOUT_SEC / 2)
