@@ -33,6 +33,7 @@ from ddpstats._comm import (
     resolve_group,
     slice_sec,
 )
+from ddpstats._compiled import refuse_without_values
 from ddpstats._mailbox import PROCESS_ID_BYTES, Mailbox, ProcessId, Verdict
 from ddpstats._protocol import Protocol
 from ddpstats._ranks import ranks_text
@@ -100,6 +101,7 @@ class Channel:
     def run(self, work: Work[T], timeout_sec: float) -> T:
         """Run ``work`` in turn; on this thread if nothing is pending."""
         self.refuse_inside()
+        self._refuse_without_values()
         idle = False
         try:
             with self._turn:
@@ -125,8 +127,12 @@ class Channel:
                 "it interrupts. Set a flag there, and reduce at the next step of the program."
             )
 
+    def _refuse_without_values(self) -> None:
+        refuse_without_values(f"a reduction on {self.group_name}")
+
     def submit(self, work: Work[T], timeout_sec: float) -> Future[T]:
         """Run ``work`` in turn on the worker thread; at once returns a future."""
+        self._refuse_without_values()
         job = _Job(work, timeout_sec)
         with self._state:
             self._queue.append(job)

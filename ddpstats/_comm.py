@@ -257,12 +257,22 @@ def describe_group(group: dist.ProcessGroup) -> str:
     return f"{name} of {group.size()} ranks"
 
 
+def refuse_fake(group: Any) -> None:
+    """Raises `ConfigError` for a group whose other ranks do not exist."""
+    if re.search(r"\bfake\b", str(dist.get_backend_config(group))):
+        raise ConfigError(
+            f"{describe_group(group)} has the backend 'fake': its other ranks do not exist, so nothing can be "
+            "reduced or compared over it. Use a real backend, or leave ddpstats out of this run."
+        )
+
+
 def group_store(group: dist.ProcessGroup) -> BoundedStore:
     """The store that the group met on, for what a collective cannot tell; a part of it that nobody used before.
 
     Local: connects in the background. A group that is made again under an old name finds the keys of its predecessor in
     the store. Each rank therefore counts how often it came here; ranks that go through the same groups count alike.
     """
+    refuse_fake(group)
     try:
         store = group.get_group_store()
     except AttributeError:
@@ -325,7 +335,8 @@ def _try_out(store: Any, rank: int) -> None:
         raise NotImplementedError("compare_set does not set")
 
 
-_UNABLE = re.compile(r"pure virtual|not (yet )?(implemented|supported)|unsupported", re.IGNORECASE)
+_MISSING = re.compile(r"pure virtual|internal assert", re.IGNORECASE)
+_UNABLE = re.compile(_MISSING.pattern + r"|not (yet )?(implemented|supported)|unsupported", re.IGNORECASE)
 
 
 @contextmanager
@@ -336,10 +347,10 @@ def _as_config_error(group_words: str) -> Iterator[None]:
     except (AttributeError, NotImplementedError, TypeError, RuntimeError) as error:
         if isinstance(error, dist.DistError) or (type(error) is RuntimeError and not _UNABLE.search(str(error))):
             raise
+        said = "a method is missing" if _MISSING.search(str(error)) else _first_line(error)
         raise ConfigError(
             f"the store of {group_words} cannot do what ddpstats needs (set, get, check, add, compare_set): "
-            f"{_first_line(error)}. Real ranks need a real store, such as the TCPStore that init_process_group makes; "
-            "the backend 'fake' has none."
+            f"{said}. Ranks need a store of theirs, such as the TCPStore that init_process_group makes."
         ) from None
 
 

@@ -27,6 +27,7 @@ from typing import Any
 from ddpstats import _launched
 from ddpstats._board import Board
 from ddpstats._store import STORE_ERRORS, BoundedStore, StoreGone, StoreSilent, bounded
+from ddpstats.errors import ConfigError
 
 _POLL_SEC = 0.05
 _LOOK_SEC = 0.5  # between two looks for ranks that died before they came
@@ -268,6 +269,8 @@ class Mailbox:
             return None
 
     def _without_store(self, error: BaseException, describe: Describe) -> Verdict:
+        if isinstance(error, ConfigError):  # it never was one that ranks can meet in
+            raise error
         missing, dead, why = self._known_alone(error)
         text = (self.describe_lost or describe)(missing, dead)
         mine = Verdict(missing, f"{text}\nThe store, which could tell who is missing, does not answer: {why}")

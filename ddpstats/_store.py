@@ -89,7 +89,7 @@ class _Connection:
     def store(self) -> Any:
         """The store itself, connected. On a request's thread."""
         if self._refusal is not None:
-            raise self._refusal
+            raise self._refusal.with_traceback(None)
         if self._connect is not None:
             connect, self._connect = self._connect, None  # and with it the store that it came from
             try:

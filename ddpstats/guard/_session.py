@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 
 import torch.distributed as dist
 
-from ddpstats._comm import world_store
+from ddpstats._comm import refuse_fake, world_store
 from ddpstats._events import Event
 from ddpstats._intercept import GroupView
 from ddpstats.guard._diagnosis import Testimony
@@ -56,6 +56,8 @@ class Session:
 
     def __init__(self, compares: bool, messages: bool, testify: Testify, position: Callable[[], str]) -> None:
         global _sessions
+        if compares:
+            refuse_fake(dist.group.WORLD)
         _sessions += 1
         prefix = f"ddpstats/guard/{_sessions}"
         self._number, self._compares, self._messages = _sessions, compares, messages
