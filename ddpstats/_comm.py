@@ -8,8 +8,8 @@ wait several times as long; a rank that gave up is not noticed by the others; ``
 group joins its operations, so it blocks as long as they do. Hence `_wait`: the wait is cut into slices, between two
 slices the rank looks at the mailbox, and a group whose operation never ended is kept instead of destroyed.
 
-Checked on torch 2.13 (gloo). ``ProcessGroup.get_group_store`` and ``Work.wait(timeout)`` are needed; where the first is
-missing the first use of a group says so (`ConfigError`).
+Checked on torch 2.13 (gloo), tried on 2.9 and 2.6. The store of a group and ``Work.wait(timeout)`` are needed; where the
+first cannot be had the first use of a group says so (`ConfigError`).
 """
 
 from __future__ import annotations
@@ -266,6 +266,17 @@ def refuse_fake(group: Any) -> None:
         )
 
 
+def _store_of(group: dist.ProcessGroup) -> Any:
+    if hasattr(group, "get_group_store"):
+        return group.get_group_store()
+    try:
+        return torch.distributed.distributed_c10d._world.pg_map[group][1]  # torch 2.6 keeps it there
+    except (AttributeError, KeyError, IndexError, TypeError):
+        raise ConfigError(
+            f"torch {torch.__version__} does not tell the store of a process group; ddpstats is checked on torch 2.13"
+        ) from None
+
+
 def group_store(group: dist.ProcessGroup) -> BoundedStore:
     """The store that the group met on, for what a collective cannot tell; a part of it that nobody used before.
 
@@ -273,12 +284,7 @@ def group_store(group: dist.ProcessGroup) -> BoundedStore:
     the store. Each rank therefore counts how often it came here; ranks that go through the same groups count alike.
     """
     refuse_fake(group)
-    try:
-        store = group.get_group_store()
-    except AttributeError:
-        raise ConfigError(
-            f"torch {torch.__version__} has no ProcessGroup.get_group_store; ddpstats is checked on torch 2.13"
-        ) from None
+    store = _store_of(group)
     rank, group_words = dist.get_rank(), describe_group(group)
 
     def connect() -> Any:

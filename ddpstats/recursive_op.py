@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ddpstats._channel import ALONE
+from ddpstats._compiled import breaks_graph
 from ddpstats._markers import Marker
 from ddpstats._paths import Path
-from ddpstats._compiled import breaks_graph
 from ddpstats._reduced import Reduced
 from ddpstats._schema import iter_leaves
 from ddpstats._tree import FLOATS, flatten

@@ -55,6 +55,20 @@ def attempt(call: Callable[[], Any]) -> dict[str, Any]:
         }
 
 
+def guarded(mode: Any) -> Callable[[], Any]:
+    """A group whose collectives are watched from now on; the next one."""
+    group = dist.new_group()
+    guard = ddpstats.collective_guard(mode, timeout_sec=TIMEOUT_SEC)
+    guard.__enter__()
+    dist.all_reduce(torch.ones(1), group=group)
+
+    def call() -> None:
+        dist.all_reduce(torch.ones(1), group=group)
+        guard.step()
+
+    return call
+
+
 def main(rank: int, world_size: int, port: int, phase: str, victim: int) -> None:
     os.environ["DDPSTATS_TIMEOUT_SEC"] = str(TIMEOUT_SEC)
     torch.set_num_threads(1)
@@ -65,8 +79,8 @@ def main(rank: int, world_size: int, port: int, phase: str, victim: int) -> None
         world_size=world_size,
         timeout=timedelta(seconds=60),
     )
-    todo = calls()
-    if phase != "before":
+    todo = {phase: guarded(phase)} if phase in ("strict", "step") else calls()
+    if phase not in ("before", "strict", "step"):
         for call in todo.values():
             call()
     dist.barrier()

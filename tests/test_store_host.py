@@ -71,3 +71,8 @@ def test_the_host_of_the_store_dies(phase: str) -> None:
 def test_another_rank_dies_before_it_used_anything(phase: str) -> None:
     """Known at once, by what its launcher left in its environment."""
     check(told_by_survivors(phase, 1, launched=True), 1, TIMEOUT_SEC / 2)
+
+
+@pytest.mark.parametrize("mode", ["strict", "step"])
+def test_the_host_of_the_store_dies_under_a_guard(mode: str) -> None:
+    check(told_by_survivors(mode, 0), 0, TIMEOUT_SEC + SLACK_SEC)

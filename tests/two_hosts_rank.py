@@ -1,6 +1,6 @@
 """One rank of two hosts; the link between them goes down once a file is there. Run by `test_two_hosts`.
 
-    python -m tests.two_hosts_rank RANK WORLD_SIZE ADDRESS PORT PHASE DIRECTORY
+python -m tests.two_hosts_rank RANK WORLD_SIZE ADDRESS PORT PHASE DIRECTORY
 """
 
 from __future__ import annotations

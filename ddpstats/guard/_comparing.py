@@ -17,6 +17,7 @@ from typing import Any
 
 from ddpstats import _intercept
 from ddpstats._events import Event, roll, same_labels
+from ddpstats._store import STORE_ERRORS
 from ddpstats.errors import CollectiveMismatch, DdpstatsError, RankMissing
 from ddpstats.guard._diagnosis import MISMATCH, NOTHING, Finding
 from ddpstats.guard._exchange import Note, Overrun, agree
@@ -106,6 +107,8 @@ class Comparing:
             return True
         except Silenced:
             return False
+        except STORE_ERRORS as error:
+            return self._conclude_alone(alarm_of(group, seq, until=True), error)
         group.settled = seq
         self._standing.compared += 1
         if agree(notes) and same_labels(note.label for note in notes):
@@ -170,6 +173,8 @@ class Comparing:
             return True
         except Silenced:
             return False
+        except STORE_ERRORS as error:
+            return self._conclude_alone(alarm_of(group, group.seq, until=True), error)
         group.checks_settled = number
         self._standing.compared = self._standing.collectives
         if not agree(notes):
@@ -258,6 +263,12 @@ class Comparing:
         """
 
         def watch() -> None:
+            try:
+                look()
+            except STORE_ERRORS as error:
+                self._conclude_alone(alarm_of(group, seq, until=True), error)
+
+        def look() -> None:
             self._heed()
             if time.monotonic() > deadline or self._cannot_come(group, seq):
                 self._conclude(alarm_of(group, seq, until=True))
@@ -297,6 +308,12 @@ class Comparing:
         other = Alarm(awaited.event.group, group.words, (awaited.source, group.view.rank), awaited.event.seq, True)
 
         def watch() -> None:
+            try:
+                look()
+            except STORE_ERRORS as error:
+                self._conclude_alone(alarm_of(group, seq, until=True), error)
+
+        def look() -> None:
             self._heed()
             if time.monotonic() > deadline or self._inquiry.dead([awaited.source]):
                 last = messages.last_from(awaited.source)
@@ -337,6 +354,11 @@ class Comparing:
     def _conclude(self, alarm: Alarm) -> None:
         """Come to the verdict that all ranks come to; raise or log it."""
         self._raise_or_warn(self._inquiry.raise_alarm(alarm), alarm)
+
+    def _conclude_alone(self, alarm: Alarm, error: BaseException) -> bool:
+        """The store does not answer; always raises."""
+        self._raise_or_warn(self._inquiry.without_store(alarm, error), alarm)
+        return False
 
     def _declare(self, finding: Finding, alarm: Alarm) -> None:
         """A verdict that this rank can give alone."""

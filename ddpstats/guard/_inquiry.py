@@ -22,6 +22,7 @@ from typing import Any
 from ddpstats._events import Event
 from ddpstats._mailbox import PROCESS_ID_BYTES, ProcessId
 from ddpstats._ranks import ranks_text
+from ddpstats._store import STORE_ERRORS, StoreGone
 from ddpstats.guard._diagnosis import MISSING, NOTHING, Finding, Testimony, find, unexplained
 
 _PATIENCE_SEC = 10.0
@@ -31,7 +32,6 @@ _WATCHDOG_SEC = 0.25
 _MAX_STACK_FRAMES = 6
 _MAX_BYTES = 4 << 20
 _MAX_POSITION_BYTES = 2000
-_STORE_ERRORS = (RuntimeError, OSError, ValueError)
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Inquiry:
             return Alarm.unpack(store.get(key)) if store.check([key]) else None
         except ValueError:  # not one of ours
             return None
-        except _STORE_ERRORS:
+        except STORE_ERRORS:
             self._lost = True
             return None
 
@@ -116,24 +116,29 @@ class Inquiry:
                 finding = self.verdict(found)
                 if finding.kind != NOTHING or found == alarm:
                     return finding
-        except _STORE_ERRORS as error:
-            return self._without_store(alarm, error)
+        except STORE_ERRORS as error:
+            return self.without_store(alarm, error)
 
-    def _without_store(self, alarm: Alarm, error: BaseException) -> Finding:
+    def without_store(self, alarm: Alarm, error: BaseException) -> Finding:
+        """What this rank knows alone, in words that others who know the same would choose as well."""
         self._lost = True
-        reason = str(error).strip().split("\n", 1)[0]
+        host = self._store.host_rank
+        is_gone = isinstance(error, StoreGone) or self._store.is_gone()
         gone = [rank for rank in alarm.ranks if rank in self._peers and self._peers[rank].is_dead()]
+        if host is not None and (is_gone or host in gone):
+            gone = [host]
         lines = [f"collective number {alarm.seq} of {alarm.words} was not completed:"]
         lines += [f"  {ranks_text(gone)}: the process is gone"] if gone else []
-        lines.append(f"The store, which could tell who is missing, does not answer: {reason}")
-        return Finding(MISSING, "\n".join(lines), alarm.group, alarm.seq)
+        why = "nobody serves it any more" if is_gone else str(error).strip().split("\n", 1)[0]
+        lines.append(f"The store, which could tell who is missing, does not answer: {why}")
+        return Finding(MISSING, "\n".join(lines), alarm.group, alarm.seq, tuple(gone))
 
     def declare(self, finding: Finding, alarm: Alarm) -> Finding:
         """Make ``finding`` the verdict, unless an alarm is on already; the verdict on the one that is on."""
         try:
             if self.alarm() is None:
                 self._store.compare_set(f"verdict/{self._verdicts}", "", _pack_finding(finding))
-        except _STORE_ERRORS:
+        except STORE_ERRORS:
             return finding
         return self.raise_alarm(alarm)
 
@@ -213,7 +218,7 @@ class Inquiry:
             told = json.dumps({"how": how, "counts": dict(counts), "last": last})
             self._store.set(f"left/{self._rank}", told)
             self._store.set("left", "1")
-        except _STORE_ERRORS:
+        except STORE_ERRORS:
             self._lost = True
 
     def say_done(self) -> None:
@@ -292,7 +297,7 @@ class _Watchdog(threading.Thread):
                 if not self._store.check([key]):
                     self._store.set(key, _pack(self._inquiry._testify(alarm.group)))
                 answered = number
-            except _STORE_ERRORS:
+            except STORE_ERRORS:
                 return
 
     def stop(self) -> None:
