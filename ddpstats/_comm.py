@@ -8,7 +8,7 @@ wait several times as long; a rank that gave up is not noticed by the others; ``
 group joins its operations, so it blocks as long as they do. Hence `_wait`: the wait is cut into slices, between two
 slices the rank looks at the mailbox, and a group whose operation never ended is kept instead of destroyed.
 
-Checked on torch 2.13 (gloo), tried on 2.9 and 2.6. The store of a group and ``Work.wait(timeout)`` are needed; where the
+Checked on torch 2.13 (gloo), tried on 2.9 and 2.6. A group's store and ``Work.wait(timeout)`` are needed; where the
 first cannot be had the first use of a group says so (`ConfigError`).
 """
 

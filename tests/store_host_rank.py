@@ -5,6 +5,7 @@ python -m tests.store_host_rank RANK WORLD_SIZE PORT PHASE VICTIM
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -56,15 +57,25 @@ def attempt(call: Callable[[], Any]) -> dict[str, Any]:
 
 
 def guarded(mode: Any) -> Callable[[], Any]:
-    """A group whose collectives are watched from now on; the next one."""
+    """A group whose collectives are watched from now on; the next one, and what the guard says of it on leaving."""
     group = dist.new_group()
     guard = ddpstats.collective_guard(mode, timeout_sec=TIMEOUT_SEC)
     guard.__enter__()
-    dist.all_reduce(torch.ones(1), group=group)
+    for watched in (group, None):
+        dist.all_reduce(torch.ones(1), group=watched)
+    found: list[BaseException] = []
 
     def call() -> None:
-        dist.all_reduce(torch.ones(1), group=group)
-        guard.step()
+        if found:
+            raise found[0]
+        try:
+            with contextlib.ExitStack() as leaving:
+                leaving.push(guard)
+                dist.all_reduce(torch.ones(1), group=group)
+                guard.step()
+        except BaseException as error:
+            found.append(error)
+            raise
 
     return call
 
@@ -85,6 +96,7 @@ def main(rank: int, world_size: int, port: int, phase: str, victim: int) -> None
             call()
     dist.barrier()
     if rank == victim:
+        time.sleep(0.5)  # for whoever still sets things up
         if phase == "during":
             time.sleep(2.0)
         os.kill(os.getpid(), signal.SIGKILL)

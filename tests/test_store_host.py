@@ -48,6 +48,9 @@ def told_by_survivors(phase: str, victim: int, world_size: int = 3, launched: bo
             process.kill()
             process.wait(10)
     assert processes[victim].returncode == -9, said[victim][1]
+    assert [process.returncode for rank, process in enumerate(processes) if rank != victim] == [0] * (world_size - 1), (
+        said
+    )
     return [json.loads(out) for rank, (out, _) in enumerate(said) if rank != victim]
 
 

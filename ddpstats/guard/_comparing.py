@@ -308,12 +308,6 @@ class Comparing:
         other = Alarm(awaited.event.group, group.words, (awaited.source, group.view.rank), awaited.event.seq, True)
 
         def watch() -> None:
-            try:
-                look()
-            except STORE_ERRORS as error:
-                self._conclude_alone(alarm_of(group, seq, until=True), error)
-
-        def look() -> None:
             self._heed()
             if time.monotonic() > deadline or self._inquiry.dead([awaited.source]):
                 last = messages.last_from(awaited.source)
@@ -323,6 +317,9 @@ class Comparing:
         try:
             found = messages.compare(awaited, watch)
         except Silenced:
+            return
+        except STORE_ERRORS as error:
+            self._conclude_alone(other, error)
             return
         self._standing.compared += 1
         if found is not None:

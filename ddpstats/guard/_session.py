@@ -10,13 +10,17 @@ import os
 import secrets
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch.distributed as dist
 
 from ddpstats._comm import refuse_fake, world_store
 from ddpstats._events import Event
 from ddpstats._intercept import GroupView
+from ddpstats._ranks import ranks_text
+from ddpstats._store import STORE_ERRORS, BoundedStore, StoreGone
+from ddpstats.errors import ConfigError, RankMissing
 from ddpstats.guard._diagnosis import Testimony
 from ddpstats.guard._exchange import Exchange
 from ddpstats.guard._inquiry import Inquiry, Testify
@@ -65,13 +69,15 @@ class Session:
         self.rank = dist.get_rank()
         self._store = world_store(prefix, "guard")
         token = secrets.token_hex(8)
-        self.run = world_store("ddpstats/run", "guard").compare_set("token", "", token).decode(errors="replace")
+        with _as_rank_missing(self._store):
+            self.run = world_store("ddpstats/run", "guard").compare_set("token", "", token).decode(errors="replace")
         self._groups: weakref.WeakKeyDictionary[GroupView, Group] = weakref.WeakKeyDictionary()
         self.named: dict[str, Group] = {}
         self.inquiry: Inquiry | None = None
         if compares and dist.get_world_size() > 1:
             stores = self._store, world_store(prefix, "watchdog")
-            self.inquiry = Inquiry(stores, self.rank, dist.get_world_size(), testify, position, self.is_reachable)
+            with _as_rank_missing(self._store):
+                self.inquiry = Inquiry(stores, self.rank, dist.get_world_size(), testify, position, self.is_reachable)
 
     def is_over(self) -> bool:
         """Whether the program has destroyed the process group since."""
@@ -91,7 +97,8 @@ class Session:
         exchange = messages = None
         if self._compares and len(view.ranks) > 1:
             part = self._store.part(f"group/{view.name}")
-            exchange = Exchange(part, view.ranks.index(view.rank), len(view.ranks))
+            with _as_rank_missing(self._store):
+                exchange = Exchange(part, view.ranks.index(view.rank), len(view.ranks))
             messages = Messages(part, view.rank) if self._messages else None
         name = view.name if self._number == 1 else f"{view.name} of session {self._number}"
         group = self._groups[view] = self.named[name] = Group(name, view, exchange, messages)
@@ -132,6 +139,22 @@ class Session:
                 group.exchange.close()
         if self.inquiry is not None:
             self.inquiry.close()
+
+
+@contextmanager
+def _as_rank_missing(store: BoundedStore) -> Iterator[None]:
+    """What a group or a session needs of the store before anything can be compared."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except STORE_ERRORS as error:
+        is_gone = isinstance(error, StoreGone) or store.is_gone()
+        missing = (store.host_rank,) if is_gone and store.host_rank is not None else ()
+        lines = ["the collective_guard cannot compare the collectives of this group:"]
+        lines += [f"  {ranks_text(missing)}: the process is gone"] if missing else []
+        lines.append("The store, which ranks compare through, does not answer.")
+        raise RankMissing("\n".join(lines), missing_ranks=missing) from error
 
 
 def spelled(event: Event) -> str:
