@@ -44,7 +44,8 @@ def compiled() -> dict[str, Any]:
 
         def step(x: torch.Tensor, call: Any = call) -> torch.Tensor:
             y = x * 2
-            return y + call(y)
+            result: torch.Tensor = y + call(y)
+            return result
 
         graphs: list[Any] = []
 
@@ -68,7 +69,7 @@ def without_values() -> list[Any]:
     group = dist.new_group()
     calls = entry_points(group)
     before = [calls["reduce_stats"](torch.ones(3))]
-    with FakeTensorMode():  # type: ignore[no-untyped-call]
+    with FakeTensorMode():
         for call in calls.values():
             with pytest.raises(ConfigError, match="under FakeTensorMode"):
                 call(torch.ones(3))

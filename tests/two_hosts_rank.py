@@ -43,4 +43,5 @@ def main(rank: int, world_size: int, address: str, port: str, phase: str, direct
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:6], Path(sys.argv[6]))
+    address, port, phase, directory = sys.argv[3:]
+    main(int(sys.argv[1]), int(sys.argv[2]), address, port, phase, Path(directory))
