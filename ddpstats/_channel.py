@@ -24,19 +24,22 @@ from ddpstats._comm import (
     CommFailed,
     GlooComm,
     SoloComm,
+    Watch,
     describe_group,
     group_ranks,
     group_store,
+    have_all_started,
     patience_sec,
     resolve_group,
     slice_sec,
 )
+from ddpstats._compiled import refuse_without_values
 from ddpstats._mailbox import PROCESS_ID_BYTES, Mailbox, ProcessId, Verdict
 from ddpstats._protocol import Protocol
 from ddpstats._ranks import ranks_text
 from ddpstats._version import __version__
 from ddpstats._wire import PROTOCOL_VERSION
-from ddpstats.errors import DdpstatsError, ProtocolMismatch, RankMissing
+from ddpstats.errors import ConfigError, DdpstatsError, ProtocolMismatch, RankMissing
 
 T = TypeVar("T")
 Work = Callable[[Protocol], T]
@@ -47,26 +50,38 @@ _MAGIC = b"ddpstats"
 _EXIT_SEC = 10.0  # how long a process that ends waits for reductions that nobody collected
 
 
-Connect = Callable[[float], Comm]
-"""Makes the doorway to the other ranks, within so many seconds; raises `CommFailed`."""
+Connect = Callable[[float, Watch], Comm]
+"""Makes the doorway to the other ranks, within so many seconds; raises `CommFailed`, and what its watch raises."""
 
 
 class Channel:
     """The reductions of one group. Made by `channel_of`."""
 
-    def __init__(self, ranks: tuple[int, ...], rank: int, group_name: str, connect: Connect, store: Any = None) -> None:
+    def __init__(
+        self,
+        ranks: tuple[int, ...],
+        rank: int,
+        group_name: str,
+        connect: Connect,
+        store: Any = None,
+        all_started: bool = False,
+    ) -> None:
         self.group_name = group_name
         self._ranks, self._rank = {int(member): member for member in ranks}, rank
         self._connect = connect
         # Alone there is nobody to meet, and nobody to miss.
-        self._mailbox = Mailbox(store, rank, ranks) if len(ranks) > 1 else None
+        self._mailbox: Mailbox | None = None
+        if len(ranks) > 1:
+            self._mailbox = Mailbox(
+                store, rank, ranks, describe_lost=self._verdict_without_store, all_started=all_started
+            )
         self._comm: Comm | None = None
         self._protocol: Protocol | None = None
         self._error: RankMissing | None = None
         self.has_abandoned = False  # by this rank
         self._turn = threading.RLock()  # re-entrant: a finalizer may run, and `release`, while this thread holds it
         self._state = threading.Condition(self._turn)
-        self._busy = False
+        self._busy, self._performer = False, 0  # and in which thread
         self._queue: deque[_Job[Any]] = deque()
         self._worker: threading.Thread | None = None
         self._users = 0
@@ -85,21 +100,39 @@ class Channel:
 
     def run(self, work: Work[T], timeout_sec: float) -> T:
         """Run ``work`` in turn; on this thread if nothing is pending."""
-        with self._turn:
-            idle = not self._busy and not self._queue
-            self._busy = self._busy or idle
-        if not idle:
-            return self.submit(work, timeout_sec).result()
+        self.refuse_inside()
+        self._refuse_without_values()
+        idle = False
         try:
-            return self._perform(work, timeout_sec)
-        finally:
             with self._turn:
-                self._busy = False
-                if self._worker is not None:
-                    self._state.notify_all()
+                if not self._busy and not self._queue:
+                    self._busy = idle = True
+                    self._performer = threading.get_ident()
+            if idle:
+                return self._perform(work, timeout_sec)
+        finally:
+            if idle:
+                with self._turn:
+                    self._busy, self._performer = False, 0
+                    if self._worker is not None:
+                        self._state.notify_all()
+        return self.submit(work, timeout_sec).result()
+
+    def refuse_inside(self) -> None:
+        """Raises where this thread is in the middle of a reduction on this group: what it waits for cannot come."""
+        if self._performer == threading.get_ident():
+            raise Reentered(
+                f"a reduction on {self.group_name} was asked for in the middle of another one, on the same thread: by "
+                "the handler of a signal, or by what runs when an object is collected. It cannot wait for the one that "
+                "it interrupts. Set a flag there, and reduce at the next step of the program."
+            )
+
+    def _refuse_without_values(self) -> None:
+        refuse_without_values(f"a reduction on {self.group_name}")
 
     def submit(self, work: Work[T], timeout_sec: float) -> Future[T]:
         """Run ``work`` in turn on the worker thread; at once returns a future."""
+        self._refuse_without_values()
         job = _Job(work, timeout_sec)
         with self._state:
             self._queue.append(job)
@@ -118,11 +151,11 @@ class Channel:
                     self._worker = None
                     return
                 job = self._queue.popleft()
-                self._busy = True
+                self._busy, self._performer = True, threading.get_ident()
             job.run(self._perform)
             del job
             with self._state:
-                self._busy = False
+                self._busy, self._performer = False, 0
                 self._state.notify_all()
 
     # -- one call -----------------------------------------------------------------------------------------------------
@@ -141,6 +174,9 @@ class Channel:
                 max(started + timeout_sec, time.monotonic() + grace_sec),
                 lambda missing, dead: self._verdict_text(missing, dead, time.monotonic() - started, reason),
             )
+        except Reentered as error:  # a signal's handler let it pass: the reduction around it ends in the middle
+            self._leave(error)
+            raise
         except DdpstatsError:
             raise  # all ranks came to it, and stay in step
         except Exception as error:  # this rank alone: damaged bytes, no memory
@@ -189,7 +225,10 @@ class Channel:
             return
         if self._mailbox.glance(self._seq()) is not None:
             raise CommFailed("another rank has given up")
-        dead = self._mailbox.dead_peers()
+        self._look_for_dead()
+
+    def _look_for_dead(self) -> None:
+        dead = set() if self._mailbox is None else self._mailbox.gone()
         if dead:
             raise CommFailed(f"the process of {self._named(dead)} is gone")
 
@@ -221,6 +260,20 @@ class Channel:
         )
         return "\n".join(lines)
 
+    def _verdict_without_store(self, missing: tuple[int, ...], dead: tuple[int, ...]) -> str:
+        silent = [rank for rank in missing if rank not in dead]
+        lines = [f"a reduction on {self.group_name} was not completed:"]
+        if dead:
+            lines.append(f"  {self._named(dead)}: the process is gone")
+        if silent and self._mailbox is not None and self._mailbox.are_elsewhere(silent):
+            lines.append(f"  this host is cut off: the store does not answer; {self._named(silent)} of other hosts")
+        elif silent:
+            lines.append(f"  {self._named(silent)}: serves the store, which does not answer")
+        if not missing:
+            lines.append("  who is missing cannot be told")
+        lines.append("Look at their output and at the network first. Reductions on this group are closed.")
+        return "\n".join(lines)
+
     # -- first use ----------------------------------------------------------------------------------------------------
 
     def _first_use(self, timeout_sec: float) -> Protocol:
@@ -229,7 +282,7 @@ class Channel:
         if self._comm is None:
             if self._mailbox is not None:
                 self._meet(self._mailbox, timeout_sec)
-            self._comm = self._connect(max(deadline - time.monotonic(), slice_sec(timeout_sec)))
+            self._comm = self._connect(max(deadline - time.monotonic(), slice_sec(timeout_sec)), self._look_for_dead)
             self._comm.watch = self._watch
         if self._mailbox is not None:
             self._mailbox.peers = self._shake_hands(self._comm, timeout_sec)
@@ -301,6 +354,10 @@ class Channel:
         return worker is not None and worker.is_alive()
 
 
+class Reentered(ConfigError):
+    """Of this rank alone, and raised before anything is sent."""
+
+
 class _Job(Generic[T]):
     def __init__(self, work: Work[T], timeout_sec: float) -> None:
         self.future: Future[T] = Future()
@@ -355,17 +412,17 @@ def _channel_alone() -> Channel:
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     with _lock:
         if rank not in _alone:
-            _alone[rank] = Channel((rank,), rank, "a single process", lambda timeout_sec: SoloComm(rank))
+            _alone[rank] = Channel((rank,), rank, "a single process", lambda timeout_sec, watch: SoloComm(rank))
         return _alone[rank]
 
 
 def _new_channel(group: dist.ProcessGroup) -> Channel:
     reference, store = weakref.ref(group), group_store(group)
 
-    def connect(timeout_sec: float) -> Comm:
+    def connect(timeout_sec: float, watch: Watch) -> Comm:
         alive = reference()
         if alive is None:
             raise CommFailed("the process group was destroyed")
-        return GlooComm(alive, store, timeout_sec)
+        return GlooComm(alive, store, timeout_sec, watch)
 
-    return Channel(group_ranks(group), dist.get_rank(), describe_group(group), connect, store)
+    return Channel(group_ranks(group), dist.get_rank(), describe_group(group), connect, store, have_all_started())

@@ -8,15 +8,18 @@ wait several times as long; a rank that gave up is not noticed by the others; ``
 group joins its operations, so it blocks as long as they do. Hence `_wait`: the wait is cut into slices, between two
 slices the rank looks at the mailbox, and a group whose operation never ended is kept instead of destroyed.
 
-Checked on torch 2.13 (gloo). ``ProcessGroup.get_group_store`` and ``Work.wait(timeout)`` are needed; where the first is
-missing the first use of a group says so (`ConfigError`).
+Checked on torch 2.13 (gloo), tried on 2.9 and 2.6. A group's store and ``Work.wait(timeout)`` are needed; where the
+first cannot be had the first use of a group says so (`ConfigError`).
 """
 
 from __future__ import annotations
 
+import os
+import re
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -24,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from ddpstats._ranks import members
+from ddpstats._store import STORE_ERRORS, BoundedStore
 from ddpstats.errors import ConfigError
 
 Watch = Callable[[], None]
@@ -88,12 +92,14 @@ _abandoned: list[Any] = []
 class GlooComm:
     """Real ranks over a CPU gloo group of our own, beside the user's group."""
 
-    def __init__(self, group: dist.ProcessGroup, store: Any, timeout_sec: float) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, store: BoundedStore, timeout_sec: float, watch: Watch = lambda: None
+    ) -> None:
         """``store``: a part of the group's store where nobody met before, as `group_store` returns it."""
         self.ranks = group_ranks(group)
         self.rank = dist.get_rank()
-        self.watch: Watch = lambda: None
-        self._group: Any = _gloo_group(store, self.ranks.index(self.rank), len(self.ranks), timeout_sec)
+        self.watch: Watch = watch
+        self._group: Any = _gloo_group(store, self.ranks.index(self.rank), len(self.ranks), timeout_sec, watch)
         self._sum, self._max = dist.AllreduceOptions(), dist.AllreduceOptions()
         self._sum.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
         self._max.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
@@ -153,7 +159,7 @@ class GlooComm:
         self._group = None  # ends with its last user, and that may be an operation that never ended
 
 
-def _gloo_group(store: Any, group_rank: int, world_size: int, timeout_sec: float) -> Any:
+def _gloo_group(store: BoundedStore, group_rank: int, world_size: int, timeout_sec: float, watch: Watch) -> Any:
     """A process group that torch's registry knows nothing of.
 
     Not `dist.new_group`: only the members of a subgroup may be asked to call it, and with
@@ -161,13 +167,21 @@ def _gloo_group(store: Any, group_rank: int, world_size: int, timeout_sec: float
     process has (torch 2.13, ``_hash_ranks_to_str``). Ranks 0 and 1 of the groups [0, 1] and [1, 2] would wait for each
     other under two names.
     """
+
+    def connect(raw: Any, prefix: str) -> tuple[Any, Any]:
+        met = torch.distributed.distributed_c10d.PrefixStore(prefix + "gloo", raw)
+        limit = timedelta(seconds=timeout_sec)
+        return met, torch._C._distributed_c10d.ProcessGroupGloo(met, group_rank, world_size, limit)
+
     try:
-        backend = torch._C._distributed_c10d.ProcessGroupGloo(
-            store, group_rank, world_size, timedelta(seconds=timeout_sec)
-        )
-    except (RuntimeError, dist.DistError) as error:
+        met, backend = store.use(connect, timeout_sec, watch)
+    except STORE_ERRORS as error:
+        store.renew()  # the connection belongs to what was given up, and there is something to be told
         raise CommFailed(_first_line(error)) from None
-    made: Any = dist.ProcessGroup(store, group_rank, world_size)
+    except CommFailed:
+        store.renew()
+        raise
+    made: Any = dist.ProcessGroup(met, group_rank, world_size)
     made._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     made._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
     made._set_group_name("ddpstats")
@@ -243,48 +257,132 @@ def describe_group(group: dist.ProcessGroup) -> str:
     return f"{name} of {group.size()} ranks"
 
 
-def group_store(group: dist.ProcessGroup) -> Any:
-    """The store that the group met on, for what a collective cannot tell; a part of it that nobody used before.
-
-    A group that is made again under an old name finds the keys of its predecessor in the store. Each rank therefore
-    counts how often it came here; ranks that go through the same groups count alike.
-    """
-    try:
-        store = _own_connection(group.get_group_store())
-        generation = store.add(f"ddpstats/generation/{dist.get_rank()}", 1)
-        return torch.distributed.distributed_c10d.PrefixStore(f"ddpstats/{generation}", store)
-    except AttributeError:
+def refuse_fake(group: Any) -> None:
+    """Raises `ConfigError` for a group whose other ranks do not exist."""
+    if re.search(r"\bfake\b", str(dist.get_backend_config(group))):
         raise ConfigError(
-            f"torch {torch.__version__} has no ProcessGroup.get_group_store; ddpstats is checked on torch 2.13"
+            f"{describe_group(group)} has the backend 'fake': its other ranks do not exist, so nothing can be "
+            "reduced or compared over it. Use a real backend, or leave ddpstats out of this run."
+        )
+
+
+def _store_of(group: dist.ProcessGroup) -> Any:
+    if hasattr(group, "get_group_store"):
+        return group.get_group_store()
+    try:
+        return torch.distributed.distributed_c10d._world.pg_map[group][1]  # torch 2.6 keeps it there
+    except (AttributeError, KeyError, IndexError, TypeError):
+        raise ConfigError(
+            f"torch {torch.__version__} does not tell the store of a process group; ddpstats is checked on torch 2.13"
         ) from None
 
 
-_connections: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
+def group_store(group: dist.ProcessGroup) -> BoundedStore:
+    """The store that the group met on, for what a collective cannot tell; a part of it that nobody used before.
+
+    Local: connects in the background. A group that is made again under an old name finds the keys of its predecessor in
+    the store. Each rank therefore counts how often it came here; ranks that go through the same groups count alike.
+    """
+    refuse_fake(group)
+    store = _store_of(group)
+    rank, group_words = dist.get_rank(), describe_group(group)
+
+    def connect() -> Any:
+        connected = _own_connection(store)
+        with _as_config_error(group_words):
+            generation = connected.add(f"ddpstats/generation/{rank}", 1)
+            part = torch.distributed.distributed_c10d.PrefixStore(f"ddpstats/{generation}", connected)
+            _try_out(part, rank)
+        return part
+
+    return BoundedStore(connect, address=_address(store), host_rank=_host_rank())
 
 
-def world_store(prefix: str, user: str) -> Any:
+_connections: weakref.WeakKeyDictionary[Any, dict[str, BoundedStore]] = weakref.WeakKeyDictionary()
+
+
+def world_store(prefix: str, user: str, limit_sec: float | None = None) -> BoundedStore:
     """A part of the default group's store, over the connection of ``user``: one per thread, for a wait holds up others.
 
-    Connections are kept: on a busy machine some of them take torch 2.13 five seconds to make.
+    Local: connects in the background. Connections are kept: on a busy machine some of them take torch 2.13 five seconds
+    to make.
     """
-    distributed = torch.distributed.distributed_c10d
     kept = _connections.setdefault(dist.group.WORLD, {})
     if user not in kept:
-        kept[user] = _own_connection(distributed._get_default_store())
-    return distributed.PrefixStore(prefix, kept[user])
+        store, rank = torch.distributed.distributed_c10d._get_default_store(), dist.get_rank()
 
+        def connect() -> Any:
+            connected = _own_connection(store)
+            with _as_config_error("the default group"):
+                _try_out(torch.distributed.distributed_c10d.PrefixStore(f"ddpstats/{user}", connected), rank)
+            return connected
 
-def part_of(store: Any, prefix: str) -> Any:
-    """A part of a store, over the same connection."""
-    return torch.distributed.distributed_c10d.PrefixStore(prefix, store)
+        kept[user] = BoundedStore(connect, address=_address(store), host_rank=_host_rank())
+    return kept[user].part(prefix, limit_sec)
 
 
 def _own_connection(store: Any) -> Any:
     """Who waits in a TCPStore keeps all other users of that object waiting: two groups could wait for each other."""
     try:
         return store.clone()
-    except (AttributeError, RuntimeError):  # an older torch, or a store written in Python
+    except dist.DistError:
+        raise
+    except (AttributeError, NotImplementedError, RuntimeError):  # an older torch, or a store written in Python
         return store
+
+
+def _try_out(store: Any, rank: int) -> None:
+    """Use what is needed later, once."""
+    key = f"try/{rank}"
+    store.set(key, "1")
+    if not store.check([key]) or bytes(store.get(key)) != b"1":
+        raise NotImplementedError("what was set is not there")
+    if bytes(store.compare_set(key, "1", "2")) != b"2":
+        raise NotImplementedError("compare_set does not set")
+
+
+_MISSING = re.compile(r"pure virtual|internal assert", re.IGNORECASE)
+_UNABLE = re.compile(_MISSING.pattern + r"|not (yet )?(implemented|supported)|unsupported", re.IGNORECASE)
+
+
+@contextmanager
+def _as_config_error(group_words: str) -> Iterator[None]:
+    """A store that cannot do what is needed, as opposed to one that does not answer."""
+    try:
+        yield
+    except (AttributeError, NotImplementedError, TypeError, RuntimeError) as error:
+        if isinstance(error, dist.DistError) or (type(error) is RuntimeError and not _UNABLE.search(str(error))):
+            raise
+        said = "a method is missing" if _MISSING.search(str(error)) else _first_line(error)
+        raise ConfigError(
+            f"the store of {group_words} cannot do what ddpstats needs (set, get, check, add, compare_set): "
+            f"{said}. Ranks need a store of theirs, such as the TCPStore that init_process_group makes."
+        ) from None
+
+
+def _address(store: Any) -> tuple[str, int] | None:
+    """Where a store is served; None for one that has no address."""
+    while isinstance(store, torch.distributed.distributed_c10d.PrefixStore):
+        store = store.underlying_store
+    try:
+        return str(store.host), int(store.port)
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def have_all_started() -> bool:
+    """Whether every rank of the default group is known to have been there: gloo lets none go on without the others."""
+    return "gloo" in str(dist.get_backend_config())
+
+
+def _host_rank() -> int | None:
+    """The rank that serves the store: rank 0, where torch made the store itself and torchrun's agent does not serve."""
+    method = getattr(torch.distributed.distributed_c10d, "_default_pg_init_method", None)
+    if not isinstance(method, str) or not method.startswith(("env://", "tcp://")):
+        return None
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return None
+    return 0
 
 
 def group_ranks(group: dist.ProcessGroup) -> tuple[int, ...]:

@@ -168,12 +168,17 @@ def _install() -> None:
     if _is_checked():
         _original_all_reduce = vars(dist.ProcessGroup)["allreduce"]  # the attribute itself, not what it binds to
         dist.ProcessGroup.allreduce = _all_reduce  # type: ignore[method-assign]
-    elif not _sees_a_collective():
-        _uninstall()
-        raise ConfigError(
-            f"torch {torch.__version__} does not show its collectives to the guard, which was checked on torch "
-            f"{CHECKED_ON}. Install that version, or run without the guard."
-        )
+    else:
+        try:
+            why = None if _sees_a_collective() else "it does not see them begin and end"
+        except Exception as error:  # torch 2.9 and older do not tell which reduce op it is
+            why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        if why is not None:
+            _uninstall()
+            raise ConfigError(
+                f"torch {torch.__version__} does not show its collectives to the guard, which was checked on torch "
+                f"{CHECKED_ON} ({why}). Install that version, or run without the guard."
+            )
 
 
 def _uninstall() -> None:

@@ -113,7 +113,10 @@ def _taken(value: Any) -> Any:
 
 def accelerator_in_use() -> bool:
     """False only where no tensor can be anywhere but in host memory: then none of them need be asked."""
-    accelerator = torch.accelerator.current_accelerator()
+    try:
+        accelerator = torch.accelerator.current_accelerator()
+    except RuntimeError:  # torch 2.6, where there is none
+        return False
     return accelerator is not None and (accelerator.type != "cuda" or torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ddpstats._channel import ALONE
+from ddpstats._compiled import breaks_graph
 from ddpstats._markers import Marker
 from ddpstats._paths import Path
 from ddpstats._reduced import Reduced
@@ -26,6 +27,7 @@ from ddpstats.reduce import NonFinitePolicy, kept_reducer
 __all__ = ["recursive_average", "recursive_divide", "recursive_sum"]
 
 
+@breaks_graph
 def recursive_sum(obj: Any, weight: torch.Tensor, distributed: bool = False, *, group: Any = None) -> Any:
     """Sum of value times weight, over the elements of each leaf and, if ``distributed``, over ranks.
 
@@ -48,6 +50,7 @@ def recursive_sum(obj: Any, weight: torch.Tensor, distributed: bool = False, *, 
     return _nested(summed, _tensors(summed, obj, weight))
 
 
+@breaks_graph
 def recursive_average(
     obj: Any, weight: torch.Tensor, distributed: bool = False, *, group: Any = None
 ) -> tuple[Any, torch.Tensor]:
@@ -78,6 +81,7 @@ class LeafAverage(NamedTuple):
     op: str
 
 
+@breaks_graph
 def average_with_weights(
     obj: Any,
     weight: torch.Tensor,

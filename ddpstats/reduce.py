@@ -21,6 +21,7 @@ import torch.distributed as dist
 from ddpstats import _config
 from ddpstats._channel import Channel, channel_of
 from ddpstats._comm import patience_sec
+from ddpstats._compiled import breaks_graph
 from ddpstats._protocol import Call, Counters, Protocol
 from ddpstats._reduced import Entry, Reduced
 from ddpstats._values import Prepared
@@ -69,12 +70,16 @@ class PendingReduction:
     def __init__(self, future: Future[Reduced], channel: Channel) -> None:
         self._future, self._channel = future, channel
 
+    @breaks_graph
     def done(self) -> bool:
         """Whether `result` would return, or raise, at once."""
         return self._future.done()
 
+    @breaks_graph
     def result(self) -> Reduced:
         """Wait for the reduction; raises what it raised, on every rank the same. Bounded by the reducer's timeout."""
+        if not self._future.done():
+            self._channel.refuse_inside()
         while not wait([self._future], _POLL_SEC).done:
             if not self._channel.worker_is_alive() and not self._future.done():
                 raise DdpstatsError("the reduction was given up: its worker thread has ended")
@@ -120,6 +125,7 @@ class StatsReducer:
         self._worker_of: weakref.ref[Channel] | None = None
         self._finalizer: weakref.finalize[Any, Any] | None = None
 
+    @breaks_graph
     def __call__(self, stats: Any, weight: Any = 1.0) -> Reduced:
         """Reduce ``stats`` over all ranks. Collective: every rank of the group must call, in the same order of calls.
 
@@ -148,6 +154,7 @@ class StatsReducer:
         """
         return self._reduce(stats, weight)
 
+    @breaks_graph
     def start(self, stats: Any, weight: Any = 1.0) -> PendingReduction:
         """Like calling, without waiting: the reduction runs on a thread while, say, backward does.
 
@@ -180,6 +187,7 @@ class StatsReducer:
             if channel is not None:
                 channel.release(wait=True)
 
+    @breaks_graph
     def _reduce(self, stats: Any, weight: Any, *, keep_dtypes: bool = False, divide: bool = True) -> Reduced:
         """`__call__`, and what `recursive_op` needs besides: the dtypes of the leaves, and sums instead of means."""
         channel, given = self._usable_channel(), Prepared(stats, weight, keep_dtypes)
@@ -246,6 +254,7 @@ _reducers: OrderedDict[tuple[int, str, str | None, str], StatsReducer] = Ordered
 _reducers_lock = threading.Lock()
 
 
+@breaks_graph
 def reduce_stats(
     stats: Any,
     weight: Any = 1.0,
@@ -281,6 +290,7 @@ def kept_reducer(group: Any, name: str | None, nonfinite: NonFinitePolicy, kind:
     return made
 
 
+@breaks_graph
 def any_rank(flag: Any, *, group: Any = None) -> bool:
     """Whether ``flag`` is true on some rank; the same answer on every rank. Collective, one all_reduce.
 
@@ -295,6 +305,7 @@ def any_rank(flag: Any, *, group: Any = None) -> bool:
     return count_ranks("any_rank", flag, group)[0] > 0
 
 
+@breaks_graph
 def all_ranks(flag: Any, *, group: Any = None) -> bool:
     """Whether ``flag`` is true on every rank; the same answer on every rank. Collective, like `any_rank`."""
     count, world_size = count_ranks("all_ranks", flag, group)

@@ -18,6 +18,7 @@ from typing import Any
 from ddpstats import _intercept
 from ddpstats._events import Event, roll, same_labels
 from ddpstats._ranks import ranks_text
+from ddpstats._store import STORE_ERRORS
 from ddpstats.errors import CollectiveMismatch, DdpstatsError, RankMissing
 from ddpstats.guard._diagnosis import DOUBT, MISMATCH, MISSING, NOTHING, Finding
 from ddpstats.guard._exchange import Note, Overrun, agree
@@ -124,6 +125,8 @@ class Comparing:
             return True
         except Silenced:
             return False
+        except STORE_ERRORS as error:
+            return self._conclude_alone(alarm_of(group, seq, until=True), error)
         group.settled = seq
         same = agree(notes)
         if same and same_labels(note.label for note in notes):
@@ -188,6 +191,8 @@ class Comparing:
             return True
         except Silenced:
             return False
+        except STORE_ERRORS as error:
+            return self._conclude_alone(alarm_of(group, group.seq, until=True), error)
         group.checks_settled = number
         if not agree(notes):
             self._conclude(alarm_of(group, group.seq))
@@ -298,6 +303,12 @@ class Comparing:
         """
 
         def watch() -> None:
+            try:
+                look()
+            except STORE_ERRORS as error:
+                self._conclude_alone(alarm_of(group, seq, until=True), error)
+
+        def look() -> None:
             self._heed()
             if self._ends_by is not None and time.monotonic() > self._ends_by:
                 raise self._late(group)
@@ -349,6 +360,9 @@ class Comparing:
             found = messages.compare(awaited, watch)
         except Silenced:
             return
+        except STORE_ERRORS as error:
+            self._conclude_alone(other, error)
+            return
         if found is None:
             group.received_well += 1
         else:
@@ -385,6 +399,11 @@ class Comparing:
         """Come to the verdict that all ranks come to; raise or log it."""
         with signal_deferred():
             self._raise_or_warn(self._inquiry.raise_alarm(alarm), alarm)
+
+    def _conclude_alone(self, alarm: Alarm, error: BaseException) -> bool:
+        """The store does not answer; always raises."""
+        self._raise_or_warn(self._inquiry.without_store(alarm, error), alarm)
+        return False
 
     def _declare(self, finding: Finding, alarm: Alarm) -> None:
         """A verdict that this rank can give alone."""

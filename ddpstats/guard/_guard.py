@@ -176,8 +176,12 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         _intercept.subscribe(self)
         _ending.before_destroying(self._at_destroy)
         _active.append(self)
-        if dist.is_initialized():
-            self._begin()
+        try:
+            if dist.is_initialized():
+                self._begin()
+        except BaseException:  # a store that cannot do what is needed, or does not answer
+            self._shut()
+            raise
         return self
 
     def __exit__(

@@ -23,6 +23,7 @@ from typing import Any
 from ddpstats._events import Event, events_as_dicts, events_from_dicts
 from ddpstats._mailbox import PROCESS_ID_BYTES, ProcessId
 from ddpstats._ranks import ranks_text
+from ddpstats._store import STORE_ERRORS, StoreGone
 from ddpstats.guard._diagnosis import DOUBT, MISSING, NOTHING, Finding, Testimony, find, unexplained
 
 _PATIENCE_SEC = 10.0
@@ -34,7 +35,6 @@ _WATCHDOG_SEC = 0.25
 _MAX_STACK_FRAMES = 6
 _MAX_BYTES = 4 << 20
 _MAX_POSITION_BYTES = 2000
-_STORE_ERRORS = (RuntimeError, OSError, ValueError)
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class Inquiry:
             return Alarm.unpack(store.get(key)) if store.check([key]) else None
         except ValueError:  # not one of ours
             return None
-        except _STORE_ERRORS:
+        except STORE_ERRORS:
             self._lost = True
             return None
 
@@ -134,24 +134,29 @@ class Inquiry:
                 finding = self.verdict(found)
                 if finding.kind not in (NOTHING, DOUBT) or found == alarm:
                     return finding
-        except _STORE_ERRORS as error:
-            return self._without_store(alarm, error)
+        except STORE_ERRORS as error:
+            return self.without_store(alarm, error)
 
-    def _without_store(self, alarm: Alarm, error: BaseException) -> Finding:
+    def without_store(self, alarm: Alarm, error: BaseException) -> Finding:
+        """What this rank knows alone, in words that others who know the same would choose as well."""
         self._lost = True
-        reason = str(error).strip().split("\n", 1)[0]
+        host = self._store.host_rank
+        is_gone = isinstance(error, StoreGone) or self._store.is_gone()
         gone = [rank for rank in alarm.ranks if rank in self._peers and self._peers[rank].is_dead()]
+        if host is not None and (is_gone or host in gone):
+            gone = [host]
         lines = [f"collective number {alarm.seq} of {alarm.words} was not completed:"]
         lines += [f"  {ranks_text(gone)}: the process is gone"] if gone else []
-        lines.append(f"The store, which could tell who is missing, does not answer: {reason}")
-        return Finding(MISSING, "\n".join(lines), alarm.group, alarm.seq)
+        why = "nobody serves it any more" if is_gone else str(error).strip().split("\n", 1)[0]
+        lines.append(f"The store, which could tell who is missing, does not answer: {why}")
+        return Finding(MISSING, "\n".join(lines), alarm.group, alarm.seq, tuple(gone))
 
     def declare(self, finding: Finding, alarm: Alarm) -> Finding:
         """Make ``finding`` the verdict, unless an alarm is on already; the verdict on the one that is on."""
         try:
             if self.alarm() is None:
                 self._store.compare_set(f"verdict/{self._verdicts}", "", _pack_finding(finding))
-        except _STORE_ERRORS:
+        except STORE_ERRORS:
             return finding
         return self.raise_alarm(alarm)
 
@@ -232,7 +237,7 @@ class Inquiry:
             told = json.dumps({"how": how, "counts": dict(counts), "last": last})
             self._store.set(f"left/{self._rank}", told)
             self._store.set("left", "1")
-        except _STORE_ERRORS:
+        except STORE_ERRORS:
             self._lost = True
 
     def say_done(self) -> None:
@@ -311,7 +316,7 @@ class Inquiry:
                     break
                 time.sleep(_POLL_SEC)
             return first
-        except _STORE_ERRORS:
+        except STORE_ERRORS:
             return self._rank
 
     def has_told(self, first: int, ranks: Sequence[int]) -> None:
@@ -330,7 +335,7 @@ class Inquiry:
                 if len(self.dead(missing)) == len(missing):
                     return
                 time.sleep(_POLL_SEC)
-        except _STORE_ERRORS:
+        except STORE_ERRORS:
             return
 
     def close(self) -> None:
@@ -363,7 +368,7 @@ class _Watchdog(threading.Thread):
                 if not self._store.check([key]):
                     self._store.set(key, _pack(self._inquiry._testify(alarm.group)))
                 answered = number
-            except _STORE_ERRORS:
+            except STORE_ERRORS:
                 return
 
     def stop(self) -> None:

@@ -11,13 +11,17 @@ import secrets
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from ddpstats._comm import part_of, world_store
+from ddpstats._comm import refuse_fake, world_store
 from ddpstats._events import Event
 from ddpstats._intercept import GroupView
+from ddpstats._ranks import ranks_text
+from ddpstats._store import STORE_ERRORS, BoundedStore, StoreGone
+from ddpstats.errors import ConfigError, RankMissing
 from ddpstats.guard._diagnosis import Finding, Testimony
 from ddpstats.guard._exchange import Exchange
 from ddpstats.guard._inquiry import Inquiry, Testify
@@ -61,6 +65,8 @@ class Session:
         self, compares: bool, testify: Testify, position: Callable[[], str], heard: Callable[[Finding], None]
     ) -> None:
         global _sessions
+        if compares:
+            refuse_fake(dist.group.WORLD)
         _sessions += 1
         prefix = f"ddpstats/guard/{_sessions}"
         self._number, self._compares = _sessions, compares
@@ -68,7 +74,8 @@ class Session:
         self.rank = dist.get_rank()
         self._store = world_store(prefix, "guard")
         token = secrets.token_hex(8)
-        self.run = world_store("ddpstats/run", "guard").compare_set("token", "", token).decode(errors="replace")
+        with _as_rank_missing(self._store):
+            self.run = world_store("ddpstats/run", "guard").compare_set("token", "", token).decode(errors="replace")
         self._groups: weakref.WeakKeyDictionary[GroupView, Group] = weakref.WeakKeyDictionary()
         self._lives: Counter[str] = Counter()  # a group may be destroyed, and another made under its name
         self._forgotten = Tally()
@@ -78,9 +85,10 @@ class Session:
         self.inquiry: Inquiry | None = None
         if compares and dist.get_world_size() > 1:
             stores = self._store, world_store(prefix, "watchdog")
-            self.inquiry = Inquiry(
-                stores, self.rank, dist.get_world_size(), testify, position, self._told_by, self.is_reachable, heard
-            )
+            with _as_rank_missing(self._store):
+                self.inquiry = Inquiry(
+                    stores, self.rank, dist.get_world_size(), testify, position, self._told_by, self.is_reachable, heard
+                )
 
     def is_over(self) -> bool:
         """Whether the program has destroyed the process group since."""
@@ -99,9 +107,10 @@ class Session:
         self._forget_destroyed()
         exchange = messages = None
         if self._compares and len(view.ranks) > 1:
-            part = part_of(self._store, f"group/{view.name}/{self._lives[view.name]}")
+            part = self._store.part(f"group/{view.name}/{self._lives[view.name]}")
             self._lives[view.name] += 1
-            exchange = Exchange(part, view.ranks.index(view.rank), len(view.ranks))
+            with _as_rank_missing(self._store):
+                exchange = Exchange(part, view.ranks.index(view.rank), len(view.ranks))
             messages = Messages(part, view.rank)
         name = view.name if self._number == 1 else f"{view.name} of session {self._number}"
         group = self._groups[view] = self.named[name] = Group(name, view, exchange, messages)
@@ -173,6 +182,22 @@ class Session:
                 group.exchange.close()
         if self.inquiry is not None:
             self.inquiry.close()
+
+
+@contextmanager
+def _as_rank_missing(store: BoundedStore) -> Iterator[None]:
+    """What a group or a session needs of the store before anything can be compared."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except STORE_ERRORS as error:
+        is_gone = isinstance(error, StoreGone) or store.is_gone()
+        missing = (store.host_rank,) if is_gone and store.host_rank is not None else ()
+        lines = ["the collective_guard cannot compare the collectives of this group:"]
+        lines += [f"  {ranks_text(missing)}: the process is gone"] if missing else []
+        lines.append("The store, which ranks compare through, does not answer.")
+        raise RankMissing("\n".join(lines), missing_ranks=missing) from error
 
 
 def spelled(event: Event) -> str:

@@ -26,7 +26,7 @@ class ThreadGroup:
         self._world = world
         ranks = tuple(range(world.world_size))
         self.channel = Channel(
-            ranks, rank, f"{world.world_size} threads", lambda timeout_sec: world.comm(rank), world.store
+            ranks, rank, f"{world.world_size} threads", lambda timeout_sec, watch: world.comm(rank), world.store
         )
 
     def reducer(self, **settings: Any) -> StatsReducer:

@@ -1,0 +1,233 @@
+"""A store that answers within a limit, or counts as silent.
+
+A request to a `TCPStore` waits in C++ for as long as its connection is open: a server that is stopped, or cut off from
+the network, keeps its clients for ever (torch 2.13, measured: `check`, `set`, `clone`; the store's own timeout counts
+for keys that are missing, and for a connection that is refused again and again). Hence:
+
+1. Each request runs on a thread of its own, which ends with it. The caller waits for as long as it may.
+2. A request that was given up goes on: nothing ends it but the answer, or the end of the connection. The next one on
+   that connection waits for it first, so that there is one thread at the most.
+3. Where an answer takes long, a look at the server's port tells whether anybody listens there. If not, the process that
+   served the store is gone, and no deadline is worth waiting for.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+STORE_ERRORS = (RuntimeError, OSError, ValueError)
+"""What a request may raise: the store is gone or silent, or holds what nobody of ours wrote."""
+
+LIMIT_SEC = 10.0  # of a request whose caller names no limit
+_LONG_SEC = 1.0  # from when on an answer takes long
+_LEAST_SEC = 0.05  # of a deadline that has passed: what is there may still be read
+_KNOCK_SEC = 0.5
+
+Address = tuple[str, int]
+
+
+class StoreSilent(OSError):
+    """The store did not answer in time."""
+
+
+class StoreGone(OSError):
+    """Nobody serves the store any more."""
+
+
+class _Request:
+    """One request on its way."""
+
+    def __init__(self, ask: Callable[[], Any]) -> None:
+        self._ask: Callable[[], Any] | None = ask
+        self._value: Any = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="ddpstats-store", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError:  # Python is ending, and starts no threads any more
+            self._run()
+
+    def _run(self) -> None:
+        assert self._ask is not None
+        try:
+            self._value = self._ask()
+        except BaseException as error:
+            self._error = error
+        self._ask = None
+
+    def done_within(self, seconds: float) -> bool:
+        if self._thread.ident is not None:
+            self._thread.join(max(0.0, seconds))
+        return self._ask is None
+
+    def result(self) -> Any:
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+
+class _Connection:
+    """One connection to a store, and whoever uses it in turn."""
+
+    def __init__(self, connect: Callable[[], Any], address: Address | None) -> None:
+        """``connect`` is called once, on a thread; ``address``: where the store is served, if that is known."""
+        self.address = address
+        self.turn = threading.RLock()  # re-entrant: a signal's handler may come in between
+        self.limits = threading.local()
+        self._connect: Callable[[], Any] | None = connect
+        self._store: Any = None
+        self._refusal: BaseException | None = None
+        self._running: _Request | None = _Request(self.store)
+
+    def store(self) -> Any:
+        """The store itself, connected. On a request's thread."""
+        if self._refusal is not None:
+            raise self._refusal.with_traceback(None)
+        if self._connect is not None:
+            connect, self._connect = self._connect, None  # and with it the store that it came from
+            try:
+                if self.is_gone():  # torch would knock until the store's own timeout is over
+                    raise StoreGone("nobody serves it any more")
+                self._store = connect()
+            except BaseException as error:
+                self._refusal = error
+                raise
+        return self._store
+
+    def ask(self, question: Callable[[Any], T], deadline: float, watch: Callable[[], None] | None) -> T:
+        """What ``question`` says of the store. Raises what it raises, what ``watch`` raises, and `StoreSilent`."""
+        if not self.turn.acquire(timeout=max(_LEAST_SEC, deadline - time.monotonic())):
+            raise StoreSilent("no answer in time")
+        try:
+            if self._running is not None:
+                self._await(self._running, deadline)
+            self._running = request = _Request(lambda: question(self.store()))
+            self._await(request, deadline, watch)
+            if self._running is request:
+                self._running = None
+        finally:
+            self.turn.release()
+        found: T = request.result()
+        return found
+
+    def _await(self, request: _Request, deadline: float, watch: Callable[[], None] | None = None) -> None:
+        while not request.done_within(max(_LEAST_SEC, min(_LONG_SEC, deadline - time.monotonic()))):
+            if watch is not None:
+                watch()
+            if self.is_gone():
+                raise StoreGone("nobody serves it any more")
+            if time.monotonic() >= deadline:
+                raise StoreSilent("no answer in time")
+
+    def is_gone(self) -> bool:
+        """Whether it is certain that nobody serves the store any more; within a moment."""
+        if self.address is None:
+            return False
+        try:
+            socket.create_connection(self.address, _KNOCK_SEC).close()
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            return False
+        return False
+
+    def renew(self) -> None:
+        """Leave the connection to a request that was given up, and take a new one."""
+        with self.turn:
+            if self._running is not None and not self._running.done_within(0.0) and self._store is not None:
+                self._connect, self._store = self._store.clone, None
+                self._running = None
+
+
+class BoundedStore:
+    """A part of a store: torch's methods, each with a limit. Parts of one store share a connection.
+
+    ``host_rank``: the global rank whose process serves the store; None where that is no rank, or not known.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[], Any],
+        *,
+        address: Address | None = None,
+        host_rank: int | None = None,
+        limit_sec: float = LIMIT_SEC,
+    ) -> None:
+        """Begins to connect, and waits for nobody."""
+        self.host_rank, self.limit_sec = host_rank, limit_sec
+        self._connection = _Connection(connect, address)
+        self._prefix = ""
+
+    def part(self, prefix: str, limit_sec: float | None = None) -> BoundedStore:
+        """A part of this part, over the same connection."""
+        made = BoundedStore.__new__(BoundedStore)
+        made.host_rank, made._connection = self.host_rank, self._connection
+        made.limit_sec = self.limit_sec if limit_sec is None else limit_sec
+        made._prefix = f"{self._prefix}{prefix}/"
+        return made
+
+    @contextmanager
+    def within(self, seconds: float) -> Iterator[None]:
+        """This thread's requests inside are over in so many seconds, all together."""
+        limits, deadline = self._connection.limits, time.monotonic() + seconds
+        before = getattr(limits, "deadline", None)
+        limits.deadline = deadline if before is None else min(before, deadline)
+        try:
+            yield
+        finally:
+            limits.deadline = before
+
+    def use(
+        self,
+        question: Callable[[Any, str], T],
+        limit_sec: float | None = None,
+        watch: Callable[[], None] | None = None,
+    ) -> T:
+        """``question`` of (the store itself, the prefix of this part's keys), within the limit.
+
+        ``watch`` is called about once a second meanwhile; it may raise, and must not ask this store.
+        """
+        prefix, deadline = self._prefix, getattr(self._connection.limits, "deadline", None)
+        if deadline is None or limit_sec is not None:
+            own = time.monotonic() + (self.limit_sec if limit_sec is None else limit_sec)
+            deadline = own if deadline is None else min(own, deadline)
+        return self._connection.ask(lambda store: question(store, prefix), deadline, watch)
+
+    def renew(self) -> None:
+        """Leave the connection to a request that was given up, if there is one, and take another."""
+        self._connection.renew()
+
+    def is_gone(self) -> bool:
+        """Whether it is certain that nobody serves the store any more; within a moment."""
+        return self._connection.is_gone()
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self.use(lambda store, prefix: store.set(prefix + key, value))
+
+    def get(self, key: str) -> bytes:
+        """Of a key that is known to be there."""
+        return self.use(lambda store, prefix: bytes(store.get(prefix + key)))
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        return self.use(lambda store, prefix: list(map(bytes, store.multi_get([prefix + key for key in keys]))))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return self.use(lambda store, prefix: bool(store.check([prefix + key for key in keys])))
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        return self.use(lambda store, prefix: bytes(store.compare_set(prefix + key, expected, desired)))
+
+    def delete_key(self, key: str) -> bool:
+        return self.use(lambda store, prefix: bool(store.delete_key(prefix + key)))
+
+
+def bounded(store: Any) -> BoundedStore:
+    """``store`` itself where it has a limit already; else one that is asked as it is, over its own connection."""
+    return store if isinstance(store, BoundedStore) else BoundedStore(lambda: store)
