@@ -101,7 +101,11 @@ def test_names_that_have_met_before_make_a_name_one_of_them() -> None:
 def test_names_given_by_the_program_raise() -> None:
     assert judge([event(None, "l1"), event(None, "snr")], 0) == "fault"
     assert judge([event(None, "l1"), event(keyed("ctc"))], 0) == "fault"
+
+
+def test_gradients_that_meet_anything_else_raise() -> None:
     assert judge([event(None, BY_TORCH), event(keyed("ctc"))], 0) == "fault"
+    assert judge([event(None, BY_TORCH), event(None)], 0) == "fault"
 
 
 def test_the_worst_of_all_pairs_counts() -> None:
