@@ -1,34 +1,43 @@
 """What one rank concluded, for the others of its host: a file, for the case that the store is gone.
 
 The first to post wins; all others, and a late one, read its words. The name is a secret that the ranks share, so nobody
-else finds the file first; it goes with the last of the processes that know of it, unless that one is killed.
+else finds the file first. Whoever leaves signs it, and who finds that all others have signed or died takes it down.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import stat
 import tempfile
-from collections.abc import Callable
+import weakref
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
+
+
+class Process(Protocol):
+    """Another rank of this host."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def is_dead(self) -> bool: ...
 
 
 class Board:
-    """``token``: shared by the ranks of one group, and by nobody else. ``is_last``: whether no other rank is left."""
+    """``token``: shared by the ranks of one group, and by nobody else. ``others``: the other ranks of this host."""
 
-    def __init__(self, token: str, is_last: Callable[[], bool]) -> None:
+    def __init__(self, token: str, others: Sequence[Process]) -> None:
         self._path = Path(tempfile.gettempdir()) / f"ddpstats-{token}"
-        self._is_last = is_last
-        self._known = False
+        weakref.finalize(self, _leave, self._path, others)
 
     def post(self, text: str) -> str:
-        """Post ``text`` unless something is there; what is there now."""
+        """Post ``text``, one line, unless something is there; what is there now."""
         mine = self._path.with_name(f"{self._path.name}.{os.getpid()}")
         try:
             with open(os.open(mine, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "w") as file:
-                file.write(text)
+                file.write(text + "\n")
             try:
                 os.link(mine, self._path)
             finally:
@@ -39,20 +48,25 @@ class Board:
 
     def read(self) -> str | None:
         """What is there, if anything."""
-        try:
-            with open(os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
-                found = os.fstat(file.fileno())
-                if found.st_uid != os.getuid() or not stat.S_ISREG(found.st_mode):
-                    return None
-                text = file.read().decode(errors="replace")
-        except OSError:
-            return None
-        if not self._known:
-            self._known = True
-            atexit.register(self._tidy)
-        return text
+        lines = _lines(self._path)
+        return lines[0] if lines else None
 
-    def _tidy(self) -> None:
-        with contextlib.suppress(OSError):
-            if self._is_last():
-                self._path.unlink()
+
+def _lines(path: Path) -> list[str]:
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+            found = os.fstat(file.fileno())
+            if found.st_uid != os.getuid() or not stat.S_ISREG(found.st_mode):
+                return []
+            return file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return []
+
+
+def _leave(path: Path, others: Sequence[Process]) -> None:
+    with contextlib.suppress(OSError):
+        with open(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW), "w") as file:
+            file.write(f"{os.getpid()}\n")
+        signed = _lines(path)[1:]
+        if all(str(other.pid) in signed or other.is_dead() for other in others):
+            path.unlink()

@@ -120,7 +120,7 @@ class Mailbox:
                         return self._write(missing, [], describe) if missing else None
                 self._learn(self.ranks)
                 token = self.store.compare_set("board", "", secrets.token_hex(16)).decode(errors="replace")
-                self._board = Board(token, self._is_alone) if token.isalnum() else None
+                self._board = Board(token, self._others_here()) if token.isalnum() else None
                 return self.read()
         except STORE_ERRORS as error:
             return self._without_store(error, describe)
@@ -207,8 +207,8 @@ class Mailbox:
         return self._keep(_parse(self.store.compare_set("verdict", "", _spell(mine))))
 
     def _keep(self, verdict: Verdict) -> Verdict:
-        """For ranks of this host that come when the store is gone."""
-        if self._board is not None:
+        """For ranks of this host that come when the store is gone, with the rank that serves it."""
+        if self._board is not None and self.store.host_rank is not None:
             self._board.post(_spell(verdict))
         return verdict
 
@@ -254,9 +254,9 @@ class Mailbox:
     def _never_came(self) -> set[int]:
         return _launched.ended([rank for rank in self.ranks if rank not in self.peers], self.rank, self.all_started)
 
-    def _is_alone(self) -> bool:
+    def _others_here(self) -> list[ProcessId]:
         machine = ProcessId.mine().machine
-        return all(process.is_dead() for process in self.peers.values() if process.machine == machine)
+        return [process for process in self.peers.values() if process.machine == machine]
 
     # -- without the store --------------------------------------------------------------------------------------------
 

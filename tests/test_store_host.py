@@ -11,6 +11,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 from typing import Any
 
 import pytest
@@ -29,11 +30,11 @@ def free_port() -> int:
 
 def told_by_survivors(phase: str, victim: int, world_size: int = 3, launched: bool = False) -> list[dict[str, Any]]:
     """What each survivor prints; ``launched``: the ranks are started with the variables that torchrun sets."""
-    port = free_port()
+    port, scratch = free_port(), tempfile.mkdtemp()
     processes = []
     for rank in range(world_size):
         environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "GLOO_SOCKET_IFNAME": "lo"}
-        environ.update(OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="FATAL")
+        environ.update(TMPDIR=scratch, OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="FATAL")
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             environ.pop(name, None)
         if launched:
@@ -51,6 +52,7 @@ def told_by_survivors(phase: str, victim: int, world_size: int = 3, launched: bo
     assert [process.returncode for rank, process in enumerate(processes) if rank != victim] == [0] * (world_size - 1), (
         said
     )
+    os.rmdir(scratch)  # it is empty: what ranks of a host tell each other without the store goes with the last of them
     return [json.loads(out) for rank, (out, _) in enumerate(said) if rank != victim]
 
 
