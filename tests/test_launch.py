@@ -297,7 +297,7 @@ def test_on_a_bare_machine_a_verb_sets_up_what_it_needs_once(tmp_path: Path) -> 
     for _ in range(2):
         assert launch("demo", **settings).returncode == 0
     torch, *_, own, first, second = asked.read_text().splitlines()
-    assert torch.startswith("-m pip install --quiet --constraint")
+    assert torch.startswith("-m pip install --progress-bar off --constraint")
     assert "torch>=2.6" in asked.read_text()
     assert own.endswith(f"--editable {LAUNCH.parents[1]}")
     assert first == second == "-m ddpstats demo"

@@ -222,13 +222,13 @@ def test_nonfinite_policies(two_ranks: RankPool) -> None:
 # -- containers -------------------------------------------------------------------------------------------------------
 
 
-def test_what_overflows_is_not_finite_and_counts_where_a_rank_alone_is_at_fault(two_ranks: RankPool) -> None:
+def test_a_sum_that_overflows_is_infinite_and_no_rank_is_counted_and_a_mean_is_right(two_ranks: RankPool) -> None:
     stats = [{"product": 1e308, "sum": Sum(1e308), "fine": 1.0}, {"product": 1.0, "sum": Sum(1e308), "fine": 2.0}]
     answers = two_ranks.run(whole, PerRank(stats), 10.0).values()
     assert repr(answers[0]) == repr(answers[1])
     values, _, _, nonfinite, _ = answers[0]
-    assert values == {"product": math.inf, "sum": math.inf, "fine": 1.5}
-    assert nonfinite == {"product": 1, "sum": 0, "fine": 0}
+    assert values == {"product": 5e307, "sum": math.inf, "fine": 1.5}
+    assert nonfinite == {"product": 0, "sum": 0, "fine": 0}
 
 
 def test_container_types_are_kept_where_all_ranks_agree(two_ranks: RankPool) -> None:
