@@ -59,7 +59,7 @@ one added snr_loss[0] of rank 0 to l1_loss[1] of rank 1.
 
 Collectives for one set of averages:
   plain all_reduce  5: one for each value, and one for the weight
-  ddpstats          1, and 6 the first time, when the ranks tell each other what they hold
+  ddpstats          1, and 3 the first time, when the ranks tell each other what they hold
 
 The fix:
 

@@ -292,8 +292,8 @@ def lose_one_after_another() -> list[Missed]:
             assert reducer({"loss": 1.0}).values == {"loss": 1.0}
         if rank == 3:  # before its next call
             die()
-        if rank == victim == 2:  # in the middle of a renegotiation: some broadcasts are done, others are not
-            _comm.GlooComm.broadcast = dying  # type: ignore[method-assign]
+        if rank == victim == 2:  # in the middle of a renegotiation, in which all ranks gather what each holds
+            _comm.GlooComm.all_gather = dying  # type: ignore[method-assign]
         missed.append(attempt(reducer, {"loss": 1.0, "new": float(rank)}))
     return missed
 
