@@ -190,6 +190,13 @@ def test_the_room_fits(two_ranks: RankPool, count: int) -> None:
     assert found[0][1] <= 512 + max(1024, 4 * 45 * count)
 
 
+def test_above_the_largest_room_it_takes_four_or_more(two_ranks: RankPool) -> None:
+    """45,000 keys of a rank are more than a megabyte."""
+    found = two_ranks.run(sized, 45_000, timeout_sec=90).values()
+    assert found[0] == found[1]
+    assert found[0][0] in (4, 5)
+
+
 def uneven(sizes: list[int]) -> tuple[int, float]:
     rank = dist.get_rank()
     with StatsReducer(group=dist.new_group()) as reducer:

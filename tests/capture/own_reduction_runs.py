@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpstats import NaNCapture
+from ddpstats._gradients import GradientWatch
 from ddpstats.capture import Verdict
 
 
@@ -266,6 +267,23 @@ def of_one_rank_of_four(dirpath: str) -> list[Verdict]:
         with capture.micro_batch(None):
             (module(torch.ones(2, 4)).sum() * (torch.nan if dist.get_rank() == 3 else 1.0)).backward()
         return [capture.check()]
+
+
+def looks(communicates: bool) -> list[list[int]]:
+    """How many gradients are looked at at a time, in each of two steps."""
+    module, found = Net(), list[list[int]]()
+    if communicates:
+        module.between = lambda gradient: mean_of(gradient.clone())
+    watch = GradientWatch(module)
+    watch.observer = lambda parameters, _: found[-1].append(len(parameters))
+    for _ in range(2):
+        found.append([])
+        watch.begin()
+        module(torch.ones(2, 4)).sum().backward()
+        watch.end()
+        watch.forget()
+    watch.close()
+    return found
 
 
 def untouched(watched: bool, dirpath: str) -> tuple[list[Tensor], list[list[Any]]]:

@@ -90,6 +90,11 @@ def test_ranks_that_did_not_take_part_are_fine(four_ranks: RankPool, tmp_path: P
     assert "gradients are not finite on ranks 2, 3" in verdict.message
 
 
+def test_each_gradient_is_looked_at_by_itself_until_nothing_was_seen_to_communicate(two_ranks: RankPool) -> None:
+    assert two_ranks.run(runs.looks, False).values() == [[[1] * 4, [4]]] * 2
+    assert two_ranks.run(runs.looks, True).values() == [[[1] * 4] * 2] * 2
+
+
 def test_hooks_do_and_see_what_they_did_without_a_capture(two_ranks: RankPool, tmp_path: Path) -> None:
     plain = two_ranks.run(runs.untouched, False, str(tmp_path)).values()
     watched = two_ranks.run(runs.untouched, True, str(tmp_path)).values()

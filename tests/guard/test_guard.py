@@ -319,6 +319,16 @@ def test_the_switch_for_all_of_ddpstats_is_one_for_the_guard_too() -> None:
     assert _python(code, DDPSTATS_GUARD="step", DDPSTATS_DISABLE="1") == "False\n"
 
 
+def test_of_guards_that_compare_nothing_the_first_says_so() -> None:
+    code = (
+        "import logging, sys; from ddpstats import collective_guard\n"
+        "logging.basicConfig(stream=sys.stdout)\n"
+        "for _ in range(3):\n"
+        "    with collective_guard('step'): pass"
+    )
+    assert _python(code).count("WARNING:ddpstats:collective guard, mode step: 0 collectives seen, nothing was") == 1
+
+
 @pytest.mark.parametrize("on_mismatch", ["raise", "warn"])
 def test_a_rank_that_does_not_come_is_missing_after_the_limit_of_the_environment(on_mismatch: str) -> None:
     outcomes = run_ranks(runs.waits_alone, 2, on_mismatch, env={"DDPSTATS_TIMEOUT_SEC": "2"}, timeout_sec=60)

@@ -162,8 +162,14 @@ def test_the_environment_variable_is_enough(script: Any) -> None:
     done = python(*torchrun, script(text), DDPSTATS_GUARD="step")
     assert done.returncode != 0
     assert "'snr_loss[0]'" in done.stderr
+    assert "went on" not in done.stdout, "99 barriers are more than check_every"
     done = python("-c", "import ddpstats", DDPSTATS_GUARD="sometimes")
     assert "legal values: strict, step, record, off" in done.stderr
+
+
+def test_the_environment_variable_alone_runs_nothing_of_ours() -> None:
+    done = python("-c", "import sys; print('ddpstats' in sys.modules)", DDPSTATS_GUARD="strict")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "False\n", "")
 
 
 def test_report_of_what_is_no_record(tmp_path: Path) -> None:

@@ -75,6 +75,12 @@ def _check_bad(pool: RankPool, name: str, mode: str, expected: str, text: str) -
     assert expected == "silent" or text in told[0].message
 
 
+@pytest.mark.parametrize("name", [name for name in SCENARIOS if name not in _RUN_THROUGH])
+def test_report_finds_nothing_in_the_records_of_a_legal_twin(pool: RankPool, name: str, tmp_path: Path) -> None:
+    pool.run(probe, name, "record", False, str(tmp_path)).values()
+    assert not diagnose(read_records(tmp_path))
+
+
 @pytest.mark.parametrize("name", _RUN_THROUGH)
 def test_report_finds_in_the_records_what_the_guard_would_have_said(pool: RankPool, name: str, tmp_path: Path) -> None:
     row: Row = SCENARIOS[name]

@@ -151,6 +151,14 @@ def test_a_name_that_is_none_changes_nothing(function: Any, names: list[Any], sa
     assert uninstall() == Uninstalled((), {})
 
 
+def test_a_name_that_is_none_restores_nothing() -> None:
+    needs("torchmetrics")
+    install("torchmetrics")
+    with pytest.raises(ConfigError, match="did you mean 'torcheval'"):
+        uninstall("torchmetrics", "torcheva")
+    assert patched("torchmetrics")
+
+
 def test_no_name_says_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     for library in LIBRARIES:
         monkeypatch.setitem(sys.modules, PACKAGES.get(library, library), None)
