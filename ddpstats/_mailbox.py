@@ -29,6 +29,7 @@ from ddpstats._board import Board
 from ddpstats._store import STORE_ERRORS, BoundedStore, StoreGone, StoreSilent, bounded
 from ddpstats.errors import ConfigError
 
+_DYING_SEC = 1.0
 _POLL_SEC = 0.05
 _LOOK_SEC = 0.5  # between two looks for ranks that died before they came
 _LOOKED_AT = 64  # ranks at a time, of those that have come
@@ -284,8 +285,14 @@ class Mailbox:
     def _known_alone(self, error: BaseException) -> tuple[tuple[int, ...], tuple[int, ...], str]:
         """(who is missing, who of them is dead, why the store does not answer)."""
         host = self.store.host_rank
-        is_gone = isinstance(error, StoreGone) or self.store.is_gone()
-        dead = self._gone() | self._never_came()
+        # A process that is killed closes its connections a moment before it is gone.
+        deadline = time.monotonic() + (0.0 if isinstance(error, StoreSilent) else _DYING_SEC)
+        while True:
+            is_gone = isinstance(error, StoreGone) or self.store.is_gone()
+            dead = self._gone() | self._never_came()
+            if dead or (is_gone and host is not None) or time.monotonic() >= deadline:
+                break
+            time.sleep(_POLL_SEC)
         if host is not None and (is_gone or host in dead):
             return (host,), (host,), "the process that served it is gone"
         why = "nobody serves it any more" if is_gone else str(error).strip().split("\n", 1)[0]

@@ -34,7 +34,7 @@ Start = Callable[..., "subprocess.Popen[str]"]
 def report(rank: int, ddpstats: Mapping[str, float] = TRUE) -> RankReport:
     inputs = _demo_report.stats_of(rank)
     plain = dict(zip(_demo_report.flat(inputs), BY_ORDER, strict=True))
-    return RankReport(rank, inputs, plain, ddpstats, Collectives(5, 6, 1))
+    return RankReport(rank, inputs, plain, ddpstats, Collectives(5, 3, 1))
 
 
 def test_the_whole_text() -> None:
