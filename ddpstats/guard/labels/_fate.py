@@ -119,7 +119,9 @@ def _kept_in(name: str, turn: Turn) -> Use:
     for node in after:
         if isinstance(node, ast.Call) and _mentions(node, names):
             uses.add(_called(node))
-    return "keyed" if uses & {"zip", "dict"} else "pooled" if uses & _TOTALS else "kept"
+    if uses & {"zip", "dict"}:
+        return "keyed"
+    return "pooled" if uses & {*_TOTALS, "reduce"} else "kept"
 
 
 def _store(target: ast.expr, value: ast.expr, turn: Turn) -> Iterator[Use]:
