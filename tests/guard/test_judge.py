@@ -61,6 +61,13 @@ def judged(a: Evidence, b: Evidence, matched: int = 0) -> Judgement:
         ),
         pytest.param(keyed("ctc", ("ctc", "att")), keyed("val_ctc", ("val_ctc", "val_att")), "data", id="a prefix"),
         pytest.param(
+            keyed("Split.TRAIN", ("Split.TRAIN", "Split.VALID")), keyed("train", ("train", "valid")), "data",
+            id="written otherwise",
+        ),
+        pytest.param(keyed("LOSS", ("LOSS", "ACC")), keyed("loss", ("loss", "acc")), "data", id="in capitals"),
+        pytest.param(keyed("a_x", ("a_x", "a_y")), keyed("b_x", ("b_x", "b_y")), "doubt", id="two prefixes"),
+        pytest.param(keyed("loss", ("loss", "acc")), keyed("acc", ("acc", "lr")), "fault", id="shifted, not rewritten"),
+        pytest.param(
             replace(keyed("l1", ()), is_beside=True), replace(keyed("snr", ()), is_beside=True), "doubt", id="beside"
         ),
         pytest.param(
@@ -91,6 +98,17 @@ def test_judgement(a: Evidence, b: Evidence, expected: Judgement) -> None:
 def test_two_lines_of_the_program_that_have_no_names_in_common_are_only_doubted() -> None:
     one, other = keyed("stop", ("stop",)), keyed("exhausted", ("exhausted",))
     assert judge([event(one, site="a.py:1 in f"), event(other, site="a.py:9 in f")], 0) == "doubt"
+
+
+@pytest.mark.parametrize(
+    ("reduce_op", "dtype", "expected"),
+    [("max", "int64", "doubt"), ("min", "bool", "doubt"), ("max", "float32", "fault"), ("sum", "int64", "fault")],
+)
+def test_the_largest_of_integers_is_something_that_ranks_agree_on(reduce_op: str, dtype: str, expected: str) -> None:
+    """A length to pad to, a flag: kept under the rank's own name by right. But not the slowest time of a phase."""
+    signature = Signature("all_reduce", reduce_op, shapes=((1,),), dtypes=(dtype,))
+    pair = [replace(event(keyed(key)), signature=signature) for key in ("ctc", "att")]
+    assert judge(pair, 0) == expected
 
 
 def test_names_that_have_met_before_make_a_name_one_of_them() -> None:

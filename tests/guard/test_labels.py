@@ -7,7 +7,11 @@ import dataclasses
 import enum
 import functools
 import gc
+import inspect
+import linecache
+import logging
 import sys
+import time
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -19,6 +23,7 @@ import torch
 from ddpstats.guard._frames import calling_frame, site_of
 from ddpstats.guard.labels._evidence import evidence_of
 from ddpstats.guard.labels._infer import Inferred, infer
+from ddpstats.guard.labels._reading import is_readable
 
 T = torch.Tensor
 Stats = dict[str, T]
@@ -436,6 +441,86 @@ def test_fates_of_results_that_are_used() -> None:
     ]
 
 
+def _printed_and_pooled(stats: Stats) -> None:
+    total = 0.0
+    for key, value in stats.items():
+        fresh = value.clone()
+        reduce(fresh)
+        print(key, fresh, file=sys.stderr)
+        total += fresh.item()
+
+
+def _kept_and_added_up(stats: Stats) -> None:
+    parts = []
+    for key in stats:
+        fresh = stats[key].clone()
+        reduce(fresh)
+        parts.append(fresh)
+    stacked = torch.stack(parts)
+    stacked.sum()
+
+
+def _kept_and_put_beside_the_names(stats: Stats) -> None:
+    parts = []
+    for key in stats:
+        fresh = stats[key].clone()
+        reduce(fresh)
+        parts.append(fresh)
+    dict(zip(stats, parts, strict=True))
+
+
+def _own_value_stored_before(stats: Stats) -> None:
+    own = {}
+    for key, value in stats.items():
+        fresh = value.clone()
+        own[key] = fresh.item()
+        reduce(fresh)
+
+
+def _the_tensor_stored_before(stats: Stats) -> None:
+    results = {}
+    for key, value in stats.items():
+        fresh = value.clone()
+        results[key] = fresh
+        reduce(fresh)
+
+
+def _is_bad(value: T) -> bool:
+    bad = (~torch.isfinite(value)).float()
+    reduce(bad)
+    return bool(bad)
+
+
+def _voted(stats: Stats) -> None:
+    scale = 2
+    for _, value in stats.items():
+        if _is_bad(value):
+            scale = 1
+    assert scale == 2
+
+
+def _in_place_method(stats: Stats) -> None:
+    for value in stats.values():
+        reduce(value.div_(2))
+
+
+@pytest.mark.parametrize(
+    ("program", "fate"),
+    [
+        (_printed_and_pooled, "pooled"),
+        (_kept_and_added_up, "pooled"),
+        (_kept_and_put_beside_the_names, "keyed"),
+        (_own_value_stored_before, "unused"),
+        (_the_tensor_stored_before, "keyed"),
+        (_voted, "pooled"),
+        (_in_place_method, "in place"),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_fates_that_take_a_second_look(program: Callable[[Stats], Any], fate: str) -> None:
+    assert _evidence(program).fate == fate
+
+
 def test_siblings_are_those_of_the_container_now() -> None:
     """Of one that grew or was made anew, too, also where it is the same object in memory."""
 
@@ -503,6 +588,82 @@ def test_no_code_of_the_programs_classes_runs() -> None:
             reduce(value)
 
     assert labels_of(look) == [None] or labels_of(look) == ["a"]
+
+
+class HostileMeta(type):
+    """Looking at a class can run code as well."""
+
+    armed = False
+
+    def _refuse(cls) -> None:
+        if HostileMeta.armed:
+            raise AssertionError("the program's code ran")
+
+    def __getattribute__(cls, name: str) -> Any:
+        HostileMeta._refuse(cls)
+        return type.__getattribute__(cls, name)
+
+    def __eq__(cls, other: object) -> bool:
+        HostileMeta._refuse(cls)
+        return cls is other
+
+    def __hash__(cls) -> int:
+        HostileMeta._refuse(cls)
+        return id(cls)
+
+
+class OfHostileClass(metaclass=HostileMeta):
+    pass
+
+
+def test_no_code_of_a_metaclass_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    holder, key = OfHostileClass(), OfHostileClass()
+    holder.stats = {key: one(), "a": one()}  # type: ignore[attr-defined]
+
+    def look(stats: Stats) -> None:
+        monkeypatch.setattr(HostileMeta, "armed", True)
+        for _, value in holder.stats.items():  # type: ignore[attr-defined]
+            reduce(value)
+        for value in [holder, key]:
+            reduce(value)  # type: ignore[arg-type]
+        monkeypatch.setattr(HostileMeta, "armed", False)
+
+    assert labels_of(look) == [None, "a", None, None]
+
+
+class OwnMapping(dict[str, Any]):
+    """Given to `exec` as the variables of code."""
+
+    asked = 0
+
+    def _ask(self, *args: Any) -> Any:
+        self.asked += 1
+        raise AssertionError("the program's code ran")
+
+    get = __contains__ = keys = values = items = _ask
+
+
+@pytest.mark.parametrize("place", ["globals", "locals"])
+def test_variables_in_a_mapping_of_the_programs_are_not_asked(place: str) -> None:
+    text, name = "for key in stats: reduce(stats[key])\n", f"<cell of {place}>"
+    linecache.cache[name] = (len(text), None, [text], name)
+    given = {"reduce": reduce, "stats": {"a": one()}, "__name__": "cell"}
+    own = OwnMapping(given)
+    if place == "globals":
+        exec(compile(text, name, "exec"), own)
+    else:
+        exec(compile(text, name, "exec"), given, own)
+    assert not own.asked
+
+
+class OwnLength(dict[str, Any]):
+    def __len__(self) -> int:
+        raise AssertionError("the program's code ran")
+
+
+def test_a_dict_is_not_asked_for_its_length() -> None:
+    stats = OwnLength(a=one(), b=one())
+    assert labels_of(lambda _: [reduce(value) for value in stats.values()]) == ["a", "b"]
 
 
 def test_a_property_is_not_asked() -> None:
@@ -584,6 +745,51 @@ def test_text_that_is_not_the_codes_is_not_believed(tmp_path: Any) -> None:
     exec(code, namespace)
     assert labels_of(namespace["look"]) in (["a", "b"], [None, None])
     assert all(found is None or found.beside for found in _found)
+
+
+# -- programs of unusual size -----------------------------------------------------------------------------------------
+
+
+def _made(name: str, text: str) -> Callable[[Stats], Any]:
+    """A function ``program`` of its own file."""
+    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+    namespace: dict[str, Any] = {"reduce": reduce, "__name__": "made"}
+    exec(compile(text, name, "exec"), namespace)
+    made: Callable[[Stats], Any] = namespace["program"]
+    return made
+
+
+def test_a_stack_that_is_nearly_used_up_is_no_reason_to_fail(caplog: pytest.LogCaptureFixture) -> None:
+    """At whatever depth the look begins, also where its failures are logged; and a later look is not spoilt."""
+    caplog.set_level(logging.DEBUG, "ddpstats")
+    program = _made("<deep>", "def program(stats):\n    for key in stats: reduce(stats[key])\n")
+    used = len(inspect.stack(0))
+    for left in range(12, 60):  # what is left of the stack when the collective is called
+        _at_depth(sys.getrecursionlimit() - used - left, program)
+    assert labels_of(program) == ["a", "b"]
+
+
+def _at_depth(depth: int, program: Callable[[Stats], Any]) -> None:
+    if depth > 0:
+        _at_depth(depth - 1, program)
+    else:
+        program({"a": torch.empty(0)})
+
+
+def test_a_very_long_function_is_not_taken_apart() -> None:
+    """The library that lists a function's instructions needs the square of its jumps: half a minute for these."""
+    lines = "".join(f"    x = x + {number} if x else x\n" for number in range(15_000))
+    seconds = []
+
+    def look(*_: Any) -> None:
+        started = time.thread_time()
+        is_readable(sys._getframe(1))
+        seconds.append(time.thread_time() - started)
+
+    namespace: dict[str, Any] = {"look": look}
+    exec(f"def program():\n    x = 0\n{lines}    look()\n    vars(x) if x else None\n", namespace)
+    namespace["program"]()
+    assert seconds[0] < 1
 
 
 # -- call sites --------------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from ddpstats.guard.labels._reading import (
     is_module,
     key_by_identity,
     key_text,
+    kind_of,
     names_in,
     parameter_names,
 )
@@ -124,6 +125,8 @@ def infer(tensor: Any, frame: FrameType) -> Inferred | None:
         if found is None and place_of(frames, None).file is None:
             found = _without_source(tensor, frames)
         return None if found is None else _inferred(found)
+    except RecursionError:  # the program's own stack is nearly used up: nothing is left for a message either
+        return None
     except Exception:  # whatever is odd about a program, its collective runs
         log.debug("no label could be inferred", exc_info=True)
         return None
@@ -145,7 +148,7 @@ def _inferred(found: _Found) -> Inferred:
 def _named(chain: Chain, level: int, key: str, container: Any) -> Named:
     if container is MISSING:
         return Named(key)
-    kind = type(container)
+    kind = kind_of(container)
     if kind not in PLAIN_DICTS and is_module(container):
         entries = entries_of(container)
         in_table = entries is not None and key in entries
@@ -161,7 +164,7 @@ def _names(chain: Chain, level: int, container: Any, key: str) -> Names:
         return ((0, 0, None), {}, names_in(container), {})
     first = next(dict.__iter__(entries), None)
     kept = chain.names.get(level, _NO_NAMES)
-    now = id(container), len(entries), first
+    now = id(container), dict.__len__(entries), first
     if kept[0][:2] == now[:2] and kept[0][2] is first and kept[1].get(key):
         return kept
     names = names_in(container)
@@ -245,13 +248,13 @@ def _read(ready: ReadyStep, variables: Variables, passed: Passed | None, found: 
         part = key_text(value)
         if part is not None:
             text = part if text is None or text == part else f"{text},{part}"
-        elif type(value) in (int, float) and number is None:
+        elif kind_of(value) in (int, float) and number is None:
             number = value
     if text is None and ready.container is not None:
         wanted = _value_of(passed) if ready.element is None else ready.element(variables)
         container = ready.container(variables)
         key = MISSING if wanted is MISSING or container is MISSING else key_by_identity(container, wanted)
-        text, number = key_text(key), key if type(key) in (int, float) else number
+        text, number = key_text(key), key if kind_of(key) in (int, float) else number
         if text is None and number is not None and entries_of(container) is not None:
             text = f"[{number}]"  # a dict's key, and no place in a list
     if text is not None:
@@ -305,7 +308,7 @@ def _without_source(tensor: Any, frames: tuple[FrameType, ...]) -> _Found | None
     variables = Variables(frames)
     held = variables.values()
     try:
-        for container in [value for value in held if type(value) in PLAIN_DICTS]:
+        for container in [value for value in held if kind_of(value) in PLAIN_DICTS]:
             text = key_text(key := key_by_identity(container, tensor))
             if text is not None and any(value is tensor or value is key for value in held):
                 return _Found([text], [place_of(frames, None)], [(text, _BESIDE, 0, container)], beside=True)

@@ -8,6 +8,7 @@ program does with the result. Strong evidence is a fault; weak evidence is worth
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from itertools import combinations
@@ -20,6 +21,8 @@ _SEVERITY: dict[Judgement, int] = {"data": 0, "doubt": 1, "fault": 2}
 _DRAWN = frozenset({"DataLoader", "generator", "_SingleProcessDataLoaderIter", "_MultiProcessingDataLoaderIter"})
 _INDEX = re.compile(r"\[-?\d+\]")
 _RUNS = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}|\b[0-9a-f]{8,}\b|0x[0-9a-f]+|\d+", re.IGNORECASE)
+_UNSAID = re.compile(r"[\W_]+")
+_INTEGERS = frozenset({"bool", "uint8", "int8", "int16", "int32", "int64"})
 _MATTERS = ("keyed", "in place")
 
 
@@ -47,15 +50,18 @@ def _judge(one: Event, other: Event, matched: int) -> Judgement:
     if a.source in _DRAWN or b.source in _DRAWN or (a.fate == b.fate == "pooled") or b.key in a.aliases:
         return "data"
     matters = a.fate in _MATTERS and b.fate in _MATTERS
+    if _agree_on_integers(one) and _agree_on_integers(other):
+        return "doubt"
     spelled = bool(a.spelled and b.spelled)
     beside = a.is_beside or b.is_beside
     if _are_permuted(a, b) and not beside and (matters or (spelled and "pooled" not in (a.fate, b.fate))):
         return "fault"
-    if alike or _are_affixed(a, b):
+    rewritten = _rewritten(a, b)
+    if alike or rewritten == "same":
         return "data"
     if _without_numbers(one.label) == _without_numbers(other.label) and not a.spelled == b.spelled == "whole":
         return "data"
-    if beside or not matters:
+    if beside or not matters or rewritten:
         return "doubt"
     if set(a.names) & set(b.names):
         return "fault" if spelled or matched >= 2 else "doubt"
@@ -70,16 +76,36 @@ def _are_permuted(a: Evidence, b: Evidence) -> bool:
     return len(a.names) > 1 and set(a.names) == set(b.names) and {a.key, b.key} <= set(a.names)
 
 
-def _are_affixed(a: Evidence, b: Evidence) -> bool:
-    """Whether one rank's names are the other's, in the same order, with the same text before or after each."""
-    short, long = sorted((a.names, b.names), key=lambda names: sum(map(len, names)))
-    if len(short) != len(long) or len(short) < 2 or short == long:
-        return False
-    added = len(long[0]) - len(short[0])
-    before, after = long[0][:added], long[0][len(short[0]) :]
-    pairs = list(zip(short, long, strict=True))
-    same = all(name == before + given for given, name in pairs) or all(name == given + after for given, name in pairs)
-    return same and ((a.key, b.key) in pairs or (b.key, a.key) in pairs)
+def _agree_on_integers(event: Event) -> bool:
+    """Whether the largest or smallest of integers is wanted: of lengths, steps or flags, which ranks agree on."""
+    told = event.signature
+    return told.reduce_op in ("max", "min") and all(kind in _INTEGERS for kind in told.dtypes)
+
+
+def _rewritten(a: Evidence, b: Evidence) -> Literal["same", "affixed", ""]:
+    """Whether one rank's names are the other's, in the same order, however written (``Split.TRAIN``, ``train``): the
+    "same" where text was added on one rank only, "affixed" where each has its own before or after its names."""
+    here, there = ([_UNSAID.sub("", name).casefold() for name in side.names] for side in (a, b))
+    if len(here) != len(there) or len(here) < 2 or a.names == b.names or not _stand_alike(a, b):
+        return ""
+    (before, cores, after), (before_there, cores_there, after_there) = _stripped(here), _stripped(there)
+    if cores != cores_there:
+        return ""
+    added = before.endswith(before_there) or before_there.endswith(before)
+    return "same" if added and (after.startswith(after_there) or after_there.startswith(after)) else "affixed"
+
+
+def _stand_alike(a: Evidence, b: Evidence) -> bool:
+    """Whether the two names stand at the same place on their ranks."""
+    return a.key in a.names and b.key in b.names and a.names.index(a.key) == b.names.index(b.key)
+
+
+def _stripped(names: list[str]) -> tuple[str, list[str], str]:
+    """What all names begin with, what is left of them, and what all end with."""
+    before = os.path.commonprefix(names)  # noqa: RUF071 character by character is what is meant
+    rest = [name[len(before) :] for name in names]
+    after = os.path.commonprefix([name[::-1] for name in rest])[::-1]  # noqa: RUF071
+    return before, [name[: len(name) - len(after)] for name in rest], after
 
 
 def _without_numbers(text: str) -> str:

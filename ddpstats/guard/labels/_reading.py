@@ -23,9 +23,11 @@ _MAX_SEARCHED = 4096
 _MAX_KEY_PARTS = 4
 _MAX_INDEX = 64  # elements of a list that are looked at for the place of one
 _MAX_CHARS = 120
+_MAX_CODE = 100_000
 _SNAPSHOTS = sys.version_info < (3, 13)
 _OWN_REFERENCES = 3  # the frame's, the variable of who counts, and `getrefcount`'s own
 _CO_OPTIMIZED = 0x1
+_KINDS_OF_VARIABLES = (dict, type((lambda: sys._getframe().f_locals)()))  # from 3.13 on a view
 _LOOKERS = frozenset({"locals", "eval", "exec"})
 _LOOKERS_WITHOUT_ARGUMENT = frozenset({"vars", "dir"})
 _WRAPPERS = re.compile(
@@ -34,7 +36,32 @@ _WRAPPERS = re.compile(
 _HAS_LETTER = re.compile(r"[^\W_]")
 _mro_of: Callable[[type], tuple[type, ...]] = type.__dict__["__mro__"].__get__
 
+_META_CODE = frozenset({"__eq__", "__hash__", "__getattribute__", "__dict__", "__name__"})
+
 Reader = Callable[["Variables"], Any]
+
+
+# -- classes ----------------------------------------------------------------------------------------------------------
+
+
+def kind_of(value: Any) -> type:
+    """The class of a value; ``object`` where its metaclass has code that would run when the class is looked at."""
+    kind = type(value)
+    meta = type(kind)
+    return kind if meta is type or _is_plain(meta) else object
+
+
+def _is_plain(meta: type) -> bool:
+    found = _metas.get(id(meta))
+    if found is None or found[0] is not meta:
+        if len(_metas) > 1024:
+            _metas.clear()
+        plain = type(meta) is type and not any(_META_CODE & base.__dict__.keys() for base in _mro_of(meta)[:-2])
+        found = _metas[id(meta)] = meta, plain
+    return found[1]
+
+
+_metas: dict[int, tuple[type, bool]] = {}
 
 
 # -- variables --------------------------------------------------------------------------------------------------------
@@ -57,11 +84,11 @@ class Variables:
     def get(self, name: str) -> Any:
         read = self._read
         if read is None:
-            read = self._read = [(frame, frame.f_locals) for frame in self._frames if is_readable(frame)]
+            read = self._read = _variables_of(self._frames)
         for _, variables in read:
             if name in variables:
                 return variables[name]
-        return self._frames[-1].f_globals.get(name, MISSING)
+        return dict.get(self._frames[-1].f_globals, name, MISSING)
 
     def values(self) -> list[Any]:
         """Those of the frames' own variables."""
@@ -75,6 +102,12 @@ class Variables:
             # Not the module's own dict, and not a copy that somebody else holds.
             if frame.f_code.co_flags & _CO_OPTIMIZED and sys.getrefcount(variables) <= _OWN_REFERENCES:
                 variables.clear()
+
+
+def _variables_of(frames: Sequence[FrameType]) -> list[tuple[FrameType, dict[str, Any]]]:
+    """Of those that may be read. Code that was executed may have been given something else than a dict."""
+    read = [(frame, frame.f_locals) for frame in frames if is_readable(frame)]
+    return [(frame, variables) for frame, variables in read if type(variables) in _KINDS_OF_VARIABLES]
 
 
 def is_readable(frame: FrameType) -> bool:
@@ -94,6 +127,10 @@ _readable: dict[int, tuple[Any, bool]] = {}
 
 def _looks_at_its_variables(code: Any) -> bool:
     """Whether the code loads ``locals`` and the like, or calls ``vars`` or ``dir`` without an argument."""
+    if not ({*_LOOKERS, *_LOOKERS_WITHOUT_ARGUMENT} & {*code.co_names}):
+        return False
+    if len(code.co_code) > _MAX_CODE:
+        return True  # the library would need minutes
     steps = [step for step in dis.get_instructions(code) if step.opname not in ("CACHE", "PRECALL", "PUSH_NULL")]
     for step, following in zip(steps, [*steps[1:], None], strict=True):
         if step.opname not in ("LOAD_GLOBAL", "LOAD_NAME"):
@@ -144,17 +181,17 @@ def _part_reader(part: ast.expr) -> Reader:
 def _joined(parts: Iterable[Any], kinds: tuple[type, ...] = (str, int)) -> Any:
     text = []
     for part in parts:
-        if type(part) not in kinds:
+        if kind_of(part) not in kinds:
             return MISSING
         text.append(str(part))
     return "".join(text)
 
 
 def _element(container: Any, index: Any) -> Any:
-    kind = type(container)
+    kind = kind_of(container)
     if kind in (list, tuple) and type(index) is int and -len(container) <= index < len(container):
         return container[index]
-    if kind in PLAIN_DICTS and type(index) in (str, int):
+    if kind in PLAIN_DICTS and kind_of(index) in (str, int):
         return dict.get(container, index, MISSING)
     return MISSING
 
@@ -166,7 +203,7 @@ def attribute_of(owner: Any, name: str) -> Any:
     instance = instance_dict(owner)
     if instance is not None and name in instance:
         return instance[name]
-    for kind in _mro_of(type(owner)):
+    for kind in _mro_of(kind_of(owner)):
         value = kind.__dict__.get(name, MISSING)
         if type(value) is MemberDescriptorType:
             try:
@@ -185,12 +222,12 @@ def attribute_of(owner: Any, name: str) -> Any:
 def _table(instance: dict[str, Any] | None, name: str) -> dict[str, Any] | None:
     """One of the dicts in which a torch.nn.Module keeps what it has."""
     found = None if instance is None else instance.get(name)
-    return found if isinstance(found, dict) and type(found) in (dict, OrderedDict) else None
+    return found if kind_of(found) in (dict, OrderedDict) else None
 
 
 def instance_dict(owner: Any) -> dict[str, Any] | None:
     """The instance's own ``__dict__``, however its class treats attributes."""
-    for kind in _mro_of(type(owner)):
+    for kind in _mro_of(kind_of(owner)):
         found = kind.__dict__.get("__dict__")
         if type(found) is GetSetDescriptorType:
             value = found.__get__(owner)
@@ -206,7 +243,7 @@ def key_text(value: Any) -> str | None:
 
     What wrappers of a model put before the names of its parameters is left out.
     """
-    kind = type(value)
+    kind = kind_of(value)
     if kind is str:
         text = _WRAPPERS.sub("", value) if "." in value else value
         return text[:_MAX_CHARS] if _HAS_LETTER.search(text) else None  # "_" names nothing
@@ -250,7 +287,7 @@ def _sort_of(kind: type) -> str:
 
 def entries_of(container: Any) -> Any:
     """A dict that holds what the container holds under names; None for what has none, or hides them in code."""
-    kind = type(container)
+    kind = kind_of(container)
     if kind in PLAIN_DICTS:
         return container
     bases = _mro_of(kind)
@@ -274,10 +311,10 @@ def names_in(container: Any) -> tuple[str, ...]:
     entries = entries_of(container)
     if entries is not None:
         return tuple(_texts(dict.__iter__(entries)))
-    if type(container) in (list, tuple):
+    if kind_of(container) in (list, tuple):
         return tuple(_texts(_firsts(container)))
-    if tuple in _mro_of(type(container)):
-        return tuple(_texts(_fields_of(type(container))))
+    if tuple in _mro_of(kind_of(container)):
+        return tuple(_texts(_fields_of(kind_of(container))))
     if is_module(container):
         return tuple(parameter_names(container))
     return tuple(_texts(instance_dict(container) or ()))
@@ -285,7 +322,7 @@ def names_in(container: Any) -> tuple[str, ...]:
 
 def _texts(keys: Iterable[Any]) -> Iterator[str]:
     for _, key in zip(range(_MAX_SEARCHED), keys, strict=False):
-        text = f"[{key}]" if type(key) in (int, float) else key_text(key)
+        text = f"[{key}]" if kind_of(key) in (int, float) else key_text(key)
         if text is not None:
             yield text
 
@@ -294,7 +331,7 @@ def aliases_in(entries: Any) -> dict[str, tuple[str, ...]]:
     """The names of tensors that a dict holds under several: tied weights."""
     keys_of: dict[int, list[Any]] = {}
     for _, (key, value) in zip(range(_MAX_SEARCHED), dict.items(entries), strict=False):
-        if type(value).__name__ in ("Tensor", "Parameter"):
+        if kind_of(value).__name__ in ("Tensor", "Parameter"):
             keys_of.setdefault(id(value), []).append(key)
     tied = [tuple(_texts(keys)) for keys in keys_of.values() if len(keys) > 1]
     return {name: names for names in tied for name in names}
@@ -335,13 +372,13 @@ def parameter_names(module: Any, prefix: str = "", depth: int = 0) -> Iterator[s
 
 def key_by_identity(container: Any, wanted: Any) -> Any:
     """The key under which a container has this very object; `MISSING` if it has not."""
-    if type(container) in (list, tuple):
+    if kind_of(container) in (list, tuple):
         return next((index for index, value in enumerate(container[:_MAX_INDEX]) if value is wanted), MISSING)
     entries = entries_of(container)
     if entries is None:
         instance = instance_dict(container)
         entries = instance if instance is not None else {}
     for _, (key, value) in zip(range(_MAX_SEARCHED), dict.items(entries), strict=False):
-        if value is wanted and (type(key) in (int, float) or key_text(key) is not None):
+        if value is wanted and (kind_of(key) in (int, float) or key_text(key) is not None):
             return key
     return MISSING

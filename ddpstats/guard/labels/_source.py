@@ -19,6 +19,7 @@ Comprehension = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 Loop = (ast.For, ast.AsyncFor, *Comprehension)
 _MAX_FILES = 256
 _MAX_BYTES = 4 << 20
+_MAX_TRIES = 3
 
 
 @dataclass(eq=False)
@@ -32,7 +33,7 @@ class SourceFile:
 
     @classmethod
     def parse(cls, text: str) -> SourceFile:
-        """Raises SyntaxError, ValueError or RecursionError for text that is no Python, or too deep."""
+        """Raises SyntaxError or ValueError for text that is no Python, RecursionError where it or the stack is deep."""
         found = cls(tree=ast.parse(text))
         stack: list[ast.AST] = [found.tree] if found.tree is not None else []
         while stack:
@@ -62,6 +63,7 @@ class SourceFile:
 
 
 _files: dict[str, SourceFile | None] = {}
+_tries: dict[str, int] = {}
 
 
 def source_of(code: CodeType, module_globals: dict[str, Any]) -> SourceFile | None:
@@ -71,11 +73,16 @@ def source_of(code: CodeType, module_globals: dict[str, Any]) -> SourceFile | No
         return _files[name]
     if len(_files) >= _MAX_FILES:
         _files.clear()
-    lines = linecache.getlines(name, module_globals)
+    lines = linecache.getlines(name, module_globals if type(module_globals) is dict else None)
     text = "".join(lines)
     try:
         _files[name] = SourceFile.parse(text) if text and len(text) <= _MAX_BYTES else None
-    except (SyntaxError, ValueError, RecursionError):
+    except (SyntaxError, ValueError):
+        _files[name] = None
+    except RecursionError:  # of the program's own depth, maybe: then it is worth another try, but not for ever
+        _tries[name] = _tries.get(name, 0) + 1
+        if _tries[name] < _MAX_TRIES:
+            raise
         _files[name] = None
     return _files[name]
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import itertools
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import CodeType
@@ -46,6 +47,7 @@ _COPIES = frozenset(
 )
 _FIELDS_OF = frozenset({"vars", "asdict", "fields"})
 _COLLECTIVES = frozenset({"all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor"})
+_IN_PLACE = re.compile(r"[a-z]\w*[^_]_$")  # `div_`, which gives the tensor itself
 _CONSUMERS = frozenset({"map", "starmap", "filter", "reduce"})
 
 
@@ -175,9 +177,10 @@ class Tracer:
         receiver = [called.value] if isinstance(called, ast.Attribute) else []
         given = [*call.args, *(keyword.value for keyword in call.keywords)]
         of_self = bool(receiver) and _root(receiver[0]) in ("self", "cls")
+        in_place = receiver if isinstance(called, ast.Attribute) and _IN_PLACE.match(called.attr) else []
         for part in [*given, *receiver] if of_self else [*receiver, *given]:
             if not isinstance(part, ast.Constant):
-                yield from self.value(part, True, hops)
+                yield from self.value(part, fresh if part in in_place else True, hops)
 
     # -- containers ---------------------------------------------------------------------------------------------------
 
