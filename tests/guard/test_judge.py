@@ -48,6 +48,7 @@ def judged(a: Evidence, b: Evidence, matched: int = 0) -> Judgement:
             keyed("l1", ("a", "l1"), spelled=""), keyed("snr", ("a", "snr"), spelled=""), "doubt", id="overlapping"
         ),
         pytest.param(keyed("l1_loss", ("l1_loss",)), keyed("snr_loss", ("snr_loss",)), "fault", id="one each, spelled"),
+        pytest.param(keyed("control", ("control",)), keyed("treated", ("treated",)), "doubt", id="of no one kind"),
         pytest.param(
             keyed("utt_a", ("utt_a",), spelled=""), keyed("utt_b", ("utt_b",), spelled=""), "doubt", id="one each, data"
         ),

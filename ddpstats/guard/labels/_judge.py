@@ -23,6 +23,7 @@ _INDEX = re.compile(r"\[-?\d+\]")
 _RUNS = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}|\b[0-9a-f]{8,}\b|0x[0-9a-f]+|\d+", re.IGNORECASE)
 _UNSAID = re.compile(r"[\W_]+")
 _INTEGERS = frozenset({"bool", "uint8", "int8", "int16", "int32", "int64"})
+_WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+")
 _MATTERS = ("keyed", "in place")
 
 
@@ -65,10 +66,18 @@ def _judge(one: Event, other: Event, matched: int) -> Judgement:
         return "doubt"
     if set(a.names) & set(b.names):
         return "fault" if spelled or matched >= 2 else "doubt"
-    # Nothing in common. Only where one line of the program walks both, and spells both out, can they be the same stats.
-    own = "Module" in (a.source, b.source) or str(one.site) != str(other.site)
-    known = spelled or (matched >= 2 and not (a.names and b.names))
-    return "fault" if known and not own else "doubt"
+    if "Module" in (a.source, b.source) or str(one.site) != str(other.site):
+        return "doubt"  # stages of a model, or two lines of the program
+    if a.names and b.names:
+        # Nothing in common. They can be the same stats only where the program spells out both, and they are names of
+        # one kind: `l1_loss` and `snr_loss`, not `control` and `treatment`.
+        return "fault" if spelled and _share_a_word(a.key, b.key) else "doubt"
+    return "fault" if spelled or matched >= 2 else "doubt"
+
+
+def _share_a_word(one: str, other: str) -> bool:
+    words = [{word.lower() for word in _WORDS.findall(text) if not word.isdigit()} for text in (one, other)]
+    return bool(words[0] & words[1])
 
 
 def _are_permuted(a: Evidence, b: Evidence) -> bool:
