@@ -102,7 +102,8 @@ class Evidence:
     they are not known. ``source``: that container's class. ``fate``: what the program does with the result.
     ``spelled``: the program's text has the name, "whole" or in "parts", or "". ``is_beside``: the name was only passed
     beside the tensor. ``is_known``: a function of a name like ``reduce_dict`` called the collective. ``aliases``: other
-    names of the same tensor there. ``outer``: of the name of that container in the one around it.
+    names of the same tensor there. ``chosen_by``: "loop" where a loop sets the name, or the text spells it out; "caller"
+    where a parameter does; else "", a single look-up. ``outer``: of the name of that container in the one around it.
     """
 
     key: str
@@ -114,18 +115,19 @@ class Evidence:
     is_beside: bool = False
     is_known: bool = False
     outer: Evidence | None = None
+    chosen_by: str = "loop"
 
     def as_list(self, before: Evidence | None = None) -> list[Any]:
         """For `from_list`, with the same ``before``: the evidence of the event before, whose names are not repeated."""
         names = None if before is not None and before.names == self.names else list(self.names)
         outer = None if self.outer is None else self.outer.as_list(None if before is None else before.outer)
-        flags = [self.is_beside, self.is_known]
+        flags = [self.is_beside, self.is_known, self.chosen_by]
         return [self.key, names, self.source, self.fate, self.spelled, list(self.aliases), *flags, outer]
 
     @classmethod
     def from_list(cls, given: Any, before: Evidence | None = None, depth: int = 0) -> Evidence:
         """Raises ValueError or TypeError for what `as_list` did not give."""
-        key, names, source, fate, spelled, aliases, is_beside, is_known, outer = given
+        key, names, source, fate, spelled, aliases, is_beside, is_known, chosen_by, outer = given
         if depth > _MAX_LEVELS:
             raise ValueError("nested too deep")
         return cls(
@@ -138,6 +140,7 @@ class Evidence:
             bool(is_beside),
             bool(is_known),
             None if outer is None else cls.from_list(outer, None if before is None else before.outer, depth + 1),
+            _text(chosen_by),
         )
 
 

@@ -169,10 +169,11 @@ def _mismatch(group: str, words: str, by_rank: Mapping[int, Testimony], seq: int
     difference, likely = what_differs([events[ranks[0]] for ranks in parties]), reasons(parties, events, by_rank, seq)
     lines.append(f"What differs: {difference}.")
     lines += [f"Likely: {reason}" for reason in likely]
+    who = "Nothing here tells which rank is right."
     if culprits:
-        lines.append(f"Most ranks agree with each other, so look at {ranks_text(culprits)} first.")
+        who = f"Most ranks agree with each other, so look at {ranks_text(culprits)} first."
     in_order = not any(reason.startswith(("order swapped", "extra call")) for reason in likely)
-    lines.append(f"Nothing here tells which rank is right. {remedy(difference, in_order)}")
+    lines.append(f"{who} {remedy(difference, in_order)}")
     return Finding(MISMATCH, "\n".join(lines), group, seq, tuple(absent), culprits, events)
 
 
@@ -319,10 +320,16 @@ def _missing(group: str, words: str, by_rank: Mapping[int, Testimony], seq: int,
         others = [rank for rank in by_rank if rank not in missing]
         if others:
             lines.append(f"Likely: extra call on {ranks_text(others)}, or a missing one on {ranks_text(missing)}.")
-    lines.append(
-        f"Look at the output of {ranks_text(missing)} first. A rank that is only slow needs a larger timeout_sec (or "
-        "DDPSTATS_TIMEOUT_SEC)."
-    )
+    if all(by_rank[rank].left == LEFT for rank in missing):
+        lines.append(
+            f"{ranks_text(missing)} had come to the end of the guarded program, or of its process group, without this "
+            "call. Make all ranks issue the same collectives: the same keys, and as many steps."
+        )
+    else:
+        lines.append(
+            f"Look at the output of {ranks_text(missing)} first. A rank that is only slow needs a larger timeout_sec "
+            "(or DDPSTATS_TIMEOUT_SEC)."
+        )
     return Finding(MISSING, "\n".join(lines), group, seq, missing, (), events)
 
 

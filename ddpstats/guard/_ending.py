@@ -129,6 +129,9 @@ def remember_status(ending: Ending) -> None:
         def code(self, value: Any) -> None:
             _CODE.__set__(self, value)
 
+        def __reduce__(self) -> tuple[Any, ...]:
+            return SystemExit, self.args  # in another process it is nobody's program's end
+
     def exit(status: Any = None, /) -> NoReturn:
         raise Exit(*(status if isinstance(status, tuple) else () if status is None else (status,)))
 

@@ -9,7 +9,7 @@ _BY_DIFFERENCE = {
     "the number of tensors": "Pass as many tensors on all ranks: where a rank lacks one, zeros in its place.",
     "the dtype": "Convert to one dtype on all ranks before the call.",
     "the number of dimensions": "Pass tensors of one shape on all ranks: reshape before the call.",
-    "the shape": "Pass tensors of one shape on all ranks: pad to the largest, or reduce them to one number first.",
+    "the shape": "Pass tensors of one shape on all ranks: pad them to the largest.",
     "the memory format": "Call .contiguous() on the tensor before the call, on all ranks.",
     "the label": (
         "Make all ranks go through the same keys in the same order (sort them, and reduce zeros for a key that a rank "

@@ -63,7 +63,7 @@ def last_line(
     ``nothing``: why there was nothing to compare, where that is known. ``verdict``: the name of what was raised.
     """
     seen = f"collective guard, mode {counters.mode}: {_collectives(counters.collectives)} seen"
-    then = "" if record_dir is None else f" Next: ddpstats report {record_dir}"
+    then = f" Next: ddpstats report {record_dir}" if record_dir is not None and counters.mode == "record" else ""
     if counters.compared == 0 and not verdict:
         why = nothing or _reasons(counters.reasons) or "the program issued none while the guard was on"
         return True, f"{seen}, nothing was compared: {why}.{then}"

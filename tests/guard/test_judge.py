@@ -48,6 +48,13 @@ def judged(a: Evidence, b: Evidence, matched: int = 0) -> Judgement:
             keyed("l1", ("a", "l1"), spelled=""), keyed("snr", ("a", "snr"), spelled=""), "doubt", id="overlapping"
         ),
         pytest.param(keyed("l1_loss", ("l1_loss",)), keyed("snr_loss", ("snr_loss",)), "fault", id="one each, spelled"),
+        pytest.param(
+            replace(keyed("ctc", fate="in place"), chosen_by=""),
+            replace(keyed("att", fate="in place"), chosen_by=""), "data", id="looked up, once",
+        ),
+        pytest.param(
+            replace(keyed("ctc"), chosen_by=""), replace(keyed("att"), chosen_by=""), "doubt", id="looked up"
+        ),
         pytest.param(keyed("control", ("control",)), keyed("treated", ("treated",)), "doubt", id="of no one kind"),
         pytest.param(
             keyed("utt_a", ("utt_a",), spelled=""), keyed("utt_b", ("utt_b",), spelled=""), "doubt", id="one each, data"
@@ -163,7 +170,7 @@ def test_evidence_survives_the_wire() -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [[], "text", ["k"], ["k", [1], "", "", "", [], 0, 0, None], [*["k"] * 8, [*["k"] * 9]]]
+    "given", [[], "text", ["k"], ["k", [1], "", "", "", [], 0, 0, "", None], [*["k"] * 9, [*["k"] * 10]]]
 )
 def test_evidence_that_is_none_is_refused(given: object) -> None:
     told = {**event(keyed("ctc")).as_dict(), "evidence": given}

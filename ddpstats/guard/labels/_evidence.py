@@ -29,6 +29,7 @@ def evidence_of(found: Inferred) -> Evidence:
             found.beside,
             found.chain.is_known,
             evidence,
+            found.chain.steps[level][0].chosen_by,
         )
     assert evidence is not None
     return evidence

@@ -51,11 +51,14 @@ def _judge(one: Event, other: Event, matched: int) -> Judgement:
     if a.source in _DRAWN or b.source in _DRAWN or (a.fate == b.fate == "pooled") or b.key in a.aliases:
         return "data"
     matters = a.fate in _MATTERS and b.fate in _MATTERS
+    if not (a.chosen_by and b.chosen_by):  # each looked up one of its own: names in common prove nothing
+        return "data" if "keyed" not in (a.fate, b.fate) else "doubt"
     if _agree_on_integers(one) and _agree_on_integers(other):
         return "doubt"
     spelled = bool(a.spelled and b.spelled)
     beside = a.is_beside or b.is_beside
-    if _are_permuted(a, b) and not beside and (matters or (spelled and "pooled" not in (a.fate, b.fate))):
+    in_order = spelled and a.chosen_by == b.chosen_by == "loop" and "pooled" not in (a.fate, b.fate)
+    if _are_permuted(a, b) and not beside and (matters or in_order):
         return "fault"
     rewritten = _rewritten(a, b)
     if alike or rewritten == "same":

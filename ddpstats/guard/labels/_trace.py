@@ -17,7 +17,7 @@ from types import CodeType
 from typing import Literal
 
 from ddpstats.guard.labels._bindings import Binding, Bindings, bindings_of, nearest
-from ddpstats.guard.labels._source import Comprehension, Function, SourceFile
+from ddpstats.guard.labels._source import Comprehension, Function, Loop, SourceFile
 
 _MAX_HOPS = 16
 _MAX_ROUTES = 8
@@ -63,6 +63,7 @@ class Step:
     element: ast.expr | None
     container: ast.expr | None
     loop: ast.AST | None = None
+    chosen_by: Literal["loop", "caller", ""] = "loop"
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,17 +164,17 @@ class Tracer:
                     yield from self.value(node, True, hops)
             yield from self.value(expr.value, True, hops)
         else:
-            yield from self._out(Step((index,), None, expr.value, self._loop_of(index)), fresh, hops)
+            yield from self._out(self._taken(index, expr.value), fresh, hops)
             yield from self.value(expr.value, fresh, hops)
 
     def _call(self, call: ast.Call, fresh: bool, hops: int) -> Iterator[Route]:
         called = call.func
         if isinstance(called, ast.Attribute) and called.attr in _TAKERS and call.args:
             key = call.args[0]
-            yield from self._out(Step((key,), None, called.value, self._loop_of(key)), fresh, hops)
+            yield from self._out(self._taken(key, called.value), fresh, hops)
         elif isinstance(called, ast.Name) and called.id == "getattr" and len(call.args) >= 2:
             key = call.args[1]
-            yield from self._out(Step((key,), None, call.args[0], self._loop_of(key)), fresh, hops)
+            yield from self._out(self._taken(key, call.args[0]), fresh, hops)
         receiver = [called.value] if isinstance(called, ast.Attribute) else []
         given = [*call.args, *(keyword.value for keyword in call.keywords)]
         of_self = bool(receiver) and _root(receiver[0]) in ("self", "cls")
@@ -195,7 +196,7 @@ class Tracer:
         elif isinstance(expr, ast.Attribute):
             yield from self.container(expr.value, hops)
         elif isinstance(expr, ast.Subscript) and not isinstance(expr.slice, ast.Slice):
-            yield from self._out(Step((expr.slice,), None, expr.value, self._loop_of(expr.slice)), False, hops)
+            yield from self._out(self._taken(expr.slice, expr.value), False, hops)
 
     def _out(self, step: Step, fresh: bool, hops: int) -> Iterator[Route]:
         """The step, and what can be told of its container beyond."""
@@ -295,16 +296,36 @@ class Tracer:
         if isinstance(first, (ast.Constant, ast.JoinedStr, ast.Name)) and len(logging.args) > 1:
             yield Route((Step((first,), None, None, self._loop_around(call)),), fresh=True, is_beside=True)
 
+    def _taken(self, key: ast.expr, container: ast.expr) -> Step:
+        """One element by its key: a single look-up where neither a loop nor a caller chose it, nor the text itself."""
+        loop = self._loop_of(key)
+        if isinstance(key, ast.Constant) or isinstance(loop, (*Loop, ast.While)):
+            return Step((key,), None, container, loop)
+        return Step((key,), None, container, loop, "caller" if self._is_given(key) else "")
+
+    def _is_given(self, key: ast.expr) -> bool:
+        """Whether a parameter is part of the key."""
+        for node in ast.walk(key):
+            if isinstance(node, ast.Name):
+                binding = nearest(self._bindings_of(self.file.scope_of(node)), node.id, node, self.file)
+                if binding is not None and binding.kind == "parameter":
+                    return True
+        return False
+
     # -- loops --------------------------------------------------------------------------------------------------------
 
     def _loop_of(self, key: ast.expr) -> ast.AST | None:
-        """The loop that sets the variables of a key."""
+        """The loop that sets the variables of a key; None where none does."""
         for node in ast.walk(key):
             if isinstance(node, ast.Name):
                 binding = nearest(self._bindings_of(self.file.scope_of(node)), node.id, node, self.file)
                 if binding is not None and binding.kind == "loop":
                     return binding.loop
-        return self._loop_around(key)
+                if binding is not None and binding.kind == "value" and binding.name is not None:
+                    around = self._loop_around(binding.name)
+                    if around is not None:
+                        return around
+        return None
 
     def _loop_around(self, node: ast.AST) -> ast.AST | None:
         here = self.file.parents.get(node)
