@@ -102,8 +102,9 @@ class Evidence:
     they are not known. ``source``: that container's class. ``fate``: what the program does with the result.
     ``spelled``: the program's text has the name, "whole" or in "parts", or "". ``is_beside``: the name was only passed
     beside the tensor. ``is_known``: a function of a name like ``reduce_dict`` called the collective. ``aliases``: other
-    names of the same tensor there. ``chosen_by``: "loop" where a loop sets the name, or the text spells it out; "caller"
-    where a parameter does; else "", a single look-up. ``outer``: of the name of that container in the one around it.
+    names of the same tensor there. ``chosen_by``: "loop" where a loop sets the name, or the text spells it out;
+    "caller" where a parameter does; else "", a single look-up. ``outer``: of the name of that container in the one
+    around it.
     """
 
     key: str
