@@ -14,7 +14,7 @@ from typing import Any
 
 from ddpstats._events import Event, RankRecord, read_records
 from ddpstats.errors import DdpstatsError
-from ddpstats.guard._diagnosis import LEFT, Finding, Testimony, find
+from ddpstats.guard._diagnosis import DOUBT, LEFT, NOTHING, Finding, Testimony, find
 from ddpstats.guard._p2p import match_records
 
 _HOW_TO_RECORD = (
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
         raise DdpstatsError(f"{error}{hint}") from None
     findings = diagnose(records)
     print(json.dumps(as_json(records, findings)) if args.json else as_text(records, findings))
-    return 1 if findings else 0
+    return 1 if any(finding.kind != DOUBT for finding in findings) else 0  # a doubt is told, as the guard warns of it
 
 
 def diagnose(records: Sequence[RankRecord]) -> list[Finding]:
@@ -55,7 +55,8 @@ def _in_group(name: str, described: Mapping[str, Any], records: Sequence[RankRec
         return None
     by_rank = {record.rank: record for record in records}
     testimonies = [_testimony(int(rank), name, by_rank.get(int(rank))) for rank in members]
-    return find(name, str(described.get("words", name)), testimonies)
+    found = find(name, str(described.get("words", name)), testimonies)
+    return None if found is not None and found.kind == NOTHING else found
 
 
 def _testimony(rank: int, group: str, record: RankRecord | None) -> Testimony:

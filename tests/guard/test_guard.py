@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddpstats import ConfigError, _intercept, label
+from ddpstats import ConfigError, _intercept, cli, label
 from ddpstats._events import (
     BY_TORCH,
     Event,
@@ -340,3 +340,11 @@ def test_a_rank_that_does_not_come_is_missing_after_the_limit_of_the_environment
 def test_abandoning_compares_nothing(two_ranks: RankPool) -> None:
     assert two_ranks.run(runs.abandoned).values() == ["fine"] * 2
     two_ranks.restart()
+
+
+def test_report_tells_a_doubt_and_does_not_call_it_a_fault(
+    two_ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    two_ranks.run(runs.recorded_under_own_names, str(tmp_path))
+    assert cli.main(["report", str(tmp_path)]) == 0
+    assert "'anna'" in capsys.readouterr().out
