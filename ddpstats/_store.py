@@ -146,6 +146,19 @@ class _Connection:
                 self._running = None
 
 
+class _Here(_Connection):
+    """A store in the memory of this process, which threads that play ranks share: it answers at once."""
+
+    def __init__(self, store: Any) -> None:
+        self.address, self.limits, self._store = None, threading.local(), store
+
+    def ask(self, question: Callable[[Any], T], deadline: float, watch: Callable[[], None] | None) -> T:
+        return question(self._store)
+
+    def renew(self) -> None:
+        pass
+
+
 class BoundedStore:
     """A part of a store: torch's methods, each with a limit. Parts of one store share a connection.
 
@@ -230,4 +243,9 @@ class BoundedStore:
 
 def bounded(store: Any) -> BoundedStore:
     """``store`` itself where it has a limit already; else one that is asked as it is, over its own connection."""
-    return store if isinstance(store, BoundedStore) else BoundedStore(lambda: store)
+    if isinstance(store, BoundedStore):
+        return store
+    made = BoundedStore.__new__(BoundedStore)
+    made.host_rank, made.limit_sec, made._prefix = None, LIMIT_SEC, ""
+    made._connection = _Here(store) if type(store).__name__ == "HashStore" else _Connection(lambda: store, None)
+    return made
