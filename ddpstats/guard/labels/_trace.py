@@ -56,7 +56,8 @@ class Step:
     """One step out of a container.
 
     ``names``: expressions whose values may name the element. Where none does, the element itself is searched for in the
-    container: the value of ``element``, or what was passed to the function that was called (None).
+    container: the value of ``element``, or what was passed to the function that was called (None). ``chosen_by``: as in
+    `_events.Evidence`.
     """
 
     names: tuple[ast.expr, ...]
