@@ -4,16 +4,19 @@ A request to a `TCPStore` waits in C++ for as long as its connection is open: a 
 the network, keeps its clients for ever (torch 2.13, measured: `check`, `set`, `clone`; the store's own timeout counts
 for keys that are missing, and for a connection that is refused again and again). Hence:
 
-1. Each request runs on a thread of its own, which ends with it. The caller waits for as long as it may.
+1. Requests run on a thread of the connection's, which ends a moment after the last. The caller waits for as long as it
+   may.
 2. A request that was given up goes on: nothing ends it but the answer, or the end of the connection. The next one on
-   that connection waits for it first, so that there is one thread at the most.
+   that connection waits for it first.
 3. Where an answer takes long, a look at the server's port tells whether anybody listens there. If not, the process that
    served the store is gone, and no deadline is worth waiting for.
 """
 
 from __future__ import annotations
 
+import queue
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +32,7 @@ LIMIT_SEC = 10.0  # of a request whose caller names no limit
 _LONG_SEC = 1.0  # from when on an answer takes long
 _LEAST_SEC = 0.05  # of a deadline that has passed: what is there may still be read
 _KNOCK_SEC = 0.5
+_LINGER_SEC = 0.05  # of a thread without a request: to start one costs more than to ask the store
 
 Address = tuple[str, int]
 
@@ -48,29 +52,63 @@ class _Request:
         self._ask: Callable[[], Any] | None = ask
         self._value: Any = None
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="ddpstats-store", daemon=True)
-        try:
-            self._thread.start()
-        except RuntimeError:  # Python is ending, and starts no threads any more
-            self._run()
+        self._under_way = threading.Lock()
+        self._under_way.acquire()
 
-    def _run(self) -> None:
+    def run(self) -> None:
         assert self._ask is not None
         try:
             self._value = self._ask()
         except BaseException as error:
             self._error = error
-        self._ask = None
+        self._ask = None  # first: a signal's handler may ask between a waiter's two steps below
+        self._under_way.release()
 
     def done_within(self, seconds: float) -> bool:
-        if self._thread.ident is not None:
-            self._thread.join(max(0.0, seconds))
+        if self._ask is not None and self._under_way.acquire(timeout=max(0.0, seconds)):
+            self._under_way.release()
         return self._ask is None
 
     def result(self) -> Any:
         if self._error is not None:
             raise self._error
         return self._value
+
+
+class _Worker:
+    """Runs one request after another on a thread, which ends when none has come for a moment."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # re-entrant: a signal's handler may come in between
+        self._requests: queue.SimpleQueue[_Request] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def start(self, request: _Request) -> None:
+        if sys.is_finalizing():  # no other thread runs any more
+            request.run()
+            return
+        with self._lock:
+            self._requests.put(request)
+            if self._thread is not None and self._thread.is_alive():  # it is not in a forked process
+                return
+            self._thread = threading.Thread(target=self._run, name="ddpstats-store", daemon=True)
+            try:
+                self._thread.start()
+            except RuntimeError:  # Python is ending, and starts no threads any more
+                self._requests.get_nowait().run()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                request = self._requests.get(timeout=_LINGER_SEC)
+            except queue.Empty:
+                with self._lock:
+                    if self._requests.empty():
+                        self._thread = None
+                        return
+            else:
+                request.run()
+                del request
 
 
 class _Connection:
@@ -84,7 +122,13 @@ class _Connection:
         self._connect: Callable[[], Any] | None = connect
         self._store: Any = None
         self._refusal: BaseException | None = None
-        self._running: _Request | None = _Request(self.store)
+        self._worker = _Worker()
+        self._running: _Request | None = self._started(self.store)
+
+    def _started(self, ask: Callable[[], Any]) -> _Request:
+        request = _Request(ask)
+        self._worker.start(request)
+        return request
 
     def store(self) -> Any:
         """The store itself, connected. On a request's thread."""
@@ -108,7 +152,7 @@ class _Connection:
         try:
             if self._running is not None:
                 self._await(self._running, deadline)
-            self._running = request = _Request(lambda: question(self.store()))
+            self._running = request = self._started(lambda: question(self.store()))
             self._await(request, deadline, watch)
             if self._running is request:
                 self._running = None
@@ -143,7 +187,7 @@ class _Connection:
         with self.turn:
             if self._running is not None and not self._running.done_within(0.0) and self._store is not None:
                 self._connect, self._store = self._store.clone, None
-                self._running = None
+                self._running, self._worker = None, _Worker()
 
 
 class _Here(_Connection):
