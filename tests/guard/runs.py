@@ -111,7 +111,8 @@ def unmet(mode: Any, how: str) -> str:
             elif how == "recv":
                 dist.recv(torch.ones(3), 1, tag=7)
             elif how == "isend":
-                dist.isend(torch.ones(3), 1, tag=7).wait()
+                work: Any = dist.isend(torch.ones(3), 1, tag=7)
+                work.wait()
             else:
                 dist.send(torch.ones(3), 1, tag=7)
     except ddpstats.RankMissing as error:

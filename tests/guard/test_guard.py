@@ -352,7 +352,7 @@ def test_a_message_without_its_other_end_says_who_is_to_do_what(mode: str, how: 
         call = f"recv(src={waits}, tag=7)"
     assert did == f"  rank {waits}: {'recv' if how == 'recv' else 'send'}(float32[3]) with rank {peer}, tag 7"
     assert site.endswith("in unmet")
-    assert source.strip().startswith("dist.")
+    assert "dist." in source
     assert other.startswith(f"  rank {peer}: it ")
     assert "; its last known call was " in other
     assert ("it has come to the end of the guarded program" in other) == (how in ("send", "isend", "recv"))
