@@ -19,6 +19,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ddpstats._exact import SMALLEST, Scaled, scaled_sum
 from ddpstats._host_copy import HostCopy
@@ -149,8 +150,17 @@ def _read_weight(weight: Any) -> tuple[float, list[float] | None]:
     except (ValueError, OverflowError):  # infinities of both signs, or a sum that is none
         fits = False
     if not fits:
-        raise CannotFlatten((), f"the weight is {_shorten(weight)}; a weight is finite and not negative")
+        raise CannotFlatten((), f"the weight is {_shorten(weight)}; {_why_no_weight(elements or [])}")
     return total, elements
+
+
+def _why_no_weight(elements: list[float]) -> str:
+    if elements and all(0 <= element < math.inf for element in elements):
+        return (
+            "its elements add up to more than a float64 can hold. Only the ratios of weights count in a mean: divide "
+            "all weights, on every rank, by one number"
+        )
+    return "a weight is finite and not negative"
 
 
 def _read_simple(flat: Flat, weight: float) -> array[float] | None:
@@ -312,6 +322,10 @@ def _number(value: Any) -> float:
 
 
 def _tensor_elements(tensor: torch.Tensor) -> float | list[float]:
+    if isinstance(tensor, FakeTensor):
+        raise ValueError("a FakeTensor, which has a shape but no value; pass a tensor made outside of FakeTensorMode")
+    if tensor.is_meta:
+        raise ValueError("on the device meta, and meta tensors have a shape but no value; pass a tensor with values")
     if tensor.is_complex():
         raise ValueError("a complex tensor; log its real part, imaginary part or absolute value")
     if hasattr(tensor, "placements"):

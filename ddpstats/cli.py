@@ -12,15 +12,17 @@ import contextlib
 import difflib
 import importlib
 import os
+import re
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple, NoReturn, Protocol, cast
 
 from ddpstats._version import __version__
 from ddpstats.errors import DdpstatsError
 
 _PROG = "ddpstats"
 _COULD_NOT_RUN = 2  # argparse's own status for arguments that it cannot use
+_REQUIRED = "the following arguments are required: "  # argparse's own words
 _INTERRUPTED = 130
 _PIPE_CLOSED = 141  # as a shell tells SIGPIPE
 
@@ -29,6 +31,17 @@ class _Verb(NamedTuple):
     module: str
     help: str
     more: str = ""  # below the options of its --help: examples, and the exit status
+
+
+class _VerbParser(argparse.ArgumentParser):
+    """Where arguments are missing: a sentence and a command that has them, in place of the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        example = re.search(rf"\b{self.prog} .*?(?=;|  |$)", self.epilog or "", re.MULTILINE)  # words follow some
+        if not message.startswith(_REQUIRED) or example is None:
+            super().error(message)
+        missing = message.removeprefix(_REQUIRED).removesuffix(", ARGS")  # of a script, which may have none
+        self.exit(_COULD_NOT_RUN, f"{self.prog}: error: missing: {missing}; for example: {example[0]}\n")
 
 
 class _VerbModule(Protocol):
@@ -102,11 +115,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: after ``--help`` and ``--version`` (0), and for arguments that make no sense (2), as argparse does.
     """
+    if "ddpstats.guard._autostart" in sys.modules:  # DDPSTATS_GUARD is for programs
+        sys.modules["ddpstats.guard._autostart"].cancel()
     given = _given(argv)
     module = cast(_VerbModule, importlib.import_module(_VERBS[given.verb].module))
     args = _verb_parser(given.verb, module).parse_args(given.arguments)
-    if "ddpstats.guard._autostart" in sys.modules:  # DDPSTATS_GUARD is for programs
-        sys.modules["ddpstats.guard._autostart"].cancel()
     try:
         status = module.run(args)
         sys.stdout.flush()
@@ -175,7 +188,7 @@ def _verbs_help() -> str:
 
 
 def _verb_parser(name: str, module: _VerbModule) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _VerbParser(
         prog=f"{_PROG} {name}",
         description=_VERBS[name].help,
         epilog=_VERBS[name].more,

@@ -98,6 +98,38 @@ def test_arguments_that_make_no_sense(args: list[str], said: str, capsys: pytest
     assert said in shown.err
 
 
+@pytest.mark.parametrize(
+    ("args", "missing", "example"),
+    [
+        (["run"], "SCRIPT", "ddpstats run --nproc 2 train.py --lr 0.1"),
+        (["run", "--nproc", "2"], "SCRIPT", "ddpstats run --nproc 2 train.py --lr 0.1"),
+        (
+            ["replay"],
+            "BUNDLE, --model, --step",
+            "ddpstats replay captures --model my_package:make_model --step my_package:step --bisect",
+        ),
+        (
+            ["replay", "captures"],
+            "--model, --step",
+            "ddpstats replay captures --model my_package:make_model --step my_package:step --bisect",
+        ),
+        (["compare"], "A", "ddpstats compare dumps/now dumps/last_week"),
+        (["nan-origin"], "DIR", "ddpstats nan-origin dumps/now"),
+        (["report"], "DIR", "ddpstats report records"),
+    ],
+)
+def test_what_is_missing_is_a_sentence_and_a_command(
+    args: list[str], missing: str, example: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(args)
+    assert ended.value.code == 2
+    shown = capsys.readouterr()
+    assert shown == ("", f"ddpstats {args[0]}: error: missing: {missing}; for example: {example}\n")
+    module = importlib.import_module(cli._VERBS[args[0]].module)
+    cli._verb_parser(args[0], module).parse_args(example.split()[2:])
+
+
 def test_no_verb_shows_them_all(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main([])

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import example, given, settings, strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ddpstats
 from ddpstats import All, Max, Mean, Min, StatsReducer, Sum, _channel, all_ranks, any_rank
@@ -239,6 +240,15 @@ def nested(depth: int) -> Any:
     return stats
 
 
+def fake(shape: tuple[int, ...]) -> torch.Tensor:
+    with FakeTensorMode():
+        return torch.ones(shape)
+
+
+def too_large_together() -> torch.Tensor:
+    return torch.tensor([1e308, 1e308], dtype=torch.float64)
+
+
 def cyclic_dict() -> Any:
     stats: dict[str, Any] = {"good": 1.0}
     stats["again"] = {"x": [stats]}
@@ -283,6 +293,18 @@ BAD_STATS: dict[str, tuple[Callable[[], Any], str | None, str]] = {
     "own weight": (lambda: {"good": Mean(1.0, -1)}, "good", "a Mean for which the weight is -1"),
     "own NaN weight": (lambda: {"good": Mean(1.0, math.nan)}, "good", "a Mean for which the weight is nan"),
     "minimum of nothing": (lambda: {"good": Min(torch.ones(0))}, "good", "empty, and has no min"),
+    "fake": (lambda: {"a": [fake(())]}, "a[0]", "the value is a FakeTensor, which has a shape but no value; pass a"),
+    "fake, 1-d": (lambda: {"a": Sum(fake((3,)))}, "a", "the value is a FakeTensor, which has a shape but no value"),
+    "meta, 1-d": (
+        lambda: {"a": torch.ones(3, device="meta")},
+        "a",
+        "on the device meta, and meta tensors have a shape but",
+    ),
+    "weights too large together": (
+        lambda: {"a": {"x": Mean(torch.ones(2), weight=too_large_together())}},
+        "a/x",
+        "its elements add up to more than a float64 can hold. Only the ratios of weights count in a mean: divide",
+    ),
     "float key": (lambda: {"a": {1.0: 1.0}}, "a/1.0", "the key 1.0 is of type float"),
     "None key": (lambda: {None: 1.0}, "None", "the key None is of type NoneType"),
     "tuple key": (lambda: {("a", "b"): 1.0}, "('a', 'b')", "is of type tuple"),
@@ -304,6 +326,8 @@ BAD_WEIGHTS: dict[str, tuple[Callable[[], Any], str]] = {
     "matrix": (lambda: torch.ones(2, 2), "the weight is a tensor of shape (2, 2)"),
     "negative element": (lambda: torch.tensor([2.0, -1.0]), "a weight is finite and not negative"),
     "NaN element": (lambda: torch.tensor([2.0, math.nan]), "a weight is finite and not negative"),
+    "too large together": (too_large_together, "its elements add up to more than a float64 can hold. Only the ratios"),
+    "fake": (lambda: fake((2,)), "the weight is a FakeTensor, which has a shape but no value; it is a real number or"),
     "None": (lambda: None, "the weight is of type NoneType, which is not a number"),
     "str": (lambda: "8", "the weight is of type str, which is not a number"),
     "list": (lambda: [1.0, 2.0], "the weight is of type list, which is not a number"),

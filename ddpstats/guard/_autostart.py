@@ -6,10 +6,8 @@ imports ddpstats is not guarded, and nothing of ours runs that could say so: ``d
 
 from __future__ import annotations
 
-import multiprocessing
-
 from ddpstats import _config
-from ddpstats.guard._ending import Ending, remember_status
+from ddpstats.guard._ending import Ending, had_ranks, remember_status
 from ddpstats.guard._guard import collective_guard
 
 _ending: Ending | None = None
@@ -24,7 +22,7 @@ def start() -> None:
     guard = collective_guard(mode, record_dir=_config.record_dir()).yielding()
 
     def say() -> None:
-        if guard.has_begun or multiprocessing.parent_process() is None:  # the worker of a DataLoader is no rank
+        if guard.has_begun or had_ranks():  # else a helper of the program's, or no distributed program at all
             guard.say_end()
 
     _ending = Ending(guard, say)

@@ -352,8 +352,7 @@ class Comparing:
         def watch() -> None:
             self._heed()
             if time.monotonic() > deadline or self._inquiry.dead([awaited.source]):
-                last = messages.last_from(awaited.source)
-                self._declare(unmatched(awaited.event, group.view.rank, group.words, last), other)
+                self._declare(self._unmatched(awaited.event, group), other)
                 raise Silenced
 
         try:
@@ -371,14 +370,22 @@ class Comparing:
     def wait_for_message(self, work: Any, group: Group, event: Event) -> None:
         try:
             _intercept.wait_once(work, self._timeout_sec)
+            return
         except RuntimeError as error:
             if not is_broken(error):
                 raise
-            peers = () if event.peer is None else (event.peer,)
-            last = None if group.messages is None or event.peer is None else group.messages.last_from(event.peer)
-            alarm = Alarm(event.group, group.words, (*peers, group.view.rank), event.seq, True)
-            self._declare(unmatched(event, group.view.rank, group.words, last), alarm)
-            raise
+            broken = error
+        # Not in the handler: what the backend says of it, a timeout of its own, would stand first in the traceback.
+        peers = () if event.peer is None else (event.peer,)
+        alarm = Alarm(event.group, group.words, (*peers, group.view.rank), event.seq, True)
+        self._declare(self._unmatched(event, group), alarm)
+        raise broken
+
+    def _unmatched(self, event: Event, group: Group) -> Finding:
+        messages = group.messages
+        last = None if messages is None or event.peer is None else messages.last_from(event.peer)
+        peer = None if event.peer is None else self._inquiry.last_known(event.peer, group.name)
+        return unmatched(event, group.view.rank, group.words, last, peer)
 
     # -- concluding ---------------------------------------------------------------------------------------------------
 

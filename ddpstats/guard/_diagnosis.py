@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ddpstats._events import Event, same_labels
+from ddpstats._events import BY_TORCH, Event, same_labels
 from ddpstats._ranks import ranks_text
 from ddpstats.guard._remedy import remedy
 from ddpstats.guard.labels._judge import Judgement, judge
@@ -173,7 +173,8 @@ def _mismatch(group: str, words: str, by_rank: Mapping[int, Testimony], seq: int
     if culprits:
         who = f"Most ranks agree with each other, so look at {ranks_text(culprits)} first."
     in_order = not any(reason.startswith(("order swapped", "extra call")) for reason in likely)
-    lines.append(f"{who} {remedy(difference, in_order)}")
+    by_hand = any(event.word and event.evidence is None and event.label != BY_TORCH for event in events.values())
+    lines.append(f"{who} {remedy(difference, in_order, by_hand)}")
     return Finding(MISMATCH, "\n".join(lines), group, seq, tuple(absent), culprits, events)
 
 

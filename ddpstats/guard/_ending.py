@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import multiprocessing
 import os
 import sys
 import threading
@@ -37,6 +38,7 @@ AFTER_ERROR_SEC = 5.0  # how long the ranks of a program that has failed here ar
 AtDestroy = Callable[[Any], None]
 _at_destroy: AtDestroy | None = None
 _original_shutdown: Any = None
+_destroyed = False  # whether a process group was, while somebody asked
 
 
 def before_destroying(ask: AtDestroy | None) -> None:
@@ -53,10 +55,20 @@ def before_destroying(ask: AtDestroy | None) -> None:
 
 
 def _shutdown(self: Any) -> None:
-    original = _original_shutdown
+    global _destroyed
+    _destroyed, original = True, _original_shutdown
     if _at_destroy is not None:
         _at_destroy(self)
     original.__get__(self)()
+
+
+def had_ranks() -> bool:
+    """Whether this process has, or had, a process group, or was started to be one of several ranks."""
+    if dist.is_initialized() or _destroyed:
+        return True
+    size = os.environ.get("WORLD_SIZE", "")
+    is_worker = multiprocessing.parent_process() is not None  # of a DataLoader, say
+    return "RANK" in os.environ and size.isdecimal() and int(size) > 1 and not is_worker
 
 
 # -- 2. when the interpreter ends -------------------------------------------------------------------------------------

@@ -276,6 +276,10 @@ class Inquiry:
                 if len(payload) == PROCESS_ID_BYTES:
                     self._peers[rank] = ProcessId.unpack(payload)
 
+    def last_known(self, rank: int, group: str) -> Testimony:
+        """What is known of a rank that is not asked."""
+        return self._last_words(rank, group, bool(self.dead([rank])))
+
     def _last_words(self, rank: int, group: str, dead: bool) -> Testimony:
         key, left = f"words/{rank}/{group}", self.has_left(rank)
         said = _unpack(self._store.get(key), rank) if self._store.check([key]) else Testimony(rank)

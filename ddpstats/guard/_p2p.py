@@ -18,7 +18,7 @@ from typing import Any
 
 from ddpstats._events import Event
 from ddpstats._ranks import ranks_text
-from ddpstats.guard._diagnosis import MISMATCH, MISSING, Finding
+from ddpstats.guard._diagnosis import LEFT, MISMATCH, MISSING, Finding, Testimony
 
 _LONGEST_POLL_SEC = 0.005
 _C10D = "torch.distributed.distributed_c10d"
@@ -94,27 +94,57 @@ class Messages:
         return _read(self._store.get(key)) if self._store.check([key]) else None
 
 
-def unmatched(event: Event, rank: int, words: str, last: Event | None) -> Finding:
-    """A message that did not come through in time. ``last``: what the sender sent last, where that is known."""
-    lines = [
-        f"a message within {words} was not completed:",
-        f"  {ranks_text([rank])}: {event}",
-        f"      at {event.site}",
-    ]
-    lines += [f"         {event.source}"] if event.source else []
-    peers = () if event.peer is None else (event.peer,)
-    if last is not None:
-        lines += [
-            f"  {ranks_text(peers)}: its last message to {ranks_text([rank])} was {last}",
-            f"      at {last.site}",
-        ]
-        if last.tag != event.tag:
-            lines.append("What differs: the tag.")
+def unmatched(event: Event, rank: int, words: str, last: Event | None, peer: Testimony | None) -> Finding:
+    """A message that did not come through in time. ``last``: what the sender sent last, where that is known.
+
+    ``peer``: the rank it was to go to, or come from; None where any rank will do.
+    """
+    sends, here = event.signature.op == "send", ranks_text([rank])
+    there = "any rank" if peer is None else ranks_text([peer.rank])
+    if sends:
+        head = f"{here} sends a message to {there}, which has not received it ({words}):"
     else:
-        who = ranks_text(peers) if peers else "any rank"
-        lines.append(f"  {who}: no such call is known; where it waits in a receive of its own, both receive first")
-    lines.append("Make every send meet a receive of the same tag on the other rank.")
-    return Finding(MISSING, "\n".join(lines), event.group, event.seq, peers, (), {rank: event})
+        head = f"{here} waits for a message from {there}, which has not come ({words}):"
+    lines = [head, *_told(rank, event)]
+    if not sends and last is not None:
+        lines += [f"  {there}: its last message to {here} was {last}", f"      at {last.site}"]
+    elif peer is not None:
+        lines.append(f"  {there}: {_whereabouts(peer)}")
+    if not sends and last is not None and last.tag != event.tag:
+        lines.append("What differs: the tag.")
+    lines.append(_advice(event, rank, peer, sends))
+    missing = () if peer is None else (peer.rank,)
+    return Finding(MISSING, "\n".join(lines), event.group, event.seq, missing, (), {rank: event})
+
+
+def _told(rank: int, event: Event) -> list[str]:
+    source = [f"         {event.source}"] if event.source else []
+    return [f"  {ranks_text([rank])}: {event}", f"      at {event.site}", *source]
+
+
+def _whereabouts(peer: Testimony) -> str:
+    state = "it runs, and has made no such call"
+    if peer.dead:
+        state = "its process is gone"
+    elif peer.left is not None:
+        state = peer.left.replace(LEFT, "it has come to the end of the guarded program, or of its process group,", 1)
+    return f"{state.rstrip(',')}; its last known call was {peer.last}" if peer.last else f"{state}; no call is known"
+
+
+def _advice(event: Event, rank: int, peer: Testimony | None, sends: bool) -> str:
+    if peer is not None and peer.dead:
+        return f"Look at the output of {ranks_text([peer.rank])} first."
+    there = "some rank" if peer is None else ranks_text([peer.rank])
+    call = f"recv(src={rank}, tag={event.tag})" if sends else f"send(dst={rank}, tag={event.tag})"
+    lines = (
+        f"Make {there} call dist.{call} with a tensor of this shape and dtype, or leave out the call of rank {rank}."
+    )
+    last = "" if peer is None else peer.last or ""
+    if last.startswith(f"{event.signature.op}(") and f" with rank {rank}, " in last:
+        lines += (
+            f" Where both ranks {event.signature.op} first, let one of them {'receive' if sends else 'send'} first."
+        )
+    return f"{lines} A rank that is only slow needs a larger timeout_sec (or DDPSTATS_TIMEOUT_SEC)."
 
 
 def called_blocking() -> bool:
@@ -135,10 +165,7 @@ def compare_pair(sent: Event, source: int, received: Event, receiver: int) -> Fi
     if mine.shapes == yours.shapes and mine.dtypes == yours.dtypes:
         return None
     what = "the dtype" if mine.dtypes != yours.dtypes else "the shape"
-    lines = ["a message is not what its receiver expects:"]
-    for rank, event in ((source, sent), (receiver, received)):
-        lines += [f"  {ranks_text([rank])}: {event}", f"      at {event.site}"]
-        lines += [f"         {event.source}"] if event.source else []
+    lines = ["a message is not what its receiver expects:", *_told(source, sent), *_told(receiver, received)]
     lines.append(f"What differs: {what}.")
     lines.append("Make both ranks pass tensors of one shape and dtype, in the same order per tag.")
     by_rank = {source: sent, receiver: received}

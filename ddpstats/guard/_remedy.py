@@ -18,11 +18,18 @@ _BY_DIFFERENCE = {
     ),
     "the pieces": "Make what each rank sends to another what that one expects: split sizes, shapes and dtypes.",
 }
+_BY_HAND = (
+    "ddpstats.label() gave these names: give the same one on all ranks where they reduce the same thing. Where they do "
+    "not, make all ranks go through the same keys in the same order, or use ddpstats.reduce_stats, which aligns them."
+)
 _ORDER = "Make all ranks issue the same collectives in the same order."
 
 
-def remedy(difference: str, in_order: bool) -> str:
-    """``difference``: as `_diagnosis.what_differs` says it. Not ``in_order``: calls are swapped, or one is extra."""
+def remedy(difference: str, in_order: bool, by_hand: bool = False) -> str:
+    """``difference``: as `_diagnosis.what_differs` says it. Not ``in_order``: calls are swapped, or one is extra.
+    ``by_hand``: the program itself gave the names."""
+    if by_hand and difference.startswith("the label"):
+        return _BY_HAND
     if not in_order and not difference.startswith("the label"):
         return _ORDER
     return next((fix for what, fix in _BY_DIFFERENCE.items() if difference.startswith(what)), _ORDER)

@@ -2,8 +2,8 @@
 
 Under torchrun (``torchrun --nproc-per-node 2 -m ddpstats run train.py``) this process is a rank, and runs the script in
 itself: ``sys.argv``, ``__main__``, exit status and traceback are those of ``python train.py``. By itself, with
-``--nproc N``, it starts torchrun on this machine, and when a rank was killed it reads the ranks' records and says why:
-gloo aborts a process whose peer sends another size, and nothing inside that process can.
+``--nproc N``, it starts torchrun on this machine, and when ranks failed and none of them has told why it reads their
+records and says it: gloo aborts a process whose peer sends another size, and nothing inside that process can.
 """
 
 from __future__ import annotations
@@ -154,12 +154,16 @@ def _is_ours(trace: TracebackType) -> bool:
 
 
 def _launch(args: argparse.Namespace) -> int:
+    from ddpstats.guard._telling import was_told  # imports torch, which `--help` need not
+
     with tempfile.TemporaryDirectory(prefix="ddpstats-run-") as scratch:
         directory = args.record_dir or scratch
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.nproc}"]
         command += ["-m", "ddpstats", "run", "--guard", args.guard, *_options_for_ranks(args, directory)]
-        status = subprocess.run([*command, args.script, *args.arguments], check=False).returncode
-        if status != 0 and args.guard != "off":
+        failure = str(Path(scratch) / "failure.json")  # torchrun copies there what it found to have happened first
+        environ = {**os.environ, "TORCHELASTIC_ERROR_FILE": failure}
+        status = subprocess.run([*command, args.script, *args.arguments], check=False, env=environ).returncode
+        if status != 0 and args.guard != "off" and (args.json or not was_told(failure)):
             _explain(directory, args.json)
         return status
 

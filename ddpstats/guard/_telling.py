@@ -5,8 +5,9 @@ already,
 
 1. the first rank that is alive prints it whole, without the frames of this package;
 2. the others wait until it has, and print one line that points there;
-3. all write the same where torchrun looks (``TORCHELASTIC_ERROR_FILE``), with the time at which it happened: torchrun
-   ends its output with what happened first, however many ranks there are.
+3. all write one line where torchrun looks (``TORCHELASTIC_ERROR_FILE``), with the time at which it happened: torchrun
+   ends its output with what happened first, however many ranks there are. That line has the calls and what differs,
+   and says which rank's output has the rest.
 
 A rank that fails makes torchrun end the others, within a tenth of a second. So SIGTERM waits (`signal_deferred`) while
 ranks are about to find out what has happened, and to say so; each of these waits is bounded.
@@ -36,6 +37,7 @@ _OWN = tuple(os.path.join(_PACKAGE, part) for part in ("guard" + os.sep, "_inter
 _verdicts: dict[int, tuple[DdpstatsError, Inquiry, Sequence[int]]] = {}  # by id
 _raised_at: dict[int, float] = {}
 _told: set[int] = set()
+_MARK = "told_by_ddpstats"
 _STILL_NEWS_SEC = 10.0  # a verdict that the program has caught is not told when the program is ended later
 _hooked: Callable[..., Any] | None = None
 
@@ -71,11 +73,11 @@ def tell(error: BaseException, show: Show) -> bool:
         first = inquiry.teller(ranks)
         if first == inquiry.rank:
             show()
-            _leave_for_torchrun(spelled(error), _happened_at(error))
+            _leave_for_torchrun(in_short(error, first), _happened_at(error), error)
         else:
             line = f"rank {inquiry.rank}: {type(error).__name__}, the one that rank {first} prints in full"
             print(line, file=sys.stderr)
-            _leave_for_torchrun(line, time.time())
+            _leave_for_torchrun(line, time.time(), error)
         sys.stderr.flush()
         inquiry.has_told(first, ranks)
     return True
@@ -89,14 +91,40 @@ def _happened_at(error: BaseException) -> float:
     return min((e.started for e in getattr(error, "by_rank", {}).values() if e.started), default=time.time()) - 1
 
 
-def _leave_for_torchrun(text: str, happened_at: float) -> None:
-    """As torch's own ``record`` does. What is there already stays: the program's own words for it."""
+def _leave_for_torchrun(text: str, happened_at: float, error: BaseException) -> None:
+    """As torch's own ``record`` does. What a program's ``record`` has written stays, unless it is all of ``error``."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not path or os.path.exists(path):
+    if not path or (os.path.exists(path) and not _holds(path, str(error))):
         return
-    told = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(happened_at))}}
+    told = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(happened_at)), _MARK: True}}
     with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
         json.dump({"message": told}, file)
+
+
+def _holds(path: str, text: str) -> bool:
+    try:
+        with open(path, encoding="utf-8") as file:
+            return json.dumps(text)[1:-1] in file.read()
+    except (OSError, ValueError):
+        return False
+
+
+def was_told(error_file: str) -> bool:
+    """Whether what torchrun found to have happened first is a verdict that a rank has printed."""
+    try:
+        with open(error_file, encoding="utf-8") as file:
+            return bool(json.load(file)["message"]["extraInfo"].get(_MARK))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # no rank failed, or it wrote other things
+        return False
+
+
+def in_short(error: BaseException, first: int) -> str:
+    """One line of the message: what each rank did and where, and what differs. ``first``: the rank that prints it."""
+    lines = str(error).splitlines()
+    did = [line for line in lines if line.startswith(("  rank", "      at "))] or lines[:1]
+    calls = "".join(f"{'; ' if line.startswith('  rank') else ' '}{line.strip()}" for line in did).lstrip("; ")
+    differs = "".join(f" {line}" for line in lines if line.startswith("What differs"))
+    return f"{type(error).__name__}: {calls}.{differs} The output of rank {first} has it in full."
 
 
 def spelled(error: BaseException) -> str:

@@ -99,6 +99,28 @@ def waits_alone(on_mismatch: Any) -> tuple[str, tuple[int, ...], float]:
     return "nothing", (), time.monotonic() - started
 
 
+def unmet(mode: Any, how: str) -> str:
+    """A message that only rank 0 is about; or both ranks send before they receive."""
+    try:
+        with collective_guard(mode, timeout_sec=3):
+            dist.all_reduce(torch.ones(1))
+            if how == "both send":
+                dist.send(torch.ones(3), 1 - dist.get_rank(), tag=7)
+            elif dist.get_rank() == 1:
+                time.sleep(6 if how == "send, slow" else 0)
+            elif how == "recv":
+                dist.recv(torch.ones(3), 1, tag=7)
+            elif how == "isend":
+                work: Any = dist.isend(torch.ones(3), 1, tag=7)
+                work.wait()
+            else:
+                dist.send(torch.ones(3), 1, tag=7)
+    except ddpstats.RankMissing as error:
+        chained = error.__context__ or error.__cause__
+        return f"{error.missing_ranks} {error}" if chained is None else f"chained: {chained!r}"
+    return "silent"
+
+
 def abandoned() -> str:
     """A mismatch that a last comparison would find."""
     guard = collective_guard("step")

@@ -119,7 +119,52 @@ def test_a_mismatch_that_is_left_at_the_end_is_found(train: Any, how: str, statu
     assert said.count("rank 1: CollectiveMismatch, the one that rank 0 prints in full") == 1
     assert "ddpstats/guard" not in said
     assert ("of the program" in said) == (how in ("raise", "raise on rank 1", "destroy in finally"))
-    assert "What differs: the label" in done.stderr.rpartition("Root Cause")[2]
+    _is_told_once(done)
+
+
+def _is_told_once(done: subprocess.CompletedProcess[str]) -> None:
+    """By a rank; what torchrun ends with is one line, of what counts most."""
+    assert done.stderr.count("Nothing here tells which rank is right.") == 1, done.stderr
+    assert done.stderr.count("Likely: rank 1 lacks key 'snr'") == 1
+    (line,) = re.findall("traceback : (.*)", done.stderr.rpartition("Root Cause")[2])
+    assert re.search(r"rank 0: all_reduce\(float32\[\], sum\) 'snr' at \S*train.py:\d+ in <module>; rank 1: ", line)
+    assert "'l1'" in line
+    assert "What differs: the label" in line
+    assert line.endswith("The output of rank 0 has it in full.")
+
+
+RECORDED = """
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    @record
+    def main():
+        dist.destroy_process_group()
+
+    main()
+"""
+
+
+@pytest.mark.parametrize("end", [ENDS, RECORDED])
+def test_run_does_not_tell_again_what_a_rank_has_told(train: Any, end: str) -> None:
+    done = ddpstats("run", "--nproc", "2", "--guard", "step", train(HEAD, FAULTY, end), "destroy")
+    assert done.returncode == 1
+    _is_told_once(done)
+    assert "left a record" not in done.stderr
+
+
+BY_HAND = """
+    with ddpstats.label("l1" if rank else "snr"):
+        dist.all_reduce(torch.ones(()))
+"""
+
+
+@pytest.mark.parametrize("mode", ["step", "strict"])
+def test_names_given_by_hand_that_differ(train: Any, mode: str) -> None:
+    done = torchrun(train(HEAD, BY_HAND, ENDS), "destroy", mode=mode)
+    assert done.returncode == 1
+    assert "all_reduce(float32[], sum) 'snr'" in done.stderr
+    assert "ddpstats.label() gave these names: give the same one on all ranks" in done.stderr, done.stderr
+    assert "with ddpstats.label(" not in done.stderr.replace('with ddpstats.label("l1" if rank', "")
 
 
 @pytest.mark.parametrize(
@@ -176,6 +221,40 @@ def test_a_guard_that_compared_nothing_says_so(train: Any, tmp_path: Path, mode:
     why = "the program runs on one rank" if mode == "step" else "mode 'record' compares nothing while it runs"
     assert f"5 collectives seen, nothing was compared: {why}" in done.stderr
     assert (f"Next: ddpstats report {directory}" in done.stderr) == (mode == "record")
+
+
+INITIALIZED = """
+    import ddpstats, torch.distributed as dist
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "env", "warns"),
+    [
+        pytest.param("import ddpstats", {}, False, id="helper"),
+        pytest.param("import ddpstats", {"RANK": "0", "WORLD_SIZE": "1"}, False, id="one rank"),
+        pytest.param("import ddpstats", {"RANK": "0", "WORLD_SIZE": "2"}, True, id="two ranks"),
+        pytest.param(INITIALIZED, {}, True, id="group"),
+        pytest.param(f"{INITIALIZED}    dist.destroy_process_group()", {}, True, id="destroyed"),
+    ],
+)
+def test_only_a_program_of_ranks_is_told_that_nothing_was_compared(
+    train: Any, text: str, env: dict[str, str], warns: bool
+) -> None:
+    inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    own = {**inherited, "DDPSTATS_GUARD": "step", **env}
+    command = [sys.executable, train(text)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SEC, check=False, env=own)
+    assert done.returncode == 0, done.stderr
+    assert ("nothing was compared" in done.stderr) == warns
+    assert bool(done.stderr) == warns
+
+
+@pytest.mark.parametrize("rank", [{}, {"RANK": "0", "WORLD_SIZE": "2"}])
+def test_a_command_of_ours_compares_nothing_and_need_not_say_so(rank: dict[str, str]) -> None:
+    done = ddpstats("--version", DDPSTATS_GUARD="step", **rank)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def ddpstats(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -273,6 +352,14 @@ def test_the_fix_fits_what_differs(difference: str, words: str) -> None:
     assert words in remedy(difference, in_order=True)
     assert "label(" not in remedy(difference, in_order=True) + remedy(difference, in_order=False)
     assert "label(" in remedy("the label: operation, shape", in_order=False)
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_names_given_by_hand_are_not_told_to_be_given_by_hand(in_order: bool) -> None:
+    said = remedy("the label: operation, shape", in_order, by_hand=True)
+    assert "ddpstats.label() gave these names: give the same one on all ranks" in said
+    assert "ddpstats.reduce_stats" in said
+    assert "with ddpstats.label(" not in said
 
 
 def test_the_last_line() -> None:

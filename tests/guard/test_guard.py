@@ -337,6 +337,30 @@ def test_a_rank_that_does_not_come_is_missing_after_the_limit_of_the_environment
     assert 1.0 < waited_sec < 15.0
 
 
+@pytest.mark.parametrize("mode", ["step", "strict"])
+@pytest.mark.parametrize("how", ["send", "send, slow", "isend", "recv", "both send"])
+def test_a_message_without_its_other_end_says_who_is_to_do_what(mode: str, how: str) -> None:
+    said = run_ranks(runs.unmet, 2, mode, how, timeout_sec=60).values()
+    head, did, site, source, other, advice = said[0].split("\n")
+    waits, peer = ("0", "1") if head.startswith("(1,)") else ("1", "0")  # where both send, either comes first
+    assert waits == "0" or how == "both send"
+    if how == "recv":
+        assert head.startswith(f"({peer},) rank {waits} waits for a message from rank {peer}, which has not come (the")
+        call = f"send(dst={waits}, tag=7)"
+    else:
+        assert head.startswith(f"({peer},) rank {waits} sends a message to rank {peer}, which has not received it (the")
+        call = f"recv(src={waits}, tag=7)"
+    assert did == f"  rank {waits}: {'recv' if how == 'recv' else 'send'}(float32[3]) with rank {peer}, tag 7"
+    assert site.endswith("in unmet")
+    assert "dist." in source
+    assert other.startswith(f"  rank {peer}: it ")
+    assert "; its last known call was " in other
+    assert ("it has come to the end of the guarded program" in other) == (how in ("send", "isend", "recv"))
+    assert f"Make rank {peer} call dist.{call} with a tensor of this shape and dtype" in advice
+    assert ("let one of them receive first" in advice) == (how == "both send")
+    assert said[1] in (said[0], "silent")
+
+
 def test_abandoning_compares_nothing(two_ranks: RankPool) -> None:
     assert two_ranks.run(runs.abandoned).values() == ["fine"] * 2
     two_ranks.restart()
