@@ -7,6 +7,19 @@ from collections.abc import Iterator
 import pytest
 
 from ddpstats.testing import RankPool
+from ddpstats.testing._rank_main import RankSpec
+from ddpstats.testing._rank_process import rank_environ
+from ddpstats.testing._rank_server import RankServer
+
+# What optimizers and DDP import at their first use, and what the ranks' own modules import
+PRELOADED = ("torch._dynamo", "numpy", "pytest")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def rank_server() -> Iterator[RankServer]:
+    """Ranks are forked from a process that has torch: to import it takes longer than most tests."""
+    with RankServer(rank_environ(RankSpec(0, 1, 0, 0, 0, 0), {}), PRELOADED) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from typing import IO
 
 from ddpstats.testing._rank_main import RankSpec
+from ddpstats.testing._rank_server import Forked, RankServer, ServerGone
 from ddpstats.testing._rank_wire import END, FrameReader, send_frame
 
 _TAIL_BYTES = 8000
@@ -51,7 +52,12 @@ class RankProcess:
             self._resources = resources.pop_all()
         _started.add(self)
 
-    def _start(self, spec: RankSpec, environ: dict[str, str]) -> subprocess.Popen[bytes]:
+    def _start(self, spec: RankSpec, environ: dict[str, str]) -> subprocess.Popen[bytes] | Forked:
+        server = RankServer.current
+        if server is not None and server.serves(environ):
+            fds = (spec.control_fd, spec.life_fd, spec.stack_fd)
+            with contextlib.suppress(ServerGone):
+                return server.start(spec[:3], environ, self._stderr.fileno(), fds)
         return subprocess.Popen(
             [sys.executable, "-c", _bootstrap(spec)],
             env=environ,
