@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -83,6 +84,68 @@ def test_without_values_they_are_refused_and_nothing_is_closed(two_ranks: RankPo
     assert found[0] == found[1]
     assert found[0][:3] == [3.0, 3.0, 3.0]
     assert found[0][-1] is True
+
+
+def watchers(directory: str, guard: ddpstats.collective_guard, group: Any) -> dict[str, Callable[[], Any]]:
+    """What judges, compares and records a step."""
+    model = torch.nn.Linear(2, 1)
+    dump = ddpstats.StatsDump({"level": "L1", "dump_path": f"{directory}/dump", "step": [100]})
+    return {
+        "NaNCapture.check": ddpstats.NaNCapture(directory, model=model, group=group).check,
+        "Sentinel.step": ddpstats.Sentinel(model, mode=1, group=group).step,
+        "collective_guard.step": guard.step,
+        "StatsDump.start": dump.start,
+        "StatsDump.stop": dump.stop,
+        "StatsDump.step": dump.step,
+    }
+
+
+def watched(directory: str) -> dict[str, Any]:
+    """For each: what a compiled function that calls it three times gave, and whether Dynamo looked into it."""
+    with ddpstats.collective_guard("step", timeout_sec=60) as guard:
+        return {name: run_compiled(call) for name, call in watchers(directory, guard, dist.new_group()).items()}
+
+
+def run_compiled(call: Callable[[], Any]) -> Any:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        call()
+        return y + 1
+
+    graphs: list[Any] = []
+
+    def backend(module: Any, inputs: Any) -> Any:
+        graphs.append(module)
+        return module.forward
+
+    run: Any = torch.compile(step, backend=backend)
+    try:
+        return [run(torch.ones(3)).tolist() for _ in range(3)], len(graphs)
+    except Exception as error:
+        return repr(error)[:300]
+
+
+def test_what_watches_a_step_breaks_the_graph(two_ranks: RankPool, tmp_path: Path) -> None:
+    for found in two_ranks.run(watched, str(tmp_path), timeout_sec=LIMIT_SEC).values():
+        assert found == dict.fromkeys(found, ([[3.0] * 3] * 3, 2))
+        assert len(found) == 6
+
+
+def watched_without_values(directory: str) -> list[Any]:
+    calls = watchers(directory, ddpstats.collective_guard("off"), dist.new_group())
+    judges = [calls[name] for name in ("NaNCapture.check", "Sentinel.step")]
+    with FakeTensorMode():
+        for call in judges:  # a first use: nothing is set up either
+            with pytest.raises(
+                ConfigError, match=r"(NaNCapture\.check|Sentinel\.step) was called under FakeTensorMode"
+            ):
+                call()
+    return [(verdict.step, verdict.ok) for call in judges for verdict in (call(), call())]
+
+
+def test_without_values_a_step_is_not_judged(two_ranks: RankPool, tmp_path: Path) -> None:
+    found = two_ranks.run(watched_without_values, str(tmp_path), timeout_sec=LIMIT_SEC).values()
+    assert found == [[(0, True), (1, True)] * 2] * 2
 
 
 def test_nothing_of_ours_imports_dynamo() -> None:

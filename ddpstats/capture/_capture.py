@@ -24,6 +24,7 @@ from typing import Any, get_args
 import torch
 
 from ddpstats._channel import channel_of
+from ddpstats._compiled import breaks_graph, refuse_without_values
 from ddpstats._gather import gather_trees
 from ddpstats._gradients import GradientWatch, any_bad, unwrapped
 from ddpstats._micro_batch import Running, checked_step
@@ -141,6 +142,7 @@ class NaNCapture:
         """
         return _Running(self, batch)
 
+    @breaks_graph
     def check(self, *, step: int | None = None) -> Verdict:
         """Judge the step: after the last ``backward()`` (and ``scaler.unscale_``), before ``optimizer.step()``.
 
@@ -157,6 +159,7 @@ class NaNCapture:
         """
         if self._closed or self._running is not None:
             raise ConfigError(f"NaNCapture.check() {'after close()' if self._closed else 'inside micro_batch()'}")
+        refuse_without_values("NaNCapture.check")  # first: a step that is not judged is not forgotten
         if step is not None:
             self._step = checked_step(step, "NaNCapture.check")
         if not self._settings_agreed:

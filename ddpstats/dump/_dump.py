@@ -24,6 +24,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
+from ddpstats._compiled import breaks_graph
 from ddpstats.dump._config import DumpConfig, read_config
 from ddpstats.dump.collect._calls import CallWatch
 from ddpstats.dump.collect._modules import ModuleWatch
@@ -91,6 +92,7 @@ class StatsDump:
         """How often `step` was called."""
         return self._step
 
+    @breaks_graph
     def start(self, model: Any = None) -> None:
         """Collect from here on, if this step and this rank are chosen; before the forward pass.
 
@@ -118,6 +120,7 @@ class StatsDump:
         self._open(rank)
         self._install()
 
+    @breaks_graph
     def stop(self) -> None:
         """Collect no longer, and write the files; after the backward pass. Does nothing where nothing is collected.
 
@@ -131,6 +134,7 @@ class StatsDump:
         if self._recorder is not None:
             self._recorder.close()
 
+    @breaks_graph
     def step(self) -> None:
         """The training step is over: the next one begins. Stops first, where that was forgotten."""
         try:
@@ -143,7 +147,7 @@ class StatsDump:
         if not self._has_warned_of_ranks:
             self._has_warned_of_ranks = True
             for problem in self._config.problems(_world_size()):
-                warnings.warn(f"ddpstats: the dump's configuration: {problem}", stacklevel=3)
+                warnings.warn(f"ddpstats: the dump's configuration: {problem}", stacklevel=4)
 
     def __enter__(self) -> StatsDump:
         self.start()
@@ -228,7 +232,7 @@ class StatsDump:
             warnings.warn(
                 "ddpstats: the model has parts under torch.compile or TorchScript: what is inside them is not in the "
                 "dump. Run without that to see it.",
-                stacklevel=4,
+                stacklevel=5,
             )
 
     def _exit(self) -> None:

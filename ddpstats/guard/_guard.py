@@ -33,6 +33,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch.distributed as dist
 
 from ddpstats import _config, _intercept
+from ddpstats._compiled import breaks_graph
 from ddpstats._events import BY_TORCH, Event, RecordWriter, Ring, label_word
 from ddpstats._intercept import Collective, GroupView
 from ddpstats.errors import CollectiveMismatch, ConfigError, DdpstatsError
@@ -323,6 +324,7 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
 
     # -- the user's side ----------------------------------------------------------------------------------------------
 
+    @breaks_graph
     def step(self) -> None:
         """Mark a step boundary; in mode "step" compare all groups. Every rank must call. Raises as the guard does."""
         self._standing.steps += 1

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ddpstats._channel import channel_of
+from ddpstats._compiled import breaks_graph, refuse_without_values
 from ddpstats._gather import gather_trees
 from ddpstats._micro_batch import Running, checked_step
 from ddpstats._step_record import MicroBatch
@@ -133,6 +134,7 @@ class Sentinel:
         """
         return Running(self, batch)
 
+    @breaks_graph
     def step(self, *, step: int | None = None) -> Verdict:
         """Judge the step: after the last ``backward()``, before ``optimizer.step()`` and ``scaler.update()``.
 
@@ -150,6 +152,7 @@ class Sentinel:
         """
         if self._closed or self._running is not None:
             raise ConfigError(f"Sentinel.step() {'after close()' if self._closed else 'inside micro_batch()'}")
+        refuse_without_values("Sentinel.step")  # first: a step that is not judged is not forgotten
         try:
             self._step = self._step if step is None else checked_step(step, "Sentinel.step")
         except ConfigError as problem:  # of this rank alone, and the others are about to wait
