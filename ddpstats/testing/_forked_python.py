@@ -22,7 +22,7 @@ MAX_FDS = 8
 
 
 def serve(fd: int) -> tuple[dict[str, Any], list[int]] | None:
-    """Answer the parent until it is gone (None). In each forked process: what it is asked to be, and its descriptors."""
+    """Answer the parent until it is gone (None). In a forked process: what it is asked to be, and its descriptors."""
     server = socket.socket(fileno=fd)
     pids: dict[int, int] = {}  # of those that run, by a descriptor that tells of their end
     poll = select.poll()
@@ -75,6 +75,9 @@ def become(request: dict[str, Any], fds: list[int]) -> None:
     os.environ.clear()
     os.environ.update(request["environ"])
     sys.path[:] = request["paths"]
+    sys.modules["torch"].default_generator.seed()  # each process draws its own numbers, as each does that starts
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
 
 
 def main(fd: int, preload: Sequence[str]) -> tuple[dict[str, Any], list[int]]:

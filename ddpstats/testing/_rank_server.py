@@ -21,7 +21,19 @@ from pathlib import Path
 from types import TracebackType
 
 _FORKED = Path(__file__).with_name("_forked_python.py")
-_READ_AT_START = ("PYTHON", "LD_", "OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "MALLOC_", "TORCH", "PYTORCH_", "CUDA_")
+_READ_AT_START = (
+    "PYTHON",
+    "LD_",
+    "OMP_",
+    "MKL_",
+    "KMP_",
+    "GOMP_",
+    "OPENBLAS_",
+    "MALLOC_",
+    "TORCH",
+    "PYTORCH_",
+    "CUDA_",
+)
 _NOT_READ = ("PYTHONPATH", "TORCHELASTIC_USE_AGENT_STORE")  # sys.path is handed on as it is
 _ANSWER_BYTES = 4096
 _START_SEC = 120.0  # of an interpreter that imports torch, on a loaded machine
@@ -180,6 +192,4 @@ def _paths() -> list[str]:
 
 
 def _read_at_start(environ: Mapping[str, str]) -> dict[str, str]:
-    return {
-        name: value for name, value in environ.items() if name.startswith(_READ_AT_START) and name not in _NOT_READ
-    }
+    return {name: value for name, value in environ.items() if name.startswith(_READ_AT_START) and name not in _NOT_READ}
