@@ -10,8 +10,18 @@ import os as _os
 from typing import TYPE_CHECKING, Any as _Any
 
 if TYPE_CHECKING:
-    from ddpstats._markers import All as All, Any as Any, Max as Max, Mean as Mean, Min as Min, Sum as Sum
-    from ddpstats._version import __version__ as __version__
+    from ddpstats._base.version import __version__ as __version__
+    from ddpstats._reduction.markers import All as All, Any as Any, Max as Max, Mean as Mean, Min as Min, Sum as Sum
+    from ddpstats._reduction.reducer import (
+        Entry as Entry,
+        PendingReduction as PendingReduction,
+        Reduced as Reduced,
+        ReductionCounters as ReductionCounters,
+        StatsReducer as StatsReducer,
+        all_ranks as all_ranks,
+        any_rank as any_rank,
+        reduce_stats as reduce_stats,
+    )
     from ddpstats.capture import NaNCapture as NaNCapture
     from ddpstats.dump import StatsDump as StatsDump
     from ddpstats.errors import (
@@ -33,21 +43,11 @@ if TYPE_CHECKING:
         recursive_divide as recursive_divide,
         recursive_sum as recursive_sum,
     )
-    from ddpstats.reduce import (
-        Entry as Entry,
-        PendingReduction as PendingReduction,
-        Reduced as Reduced,
-        ReductionCounters as ReductionCounters,
-        StatsReducer as StatsReducer,
-        all_ranks as all_ranks,
-        any_rank as any_rank,
-        reduce_stats as reduce_stats,
-    )
     from ddpstats.sentinel import Sentinel as Sentinel
 
 _HOMES = {
-    "_markers": ("All", "Any", "Max", "Mean", "Min", "Sum"),
-    "_version": ("__version__",),
+    "_reduction.markers": ("All", "Any", "Max", "Mean", "Min", "Sum"),
+    "_base.version": ("__version__",),
     "capture": ("NaNCapture",),
     "dump": ("StatsDump",),
     "errors": (
@@ -65,7 +65,7 @@ _HOMES = {
     ),
     "guard": ("collective_guard", "label"),
     "recursive_op": ("recursive_average", "recursive_divide", "recursive_sum"),
-    "reduce": (
+    "_reduction.reducer": (
         "Entry",
         "PendingReduction",
         "Reduced",
@@ -79,9 +79,7 @@ _HOMES = {
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
-_SUBMODULES = frozenset(
-    {"capture", "dump", "errors", "guard", "integrations", "recursive_op", "reduce", "sentinel", "testing"}
-)
+_SUBMODULES = frozenset({"capture", "dump", "errors", "guard", "integrations", "recursive_op", "sentinel", "testing"})
 
 __all__ = sorted(_HOME_OF)
 

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple, NoReturn, Protocol, cast
 
-from ddpstats._version import __version__
+from ddpstats._base.version import __version__
 from ddpstats.errors import DdpstatsError
 
 _PROG = "ddpstats"
@@ -97,7 +97,7 @@ exit status: 0 reproduced, 1 not reproduced, 2 it could not run""",
 {_FOUND}""",
     ),
     "demo": _Verb(
-        "ddpstats._demo",
+        "ddpstats.demo.demo",
         "wrong averages, then right ones, on real ranks of this machine",
         "exit status: 0 it ran, 2 it could not",
     ),

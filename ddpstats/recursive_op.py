@@ -13,16 +13,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ddpstats._channel import ALONE
-from ddpstats._compiled import breaks_graph
-from ddpstats._markers import Marker
-from ddpstats._paths import Path
-from ddpstats._reduced import Reduced
-from ddpstats._schema import iter_leaves
-from ddpstats._tree import FLOATS, flatten
-from ddpstats._values import accelerator_in_use
+from ddpstats._base.compiled import breaks_graph
+from ddpstats._base.paths import Path
+from ddpstats._reduction.channel import ALONE
+from ddpstats._reduction.markers import Marker
+from ddpstats._reduction.reducer import NonFinitePolicy, kept_reducer
+from ddpstats._reduction.result import Reduced
+from ddpstats._reduction.schema import iter_leaves
+from ddpstats._reduction.tree import FLOATS, flatten
+from ddpstats._reduction.values import accelerator_in_use
 from ddpstats.errors import InvalidStats
-from ddpstats.reduce import NonFinitePolicy, kept_reducer
 
 __all__ = ["recursive_average", "recursive_divide", "recursive_sum"]
 

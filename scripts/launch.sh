@@ -219,7 +219,7 @@ extras_for_tests() { # PYTEST ARGUMENTS...
         if [[ $path != -* && -e $root/$path ]]; then
           named+=("$path")
         elif [[ $path == tests/* ]]; then
-          fail "there is no $path in $root" "name a test, or a folder of tests, as from the repository: tests/test_layout.py"
+          fail "there is no $path in $root" "name a test, or a folder of tests, as from the repository: tests/reduction/test_layout.py"
         fi
         ;;
     esac

@@ -108,12 +108,12 @@ EVERYTHING = {"testing", *(extra for extras in table().values() for extra in ext
         (["tests"], EVERYTHING),
         (["tests/"], EVERYTHING),
         (["README.md"], EVERYTHING),
-        (["--ignore", "tests/test_layout.py"], EVERYTHING),
-        (["tests/test_layout.py"], {"testing"}),
-        (["./tests/test_layout.py", "-x"], {"testing"}),
+        (["--ignore", "tests/reduction/test_layout.py"], EVERYTHING),
+        (["tests/reduction/test_layout.py"], {"testing"}),
+        (["./tests/reduction/test_layout.py", "-x"], {"testing"}),
         ([str(ROOT / "tests" / "test_layout.py")], {"testing"}),
-        (["-x", "tests/test_layout.py::test_that_is_one[a::b]"], {"testing"}),
-        (["-k", "wire and not espnet", "tests/test_layout.py", "tests/dump", "tests/sentinel"], {"testing"}),
+        (["-x", "tests/reduction/test_layout.py::test_that_is_one[a::b]"], {"testing"}),
+        (["-k", "wire and not espnet", "tests/reduction/test_layout.py", "tests/dump", "tests/sentinel"], {"testing"}),
         (["tests/integrations/test_torchmetrics.py"], {"testing", "torchmetrics"}),
         (["tests/integrations/test_lightning.py::test_x"], {"testing", "lightning", "torchmetrics"}),
         (["tests/capture"], {"testing", "accelerate", "espnet", "lightning", "transformers"}),
@@ -129,20 +129,20 @@ def test_what_the_named_tests_need_is_set_up(venv: Path, tests: list[str], extra
 
 def test_set_ups_add_up_and_are_quiet_where_nothing_is_to_do(venv: Path) -> None:
     log = venv.parent / "asked"
-    assert set_up_for(venv, "tests/test_layout.py") == {"testing"}
+    assert set_up_for(venv, "tests/reduction/test_layout.py") == {"testing"}
     asked = log.read_text()
     assert "torch>=2.6\n" in asked
     assert "numpy\n" in asked
     assert "lightning" not in asked
-    again = launch("test", "tests/test_paths.py", DDPSTATS_VENV=str(venv))
+    again = launch("test", "tests/base/test_paths.py", DDPSTATS_VENV=str(venv))
     assert (again.returncode, again.stderr, log.read_text()) == (0, "", asked)
     assert set_up_for(venv, "tests/integrations/test_torcheval.py") == {"testing", "torcheval"}
     assert "torcheval>=" in log.read_text()
     asked = log.read_text()
-    assert set_up_for(venv, "tests/test_layout.py") == {"testing", "torcheval"}
+    assert set_up_for(venv, "tests/reduction/test_layout.py") == {"testing", "torcheval"}
     assert log.read_text() == asked
     (venv / "ddpstats-set-up").write_text("another setup.cfg\ntesting\ntorcheval\n")
-    assert set_up_for(venv, "tests/test_layout.py") == {"testing"}
+    assert set_up_for(venv, "tests/reduction/test_layout.py") == {"testing"}
     assert log.read_text() != asked
 
 
@@ -155,7 +155,7 @@ def test_a_test_that_is_not_there_is_told_before_anything_is_installed(venv: Pat
 
 
 def test_set_up_says_what_it_does_and_how_to_go_on(venv: Path) -> None:
-    done = launch("test", "tests/test_layout.py", DDPSTATS_VENV=str(venv))
+    done = launch("test", "tests/reduction/test_layout.py", DDPSTATS_VENV=str(venv))
     lines = done.stderr.splitlines()
     assert all(re.match(r"launch\.sh: +\d+ s  ", line) for line in lines), done.stderr
     assert "installing torch and what is needed for: testing into" in lines[0]
@@ -167,7 +167,7 @@ def test_set_up_says_what_it_does_and_how_to_go_on(venv: Path) -> None:
 def test_what_pip_says_is_told_whole_where_it_fails(venv: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_STATUS", "3")
     (venv.parent / "pip.txt").write_text("Collecting torch\nWARNING: a mirror\nno space left on device\n")
-    done = launch("test", "tests/test_layout.py", DDPSTATS_VENV=str(venv))
+    done = launch("test", "tests/reduction/test_layout.py", DDPSTATS_VENV=str(venv))
     assert done.returncode == 2
     assert "\nCollecting torch\nWARNING: a mirror\nno space left on device\n" in done.stderr
     assert "error: pip could not install" in done.stderr
@@ -301,10 +301,10 @@ def test_on_a_bare_machine_a_verb_sets_up_what_it_needs_once(tmp_path: Path) -> 
     assert "torch>=2.6" in asked.read_text()
     assert own.endswith(f"--editable {LAUNCH.parents[1]}")
     assert first == second == "-m ddpstats demo"
-    done = launch("test", "tests/test_layout.py", **settings)
+    done = launch("test", "tests/reduction/test_layout.py", **settings)
     assert done.returncode == 0, done.stderr
     assert "hypothesis" in asked.read_text()
-    assert asked.read_text().splitlines()[-1] == "-m pytest tests/test_layout.py"
+    assert asked.read_text().splitlines()[-1] == "-m pytest tests/reduction/test_layout.py"
 
 
 def test_pip_that_fails(tmp_path: Path) -> None:

@@ -16,20 +16,20 @@ from ddpstats import errors
 
 ROOT = pathlib.Path(__file__).parents[1]
 PURE = [
-    "_layout",
-    "_agreement",
-    "_wire",
-    "_schema",
-    "_ranks",
-    "_markers",
-    "_config",
-    "_paths",
-    "_cache",
+    "_reduction.layout",
+    "_reduction.layout_agreement",
+    "_reduction.wire",
+    "_reduction.schema",
+    "_base.rank_names",
+    "_reduction.markers",
+    "_base.config",
+    "_base.paths",
+    "_base.bounded_cache",
     "errors",
-    "_version",
-    "_atomic",
-    "_micro_batch",
-    "_module_hook",
+    "_base.version",
+    "_base.atomic_files",
+    "_rerun.micro_batch",
+    "_observe.module_hooks",
     "capture._fields",
     "capture._manifest",
     "sentinel._settings",
@@ -63,7 +63,7 @@ def test_pure_modules_do_not_import_torch(module: str) -> None:
 
 
 def test_the_test_above_can_fail() -> None:
-    assert run("import sys, ddpstats.reduce; print('torch' in sys.modules)") == "True"
+    assert run("import sys, ddpstats._reduction.reducer; print('torch' in sys.modules)") == "True"
 
 
 def test_every_public_name_is_there_and_documented() -> None:
@@ -104,23 +104,23 @@ def test_errors_travel_by_pickle_with_their_attributes() -> None:
 
 
 def test_a_bad_setting_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ddpstats import _config
+    from ddpstats._base import config
 
     monkeypatch.setenv("DDPSTATS_TIMEOUT_SEC", "soon")
     with pytest.raises(errors.ConfigError, match="DDPSTATS_TIMEOUT_SEC='soon'"):
-        _config.timeout_sec(None)
+        config.timeout_sec(None)
     monkeypatch.setenv("DDPSTATS_DISABLE", "perhaps")
     with pytest.raises(errors.ConfigError, match=r"DDPSTATS_DISABLE='perhaps'.*'1'"):
-        _config.disabled()
+        config.disabled()
 
 
 def test_the_timeout_comes_from_the_argument_then_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ddpstats import _config
+    from ddpstats._base import config
 
-    assert _config.timeout_sec(None) == 300.0
+    assert config.timeout_sec(None) == 300.0
     monkeypatch.setenv("DDPSTATS_TIMEOUT_SEC", "7.5")
-    assert _config.timeout_sec(None) == 7.5
-    assert _config.timeout_sec(2) == 2.0
+    assert config.timeout_sec(None) == 7.5
+    assert config.timeout_sec(2) == 2.0
 
 
 def test_nothing_of_ours_uses_pickle_or_object_collectives() -> None:

@@ -9,12 +9,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ddpstats._step_record import MicroBatch as MicroBatch
+    from ddpstats._rerun.step_record import MicroBatch as MicroBatch
     from ddpstats.capture._capture import NaNCapture as NaNCapture
     from ddpstats.capture._verdict import Verdict as Verdict
 
 _HOME_OF = {
-    "MicroBatch": "ddpstats._step_record",
+    "MicroBatch": "ddpstats._rerun.step_record",
     "NaNCapture": "ddpstats.capture._capture",
     "Verdict": "ddpstats.capture._verdict",
 }

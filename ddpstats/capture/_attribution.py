@@ -28,13 +28,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddpstats import _config
-from ddpstats._comm import patience_sec
-from ddpstats._gather import gather_trees
-from ddpstats._gradients import NO_GRADIENT
-from ddpstats._plain import from_plain
-from ddpstats._solo import no_collectives
-from ddpstats._step_record import RandomState, walk
+from ddpstats._base import config
+from ddpstats._observe.gradients import NO_GRADIENT
+from ddpstats._reduction.gather import gather_trees
+from ddpstats._rerun.no_collectives import no_collectives
+from ddpstats._rerun.serialize import from_plain
+from ddpstats._rerun.step_record import RandomState, walk
+from ddpstats._transport.comm import patience_sec
 from ddpstats.capture._bundle import Bundle
 from ddpstats.capture._parts import Source
 from ddpstats.capture._publish import Bundling
@@ -174,7 +174,7 @@ class _Patience:
     """How long the ranks that wait in the gather will go on waiting; they begin about now."""
 
     def __init__(self) -> None:
-        self._deadline = time.monotonic() + patience_sec(_config.timeout_sec(None))
+        self._deadline = time.monotonic() + patience_sec(config.timeout_sec(None))
 
     def allows(self, seconds: float) -> bool:
         return time.monotonic() + _SPARE * seconds < self._deadline
@@ -301,7 +301,7 @@ def _precision_text(precise: Mapping[str, Any]) -> str:
         return f"In other precisions it could not be run: {precise['error']}"
     for precision, name in (("fp32", "float32 without autocast"), ("fp64", "float64")):
         if precise[precision] is None:
-            took = f"one run took {precise['run_sec']:.1f} s, and {_config.TIMEOUT_SEC} leaves no time for more"
+            took = f"one run took {precise['run_sec']:.1f} s, and {config.TIMEOUT_SEC} leaves no time for more"
             return f"In {name} it was not run: {took}."
         if not precise[precision]:
             return f"In {name} the gradients are finite: the numbers overflow, or lack digits, in the precision in use."

@@ -28,7 +28,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from ddpstats._atomic import TEMPORARY_PREFIX, Written, replace_file, summary
+from ddpstats._base.atomic_files import TEMPORARY_PREFIX, Written, replace_file, summary
 from ddpstats.capture._manifest import (
     BUNDLE_NAME,
     MANIFEST,

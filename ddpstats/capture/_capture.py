@@ -1,7 +1,7 @@
 """`NaNCapture`: one optimizer step after the other, watched and kept, and judged by all ranks together.
 
-1. `micro_batch` keeps the batch and the random state (`_step_record`) and watches the gradients as they arrive, before
-   they are reduced (`_gradients`).
+1. `micro_batch` keeps the batch and the random state (`step_record`) and watches the gradients as they arrive, before
+   they are reduced (`_observe.gradients`).
 2. `check` makes one small all_reduce: on how many ranks was something not finite, now or before the reduce? On none:
    the step is forgotten.
 3. Otherwise all ranks tell what they saw, come to one verdict (`_verdict`), write their parts of a bundle (`_publish`),
@@ -23,24 +23,24 @@ from typing import Any, get_args
 
 import torch
 
-from ddpstats._channel import channel_of
-from ddpstats._compiled import breaks_graph, refuse_without_values
-from ddpstats._gather import gather_trees
-from ddpstats._gradients import GradientWatch, any_bad, unwrapped
-from ddpstats._micro_batch import Running, checked_step
-from ddpstats._plain import CannotStore, to_plain
-from ddpstats._ranks import holders_lines, ranks_text
-from ddpstats._step_record import MicroBatch, StepRecord
+from ddpstats._base.compiled import breaks_graph, refuse_without_values
+from ddpstats._base.rank_names import holders_lines, ranks_text
+from ddpstats._observe.gradients import GradientWatch, any_bad, unwrapped
+from ddpstats._reduction.channel import channel_of
+from ddpstats._reduction.gather import gather_trees
+from ddpstats._reduction.reducer import count_ranks
+from ddpstats._rerun.micro_batch import Running, checked_step
+from ddpstats._rerun.serialize import CannotStore, to_plain
+from ddpstats._rerun.step_record import MicroBatch, StepRecord
 from ddpstats.capture._attribution import attribute_cause
 from ddpstats.capture._bundle import bundle_name
+from ddpstats.capture._local_bundle import finish_alone, write_alone_part
 from ddpstats.capture._parts import Source
 from ddpstats.capture._peers import Peers
 from ddpstats.capture._publish import Bundling
-from ddpstats.capture._publish_alone import finish_alone, write_alone_part
-from ddpstats.capture._seen import report_of
+from ddpstats.capture._step_report import report_of
 from ddpstats.capture._verdict import Finding, Policy, Report, Verdict, find
 from ddpstats.errors import BundleError, ConfigError
-from ddpstats.reduce import count_ranks
 
 _logger = logging.getLogger("ddpstats")
 

@@ -17,7 +17,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from ddpstats._atomic import Written, replace_file
+from ddpstats._base.atomic_files import Written, replace_file
 from ddpstats.capture._fields import MOST_RANKS, Fields, is_texts
 from ddpstats.errors import BundleError
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddpstats._gradients import norm_kind
+from ddpstats._observe.gradients import norm_kind
 from ddpstats.capture._manifest import Manifest
 from ddpstats.capture._rank_part import RankPart
 from ddpstats.capture._rerun import Outcome, Settings

@@ -1,7 +1,7 @@
 """What one rank's file holds, each field with its type: written by a stranger, perhaps.
 
 The tensors are ordinary ones on the CPU, no larger than the file. Batches and random states stay as they were written;
-`_plain.from_plain` and `RandomState.from_plain` look at those.
+`serialize.from_plain` and `RandomState.from_plain` look at those.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ddpstats._plain import checked_tensor
+from ddpstats._rerun.serialize import checked_tensor
 from ddpstats.capture._fields import MOST_ENTRIES, MOST_RANKS, Fields
 from ddpstats.errors import BundleError
 
@@ -33,7 +33,7 @@ class MicroBatch:
     """One forward and backward pass.
 
     Attributes:
-        batch: as `_plain.to_plain` wrote it.
+        batch: as `serialize.to_plain` wrote it.
         batch_missing: why there is none, or None.
         changed: paths of what was changed in place after the batch was taken.
         random: as `RandomState.to_plain` wrote it.

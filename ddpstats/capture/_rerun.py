@@ -23,11 +23,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ddpstats._gradients import held_values, measure, parts_of
-from ddpstats._plain import from_plain
-from ddpstats._random_state import RandomState, numpy_or_none
-from ddpstats._solo import forward_under
-from ddpstats._switches import as_in
+from ddpstats._observe.gradients import held_values, measure, parts_of
+from ddpstats._rerun.no_collectives import forward_under
+from ddpstats._rerun.numerics_settings import as_in
+from ddpstats._rerun.random_state import RandomState, numpy_or_none
+from ddpstats._rerun.serialize import from_plain
 from ddpstats.capture._rank_part import Autocast, MicroBatch, RankPart
 from ddpstats.errors import BundleError, ConfigError
 

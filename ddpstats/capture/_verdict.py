@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from ddpstats._ranks import ranks_text
+from ddpstats._base.rank_names import ranks_text
 
 Policy = Literal["stop", "skip", "continue"]
 Kind = Literal["ok", "nonfinite", "overflow", "scaler_skip", "scaler_skips"]

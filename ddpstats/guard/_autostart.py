@@ -6,7 +6,7 @@ imports ddpstats is not guarded, and nothing of ours runs that could say so: ``d
 
 from __future__ import annotations
 
-from ddpstats import _config
+from ddpstats._base import config
 from ddpstats.guard._ending import Ending, had_ranks, remember_status
 from ddpstats.guard._guard import collective_guard
 
@@ -16,10 +16,10 @@ _ending: Ending | None = None
 def start() -> None:
     """Begin as DDPSTATS_GUARD and DDPSTATS_RECORD_DIR say. Raises ``ConfigError`` for values that make no sense."""
     global _ending
-    mode = _config.guard_mode()
-    if mode == "off" or _config.disabled():
+    mode = config.guard_mode()
+    if mode == "off" or config.disabled():
         return
-    guard = collective_guard(mode, record_dir=_config.record_dir()).yielding()
+    guard = collective_guard(mode, record_dir=config.record_dir()).yielding()
 
     def say() -> None:
         if guard.has_begun or had_ranks():  # else a helper of the program's, or no distributed program at all

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddpstats._events import Event
+from ddpstats.guard._events import Event
 
 _SHOWN_NAMES = 6
 distributed: Any = dist

@@ -1,7 +1,7 @@
 """Comparing what ranks post, waiting for it and for what was issued, and coming to a verdict that all ranks come to.
 
 Every wait here has a deadline, and is cut into slices: in between, a rank looks for alarms that others raised, and for
-ranks that died or left. Whatever is found goes through `_inquiry`, and is the same error on every rank.
+ranks that died or left. Whatever is found goes through `_failure_agreement`, and is the same error on every rank.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from ddpstats import _intercept
-from ddpstats._events import Event, roll, same_labels
-from ddpstats._ranks import ranks_text
-from ddpstats._store import STORE_ERRORS
+from ddpstats._base.rank_names import ranks_text
+from ddpstats._observe import collectives
+from ddpstats._transport.store import STORE_ERRORS
 from ddpstats.errors import CollectiveMismatch, DdpstatsError, RankMissing
 from ddpstats.guard._diagnosis import DOUBT, MISMATCH, MISSING, NOTHING, Finding
+from ddpstats.guard._events import Event, roll, same_labels
 from ddpstats.guard._exchange import Note, Overrun, agree
-from ddpstats.guard._inquiry import Alarm, Inquiry
+from ddpstats.guard._failure_agreement import Alarm, Inquiry
 from ddpstats.guard._p2p import Awaited, unmatched
 from ddpstats.guard._session import Group, Session
 from ddpstats.guard._spoken import words_of
@@ -278,12 +278,12 @@ class Comparing:
     def wait_for(self, work: Any, group: Group, event: Event) -> None:
         """Wait for a collective that was issued, looking up between slices."""
         try:
-            if _intercept.wait_within(work, _SLICE_SEC):
+            if collectives.wait_within(work, _SLICE_SEC):
                 return
             deadline = time.monotonic() + self._timeout_sec - _SLICE_SEC
             watch = self._watch(group, event.seq, deadline, waited_for=event)
             with self._standing.waiting(group, event.seq):
-                while not _intercept.wait_within(work, _SLICE_SEC):
+                while not collectives.wait_within(work, _SLICE_SEC):
                     watch()
         except Silenced:
             return  # the caller waits on, as without a guard
@@ -369,7 +369,7 @@ class Comparing:
 
     def wait_for_message(self, work: Any, group: Group, event: Event) -> None:
         try:
-            _intercept.wait_once(work, self._timeout_sec)
+            collectives.wait_once(work, self._timeout_sec)
             return
         except RuntimeError as error:
             if not is_broken(error):

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from ddpstats._events import Signature, digest_of, stable_hash
-from ddpstats._intercept import Collective
+from ddpstats._observe.collectives import Collective
+from ddpstats.guard._events import Signature, digest_of, stable_hash
 
 MASK = (1 << 64) - 1
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ddpstats._events import BY_TORCH, Event, same_labels
-from ddpstats._ranks import ranks_text
+from ddpstats._base.rank_names import ranks_text
+from ddpstats.guard._events import BY_TORCH, Event, same_labels
 from ddpstats.guard._remedy import remedy
 from ddpstats.guard.labels._judge import Judgement, judge
 

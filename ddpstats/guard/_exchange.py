@@ -25,7 +25,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from ddpstats._mailbox import ProcessId
+from ddpstats._transport.mailbox import ProcessId
 
 NOTES_KEPT = 512  # per rank; who is further behind than that is compared by a later one
 _WORDS = 6  # number, digest, balance, label, rolling, check word

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from types import CodeType, FrameType
 
 _INTERNAL = (  # other wings stand between the program and torch while they watch it
-    "ddpstats.guard", "ddpstats._intercept", "ddpstats.dump", "ddpstats.capture", "ddpstats.sentinel", "torch",
-    "typing_extensions",
+    "ddpstats.guard", "ddpstats._observe.collectives", "ddpstats.dump", "ddpstats.capture", "ddpstats.sentinel",
+    "torch", "typing_extensions",
 )  # fmt: skip
 # Parts of torch whose collectives no line of the program asks for, whichever thread they run on. (A program may call an
 # autograd function of torch's itself.)

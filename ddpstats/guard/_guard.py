@@ -32,10 +32,10 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch.distributed as dist
 
-from ddpstats import _config, _intercept
-from ddpstats._compiled import breaks_graph
-from ddpstats._events import BY_TORCH, Event, RecordWriter, Ring, label_word
-from ddpstats._intercept import Collective, GroupView
+from ddpstats._base import config
+from ddpstats._base.compiled import breaks_graph
+from ddpstats._observe import collectives
+from ddpstats._observe.collectives import Collective, GroupView
 from ddpstats.errors import CollectiveMismatch, ConfigError, DdpstatsError
 from ddpstats.guard import _ending
 from ddpstats.guard._buckets import with_parameters
@@ -43,8 +43,9 @@ from ddpstats.guard._comparing import Comparing, Standing, Unfinished, is_broken
 from ddpstats.guard._describe import describe, pieces_of
 from ddpstats.guard._diagnosis import DOUBT, LEFT, Finding, Testimony
 from ddpstats.guard._ending import AFTER_ERROR_SEC
+from ddpstats.guard._events import BY_TORCH, Event, RecordWriter, Ring, label_word
+from ddpstats.guard._failure_agreement import main_stack
 from ddpstats.guard._frames import calling_frame, site_of
-from ddpstats.guard._inquiry import main_stack
 from ddpstats.guard._labels import current_label
 from ddpstats.guard._p2p import Awaited, called_blocking
 from ddpstats.guard._session import Group, Session, spelled
@@ -125,7 +126,7 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
 
     def __init__(
         self,
-        mode: _config.GuardMode = "step",
+        mode: config.GuardMode = "step",
         *,
         on_mismatch: MismatchPolicy = "raise",
         infer_labels: bool = True,
@@ -133,7 +134,7 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         timeout_sec: float | None = None,
         record_dir: str | Path | None = None,
     ) -> None:
-        _check_choice("mode", mode, get_args(_config.GuardMode))
+        _check_choice("mode", mode, get_args(config.GuardMode))
         _check_choice("on_mismatch", on_mismatch, get_args(MismatchPolicy))
         if type(check_every) is not int or check_every < 1:
             raise ConfigError(f"check_every={check_every!r} must be a whole number of collectives, at least 1")
@@ -141,7 +142,7 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
             raise ConfigError("mode='record' needs record_dir=, where the records are written")
         self.mode, self._warn, self._infer = mode, on_mismatch == "warn", infer_labels
         self._check_every = check_every if mode == "step" else _NEVER
-        self._timeout_sec = _config.timeout_sec(timeout_sec)
+        self._timeout_sec = config.timeout_sec(timeout_sec)
         self._record_dir = record_dir
         self._compares = mode in ("strict", "step")
         self._timeout_ms = int(self._timeout_sec * 1000)
@@ -174,7 +175,7 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
             self._outer.conclude()
             self._outer.abandon()
         self._reset()
-        _intercept.subscribe(self)
+        collectives.subscribe(self)
         _ending.before_destroying(self._at_destroy)
         _active.append(self)
         try:
@@ -310,7 +311,7 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
                 self._shut()
 
     def _shut(self) -> None:
-        _intercept.unsubscribe(self)
+        collectives.unsubscribe(self)
         _ending.before_destroying(None)
         _active.remove(self)
         if self._session is not None:
@@ -384,7 +385,7 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
             return f"no process group was made. {TO_RUN}"
         return f"the program runs on one rank. {TO_RUN}" if self._session.inquiry is None else ""
 
-    # -- subscriber of `_intercept` -----------------------------------------------------------------------------------
+    # -- subscriber of `collectives` -----------------------------------------------------------------------------------
 
     def before(self, call: Collective) -> None:
         """Describe, record, and where possible compare, before anything moves."""

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from ddpstats._events import Event
-from ddpstats._ranks import ranks_text
+from ddpstats._base.rank_names import ranks_text
 from ddpstats.guard._diagnosis import LEFT, MISMATCH, MISSING, Finding, Testimony
+from ddpstats.guard._events import Event
 
 _LONGEST_POLL_SEC = 0.005
 _C10D = "torch.distributed.distributed_c10d"

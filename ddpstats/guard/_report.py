@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ddpstats._events import Event, RankRecord, read_records
 from ddpstats.errors import DdpstatsError
 from ddpstats.guard._diagnosis import DOUBT, LEFT, NOTHING, Finding, Testimony, find
+from ddpstats.guard._events import Event, RankRecord, read_records
 from ddpstats.guard._p2p import match_records
 
 _HOW_TO_RECORD = (

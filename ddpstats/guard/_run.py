@@ -21,9 +21,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from ddpstats import _config
-from ddpstats._events import read_records
+from ddpstats._base import config
 from ddpstats.errors import ConfigError
+from ddpstats.guard._events import read_records
 from ddpstats.guard._report import as_json, as_text, diagnose
 from ddpstats.guard._summary import TO_RUN
 
@@ -52,8 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """The script's own exit status. Raises `ConfigError` for options that make no sense."""
-    args.guard = args.guard or (_config.guard_mode() if os.environ.get(_config.GUARD) else "strict")
-    args.record_dir = args.record_dir or _config.record_dir()
+    args.guard = args.guard or (config.guard_mode() if os.environ.get(config.GUARD) else "strict")
+    args.record_dir = args.record_dir or config.record_dir()
     _check(args)
     return _run_here(args) if args.nproc is None else _launch(args)
 

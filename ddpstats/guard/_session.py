@@ -16,15 +16,15 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from ddpstats._comm import refuse_fake, world_store
-from ddpstats._events import Event
-from ddpstats._intercept import GroupView
-from ddpstats._ranks import ranks_text
-from ddpstats._store import STORE_ERRORS, BoundedStore, StoreGone
+from ddpstats._base.rank_names import ranks_text
+from ddpstats._observe.collectives import GroupView
+from ddpstats._transport.comm import refuse_fake, world_store
+from ddpstats._transport.store import STORE_ERRORS, BoundedStore, StoreGone
 from ddpstats.errors import ConfigError, RankMissing
 from ddpstats.guard._diagnosis import Finding, Testimony
+from ddpstats.guard._events import Event
 from ddpstats.guard._exchange import Exchange
-from ddpstats.guard._inquiry import Inquiry, Testify
+from ddpstats.guard._failure_agreement import Inquiry, Testify
 from ddpstats.guard._p2p import Messages
 from ddpstats.guard._spoken import read
 from ddpstats.guard._summary import FROM_ANYBODY, RECORDED, UNSETTLED, WITHOUT_OTHERS, Tally

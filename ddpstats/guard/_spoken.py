@@ -12,7 +12,7 @@ import linecache
 from collections.abc import Iterable
 from typing import Any
 
-from ddpstats._events import Event
+from ddpstats.guard._events import Event
 from ddpstats.guard._exchange import EVENT_BYTES, Words
 
 _MAX_KEPT = 4096

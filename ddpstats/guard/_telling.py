@@ -29,10 +29,13 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from ddpstats.errors import DdpstatsError
-from ddpstats.guard._inquiry import Inquiry
+from ddpstats.guard._failure_agreement import Inquiry
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_OWN = tuple(os.path.join(_PACKAGE, part) for part in ("guard" + os.sep, "_intercept.py", "cli.py", "__main__.py"))
+_OWN = tuple(
+    os.path.join(_PACKAGE, part)
+    for part in ("guard" + os.sep, os.path.join("_observe", "collectives.py"), "cli.py", "__main__.py")
+)
 
 _verdicts: dict[int, tuple[DdpstatsError, Inquiry, Sequence[int]]] = {}  # by id
 _raised_at: dict[int, float] = {}

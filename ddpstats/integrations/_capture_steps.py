@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from ddpstats._gradients import unwrapped
-from ddpstats._step_record import MicroBatch
+from ddpstats._observe.gradients import unwrapped
+from ddpstats._rerun.step_record import MicroBatch
 from ddpstats.capture import NaNCapture, Verdict
 from ddpstats.errors import RankMissing
 

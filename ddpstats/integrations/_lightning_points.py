@@ -14,17 +14,17 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ddpstats import _markers
-from ddpstats._gather import gather_trees
-from ddpstats._ranks import holders_lines, ranks_text
+from ddpstats._base.rank_names import holders_lines, ranks_text
+from ddpstats._reduction import markers
+from ddpstats._reduction.gather import gather_trees
+from ddpstats._reduction.reducer import reduce_stats
 from ddpstats.errors import SchemaConflict
-from ddpstats.reduce import reduce_stats
 
 _MARKERS: dict[str, Any] = {
-    "mean": _markers.Mean,
-    "sum": _markers.Sum,
-    "min": _markers.Min,
-    "max": _markers.Max,
+    "mean": markers.Mean,
+    "sum": markers.Sum,
+    "min": markers.Min,
+    "max": markers.Max,
 }
 _SHOWN_ONCE = ("prog_bar", "logger")
 """What one rank asks for is done on all: the rank that shows or writes need not be the one that logs."""
@@ -103,9 +103,9 @@ def combine(trainer: Any, results: Any, ledger: Ledger, *, epoch: bool = False) 
 def _tree(results: Any, ledger: Ledger, *, epoch: bool) -> dict[str, Any]:
     """Nested by kind and audience, hook, and name."""
     tree: dict[str, Any] = {
-        "at_end": _markers.All(epoch),
-        "logs_steps": _markers.Any(ledger.logs_steps),
-        "may_log_late": _markers.Any(ledger.may_log_late),
+        "at_end": markers.All(epoch),
+        "logs_steps": markers.Any(ledger.logs_steps),
+        "may_log_late": markers.Any(ledger.may_log_late),
     }
 
     def put(kind: str, metric: Any, value: Any) -> None:
@@ -125,13 +125,13 @@ def _tree(results: Any, ledger: Ledger, *, epoch: bool) -> dict[str, Any]:
         if is_ours(metric):
             put("epoch", metric, _epoch_part(metric))
         elif not metric.is_tensor and _is_collective(metric.value):
-            put("metric", metric, {"held": _markers.Sum(1), "fresh": _markers.Any(metric._computed is None)})
+            put("metric", metric, {"held": markers.Sum(1), "fresh": markers.Any(metric._computed is None)})
     return tree
 
 
 def _epoch_part(metric: Any) -> Any:
     if metric.meta.sync.op == "mean":  # of batches, over ranks: not the mean of the ranks' means
-        return {"sum": _markers.Sum(metric.value), "weight": _markers.Sum(metric.cumulated_batch_size)}
+        return {"sum": markers.Sum(metric.value), "weight": markers.Sum(metric.cumulated_batch_size)}
     return _MARKERS[metric.meta.sync.op](metric.value)
 
 

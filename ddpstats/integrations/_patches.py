@@ -10,7 +10,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from ddpstats import _config
+from ddpstats._base import config
 from ddpstats.errors import ConfigError
 
 ESPNET_VERSION = "202511"  # the one that was tested; no extra can bring it (setup.cfg says why)
@@ -62,8 +62,8 @@ class Patches:
 
     def disabled(self) -> bool:
         """Whether the environment says that every library stays as it is."""
-        if _config.disabled():
-            self.why_left = f"{_config.DISABLE} is set"
+        if config.disabled():
+            self.why_left = f"{config.DISABLE} is set"
             return True
         return False
 

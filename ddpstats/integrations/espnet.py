@@ -33,8 +33,8 @@ from typing import Any
 
 import torch
 
-from ddpstats._markers import Sum
-from ddpstats._paths import Step
+from ddpstats._base.paths import Step
+from ddpstats._reduction.markers import Sum
 from ddpstats.errors import ConfigError
 from ddpstats.integrations._espnet_capture import Capturing as Capturing, capture as capture, step as step
 from ddpstats.integrations._patches import ESPNET_VERSION, Patches, pip_command

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from ddpstats._reduced import Reduced
+from ddpstats._reduction.result import Reduced
 from ddpstats.errors import ConfigError
 
 __all__ = ["write"]

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from ddpstats._step_record import MicroBatch
+from ddpstats._rerun.step_record import MicroBatch
 from ddpstats.capture import Verdict
 from ddpstats.capture._verdict import Policy
 from ddpstats.errors import ConfigError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ddpstats._ranks import ranks_text
+from ddpstats._base.rank_names import ranks_text
 from ddpstats.sentinel._lines import Check
 from ddpstats.sentinel._verdict import Finding
 

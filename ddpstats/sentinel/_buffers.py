@@ -18,8 +18,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpstats._module_hook import ModuleHook
-from ddpstats._step_record import BufferCopies
+from ddpstats._observe.module_hooks import ModuleHook
+from ddpstats._rerun.step_record import BufferCopies
 
 _RUNNING = ("running_mean", "running_var", "num_batches_tracked")
 

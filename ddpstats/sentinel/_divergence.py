@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ddpstats._ranks import holders_lines, ranks_text
+from ddpstats._base.rank_names import holders_lines, ranks_text
 
 Kind = Literal["parameter", "gradient", "buffer"]
 

@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import nn
 
-from ddpstats._comm import group_ranks
-from ddpstats._gradients import replicas_in, unwrapped
-from ddpstats._ranks import ranks_text
-from ddpstats._step_record import MicroBatch, StepRecord
+from ddpstats._base.rank_names import ranks_text
+from ddpstats._observe.gradients import replicas_in, unwrapped
+from ddpstats._rerun.step_record import MicroBatch, StepRecord
+from ddpstats._transport.comm import group_ranks
 from ddpstats.errors import ConfigError
 from ddpstats.sentinel._checkpoints import Selector
 from ddpstats.sentinel._matmul import ChecksumWindow

@@ -2,7 +2,7 @@
 
 For C = A @ B the sum of a row of C is also A times the row sums of B, which costs little next to the product. An
 element that was computed wrong, or whose bits changed since, breaks that equality. A row is summed in blocks of 1,024
-columns (256 of halves), so that one element counts among few. Of each product that `ddpstats.sentinel._matmul_door`
+columns (256 of halves), so that one element counts among few. Of each product that `ddpstats.sentinel._matmul_kernels`
 shows,
 
 1. `doubtful_rows` (`_matmul_checksum`) finds the rows of C where the two sums differ by more than rounding explains in
@@ -40,10 +40,10 @@ import os
 import threading
 from types import TracebackType
 
-from ddpstats.sentinel import _matmul_door as door
+from ddpstats.sentinel import _matmul_kernels as door
 from ddpstats.sentinel._matmul_checksum import doubtful_rows
-from ddpstats.sentinel._matmul_door import Product
 from ddpstats.sentinel._matmul_fault import MatmulFault, faults_in
+from ddpstats.sentinel._matmul_kernels import Product
 
 _MOST_FAULTS = 16
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ddpstats.sentinel import _matmul_door as door
-from ddpstats.sentinel._matmul_door import Product
+from ddpstats.sentinel import _matmul_kernels as door
+from ddpstats.sentinel._matmul_kernels import Product
 
 # In units of rounding of the norm of a row of C: the checksum's own float32 sums; the rounding of C's elements,
 # which only halves have beside that. Products of random numbers stay below 40 nearly always; to settle a row costs

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ddpstats._autograd import in_backward
+from ddpstats._observe.no_dispatch import in_backward
 from ddpstats.sentinel._matmul_checksum import operand_unit, unit, wide_of
-from ddpstats.sentinel._matmul_door import Product
+from ddpstats.sentinel._matmul_kernels import Product
 
 _BLOCK_ROWS = 256
 _BLOCK_ELEMENTS = 1 << 22  # of B, in float64 at a time: 32 MiB

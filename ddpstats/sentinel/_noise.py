@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ddpstats._ranks import holders_lines, ranks_text
+from ddpstats._base.rank_names import holders_lines, ranks_text
 from ddpstats.errors import ConfigError
 
 _ROOM = 8.0  # times the noise that was measured

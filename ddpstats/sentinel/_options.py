@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import nn
 
-from ddpstats._gradients import unwrapped
-from ddpstats._ranks import holders_lines
+from ddpstats._base.rank_names import holders_lines
+from ddpstats._observe.gradients import unwrapped
 from ddpstats.errors import ConfigError
 from ddpstats.sentinel._settings import Settings, read_settings
 

@@ -2,10 +2,10 @@
 
 `PeerReplay.examine`, every so many steps, on all ranks together:
 
-1. Each rank has digests of its own gradients of the step's first micro-batch, taken before the reduce (`_original`). At
-   the first time it also runs that micro-batch once more itself, and on a difference twice: does the step repeat
-   itself bit for bit? Where it does not, that is natural noise, or the function that repeats it is another step
-   (`_noise`): from then on gradients are compared by their norms, with room for the noise.
+1. Each rank has digests of its own gradients of the step's first micro-batch, taken before the reduce
+   (`_local_gradients`). At the first time it also runs that micro-batch once more itself, and on a difference twice:
+   does the step repeat itself bit for bit? Where it does not, that is natural noise, or the function that repeats it
+   is another step (`_noise`): from then on gradients are compared by their norms, with room for the noise.
 2. As many ranks as fit into `MOST_BYTES` hand out their micro-batch (all of them where batches are small), beginning
    with another rank each time, and those buffers that ranks do not have alike. The next rank runs it, and all tell what
    came of it.
@@ -26,16 +26,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddpstats._ranks import holders_lines
+from ddpstats._base.rank_names import holders_lines
 from ddpstats.errors import ConfigError
 from ddpstats.sentinel._digest import digests
 from ddpstats.sentinel._gathered import Gathered
+from ddpstats.sentinel._gradient_digests import Witness
+from ddpstats.sentinel._local_gradients import Original
 from ddpstats.sentinel._noise import measured
-from ddpstats.sentinel._original import Original
 from ddpstats.sentinel._rerun import Reruns, attempt, size_bytes
 from ddpstats.sentinel._verdict import Finding
 from ddpstats.sentinel._vote import Run, judge
-from ddpstats.sentinel._witness import Witness
 
 MOST_BYTES = 64 << 20  # of all batches that are handed out at a time: every rank receives them
 _SHOWN_NAMES = 5

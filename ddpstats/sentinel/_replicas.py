@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddpstats._gradients import replicas_in, unwrapped
+from ddpstats._observe.gradients import replicas_in, unwrapped
 from ddpstats.sentinel._buffers import Unit, units_of
 from ddpstats.sentinel._difference import differ, differing_elements, differing_structure, transposed
 from ddpstats.sentinel._digest import bucket_digests

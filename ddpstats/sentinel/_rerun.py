@@ -28,14 +28,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddpstats._plain import from_plain, to_plain
-from ddpstats._random_state import RandomState
-from ddpstats._solo import forward_under, no_collectives
-from ddpstats._step_record import MicroBatch, StepRecord
-from ddpstats._switches import FLOAT_DTYPES, as_in, switches
+from ddpstats._rerun.no_collectives import forward_under, no_collectives
+from ddpstats._rerun.numerics_settings import FLOAT_DTYPES, as_in, switches
+from ddpstats._rerun.random_state import RandomState
+from ddpstats._rerun.serialize import from_plain, to_plain
+from ddpstats._rerun.step_record import MicroBatch, StepRecord
 from ddpstats.errors import ConfigError
 from ddpstats.sentinel._checkpoints import Checkpoints
-from ddpstats.sentinel._witness import Witness
+from ddpstats.sentinel._gradient_digests import Witness
 
 ReplayFn = Callable[[nn.Module, Any], Tensor]
 

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddpstats._channel import channel_of
-from ddpstats._compiled import breaks_graph, refuse_without_values
-from ddpstats._gather import gather_trees
-from ddpstats._micro_batch import Running, checked_step
-from ddpstats._step_record import MicroBatch
+from ddpstats._base.compiled import breaks_graph, refuse_without_values
+from ddpstats._reduction.channel import channel_of
+from ddpstats._reduction.gather import gather_trees
+from ddpstats._rerun.micro_batch import Running, checked_step
+from ddpstats._rerun.step_record import MicroBatch
 from ddpstats.errors import ConfigError, SentinelAlarm
 from ddpstats.sentinel._checkpoints import Selector
 from ddpstats.sentinel._judge import Judge

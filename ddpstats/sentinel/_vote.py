@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ddpstats._ranks import ranks_text
+from ddpstats._base.rank_names import ranks_text
 
 
 @dataclass(frozen=True)

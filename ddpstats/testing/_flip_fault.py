@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ddpstats._module_hook import ModuleHook
+from ddpstats._observe.module_hooks import ModuleHook
 from ddpstats.errors import ConfigError
 
 Where = Literal["weight", "activation", "activation_gradient", "gradient", "reduced_gradient", "matmul"]

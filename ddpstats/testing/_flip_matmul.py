@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddpstats._gradients import unwrapped
+from ddpstats._observe.gradients import unwrapped
 from ddpstats.testing._flip_fault import Fault
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddpstats._autograd import queue_callback
-from ddpstats._gradients import unwrapped
+from ddpstats._observe.gradients import unwrapped
+from ddpstats._observe.no_dispatch import queue_callback
 from ddpstats.errors import ConfigError
 from ddpstats.testing._flip_fault import Fault
 

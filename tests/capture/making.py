@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddpstats._atomic import summary
-from ddpstats._gradients import measure
-from ddpstats._plain import to_plain
-from ddpstats._random_state import RandomState
-from ddpstats._version import __version__
+from ddpstats._base.atomic_files import summary
+from ddpstats._base.version import __version__
+from ddpstats._observe.gradients import measure
+from ddpstats._rerun.random_state import RandomState
+from ddpstats._rerun.serialize import to_plain
 from ddpstats.capture._bundle import Manifest, bundle_name, read_manifest, write_manifest, write_part
 
 CPU = torch.device("cpu")

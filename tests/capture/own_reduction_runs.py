@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpstats import NaNCapture
-from ddpstats._gradients import GradientWatch
+from ddpstats._observe.gradients import GradientWatch
 from ddpstats.capture import Verdict
 
 

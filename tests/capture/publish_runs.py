@@ -17,7 +17,7 @@ from torch import nn
 from ddpstats import NaNCapture
 from ddpstats.capture import Verdict
 from ddpstats.capture._bundle import bundle_name
-from ddpstats.capture._publish_alone import finish_alone, write_alone_part
+from ddpstats.capture._local_bundle import finish_alone, write_alone_part
 from ddpstats.testing import die
 from tests.capture.capture_runs import batch_of, make_model, noisy_step
 

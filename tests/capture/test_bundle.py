@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, cast
 import pytest
 import torch
 
-from ddpstats._atomic import Written
+from ddpstats._base.atomic_files import Written
 from ddpstats.capture._bundle import (
     Bundle,
     Manifest,

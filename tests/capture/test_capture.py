@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ddpstats import BundleError, ConfigError, NaNCapture, RankMissing, cli
-from ddpstats._plain import from_plain
+from ddpstats._rerun.serialize import from_plain
 from ddpstats.testing import RankPool, run_ranks
 from tests.capture import capture_runs as runs
 from tests.capture.capture_runs import Plan

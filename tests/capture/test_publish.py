@@ -15,9 +15,9 @@ import torch
 
 from ddpstats import BundleError, NaNCapture, RankMissing, cli
 from ddpstats.capture._bundle import Bundle, bundle_name
+from ddpstats.capture._local_bundle import finish_alone, write_alone_part
 from ddpstats.capture._parts import Source
 from ddpstats.capture._peers import Peers
-from ddpstats.capture._publish_alone import finish_alone, write_alone_part
 from ddpstats.testing import RankPool, run_ranks
 from tests.capture import making, publish_runs as runs, replay_models
 
@@ -250,7 +250,7 @@ def test_a_part_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypatc
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("ddpstats.capture._publish_alone.write_part", full)
+    monkeypatch.setattr("ddpstats.capture._local_bundle.write_part", full)
     told: list[Path | None] = []
     with source_of(tmp_path) as source:
         line = runs.publish_alone(alone_path(tmp_path), source, BOOM, 7, rank_1_of_2(), told.append)

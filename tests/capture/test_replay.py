@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ddpstats import cli
-from ddpstats._atomic import replace_file
+from ddpstats._base.atomic_files import replace_file
 from ddpstats.capture._bundle import Bundle
 from ddpstats.capture._outcome import _value
 from tests.capture import making, replay_models

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from ddpstats import cli
-from ddpstats._gradients import measure, parts_of
-from ddpstats.sentinel._witness import Witness
+from ddpstats._observe.gradients import measure, parts_of
+from ddpstats.sentinel._gradient_digests import Witness
 from ddpstats.testing import RankPool
 from tests.capture import sparse_runs as runs
 

@@ -16,7 +16,7 @@ import torch
 
 import ddpstats
 from ddpstats import cli
-from ddpstats._plain import from_plain
+from ddpstats._rerun.serialize import from_plain
 from ddpstats.capture._bundle import Bundle
 from ddpstats.testing import RankDied, RankPool, run_ranks
 from tests.capture import trainer_runs as runs

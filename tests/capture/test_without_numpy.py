@@ -12,7 +12,7 @@ import numpy
 import pytest
 import torch
 
-from ddpstats._random_state import RandomState
+from ddpstats._rerun.random_state import RandomState
 from tests.capture import making, replay_models
 from tests.capture.making import MODELS, captured
 from tests.capture.replay_models import small, toy

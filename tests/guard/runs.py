@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import ddpstats
-from ddpstats import _intercept
+from ddpstats._observe import collectives
 from ddpstats.guard import _exchange, collective_guard
 from tests.guard.scenarios import Told, probe
 from tests.integrations import espnet_runs
@@ -128,7 +128,7 @@ def abandoned() -> str:
     with ddpstats.label(f"rank {dist.get_rank()}"):  # names are compared at a step, and not before
         dist.all_reduce(torch.ones(1))
     guard.abandon()
-    return "left installed" if _intercept.is_installed() else "fine"
+    return "left installed" if collectives.is_installed() else "fine"
 
 
 def off() -> bool:
@@ -136,7 +136,7 @@ def off() -> bool:
     before = dist.Work.wait
     with collective_guard("off"):
         dist.all_reduce(torch.ones(1))
-        return _intercept.is_installed() or dist.Work.wait is not before
+        return collectives.is_installed() or dist.Work.wait is not before
 
 
 def real_espnet(scripts: espnet_runs.Script) -> str:
@@ -218,7 +218,7 @@ def guard_within_one_that_yields() -> tuple[bool, int, int]:
         with collective_guard("strict") as inner:
             dist.all_reduce(torch.ones(1))
         dist.all_reduce(torch.ones(1))
-        return _intercept.is_installed(), outer.counters.collectives, inner.counters.collectives
+        return collectives.is_installed(), outer.counters.collectives, inner.counters.collectives
 
 
 def call_site_in_an_executor() -> str:

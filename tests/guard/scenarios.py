@@ -638,8 +638,8 @@ def run_scenario(name: str, mode: Any, bad: bool, timeout_sec: float = 4.0, reco
 def probe(name: str, mode: Any, bad: bool, record_dir: str | None = None) -> Told:
     """`run_scenario`, and a look at what the guard leaves behind."""
     told = run_scenario(name, mode, bad, 8.0 if name == "late" else 4.0, record_dir)
-    from ddpstats import _intercept
+    from ddpstats._observe import collectives
 
-    assert not _intercept.is_installed(), "the guard left something behind"
+    assert not collectives.is_installed(), "the guard left something behind"
     assert not [t for t in threading.enumerate() if t.name.startswith("ddpstats-guard")], "a thread is left"
     return told

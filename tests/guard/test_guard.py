@@ -12,8 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddpstats import ConfigError, _intercept, cli, label
-from ddpstats._events import (
+from ddpstats import ConfigError, cli, collectives, label
+from ddpstats.guard import collective_guard
+from ddpstats.guard._diagnosis import MISMATCH, MISSING, Testimony as _Testimony, find
+from ddpstats.guard._events import (
     BY_TORCH,
     Event,
     RecordWriter,
@@ -25,8 +27,6 @@ from ddpstats._events import (
     roll,
     same_labels,
 )
-from ddpstats.guard import collective_guard
-from ddpstats.guard._diagnosis import MISMATCH, MISSING, Testimony as _Testimony, find
 from ddpstats.guard._exchange import Exchange, Note, agree
 from ddpstats.guard._report import diagnose
 from ddpstats.testing import PerRank, RankPool, run_ranks
@@ -63,10 +63,10 @@ def test_between_hosts_notes_go_through_the_store(two_ranks: RankPool, name: str
 
 
 def test_warn_says_it_once_and_goes_on(two_ranks: RankPool) -> None:
-    for said, collectives in two_ranks.run(runs.warned).values():
+    for said, count in two_ranks.run(runs.warned).values():
         assert len(said) == 1
         assert "the reduce op" in said[0]
-        assert collectives == 3
+        assert count == 3
     two_ranks.restart()
 
 
@@ -112,16 +112,16 @@ def test_one_guard_at_a_time() -> None:
     with collective_guard("strict"):
         with pytest.raises(ConfigError, match="active already"), collective_guard("strict"):
             pass
-        assert _intercept.is_installed()
-    assert not _intercept.is_installed()
+        assert collectives.is_installed()
+    assert not collectives.is_installed()
 
 
 def test_another_torch_is_refused_and_nothing_is_patched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(_intercept._ARGUMENTS, "allreduce_", "tensors process_group something_new")
+    monkeypatch.setitem(collectives._ARGUMENTS, "allreduce_", "tensors process_group something_new")
     before = dist.Work.wait
     with pytest.raises(ConfigError, match=r"no c10d::allreduce_\(tensors, process_group, something_new\)"):
         collective_guard("strict").__enter__()
-    assert not _intercept.is_installed()
+    assert not collectives.is_installed()
     assert dist.Work.wait is before
 
 
@@ -314,7 +314,7 @@ def _python(code: str, **variables: str) -> str:
 
 
 def test_the_switch_for_all_of_ddpstats_is_one_for_the_guard_too() -> None:
-    code = "import ddpstats; from ddpstats import _intercept; print(_intercept.is_installed())"
+    code = "import ddpstats; from ddpstats._observe import collectives; print(collectives.is_installed())"
     assert _python(code, DDPSTATS_GUARD="step") == "True\n"
     assert _python(code, DDPSTATS_GUARD="step", DDPSTATS_DISABLE="1") == "False\n"
 

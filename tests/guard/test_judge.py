@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from ddpstats._events import BY_TORCH, Event, Evidence, Signature, digest_of, label_word
 from ddpstats.guard import _diagnosis
 from ddpstats.guard._diagnosis import DOUBT, MISMATCH, NOTHING, Finding, find
+from ddpstats.guard._events import BY_TORCH, Event, Evidence, Signature, digest_of, label_word
 from ddpstats.guard.labels._judge import Judgement, judge
 
 _SIGNATURE = Signature("all_reduce", "sum", shapes=((1,),), dtypes=("float32",))

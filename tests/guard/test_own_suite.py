@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_no_false_alarm_in_our_own_tests() -> None:
-    files = ["tests/test_gather.py"]
+    files = ["tests/agreement/test_gather.py"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files],
         capture_output=True,

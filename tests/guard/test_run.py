@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from ddpstats._events import read_records
+from ddpstats.guard._events import read_records
 from tests.needs import needs
 
 LIMIT_SEC = 120

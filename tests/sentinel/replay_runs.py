@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpstats import ConfigError, Sentinel, SentinelAlarm
-from ddpstats._solo import no_collectives
+from ddpstats._rerun.no_collectives import no_collectives
 from ddpstats.testing import count_collectives
 
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from ddpstats._tensor_wire import decode, encode
+from ddpstats._agreement.tree_codec import decode, encode
 from ddpstats.sentinel._alarms import alarm_tree, fault_tree, matmul_finding, threshold_finding
 from ddpstats.sentinel._lines import Check
 from ddpstats.sentinel._matmul_fault import MatmulFault

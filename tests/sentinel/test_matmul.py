@@ -20,11 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ddpstats import ConfigError
-from ddpstats.sentinel import _matmul, _matmul_door as door, _matmul_fault
+from ddpstats.sentinel import _matmul, _matmul_fault, _matmul_kernels as door
 from ddpstats.sentinel._matmul import ChecksumWindow
 from ddpstats.sentinel._matmul_checksum import doubtful_rows
-from ddpstats.sentinel._matmul_door import Product
 from ddpstats.sentinel._matmul_fault import MatmulFault, faults_in
+from ddpstats.sentinel._matmul_kernels import Product
 from ddpstats.testing import BitFlip, RankPool, inject_bit_flips
 from tests.sentinel import matmul_runs as runs
 

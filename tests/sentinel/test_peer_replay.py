@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from ddpstats import Sentinel
 from ddpstats.sentinel._alarm_replay import _explanation
-from ddpstats.sentinel._original import Original
+from ddpstats.sentinel._gradient_digests import Witness
+from ddpstats.sentinel._local_gradients import Original
 from ddpstats.sentinel._peer_replay import _chosen, _travelling
-from ddpstats.sentinel._witness import Witness
 from ddpstats.testing import BitFlip, RankPool
 from tests.sentinel import replay_runs, sentinel_runs as runs
 from tests.sentinel.sentinel_runs import Plan, alarm_of, trained

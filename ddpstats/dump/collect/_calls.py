@@ -27,10 +27,10 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from ddpstats.dump.collect._argument_json import tensors_in
 from ddpstats.dump.collect._functions import Fact, fact_of, facts
 from ddpstats.dump.collect._gradient_edges import edges_before, watch_backward
-from ddpstats.dump.collect._plain import tensors_in
-from ddpstats.dump.collect._quiet import is_out_of_sight, quietly
+from ddpstats.dump.collect._no_dispatch_no_grad import is_out_of_sight, quietly
 from ddpstats.dump.collect._recorder import OpenEntry, Recorder
 from ddpstats.dump.format._names import backward_of
 

@@ -27,9 +27,9 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from ddpstats import _intercept
-from ddpstats._autograd import graph_task, queue_callback
-from ddpstats._intercept import Collective, GroupView
+from ddpstats._observe import collectives
+from ddpstats._observe.collectives import Collective, GroupView
+from ddpstats._observe.no_dispatch import graph_task, queue_callback
 
 _TO_ROOT = frozenset({"reduce", "gather", "gather_into_tensor"})
 
@@ -94,11 +94,11 @@ class CollectiveWatch:
 
     def start(self) -> None:
         """Raises ``ConfigError`` on a torch whose collectives cannot be observed."""
-        _intercept.subscribe(self, self._has_waited)
+        collectives.subscribe(self, self._has_waited)
 
     def stop(self) -> None:
         """Leave. Outputs of what is done are taken, what is not done gets none. Waits for nothing; idempotent."""
-        _intercept.unsubscribe(self)
+        collectives.unsubscribe(self)
         self.poll()
         with self._lock:
             left = [*self._tokens.values(), *(pending.token for pending in self._pending.values())]
@@ -109,7 +109,7 @@ class CollectiveWatch:
     def forget(self) -> None:
         """In a process that was forked from the one that collects: its works are not this one's to ask."""
         self._lock = threading.RLock()  # another thread may have held it
-        _intercept.unsubscribe(self)
+        collectives.unsubscribe(self)
         self._tokens, self._pending = {}, {}
 
     def poll(self) -> None:
@@ -131,7 +131,7 @@ class CollectiveWatch:
             pending.is_broken = True
             return True
 
-    # -- subscriber of `_intercept` -----------------------------------------------------------------------------------
+    # -- subscriber of `collectives` -----------------------------------------------------------------------------------
 
     def before(self, call: Collective) -> None:
         token = None

@@ -25,9 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddpstats._autograd import graph_task
-from ddpstats.dump.collect._plain import tensors_in
-from ddpstats.dump.collect._quiet import is_out_of_sight, quietly
+from ddpstats._observe.no_dispatch import graph_task
+from ddpstats.dump.collect._argument_json import tensors_in
+from ddpstats.dump.collect._no_dispatch_no_grad import is_out_of_sight, quietly
 from ddpstats.dump.collect._recorder import OpenEntry, Recorder
 
 _MOST_NODES = 20_000

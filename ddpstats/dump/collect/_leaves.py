@@ -23,8 +23,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ddpstats.dump.collect._argument_json import (
+    DEEPEST,
+    MOST_ITEMS,
+    SCALARS,
+    named_parts,
+    other,
+    plain,
+    scalar,
+    size_of,
+    text,
+)
 from ddpstats.dump.collect._copies import CopiesInFlight
-from ddpstats.dump.collect._plain import DEEPEST, MOST_ITEMS, SCALARS, named_parts, other, plain, scalar, size_of, text
 from ddpstats.dump.collect._storages import StorageNumbers
 from ddpstats.dump.collect._tensor_stats import (
     NOTHING,

@@ -25,13 +25,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddpstats._autograd import graph_task, in_backward, queue_callback
-from ddpstats._gradients import unwrapped
-from ddpstats._module_hook import ModuleHook
+from ddpstats._observe.gradients import unwrapped
+from ddpstats._observe.module_hooks import ModuleHook
+from ddpstats._observe.no_dispatch import graph_task, in_backward, queue_callback
+from ddpstats.dump.collect._argument_json import tensors_in
 from ddpstats.dump.collect._gradient_edges import Before, edges_before, watch_backward
+from ddpstats.dump.collect._no_dispatch_no_grad import is_out_of_sight, quietly
 from ddpstats.dump.collect._parameter_gradients import ParameterGradients, ParameterHook
-from ddpstats.dump.collect._plain import tensors_in
-from ddpstats.dump.collect._quiet import is_out_of_sight, quietly
 from ddpstats.dump.collect._recorder import OpenEntry, Recorder
 from ddpstats.dump.format._names import backward_of, module_base
 

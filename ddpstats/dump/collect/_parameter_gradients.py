@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
-from ddpstats._autograd import graph_task
-from ddpstats.dump.collect._quiet import is_out_of_sight, quietly
+from ddpstats._observe.no_dispatch import graph_task
+from ddpstats.dump.collect._no_dispatch_no_grad import is_out_of_sight, quietly
 from ddpstats.dump.collect._recorder import OpenEntry, Recorder
 
 

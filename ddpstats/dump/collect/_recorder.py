@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddpstats._autograd import graph_task, in_backward
+from ddpstats._observe.no_dispatch import graph_task, in_backward
 from ddpstats.dump._config import ALL_MODES, DumpConfig
 from ddpstats.dump._selection import Patterns, Selection
 from ddpstats.dump.collect._leaves import EntryLeaves, LeafMaker
+from ddpstats.dump.collect._no_dispatch_no_grad import quietly
 from ddpstats.dump.collect._problems import Problems
-from ddpstats.dump.collect._quiet import quietly
 from ddpstats.dump.collect._stacks import StackBook, is_in_checkpoint
 from ddpstats.dump.format._layout import TENSORS
 from ddpstats.dump.format._names import Counters, backward_of

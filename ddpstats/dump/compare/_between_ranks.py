@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ddpstats._ranks import ranks_text
+from ddpstats._base.rank_names import ranks_text
 from ddpstats.dump.compare._rows import Mode
 from ddpstats.dump.format._collective_calls import read_collective
 from ddpstats.dump.format._entries import STATISTICS, Entry, Leaf

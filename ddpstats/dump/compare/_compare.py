@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
-from ddpstats._ranks import ranks_text
+from ddpstats._base.rank_names import ranks_text
 from ddpstats.dump.compare import _between_ranks, _between_report, _comparison, _html
 from ddpstats.dump.compare._columns import Table, table_path
 from ddpstats.dump.compare._comparer import CompareTensors, EntryComparer

@@ -24,7 +24,7 @@ from ddpstats.dump.compare._rules import (
     tensor_color,
 )
 from ddpstats.dump.format._entries import STATISTICS, Entry, Leaf, number
-from ddpstats.dump.format._words import count_of
+from ddpstats.dump.format._plural import count_of
 
 _PLAIN = {"int", "float", "bool", "str", "complex", "None", "slice", "ellipsis", "torch.dtype", "torch.Size"}
 _MEAN = STATISTICS.index("Mean")

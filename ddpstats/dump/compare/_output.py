@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
-from ddpstats._atomic import TEMPORARY_PREFIX, replace_file
+from ddpstats._base.atomic_files import TEMPORARY_PREFIX, replace_file
 from ddpstats.errors import DumpError
 
 

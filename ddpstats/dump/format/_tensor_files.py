@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddpstats._atomic import TEMPORARY_PREFIX
+from ddpstats._base.atomic_files import TEMPORARY_PREFIX
 from ddpstats.dump.format._layout import file_name
 
 _LONGEST_NAME = 255

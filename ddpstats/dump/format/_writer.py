@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ddpstats._atomic import put_file
+from ddpstats._base.atomic_files import put_file
 from ddpstats.dump.format._layout import CONSTRUCT, DUMP, LINES, STACK
 
 FORMAT = "ddpstats 1"

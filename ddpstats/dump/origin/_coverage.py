@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ddpstats._ranks import ranks_text
+from ddpstats._base.rank_names import ranks_text
 from ddpstats.dump.format._contents import header
 from ddpstats.dump.format._files import RankDump
 from ddpstats.errors import DumpError

@@ -11,19 +11,19 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ddpstats._ranks import ranks_text
+from ddpstats._base.rank_names import ranks_text
 from ddpstats.dump.format._entries import Leaf
 from ddpstats.dump.format._files import RankDump, find_ranks
 from ddpstats.dump.format._names import parse_name
+from ddpstats.dump.format._plural import count_of
 from ddpstats.dump.format._progress import ProgressBar
 from ddpstats.dump.format._safe import printable, sayable_errors, strict
-from ddpstats.dump.format._words import count_of
 from ddpstats.dump.origin._candidates import RankScan, is_bad
 from ddpstats.dump.origin._coverage import coverage_of, left_out_words
+from ddpstats.dump.origin._explain import advice, also_words, verdict, what_of
 from ddpstats.dump.origin._first_nan import Findings, Origin, find_origins
 from ddpstats.dump.origin._growth import Grower
 from ddpstats.dump.origin._memory import MemoryWalk, Overlaps
-from ddpstats.dump.origin._origin_words import advice, also_words, verdict, what_of
 from ddpstats.dump.origin._rank_scan import scan_rank
 from ddpstats.errors import DumpError
 

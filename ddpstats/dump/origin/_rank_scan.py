@@ -22,6 +22,7 @@ from ddpstats.dump.format._collective_calls import read_collective
 from ddpstats.dump.format._entries import Entry, Leaf
 from ddpstats.dump.format._files import RankDump
 from ddpstats.dump.format._names import Name, parse_name
+from ddpstats.dump.origin._cached_entry import WalkedOnce
 from ddpstats.dump.origin._call_kinds import (
     is_literal_write,
     is_minus_infinity,
@@ -35,7 +36,6 @@ from ddpstats.dump.origin._call_kinds import (
 from ddpstats.dump.origin._candidates import Bad, Candidate, Kind, RankScan, bad_ones
 from ddpstats.dump.origin._growth import ancestors
 from ddpstats.dump.origin._traces import Trace, Traces
-from ddpstats.dump.origin._walked_once import WalkedOnce
 
 _MAX_CANDIDATES, _BEFORE = 256, 5
 _PARAMETERS = "parameters."

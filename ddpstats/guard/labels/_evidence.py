@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from ddpstats._events import Evidence
+from ddpstats.guard._events import Evidence
 from ddpstats.guard.labels._fate import Fate, Turn, fate_of
 from ddpstats.guard.labels._infer import Chain, Inferred
 from ddpstats.guard.labels._spelled import Spelled, spells

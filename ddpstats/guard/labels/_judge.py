@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from itertools import combinations
 from typing import Literal
 
-from ddpstats._events import BY_TORCH, Event, Evidence
+from ddpstats.guard._events import BY_TORCH, Event, Evidence
 
 Judgement = Literal["fault", "doubt", "data"]
 _SEVERITY: dict[Judgement, int] = {"data": 0, "doubt": 1, "fault": 2}

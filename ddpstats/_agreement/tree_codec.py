@@ -1,0 +1,177 @@
+"""Nested dicts, lists and tuples of tensors and plain values as bytes, and back; exact, checked, without pickle.
+
+::
+
+    8 bytes         length of the head
+    head            JSON: the structure, plain values as they are, tensors as dtype and shape
+    for each tensor its elements in row-major order, starting at a multiple of 16 bytes
+
+Whatever `decode` is given comes from another process: `ProtocolMismatch` where it is not exactly what `encode` writes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from typing import Any
+
+import torch
+
+from ddpstats._base.paths import Index, Path, Step, format_path
+from ddpstats.errors import ProtocolMismatch
+
+_LENGTH = struct.Struct("<Q")
+_ALIGN = 16
+_MAX_DEPTH = 200
+_PADDING = torch.zeros(_ALIGN, dtype=torch.uint8, device="cpu")
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+        *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
+    )
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+class CannotEncode(Exception):
+    """Holds the path at fault and what is wrong there."""
+
+    def __init__(self, path: str, message: str) -> None:
+        super().__init__(message)
+        self.path = path
+
+
+def encode(tree: Any) -> bytearray:
+    """Dicts (keys str or int), lists, tuples, dense tensors of any device, None, bool, int, float, str.
+
+    Raises `CannotEncode`.
+    """
+    tensors: list[torch.Tensor] = []
+    head = json.dumps(_describe(tree, (), tensors)).encode()
+    start = _LENGTH.pack(len(head)) + head
+    start = start.ljust(_aligned(len(start)), b"\0")
+    raw = list(map(_raw, tensors))
+    sizes = [_aligned(part.numel()) for part in raw]
+    out = bytearray(len(start) + sum(sizes))
+    out[: len(start)] = start
+    if len(out) > len(start):
+        gaps = [_PADDING[: size - part.numel()] for size, part in zip(sizes, raw, strict=True)]
+        pieces = [piece for pair in zip(raw, gaps, strict=True) for piece in pair]
+        torch.cat(pieces, out=torch.frombuffer(out, dtype=torch.uint8, offset=len(start)))
+    return out
+
+
+def can_encode(tensor: torch.Tensor) -> bool:
+    """Whether `encode` takes this tensor."""
+    return tensor.layout == torch.strided and tensor.dtype in _NAMES and not tensor.is_meta
+
+
+def decode(payload: bytes | bytearray | memoryview) -> Any:
+    """What `encode` was given; tensors on the CPU, each with memory of its own."""
+    if len(payload) < _LENGTH.size or _LENGTH.unpack_from(payload)[0] > len(payload) - _LENGTH.size:
+        raise _refusal("a head that ends too early")
+    (length,) = _LENGTH.unpack_from(payload)
+    try:
+        node = json.loads(bytes(payload[_LENGTH.size : _LENGTH.size + length]))
+    except (ValueError, RecursionError):
+        raise _refusal("a head that is not JSON") from None
+    reader = _Tensors(payload, _aligned(_LENGTH.size + length))
+    tree = _build(node, reader, 0)
+    if reader.at != len(payload):
+        raise _refusal(f"{len(payload) - reader.at} bytes too many")
+    return tree
+
+
+def _describe(value: Any, path: Path, tensors: list[torch.Tensor]) -> Any:
+    """The head of ``value``; its tensors are appended in the order in which they are met."""
+    if len(path) > _MAX_DEPTH:
+        raise CannotEncode(format_path(path), f"nested deeper than {_MAX_DEPTH}")
+    if isinstance(value, torch.Tensor):
+        tensors.append(_dense(value, path))
+        return ["tensor", _NAMES[value.dtype], list(value.shape)]
+    if isinstance(value, dict):
+        wrong = [key for key in value if type(key) not in (str, int)]
+        if wrong:
+            raise CannotEncode(
+                format_path(path), f"key {wrong[0]!r} is of type {type(wrong[0]).__name__}, not str or int"
+            )
+        return ["dict", [[key, _describe(item, (*path, key), tensors)] for key, item in value.items()]]
+    if isinstance(value, (list, tuple)):
+        kind = "list" if isinstance(value, list) else "tuple"
+        return [kind, [_describe(item, (*path, Index(index)), tensors) for index, item in enumerate(value)]]
+    if _is_plain(value):
+        return ["value", value]
+    raise CannotEncode(format_path(path), f"of type {type(value).__name__}, which cannot be sent to other ranks")
+
+
+def _dense(tensor: torch.Tensor, path: Path) -> torch.Tensor:
+    if not can_encode(tensor):
+        kind = f"{tensor.layout}, {tensor.dtype}, on {tensor.device}"
+        raise CannotEncode(format_path(path), f"a tensor ({kind}), which cannot be sent to other ranks")
+    plain = tensor.detach()
+    if plain.is_conj() or plain.is_neg():
+        plain = plain.resolve_conj().resolve_neg()
+    return (plain if plain.is_cpu else plain.cpu()).contiguous()
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor: a view. One element may have any stride and count as contiguous."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+class _Tensors:
+    """The tensors of a payload, one after another; every length is checked against what is left."""
+
+    def __init__(self, payload: bytes | bytearray | memoryview, at: int) -> None:
+        self._payload, self.at = payload, at
+
+    def take(self, name: Any, shape: Any) -> torch.Tensor:
+        dtype = _DTYPES.get(name) if isinstance(name, str) else None
+        if dtype is None or not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
+            raise _refusal(f"a tensor of dtype {name!r} and shape {shape!r}")
+        size = math.prod(shape) * dtype.itemsize
+        start, self.at = self.at, _aligned(self.at + size)
+        if self.at > len(self._payload):
+            raise _refusal("tensors that end too early")
+        if size == 0:
+            return torch.empty(shape, dtype=dtype, device="cpu")
+        return torch.frombuffer(bytearray(self._payload[start : start + size]), dtype=dtype).reshape(shape)
+
+
+def _build(node: Any, tensors: _Tensors, depth: int) -> Any:
+    if not isinstance(node, list) or not node or depth > _MAX_DEPTH + 1:
+        raise _refusal("a structure that it cannot have written")
+    kind, *rest = node
+    if kind == "tensor" and len(rest) == 2:
+        return tensors.take(*rest)
+    if kind == "value" and len(rest) == 1 and _is_plain(rest[0]):
+        return rest[0]
+    if kind in ("list", "tuple") and len(rest) == 1 and isinstance(rest[0], list):
+        found = [_build(item, tensors, depth + 1) for item in rest[0]]
+        return found if kind == "list" else tuple(found)
+    if kind == "dict" and len(rest) == 1 and isinstance(rest[0], list):
+        built = {_key(item): _build(item[1], tensors, depth + 1) for item in rest[0]}
+        if len(built) == len(rest[0]):
+            return built
+    raise _refusal(f"a {str(kind)[:20]!r} that it cannot have written")
+
+
+def _key(item: Any) -> Step:
+    if not isinstance(item, list) or len(item) != 2 or type(item[0]) not in (str, int):
+        raise _refusal("a dict whose items are not keys and values")
+    key: Step = item[0]
+    return key
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or type(value) in (bool, int, float, str)
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // _ALIGN) * _ALIGN
+
+
+def _refusal(what: str) -> ProtocolMismatch:
+    return ProtocolMismatch(f"a peer sent {what}; ranks must run the same version of ddpstats")

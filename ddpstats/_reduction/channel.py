@@ -1,0 +1,428 @@
+"""One channel per process group: our own gloo group beside it, and the order in which calls use it.
+
+All reductions on a group, of all its reducers, run in call order. A call with nothing pending runs on the caller's own
+thread; `submit` hands a call to the channel's one worker, and calls that follow queue behind it. A failed collective
+closes the channel: every later call raises the verdict on it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import struct
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from typing import Any, Generic, TypeVar
+
+import torch.distributed as dist
+
+from ddpstats._base.compiled import refuse_without_values
+from ddpstats._base.rank_names import ranks_text
+from ddpstats._base.version import __version__
+from ddpstats._reduction.protocol import Protocol
+from ddpstats._reduction.wire import PROTOCOL_VERSION
+from ddpstats._transport.comm import (
+    Comm,
+    CommFailed,
+    GlooComm,
+    SoloComm,
+    Watch,
+    describe_group,
+    group_ranks,
+    group_store,
+    have_all_started,
+    patience_sec,
+    resolve_group,
+    slice_sec,
+)
+from ddpstats._transport.mailbox import PROCESS_ID_BYTES, Mailbox, ProcessId, Verdict
+from ddpstats.errors import ConfigError, DdpstatsError, ProtocolMismatch, RankMissing
+
+T = TypeVar("T")
+Work = Callable[[Protocol], T]
+
+# The one message whose size may never change: versions with other buffers must be able to read it.
+_HELLO = struct.Struct(f"<8sH32s{PROCESS_ID_BYTES}s")
+_MAGIC = b"ddpstats"
+_EXIT_SEC = 10.0  # how long a process that ends waits for reductions that nobody collected
+
+
+Connect = Callable[[float, Watch], Comm]
+"""Makes the doorway to the other ranks, within so many seconds; raises `CommFailed`, and what its watch raises."""
+
+
+class Channel:
+    """The reductions of one group. Made by `channel_of`."""
+
+    def __init__(
+        self,
+        ranks: tuple[int, ...],
+        rank: int,
+        group_name: str,
+        connect: Connect,
+        store: Any = None,
+        all_started: bool = False,
+    ) -> None:
+        self.group_name = group_name
+        self._ranks, self._rank = {int(member): member for member in ranks}, rank
+        self._connect = connect
+        # Alone there is nobody to meet, and nobody to miss.
+        self._mailbox: Mailbox | None = None
+        if len(ranks) > 1:
+            self._mailbox = Mailbox(
+                store, rank, ranks, describe_lost=self._verdict_without_store, all_started=all_started
+            )
+        self._comm: Comm | None = None
+        self._protocol: Protocol | None = None
+        self._error: RankMissing | None = None
+        self.has_abandoned = False  # by this rank
+        self._turn = threading.RLock()  # re-entrant: a finalizer may run, and `release`, while this thread holds it
+        self._state = threading.Condition(self._turn)
+        self._busy, self._performer = False, 0  # and in which thread
+        self._queue: deque[_Job[Any]] = deque()
+        self._worker: threading.Thread | None = None
+        self._users = 0
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Global ranks, ascending."""
+        return tuple(self._ranks.values())
+
+    @property
+    def rank(self) -> int:
+        """This process's global rank."""
+        return self._rank
+
+    # -- order --------------------------------------------------------------------------------------------------------
+
+    def run(self, work: Work[T], timeout_sec: float) -> T:
+        """Run ``work`` in turn; on this thread if nothing is pending."""
+        self.refuse_inside()
+        self._refuse_without_values()
+        idle = False
+        try:
+            with self._turn:
+                if not self._busy and not self._queue:
+                    self._busy = idle = True
+                    self._performer = threading.get_ident()
+            if idle:
+                return self._perform(work, timeout_sec)
+        finally:
+            if idle:
+                with self._turn:
+                    self._busy, self._performer = False, 0
+                    if self._worker is not None:
+                        self._state.notify_all()
+        return self.submit(work, timeout_sec).result()
+
+    def refuse_inside(self) -> None:
+        """Raises where this thread is in the middle of a reduction on this group: what it waits for cannot come."""
+        if self._performer == threading.get_ident():
+            raise Reentered(
+                f"a reduction on {self.group_name} was asked for in the middle of another one, on the same thread: by "
+                "the handler of a signal, or by what runs when an object is collected. It cannot wait for the one that "
+                "it interrupts. Set a flag there, and reduce at the next step of the program."
+            )
+
+    def _refuse_without_values(self) -> None:
+        refuse_without_values(f"a reduction on {self.group_name}")
+
+    def submit(self, work: Work[T], timeout_sec: float) -> Future[T]:
+        """Run ``work`` in turn on the worker thread; at once returns a future."""
+        self._refuse_without_values()
+        job = _Job(work, timeout_sec)
+        with self._state:
+            self._queue.append(job)
+            if self._worker is None:
+                self._worker = threading.Thread(target=self._serve, name="ddpstats", daemon=True)
+                self._worker.start()
+            self._state.notify_all()
+        return job.future
+
+    def _serve(self) -> None:
+        while True:
+            with self._state:
+                # A thread that waits for work waits for the program, not for a peer: the one wait without a limit.
+                self._state.wait_for(lambda: not self._busy if self._queue else self._users == 0)
+                if not self._queue:  # and nobody who may submit is left
+                    self._worker = None
+                    return
+                job = self._queue.popleft()
+                self._busy, self._performer = True, threading.get_ident()
+            job.run(self._perform)
+            del job
+            with self._state:
+                self._busy, self._performer = False, 0
+                self._state.notify_all()
+
+    # -- one call -----------------------------------------------------------------------------------------------------
+
+    def _perform(self, work: Work[T], timeout_sec: float) -> T:
+        if self._error is not None:
+            raise self._error.with_traceback(None)
+        started = time.monotonic()
+        try:
+            return work(self._protocol or self._first_use(timeout_sec))
+        except CommFailed as error:
+            assert self._mailbox is not None
+            reason, grace_sec = str(error), 2 * slice_sec(timeout_sec)
+            verdict = self._mailbox.settle(
+                self._seq(),
+                max(started + timeout_sec, time.monotonic() + grace_sec),
+                lambda missing, dead: self._verdict_text(missing, dead, time.monotonic() - started, reason),
+            )
+        except Reentered as error:  # a signal's handler let it pass: the reduction around it ends in the middle
+            self._leave(error)
+            raise
+        except DdpstatsError:
+            raise  # all ranks came to it, and stay in step
+        except Exception as error:  # this rank alone: damaged bytes, no memory
+            raise self._leave(error) from error
+        except BaseException as error:  # an interrupt is the program's own business
+            self._leave(error)
+            raise
+        raise self._broken(verdict)
+
+    def abandon(self, message: str) -> RankMissing | None:
+        """This rank takes no further part: every other rank raises ``message``, here and at every later call. Local.
+
+        Returns what they raise: the words of the first rank that did so; None where there is no other rank.
+        """
+        if self._mailbox is None:
+            return None
+        self.has_abandoned = True
+        verdict = self._mailbox.announce(message)
+        if self._error is None:
+            self._broken(verdict)
+        return self._missing(verdict)
+
+    def abandoned(self) -> RankMissing | None:
+        """What the first rank said that called `abandon`; None where none did. Local; never waits for it."""
+        announced = None if self._mailbox is None else self._mailbox.announced()
+        return None if announced is None else self._missing(announced)
+
+    def _leave(self, error: BaseException) -> BaseException:
+        """Something took this rank out of the middle of a call. It is out of step: no one may wait for it any more."""
+        if self._mailbox is None:
+            return error
+        why = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        text = (
+            f"a reduction on {self.group_name} was not completed:\n"
+            f"  {self._named([self._rank])}: left in the middle of it ({why})\nReductions on this group are closed."
+        )
+        return self._broken(self._mailbox.leave(lambda missing, dead: text))
+
+    def _seq(self) -> int:
+        """Which collective of this group this rank is in: how ranks tell each other where they wait."""
+        return 0 if self._protocol is None else self._protocol.collectives
+
+    def _watch(self) -> None:
+        """Between two slices of a wait: is there any point in waiting on?"""
+        if self._mailbox is None:
+            return
+        if self._mailbox.glance(self._seq()) is not None:
+            raise CommFailed("another rank has given up")
+        self._look_for_dead()
+
+    def _look_for_dead(self) -> None:
+        dead = set() if self._mailbox is None else self._mailbox.gone()
+        if dead:
+            raise CommFailed(f"the process of {self._named(dead)} is gone")
+
+    def _broken(self, verdict: Verdict) -> RankMissing:
+        self._error = self._missing(verdict)
+        if self._comm is not None:
+            self._comm.close()
+        return self._error
+
+    def _missing(self, verdict: Verdict) -> RankMissing:
+        return RankMissing(verdict.message, missing_ranks=verdict.missing, group=self.group_name)
+
+    def _named(self, ranks: Iterable[int]) -> str:
+        return ranks_text([self._ranks.get(rank, rank) for rank in ranks])
+
+    def _verdict_text(self, missing: tuple[int, ...], dead: tuple[int, ...], waited_sec: float, reason: str) -> str:
+        silent = [rank for rank in missing if rank not in dead]
+        lines = [f"a reduction on {self.group_name} was not completed after {waited_sec:.1f} s:"]
+        if dead:
+            lines.append(f"  {self._named(dead)}: the process is gone")
+        if silent:
+            lines.append(f"  {self._named(silent)}: did not take part")
+        if not missing and not dead:
+            lines.append("  no rank is known to be missing; the connection between ranks failed")
+        lines.append(f"{self._named([self._rank])} waited and saw: {reason}")
+        lines.append(
+            "Look at the output of the missing ranks first. A rank that is only slow needs a larger timeout_sec (or "
+            "DDPSTATS_TIMEOUT_SEC). Reductions on this group are closed."
+        )
+        return "\n".join(lines)
+
+    def _verdict_without_store(self, missing: tuple[int, ...], dead: tuple[int, ...]) -> str:
+        silent = [rank for rank in missing if rank not in dead]
+        lines = [f"a reduction on {self.group_name} was not completed:"]
+        if dead:
+            lines.append(f"  {self._named(dead)}: the process is gone")
+        if silent and self._mailbox is not None and self._mailbox.are_elsewhere(silent):
+            lines.append(f"  this host is cut off: the store does not answer; {self._named(silent)} of other hosts")
+        elif silent:
+            lines.append(f"  {self._named(silent)}: serves the store, which does not answer")
+        if not missing:
+            lines.append("  who is missing cannot be told")
+        lines.append("Look at their output and at the network first. Reductions on this group are closed.")
+        return "\n".join(lines)
+
+    # -- first use ----------------------------------------------------------------------------------------------------
+
+    def _first_use(self, timeout_sec: float) -> Protocol:
+        """Meet all ranks, connect, and prove that all speak one protocol, before a buffer of any layout is sent."""
+        deadline = time.monotonic() + timeout_sec
+        if self._comm is None:
+            if self._mailbox is not None:
+                self._meet(self._mailbox, timeout_sec)
+            self._comm = self._connect(max(deadline - time.monotonic(), slice_sec(timeout_sec)), self._look_for_dead)
+            self._comm.watch = self._watch
+        if self._mailbox is not None:
+            self._mailbox.peers = self._shake_hands(self._comm, timeout_sec)
+        self._protocol = Protocol(self._comm, self.group_name)
+        return self._protocol
+
+    def _meet(self, mailbox: Mailbox, timeout_sec: float) -> None:
+        started = time.monotonic()
+        verdict = mailbox.meet(
+            timeout_sec - slice_sec(timeout_sec),
+            slice_sec(timeout_sec),
+            lambda missing, dead: self._verdict_text(
+                missing, dead, time.monotonic() - started, "this was the first use of the group, and not all ranks came"
+            ),
+        )
+        if verdict is not None:
+            raise self._broken(verdict)
+
+    def _shake_hands(self, comm: Comm, timeout_sec: float) -> dict[int, ProcessId]:
+        mine = _HELLO.pack(_MAGIC, PROTOCOL_VERSION, __version__.encode()[:32], ProcessId.mine().pack())
+        versions: dict[str, list[int]] = {}
+        peers: dict[int, ProcessId] = {}
+        for rank, hello in zip(comm.ranks, comm.all_gather(mine, patience_sec(timeout_sec)), strict=True):
+            magic, protocol, version, process = _HELLO.unpack(hello)
+            text = f"ddpstats {version.rstrip(bytes(1)).decode(errors='replace')}, protocol {protocol}"
+            versions.setdefault(text if magic == _MAGIC else "no ddpstats", []).append(rank)
+            peers[int(rank)] = ProcessId.unpack(process)
+        if len(versions) > 1:
+            lines = [f"ranks of {self.group_name} run different versions:"]
+            lines += [f"  {ranks_text(ranks)}: {text}" for text, ranks in versions.items()]
+            lines.append("Install the same version of ddpstats on all of them.")
+            raise ProtocolMismatch("\n".join(lines), ranks=comm.ranks, group=self.group_name)
+        del peers[int(comm.rank)]
+        return peers
+
+    # -- users --------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Leave the group. Local; calls that follow fail."""
+        if self._comm is not None:
+            self._comm.close()
+
+    def acquire(self) -> None:
+        """Another user that may `submit`."""
+        with self._state:
+            self._users += 1
+
+    def release(self, *, wait: bool) -> None:
+        """With the last user that may `submit` the worker ends, once it has done what is pending; ``wait`` for that."""
+        with self._state:
+            self._users -= 1
+            worker = self._worker if self._users == 0 else None
+            self._state.notify_all()
+        if wait and worker is not None and worker is not threading.current_thread():
+            worker.join()
+
+    def end_worker(self, timeout_sec: float) -> bool:
+        """Let the worker end after what is pending, whoever may still want to `submit`; whether it did in time."""
+        with self._state:
+            self._users = 0
+            worker = self._worker
+            self._state.notify_all()
+        if worker is not None:
+            worker.join(timeout_sec)
+        return not self.worker_is_alive()
+
+    def worker_is_alive(self) -> bool:
+        worker = self._worker
+        return worker is not None and worker.is_alive()
+
+
+class Reentered(ConfigError):
+    """Of this rank alone, and raised before anything is sent."""
+
+
+class _Job(Generic[T]):
+    def __init__(self, work: Work[T], timeout_sec: float) -> None:
+        self.future: Future[T] = Future()
+        self._work, self._timeout_sec = work, timeout_sec
+
+    def run(self, perform: Callable[[Work[T], float], T]) -> None:
+        try:
+            self.future.set_result(perform(self._work, self._timeout_sec))
+        except BaseException as error:
+            self.future.set_exception(error)
+
+
+# -- which channel ----------------------------------------------------------------------------------------------------
+
+ALONE = object()
+"""In place of a group: this process only, whatever groups there are."""
+
+_channels: weakref.WeakKeyDictionary[dist.ProcessGroup, Channel] = weakref.WeakKeyDictionary()
+_alone: dict[int, Channel] = {}  # by this process's rank
+_lock = threading.Lock()
+
+
+def _close_all() -> None:
+    """At exit: a thread, gloo's or ours, that asks for the GIL while Python ends aborts the process."""
+    for channel in list(_channels.values()):
+        if channel.end_worker(_EXIT_SEC):
+            channel.close()
+
+
+atexit.register(_close_all)
+
+
+def channel_of(group: Any) -> Channel:
+    """The channel of ``group`` (None: the default group); one for this process alone where there is no other rank.
+
+    Raises ``ConfigError`` on a rank that is not a member. Local: ranks meet at the first reduction.
+    """
+    own = getattr(group, "channel", None)
+    if isinstance(own, Channel):  # ranks that are threads (`ddpstats.testing`)
+        return own
+    resolved = None if group is ALONE else resolve_group(group)
+    if resolved is None or resolved.size() == 1:
+        return _channel_alone()
+    with _lock:
+        channel = _channels.get(resolved)
+        if channel is None:
+            channel = _channels[resolved] = _new_channel(resolved)
+        return channel
+
+
+def _channel_alone() -> Channel:
+    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    with _lock:
+        if rank not in _alone:
+            _alone[rank] = Channel((rank,), rank, "a single process", lambda timeout_sec, watch: SoloComm(rank))
+        return _alone[rank]
+
+
+def _new_channel(group: dist.ProcessGroup) -> Channel:
+    reference, store = weakref.ref(group), group_store(group)
+
+    def connect(timeout_sec: float, watch: Watch) -> Comm:
+        alive = reference()
+        if alive is None:
+            raise CommFailed("the process group was destroyed")
+        return GlooComm(alive, store, timeout_sec, watch)
+
+    return Channel(group_ranks(group), dist.get_rank(), describe_group(group), connect, store, have_all_started())

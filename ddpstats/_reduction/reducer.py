@@ -1,0 +1,332 @@
+"""Reduce nested statistics over ranks: aligned by key, each with its own weight, in one collective.
+
+>>> import ddpstats
+>>> reduced = ddpstats.reduce_stats({"loss": 0.5, "tokens": ddpstats.Sum(128)}, weight=8.0)
+>>> reduced.values
+{'loss': 0.5, 'tokens': 128.0}
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+import torch.distributed as dist
+
+from ddpstats._base import config
+from ddpstats._base.compiled import breaks_graph
+from ddpstats._reduction.channel import Channel, channel_of
+from ddpstats._reduction.protocol import Call, Counters, Protocol
+from ddpstats._reduction.result import Entry, Reduced
+from ddpstats._reduction.values import Prepared
+from ddpstats._reduction.wire import Failure
+from ddpstats._transport.comm import patience_sec
+from ddpstats.errors import ConfigError, DdpstatsError
+
+__all__ = [
+    "Entry",
+    "NonFinitePolicy",
+    "PendingReduction",
+    "Reduced",
+    "ReductionCounters",
+    "StatsReducer",
+    "all_ranks",
+    "any_rank",
+    "reduce_stats",
+]
+
+NonFinitePolicy = Literal["propagate", "skip", "raise"]
+
+_POLL_SEC = 5.0
+_KEPT_REDUCERS = 256
+
+
+@dataclass(frozen=True)
+class ReductionCounters:
+    """What a reducer has done so far.
+
+    Attributes:
+        calls: reductions asked for.
+        collectives: collectives issued for them: one per call in steady state; two where the layout holds Min or Max,
+            or some rank has a new path.
+        renegotiations: how often the ranks exchanged what they hold: once per new path, not per call.
+        payload_bytes: bytes of the buffers that this rank passed to those collectives.
+    """
+
+    calls: int
+    collectives: int
+    renegotiations: int
+    payload_bytes: int
+
+
+class PendingReduction:
+    """A reduction on its way. Neither method issues a collective, so ranks may call them at different times."""
+
+    def __init__(self, future: Future[Reduced], channel: Channel) -> None:
+        self._future, self._channel = future, channel
+
+    @breaks_graph
+    def done(self) -> bool:
+        """Whether `result` would return, or raise, at once."""
+        return self._future.done()
+
+    @breaks_graph
+    def result(self) -> Reduced:
+        """Wait for the reduction; raises what it raised, on every rank the same. Bounded by the reducer's timeout."""
+        if not self._future.done():
+            self._channel.refuse_inside()
+        while not wait([self._future], _POLL_SEC).done:
+            if not self._channel.worker_is_alive() and not self._future.done():
+                raise DdpstatsError("the reduction was given up: its worker thread has ended")
+        return self._future.result()
+
+
+class StatsReducer:
+    """Reduces nested stats over the ranks of a group; remembers their layout, so that one collective a call is enough.
+
+    Args:
+        group: a process group, or None for the default one. Without torch.distributed, or alone: local arithmetic.
+        name: names the call site ("train", "valid"). Each name has its own layout, and two ranks that pair different
+            names get `ProtocolMismatch`. Calls without a name are not told apart: a rank with one call more than the
+            others is then noticed only when it waits alone.
+        nonfinite: ``"propagate"``: a NaN stays a NaN in its path. ``"skip"``: that rank's entry counts as absent for
+            that path. ``"raise"``: `NonFiniteStat` on every rank. Must be the same on every rank.
+        timeout_sec: limit of one call in seconds, the meeting of all ranks included; default DDPSTATS_TIMEOUT_SEC, else
+            300.
+
+    Raises:
+        ConfigError: an argument that cannot work; on this rank, before anything is sent.
+
+    Making one is local. A context manager; `close` when done with `start`, which keeps a thread.
+    """
+
+    def __init__(
+        self,
+        *,
+        group: Any = None,
+        name: str | None = None,
+        nonfinite: NonFinitePolicy = "propagate",
+        timeout_sec: float | None = None,
+    ) -> None:
+        if nonfinite not in get_args(NonFinitePolicy):
+            raise ConfigError(f"nonfinite={nonfinite!r} is not a policy; legal values: {get_args(NonFinitePolicy)}")
+        if name is not None and not isinstance(name, str):
+            raise ConfigError(f"name={name!r} must be a str or None")
+        self._find_group = _reference(group)
+        self._timeout_sec = config.timeout_sec(timeout_sec)
+        self._call = Call("reduce_stats", name, nonfinite, patience_sec(self._timeout_sec))
+        self._counters = Counters()
+        self._closed = False
+        self._worker_of: weakref.ref[Channel] | None = None
+        self._finalizer: weakref.finalize[Any, Any] | None = None
+
+    @breaks_graph
+    def __call__(self, stats: Any, weight: Any = 1.0) -> Reduced:
+        """Reduce ``stats`` over all ranks. Collective: every rank of the group must call, in the same order of calls.
+
+        Args:
+            stats: dicts, lists, tuples, namedtuples and dataclass instances, nested as you like; keys are str or int.
+                Leaves: Python and numpy scalars, tensors of one element (any real dtype, any device), None, the markers
+                `Mean`, `Sum`, `Min`, `Max`, `Any`, `All`; with a 1-d weight also 1-d tensors of its length. Ranks may
+                hold different keys, orders and list lengths.
+            weight: this rank's weight of the bare leaves, usually its batch size: a number >= 0, or a 1-d tensor.
+
+        Returns:
+            `Reduced`: the union of the paths that some rank held in this call, the same on every rank. Each mean is
+            divided by the weight of the ranks that hold its path. Accumulated in float64.
+
+        Raises:
+            InvalidStats: some rank holds a leaf, key, weight or structure that cannot be reduced; on every rank.
+            SchemaConflict: ranks hold a leaf and a container, or two reduce ops, under one path; on every rank.
+            ProtocolMismatch: ranks made different calls (names, policies, versions); on every rank.
+            NonFiniteStat: under ``nonfinite="raise"``; on every rank.
+            RankMissing: a rank did not take part within the timeout; on every living rank. The reducer is then closed.
+
+        Example::
+
+            rank 0: reduce({"l1_loss": 0.057}, weight=8)   rank 1: reduce({"snr_loss": -2.0}, weight=8)
+            both:   .values == {"l1_loss": 0.057, "snr_loss": -2.0}
+        """
+        return self._reduce(stats, weight)
+
+    @breaks_graph
+    def start(self, stats: Any, weight: Any = 1.0) -> PendingReduction:
+        """Like calling, without waiting: the reduction runs on a thread while, say, backward does.
+
+        Collective in the same sense: every rank must start the same reductions in the same order. Values are taken
+        now (tensors on an accelerator: by a copy in stream order), so they may change afterwards. Errors come from
+        `result`.
+        """
+        channel = self._usable_channel()
+        self._keep_worker(channel)
+        call, given, counters = self._call, Prepared(stats, weight), self._counters
+
+        def work(protocol: Protocol) -> Reduced:
+            return protocol.reduce(call, given, True, counters)
+
+        return PendingReduction(channel.submit(work, self._timeout_sec), channel)
+
+    def _keep_worker(self, channel: Channel) -> None:
+        """The channel's thread ends when the last reducer that used it is closed, or gone."""
+        if self._worker_of is not None and self._worker_of() is channel:
+            return
+        self._give_up_worker()
+        channel.acquire()
+        self._worker_of = weakref.ref(channel)
+        self._finalizer = weakref.finalize(self, _release, self._worker_of)
+        self._finalizer.atexit = False
+
+    def _give_up_worker(self) -> None:
+        if self._finalizer is not None and self._finalizer.detach() and self._worker_of is not None:
+            channel = self._worker_of()
+            if channel is not None:
+                channel.release(wait=True)
+
+    @breaks_graph
+    def _reduce(self, stats: Any, weight: Any, *, keep_dtypes: bool = False, divide: bool = True) -> Reduced:
+        """`__call__`, and what `recursive_op` needs besides: the dtypes of the leaves, and sums instead of means."""
+        channel, given = self._usable_channel(), Prepared(stats, weight, keep_dtypes)
+        call, counters = self._call, self._counters
+        return channel.run(lambda protocol: protocol.reduce(call, given, divide, counters), self._timeout_sec)
+
+    @property
+    def counters(self) -> ReductionCounters:
+        """What this reducer has done so far; a frozen copy."""
+        now = self._counters
+        return ReductionCounters(now.calls, now.collectives, now.renegotiations, now.payload_bytes)
+
+    def _serves(self, group: Any) -> bool:
+        """Whether this is a reducer of that very group. Local."""
+        try:
+            return self._find_group() is group
+        except ConfigError:
+            return False
+
+    def close(self) -> None:
+        """End this reducer; what it started goes on. The last one on a group waits for that, and leaves no thread.
+
+        Local; idempotent.
+        """
+        self._closed = True
+        self._give_up_worker()
+
+    def __enter__(self) -> StatsReducer:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _usable_channel(self) -> Channel:
+        if self._closed:
+            raise ConfigError("this StatsReducer is closed")
+        # Looked up every time: groups may be destroyed and made anew, and nothing here may keep one alive.
+        return channel_of(self._find_group())
+
+
+def _reference(group: Any) -> Callable[[], Any]:
+    """``group`` when called; None for the default group. A process group belongs to torch and the caller, not to us."""
+    if group is None or not isinstance(group, dist.ProcessGroup):
+        return lambda: group
+    alive = weakref.ref(group)
+
+    def resolve() -> Any:
+        found = alive()
+        if found is None:
+            raise ConfigError("the process group of this reducer was destroyed")
+        return found
+
+    return resolve
+
+
+def _release(channel: weakref.ref[Channel]) -> None:
+    """For a reducer that is gone without `close`. May run inside any code of any thread, so it must not wait."""
+    found = channel()
+    if found is not None:
+        found.release(wait=False)
+
+
+_reducers: OrderedDict[tuple[int, str, str | None, str], StatsReducer] = OrderedDict()
+_reducers_lock = threading.Lock()
+
+
+@breaks_graph
+def reduce_stats(
+    stats: Any,
+    weight: Any = 1.0,
+    *,
+    group: Any = None,
+    name: str | None = None,
+    nonfinite: NonFinitePolicy = "propagate",
+) -> Reduced:
+    """Reduce nested stats over ranks, in one line. Collective: every rank of ``group`` must call.
+
+    Keeps one `StatsReducer` per group and name; arguments, result, errors and an example are described there.
+    """
+    return kept_reducer(group, name, nonfinite)(stats, weight)
+
+
+def kept_reducer(group: Any, name: str | None, nonfinite: NonFinitePolicy, kind: str = "reduce_stats") -> StatsReducer:
+    """The reducer that `reduce_stats` keeps for these arguments. Local.
+
+    Ranks that pair reductions of different ``kind``, the name of the public function, get `ProtocolMismatch`.
+    """
+    key = (id(group), kind, name, nonfinite)
+    try:
+        kept = _reducers.get(key)
+    except TypeError:  # what cannot be a key is no legal argument either
+        return StatsReducer(group=group, name=name, nonfinite=nonfinite)
+    if kept is not None and kept._serves(group):
+        return kept
+    with _reducers_lock:
+        made = _reducers[key] = StatsReducer(group=group, name=name, nonfinite=nonfinite)
+        made._call = replace(made._call, kind=kind)
+        while len(_reducers) > _KEPT_REDUCERS:
+            _reducers.popitem(last=False)
+    return made
+
+
+@breaks_graph
+def any_rank(flag: Any, *, group: Any = None) -> bool:
+    """Whether ``flag`` is true on some rank; the same answer on every rank. Collective, one all_reduce.
+
+    For decisions that must be taken in lockstep, such as "skip this step". Without a process group: ``bool(flag)``.
+    Raises `InvalidStats` on every rank where some rank's flag has no truth value; `ProtocolMismatch` and `RankMissing`
+    as `StatsReducer` does.
+
+    Example::
+
+        rank 0: any_rank(False)   rank 1: any_rank(True)   both: True
+    """
+    return count_ranks("any_rank", flag, group)[0] > 0
+
+
+@breaks_graph
+def all_ranks(flag: Any, *, group: Any = None) -> bool:
+    """Whether ``flag`` is true on every rank; the same answer on every rank. Collective, like `any_rank`."""
+    count, world_size = count_ranks("all_ranks", flag, group)
+    return count == world_size
+
+
+def count_ranks(kind: str, flag: Any, group: Any) -> tuple[float, int]:
+    """(how many ranks' flags are set, how many ranks there are). Collective, one all_reduce.
+
+    ``kind``: one of `DECISIONS`, the name of the public function.
+    """
+    channel = channel_of(group)
+    answer: bool | Failure
+    try:
+        answer = bool(flag)
+    except Exception as error:  # this rank must still take part
+        answer = Failure("", f"the flag of {kind}() has no truth value: {error}")
+    timeout_sec = config.timeout_sec(None)
+    call = Call(kind, None, "", patience_sec(timeout_sec))
+
+    def work(protocol: Protocol) -> tuple[float, int]:
+        return protocol.decide(call, answer, Counters()), protocol.world_size
+
+    return channel.run(work, timeout_sec)

@@ -1,0 +1,308 @@
+"""The current step, kept so that it can be run once more: batches, random state and buffers.
+
+For each optimizer step:
+
+1. `begin` of a micro-batch takes the batch by reference, notes the version counter of each of its tensors, and takes
+   the random state: after loading, because a loader may draw from the process's own generators.
+2. The first forward pass of the step copies the module's buffers, inside the module: by then DistributedDataParallel
+   has broadcast rank 0's. The first forward pass of each micro-batch notes the autocast settings.
+3. `end` looks whether the batch was changed in place. If it was, later batches are copied at `begin`: a reference is
+   of no use there. So are arrays of numpy, which count no versions.
+4. `clear` forgets the step.
+
+Memory: one step's batches stay alive as long as the step, and one copy of the buffers. Nothing is drawn from any
+generator.
+"""
+
+from __future__ import annotations
+
+import collections
+import copy
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
+
+import torch
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_module_registration_hook,
+)
+
+from ddpstats._observe.module_hooks import ModuleHook
+from ddpstats._rerun.random_state import RandomState as RandomState
+
+_MOST_DEEP = 80  # a little more than a bundle can hold, which says so by name
+
+
+@dataclass
+class MicroBatch:
+    """One micro-batch, as it was just before its forward pass.
+
+    Attributes:
+        batch: containers of its own around the caller's very tensors; around copies where these must be.
+        random: the generators' state.
+        autocast: (device type, enabled, dtype) when the module was called first; None before that.
+        loss: what was differentiated, without a GradScaler's scale; if the caller says so.
+        factor: what a trainer multiplied the step's own loss by before ``backward()``, with a GradScaler's scale: of
+            the shape of that loss, or a number; None where the step's own loss was differentiated.
+        changed: paths of tensors that were changed in place since.
+    """
+
+    batch: Any
+    random: RandomState
+    autocast: tuple[str, bool, torch.dtype] | None = None
+    loss: torch.Tensor | None = None
+    factor: torch.Tensor | None = None
+    changed: tuple[str, ...] = ()
+    _tensors: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+
+    def look_for_changes(self) -> bool:
+        """Whether some tensor was changed in place since the micro-batch began."""
+        moved = {id(tensor) for tensor, version in self._tensors if tensor._version != version}
+        if moved:
+            self.changed = tuple(path for path, leaf in walk(self.batch) if id(leaf) in moved)
+        return bool(moved)
+
+
+class StepRecord:
+    """The current optimizer step of ``module``, on this rank. Local.
+
+    Args:
+        module: inside any DistributedDataParallel: its forward pass is the moment at which buffers are as they count.
+
+    Attributes:
+        micro_batches: since `clear`.
+        buffers: name -> copy, as before the step; the next step overwrites it.
+        copies: whether batches are copied, because one was changed in place; the caller may set it.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module
+        self.micro_batches: list[MicroBatch] = []
+        self.buffers: dict[str, torch.Tensor] | None = None
+        self.copies = False
+        self._current: MicroBatch | None = None
+        self._copies = BufferCopies(module)
+        self._handle = module.register_forward_pre_hook(_ForwardHook(self, module), prepend=True)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the module is."""
+        first = next(self.module.parameters(), None)
+        return torch.device("cpu") if first is None else first.device
+
+    def begin(self, batch: Any) -> MicroBatch:
+        """A micro-batch is about to run. Its forward and backward pass come before `end`."""
+        keeping = _Keeping(self.copies)
+        kept = keeping.keep(batch)
+        self._current = MicroBatch(kept, RandomState.take(self.device), _tensors=keeping.tensors)
+        self.micro_batches.append(self._current)
+        return self._current
+
+    def end(self) -> None:
+        """The micro-batch is through."""
+        current, self._current = self._current, None
+        if self.buffers is None:  # a program that calls other methods of the module than its forward
+            self._copy_buffers()
+        if current is not None and current.look_for_changes():
+            self.copies = True
+
+    def clear(self) -> None:
+        """The step is over: let go of its batches."""
+        self.micro_batches = []
+        self.buffers = None
+        self._current = None
+
+    def close(self) -> None:
+        """Take the hook away. Idempotent."""
+        self._handle.remove()
+        self._copies.close()
+        self.clear()
+
+    def _about_to_run(self, current: MicroBatch) -> None:
+        if self.buffers is None:
+            self._copy_buffers()
+        if current.autocast is None:
+            kind = self.device.type
+            current.autocast = kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+
+    def _copy_buffers(self) -> None:
+        self.buffers = self._copies.take()
+
+
+class _ForwardHook(ModuleHook):
+    """Tells the record that its module, and no copy of it, is about to run."""
+
+    def __init__(self, record: StepRecord, module: torch.nn.Module) -> None:
+        self._record = weakref.ref(record)  # the module must not keep the record alive
+        self._module = weakref.ref(module)
+
+    def __call__(self, module: torch.nn.Module, args: Any) -> None:
+        record = self._record()
+        if record is not None and record._current is not None and module is self._module():
+            record._about_to_run(record._current)
+
+
+class BufferCopies:
+    """A copy of every buffer of a module, taken anew into the same memory as long as the buffers stay the same ones."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+        self._places: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]] = []
+        self._known: list[torch.Tensor] = []
+        self._copies: dict[str, torch.Tensor] = {}
+        self._twins: list[torch.Tensor] = []
+        self._outdated = True
+        reference = weakref.ref(self)
+
+        def registered(module: torch.nn.Module, name: str, value: Any) -> None:
+            copies = reference()
+            if copies is not None:
+                copies._outdated = True
+
+        # Walking all modules costs more than the copies: only where some module got a buffer or a module.
+        self._handles = [
+            register_module_buffer_registration_hook(registered),
+            register_module_module_registration_hook(registered),
+        ]
+
+    def take(self) -> dict[str, torch.Tensor]:
+        """Name -> copy, as of now. The next call overwrites them. Local."""
+        with torch.no_grad():
+            if self._outdated or not self._is_as_known():
+                self._learn()
+            if self._twins:
+                torch._foreach_copy_(self._twins, self._known)
+        return self._copies
+
+    def close(self) -> None:
+        """Take the hooks away. Idempotent."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _is_as_known(self) -> bool:
+        return all(owner.get(key) is buffer for owner, key, buffer in self._places) and all(
+            buffer.shape == twin.shape for buffer, twin in zip(self._known, self._twins, strict=True)
+        )
+
+    def _learn(self) -> None:
+        """A buffer that several modules share has one name, the first one, as in ``named_buffers``."""
+        self._outdated = False
+        self._places, self._copies = [], {}
+        known: dict[int, torch.Tensor] = {}
+        for prefix, owner in self._module.named_modules():
+            for key, buffer in owner._buffers.items():
+                if buffer is not None:
+                    self._places.append((owner._buffers, key, buffer))
+                    if id(buffer) not in known:
+                        known[id(buffer)] = buffer
+                        self._copies[f"{prefix}.{key}" if prefix else key] = torch.empty_like(buffer)
+        self._known, self._twins = list(known.values()), list(self._copies.values())
+
+
+def walk(value: Any, path: str = "batch") -> Iterator[tuple[str, Any]]:
+    """(path, leaf) for every leaf of nested containers, in the order of `begin`."""
+    return _walk(value, path, ())
+
+
+def _walk(value: Any, path: str, around: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
+    if _is_endless(value, around):
+        yield path, value
+        return
+    around = (*around, id(value))
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _walk(item, f"{path}[{key!r}]", around)
+    elif isinstance(value, (list, tuple)):
+        for place, item in enumerate(value):
+            yield from _walk(item, f"{path}[{place}]", around)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for name in _set_fields(value):
+            yield from _walk(getattr(value, name), f"{path}.{name}", around)
+    else:
+        yield path, value
+
+
+def _is_endless(value: Any, around: tuple[int, ...]) -> bool:
+    """Whether it lies inside itself, or too deep to be stored. ``around``: the ids of what it lies in."""
+    return len(around) > _MOST_DEEP or id(value) in around
+
+
+def _set_fields(value: Any) -> list[str]:
+    return [one.name for one in fields(value) if hasattr(value, one.name)]
+
+
+class _Keeping:
+    """Makes new containers, so that a key taken out later is still there, around the leaves themselves, or copies.
+
+    What cannot be made anew is kept itself: a list or tuple of a class of its own, what lies inside itself, and what is
+    nested too deeply.
+
+    Attributes:
+        tensors: those that were not copied, each with its version.
+    """
+
+    def __init__(self, copies: bool) -> None:
+        self._copies = copies
+        self.tensors: list[tuple[torch.Tensor, int]] = []
+
+    def keep(self, value: Any, around: tuple[int, ...] = ()) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value)
+        if _is_endless(value, around):
+            return value
+        around = (*around, id(value))
+        if isinstance(value, Mapping):
+            return _refilled(value, {key: self.keep(item, around) for key, item in value.items()})
+        if isinstance(value, (list, tuple)):
+            return self._sequence(value, around)
+        if is_dataclass(value) and not isinstance(value, type):
+            return self._dataclass(value, around)
+        return value.copy() if type(value).__module__ == "numpy" and hasattr(value, "copy") else value
+
+    def _tensor(self, value: torch.Tensor) -> torch.Tensor:
+        if self._copies or value.is_inference():  # which counts no versions
+            return value.detach().clone()
+        self.tensors.append((value, value._version))
+        return value
+
+    def _sequence(self, value: list[Any] | tuple[Any, ...], around: tuple[int, ...]) -> Any:
+        items = [self.keep(item, around) for item in value]
+        if type(value) is list:
+            return items
+        if isinstance(value, tuple) and (type(value) is tuple or hasattr(value, "_fields")):
+            return tuple.__new__(type(value), items)  # a named one may have a __new__ of its own
+        return value
+
+    def _dataclass(self, value: Any, around: tuple[int, ...]) -> Any:
+        twin = copy.copy(value)
+        for name in _set_fields(value):
+            object.__setattr__(twin, name, self.keep(getattr(value, name), around))
+        return twin
+
+
+def _refilled(mapping: Mapping[Any, Any], kept: dict[Any, Any]) -> Any:
+    """A mapping of the same kind with other values, where its class says where these are; else a plain dict.
+
+    Nothing of the caller's class is asked to change a copy: what that shares with the original is not known.
+    """
+    kind = type(mapping)
+    if kind is dict:
+        return kept
+    if isinstance(mapping, collections.UserDict):
+        inner = vars(mapping).get("data")
+        if type(inner) is not dict or inner.keys() != kept.keys():
+            return kept
+        twin = kind.__new__(kind)
+        twin.__dict__.update({**vars(mapping), "data": kept})
+        return twin
+    if isinstance(mapping, dict) and kind.__getitem__ is dict.__getitem__:
+        try:
+            copied = copy.copy(mapping)
+        except Exception:  # a class with a mind of its own
+            return kept
+        if type(copied) is kind and copied is not mapping and dict.keys(copied) == kept.keys():
+            dict.update(copied, kept)
+            return copied
+    return kept

@@ -1,0 +1,401 @@
+"""The only file that issues collectives of ours, and the only one of this wing that touches torch's process groups.
+
+Every method of a `Comm` is a collective: all ranks of the group must call the same methods in the same order. Every
+method has a timeout and raises `CommFailed` where it could not be completed; what that means is decided by `mailbox`.
+
+How gloo waits (torch 2.13, measured): the timeout of an operation counts anew for every step of its ring, so a rank may
+wait several times as long; a rank that gave up is not noticed by the others; ``abort()`` wakes nobody; and destroying a
+group joins its operations, so it blocks as long as they do. Hence `_wait`: the wait is cut into slices, between two
+slices the rank looks at the mailbox, and a group whose operation never ended is kept instead of destroyed.
+
+Checked on torch 2.13 (gloo), tried on 2.9 and 2.6. A group's store and ``Work.wait(timeout)`` are needed; where the
+first cannot be had the first use of a group says so (`ConfigError`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from ddpstats._base.rank_names import members
+from ddpstats._transport.store import STORE_ERRORS, BoundedStore
+from ddpstats.errors import ConfigError
+
+Watch = Callable[[], None]
+"""Called between two slices of a wait; raises `CommFailed` where waiting on has become pointless."""
+
+
+class CommFailed(Exception):
+    """A collective did not complete: a peer is gone, late, or was never there. Holds the backend's own words."""
+
+
+class Comm(Protocol):
+    """The doorway to the other ranks; `_transport.thread_comm` has one for threads, and one test suite holds for both.
+
+    ``ranks`` are global ranks in the order of the group; ``rank`` is this process's own global rank. ``watch`` is
+    called about once a second by a rank that waits.
+    """
+
+    ranks: tuple[int, ...]
+    rank: int
+    watch: Watch
+
+    def all_reduce_sum(self, tensor: torch.Tensor, timeout_sec: float) -> None:
+        """Sum a float64 tensor of the same size on all ranks, in place, with the same bits on every rank."""
+
+    def all_reduce_max(self, tensor: torch.Tensor, timeout_sec: float) -> None:
+        """Element-wise maximum, in place."""
+
+    def all_gather(self, payload: bytes | bytearray, timeout_sec: float) -> Sequence[bytes | bytearray]:
+        """Every rank's payload, of one length on all ranks, in the order of ``ranks``."""
+
+    def broadcast(self, payload: bytes | None, size: int, source: int, timeout_sec: float) -> bytes:
+        """The ``size`` bytes of the rank at position ``source``; the others pass None."""
+
+    def close(self) -> None:
+        """Leave the group; never blocks."""
+
+
+def slice_sec(timeout_sec: float) -> float:
+    """How long a rank waits before it looks at the mailbox."""
+    return min(1.0, timeout_sec / 10)
+
+
+def patience_sec(timeout_sec: float) -> float:
+    """How long one collective may take, so that what is to be said about its failure is said within ``timeout_sec``."""
+    return timeout_sec - 3 * slice_sec(timeout_sec)
+
+
+def wait_in_slices(done_within: Callable[[float], bool], timeout_sec: float, watch: Watch) -> None:
+    """Wait until ``done_within(seconds)`` is true, looking up between slices. Raises `CommFailed` after the timeout."""
+    deadline = time.monotonic() + timeout_sec
+    step = slice_sec(timeout_sec)
+    while not done_within(step):
+        watch()
+        if time.monotonic() >= deadline:
+            raise CommFailed(f"no answer for {timeout_sec:.1f} s")
+
+
+# Operations that never ended, with the memory they may still write to and their group.
+_abandoned: list[Any] = []
+
+
+class GlooComm:
+    """Real ranks over a CPU gloo group of our own, beside the user's group."""
+
+    def __init__(
+        self, group: dist.ProcessGroup, store: BoundedStore, timeout_sec: float, watch: Watch = lambda: None
+    ) -> None:
+        """``store``: a part of the group's store where nobody met before, as `group_store` returns it."""
+        self.ranks = group_ranks(group)
+        self.rank = dist.get_rank()
+        self.watch: Watch = watch
+        self._group: Any = _gloo_group(store, self.ranks.index(self.rank), len(self.ranks), timeout_sec, watch)
+        self._sum, self._max = dist.AllreduceOptions(), dist.AllreduceOptions()
+        self._sum.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
+        self._max.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+        self._timeout_sec = 0.0
+        self._slice = 0.0, timedelta(0)
+
+    def all_reduce_sum(self, tensor: torch.Tensor, timeout_sec: float) -> None:
+        self._all_reduce(tensor, self._sum, timeout_sec)
+
+    def all_reduce_max(self, tensor: torch.Tensor, timeout_sec: float) -> None:
+        self._all_reduce(tensor, self._max, timeout_sec)
+
+    def _all_reduce(self, tensor: torch.Tensor, options: Any, timeout_sec: float) -> None:
+        if timeout_sec != self._timeout_sec:
+            self._timeout_sec = timeout_sec
+            self._sum.timeout = self._max.timeout = timedelta(seconds=timeout_sec)
+        # The group's own method: `dist.all_reduce` adds its logging and checks to every call.
+        self._finish(self._group.allreduce, ([tensor], options), timeout_sec)
+
+    def all_gather(self, payload: bytes | bytearray, timeout_sec: float) -> Sequence[bytes | bytearray]:
+        everyone = [bytearray(len(payload)) for _ in self.ranks]
+        outputs = list(map(_as_tensor, everyone))
+        mine = _as_tensor(payload if isinstance(payload, bytearray) else bytearray(payload))
+        options = _options("AllgatherOptions", timeout_sec)
+        self._finish(self._group.allgather, ([outputs], [mine], options), timeout_sec)
+        return everyone
+
+    def broadcast(self, payload: bytes | None, size: int, source: int, timeout_sec: float) -> bytes:
+        buffer = bytearray(size if payload is None else payload)
+        options = _options("BroadcastOptions", timeout_sec)
+        options.rootRank, options.rootTensor = source, 0
+        tensor = _as_tensor(buffer)
+        self._finish(self._group.broadcast, ([tensor], options), timeout_sec)
+        return bytes(buffer)
+
+    def _finish(self, start: Callable[..., Any], arguments: tuple[Any, ...], timeout_sec: float) -> None:
+        """Start an operation and wait for its end."""
+        if timeout_sec != self._slice[0]:
+            self._slice = timeout_sec, timedelta(seconds=slice_sec(timeout_sec))
+        work: Any = None
+        try:
+            work = start(*arguments)
+            try:
+                work.wait(self._slice[1])
+            except RuntimeError:
+                if work.is_completed():
+                    raise
+                self.watch()
+                wait_in_slices(lambda sec: _done_within(work, sec), timeout_sec, self.watch)
+        except RuntimeError as error:
+            raise CommFailed(_first_line(error)) from None
+        except BaseException:  # nobody waits any more, by `watch` or by an interrupt, while the operation goes on
+            _abandoned.append((arguments, work, self._group))  # the memory it may still write to
+            raise
+
+    def close(self) -> None:
+        self._group = None  # ends with its last user, and that may be an operation that never ended
+
+
+def _gloo_group(store: BoundedStore, group_rank: int, world_size: int, timeout_sec: float, watch: Watch) -> Any:
+    """A process group that torch's registry knows nothing of.
+
+    Not `dist.new_group`: only the members of a subgroup may be asked to call it, and with
+    ``use_local_synchronization=True`` it makes up the name under which ranks meet from the *number* of groups that this
+    process has (torch 2.13, ``_hash_ranks_to_str``). Ranks 0 and 1 of the groups [0, 1] and [1, 2] would wait for each
+    other under two names.
+    """
+
+    def connect(raw: Any, prefix: str) -> tuple[Any, Any]:
+        met = torch.distributed.distributed_c10d.PrefixStore(prefix + "gloo", raw)
+        limit = timedelta(seconds=timeout_sec)
+        return met, torch._C._distributed_c10d.ProcessGroupGloo(met, group_rank, world_size, limit)
+
+    try:
+        met, backend = store.use(connect, timeout_sec, watch)
+    except STORE_ERRORS as error:
+        store.renew()  # the connection belongs to what was given up, and there is something to be told
+        raise CommFailed(_first_line(error)) from None
+    except CommFailed:
+        store.renew()
+        raise
+    made: Any = dist.ProcessGroup(met, group_rank, world_size)
+    made._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    made._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    made._set_group_name("ddpstats")
+    made._set_group_desc("ddpstats")
+    return made
+
+
+def _options(name: str, timeout_sec: float) -> Any:
+    # These two are not re-exported by torch.distributed; looked up late, for builds of torch without distributed.
+    options = getattr(torch._C._distributed_c10d, name)()
+    options.timeout = timedelta(seconds=timeout_sec)
+    return options
+
+
+def _done_within(work: Any, seconds: float) -> bool:
+    """Wait for ``work``; False if it goes on. Raises RuntimeError where it failed."""
+    try:
+        work.wait(timedelta(seconds=seconds))
+    except RuntimeError:
+        if work.is_completed():
+            raise
+        return False
+    return True
+
+
+class SoloComm:
+    """One rank alone: no process group, or one of size 1. Nothing is sent."""
+
+    def __init__(self, rank: int = 0) -> None:
+        self.ranks: tuple[int, ...] = (rank,)
+        self.rank = rank
+        self.watch: Watch = lambda: None
+
+    def all_reduce_sum(self, tensor: torch.Tensor, timeout_sec: float) -> None:
+        """One rank's sum is its own value."""
+
+    def all_reduce_max(self, tensor: torch.Tensor, timeout_sec: float) -> None:
+        """One rank's maximum is its own value."""
+
+    def all_gather(self, payload: bytes | bytearray, timeout_sec: float) -> Sequence[bytes | bytearray]:
+        return [payload]
+
+    def broadcast(self, payload: bytes | None, size: int, source: int, timeout_sec: float) -> bytes:
+        return payload or b""
+
+    def close(self) -> None:
+        """Nothing to leave."""
+
+
+def resolve_group(group: Any) -> dist.ProcessGroup | None:
+    """The process group meant by ``group`` (None: the default one); None where this process is alone.
+
+    Raises ``ConfigError`` for what is no group, and on a rank that is not a member.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        if group is not None:
+            raise ConfigError("group= is given, but torch.distributed is not initialized on this rank")
+        return None
+    if group is None:
+        return dist.group.WORLD
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ConfigError(f"rank {dist.get_rank()} is not a member of the group it passed; only members may call")
+    if not isinstance(group, dist.ProcessGroup):
+        raise ConfigError(
+            f"group= is of type {type(group).__name__}; a torch.distributed ProcessGroup or None is needed"
+        )
+    return group
+
+
+def describe_group(group: dist.ProcessGroup) -> str:
+    """The group in words for messages: its description, size and backend."""
+    name = "the default group" if group is dist.group.WORLD else f"group {group.group_name[:24]!r}"
+    return f"{name} of {group.size()} ranks"
+
+
+def refuse_fake(group: Any) -> None:
+    """Raises `ConfigError` for a group whose other ranks do not exist."""
+    if re.search(r"\bfake\b", str(dist.get_backend_config(group))):
+        raise ConfigError(
+            f"{describe_group(group)} has the backend 'fake': its other ranks do not exist, so nothing can be "
+            "reduced or compared over it. Use a real backend, or leave ddpstats out of this run."
+        )
+
+
+def _store_of(group: dist.ProcessGroup) -> Any:
+    if hasattr(group, "get_group_store"):
+        return group.get_group_store()
+    try:
+        return torch.distributed.distributed_c10d._world.pg_map[group][1]  # torch 2.6 keeps it there
+    except (AttributeError, KeyError, IndexError, TypeError):
+        raise ConfigError(
+            f"torch {torch.__version__} does not tell the store of a process group; ddpstats is checked on torch 2.13"
+        ) from None
+
+
+def group_store(group: dist.ProcessGroup) -> BoundedStore:
+    """The store that the group met on, for what a collective cannot tell; a part of it that nobody used before.
+
+    Local: connects in the background. A group that is made again under an old name finds the keys of its predecessor in
+    the store. Each rank therefore counts how often it came here; ranks that go through the same groups count alike.
+    """
+    refuse_fake(group)
+    store = _store_of(group)
+    rank, group_words = dist.get_rank(), describe_group(group)
+
+    def connect() -> Any:
+        connected = _own_connection(store)
+        with _as_config_error(group_words):
+            generation = connected.add(f"ddpstats/generation/{rank}", 1)
+            part = torch.distributed.distributed_c10d.PrefixStore(f"ddpstats/{generation}", connected)
+            _try_out(part, rank)
+        return part
+
+    return BoundedStore(connect, address=_address(store), host_rank=_host_rank())
+
+
+_connections: weakref.WeakKeyDictionary[Any, dict[str, BoundedStore]] = weakref.WeakKeyDictionary()
+
+
+def world_store(prefix: str, user: str, limit_sec: float | None = None) -> BoundedStore:
+    """A part of the default group's store, over the connection of ``user``: one per thread, for a wait holds up others.
+
+    Local: connects in the background. Connections are kept: on a busy machine some of them take torch 2.13 five seconds
+    to make.
+    """
+    kept = _connections.setdefault(dist.group.WORLD, {})
+    if user not in kept:
+        store, rank = torch.distributed.distributed_c10d._get_default_store(), dist.get_rank()
+
+        def connect() -> Any:
+            connected = _own_connection(store)
+            with _as_config_error("the default group"):
+                _try_out(torch.distributed.distributed_c10d.PrefixStore(f"ddpstats/{user}", connected), rank)
+            return connected
+
+        kept[user] = BoundedStore(connect, address=_address(store), host_rank=_host_rank())
+    return kept[user].part(prefix, limit_sec)
+
+
+def _own_connection(store: Any) -> Any:
+    """Who waits in a TCPStore keeps all other users of that object waiting: two groups could wait for each other."""
+    try:
+        return store.clone()
+    except dist.DistError:
+        raise
+    except (AttributeError, NotImplementedError, RuntimeError):  # an older torch, or a store written in Python
+        return store
+
+
+def _try_out(store: Any, rank: int) -> None:
+    """Use what is needed later, once."""
+    key = f"try/{rank}"
+    store.set(key, "1")
+    if not store.check([key]) or bytes(store.get(key)) != b"1":
+        raise NotImplementedError("what was set is not there")
+    if bytes(store.compare_set(key, "1", "2")) != b"2":
+        raise NotImplementedError("compare_set does not set")
+
+
+_MISSING = re.compile(r"pure virtual|internal assert", re.IGNORECASE)
+_UNABLE = re.compile(_MISSING.pattern + r"|not (yet )?(implemented|supported)|unsupported", re.IGNORECASE)
+
+
+@contextmanager
+def _as_config_error(group_words: str) -> Iterator[None]:
+    """A store that cannot do what is needed, as opposed to one that does not answer."""
+    try:
+        yield
+    except (AttributeError, NotImplementedError, TypeError, RuntimeError) as error:
+        if isinstance(error, dist.DistError) or (type(error) is RuntimeError and not _UNABLE.search(str(error))):
+            raise
+        said = "a method is missing" if _MISSING.search(str(error)) else _first_line(error)
+        raise ConfigError(
+            f"the store of {group_words} cannot do what ddpstats needs (set, get, check, add, compare_set): "
+            f"{said}. Ranks need a store of theirs, such as the TCPStore that init_process_group makes."
+        ) from None
+
+
+def _address(store: Any) -> tuple[str, int] | None:
+    """Where a store is served; None for one that has no address."""
+    while isinstance(store, torch.distributed.distributed_c10d.PrefixStore):
+        store = store.underlying_store
+    try:
+        return str(store.host), int(store.port)
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def have_all_started() -> bool:
+    """Whether every rank of the default group is known to have been there: gloo lets none go on without the others."""
+    return "gloo" in str(dist.get_backend_config())
+
+
+def _host_rank() -> int | None:
+    """The rank that serves the store: rank 0, where torch made the store itself and torchrun's agent does not serve."""
+    method = getattr(torch.distributed.distributed_c10d, "_default_pg_init_method", None)
+    if not isinstance(method, str) or not method.startswith(("env://", "tcp://")):
+        return None
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return None
+    return 0
+
+
+def group_ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
+    """The global ranks of the group's members, ascending."""
+    return members(dist.get_process_group_ranks(group))
+
+
+def _as_tensor(buffer: bytearray) -> torch.Tensor:
+    """A view of ``buffer``: what a collective writes into it is in the bytearray."""
+    if not buffer:  # `frombuffer` refuses it; a collective of nothing still is one
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    return torch.frombuffer(buffer, dtype=torch.uint8)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n", 1)[0] or type(error).__name__

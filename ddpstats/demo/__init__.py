@@ -1,0 +1,1 @@
+"""`ddpstats demo`: wrong averages, then right ones."""

@@ -1,0 +1,493 @@
+"""The order of reductions on a group, the worker behind `start`, and how many collectives really go out."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # not in __all__
+
+import ddpstats
+from ddpstats import Max, Min, StatsReducer, Sum, all_ranks, any_rank, reduce_stats
+from ddpstats._reduction.channel import channel_of
+from ddpstats.errors import ConfigError, InvalidStats, NonFiniteStat, ProtocolMismatch, SchemaConflict
+from ddpstats.testing import RankPool, count_collectives, run_ranks
+
+LIMIT_SEC = 60.0
+TIMEOUT_SEC = 30.0
+
+
+def workers() -> int:
+    return sum(thread.name == "ddpstats" for thread in threading.enumerate())
+
+
+class Recording:
+    """A leaf that knows which thread read it."""
+
+    def __init__(self, value: float, seen: list[int]) -> None:
+        self.value, self.seen = value, seen
+
+    def __float__(self) -> float:
+        self.seen.append(threading.get_ident())
+        return self.value
+
+
+# -- order -------------------------------------------------------------------------------------------------------------
+
+
+def mixed_order() -> list[Any]:
+    """Pending ones and direct ones in turn, each under a name of its own: any other order is a ProtocolMismatch."""
+    rank = float(dist.get_rank())
+    group = dist.new_group()
+    reducers = [StatsReducer(group=group, name=f"n{i}", timeout_sec=TIMEOUT_SEC) for i in range(6)]
+    found: list[Any] = []
+    for step in range(5):
+        a = reducers[0].start({"v": rank})
+        b = reducers[1].start({f"new{step}": rank + 1})
+        direct = reducers[2]({"v": rank + 2})
+        found.append(a.done() and b.done())  # it waited behind them
+        c = reducers[3].start({"v": rank + 3})
+        decided = any_rank(rank == 1, group=group)
+        found.append(c.done())
+        d = reducers[4].start({"v": Max(rank)})
+        e = reducers[5].start({"v": Sum(1)})
+        values = [one.result().values for one in (e, d, c, b, a)]  # asked for in another order
+        found += [direct.values, decided, *values]
+        assert all(one.done() for one in (a, b, c, d, e))
+    for reducer in reducers:
+        reducer.close()
+    return found
+
+
+def test_pending_and_direct_calls_keep_one_order(two_ranks: RankPool) -> None:
+    expected: list[Any] = []
+    for step in range(5):
+        expected += [True, True, {"v": 2.5}, True]
+        expected += [{"v": 2.0}, {"v": 1.0}, {"v": 3.5}, {f"new{step}": 1.5}, {"v": 0.5}]
+    assert two_ranks.run(mixed_order, timeout_sec=LIMIT_SEC).values() == [expected] * 2
+
+
+def crossed_groups() -> list[float]:
+    """Each rank starts the two groups' first reductions in another order, which is legal: order is kept per group."""
+    groups = [dist.new_group(), dist.new_group()]
+    reducers = [StatsReducer(group=group, timeout_sec=TIMEOUT_SEC) for group in groups]
+    pending: dict[int, Any] = {}
+    for place in (0, 1) if dist.get_rank() == 0 else (1, 0):
+        pending[place] = [reducers[place].start({"v": float(10 * place + step)}) for step in range(3)]
+    found = [one.result().values["v"] for place in (0, 1) for one in pending[place]]
+    for reducer in reducers:
+        reducer.close()
+    return found
+
+
+def test_groups_have_no_order_among_each_other(two_ranks: RankPool) -> None:
+    assert two_ranks.run(crossed_groups, timeout_sec=LIMIT_SEC).values() == [[0.0, 1.0, 2.0, 10.0, 11.0, 12.0]] * 2
+
+
+def many_threads() -> list[list[float]]:
+    """One thread per group, all at once in one process."""
+    groups = [dist.new_group() for _ in range(4)]
+    found: list[list[float]] = [[] for _ in groups]
+
+    def work(place: int) -> None:
+        with StatsReducer(group=groups[place], timeout_sec=TIMEOUT_SEC) as reducer:
+            for step in range(30):
+                stats = {f"v{(step + dist.get_rank()) % 3}": 1.0, "v": float(place * 100 + step)}
+                pending = reducer.start(stats) if step % 2 else None
+                result = reducer(stats) if pending is None else pending.result()
+                found[place].append(result.values["v"])
+
+    threads = [threading.Thread(target=work, args=(place,)) for place in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT_SEC)
+    return found
+
+
+def test_groups_may_be_used_by_threads_of_their_own(two_ranks: RankPool) -> None:
+    expected = [[float(place * 100 + step) for step in range(30)] for place in range(4)]
+    assert two_ranks.run(many_threads, timeout_sec=LIMIT_SEC).values() == [expected] * 2
+
+
+# -- start, done, result -----------------------------------------------------------------------------------------------
+
+
+def not_yet_there() -> list[Any]:
+    """While the other rank stays away."""
+    reducer = StatsReducer(group=dist.new_group(), timeout_sec=TIMEOUT_SEC)
+    reducer({"v": 0.0})
+    found: list[Any] = []
+    if dist.get_rank() == 1:
+        time.sleep(3.0)
+    started = time.monotonic()
+    pending = [reducer.start({"v": float(step)}) for step in range(3)]
+    if dist.get_rank() == 0:
+        found += [one.done() for _ in range(100) for one in pending]
+        found.append(time.monotonic() - started < 2.5)
+    values = [one.result().values["v"] for one in pending]
+    again = [one.result().values["v"] for one in pending]
+    reducer.close()
+    return [set(found), values, again, [one.done() for one in pending]]
+
+
+def test_neither_start_nor_done_waits_for_a_peer(two_ranks: RankPool) -> None:
+    first, second = two_ranks.run(not_yet_there, timeout_sec=LIMIT_SEC).values()
+    assert first[0] == {False, True}  # not done, one after the other, and all that before the other came
+    assert first[1:] == second[1:] == [[0.0, 1.0, 2.0], [0.0, 1.0, 2.0], [True] * 3]
+
+
+def values_taken_at_start() -> list[Any]:
+    reducer = StatsReducer(group=dist.new_group(), timeout_sec=TIMEOUT_SEC)
+    reducer.start({"warm": 1.0}).result()
+    if dist.get_rank() == 1:
+        time.sleep(0.3)  # rank 0 changes everything before the worker could have sent it
+    tensor, weight = torch.tensor(1.0), torch.tensor([1.0, 3.0])
+    element, inner = torch.tensor([1.0, 2.0]), {"x": 5.0}
+    stats = {"t": tensor, "e": element, "d": inner, "own": ddpstats.Mean(element, weight), "l": [1.0]}
+    pending = reducer.start(stats, weight)
+    tensor.fill_(100.0)
+    weight.fill_(100.0)
+    element.fill_(100.0)
+    inner["x"] = inner["y"] = 100.0
+    stats["late"] = 100.0
+    stats["l"].append(100.0)  # type: ignore[attr-defined]
+    values = pending.result().values
+    reducer.close()
+    return [values]
+
+
+def test_start_takes_the_values_of_now(two_ranks: RankPool) -> None:
+    expected = {"t": 1.0, "e": 1.75, "d": {"x": 5.0}, "own": 1.75, "l": [1.0]}
+    assert two_ranks.run(values_taken_at_start, timeout_sec=LIMIT_SEC).values() == [[expected]] * 2
+
+
+def errors_at_result() -> list[Any]:
+    rank = dist.get_rank()
+    group = dist.new_group()
+    reducer = StatsReducer(group=group, name="e", timeout_sec=TIMEOUT_SEC)
+    strict = StatsReducer(group=group, name="s", nonfinite="raise", timeout_sec=TIMEOUT_SEC)
+    other = StatsReducer(group=group, name=f"rank {rank}", timeout_sec=TIMEOUT_SEC)
+    pending = [
+        reducer.start({"v": object() if rank else 1.0}),
+        reducer.start({"v": 1.0}),
+        reducer.start({"v": [1.0] if rank else 1.0}),
+        strict.start({"v": float("nan") if rank else 1.0}),
+        other.start({"v": 1.0}),
+        reducer.start({"v": 2.0}),
+    ]
+    found: list[Any] = []
+    for one in pending:
+        for _ in range(2):  # the same each time
+            try:
+                found.append(one.result().values)
+            except (InvalidStats, SchemaConflict, NonFiniteStat, ProtocolMismatch) as error:
+                found.append((type(error), str(error), error.ranks))
+    for used in (reducer, strict, other):
+        used.close()
+    return found
+
+
+def test_an_error_surfaces_at_result_on_every_rank(two_ranks: RankPool) -> None:
+    first, second = two_ranks.run(errors_at_result, timeout_sec=LIMIT_SEC).values()
+    assert first == second
+    assert first[::2] == first[1::2]
+    kinds = [one if isinstance(one, dict) else one[0] for one in first[::2]]
+    assert kinds == [InvalidStats, {"v": 1.0}, SchemaConflict, NonFiniteStat, ProtocolMismatch, {"v": 2.0}]
+
+
+# -- threads -----------------------------------------------------------------------------------------------------------
+
+
+def who_reads() -> list[bool]:
+    """Which thread does the work. (The value itself is read by `start` and by the call, never later.)"""
+    seen: list[int] = []
+    here, before = threading.get_ident(), workers()
+    reducer = StatsReducer(group=dist.new_group(), timeout_sec=TIMEOUT_SEC)
+    reducer({"v": Recording(1.0, seen)})
+    direct = set(seen) == {here} and workers() == before
+    performed: list[int] = []
+    channel = channel_of(reducer._find_group())
+    channel.run(lambda protocol: performed.append(threading.get_ident()), TIMEOUT_SEC)
+    channel.submit(lambda protocol: performed.append(threading.get_ident()), TIMEOUT_SEC).result(LIMIT_SEC)
+    reducer.start({"v": Recording(2.0, seen)}).result()
+    reducer.close()
+    return [direct, performed[0] == here, performed[1] != here, set(seen) == {here}]
+
+
+def test_a_direct_call_takes_no_thread_hop(two_ranks: RankPool) -> None:
+    assert two_ranks.run(who_reads, timeout_sec=LIMIT_SEC).values() == [[True] * 4] * 2
+
+
+def threads_left() -> list[int]:
+    group = dist.new_group()
+    counts = [workers()]
+    first, second = (StatsReducer(group=group, name=name, timeout_sec=TIMEOUT_SEC) for name in "ab")
+    first.start({"v": 1.0})
+    second.start({"v": 1.0}).result()
+    counts.append(workers())
+    first.close()
+    first.close()
+    counts.append(workers())
+    with pytest.raises(ConfigError, match="this StatsReducer is closed"):
+        first.start({"v": 1.0})
+    with pytest.raises(ConfigError, match="this StatsReducer is closed"):
+        first({"v": 1.0})
+    pending = second.start({"v": 2.0})
+    second.close()  # after what is pending
+    assert pending.done()
+    counts.append(workers())
+    with StatsReducer(group=group, timeout_sec=TIMEOUT_SEC) as third:
+        third.start({"v": 1.0}).result()
+        counts.append(workers())
+    counts.append(workers())
+    fourth = StatsReducer(group=group, timeout_sec=TIMEOUT_SEC)
+    fourth.start({"v": 1.0}).result()
+    del fourth  # never closed
+    gc.collect()
+    counts.append(workers())
+    return [count - counts[0] for count in counts]
+
+
+def test_the_last_close_leaves_no_thread_behind(two_ranks: RankPool) -> None:
+    assert two_ranks.run(threads_left, timeout_sec=LIMIT_SEC).values() == [[0, 1, 1, 0, 1, 0, 0]] * 2
+
+
+# -- groups that come and go -------------------------------------------------------------------------------------------
+
+
+def destroyed_and_made_again() -> list[Any]:
+    before = workers()
+    kept = StatsReducer(timeout_sec=TIMEOUT_SEC)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    found: list[Any] = []
+    for life in range(3):
+        found.append(kept({"v": float(rank + life)}).values)
+        found.append(kept.start({"w": float(life)}).result().values)
+        found.append(reduce_stats({"v": float(rank)}, name="train").values)
+        found.append(any_rank(rank == 1))
+        dist.destroy_process_group()
+        found.append(kept({"v": float(rank)}).values == {"v": float(rank)})  # alone again
+        client = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))  # its server outlives the groups
+        dist.init_process_group("gloo", store=PrefixStore(f"{life}", client), rank=rank, world_size=world_size)
+    found.append(kept({"v": 1.0}).values)
+    kept.close()
+    found.append(workers() - before)
+    return found
+
+
+def test_the_default_group_may_be_destroyed_and_made_again() -> None:
+    expected: list[Any] = []
+    for life in range(3):
+        expected += [{"v": life + 0.5}, {"w": float(life)}, {"v": 0.5}, True, True]
+    outcomes = run_ranks(destroyed_and_made_again, 2, timeout_sec=LIMIT_SEC)
+    assert outcomes.values() == [[*expected, {"v": 1.0}, 0]] * 2
+
+
+def group_without_users() -> list[bool]:
+    """A group that nobody holds any more takes its channel along."""
+    group: Any = dist.new_group()
+    StatsReducer(group=group)({"v": 1.0})
+    gone = weakref.ref(channel_of(group))
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    return [gone() is None]
+
+
+def test_a_channel_goes_with_its_group(two_ranks: RankPool) -> None:
+    assert two_ranks.run(group_without_users, timeout_sec=LIMIT_SEC).values() == [[True]] * 2
+
+
+# -- layouts belong to the group and the name --------------------------------------------------------------------------
+
+
+def shared_layout() -> list[Any]:
+    group = dist.new_group()
+    first = StatsReducer(group=group, name="train", timeout_sec=TIMEOUT_SEC)
+    second = StatsReducer(group=group, name="train", timeout_sec=TIMEOUT_SEC)
+    other = StatsReducer(group=group, name="valid", timeout_sec=TIMEOUT_SEC)
+    stats = {f"v{dist.get_rank()}": 1.0, "v": [1.0, 2.0]}
+    first(stats)
+    second(stats)
+    reduce_stats(stats, group=group, name="train")
+    other(stats)
+    first(stats)
+    return [
+        [(found.calls, found.renegotiations) for found in (first.counters, second.counters, other.counters)],
+        second.counters.collectives,
+    ]
+
+
+def test_reducers_of_one_name_share_what_was_agreed(two_ranks: RankPool) -> None:
+    assert two_ranks.run(shared_layout, timeout_sec=LIMIT_SEC).values() == [[[(2, 1), (1, 0), (1, 1)], 1]] * 2
+
+
+# -- what goes over the wire -------------------------------------------------------------------------------------------
+
+
+def counted(reducer: StatsReducer, *calls: Any) -> list[dict[str, int]]:
+    """The collectives of each call, as the process group saw them; our own counters must say the same."""
+    found = []
+    for stats in calls:
+        before = reducer.counters
+        with count_collectives() as seen:
+            reducer(stats)
+        after = reducer.counters
+        assert after.calls == before.calls + 1
+        assert after.collectives - before.collectives == seen.total
+        assert after.payload_bytes - before.payload_bytes == sum(seen.bytes_by_op.values())
+        found.append(dict(seen.by_op))
+    return found
+
+
+STEADY = {"allreduce": 1}
+
+
+def steady_state() -> list[Any]:
+    rank = dist.get_rank()
+    reducer = StatsReducer(group=dist.new_group(), name="steady", timeout_sec=TIMEOUT_SEC)
+    keys = ["l1", "snr", "ctc", "att", "acc"]
+    reducer(dict.fromkeys(keys, 1.0) | {"nest": [{"x": 1.0}, None, (1, 2.0)]})
+    calls: list[Any] = [{key: 1.0} for key in keys]
+    calls += [{keys[(step + rank) % 5]: float(step), keys[(step * 3 + rank) % 5]: True} for step in range(20)]
+    calls += [{}, None, {"nest": None}, {"nest": [{"x": None}]}, {"l1": float("nan")}, {"l1": torch.tensor(1)}]
+    return counted(reducer, *calls)[5 + 20 :] + counted(reducer, *calls)
+
+
+def test_one_all_reduce_per_call_whatever_keys_are_present(three_ranks: RankPool) -> None:
+    found = three_ranks.run(steady_state, timeout_sec=LIMIT_SEC).values()
+    for counts in found:
+        assert counts[6:] == [STEADY] * 31
+        assert max(sum(count.values()) for count in counts[:6]) <= 2  # where None turned up for the first time
+
+
+def with_extremes() -> list[Any]:
+    reducer = StatsReducer(group=dist.new_group(), name="extremes", timeout_sec=TIMEOUT_SEC)
+    plain = StatsReducer(group=reducer._find_group(), name="plain", timeout_sec=TIMEOUT_SEC)
+    rank = dist.get_rank()
+    reducer({"lo": Min(1.0), "hi": Max(2.0), "v": 3.0})
+    plain({"v": 1.0})
+    some: list[Any] = [{"lo": Min(rank)} if rank else {"hi": Max(rank), "v": 1.0}, {"v": 1.0}, {}]
+    return [counted(reducer, *some), counted(plain, {"v": 1.0})]
+
+
+def test_minima_and_maxima_share_a_second_all_reduce(three_ranks: RankPool) -> None:
+    expected = [[{"allreduce": 2}] * 3, [STEADY]]
+    assert three_ranks.run(with_extremes, timeout_sec=LIMIT_SEC).values() == [expected] * 3
+
+
+def new_paths() -> list[Any]:
+    rank = dist.get_rank()
+    reducer = StatsReducer(group=dist.new_group(), name="new", timeout_sec=TIMEOUT_SEC)
+    reducer({"v": 1.0})
+    found = counted(reducer, {"v": 1.0, "new": 1.0}, {"v": 1.0, "new": 1.0})
+    found += counted(reducer, {"v": 1.0} | ({"rank 1": 1.0} if rank == 1 else {}), {"rank 1": 1.0})
+    found += counted(reducer, {f"of {rank}": {f"{i}": 1.0 for i in range(2000)}}, {f"of {rank}": {"0": 1.0}})
+    return [*found, reducer.counters.renegotiations]
+
+
+def test_a_new_path_costs_one_exchange_once(three_ranks: RankPool) -> None:
+    """An all_reduce that tells of it, and an all_gather of what all ranks hold, numbers included."""
+    exchange = {"allreduce": 1, "allgather": 1}
+    expected = [exchange, STEADY, exchange, STEADY, exchange, STEADY, 4]
+    assert three_ranks.run(new_paths, timeout_sec=LIMIT_SEC).values() == [expected] * 3
+
+
+def decisions() -> list[Any]:
+    group = dist.new_group()
+    rank = dist.get_rank()
+    with count_collectives() as first:
+        all_ranks(True, group=group)
+    with count_collectives() as seen:
+        answers = [any_rank(rank == 2, group=group), any_rank(False, group=group), all_ranks(rank < 2, group=group)]
+    return [dict(first.by_op), dict(seen.by_op), answers]
+
+
+def test_a_decision_is_one_all_reduce(three_ranks: RankPool) -> None:
+    expected = [{"allgather": 1, "allreduce": 1}, {"allreduce": 3}, [True, False, False]]  # the handshake comes first
+    assert three_ranks.run(decisions, timeout_sec=LIMIT_SEC).values() == [expected] * 3
+
+
+def pending_count() -> list[Any]:
+    reducer = StatsReducer(group=dist.new_group(), timeout_sec=TIMEOUT_SEC)
+    reducer({"v": 1.0})
+    with count_collectives() as seen:
+        pending = [reducer.start({"v": float(step)}) for step in range(10)]
+        while not all(one.done() for one in pending):
+            time.sleep(0.001)
+        done = dict(seen.by_op)
+        for one in pending:
+            one.result()
+    reducer.close()
+    return [done, dict(seen.by_op)]
+
+
+def test_done_and_result_issue_no_collective(two_ranks: RankPool) -> None:
+    assert two_ranks.run(pending_count, timeout_sec=LIMIT_SEC).values() == [[{"allreduce": 10}] * 2] * 2
+
+
+def sequence_number(group: Any) -> int:
+    """How many collectives this group has seen."""
+    return int(group._get_sequence_number_for_group())
+
+
+def payloads() -> list[Any]:
+    """Bytes of a call whatever this rank holds, and of another name's on the same group; calls on the user's group."""
+    rank, group, own = dist.get_rank(), dist.group.WORLD, dist.new_group()
+    large = StatsReducer(group=own, name="large", timeout_sec=TIMEOUT_SEC)
+    small = StatsReducer(group=own, name="small", timeout_sec=TIMEOUT_SEC)
+    keys = {f"key {i}": 1.0 for i in range(300)}
+    large(keys), small({"v": 1.0}), any_rank(True)
+    before = sequence_number(group)
+    bytes_of = []
+    for reducer, held in ((large, keys), (large, keys if rank == 0 else {}), (large, {}), (small, {"v": 1.0})):
+        with count_collectives() as seen:
+            reducer(held)
+        bytes_of.append(dict(seen.bytes_by_op))
+    any_rank(True)
+    return [bytes_of, sequence_number(group) - before]
+
+
+def test_the_size_is_that_of_the_largest_layout_and_the_users_group_carries_nothing(three_ranks: RankPool) -> None:
+    found = three_ranks.run(payloads, timeout_sec=LIMIT_SEC).values()
+    (first, *others), on_the_users_group = found[0]
+    assert first["allreduce"] >= 300 * 24
+    assert others == [first] * 3
+    assert on_the_users_group == 0
+    assert found == [found[0]] * 3
+
+
+# -- alone -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def reducer() -> Iterator[StatsReducer]:
+    with StatsReducer(timeout_sec=TIMEOUT_SEC) as made:
+        yield made
+
+
+def test_alone_nothing_is_sent(reducer: StatsReducer) -> None:
+    with count_collectives() as seen:
+        pending = reducer.start({"v": 1.0, "hi": Max(2)})
+        assert reducer({"v": 3.0}).values == {"v": 3.0}
+        assert pending.result().values == {"v": 1.0, "hi": 2.0}
+        assert any_rank(1)
+        assert not all_ranks(0)
+    assert seen.total == 0
+
+
+def test_alone_errors_are_the_same(reducer: StatsReducer) -> None:
+    with pytest.raises(InvalidStats, match="rank 0 at 'v': object is not a leaf"):
+        reducer({"v": object()})
+    with pytest.raises(InvalidStats, match="rank 0 at 'v': object is not a leaf"):
+        reducer.start({"v": object()}).result()
+    assert reducer({"v": 1.0}).values == {"v": 1.0}

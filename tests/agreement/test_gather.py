@@ -1,0 +1,195 @@
+"""Every rank's tree on every rank: bytes there and back, uneven ranks, and calls that do not belong together."""
+
+from __future__ import annotations
+
+import random
+import struct
+from typing import Any
+
+import pytest
+import torch
+
+from ddpstats._agreement.tree_codec import CannotEncode, decode, encode
+from ddpstats._reduction.gather import gather_trees
+from ddpstats._reduction.protocol import room_for
+from ddpstats.errors import ProtocolMismatch
+from ddpstats.testing import RankPool, run_ranks
+from ddpstats.testing._threads import run_threads
+from tests.agreement import gather_runs as runs
+
+DTYPES = [
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
+]
+
+
+def same(left: Any, right: Any) -> bool:
+    if isinstance(left, torch.Tensor):
+        return left.dtype == right.dtype and left.shape == right.shape and torch.equal(left, right)
+    if isinstance(left, dict):
+        return list(left) == list(right) and all(same(left[key], right[key]) for key in left)
+    if isinstance(left, (list, tuple)):
+        return type(left) is type(right) and len(left) == len(right) and all(map(same, left, right))
+    return type(left) is type(right) and repr(left) == repr(right)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0, 5), (2, 3, 4)], ids=str)
+def test_tensors_survive_the_wire(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = (torch.arange(60) % 7).to(dtype)[: torch.Size(shape).numel()].reshape(shape)
+    assert same(decode(encode(tensor)), tensor)
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        None,
+        {},
+        [],
+        (),
+        {"a": 1, 2: [True, None, 2.5, "x"], "": {"\ud800": -(1 << 70)}},
+        [float("inf"), float("-inf"), float("nan"), -0.0, 5e-324],
+        {
+            "one of a row": torch.arange(4.0).reshape(1, 4)[:, 1],
+            "expanded": torch.zeros(()).expand(1),
+            "column": torch.ones(1, 3)[:, :1],
+        },
+        {"every other": torch.arange(2, dtype=torch.int16)[::2], "to three": torch.zeros(()).expand(3)},
+        {"t": torch.arange(12).reshape(3, 4).t(), "view": torch.arange(10)[::3], "one": torch.tensor(3.5)},
+        [torch.tensor(1j).conj(), torch.ones(2, requires_grad=True) * 2],
+    ],
+    ids=str,
+)
+def test_trees_survive_the_wire(tree: Any) -> None:
+    back = decode(encode(tree))
+    assert same(back, tree)
+
+
+def test_tensors_have_memory_of_their_own() -> None:
+    first, second = decode(encode([torch.zeros(2), torch.zeros(2)]))
+    first += 1
+    assert second.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("tree", "path"),
+    [
+        ({"a": [1, object()]}, "a[1]"),
+        ({"a": {1.5: 1}}, "a"),
+        ({"a": {True: 1}}, "a"),
+        ({"s": torch.ones(2).to_sparse()}, "s"),
+        ({"m": torch.ones(2, device="meta")}, "m"),
+    ],
+)
+def test_what_cannot_be_sent_is_named(tree: Any, path: str) -> None:
+    with pytest.raises(CannotEncode) as caught:
+        encode(tree)
+    assert caught.value.path == path
+
+
+def test_cyclic_and_deep_trees_are_refused() -> None:
+    tree: list[Any] = []
+    tree.append(tree)
+    with pytest.raises(CannotEncode, match="deeper"):
+        encode(tree)
+
+
+def test_damaged_bytes_are_refused_or_read_as_something_legal() -> None:
+    good = encode({"a": torch.arange(5), "b": [1.5, "x", {"c": torch.ones(2, 2)}]})
+    rng = random.Random(0)
+    refused = 0
+    for _ in range(3000):
+        bad = bytearray(good)
+        for _ in range(rng.randint(1, 4)):
+            bad[rng.randrange(len(bad))] = rng.randrange(256)
+        cut = bytes(bad[: rng.randrange(len(bad))] if rng.random() < 0.3 else bad)
+        try:
+            decode(cut)
+        except ProtocolMismatch:
+            refused += 1
+    assert refused > 1000
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        '["tensor", "float32", [4611686018427387904, 4]]',
+        '["tensor", "float32", [-1]]',
+        '["tensor", "float32", [true]]',
+        '["tensor", "Storage", [1]]',
+        '["dict", [["a", ["value", 1]], ["a", ["value", 2]]]]',
+        '["dict", [[1.5, ["value", 1]]]]',
+        '["value", [1]]',
+        '["list", 3]',
+        '["object", 1]',
+        "[" * 2000,
+        '["list", [' * 500 + "]]" * 500,
+    ],
+)
+def test_hostile_heads_are_refused(head: str) -> None:
+    text = head.encode()
+    with pytest.raises(ProtocolMismatch):
+        decode((struct.pack("<Q", len(text)) + text).ljust(4096, b"\0"))
+
+
+def test_room_grows_by_little() -> None:
+    for size in (0, 1, 1000, 10_000, 123_456, 10_000_000):
+        assert size + 8 <= room_for(size) <= max(1024, (size + 8) * 1.125 + 16)
+
+
+# -- on threads and real ranks ----------------------------------------------------------------------------------------
+
+
+def test_thirty_threads_hold_different_trees() -> None:
+    def body(group: Any) -> list[Any]:
+        rank = group.rank
+        tree = {f"only{rank}": torch.full((rank,), rank), "all": [rank] * (rank % 3)}
+        return [gather_trees(tree, name="x", group=group) for _ in range(2)][1]
+
+    found = run_threads(body, 30).values()
+    for gathered in found:
+        assert [list(tree) for tree in gathered] == [[f"only{rank}", "all"] for rank in range(30)]
+        assert all(same(a, b) for a, b in zip(gathered, found[0], strict=True))
+
+
+def test_room_follows_the_sizes(two_ranks: RankPool) -> None:
+    for seen in two_ranks.run(runs.growing_and_shrinking).values():
+        assert [sizes for _, sizes in seen] == [[0, size] for size in (1, 2, 1000, 5000, 3, 3, 0, 9000, 9000)]
+        counts = [count for count, _ in seen]
+        assert counts[1] == counts[5] == counts[6] == 1  # steady state
+        assert max(counts) <= 7
+        assert counts[8] == 2  # more than what rides along: control lanes, then payloads
+
+
+def test_a_gather_that_is_apart_leaves_the_shared_buffer_as_it_is() -> None:
+    for seen, grown in run_ranks(runs.buffers_beside_a_gather, 2, True, timeout_sec=60).values():
+        assert seen[1:] == [2, 2]
+        assert grown == 0
+    for seen, grown in run_ranks(runs.buffers_beside_a_gather, 2, False, timeout_sec=60).values():
+        assert seen[1:] == [1, 1]
+        assert grown > 300
+
+
+def test_the_own_tree_keeps_its_graph(two_ranks: RankPool) -> None:
+    assert two_ranks.run(runs.own_tree_comes_back).values() == [True, True]
+
+
+def test_every_rank_gets_the_same_error_and_goes_on(two_ranks: RankPool) -> None:
+    first, second = two_ranks.run(runs.errors_then_success).values()
+    assert first == second
+    unsendable, unmade, names, reduction, decision, fine = first
+    assert unsendable.startswith("InvalidStats (1,) a[1]: ")
+    assert "type object" in unsendable
+    assert unmade.startswith(
+        "InvalidStats (0,) None: x: values that cannot be gathered:\n  rank 0: ZeroDivisionError: "
+    )
+    assert names.startswith("ProtocolMismatch (0, 1) None: ")
+    assert "rank 0: x" in names
+    assert "rank 1: y" in names
+    assert "rank 1: reduce_stats" in reduction
+    assert "rank 1: any_rank()" in decision
+    assert fine == "fine"
+
+
+def test_groups_that_overlap(three_ranks: RankPool) -> None:
+    assert three_ranks.run(runs.in_overlapping_groups).values() == [[[0, 1]], [[0, 1], [1, 2]], [[1, 2]]]

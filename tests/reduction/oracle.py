@@ -1,0 +1,134 @@
+"""What a reduction must give, in plain Python: path by path, without buffers, layouts or collectives."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from typing import Any
+
+import torch
+
+from ddpstats._reduction.markers import Marker, Mean
+from ddpstats.testing.strategies import RankStats
+
+Path = tuple[tuple[str, Any], ...]
+
+
+def expected(ranks: Sequence[RankStats], nonfinite: str = "propagate") -> tuple[Any, dict[Path, tuple[Any, ...]]]:
+    """(nested values, path -> (value, weight, present ranks, non-finite ranks))."""
+    held: dict[Path, list[tuple[Any, float]]] = {}
+    kinds: dict[Path, set[type]] = {}
+    for rank in ranks:
+        for path, leaf in _leaves(rank.stats, (), kinds):
+            held.setdefault(path, []).append((leaf, rank.weight))
+    entries: dict[Path, tuple[Any, ...]] = {}
+    for path, leaves in held.items():
+        below = any(other[: len(path)] == path and len(other) > len(path) for other in held)
+        values = [(leaf, weight) for leaf, weight in leaves if not _is_none(leaf)]
+        if values:
+            entries[path] = _entry(values, nonfinite)
+        elif not below:
+            entries[path] = (None, 0.0, 0, 0)
+    return _nest(entries, (), kinds), entries
+
+
+def _leaves(value: Any, path: Path, kinds: dict[Path, set[type]]) -> Iterator[tuple[Path, Any]]:
+    found: list[tuple[Path, Any]] = []
+    if isinstance(value, dict):
+        for key, child in value.items():
+            found += _leaves(child, (*path, ("key", key)), kinds)
+    elif isinstance(value, list | tuple):
+        for position, child in enumerate(value):
+            found += _leaves(child, (*path, ("position", position)), kinds)
+    else:
+        yield path, value
+        return
+    if found or not path:
+        kinds.setdefault(path, set()).add(type(value))
+    yield from found
+
+
+def _is_none(leaf: Any) -> bool:
+    return leaf is None or (isinstance(leaf, Marker) and leaf.value is None)
+
+
+def _entry(values: list[tuple[Any, float]], nonfinite: str) -> tuple[Any, ...]:
+    op = values[0][0].op if isinstance(values[0][0], Marker) else "mean"
+    rows = []
+    for leaf, weight in values:
+        own = leaf.weight if isinstance(leaf, Mean) and leaf.weight is not None else weight
+        inner = leaf.value if isinstance(leaf, Marker) else leaf
+        number = float(inner.item() if isinstance(inner, torch.Tensor) else inner)
+        rows.append((number, float(own) if op == "mean" else 1.0))
+    bad = sum(not math.isfinite(number) for number, weight in rows if weight > 0)
+    if nonfinite == "skip":
+        rows = [(number, weight) for number, weight in rows if weight == 0 or math.isfinite(number)]
+    total = sum(weight for _, weight in rows)
+    return _value(op, [row for row in rows if row[1] > 0], total), total, len(rows), bad
+
+
+def _value(op: str, rows: list[tuple[float, float]], total: float) -> Any:
+    numbers = [number for number, _ in rows]
+    if not numbers:
+        return math.nan
+    if op == "mean":
+        return sum(number * weight for number, weight in rows) / total
+    if op == "any":
+        return any(numbers)
+    if op == "all":
+        return all(numbers)
+    if op == "sum":
+        return sum(numbers)
+    if any(map(math.isnan, numbers)):
+        return math.nan
+    return min(numbers) if op == "min" else max(numbers)
+
+
+def _nest(entries: dict[Path, tuple[Any, ...]], path: Path, kinds: dict[Path, set[type]]) -> Any:
+    if path in entries:
+        return entries[path][0]
+    children: dict[Any, Any] = {}
+    for other in entries:
+        if other[: len(path)] == path and len(other) > len(path):
+            step = other[len(path)]
+            children.setdefault(step, None)
+    nested = {step: _nest(entries, (*path, step), kinds) for step in children}
+    types = kinds.get(path, {dict})
+    if next(iter(types)) in (list, tuple):
+        length = max((position for _, position in nested), default=-1) + 1
+        filled = [nested.get(("position", position)) for position in range(length)]
+        return tuple(filled) if types == {tuple} else filled
+    made = {key: value for (_, key), value in nested.items()}
+    return OrderedDict(made) if types == {OrderedDict} else made
+
+
+def same(left: Any, right: Any) -> bool:
+    """Equal structures and types, floats up to rounding, NaN equal to NaN; the order of keys does not count here."""
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, dict):
+        return set(left) == set(right) and all(same(left[key], right[key]) for key in left)
+    if isinstance(left, list | tuple):
+        return len(left) == len(right) and all(map(same, left, right))
+    if isinstance(left, float) and not isinstance(left, bool):
+        return (math.isnan(left) and math.isnan(right)) or math.isclose(left, right, rel_tol=1e-9, abs_tol=1e-9)
+    return bool(left == right)
+
+
+def exact_mean(held: Sequence[tuple[float, float]]) -> tuple[Fraction | None, Fraction]:
+    """(the mean of the (value, weight), or None where the weight is 0; the same mean of the absolute values)."""
+    rows = [(Fraction(value), Fraction(weight)) for value, weight in held]
+    total = sum((weight for _, weight in rows), Fraction(0))
+    if not total:
+        return None, Fraction(0)
+    summed = sum((value * weight for value, weight in rows), Fraction(0))
+    return summed / total, sum((abs(value) * weight for value, weight in rows), Fraction(0)) / total
+
+
+def is_near(found: float, exact: Fraction | None, scale: Fraction) -> bool:
+    """Within 2**-49 of ``scale``, which is not smaller than ``exact``, or within some of the smallest float64."""
+    if exact is None:
+        return math.isnan(found)
+    return math.isfinite(found) and abs(Fraction(found) - exact) <= scale / 2**49 + 4 * Fraction(5e-324)

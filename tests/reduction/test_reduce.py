@@ -1,0 +1,529 @@
+"""`reduce_stats` and `StatsReducer`: the contract, sentence by sentence, on real gloo ranks."""
+
+from __future__ import annotations
+
+import math
+import random
+import threading
+from collections import OrderedDict, defaultdict
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import ddpstats
+from ddpstats import All, Any as AnyFlag, Max, Mean, Min, StatsReducer, Sum, reduce_stats
+from ddpstats.errors import ConfigError, InvalidStats, NonFiniteStat
+from ddpstats.testing import PerRank, RankPool, ThreadGroup, count_collectives, run_ranks, run_threads
+from tests.reduction.shapes import Checked, Point, Scores
+
+t = torch.tensor
+
+SEED = [
+    {"l1_loss": [t(0.057)], "snr_loss": [t(-1.052), t(-3.037), t(-2.041)]},
+    {"l1_loss": [t(0.044), t(0.023)], "snr_loss": [t(-2.092), t(-1.899)]},
+]
+
+
+def values(stats: Any, weight: Any = 1.0, **settings: Any) -> Any:
+    return reduce_stats(stats, weight, **settings).values
+
+
+def whole(stats: Any, weight: Any = 1.0, **settings: Any) -> tuple[Any, ...]:
+    reduced = reduce_stats(stats, weight, **settings)
+    return reduced.values, reduced.weights, reduced.present_ranks, reduced.nonfinite_ranks, reduced.total_weight
+
+
+def agreed(pool: RankPool, stats: list[Any], weight: Any = 1.0, **settings: Any) -> Any:
+    """The one answer of all ranks, which each reduce their own ``stats``."""
+    weights = weight if isinstance(weight, PerRank) else PerRank([weight] * len(stats))
+    answers = pool.run(values, PerRank(stats), weights, **settings).values()
+    assert len(set(map(repr, answers))) == 1, answers
+    return answers[0]
+
+
+# -- the seed ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_seeds_own_example_to_the_digit(two_ranks: RankPool) -> None:
+    answers = two_ranks.run(whole, PerRank(SEED), 8).values()
+    assert repr(answers[0]) == repr(answers[1])
+    got, weights, present, nonfinite, total = answers[0]
+    assert list(got) == ["l1_loss", "snr_loss"]
+    assert got["l1_loss"] == pytest.approx([0.0505, 0.023], abs=1e-7)
+    assert got["snr_loss"] == pytest.approx([-1.572, -2.468, -2.041], abs=1e-6)
+    assert weights == {"l1_loss": [16.0, 8.0], "snr_loss": [16.0, 16.0, 8.0]}
+    assert present == {"l1_loss": [2, 1], "snr_loss": [2, 2, 1]}
+    assert nonfinite == {"l1_loss": [0, 0], "snr_loss": [0, 0, 0]}
+    assert total == 16.0
+
+
+# -- keys, orders, holes ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("stats", "want"),
+    [
+        ([{"l1": 0.057}, {"snr": -2.0}], {"l1": 0.057, "snr": -2.0}),
+        ([{"a": 1.0, "b": 10.0}, {"b": 20.0, "a": 3.0}], {"a": 2.0, "b": 15.0}),
+        ([{}, {"a": 1.0}], {"a": 1.0}),
+        ([{}, {}], {}),
+        ([{"a": {}}, {"a": {"b": 1.0}}], {"a": {"b": 1.0}}),
+        ([{"a": {}, "b": 1.0}, {"a": [], "b": 3.0}], {"b": 2.0}),
+        ([{"a": None}, {"a": 4.0}], {"a": 4.0}),
+        ([{"a": None}, {"a": None}], {"a": None}),
+        ([{"a": None}, {}], {"a": None}),
+        ([{"a": None}, {"a": {"b": [1.0]}}], {"a": {"b": [1.0]}}),
+        ([{"a": [1.0, None, 3.0]}, {"a": [None, None, 5.0, 7.0]}], {"a": [1.0, None, 4.0, 7.0]}),
+        ([{"a": [1.0, {}, 3.0]}, {"a": []}], {"a": [1.0, None, 3.0]}),
+        ([[1.0], [2.0, 4.0]], [1.5, 4.0]),
+        ([1.0, 3.0], 2.0),
+        ([None, 3.0], 3.0),
+        ([None, None], None),
+        ([{1: 1.0, "1": 10.0}, {"1": 20.0}], {1: 1.0, "1": 15.0}),
+        ([{True: 1.0}, {1: 3.0}], {1: 2.0}),
+        ([{-5: 1.0}, {10**30: 3.0}], {-5: 1.0, 10**30: 3.0}),
+    ],
+)
+def test_union_of_keys(two_ranks: RankPool, stats: list[Any], want: Any) -> None:
+    got = agreed(two_ranks, stats)
+    assert got == want
+    assert repr(got) == repr(want)
+
+
+def test_each_path_has_its_own_denominator(two_ranks: RankPool) -> None:
+    stats = [{"both": 1.0, "first": 5.0}, {"both": 4.0}]
+    answers = two_ranks.run(whole, PerRank(stats), PerRank([1.0, 2.0])).values()
+    assert answers[0][0] == {"both": 3.0, "first": 5.0}
+    assert answers[0][1] == {"both": 3.0, "first": 1.0}
+    assert answers[0][4] == 3.0
+
+
+def test_the_result_holds_only_paths_of_this_call(two_ranks: RankPool) -> None:
+    assert agreed(two_ranks, [{"a": 1.0}, {"b": 1.0}], name="in turn") == {"a": 1.0, "b": 1.0}
+    assert agreed(two_ranks, [{"b": 2.0}, {"b": 4.0}], name="in turn") == {"b": 3.0}
+    assert agreed(two_ranks, [{}, {}], name="in turn") == {}
+
+
+def test_what_this_call_contradicts_is_replaced(two_ranks: RankPool) -> None:
+    for stats, want in (
+        ({"x": 1.0}, {"x": 1.0}),
+        ({"x": {"y": 2.0}}, {"x": {"y": 2.0}}),
+        ({"x": Sum(3.0)}, {"x": 6.0}),
+        ({"x": [4.0]}, {"x": [4.0]}),
+        ({"x": None}, {"x": None}),
+        ({"x": (5.0,)}, {"x": (5.0,)}),
+    ):
+        assert agreed(two_ranks, [stats, stats], name="outdated") == want
+        assert agreed(two_ranks, [stats, {}], name="outdated") == (want if want != {"x": 6.0} else {"x": 3.0})
+
+
+# -- values -----------------------------------------------------------------------------------------------------------
+
+
+def test_number_types_mix_under_one_key(three_ranks: RankPool) -> None:
+    for mixed in (
+        [1, 2.0, t(3.0)],
+        [True, t([2], dtype=torch.int64), np.float32(3)],
+        [t(1.0, dtype=torch.bfloat16), t([2.0], dtype=torch.float16), t(3.0, dtype=torch.float64)],
+        [np.int64(1), np.array([2.0]), np.array(3.0, dtype=np.float16)],
+        [torch.nn.Parameter(t(1.0)), t([[2.0]]), t(3, dtype=torch.uint8)],
+    ):
+        assert agreed(three_ranks, [{"x": value} for value in mixed]) == {"x": 2.0}
+
+
+def test_sums_are_float64(two_ranks: RankPool) -> None:
+    big = [t(16777216.0), t(1.0)]  # their sum is not a float32
+    assert agreed(two_ranks, [{"x": Sum(value)} for value in big]) == {"x": 16777217.0}
+    assert agreed(two_ranks, [{"x": 2**53 - 1}, {"x": 1}], name="int")["x"] == 2**52
+
+
+def test_1d_leaves_with_a_1d_weight_of_another_length_on_each_rank(two_ranks: RankPool) -> None:
+    stats = [{"x": t([1.0, 3.0]), "s": 2.0}, {"x": t([5.0, 6.0, 7.0]), "s": 4.0}]
+    weights = PerRank([t([1.0, 1.0]), t([2, 0, 1])])
+    answers = two_ranks.run(whole, PerRank(stats), weights).values()
+    assert answers[0][0] == {"x": (1 + 3 + 10 + 7) / 5, "s": (2.0 * 2 + 4.0 * 3) / 5}
+    assert answers[0][1] == {"x": 5.0, "s": 5.0}
+    assert answers[0][4] == 5.0
+    empty = PerRank([t([]), t([1.0, 1.0])])
+    assert agreed(two_ranks, [{"x": t([])}, {"x": t([1.0, 2.0])}], empty) == {"x": 1.5}
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_weight_zero_neutralises_any_value(two_ranks: RankPool, bad: float) -> None:
+    for name in ("a", "b"):
+        answers = two_ranks.run(whole, PerRank([{"x": bad}, {"x": 2.0}]), PerRank([0.0, 4.0]), name=name).values()
+        assert answers[0] == ({"x": 2.0}, {"x": 4.0}, {"x": 2}, {"x": 0}, 4.0)
+    vector = PerRank([t([0.0, 1.0]), t([1.0, 1.0])])
+    assert agreed(two_ranks, [{"x": t([bad, 1.0])}, {"x": t([1.0, 4.0])}], vector) == {"x": 2.0}
+    own = [{"x": Mean(bad, 0)}, {"x": Mean(3.0, 2)}]
+    assert agreed(two_ranks, own, nonfinite="raise") == {"x": 3.0}
+
+
+def test_total_weight_zero_is_nan(two_ranks: RankPool) -> None:
+    got = agreed(two_ranks, [{"x": 1.0}, {"x": 2.0}], 0.0)
+    assert math.isnan(got["x"])
+
+
+def test_markers(three_ranks: RankPool) -> None:
+    def stats(rank: int) -> dict[str, Any]:
+        return {
+            "tokens": Sum(rank + 1),
+            "low": Min(t(float(rank))),
+            "high": Max(rank),
+            "some": AnyFlag(rank == 2),
+            "every": All(rank < 2),
+            "ppl": Mean(float(rank), weight=rank),
+            "plain": float(rank),
+        }
+
+    answers = three_ranks.run(whole, PerRank([stats(rank) for rank in range(3)]), 5.0).values()
+    want = {"tokens": 6.0, "low": 0.0, "high": 2.0, "some": True, "every": False, "ppl": 5 / 3, "plain": 1.0}
+    assert answers[0][0] == want
+    assert type(answers[0][0]["some"]) is bool
+    assert answers[0][1] == {"tokens": 3, "low": 3, "high": 3, "some": 3, "every": 3, "ppl": 3.0, "plain": 15.0}
+    half = [{"low": Min(-1.5), "some": AnyFlag(False)}, {}, {"high": Max(7), "every": All(1)}]
+    assert agreed(three_ranks, half) == {"low": -1.5, "some": False, "high": 7.0, "every": True}
+
+
+@pytest.mark.parametrize("nan_on", [0, 1])
+def test_min_and_max_of_nan_do_not_depend_on_which_rank_holds_it(two_ranks: RankPool, nan_on: int) -> None:
+    held = [2.0, 2.0]
+    held[nan_on] = math.nan
+    stats = [{"low": Min(value), "high": Max(value)} for value in held]
+    assert all(math.isnan(value) for value in agreed(two_ranks, stats).values())
+    assert agreed(two_ranks, stats, nonfinite="skip") == {"low": 2.0, "high": 2.0}
+    held[nan_on] = math.inf
+    stats = [{"low": Min(value), "high": Max(value)} for value in held]
+    assert agreed(two_ranks, stats) == {"low": 2.0, "high": math.inf}
+
+
+def test_nonfinite_policies(two_ranks: RankPool) -> None:
+    stats = [{"x": math.nan, "y": 1.0}, {"x": 2.0, "y": 3.0}]
+    spread = two_ranks.run(whole, PerRank(stats), 4.0).values()[0]
+    assert math.isnan(spread[0]["x"])
+    assert spread[0]["y"] == 2.0
+    assert spread[1:4] == ({"x": 8, "y": 8}, {"x": 2, "y": 2}, {"x": 1, "y": 0})
+    skipped = two_ranks.run(whole, PerRank(stats), 4.0, nonfinite="skip").values()[0]
+    assert skipped == ({"x": 2.0, "y": 2.0}, {"x": 4, "y": 8}, {"x": 1, "y": 2}, {"x": 1, "y": 0}, 8.0)
+    errors = two_ranks.run(whole, PerRank(stats), 4.0, nonfinite="raise").errors()
+    assert set(map(str, errors.values())) == {
+        "non-finite stats (nonfinite='raise') on the default group of 2 ranks:\n  'x': rank 0"
+    }
+    error = errors[1]
+    assert isinstance(error, NonFiniteStat)
+    assert (error.path, error.ranks) == ("x", (0,))
+    nowhere = [{"x": math.nan}, {"x": math.inf}]
+    assert math.isnan(agreed(two_ranks, nowhere, nonfinite="skip")["x"])
+
+
+# -- containers -------------------------------------------------------------------------------------------------------
+
+
+def test_a_sum_that_overflows_is_infinite_and_no_rank_is_counted_and_a_mean_is_right(two_ranks: RankPool) -> None:
+    stats = [{"product": 1e308, "sum": Sum(1e308), "fine": 1.0}, {"product": 1.0, "sum": Sum(1e308), "fine": 2.0}]
+    answers = two_ranks.run(whole, PerRank(stats), 10.0).values()
+    assert repr(answers[0]) == repr(answers[1])
+    values, _, _, nonfinite, _ = answers[0]
+    assert values == {"product": 5e307, "sum": math.inf, "fine": 1.5}
+    assert nonfinite == {"product": 0, "sum": 0, "fine": 0}
+
+
+def test_container_types_are_kept_where_all_ranks_agree(two_ranks: RankPool) -> None:
+    for held in (
+        OrderedDict(b=1.0, a=2.0),
+        (1.0, (2.0,)),
+        Point(1.0, [2.0]),
+        Scores(1.0, {"a": 2.0}),
+        Scores(1.0, None),
+        {"deep": [Point(Scores(1.0, 2.0), None)]},
+        Checked(3),
+    ):
+        got = agreed(two_ranks, [held, held])
+        assert type(got) is type(held)
+        assert got == held
+    assert agreed(two_ranks, [{"p": Point(1.0, 2.0)}, {}]) == {"p": Point(1.0, 2.0)}
+    assert type(agreed(two_ranks, [{"p": Point(1.0, 2.0)}, {}])["p"]) is Point
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "kind"),
+    [
+        ([1.0], (3.0,), list),
+        ({"a": 1.0}, OrderedDict(a=3.0), dict),
+        (Point(1.0, 2.0), {"x": 3.0}, dict),
+        (Scores(1.0), Point(1.0, 2.0), dict),
+        ({"a": 1.0}, defaultdict(float, a=3.0), dict),
+    ],
+)
+def test_other_containers_become_plain(two_ranks: RankPool, first: Any, second: Any, kind: type) -> None:
+    for _ in range(2):
+        assert type(agreed(two_ranks, [{"c": first}, {"c": second}], name="kinds")["c"]) is kind
+        assert type(agreed(two_ranks, [{"c": first}, {"c": first}], name="kinds")["c"]) in (type(first), kind)
+
+
+def local_class(stats_on_rank_0: bool) -> Any:
+    class Local(Point):
+        pass
+
+    mine = {"c": Local(1.0, 2.0)} if stats_on_rank_0 == (dist.get_rank() == 0) else {}
+    return [type(reduce_stats(mine).values["c"]).__name__ for _ in range(3)]
+
+
+def test_a_class_that_another_rank_does_not_have_becomes_a_dict(two_ranks: RankPool) -> None:
+    assert two_ranks.run(local_class, True).values() == [["dict"] * 3] * 2
+
+
+# -- names ------------------------------------------------------------------------------------------------------------
+
+
+def flat(stats: Any) -> dict[str, float]:
+    return reduce_stats(stats).flat()
+
+
+def test_flat_names(two_ranks: RankPool) -> None:
+    stats = {"loss": 1, "train": {"loss": 2}, "l1": [3, {"a": 4}], 0: 5, "f": AnyFlag(True), "n": None}
+    stats["p"] = Point(6, 7)
+    want = {"loss": 1, "train/loss": 2, "l1[0]": 3, "l1[1]/a": 4, "0": 5, "f": 1.0, "p/x": 6, "p/y": 7}
+    got = two_ranks.run(flat, PerRank([stats, {}])).values()
+    assert got == [want, want]
+    assert all(type(value) is float for value in got[0].values())
+
+
+def test_paths_that_would_collide_are_escaped_alike_on_all_ranks(two_ranks: RankPool) -> None:
+    first = {"a/b": 1.0, "x[0]": 2.0, 1: 3.0, "keep/this": 9.0}
+    second = {"a": {"b": 4.0}, "x": [5.0], "1": 6.0, "": {"": 7.0}, "/": 8.0}
+    got = two_ranks.run(flat, PerRank([first, second])).values()
+    assert got[0] == got[1]
+    assert len(got[0]) == 9
+    assert sorted(got[0].values()) == [float(value) for value in range(1, 10)]
+    assert got[0]["keep/this"] == 9.0
+    assert got[0]["a\\/b"] == 1.0
+    assert got[0]["a/b"] == 4.0
+
+
+def test_any_unicode(two_ranks: RankPool) -> None:
+    names = ["é", "e\u0301", "\ud800", "\0", "日本", "😀", "a.b", "a b", "\n", "", "." * 10_000]
+    stats = [dict.fromkeys(names, 1.0), dict.fromkeys(reversed(names), 3.0)]
+    assert agreed(two_ranks, stats) == dict.fromkeys(names, 2.0)
+
+
+# -- size -------------------------------------------------------------------------------------------------------------
+
+
+def many(keys: int, extra: bool) -> tuple[int, float, int]:
+    with StatsReducer(name=f"{keys} keys") as reducer:
+        stats = {f"key {i}": float(i) for i in range(keys)}
+        if extra and dist.get_rank() == 1:
+            stats["one more"] = 1.0
+        reducer(stats)
+        reduced = reducer(stats)
+        return len(reduced.values), sum(reduced.values.values()), reducer.counters.collectives
+
+
+def test_100_000_keys(two_ranks: RankPool) -> None:
+    answers = two_ranks.run(many, 100_000, True).values()
+    # First call: the sum that finds ranks stale, digests, one broadcast per schema, the sum. Second call: one.
+    assert answers == [(100_001, 4999950001.0, (1 + 1 + 2 + 1) + 1)] * 2
+
+
+def generated(calls: int, per_call: int) -> tuple[int, int]:
+    import tracemalloc
+
+    reducer = StatsReducer(name="generated")
+    # Tracing goes on until the rank ends: `tracemalloc.stop` beside a gloo thread crashes CPython (gh-128679).
+    tracemalloc.start()
+    sizes: list[int] = []
+    for call in range(calls):
+        reducer({f"step {call} item {i}": 1.0 for i in range(per_call)} | {"loss": 1.0})
+        if call in (calls // 2, calls - 1):  # by then every cache has its full size
+            sizes.append(tracemalloc.get_traced_memory()[0])
+    return sizes[0], sizes[1]
+
+
+def test_generated_names_do_not_grow_memory_for_ever() -> None:
+    for early, late in run_ranks(generated, 2, 400, 50, timeout_sec=120).values():
+        assert late < early * 1.1, (early, late)
+
+
+def test_slots_that_nobody_uses_are_dropped_without_a_word(two_ranks: RankPool) -> None:
+    payloads = two_ranks.run(payload_after_rest, 600).values()
+    before, after, collectives = payloads[0]
+    assert payloads[0] == payloads[1]
+    assert after < before / 10
+    assert collectives == 600
+
+
+def payload_after_rest(calls: int) -> tuple[int, int, int]:
+    reducer = StatsReducer(name="rest", group=dist.new_group())
+    reducer({f"once {i}": 1.0 for i in range(1000)} | {"loss": 1.0})
+    start = reducer.counters
+    reducer({"loss": 1.0})
+    first = reducer.counters
+    for _ in range(calls - 2):
+        reducer({"loss": 1.0})
+    last = reducer.counters
+    reducer({"loss": 1.0})
+    end = reducer.counters
+    return (
+        first.payload_bytes - start.payload_bytes,
+        end.payload_bytes - last.payload_bytes,
+        end.collectives - start.collectives,
+    )
+
+
+def sizes_by_world(group: ThreadGroup) -> int:
+    reducer = group.reducer(timeout_sec=60)
+    stats = {f"key {i}": 1.0 for i in range(1000)}
+    reducer(stats)
+    before = reducer.counters.payload_bytes
+    reducer(stats)
+    return reducer.counters.payload_bytes - before
+
+
+def test_payload_does_not_depend_on_world_size() -> None:
+    sizes = {size for world_size in (2, 16, 64) for size in run_threads(sizes_by_world, world_size).values()}
+    assert len(sizes) == 1
+    assert sizes.pop() <= 64 * 1000 + 128
+
+
+# -- groups -----------------------------------------------------------------------------------------------------------
+
+
+def in_subgroups() -> Any:
+    rank = dist.get_rank()
+    groups = [dist.new_group([0, 2]), dist.new_group([1])]
+    mine = groups[1] if rank == 1 else groups[0]
+    answer = values({"x": float(rank)}, group=mine)
+    other = groups[0] if rank == 1 else groups[1]
+    with pytest.raises(ConfigError, match="not a member"):
+        reduce_stats({"x": 1.0}, group=other)
+    try:
+        reduce_stats({"x": "no" if rank == 2 else 1.0}, group=mine)
+    except InvalidStats as error:
+        return answer, str(error).splitlines()[1], error.ranks
+    return answer, "", ()
+
+
+def test_subgroups(three_ranks: RankPool) -> None:
+    answers = three_ranks.run(in_subgroups).values()
+    assert [answer[0] for answer in answers] == [{"x": 1.0}, {"x": 1.0}, {"x": 1.0}]
+    for rank in (0, 2):
+        assert answers[rank][1].startswith("  rank 2 (group rank 1) at 'x': str is not a leaf")
+        assert answers[rank][2] == (2,)
+
+
+def test_without_a_process_group() -> None:
+    with count_collectives() as count:
+        reduced = reduce_stats({"a": t([1.0, 3.0]), "b": Max(2), "c": None}, t([1.0, 3.0]))
+    assert count.total == 0
+    assert reduced.values == {"a": 2.5, "b": 2.0, "c": None}
+    assert reduced.total_weight == 4.0
+    with pytest.raises(InvalidStats, match="'a'"):
+        reduce_stats({"a": "text"})
+    with pytest.raises(ConfigError, match="not initialized"):
+        reduce_stats({}, group=object())
+
+
+def world_of_one() -> Any:
+    with count_collectives() as count:
+        answer = values({"a": 1.0}, 3), ddpstats.any_rank(True), ddpstats.all_ranks(False)
+    return answer, count.total
+
+
+def test_world_size_1() -> None:
+    assert run_ranks(world_of_one, 1).values() == [(({"a": 1.0}, True, False), 0)]
+
+
+def test_arguments_that_cannot_work() -> None:
+    bad: list[dict[str, Any]] = [{"nonfinite": "ignore"}, {"name": 3}, {"timeout_sec": 0}, {"timeout_sec": math.nan}]
+    for settings in bad:
+        with pytest.raises(ConfigError):
+            StatsReducer(**settings)
+    closed = StatsReducer()
+    closed.close()
+    closed.close()
+    with pytest.raises(ConfigError, match="closed"):
+        closed({})
+
+
+# -- decisions --------------------------------------------------------------------------------------------------------
+
+
+def decisions(flags: list[bool]) -> list[bool]:
+    flag = flags[dist.get_rank()]
+    return [ddpstats.any_rank(flag), ddpstats.all_ranks(t(flag)), ddpstats.any_rank(np.bool_(flag))]
+
+
+def test_decisions_in_lockstep(three_ranks: RankPool) -> None:
+    for flags in ([False, False, False], [False, True, False], [True, True, True], [True, False, False]):
+        want = [any(flags), all(flags), any(flags)]
+        assert three_ranks.run(decisions, flags).values() == [want] * 3
+
+
+# -- nothing changes the training -------------------------------------------------------------------------------------
+
+
+def train(with_us: bool) -> tuple[bytes, Any]:
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(dist.get_rank())
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    reducer = StatsReducer(name="train")
+    for step in range(5):
+        loss = model(torch.randn(8, 4)).square().mean()
+        stats = {"loss": loss, "even" if (step + dist.get_rank()) % 2 else "odd": loss * 2, "high": Max(loss)}
+        pending = reducer.start(stats, 8) if with_us else None
+        optimizer.zero_grad()
+        loss.backward()
+        if with_us and pending is not None:
+            grads = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+            pending.result()
+            reducer(stats, 8)
+            now = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+            assert all(map(torch.equal, grads, now))
+        optimizer.step()
+    reducer.close()
+    weights = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+    return weights.numpy().tobytes(), (random.random(), float(np.random.rand()), torch.rand(1).item())
+
+
+def test_training_is_bit_identical_with_and_without(two_ranks: RankPool) -> None:
+    assert two_ranks.run(train, True).values() == two_ranks.run(train, False).values()
+
+
+def threads_left() -> list[str]:
+    with StatsReducer() as one, StatsReducer(name="two") as two:
+        pending = [one.start({"a": 1.0}), two.start({"a": 1.0})]
+        assert any(thread.name == "ddpstats" for thread in threading.enumerate())
+        assert [each.result().values for each in pending] == [{"a": 1.0}] * 2
+    return [thread.name for thread in threading.enumerate() if thread.name == "ddpstats"]
+
+
+def test_the_last_close_leaves_no_thread(two_ranks: RankPool) -> None:
+    assert two_ranks.run(threads_left).values() == [[], []]
+
+
+def says_something(capfd: Any = None) -> int:
+    import logging
+
+    reduce_stats({"a": 1.0})
+    return len(logging.getLogger().handlers) + len(logging.getLogger("ddpstats").handlers)
+
+
+def test_no_output_and_no_logging(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run_ranks(says_something, 2).values() == [0, 0]
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: stats on an accelerator, mixed with host stats")
+def test_stats_on_an_accelerator(two_ranks: RankPool) -> None:
+    def stats(rank: int) -> dict[str, Any]:
+        device = "cuda" if rank == 0 else "cpu"
+        return {"a": t(1.0, device=device), "b": t([2], device=device), "c": 3.0}
+
+    for _ in range(2):
+        assert values(stats(0), t([2.0], device="cuda")) == {"a": 1.0, "b": 2.0, "c": 3.0}

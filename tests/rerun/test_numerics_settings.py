@@ -1,0 +1,45 @@
+"""Settings of torch that change the last bits of a result."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from ddpstats._rerun.numerics_settings import as_in, switches
+
+
+def test_switches_are_set_and_put_back() -> None:
+    before = switches()
+    with as_in({**before, "default_dtype": "torch.float64", "cudnn_deterministic": True}):
+        assert torch.get_default_dtype() is torch.float64
+        assert torch.backends.cudnn.deterministic
+    assert switches() == before
+
+
+def test_what_is_so_already_is_not_set_again() -> None:
+    """torch.use_deterministic_algorithms would import torch's compiler."""
+    program = (
+        "import sys; from ddpstats._rerun.numerics_settings import as_in, switches\n"
+        "with as_in(switches()): pass\n"
+        "print([name for name in ('torch._inductor', 'torch._dynamo') if name in sys.modules])"
+    )
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert found.stdout.strip() == "[]"
+
+
+def test_a_precision_that_torch_does_not_tell_is_left_out() -> None:
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    try:
+        matmul.fp32_precision = "tf32"
+        with pytest.raises(RuntimeError):  # else there is nothing to leave out
+            torch.get_float32_matmul_precision()
+        assert "matmul_precision" not in switches()
+        with as_in({"matmul_precision": "high", "threads": torch.get_num_threads()}):
+            assert matmul.fp32_precision == "tf32"
+        assert matmul.fp32_precision == "tf32"
+    finally:
+        matmul.fp32_precision = before

@@ -1,0 +1,242 @@
+"""Batches as plain things: what survives, what is refused, and by which words."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import io
+import math
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
+
+from ddpstats._rerun.serialize import CannotStore, from_plain, to_plain
+from ddpstats.errors import BundleError
+from tests.capture.replay_models import Pair
+
+
+@dataclasses.dataclass
+class Sample:
+    x: torch.Tensor
+    names: list[str]
+
+
+class Frozen(Mapping[str, Any]):
+    def __getitem__(self, key: str) -> Any:
+        return {"a": 1}[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(["a"])
+
+    def __len__(self) -> int:
+        return 1
+
+
+def through_a_file(value: Any) -> Any:
+    buffer = io.BytesIO()
+    torch.save(to_plain(value), buffer)
+    buffer.seek(0)
+    return from_plain(torch.load(buffer, weights_only=True))
+
+
+def keys() -> st.SearchStrategy[Any]:
+    simple = st.one_of(st.text(max_size=5), st.integers(), st.booleans(), st.none(), st.binary(max_size=3))
+    return st.one_of(simple, st.tuples(simple, simple))
+
+
+def leaves() -> st.SearchStrategy[Any]:
+    numbers = st.one_of(st.integers(), st.floats(), st.complex_numbers(), st.booleans())
+    return st.one_of(st.none(), numbers, st.text(max_size=8), st.binary(max_size=8))
+
+
+def trees() -> st.SearchStrategy[Any]:
+    def grown(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+        lists = st.lists(inner, max_size=3)
+        tags = st.sampled_from(["kind", "items", "data", "name", "fields"])
+        dicts = st.one_of(st.dictionaries(keys(), inner, max_size=3), st.dictionaries(tags, inner, max_size=4))
+        return st.one_of(lists, lists.map(tuple), dicts)
+
+    return st.recursive(leaves(), grown, max_leaves=12)
+
+
+@settings(max_examples=80, deadline=None)
+@given(trees())
+def test_containers_and_numbers_come_back(tree: Any) -> None:
+    back = through_a_file(tree)
+    assert repr(back) == repr(tree)  # NaN is not equal to itself
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.bool]),
+    st.lists(st.integers(0, 3), max_size=3),
+)
+def test_tensors_come_back_bit_for_bit(dtype: torch.dtype, shape: list[int]) -> None:
+    tensor = torch.randint(-3, 3, shape).to(dtype)
+    back = through_a_file({"x": [tensor]})["x"][0]
+    assert back.dtype is dtype
+    assert torch.equal(back, tensor)
+
+
+def test_only_the_elements_that_it_shows() -> None:
+    whole = torch.arange(1000.0, requires_grad=True)
+    plain = to_plain(whole[10:12])
+    assert plain["data"].untyped_storage().nbytes() == 8
+    assert (plain["requires_grad"], plain["accelerator"]) == (True, False)
+    assert not plain["data"].requires_grad
+    back = from_plain(plain)
+    assert back.requires_grad
+    assert back.is_leaf
+    assert to_plain(torch.ones(1).expand(100))["data"].untyped_storage().nbytes() == 400
+    assert to_plain(torch.ones(4, 4)[:, ::2])["data"].untyped_storage().nbytes() == 32
+
+
+def test_strides_stay_where_they_can() -> None:
+    image = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    assert through_a_file(image).stride() == image.stride()
+
+
+def test_it_is_a_copy() -> None:
+    tensor = torch.zeros(2)
+    plain = to_plain({"x": tensor})
+    tensor += 1
+    first = from_plain(plain)["x"]
+    first += 1
+    assert from_plain(plain)["x"].tolist() == [0, 0]
+
+
+def test_types_of_the_users_come_back_as_their_like() -> None:
+    pair = through_a_file(Pair(torch.ones(1), 3))
+    assert (type(pair).__name__, pair._fields, pair.y) == ("Pair", ("x", "y"), 3)
+    sample = through_a_file(Sample(torch.ones(2), ["a"]))
+    assert isinstance(sample, types.SimpleNamespace)
+    assert sample.names == ["a"]
+    assert through_a_file(collections.UserDict(a=1)) == {"a": 1}
+    assert through_a_file(collections.OrderedDict(b=2)) == {"b": 2}
+    assert through_a_file(Frozen()) == {"a": 1}
+    assert through_a_file(torch.Size([2, 3])) == torch.Size([2, 3])
+    assert through_a_file(bytearray(b"ab")) == bytearray(b"ab")
+    renamed = collections.namedtuple("renamed", ["a", "class"], rename=True)
+    assert through_a_file(renamed(1, 2))._1 == 2
+
+
+def test_a_packed_sequence_can_be_used_again() -> None:
+    packed = pack_padded_sequence(torch.randn(2, 3, 4), torch.tensor([3, 2]), batch_first=True)
+    back = through_a_file(packed)
+    assert isinstance(back, PackedSequence)
+    assert torch.equal(back.data, packed.data)
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        numpy.arange(6, dtype="int16").reshape(2, 3),
+        numpy.array([math.nan, 1.0]),
+        numpy.array(["ab", "c"]),
+        numpy.array(["2020-01-01"], dtype="datetime64[D]"),
+        numpy.zeros((0, 2), dtype="float32"),
+        numpy.arange(4, dtype=">i4")[::2],
+        numpy.array([1 + 2j]),
+    ],
+    ids=lambda array: str(array.dtype),
+)
+def test_arrays_of_numpy(array: Any) -> None:
+    back = through_a_file(array)
+    assert (back.dtype, back.shape, back.tobytes()) == (array.dtype, array.shape, array.tobytes())
+    back[...] = back  # it can be written to
+
+
+@pytest.mark.parametrize("scalar", [numpy.float32(1.5), numpy.int64(3), numpy.bool_(True), numpy.str_("ab")])
+def test_scalars_of_numpy(scalar: Any) -> None:
+    back = through_a_file(scalar)
+    assert type(back) is type(scalar)
+    assert back == scalar
+
+
+@pytest.mark.parametrize(
+    ("batch", "path", "said"),
+    [
+        ({"x": [object()]}, "batch['x'][0]", "of type object"),
+        ((1, {2}), "batch[1]", "of type set"),
+        (Pair(torch.ones(1), lambda: 0), "batch.y", "of type function"),  # type: ignore[arg-type]
+        (Sample(torch.ones(1), [b"", range(2)]), "batch.names[1]", "of type range"),  # type: ignore[list-item]
+        ({"s": torch.eye(2).to_sparse()}, "batch['s']", "torch.sparse_coo"),
+        ({"m": torch.ones(1, device="meta")}, "batch['m']", "meta"),
+        (numpy.array([object()]), "batch", "dtype object"),
+        ({frozenset(): 1}, "the key frozenset() of batch", "of type frozenset"),
+        (int, "batch", "of type type"),
+    ],
+)
+def test_what_cannot_be_stored_is_named(batch: Any, path: str, said: str) -> None:
+    with pytest.raises(CannotStore) as caught:
+        to_plain(batch)
+    assert str(caught.value).startswith(f"{path} is ")
+    assert said in str(caught.value)
+    assert "or leave the batch out" in str(caught.value)
+    assert caught.value.path == path
+
+
+def test_a_batch_that_holds_itself() -> None:
+    batch: list[Any] = []
+    batch.append(batch)
+    with pytest.raises(CannotStore, match="nested deeper than 64"):
+        to_plain(batch)
+
+
+def deep(levels: int) -> Any:
+    plain: Any = []
+    for _ in range(levels):
+        plain = [plain]
+    return plain
+
+
+def doubled(times: int) -> Any:
+    plain: Any = []
+    for _ in range(times):
+        plain = [plain, plain]
+    return plain
+
+
+@pytest.mark.parametrize(
+    "plain",
+    [
+        object(),
+        (1, 2),
+        {"kind": "evil"},
+        {"kind": ["tuple"]},
+        {"no": "kind"},
+        {"kind": "tensor", "data": 3, "accelerator": False, "requires_grad": False},
+        {"kind": "tensor", "data": torch.ones(1)},
+        {"kind": "tensor", "data": torch.ones(1), "accelerator": 1, "requires_grad": False},
+        {"kind": "tensor", "data": torch.ones(1, dtype=torch.int64), "accelerator": False, "requires_grad": True},
+        {"kind": "tensor", "data": torch.ones(1).expand(1 << 40), "accelerator": False, "requires_grad": False},
+        {"kind": "tensor", "data": torch.eye(2).to_sparse(), "accelerator": False, "requires_grad": False},
+        {"kind": "tuple", "items": 3},
+        {"kind": "dict", "items": [[1]]},
+        {"kind": "dict", "items": [[[], 1]]},
+        {"kind": "bytes", "data": torch.ones(3)},
+        {"kind": "complex", "real": "x", "imag": 0},
+        {"kind": "size", "items": ["x"]},
+        {"kind": "packed", "items": [1]},
+        {"kind": "array", "data": torch.ones(8, dtype=torch.uint8), "dtype": "O", "shape": [1]},
+        {"kind": "array", "data": torch.ones(8, dtype=torch.uint8), "dtype": "<f8", "shape": [2]},
+        {"kind": "array", "data": torch.ones(8, dtype=torch.uint8), "dtype": "<f8", "shape": [-1]},
+        {"kind": "namedtuple", "name": "a b", "fields": [], "items": []},
+        {"kind": "namedtuple", "name": "a", "fields": ["x", "x"], "items": [1, 2]},
+        {"kind": "namedtuple", "name": "a", "fields": ["__import__('os')"], "items": [1]},
+        {"kind": "object", "name": "a", "fields": ["x"], "items": []},
+        deep(200),
+        doubled(40),
+    ],
+    ids=range(27),
+)
+def test_what_no_capture_writes_is_refused(plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ddpstats._rerun.serialize._MOST_THINGS", 10_000)
+    with pytest.raises(BundleError):
+        from_plain(plain)

@@ -1,0 +1,346 @@
+"""The step kept for a second run: random state, batch and buffers."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import io
+import pickle
+import random
+import threading
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+from ddpstats._rerun.random_state import RandomState
+from ddpstats._rerun.serialize import CannotStore, to_plain
+from ddpstats._rerun.step_record import BufferCopies, StepRecord, walk
+
+CPU = torch.device("cpu")
+
+
+def draw(gauss: int = 1) -> list[float]:
+    """From each generator; an odd number of Gaussian ones leaves another in store."""
+    return [
+        random.random(),
+        random.gauss(0, 1),
+        *numpy.random.randn(gauss).tolist(),
+        float(numpy.random.rand()),
+        *torch.randn(3).tolist(),
+    ]
+
+
+@pytest.mark.parametrize("before", [0, 1, 2, 3])
+def test_random_state_comes_back(before: int) -> None:
+    draw(before)
+    state = RandomState.take(CPU)
+    first = draw()
+    state.restore()
+    assert draw() == first
+    RandomState.from_plain(state.to_plain()).restore()
+    assert draw() == first
+
+
+def test_taking_it_draws_nothing() -> None:
+    state = RandomState.take(CPU)
+    first = draw()
+    state.restore()
+    for _ in range(3):
+        RandomState.take(CPU)
+    assert draw() == first
+
+
+def test_numpy_is_asked_again_when_its_state_may_have_changed() -> None:
+    numpy.random.seed(1)
+    numpy.random.randn()  # one more is in store now
+    stored = RandomState.take(CPU)
+    numpy.random.randn()  # uses it up, without a change of the generator's words
+    used = RandomState.take(CPU)
+    assert stored.numpy is not None
+    assert used.numpy is not None
+    assert (stored.numpy["has_gauss"], used.numpy["has_gauss"]) == (1, 0)
+    assert RandomState.take(CPU).numpy is used.numpy  # nothing was drawn
+    numpy.random.seed(1)
+    assert RandomState.take(CPU).numpy is not used.numpy
+
+
+@pytest.mark.parametrize("plain", [{}, {"python": 1}, {"device": "nowhere"}])
+def test_what_is_no_random_state(plain: dict[str, Any]) -> None:
+    with pytest.raises((ValueError, TypeError, KeyError, IndexError, RuntimeError)):
+        RandomState.from_plain(plain)
+
+
+Pair = collections.namedtuple("Pair", ["left", "right"])
+
+
+@dataclass
+class Sample:
+    x: torch.Tensor
+    name: str
+
+
+def test_the_batch_is_kept_by_reference_in_containers_of_its_own() -> None:
+    record = StepRecord(nn.Linear(1, 1))
+    x, array = torch.ones(2), numpy.ones(2)
+    batch = {"x": x, "pair": Pair(x, [x]), "sample": Sample(x, "a"), "array": array}
+    kept = record.begin(batch)
+    batch.clear()
+    array[0] = 5
+    record.end()
+    assert [path for path, _ in walk(kept.batch)] == [
+        "batch['x']",
+        "batch['pair'][0]",
+        "batch['pair'][1][0]",
+        "batch['sample'].x",
+        "batch['sample'].name",
+        "batch['array']",
+    ]
+    assert kept.batch["x"] is x
+    assert type(kept.batch["pair"]) is Pair
+    assert kept.batch["sample"].x is x
+    assert kept.batch["array"].tolist() == [1, 1]
+    assert not record.copies
+
+
+class Sharing(collections.abc.MutableMapping):  # type: ignore[type-arg]
+    """A copy of it shares what it holds."""
+
+    def __init__(self, **items: Any) -> None:
+        self._items = items
+
+    def __getitem__(self, key: str) -> Any:
+        return self._items[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._items[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self._items[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+
+class Encoding(collections.UserDict):  # type: ignore[type-arg]
+    """As those of transformers: with attributes beside the data."""
+
+    def __init__(self, data: Any, kind: str) -> None:
+        super().__init__(data)
+        self.kind = kind
+
+
+class Elsewhere(dict):  # type: ignore[type-arg]
+    """A dict that keeps its items in another one as well."""
+
+    def __init__(self, **items: Any) -> None:
+        super().__init__(items)
+        self.inner = items
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        self.inner[key] = value
+
+    def update(self, *given: Any, **named: Any) -> None:
+        for key, value in dict(*given, **named).items():
+            self[key] = value
+
+
+@pytest.mark.parametrize("copies", [False, True])
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (lambda items: Sharing(**items), dict),
+        (lambda items: Encoding(items, "pair"), Encoding),
+        (lambda items: collections.OrderedDict(items), collections.OrderedDict),
+        (lambda items: collections.defaultdict(list, items), collections.defaultdict),
+        (lambda items: Elsewhere(**items), Elsewhere),
+        (lambda items: types.MappingProxyType(items), dict),
+    ],
+    ids=["sharing", "user-dict", "ordered", "default", "elsewhere", "proxy"],
+)
+def test_a_mapping_of_the_callers_stays_as_it_is(make: Callable[[Any], Any], kind: type, copies: bool) -> None:
+    record = StepRecord(nn.Linear(1, 1))
+    record.copies = copies
+    x, array = torch.ones(2, requires_grad=True) * 2, numpy.ones(2)
+    inner = {"a": 1}
+    batch = make({"x": x, "array": array, "inner": inner})
+    kept = record.begin(batch).batch
+    found = type(kept)
+    assert found is kind
+    assert (kept["x"] is x) is not copies
+    assert kept["array"] is not array
+    assert kept["inner"] is not inner
+    assert batch["x"] is x
+    assert batch["array"] is array
+    assert batch["inner"] is inner
+    if kind is Encoding:
+        assert kept.kind == "pair"
+    if kind is Elsewhere:
+        assert batch.inner["x"] is x
+    if kind is not dict:
+        kept["more"] = 1
+        assert "more" not in batch
+
+
+@dataclass
+class Unset:
+    x: torch.Tensor
+    cache: object = field(init=False)
+
+
+class Picky(collections.namedtuple("Picky", "x y")):
+    def __new__(cls, x: Any) -> Picky:
+        return super().__new__(cls, x, 2)
+
+
+class Rows(list):  # type: ignore[type-arg]
+    pass
+
+
+def test_legal_batches_of_odd_classes() -> None:
+    record = StepRecord(nn.Linear(1, 1))
+    x, rows = torch.ones(2), Rows([torch.ones(1)])
+    kept = record.begin([Unset(x), Picky(x), rows, torch.Size([2])])
+    assert [path for path, _ in walk(kept.batch)] == [
+        *("batch[0].x", "batch[1][0]", "batch[1][1]", "batch[2][0]", "batch[3][0]"),
+    ]
+    assert kept.batch[0].x is x
+    assert type(kept.batch[1]) is Picky
+    assert kept.batch[1].x is x
+    assert kept.batch[2] is rows  # which a bundle refuses by its name
+    rows[0].add_(1)
+    record.end()
+    assert kept.changed == ("batch[2][0]",)
+
+
+def test_batches_without_an_end() -> None:
+    record = StepRecord(nn.Linear(1, 1))
+    endless: dict[str, Any] = {"x": torch.ones(1)}
+    endless["again"], endless["twice"] = endless, [endless]
+    deep: list[Any] = []
+    for _ in range(5000):
+        deep = [deep]
+    for batch in (endless, deep):
+        kept = record.begin(batch)
+        assert len(list(walk(kept.batch))) < 20
+        with pytest.raises(CannotStore):
+            to_plain(kept.batch)
+        record.end()
+
+
+def test_a_module_is_saved_and_copied_while_it_is_recorded() -> None:
+    """The copy's hook does nothing, also where ddpstats is not installed."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    record = StepRecord(model)
+    file = io.BytesIO()
+    torch.save(model, file)
+    assert b"ddpstats" not in file.getvalue()
+    file.seek(0)
+    saved = torch.load(file, weights_only=False)
+    kept = record.begin(None)
+    for other in (saved, copy.deepcopy(model), pickle.loads(pickle.dumps(model)), copy.copy(model)):
+        with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+            other.eval()(torch.ones(2, 2))
+        assert len(other._forward_pre_hooks) == 1
+        assert kept.autocast is None
+        assert record.buffers is None
+    model(torch.ones(2, 2))
+    assert kept.autocast is not None
+    record.close()
+
+
+def test_a_buffer_that_two_modules_share_has_one_name() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    shared = torch.ones(2)
+    for module in model:
+        module.register_buffer("mask", shared)
+    copies = BufferCopies(model)
+    assert list(copies.take()) == [name for name, _ in model.named_buffers()] == ["0.mask"]
+    model[1]._buffers["mask"] = torch.zeros(2)  # as Module.to does
+    assert list(copies.take()) == ["0.mask", "1.mask"]
+    copies.close()
+
+
+def test_a_change_in_place_is_found_and_later_batches_are_copied() -> None:
+    record = StepRecord(nn.Linear(1, 1))
+    x = torch.ones(2)
+    kept = record.begin({"x": [x]})
+    x.add_(1)
+    record.end()
+    assert kept.changed == ("batch['x'][0]",)
+    record.clear()
+    later = record.begin({"x": [x]})
+    x.add_(1)
+    record.end()
+    assert later.changed == ()
+    assert later.batch["x"][0].tolist() == [2, 2]
+
+
+def test_inference_tensors_are_copied() -> None:
+    with torch.inference_mode():
+        x = torch.ones(2)
+    record = StepRecord(nn.Linear(1, 1))
+    kept = record.begin(x)
+    record.end()
+    assert kept.batch is not x
+
+
+def test_buffers_are_those_before_the_first_forward_pass_of_the_step() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2))
+    record = StepRecord(model)
+    for step in range(3):
+        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        for _ in range(2):
+            record.begin(None)
+            model(torch.randn(4, 2) * step)
+            record.end()
+        assert record.buffers is not None
+        assert record.buffers.keys() == before.keys()
+        assert all(torch.equal(before[name], record.buffers[name]) for name in before)
+        assert not torch.equal(before["0.num_batches_tracked"], model[0].num_batches_tracked)  # type: ignore[arg-type]
+        record.clear()
+    record.close()
+    assert len(model._forward_pre_hooks) == 0
+
+
+def test_buffers_that_come_go_and_are_replaced() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(2))
+    copies = BufferCopies(model)
+    first = copies.take()
+    assert "0.running_mean" in first
+    model[0].running_mean = torch.full((2,), 7.0)
+    assert copies.take()["0.running_mean"].tolist() == [7, 7]
+    model[0].register_buffer("extra", torch.ones(1))
+    assert copies.take()["0.extra"].tolist() == [1]
+    model.append(nn.BatchNorm1d(3))
+    assert "1.running_var" in copies.take()
+    del model[0].extra
+    assert "0.extra" not in copies.take()
+    copies.close()
+
+
+def test_autocast_is_noted_where_the_module_is_called() -> None:
+    model = nn.Linear(1, 1)
+    record = StepRecord(model)
+    kept = record.begin(None)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model(torch.ones(1))
+    record.end()
+    assert kept.autocast == ("cpu", True, torch.bfloat16)
+
+
+def test_no_thread_is_started() -> None:
+    before = threading.active_count()
+    record = StepRecord(nn.Linear(1, 1))
+    record.begin(None)
+    record.end()
+    assert threading.active_count() == before

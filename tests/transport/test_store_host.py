@@ -1,0 +1,91 @@
+"""Processes that die where neither collective nor store tells which it was: before the first use; rank 0 and its store.
+
+Rank 0 serves the store, as `init_process_group` with ``tcp://`` or ``env://`` has it. Whatever the survivors call ends
+in the same `RankMissing`, which names the rank, within the call's deadline.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+import pytest
+
+from tests.transport.store_host_rank import TIMEOUT_SEC
+
+LIMIT_SEC = 150.0
+SLACK_SEC = 5.0
+
+
+def free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return int(listening.getsockname()[1])
+
+
+def told_by_survivors(phase: str, victim: int, world_size: int = 3, launched: bool = False) -> list[dict[str, Any]]:
+    """What each survivor prints; ``launched``: the ranks are started with the variables that torchrun sets."""
+    port, scratch = free_port(), tempfile.mkdtemp()
+    processes = []
+    for rank in range(world_size):
+        environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "GLOO_SOCKET_IFNAME": "lo"}
+        environ.update(TMPDIR=scratch, OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="FATAL")
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            environ.pop(name, None)
+        if launched:
+            environ.update(RANK=str(rank), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+            environ.update(WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
+        command = [
+            sys.executable,
+            "-m",
+            "tests.transport.store_host_rank",
+            str(rank),
+            str(world_size),
+            str(port),
+            phase,
+        ]
+        processes.append(subprocess.Popen([*command, str(victim)], stdout=-1, stderr=-1, text=True, env=environ))
+    try:
+        said = [process.communicate(timeout=LIMIT_SEC) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait(10)
+    assert processes[victim].returncode == -9, said[victim][1]
+    assert [process.returncode for rank, process in enumerate(processes) if rank != victim] == [0] * (world_size - 1), (
+        said
+    )
+    os.rmdir(scratch)  # it is empty: what ranks of a host tell each other without the store goes with the last of them
+    return [json.loads(out) for rank, (out, _) in enumerate(said) if rank != victim]
+
+
+def check(survivors: list[dict[str, Any]], victim: int, limit_sec: float) -> None:
+    for name in survivors[0]["told"]:
+        told = [one[kind][name] for one in survivors for kind in ("told", "again")]
+        assert {one["raised"] for one in told} == {"RankMissing"}, (name, told)
+        assert {tuple(one["missing"]) for one in told} == {(victim,)}, (name, told)
+        assert len({one["text"] for one in told}) == 1, (name, told)
+        assert f"rank {victim}: the process is gone" in told[0]["text"]
+        assert max(one["after_sec"] for one in told) < limit_sec, (name, told)
+    assert [one["left"] for one in survivors] == [[]] * len(survivors)
+
+
+@pytest.mark.parametrize("phase", ["before", "between", "during"])
+def test_the_host_of_the_store_dies(phase: str) -> None:
+    check(told_by_survivors(phase, 0), 0, TIMEOUT_SEC + SLACK_SEC)
+
+
+@pytest.mark.parametrize("phase", ["before", "between"])
+def test_another_rank_dies_before_it_used_anything(phase: str) -> None:
+    """Known at once, by what its launcher left in its environment."""
+    check(told_by_survivors(phase, 1, launched=True), 1, TIMEOUT_SEC / 2)
+
+
+@pytest.mark.parametrize("mode", ["strict", "step"])
+def test_the_host_of_the_store_dies_under_a_guard(mode: str) -> None:
+    check(told_by_survivors(mode, 0), 0, TIMEOUT_SEC + SLACK_SEC)

@@ -1,0 +1,104 @@
+"""Two hosts and the link between them: whoever is cut off from the store says so within its deadline, too."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.transport.two_hosts_rank import TIMEOUT_SEC
+
+LIMIT_SEC = 100.0
+SLACK_SEC = 5.0
+NEAR, FAR = "10.213.77.1", "10.213.77.2"
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=20)
+
+
+@pytest.fixture
+def hosts() -> Iterator[tuple[str, str, str, str]]:
+    """(two network namespaces, and the ends of the link between them)."""
+    tag = secrets.token_hex(3)
+    near, far, here, there = (f"{name}{tag}" for name in ("dn", "df", "dvn", "dvf"))
+    try:
+        for space in (near, far):
+            ip("netns", "add", space)
+            ip("-n", space, "link", "set", "lo", "up")
+        ip("link", "add", here, "netns", near, "type", "veth", "peer", "name", there, "netns", far)
+        for space, link, address in ((near, here, NEAR), (far, there, FAR)):
+            ip("-n", space, "addr", "add", f"{address}/24", "dev", link)
+            ip("-n", space, "link", "set", link, "up")
+    except (OSError, subprocess.CalledProcessError) as error:
+        for space in (near, far):
+            subprocess.run(["ip", "netns", "del", space], check=False, capture_output=True)
+        pytest.skip(f"network namespaces cannot be made here: {error}")
+    yield near, far, here, there
+    for space in (near, far):
+        ip("netns", "del", space)
+
+
+def told_by_both(hosts: tuple[str, str, str, str], phase: str, ranks: int, directory: Path) -> list[Any]:
+    """What the ranks say: rank 0 with the store on the first host, the others on the second."""
+    near, far, here, there = hosts
+    processes = []
+    for rank in range(ranks):
+        space, link = (near, here) if rank == 0 else (far, there)
+        environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "GLOO_SOCKET_IFNAME": link}
+        environ.update(OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="FATAL")
+        command = ["ip", "netns", "exec", space, sys.executable, "-m", "tests.transport.two_hosts_rank"]
+        command += [str(rank), str(ranks), NEAR, "29511", phase, str(directory)]
+        processes.append(subprocess.Popen(command, stdout=-1, stderr=-1, text=True, env=environ))
+    try:
+        deadline = time.monotonic() + LIMIT_SEC
+        while len(list(directory.glob("ready*"))) < ranks:
+            assert time.monotonic() < deadline, "the ranks do not come up"
+            assert all(process.poll() is None for process in processes), [one.communicate() for one in processes]
+            time.sleep(0.1)
+        if phase == "during":
+            time.sleep(1.0)  # the second host waits in its reduction
+        ip("-n", near, "link", "set", here, "down")
+        (directory / "down").touch()
+        asked = processes[1:] if phase == "during" else processes
+        return [json.loads(process.communicate(timeout=LIMIT_SEC)[0] or "null") for process in asked]
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+@pytest.mark.parametrize("phase", ["between", "during"])
+def test_the_link_goes_down(hosts: tuple[str, str, str, str], phase: str, tmp_path: Path) -> None:
+    said = told_by_both(hosts, phase, 3, tmp_path)
+    for told, again in said:
+        assert told["raised"] == again["raised"] == "RankMissing", told
+        assert told["after_sec"] < TIMEOUT_SEC + SLACK_SEC
+        assert again["text"] == told["text"]
+        assert again["after_sec"] < 1.0
+    *near, (first, _), (second, _) = said
+    assert first["text"] == second["text"]
+    assert first["missing"] == second["missing"] == [0]
+    assert "this host is cut off: the store does not answer; rank 0 of other hosts" in first["text"]
+    for told, _ in near:
+        assert told["missing"] == [1, 2]
+        assert "ranks 1, 2: did not take part" in told["text"]
+
+
+def test_the_link_goes_down_before_the_first_use(hosts: tuple[str, str, str, str], tmp_path: Path) -> None:
+    said = told_by_both(hosts, "before", 2, tmp_path)
+    for told, _ in said:
+        assert told["raised"] == "RankMissing", told
+        assert told["after_sec"] < TIMEOUT_SEC + SLACK_SEC
+    (near, _), (far, _) = said
+    assert near["missing"] == [1]
+    assert far["missing"] == [0]
+    assert "rank 0: serves the store, which does not answer" in far["text"]
