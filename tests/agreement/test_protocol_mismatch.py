@@ -18,7 +18,8 @@ from hypothesis import example, given, settings, strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ddpstats
-from ddpstats import All, Max, Mean, Min, StatsReducer, Sum, all_ranks, any_rank, channel
+from ddpstats import All, Max, Mean, Min, StatsReducer, Sum, all_ranks, any_rank
+from ddpstats._reduction import channel
 from ddpstats._reduction.schema import OPS, Container, Node, leaf
 from ddpstats._reduction.wire import (
     PROTOCOL_VERSION,

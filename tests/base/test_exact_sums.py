@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, example, given, settings, strategies as st
 
-from ddpstats import Max, Mean, Min, StatsReducer, Sum, exact_sums, recursive_average, recursive_sum, reduce_stats
+from ddpstats import Max, Mean, Min, StatsReducer, Sum, recursive_average, recursive_sum, reduce_stats
+from ddpstats._base import exact_sums
 from ddpstats.errors import InvalidStats, NonFiniteStat
 from ddpstats.testing import PerRank, RankPool, ThreadGroup, run_threads
 from tests.reduction.oracle import exact_mean, is_near

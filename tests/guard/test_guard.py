@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddpstats import ConfigError, cli, collectives, label
+from ddpstats import ConfigError, cli, label
+from ddpstats._observe import collectives
 from ddpstats.guard import collective_guard
 from ddpstats.guard._diagnosis import MISMATCH, MISSING, Testimony as _Testimony, find
 from ddpstats.guard._events import (

@@ -12,8 +12,9 @@ from unittest import mock
 import pytest
 import torch
 
-from ddpstats import ConfigError, InvalidStats, Max, Mean, PendingReduction, StatsReducer, host_copy, reduce_stats
+from ddpstats import ConfigError, InvalidStats, Max, Mean, PendingReduction, StatsReducer, reduce_stats
 from ddpstats._base.paths import escape_path
+from ddpstats._reduction import host_copy
 from ddpstats._reduction.channel import ALONE, channel_of
 from ddpstats.recursive_op import _device
 from ddpstats.testing import RankPool, run_ranks
@@ -128,7 +129,7 @@ def test_a_conflict_names_all_ranks_and_the_group(three_ranks: RankPool) -> None
     )
 
 
-@pytest.mark.parametrize("weight", [[math.inf, -math.inf], [1e308, 1e308], [math.nan, 1.0], [-1.0, 2.0]])
+@pytest.mark.parametrize("weight", [[math.inf, -math.inf], [math.nan, 1.0], [-1.0, 2.0]])
 def test_a_weight_at_fault_is_named(weight: list[float]) -> None:
     with pytest.raises(InvalidStats, match=r"the weight is tensor.*is finite and not negative"):
         reduce_stats({"a": 1.0}, torch.tensor(weight, dtype=torch.float64))

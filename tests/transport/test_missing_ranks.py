@@ -18,7 +18,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch.distributed as dist
 
-from ddpstats import StatsReducer, any_rank, channel, comm
+from ddpstats import StatsReducer, any_rank
+from ddpstats._reduction import channel
+from ddpstats._transport import comm
 from ddpstats.errors import RankMissing
 from ddpstats.testing import RankDied, RankOutcomes, RankPool, die, run_ranks, run_threads, sleep_past
 from ddpstats.testing._threads import ThreadGroup
