@@ -10,6 +10,7 @@ import os as _os
 from typing import TYPE_CHECKING, Any as _Any
 
 if TYPE_CHECKING:
+    from ddpstats._agreement.decide import all_ranks as all_ranks, any_rank as any_rank
     from ddpstats._base.version import __version__ as __version__
     from ddpstats._reduction.markers import All as All, Any as Any, Max as Max, Mean as Mean, Min as Min, Sum as Sum
     from ddpstats._reduction.reducer import (
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
         Reduced as Reduced,
         ReductionCounters as ReductionCounters,
         StatsReducer as StatsReducer,
-        all_ranks as all_ranks,
-        any_rank as any_rank,
         reduce_stats as reduce_stats,
     )
     from ddpstats.capture import NaNCapture as NaNCapture
@@ -47,6 +46,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "_reduction.markers": ("All", "Any", "Max", "Mean", "Min", "Sum"),
+    "_agreement.decide": ("all_ranks", "any_rank"),
     "_base.version": ("__version__",),
     "capture": ("NaNCapture",),
     "dump": ("StatsDump",),
@@ -71,8 +71,6 @@ _HOMES = {
         "Reduced",
         "ReductionCounters",
         "StatsReducer",
-        "all_ranks",
-        "any_rank",
         "reduce_stats",
     ),
     "sentinel": ("Sentinel",),

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ddpstats._agreement.channel import ALONE
 from ddpstats._base.compiled import breaks_graph
 from ddpstats._base.paths import Path
-from ddpstats._reduction.channel import ALONE
 from ddpstats._reduction.markers import Marker
 from ddpstats._reduction.reducer import NonFinitePolicy, kept_reducer
 from ddpstats._reduction.result import Reduced

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import compress
 
+from ddpstats._agreement.codec import fingerprint
 from ddpstats._base.paths import Path, Step, format_path, unique_names
 from ddpstats._base.rank_names import ranks_text
 from ddpstats._reduction.schema import (
@@ -34,7 +35,7 @@ from ddpstats._reduction.schema import (
     slot_count,
     step_into,
 )
-from ddpstats._reduction.wire import encode_schema, fingerprint
+from ddpstats._reduction.wire import encode_schema
 from ddpstats.errors import SchemaConflict
 
 # The codes lane of a slot counts three things over ranks in one float64, exact for fewer than 2**17 ranks.

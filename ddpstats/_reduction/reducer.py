@@ -18,13 +18,13 @@ from typing import Any, Literal, get_args
 
 import torch.distributed as dist
 
+from ddpstats._agreement.agreement import Agreement, Call, Counters
+from ddpstats._agreement.channel import Channel, channel_of
 from ddpstats._base import config
 from ddpstats._base.compiled import breaks_graph
-from ddpstats._reduction.channel import Channel, channel_of
-from ddpstats._reduction.protocol import Call, Counters, Protocol
+from ddpstats._reduction.reduction import Reduction
 from ddpstats._reduction.result import Entry, Reduced
 from ddpstats._reduction.values import Prepared
-from ddpstats._reduction.wire import Failure
 from ddpstats._transport.comm import patience_sec
 from ddpstats.errors import ConfigError, DdpstatsError
 
@@ -35,8 +35,6 @@ __all__ = [
     "Reduced",
     "ReductionCounters",
     "StatsReducer",
-    "all_ranks",
-    "any_rank",
     "reduce_stats",
 ]
 
@@ -166,8 +164,8 @@ class StatsReducer:
         self._keep_worker(channel)
         call, given, counters = self._call, Prepared(stats, weight), self._counters
 
-        def work(protocol: Protocol) -> Reduced:
-            return protocol.reduce(call, given, True, counters)
+        def work(agreement: Agreement) -> Reduced:
+            return agreement.addition(Reduction).reduce(call, given, True, counters)
 
         return PendingReduction(channel.submit(work, self._timeout_sec), channel)
 
@@ -192,7 +190,11 @@ class StatsReducer:
         """`__call__`, and what `recursive_op` needs besides: the dtypes of the leaves, and sums instead of means."""
         channel, given = self._usable_channel(), Prepared(stats, weight, keep_dtypes)
         call, counters = self._call, self._counters
-        return channel.run(lambda protocol: protocol.reduce(call, given, divide, counters), self._timeout_sec)
+
+        def work(agreement: Agreement) -> Reduced:
+            return agreement.addition(Reduction).reduce(call, given, divide, counters)
+
+        return channel.run(work, self._timeout_sec)
 
     @property
     def counters(self) -> ReductionCounters:
@@ -288,45 +290,3 @@ def kept_reducer(group: Any, name: str | None, nonfinite: NonFinitePolicy, kind:
         while len(_reducers) > _KEPT_REDUCERS:
             _reducers.popitem(last=False)
     return made
-
-
-@breaks_graph
-def any_rank(flag: Any, *, group: Any = None) -> bool:
-    """Whether ``flag`` is true on some rank; the same answer on every rank. Collective, one all_reduce.
-
-    For decisions that must be taken in lockstep, such as "skip this step". Without a process group: ``bool(flag)``.
-    Raises `InvalidStats` on every rank where some rank's flag has no truth value; `ProtocolMismatch` and `RankMissing`
-    as `StatsReducer` does.
-
-    Example::
-
-        rank 0: any_rank(False)   rank 1: any_rank(True)   both: True
-    """
-    return count_ranks("any_rank", flag, group)[0] > 0
-
-
-@breaks_graph
-def all_ranks(flag: Any, *, group: Any = None) -> bool:
-    """Whether ``flag`` is true on every rank; the same answer on every rank. Collective, like `any_rank`."""
-    count, world_size = count_ranks("all_ranks", flag, group)
-    return count == world_size
-
-
-def count_ranks(kind: str, flag: Any, group: Any) -> tuple[float, int]:
-    """(how many ranks' flags are set, how many ranks there are). Collective, one all_reduce.
-
-    ``kind``: one of `DECISIONS`, the name of the public function.
-    """
-    channel = channel_of(group)
-    answer: bool | Failure
-    try:
-        answer = bool(flag)
-    except Exception as error:  # this rank must still take part
-        answer = Failure("", f"the flag of {kind}() has no truth value: {error}")
-    timeout_sec = config.timeout_sec(None)
-    call = Call(kind, None, "", patience_sec(timeout_sec))
-
-    def work(protocol: Protocol) -> tuple[float, int]:
-        return protocol.decide(call, answer, Counters()), protocol.world_size
-
-    return channel.run(work, timeout_sec)

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 
+from ddpstats._agreement.lanes import Buffer
 from ddpstats._agreement.vectors import add, is_finite, spread
 from ddpstats._base import exact_sums
-from ddpstats._reduction.buffer import Buffer
 from ddpstats._reduction.layout import NONFINITE, PRESENT, Layout, Placement
+from ddpstats._reduction.slots import write_totals
 from ddpstats._reduction.wire import Numbers
 
 
@@ -124,7 +125,7 @@ class Summation:
                 add(total, spread(size, placement.slots, lane))
             add(totals[2], codes)
             weight += numbers.weight
-        buffer.write_totals(self._layout, weight, all(share.is_whole for share in self._shares), *totals)
+        write_totals(buffer, self._layout, weight, all(share.is_whole for share in self._shares), *totals)
 
     def extremes(self) -> dict[int, float]:
         """Slot -> minimum or maximum."""

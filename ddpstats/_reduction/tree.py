@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from ddpstats._agreement.status import Failure
 from ddpstats._base.bounded_cache import BoundedCache
 from ddpstats._base.paths import Index, Path, Step, format_path
 from ddpstats._reduction.markers import All, Any as AnyFlag, Marker, Max, Mean, Min, Sum
@@ -39,7 +40,7 @@ from ddpstats._reduction.schema import (
     is_sequence,
     leaf,
 )
-from ddpstats._reduction.wire import Failure, encode_schema
+from ddpstats._reduction.wire import encode_schema
 
 Reading = Literal["numbers", "tensors", "plain", "general"]
 """How values are read: all Python numbers; all tensors; a mix of the two; or one by one (markers, numpy, None, ...)."""

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ddpstats._agreement.status import Failure
 from ddpstats._agreement.vectors import are_normal, is_finite, product
 from ddpstats._base.exact_sums import SMALLEST, Scaled, scaled_sum
 from ddpstats._base.paths import Path, format_path
@@ -37,7 +38,7 @@ from ddpstats._reduction.tree import (
     is_numpy,
     mask_of,
 )
-from ddpstats._reduction.wire import Failure, Numbers
+from ddpstats._reduction.wire import Numbers
 
 _is_cpu = attrgetter("is_cpu")
 _NOTHING: Mapping[int, Scaled] = MappingProxyType({})

@@ -28,9 +28,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ddpstats._agreement.gather import gather_trees
 from ddpstats._base import config
 from ddpstats._observe.gradients import NO_GRADIENT
-from ddpstats._reduction.gather import gather_trees
 from ddpstats._rerun.no_collectives import no_collectives
 from ddpstats._rerun.serialize import from_plain
 from ddpstats._rerun.step_record import RandomState, walk

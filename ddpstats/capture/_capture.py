@@ -23,12 +23,12 @@ from typing import Any, get_args
 
 import torch
 
+from ddpstats._agreement.channel import channel_of
+from ddpstats._agreement.decide import count_ranks
+from ddpstats._agreement.gather import gather_trees
 from ddpstats._base.compiled import breaks_graph, refuse_without_values
 from ddpstats._base.rank_names import holders_lines, ranks_text
 from ddpstats._observe.gradients import GradientWatch, any_bad, unwrapped
-from ddpstats._reduction.channel import channel_of
-from ddpstats._reduction.gather import gather_trees
-from ddpstats._reduction.reducer import count_ranks
 from ddpstats._rerun.micro_batch import Running, checked_step
 from ddpstats._rerun.serialize import CannotStore, to_plain
 from ddpstats._rerun.step_record import MicroBatch, StepRecord
@@ -293,7 +293,7 @@ class NaNCapture:
 
     def _gathered(self, tree: Callable[[], dict[str, Any]], what: str) -> dict[int, dict[str, Any]]:
         """Every rank's tree, by rank. Collective."""
-        found = gather_trees(tree, name=f"NaNCapture.check: {what}", group=self._group, apart=True)
+        found = gather_trees(tree, name=f"NaNCapture.check: {what}", group=self._group, dedicated_buffer=True)
         return dict(zip(self._peers.ranks, found, strict=True))
 
     def _captured(self, finding: Finding) -> Verdict:

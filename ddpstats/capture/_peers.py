@@ -27,8 +27,8 @@ import time
 import traceback
 from pathlib import Path
 
+from ddpstats._agreement.channel import Channel
 from ddpstats._base.rank_names import ranks_text
-from ddpstats._reduction.channel import Channel
 from ddpstats.errors import DdpstatsError, RankMissing
 
 POLL_SEC = 1.0

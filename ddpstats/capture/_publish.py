@@ -20,8 +20,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from ddpstats._agreement.gather import gather_trees
 from ddpstats._base.atomic_files import Written
-from ddpstats._reduction.gather import gather_trees
 from ddpstats.capture._bundle import (
     Manifest,
     bundle_name,

@@ -45,7 +45,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddpstats._reduction.reducer import any_rank
+from ddpstats._agreement.decide import any_rank
 from ddpstats.errors import ConfigError
 from ddpstats.integrations._lightning_capture import DdpstatsNaNCapture as DdpstatsNaNCapture, step as step
 from ddpstats.integrations._lightning_points import Ledger, audience_of, combine, combined_later, is_ours

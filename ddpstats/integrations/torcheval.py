@@ -30,9 +30,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ddpstats._agreement.gather import gather_trees
 from ddpstats._base.paths import format_path
 from ddpstats._base.rank_names import holders_lines, ranks_text
-from ddpstats._reduction.gather import gather_trees
 from ddpstats._transport.comm import describe_group, group_ranks, resolve_group
 from ddpstats.errors import SchemaConflict
 from ddpstats.integrations._patches import Patches

@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ddpstats._agreement.decide import count_ranks
 from ddpstats._base.rank_names import ranks_text
-from ddpstats._reduction.reducer import count_ranks
 from ddpstats.errors import ConfigError
 from ddpstats.sentinel._alarm_replay import explain_alarm
 from ddpstats.sentinel._alarms import alarm_tree, fault_tree, matmul_finding, threshold_finding

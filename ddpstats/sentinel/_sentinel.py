@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ddpstats._agreement.channel import channel_of
+from ddpstats._agreement.gather import gather_trees
 from ddpstats._base.compiled import breaks_graph, refuse_without_values
-from ddpstats._reduction.channel import channel_of
-from ddpstats._reduction.gather import gather_trees
 from ddpstats._rerun.micro_batch import Running, checked_step
 from ddpstats._rerun.step_record import MicroBatch
 from ddpstats.errors import ConfigError, SentinelAlarm
@@ -215,7 +215,7 @@ class Sentinel:
 
     def _gathered(self, tree: Callable[[], Any], what: str) -> dict[int, Any]:
         """Every rank's tree, by rank. Collective."""
-        found = gather_trees(tree, name=f"Sentinel.step: {what}", group=self._group, apart=True)
+        found = gather_trees(tree, name=f"Sentinel.step: {what}", group=self._group, dedicated_buffer=True)
         return dict(zip(self._ranks, found, strict=True))
 
     def _agree(self) -> None:

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from ddpstats._reduction.channel import Channel
+from ddpstats._agreement.channel import Channel
 from ddpstats._reduction.reducer import StatsReducer
 from ddpstats._transport.thread_comm import ThreadWorld
 from ddpstats.testing._rank_outcomes import RankOutcome, RankOutcomes, RankTimedOut

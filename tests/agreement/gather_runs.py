@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 import ddpstats
-from ddpstats._reduction import gather
-from ddpstats._reduction.gather import gather_trees
+from ddpstats._agreement import gather
+from ddpstats._agreement.gather import gather_trees
 
 
 def growing_and_shrinking() -> list[tuple[int, list[int]]]:
@@ -57,16 +57,16 @@ def in_overlapping_groups() -> list[list[int]]:
 
 def buffers_beside_a_gather(apart: bool) -> tuple[list[int], int]:
     """Collectives of each of three gathers, and how many numbers an `any_rank` after them sends more than before."""
-    from ddpstats._reduction.channel import channel_of
+    from ddpstats._agreement.channel import channel_of
 
     ddpstats.any_rank(False)
-    protocol = channel_of(None)._protocol
-    assert protocol is not None
-    before, seen = protocol._buffer.capacity, []
+    agreement = channel_of(None)._agreement
+    assert agreement is not None
+    before, seen = agreement.buffer.capacity, []
     for size in (300, 300, 100):
         counted = gather._counters.collectives
-        trees = gather_trees({"x": torch.arange(size)}, name=f"beside {apart}", apart=apart)
+        trees = gather_trees({"x": torch.arange(size)}, name=f"beside {apart}", dedicated_buffer=apart)
         assert all(len(tree["x"]) == size for tree in trees)
         seen.append(gather._counters.collectives - counted)
     ddpstats.any_rank(False)
-    return seen, protocol._buffer.capacity - before
+    return seen, agreement.buffer.capacity - before

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from ddpstats._agreement.gather import gather_trees, slot_bytes_for
 from ddpstats._agreement.tree_codec import CannotEncode, decode, encode
-from ddpstats._reduction.gather import gather_trees
-from ddpstats._reduction.protocol import room_for
 from ddpstats.errors import ProtocolMismatch
 from ddpstats.testing import RankPool, run_ranks
 from ddpstats.testing._threads import run_threads
@@ -134,7 +133,7 @@ def test_hostile_heads_are_refused(head: str) -> None:
 
 def test_room_grows_by_little() -> None:
     for size in (0, 1, 1000, 10_000, 123_456, 10_000_000):
-        assert size + 8 <= room_for(size) <= max(1024, (size + 8) * 1.125 + 16)
+        assert size + 8 <= slot_bytes_for(size) <= max(1024, (size + 8) * 1.125 + 16)
 
 
 # -- on threads and real ranks ----------------------------------------------------------------------------------------

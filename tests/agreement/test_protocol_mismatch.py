@@ -19,21 +19,21 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ddpstats
 from ddpstats import All, Max, Mean, Min, StatsReducer, Sum, all_ranks, any_rank
-from ddpstats._reduction import channel
+from ddpstats._agreement import channel
+from ddpstats._agreement.codec import PROTOCOL_VERSION
+from ddpstats._agreement.status import Failure, Status, decode_status, encode_status
 from ddpstats._reduction.schema import OPS, Container, Node, leaf
 from ddpstats._reduction.wire import (
-    PROTOCOL_VERSION,
-    Failure,
+    Holding,
     Numbers,
-    Status,
+    decode_holding,
     decode_numbers,
     decode_schema,
     decode_slots,
-    decode_status,
+    encode_holding,
     encode_numbers,
     encode_schema,
     encode_slots,
-    encode_status,
     numbers_bytes,
     scaled_bytes,
 )
@@ -548,10 +548,10 @@ statuses = st.builds(
     nonfinite=texts,
     failure=st.none() | st.builds(Failure, texts, texts),
     stale=st.booleans(),
-    layout=st.binary(min_size=8, max_size=8),
-    unbuildable=st.lists(texts, max_size=2).map(tuple),
-    schema=schemas,
+    agreed=st.binary(min_size=8, max_size=8),
+    body=st.binary(max_size=8),
 )
+holdings = st.builds(Holding, st.lists(texts, max_size=2).map(tuple), schemas)
 DAMAGE = ("truncated", "extended", "flipped", "huge number", "spliced")
 
 
@@ -584,10 +584,15 @@ def read_or_refuse(payload: bytes, decode: Callable[[bytes], Any], encode: Calla
         assert len(refusal) < 2000
 
 
-@given(schemas, statuses)
-def test_schemas_and_statuses_survive_the_way_there_and_back(schema: Node, status: Status) -> None:
+def encoded(holding: Holding) -> bytes:
+    return encode_holding(holding.unbuildable, encode_schema(holding.schema))
+
+
+@given(schemas, statuses, holdings)
+def test_what_is_told_survives_the_way_there_and_back(schema: Node, status: Status, holding: Holding) -> None:
     assert decode_schema(encode_schema(schema)) == schema
     assert decode_status(encode_status(status)) == status
+    assert decode_holding(encoded(holding)) == holding
 
 
 @given(st.binary(max_size=100))
@@ -596,6 +601,7 @@ def test_schemas_and_statuses_survive_the_way_there_and_back(schema: Node, statu
 @example(b"\x40\x00\xff\xff")
 def test_random_bytes_are_no_schema(payload: bytes) -> None:
     read_or_refuse(payload, decode_schema, encode_schema)
+    read_or_refuse(payload, decode_holding, encoded)
     read_or_refuse(payload, decode_status, encode_status)
     read_or_refuse(struct.pack("<H", PROTOCOL_VERSION) + payload, decode_status, encode_status)
 
@@ -610,6 +616,12 @@ def test_a_damaged_schema_is_refused(schema: Node, how: str, data: st.DataObject
 @given(statuses, st.sampled_from(DAMAGE), st.data())
 def test_a_damaged_status_is_refused(status: Status, how: str, data: st.DataObject) -> None:
     read_or_refuse(damaged(encode_status(status), how, data), decode_status, encode_status)
+
+
+@settings(max_examples=150)
+@given(holdings, st.sampled_from(DAMAGE), st.data())
+def test_a_damaged_holding_is_refused(holding: Holding, how: str, data: st.DataObject) -> None:
+    read_or_refuse(damaged(encoded(holding), how, data), decode_holding, encoded)
 
 
 floats = st.floats(allow_nan=False)

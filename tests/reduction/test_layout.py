@@ -7,9 +7,9 @@ from hypothesis import given, strategies as st
 
 from ddpstats._reduction.layout import NONE, PRESENT, Layout, overlay, place, prune, select, union
 from ddpstats._reduction.layout_agreement import agree
-from ddpstats._reduction.schema import EMPTY, NONE_LEAF, Container, Node, iter_leaves, iter_slots, leaf, slot_count
-from ddpstats._reduction.wire import Failure, Status, decode_schema, encode_schema
-from ddpstats.errors import InvalidStats, ProtocolMismatch, SchemaConflict
+from ddpstats._reduction.schema import NONE_LEAF, Container, Node, iter_leaves, iter_slots, leaf, slot_count
+from ddpstats._reduction.wire import Holding, decode_schema, encode_schema
+from ddpstats.errors import SchemaConflict
 
 MEAN, SUM = leaf("mean"), leaf("sum")
 
@@ -129,39 +129,7 @@ def test_none_matches_any_container() -> None:
     assert select(layout, [2.0 * NONE, 0.0]).schema == mapping(x=NONE_LEAF)
 
 
-def status(schema: Node = EMPTY, **changes: object) -> Status:
-    settings: dict[str, object] = {
-        "call": "reduce_stats", "name": None, "nonfinite": "propagate", "failure": None, "stale": True,
-        "layout": bytes(8), "unbuildable": (), "schema": schema,
-    }  # fmt: skip
-    return Status(**{**settings, **changes})  # type: ignore[arg-type]
-
-
 def test_agreement_extends_the_layout() -> None:
     base = Layout(mapping(old=MEAN))
-    got = agree([(status(mapping(a=MEAN)), (0,)), (status(mapping(b=MEAN)), (1,))], base, "the group")
+    got = agree([(Holding((), mapping(a=MEAN)), (0,)), (Holding((), mapping(b=MEAN)), (1,))], base, "the group")
     assert got.root == mapping(old=MEAN, a=MEAN, b=MEAN)
-
-
-def test_ranks_whose_layouts_differ_start_anew() -> None:
-    base = Layout(mapping(old=MEAN))
-    one, other = status(mapping(a=MEAN)), status(mapping(a=MEAN), layout=b"another.")
-    assert agree([(one, (0,)), (other, (1,))], base, "the group").root == mapping(a=MEAN)
-
-
-def test_a_failure_is_told_with_rank_and_path() -> None:
-    bad = status(failure=Failure("a/b", "the value is odd"))
-    with pytest.raises(InvalidStats) as caught:
-        agree([(status(), (0, 1)), (bad, (2,))], Layout(), "the group")
-    assert "  rank 2 at 'a/b': the value is odd" in str(caught.value).splitlines()
-    assert (caught.value.path, caught.value.ranks, caught.value.group) == ("a/b", (2,), "the group")
-
-
-def test_different_calls_go_before_everything_else() -> None:
-    with pytest.raises(ProtocolMismatch, match=r"name='train'.*\n.*any_rank"):
-        agree([(status(name="train"), (0,)), (status(call="any_rank", failure=Failure("", "x")), (1,))], Layout(), "g")
-
-
-def test_clean_statuses_after_unclean_lanes_are_damage() -> None:
-    with pytest.raises(ProtocolMismatch, match="damaged"):
-        agree([(status(stale=False), (0, 1))], Layout(), "g")

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from ddpstats import ConfigError, InvalidStats, Max, Mean, PendingReduction, StatsReducer, reduce_stats
+from ddpstats._agreement.channel import ALONE, channel_of
 from ddpstats._base.paths import escape_path
 from ddpstats._reduction import host_copy
-from ddpstats._reduction.channel import ALONE, channel_of
 from ddpstats.recursive_op import _device
 from ddpstats.testing import RankPool, run_ranks
 from tests.reduction import lifetime_runs as runs

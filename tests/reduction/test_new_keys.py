@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ddpstats import All, Any as AnyFlag, Max, Mean, Min, StatsReducer, Sum, recursive_average, reduce_stats
-from ddpstats._reduction.buffer import ROOMS, Buffer, Seal, capacity_for, room_lanes
+from ddpstats._agreement.lanes import ROOMS, Buffer, Seal, capacity_for, room_lanes
 from ddpstats._reduction.reducer import kept_reducer
 from ddpstats.errors import DdpstatsError, InvalidStats, NonFiniteStat, SchemaConflict
 from ddpstats.testing import RankPool, ThreadGroup, count_collectives, run_ranks, run_threads

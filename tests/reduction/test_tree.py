@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 
 from ddpstats import Max, Mean
+from ddpstats._agreement.status import Failure
 from ddpstats._reduction.host_copy import HostCopy
 from ddpstats._reduction.schema import MAX_DEPTH, Leaf, leaf_nodes
 from ddpstats._reduction.tree import CannotFlatten, builder, flatten
 from ddpstats._reduction.values import Part, Prepared
-from ddpstats._reduction.wire import Failure
 from ddpstats.testing.strategies import RankStats, uneven_stats
 
 

@@ -19,7 +19,7 @@ import pytest
 import torch.distributed as dist
 
 from ddpstats import StatsReducer, any_rank
-from ddpstats._reduction import channel
+from ddpstats._agreement import channel
 from ddpstats._transport import comm
 from ddpstats.errors import RankMissing
 from ddpstats.testing import RankDied, RankOutcomes, RankPool, die, run_ranks, run_threads, sleep_past

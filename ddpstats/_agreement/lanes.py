@@ -1,4 +1,4 @@
-"""The one buffer of a group: control lanes, then three lanes per slot. What is summed over ranks in one all_reduce.
+"""The one buffer of a group: control lanes, then what a call of each kind adds up. Summed over ranks in one all_reduce.
 
 ::
 
@@ -24,19 +24,14 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 
-from ddpstats._agreement.vectors import spread
-from ddpstats._reduction.layout import Layout
-
 STALE, FAILED, PARTIAL, WEIGHT, FLAG, ROOM = 8, 9, 10, 11, 12, 13
 _CONTROL_LANES = 10
 HEADER_LANES = 16
-LANES_PER_SLOT = 3
 _BYTES = 8
 _LANES_8_TO_15 = struct.Struct("=8d")
 
@@ -44,11 +39,6 @@ _LANES_8_TO_15 = struct.Struct("=8d")
 # cannot tell the largest of some sizes, but how many ranks need each of a few. The ninth count: more than all these.
 ROOMS = tuple(kib << 10 for kib in (1, 2, 4, 16, 64, 256, 512, 1024))
 _COUNT_BITS = 17  # as many ranks as a group may have
-
-
-def lanes_needed(slots: int) -> int:
-    """How many float64 a layout of ``slots`` slots needs."""
-    return HEADER_LANES + LANES_PER_SLOT * slots
 
 
 def section_lanes(ranks: int, room: int) -> int:
@@ -91,6 +81,10 @@ class Seal:
         """Lanes of a rank that has no more to tell than the status."""
         return room_lanes(self.status_bytes)
 
+    def room_with(self, more_bytes: int) -> tuple[float, float, float]:
+        """Lanes of a rank that has so many bytes more to tell."""
+        return room_lanes(self.status_bytes + more_bytes)
+
 
 class Buffer:
     """Memory that Python writes and torch sums, without a copy between the two."""
@@ -99,7 +93,7 @@ class Buffer:
         self._raw = bytearray(capacity * _BYTES)
         self.tensor = torch.frombuffer(self._raw, dtype=torch.float64)
         self._bytes = memoryview(self._raw)
-        self._lanes = self._bytes.cast("d")
+        self.lanes = self._bytes.cast("d")
         self.capacity = capacity
 
     def seal(
@@ -113,7 +107,7 @@ class Buffer:
         flag: float = 0.0,
     ) -> None:
         """Write the control lanes. A call that is stale or failed needs nothing else."""
-        self._lanes[0:STALE] = seal.lanes
+        self.lanes[0:STALE] = seal.lanes
         _LANES_8_TO_15.pack_into(self._raw, STALE * _BYTES, stale, failed, 1.0, weight, flag, *room)
 
     def is_agreed(self, seal: Seal) -> bool:
@@ -121,57 +115,16 @@ class Buffer:
         return self._bytes[: _CONTROL_LANES * _BYTES] == seal.agreed
 
     def lane(self, index: int) -> float:
-        return self._lanes[index]
+        return self.lanes[index]
 
     def room(self) -> int | None:
         """After the sum: room for what any rank holds; None where some rank needs more than there is."""
         for lane in (2, 1, 0):
-            counts = int(self._lanes[ROOM + lane])
+            counts = int(self.lanes[ROOM + lane])
             if counts:
                 step = 3 * lane + (counts.bit_length() - 1) // _COUNT_BITS
                 return ROOMS[step] if step < len(ROOMS) else None
         return None
-
-    def write_whole(self, layout: Layout, sums: array[float], weight: float, codes: array[float]) -> None:
-        """Every slot has a finite value of the call's weight."""
-        size, lanes = layout.size, self._lanes
-        lanes[PARTIAL] = 0.0
-        start = HEADER_LANES
-        lanes[start : start + size] = sums
-        lanes[start + size : start + 2 * size] = array("d", (weight,)) * size
-        lanes[start + 2 * size : start + 3 * size] = codes
-
-    def write_partial(
-        self,
-        layout: Layout,
-        slots: Sequence[int],
-        sums: array[float],
-        weights: float | array[float],
-        codes: array[float],
-    ) -> None:
-        """Some slots only; the others add nothing."""
-        size, lanes, start = layout.size, self._lanes, HEADER_LANES
-        if isinstance(weights, float):
-            weights = array("d", (weights,)) * len(slots)
-        lanes[start : start + size] = spread(size, slots, sums)
-        lanes[start + size : start + 2 * size] = spread(size, slots, weights)
-        lanes[start + 2 * size : start + 3 * size] = codes
-
-    def write_totals(
-        self,
-        layout: Layout,
-        weight: float,
-        is_whole: bool,
-        sums: array[float],
-        weights: array[float],
-        codes: array[float],
-    ) -> None:
-        """What a sum over ranks would have left here."""
-        size, lanes, start = layout.size, self._lanes, HEADER_LANES
-        lanes[PARTIAL], lanes[WEIGHT] = not is_whole, weight
-        lanes[start : start + size] = sums
-        lanes[start + size : start + 2 * size] = weights
-        lanes[start + 2 * size : start + 3 * size] = codes
 
     def write_section(self, position: int, ranks: int, payload: bytearray) -> None:
         """This rank's bytes, for a gather: what all others add to them is zero, and integers in float64 are exact."""
@@ -187,12 +140,3 @@ class Buffer:
         for section, lanes_of_rank in zip(found, lanes.view(ranks, -1), strict=True):
             torch.frombuffer(section, dtype=torch.int16).copy_(lanes_of_rank)
         return found
-
-    def sums(self, layout: Layout) -> memoryview[float]:
-        return self._lanes[HEADER_LANES : HEADER_LANES + layout.size]
-
-    def weights(self, layout: Layout) -> memoryview[float]:
-        return self._lanes[HEADER_LANES + layout.size : HEADER_LANES + 2 * layout.size]
-
-    def codes(self, layout: Layout) -> memoryview[float]:
-        return self._lanes[HEADER_LANES + 2 * layout.size : HEADER_LANES + 3 * layout.size]

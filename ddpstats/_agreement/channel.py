@@ -19,11 +19,11 @@ from typing import Any, Generic, TypeVar
 
 import torch.distributed as dist
 
+from ddpstats._agreement.agreement import Agreement
+from ddpstats._agreement.codec import PROTOCOL_VERSION
 from ddpstats._base.compiled import refuse_without_values
 from ddpstats._base.rank_names import ranks_text
 from ddpstats._base.version import __version__
-from ddpstats._reduction.protocol import Protocol
-from ddpstats._reduction.wire import PROTOCOL_VERSION
 from ddpstats._transport.comm import (
     Comm,
     CommFailed,
@@ -42,7 +42,7 @@ from ddpstats._transport.mailbox import PROCESS_ID_BYTES, Mailbox, ProcessId, Ve
 from ddpstats.errors import ConfigError, DdpstatsError, ProtocolMismatch, RankMissing
 
 T = TypeVar("T")
-Work = Callable[[Protocol], T]
+Work = Callable[[Agreement], T]
 
 # The one message whose size may never change: versions with other buffers must be able to read it.
 _HELLO = struct.Struct(f"<8sH32s{PROCESS_ID_BYTES}s")
@@ -76,7 +76,7 @@ class Channel:
                 store, rank, ranks, describe_lost=self._verdict_without_store, all_started=all_started
             )
         self._comm: Comm | None = None
-        self._protocol: Protocol | None = None
+        self._agreement: Agreement | None = None
         self._error: RankMissing | None = None
         self.has_abandoned = False  # by this rank
         self._turn = threading.RLock()  # re-entrant: a finalizer may run, and `release`, while this thread holds it
@@ -165,7 +165,7 @@ class Channel:
             raise self._error.with_traceback(None)
         started = time.monotonic()
         try:
-            return work(self._protocol or self._first_use(timeout_sec))
+            return work(self._agreement or self._first_use(timeout_sec))
         except CommFailed as error:
             assert self._mailbox is not None
             reason, grace_sec = str(error), 2 * slice_sec(timeout_sec)
@@ -217,7 +217,7 @@ class Channel:
 
     def _seq(self) -> int:
         """Which collective of this group this rank is in: how ranks tell each other where they wait."""
-        return 0 if self._protocol is None else self._protocol.collectives
+        return 0 if self._agreement is None else self._agreement.collectives
 
     def _watch(self) -> None:
         """Between two slices of a wait: is there any point in waiting on?"""
@@ -276,7 +276,7 @@ class Channel:
 
     # -- first use ----------------------------------------------------------------------------------------------------
 
-    def _first_use(self, timeout_sec: float) -> Protocol:
+    def _first_use(self, timeout_sec: float) -> Agreement:
         """Meet all ranks, connect, and prove that all speak one protocol, before a buffer of any layout is sent."""
         deadline = time.monotonic() + timeout_sec
         if self._comm is None:
@@ -286,8 +286,8 @@ class Channel:
             self._comm.watch = self._watch
         if self._mailbox is not None:
             self._mailbox.peers = self._shake_hands(self._comm, timeout_sec)
-        self._protocol = Protocol(self._comm, self.group_name)
-        return self._protocol
+        self._agreement = Agreement(self._comm, self.group_name)
+        return self._agreement
 
     def _meet(self, mailbox: Mailbox, timeout_sec: float) -> None:
         started = time.monotonic()

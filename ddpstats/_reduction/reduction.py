@@ -1,0 +1,476 @@
+"""One reduction, from each rank's prepared part to the same result, or the same error, on every rank.
+
+1. Each rank places its leaves in the layout agreed before, and writes values into the group's buffer (`slots`).
+2. `Agreement.sum` adds up, and tells whether all ranks made the same call on the same layout. If so: read the result;
+   if the layout holds minima or maxima, one all_reduce(MAX) more.
+3. If not, on every rank alike: `Agreement.tell` brings what each rank holds. `layout_agreement` raises, or yields a new
+   layout; the numbers came with the statuses, so every rank adds them up itself (`summation`), and that is the result.
+   Where they would be too many bytes for every rank to have, statuses come alone; then back to 1.
+4. Numbers that float64 cannot hold (a product of value and weight, a sum over ranks) take the same way as new paths: in
+   step 1 a rank that has one says "stale", in step 2 all ranks see the sum.
+
+What changes here (layouts, capacity, ages) changes only after all ranks have agreed, and is computed from what all
+ranks know. So all ranks drop unused slots at the same call without a word to each other.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, NamedTuple
+
+import torch
+
+from ddpstats._agreement.agreement import MAX_ROUNDS, Agreement, Call, Counters, Site, status_of
+from ddpstats._agreement.lanes import PARTIAL, WEIGHT, Seal, room_lanes
+from ddpstats._agreement.status import Failure, are_in_step
+from ddpstats._agreement.vectors import is_finite, pick, quotient
+from ddpstats._base.bounded_cache import BoundedCache
+from ddpstats._base.paths import Step
+from ddpstats._base.rank_names import ranks_text
+from ddpstats._reduction import slots
+from ddpstats._reduction.layout import Layout, Placement, Selection, place, prune, result_kinds, select
+from ddpstats._reduction.layout_agreement import Holdings, agree
+from ddpstats._reduction.result import Reduced, finish, overflown
+from ddpstats._reduction.schema import (
+    EMPTY,
+    Container,
+    Node,
+    is_flat,
+    is_sequence,
+    iter_slots,
+    leaf_nodes,
+    marker_count,
+)
+from ddpstats._reduction.summation import Share, Summation, extremes_from, extremes_of, lanes_of
+from ddpstats._reduction.tree import Builder, Structure, buildable, builder
+from ddpstats._reduction.values import Part, Prepared, too_small_or_large
+from ddpstats._reduction.wire import (
+    decode_holding,
+    decode_numbers,
+    decode_slots,
+    encode_holding,
+    encode_numbers,
+    encode_schema,
+    encode_slots,
+    numbers_bytes,
+    scaled_bytes,
+)
+from ddpstats.errors import InvalidStats, NonFiniteStat, ProtocolMismatch
+
+# A slot that no rank used for this many calls of its name is dropped, so that generated key names cannot pile up; at a
+# renegotiation, unused slots beyond this multiple of the used ones are dropped as well, the longest unused first.
+RETENTION_CALLS = 256
+_UNUSED_PER_USED, _UNUSED_AT_LEAST = 4, 1024
+_SHOWN_PATHS = 10
+_EMPTY = encode_schema(EMPTY)
+
+
+@dataclass
+class _Used:
+    """A selection, its slots' codes, and the last call that showed it."""
+
+    selection: Selection
+    codes: bytes
+    call: int
+
+
+@dataclass
+class ReductionSite(Site):
+    """What all ranks agreed on for one name, and what this rank derived from it."""
+
+    layout: Layout = field(default_factory=Layout)
+    calls: int = 0
+    whole_call: int = -1
+    last_used: array[int] = field(default_factory=lambda: array("q"))
+    unbuildable: tuple[str, ...] = ()
+
+    extra_bytes: ClassVar[int] = numbers_bytes(0)
+
+    def __post_init__(self) -> None:
+        self.placements: BoundedCache[Structure, Placement] = BoundedCache(64, 262_144)
+        self.selections: BoundedCache[bytes, _Used] = BoundedCache(16, 65_536, self._age)
+        self.builders: BoundedCache[Selection, Builder] = BoundedCache(16, 65_536)
+
+    @property
+    def agreed(self) -> bytes:
+        return self.layout.fingerprint
+
+    @property
+    def body(self) -> bytes:
+        return encode_holding(self.unbuildable, _EMPTY)
+
+    def lanes(self, world_size: int) -> int:
+        return slots.lanes_needed(self.layout.size)
+
+    def adopt(self, layout: Layout) -> None:
+        """Go over to ``layout``; what was known of slots that stay is kept."""
+        self._flush()
+        slots_of = _keys_of if _are_plain(self.layout.root, layout.root) else iter_slots
+        known = dict(zip(slots_of(self.layout.root), self.last_used, strict=True)) if self.layout.size else {}
+        self.last_used = (
+            array("q", [known.get(slot, self.calls) for slot in slots_of(layout.root)])
+            if known
+            else array("q", [self.calls]) * layout.size
+        )
+        self.layout = layout
+        self.seals.clear()
+        self.placements.clear()
+        self.selections.clear()
+        self.builders.clear()
+
+    def without_unused(self, oldest: int) -> Layout:
+        """The layout without the slots that no rank used since call ``oldest``."""
+        self._flush()
+        if self.whole_call >= oldest:
+            return self.layout
+        held = bytes(call >= oldest for call in self.last_used)
+        if all(held):
+            return self.layout
+        return Layout(prune(self.layout.root, held)[0], self.layout.unbuildable)
+
+    def oldest_kept(self) -> int:
+        """The call such that slots unused since may go, at a renegotiation."""
+        self._flush()
+        used = sum(call >= self.calls - 1 for call in self.last_used)
+        unused = sorted((call for call in self.last_used if call < self.calls - 1), reverse=True)
+        room = max(_UNUSED_AT_LEAST, _UNUSED_PER_USED * used)
+        limit = unused[room] + 1 if len(unused) > room else 0
+        return max(limit, self.calls - RETENTION_CALLS)
+
+    def _flush(self) -> None:
+        for used in self.selections.values():
+            self._age(used)
+
+    def _age(self, used: _Used) -> None:
+        for slot, code in enumerate(memoryview(used.codes).cast("d")):
+            if code and self.last_used[slot] < used.call:
+                self.last_used[slot] = used.call
+
+
+class _Summed(NamedTuple):
+    """What the buffer says of one call: one entry per leaf of the selection."""
+
+    selection: Selection
+    sums: array[float]
+    weights: array[float] | None
+    total: float
+
+    @property
+    def divisor(self) -> float | array[float]:
+        return self.total if self.weights is None else self.weights
+
+
+class Reduction:
+    """All reductions of one group, one at a time; `Agreement.addition` keeps one for each."""
+
+    def __init__(self, agreement: Agreement) -> None:
+        self._agreement, self._group_name = agreement, agreement.group_name
+
+    def reduce(self, call: Call, given: Prepared, divide: bool, counters: Counters) -> Reduced:
+        """Every rank must call. Raises what `_reduction.layout_agreement` raises, `NonFiniteStat`, and `CommFailed`.
+
+        ``divide`` False leaves means as weighted sums; a matter of this rank alone.
+        """
+        counters.calls += 1
+        prepared = given.part()
+        kept = self._agreement.sites.get(call.site_key)
+        site = kept if isinstance(kept, ReductionSite) else ReductionSite()
+        for _ in range(MAX_ROUNDS):
+            placement = self._write(call, site, prepared, divide)
+            agreed = self._agreement.sum(call, site, counters)
+            if agreed:
+                assert isinstance(prepared, Part)
+                assert placement is not None
+                reduced = self._read(call, site, prepared, placement, divide, counters)
+                if reduced is not None:
+                    return reduced
+            together = self._renegotiate(call, site, prepared, placement, counters, divide, stale=agreed)
+            if together is not None:
+                return self._add_up(call, site, together, divide)
+        raise ProtocolMismatch(
+            f"the ranks of {self._group_name} do not settle on a layout for name={call.name!r}: their stats or their "
+            "versions of ddpstats change from one moment to the next",
+            group=self._group_name,
+        )
+
+    # -- 1. write -----------------------------------------------------------------------------------------------------
+
+    def _write(self, call: Call, site: ReductionSite, prepared: Part | Failure, divide: bool) -> Placement | None:
+        placement = None if isinstance(prepared, Failure) else self._placement(call, site, prepared.structure)
+        stale = _is_stale(site, prepared, placement, divide)
+        weight = 0.0 if isinstance(prepared, Failure) else prepared.weight
+        seal = self._agreement.seal(call, site)
+        room = self._room(seal, prepared, placement)
+        self._agreement.buffer.seal(seal, room, stale=stale, failed=placement is None, weight=weight)
+        if isinstance(prepared, Part) and placement is not None and not stale:
+            if placement.whole and prepared.finite and isinstance(prepared.weights, float):
+                buffer = self._agreement.buffer
+                slots.write_whole(buffer, site.layout, prepared.sums, prepared.weights, placement.codes)
+            else:
+                self._write_partial(call, site, prepared, placement)
+        return placement
+
+    def _write_partial(self, call: Call, site: ReductionSite, part: Part, placement: Placement) -> None:
+        sums, weights, codes = lanes_of(site.layout, placement, part.sums, part.weights, part.finite, call.skips)
+        slots.write_partial(self._agreement.buffer, site.layout, placement.slots, sums, weights, codes)
+
+    def _placement(self, call: Call, site: ReductionSite, structure: Structure) -> Placement:
+        known = site.placements.get(structure)
+        if known is not None:
+            return known
+        needed = (
+            self._agreement.seal(call, site).status_bytes + len(structure.encoded) + numbers_bytes(structure.leaf_count)
+        )
+        placement = replace(place(structure.schema, site.layout), room=room_lanes(needed))
+        return site.placements.put(structure, placement, structure.leaf_count + 1)
+
+    def _room(self, seal: Seal, prepared: Part | Failure, placement: Placement | None) -> tuple[float, float, float]:
+        """Room for this rank's packet, should the ranks have to meet."""
+        if isinstance(prepared, Failure):
+            return seal.room_with(prepared.extra_bytes)
+        assert placement is not None
+        if not prepared.scaled:
+            return placement.room
+        structure, scaled = prepared.structure, scaled_bytes(len(prepared.scaled))
+        return seal.room_with(len(structure.encoded) + numbers_bytes(structure.leaf_count) + scaled)
+
+    # -- 2. read ------------------------------------------------------------------------------------------------------
+
+    def _read(
+        self, call: Call, site: ReductionSite, part: Part, placement: Placement, divide: bool, counters: Counters
+    ) -> Reduced | None:
+        """The result; None where a sum over ranks was too large for a float64, on every rank alike."""
+        layout, summed = site.layout, self._summed(call, site)
+        extremes = self._extremes(call, layout, part, placement, counters) if layout.extremes else {}
+        if call.nonfinite == "raise" and summed.selection.nonfinite is not None:
+            error = self._nonfinite_error(call, layout, part, placement, counters)
+            self._end_call(site)
+            raise error
+        means, finite = quotient(summed.sums, summed.divisor) if divide else (summed.sums.tolist(), True)
+        overflows = [] if finite else overflown(summed.selection, means, summed.divisor, call.skips)
+        if overflows:
+            if self._agreement.meeting_room() is None:
+                raise self._overflow_error(layout.names[summed.selection.slots[overflows[0]]])
+            return None
+        return self._result(
+            site, summed, finish(layout, summed.selection, means, summed.sums, summed.divisor, extremes)
+        )
+
+    def _add_up(self, call: Call, site: ReductionSite, together: Summation, divide: bool) -> Reduced:
+        """The result from what every rank told every rank: nothing more is sent."""
+        together.write_to(self._agreement.buffer)
+        layout, summed = site.layout, self._summed(call, site)
+        selection = summed.selection
+        if call.nonfinite == "raise" and selection.nonfinite is not None:
+            self._end_call(site)
+            held = [(slots, (self._agreement.comm.ranks[position],)) for position, slots in together.nonfinite()]
+            raise self._nonfinite_text(layout, held)
+        means, finite = quotient(summed.sums, summed.divisor) if divide else (summed.sums.tolist(), True)
+        mended = together.scaled_slots()
+        if not finite:
+            mended |= {selection.slots[i] for i in overflown(selection, means, summed.divisor, call.skips)}
+        values = finish(layout, selection, means, summed.sums, summed.divisor, together.extremes())
+        for slot in mended:
+            values[selection.position_of[slot]] = together.exact(slot)
+        return self._result(site, summed, values)
+
+    def _result(self, site: ReductionSite, summed: _Summed, values: list[float | bool | None]) -> Reduced:
+        build = self._builder(site, summed.selection)
+        reduced = Reduced(
+            build(iter(values)),
+            summed.total,
+            site.layout,
+            summed.selection,
+            values,
+            summed.weights,
+            self._agreement.world_size,
+            build,
+        )
+        self._end_call(site)
+        return reduced
+
+    def _summed(self, call: Call, site: ReductionSite) -> _Summed:
+        layout, buffer = site.layout, self._agreement.buffer
+        total = buffer.lane(WEIGHT)
+        self._agreement.sites.setdefault(call.site_key, site)
+        self._agreement.sites.move_to_end(call.site_key)
+        if buffer.lane(PARTIAL) == 0:
+            site.whole_call = site.calls
+            selection, weights = layout.everything, None
+        else:
+            selection = self._selection(site, bytes(slots.codes_of(buffer, layout)))
+            weights = pick(slots.weights_of(buffer, layout), selection.slots)
+        if not math.isfinite(total) or not (weights is None or is_finite(weights)):
+            self._end_call(site)
+            raise self._heavy_error(layout, selection, total, weights)
+        return _Summed(selection, pick(slots.sums_of(buffer, layout), selection.slots), weights, total)
+
+    def _overflow_error(self, path: str) -> InvalidStats:
+        return InvalidStats(
+            f"the sum over ranks of {path!r}, values times weights, is too large for a float64 on {self._group_name}.\n"
+            "Use weights closer to 1, or reduce fewer paths at once: then it is computed exactly.",
+            ranks=self._agreement.comm.ranks,
+            path=path,
+            group=self._group_name,
+        )
+
+    def _heavy_error(
+        self, layout: Layout, selection: Selection, total: float, weights: array[float] | None
+    ) -> InvalidStats:
+        """Every rank's weight is finite, and their sum is not: nothing can be divided by it."""
+        path = None
+        if math.isfinite(total) and weights is not None:
+            position = next(position for position, weight in enumerate(weights) if not math.isfinite(weight))
+            path = layout.names[selection.slots[position]]
+        where = f" of {path!r}" if path is not None else ""
+        return InvalidStats(
+            f"the weights{where} add up to more than a float64 can hold, over the ranks of {self._group_name}.\n"
+            "Divide them all by one number. Nothing was reduced; the reducer goes on working.",
+            ranks=self._agreement.comm.ranks,
+            path=path,
+            group=self._group_name,
+        )
+
+    def _builder(self, site: ReductionSite, selection: Selection) -> Builder:
+        build = site.builders.get(selection)
+        if build is None:
+            build = site.builders.put(selection, builder(selection.schema), len(selection.slots) + 1)
+        return build
+
+    def _selection(self, site: ReductionSite, codes: bytes) -> Selection:
+        used = site.selections.get(codes)
+        if used is None:
+            selection = select(site.layout, memoryview(codes).cast("d").tolist())
+            used = site.selections.put(codes, _Used(selection, codes, site.calls), site.layout.size + 1)
+        used.call = site.calls
+        return used.selection
+
+    def _extremes(
+        self, call: Call, layout: Layout, part: Part, placement: Placement, counters: Counters
+    ) -> dict[int, float]:
+        """The second collective: minima as maxima of the negated values; who has no value sends minus infinity."""
+        mine = dict(extremes_of(layout, placement, part.sums, call.skips))
+        held = [mine.get(slot, -math.inf) for slot in layout.extremes]
+        tensor = torch.tensor(held, dtype=torch.float64, device="cpu")
+        self._agreement.count(counters, tensor.numel() * 8)
+        self._agreement.comm.all_reduce_max(tensor, call.timeout_sec)
+        return extremes_from(layout, tensor.tolist())
+
+    def _nonfinite_error(
+        self, call: Call, layout: Layout, part: Part, placement: Placement, counters: Counters
+    ) -> NonFiniteStat:
+        """The summed lanes told every rank that some rank is non-finite; one exchange says which, and where."""
+        mine = [slot for slot, v in zip(placement.slots, part.sums, strict=True) if not math.isfinite(v)]
+        told = self._agreement.exchange(encode_slots(mine), call, counters)
+        return self._nonfinite_text(layout, [(decode_slots(payload, layout.size), ranks) for payload, ranks in told])
+
+    def _nonfinite_text(self, layout: Layout, held: Iterable[tuple[Sequence[int], Sequence[int]]]) -> NonFiniteStat:
+        """``held``: slots that are not finite, and on which ranks."""
+        ranks_of: dict[int, list[int]] = {}
+        for bad_slots, ranks in held:
+            for slot in bad_slots:
+                ranks_of.setdefault(slot, []).extend(ranks)
+        names = layout.names
+        lines = [f"non-finite stats (nonfinite='raise') on {self._group_name}:"]
+        lines += [f"  {names[slot]!r}: {ranks_text(ranks)}" for slot, ranks in sorted(ranks_of.items())[:_SHOWN_PATHS]]
+        if len(ranks_of) > _SHOWN_PATHS:
+            lines.append(f"  and {len(ranks_of) - _SHOWN_PATHS} more paths")
+        involved = {rank for ranks in ranks_of.values() for rank in ranks}
+        first = names[min(ranks_of)] if ranks_of else None
+        return NonFiniteStat("\n".join(lines), ranks=involved, path=first, group=self._group_name)
+
+    def _end_call(self, site: ReductionSite) -> None:
+        site.calls += 1
+        if site.calls % RETENTION_CALLS == 0:
+            self._shrink(site)
+        self._agreement.drop_oldest()
+
+    def _shrink(self, site: ReductionSite) -> None:
+        layout = site.without_unused(site.calls - RETENTION_CALLS)
+        if layout is not site.layout:
+            site.adopt(layout)
+            self._agreement.resize()
+
+    # -- 3. renegotiate -----------------------------------------------------------------------------------------------
+
+    def _renegotiate(
+        self,
+        call: Call,
+        site: ReductionSite,
+        prepared: Part | Failure,
+        placement: Placement | None,
+        counters: Counters,
+        divide: bool,
+        stale: bool,
+    ) -> Summation | None:
+        """Agree on a layout; returns all ranks' numbers where they came along and every rank can build the result."""
+        stale = stale or _is_stale(site, prepared, placement, divide)
+        body = numbers = failure = None
+        if isinstance(prepared, Failure):
+            failure = prepared
+        elif prepared.scaled and divide and self._agreement.meeting_room() is None:
+            failure = too_small_or_large(prepared)
+        else:
+            body = encode_holding(site.unbuildable, prepared.structure.encoded)
+            numbers = prepared.numbers(divide)
+        status = status_of(call, site, failure, stale=stale, body=body)
+        statuses, all_numbers = self._agreement.tell(call, status, counters, encode_numbers(numbers))
+        holdings: Holdings = [(decode_holding(status.body), ranks) for status, ranks in statuses]
+        before, base = site.layout, site.without_unused(site.oldest_kept())
+        if not are_in_step(statuses):
+            before = base = Layout()
+        layout = agree(holdings, base, self._group_name)
+        if not are_in_step(statuses):
+            site.calls = 0
+        self._adopt(call, site, layout)
+        if all_numbers is None or not _all_can_build(layout, before, holdings):
+            return None
+        return self._summation(call, site.layout, holdings, all_numbers)
+
+    def _adopt(self, call: Call, site: ReductionSite, layout: Layout) -> None:
+        if layout.root != site.layout.root or layout.unbuildable != site.layout.unbuildable:
+            site.adopt(layout)
+            site.unbuildable = tuple(sorted(kind for kind in result_kinds(layout.root) if not buildable(kind)))
+        self._agreement.keep(call, site)
+
+    def _summation(
+        self, call: Call, layout: Layout, holdings: Holdings, all_numbers: Sequence[bytes]
+    ) -> Summation | None:
+        numbers_of = dict(zip(self._agreement.comm.ranks, all_numbers, strict=True))
+        shares: dict[int, Share] = {}
+        for holding, ranks in holdings:
+            placement, leaves = place(holding.schema, layout), sum(1 for _ in leaf_nodes(holding.schema))
+            for rank in ranks:
+                numbers = decode_numbers(numbers_of[rank], leaves)
+                if numbers is None or placement.stale:
+                    return None
+                shares[rank] = Share(placement, numbers)
+        return Summation(layout, [shares[rank] for rank in self._agreement.comm.ranks], call.skips)
+
+
+def _are_plain(*roots: Node) -> bool:
+    """Whether their keys tell their slots apart, as `iter_slots` does, with less work: flat mappings."""
+    return all(
+        isinstance(root, Container) and not marker_count(root) and not is_sequence(root.kinds[0]) and is_flat(root)
+        for root in roots
+    )
+
+
+def _keys_of(root: Node) -> tuple[Step, ...]:
+    return root.keys if isinstance(root, Container) else ()
+
+
+def _is_stale(site: ReductionSite, prepared: Part | Failure, placement: Placement | None, divide: bool) -> bool:
+    """Whether this rank cannot say with the layout what it has to say."""
+    if site.unbuildable or (placement is not None and placement.stale):
+        return True
+    return divide and isinstance(prepared, Part) and bool(prepared.scaled)
+
+
+def _all_can_build(layout: Layout, before: Layout, holdings: Holdings) -> bool:
+    """Whether every rank is known to have every class of the user that a result may hold: new ones it holds itself."""
+    classes = {kind for kind in result_kinds(layout.root) - result_kinds(before.root) if ":" in kind}
+    return all(classes <= result_kinds(holding.schema) for holding, _ in holdings)
