@@ -8,6 +8,7 @@ remembered. Each run has fresh ranks and a time limit; what still runs then is a
 
 from __future__ import annotations
 
+import re
 import sys
 import tempfile
 from collections.abc import Collection, Iterable
@@ -139,7 +140,8 @@ def _both_silent(name: str, ranks: int) -> str:
 
 
 def _short(text: str, limit: int = 90) -> str:
-    line = " ".join(_without_bars(text.split()))
+    without_folders = re.sub(r"(?<!\S)/\S+/", "", text)  # where some machine has built torch says nothing to a reader
+    line = " ".join(_without_bars(without_folders.split()))
     return line if len(line) <= limit else line[: limit - 3] + "..."
 
 
