@@ -84,7 +84,7 @@ _UNUSED_PER_USED, _UNUSED_AT_LEAST = 4, 1024
 GATHER = "gather"
 """The kind of `Protocol.gather`'s calls."""
 
-_RIDING_BYTES = 1 << 14  # of all ranks together: more than that is cheaper to send apart than to add up
+_RIDING_BYTES = 1 << 14  # of all ranks together; above that a second collective is cheaper
 _ROOM_PER_NEED = 4  # room that is larger than this multiple of what was needed last is given up
 
 _MAX_SITES = 1024
