@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
+import shlex
 import subprocess
 import sys
 import textwrap
@@ -11,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from ddpstats import cli
 from tests.needs import needs
 
 ROOT = Path(__file__).parents[1]
@@ -19,6 +22,12 @@ BLOCKS = [
     block
     for page in PAGES
     for block in re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+]
+COMMANDS = [
+    command
+    for page in PAGES
+    for block in re.findall(r"^```console\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    for command in re.findall(r"^\$ .*?\bddpstats ((?:run|report|replay|compare|nan-origin) .*)$", block, re.MULTILINE)
 ]
 LIMIT_SEC = 150
 README_LINES = 220
@@ -148,6 +157,13 @@ def test_a_page_of_the_documents_is_linked_and_every_link_leads_somewhere() -> N
                 assert link[1][1:] in _anchors(target.read_text()), f"{page.name} links to {link[0]}{link[1]}"
             linked.add(target)
     assert set(PAGES[1:]) <= linked
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_line_is_one_that_is_understood(command: str) -> None:
+    verb, *arguments = shlex.split(command, comments=True)
+    module = importlib.import_module(cli._VERBS[verb].module)
+    cli._verb_parser(verb, module).parse_args(arguments)
 
 
 def _anchors(text: str) -> list[str]:
