@@ -48,7 +48,7 @@ def main(target: Path, chosen: Collection[str]) -> None:
 
 def _head() -> list[str]:
     return [
-        "# What torch, DETAIL and ddpstats say to faulty programs",
+        "# Which faults does the guard find, and which does torch find?",
         "",
         f"Written by `scripts/guard_table.py`: every cell was run, with torch {torch.__version__} on gloo. The "
         "programs are in `tests/guard/scenarios.py`, each beside a legal twin. *wrong, silent*: all ranks went on, "
