@@ -87,7 +87,7 @@ class CollectiveMismatch(DdpstatsError):
     """Raised on every rank when ranks are about to combine different things.
 
     Attributes:
-        seq: the how-manieth collective of its group it is; the first is 1.
+        seq: the collective's number in its group; the first is 1.
         by_rank: rank -> what it did: an event with its signature (op, reduce op, shapes, dtypes, root), label and site.
         culprit_ranks: the ranks that differ from a majority; empty where there is none.
         missing_ranks: ranks that never came to this collective.

@@ -1,4 +1,4 @@
-"""The two curves of the README: keys against time, and world size against time."""
+"""The two curves of docs/speed.md: keys against time, and world size against time."""
 
 from __future__ import annotations
 

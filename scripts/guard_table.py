@@ -8,6 +8,7 @@ remembered. Each run has fresh ranks and a time limit; what still runs then is a
 
 from __future__ import annotations
 
+import re
 import sys
 import tempfile
 from collections.abc import Collection, Iterable
@@ -47,7 +48,7 @@ def main(target: Path, chosen: Collection[str]) -> None:
 
 def _head() -> list[str]:
     return [
-        "# What torch, DETAIL and ddpstats say to faulty programs",
+        "# Which faults does the guard find, and which does torch find?",
         "",
         f"Written by `scripts/guard_table.py`: every cell was run, with torch {torch.__version__} on gloo. The "
         "programs are in `tests/guard/scenarios.py`, each beside a legal twin. *wrong, silent*: all ranks went on, "
@@ -139,7 +140,8 @@ def _both_silent(name: str, ranks: int) -> str:
 
 
 def _short(text: str, limit: int = 90) -> str:
-    line = " ".join(_without_bars(text.split()))
+    without_folders = re.sub(r"(?<!\S)/\S+/", "", text)  # where some machine has built torch says nothing to a reader
+    line = " ".join(_without_bars(without_folders.split()))
     return line if len(line) <= limit else line[: limit - 3] + "..."
 
 

@@ -1,6 +1,6 @@
-"""The sentences in which README.md and the public docstrings promise something, and the tests that hold them to it.
+"""The sentences in which README.md, docs/ and the public docstrings promise something, and the tests that hold them.
 
-1. `readme_sentences` and `docstring_sentences` read the documents anew. They import nothing of ours: an integration
+1. `document_sentences` and `docstring_sentences` read the documents anew. They import nothing of ours: an integration
    whose library is not installed is read all the same.
 2. `promises` keeps the sentences with one of `WORDS`.
 3. `entries` reads ``promises.md``, and `existing_tests` the names of the tests that there are.
@@ -21,6 +21,7 @@ from dataclasses import dataclass
 ROOT = pathlib.Path(__file__).parents[1]
 FILE = ROOT / "tests" / "promises.md"
 README = "README.md"
+MEASURED = ("guard-scenarios.md",)  # what a script writes is no promise; so is what stands between its two markers
 PACKAGES = ("", "guard", "capture", "sentinel", "dump", "testing")
 MODULES = ("errors", "recursive_op", "testing.strategies", "integrations")
 
@@ -45,7 +46,7 @@ NO_PROMISE = "no promise: "
 
 @dataclass(frozen=True)
 class Sentence:
-    """``group`` is the README's section or the public name; ``row`` the first cell of a table's row."""
+    """``group`` is the README's section, ``docs/guard.md: Limits`` or a public name; ``row`` a row's first cell."""
 
     group: str
     text: str
@@ -78,7 +79,15 @@ def split(text: str) -> Iterator[str]:
             yield re.sub(r"`(\d+)`", lambda found: literals[int(found.group(1))], part).strip()
 
 
-def readme_sentences(text: str) -> Iterator[Sentence]:
+def documents(root: pathlib.Path = ROOT) -> list[pathlib.Path]:
+    """README.md, then the pages of docs/."""
+    return [root / README, *sorted(page for page in (root / "docs").glob("*.md") if page.name not in MEASURED)]
+
+
+def document_sentences(text: str, name: str = README) -> Iterator[Sentence]:
+    """The sentences of one document, ``name`` as it is below the root."""
+    text = re.sub(r"^<!-- measured: begin -->$.*?^<!-- measured: end -->$", "", text, flags=re.MULTILINE | re.DOTALL)
+    prefix = "" if name == README else f"{name}: "
     section, fence = "", ""
     paragraph: list[str] = []
 
@@ -96,7 +105,7 @@ def readme_sentences(text: str) -> Iterator[Sentence]:
                 yield Sentence(section, line.split("# ", 1)[1].strip())
         elif line.startswith("#"):
             yield from flush()
-            section = line.lstrip("# ")
+            section = prefix + line.lstrip("# ")
         elif line.startswith("|"):
             yield from flush()
             yield from (Sentence(section, sentence, row) for row, cell in _cells(line) for sentence in split(cell))
@@ -227,7 +236,12 @@ def _members(
 
 def promises(root: pathlib.Path = ROOT) -> list[Sentence]:
     """Each sentence once for its section or name."""
-    sentences = [*readme_sentences((root / README).read_text()), *docstring_sentences(root)]
+    sentences = [
+        sentence
+        for page in documents(root)
+        for sentence in document_sentences(page.read_text(), page.relative_to(root).as_posix())
+    ]
+    sentences += docstring_sentences(root)
     return list(dict.fromkeys(sentence for sentence in sentences if sentence.promises))
 
 
@@ -278,7 +292,7 @@ def written(head: str, sentences: list[Sentence], listed: Entries) -> str:
     """``promises.md``, in the order of the documents."""
     lines, title, group = [head.rstrip()], "", ""
     for sentence in sentences:
-        new_title = "Docstrings" if sentence.group.startswith("ddpstats.") else README
+        new_title = _title(sentence.group)
         if title != new_title:
             lines += ["", f"## {new_title}"]
             title = new_title
@@ -288,6 +302,12 @@ def written(head: str, sentences: list[Sentence], listed: Entries) -> str:
         beside = listed.get((sentence.group, sentence.line), [])
         lines += ["", f"> {sentence.line}", "", *(f"- {item}" for item in beside)]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _title(group: str) -> str:
+    if group.startswith("ddpstats."):
+        return "Docstrings"
+    return group.split(": ")[0] if group.startswith("docs/") else README
 
 
 def main() -> None:

@@ -67,12 +67,12 @@ def test_the_test_above_can_fail() -> None:
 
 
 def test_every_public_name_is_there_and_documented() -> None:
-    readme = (ROOT / "README.md").read_text()
+    documents = "".join(page.read_text() for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
     for name in ddpstats.__all__:
         value = getattr(ddpstats, name)
         if name != "__version__":
             assert value.__doc__, name
-            assert f"`{name}" in readme, f"{name} is missing in README.md"
+            assert f"`{name}" in documents, f"{name} is missing in README.md and docs/"
     assert set(ddpstats.__all__) <= set(dir(ddpstats))
     with pytest.raises(AttributeError, match="no_such_name"):
         ddpstats.no_such_name  # noqa: B018

@@ -1,4 +1,4 @@
-"""Every promise of README.md and of the docstrings has a test beside it, in ``promises.md``."""
+"""Every promise of README.md, docs/ and the docstrings has a test beside it, in ``promises.md``."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ $ always
 
 
 def test_the_readme_is_taken_apart() -> None:
-    found = list(promises.readme_sentences(README))
+    found = list(promises.document_sentences(README))
     assert [one.line for one in found] == [
         "First line never ends here.",
         "Second `a. B never` one!",
@@ -95,6 +95,43 @@ def test_the_readme_is_taken_apart() -> None:
     ]
     assert {one.group for one in found} == {"Title"}
     assert [one.promises for one in found] == [*(True, False, False, True, True, False, True, True, True)]
+
+
+PAGE = """# My loss
+
+Never.
+
+<!-- measured: begin -->
+Always.
+<!-- measured: end -->
+
+## Limits
+
+Nothing.
+"""
+
+
+def test_pages_of_docs_are_read_and_measured_parts_are_not(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    for name in ("loss.md", *promises.MEASURED):
+        (tmp_path / "docs" / name).write_text(PAGE)
+    assert [page.name for page in promises.documents(tmp_path)] == ["README.md", "loss.md"]
+    found = list(promises.document_sentences(PAGE, "docs/loss.md"))
+    assert [(one.group, one.text) for one in found] == [
+        ("docs/loss.md: My loss", "Never."),
+        ("docs/loss.md: Limits", "Nothing."),
+    ]
+    titles = [line for line in promises.written("# Head", found, {}).splitlines() if line.startswith("## ")]
+    assert titles == ["## docs/loss.md"]
+
+
+def test_no_sentence_of_the_documents_stands_twice() -> None:
+    places: dict[str, list[str]] = {}
+    for page in promises.documents(promises.ROOT):
+        for sentence in promises.document_sentences(page.read_text(), page.name):
+            if len(sentence.text) > 40:
+                places.setdefault(sentence.text, []).append(sentence.group)
+    assert {text: groups for text, groups in places.items() if len(groups) > 1} == {}
 
 
 MODULE = '''"""Never fails.

@@ -1,9 +1,11 @@
-"""Every Python block of the README runs as one script, as pasted; what is the reader's own is given to it."""
+"""Every Python block of README.md and docs/ runs as one script, as pasted; what is the reader's own is given to it."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
+import shlex
 import subprocess
 import sys
 import textwrap
@@ -11,11 +13,24 @@ from pathlib import Path
 
 import pytest
 
+from ddpstats import cli
 from tests.needs import needs
 
 ROOT = Path(__file__).parents[1]
-BLOCKS = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCKS = [
+    block
+    for page in PAGES
+    for block in re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+]
+COMMANDS = [
+    command
+    for page in PAGES
+    for block in re.findall(r"^```console\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    for command in re.findall(r"^\$ .*?\bddpstats ((?:run|report|replay|compare|nan-origin) .*)$", block, re.MULTILINE)
+]
 LIMIT_SEC = 150
+README_LINES = 220
 
 PROGRAM = """
     import torch
@@ -46,8 +61,8 @@ CONFIG = (
     + """
     import json, pathlib, re
 
-    readme = pathlib.Path(README).read_text()
-    pathlib.Path("config.json").write_text(re.search(r"^```json\\n(.*?)^```$", readme, re.M | re.S)[1])
+    page = pathlib.Path(ROOT, "docs", "dumps.md").read_text()
+    pathlib.Path("config.json").write_text(re.search(r"^```json\\n(.*?)^```$", page, re.M | re.S)[1])
 """
 )
 LIGHTNING = """
@@ -102,18 +117,18 @@ ESPNET = """
 # What a block begins with, past its imports -> the reader's program ("" for none), the libraries, what it prints.
 READERS = {
     "averages =": (PROGRAM, [], ""),
-    "reducer = StatsReducer": ("", [], ""),
     'ddpstats.integrations.install("espnet")': ("", ["espnet2"], ""),
-    "print(ddpstats.integrations.install(": ("", ["lightning", "torchmetrics"], "patched: lightning, torchmetrics\n"),
-    "for key in stats": (PROGRAM, [], ""),
-    "with ddpstats.collective_guard": (PROGRAM, [], ""),
     "capture = ddpstats.NaNCapture": (PROGRAM, [], ""),
-    "stopper = DdpstatsNaNCapture": (LIGHTNING, ["lightning"], ""),
-    "with NaNCaptureCallback": (TRANSFORMERS, ["transformers"], ""),
-    'with capture("captures")': (ESPNET, ["espnet2"], ""),
     "sentinel = ddpstats.Sentinel": (PAIRS, [], ""),
     "dump = ddpstats.StatsDump": (CONFIG, [], ""),
     "def mean_of": ("", [], "2 passed"),
+    "for key in stats": (PROGRAM, [], ""),
+    "with ddpstats.collective_guard": (PROGRAM, [], ""),
+    "print(ddpstats.integrations.install(": ("", ["lightning", "torchmetrics"], "patched: lightning, torchmetrics\n"),
+    "stopper = DdpstatsNaNCapture": (LIGHTNING, ["lightning"], ""),
+    "with NaNCaptureCallback": (TRANSFORMERS, ["transformers"], ""),
+    'with capture("captures")': (ESPNET, ["espnet2"], ""),
+    "reducer = StatsReducer": ("", [], ""),
 }
 
 
@@ -128,12 +143,41 @@ def test_there_is_a_program_for_every_block_and_a_block_for_every_program() -> N
     assert [beginning(block) for block in BLOCKS] == list(READERS)
 
 
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= README_LINES
+
+
+def test_a_page_of_the_documents_is_linked_and_every_link_leads_somewhere() -> None:
+    linked = set()
+    for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
+        for link in re.findall(r"\]\(([^)#:]*)(#[^)]*)?\)", page.read_text()):
+            target = (page.parent / link[0]).resolve() if link[0] else page
+            assert target.exists(), f"{page.name} links to {link[0]}"
+            if link[1]:
+                assert link[1][1:] in _anchors(target.read_text()), f"{page.name} links to {link[0]}{link[1]}"
+            linked.add(target)
+    assert set(PAGES[1:]) <= linked
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_line_is_one_that_is_understood(command: str) -> None:
+    verb, *arguments = shlex.split(command, comments=True)
+    module = importlib.import_module(cli._VERBS[verb].module)
+    cli._verb_parser(verb, module).parse_args(arguments)
+
+
+def _anchors(text: str) -> list[str]:
+    """Of headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
+
+
 @pytest.mark.parametrize("block", BLOCKS, ids=beginning)
 def test_a_block_runs_as_one_script(block: str, tmp_path: Path) -> None:
     program, libraries, printed = READERS[beginning(block)]
     needs(*libraries)
     if program:
-        (tmp_path / "program.py").write_text(f"README = {str(ROOT / 'README.md')!r}\n" + textwrap.dedent(program))
+        (tmp_path / "program.py").write_text(f"ROOT = {str(ROOT)!r}\n" + textwrap.dedent(program))
         block = f"from program import *\n{block}"
     script = tmp_path / "pasted.py"
     script.write_text(block)

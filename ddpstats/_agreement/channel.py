@@ -51,7 +51,7 @@ _EXIT_SEC = 10.0  # how long a process that ends waits for reductions that nobod
 
 
 Connect = Callable[[float, Watch], Comm]
-"""Makes the doorway to the other ranks, within so many seconds; raises `CommFailed`, and what its watch raises."""
+"""Makes the connection to the other ranks, within so many seconds; raises `CommFailed`, and what its watch raises."""
 
 
 class Channel:

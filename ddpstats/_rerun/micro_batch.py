@@ -14,13 +14,13 @@ _MOST_STEPS = 10**15
 
 
 class Owner(Protocol[T_co]):
-    """Whose micro-batch it is."""
+    """The object that handed out the micro-batch, and hears of its begin and end."""
 
     def _begin(self, running: Any, batch: Any, /) -> T_co:
         """What the context gives. Raises where a micro-batch cannot begin now."""
 
     def _end(self, error: BaseException | None, /) -> BaseException | None:
-        """It is through, or raised ``error``. Returns what to raise in place of that; None leaves it."""
+        """The micro-batch ended, or raised ``error``. Returns what to raise in place of that; None leaves it."""
 
 
 class Running(Generic[T_co]):

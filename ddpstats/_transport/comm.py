@@ -5,8 +5,8 @@ method has a timeout and raises `CommFailed` where it could not be completed; wh
 
 How gloo waits (torch 2.13, measured): the timeout of an operation counts anew for every step of its ring, so a rank may
 wait several times as long; a rank that gave up is not noticed by the others; ``abort()`` wakes nobody; and destroying a
-group joins its operations, so it blocks as long as they do. Hence `_wait`: the wait is cut into slices, between two
-slices the rank looks at the mailbox, and a group whose operation never ended is kept instead of destroyed.
+group joins its operations, so it blocks as long as they do. So `wait_in_slices` cuts the wait into slices, and between
+two of them the rank looks at the mailbox; a group whose operation never ended is kept instead of destroyed.
 
 Checked on torch 2.13 (gloo), tried on 2.9 and 2.6. A group's store and ``Work.wait(timeout)`` are needed; where the
 first cannot be had the first use of a group says so (`ConfigError`).
@@ -39,7 +39,7 @@ class CommFailed(Exception):
 
 
 class Comm(Protocol):
-    """The doorway to the other ranks; `_transport.thread_comm` has one for threads, and one test suite holds for both.
+    """How this rank reaches the others; `_transport.thread_comm` has one for threads, and one suite tests both.
 
     ``ranks`` are global ranks in the order of the group; ``rank`` is this process's own global rank. ``watch`` is
     called about once a second by a rank that waits.

@@ -1,4 +1,4 @@
-"""Ranks that are threads of one process: the doorway of `comm` without sockets, for hundreds of ranks at once.
+"""Ranks that are threads of one process: a `Comm` without sockets, for hundreds of ranks at once.
 
 It keeps the contract of the real one (one test suite runs on both), with one difference: where gloo aborts the process
 because sizes differ on the wire, this one raises `CommFailed`.
@@ -31,7 +31,7 @@ class ThreadWorld:
         self._broken: str | None = None
 
     def comm(self, rank: int) -> ThreadComm:
-        """The doorway of one rank."""
+        """The `Comm` of one rank."""
         return ThreadComm(self, rank)
 
     def leave(self, rank: int) -> None:

@@ -242,7 +242,7 @@ class NaNCapture:
     # -- one step -----------------------------------------------------------------------------------------------------
 
     def _look(self) -> bool:
-        """Whether anything is amiss here. What goes wrong while looking is told to all ranks by `_told`."""
+        """Whether this rank saw anything wrong. An error while looking is kept, and `_told` raises it on all ranks."""
         if self._problem is not None:
             return True
         try:

@@ -5,7 +5,7 @@
 2. A collective is answered at once with this rank's own values: a sum is ``world_size`` times the value, a mean,
    minimum or maximum the value itself, a gathered list the value in every place.
 3. It counts the calls: a replay says how many there were, since their results are not those of the job.
-4. send and recv are an error: whom would one hear?
+4. send and recv are an error: there is no other rank to answer.
 5. At the end the group is taken down again, with every group that was made below it.
 
 A group written in Python is registered as torch's own tests do it (``testing/_internal/distributed``): checked on

@@ -84,7 +84,7 @@ class Origin:
         kind: ``operation`` made it of finite inputs; ``put``: an infinity or uninitialized memory, on purpose;
             ``source``: it was in the batch, a parameter or a buffer before the step; ``unknown``: a tensor that no
             operation made.
-        order: the how-manieth operation of the step.
+        order: the operation's number in the step.
         what: the operation's name; for a source, the path in it.
         backward: the autograd node's name; None in the forward pass.
         inputs, outputs: tensors and numbers, in the order of the arguments.

@@ -58,7 +58,7 @@ class GuardCounters:
 def last_line(
     counters: GuardCounters, nothing: str, verdict: str = "", record_dir: str | None = None
 ) -> tuple[bool, str]:
-    """(whether something is amiss, the line).
+    """(whether something is wrong, the line).
 
     ``nothing``: why there was nothing to compare, where that is known. ``verdict``: the name of what was raised.
     """

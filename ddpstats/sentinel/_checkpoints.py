@@ -82,12 +82,12 @@ class Checkpoints:
         ]
 
     def begin(self) -> None:
-        """A micro-batch begins: values go into a list of their own until `end`. Whoever tells begins, tells ends."""
+        """A micro-batch begins: values go into a list of their own until `end`, which the same caller must call."""
         self._micro_batches.append([])
         self._collecting = True
 
     def end(self) -> None:
-        """It is through: what other backward passes bring is not of the step."""
+        """The micro-batch is over: what other backward passes bring is not of the step."""
         self._collecting = False
 
     def discard(self) -> None:

@@ -1,7 +1,7 @@
 """One step, judged by all ranks together, on a sentinel that is on.
 
 1. This rank looks at its own values, and logs them.
-2. One small all_reduce: on how many ranks is something amiss? Always, on every rank.
+2. One small all_reduce: on how many ranks is something wrong? Always, on every rank.
 3. Where that says so, all ranks tell what they saw, and a micro-batch that can be is run again, there and on a peer.
 4. In the steps in which they are due, digests of replicas are compared, and micro-batches run on peers.
 5. What all that comes to is learnt and said; it is the same on every rank.

@@ -1,6 +1,6 @@
 """Ranks that are threads of this process: reductions of this library over hundreds of ranks, without a socket.
 
-The channel, the protocol and the mailbox are the real ones; only the doorway (`thread_comm`) and the store are not. So
+The channel, the protocol and the mailbox are the real ones; only the `Comm` (`thread_comm`) and the store are not. So
 this tests what ranks say to each other, not gloo.
 """
 

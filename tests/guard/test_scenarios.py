@@ -109,8 +109,8 @@ def test_without_a_majority_nobody_is_blamed(two_ranks: RankPool) -> None:
 
 def test_the_documents_count_these_scenarios() -> None:
     root = Path(__file__).parents[2]
-    readme = " ".join((root / "README.md").read_text().split())
-    assert f"has {len(SCENARIOS)} faulty programs, each beside a legal twin" in readme
+    page = " ".join((root / "docs" / "guard.md").read_text().split())
+    assert f"has {len(SCENARIOS)} faulty programs, each beside a legal twin" in page
     silent = [name for name, row in SCENARIOS.items() if row.strict == "silent"]
     assert silent == []
-    assert f'Mode "strict" names the fault in all {len(SCENARIOS)}' in readme
+    assert f'Mode "strict" names the fault in all {len(SCENARIOS)}' in page

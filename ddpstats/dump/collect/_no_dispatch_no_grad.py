@@ -8,7 +8,7 @@ import torch
 
 
 class quietly:
-    """Around what we compute ourselves: no graph, no autocast (of cpu and cuda), and not seen by modes, of whomever."""
+    """Around what we compute ourselves: no graph, no autocast (of cpu and cuda), unseen by modes, the program's too."""
 
     __slots__ = ("_autocast", "_function", "_grad", "_modes")
 

@@ -2,7 +2,7 @@
 
 1. Take from every rank the entries that have to agree: a module's parameters (by NAME), and what a collective gives to
    every member alike (all_reduce, broadcast, all_gather), matched within its group by the number that our dumps give
-   it there, else by being the how-manieth call of its kind. With ``everything``, all entries, for runs in which all
+   it there, else by its number among the calls of its kind. With ``everything``, all entries, for runs in which all
    ranks were given the same batch. Sharded parameters are left out: every rank has a part of its own.
 2. Read all ranks in step; an entry that all its ranks have given is judged and forgotten. Collectives without a number
    are kept to the end, for their entries stand in the order in which they ended.
@@ -143,7 +143,7 @@ class _Item:
     entry: str
     ranks: frozenset[int]
     leaves: dict[str, Leaf]
-    number: int | None = None  # of a collective: the how-manieth call of its kind on this rank
+    number: int | None = None  # of a collective: among the calls of its kind on this rank
     is_matched: bool = True  # by its key alone
 
 

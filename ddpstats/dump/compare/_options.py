@@ -1,4 +1,4 @@
-"""Which words of the command go together: one that would be ignored is an error."""
+"""Which options fit which kind of comparison: an option that would be ignored is an error."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class Pair:
     """What two dumps have under one NAME; None for the one that lacks it.
 
     Attributes:
-        index: the how-manieth entry of A it is, of B where A has none; from 0.
+        index: the entry's place in A, in B where A has none; from 0.
     """
 
     index: int

@@ -41,7 +41,7 @@ class Collective:
 
     Attributes:
         ranks: of the group; empty where the dump does not say.
-        sequence: the how-manieth of its group (a message: between these two) it is; None where the dump does not say.
+        sequence: its number in its group (of a message: between these two); None where the dump does not say.
         peer: of a message; None where it has none, or the dump does not say.
         incomplete: it had not ended when the dump did, or it failed.
         taken, made: its tensors that matter on this rank, finite or not.

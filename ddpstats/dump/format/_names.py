@@ -34,7 +34,7 @@ class Name:
         prefix: ``Module``, or one of `API_PREFIXES`; empty where the NAME has another form.
         api: the function (``linear``), or the module's path in the model (``net.fc1``).
         class_name: a module's class; empty for a function.
-        number: the how-manieth call in this step, from 0; None where the NAME has none.
+        number: of the call in this step, from 0; None where the NAME has none.
         direction: ``forward``, ``backward``, ``parameters_grad``, or empty.
         again: 0 for the first pass in this direction, 1 for a second backward pass of the same call.
     """

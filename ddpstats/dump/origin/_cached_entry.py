@@ -1,4 +1,4 @@
-"""An entry that several look at."""
+"""An entry whose tensors are looked for once, however many checks ask for them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ddpstats.dump.format._entries import Entry, Leaf
 
 
 class WalkedOnce(Entry):
-    """An entry whose tensors are asked for by several, and looked for, and checked, once."""
+    """An entry that keeps the lists of its inputs and outputs: to find and check them is the cost of the search."""
 
     def inputs(self) -> Iterator[tuple[str, Leaf]]:
         return iter(self._inputs)

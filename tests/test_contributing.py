@@ -1,0 +1,63 @@
+"""CONTRIBUTING.md names rooms, files and functions that there are."""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "ddpstats"
+TEXT = (ROOT / "CONTRIBUTING.md").read_text()
+REFERENCES = sorted(set(re.findall(r"`([\w/]+\.py): ([\w.]+)`", " ".join(TEXT.split()))))
+CHANGES = ("padded", "marker", "trainer", "collective", "statistic", "verdict", "verb", "format", "injector", "torch")
+
+
+@cache
+def names_in(file: Path) -> frozenset[str]:
+    """What a module defines: functions, classes, variables, and ``Class.member``."""
+    body = ast.parse(file.read_text()).body
+    members = [(f"{node.name}.", part) for node in body if isinstance(node, ast.ClassDef) for part in node.body]
+    return frozenset(
+        prefix + name for prefix, node in [*(("", node) for node in body), *members] for name in _bound(node)
+    )
+
+
+def _bound(node: ast.stmt) -> list[str]:
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return [node.name]
+    if isinstance(node, ast.Assign):
+        return [ast.unparse(target) for target in node.targets]
+    return [ast.unparse(node.target)] if isinstance(node, ast.AnnAssign) else []
+
+
+def section(title: str) -> str:
+    return TEXT.split(f"# {title}\n")[1].split("\n## ")[0]
+
+
+@pytest.mark.parametrize(("file", "name"), REFERENCES)
+def test_a_function_that_is_named_is_there(file: str, name: str) -> None:
+    assert (PACKAGE / file).exists(), f"there is no ddpstats/{file}"
+    assert name in names_in(PACKAGE / file), f"ddpstats/{file} has no {name}"
+
+
+def test_the_test_above_can_fail() -> None:
+    assert "Reduction.no_such" not in names_in(PACKAGE / "_reduction" / "reduction.py")
+
+
+def test_every_room_is_named_and_there_is_no_other() -> None:
+    cells = [line.split("|")[1] for line in section("Rooms").splitlines() if line.startswith("| `")]
+    named = {room.rstrip("/") for cell in cells for room in re.findall(r"`([^`]+)`", cell)}
+    there = {path.name for path in PACKAGE.iterdir() if path.is_dir() or path.suffix == ".py"}
+    assert named == there - {"__init__.py", "__pycache__"}
+
+
+def test_files_and_folders_to_open_are_there() -> None:
+    rows = [line for line in section("To change X, open Y").splitlines() if line.startswith("| ")][1:]
+    for row in rows:
+        for name in re.findall(r"`([\w/.]+(?:/|\.py|\.txt|\.cfg))`", row):
+            assert (PACKAGE / name).exists() or (ROOT / name).exists(), name
+    assert all(any(word in row.split("|")[1] for row in rows) for word in CHANGES)
