@@ -174,6 +174,9 @@ class Inquiry:
             elsewhere = sorted(set(elsewhere).intersection(alarm.ranks))
         if elsewhere:
             lines.append(f"  this host is cut off: the store does not answer; {ranks_text(elsewhere)} of other hosts")
+        elif is_silent and not gone and host is not None and host != self._rank:
+            elsewhere = [host]
+            lines.append(f"  {ranks_text(elsewhere)}: serves the store, which does not answer")
         why = "nobody serves it any more" if is_gone else str(error).strip().split("\n", 1)[0]
         lines.append(f"The store, which could tell who is missing, does not answer: {why}")
         return Finding(MISSING, "\n".join(lines), alarm.group, alarm.seq, tuple(gone or elsewhere))
