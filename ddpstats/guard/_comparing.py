@@ -278,6 +278,8 @@ class Comparing:
         while time.monotonic() < deadline and any(messages.unread() for messages in senders):
             self._heed()
             time.sleep(0.005)
+        for group in self._session.named.values():
+            group.unread = 0 if group.messages is None else group.messages.unread()
         if senders:
             self._heed()
 

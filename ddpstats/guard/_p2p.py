@@ -66,11 +66,11 @@ class Messages:
             return None  # from now on nobody can count which message is which
         return Awaited(event, event.peer, self._key(event.peer, self._rank, event.tag))
 
-    def unread(self) -> bool:
-        """Whether the receiver of a message of this rank has not yet looked at its note."""
+    def unread(self) -> int:
+        """How many of this rank's last messages have a receiver that has not yet looked at their notes."""
         while self._mine and not self._store.check([self._mine[0]]):
             self._mine.popleft()
-        return bool(self._mine)
+        return sum(self._store.check([key]) for key in self._mine)
 
     def _key(self, source: int, to: int, tag: int | None) -> str:
         self._count[source, to, tag] += 1

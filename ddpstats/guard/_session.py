@@ -27,7 +27,7 @@ from ddpstats.guard._exchange import Exchange
 from ddpstats.guard._failure_agreement import Inquiry, Testify
 from ddpstats.guard._p2p import Messages
 from ddpstats.guard._spoken import read
-from ddpstats.guard._summary import FROM_ANYBODY, RECORDED, UNSETTLED, WITHOUT_OTHERS, Tally
+from ddpstats.guard._summary import FROM_ANYBODY, NOT_RECEIVED, RECORDED, UNSETTLED, WITHOUT_OTHERS, Tally
 
 _KEPT_DESTROYED = 64
 _sessions = 0  # of this process, so far: ranks that do alike count alike
@@ -52,6 +52,7 @@ class Group:
         self.checks_settled = 0
         self.has_ended = False  # strict: its end was posted, as if it were a collective
         self.sent = self.received = self.received_well = 0  # messages
+        self.unread = 0  # of those sent: not compared by their receivers when the program ended
 
 
 class Session:
@@ -165,9 +166,10 @@ class Session:
             why = WITHOUT_OTHERS if self._compares else RECORDED
             return Tally.of({why: group.seq + group.sent + group.received})
         agreed = min(group.agreed, group.seq)
-        compared = agreed + group.sent + group.received_well
+        compared = agreed + group.sent - group.unread + group.received_well
         agreeing = group.view.ranks if compared else ()
         left = Tally.of({self.unfinished or UNSETTLED: group.seq - agreed}, compared, agreeing)
+        left += Tally.of({NOT_RECEIVED: group.unread})
         return left + Tally.of({self.unfinished or FROM_ANYBODY: group.received - group.received_well})
 
     def leave(self, how: str, last: Event | None, testimonies: Callable[[str], Testimony]) -> None:
