@@ -150,4 +150,7 @@ def _without_bars(words: Iterable[str]) -> list[str]:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 2 or any(argument.startswith("-") for argument in sys.argv[1:]):
+        print(__doc__.split("\n\n")[1].strip(), file=sys.stderr)
+        sys.exit(0 if {"-h", "--help"} & {*sys.argv} else 2)
     main(Path(sys.argv[1]), sys.argv[2:])

@@ -28,6 +28,7 @@ T = TypeVar("T")
 STORE_ERRORS = (RuntimeError, OSError, ValueError)
 """What a request may raise: the store is gone or silent, or holds what nobody of ours wrote."""
 
+GLANCE_SEC = 0.5  # of a look that is repeated where the store is silent
 LIMIT_SEC = 10.0  # of a request whose caller names no limit
 _LONG_SEC = 1.0  # from when on an answer takes long
 _LEAST_SEC = 0.05  # of a deadline that has passed: what is there may still be read

@@ -17,12 +17,12 @@ from typing import Any
 
 from ddpstats._base.rank_names import ranks_text
 from ddpstats._observe import collectives
-from ddpstats._transport.store import STORE_ERRORS
+from ddpstats._transport.store import STORE_ERRORS, StoreSilent
 from ddpstats.errors import CollectiveMismatch, DdpstatsError, RankMissing
 from ddpstats.guard._diagnosis import DOUBT, MISMATCH, MISSING, NOTHING, Finding
 from ddpstats.guard._events import Event, roll, same_labels
 from ddpstats.guard._exchange import Note, Overrun, agree
-from ddpstats.guard._failure_agreement import Alarm, Inquiry
+from ddpstats.guard._failure_agreement import MESSAGES, Alarm, Inquiry
 from ddpstats.guard._p2p import Awaited, unmatched
 from ddpstats.guard._session import Group, Session
 from ddpstats.guard._spoken import words_of
@@ -102,7 +102,8 @@ class Comparing:
     def post(self, group: Group, event: Event) -> None:
         assert group.exchange is not None
         group.rolling = roll(group.rolling, event.digest)
-        group.exchange.post(event.seq, Note(event.digest, event.balance, event.word, group.rolling))
+        with self._answered(alarm_of(group, event.seq, until=True)):
+            group.exchange.post(event.seq, Note(event.digest, event.balance, event.word, group.rolling))
 
     def settle(self, group: Group, until: int) -> None:
         """See that all ranks posted the same, up to number ``until``. Waits for them."""
@@ -145,13 +146,17 @@ class Comparing:
                 finally:
                     group.lock.release()
 
-    @staticmethod
-    def _is_there(group: Group, number: int) -> bool:
+    def _is_there(self, group: Group, number: int) -> bool:
         assert group.exchange is not None
         try:
-            return group.exchange.look(number) is not None
+            with self._inquiry.glancing():
+                return group.exchange.look(number) is not None
         except Overrun:
             return True
+        except StoreSilent:
+            return False
+        except STORE_ERRORS as error:
+            return self._conclude_alone(alarm_of(group, group.seq, until=True), error)
 
     # -- step: rolling digests ----------------------------------------------------------------------------------------
 
@@ -171,7 +176,8 @@ class Comparing:
         group.checked_at[group.checks] = group.seq
         note = Note(roll(group.rolling, group.seq), group.balance & _MASK, group.labels)
         group.labels = 0  # each comparison has the labels since the one before: those that may differ do so once
-        group.exchange.post(group.checks, note)
+        with self._answered(alarm_of(group, group.seq, until=True, ending=self._ends_by is not None)):
+            group.exchange.post(group.checks, note)
 
     def settle_checks(self, group: Group) -> None:
         """See that all ranks posted the same rolling digests. Waits for them."""
@@ -231,7 +237,8 @@ class Comparing:
         for group in self._session.groups():
             assert group.exchange is not None
             if self._strict:
-                group.exchange.post(group.seq + 1, _END._replace(rolling=group.rolling))
+                with self._answered(alarm_of(group, group.seq + 1, until=True, ending=self._ends_by is not None)):
+                    group.exchange.post(group.seq + 1, _END._replace(rolling=group.rolling))
                 group.has_ended = True
             else:
                 self.post_check(group)
@@ -245,14 +252,15 @@ class Comparing:
                 self.settle_checks(group)
         self._await_receivers()
 
-    def finish_within(self, seconds: float) -> None:
-        """`finish` where the program has come to its end, and ranks may do so at different times.
+    @contextmanager
+    def ending_within(self, seconds: float) -> Iterator[None]:
+        """Around `post_ends` and `finish`: the program has come to its end, and ranks may do so at different times.
 
         Raises `Unfinished` where some rank does not come in time, has died, or has left before.
         """
         self._ends_by = time.monotonic() + seconds
         try:
-            self.finish()
+            yield
         finally:
             self._ends_by = None
 
@@ -270,6 +278,8 @@ class Comparing:
         while time.monotonic() < deadline and any(messages.unread() for messages in senders):
             self._heed()
             time.sleep(0.005)
+        for group in self._session.named.values():
+            group.unread = 0 if group.messages is None else group.messages.unread()
         if senders:
             self._heed()
 
@@ -305,6 +315,8 @@ class Comparing:
         def watch() -> None:
             try:
                 look()
+            except StoreSilent:
+                pass  # the collective may still go on; and if not, the deadline comes
             except STORE_ERRORS as error:
                 self._conclude_alone(alarm_of(group, seq, until=True), error)
 
@@ -315,7 +327,7 @@ class Comparing:
             if time.monotonic() > deadline or self._cannot_come(group, seq):
                 self._conclude(alarm_of(group, seq, until=True, ending=self._ends_by is not None))
                 raise Silenced
-            if waited_for is not None and self._inquiry.another_waits_elsewhere(waited_for, group.view.ranks):
+            if waited_for is not None and self._waits_elsewhere(waited_for, group):
                 self._conclude(alarm_of(group, seq))
                 raise Silenced
 
@@ -334,24 +346,35 @@ class Comparing:
         inquiry = self._inquiry
         others = [rank for rank in group.view.ranks if rank != group.view.rank]
         gone = {}
-        if inquiry.someone_left():
-            gone = {rank: left for rank in others if (left := inquiry.has_left(rank)) is not None}
-        if any(left.get("counts", {}).get(group.name, 0) < seq for left in gone.values()):
-            return True
-        return bool(inquiry.dead([rank for rank in others if rank not in gone]))
+        with inquiry.glancing():
+            if inquiry.someone_left():
+                gone = {rank: left for rank in others if (left := inquiry.has_left(rank)) is not None}
+            if any(left.get("counts", {}).get(group.name, 0) < seq for left in gone.values()):
+                return True
+            return bool(inquiry.dead([rank for rank in others if rank not in gone]))
+
+    def _waits_elsewhere(self, event: Event, group: Group) -> bool:
+        with self._inquiry.glancing():
+            return self._inquiry.another_waits_elsewhere(event, group.view.ranks)
 
     # -- messages -----------------------------------------------------------------------------------------------------
+
+    def post_message(self, group: Group, event: Event) -> None:
+        """Say what is about to be sent; never waits."""
+        assert group.messages is not None
+        with self._answered(self._alarm_of_message(group, event)):
+            group.messages.sent(event)
 
     def settle_message(self, group: Group, awaited: Awaited) -> None:
         """Compare a message with what its receiver expects, before it is taken."""
         assert group.messages is not None
         messages = group.messages
         deadline = time.monotonic() + self._timeout_sec
-        other = Alarm(awaited.event.group, group.words, (awaited.source, group.view.rank), awaited.event.seq, True)
+        other = self._alarm_of_message(group, awaited.event)
 
         def watch() -> None:
             self._heed()
-            if time.monotonic() > deadline or self._inquiry.dead([awaited.source]):
+            if time.monotonic() > deadline or self._is_dead(awaited.source):
                 self._declare(self._unmatched(awaited.event, group), other)
                 raise Silenced
 
@@ -376,22 +399,35 @@ class Comparing:
                 raise
             broken = error
         # Not in the handler: what the backend says of it, a timeout of its own, would stand first in the traceback.
-        peers = () if event.peer is None else (event.peer,)
-        alarm = Alarm(event.group, group.words, (*peers, group.view.rank), event.seq, True)
-        self._declare(self._unmatched(event, group), alarm)
+        alarm = self._alarm_of_message(group, event)
+        with self._answered(alarm):
+            self._declare(self._unmatched(event, group), alarm)
         raise broken
+
+    @staticmethod
+    def _alarm_of_message(group: Group, event: Event) -> Alarm:
+        peers = () if event.peer is None else (event.peer,)
+        return Alarm(event.group, group.words, (*peers, group.view.rank), event.seq, True)
+
+    def _is_dead(self, rank: int) -> bool:
+        try:
+            with self._inquiry.glancing():
+                return bool(self._inquiry.dead([rank]))
+        except StoreSilent:
+            return False
 
     def _unmatched(self, event: Event, group: Group) -> Finding:
         messages = group.messages
-        last = None if messages is None or event.peer is None else messages.last_from(event.peer)
-        peer = None if event.peer is None else self._inquiry.last_known(event.peer, group.name)
+        with self._inquiry.asking():
+            last = None if messages is None or event.peer is None else messages.last_from(event.peer)
+            peer = None if event.peer is None else self._inquiry.last_known(event.peer, group.name)
         return unmatched(event, group.view.rank, group.words, last, peer)
 
     # -- concluding ---------------------------------------------------------------------------------------------------
 
     def explain(self, last: Event | None, group: Group | None = None) -> DdpstatsError | None:
         """A wait failed: who is missing, and why? None where nothing can be said. ``last``: this rank's last event."""
-        group = group or (self._session.named.get(last.group) if last is not None else None)
+        group = group or (self._session.named.get(last.group.removesuffix(MESSAGES)) if last is not None else None)
         if group is None:
             return None
         alarm = self._inquiry.alarm() or alarm_of(group, group.seq, until=True, doubt=True)
@@ -406,6 +442,16 @@ class Comparing:
         """Come to the verdict that all ranks come to; raise or log it."""
         with signal_deferred():
             self._raise_or_warn(self._inquiry.raise_alarm(alarm), alarm)
+
+    @contextmanager
+    def _answered(self, alarm: Alarm) -> Iterator[None]:
+        """Around what the store must answer at once."""
+        try:
+            yield
+        except DdpstatsError:
+            raise
+        except STORE_ERRORS as error:
+            self._conclude_alone(alarm, error)
 
     def _conclude_alone(self, alarm: Alarm, error: BaseException) -> bool:
         """The store does not answer; always raises."""

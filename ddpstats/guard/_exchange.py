@@ -26,6 +26,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from ddpstats._transport.mailbox import ProcessId
+from ddpstats._transport.store import GLANCE_SEC, StoreSilent, bounded
 
 NOTES_KEPT = 512  # per rank; who is further behind than that is compared by a later one
 _WORDS = 6  # number, digest, balance, label, rolling, check word
@@ -77,7 +78,7 @@ class Exchange:
     """The notes of one group. ``store`` is for this group and this guard alone; ``index`` is the rank in the group."""
 
     def __init__(self, store: Any, index: int, size: int) -> None:
-        self._store, self._index, self._size = store, index, size
+        self._store, self._index, self._size = bounded(store), index, size
         self._shared: _Shared | None = None
         self._all_here = size == 1
         self._hosts_known = size == 1
@@ -149,7 +150,7 @@ class Exchange:
         """All ranks' notes; waits until they are there, or ``watch`` raises."""
         spins, poll_sec, looked = 0, 2e-5, time.monotonic()
         while True:
-            notes = self.look(seq)
+            notes = self.look(seq) if self._all_here else self._glance(seq)
             if notes is not None:
                 return notes
             spins += 1
@@ -159,10 +160,19 @@ class Exchange:
             time.sleep(poll_sec)
             poll_sec = min(poll_sec * 1.5, _LONGEST_POLL_SEC)
             if time.monotonic() - looked > 0.05:
-                if not self._all_here:
-                    self._check_overrun(seq)
                 watch()
                 looked = time.monotonic()
+
+    def _glance(self, seq: int) -> list[Note] | None:
+        """`look` through a store that may be silent for a while: how long is for whoever waits to say."""
+        try:
+            with self._store.within(GLANCE_SEC):
+                notes = self.look(seq)
+                if notes is None:
+                    self._check_overrun(seq)
+                return notes
+        except StoreSilent:
+            return None
 
     def absent(self, seq: int) -> list[int]:
         """The places in the group of those whose note is not there yet."""

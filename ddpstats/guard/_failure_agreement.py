@@ -17,17 +17,19 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 from ddpstats._base.rank_names import ranks_text
 from ddpstats._transport.mailbox import PROCESS_ID_BYTES, ProcessId
-from ddpstats._transport.store import STORE_ERRORS, StoreGone
+from ddpstats._transport.store import GLANCE_SEC, STORE_ERRORS, StoreGone, StoreSilent, bounded
 from ddpstats.guard._diagnosis import DOUBT, MISSING, NOTHING, Finding, Testimony, find, unexplained
 from ddpstats.guard._events import Event, events_as_dicts, events_from_dicts
 
-_PATIENCE_SEC = 10.0
+_PATIENCE_SEC = 4.0
 _POLL_SEC = 0.02
+_ASKING_SEC = 3.0
 _LINGER_SEC = 2.0
 _LAST_LINGER_SEC = 10.0  # all ranks have come to their end, and are about to say so
 _TELLING_SEC = 5.0
@@ -35,6 +37,7 @@ _WATCHDOG_SEC = 0.25
 _MAX_STACK_FRAMES = 6
 _MAX_BYTES = 4 << 20
 _MAX_POSITION_BYTES = 2000
+MESSAGES = " (point-to-point)"  # after the name of a group
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,10 @@ class Alarm:
     until: bool
     doubt: bool = False
     ending: bool = False
+
+    @property
+    def is_message(self) -> bool:
+        return self.group.endswith(MESSAGES)
 
     def pack(self) -> str:
         return json.dumps([self.group, self.words, self.ranks, self.seq, self.until, self.doubt, self.ending])
@@ -97,7 +104,7 @@ class Inquiry:
         self._told_by = told_by
         self._rank, self._testify, self._position, self._is_reachable = rank, testify, position, is_reachable
         self._heard = heard
-        self._store, self._world_size = stores[0], world_size
+        self._store, self._world_size = bounded(stores[0]), world_size
         self._verdicts = 0
         self._peers: dict[int, ProcessId] = {}
         self._lost = False  # the store does not answer any more
@@ -119,18 +126,30 @@ class Inquiry:
         """`alarm`, over a connection of the caller's own."""
         key = f"alarm/{self._verdicts}"
         try:
-            return Alarm.unpack(store.get(key)) if store.check([key]) else None
+            with store.within(GLANCE_SEC):
+                alarm = store.get(key) if store.check([key]) else None
+            self._lost = False
+            return None if alarm is None else Alarm.unpack(alarm)
         except ValueError:  # not one of ours
             return None
         except STORE_ERRORS:
             self._lost = True
             return None
 
+    def glancing(self) -> AbstractContextManager[None]:
+        """Around questions that are asked again and again: raises `StoreSilent` soon, which says nothing yet."""
+        return self._store.within(GLANCE_SEC)
+
+    def asking(self) -> AbstractContextManager[None]:
+        """Around the last questions before this rank concludes alone."""
+        return self._store.within(GLANCE_SEC if self._lost else _ASKING_SEC)
+
     def raise_alarm(self, alarm: Alarm) -> Finding:
         """Raise the alarm, unless one is on already; the verdict on the one that is on."""
         try:
             while True:
-                found = Alarm.unpack(self._store.compare_set(f"alarm/{self._verdicts}", "", alarm.pack()))
+                with self.asking():
+                    found = Alarm.unpack(self._store.compare_set(f"alarm/{self._verdicts}", "", alarm.pack()))
                 finding = self.verdict(found)
                 if finding.kind not in (NOTHING, DOUBT) or found == alarm:
                     return finding
@@ -141,21 +160,33 @@ class Inquiry:
         """What this rank knows alone, in words that others who know the same would choose as well."""
         self._lost = True
         host = self._store.host_rank
-        is_gone = isinstance(error, StoreGone) or self._store.is_gone()
+        is_silent = isinstance(error, StoreSilent)
+        is_gone = isinstance(error, StoreGone) or (not is_silent and self._store.is_gone())
         gone = [rank for rank in alarm.ranks if rank in self._peers and self._peers[rank].is_dead()]
         if host is not None and (is_gone or host in gone):
             gone = [host]
-        lines = [f"collective number {alarm.seq} of {alarm.words} was not completed:"]
+        what = "a message" if alarm.is_message else f"collective number {alarm.seq}"
+        lines = [f"{what} of {alarm.words} was not completed:"]
         lines += [f"  {ranks_text(gone)}: the process is gone"] if gone else []
+        machine, elsewhere = ProcessId.mine().machine, list[int]()
+        if is_silent and not gone:
+            elsewhere = [rank for rank in self._peers if self._peers[rank].machine != machine]
+            elsewhere = sorted(set(elsewhere).intersection(alarm.ranks))
+        if elsewhere:
+            lines.append(f"  this host is cut off: the store does not answer; {ranks_text(elsewhere)} of other hosts")
+        elif is_silent and not gone and host is not None and host != self._rank:
+            elsewhere = [host]
+            lines.append(f"  {ranks_text(elsewhere)}: serves the store, which does not answer")
         why = "nobody serves it any more" if is_gone else str(error).strip().split("\n", 1)[0]
         lines.append(f"The store, which could tell who is missing, does not answer: {why}")
-        return Finding(MISSING, "\n".join(lines), alarm.group, alarm.seq, tuple(gone))
+        return Finding(MISSING, "\n".join(lines), alarm.group, alarm.seq, tuple(gone or elsewhere))
 
     def declare(self, finding: Finding, alarm: Alarm) -> Finding:
         """Make ``finding`` the verdict, unless an alarm is on already; the verdict on the one that is on."""
         try:
             if self.alarm() is None:
-                self._store.compare_set(f"verdict/{self._verdicts}", "", _pack_finding(finding))
+                with self.asking():
+                    self._store.compare_set(f"verdict/{self._verdicts}", "", _pack_finding(finding))
         except STORE_ERRORS:
             return finding
         return self.raise_alarm(alarm)
@@ -199,7 +230,8 @@ class Inquiry:
         """Rank 0 often serves the store, and what it raises next may be its end: let the others read the verdict."""
         deadline = time.monotonic() + _LINGER_SEC
         dead = self.dead(alarm.ranks)
-        waiting = [rank for rank in alarm.ranks if rank not in dead and self.has_left(rank) is None]
+        listening = [rank for rank in alarm.ranks if self._store.check([f"testimony/{number}/{rank}"])]
+        waiting = [rank for rank in listening if rank not in dead and self.has_left(rank) is None]
         while time.monotonic() < deadline and not self._store.check([f"read/{number}/{rank}" for rank in waiting]):
             time.sleep(_POLL_SEC)
 
@@ -231,6 +263,8 @@ class Inquiry:
         self, how: str, counts: Mapping[str, int], last: str | None, testimonies: Mapping[str, Testimony]
     ) -> None:
         """Tell the others that this rank has left the guard, and what it did; local, never waits."""
+        if self._lost:
+            return
         try:
             for group, testimony in testimonies.items():
                 self._store.set(f"words/{self._rank}/{group}", _pack(testimony))
@@ -309,6 +343,8 @@ class Inquiry:
         Waits for those before this one, and for the teller to have told, but never for long. Without the store each
         rank is on its own.
         """
+        if self._lost:
+            return self._rank
         key, deadline = f"teller/{self._verdicts}", time.monotonic() + _TELLING_SEC
         before = [rank for rank in ranks if rank < self._rank]
         try:
@@ -326,6 +362,8 @@ class Inquiry:
     def has_told(self, first: int, ranks: Sequence[int]) -> None:
         """After printing. The teller leaves last where it serves the store, and first where torchrun watches: what it
         wrote then stands in torchrun's summary. Never waits for long."""
+        if self._lost:
+            return
         deadline = time.monotonic() + _LINGER_SEC
         try:
             self._store.set(f"heard/{self._verdicts}/{self._rank}", "1")

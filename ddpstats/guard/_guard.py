@@ -44,7 +44,7 @@ from ddpstats.guard._describe import describe, pieces_of
 from ddpstats.guard._diagnosis import DOUBT, LEFT, Finding, Testimony
 from ddpstats.guard._ending import AFTER_ERROR_SEC
 from ddpstats.guard._events import BY_TORCH, Event, RecordWriter, Ring, label_word
-from ddpstats.guard._failure_agreement import main_stack
+from ddpstats.guard._failure_agreement import MESSAGES, main_stack
 from ddpstats.guard._frames import calling_frame, site_of
 from ddpstats.guard._labels import current_label
 from ddpstats.guard._p2p import Awaited, called_blocking
@@ -240,9 +240,10 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         session.is_concluded = True
         self._left = LEFT if error is None else f"{LEFT} by {type(error).__name__}: {str(error)[:300]}"
         try:
-            self._comparing.post_ends()
-            self._leave(error)
-            self._comparing.finish_within(self._timeout_sec if timeout_sec is None else timeout_sec)
+            with self._comparing.ending_within(self._timeout_sec if timeout_sec is None else timeout_sec):
+                self._comparing.post_ends()
+                self._leave(error)
+                self._comparing.finish()
             session.linger()
         except Unfinished as reason:
             session.unfinished = str(reason)
@@ -421,7 +422,7 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         if group.messages is None or self._comparing is None:
             return None
         if event.signature.op == "send":
-            group.messages.sent(event)
+            self._comparing.post_message(group, event)
             return None
         awaited = group.messages.awaited(event)
         if awaited is not None and called_blocking():
@@ -492,7 +493,7 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
             group.seq += 1
         signature, digest = describe(call)
         event = Event(
-            group.name if not call.is_p2p else f"{group.name} (point-to-point)",
+            group.name if not call.is_p2p else f"{group.name}{MESSAGES}",
             group.seq,
             signature,
             name,
@@ -532,7 +533,7 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
             self._ring = Ring(RING_EVENTS)  # numbers begin anew
             self._left = None
             self._standing.past += self._session.tally()
-        session = Session(self._compares, self._testify, self._position, self._heard)
+        session = Session(self._compares, self._testify, self._position, self._heard, self._timeout_sec)
         self._session = session
         if self._record_dir is not None and self._writer is None:
             self._writer = RecordWriter(self._record_dir, session.rank, dist.get_world_size(), session.run)

@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any
 
 from ddpstats._base.rank_names import ranks_text
+from ddpstats._transport.store import GLANCE_SEC, StoreSilent, bounded
 from ddpstats.guard._diagnosis import LEFT, MISMATCH, MISSING, Finding, Testimony
 from ddpstats.guard._events import Event
 
@@ -40,7 +41,7 @@ class Messages:
     """This rank's sends and receives in one group. ``store``: for this group and guard alone."""
 
     def __init__(self, store: Any, rank: int) -> None:
-        self._store, self._rank = store, rank
+        self._store, self._rank = bounded(store), rank
         self._count: Counter[tuple[int, int, int | None]] = Counter()
         self._mine: deque[str] = deque(maxlen=_KEPT_NOTES)
         self._taken_from_any: set[int | None] = set()  # tags
@@ -65,11 +66,11 @@ class Messages:
             return None  # from now on nobody can count which message is which
         return Awaited(event, event.peer, self._key(event.peer, self._rank, event.tag))
 
-    def unread(self) -> bool:
-        """Whether the receiver of a message of this rank has not yet looked at its note."""
+    def unread(self) -> int:
+        """How many of this rank's last messages have a receiver that has not yet looked at their notes."""
         while self._mine and not self._store.check([self._mine[0]]):
             self._mine.popleft()
-        return bool(self._mine)
+        return sum(self._store.check([key]) for key in self._mine)
 
     def _key(self, source: int, to: int, tag: int | None) -> str:
         self._count[source, to, tag] += 1
@@ -78,7 +79,7 @@ class Messages:
     def compare(self, awaited: Awaited, watch: Callable[[], None]) -> Finding | None:
         """Wait for the sender's note; a finding if it is about something else. Raises what ``watch`` raises."""
         poll_sec = 2e-5
-        while not self._store.check([awaited.key]):
+        while not self._has_come(awaited.key):
             time.sleep(poll_sec)
             poll_sec = min(1.5 * poll_sec, _LONGEST_POLL_SEC)
             watch()
@@ -87,6 +88,13 @@ class Messages:
         if found is None:  # else the sender sees that it is still there, and waits to be told
             self._store.delete_key(awaited.key)
         return found
+
+    def _has_come(self, key: str) -> bool:
+        try:
+            with self._store.within(GLANCE_SEC):
+                return self._store.check([key])
+        except StoreSilent:  # how long it may be is for `watch` to say
+            return False
 
     def last_from(self, source: int) -> Event | None:
         """The last message that ``source`` sent to this rank, if it sent any."""

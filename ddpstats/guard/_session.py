@@ -19,7 +19,7 @@ import torch.distributed as dist
 from ddpstats._base.rank_names import ranks_text
 from ddpstats._observe.collectives import GroupView
 from ddpstats._transport.comm import refuse_fake, world_store
-from ddpstats._transport.store import STORE_ERRORS, BoundedStore, StoreGone
+from ddpstats._transport.store import LIMIT_SEC, STORE_ERRORS, BoundedStore, StoreGone
 from ddpstats.errors import ConfigError, RankMissing
 from ddpstats.guard._diagnosis import Finding, Testimony
 from ddpstats.guard._events import Event
@@ -27,7 +27,7 @@ from ddpstats.guard._exchange import Exchange
 from ddpstats.guard._failure_agreement import Inquiry, Testify
 from ddpstats.guard._p2p import Messages
 from ddpstats.guard._spoken import read
-from ddpstats.guard._summary import FROM_ANYBODY, RECORDED, UNSETTLED, WITHOUT_OTHERS, Tally
+from ddpstats.guard._summary import FROM_ANYBODY, NOT_RECEIVED, RECORDED, UNSETTLED, WITHOUT_OTHERS, Tally
 
 _KEPT_DESTROYED = 64
 _sessions = 0  # of this process, so far: ranks that do alike count alike
@@ -52,6 +52,7 @@ class Group:
         self.checks_settled = 0
         self.has_ended = False  # strict: its end was posted, as if it were a collective
         self.sent = self.received = self.received_well = 0  # messages
+        self.unread = 0  # of those sent: not compared by their receivers when the program ended
 
 
 class Session:
@@ -62,7 +63,12 @@ class Session:
     """
 
     def __init__(
-        self, compares: bool, testify: Testify, position: Callable[[], str], heard: Callable[[Finding], None]
+        self,
+        compares: bool,
+        testify: Testify,
+        position: Callable[[], str],
+        heard: Callable[[Finding], None],
+        timeout_sec: float,
     ) -> None:
         global _sessions
         if compares:
@@ -72,10 +78,12 @@ class Session:
         self._number, self._compares = _sessions, compares
         self._world = weakref.ref(dist.group.WORLD) if dist.group.WORLD is not None else lambda: None
         self.rank = dist.get_rank()
-        self._store = world_store(prefix, "guard")
+        limit_sec = min(LIMIT_SEC, timeout_sec)
+        self._store = world_store(prefix, "guard", limit_sec)
         token = secrets.token_hex(8)
         with _as_rank_missing(self._store):
-            self.run = world_store("ddpstats/run", "guard").compare_set("token", "", token).decode(errors="replace")
+            told = world_store("ddpstats/run", "guard", limit_sec).compare_set("token", "", token)
+            self.run = told.decode(errors="replace")
         self._groups: weakref.WeakKeyDictionary[GroupView, Group] = weakref.WeakKeyDictionary()
         self._lives: Counter[str] = Counter()  # a group may be destroyed, and another made under its name
         self._forgotten = Tally()
@@ -84,7 +92,7 @@ class Session:
         self.named: dict[str, Group] = {}
         self.inquiry: Inquiry | None = None
         if compares and dist.get_world_size() > 1:
-            stores = self._store, world_store(prefix, "watchdog")
+            stores = self._store, world_store(prefix, "watchdog", limit_sec)
             with _as_rank_missing(self._store):
                 self.inquiry = Inquiry(
                     stores, self.rank, dist.get_world_size(), testify, position, self._told_by, self.is_reachable, heard
@@ -158,9 +166,10 @@ class Session:
             why = WITHOUT_OTHERS if self._compares else RECORDED
             return Tally.of({why: group.seq + group.sent + group.received})
         agreed = min(group.agreed, group.seq)
-        compared = agreed + group.sent + group.received_well
+        compared = agreed + group.sent - group.unread + group.received_well
         agreeing = group.view.ranks if compared else ()
         left = Tally.of({self.unfinished or UNSETTLED: group.seq - agreed}, compared, agreeing)
+        left += Tally.of({NOT_RECEIVED: group.unread})
         return left + Tally.of({self.unfinished or FROM_ANYBODY: group.received - group.received_well})
 
     def leave(self, how: str, last: Event | None, testimonies: Callable[[str], Testimony]) -> None:

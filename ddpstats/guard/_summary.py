@@ -9,6 +9,7 @@ RECORDED = "mode 'record' compares nothing while it runs"
 WITHOUT_OTHERS = "of groups of one rank"
 UNSETTLED = "since the last comparison"
 TO_RUN = "Start it on ranks: `ddpstats run --nproc 2 SCRIPT`, or `torchrun --nproc-per-node 2 SCRIPT`"
+NOT_RECEIVED = "messages whose receiver had not compared them by the end"
 FROM_ANYBODY = "messages after one that was received from anybody"
 
 
@@ -37,8 +38,8 @@ class GuardCounters:
 
     Attributes:
         collectives: seen on this rank; messages count, too.
-        compared: those that all ranks of their group are known to have done alike. A message that was sent counts: its
-            receiver compares it.
+        compared: those that all ranks of their group are known to have done alike. A message that was sent
+            counts, for its receiver compares it, unless it has not by the end.
         not_compared: all others.
         steps: calls of `collective_guard.step`.
         mode: of the guard.

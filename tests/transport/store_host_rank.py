@@ -1,6 +1,8 @@
 """One rank of a job whose rank 0 serves the store and dies: what the others are told. Run by `test_store_host`.
 
 python -m tests.transport.store_host_rank RANK WORLD_SIZE PORT PHASE VICTIM
+
+Or as a function on ranks that are there already: `forked`.
 """
 
 from __future__ import annotations
@@ -10,16 +12,19 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 import ddpstats
+from ddpstats._reduction.gather import gather_trees
 from ddpstats.errors import DdpstatsError
 
 TIMEOUT_SEC = 6.0
@@ -58,8 +63,16 @@ def attempt(call: Callable[[], Any]) -> dict[str, Any]:
 
 def guarded(mode: Any) -> Callable[[], Any]:
     """A group whose collectives are watched from now on; the next one, and what the guard says of it on leaving."""
+    return guarded_call(mode, "all_reduce", TIMEOUT_SEC)
+
+
+def guarded_call(mode: Any, name: str, timeout_sec: float) -> Callable[[], Any]:
+    """One call under a guard that has seen the group before, and what the guard says of it on leaving.
+
+    ``name``: one of `GUARDED`.
+    """
     group = dist.new_group()
-    guard = ddpstats.collective_guard(mode, timeout_sec=TIMEOUT_SEC)
+    guard = ddpstats.collective_guard(mode, timeout_sec=timeout_sec)
     guard.__enter__()
     for watched in (group, None):
         dist.all_reduce(torch.ones(1), group=watched)
@@ -71,7 +84,7 @@ def guarded(mode: Any) -> Callable[[], Any]:
         try:
             with contextlib.ExitStack() as leaving:
                 leaving.push(guard)
-                dist.all_reduce(torch.ones(1), group=group)
+                GUARDED[name](group)
                 guard.step()
         except BaseException as error:
             found.append(error)
@@ -80,32 +93,135 @@ def guarded(mode: Any) -> Callable[[], Any]:
     return call
 
 
-def main(rank: int, world_size: int, port: int, phase: str, victim: int) -> None:
-    os.environ["DDPSTATS_TIMEOUT_SEC"] = str(TIMEOUT_SEC)
+def _exchange() -> None:
+    """Ranks 0 and 1 to each other, so that each waits for the other one."""
+    rank = dist.get_rank()
+    if rank < 2:
+        arrives = dist.irecv(torch.ones(1), 1 - rank)
+        dist.send(torch.ones(1), 1 - rank)
+        _received(arrives)
+    else:
+        dist.recv(torch.ones(1), 0)
+
+
+def _received(work: Any) -> None:
+    work.wait()
+
+
+def _pass_on() -> None:
+    """Rank 1 sends to rank 2: both live, and cannot compare what they do."""
+    if dist.get_rank() == 1:
+        dist.send(torch.ones(1), 2)
+    elif dist.get_rank() == 2:
+        dist.recv(torch.ones(1), 1)
+
+
+GUARDED: dict[str, Callable[[Any], Any]] = {
+    "all_reduce": lambda group: dist.all_reduce(torch.ones(1), group=group),
+    "barrier": lambda group: dist.barrier(),
+    "async": lambda group: dist.all_reduce(torch.ones(1), group=group, async_op=True).wait(),
+    "gather": lambda group: dist.all_gather_object([None] * dist.get_world_size(), "x"),
+    "send": lambda group: dist.send(torch.ones(1), 0),
+    "recv": lambda group: dist.recv(torch.ones(1), 0),
+    "recv from anybody": lambda group: dist.recv(torch.ones(1)),
+    "irecv": lambda group: _received(dist.irecv(torch.ones(1), 0)),
+    "exchange": lambda group: _exchange(),
+    "between survivors": lambda group: _pass_on(),
+    "step alone": lambda group: None,
+}
+
+
+def watchers() -> dict[str, Callable[[], Any]]:
+    """What judges a step, each on a group of its own."""
+    model = torch.nn.Linear(2, 1)
+    groups = {name: dist.new_group() for name in ("NaNCapture.check", "Sentinel.step", "gather_trees")}
+    capture = ddpstats.NaNCapture(tempfile.gettempdir(), model=model, group=groups["NaNCapture.check"])
+    return {
+        "NaNCapture.check": capture.check,
+        "Sentinel.step": ddpstats.Sentinel(model, mode=1, group=groups["Sentinel.step"]).step,
+        "gather_trees": lambda: gather_trees({"a": 1}, name="a test", group=groups["gather_trees"]),
+    }
+
+
+def bundle(where: str, directory: str) -> Callable[[], Any]:
+    """A step that is not finite; rank 0 dies while its bundle is written, at the function ``where`` of `_publish`."""
+    model = torch.nn.Linear(2, 1)
+    capture = ddpstats.NaNCapture(directory, model=model)
+
+    def call() -> None:
+        model.weight.grad, model.bias.grad = torch.full((1, 2), torch.nan), torch.zeros(1)
+        with pytest.MonkeyPatch.context() as patch:
+            if dist.get_rank() == 0:
+                patch.setattr(f"ddpstats.capture._publish.{where}", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+            capture.check()
+
+    return call
+
+
+def serve(rank: int, world_size: int, address: str, port: int) -> None:
+    """Rank 0 serves the store from now on."""
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo",
-        init_method=f"tcp://127.0.0.1:{port}",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=60),
+        "gloo", init_method=f"tcp://{address}:{port}", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
     )
+
+
+def end(phase: str) -> None:
+    """Of the victim."""
+    time.sleep(2.5 if phase == "during" else 0.5)  # for whoever still sets things up
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def survive(todo: dict[str, Callable[[], Any]], phase: str) -> dict[str, Any]:
+    """What the calls raise, twice, and what they leave behind."""
+    if phase != "during":
+        time.sleep(1.0)
+    told = {name: attempt(call) for name, call in todo.items()}
+    again = {name: attempt(call) for name, call in todo.items()}
+    deadline = time.monotonic() + 5.0
+    while time.monotonic() < deadline and threads_of_store():  # which end a moment after their last request
+        time.sleep(0.05)
+    return {"told": told, "again": again, "left": threads_of_store()}
+
+
+def threads_of_store() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == "ddpstats-store"]
+
+
+def main(rank: int, world_size: int, port: int, phase: str, victim: int) -> None:
+    os.environ["DDPSTATS_TIMEOUT_SEC"] = str(TIMEOUT_SEC)
+    serve(rank, world_size, "127.0.0.1", port)
     todo = {phase: guarded(phase)} if phase in ("strict", "step") else calls()
     if phase not in ("before", "strict", "step"):
         for call in todo.values():
             call()
     dist.barrier()
     if rank == victim:
-        time.sleep(0.5)  # for whoever still sets things up
-        if phase == "during":
-            time.sleep(2.0)
-        os.kill(os.getpid(), signal.SIGKILL)
-    if phase != "during":
-        time.sleep(1.0)
-    told = {name: attempt(call) for name, call in todo.items()}
-    again = {name: attempt(call) for name, call in todo.items()}
-    left = [thread.name for thread in threading.enumerate() if thread.name == "ddpstats-store"]
-    print(json.dumps({"told": told, "again": again, "left": left}), flush=True)
+        end(phase)
+    print(json.dumps(survive(todo, phase)), flush=True)
+
+
+def forked(port: int, phase: str, name: str, directory: str) -> dict[str, Any]:
+    """On a rank of `run_ranks`, which joins another default group first. ``name``: of the one call, or "" for all."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    dist.barrier()  # none leaves while another one still connects
+    dist.destroy_process_group()
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # else rank 0 is a client as well
+    os.environ["DDPSTATS_TIMEOUT_SEC"] = str(TIMEOUT_SEC)
+    serve(rank, world_size, "127.0.0.1", port)
+    if phase == "bundle":
+        todo = {name: bundle(name, directory)}
+    elif phase in ("strict", "step"):
+        todo = {name: guarded_call(phase, name, TIMEOUT_SEC)}
+    else:
+        todo = {key: call for key, call in watchers().items() if name in ("", key)}
+    if phase in ("between", "during"):
+        for call in todo.values():
+            call()
+    dist.barrier()
+    if rank == 0 and phase != "bundle":
+        end(phase)
+    return survive(todo, phase)
 
 
 if __name__ == "__main__":

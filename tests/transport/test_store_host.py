@@ -12,11 +12,13 @@ import socket
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.transport.store_host_rank import TIMEOUT_SEC
+from ddpstats.testing import run_ranks
+from tests.transport.store_host_rank import GUARDED, TIMEOUT_SEC, forked
 
 LIMIT_SEC = 150.0
 SLACK_SEC = 5.0
@@ -89,3 +91,48 @@ def test_another_rank_dies_before_it_used_anything(phase: str) -> None:
 @pytest.mark.parametrize("mode", ["strict", "step"])
 def test_the_host_of_the_store_dies_under_a_guard(mode: str) -> None:
     check(told_by_survivors(mode, 0), 0, TIMEOUT_SEC + SLACK_SEC)
+
+
+# -- on ranks that are forked: a start costs little -------------------------------------------------------------------
+
+
+def told_by_forked(phase: str, name: str, directory: str = "") -> list[dict[str, Any]]:
+    """What ranks 1 and 2 of three say."""
+    outcomes = run_ranks(forked, 3, free_port(), phase, name, directory, timeout_sec=60.0)
+    assert outcomes[0].exit_code == -9
+    assert [outcome.error for outcome in outcomes[1:]] == [None, None], outcomes
+    return [outcome.value for outcome in outcomes[1:]]
+
+
+@pytest.mark.parametrize("phase", ["before", "between"])
+def test_the_host_of_the_store_dies_and_a_step_is_judged(phase: str) -> None:
+    check(told_by_forked(phase, ""), 0, TIMEOUT_SEC + SLACK_SEC)
+
+
+@pytest.mark.parametrize("name", ["NaNCapture.check", "Sentinel.step", "gather_trees"])
+def test_the_host_of_the_store_dies_while_a_step_is_judged(name: str) -> None:
+    check(told_by_forked("during", name), 0, TIMEOUT_SEC + SLACK_SEC)
+
+
+@pytest.mark.parametrize("where", ["new_directory", "write_part", "write_manifest"])
+def test_the_host_of_the_store_dies_while_a_bundle_is_written(where: str, tmp_path: Path) -> None:
+    check(told_by_forked("bundle", where, str(tmp_path)), 0, TIMEOUT_SEC + SLACK_SEC)
+    manifests = [json.loads(path.read_text()) for path in tmp_path.glob("*/manifest.json")]
+    assert not any(manifest["complete"] for manifest in manifests)
+
+
+@pytest.mark.parametrize("mode", ["strict", "step"])
+@pytest.mark.parametrize("name", sorted(GUARDED))
+def test_the_host_of_the_store_dies_and_a_guarded_call_is_made(name: str, mode: str) -> None:
+    """Messages are compared by the two that they concern, so texts differ; all name the rank."""
+    survivors = told_by_forked(mode, name)
+    for one in survivors:
+        for told in (one["told"][name], one["again"][name]):
+            assert told["raised"] == "RankMissing", told
+            if name != "recv from anybody":  # any other rank might still send
+                assert told["missing"] == [0], told
+                assert "rank 0: the process is gone" in told["text"], told
+            assert told["after_sec"] < TIMEOUT_SEC + SLACK_SEC, told
+        assert one["left"] == []
+    if name not in ("send", "recv", "recv from anybody", "irecv", "exchange", "between survivors"):
+        assert survivors[0]["told"][name]["text"] == survivors[1]["told"][name]["text"]

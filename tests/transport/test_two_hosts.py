@@ -102,3 +102,28 @@ def test_the_link_goes_down_before_the_first_use(hosts: tuple[str, str, str, str
     assert near["missing"] == [1]
     assert far["missing"] == [0]
     assert "rank 0: serves the store, which does not answer" in far["text"]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "NaNCapture.check",
+        *(
+            f"{mode} {name}"
+            for mode in ("strict", "step")
+            for name in ("all_reduce", "barrier", "step alone", "exchange")
+        ),
+    ],
+)
+def test_the_link_goes_down_before_a_call_that_watches(
+    hosts: tuple[str, str, str, str], call: str, tmp_path: Path
+) -> None:
+    said = told_by_both(hosts, call, 2, tmp_path)
+    for told, again in said:
+        assert told["raised"] == again["raised"] == "RankMissing", told
+        assert told["after_sec"] < TIMEOUT_SEC + SLACK_SEC, told
+        assert again["text"] == told["text"]
+    (near, _), (far, _) = said
+    assert near["missing"] == [1]
+    assert far["missing"] == [0]
+    assert "this host is cut off: the store does not answer; rank 0 of other hosts" in far["text"]

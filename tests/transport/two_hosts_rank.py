@@ -6,18 +6,32 @@ python -m tests.transport.two_hosts_rank RANK WORLD_SIZE ADDRESS PORT PHASE DIRE
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import ddpstats
-from tests.transport.store_host_rank import attempt
+from tests.transport.store_host_rank import attempt, guarded_call
 
 TIMEOUT_SEC = 8.0
+
+
+def call_of(phase: str, directory: Path) -> Callable[[], Any]:
+    """What is called before and after the link goes down."""
+    mode, _, name = phase.partition(" ")
+    if mode in ("strict", "step"):
+        return guarded_call(mode, name, TIMEOUT_SEC)
+    if phase == "NaNCapture.check":
+        return ddpstats.NaNCapture(directory, model=torch.nn.Linear(2, 1)).check
+    reducer = ddpstats.StatsReducer()
+    return lambda: reducer({"a": 1.0})
 
 
 def main(rank: int, world_size: int, address: str, port: str, phase: str, directory: Path) -> None:
@@ -29,17 +43,19 @@ def main(rank: int, world_size: int, address: str, port: str, phase: str, direct
         world_size=world_size,
         timeout=timedelta(seconds=120),
     )
-    reducer = ddpstats.StatsReducer(timeout_sec=TIMEOUT_SEC)
-    if phase != "before":
-        reducer({"a": 1.0})
+    os.environ["DDPSTATS_TIMEOUT_SEC"] = str(TIMEOUT_SEC)
+    call = call_of(phase, directory)
+    if phase in ("between", "during", "NaNCapture.check"):
+        call()
+    if phase.startswith(("strict", "step")):
+        time.sleep(2.0)  # a guard learns beside the program where the ranks are
     (directory / f"ready{rank}").touch()
     if phase != "during":
         while not (directory / "down").exists():
             time.sleep(0.05)
     elif rank == 0:
         time.sleep(3600)  # stays away, and is killed in the end
-    told = attempt(lambda: reducer({"a": 1.0}))
-    print(json.dumps([told, attempt(lambda: reducer({"a": 1.0}))]), flush=True)
+    print(json.dumps([attempt(call), attempt(call)]), flush=True)
 
 
 if __name__ == "__main__":
