@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 import ddpstats
-from ddpstats._reduction.gather import gather_trees
+from ddpstats._agreement.gather import gather_trees
 from ddpstats.errors import DdpstatsError
 
 TIMEOUT_SEC = 6.0
