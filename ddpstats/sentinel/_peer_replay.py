@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpstats._base.rank_names import holders_lines
+from ddpstats._base.wording import listed
 from ddpstats.errors import ConfigError
 from ddpstats.sentinel._digest import digests
 from ddpstats.sentinel._gathered import Gathered
@@ -243,8 +244,7 @@ def _travelling(told: Sequence[Tensor | None]) -> list[int] | None:
 
 
 def _names_text(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
-    return f"Gradients that differ: {', '.join(names[:_SHOWN_NAMES])}{more}."
+    return f"Gradients that differ: {listed(names, _SHOWN_NAMES)}."
 
 
 def _chosen(

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from ddpstats._base.rank_names import ranks_text
+from ddpstats._base.wording import count_of
 from ddpstats.dump.compare._between_ranks import BetweenRanks, Divergence
 from ddpstats.dump.compare._rows import Mode
 from ddpstats.dump.format._entries import STATISTICS, Leaf
 from ddpstats.dump.format._files import rank_of, ranks_without_dump
-from ddpstats.dump.format._plural import count_of
 from ddpstats.dump.format._safe import harmless, printable, strict
 
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddpstats._base.rank_names import ranks_text
+from ddpstats._base.wording import count_of
 from ddpstats.dump.compare._columns import as_dict
 from ddpstats.dump.compare._rows import Mode, Row
 from ddpstats.dump.compare._two_dumps import Found
 from ddpstats.dump.format._entries import STATISTICS, Leaf
 from ddpstats.dump.format._files import RankDump
-from ddpstats.dump.format._plural import count_of
 from ddpstats.dump.format._safe import printable, strict
 
 _SHOWN_ROWS = 20

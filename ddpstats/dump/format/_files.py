@@ -18,6 +18,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from ddpstats._base.wording import listed
 from ddpstats.dump.format import _contents
 from ddpstats.dump.format._contents import damaged
 from ddpstats.dump.format._entries import Entry
@@ -141,9 +142,9 @@ def find_ranks(path: str | Path) -> list[RankDump]:
         return [open_rank(path)]
     steps = steps_in(path)
     if len(steps) > 1:
-        listed = ", ".join(f"step{step}" for step in list(steps)[:_SHOWN]) + (", ..." if len(steps) > _SHOWN else "")
+        names = listed((f"step{step}" for step in steps), _SHOWN, ", ...")
         raise DumpError(
-            f"{path} has {len(steps)} steps: {listed}. Give the directory of one; compare takes --step N too.",
+            f"{path} has {len(steps)} steps: {names}. Give the directory of one; compare takes --step N too.",
             path=str(path),
         )
     ranks = _ranks_in(next(iter(steps.values())) if steps else path)
@@ -211,10 +212,10 @@ def _ranks_in(step: Path) -> list[Path]:
 def _what_is_there(path: Path) -> str:
     if not path.exists():
         return "there is no such file or directory. Give the dump_path of the run, or its step or rank directory."
-    listed = ", ".join(sorted(child.name for child in path.iterdir())[:_SHOWN]) if path.is_dir() else ""
+    names = listed(sorted(child.name for child in path.iterdir()), _SHOWN, "") if path.is_dir() else ""
     return (
         f"no dump here: a rank's directory holds {DUMP} or {LINES}, a step's directory rank directories "
-        f"({'it has ' + listed if listed else 'it is empty'}). Give the dump_path of the run, or dump a step: "
+        f"({'it has ' + names if names else 'it is empty'}). Give the dump_path of the run, or dump a step: "
         "ddpstats.StatsDump(config, model=model)."
     )
 

@@ -12,10 +12,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ddpstats._base.rank_names import ranks_text
+from ddpstats._base.wording import count_of, dtype_name
 from ddpstats.dump.format._entries import Leaf
 from ddpstats.dump.format._files import RankDump, find_ranks
 from ddpstats.dump.format._names import parse_name
-from ddpstats.dump.format._plural import count_of
 from ddpstats.dump.format._progress import ProgressBar
 from ddpstats.dump.format._safe import printable, sayable_errors, strict
 from ddpstats.dump.origin._candidates import RankScan, is_bad
@@ -150,14 +150,13 @@ def _tensors(origin: Origin) -> Iterator[str]:
 
 
 def _tensor(path: str, leaf: Leaf) -> str:
-    dtype = leaf.dtype.removeprefix("torch.")
     numbers = zip(("Max", "Min", "Mean", "Norm"), (leaf.max, leaf.min, leaf.mean, leaf.norm), strict=True)
     words = [f"{name} {_number(value)}" for name, value in numbers if value is not None]
     if is_bad(leaf):
         words += [f"{leaf.nan_count:,} NaN"] if leaf.nan_count else []
         words += [f"{leaf.inf_count:,} infinite"] if leaf.inf_count else []
         words += [f"first at {list(leaf.first_bad)}"] if leaf.first_bad is not None else []
-    return f"    {path}  {dtype}{list(leaf.shape)}  " + ", ".join(words)
+    return f"    {path}  {dtype_name(leaf.dtype)}{list(leaf.shape)}  " + ", ".join(words)
 
 
 def _growth(grower: Grower) -> Iterator[str]:
