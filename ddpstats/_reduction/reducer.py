@@ -19,6 +19,7 @@ from typing import Any, Literal, get_args
 import torch.distributed as dist
 
 from ddpstats._base import config
+from ddpstats._base.arguments import check_choice
 from ddpstats._base.compiled import breaks_graph
 from ddpstats._reduction.channel import Channel, channel_of
 from ddpstats._reduction.protocol import Call, Counters, Protocol
@@ -113,8 +114,7 @@ class StatsReducer:
         nonfinite: NonFinitePolicy = "propagate",
         timeout_sec: float | None = None,
     ) -> None:
-        if nonfinite not in get_args(NonFinitePolicy):
-            raise ConfigError(f"nonfinite={nonfinite!r} is not a policy; legal values: {get_args(NonFinitePolicy)}")
+        check_choice("nonfinite", nonfinite, get_args(NonFinitePolicy))
         if name is not None and not isinstance(name, str):
             raise ConfigError(f"name={name!r} must be a str or None")
         self._find_group = _reference(group)

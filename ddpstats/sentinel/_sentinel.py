@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ddpstats._base.arguments import check_count, refuse_differences
 from ddpstats._base.compiled import breaks_graph, refuse_without_values
 from ddpstats._reduction.channel import channel_of
 from ddpstats._reduction.gather import gather_trees
@@ -21,7 +22,7 @@ from ddpstats.errors import ConfigError, SentinelAlarm
 from ddpstats.sentinel._checkpoints import Selector
 from ddpstats.sentinel._judge import Judge
 from ddpstats.sentinel._layers import Layers
-from ddpstats.sentinel._options import check_count, checked_options, refuse_differences
+from ddpstats.sentinel._options import checked_options
 from ddpstats.sentinel._rerun import ReplayFn
 from ddpstats.sentinel._verdict import Verdict
 
@@ -223,7 +224,9 @@ class Sentinel:
         names = self._layers.thresholds.checkpoints.names if self._layers else []
         mine = {"options": self._options.to_tree(names), "where": self._place}
         told = self._gathered(lambda: mine, "settings")
-        refuse_differences({rank: tree["options"] for rank, tree in told.items()})
+        options = {rank: tree["options"] for rank, tree in told.items()}
+        advice = "Every rank must make it alike, and have the same environment variables."
+        refuse_differences(options, "Sentinel", advice)
         self._agreed = True
         if self._layers is not None:
             where = {rank: tree["where"] for rank, tree in told.items()}
