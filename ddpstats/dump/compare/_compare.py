@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
+from ddpstats._base.progress import ProgressBar
 from ddpstats._base.rank_names import ranks_text
 from ddpstats.dump.compare import _between_ranks, _between_report, _comparison, _html
 from ddpstats.dump.compare._columns import Table, table_path
@@ -32,7 +33,6 @@ from ddpstats.dump.compare._rows import MODES, Mode
 from ddpstats.dump.compare._rules import TOLERANCE
 from ddpstats.dump.compare._two_dumps import Found, compare_dumps
 from ddpstats.dump.format._files import RankDump, find_ranks, rank_of, ranks_without_dump, steps_in
-from ddpstats.dump.format._progress import ProgressBar
 from ddpstats.dump.format._safe import sayable_errors
 from ddpstats.errors import DumpError
 

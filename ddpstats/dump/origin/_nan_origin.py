@@ -11,12 +11,12 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from ddpstats._base.progress import ProgressBar
 from ddpstats._base.rank_names import ranks_text
 from ddpstats._base.wording import count_of, dtype_name
 from ddpstats.dump.format._entries import Leaf
 from ddpstats.dump.format._files import RankDump, find_ranks
 from ddpstats.dump.format._names import parse_name
-from ddpstats.dump.format._progress import ProgressBar
 from ddpstats.dump.format._safe import printable, sayable_errors, strict
 from ddpstats.dump.origin._candidates import RankScan, is_bad
 from ddpstats.dump.origin._coverage import coverage_of, left_out_words
