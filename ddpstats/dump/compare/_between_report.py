@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from ddpstats._base.rank_names import ranks_text
+from ddpstats._base.report import harmless, printable
 from ddpstats._base.wording import count_of
 from ddpstats.dump.compare._between_ranks import BetweenRanks, Divergence
 from ddpstats.dump.compare._rows import Mode
 from ddpstats.dump.format._entries import STATISTICS, Leaf
 from ddpstats.dump.format._files import rank_of, ranks_without_dump
-from ddpstats.dump.format._safe import harmless, printable, strict
 
 
 def as_text(found: BetweenRanks) -> str:
@@ -118,7 +118,7 @@ def as_json(found: BetweenRanks) -> dict[str, Any]:
         }
         for one in found.divergences
     ]
-    data = {
+    return {
         "verdict": "nothing to compare" if found.nothing else "different" if found.differs else "nothing different",
         "everything": found.everything,
         "mode": found.mode,
@@ -137,7 +137,6 @@ def as_json(found: BetweenRanks) -> dict[str, Any]:
         "divergences": divergences,
         "notes": _notes(found),
     }
-    return dict(strict(data))
 
 
 def table(found: BetweenRanks) -> Iterator[list[Any]]:

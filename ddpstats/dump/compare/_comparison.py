@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ddpstats._base.rank_names import ranks_text
+from ddpstats._base.report import Section, printable
 from ddpstats._base.wording import count_of
-from ddpstats.dump.compare._columns import as_dict
+from ddpstats.dump.compare._columns import as_dict, cells, columns
 from ddpstats.dump.compare._rows import Mode, Row
 from ddpstats.dump.compare._two_dumps import Found
 from ddpstats.dump.format._entries import STATISTICS, Leaf
 from ddpstats.dump.format._files import RankDump
-from ddpstats.dump.format._safe import printable, strict
 
 _SHOWN_ROWS = 20
 _SHOWN_COLORED = 5
@@ -67,7 +67,7 @@ class Comparison:
 
 
 def as_json(comparison: Comparison) -> dict[str, Any]:
-    data = {
+    return {
         "verdict": comparison.verdict,
         "mode": comparison.mode,
         "tolerance": comparison.tolerance,
@@ -77,7 +77,6 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
         "ranks_without_dump": comparison.without_dump,
         "ranks": [_rank_json(rank, comparison.mode) for rank in comparison.ranks],
     }
-    return dict(strict(data))
 
 
 def _rank_json(compared: RankComparison, mode: Mode) -> dict[str, Any]:
@@ -258,3 +257,26 @@ def _next(comparison: Comparison) -> Sequence[str]:
         "task tensor, its name in the list, to see which elements differ, and where in memory; --csv or --html FILE",
         "have all rows.",
     ]
+
+
+def page_sections(comparison: Comparison) -> Iterator[Section]:
+    """One per rank: the rows that differ, in execution order."""
+    for compared in comparison.ranks:
+        found = compared.found
+        heading, remarks = "one process" if compared.a.rank is None else f"rank {compared.a.rank}", []
+        if found.highlighted > len(found.rows):
+            remarks.append(
+                f"{len(found.rows):,} of {found.highlighted:,} rows that differ or stand out: the first that fail, and "
+                "the first others; --csv has all."
+            )
+        if not found.rows:
+            yield Section((), (), heading, [*remarks, "No row differs."])
+            continue
+        header = [*columns(comparison.mode), "Highlighted because"]
+        yield Section(header, _page_rows(compared, comparison.mode), heading, remarks)
+
+
+def _page_rows(compared: RankComparison, mode: Mode) -> Iterator[tuple[list[Any], str, str]]:
+    for row in compared.found.rows:
+        dump = compared.b if row.only == "B" else compared.a
+        yield [*cells(row, mode, dump.stack_of(row.entry)), row.reason], row.color or "", row.reason

@@ -11,6 +11,7 @@ dump.json is read: it takes its place before the other one is removed.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from ddpstats._base.report import printable
 from ddpstats._base.wording import listed
 from ddpstats.dump.format import _contents
 from ddpstats.dump.format._contents import damaged
@@ -223,3 +225,17 @@ def _what_is_there(path: Path) -> str:
 def _word(header: dict[str, Any], key: str) -> str:
     value = header.get(key)
     return value if isinstance(value, str) else ""
+
+
+@contextlib.contextmanager
+def sayable_errors() -> Iterator[None]:
+    """For the whole of a verb that reads dumps: what cannot be read is a `DumpError` that a terminal can show."""
+    try:
+        yield
+    except DumpError as error:  # it may quote names from a dump
+        raise DumpError(printable([str(error)]), path=error.path) from None
+    except BrokenPipeError:  # the reader of our output has gone, which is no fault of the dump
+        raise
+    except OSError as error:
+        where = "" if error.filename is None else f"{error.filename}: "
+        raise DumpError(f"{where}{error.strerror or error}. Check the path and its permissions.") from None

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ddpstats.dump.format._safe import harmless, printable
+from ddpstats._base.report import harmless, printable
 
 
 def test_control_characters_are_written_out() -> None:
