@@ -19,7 +19,7 @@ from ddpstats._base.wording import dtype_name
 from ddpstats.sentinel._digest import digests, flattened
 from ddpstats.sentinel._divergence import KINDS, Element, Found, Kind
 from ddpstats.sentinel._entries import Entry, tensors_of
-from ddpstats.sentinel._gathered import Gathered
+from ddpstats.sentinel._verdict import Gathered
 
 _BLOCK_ELEMENTS = 256
 _BLOCKS = 1024

@@ -30,12 +30,11 @@ from ddpstats._base.rank_names import holders_lines
 from ddpstats._base.wording import listed
 from ddpstats.errors import ConfigError
 from ddpstats.sentinel._digest import digests
-from ddpstats.sentinel._gathered import Gathered
 from ddpstats.sentinel._gradient_digests import Witness
 from ddpstats.sentinel._local_gradients import Original
 from ddpstats.sentinel._noise import measured
 from ddpstats.sentinel._rerun import Reruns, attempt, size_bytes
-from ddpstats.sentinel._verdict import Finding
+from ddpstats.sentinel._verdict import Finding, Gathered
 from ddpstats.sentinel._vote import Run, judge
 
 MOST_BYTES = 64 << 20  # of all batches that are handed out at a time: every rank receives them

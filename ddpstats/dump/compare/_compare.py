@@ -25,8 +25,7 @@ from ddpstats.dump.compare import _between_ranks, _between_report, _comparison
 from ddpstats.dump.compare._columns import Table, table_path
 from ddpstats.dump.compare._comparer import CompareTensors, EntryComparer
 from ddpstats.dump.compare._comparison import Comparison, RankComparison
-from ddpstats.dump.compare._modes import mode_of
-from ddpstats.dump.compare._options import check_options
+from ddpstats.dump.compare._options import check_options, mode_of
 from ddpstats.dump.compare._rows import MODES, Mode
 from ddpstats.dump.compare._rules import TOLERANCE
 from ddpstats.dump.compare._two_dumps import Found, compare_dumps

@@ -13,12 +13,11 @@ from ddpstats.dump.compare._columns import as_dict, cells, columns
 from ddpstats.dump.compare._rows import Mode, Row
 from ddpstats.dump.compare._two_dumps import Found
 from ddpstats.dump.format._entries import STATISTICS, Leaf
-from ddpstats.dump.format._files import RankDump
+from ddpstats.dump.format._files import RankDump, notes_of
 
 _SHOWN_ROWS = 20
 _SHOWN_COLORED = 5
 _JSON_ROWS = 1000
-_STACK_LINES = 3
 _SHOWN_RANKS = 10
 _ENDED_EARLY = "it ended before its first entry, or was not copied"
 
@@ -88,7 +87,7 @@ def _rank_json(compared: RankComparison, mode: Mode) -> dict[str, Any]:
         "a": str(compared.a.path),
         "b": str(compared.b.path),
         "incomplete": [side for side, dump in (("A", compared.a), ("B", compared.b)) if not dump.complete],
-        "notes": [f"{dump.path}: {note}" for dump in (compared.a, compared.b) for note in dump.notes],
+        "notes": notes_of((compared.a, compared.b)),
         "paired": found.paired,
         "only_a": found.only_a,
         "only_b": found.only_b,
@@ -126,7 +125,7 @@ def as_text(comparison: Comparison) -> str:
     if comparison.differs or any(rank.found.unequal for rank in comparison.ranks):
         lines += ["", *_next(comparison)]
     for compared in comparison.ranks:
-        lines += [f"note: {dump.path}: {note}" for dump in (compared.a, compared.b) for note in dump.notes]
+        lines += [f"note: {note}" for note in notes_of((compared.a, compared.b))]
     return printable(lines)
 
 
@@ -214,12 +213,7 @@ def _first(compared: RankComparison, row: Row, mode: Mode) -> list[str]:
     lines = [f"    {row.entry}  {row.path}{kind}"]
     if row.message:
         lines.append(f"      {row.message}")
-    lines += _values(row, mode)
-    parent = dump.parent_of(row.entry)
-    if parent:
-        lines.append(f"      inside {parent if isinstance(parent, str) else ', '.join(parent)}")
-    lines += [f"      {' '.join(line.split())}" for line in dump.stack_of(row.entry)[:_STACK_LINES]]
-    return lines
+    return [*lines, *_values(row, mode), *(f"      {line}" for line in dump.place_of(row.entry))]
 
 
 def _values(row: Row, mode: Mode) -> list[str]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -105,6 +105,12 @@ class RankDump:
         """The module's pass that a call was made in; None at the root, and where the dump does not say."""
         self._read_once(CONSTRUCT, lambda: self._parents.update(_contents.read_parents(self.path)))
         return self._parents.get(name)
+
+    def place_of(self, name: str) -> list[str]:
+        """In words: the module's pass that a call was made in, and the first three lines of its stack."""
+        parent = self.parent_of(name)
+        inside = [f"inside {parent if isinstance(parent, str) else ', '.join(parent)}"] if parent else []
+        return [*inside, *(" ".join(line.split()) for line in self.stack_of(name)[:3])]
 
     def _read_once(self, what: str, read: Callable[[], None]) -> None:
         """Damage beside sound entries costs what it hit, and a note, not the verdict on the entries."""
@@ -225,6 +231,11 @@ def _what_is_there(path: Path) -> str:
 def _word(header: dict[str, Any], key: str) -> str:
     value = header.get(key)
     return value if isinstance(value, str) else ""
+
+
+def notes_of(dumps: Iterable[RankDump]) -> list[str]:
+    """What could not be read of them, with their names."""
+    return [f"{dump.path}: {note}" for dump in dumps for note in dump.notes]
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from ddpstats._base.rank_names import ranks_text
 from ddpstats._base.report import VerbReport, printable
 from ddpstats._base.wording import count_of, dtype_name
 from ddpstats.dump.format._entries import Leaf
-from ddpstats.dump.format._files import RankDump, find_ranks, sayable_errors
+from ddpstats.dump.format._files import RankDump, find_ranks, notes_of, sayable_errors
 from ddpstats.dump.format._names import parse_name
 from ddpstats.dump.origin._candidates import RankScan, is_bad
 from ddpstats.dump.origin._coverage import coverage_of, left_out_words
@@ -78,7 +78,7 @@ def as_text(scans: Sequence[RankScan], findings: Findings, memory: Sequence[Over
         lines += _nothing(scans, findings, is_all=not any(memory))
     lines += _capped([also_words(_rank(by_rank[rank].dump.rank), one) for rank, one in findings.also])
     lines += _memory_notes(scans, memory)
-    lines += [f"note: {scan.dump.path}: {note}" for scan in scans for note in scan.dump.notes]
+    lines += [f"note: {note}" for note in notes_of(scan.dump for scan in scans)]
     return printable(lines)
 
 
@@ -234,7 +234,7 @@ def as_json(scans: Sequence[RankScan], findings: Findings, memory: Sequence[Over
         ],
         **_anomalies(by_rank, findings),
     }
-    data["notes"] = [f"{scan.dump.path}: {note}" for scan in scans for note in scan.dump.notes]  # of all read above
+    data["notes"] = notes_of(scan.dump for scan in scans)  # of all read above
     return data
 
 
