@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import importlib
 import os as _os
-from typing import TYPE_CHECKING, Any as _Any
+from typing import TYPE_CHECKING
+
+from ddpstats._base.lazy import lazy_names as _lazy_names
 
 if TYPE_CHECKING:
     from ddpstats._agreement.decide import all_ranks as all_ranks, any_rank as any_rank
@@ -80,22 +82,7 @@ _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 _SUBMODULES = frozenset({"capture", "dump", "errors", "guard", "integrations", "recursive_op", "sentinel", "testing"})
 
 __all__ = sorted(_HOME_OF)
-
+__getattr__, __dir__ = _lazy_names(__name__, _HOME_OF, _SUBMODULES)
 
 if _os.environ.get("DDPSTATS_GUARD"):
     importlib.import_module("ddpstats.guard._autostart").start()
-
-
-def __getattr__(name: str) -> _Any:
-    if name in _SUBMODULES:
-        return importlib.import_module(f"ddpstats.{name}")
-    home = _HOME_OF.get(name)
-    if home is None:
-        raise AttributeError(f"module 'ddpstats' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"ddpstats.{home}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})

@@ -21,6 +21,7 @@ PURE = [
     "_reduction.wire",
     "_reduction.schema",
     "_base.rank_names",
+    "_base.report",
     "_reduction.markers",
     "_base.config",
     "_base.paths",
@@ -45,7 +46,6 @@ PURE = [
     "dump.collect._stacks",
     "dump.compare._comparison",
     "dump.compare._between_report",
-    "dump.compare._html",
     "dump.origin._nan_origin",
 ]
 

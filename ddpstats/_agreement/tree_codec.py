@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from ddpstats._base.paths import Index, Path, Step, format_path
+from ddpstats._base.wording import dtype_name
 from ddpstats.errors import ProtocolMismatch
 
 _LENGTH = struct.Struct("<Q")
@@ -26,7 +27,7 @@ _ALIGN = 16
 _MAX_DEPTH = 200
 _PADDING = torch.zeros(_ALIGN, dtype=torch.uint8, device="cpu")
 _DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
+    dtype_name(dtype): dtype
     for dtype in (
         *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
         *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),

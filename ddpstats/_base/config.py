@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Literal, cast, get_args
 
+from ddpstats._base.arguments import check_choice
 from ddpstats.errors import ConfigError
 
 DISABLE = "DDPSTATS_DISABLE"
@@ -38,8 +39,7 @@ def disabled() -> bool:
 def guard_mode() -> GuardMode:
     """DDPSTATS_GUARD: the mode of a guard that begins when ddpstats is imported; "off" where it is not set."""
     text = os.environ.get(GUARD, "").strip() or "off"
-    if text not in get_args(GuardMode):
-        raise ConfigError(f"{GUARD}={text!r} is not understood; legal values: {', '.join(get_args(GuardMode))}")
+    check_choice(GUARD, text, get_args(GuardMode))
     return cast(GuardMode, text)
 
 

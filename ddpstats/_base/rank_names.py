@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
+from ddpstats._base.wording import listed
+
 _SHOWN_RANKS = 8
 
 
@@ -31,9 +33,7 @@ def members(global_ranks: Iterable[int]) -> tuple[int, ...]:
 
 def ranks_text(ranks: Collection[int]) -> str:
     """ "rank 3" or "ranks 0, 1, 2": at most eight are named."""
-    shown = ", ".join(map(str, sorted(ranks)[:_SHOWN_RANKS]))
-    more = f" and {len(ranks) - _SHOWN_RANKS} more" if len(ranks) > _SHOWN_RANKS else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed(sorted(ranks), _SHOWN_RANKS)}"
 
 
 def holders_lines(by_rank: Mapping[int, str]) -> list[str]:

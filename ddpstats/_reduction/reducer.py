@@ -21,6 +21,7 @@ import torch.distributed as dist
 from ddpstats._agreement.agreement import Agreement, Call, Counters
 from ddpstats._agreement.channel import Channel, channel_of
 from ddpstats._base import config
+from ddpstats._base.arguments import check_choice
 from ddpstats._base.compiled import breaks_graph
 from ddpstats._reduction.reduction import Reduction
 from ddpstats._reduction.result import Entry, Reduced
@@ -111,8 +112,7 @@ class StatsReducer:
         nonfinite: NonFinitePolicy = "propagate",
         timeout_sec: float | None = None,
     ) -> None:
-        if nonfinite not in get_args(NonFinitePolicy):
-            raise ConfigError(f"nonfinite={nonfinite!r} is not a policy; legal values: {get_args(NonFinitePolicy)}")
+        check_choice("nonfinite", nonfinite, get_args(NonFinitePolicy))
         if name is not None and not isinstance(name, str):
             raise ConfigError(f"name={name!r} must be a str or None")
         self._find_group = _reference(group)

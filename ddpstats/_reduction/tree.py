@@ -22,6 +22,7 @@ import torch
 from ddpstats._agreement.status import Failure
 from ddpstats._base.bounded_cache import BoundedCache
 from ddpstats._base.paths import Index, Path, Step, format_path
+from ddpstats._base.wording import dtype_name
 from ddpstats._reduction.markers import All, Any as AnyFlag, Marker, Max, Mean, Min, Sum
 from ddpstats._reduction.schema import (
     DATACLASS,
@@ -206,7 +207,7 @@ def _dtypes_key(leaves: list[Any]) -> Hashable:
 def _dtype_of(value: Any) -> str:
     """The leaf's floating dtype; "default" for Python numbers, integers and bools, which take torch's default dtype."""
     dtype = getattr(value.value if isinstance(value, Marker) else value, "dtype", None)
-    name = str(dtype).removeprefix("torch.")
+    name = dtype_name(dtype)
     if name in FLOATS:
         return name
     return "float32" if isinstance(dtype, torch.dtype) and dtype.is_floating_point else "default"

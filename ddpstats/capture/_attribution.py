@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from ddpstats._agreement.gather import gather_trees
 from ddpstats._base import config
+from ddpstats._base.wording import listed
 from ddpstats._observe.gradients import NO_GRADIENT
 from ddpstats._rerun.no_collectives import no_collectives
 from ddpstats._rerun.serialize import from_plain
@@ -309,7 +310,4 @@ def _precision_text(precise: Mapping[str, Any]) -> str:
 
 
 def _batch_lines(found: list[str]) -> list[str]:
-    if not found:
-        return []
-    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-    return [f"The batch itself is not finite: {', '.join(found[:_SHOWN])}{more}."]
+    return [f"The batch itself is not finite: {listed(found, _SHOWN)}."] if found else []

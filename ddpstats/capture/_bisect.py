@@ -20,6 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ddpstats._base.wording import dtype_name
 from ddpstats.capture._rerun import Outcome, Rerun
 from ddpstats.capture._tensor_stats import TensorStats, nan_and_inf
 from ddpstats.capture._tracer import OPERATION, PUT, SOURCE, Mark, Origin, Tracer
@@ -158,7 +159,7 @@ def _details(mark: Mark) -> list[str]:
     lines += ["  inputs:", *(f"    {one}" for one in origin.inputs)]
     lines += ["  output:", *(f"    {one}" for one in origin.outputs)]
     if _is_overflow(origin):
-        dtype = origin.outputs[0].dtype.removeprefix("torch.")
+        dtype = dtype_name(origin.outputs[0].dtype)
         lines.append(f"  {dtype} may be too narrow: --precision fp32 tells overflow from mathematics")
     return lines + _path_lines(mark)
 

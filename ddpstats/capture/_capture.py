@@ -26,8 +26,9 @@ import torch
 from ddpstats._agreement.channel import channel_of
 from ddpstats._agreement.decide import count_ranks
 from ddpstats._agreement.gather import gather_trees
+from ddpstats._base.arguments import check_choice, check_count, refuse_differences
 from ddpstats._base.compiled import breaks_graph, refuse_without_values
-from ddpstats._base.rank_names import holders_lines, ranks_text
+from ddpstats._base.rank_names import ranks_text
 from ddpstats._observe.gradients import GradientWatch, any_bad, unwrapped
 from ddpstats._rerun.micro_batch import Running, checked_step
 from ddpstats._rerun.serialize import CannotStore, to_plain
@@ -264,11 +265,7 @@ class NaNCapture:
             "attribute": self._step_fn is not None,
         }
         told = self._gathered(lambda: mine, "settings")
-        differing = [name for name in mine if len({settings[name] for settings in told.values()}) > 1]
-        if differing:
-            by_rank = {rank: ", ".join(f"{name}={one[name]!r}" for name in differing) for rank, one in told.items()}
-            lines = ["ranks made their NaNCapture with different settings:", *holders_lines(by_rank)]
-            raise ConfigError("\n".join([*lines, "Every rank must make it alike."]), ranks=told)
+        refuse_differences(told, "NaNCapture", "Every rank must make it alike.")
         self._settings_agreed = True
 
     def _settle(self) -> Verdict:
@@ -356,11 +353,11 @@ def _check_arguments(
 ) -> None:
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"model={type(model).__name__}: a torch.nn.Module is needed")
-    if on_nonfinite not in get_args(Policy):
-        raise ConfigError(f"on_nonfinite={on_nonfinite!r}; legal values: {', '.join(get_args(Policy))}")
-    for name, value in {"keep": keep, "max_scaler_skips": max_scaler_skips, "max_bytes": max_bytes}.items():
-        if not (isinstance(value, int) and value >= 1) and not (name == "max_bytes" and value is None):
-            raise ConfigError(f"{name}={value!r} must be a whole number, 1 or more")
+    check_choice("on_nonfinite", on_nonfinite, get_args(Policy))
+    check_count("keep", keep, 1)
+    check_count("max_scaler_skips", max_scaler_skips, 1)
+    if max_bytes is not None:
+        check_count("max_bytes", max_bytes, 1)
     if attribute and not callable(step_fn):
         raise ConfigError("attribute=True needs step_fn=: a function (model, batch) that returns the loss")
 

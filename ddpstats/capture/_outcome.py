@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ddpstats._base.wording import listed
 from ddpstats._observe.gradients import norm_kind
 from ddpstats.capture._manifest import Manifest
 from ddpstats.capture._rank_part import RankPart
@@ -209,10 +210,7 @@ def _has_bad_loss(replayed: Replayed) -> bool:
 
 
 def _names(names: Sequence[str]) -> str:
-    if not names:
-        return "none"
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+    return listed(names, _SHOWN) if names else "none"
 
 
 def _error_lines(replayed: Replayed) -> list[str]:

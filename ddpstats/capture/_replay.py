@@ -16,13 +16,13 @@ import argparse
 import contextlib
 import ctypes
 import importlib
-import json
 import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from ddpstats._base.report import VerbReport
 from ddpstats.errors import BundleError, ConfigError
 
 if TYPE_CHECKING:
@@ -60,8 +60,8 @@ def run(args: argparse.Namespace) -> int:
         replayed = _replay(args)
     from ddpstats.capture._outcome import as_json, as_text
 
-    print(json.dumps(as_json(replayed), allow_nan=False) if args.json else as_text(replayed))
-    return 0 if any(replayed.reproduced) else 1
+    status = 0 if any(replayed.reproduced) else 1
+    return VerbReport(status, lambda: as_text(replayed), lambda: as_json(replayed)).show(args.json)
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ddpstats._base.rank_names import ranks_text
+from ddpstats._base.wording import listed
 
 Policy = Literal["stop", "skip", "continue"]
 Kind = Literal["ok", "nonfinite", "overflow", "scaler_skip", "scaler_skips"]
@@ -179,7 +180,8 @@ def find(reports: Mapping[int, Report], scaler_skips: int, max_scaler_skips: int
         lines += [*_culprit_lines(own), *_other_lines([rank for rank in reports if rank not in by_rank], seen)]
         return Finding(step, "nonfinite", culprits, _union(by_rank.values()), by_rank, tuple(lines))
     if seen:
-        lines = [f"step {step}: gradients are not finite on {ranks_text(seen)}: {_shown(parameters)}.", _SPREAD]
+        names = listed(parameters, _SHOWN_NAMES)
+        lines = [f"step {step}: gradients are not finite on {ranks_text(seen)}: {names}.", _SPREAD]
         return Finding(step, "nonfinite", (), parameters, {}, tuple(lines))
     return _without_culprit(step, reports, parameters)
 
@@ -228,7 +230,7 @@ def _without_inherited(reports: Mapping[int, Report]) -> Mapping[int, Report]:
 
 
 def _without_culprit(step: int, reports: Mapping[int, Report], parameters: tuple[str, ...]) -> Finding:
-    shown = _shown(parameters)
+    shown = listed(parameters, _SHOWN_NAMES)
     holders = [rank for rank, report in reports.items() if report.reduced]
     if not all(report.sees_local for report in reports.values()):
         lines = [
@@ -280,7 +282,7 @@ def _culprit_lines(reports: Mapping[int, Report]) -> list[str]:
             where = f", first in micro-batch {first.micro_batch} of {report.micro_batches}"
             kinds = sorted({what for _, what in first.gradients})
             names = tuple(name for name, _ in first.gradients)
-            lines.append(f"  rank {rank}: {' and '.join(kinds)} in {_shown(names)}{where}")
+            lines.append(f"  rank {rank}: {' and '.join(kinds)} in {listed(names, _SHOWN_NAMES)}{where}")
     return lines
 
 
@@ -290,11 +292,6 @@ def _names(report: Report) -> tuple[str, ...]:
 
 def _union(parts: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for part in parts for name in part))
-
-
-def _shown(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
-    return ", ".join(names[:_SHOWN_NAMES]) + more
 
 
 def _one_or_all(scales: Mapping[int, float | None]) -> str:

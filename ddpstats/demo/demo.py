@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from ddpstats._base.report import VerbReport
 from ddpstats.demo.report import RankReport, as_json, as_text, is_right, report_name
 from ddpstats.errors import DdpstatsError
 
@@ -39,7 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Raises `DdpstatsError` if the ranks could not run, or if ddpstats itself got a number wrong."""
     reports = measure(args.ranks, _LIMIT_SEC + args.ranks * _LIMIT_PER_RANK_SEC)
-    print(as_json(reports) if args.json else as_text(reports, colour=_wants_colour()))
+    text = as_text(reports, colour=_wants_colour())
+    VerbReport(0, lambda: text, lambda: as_json(reports), indent=2).show(args.json)
     if not is_right(reports):
         raise DdpstatsError("ddpstats got a number wrong here, which is a bug of ours: please report it")
     return 0

@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 WEIGHT = 8.0
 
@@ -90,18 +90,15 @@ def is_right(reports: Sequence[RankReport]) -> bool:
     )
 
 
-def as_json(reports: Sequence[RankReport]) -> str:
+def as_json(reports: Sequence[RankReport]) -> dict[str, Any]:
     """What is printed with ``--json``."""
-    return json.dumps(
-        {
-            "ranks": len(reports),
-            "weight": WEIGHT,
-            "true": true_means(reports),
-            "by_rank": [dataclasses.asdict(report) for report in reports],
-            "ok": is_right(reports),
-        },
-        indent=2,
-    )
+    return {
+        "ranks": len(reports),
+        "weight": WEIGHT,
+        "true": true_means(reports),
+        "by_rank": [dataclasses.asdict(report) for report in reports],
+        "ok": is_right(reports),
+    }
 
 
 def as_text(reports: Sequence[RankReport], *, colour: bool) -> str:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn, cast
 
+from ddpstats._base.wording import listed
 from ddpstats.dump._config_file import EXAMPLE, load, shown
 from ddpstats.errors import ConfigError
 
@@ -98,8 +99,7 @@ class DumpConfig:
         if not beyond:
             return []
         counted = "is 1 rank" if world_size == 1 else f"are {world_size} ranks"
-        listed = ", ".join(map(str, beyond[:_SHOWN])) + (", ..." if len(beyond) > _SHOWN else "")
-        return [f"rank chooses {listed}, and there {counted}, counted from 0"]
+        return [f"rank chooses {listed(beyond, _SHOWN, ', ...')}, and there {counted}, counted from 0"]
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
+from ddpstats._base.wording import listed
 from ddpstats.dump._config import DumpConfig
 
 _SHOWN = 8
@@ -60,8 +61,8 @@ class Selection:
                 found.append(f"scope ends with {last}, which did not come after {first}: all that came was collected")
         missing = [self._names[place] for place in sorted(self._unmatched)]
         if missing and (self._scope is None or self._found):
-            listed = ", ".join(missing[:_SHOWN]) + (", ..." if len(missing) > _SHOWN else "")
-            found.append(f"list has {listed}, which is in no name that came and that scope and data_mode choose")
+            names = listed(missing, _SHOWN, ", ...")
+            found.append(f"list has {names}, which is in no name that came and that scope and data_mode choose")
         return found
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ddpstats._base.wording import listed
 from ddpstats.guard._events import Event
 
 _SHOWN_NAMES = 6
@@ -65,6 +66,7 @@ def _buckets(model: Any) -> Iterator[tuple[str, int]]:
 def _spelled(groups: Sequence[Sequence[int]], named: Sequence[tuple[str, Any]]) -> Iterator[tuple[str, int]]:
     for number, indices in enumerate(groups):
         names = [named[index][0] for index in indices]
-        more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
-        words = f"bucket {number} of {len(groups)}: {', '.join(names[:_SHOWN_NAMES])}{more}"
-        yield words, sum(named[index][1].numel() for index in indices)
+        yield (
+            f"bucket {number} of {len(groups)}: {listed(names, _SHOWN_NAMES)}",
+            sum(named[index][1].numel() for index in indices),
+        )

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ddpstats._base.wording import dtype_name
 from ddpstats._observe.collectives import Collective
 from ddpstats.guard._events import Signature, digest_of, stable_hash
 
@@ -53,7 +54,7 @@ def _described(
     dtypes: tuple[Any, ...],
     strides: tuple[Any, ...],
 ) -> tuple[Signature, int]:
-    names = tuple(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    names = tuple(map(dtype_name, dtypes))
     signature = Signature(op, reduce_op, root, tuple(tuple(map(int, shape)) for shape in shapes), names, strides)
     return signature, digest_of(signature)
 
@@ -102,15 +103,11 @@ def _root(call: Collective) -> int:
 
 
 def _spec(tensor: Any) -> str:
-    return f"{_dtype(tensor)}{list(tensor.shape)}"
+    return f"{dtype_name(tensor.dtype)}{list(tensor.shape)}"
 
 
 def _row(tensor: Any) -> str:
-    return f"{_dtype(tensor)}{list(tensor.shape[1:])}"
-
-
-def _dtype(tensor: Any) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+    return f"{dtype_name(tensor.dtype)}{list(tensor.shape[1:])}"
 
 
 def _total(pieces: Iterable[Piece]) -> int:

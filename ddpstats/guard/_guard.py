@@ -33,6 +33,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch.distributed as dist
 
 from ddpstats._base import config
+from ddpstats._base.arguments import check_choice, check_count
 from ddpstats._base.compiled import breaks_graph
 from ddpstats._observe import collectives
 from ddpstats._observe.collectives import Collective, GroupView
@@ -134,10 +135,9 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         timeout_sec: float | None = None,
         record_dir: str | Path | None = None,
     ) -> None:
-        _check_choice("mode", mode, get_args(config.GuardMode))
-        _check_choice("on_mismatch", on_mismatch, get_args(MismatchPolicy))
-        if type(check_every) is not int or check_every < 1:
-            raise ConfigError(f"check_every={check_every!r} must be a whole number of collectives, at least 1")
+        check_choice("mode", mode, get_args(config.GuardMode))
+        check_choice("on_mismatch", on_mismatch, get_args(MismatchPolicy))
+        check_count("check_every", check_every, 1)
         if mode == "record" and record_dir is None:
             raise ConfigError("mode='record' needs record_dir=, where the records are written")
         self.mode, self._warn, self._infer = mode, on_mismatch == "warn", infer_labels
@@ -608,8 +608,3 @@ _said: set[str] = set()
 
 def _text_or_none(path: str | Path | None) -> str | None:
     return None if path is None else str(path)
-
-
-def _check_choice(name: str, value: object, legal: tuple[str, ...]) -> None:
-    if value not in legal:
-        raise ConfigError(f"{name}={value!r} is not understood; legal values: {', '.join(map(repr, legal))}")

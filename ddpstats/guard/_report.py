@@ -7,11 +7,11 @@ if all ranks did the same, 1 if something was found, 2 if the records cannot be 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ddpstats._base.report import VerbReport
 from ddpstats.errors import DdpstatsError
 from ddpstats.guard._diagnosis import DOUBT, LEFT, NOTHING, Finding, Testimony, find
 from ddpstats.guard._events import Event, RankRecord, read_records
@@ -34,8 +34,8 @@ def run(args: argparse.Namespace) -> int:
         hint = "" if any(Path(args.directory).glob("rank*.jsonl")) else f". {_HOW_TO_RECORD}"
         raise DdpstatsError(f"{error}{hint}") from None
     findings = diagnose(records)
-    print(json.dumps(as_json(records, findings)) if args.json else as_text(records, findings))
-    return 1 if any(finding.kind != DOUBT for finding in findings) else 0  # a doubt is told, as the guard warns of it
+    status = 1 if any(finding.kind != DOUBT for finding in findings) else 0  # a doubt is told, as the guard warns of it
+    return VerbReport(status, lambda: as_text(records, findings), lambda: as_json(records, findings)).show(args.json)
 
 
 def diagnose(records: Sequence[RankRecord]) -> list[Finding]:

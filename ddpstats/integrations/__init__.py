@@ -6,9 +6,7 @@ libraries' names: ``from ddpstats.integrations import lightning`` would hide Lig
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
-
+from ddpstats._base.lazy import lazy_names
 from ddpstats.integrations._install import (
     Installed as Installed,
     Uninstalled as Uninstalled,
@@ -18,13 +16,4 @@ from ddpstats.integrations._install import (
 
 _LIBRARIES = frozenset({"accelerate", "espnet", "lightning", "loggers", "torcheval", "torchmetrics", "transformers"})
 
-
-def __getattr__(name: str) -> Any:
-    """``ddpstats.integrations.espnet`` without an import of its own; loaded when it is first asked for."""
-    if name in _LIBRARIES:
-        return importlib.import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_LIBRARIES})
+__getattr__, __dir__ = lazy_names(__name__, {}, _LIBRARIES)

@@ -6,8 +6,9 @@ Names are loaded when first used: parts of this package are pure, and need no to
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ddpstats._base.lazy import lazy_names
 
 if TYPE_CHECKING:
     from ddpstats.sentinel._matmul import ChecksumWindow as ChecksumWindow
@@ -15,23 +16,11 @@ if TYPE_CHECKING:
     from ddpstats.sentinel._verdict import Finding as Finding, Verdict as Verdict
 
 _HOME_OF = {
-    "ChecksumWindow": "ddpstats.sentinel._matmul",
-    "Finding": "ddpstats.sentinel._verdict",
-    "Sentinel": "ddpstats.sentinel._sentinel",
-    "Verdict": "ddpstats.sentinel._verdict",
+    "ChecksumWindow": "sentinel._matmul",
+    "Finding": "sentinel._verdict",
+    "Sentinel": "sentinel._sentinel",
+    "Verdict": "sentinel._verdict",
 }
 
 __all__ = sorted(_HOME_OF)
-
-
-def __getattr__(name: str) -> Any:
-    home = _HOME_OF.get(name)
-    if home is None:
-        raise AttributeError(f"module 'ddpstats.sentinel' has no attribute {name!r}")
-    value = getattr(importlib.import_module(home), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(__name__, _HOME_OF)

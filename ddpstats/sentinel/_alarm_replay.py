@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddpstats.sentinel._gathered import Gathered
 from ddpstats.sentinel._rerun import Outcome, Reruns, attempt
+from ddpstats.sentinel._verdict import Gathered
 
 Values = list[tuple[int, Tensor]]
 

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ddpstats._base.wording import dtype_name
 from ddpstats.sentinel._digest import digests, flattened
 from ddpstats.sentinel._divergence import KINDS, Element, Found, Kind
-from ddpstats.sentinel._entries import Entry, dtype_text, tensors_of
-from ddpstats.sentinel._gathered import Gathered
+from ddpstats.sentinel._entries import Entry, tensors_of
+from ddpstats.sentinel._verdict import Gathered
 
 _BLOCK_ELEMENTS = 256
 _BLOCKS = 1024
@@ -113,7 +114,7 @@ def _block_of(tensor: Tensor, start: int, alone: bool, held: Mapping[int, Tensor
         return _Block()
     element = Element(
         index=_unravelled(start + places[0], tensor.shape),
-        dtype=dtype_text(tensor.dtype),
+        dtype=dtype_name(tensor.dtype),
         values={rank: _value_text(row[places[0]], tensor.dtype) for rank, row in rows.items()},
         bits={rank: int.from_bytes(bytes(row[places[0]].tolist()), sys.byteorder) for rank, row in rows.items()},
         width=8 * tensor.element_size(),

@@ -8,11 +8,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from ddpstats._base.rank_names import holders_lines, ranks_text
+from ddpstats._base.wording import listed
 
 Kind = Literal["parameter", "gradient", "buffer"]
 
@@ -115,10 +116,9 @@ class Element:
 
     def _flipped_text(self) -> str:
         flipped = self.flipped
-        more = f" and {len(flipped) - _SHOWN_BITS} more" if len(flipped) > _SHOWN_BITS else ""
-        named = ", ".join(f"{bit}{self._field(bit)}" for bit in reversed(flipped[-_SHOWN_BITS:]))
+        named = listed((f"{bit}{self._field(bit)}" for bit in reversed(flipped)), _SHOWN_BITS)
         verb = "bit" if len(flipped) == 1 else "bits"
-        text = f"They differ in {verb} {named}{more}."
+        text = f"They differ in {verb} {named}."
         zeros = {"0.0", "-0.0"}
         if set(self.values.values()) == zeros:
             text += " As numbers 0.0 and -0.0 are equal, as bits they are not."
@@ -246,7 +246,7 @@ def _other_lines(found: Found) -> list[str]:
     for kind in KINDS:
         names = [name for other, name, _ in found.others if other == kind]
         if names:
-            lines.append(f"  {len(names)} {kind}{'s' if len(names) > 1 else ''}: {_shown(names)}")
+            lines.append(f"  {len(names)} {kind}{'s' if len(names) > 1 else ''}: {listed(names, _SHOWN_NAMES)}")
     return lines
 
 
@@ -307,9 +307,3 @@ def _no_majority_text(split: Split) -> str:
         f"There is no majority among {sides}, so which one is right is not known: a third replica or "
         "replay_every_steps would decide."
     )
-
-
-def _shown(names: Iterable[str]) -> str:
-    listed = list(names)
-    more = f" and {len(listed) - _SHOWN_NAMES} more" if len(listed) > _SHOWN_NAMES else ""
-    return ", ".join(listed[:_SHOWN_NAMES]) + more

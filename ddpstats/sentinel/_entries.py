@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from ddpstats._base.wording import dtype_name
 from ddpstats.sentinel._divergence import Kind
 
 _PLAIN_TENSOR = Tensor.__torch_dispatch__
@@ -29,7 +29,7 @@ def entry_of(kind: Kind, name: str, tensor: Tensor | None) -> Entry:
         return Entry(kind, name, "none", None)
     if nn.parameter.is_lazy(tensor):
         return Entry(kind, name, "not initialized yet", None)
-    described = f"{dtype_text(tensor.dtype)} {list(tensor.shape)}"
+    described = f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"
     ordinary = type(tensor).__torch_dispatch__ is _PLAIN_TENSOR and tensor.layout is torch.strided
     if not ordinary or tensor.is_meta or tensor.is_quantized:
         return Entry(kind, name, f"{described}, {type(tensor).__name__}, {tensor.layout}, cannot be compared", None)
@@ -43,11 +43,6 @@ def gradient_entries(name: str, parameter: Tensor) -> list[Entry]:
         indices = entry_of("gradient", f"{name} (indices)", gradient.indices())
         return [indices, entry_of("gradient", f"{name} (values)", gradient.values())]
     return [entry_of("gradient", name, gradient)]
-
-
-@functools.cache
-def dtype_text(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def tensors_of(entries: Sequence[Entry]) -> list[Tensor]:

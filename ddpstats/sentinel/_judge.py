@@ -21,11 +21,10 @@ from ddpstats.errors import ConfigError
 from ddpstats.sentinel._alarm_replay import explain_alarm
 from ddpstats.sentinel._alarms import alarm_tree, fault_tree, matmul_finding, threshold_finding
 from ddpstats.sentinel._detectors import ERROR
-from ddpstats.sentinel._gathered import Gathered
 from ddpstats.sentinel._layers import Layers
 from ddpstats.sentinel._lines import Check
 from ddpstats.sentinel._options import Options
-from ddpstats.sentinel._verdict import Finding, Verdict
+from ddpstats.sentinel._verdict import Finding, Gathered, Verdict
 
 _logger = logging.getLogger("ddpstats")
 _SHOWN_RANKS = 4

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ddpstats._base.wording import dtype_name
 from ddpstats._observe.no_dispatch import in_backward
 from ddpstats.sentinel._matmul_checksum import operand_unit, unit, wide_of
 from ddpstats.sentinel._matmul_kernels import Product
@@ -93,7 +94,7 @@ def _faults_of_block(
         yield MatmulFault(
             op=product.op,
             shape=(product.left.shape[-2], k, n),
-            dtype=str(product.result.dtype).removeprefix("torch."),
+            dtype=dtype_name(product.result.dtype),
             index=index if batch is None else (batch, *index),
             got=part.got[within].item(),
             expected=part.exact[within].item(),

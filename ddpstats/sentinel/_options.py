@@ -5,13 +5,13 @@ from __future__ import annotations
 import fnmatch
 import os
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from ddpstats._base.rank_names import holders_lines
+from ddpstats._base.arguments import check_count
 from ddpstats._observe.gradients import unwrapped
 from ddpstats.errors import ConfigError
 from ddpstats.sentinel._settings import Settings, read_settings
@@ -107,20 +107,3 @@ def _checked_patterns(model: nn.Module, ignore: Any) -> tuple[str, ...]:
         if not fnmatch.filter(names, pattern):
             raise ConfigError(f"ignore={list(ignore)!r}: {pattern!r} fits no parameter or buffer of the model")
     return tuple(ignore)
-
-
-def check_count(name: str, value: Any, least: int) -> None:
-    """Raises `ConfigError` for what is no whole number of ``least`` or more."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"{name}={value!r} must be a whole number, {least} or more")
-
-
-def refuse_differences(told: Mapping[int, dict[str, Any]]) -> None:
-    """Raises `ConfigError` where ranks' `Options.to_tree` differ: no verdict could be the same on all of them."""
-    first = next(iter(told.values()))
-    differing = [name for name in first if any(tree[name] != first[name] for tree in told.values())]
-    if differing:
-        by_rank = {rank: ", ".join(f"{name}={tree[name]!r}" for name in differing) for rank, tree in told.items()}
-        lines = ["ranks made their Sentinel with different settings:", *holders_lines(by_rank)]
-        lines.append("Every rank must make it alike, and have the same environment variables.")
-        raise ConfigError("\n".join(lines), ranks=told)

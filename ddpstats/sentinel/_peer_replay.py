@@ -27,14 +27,14 @@ import torch
 from torch import Tensor, nn
 
 from ddpstats._base.rank_names import holders_lines
+from ddpstats._base.wording import listed
 from ddpstats.errors import ConfigError
 from ddpstats.sentinel._digest import digests
-from ddpstats.sentinel._gathered import Gathered
 from ddpstats.sentinel._gradient_digests import Witness
 from ddpstats.sentinel._local_gradients import Original
 from ddpstats.sentinel._noise import measured
 from ddpstats.sentinel._rerun import Reruns, attempt, size_bytes
-from ddpstats.sentinel._verdict import Finding
+from ddpstats.sentinel._verdict import Finding, Gathered
 from ddpstats.sentinel._vote import Run, judge
 
 MOST_BYTES = 64 << 20  # of all batches that are handed out at a time: every rank receives them
@@ -243,8 +243,7 @@ def _travelling(told: Sequence[Tensor | None]) -> list[int] | None:
 
 
 def _names_text(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
-    return f"Gradients that differ: {', '.join(names[:_SHOWN_NAMES])}{more}."
+    return f"Gradients that differ: {listed(names, _SHOWN_NAMES)}."
 
 
 def _chosen(

@@ -33,7 +33,7 @@ from ddpstats.sentinel._difference import differ, differing_elements, differing_
 from ddpstats.sentinel._digest import bucket_digests
 from ddpstats.sentinel._divergence import Divergence, divergence
 from ddpstats.sentinel._entries import Entry, entry_of, gradient_entries, tensors_of
-from ddpstats.sentinel._gathered import Gathered
+from ddpstats.sentinel._verdict import Gathered
 
 _BUCKETS = 32  # of each part, so that 30 ranks' digests fit into one collective
 _BUCKET_BYTES = 1 << 20

@@ -14,6 +14,7 @@ from torch import nn
 
 from ddpstats._agreement.channel import channel_of
 from ddpstats._agreement.gather import gather_trees
+from ddpstats._base.arguments import check_count, refuse_differences
 from ddpstats._base.compiled import breaks_graph, refuse_without_values
 from ddpstats._rerun.micro_batch import Running, checked_step
 from ddpstats._rerun.step_record import MicroBatch
@@ -21,7 +22,7 @@ from ddpstats.errors import ConfigError, SentinelAlarm
 from ddpstats.sentinel._checkpoints import Selector
 from ddpstats.sentinel._judge import Judge
 from ddpstats.sentinel._layers import Layers
-from ddpstats.sentinel._options import check_count, checked_options, refuse_differences
+from ddpstats.sentinel._options import checked_options
 from ddpstats.sentinel._rerun import ReplayFn
 from ddpstats.sentinel._verdict import Verdict
 
@@ -223,7 +224,9 @@ class Sentinel:
         names = self._layers.thresholds.checkpoints.names if self._layers else []
         mine = {"options": self._options.to_tree(names), "where": self._place}
         told = self._gathered(lambda: mine, "settings")
-        refuse_differences({rank: tree["options"] for rank, tree in told.items()})
+        options = {rank: tree["options"] for rank, tree in told.items()}
+        advice = "Every rank must make it alike, and have the same environment variables."
+        refuse_differences(options, "Sentinel", advice)
         self._agreed = True
         if self._layers is not None:
             where = {rank: tree["where"] for rank, tree in told.items()}

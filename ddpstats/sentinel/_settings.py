@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
+from ddpstats._base.arguments import check_choice
 from ddpstats._base.config import SENTINEL_MODE, SENTINEL_SIGMA_THRESH, SENTINEL_UPPER_THRESH
 from ddpstats.errors import ConfigError
 
@@ -74,8 +75,7 @@ def read_settings(
     Raises:
         ConfigError: an argument is none of these.
     """
-    if detector not in get_args(Detector):
-        raise ConfigError(f"detector={detector!r} is not understood; legal values: {', '.join(get_args(Detector))}")
+    check_choice("detector", detector, get_args(Detector))
     kind = cast(Detector, detector)
     warnings: list[str] = []
     sigma_names = _SIGMA_NAMES if kind == "v2" else ()

@@ -1,11 +1,15 @@
-"""What the ranks come to, step after step: plain values, the same on every rank."""
+"""What the ranks come to, step after step: plain values, the same on every rank. And how layers hear of the others."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 Layer = Literal["thresholds", "replica digests", "peer replay", "matmul checksum"]
+
+Gathered = Callable[[Callable[[], Any], str], dict[int, Any]]
+"""Every rank's tree by global rank. Collective: called with what makes this rank's tree, and what it is."""
 
 
 @dataclass(frozen=True)

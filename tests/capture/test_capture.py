@@ -380,7 +380,7 @@ def test_without_a_process_group(tmp_path: Path) -> None:
     ("arguments", "text"),
     [
         ({"model": None}, "model=NoneType: a torch.nn.Module is needed"),
-        ({"on_nonfinite": "ignore"}, "on_nonfinite='ignore'; legal values: stop, skip, continue"),
+        ({"on_nonfinite": "ignore"}, "on_nonfinite='ignore' is not understood; legal values: stop, skip, continue"),
         ({"keep": 0}, "keep=0 must be a whole number, 1 or more"),
         ({"max_bytes": 1.5}, "max_bytes=1.5 must be a whole number"),
         ({"attribute": True}, "attribute=True needs step_fn="),

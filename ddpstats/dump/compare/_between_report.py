@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from ddpstats._base.rank_names import ranks_text
+from ddpstats._base.report import harmless, printable
+from ddpstats._base.wording import count_of
 from ddpstats.dump.compare._between_ranks import BetweenRanks, Divergence
 from ddpstats.dump.compare._rows import Mode
 from ddpstats.dump.format._entries import STATISTICS, Leaf
-from ddpstats.dump.format._files import rank_of, ranks_without_dump
-from ddpstats.dump.format._plural import count_of
-from ddpstats.dump.format._safe import harmless, printable, strict
+from ddpstats.dump.format._files import notes_of, rank_of, ranks_without_dump
 
 
 def as_text(found: BetweenRanks) -> str:
@@ -26,7 +26,7 @@ def _lines(found: BetweenRanks) -> list[str]:
         return ["NOTHING TO COMPARE: " + lines[0], *lines[1:], *_NOTHING]
     if not found.divergences:
         equal = f"NOTHING DIFFERENT: {_counted(found)} are equal {_EQUAL[found.mode]} between "
-        return [equal + lines[0], *lines[1:], *_notes(found)]
+        return [equal + lines[0], *lines[1:], *notes_of(found.dumps)]
     lacking = f"; {count_of(found.lacking, 'entries')} not on every rank" if found.lacking else ""
     lines[0] = f"DIFFERENT: of {_counted(found)}, {found.different:,} differ between {lines[0]}{lacking}"
     first = found.divergences[0]
@@ -37,11 +37,7 @@ def _lines(found: BetweenRanks) -> list[str]:
         count = found.different + found.lacking
         lines += ["", f"in execution order, {min(20, count)} of {count:,}:"]
         lines += [f"  {one.name}  {one.verdict}" for one in found.divergences[:20]]
-    return [*lines, *(f"  {note}" for note in _notes(found)), "", *_NEXT]
-
-
-def _notes(found: BetweenRanks) -> list[str]:
-    return [f"{dump.path}: {note}" for dump in found.dumps for note in dump.notes]
+    return [*lines, *(f"  {note}" for note in notes_of(found.dumps)), "", *_NEXT]
 
 
 def _counted(found: BetweenRanks) -> str:
@@ -92,9 +88,7 @@ _NEXT = (
 
 def _places(found: BetweenRanks, one: Divergence) -> list[str]:
     dump = next(dump for dump in found.dumps if rank_of(dump) == min(one.by_rank))
-    parent = dump.parent_of(one.entry)
-    inside = [f"    inside {parent if isinstance(parent, str) else ', '.join(parent)}"] if parent else []
-    return [*inside, *(f"    {' '.join(line.split())}" for line in dump.stack_of(one.entry)[:3])]
+    return [f"    {line}" for line in dump.place_of(one.entry)]
 
 
 def _values(leaf: Leaf | None) -> str:
@@ -118,7 +112,7 @@ def as_json(found: BetweenRanks) -> dict[str, Any]:
         }
         for one in found.divergences
     ]
-    data = {
+    return {
         "verdict": "nothing to compare" if found.nothing else "different" if found.differs else "nothing different",
         "everything": found.everything,
         "mode": found.mode,
@@ -135,9 +129,8 @@ def as_json(found: BetweenRanks) -> dict[str, Any]:
         "incomplete_ranks": [rank_of(dump) for dump in found.dumps if not dump.complete],
         "first": divergences[0] if divergences else None,
         "divergences": divergences,
-        "notes": _notes(found),
+        "notes": notes_of(found.dumps),
     }
-    return dict(strict(data))
 
 
 def table(found: BetweenRanks) -> Iterator[list[Any]]:

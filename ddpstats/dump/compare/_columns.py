@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from ddpstats._base.report import harmless
 from ddpstats.dump.compare._rows import Mode, Row
 from ddpstats.dump.format._entries import STATISTICS, Leaf
-from ddpstats.dump.format._safe import harmless
 
 _IDENTITY = [
     f"{side} {what}" for what in ("Name", "Dtype", "Tensor Shape", "Requires_grad") for side in ("NPU", "Bench")

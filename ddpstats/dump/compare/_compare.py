@@ -13,27 +13,23 @@ hold nothing that can be compared.
 from __future__ import annotations
 
 import argparse
-import csv
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
+from ddpstats._base.progress import ProgressBar
 from ddpstats._base.rank_names import ranks_text
-from ddpstats.dump.compare import _between_ranks, _between_report, _comparison, _html
+from ddpstats._base.report import Section, VerbReport, check_writable, write_file, write_table
+from ddpstats.dump.compare import _between_ranks, _between_report, _comparison
 from ddpstats.dump.compare._columns import Table, table_path
 from ddpstats.dump.compare._comparer import CompareTensors, EntryComparer
 from ddpstats.dump.compare._comparison import Comparison, RankComparison
-from ddpstats.dump.compare._modes import mode_of
-from ddpstats.dump.compare._options import check_options
-from ddpstats.dump.compare._output import check_writable, write_file
+from ddpstats.dump.compare._options import check_options, mode_of
 from ddpstats.dump.compare._rows import MODES, Mode
 from ddpstats.dump.compare._rules import TOLERANCE
 from ddpstats.dump.compare._two_dumps import Found, compare_dumps
-from ddpstats.dump.format._files import RankDump, find_ranks, rank_of, ranks_without_dump, steps_in
-from ddpstats.dump.format._progress import ProgressBar
-from ddpstats.dump.format._safe import sayable_errors
+from ddpstats.dump.format._files import RankDump, find_ranks, rank_of, ranks_without_dump, sayable_errors, steps_in
 from ddpstats.errors import DumpError
 
 NOTHING = 2  # the status: a success would be taken for equal dumps
@@ -102,12 +98,11 @@ def _run_two(args: argparse.Namespace) -> int:
     only = [[rank_of(dump) for dump in dumps if all(dump not in pair for pair in both)] for dumps in (ranks_a, ranks_b)]
     empty = [f"{side}: {name}" for side, path in (("A", args.a), ("B", args.b)) for name in _empty(path, args.step)]
     comparison = Comparison(mode, _tolerance(args), args.exact, compared, tuple(only[0]), tuple(only[1]), tuple(empty))
-    text = _comparison.as_text(comparison)
+    status, text = NOTHING if comparison.nothing else int(comparison.differs), _comparison.as_text(comparison)
+    report = VerbReport(status, lambda: text, lambda: _comparison.as_json(comparison))
     if args.html is not None:
-        title = f"{args.a} compared with {args.b}"
-        write_file(args.html, lambda file: _html.write_page(file, title, text, comparison))
-    print(json.dumps(_comparison.as_json(comparison)) if args.json else text)  # last: its reader may have gone
-    return NOTHING if comparison.nothing else int(comparison.differs)
+        report.write_page(args.html, f"{args.a} compared with {args.b}", _comparison.page_sections(comparison))
+    return report.show(args.json)
 
 
 def _tolerance(args: argparse.Namespace) -> float:
@@ -186,14 +181,14 @@ def _run_ranks(args: argparse.Namespace) -> int:
         found = _between_ranks.compare_ranks(
             dumps, everything=args.everything, mode=mode, digest=digest, progress=bar.add
         )
-    text = _between_report.as_text(found)
+    status, text = NOTHING if found.nothing else int(found.differs), _between_report.as_text(found)
+    report = VerbReport(status, lambda: text, lambda: _between_report.as_json(found))
     if args.csv is not None:
-        write_file(args.csv, lambda file: csv.writer(file).writerows(_between_report.table(found)))
+        write_table(args.csv, _between_report.table(found))
     if args.html is not None:
-        title = f"ranks of {args.a}"
-        write_file(args.html, lambda file: _html.write_table_page(file, title, text, _between_report.table(found)))
-    print(json.dumps(_between_report.as_json(found)) if args.json else text)
-    return NOTHING if found.nothing else int(found.differs)
+        header, *rows = _between_report.table(found)
+        report.write_page(args.html, f"ranks of {args.a}", [Section(header, [(row, "", "") for row in rows])])
+    return report.show(args.json)
 
 
 def _run_tensor(args: argparse.Namespace) -> int:
@@ -204,8 +199,8 @@ def _run_tensor(args: argparse.Namespace) -> int:
         raise DumpError("--tensor takes one name, of a tensor in A and B, or two: A's and B's (without B: both of A).")
     a, b = _only_rank(args.a, args.step), _only_rank(args.b or args.a, args.step)
     pair = _one_tensor.compare_pair(a, names[0], b, names[-1])
-    print(json.dumps(_one_tensor.as_json(pair)) if args.json else _one_tensor.as_text(pair))
-    return 0 if pair.close.equal else 1
+    status = 0 if pair.close.equal else 1
+    return VerbReport(status, lambda: _one_tensor.as_text(pair), lambda: _one_tensor.as_json(pair)).show(args.json)
 
 
 def _only_rank(path: Path, step: int | None) -> RankDump:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
+from ddpstats._base.wording import count_of
 from ddpstats.dump.compare._rows import DIFFERENT, NO, NOT_COMPARED, PASS, WARNING, YES, Mode, Row
 from ddpstats.dump.compare._rules import (
     Closeness,
@@ -24,7 +25,6 @@ from ddpstats.dump.compare._rules import (
     tensor_color,
 )
 from ddpstats.dump.format._entries import STATISTICS, Entry, Leaf, number
-from ddpstats.dump.format._plural import count_of
 
 _PLAIN = {"int", "float", "bool", "str", "complex", "None", "slice", "ellipsis", "torch.dtype", "torch.Size"}
 _MEAN = STATISTICS.index("Mean")

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ddpstats._base.rank_names import ranks_text
-from ddpstats.dump.compare._columns import as_dict
+from ddpstats._base.report import Section, printable
+from ddpstats._base.wording import count_of
+from ddpstats.dump.compare._columns import as_dict, cells, columns
 from ddpstats.dump.compare._rows import Mode, Row
 from ddpstats.dump.compare._two_dumps import Found
 from ddpstats.dump.format._entries import STATISTICS, Leaf
-from ddpstats.dump.format._files import RankDump
-from ddpstats.dump.format._plural import count_of
-from ddpstats.dump.format._safe import printable, strict
+from ddpstats.dump.format._files import RankDump, notes_of
 
 _SHOWN_ROWS = 20
 _SHOWN_COLORED = 5
 _JSON_ROWS = 1000
-_STACK_LINES = 3
 _SHOWN_RANKS = 10
 _ENDED_EARLY = "it ended before its first entry, or was not copied"
 
@@ -67,7 +66,7 @@ class Comparison:
 
 
 def as_json(comparison: Comparison) -> dict[str, Any]:
-    data = {
+    return {
         "verdict": comparison.verdict,
         "mode": comparison.mode,
         "tolerance": comparison.tolerance,
@@ -77,7 +76,6 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
         "ranks_without_dump": comparison.without_dump,
         "ranks": [_rank_json(rank, comparison.mode) for rank in comparison.ranks],
     }
-    return dict(strict(data))
 
 
 def _rank_json(compared: RankComparison, mode: Mode) -> dict[str, Any]:
@@ -89,7 +87,7 @@ def _rank_json(compared: RankComparison, mode: Mode) -> dict[str, Any]:
         "a": str(compared.a.path),
         "b": str(compared.b.path),
         "incomplete": [side for side, dump in (("A", compared.a), ("B", compared.b)) if not dump.complete],
-        "notes": [f"{dump.path}: {note}" for dump in (compared.a, compared.b) for note in dump.notes],
+        "notes": notes_of((compared.a, compared.b)),
         "paired": found.paired,
         "only_a": found.only_a,
         "only_b": found.only_b,
@@ -127,7 +125,7 @@ def as_text(comparison: Comparison) -> str:
     if comparison.differs or any(rank.found.unequal for rank in comparison.ranks):
         lines += ["", *_next(comparison)]
     for compared in comparison.ranks:
-        lines += [f"note: {dump.path}: {note}" for dump in (compared.a, compared.b) for note in dump.notes]
+        lines += [f"note: {note}" for note in notes_of((compared.a, compared.b))]
     return printable(lines)
 
 
@@ -215,12 +213,7 @@ def _first(compared: RankComparison, row: Row, mode: Mode) -> list[str]:
     lines = [f"    {row.entry}  {row.path}{kind}"]
     if row.message:
         lines.append(f"      {row.message}")
-    lines += _values(row, mode)
-    parent = dump.parent_of(row.entry)
-    if parent:
-        lines.append(f"      inside {parent if isinstance(parent, str) else ', '.join(parent)}")
-    lines += [f"      {' '.join(line.split())}" for line in dump.stack_of(row.entry)[:_STACK_LINES]]
-    return lines
+    return [*lines, *_values(row, mode), *(f"      {line}" for line in dump.place_of(row.entry))]
 
 
 def _values(row: Row, mode: Mode) -> list[str]:
@@ -258,3 +251,26 @@ def _next(comparison: Comparison) -> Sequence[str]:
         "task tensor, its name in the list, to see which elements differ, and where in memory; --csv or --html FILE",
         "have all rows.",
     ]
+
+
+def page_sections(comparison: Comparison) -> Iterator[Section]:
+    """One per rank: the rows that differ, in execution order."""
+    for compared in comparison.ranks:
+        found = compared.found
+        heading, remarks = "one process" if compared.a.rank is None else f"rank {compared.a.rank}", []
+        if found.highlighted > len(found.rows):
+            remarks.append(
+                f"{len(found.rows):,} of {found.highlighted:,} rows that differ or stand out: the first that fail, and "
+                "the first others; --csv has all."
+            )
+        if not found.rows:
+            yield Section((), (), heading, [*remarks, "No row differs."])
+            continue
+        header = [*columns(comparison.mode), "Highlighted because"]
+        yield Section(header, _page_rows(compared, comparison.mode), heading, remarks)
+
+
+def _page_rows(compared: RankComparison, mode: Mode) -> Iterator[tuple[list[Any], str, str]]:
+    for row in compared.found.rows:
+        dump = compared.b if row.only == "B" else compared.a
+        yield [*cells(row, mode, dump.stack_of(row.entry)), row.reason], row.color or "", row.reason

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ddpstats._base.report import printable
 from ddpstats.dump.compare._columns import runs_dict
 from ddpstats.dump.compare._rules import Closeness
 from ddpstats.dump.compare._tensor_compare import compare_saved
 from ddpstats.dump.format._entries import Leaf
 from ddpstats.dump.format._files import RankDump
-from ddpstats.dump.format._safe import printable, strict
 from ddpstats.errors import DumpError
 
 
@@ -80,7 +80,7 @@ def _place(leaf: Leaf) -> str:
 
 def as_json(pair: TensorPair) -> dict[str, Any]:
     close = pair.close
-    data = {
+    return {
         "verdict": "nothing different" if close.equal else "different",
         "a": {"name": pair.name_a, **pair.leaf_a.raw},
         "b": {"name": pair.name_b, **pair.leaf_b.raw},
@@ -92,4 +92,3 @@ def as_json(pair: TensorPair) -> dict[str, Any]:
         "five_thousandths": close.five_thousandths,
         "runs": runs_dict(close.runs),
     }
-    return dict(strict(data))

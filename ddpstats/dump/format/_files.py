@@ -11,13 +11,16 @@ dump.json is read: it takes its place before the other one is removed.
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from ddpstats._base.report import printable
+from ddpstats._base.wording import listed
 from ddpstats.dump.format import _contents
 from ddpstats.dump.format._contents import damaged
 from ddpstats.dump.format._entries import Entry
@@ -103,6 +106,12 @@ class RankDump:
         self._read_once(CONSTRUCT, lambda: self._parents.update(_contents.read_parents(self.path)))
         return self._parents.get(name)
 
+    def place_of(self, name: str) -> list[str]:
+        """In words: the module's pass that a call was made in, and the first three lines of its stack."""
+        parent = self.parent_of(name)
+        inside = [f"inside {parent if isinstance(parent, str) else ', '.join(parent)}"] if parent else []
+        return [*inside, *(" ".join(line.split()) for line in self.stack_of(name)[:3])]
+
     def _read_once(self, what: str, read: Callable[[], None]) -> None:
         """Damage beside sound entries costs what it hit, and a note, not the verdict on the entries."""
         if what in self._read:
@@ -141,9 +150,9 @@ def find_ranks(path: str | Path) -> list[RankDump]:
         return [open_rank(path)]
     steps = steps_in(path)
     if len(steps) > 1:
-        listed = ", ".join(f"step{step}" for step in list(steps)[:_SHOWN]) + (", ..." if len(steps) > _SHOWN else "")
+        names = listed((f"step{step}" for step in steps), _SHOWN, ", ...")
         raise DumpError(
-            f"{path} has {len(steps)} steps: {listed}. Give the directory of one; compare takes --step N too.",
+            f"{path} has {len(steps)} steps: {names}. Give the directory of one; compare takes --step N too.",
             path=str(path),
         )
     ranks = _ranks_in(next(iter(steps.values())) if steps else path)
@@ -211,10 +220,10 @@ def _ranks_in(step: Path) -> list[Path]:
 def _what_is_there(path: Path) -> str:
     if not path.exists():
         return "there is no such file or directory. Give the dump_path of the run, or its step or rank directory."
-    listed = ", ".join(sorted(child.name for child in path.iterdir())[:_SHOWN]) if path.is_dir() else ""
+    names = listed(sorted(child.name for child in path.iterdir()), _SHOWN, "") if path.is_dir() else ""
     return (
         f"no dump here: a rank's directory holds {DUMP} or {LINES}, a step's directory rank directories "
-        f"({'it has ' + listed if listed else 'it is empty'}). Give the dump_path of the run, or dump a step: "
+        f"({'it has ' + names if names else 'it is empty'}). Give the dump_path of the run, or dump a step: "
         "ddpstats.StatsDump(config, model=model)."
     )
 
@@ -222,3 +231,22 @@ def _what_is_there(path: Path) -> str:
 def _word(header: dict[str, Any], key: str) -> str:
     value = header.get(key)
     return value if isinstance(value, str) else ""
+
+
+def notes_of(dumps: Iterable[RankDump]) -> list[str]:
+    """What could not be read of them, with their names."""
+    return [f"{dump.path}: {note}" for dump in dumps for note in dump.notes]
+
+
+@contextlib.contextmanager
+def sayable_errors() -> Iterator[None]:
+    """For the whole of a verb that reads dumps: what cannot be read is a `DumpError` that a terminal can show."""
+    try:
+        yield
+    except DumpError as error:  # it may quote names from a dump
+        raise DumpError(printable([str(error)]), path=error.path) from None
+    except BrokenPipeError:  # the reader of our output has gone, which is no fault of the dump
+        raise
+    except OSError as error:
+        where = "" if error.filename is None else f"{error.filename}: "
+        raise DumpError(f"{where}{error.strerror or error}. Check the path and its permissions.") from None

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddpstats._base.rank_names import ranks_text
+from ddpstats._base.wording import listed
 from ddpstats.dump.format._contents import header
 from ddpstats.dump.format._files import RankDump
 from ddpstats.errors import DumpError
@@ -43,9 +44,7 @@ def coverage_of(dump: RankDump) -> Coverage:
 
 
 def _listed(words: Any) -> str:
-    if not isinstance(words, list):
-        return str(words)
-    return ", ".join(map(str, words[:3])) + (f" and {len(words) - 3} more" if len(words) > 3 else "")
+    return listed(words, 3) if isinstance(words, list) else str(words)
 
 
 def left_out_words(dumps: Sequence[RankDump], undumped: Sequence[int]) -> str:

@@ -12,6 +12,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from ddpstats._base.wording import dtype_name
 from ddpstats.dump.format._entries import Entry, Leaf
 from ddpstats.dump.format._files import RankDump
 from ddpstats.dump.format._names import Name
@@ -91,7 +92,7 @@ def overflowed(entry: Entry, bad: Iterable[Leaf], grower: Grower) -> bool:
         return True
     near = _NEAR * max(grower.trail[-1].ratio, 1.0)
     for _, leaf in entry.inputs():
-        if (largest := _LARGEST.get(leaf.dtype.removeprefix("torch."))) and _size([leaf]) * near >= largest:
+        if (largest := _LARGEST.get(dtype_name(leaf.dtype))) and _size([leaf]) * near >= largest:
             return True
     return False
 

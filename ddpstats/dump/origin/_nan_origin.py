@@ -7,17 +7,16 @@ if nothing was found, 1 if something was (also memory that is shared), 2 if it c
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from ddpstats._base.progress import ProgressBar
 from ddpstats._base.rank_names import ranks_text
+from ddpstats._base.report import VerbReport, printable
+from ddpstats._base.wording import count_of, dtype_name
 from ddpstats.dump.format._entries import Leaf
-from ddpstats.dump.format._files import RankDump, find_ranks
+from ddpstats.dump.format._files import RankDump, find_ranks, notes_of, sayable_errors
 from ddpstats.dump.format._names import parse_name
-from ddpstats.dump.format._plural import count_of
-from ddpstats.dump.format._progress import ProgressBar
-from ddpstats.dump.format._safe import printable, sayable_errors, strict
 from ddpstats.dump.origin._candidates import RankScan, is_bad
 from ddpstats.dump.origin._coverage import coverage_of, left_out_words
 from ddpstats.dump.origin._explain import advice, also_words, verdict, what_of
@@ -39,8 +38,11 @@ def run(args: argparse.Namespace) -> int:
     with sayable_errors():
         scans, memory = read(find_ranks(args.directory))
         findings = find_origins(scans)
-        print(json.dumps(as_json(scans, findings, memory)) if args.json else as_text(scans, findings, memory))
-    return 1 if findings.origins or any(memory) else 0
+        return VerbReport(
+            1 if findings.origins or any(memory) else 0,
+            lambda: as_text(scans, findings, memory),
+            lambda: as_json(scans, findings, memory),
+        ).show(args.json)
 
 
 def read(ranks: Sequence[RankDump]) -> tuple[list[RankScan], list[Overlaps]]:
@@ -76,7 +78,7 @@ def as_text(scans: Sequence[RankScan], findings: Findings, memory: Sequence[Over
         lines += _nothing(scans, findings, is_all=not any(memory))
     lines += _capped([also_words(_rank(by_rank[rank].dump.rank), one) for rank, one in findings.also])
     lines += _memory_notes(scans, memory)
-    lines += [f"note: {scan.dump.path}: {note}" for scan in scans for note in scan.dump.notes]
+    lines += [f"note: {note}" for note in notes_of(scan.dump for scan in scans)]
     return printable(lines)
 
 
@@ -150,14 +152,13 @@ def _tensors(origin: Origin) -> Iterator[str]:
 
 
 def _tensor(path: str, leaf: Leaf) -> str:
-    dtype = leaf.dtype.removeprefix("torch.")
     numbers = zip(("Max", "Min", "Mean", "Norm"), (leaf.max, leaf.min, leaf.mean, leaf.norm), strict=True)
     words = [f"{name} {_number(value)}" for name, value in numbers if value is not None]
     if is_bad(leaf):
         words += [f"{leaf.nan_count:,} NaN"] if leaf.nan_count else []
         words += [f"{leaf.inf_count:,} infinite"] if leaf.inf_count else []
         words += [f"first at {list(leaf.first_bad)}"] if leaf.first_bad is not None else []
-    return f"    {path}  {dtype}{list(leaf.shape)}  " + ", ".join(words)
+    return f"    {path}  {dtype_name(leaf.dtype)}{list(leaf.shape)}  " + ", ".join(words)
 
 
 def _growth(grower: Grower) -> Iterator[str]:
@@ -207,7 +208,7 @@ def _capped(lines: list[str]) -> list[str]:
 
 def as_json(scans: Sequence[RankScan], findings: Findings, memory: Sequence[Overlaps]) -> dict[str, Any]:
     by_rank = {scan.rank: scan for scan in scans}
-    data = {
+    data: dict[str, Any] = {
         "step": scans[0].dump.step,
         "ranks": [
             {
@@ -233,8 +234,8 @@ def as_json(scans: Sequence[RankScan], findings: Findings, memory: Sequence[Over
         ],
         **_anomalies(by_rank, findings),
     }
-    data["notes"] = [f"{scan.dump.path}: {note}" for scan in scans for note in scan.dump.notes]  # of all read above
-    return dict(strict(data))
+    data["notes"] = notes_of(scan.dump for scan in scans)  # of all read above
+    return data
 
 
 def _origin_json(dump: RankDump, origin: Origin) -> dict[str, Any]:

@@ -15,14 +15,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import cached_property
 
 from ddpstats.dump.format._collective_calls import read_collective
 from ddpstats.dump.format._entries import Entry, Leaf
 from ddpstats.dump.format._files import RankDump
 from ddpstats.dump.format._names import Name, parse_name
-from ddpstats.dump.origin._cached_entry import WalkedOnce
 from ddpstats.dump.origin._call_kinds import (
     is_literal_write,
     is_minus_infinity,
@@ -42,6 +42,24 @@ _PARAMETERS = "parameters."
 _GRADIENTS = ("backward", "parameters_grad")
 
 
+class CachedEntry(Entry):
+    """An entry whose tensors are looked for, and checked, once, however often they are asked for."""
+
+    def inputs(self) -> Iterator[tuple[str, Leaf]]:
+        return iter(self._inputs)
+
+    def outputs(self) -> Iterator[tuple[str, Leaf]]:
+        return iter(self._outputs)
+
+    @cached_property
+    def _inputs(self) -> list[tuple[str, Leaf]]:
+        return list(super().inputs())
+
+    @cached_property
+    def _outputs(self) -> list[tuple[str, Leaf]]:
+        return list(super().outputs())
+
+
 def scan_rank(
     dump: RankDump,
     also: Callable[[Entry], None] = lambda entry: None,
@@ -53,7 +71,7 @@ def scan_rank(
     """
     walk = _Walk(RankScan(dump))
     for read in dump.entries(progress):
-        entry = WalkedOnce(read.name, read.raw, read.source)
+        entry = CachedEntry(read.name, read.raw, read.source)
         also(entry)
         if not entry.is_recompute:
             walk.take(entry)

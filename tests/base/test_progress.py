@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from ddpstats.dump.format import _progress
-from ddpstats.dump.format._progress import ProgressBar
+from ddpstats._base import progress
+from ddpstats._base.progress import ProgressBar
 
 
 class Stream(io.StringIO):
@@ -24,7 +24,7 @@ class Stream(io.StringIO):
 def test_a_bar_on_a_terminal(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     stream = Stream(terminal=terminal)
     monkeypatch.setattr(sys, "stderr", stream)
-    monkeypatch.setattr(_progress, "_EVERY_SEC", 0.0)
+    monkeypatch.setattr(progress, "_EVERY_SEC", 0.0)
     with ProgressBar(1000) as bar:
         bar.add(500)
     shown = stream.getvalue()

@@ -1,0 +1,179 @@
+"""What a verb of the command found: as text, as one JSON object, and in files, a table (CSV) or a page (HTML).
+
+Names in it may come from files that somebody else wrote, so what reaches a terminal, a spreadsheet program, a JSON
+parser or a browser is made harmless here. A file is there complete, or not at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any, BinaryIO, TextIO
+
+from ddpstats._base.atomic_files import TEMPORARY_PREFIX, replace_file
+from ddpstats.errors import DdpstatsError
+
+# control characters, separators of lines, marks that turn the writing direction round, and halves of characters
+_UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")
+
+# The page needs nothing else: no script, no font, no picture from anywhere.
+_STYLE = """
+body { font: 14px/1.4 sans-serif; margin: 1.5em; color: #222; }
+pre { background: #f4f4f4; padding: 1em; overflow-x: auto; }
+table { border-collapse: collapse; font-size: 12px; }
+th, td { border: 1px solid #ccc; padding: 2px 6px; text-align: left; vertical-align: top; white-space: pre-wrap; }
+th { background: #eee; position: sticky; top: 0; }
+tr.red { background: #ffd6d6; }
+tr.yellow { background: #fff3bf; }
+"""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A table of a page, below a heading and remarks.
+
+    Attributes:
+        header: empty where there are no rows to show.
+        rows: each its cells, a color ("red", "yellow" or none), and why it is highlighted.
+    """
+
+    header: Sequence[str]
+    rows: Iterable[tuple[Sequence[Any], str, str]]
+    heading: str = ""
+    remarks: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class VerbReport:
+    """What was found.
+
+    Attributes:
+        status: the exit status of the command.
+        text: for people.
+        data: what is printed with ``--json``; not finite numbers are put into words, which JSON has not.
+        indent: of the JSON text.
+    """
+
+    status: int
+    text: Callable[[], str]
+    data: Callable[[], Mapping[str, Any]]
+    indent: int | None = None
+
+    def show(self, as_json: bool) -> int:
+        """Print it, and return the status. Files are written before: whoever reads stdout may have gone."""
+        print(json.dumps(_strict(self.data()), indent=self.indent) if as_json else self.text())
+        return self.status
+
+    def write_page(self, path: Path, title: str, sections: Iterable[Section]) -> None:
+        """The text, and then sections."""
+        write_file(path, lambda file: file.writelines(_page(title, self.text(), sections)))
+
+
+# -- what is harmless -------------------------------------------------------------------------------------------------
+
+
+def printable(lines: Iterable[str]) -> str:
+    """Lines of a report as one text, in which nothing but their ends is a control character."""
+    return "\n".join(_UNPRINTABLE.sub(lambda match: ascii(match[0])[1:-1], line) for line in lines)
+
+
+def harmless(cell: Any) -> Any:
+    """A cell of a table that cannot begin a formula; numbers stay as they are."""
+    if not isinstance(cell, str) or not cell.startswith(_FORMULA):
+        return cell
+    try:
+        float(cell)
+    except ValueError:
+        return f"'{cell}"
+    return cell
+
+
+def _strict(value: Any) -> Any:
+    """Legal JSON: with words in place of the numbers that it has not."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if value != value else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Mapping):
+        return {key: _strict(held) for key, held in value.items()}
+    return [_strict(held) for held in value] if isinstance(value, (list, tuple)) else value
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+def check_writable(*paths: Path | None) -> None:
+    """Raises `DdpstatsError` for a file that could not be written, before the work is done that would fill it."""
+    for path in paths:
+        if path is None:
+            continue
+        if path.is_dir():
+            raise DdpstatsError(f"{path} is a directory, and should be a file. Give a name in it.", path=str(path))
+        if not path.parent.is_dir():
+            raise DdpstatsError(f"{path}: there is no directory {path.parent}. Make it.", path=str(path))
+        if not os.access(path.parent, os.W_OK | os.X_OK):
+            raise DdpstatsError(f"{path}: {path.parent} is not wrisection. Give another place.", path=str(path))
+
+
+def write_file(path: Path, write: Callable[[TextIO], object]) -> None:
+    """A text file. Raises `DdpstatsError` naming it where it cannot be written, and what ``write`` raises."""
+
+    def encoded(file: BinaryIO) -> None:
+        with _as_text(file) as text:
+            write(text)
+
+    try:
+        replace_file(path, encoded)
+    except OSError as error:  # of the temporary file, whose name nobody gave, or of a full disk, which has none
+        if error.filename is not None and not Path(error.filename).name.startswith(TEMPORARY_PREFIX):
+            raise
+        why = printable([f"{path} cannot be written: {error.strerror or error}."])
+        raise DdpstatsError(why, path=str(path)) from None
+
+
+def write_table(path: Path, rows: Iterable[Sequence[Any]]) -> None:
+    """A CSV file; the first row is its header."""
+    write_file(path, lambda file: csv.writer(file).writerows(rows))
+
+
+@contextlib.contextmanager
+def _as_text(file: BinaryIO) -> Iterator[TextIO]:
+    # a name in a dump may hold half a character, which no encoding has
+    text = io.TextIOWrapper(file, encoding="utf-8", errors="backslashreplace", newline="")
+    try:
+        yield text
+        text.flush()
+    finally:
+        text.detach()
+
+
+def _page(title: str, text: str, sections: Iterable[Section]) -> Iterator[str]:
+    yield '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+    yield "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
+    yield f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body>\n"
+    yield f"<h1>{escape(title)}</h1>\n<pre>{escape(text)}</pre>\n"
+    for section in sections:
+        yield f"<h2>{escape(section.heading)}</h2>\n" if section.heading else ""
+        yield from (f"<p>{escape(remark)}</p>\n" for remark in section.remarks)
+        yield from _rows(section) if section.header else ()
+    yield "</body></html>\n"
+
+
+def _rows(section: Section) -> Iterator[str]:
+    yield "<table><tr>" + "".join(f"<th>{escape(name)}</th>" for name in section.header) + "</tr>\n"
+    for row, color, reason in section.rows:
+        yield f'<tr class="{color}" title="{escape(reason)}">' if color else "<tr>"
+        yield "".join(f"<td>{escape(_cell(cell))}</td>" for cell in row) + "</tr>\n"
+    yield "</table>\n"
+
+
+def _cell(cell: Any) -> str:
+    return f"{cell:.9g}" if isinstance(cell, float) else str(cell)

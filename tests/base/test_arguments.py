@@ -1,0 +1,36 @@
+"""What is said of arguments that cannot work."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ddpstats._base.arguments import check_choice, check_count, refuse_differences
+from ddpstats.errors import ConfigError
+
+
+@pytest.mark.parametrize("value", [0, True, 1.0, "1", None])
+def test_a_count_is_a_whole_number_from_the_least_on(value: Any) -> None:
+    check_count("keep", 1, 1)
+    with pytest.raises(ConfigError, match=rf"^keep={value!r} must be a whole number, 1 or more$"):
+        check_count("keep", value, 1)
+
+
+def test_a_choice_is_one_of_the_legal_values() -> None:
+    check_choice("mode", "step", ("step", "off"))
+    with pytest.raises(ConfigError, match=r"^mode='on' is not understood; legal values: step, off$"):
+        check_choice("mode", "on", ("step", "off"))
+
+
+def test_ranks_whose_settings_differ_are_told_in_what() -> None:
+    refuse_differences({0: {"keep": 1, "mode": 2}, 1: {"keep": 1, "mode": 2}}, "Thing", "Make it alike.")
+    with pytest.raises(ConfigError) as caught:
+        refuse_differences({0: {"keep": 1, "mode": 2}, 3: {"keep": 5, "mode": 2}}, "Thing", "Make it alike.")
+    assert str(caught.value).splitlines() == [
+        "ranks made their Thing with different settings:",
+        "  rank 0: keep=1",
+        "  rank 3: keep=5",
+        "Make it alike.",
+    ]
+    assert caught.value.ranks == (0, 3)

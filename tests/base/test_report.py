@@ -1,0 +1,43 @@
+"""What of a report reaches a terminal, a spreadsheet program, a JSON parser and a browser."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddpstats._base.report import Section, VerbReport, harmless, printable
+
+
+def test_control_characters_are_written_out() -> None:
+    assert printable(["a\x1b[2Jb\n", "\ud800 \u202e é"]) == "a\\x1b[2Jb\\n\n\\ud800 \\u202e é"
+
+
+@pytest.mark.parametrize("cell", ["=1+1", "+A1", "-A1", "@x", "\t=1", "\r=1"])
+def test_formulas_are_quoted(cell: str) -> None:
+    assert harmless(cell) == f"'{cell}"
+
+
+@pytest.mark.parametrize("cell", ["-1.5", "-inf", "+3", -2.5, None, "a=1", ""])
+def test_numbers_and_words_are_not(cell: Any) -> None:
+    assert harmless(cell) == cell
+
+
+def test_a_report_is_text_or_legal_json(capsys: pytest.CaptureFixture[str]) -> None:
+    report = VerbReport(1, lambda: "DIFFERENT", lambda: {"worst": (math.nan, -math.inf), "rank": 0})
+    assert [report.show(as_json=False), report.show(as_json=True)] == [1, 1]
+    assert capsys.readouterr().out == 'DIFFERENT\n{"worst": ["NaN", "-Infinity"], "rank": 0}\n'
+
+
+def test_a_page_has_the_text_and_a_table_of_each_section(tmp_path: Path) -> None:
+    sections = [
+        Section(["Name"], [(["<x>"], "red", 'a "b"')], "rank 0"),
+        Section((), (), "rank 1", ["No row differs."]),
+    ]
+    VerbReport(1, lambda: "1 < 2", dict).write_page(tmp_path / "t.html", "A & B", sections)
+    page = (tmp_path / "t.html").read_text()
+    assert "<h1>A &amp; B</h1>\n<pre>1 &lt; 2</pre>\n<h2>rank 0</h2>\n<table><tr><th>Name</th></tr>\n" in page
+    assert '<tr class="red" title="a &quot;b&quot;"><td>&lt;x&gt;</td></tr>\n</table>\n' in page
+    assert page.endswith("<h2>rank 1</h2>\n<p>No row differs.</p>\n</body></html>\n")
