@@ -7,11 +7,13 @@ told to use one, and no accelerator is touched.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import json
 import os
 import select
+import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -38,6 +40,9 @@ def serve(fd: int) -> tuple[dict[str, Any], list[int]] | None:
                 continue
             message, fds, _, _ = socket.recv_fds(server, MAX_BYTES, MAX_FDS)
             if not message:
+                for left in pids.values():  # a script does not know whose it is
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(left, signal.SIGKILL)
                 return None
             pid = os.fork()
             if pid == 0:
@@ -78,6 +83,18 @@ def become(request: dict[str, Any], fds: list[int]) -> None:
     sys.modules["torch"].default_generator.seed()  # each process draws its own numbers, as each does that starts
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
+
+
+def as_script(arguments: Sequence[str]) -> Any:
+    """Be ``python ARGUMENTS``, up to the first line of the program, whose code is returned: for `__main__` to run."""
+    sys.argv[:] = arguments
+    sys.path.insert(0, os.path.dirname(os.path.abspath(arguments[0])))
+    program = vars(sys.modules["__main__"])
+    for name in [name for name in program if not name.startswith("__")]:
+        del program[name]
+    program["__file__"] = arguments[0]
+    with open(arguments[0], "rb") as file:
+        return compile(file.read(), arguments[0], "exec")
 
 
 def main(fd: int, preload: Sequence[str]) -> tuple[dict[str, Any], list[int]]:
