@@ -16,7 +16,7 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 MAX_BYTES = 1 << 20  # of a request: an environment, above all
@@ -36,14 +36,11 @@ def serve(fd: int) -> tuple[dict[str, Any], list[int]] | None:
                 os.close(ready)
                 pid, status = os.waitpid(pids.pop(ready), 0)
                 if not _tell(server, {"pid": pid, "exit_code": os.waitstatus_to_exitcode(status)}):
-                    return None
+                    return _kill(pids.values())
                 continue
             message, fds, _, _ = socket.recv_fds(server, MAX_BYTES, MAX_FDS)
             if not message:
-                for left in pids.values():  # a script does not know whose it is
-                    with contextlib.suppress(ProcessLookupError):
-                        os.killpg(left, signal.SIGKILL)
-                return None
+                return _kill(pids.values())
             pid = os.fork()
             if pid == 0:
                 for inherited in (fd, *pids):
@@ -57,7 +54,14 @@ def serve(fd: int) -> tuple[dict[str, Any], list[int]] | None:
             pids[end] = pid
             poll.register(end, select.POLLIN)
             if not _tell(server, {"pid": pid, "exit_code": None}):
-                return None
+                return _kill(pids.values())
+
+
+def _kill(pids: Iterable[int]) -> None:
+    """What the parent has left running: a script does not know whose it is."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
 
 
 def _tell(server: socket.socket, answer: dict[str, Any]) -> bool:
