@@ -36,11 +36,13 @@ def serve(fd: int) -> tuple[dict[str, Any], list[int]] | None:
                 os.close(ready)
                 pid, status = os.waitpid(pids.pop(ready), 0)
                 if not _tell(server, {"pid": pid, "exit_code": os.waitstatus_to_exitcode(status)}):
-                    return _kill(pids.values())
+                    _kill(pids.values())
+                    return None
                 continue
             message, fds, _, _ = socket.recv_fds(server, MAX_BYTES, MAX_FDS)
             if not message:
-                return _kill(pids.values())
+                _kill(pids.values())
+                return None
             pid = os.fork()
             if pid == 0:
                 for inherited in (fd, *pids):
@@ -54,7 +56,8 @@ def serve(fd: int) -> tuple[dict[str, Any], list[int]] | None:
             pids[end] = pid
             poll.register(end, select.POLLIN)
             if not _tell(server, {"pid": pid, "exit_code": None}):
-                return _kill(pids.values())
+                _kill(pids.values())
+                return None
 
 
 def _kill(pids: Iterable[int]) -> None:

@@ -164,8 +164,8 @@ def test_the_environment_variable_is_enough(script: Any) -> None:
     assert 0 not in done.statuses
     assert "'snr_loss[0]'" in done.stderr
     assert "went on" not in done.stdout, "99 barriers are more than check_every"
-    done = python("-c", "import ddpstats", DDPSTATS_GUARD="sometimes")
-    assert "legal values: strict, step, record, off" in done.stderr
+    refused = python("-c", "import ddpstats", DDPSTATS_GUARD="sometimes")
+    assert "legal values: strict, step, record, off" in refused.stderr
 
 
 def test_the_environment_variable_alone_runs_nothing_of_ours() -> None:
