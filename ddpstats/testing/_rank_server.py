@@ -19,6 +19,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 _FORKED = Path(__file__).with_name("_forked_python.py")
 _READ_AT_START = (
@@ -34,7 +35,8 @@ _READ_AT_START = (
     "PYTORCH_",
     "CUDA_",
 )
-_NOT_READ = ("PYTHONPATH", "TORCHELASTIC_USE_AGENT_STORE")  # sys.path is handed on as it is
+# sys.path is handed on as it is; what torchrun tells a rank is for the process group and for the rank's end
+_NOT_READ = ("PYTHONPATH", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE")
 _ANSWER_BYTES = 4096
 _START_SEC = 120.0  # of an interpreter that imports torch, on a loaded machine
 
@@ -71,8 +73,11 @@ class RankServer:
             "names = {'__name__': '_forked_python'}\n"
             f"exec(compile({_FORKED.read_text()!r}, {str(_FORKED)!r}, 'exec'), names)\n"
             f"request, fds = names['main']({theirs.fileno()}, {self._preload!r})\n"
-            "from ddpstats.testing._rank_main import RankSpec, main\n"
-            "main(RankSpec(*request['spec'], *fds[2:]))\n"
+            "if 'script' in request:\n"
+            "    exec(names['as_script'](request['script']))\n"
+            "else:\n"
+            "    from ddpstats.testing._rank_main import RankSpec, main\n"
+            "    main(RankSpec(*request['spec'], *fds[2:]))\n"
         )
         with theirs:
             self._process = subprocess.Popen(
@@ -91,15 +96,17 @@ class RankServer:
 
     def start(self, spec: Sequence[int], environ: Mapping[str, str], stderr_fd: int, fds: Sequence[int]) -> Forked:
         """A rank: ``fds`` follow the numbers of ``spec``. Raises `ServerGone`."""
-        request = {
-            "spec": list(spec),
-            "environ": dict(environ),
-            "paths": _paths(),
-            "cwd": os.getcwd(),
-        }
+        return self._fork({"spec": list(spec)}, environ, [1, stderr_fd, *fds])
+
+    def start_script(self, script: Sequence[str], environ: Mapping[str, str], out_fd: int, stderr_fd: int) -> Forked:
+        """What ``python SCRIPT ARGS...`` would start, in a session of its own. Raises `ServerGone`."""
+        return self._fork({"script": list(script)}, environ, [out_fd, stderr_fd])
+
+    def _fork(self, what: Mapping[str, Sequence[Any]], environ: Mapping[str, str], fds: Sequence[int]) -> Forked:
+        request = {**what, "environ": dict(environ), "paths": _paths(), "cwd": os.getcwd()}
         with self._lock:
             try:
-                socket.send_fds(self._connected(), [json.dumps(request).encode()], [1, stderr_fd, *fds])
+                socket.send_fds(self._connected(), [json.dumps(request).encode()], fds)
                 while (pid := self._read(_START_SEC)) is None:
                     pass
             except (ServerGone, OSError) as error:

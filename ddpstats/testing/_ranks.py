@@ -85,8 +85,9 @@ class RankPool:
     The processes start with the first `run`. What `fn` leaves behind in them (modules, patches, threads, groups) is
     there in the next run. After a run in which a rank died or timed out, the pool is killed and the next `run` starts a
     fresh one. After a run in which a rank raised, or the ranks did not issue the same number of collectives, or the
-    default group was destroyed, a small all_reduce decides whether the pool still works, and it is killed if not. Not
-    noticed: a subgroup out of step, a changed directory or environment; call `restart` after those.
+    default group was destroyed, the next `run` begins with a small all_reduce, which decides whether the pool still
+    works, and starts fresh ranks if not. Not noticed: a subgroup out of step, a changed directory or environment; call
+    `restart` after those.
 
     Args:
         world_size: number of ranks.
@@ -106,6 +107,7 @@ class RankPool:
         self._timeout_sec = _positive(timeout_sec)
         self._env = dict(env or {})
         self._team: RankTeam | None = None
+        self._is_suspect = False
         self._closed = False
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout_sec: float | None = None, **kwargs: Any) -> RankOutcomes:
@@ -117,18 +119,23 @@ class RankPool:
         if self._closed:
             raise RuntimeError("this RankPool is closed")
         limit_sec = self._timeout_sec if timeout_sec is None else _positive(timeout_sec)
+        self._drop_unusable()
         outcomes = self._call(fn, args, kwargs, limit_sec)
-        self._drop_unusable(bool(outcomes.errors()))
+        # Send and receive count as collectives on those ranks alone, so unequal counts are a suspicion and no proof.
+        self._is_suspect = self._team is not None and not (self._team.in_step and not outcomes.errors())
         return outcomes
 
     def restart(self) -> None:
         """End the ranks; the next `run` starts fresh ones. Blocks until they are gone."""
-        self._stop()
+        if self._is_suspect:  # a rank that another has left alone in a collective does not end by itself
+            self._kill()
+        else:
+            self._stop()
 
     def close(self) -> None:
         """End the ranks for good and leave nothing behind. Blocks until they are gone. May be called twice."""
         self._closed = True
-        self._stop()
+        self.restart()
 
     def __enter__(self) -> RankPool:
         return self
@@ -146,12 +153,10 @@ class RankPool:
         failed = team.failed_start()
         return team.run(payloads, limit_sec) if failed is None else failed
 
-    def _drop_unusable(self, any_failed: bool) -> None:
+    def _drop_unusable(self) -> None:
+        """Asked before the ranks are used again, and not before: who restarts them need not wait for the answer."""
         team = self._team
-        if team is None or not team.alive:
-            return
-        # Send and receive count as collectives on those ranks alone, so unequal counts are a suspicion and no proof.
-        if (any_failed or not team.in_step) and not _works(team, self.world_size):
+        if self._is_suspect and team is not None and team.alive and not _works(team, self.world_size):
             self._kill()
 
     def _living_team(self) -> RankTeam:
@@ -161,10 +166,12 @@ class RankPool:
 
     def _stop(self) -> list[int | None]:
         team, self._team = self._team, None
+        self._is_suspect = False
         return team.stop() if team is not None else []
 
     def _kill(self) -> None:
         team, self._team = self._team, None
+        self._is_suspect = False
         if team is not None:
             team.kill()
 

@@ -91,7 +91,7 @@ def waits_alone(on_mismatch: Any) -> tuple[str, tuple[int, ...], float]:
         with collective_guard("strict", on_mismatch=on_mismatch):
             dist.all_reduce(torch.ones(1))
             if dist.get_rank() == 1:
-                time.sleep(8.0)
+                time.sleep(5.0)
             started = time.monotonic()
             dist.all_reduce(torch.ones(1))
     except ddpstats.RankMissing as error:

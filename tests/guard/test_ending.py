@@ -19,8 +19,9 @@ from ddpstats.guard._events import Event, Signature, digest_of, label_word, read
 from ddpstats.guard._exchange import EVENT_BYTES, Exchange, Words
 from ddpstats.guard._spoken import read, words_of
 from ddpstats.guard._summary import Tally, last_line
+from ddpstats.guard._telling import was_told
+from tests.guard.programs import COMMAND, LIMIT_SEC, Ended, Run, alone, by_torchrun, forked, of_torchrun
 
-LIMIT_SEC = 150
 HEAD = """
     import sys
     import ddpstats, torch, torch.distributed as dist
@@ -85,34 +86,20 @@ def train(tmp_path: Path) -> Any:
     return write
 
 
-def torchrun(*args: str, mode: str = "step", ranks: int = 2, **env: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *args]
-    own = {**os.environ, "OMP_NUM_THREADS": "1", "DDPSTATS_GUARD": mode, **env}
-    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SEC, check=False, env=own)
-
-
-def statuses(done: subprocess.CompletedProcess[str]) -> list[int]:
-    """Of the ranks, as torchrun tells them."""
-    return [int(found) for found in re.findall(r"exitcode +: (-?\d+)", done.stderr)]
-
-
-def of_the_ranks(done: subprocess.CompletedProcess[str]) -> str:
-    """What the ranks themselves wrote to stderr."""
-    return done.stderr.partition("Sending process")[0].partition("failed (exitcode")[0]
-
-
 @pytest.mark.parametrize(
-    ("how", "status"),
+    ("run", "how", "status"),
     [
-        *(("nothing more", 1), ("destroy", 1), ("destroy, imported before", 1), ("destroy in finally", 1)),
-        *(("caught", 1), ("at exit", 1), ("exit 0", 1), ("exit 3", 3), ("raise", 1), ("raise on rank 1", 1)),
+        *((by_torchrun, "nothing more", 1), (by_torchrun, "exit 3", 3), (by_torchrun, "raise on rank 1", 1)),
+        *((forked, "nothing more", 1), (forked, "destroy", 1), (forked, "destroy, imported before", 1)),
+        *((forked, "destroy in finally", 1), (forked, "caught", 1), (forked, "at exit", 1), (forked, "exit 0", 1)),
+        *((forked, "exit 3", 3), (forked, "raise", 1), (forked, "raise on rank 1", 1)),
     ],
 )
-def test_a_mismatch_that_is_left_at_the_end_is_found(train: Any, how: str, status: int) -> None:
+def test_a_mismatch_that_is_left_at_the_end_is_found(train: Any, run: Run, how: str, status: int) -> None:
     imported = "from torch.distributed import destroy_process_group as destroy\n"
-    done = torchrun(train(imported, HEAD, FAULTY, ENDS), how)
-    assert set(statuses(done)) == {status}, done.stderr
-    said = of_the_ranks(done)
+    done = run(train(imported, HEAD, FAULTY, ENDS), how, DDPSTATS_GUARD="step")
+    assert set(done.statuses) == {status}, done.stderr
+    said = done.stderr
     assert "'snr'" in said
     assert "'l1'" in said
     assert said.count("What differs") == 1, "one rank prints it"
@@ -122,11 +109,12 @@ def test_a_mismatch_that_is_left_at_the_end_is_found(train: Any, how: str, statu
     _is_told_once(done)
 
 
-def _is_told_once(done: subprocess.CompletedProcess[str]) -> None:
+def _is_told_once(done: Ended) -> None:
     """By a rank; what torchrun ends with is one line, of what counts most."""
-    assert done.stderr.count("Nothing here tells which rank is right.") == 1, done.stderr
-    assert done.stderr.count("Likely: rank 1 lacks key 'snr'") == 1
-    (line,) = re.findall("traceback : (.*)", done.stderr.rpartition("Root Cause")[2])
+    told = done.stderr + done.first
+    assert told.count("Nothing here tells which rank is right.") == 1, told
+    assert told.count("Likely: rank 1 lacks key 'snr'") == 1
+    line = done.first
     assert re.search(r"rank 0: all_reduce\(float32\[\], sum\) 'snr' at \S*train.py:\d+ in <module>; rank 1: ", line)
     assert "'l1'" in line
     assert "What differs: the label" in line
@@ -144,12 +132,20 @@ RECORDED = """
 """
 
 
-@pytest.mark.parametrize("end", [ENDS, RECORDED])
-def test_run_does_not_tell_again_what_a_rank_has_told(train: Any, end: str) -> None:
-    done = ddpstats("run", "--nproc", "2", "--guard", "step", train(HEAD, FAULTY, end), "destroy")
+def test_run_does_not_tell_again_what_a_rank_has_told(train: Any) -> None:
+    done = ddpstats("run", "--nproc", "2", "--guard", "step", train(HEAD, FAULTY, RECORDED), "destroy")
     assert done.returncode == 1
-    _is_told_once(done)
+    _is_told_once(of_torchrun(done))
     assert "left a record" not in done.stderr
+
+
+@pytest.mark.parametrize("end", [ENDS, RECORDED])
+def test_a_rank_of_run_tells_it_once_and_says_so(train: Any, tmp_path: Path, end: str) -> None:
+    done = forked(COMMAND, "run", "--guard", "step", train(HEAD, FAULTY, end), "destroy")
+    assert set(done.statuses) == {1}
+    _is_told_once(done)
+    (tmp_path / "failure").write_text(done.failure)
+    assert was_told(str(tmp_path / "failure")), "or `run --nproc` tells it again"
 
 
 BY_HAND = """
@@ -160,20 +156,25 @@ BY_HAND = """
 
 @pytest.mark.parametrize("mode", ["step", "strict"])
 def test_names_given_by_hand_that_differ(train: Any, mode: str) -> None:
-    done = torchrun(train(HEAD, BY_HAND, ENDS), "destroy", mode=mode)
-    assert done.returncode == 1
+    done = forked(train(HEAD, BY_HAND, ENDS), "destroy", DDPSTATS_GUARD=mode)
+    assert set(done.statuses) == {1}
     assert "all_reduce(float32[], sum) 'snr'" in done.stderr
     assert "ddpstats.label() gave these names: give the same one on all ranks" in done.stderr, done.stderr
     assert "with ddpstats.label(" not in done.stderr.replace('with ddpstats.label("l1" if rank', "")
 
 
 @pytest.mark.parametrize(
-    "how", ["nothing more", "destroy", "exit 0", "a moment later", "destroy on rank 0", "os._exit on rank 1", "thread"]
+    ("run", "how"),
+    [
+        *((by_torchrun, "nothing more"), (by_torchrun, "destroy on rank 0"), (forked, "nothing more")),
+        *((forked, "destroy"), (forked, "exit 0"), (forked, "a moment later"), (forked, "destroy on rank 0")),
+        *((forked, "os._exit on rank 1"), (forked, "thread")),
+    ],
 )
-def test_a_legal_program_ends_as_it_would(train: Any, how: str) -> None:
+def test_a_legal_program_ends_as_it_would(train: Any, run: Run, how: str) -> None:
     logged = "import logging\nlogging.basicConfig(level=logging.INFO)\n"
-    done = torchrun(train(logged, HEAD, LEGAL, ENDS), how)
-    assert done.returncode == 0, done.stderr
+    done = run(train(logged, HEAD, LEGAL, ENDS), how, DDPSTATS_GUARD="step")
+    assert not any(done.statuses), done.stderr
     if how == "os._exit on rank 1":
         assert "nothing was compared: rank 1 had ended without a last comparison" in done.stderr
         return
@@ -201,23 +202,30 @@ SIZES = """
 """
 
 
-@pytest.mark.parametrize("how", ["blocking", "async", "at the same moment", "message"])
-def test_where_sizes_differ_both_calls_are_named(train: Any, how: str) -> None:
+@pytest.mark.parametrize(
+    ("run", "how"),
+    [
+        *((by_torchrun, "blocking"), (by_torchrun, "at the same moment")),
+        *((forked, "blocking"), (forked, "async"), (forked, "at the same moment"), (forked, "message")),
+    ],
+)
+def test_where_sizes_differ_both_calls_are_named(train: Any, run: Run, how: str) -> None:
     """Without the guard gloo aborts a process, and the other one knows only that it is gone."""
-    done = torchrun(train(HEAD, SIZES), how)
-    assert done.returncode == 1
+    done = run(train(HEAD, SIZES), how, DDPSTATS_GUARD="step")
+    assert 1 in done.statuses
+    assert 0 not in done.statuses
     assert "CollectiveMismatch" in done.stderr, done.stderr
     assert "float32[300" in done.stderr
     assert "float32[100]" in done.stderr
-    assert "What differs: the shape" in done.stderr.rpartition("Root Cause")[2]
-    assert "label(" not in done.stderr
+    assert "What differs: the shape" in done.first
+    assert "label(" not in done.stderr + done.first
 
 
 @pytest.mark.parametrize("mode", ["step", "record"])
 def test_a_guard_that_compared_nothing_says_so(train: Any, tmp_path: Path, mode: str) -> None:
     directory = str(tmp_path / "records")
-    done = torchrun(train(HEAD, LEGAL), "", mode=mode, ranks=1, DDPSTATS_RECORD_DIR=directory)
-    assert done.returncode == 0
+    done = forked(train(HEAD, LEGAL), "", ranks=1, DDPSTATS_GUARD=mode, DDPSTATS_RECORD_DIR=directory)
+    assert done.statuses == [0]
     why = "the program runs on one rank" if mode == "step" else "mode 'record' compares nothing while it runs"
     assert f"5 collectives seen, nothing was compared: {why}" in done.stderr
     assert (f"Next: ddpstats report {directory}" in done.stderr) == (mode == "record")
@@ -242,11 +250,8 @@ INITIALIZED = """
 def test_only_a_program_of_ranks_is_told_that_nothing_was_compared(
     train: Any, text: str, env: dict[str, str], warns: bool
 ) -> None:
-    inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    own = {**inherited, "DDPSTATS_GUARD": "step", **env}
-    command = [sys.executable, train(text)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SEC, check=False, env=own)
-    assert done.returncode == 0, done.stderr
+    done = alone(train(text), DDPSTATS_GUARD="step", **env)
+    assert done.statuses == [0], done.stderr
     assert ("nothing was compared" in done.stderr) == warns
     assert bool(done.stderr) == warns
 
@@ -375,7 +380,7 @@ def test_the_last_line() -> None:
 
 def test_a_record_says_how_the_program_ended(train: Any, tmp_path: Path) -> None:
     directory = str(tmp_path / "records")
-    torchrun(train(HEAD, LEGAL, ENDS), "raise", mode="record", ranks=1, DDPSTATS_RECORD_DIR=directory)
+    forked(train(HEAD, LEGAL, ENDS), "raise", ranks=1, DDPSTATS_GUARD="record", DDPSTATS_RECORD_DIR=directory)
     (record,) = read_records(directory)
     assert record.end is not None
     assert record.end["end"] == "ValueError"

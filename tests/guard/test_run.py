@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from ddpstats.guard._events import read_records
+from tests.guard.programs import COMMAND, alone, forked
 from tests.needs import needs
 
 LIMIT_SEC = 120
@@ -105,10 +106,11 @@ def _unmarked(text: str) -> str:
     return "\n".join(line for line in text.splitlines() if not re.match(r"\s*[\^~]+\s*$|ddpstats run: ", line))
 
 
-def test_a_module(tmp_path: Path) -> None:
+def test_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "programme.py").write_text("import sys\nprint(__name__, sys.argv[1:])\n")
-    done = ddpstats("run", "-m", "programme", "a", PYTHONPATH=str(tmp_path))
-    assert (done.returncode, done.stdout) == (0, "__main__ ['a']\n"), done.stderr
+    done = alone(COMMAND, "run", "-m", "programme", "a")
+    assert (done.statuses, done.stdout) == ([0], "__main__ ['a']\n"), done.stderr
 
 
 ABORT = """
@@ -146,9 +148,9 @@ KILLED = """
 
 
 def test_a_record_is_whole_to_the_last_event_when_the_process_is_killed(script: Any, tmp_path: Path) -> None:
-    env = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    done = ddpstats("run", "--guard", "record", "--record-dir", str(tmp_path / "records"), script(KILLED), **env)
-    assert done.returncode == -signal.SIGKILL
+    options = ["--guard", "record", "--record-dir", str(tmp_path / "records")]
+    done = forked(COMMAND, "run", *options, script(KILLED), ranks=1)
+    assert done.statuses == [-signal.SIGKILL]
     (record,) = read_records(tmp_path / "records")
     assert [event.seq for event in record.events] == list(range(1, 21))
     assert record.end is None
@@ -158,13 +160,12 @@ def test_the_environment_variable_is_enough(script: Any) -> None:
     text = SEED.replace("import torch,", "import ddpstats, torch,").replace(
         "print(", "[dist.barrier() for _ in range(99)]; print("
     )
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = python(*torchrun, script(text), DDPSTATS_GUARD="step")
-    assert done.returncode != 0
+    done = forked(script(text), DDPSTATS_GUARD="step")
+    assert 0 not in done.statuses
     assert "'snr_loss[0]'" in done.stderr
     assert "went on" not in done.stdout, "99 barriers are more than check_every"
-    done = python("-c", "import ddpstats", DDPSTATS_GUARD="sometimes")
-    assert "legal values: strict, step, record, off" in done.stderr
+    refused = python("-c", "import ddpstats", DDPSTATS_GUARD="sometimes")
+    assert "legal values: strict, step, record, off" in refused.stderr
 
 
 def test_the_environment_variable_alone_runs_nothing_of_ours() -> None:
@@ -208,6 +209,6 @@ def test_a_script_that_ends_by_sys_exit_is_compared_to_the_end(script: Any) -> N
         dist.all_reduce(torch.ones(1), op=dist.ReduceOp.MAX if dist.get_rank() else dist.ReduceOp.SUM)
         sys.exit(0)
     """
-    done = ddpstats("run", "--nproc", "2", "--guard", "step", script(text))
-    assert done.returncode != 0
+    done = forked(COMMAND, "run", "--guard", "step", script(text))
+    assert set(done.statuses) == {1}
     assert "What differs: the reduce op" in done.stderr
