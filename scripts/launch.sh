@@ -304,7 +304,7 @@ case $verb in
     ;;
   test)
     # Two files at a time: most of a test with real ranks is waiting for processes to start, or for a timeout.
-    two=(--numprocesses 2 --dist loadfile)
+    two=(--numprocesses 2 --dist loadfile --no-loadscope-reorder) # in the order of tests/conftest.py
     if [[ ${1:-} == --quick ]]; then
       shift
       sample_of_tests

@@ -21,6 +21,29 @@ OF_LIBRARIES = ("scipy.signal", "matplotlib.pyplot", "transformers")
 IMPORTING = {"espnet", "lightning", "torchmetrics", "transformers"}
 
 
+# Minutes each: begun last, one of them would keep one worker busy while the other has nothing left to do.
+LONG_FILES = (
+    "tests/guard/test_scenarios.py",
+    "tests/guard/test_guard.py",
+    "tests/guard/test_ending.py",
+    "tests/guard/test_label_corpus.py",
+    "tests/capture/test_trainers.py",
+    "tests/sentinel/test_sentinel.py",
+    "tests/integrations/test_lightning.py",
+    "tests/test_bench.py",
+    "tests/testing/test_ranks.py",
+    "tests/test_readme.py",
+    "tests/test_launch.py",
+    "tests/capture/test_capture.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files first; the others in their order."""
+    turns = {ROOT / path: turn for turn, path in enumerate(LONG_FILES)}
+    items.sort(key=lambda item: turns.get(item.path, len(turns)))
+
+
 def preloaded(session: pytest.Session) -> list[str]:
     """What the tests of this session make worth the time."""
     files = {item.path.relative_to(ROOT).as_posix() for item in session.items}
