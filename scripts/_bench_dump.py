@@ -36,10 +36,10 @@ _CONFIGS: dict[str, dict[str, Any] | None] = {
 UNTIL_STOP = ("mix", "mix, async", "mix, tensors", "mix, tensors, async")
 
 
-def dump_costs(layers: int, budget: Budget) -> Timings:
-    """Seconds per step of each kind. Collective on the default group."""
+def dump_costs(layers: int, sequences: int, budget: Budget) -> Timings:
+    """Seconds per step of each kind, of so many layers and sequences. Collective on the default group."""
     torch.set_num_threads(1)
-    tokens = torch.randn(SEQUENCES, LENGTH, WIDTH)
+    tokens = torch.randn(sequences, LENGTH, WIDTH)
     with tempfile.TemporaryDirectory() as scratch:
         bodies = {name: _step(layers, Path(scratch) / name, config, tokens) for name, config in _CONFIGS.items()}
         for name in UNTIL_STOP:

@@ -24,29 +24,32 @@ from ddpstats.guard import _exchange, collective_guard
 from ddpstats.guard.labels._infer import infer
 
 SIZES = {"1 float": 1, "1M floats": 1_000_000}
-_BURST, _WARM = 30, 8
+BURST, _WARM = 30, 8
 _LOSS = torch.zeros(1)
 
 Samples = dict[str, list[float]]
 
 
-def guard_costs(rounds: int) -> dict[str, Samples]:
-    """Seconds per call of each variant, a median per round, for each size. Collective on the default group."""
-    return {name: _costs(size, max(4, rounds // (4 if size > 1 else 1))) for name, size in SIZES.items()}
+def guard_costs(rounds: int, burst: int) -> dict[str, Samples]:
+    """Seconds per call of each variant, a median per round, for each size. Collective on the default group.
+
+    A round is ``burst`` calls of each variant, of which the first few warm up.
+    """
+    return {name: _costs(size, max(2, rounds // (4 if size > 1 else 1)), burst) for name, size in SIZES.items()}
 
 
-def _costs(size: int, rounds: int) -> Samples:
+def _costs(size: int, rounds: int, calls: int) -> Samples:
     tensor, order = torch.zeros(size), random.Random(0)
     stats = {"loss": tensor}
 
     def burst() -> float:
         seconds = []
-        for _ in range(_BURST):
+        for _ in range(calls):
             for key in stats:  # a loop over keys, so that labels are inferred
                 started = time.perf_counter()
                 dist.all_reduce(stats[key])
                 seconds.append(time.perf_counter() - started)
-        return statistics.median(seconds[_WARM:])
+        return statistics.median(seconds[min(_WARM, calls // 2) :])
 
     variants: dict[str, Callable[[], Any]] = {
         "plain": contextlib.nullcontext,
@@ -78,7 +81,7 @@ def plain_costs(rounds: int) -> dict[str, list[float]]:
     for name, size in SIZES.items():
         tensor = torch.zeros(size)
         seconds = []
-        for _ in range(_WARM + rounds * (_BURST if size == 1 else 4)):
+        for _ in range(_WARM + rounds * (BURST if size == 1 else 4)):
             started = time.perf_counter()
             dist.all_reduce(tensor)
             seconds.append(time.perf_counter() - started)

@@ -29,7 +29,10 @@ Body = Callable[[int], object]
 
 @dataclass(frozen=True)
 class Budget:
-    """How long one interleaved loop may take: as many rounds as fit into ``seconds``, within limits."""
+    """How long one interleaved loop may take: as many rounds as fit into ``seconds``, within limits.
+
+    Where the limits are one number there is nothing to try out first.
+    """
 
     seconds: float
     at_least: int
@@ -86,12 +89,14 @@ def interleaved(variants: Mapping[str, Body], budget: Budget) -> Timings:
             times += started, time.perf_counter()
             del result
 
-    trial_started = time.perf_counter()
-    for number in range(_TRIAL_ROUNDS):
-        one_round(number)
-    rounds = _agreed_rounds((time.perf_counter() - trial_started) / _TRIAL_ROUNDS, budget)
-    for times in clocks.values():
-        times.clear()
+    rounds = budget.at_least
+    if rounds < budget.at_most:
+        trial_started = time.perf_counter()
+        for number in range(_TRIAL_ROUNDS):
+            one_round(number)
+        rounds = _agreed_rounds((time.perf_counter() - trial_started) / _TRIAL_ROUNDS, budget)
+        for times in clocks.values():
+            times.clear()
     for number in range(rounds):
         one_round(number)
     return Timings({name: _durations(times) for name, times in clocks.items()})

@@ -26,7 +26,8 @@ from ddpstats import Sentinel
 STEPS_MS = (100, 800)
 """A step takes at least as long, and up to twice that."""
 DIGEST_EVERY, REPLAY_EVERY = 100, 1_000
-BLOCKS, WIDTH, LENGTH = 12, 256, 64  # two norms a block, and one
+BLOCKS, LENGTH = 12, 64  # two norms a block, and one
+WIDTH = 256
 
 _NEVER = 10**9
 _OPTIONS: dict[str, dict[str, Any] | None] = {
@@ -67,14 +68,14 @@ class Costs:
         return spread.median, spread
 
 
-def sentinel_costs(step_ms: int, budget: Budget) -> Costs:
-    """Collective."""
+def sentinel_costs(step_ms: int, width: int, budget: Budget) -> Costs:
+    """Of a transformer of ``width``. Collective."""
     logging_off()
-    tokens = _tokens(_sequences(1e-3 * step_ms))
+    tokens = _tokens(_sequences(1e-3 * step_ms, width))
     variants, sentinels = dict[str, Callable[[int], object]](), list[Sentinel]()
     keeping: dict[str, list[float]] = {name: [] for name in _OPTIONS}
     for name, options in _OPTIONS.items():
-        model = _model()
+        model = _model(width)
         sentinel = None if options is None else Sentinel(model, mode=2, **options)
         if sentinel is not None:
             sentinels.append(sentinel)
@@ -118,19 +119,19 @@ def _step(
     return body
 
 
-def _model() -> DistributedDataParallel:
+def _model(width: int) -> DistributedDataParallel:
     torch.manual_seed(0)
-    return DistributedDataParallel(Transformer(WIDTH, BLOCKS, heads=4))
+    return DistributedDataParallel(Transformer(width, BLOCKS, heads=4))
 
 
 def _tokens(sequences: int) -> Tensor:
     return torch.arange(sequences * (LENGTH + 1)).reshape(sequences, -1) % 29
 
 
-def _sequences(seconds: float) -> int:
+def _sequences(seconds: float, width: int) -> int:
     """As many as make a step so long, or up to twice that; the same number on every rank."""
     size = 1
-    while _fastest(_step(_model(), None, _tokens(size), [], is_open=False)) < seconds:
+    while _fastest(_step(_model(width), None, _tokens(size), [], is_open=False)) < seconds:
         size *= 2
     return size
 

@@ -15,6 +15,7 @@ as bad ones; where the rounds' quartiles show that, the verdict is "noisy".
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import datetime
 import importlib.util
@@ -31,15 +32,18 @@ import torch
 from _bench_calls import Measured, measure
 from _bench_capture import STEPS_MS as CAPTURE_STEPS_MS, capture_costs
 from _bench_costs import import_cost, memory, payload_on_thread, payloads
-from _bench_dump import dump_costs
-from _bench_guard import ddp_step_costs, guard_costs, label_costs, plain_costs
+from _bench_dump import SEQUENCES as DUMP_SEQUENCES, dump_costs
+from _bench_guard import BURST as GUARD_BURST, ddp_step_costs, guard_costs, label_costs, plain_costs
 from _bench_integrations import LIBRARIES, integration_costs
 from _bench_loop import Budget, Spread, Timings
 from _bench_plot import draw
 from _bench_rows import GATED_WORLD, Findings, Row, rows_of, table, times_table
-from _bench_sentinel import STEPS_MS as SENTINEL_STEPS_MS, sentinel_costs
+from _bench_sentinel import STEPS_MS as SENTINEL_STEPS_MS, WIDTH as SENTINEL_WIDTH, sentinel_costs
 
 from ddpstats.testing import run_ranks, run_threads
+from ddpstats.testing._rank_main import RankSpec
+from ddpstats.testing._rank_process import rank_environ
+from ddpstats.testing._rank_server import RankServer
 
 _LIMIT_SEC = 240.0  # of one set of ranks: a hang ends here
 _BUSY_LOAD = 0.7
@@ -58,12 +62,15 @@ class Plan:
     memory_keys: int
     imports: int
     guard_rounds: int
+    guard_burst: int  # calls in one round
     capture: Budget  # of each length of a step
     capture_steps_ms: Sequence[int]
     sentinel: Budget  # of each length of a step
     sentinel_steps_ms: Sequence[int]
+    sentinel_width: int
     dump: Budget
     dump_layers: int
+    dump_sequences: int
     integration_rounds: int
     integrations: Sequence[str]
 
@@ -82,31 +89,38 @@ FULL = Plan(
     memory_keys=100_000,
     imports=15,
     guard_rounds=40,
+    guard_burst=GUARD_BURST,
     capture=Budget(40.0, at_least=30),
     capture_steps_ms=CAPTURE_STEPS_MS,
     sentinel=Budget(60.0, at_least=10),
     sentinel_steps_ms=SENTINEL_STEPS_MS,
+    sentinel_width=SENTINEL_WIDTH,
     dump=Budget(60.0, at_least=6),
     dump_layers=4,
+    dump_sequences=DUMP_SEQUENCES,
     integration_rounds=20,
     integrations=LIBRARIES,
 )
+_TWO_ROUNDS = Budget(0.0, at_least=2, at_most=2)
 QUICK = Plan(
     key_counts={2: (10, 50)},
-    gated=Budget(0.3, at_least=4),
-    reported=Budget(0.3, at_least=4),
+    gated=_TWO_ROUNDS,
+    reported=_TWO_ROUNDS,
     payload_worlds=(2,),
     payload_keys=(0, 10, 50),
     payload_threads=8,
-    memory_keys=1_000,
-    imports=3,
+    memory_keys=200,
+    imports=2,
     guard_rounds=2,
-    capture=Budget(1.0, at_least=2),
+    guard_burst=4,
+    capture=_TWO_ROUNDS,
     capture_steps_ms=(10,),
-    sentinel=Budget(1.0, at_least=2),
+    sentinel=_TWO_ROUNDS,
     sentinel_steps_ms=(10,),
-    dump=Budget(1.0, at_least=2),
+    sentinel_width=32,
+    dump=_TWO_ROUNDS,
     dump_layers=1,
+    dump_sequences=1,
     integration_rounds=2,
     integrations=("torcheval",),
 )
@@ -134,7 +148,7 @@ def run(plan: Plan, say: Progress) -> Findings:
     say(f"memory, 2 ranks, {plan.memory_keys:,} keys")
     found.memory = plan.memory_keys, _on_ranks(memory, 2, plan.memory_keys)
     say("guard")
-    found.guard = _on_ranks(guard_costs, 2, plan.guard_rounds)
+    found.guard = _on_ranks(guard_costs, 2, plan.guard_rounds, plan.guard_burst)
     found.ddp_step = _on_ranks(ddp_step_costs, 2, max(2, plan.guard_rounds // 2))
     found.labels = label_costs(max(4, plan.guard_rounds))
     for name, env in (("plain", {}), ("DETAIL", {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})):
@@ -143,9 +157,12 @@ def run(plan: Plan, say: Progress) -> Findings:
     say("capture")
     found.capture = {step_ms: _on_ranks(capture_costs, 2, step_ms, plan.capture) for step_ms in plan.capture_steps_ms}
     say("sentinel")
-    found.sentinel = {ms: _on_ranks(sentinel_costs, 2, ms, plan.sentinel) for ms in plan.sentinel_steps_ms}
+    found.sentinel = {
+        step_ms: _on_ranks(sentinel_costs, 2, step_ms, plan.sentinel_width, plan.sentinel)
+        for step_ms in plan.sentinel_steps_ms
+    }
     say("dump")
-    found.dump = _on_ranks(dump_costs, 1, plan.dump_layers, plan.dump)
+    found.dump = _on_ranks(dump_costs, 1, plan.dump_layers, plan.dump_sequences, plan.dump)
     for library in plan.integrations:
         say(library)
         costs = _on_ranks(integration_costs, 2, library, plan.integration_rounds)
@@ -155,6 +172,11 @@ def run(plan: Plan, say: Progress) -> Findings:
     found.imported = import_cost(plan.imports)
     say("done")
     return found
+
+
+def _forked_ranks() -> RankServer:
+    """For a smoke run, which spends its time on starting ranks. What is to be timed is timed in fresh interpreters."""
+    return RankServer(rank_environ(RankSpec(0, 1, 0, 0, 0, 0), {}), ["torch._dynamo"])
 
 
 def _count_payloads(plan: Plan, found: Findings, say: Progress) -> None:
@@ -252,7 +274,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     machine, say = _machine(), Progress()  # the load before we add to it
     if machine["load_average"] > _BUSY_LOAD:
         say(f"this machine is busy (load average {machine['load_average']:.1f}): ratios will be off")
-    found = run(QUICK if args.quick else FULL, say)
+    with _forked_ranks() if args.quick else contextlib.nullcontext():
+        found = run(QUICK if args.quick else FULL, say)
     rows = rows_of(found)
     print(f"{machine['cpu']}, {machine['cores']} cores, Python {machine['python']}, torch {machine['torch']}, gloo")
     print(f"per leaf: {found.timed[0].per_leaf}\n\n{table(rows)}\n\n{times_table(found)}")

@@ -13,6 +13,7 @@ usage() {
   cat <<'TEXT'
 usage: scripts/launch.sh demo [ARGS]          wrong averages, then right ones (python -m ddpstats demo)
        scripts/launch.sh test [PYTEST ARGS]   all tests, or those that the arguments name
+       scripts/launch.sh test --quick [...]   a sample of every part, in a minute (tests/quick.txt)
        scripts/launch.sh bench [ARGS]         scripts/bench.py
        scripts/launch.sh N SCRIPT [ARGS]      a script on N ranks of this host, through torchrun
        scripts/launch.sh dev COMMAND [ARGS]   a command among the development tools (ruff, mypy, lint-imports, ...),
@@ -234,6 +235,15 @@ extras_for_tests() { # PYTEST ARGUMENTS...
   done <"$root/tests/libraries.txt"
 }
 
+# Sets $quick to the lines of the sample.
+sample_of_tests() {
+  local line
+  quick=()
+  while read -r line; do
+    if [[ -n $line && $line != \#* ]]; then quick+=("$line"); fi
+  done <"$root/tests/quick.txt"
+}
+
 # Whether a test's path is one of those named, or below one; where none is named, or one beside the tests, it is.
 is_among() { # PATH NAMED...
   local path=$1 one
@@ -293,11 +303,17 @@ case $verb in
     exec "$python" -m ddpstats demo "$@"
     ;;
   test)
+    # Two files at a time: most of a test with real ranks is waiting for processes to start, or for a timeout.
+    two=(--numprocesses 2 --dist loadfile --no-loadscope-reorder) # in the order of tests/conftest.py
+    if [[ ${1:-} == --quick ]]; then
+      shift
+      sample_of_tests
+      set -- "${quick[@]}" "${two[@]}" "$@"
+    fi
     extras_for_tests "$@"
     set_up "${extras[@]}"
     cd "$root"
-    # Two files at a time: most of a test with real ranks is waiting for processes to start, or for a timeout.
-    (($# > 0)) || set -- --numprocesses 2 --dist loadfile
+    (($# > 0)) || set -- "${two[@]}"
     exec "$python" -m pytest "$@"
     ;;
   bench)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 
 import pytest
@@ -10,15 +11,51 @@ from ddpstats.testing import RankPool
 from ddpstats.testing._rank_main import RankSpec
 from ddpstats.testing._rank_process import rank_environ
 from ddpstats.testing._rank_server import RankServer
+from tests.needs import ROOT, table
 
 # What optimizers and DDP import at their first use, and what the ranks' own modules import
 PRELOADED = ("torch._dynamo", "numpy", "pytest")
+# What other libraries spend seconds on when they are imported. Not those themselves: some read at import which rank
+# they are on.
+OF_LIBRARIES = ("scipy.signal", "matplotlib.pyplot", "transformers")
+IMPORTING = {"espnet", "lightning", "torchmetrics", "transformers"}
+
+
+# Minutes each: begun last, one of them would keep one worker busy while the other has nothing left to do.
+LONG_FILES = (
+    "tests/guard/test_scenarios.py",
+    "tests/guard/test_guard.py",
+    "tests/guard/test_ending.py",
+    "tests/guard/test_label_corpus.py",
+    "tests/capture/test_trainers.py",
+    "tests/sentinel/test_sentinel.py",
+    "tests/integrations/test_lightning.py",
+    "tests/test_bench.py",
+    "tests/testing/test_ranks.py",
+    "tests/test_readme.py",
+    "tests/test_launch.py",
+    "tests/capture/test_capture.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files first; the others in their order."""
+    turns = {ROOT / path: turn for turn, path in enumerate(LONG_FILES)}
+    items.sort(key=lambda item: turns.get(item.path, len(turns)))
+
+
+def preloaded(session: pytest.Session) -> list[str]:
+    """What the tests of this session make worth the time."""
+    files = {item.path.relative_to(ROOT).as_posix() for item in session.items}
+    wanted = any(IMPORTING.intersection(table().get(file, ())) for file in files)
+    installed = [name for name in OF_LIBRARIES if importlib.util.find_spec(name.partition(".")[0])]
+    return [*PRELOADED, *(installed if wanted else ())]
 
 
 @pytest.fixture(scope="session", autouse=True)
-def rank_server() -> Iterator[RankServer]:
+def rank_server(request: pytest.FixtureRequest) -> Iterator[RankServer]:
     """Ranks are forked from a process that has torch: to import it takes longer than most tests."""
-    with RankServer(rank_environ(RankSpec(0, 1, 0, 0, 0, 0), {}), PRELOADED) as server:
+    with RankServer(rank_environ(RankSpec(0, 1, 0, 0, 0, 0), {}), preloaded(request.session)) as server:
         yield server
 
 

@@ -127,6 +127,16 @@ def test_what_the_named_tests_need_is_set_up(venv: Path, tests: list[str], extra
     assert set_up_for(venv, *tests) == extras
 
 
+def test_the_sample_has_tests_of_every_room(venv: Path) -> None:
+    lines = (ROOT / "tests" / "quick.txt").read_text().splitlines()
+    sample = [line for line in lines if not line.startswith("#")]
+    rooms = {path.parent.name.lstrip("_") for path in (ROOT / "ddpstats").glob("*/__init__.py")}
+    assert rooms == {line.split("/")[1] for line in sample if line.count("/") == 2}
+    for path, _, name in (line.partition("::") for line in sample):
+        assert re.search(rf"^def {name or 'test_'}", (ROOT / path).read_text(), re.MULTILINE), (path, name)
+    assert set_up_for(venv, "--quick") == {"testing", "accelerate"}
+
+
 def test_set_ups_add_up_and_are_quiet_where_nothing_is_to_do(venv: Path) -> None:
     log = venv.parent / "asked"
     assert set_up_for(venv, "tests/reduction/test_layout.py") == {"testing"}

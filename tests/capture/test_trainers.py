@@ -26,6 +26,7 @@ from tests.needs import needs
 _IMPORTS = {"lightning": "lightning", "transformers": "transformers", "espnet": "espnet2", "accelerate": "accelerate"}
 
 TRAINERS = list(_IMPORTS)
+LIMIT_SEC = 120  # of ranks that import a trainer, on a loaded machine; without us, the other waits for half an hour
 every_trainer = pytest.mark.parametrize("trainer", TRAINERS)
 
 trainers_of_hooks = pytest.mark.parametrize("trainer", TRAINERS[:3])  # accelerate's loop is the user's own
@@ -170,11 +171,11 @@ def test_accumulated_gradients(
 def test_a_rank_that_raises_is_named_to_the_other(tmp_path: Path, trainer: str) -> None:
     started = time.monotonic()
     needs(_IMPORTS[trainer])
-    first, second = run_ranks(runs.train, 2, Scenario(trainer, str(tmp_path), raises=(1, 1)), timeout_sec=40)
+    first, second = run_ranks(runs.train, 2, Scenario(trainer, str(tmp_path), raises=(1, 1)), timeout_sec=LIMIT_SEC)
     assert isinstance(second.error, RankDied)
     said = first.value.error if first.ok else str(first.error)
     assert "rank 1 raised in step 1, micro-batch 0: ValueError: no such target" in said
-    assert time.monotonic() - started < 40
+    assert time.monotonic() - started < LIMIT_SEC + 20
     (bundle,) = map(Bundle.open, tmp_path.iterdir())
     assert (bundle.manifest.reason, bundle.manifest.culprit_ranks) == ("exception", (1,))
     assert from_plain(bundle.rank_part(1).micro_batches[-1].batch)["y"][0] == runs.RAISES

@@ -27,7 +27,13 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[RankServer]:
+def server(rank_server: RankServer) -> RankServer:
+    """The session's."""
+    return rank_server
+
+
+@pytest.fixture
+def own_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[RankServer]:
     """One of this test's own, in place of the session's."""
     monkeypatch.setattr(RankServer, "current", None)
     with RankServer(rank_environ(RankSpec(0, 1, 0, 0, 0, 0), {}), ["numpy"]) as server:
@@ -67,6 +73,13 @@ def test_a_forked_rank_is_the_servers_child(server: RankServer) -> None:
     parents = run_ranks(parent, 2).values()
     assert server._process is not None
     assert parents == [server._process.pid] * 2 != [os.getpid()] * 2
+
+
+def test_what_the_suite_preloads_starts_no_thread(server: RankServer) -> None:
+    """A fork would leave the thread behind, with whatever it held."""
+    run_ranks(parent, 1)
+    assert server._process is not None
+    assert len(os.listdir(f"/proc/{server._process.pid}/task")) == 1
 
 
 def test_it_finds_what_a_fresh_one_finds(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
@@ -132,12 +145,12 @@ def test_a_forked_script_is_what_python_runs(
     assert ("ValueError: of the script" in told) == (not arguments)
 
 
-def test_a_server_that_is_killed_costs_its_ranks_and_no_more(server: RankServer) -> None:
+def test_a_server_that_is_killed_costs_its_ranks_and_no_more(own_server: RankServer) -> None:
     with RankPool(2) as pool:
         first = pool.run(parent).values()
-        assert server._process is not None
-        os.kill(server._process.pid, signal.SIGKILL)
-        server._process.wait()
+        assert own_server._process is not None
+        os.kill(own_server._process.pid, signal.SIGKILL)
+        own_server._process.wait()
         pool.restart()
         assert first != [os.getpid()] * 2 == pool.run(parent).values()
 
