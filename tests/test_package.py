@@ -23,6 +23,7 @@ PURE = [
     "_base.rank_names",
     "_reduction.markers",
     "_base.config",
+    "_base.containers",
     "_base.paths",
     "_base.bounded_cache",
     "errors",

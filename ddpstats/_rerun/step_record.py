@@ -19,8 +19,8 @@ from __future__ import annotations
 import collections
 import copy
 import weakref
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
 import torch
@@ -29,10 +29,9 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
 )
 
+from ddpstats._base.containers import is_endless, set_fields, walk
 from ddpstats._observe.module_hooks import ModuleHook
 from ddpstats._rerun.random_state import RandomState as RandomState
-
-_MOST_DEEP = 80  # a little more than a bundle can hold, which says so by name
 
 
 @dataclass
@@ -201,38 +200,6 @@ class BufferCopies:
         self._known, self._twins = list(known.values()), list(self._copies.values())
 
 
-def walk(value: Any, path: str = "batch") -> Iterator[tuple[str, Any]]:
-    """(path, leaf) for every leaf of nested containers, in the order of `begin`."""
-    return _walk(value, path, ())
-
-
-def _walk(value: Any, path: str, around: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
-    if _is_endless(value, around):
-        yield path, value
-        return
-    around = (*around, id(value))
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _walk(item, f"{path}[{key!r}]", around)
-    elif isinstance(value, (list, tuple)):
-        for place, item in enumerate(value):
-            yield from _walk(item, f"{path}[{place}]", around)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for name in _set_fields(value):
-            yield from _walk(getattr(value, name), f"{path}.{name}", around)
-    else:
-        yield path, value
-
-
-def _is_endless(value: Any, around: tuple[int, ...]) -> bool:
-    """Whether it lies inside itself, or too deep to be stored. ``around``: the ids of what it lies in."""
-    return len(around) > _MOST_DEEP or id(value) in around
-
-
-def _set_fields(value: Any) -> list[str]:
-    return [one.name for one in fields(value) if hasattr(value, one.name)]
-
-
 class _Keeping:
     """Makes new containers, so that a key taken out later is still there, around the leaves themselves, or copies.
 
@@ -250,7 +217,7 @@ class _Keeping:
     def keep(self, value: Any, around: tuple[int, ...] = ()) -> Any:
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
-        if _is_endless(value, around):
+        if is_endless(value, around):
             return value
         around = (*around, id(value))
         if isinstance(value, Mapping):
@@ -277,7 +244,7 @@ class _Keeping:
 
     def _dataclass(self, value: Any, around: tuple[int, ...]) -> Any:
         twin = copy.copy(value)
-        for name in _set_fields(value):
+        for name in set_fields(value):
             object.__setattr__(twin, name, self.keep(getattr(value, name), around))
         return twin
 

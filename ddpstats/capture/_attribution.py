@@ -29,11 +29,12 @@ import torch
 from torch import Tensor, nn
 
 from ddpstats._base import config
+from ddpstats._base.containers import walk
 from ddpstats._observe.gradients import NO_GRADIENT
 from ddpstats._reduction.gather import gather_trees
 from ddpstats._rerun.no_collectives import no_collectives
+from ddpstats._rerun.random_state import RandomState
 from ddpstats._rerun.serialize import from_plain
-from ddpstats._rerun.step_record import RandomState, walk
 from ddpstats._transport.comm import patience_sec
 from ddpstats.capture._bundle import Bundle
 from ddpstats.capture._parts import Source

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ddpstats._base.containers import walk
 from ddpstats._base.version import __version__
 from ddpstats._observe.gradients import GradientWatch, norm_kind, parts_of
 from ddpstats._rerun.numerics_settings import switches
 from ddpstats._rerun.serialize import CannotStore, to_plain
-from ddpstats._rerun.step_record import MicroBatch, StepRecord, walk
+from ddpstats._rerun.step_record import MicroBatch, StepRecord
 
 _RANDOM_BYTES = 1 << 14  # about what the states of the generators take
 _ENVIRONMENT = ("CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG", "OMP_NUM_THREADS", "NCCL_ALGO", "NCCL_PROTO")
