@@ -1,4 +1,4 @@
-"""The one walk over what users and packets nest: dicts, lists, tuples, dataclasses; what lies in them, with its path."""
+"""The one walk over nested dicts, lists, tuples and dataclasses: what lies in them, each with its path."""
 
 from __future__ import annotations
 

@@ -9,18 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddpstats._rerun.random_state import RandomState
-
 
 @contextmanager
-def put_back(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Random state, buffers and plain attributes are afterwards as they are now."""
-    random, buffers = RandomState.take(device), _Buffers(module)
+def put_back(module: nn.Module) -> Iterator[None]:
+    """Buffers and plain attributes are afterwards as they are now."""
+    buffers = _Buffers(module)
     attributes = [(one, _plain_attributes(one), set(vars(one))) for one in module.modules()]
     try:
         yield
     finally:
-        random.restore()
         buffers.put_back()
         for one, kept, names in attributes:
             _put_attributes_back(vars(one), kept, names)

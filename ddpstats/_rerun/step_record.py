@@ -31,6 +31,7 @@ from torch.nn.modules.module import (
 
 from ddpstats._base.containers import is_endless, set_fields, walk
 from ddpstats._observe.module_hooks import ModuleHook
+from ddpstats._rerun.numerics_settings import Autocast
 from ddpstats._rerun.random_state import RandomState as RandomState
 
 
@@ -41,7 +42,7 @@ class MicroBatch:
     Attributes:
         batch: containers of its own around the caller's very tensors; around copies where these must be.
         random: the generators' state.
-        autocast: (device type, enabled, dtype) when the module was called first; None before that.
+        autocast: as it was when the module was called first; None before that.
         loss: what was differentiated, without a GradScaler's scale; if the caller says so.
         factor: what a trainer multiplied the step's own loss by before ``backward()``, with a GradScaler's scale: of
             the shape of that loss, or a number; None where the step's own loss was differentiated.
@@ -50,7 +51,7 @@ class MicroBatch:
 
     batch: Any
     random: RandomState
-    autocast: tuple[str, bool, torch.dtype] | None = None
+    autocast: Autocast | None = None
     loss: torch.Tensor | None = None
     factor: torch.Tensor | None = None
     changed: tuple[str, ...] = ()
@@ -124,7 +125,7 @@ class StepRecord:
             self._copy_buffers()
         if current.autocast is None:
             kind = self.device.type
-            current.autocast = kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+            current.autocast = Autocast(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
 
     def _copy_buffers(self) -> None:
         self.buffers = self._copies.take()

@@ -20,29 +20,31 @@ Limits:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ddpstats._rerun.attribution import attempt
 from ddpstats._rerun.module_state import put_back, set_buffers
-from ddpstats._rerun.no_collectives import forward_under, no_collectives
-from ddpstats._rerun.numerics_settings import FLOAT_DTYPES, as_in, switches
-from ddpstats._rerun.random_state import RandomState
-from ddpstats._rerun.serialize import from_plain, to_plain
+from ddpstats._rerun.numerics_settings import as_in, switches
+from ddpstats._rerun.packet import Packet, plain_packet
+from ddpstats._rerun.runner import Runner, Settings, alone
+from ddpstats._rerun.serialize import to_plain
 from ddpstats._rerun.step_record import MicroBatch, StepRecord
-from ddpstats.errors import ConfigError
 from ddpstats.sentinel._checkpoints import Checkpoints
 from ddpstats.sentinel._gradient_digests import Witness
 
 ReplayFn = Callable[[nn.Module, Any], Tensor]
 
+_NAME = "replay_fn"
+
 
 @dataclass(frozen=True)
-class Outcome:
+class Repeated:
     """Of one run: the gradients' witness, and (checkpoint, value) as they came."""
 
     witness: Witness
@@ -92,24 +94,25 @@ class Reruns:
             return {"changed": path, "error": f"{path} was changed in place during the step"}
         return attempt(lambda: _packed(micro, self._scale()))
 
-    def run(self, packet: Mapping[str, Any], buffers: Mapping[str, Tensor]) -> Outcome:
-        """Raises what the user's step raises; ConfigError where it returns no loss, or communicates."""
-        module, device = self._record.module, self.device
+    def run(self, travelled: Mapping[str, Any]) -> Repeated:
+        """``travelled``: {"plain": a packet, "buffers": those that are not as on this rank}.
+
+        Raises what the user's step raises; ConfigError where it returns no loss, or communicates.
+        """
+        module, values = self._record.module, list[tuple[int, Tensor]]()
+        packet, buffers = travelled["plain"], {**self.buffers, **travelled["buffers"]}
+        kept = Packet.from_plain(packet)
+        runner = Runner(module, self._replay_fn, _NAME, Settings(self.device), "the micro-batch that is run again")
         wanted = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        values: list[tuple[int, Tensor]] = []
-        with put_back(module, device), ExitStack() as stack:
-            stack.enter_context(no_collectives("replay_fn"))
-            stack.enter_context(as_in(packet["switches"]))
-            stack.enter_context(torch.enable_grad())
+        with alone(_NAME, self.device), put_back(module), as_in(packet["switches"]), ExitStack() as stack:
             if self._checkpoints is not None:
                 values = stack.enter_context(self._checkpoints.redirected())
             set_buffers(module, buffers)
-            batch = from_plain(packet["batch"], device)
-            RandomState.from_plain(packet["random"], device).restore()
-            stack.enter_context(_autocast(module, packet["autocast"]))
-            loss = _differentiated(self._replay_fn(module, batch), packet)
-            found = torch.autograd.grad(loss, wanted, allow_unused=True)
-            return Outcome(Witness.of(_strided(found, packet.get("strided", ()))), values)
+            batch = runner.batch(kept)
+            with runner.as_kept(kept):
+                loss = runner.scaled(runner.loss(kept, batch), packet["scale"])
+                found = torch.autograd.grad(loss, wanted, allow_unused=True)
+            return Repeated(Witness.of(_strided(found, packet.get("strided", ()))), values)
 
 
 def _strided(gradients: Sequence[Tensor | None], places: Collection[int]) -> list[Tensor | None]:
@@ -120,59 +123,7 @@ def _strided(gradients: Sequence[Tensor | None], places: Collection[int]) -> lis
     ]
 
 
-def attempt(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What ``run`` returns, or {"error": words}: other ranks wait for an answer."""
-    try:
-        return run()
-    except Exception as error:
-        return {"error": f"{type(error).__name__}: {error}"}
-
-
-def size_bytes(plain: Any) -> int:
-    """Of the tensors in it."""
-    if isinstance(plain, Tensor):
-        return plain.numel() * plain.element_size()
-    if isinstance(plain, Mapping):
-        return sum(map(size_bytes, plain.values()))
-    return sum(map(size_bytes, plain)) if isinstance(plain, (list, tuple)) else 0
-
-
 def _packed(micro: MicroBatch, scale: float) -> dict[str, Any]:
-    autocast = None
-    if micro.autocast is not None:
-        kind, enabled, dtype = micro.autocast
-        autocast = {"device": kind, "enabled": enabled, "dtype": str(dtype)}
-    return {
-        "batch": to_plain(micro.batch),
-        "random": micro.random.to_plain(),
-        "autocast": autocast,
-        "factor": None if micro.factor is None else micro.factor.detach().cpu(),
-        "scale": scale,
-        "switches": switches(),
-    }
-
-
-@contextmanager
-def _autocast(module: nn.Module, kept: Mapping[str, Any] | None) -> Iterator[None]:
-    """The module's forward pass, and nothing around it, runs under the autocast that it had."""
-    if kept is None:
-        yield
-        return
-    kind, enabled, dtype = kept["device"], bool(kept["enabled"]), FLOAT_DTYPES.get(kept["dtype"])
-    with forward_under(module, lambda: torch.autocast(kind, dtype=dtype, enabled=enabled)):
-        yield
-
-
-def _differentiated(loss: Any, packet: Mapping[str, Any]) -> Tensor:
-    factor = packet["factor"]
-    if not isinstance(loss, Tensor) or (loss.numel() != 1 and factor is None):
-        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-        raise ConfigError(f"replay_fn must return the loss, a tensor of one element, and it returned {what}")
-    if not loss.requires_grad:
-        raise ConfigError("replay_fn returned a loss that no parameter has a part in: was it detached?")
-    scaled: Tensor = loss
-    if factor is not None:
-        scaled = loss * factor.to(loss.device)
-    elif packet["scale"] != 1.0:
-        scaled = loss * packet["scale"]
-    return scaled.sum()
+    factor = None if micro.factor is None else micro.factor.detach().cpu()  # with the scale in it
+    packet = plain_packet(micro, to_plain(micro.batch), factor)
+    return {**packet, "scale": scale if factor is None else 1.0, "switches": switches()}
