@@ -23,6 +23,16 @@ def put_back(module: nn.Module) -> Iterator[None]:
             _put_attributes_back(vars(one), kept, names)
 
 
+def buffer_places(module: nn.Module) -> Iterator[tuple[dict[str, Tensor | None], str, Tensor, str]]:
+    """(owner's buffers, key, buffer, name); one that several modules share has one name, as in ``named_buffers``."""
+    names: dict[int, str] = {}
+    for prefix, owner in module.named_modules():
+        for key, buffer in list(owner._buffers.items()):
+            if buffer is not None:
+                name = names.setdefault(id(buffer), f"{prefix}.{key}" if prefix else key)
+                yield owner._buffers, key, buffer, name
+
+
 class _Buffers:
     """The buffers of all modules in ``module``, and their values, as they are now."""
 
@@ -46,21 +56,16 @@ class _Buffers:
 
 def set_buffers(module: nn.Module, values: Mapping[str, Tensor]) -> None:
     """In place, but where the step has put a tensor of another shape or dtype there: by a new one."""
-    names: dict[int, str] = {}  # of a buffer that several modules share: the first one, as in ``named_buffers``
-    made: dict[int, Tensor] = {}
+    made: dict[str, Tensor] = {}
     with torch.no_grad():
-        for prefix, owner in module.named_modules():
-            for key, buffer in list(owner._buffers.items()):
-                if buffer is None:
-                    continue
-                value = values.get(names.setdefault(id(buffer), f"{prefix}.{key}" if prefix else key))
-                if value is None:
-                    continue
-                if (buffer.shape, buffer.dtype) == (value.shape, value.dtype):
-                    buffer.copy_(value)
-                else:
-                    new = made.setdefault(id(buffer), value.to(buffer.device, copy=True))
-                    owner._buffers[key] = new
+        for owner, key, buffer, name in list(buffer_places(module)):
+            value = values.get(name)
+            if value is None:
+                continue
+            if (buffer.shape, buffer.dtype) == (value.shape, value.dtype):
+                buffer.copy_(value)
+            else:
+                owner[key] = made.setdefault(name, value.to(buffer.device, copy=True))
 
 
 _PLAIN = frozenset({int, float, bool, str, type(None)})

@@ -1,11 +1,7 @@
-"""A kept micro-batch, run again: by capture from a bundle or in the same process, by sentinel on the rank or a peer.
+"""A kept micro-batch, run again: by capture from a bundle or in the same process, by sentinel on its rank or a peer.
 
-1. `alone`, where one rank runs it while the others wait: no collective, and the random state is put back afterwards.
-2. `Runner.batch`: a fresh copy of the batch.
-3. `Runner.as_kept`: the random state that it had; its module's forward pass, and nothing around it, under the autocast
-   settings that it had.
-4. `Runner.loss`: the user's step, and its loss times the trainer's factor.
-5. `Runner.scaled`: what is to be differentiated.
+`alone` is around what one rank runs while the others wait. A `Runner` gives a fresh copy of the batch, sets the random
+state and the autocast settings that the micro-batch had, and calls the user's step.
 
 Who differentiates, and from which state of the module, is the caller's, because these are two ideas. Capture goes
 through all micro-batches of a step on a module that it may change, from the captured parameters, and lets gradients
@@ -15,6 +11,7 @@ set the switches that change last bits (`numerics_settings.as_in`) around all of
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -23,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddpstats._rerun.no_collectives import forward_under, no_collectives
+from ddpstats._observe import collectives
+from ddpstats._observe.no_dispatch import in_backward
 from ddpstats._rerun.numerics_settings import Autocast
 from ddpstats._rerun.packet import Packet
 from ddpstats._rerun.random_state import RandomState
@@ -46,16 +44,17 @@ class Settings:
 
 @contextmanager
 def alone(what: str, device: torch.device) -> Iterator[None]:
-    """One rank runs ``what``, the user's function: it may not communicate, and draws no random number of the program's.
+    """One rank runs ``what``, the user's function, while the others wait; the random state is put back afterwards.
 
-    Raises:
-        ConfigError: it communicates.
+    No collective may run in this thread, or in a backward pass: `ConfigError`. Those of other threads, such as a
+    checkpoint that is written meanwhile on a group of its own, go on as they do.
     """
-    before = RandomState.take(device)
+    watcher, before = _Refusing(what), RandomState.take(device)
+    collectives.subscribe(watcher)
     try:
-        with no_collectives(what):
-            yield
+        yield
     finally:
+        collectives.unsubscribe(watcher)
         before.restore()
 
 
@@ -135,7 +134,43 @@ class Runner:
 
     def _forward_under(self, dtype: torch.dtype | None, enabled: bool) -> AbstractContextManager[None]:
         kind = self._settings.device.type
-        return forward_under(self._module, lambda: torch.autocast(kind, dtype=dtype, enabled=enabled))
+        return _forward_under(self._module, lambda: torch.autocast(kind, dtype=dtype, enabled=enabled))
+
+
+class _Refusing:
+    def __init__(self, what: str) -> None:
+        self._what, self._thread = what, threading.get_ident()
+
+    def before(self, call: collectives.Collective) -> None:
+        # An accelerator's part of a backward pass runs in threads of autograd's own.
+        if threading.get_ident() != self._thread and not in_backward():
+            return
+        raise ConfigError(f"{self._what} communicates ({call.op}), and only one rank runs it here")
+
+    def after(self, call: collectives.Collective, work: Any) -> None:
+        pass
+
+    def waiting(self, work: Any, limited: bool) -> bool:
+        return False
+
+
+@contextmanager
+def _forward_under(model: nn.Module, context: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    """Every forward pass of ``model`` runs under a new ``context()``; what the step does around it does not."""
+    forward, own = model.forward, "forward" in vars(model)
+
+    def wrapped(*args: Any, **named: Any) -> Any:
+        with context():
+            return forward(*args, **named)
+
+    model.forward = wrapped
+    try:
+        yield
+    finally:
+        if own:
+            model.forward = forward
+        else:
+            del model.forward
 
 
 @contextmanager

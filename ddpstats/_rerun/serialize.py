@@ -244,10 +244,8 @@ class _Rebuilding:
         return rebuilt
 
     def _tuple(self, plain: dict[str, Any], path: str, depth: int) -> tuple[Any, ...]:
-        return tuple(self._items(plain["items"], path, depth))
-
-    def _size(self, plain: dict[str, Any], path: str, depth: int) -> torch.Size:
-        return torch.Size(self._items(plain["items"], path, depth))
+        items = self._items(plain["items"], path, depth)
+        return tuple(items) if plain["kind"] == "tuple" else torch.Size(items)
 
     def _packed(self, plain: dict[str, Any], path: str, depth: int) -> PackedSequence:
         data, batch_sizes, sorted_indices, unsorted_indices = self._items(plain["items"], path, depth)
@@ -275,7 +273,7 @@ _KINDS: dict[str, Callable[[_Rebuilding, dict[str, Any], str, int], Any]] = {
     "scalar": _Rebuilding._array,
     "dict": _Rebuilding._dict,
     "tuple": _Rebuilding._tuple,
-    "size": _Rebuilding._size,
+    "size": _Rebuilding._tuple,
     "packed": _Rebuilding._packed,
     "namedtuple": _Rebuilding._named,
     "object": _Rebuilding._named,

@@ -31,6 +31,7 @@ from torch.nn.modules.module import (
 
 from ddpstats._base.containers import is_endless, set_fields, walk
 from ddpstats._observe.module_hooks import ModuleHook
+from ddpstats._rerun.module_state import buffer_places
 from ddpstats._rerun.numerics_settings import Autocast
 from ddpstats._rerun.random_state import RandomState as RandomState
 
@@ -187,17 +188,11 @@ class BufferCopies:
         )
 
     def _learn(self) -> None:
-        """A buffer that several modules share has one name, the first one, as in ``named_buffers``."""
         self._outdated = False
-        self._places, self._copies = [], {}
-        known: dict[int, torch.Tensor] = {}
-        for prefix, owner in self._module.named_modules():
-            for key, buffer in owner._buffers.items():
-                if buffer is not None:
-                    self._places.append((owner._buffers, key, buffer))
-                    if id(buffer) not in known:
-                        known[id(buffer)] = buffer
-                        self._copies[f"{prefix}.{key}" if prefix else key] = torch.empty_like(buffer)
+        places = list(buffer_places(self._module))
+        self._places = [place[:3] for place in places]
+        known = {name: buffer for _, _, buffer, name in places}
+        self._copies = {name: torch.empty_like(buffer) for name, buffer in known.items()}
         self._known, self._twins = list(known.values()), list(self._copies.values())
 
 

@@ -71,7 +71,7 @@ def attribute_cause(
     ranks, rank, group = bundling.peers.ranks, bundling.peers.rank, bundling.group
     runner = _Runner(module, step_fn, lambda: source.rank_part(rank, len(ranks), finding.step), source)
     is_culprit = rank == culprit
-    first = gather_trees(runner.again() if is_culprit else None, name=_NAME, group=group)
+    first = gather_trees(attempt(runner.again) if is_culprit else None, name=_NAME, group=group)
     here = first[ranks.index(culprit)]
     if "error" in here:
         return f"Cause not found: rank {culprit} could not run the step again: {here['error']}"
@@ -82,9 +82,9 @@ def attribute_cause(
     peer = _peer_of(culprit, ranks, finding.culprit_ranks, bundling.model_writers)
     mine = None
     if rank == peer:
-        mine = runner.of_a_peer(culprit, bundling.directory)
+        mine = attempt(lambda: runner.of_a_peer(_read_part(culprit, bundling.directory)))
     elif is_culprit:
-        mine = runner.in_other_precision()
+        mine = attempt(runner.in_other_precision)
     second = dict(zip(ranks, gather_trees(mine, name=_NAME, group=group), strict=True))
     return _judged(culprit, peer, here, second[culprit], None if peer is None else second[peer])
 
@@ -100,6 +100,7 @@ class _Runner:
         source: Source,
     ) -> None:
         self._module, self._step_fn, self._content, self._source = module, step_fn, content, source
+        self._device = next(module.parameters()).device
         self._run_sec = 0.0  # what the first run took
 
     @cached_property
@@ -108,11 +109,10 @@ class _Runner:
 
     def again(self) -> dict[str, Any]:
         """This rank's own part, twice: the names of what was not finite, of each run."""
-        return attempt(self._again)
-
-    def _again(self) -> dict[str, Any]:
         patience, part = _Patience(), self._own
-        outcomes = [self._timed(part, "captured")]
+        started = time.monotonic()
+        outcomes = [self._run(part, "captured")]
+        self._run_sec = time.monotonic() - started
         while len(outcomes) < _RUNS and patience.allows(self._run_sec):
             outcomes.append(self._run(part, "captured"))
         different = [_difference(part, outcome) for outcome in outcomes]
@@ -124,19 +124,15 @@ class _Runner:
             "device": self._device_text(),
         }
 
-    def of_a_peer(self, culprit: int, directory: Path | None) -> dict[str, Any]:
+    def of_a_peer(self, part: RankPart) -> dict[str, Any]:
         """The culprit's part, on this device."""
-        return attempt(lambda: {"runs": [self._run(_read_part(culprit, directory), "captured").nonfinite]})
+        return {"runs": [self._run(part, "captured").nonfinite]}
 
     def in_other_precision(self) -> dict[str, Any]:
         """This rank's part in float32 and float64: what was not finite; None where it was not run."""
-        return attempt(self._in_other_precision)
-
-    def _in_other_precision(self) -> dict[str, Any]:
         patience, found = _Patience(), dict[str, Any]()
-        device = next(self._module.parameters()).device
         for precision, slower in _SLOWER.items():
-            factor = _SLOWER_GPU_FP64 if precision == "fp64" and device.type != "cpu" else slower
+            factor = _SLOWER_GPU_FP64 if precision == "fp64" and self._device.type != "cpu" else slower
             found[precision] = None
             if patience.allows(factor * self._run_sec):
                 found[precision] = self._run(self._own, precision).nonfinite
@@ -144,23 +140,16 @@ class _Runner:
                     break
         return {"run_sec": self._run_sec, **found}
 
-    def _timed(self, part: RankPart, precision: str) -> Outcome:
-        started = time.monotonic()
-        outcome = self._run(part, precision)
-        self._run_sec = time.monotonic() - started
-        return outcome
-
     def _run(self, part: RankPart, precision: str) -> Outcome:
-        device = next(self._module.parameters()).device
-        with alone("step_fn", device):
+        with alone("step_fn", self._device):
             model, parameters = copy.deepcopy(self._module), self._source.parameters()
-            outcome = Rerun(model, self._step_fn, part, parameters, Settings(device, precision)).run()
+            outcome = Rerun(model, self._step_fn, part, parameters, Settings(self._device, precision)).run()
         if outcome.error is not None:
             raise outcome.error
         return outcome
 
     def _device_text(self) -> str:
-        device = next(self._module.parameters()).device
+        device = self._device
         name = f", {torch.cuda.get_device_name(device)}" if device.type == "cuda" else ""
         return f"host {socket.gethostname()}, {device}{name}"
 

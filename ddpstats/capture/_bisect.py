@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from ddpstats._base.containers import walk
-from ddpstats.capture._rerun import Outcome, Rerun
+from ddpstats.capture._rerun import Observer, Outcome, Rerun
 from ddpstats.capture._tensor_stats import TensorStats, nan_and_inf
 from ddpstats.capture._tracer import OPERATION, PUT, SOURCE, Mark, Origin, Tracer
 from ddpstats.errors import ConfigError
@@ -77,7 +77,7 @@ def bisect(rerun: Rerun) -> Bisected:
     return Bisected(symptom, mark, outcome.error)
 
 
-class _Observing:
+class _Observing(Observer):
     """The observer of a run: tells the tracer what there was before, and looks at what comes out."""
 
     def __init__(self, rerun: Rerun) -> None:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _PRECISIONS = ("captured", "amp", "fp32", "fp64")
 _AMP_DTYPES = ("bfloat16", "float16")
 _SHOWN_FRAMES = 8
-_OWN = os.path.dirname(os.path.abspath(__file__))
+_OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -16,7 +16,7 @@ import contextlib
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,16 +51,23 @@ class Outcome:
     raised_in: int | None = None
 
 
-class Observer(Protocol):
-    """Whoever wants to see a run from inside: `_bisect`."""
+class Observer:
+    """Is told of a run from inside, and does not look; the one of `_bisect` does."""
 
-    def begin(self, place: int, batch: Any) -> None: ...
+    def begin(self, place: int, batch: Any) -> None:
+        pass
 
-    def watching(self) -> contextlib.AbstractContextManager[Any]: ...
+    def watching(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext()
 
-    def loss(self, place: int, loss: Tensor) -> None: ...
+    def loss(self, place: int, loss: Tensor) -> None:
+        pass
 
-    def gradients(self, place: int, gradients: Mapping[str, Tensor]) -> None: ...
+    def gradients(self, place: int, gradients: Mapping[str, Tensor]) -> None:
+        pass
+
+
+_NOBODY = Observer()
 
 
 class Rerun:
@@ -104,15 +111,14 @@ class Rerun:
         _on(settings.device, model)
         self.notes += _without_sync_batch_norm(model, settings.device)
 
-    def run(self, observer: Observer | None = None) -> Outcome:
+    def run(self, observer: Observer = _NOBODY) -> Outcome:
         """Once, from the captured state. What the user's step raises is in the outcome, but `ConfigError` of ours."""
         self._restore()
         outcome = Outcome()
         with as_in(self.part.environment):
             for place, micro in enumerate(self.part.micro_batches):
                 batch = self._runner.batch(micro)
-                if observer is not None:
-                    observer.begin(place, batch)
+                observer.begin(place, batch)
                 try:
                     self._run_micro_batch(place, micro, batch, observer, outcome)
                 except (ConfigError, BundleError):
@@ -125,24 +131,22 @@ class Rerun:
         return outcome
 
     def _run_micro_batch(
-        self, place: int, micro: CapturedMicroBatch, batch: Any, observer: Observer | None, outcome: Outcome
+        self, place: int, micro: CapturedMicroBatch, batch: Any, observer: Observer, outcome: Outcome
     ) -> None:
         arrived: dict[str, None] = {}
-        watching = observer.watching() if observer is not None else contextlib.nullcontext()
         with _arrivals(self.model, arrived), self._runner.as_kept(micro):
-            with watching:
+            with observer.watching():
                 loss = self._runner.loss(micro, batch)
             outcome.losses.append(loss.detach().clone())
-            if observer is not None:
-                observer.loss(place, loss)
+            observer.loss(place, loss)
             backward = micro.norms is not None or self._raises
             if backward:
-                with watching if observer is None else observer.watching():
+                with observer.watching():
                     self._runner.scaled(loss, self.part.scale).backward()  # type: ignore[no-untyped-call]
         self._note_gradients(place, arrived if backward else None, observer, outcome)
 
     def _note_gradients(
-        self, place: int, arrived: dict[str, None] | None, observer: Observer | None, outcome: Outcome
+        self, place: int, arrived: dict[str, None] | None, observer: Observer, outcome: Outcome
     ) -> None:
         if arrived is None:
             outcome.norms.append(None)
@@ -156,8 +160,7 @@ class Rerun:
         finite = measure(list(found.values())).isfinite().tolist()
         bad = [name for name, fine in zip(found, finite, strict=True) if not fine]
         outcome.nonfinite += [name for name in bad if name not in outcome.nonfinite]
-        if observer is not None:
-            observer.gradients(place, {name: held_values(gradient) for name, gradient in found.items()})
+        observer.gradients(place, {name: held_values(gradient) for name, gradient in found.items()})
 
     # -- before a run -------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -43,7 +44,7 @@ def explain_alarm(
     """
 
     def handed_out() -> dict[str, Any] | None:
-        return _packet(reruns, micro_batch) if rank == owner else None
+        return attempt(lambda: _packet(reruns, micro_batch)) if rank == owner else None
 
     packet = gathered(handed_out, "the micro-batch of the alarm")[owner]
     if "error" in packet:
@@ -61,13 +62,10 @@ def explain_alarm(
 
 
 def _packet(reruns: Reruns, micro_batch: int) -> dict[str, Any]:
-    def packed() -> dict[str, Any]:
-        own = reruns.packet(micro_batch)
-        if own is None:
-            return {"error": "it did not run inside micro_batch()"}
-        return own if "error" in own else {"plain": own, "buffers": reruns.buffers}
-
-    return attempt(packed)
+    own = reruns.packet(micro_batch)
+    if own is None:
+        return {"error": "it did not run inside micro_batch()"}
+    return own if "error" in own else {"plain": own, "buffers": reruns.buffers}
 
 
 def _answer(repeated: Repeated) -> dict[str, Any]:
@@ -107,17 +105,15 @@ def _failed(rank: int, answer: Mapping[str, Any]) -> str:
 
 def _first_difference(here: Mapping[str, Any], there: Mapping[str, Any]) -> tuple[int, float, float] | None:
     """(checkpoint, the value here, the value there) of the first ones that are not about the same; NaN for none."""
-    mine, theirs = here["values"], there["values"]
-    largest = max((abs(value) for _, value in (*mine, *theirs) if math.isfinite(value)), default=0.0)
-    for (index, value), (other_index, other) in zip(mine, theirs, strict=False):
-        if index != other_index:
-            return index, value, math.nan
-        if not _is_about(value, other, _ATOL * largest):
-            return index, value, other
-    shorter = min(len(mine), len(theirs))
-    if len(mine) > shorter:
-        return (*mine[shorter], math.nan)
-    return (theirs[shorter][0], math.nan, theirs[shorter][1]) if len(theirs) > shorter else None
+    finite = [abs(value) for _, value in (*here["values"], *there["values"]) if math.isfinite(value)]
+    for mine, theirs in itertools.zip_longest(here["values"], there["values"]):
+        if mine is None:
+            return theirs[0], math.nan, theirs[1]
+        if theirs is None or mine[0] != theirs[0]:
+            return (*mine, math.nan)
+        if not _is_about(mine[1], theirs[1], _ATOL * max(finite, default=0.0)):
+            return (*mine, theirs[1])
+    return None
 
 
 def _is_about(one: float, other: float, room: float) -> bool:

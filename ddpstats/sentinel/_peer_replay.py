@@ -91,7 +91,7 @@ class PeerReplay:
         answers = gathered(lambda: self._answers(packets, checker), "what came of them")
         _refuse(answers)
         first = {owner: _witness(answers[rank], owner) for owner, rank in checker.items()}
-        doubted += [owner for owner in chosen if not self._same(_original(packets[owner]), first[owner])]
+        doubted += [owner for owner in chosen if not self._same(_witness(packets[owner], "original"), first[owner])]
         return self._settled(gathered, doubted[0], packets, first) if doubted else None
 
     def _offer(self, kept: list[dict[str, Any]]) -> dict[str, Any]:
@@ -146,8 +146,7 @@ class PeerReplay:
             buffers = dict(named if travelling is None else [named[place] for place in travelling])
             return {"plain": kept[0], "buffers": buffers, "original": original.to_tree()}
 
-        found = gathered(handed_out, "micro-batches")
-        return {owner: found[owner] for owner in chosen}
+        return gathered(handed_out, "micro-batches")
 
     def _answers(self, packets: Mapping[int, dict[str, Any]], runner: Mapping[int, int]) -> dict[str, Any]:
         """What came of the packets that are this rank's to run, by owner."""
@@ -192,7 +191,7 @@ class PeerReplay:
         mine = {owner: self._rank} if self._rank in deciding else {}
         answers = gathered(lambda: self._answers(packets, mine), "what came of the one in doubt")
         _refuse(answers)
-        runs = [Run(owner, "in the step", _original(packets[owner]))]
+        runs = [Run(owner, "in the step", _witness(packets[owner], "original"))]
         runs += [Run(rank, "again", _witness(answers[rank], owner)) for rank in deciding]
         runs.append(Run(checker, "before", first[owner]))
         found = judge(owner, runs, self._same)
@@ -250,12 +249,8 @@ def _size_bytes(offer: Mapping[str, Any], travelling: Sequence[int] | None) -> i
     return int(offer["bytes"]) + sum(sizes if travelling is None else [sizes[place] for place in travelling])
 
 
-def _original(packet: Mapping[str, Any]) -> Witness:
-    return Witness.from_tree(packet["original"])
-
-
-def _witness(answer: Mapping[str, Any], owner: int) -> Witness:
-    return Witness.from_tree(answer[str(owner)])
+def _witness(tree: Mapping[str, Any], key: object) -> Witness:
+    return Witness.from_tree(tree[str(key)])
 
 
 def _refuse(told: Mapping[int, dict[str, Any]]) -> None:
