@@ -29,6 +29,7 @@ PURE = [
     "errors",
     "_base.version",
     "_base.atomic_files",
+    "_rerun.attribution",
     "_rerun.micro_batch",
     "_observe.module_hooks",
     "capture._fields",

@@ -127,12 +127,12 @@ class Runner:
         if precision == "amp":
             default = torch.bfloat16 if kind == "cpu" else torch.float16
             own = kept.dtype if kept is not None and kept.enabled else default
-            return self._forward_under(self._settings.amp_dtype or own, True)
+            return self._under(self._settings.amp_dtype or own, True)
         if kept is None:
             return nullcontext()
-        return self._forward_under(kept.dtype if kept.enabled or kept.device_type == kind else None, kept.enabled)
+        return self._under(kept.dtype if kept.enabled or kept.device_type == kind else None, kept.enabled)
 
-    def _forward_under(self, dtype: torch.dtype | None, enabled: bool) -> AbstractContextManager[None]:
+    def _under(self, dtype: torch.dtype | None, enabled: bool) -> AbstractContextManager[None]:
         kind = self._settings.device.type
         return _forward_under(self._module, lambda: torch.autocast(kind, dtype=dtype, enabled=enabled))
 

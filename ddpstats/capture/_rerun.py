@@ -54,17 +54,14 @@ class Outcome:
 class Observer:
     """Is told of a run from inside, and does not look; the one of `_bisect` does."""
 
-    def begin(self, place: int, batch: Any) -> None:
-        pass
+    def begin(self, place: int, batch: Any) -> None: ...
 
     def watching(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
 
-    def loss(self, place: int, loss: Tensor) -> None:
-        pass
+    def loss(self, place: int, loss: Tensor) -> None: ...
 
-    def gradients(self, place: int, gradients: Mapping[str, Tensor]) -> None:
-        pass
+    def gradients(self, place: int, gradients: Mapping[str, Tensor]) -> None: ...
 
 
 _NOBODY = Observer()
