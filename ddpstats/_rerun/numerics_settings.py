@@ -1,14 +1,30 @@
-"""Settings of torch that change the last bits of a result: taken with a step, and set while it is run again."""
+"""Settings of torch that change a result, or its last bits: taken with a step, and set while it is run again."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-FLOAT_DTYPES = {str(dtype): dtype for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
+FLOAT_DTYPES = {str(dtype): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)}
+
+
+class Autocast(NamedTuple):
+    """As it was when a module's forward pass began."""
+
+    device_type: str
+    enabled: bool
+    dtype: torch.dtype
+
+    def to_plain(self) -> dict[str, Any]:
+        return {"device_type": self.device_type, "enabled": self.enabled, "dtype": str(self.dtype)}
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> Autocast:
+        """What `to_plain` made."""
+        return cls(plain["device_type"], plain["enabled"], FLOAT_DTYPES[plain["dtype"]])
 
 
 @contextlib.contextmanager

@@ -154,14 +154,15 @@ def _full(kind: type) -> str:
 # -- and back ---------------------------------------------------------------------------------------------------------
 
 
-def from_plain(plain: Any, device: torch.device | None = None) -> Any:
+def from_plain(plain: Any, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Any:
     """What `to_plain` was given. Local; everything in it is a copy.
 
-    ``device``: where tensors go that were on an accelerator; None leaves them on the CPU.
+    ``device``: where tensors go that were on an accelerator; None leaves them on the CPU. ``dtype``: of the floating
+    ones; None leaves them as they were.
 
     Raises `BundleError` for anything that `to_plain` does not write.
     """
-    return _Rebuilding(device).rebuild(plain, "batch", 0)
+    return _Rebuilding(device, dtype).rebuild(plain, "batch", 0)
 
 
 def checked_tensor(value: Any, where: str) -> torch.Tensor:
@@ -177,8 +178,8 @@ def checked_tensor(value: Any, where: str) -> torch.Tensor:
 
 
 class _Rebuilding:
-    def __init__(self, device: torch.device | None) -> None:
-        self._device = device
+    def __init__(self, device: torch.device | None, dtype: torch.dtype | None) -> None:
+        self._device, self._dtype = device, dtype
         self._things = 0
 
     def rebuild(self, plain: Any, path: str, depth: int) -> Any:
@@ -208,7 +209,7 @@ class _Rebuilding:
     def _tensor(self, plain: dict[str, Any], path: str, depth: int) -> torch.Tensor:
         data = checked_tensor(plain["data"], path)
         to_device = self._device if _flag(plain, "accelerator") else None
-        copy = data.clone() if to_device is None else data.to(to_device, copy=True)
+        copy = data.to(to_device, self._dtype if data.is_floating_point() else None, copy=True)
         return copy.requires_grad_() if _flag(plain, "requires_grad") else copy
 
     def _bytes(self, plain: dict[str, Any], path: str, depth: int) -> bytes | bytearray:
@@ -243,10 +244,8 @@ class _Rebuilding:
         return rebuilt
 
     def _tuple(self, plain: dict[str, Any], path: str, depth: int) -> tuple[Any, ...]:
-        return tuple(self._items(plain["items"], path, depth))
-
-    def _size(self, plain: dict[str, Any], path: str, depth: int) -> torch.Size:
-        return torch.Size(self._items(plain["items"], path, depth))
+        items = self._items(plain["items"], path, depth)
+        return tuple(items) if plain["kind"] == "tuple" else torch.Size(items)
 
     def _packed(self, plain: dict[str, Any], path: str, depth: int) -> PackedSequence:
         data, batch_sizes, sorted_indices, unsorted_indices = self._items(plain["items"], path, depth)
@@ -274,7 +273,7 @@ _KINDS: dict[str, Callable[[_Rebuilding, dict[str, Any], str, int], Any]] = {
     "scalar": _Rebuilding._array,
     "dict": _Rebuilding._dict,
     "tuple": _Rebuilding._tuple,
-    "size": _Rebuilding._size,
+    "size": _Rebuilding._tuple,
     "packed": _Rebuilding._packed,
     "namedtuple": _Rebuilding._named,
     "object": _Rebuilding._named,

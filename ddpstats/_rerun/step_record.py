@@ -19,8 +19,8 @@ from __future__ import annotations
 import collections
 import copy
 import weakref
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
 import torch
@@ -29,10 +29,11 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
 )
 
+from ddpstats._base.containers import is_endless, set_fields, walk
 from ddpstats._observe.module_hooks import ModuleHook
+from ddpstats._rerun.module_state import buffer_places
+from ddpstats._rerun.numerics_settings import Autocast
 from ddpstats._rerun.random_state import RandomState as RandomState
-
-_MOST_DEEP = 80  # a little more than a bundle can hold, which says so by name
 
 
 @dataclass
@@ -42,7 +43,7 @@ class MicroBatch:
     Attributes:
         batch: containers of its own around the caller's very tensors; around copies where these must be.
         random: the generators' state.
-        autocast: (device type, enabled, dtype) when the module was called first; None before that.
+        autocast: as it was when the module was called first; None before that.
         loss: what was differentiated, without a GradScaler's scale; if the caller says so.
         factor: what a trainer multiplied the step's own loss by before ``backward()``, with a GradScaler's scale: of
             the shape of that loss, or a number; None where the step's own loss was differentiated.
@@ -51,7 +52,7 @@ class MicroBatch:
 
     batch: Any
     random: RandomState
-    autocast: tuple[str, bool, torch.dtype] | None = None
+    autocast: Autocast | None = None
     loss: torch.Tensor | None = None
     factor: torch.Tensor | None = None
     changed: tuple[str, ...] = ()
@@ -125,7 +126,7 @@ class StepRecord:
             self._copy_buffers()
         if current.autocast is None:
             kind = self.device.type
-            current.autocast = kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+            current.autocast = Autocast(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
 
     def _copy_buffers(self) -> None:
         self.buffers = self._copies.take()
@@ -187,50 +188,12 @@ class BufferCopies:
         )
 
     def _learn(self) -> None:
-        """A buffer that several modules share has one name, the first one, as in ``named_buffers``."""
         self._outdated = False
-        self._places, self._copies = [], {}
-        known: dict[int, torch.Tensor] = {}
-        for prefix, owner in self._module.named_modules():
-            for key, buffer in owner._buffers.items():
-                if buffer is not None:
-                    self._places.append((owner._buffers, key, buffer))
-                    if id(buffer) not in known:
-                        known[id(buffer)] = buffer
-                        self._copies[f"{prefix}.{key}" if prefix else key] = torch.empty_like(buffer)
+        places = list(buffer_places(self._module))
+        self._places = [place[:3] for place in places]
+        known = {name: buffer for _, _, buffer, name in places}
+        self._copies = {name: torch.empty_like(buffer) for name, buffer in known.items()}
         self._known, self._twins = list(known.values()), list(self._copies.values())
-
-
-def walk(value: Any, path: str = "batch") -> Iterator[tuple[str, Any]]:
-    """(path, leaf) for every leaf of nested containers, in the order of `begin`."""
-    return _walk(value, path, ())
-
-
-def _walk(value: Any, path: str, around: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
-    if _is_endless(value, around):
-        yield path, value
-        return
-    around = (*around, id(value))
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _walk(item, f"{path}[{key!r}]", around)
-    elif isinstance(value, (list, tuple)):
-        for place, item in enumerate(value):
-            yield from _walk(item, f"{path}[{place}]", around)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for name in _set_fields(value):
-            yield from _walk(getattr(value, name), f"{path}.{name}", around)
-    else:
-        yield path, value
-
-
-def _is_endless(value: Any, around: tuple[int, ...]) -> bool:
-    """Whether it lies inside itself, or too deep to be stored. ``around``: the ids of what it lies in."""
-    return len(around) > _MOST_DEEP or id(value) in around
-
-
-def _set_fields(value: Any) -> list[str]:
-    return [one.name for one in fields(value) if hasattr(value, one.name)]
 
 
 class _Keeping:
@@ -250,7 +213,7 @@ class _Keeping:
     def keep(self, value: Any, around: tuple[int, ...] = ()) -> Any:
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
-        if _is_endless(value, around):
+        if is_endless(value, around):
             return value
         around = (*around, id(value))
         if isinstance(value, Mapping):
@@ -277,7 +240,7 @@ class _Keeping:
 
     def _dataclass(self, value: Any, around: tuple[int, ...]) -> Any:
         twin = copy.copy(value)
-        for name in _set_fields(value):
+        for name in set_fields(value):
             object.__setattr__(twin, name, self.keep(getattr(value, name), around))
         return twin
 

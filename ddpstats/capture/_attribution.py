@@ -30,17 +30,18 @@ from torch import Tensor, nn
 
 from ddpstats._agreement.gather import gather_trees
 from ddpstats._base import config
+from ddpstats._base.containers import walk
 from ddpstats._base.wording import listed
 from ddpstats._observe.gradients import NO_GRADIENT
-from ddpstats._rerun.no_collectives import no_collectives
+from ddpstats._rerun.attribution import Cause, attempt, cause_of, from_rank_on
+from ddpstats._rerun.runner import Settings, alone
 from ddpstats._rerun.serialize import from_plain
-from ddpstats._rerun.step_record import RandomState, walk
 from ddpstats._transport.comm import patience_sec
 from ddpstats.capture._bundle import Bundle
 from ddpstats.capture._parts import Source
 from ddpstats.capture._publish import Bundling
 from ddpstats.capture._rank_part import RankPart
-from ddpstats.capture._rerun import Outcome, Rerun, Settings
+from ddpstats.capture._rerun import Outcome, Rerun
 from ddpstats.capture._verdict import Finding
 from ddpstats.errors import ConfigError
 
@@ -71,20 +72,20 @@ def attribute_cause(
     ranks, rank, group = bundling.peers.ranks, bundling.peers.rank, bundling.group
     runner = _Runner(module, step_fn, lambda: source.rank_part(rank, len(ranks), finding.step), source)
     is_culprit = rank == culprit
-    first = gather_trees(runner.again() if is_culprit else None, name=_NAME, group=group)
+    first = gather_trees(attempt(runner.again) if is_culprit else None, name=_NAME, group=group)
     here = first[ranks.index(culprit)]
     if "error" in here:
         return f"Cause not found: rank {culprit} could not run the step again: {here['error']}"
     if here["other_step"] is not None:
         return _another_step(culprit, here)
-    if not all(here["runs"]):
+    if cause_of(here["runs"], None) is Cause.TRANSIENT:
         return _differs(culprit, here)
     peer = _peer_of(culprit, ranks, finding.culprit_ranks, bundling.model_writers)
     mine = None
     if rank == peer:
-        mine = runner.of_a_peer(culprit, bundling.directory)
+        mine = attempt(lambda: runner.of_a_peer(_read_part(culprit, bundling.directory)))
     elif is_culprit:
-        mine = runner.in_other_precision()
+        mine = attempt(runner.in_other_precision)
     second = dict(zip(ranks, gather_trees(mine, name=_NAME, group=group), strict=True))
     return _judged(culprit, peer, here, second[culprit], None if peer is None else second[peer])
 
@@ -100,6 +101,7 @@ class _Runner:
         source: Source,
     ) -> None:
         self._module, self._step_fn, self._content, self._source = module, step_fn, content, source
+        self._device = next(module.parameters()).device
         self._run_sec = 0.0  # what the first run took
 
     @cached_property
@@ -108,11 +110,10 @@ class _Runner:
 
     def again(self) -> dict[str, Any]:
         """This rank's own part, twice: the names of what was not finite, of each run."""
-        return _attempt(self._again)
-
-    def _again(self) -> dict[str, Any]:
         patience, part = _Patience(), self._own
-        outcomes = [self._timed(part, "captured")]
+        started = time.monotonic()
+        outcomes = [self._run(part, "captured")]
+        self._run_sec = time.monotonic() - started
         while len(outcomes) < _RUNS and patience.allows(self._run_sec):
             outcomes.append(self._run(part, "captured"))
         different = [_difference(part, outcome) for outcome in outcomes]
@@ -124,19 +125,15 @@ class _Runner:
             "device": self._device_text(),
         }
 
-    def of_a_peer(self, culprit: int, directory: Path | None) -> dict[str, Any]:
+    def of_a_peer(self, part: RankPart) -> dict[str, Any]:
         """The culprit's part, on this device."""
-        return _attempt(lambda: {"runs": [self._run(_read_part(culprit, directory), "captured").nonfinite]})
+        return {"runs": [self._run(part, "captured").nonfinite]}
 
     def in_other_precision(self) -> dict[str, Any]:
         """This rank's part in float32 and float64: what was not finite; None where it was not run."""
-        return _attempt(self._in_other_precision)
-
-    def _in_other_precision(self) -> dict[str, Any]:
         patience, found = _Patience(), dict[str, Any]()
-        device = next(self._module.parameters()).device
         for precision, slower in _SLOWER.items():
-            factor = _SLOWER_GPU_FP64 if precision == "fp64" and device.type != "cpu" else slower
+            factor = _SLOWER_GPU_FP64 if precision == "fp64" and self._device.type != "cpu" else slower
             found[precision] = None
             if patience.allows(factor * self._run_sec):
                 found[precision] = self._run(self._own, precision).nonfinite
@@ -144,29 +141,16 @@ class _Runner:
                     break
         return {"run_sec": self._run_sec, **found}
 
-    def _timed(self, part: RankPart, precision: str) -> Outcome:
-        started = time.monotonic()
-        outcome = self._run(part, precision)
-        self._run_sec = time.monotonic() - started
-        return outcome
-
     def _run(self, part: RankPart, precision: str) -> Outcome:
-        device = next(self._module.parameters()).device
-        before = RandomState.take(device)
-        try:
-            with no_collectives("step_fn"):
-                model = copy.deepcopy(self._module)
-                outcome = Rerun(
-                    model, self._step_fn, part, self._source.parameters(), Settings(device, precision)
-                ).run()
-        finally:
-            before.restore()
+        with alone("step_fn", self._device):
+            model, parameters = copy.deepcopy(self._module), self._source.parameters()
+            outcome = Rerun(model, self._step_fn, part, parameters, Settings(self._device, precision)).run()
         if outcome.error is not None:
             raise outcome.error
         return outcome
 
     def _device_text(self) -> str:
-        device = next(self._module.parameters()).device
+        device = self._device
         name = f", {torch.cuda.get_device_name(device)}" if device.type == "cuda" else ""
         return f"host {socket.gethostname()}, {device}{name}"
 
@@ -181,14 +165,6 @@ class _Patience:
         return time.monotonic() + _SPARE * seconds < self._deadline
 
 
-def _attempt(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What fails here is told to the other ranks, who wait."""
-    try:
-        return run()
-    except Exception as error:
-        return {"error": f"{type(error).__name__}: {error}"}
-
-
 def _read_part(rank: int, directory: Path | None) -> RankPart:
     if directory is None:
         raise ConfigError("no bundle was written, from which a peer could read the batch")
@@ -199,8 +175,7 @@ def _peer_of(
     culprit: int, ranks: tuple[int, ...], culprits: tuple[int, ...], model_writers: Mapping[int, int]
 ) -> int | None:
     """The next rank with the same parameters; one that saw no fault of its own, if there is one."""
-    place = ranks.index(culprit)
-    others = [rank for rank in (*ranks[place + 1 :], *ranks[:place]) if model_writers[rank] == model_writers[culprit]]
+    others = [rank for rank in from_rank_on(ranks, culprit)[1:] if model_writers[rank] == model_writers[culprit]]
     return next((rank for rank in others if rank not in culprits), others[0] if others else None)
 
 
@@ -282,11 +257,12 @@ def _judged(
     there: Mapping[str, Any] | None,
 ) -> str:
     again = f"run again from the same state, rank {culprit} gets non-finite gradients again"
+    cause = cause_of(here["runs"], None if there is None or "error" in there else there["runs"][0])
     if there is None:
         lines = [f"Cause: {again}; no other rank has the same parameters, to tell its device from its software."]
-    elif "error" in there:
+    elif cause is Cause.UNTOLD:
         lines = [f"Cause: {again}; rank {peer} could not run it: {there['error']}"]
-    elif not there["runs"][0]:
+    elif cause is Cause.HARDWARE:
         return (
             f"Cause: hardware of rank {culprit} ({here['device']}), or something that only rank {culprit} holds "
             f"outside of parameters, buffers, batch and random state: {again}, and rank {peer} gets finite ones from "

@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import itertools
 import linecache
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor
 
+from ddpstats._base.containers import walk
 from ddpstats._base.wording import dtype_name
-from ddpstats.capture._rerun import Outcome, Rerun
+from ddpstats.capture._rerun import Observer, Outcome, Rerun
 from ddpstats.capture._tensor_stats import TensorStats, nan_and_inf
 from ddpstats.capture._tracer import OPERATION, PUT, SOURCE, Mark, Origin, Tracer
 from ddpstats.errors import ConfigError
@@ -78,7 +78,7 @@ def bisect(rerun: Rerun) -> Bisected:
     return Bisected(symptom, mark, outcome.error)
 
 
-class _Observing:
+class _Observing(Observer):
     """The observer of a run: tells the tracer what there was before, and looks at what comes out."""
 
     def __init__(self, rerun: Rerun) -> None:
@@ -93,8 +93,9 @@ class _Observing:
                 self._tracer.add_source(f"parameter {name}, before the step", parameter)
             for name, buffer in self._model.named_buffers():
                 self._tracer.add_source(f"buffer {name}, before the step", buffer)
-        for path, tensor in _tensors_in(batch, "batch"):
-            self._tracer.add_source(path, tensor)
+        for path, leaf in walk(batch, by_field=True):
+            if isinstance(leaf, Tensor):
+                self._tracer.add_source(path, leaf)
 
     def watching(self) -> AbstractContextManager[Any]:
         return self._tracer.watching()
@@ -111,22 +112,6 @@ class _Observing:
         first = min(marks, key=lambda name: marks[name].origin.order, default=bad[0])
         more = f", and {len(bad) - 1} more" if len(bad) > 1 else ""
         self.found = f"the gradient of {first}{more}, micro-batch {place}", marks.get(first)
-
-
-def _tensors_in(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
-    """Of a batch as `from_plain` makes it."""
-    if isinstance(value, Tensor):
-        yield path, value
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from _tensors_in(item, f"{path}[{key!r}]")
-    elif isinstance(value, (list, tuple)):
-        names = getattr(value, "_fields", None)
-        for place, item in enumerate(value):
-            yield from _tensors_in(item, f"{path}[{place}]" if names is None else f"{path}.{names[place]}")
-    elif isinstance(value, SimpleNamespace):
-        for name, item in vars(value).items():
-            yield from _tensors_in(item, f"{path}.{name}")
 
 
 # -- in words ---------------------------------------------------------------------------------------------------------

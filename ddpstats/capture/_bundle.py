@@ -41,7 +41,7 @@ from ddpstats.capture._manifest import (
     read_manifest as read_manifest,
     write_manifest as write_manifest,
 )
-from ddpstats.capture._rank_part import MicroBatch as MicroBatch, RankPart as RankPart, model_content
+from ddpstats.capture._rank_part import RankPart as RankPart, model_content
 from ddpstats.errors import BundleError
 
 _log = logging.getLogger("ddpstats")

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from ddpstats._base.wording import listed
 from ddpstats._observe.gradients import norm_kind
+from ddpstats._rerun.runner import Settings
 from ddpstats.capture._manifest import Manifest
 from ddpstats.capture._rank_part import RankPart
-from ddpstats.capture._rerun import Outcome, Settings
+from ddpstats.capture._rerun import Outcome
 
 _SHOWN = 5
 _EQUAL = "equal"

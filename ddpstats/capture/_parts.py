@@ -8,7 +8,7 @@ import os
 import platform
 import socket
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,8 +17,9 @@ from torch import Tensor
 from ddpstats._base.version import __version__
 from ddpstats._observe.gradients import GradientWatch, norm_kind, parts_of
 from ddpstats._rerun.numerics_settings import switches
+from ddpstats._rerun.packet import plain_packet, tensor_bytes
 from ddpstats._rerun.serialize import CannotStore, to_plain
-from ddpstats._rerun.step_record import MicroBatch, StepRecord, walk
+from ddpstats._rerun.step_record import MicroBatch, StepRecord
 
 _RANDOM_BYTES = 1 << 14  # about what the states of the generators take
 _ENVIRONMENT = ("CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG", "OMP_NUM_THREADS", "NCCL_ALGO", "NCCL_PROTO")
@@ -51,19 +52,17 @@ class Source:
 
     def sizes(self) -> dict[str, int]:
         """Bytes of this rank's part, of the parameters and of the optimizer's state. Local."""
-        batches = [leaf for micro in self._record.micro_batches for _, leaf in walk(micro.batch)]
-        local = self._local_gradients() or {}
+        batches = [micro.batch for micro in self._record.micro_batches]
+        local = self._local_gradients()
         rank = _RANDOM_BYTES * len(self._record.micro_batches)
-        rank += _bytes(batches) * self._store_batch
-        rank += _bytes((self._record.buffers or {}).values()) + _bytes(local.values())
-        parameters = self._watch.parameters if self._gathered is None else self._gathered.values()
-        return {"rank": rank, "model": _bytes(parameters), "optimizer": self._optimizer_bytes()}
+        rank += tensor_bytes(batches) * self._store_batch + tensor_bytes([self._record.buffers, local])
+        parameters = self._watch.parameters if self._gathered is None else self._gathered
+        return {"rank": rank, "model": tensor_bytes(parameters), "optimizer": self._optimizer_bytes()}
 
     def _optimizer_bytes(self) -> int:
         """0 where the state cannot be had: `model_part` leaves it out then, and says why."""
         try:
-            states = [one.state_dict() for one in _each(self._states["optimizer"])]
-            return _bytes(leaf for state in states for _, leaf in walk(state))
+            return tensor_bytes([one.state_dict() for one in _each(self._states["optimizer"])])
         except Exception:
             return 0
 
@@ -137,13 +136,10 @@ class Source:
                 missing = str(error)
         micro.look_for_changes()
         return {
-            "batch": batch,
+            **plain_packet(micro, batch, self._factor(micro)),
             "batch_missing": missing,
             "changed": list(micro.changed),
-            "random": micro.random.to_plain(),
-            "autocast": _autocast(micro),
             "loss": None if micro.loss is None else torch.as_tensor(micro.loss).detach().cpu().clone(),
-            "factor": self._factor(micro),
             "norms": norms,
         }
 
@@ -171,13 +167,6 @@ class Source:
         }
 
 
-def _autocast(micro: MicroBatch) -> dict[str, Any] | None:
-    if micro.autocast is None:
-        return None
-    kind, enabled, dtype = micro.autocast
-    return {"device_type": kind, "enabled": enabled, "dtype": str(dtype)}
-
-
 def _environment(device: torch.device) -> dict[str, Any]:
     found: dict[str, Any] = {
         "host": socket.gethostname(),
@@ -196,10 +185,6 @@ def _each(states: Any) -> Sequence[Any]:
     """One object with a state, or several of them; espnet's schedulers may be None."""
     found = states if isinstance(states, (list, tuple)) else [states]
     return [one for one in found if one is not None]
-
-
-def _bytes(leaves: Iterable[Any]) -> int:
-    return sum(leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, Tensor))
 
 
 def _digest(tensors: dict[str, Tensor]) -> str:

@@ -11,45 +11,30 @@ from typing import Any
 
 import torch
 
+from ddpstats._rerun.numerics_settings import FLOAT_DTYPES, Autocast
+from ddpstats._rerun.packet import Packet
 from ddpstats._rerun.serialize import checked_tensor
 from ddpstats.capture._fields import MOST_ENTRIES, MOST_RANKS, Fields
 from ddpstats.errors import BundleError
 
 _MOST_STEP = 10**18
-_AUTOCAST_DTYPES = {str(dtype): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)}
 
 
 @dataclass(frozen=True)
-class Autocast:
-    """As it was when the module's forward pass began."""
-
-    device_type: str
-    enabled: bool
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True)
-class MicroBatch:
+class CapturedMicroBatch(Packet):
     """One forward and backward pass.
 
     Attributes:
-        batch: as `serialize.to_plain` wrote it.
         batch_missing: why there is none, or None.
         changed: paths of what was changed in place after the batch was taken.
-        random: as `RandomState.to_plain` wrote it.
         loss: what was differentiated, without the scale.
-        factor: what the trainer multiplied the step's loss by; None for 1.
         norms: of the gradients accumulated so far, in the order of `RankPart.parameter_names`, -1 where there is none;
             None if no backward pass ran.
     """
 
-    batch: Any
     batch_missing: str | None
     changed: list[str]
-    random: dict[str, Any]
-    autocast: Autocast | None
     loss: torch.Tensor | None
-    factor: torch.Tensor | None
     norms: torch.Tensor | None
 
 
@@ -66,7 +51,7 @@ class RankPart:
     world_size: int
     step: int
     device: str
-    micro_batches: tuple[MicroBatch, ...]
+    micro_batches: tuple[CapturedMicroBatch, ...]
     buffers: dict[str, torch.Tensor]
     eval_modules: list[str]
     frozen: list[str]
@@ -114,7 +99,7 @@ def _device(fields: Fields) -> str:
         raise fields.wrong("device", "a device") from None
 
 
-def _micro_batches(fields: Fields, parameters: int) -> tuple[MicroBatch, ...]:
+def _micro_batches(fields: Fields, parameters: int) -> tuple[CapturedMicroBatch, ...]:
     given = fields.raw("micro_batches")
     if type(given) is not list or len(given) > MOST_ENTRIES:
         raise fields.wrong("micro_batches", "a list of micro-batches")
@@ -124,11 +109,11 @@ def _micro_batches(fields: Fields, parameters: int) -> tuple[MicroBatch, ...]:
     )
 
 
-def _micro_batch(fields: Fields, parameters: int) -> MicroBatch:
+def _micro_batch(fields: Fields, parameters: int) -> CapturedMicroBatch:
     norms = _tensor_or_none(fields, "norms")
     if norms is not None and (norms.dtype is not torch.float64 or norms.shape != (parameters,)):
         raise fields.wrong("norms", f"{parameters} norms in float64, one per parameter")
-    return MicroBatch(
+    return CapturedMicroBatch(
         batch=fields.raw("batch"),
         batch_missing=fields.text_or_none("batch_missing"),
         changed=fields.texts("changed"),
@@ -149,7 +134,7 @@ def _autocast(fields: Fields) -> Autocast | None:
     if fields.raw("autocast") is None:
         return None
     inner = Fields(fields.raw("autocast"), fields.at("autocast"))
-    dtype = _AUTOCAST_DTYPES[inner.one_of("dtype", _AUTOCAST_DTYPES)]
+    dtype = FLOAT_DTYPES[inner.one_of("dtype", FLOAT_DTYPES)]
     return Autocast(inner.one_of("device_type", ("cpu", "cuda", "xpu", "mps")), inner.flag("enabled"), dtype)
 
 

@@ -28,15 +28,16 @@ from ddpstats.errors import BundleError, ConfigError
 if TYPE_CHECKING:
     import torch
 
+    from ddpstats._rerun.runner import Settings
     from ddpstats.capture._bundle import Bundle
     from ddpstats.capture._outcome import Replayed
     from ddpstats.capture._rank_part import RankPart
-    from ddpstats.capture._rerun import Outcome, Rerun, Settings
+    from ddpstats.capture._rerun import Outcome, Rerun
 
 _PRECISIONS = ("captured", "amp", "fp32", "fp64")
 _AMP_DTYPES = ("bfloat16", "float16")
 _SHOWN_FRAMES = 8
-_OWN = os.path.dirname(os.path.abspath(__file__))
+_OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -123,7 +124,7 @@ def _rank(bundle: Bundle, wanted: str) -> int:
 def _settings(args: argparse.Namespace, part: RankPart) -> Settings:
     import torch
 
-    from ddpstats.capture._rerun import Settings
+    from ddpstats._rerun.runner import Settings
 
     if args.amp_dtype is not None and args.precision != "amp":
         raise ConfigError(f"--amp-dtype {args.amp_dtype} needs --precision amp")

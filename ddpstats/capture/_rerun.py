@@ -3,12 +3,10 @@
 1. `Rerun` checks that the module has the captured parameters and buffers, by name and shape.
 2. Each `Rerun.run` puts everything back: parameters, buffers as before the step, train and eval modes, which parameters
    want gradients; no gradients.
-3. For each micro-batch: a fresh copy of the batch, the random state that it had, the user's step under the autocast
-   settings that the module's forward pass had, the loss times the trainer's factor and the scale, backward.
-4. After each: what the loss was, which gradients arrived and how large they are (`_gradients.measure`), and which are
+3. Each micro-batch is run as it was kept (`ddpstats._rerun.runner`), and its backward pass.
+4. After each: what the loss was, which gradients arrived and how large they are (`measure`), and which are
    not finite.
 
-Only the module's forward pass is put under the captured autocast: what the step does outside is as the step says.
 Threads, determinism and matrix precision are those of the capture while it runs.
 """
 
@@ -16,34 +14,21 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ddpstats._observe.gradients import held_values, measure, parts_of
-from ddpstats._rerun.no_collectives import forward_under
 from ddpstats._rerun.numerics_settings import as_in
-from ddpstats._rerun.random_state import RandomState, numpy_or_none
-from ddpstats._rerun.serialize import from_plain
-from ddpstats.capture._rank_part import Autocast, MicroBatch, RankPart
+from ddpstats._rerun.random_state import numpy_or_none
+from ddpstats._rerun.runner import WIDER, Runner, Settings, Step
+from ddpstats.capture._rank_part import CapturedMicroBatch, RankPart
 from ddpstats.errors import BundleError, ConfigError
 
-Step = Callable[[nn.Module, Any], Any]
-
 _SHOWN_NAMES = 5
-_WIDER = {"fp32": torch.float32, "fp64": torch.float64}
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How to run: ``precision`` is captured, amp, fp32 or fp64."""
-
-    device: torch.device
-    precision: str = "captured"
-    amp_dtype: torch.dtype | None = None
 
 
 @dataclass
@@ -66,16 +51,20 @@ class Outcome:
     raised_in: int | None = None
 
 
-class Observer(Protocol):
-    """Whoever wants to see a run from inside: `_bisect`."""
+class Observer:
+    """Is told of a run from inside, and does not look; the one of `_bisect` does."""
 
     def begin(self, place: int, batch: Any) -> None: ...
 
-    def watching(self) -> contextlib.AbstractContextManager[Any]: ...
+    def watching(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext()
 
     def loss(self, place: int, loss: Tensor) -> None: ...
 
     def gradients(self, place: int, gradients: Mapping[str, Tensor]) -> None: ...
+
+
+_NOBODY = Observer()
 
 
 class Rerun:
@@ -109,7 +98,8 @@ class Rerun:
         self.notes: list[str] = []
         renaming = _Renaming(model)
         self.part = renaming.part(part)
-        self.model, self._step, self._settings = model, step, settings
+        self.model, self._settings = model, settings
+        self._runner = Runner(model, step, "--step", settings, f"rank {part.rank}")
         self._raises = raises  # the capture's step raised: its last micro-batch is run to the end, if it gets there
         self._parameters, self._buffers = renaming.by_name(parameters), dict(self.part.buffers)
         self._check_batches()
@@ -118,15 +108,14 @@ class Rerun:
         _on(settings.device, model)
         self.notes += _without_sync_batch_norm(model, settings.device)
 
-    def run(self, observer: Observer | None = None) -> Outcome:
+    def run(self, observer: Observer = _NOBODY) -> Outcome:
         """Once, from the captured state. What the user's step raises is in the outcome, but `ConfigError` of ours."""
         self._restore()
         outcome = Outcome()
-        with as_in(self.part.environment), self._precision():
+        with as_in(self.part.environment):
             for place, micro in enumerate(self.part.micro_batches):
-                batch = self._batch(micro)
-                if observer is not None:
-                    observer.begin(place, batch)
+                batch = self._runner.batch(micro)
+                observer.begin(place, batch)
                 try:
                     self._run_micro_batch(place, micro, batch, observer, outcome)
                 except (ConfigError, BundleError):
@@ -139,25 +128,22 @@ class Rerun:
         return outcome
 
     def _run_micro_batch(
-        self, place: int, micro: MicroBatch, batch: Any, observer: Observer | None, outcome: Outcome
+        self, place: int, micro: CapturedMicroBatch, batch: Any, observer: Observer, outcome: Outcome
     ) -> None:
         arrived: dict[str, None] = {}
-        watching = observer.watching() if observer is not None else contextlib.nullcontext()
-        with _arrivals(self.model, arrived), self._autocast(micro.autocast):
-            self._restore_random(micro)
-            with watching:
-                loss = _checked_loss(self._step(self.model, batch), micro.factor)
+        with _arrivals(self.model, arrived), self._runner.as_kept(micro):
+            with observer.watching():
+                loss = self._runner.loss(micro, batch)
             outcome.losses.append(loss.detach().clone())
-            if observer is not None:
-                observer.loss(place, loss)
+            observer.loss(place, loss)
             backward = micro.norms is not None or self._raises
             if backward:
-                with watching if observer is None else observer.watching():
-                    _backward(loss, self.part.scale)
+                with observer.watching():
+                    self._runner.scaled(loss, self.part.scale).backward()  # type: ignore[no-untyped-call]
         self._note_gradients(place, arrived if backward else None, observer, outcome)
 
     def _note_gradients(
-        self, place: int, arrived: dict[str, None] | None, observer: Observer | None, outcome: Outcome
+        self, place: int, arrived: dict[str, None] | None, observer: Observer, outcome: Outcome
     ) -> None:
         if arrived is None:
             outcome.norms.append(None)
@@ -171,8 +157,7 @@ class Rerun:
         finite = measure(list(found.values())).isfinite().tolist()
         bad = [name for name, fine in zip(found, finite, strict=True) if not fine]
         outcome.nonfinite += [name for name in bad if name not in outcome.nonfinite]
-        if observer is not None:
-            observer.gradients(place, {name: held_values(gradient) for name, gradient in found.items()})
+        observer.gradients(place, {name: held_values(gradient) for name, gradient in found.items()})
 
     # -- before a run -------------------------------------------------------------------------------------------------
 
@@ -211,7 +196,7 @@ class Rerun:
             )
 
     def _restore(self) -> None:
-        device, dtype = self._settings.device, _WIDER.get(self._settings.precision)
+        device, dtype = self._settings.device, WIDER.get(self._settings.precision)
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 parameter.data = _moved(self._parameters[name], device, dtype)
@@ -222,34 +207,6 @@ class Rerun:
         eval_modules = {_plain_name(name) for name in self.part.eval_modules}
         for name, module in self.model.named_modules():
             module.training = _plain_name(name) not in eval_modules
-
-    def _batch(self, micro: MicroBatch) -> Any:
-        dtype = _WIDER.get(self._settings.precision)
-        plain = micro.batch if dtype is None else _converted(micro.batch, dtype)
-        return from_plain(plain, self._settings.device)
-
-    def _restore_random(self, micro: MicroBatch) -> None:
-        try:
-            RandomState.from_plain(micro.random, self._settings.device).restore()
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError, OverflowError) as error:
-            raise BundleError(
-                f"rank {self.part.rank}: the random state is not one: {type(error).__name__}: {error}; the bundle is "
-                "damaged or hostile"
-            ) from None
-
-    def _precision(self) -> contextlib.AbstractContextManager[None]:
-        return _without_autocast() if self._settings.precision in _WIDER else contextlib.nullcontext()
-
-    def _autocast(self, captured: Autocast | None) -> contextlib.AbstractContextManager[None]:
-        kind, precision = self._settings.device.type, self._settings.precision
-        if precision in _WIDER or (precision == "captured" and captured is None):
-            return contextlib.nullcontext()
-        enabled = precision == "amp" or (captured is not None and captured.enabled)
-        dtype = captured.dtype if captured is not None and captured.enabled else None
-        if precision == "amp":
-            default = torch.bfloat16 if kind == "cpu" else torch.float16
-            dtype = self._settings.amp_dtype or dtype or default
-        return forward_under(self.model, lambda: torch.autocast(kind, dtype=dtype, enabled=enabled))
 
 
 # -- the module -------------------------------------------------------------------------------------------------------
@@ -350,58 +307,3 @@ def _arrivals(model: nn.Module, arrived: dict[str, None]) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-# -- the loss ---------------------------------------------------------------------------------------------------------
-
-
-def _checked_loss(value: Any, factor: Tensor | None) -> Tensor:
-    """What is differentiated: the step's loss, times what the trainer made of it."""
-    if isinstance(value, Tensor) and factor is not None and factor.shape in (value.shape, ()):
-        return (value * factor.to(value.device)).sum()
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return value
-    what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-    hint = ""
-    if isinstance(value, Mapping) and "loss" in value:
-        hint = ": return its entry 'loss'"
-    elif isinstance(value, (tuple, list)) and value and isinstance(value[0], Tensor):
-        hint = ": return its first element, if that is the loss"
-    raise ConfigError(f"--step must return the loss, a tensor of one element, and it returned {what}{hint}")
-
-
-def _backward(loss: Tensor, scale: float) -> None:
-    if not loss.requires_grad:
-        raise ConfigError("--step returned a loss that no parameter has a part in: was it detached, or under no_grad?")
-    (loss if scale == 1.0 else loss * scale).sum().backward()  # type: ignore[no-untyped-call]
-
-
-# -- precision ---------------------------------------------------------------------------------------------------------
-
-
-def _converted(plain: Any, dtype: torch.dtype) -> Any:
-    """A batch as `to_plain` wrote it, with floating tensors of another dtype."""
-    if type(plain) is list:
-        return [_converted(one, dtype) for one in plain]
-    if type(plain) is not dict:
-        return plain
-    data = plain.get("data")
-    if plain.get("kind") == "tensor" and isinstance(data, Tensor):
-        return {**plain, "data": data.to(dtype) if data.is_floating_point() else data}
-    return {key: _converted(value, dtype) for key, value in plain.items()}
-
-
-@contextlib.contextmanager
-def _without_autocast() -> Iterator[None]:
-    """Also where the user's step asks for it."""
-    enter = torch.autocast.__enter__
-
-    def disabled(self: Any) -> Any:
-        self._enabled = False
-        return enter(self)  # type: ignore[no-untyped-call]
-
-    torch.autocast.__enter__ = disabled  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        torch.autocast.__enter__ = enter  # type: ignore[method-assign]

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from ddpstats._rerun.numerics_settings import Autocast
 from ddpstats._rerun.step_record import MicroBatch
 from ddpstats.capture import Verdict
 from ddpstats.capture._verdict import Policy
@@ -186,4 +187,4 @@ def _note_autocast(micro: MicroBatch, module: torch.nn.Module) -> None:
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(str(precision))
     parameter = next(module.parameters(), None)
     if dtype is not None and parameter is not None:
-        micro.autocast = parameter.device.type, True, dtype
+        micro.autocast = Autocast(parameter.device.type, True, dtype)

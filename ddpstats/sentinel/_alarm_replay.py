@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddpstats.sentinel._rerun import Outcome, Reruns, attempt
+from ddpstats._rerun.attribution import Cause, attempt, cause_of, from_rank_on
+from ddpstats.sentinel._rerun import Repeated, Reruns
 from ddpstats.sentinel._verdict import Gathered
 
 Values = list[tuple[int, Tensor]]
@@ -42,55 +44,57 @@ def explain_alarm(
     """
 
     def handed_out() -> dict[str, Any] | None:
-        return _packet(reruns, micro_batch) if rank == owner else None
+        return attempt(lambda: _packet(reruns, micro_batch)) if rank == owner else None
 
     packet = gathered(handed_out, "the micro-batch of the alarm")[owner]
     if "error" in packet:
         return f"The micro-batch could not be run again: {packet['error']}."
-    peer = ranks[(list(ranks).index(owner) + 1) % len(ranks)]
+    peer = from_rank_on(ranks, owner)[1 % len(ranks)]
 
     def answer() -> dict[str, Any]:
         if rank not in (owner, peer):
             return {}
-        outcome = reruns.run(packet["plain"], packet["buffers"])
-        return {**_answer(outcome), "bad": is_abnormal(outcome.values) if rank == owner else None}
+        repeated = reruns.run(packet)
+        return {**_answer(repeated), "bad": is_abnormal(repeated.values) if rank == owner else None}
 
     told = gathered(lambda: attempt(answer), "the micro-batch of the alarm, once more")
     return _explanation(owner, peer, told[owner], told[peer], names)
 
 
 def _packet(reruns: Reruns, micro_batch: int) -> dict[str, Any]:
-    def packed() -> dict[str, Any]:
-        own = reruns.packet(micro_batch)
-        if own is None:
-            return {"error": "it did not run inside micro_batch()"}
-        return own if "error" in own else {"plain": own, "buffers": reruns.buffers}
-
-    return attempt(packed)
+    own = reruns.packet(micro_batch)
+    if own is None:
+        return {"error": "it did not run inside micro_batch()"}
+    return own if "error" in own else {"plain": own, "buffers": reruns.buffers}
 
 
-def _answer(outcome: Outcome) -> dict[str, Any]:
+def _answer(repeated: Repeated) -> dict[str, Any]:
     """Of one run: the gradients' digests, and a list of (checkpoint, value)."""
-    values = [(index, float(value)) for index, value in outcome.values]
-    return {"digests": outcome.witness.digests, "values": values}
+    values = [(index, float(value)) for index, value in repeated.values]
+    return {"digests": repeated.witness.digests, "values": values}
 
 
 def _explanation(owner: int, peer: int, here: Mapping[str, Any], there: Mapping[str, Any], names: Sequence[str]) -> str:
     if "error" in here:
         return _failed(owner, here)
-    again = f"Run again on rank {owner}, the micro-batch gives "
-    if not here["bad"]:
+    again, differing, wrong_there = f"Run again on rank {owner}, the micro-batch gives ", None, None
+    if peer != owner and "error" not in there:
+        alike = torch.equal(here["digests"], there["digests"])
+        differing = None if alike else _first_difference(here, there)
+        wrong_there = differing is None
+    cause = cause_of([here["bad"]], wrong_there)
+    if cause is Cause.TRANSIENT:
         return again + "normal values: a transient fault of its hardware, or a race."
-    if peer == owner:
-        return again + "such a value again; there is no other rank to tell hardware from software."
-    if "error" in there:
-        return f"{again}such a value again. {_failed(peer, there)}"
-    differing = None if torch.equal(here["digests"], there["digests"]) else _first_difference(here, there)
+    again += "such a value again"
+    if cause is Cause.UNTOLD and peer == owner:
+        return again + "; there is no other rank to tell hardware from software."
+    if cause is Cause.UNTOLD:
+        return f"{again}. {_failed(peer, there)}"
     if differing is None:
-        return f"{again}such a value again, and so it does on rank {peer}: software or data, not hardware."
+        return f"{again}, and so it does on rank {peer}: software or data, not hardware."
     place, value, other = differing
     return (
-        f"{again}such a value again, and on rank {peer} it does not: hardware of rank {owner}, or something that only "
+        f"{again}, and on rank {peer} it does not: hardware of rank {owner}, or something that only "
         f"it holds. {_name(place, names)} has {value:.4g} on rank {owner} and {other:.4g} on rank {peer}."
     )
 
@@ -101,17 +105,15 @@ def _failed(rank: int, answer: Mapping[str, Any]) -> str:
 
 def _first_difference(here: Mapping[str, Any], there: Mapping[str, Any]) -> tuple[int, float, float] | None:
     """(checkpoint, the value here, the value there) of the first ones that are not about the same; NaN for none."""
-    mine, theirs = here["values"], there["values"]
-    largest = max((abs(value) for _, value in (*mine, *theirs) if math.isfinite(value)), default=0.0)
-    for (index, value), (other_index, other) in zip(mine, theirs, strict=False):
-        if index != other_index:
-            return index, value, math.nan
-        if not _is_about(value, other, _ATOL * largest):
-            return index, value, other
-    shorter = min(len(mine), len(theirs))
-    if len(mine) > shorter:
-        return (*mine[shorter], math.nan)
-    return (theirs[shorter][0], math.nan, theirs[shorter][1]) if len(theirs) > shorter else None
+    finite = [abs(value) for _, value in (*here["values"], *there["values"]) if math.isfinite(value)]
+    for mine, theirs in itertools.zip_longest(here["values"], there["values"]):
+        if mine is None:
+            return theirs[0], math.nan, theirs[1]
+        if theirs is None or mine[0] != theirs[0]:
+            return (*mine, math.nan)
+        if not _is_about(mine[1], theirs[1], _ATOL * max(finite, default=0.0)):
+            return (*mine, theirs[1])
+    return None
 
 
 def _is_about(one: float, other: float, room: float) -> bool:

@@ -28,9 +28,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ddpstats._base.containers import walk
 from ddpstats._observe.gradients import held_values
 from ddpstats._observe.module_hooks import ModuleHook
-from ddpstats._rerun.step_record import walk
 from ddpstats.errors import ConfigError
 
 Selector = str | type[nn.Module] | Callable[[str, nn.Module], bool]

@@ -20,7 +20,6 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,12 +27,14 @@ from torch import Tensor, nn
 
 from ddpstats._base.rank_names import holders_lines
 from ddpstats._base.wording import listed
+from ddpstats._rerun.attribution import attempt, from_rank_on
+from ddpstats._rerun.packet import tensor_bytes
 from ddpstats.errors import ConfigError
 from ddpstats.sentinel._digest import digests
 from ddpstats.sentinel._gradient_digests import Witness
 from ddpstats.sentinel._local_gradients import Original
 from ddpstats.sentinel._noise import measured
-from ddpstats.sentinel._rerun import Reruns, attempt, size_bytes
+from ddpstats.sentinel._rerun import Reruns
 from ddpstats.sentinel._verdict import Finding, Gathered
 from ddpstats.sentinel._vote import Run, judge
 
@@ -42,15 +43,6 @@ _SHOWN_NAMES = 5
 _LEAST = 2.0**-52  # between gradients of one norm that are not the same, as of a loss and its negative
 _NO_BATCH = "no micro_batch() in this step"
 _CHANGED = "the batch was changed in place"
-
-
-@dataclass(frozen=True)
-class _Packet:
-    """A micro-batch as it was handed out: plain data, its buffers, and what its owner got."""
-
-    plain: dict[str, Any]
-    buffers: dict[str, Tensor]
-    original: Witness
 
 
 class PeerReplay:
@@ -95,11 +87,11 @@ class PeerReplay:
             self._say_why_none(offers)
             return None
         packets = self._exchanged(gathered, kept, travelling, chosen)
-        checker = {owner: self._after(owner, 1) for owner in chosen}
+        checker = {owner: from_rank_on(self._ranks, owner)[1 % len(self._ranks)] for owner in chosen}
         answers = gathered(lambda: self._answers(packets, checker), "what came of them")
         _refuse(answers)
         first = {owner: _witness(answers[rank], owner) for owner, rank in checker.items()}
-        doubted += [owner for owner in chosen if not self._same(packets[owner].original, first[owner])]
+        doubted += [owner for owner in chosen if not self._same(_witness(packets[owner], "original"), first[owner])]
         return self._settled(gathered, doubted[0], packets, first) if doubted else None
 
     def _offer(self, kept: list[dict[str, Any]]) -> dict[str, Any]:
@@ -118,19 +110,20 @@ class PeerReplay:
         kept.append(own)
         buffers = list(self._reruns.buffers.values())
         return {
-            "bytes": size_bytes(own),
+            "bytes": tensor_bytes(own),
             "buffers": digests(buffers).cpu(),
-            "buffer_bytes": [size_bytes(buffer) for buffer in buffers],
+            "buffer_bytes": [tensor_bytes(buffer) for buffer in buffers],
             "loose": _loose_switches(self._reruns.device),
             **(self._repeated(own, original) if self._noise is None else {"distance": None}),
         }
 
     def _repeated(self, own: dict[str, Any], original: Witness) -> dict[str, Any]:
         """How far the step's own repetition is from it, and from another one."""
-        runs = [self._reruns.run(own, self._reruns.buffers).witness]
+        travelled = {"plain": own, "buffers": {}}
+        runs = [self._reruns.run(travelled).witness]
         if original.is_same(runs[0], 0.0):
             return {"distance": 0.0}
-        runs.append(self._reruns.run(own, self._reruns.buffers).witness)
+        runs.append(self._reruns.run(travelled).witness)
         return {
             "distance": max(_LEAST, *(original.distance(one) for one in runs)),
             "repeats": runs[0].is_same(runs[1], 0.0),
@@ -142,8 +135,8 @@ class PeerReplay:
         kept: Sequence[dict[str, Any]],
         travelling: Sequence[int] | None,
         chosen: Sequence[int],
-    ) -> dict[int, _Packet]:
-        """The packets of the chosen ranks."""
+    ) -> dict[int, dict[str, Any]]:
+        """What the chosen ranks hand out: packet, buffers, and what its owner got."""
 
         def handed_out() -> dict[str, Any] | None:
             original = self.original.witness()
@@ -153,26 +146,15 @@ class PeerReplay:
             buffers = dict(named if travelling is None else [named[place] for place in travelling])
             return {"plain": kept[0], "buffers": buffers, "original": original.to_tree()}
 
-        found = gathered(handed_out, "micro-batches")
-        return {owner: self._packet(found[owner]) for owner in chosen}
+        return gathered(handed_out, "micro-batches")
 
-    def _packet(self, tree: Mapping[str, Any]) -> _Packet:
-        buffers = {**self._reruns.buffers, **tree["buffers"]}
-        return _Packet(tree["plain"], buffers, Witness.from_tree(tree["original"]))
-
-    def _answers(self, packets: Mapping[int, _Packet], runner: Mapping[int, int]) -> dict[str, Any]:
+    def _answers(self, packets: Mapping[int, dict[str, Any]], runner: Mapping[int, int]) -> dict[str, Any]:
         """What came of the packets that are this rank's to run, by owner."""
         mine = [owner for owner, rank in runner.items() if rank == self._rank]
-        return attempt(lambda: {str(owner): self._ran(packets[owner]) for owner in mine})
-
-    def _ran(self, packet: _Packet) -> dict[str, Tensor]:
-        return self._reruns.run(packet.plain, packet.buffers).witness.to_tree()
+        return attempt(lambda: {str(owner): self._reruns.run(packets[owner]).witness.to_tree() for owner in mine})
 
     def _same(self, one: Witness, other: Witness) -> bool:
         return one.is_same(other, self._noise or 0.0)
-
-    def _after(self, owner: int, places: int) -> int:
-        return self._ranks[(self._ranks.index(owner) + places) % len(self._ranks)]
 
     def _learn_noise(self, offers: Mapping[int, dict[str, Any]]) -> list[int]:
         """Where it is not known yet. Returns ranks whose step did not repeat itself where most ranks' did."""
@@ -201,15 +183,15 @@ class PeerReplay:
         warnings.warn(f"Sentinel, peer replay: {text}", stacklevel=2)
 
     def _settled(
-        self, gathered: Gathered, owner: int, packets: Mapping[int, _Packet], first: Mapping[int, Witness]
+        self, gathered: Gathered, owner: int, packets: Mapping[int, dict[str, Any]], first: Mapping[int, Witness]
     ) -> Finding | None:
         """Run it again on up to three ranks. Collective."""
-        deciding = list(dict.fromkeys(self._after(owner, places) for places in range(3)))
-        packet, checker = packets[owner], deciding[min(1, len(deciding) - 1)]
+        deciding = from_rank_on(self._ranks, owner)[:3]
+        checker = deciding[1 % len(deciding)]
         mine = {owner: self._rank} if self._rank in deciding else {}
         answers = gathered(lambda: self._answers(packets, mine), "what came of the one in doubt")
         _refuse(answers)
-        runs = [Run(owner, "in the step", packet.original)]
+        runs = [Run(owner, "in the step", _witness(packets[owner], "original"))]
         runs += [Run(rank, "again", _witness(answers[rank], owner)) for rank in deciding]
         runs.append(Run(checker, "before", first[owner]))
         found = judge(owner, runs, self._same)
@@ -266,8 +248,8 @@ def _size_bytes(offer: Mapping[str, Any], travelling: Sequence[int] | None) -> i
     return int(offer["bytes"]) + sum(sizes if travelling is None else [sizes[place] for place in travelling])
 
 
-def _witness(answer: Mapping[str, Any], owner: int) -> Witness:
-    return Witness.from_tree(answer[str(owner)])
+def _witness(tree: Mapping[str, Any], key: object) -> Witness:
+    return Witness.from_tree(tree[str(key)])
 
 
 def _refuse(told: Mapping[int, dict[str, Any]]) -> None:

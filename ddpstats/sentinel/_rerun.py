@@ -20,28 +20,31 @@ Limits:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ddpstats._rerun.no_collectives import forward_under, no_collectives
-from ddpstats._rerun.numerics_settings import FLOAT_DTYPES, as_in, switches
-from ddpstats._rerun.random_state import RandomState
-from ddpstats._rerun.serialize import from_plain, to_plain
+from ddpstats._rerun.attribution import attempt
+from ddpstats._rerun.module_state import put_back, set_buffers
+from ddpstats._rerun.numerics_settings import as_in, switches
+from ddpstats._rerun.packet import Packet, plain_packet
+from ddpstats._rerun.runner import Runner, Settings, alone
+from ddpstats._rerun.serialize import to_plain
 from ddpstats._rerun.step_record import MicroBatch, StepRecord
-from ddpstats.errors import ConfigError
 from ddpstats.sentinel._checkpoints import Checkpoints
 from ddpstats.sentinel._gradient_digests import Witness
 
 ReplayFn = Callable[[nn.Module, Any], Tensor]
 
+_NAME = "replay_fn"
+
 
 @dataclass(frozen=True)
-class Outcome:
+class Repeated:
     """Of one run: the gradients' witness, and (checkpoint, value) as they came."""
 
     witness: Witness
@@ -91,24 +94,25 @@ class Reruns:
             return {"changed": path, "error": f"{path} was changed in place during the step"}
         return attempt(lambda: _packed(micro, self._scale()))
 
-    def run(self, packet: Mapping[str, Any], buffers: Mapping[str, Tensor]) -> Outcome:
-        """Raises what the user's step raises; ConfigError where it returns no loss, or communicates."""
-        module, device = self._record.module, self.device
+    def run(self, travelled: Mapping[str, Any]) -> Repeated:
+        """``travelled``: {"plain": a packet, "buffers": those that are not as on this rank}.
+
+        Raises what the user's step raises; ConfigError where it returns no loss, or communicates.
+        """
+        module, values = self._record.module, list[tuple[int, Tensor]]()
+        packet, buffers = travelled["plain"], {**self.buffers, **travelled["buffers"]}
+        kept = Packet.from_plain(packet)
+        runner = Runner(module, self._replay_fn, _NAME, Settings(self.device), "the micro-batch that is run again")
         wanted = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        values: list[tuple[int, Tensor]] = []
-        with _put_back(module, device), ExitStack() as stack:
-            stack.enter_context(no_collectives("replay_fn"))
-            stack.enter_context(as_in(packet["switches"]))
-            stack.enter_context(torch.enable_grad())
+        with alone(_NAME, self.device), put_back(module), as_in(packet["switches"]), ExitStack() as stack:
             if self._checkpoints is not None:
                 values = stack.enter_context(self._checkpoints.redirected())
-            _set_buffers(module, buffers)
-            batch = from_plain(packet["batch"], device)
-            RandomState.from_plain(packet["random"], device).restore()
-            stack.enter_context(_autocast(module, packet["autocast"]))
-            loss = _differentiated(self._replay_fn(module, batch), packet)
-            found = torch.autograd.grad(loss, wanted, allow_unused=True)
-            return Outcome(Witness.of(_strided(found, packet.get("strided", ()))), values)
+            set_buffers(module, buffers)
+            batch = runner.batch(kept)
+            with runner.as_kept(kept):
+                loss = runner.scaled(runner.loss(kept, batch), packet["scale"])
+                found = torch.autograd.grad(loss, wanted, allow_unused=True)
+            return Repeated(Witness.of(_strided(found, packet.get("strided", ()))), values)
 
 
 def _strided(gradients: Sequence[Tensor | None], places: Collection[int]) -> list[Tensor | None]:
@@ -119,133 +123,7 @@ def _strided(gradients: Sequence[Tensor | None], places: Collection[int]) -> lis
     ]
 
 
-def attempt(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What ``run`` returns, or {"error": words}: other ranks wait for an answer."""
-    try:
-        return run()
-    except Exception as error:
-        return {"error": f"{type(error).__name__}: {error}"}
-
-
-def size_bytes(plain: Any) -> int:
-    """Of the tensors in it."""
-    if isinstance(plain, Tensor):
-        return plain.numel() * plain.element_size()
-    if isinstance(plain, Mapping):
-        return sum(map(size_bytes, plain.values()))
-    return sum(map(size_bytes, plain)) if isinstance(plain, (list, tuple)) else 0
-
-
 def _packed(micro: MicroBatch, scale: float) -> dict[str, Any]:
-    autocast = None
-    if micro.autocast is not None:
-        kind, enabled, dtype = micro.autocast
-        autocast = {"device": kind, "enabled": enabled, "dtype": str(dtype)}
-    return {
-        "batch": to_plain(micro.batch),
-        "random": micro.random.to_plain(),
-        "autocast": autocast,
-        "factor": None if micro.factor is None else micro.factor.detach().cpu(),
-        "scale": scale,
-        "switches": switches(),
-    }
-
-
-@contextmanager
-def _put_back(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Random state, buffers and plain attributes are afterwards as they are now."""
-    random, buffers = RandomState.take(device), _Buffers(module)
-    attributes = [(one, _plain_attributes(one), set(vars(one))) for one in module.modules()]
-    try:
-        yield
-    finally:
-        random.restore()
-        buffers.put_back()
-        for one, kept, names in attributes:
-            _put_attributes_back(vars(one), kept, names)
-
-
-class _Buffers:
-    """The buffers of all modules in ``module``, and their values, as they are now."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._owners = [(one._buffers, dict(one._buffers)) for one in module.modules()]
-        buffers = {id(buffer): buffer for _, kept in self._owners for buffer in kept.values() if buffer is not None}
-        self._values = [(buffer, buffer.detach().clone()) for buffer in buffers.values()]
-
-    def put_back(self) -> None:
-        for owner, kept in self._owners:
-            if list(owner) != list(kept) or any(owner[key] is not buffer for key, buffer in kept.items()):
-                owner.clear()
-                owner.update(kept)
-        with torch.no_grad():
-            for buffer, value in self._values:
-                if buffer.shape == value.shape:
-                    buffer.copy_(value)
-                else:  # resized in place
-                    buffer.data = value
-
-
-def _set_buffers(module: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """In place, but where the step has put a tensor of another shape or dtype there: by a new one."""
-    names: dict[int, str] = {}  # of a buffer that several modules share: the first one, as in ``named_buffers``
-    made: dict[int, Tensor] = {}
-    with torch.no_grad():
-        for prefix, owner in module.named_modules():
-            for key, buffer in list(owner._buffers.items()):
-                if buffer is None:
-                    continue
-                value = values.get(names.setdefault(id(buffer), f"{prefix}.{key}" if prefix else key))
-                if value is None:
-                    continue
-                if (buffer.shape, buffer.dtype) == (value.shape, value.dtype):
-                    buffer.copy_(value)
-                else:
-                    new = made.setdefault(id(buffer), value.to(buffer.device, copy=True))
-                    owner._buffers[key] = new
-
-
-_PLAIN = frozenset({int, float, bool, str, type(None)})
-
-
-def _plain_attributes(module: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if _is_plain(value)}
-
-
-def _is_plain(value: Any) -> bool:
-    return type(value) in _PLAIN or (type(value) is tuple and all(map(_is_plain, value)))
-
-
-def _put_attributes_back(attributes: MutableMapping[str, Any], kept: Mapping[str, Any], names: set[str]) -> None:
-    """``names``: of all attributes that there were; what is new came from the rerun."""
-    for name in [one for one in attributes if one not in names]:
-        del attributes[name]
-    for name, value in kept.items():
-        if attributes.get(name, _put_attributes_back) is not value:
-            attributes[name] = value
-
-
-@contextmanager
-def _autocast(module: nn.Module, kept: Mapping[str, Any] | None) -> Iterator[None]:
-    """The module's forward pass, and nothing around it, runs under the autocast that it had."""
-    if kept is None:
-        yield
-        return
-    kind, enabled, dtype = kept["device"], bool(kept["enabled"]), FLOAT_DTYPES.get(kept["dtype"])
-    with forward_under(module, lambda: torch.autocast(kind, dtype=dtype, enabled=enabled)):
-        yield
-
-
-def _differentiated(loss: Any, packet: Mapping[str, Any]) -> Tensor:
-    factor = packet["factor"]
-    if not isinstance(loss, Tensor) or (loss.numel() != 1 and factor is None):
-        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-        raise ConfigError(f"replay_fn must return the loss, a tensor of one element, and it returned {what}")
-    if not loss.requires_grad:
-        raise ConfigError("replay_fn returned a loss that no parameter has a part in: was it detached?")
-    scaled: Tensor = loss
-    if factor is not None:
-        scaled = loss * factor.to(loss.device)
-    elif packet["scale"] != 1.0:
-        scaled = loss * packet["scale"]
-    return scaled.sum()
+    factor = None if micro.factor is None else micro.factor.detach().cpu()  # with the scale in it
+    packet = plain_packet(micro, to_plain(micro.batch), factor)
+    return {**packet, "scale": scale if factor is None else 1.0, "switches": switches()}

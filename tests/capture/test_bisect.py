@@ -205,10 +205,11 @@ def test_without_the_internals_of_torch(
 
 
 def test_the_run_is_bit_for_bit_the_same_under_observation(tmp_path: Path) -> None:
+    from ddpstats._rerun.runner import Settings
     from ddpstats.capture._bisect import bisect
     from ddpstats.capture._bundle import Bundle
     from ddpstats.capture._outcome import same_outcome
-    from ddpstats.capture._rerun import Rerun, Settings
+    from ddpstats.capture._rerun import Rerun
 
     opened = Bundle.open(captured(tmp_path, replay_models.toy, replay_models.per_class_step, FEW))
     parameters = opened.model_part(0)["parameters"]

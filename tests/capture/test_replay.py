@@ -315,6 +315,7 @@ def test_what_the_user_gave_wrongly(tmp_path: Path, replay: Replay, model: str, 
     assert (status, out) == (2, "")
     assert said in err
     assert "ddpstats/capture" not in err
+    assert "ddpstats/_rerun" not in err
 
 
 def test_a_traceback_is_of_the_users_frames(tmp_path: Path, replay: Replay) -> None:

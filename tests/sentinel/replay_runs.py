@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpstats import ConfigError, Sentinel, SentinelAlarm
-from ddpstats._rerun.no_collectives import no_collectives
+from ddpstats._rerun.runner import alone
 from ddpstats.testing import count_collectives
 
 
@@ -240,7 +240,7 @@ class _Reduced(torch.autograd.Function):
 
 
 def refused_collectives() -> dict[str, str]:
-    """What each kind of collective raises under `no_collectives`."""
+    """What each kind of collective raises under `alone`."""
     found: dict[str, str] = {}
 
     def tried(name: str, run: Callable[[], Any]) -> None:
@@ -252,7 +252,7 @@ def refused_collectives() -> dict[str, str]:
 
     x = torch.ones(2, requires_grad=True)
     loss = _Reduced.apply(x).sum()  # type: ignore[no-untyped-call]
-    with no_collectives("step_fn"):
+    with alone("step_fn", torch.device("cpu")):
         tried("own", lambda: dist.all_reduce(torch.ones(1)))
         tried("backward", lambda: loss.backward())
         other = threading.Thread(target=tried, args=("thread", lambda: dist.all_reduce(torch.ones(1))))

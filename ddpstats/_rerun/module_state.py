@@ -1,0 +1,88 @@
+"""Buffers and plain attributes of a module in use: set for a step that is run again, and put back afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@contextmanager
+def put_back(module: nn.Module) -> Iterator[None]:
+    """Buffers and plain attributes are afterwards as they are now."""
+    buffers = _Buffers(module)
+    attributes = [(one, _plain_attributes(one), set(vars(one))) for one in module.modules()]
+    try:
+        yield
+    finally:
+        buffers.put_back()
+        for one, kept, names in attributes:
+            _put_attributes_back(vars(one), kept, names)
+
+
+def buffer_places(module: nn.Module) -> Iterator[tuple[dict[str, Tensor | None], str, Tensor, str]]:
+    """(owner's buffers, key, buffer, name); one that several modules share has one name, as in ``named_buffers``."""
+    names: dict[int, str] = {}
+    for prefix, owner in module.named_modules():
+        for key, buffer in list(owner._buffers.items()):
+            if buffer is not None:
+                name = names.setdefault(id(buffer), f"{prefix}.{key}" if prefix else key)
+                yield owner._buffers, key, buffer, name
+
+
+class _Buffers:
+    """The buffers of all modules in ``module``, and their values, as they are now."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._owners = [(one._buffers, dict(one._buffers)) for one in module.modules()]
+        buffers = {id(buffer): buffer for _, kept in self._owners for buffer in kept.values() if buffer is not None}
+        self._values = [(buffer, buffer.detach().clone()) for buffer in buffers.values()]
+
+    def put_back(self) -> None:
+        for owner, kept in self._owners:
+            if list(owner) != list(kept) or any(owner[key] is not buffer for key, buffer in kept.items()):
+                owner.clear()
+                owner.update(kept)
+        with torch.no_grad():
+            for buffer, value in self._values:
+                if buffer.shape == value.shape:
+                    buffer.copy_(value)
+                else:  # resized in place
+                    buffer.data = value
+
+
+def set_buffers(module: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """In place, but where the step has put a tensor of another shape or dtype there: by a new one."""
+    made: dict[str, Tensor] = {}
+    with torch.no_grad():
+        for owner, key, buffer, name in list(buffer_places(module)):
+            value = values.get(name)
+            if value is None:
+                continue
+            if (buffer.shape, buffer.dtype) == (value.shape, value.dtype):
+                buffer.copy_(value)
+            else:
+                owner[key] = made.setdefault(name, value.to(buffer.device, copy=True))
+
+
+_PLAIN = frozenset({int, float, bool, str, type(None)})
+
+
+def _plain_attributes(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if _is_plain(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in _PLAIN or (type(value) is tuple and all(map(_is_plain, value)))
+
+
+def _put_attributes_back(attributes: MutableMapping[str, Any], kept: Mapping[str, Any], names: set[str]) -> None:
+    """``names``: of all attributes that there were; what is new came from the rerun."""
+    for name in [one for one in attributes if one not in names]:
+        del attributes[name]
+    for name, value in kept.items():
+        if attributes.get(name, _put_attributes_back) is not value:
+            attributes[name] = value
