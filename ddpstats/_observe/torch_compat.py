@@ -134,8 +134,6 @@ OPERATOR_CLASSES: tuple[Any, ...] = tuple(
 )  # fmt: skip
 TENSOR_METHODS = "torch._tensor"
 NN_FUNCTIONS = "torch._C._nn"
-OPERATOR_CALLS = "torch._ops"
-FUNCTIONAL_COLLECTIVES = "torch.distributed._functional_collectives"
 
 
 # -- compiled programs ------------------------------------------------------------------------------------------------
@@ -190,6 +188,10 @@ without_tensor_classes: Any = _find(
 # Whether a profiler wants to see every operator. Unknown: one may.
 profiler_enabled: Callable[[], bool] = _find(
     "_C._autograd._profiler_enabled", "every all_reduce pays for the way through torch's dispatcher", lambda: True
+)
+# `torch.jit.trace` records what runs.
+is_jit_tracing: Callable[[], bool] = _find(
+    "_C._is_tracing", "what a dump computes becomes part of a traced program", lambda: False
 )
 # Tensors inside ``torch.func`` have no value of their own.
 is_functorch_tensor: Callable[[Tensor], bool] = _find(
@@ -262,17 +264,17 @@ current_node: Callable[[], Any] = _find(
 )
 _WITHOUT_NUMBERS = "a replay does not tell the module of a backward operation, and a dump takes no node to be old"
 _next_number = _find("autograd._get_sequence_nr", _WITHOUT_NUMBERS)
-_node_numbers = _next_number and _find("autograd.graph.Node._sequence_nr", _WITHOUT_NUMBERS)
+_has_numbers = _find("autograd.graph.Node._sequence_nr", _WITHOUT_NUMBERS) is not None and _next_number is not None
 
 
 def next_node_number() -> int:
     """What the next node of the graph that this thread makes is numbered with; -1 where torch does not tell."""
-    return int(_next_number()) if _node_numbers is not None else -1
+    return int(_next_number()) if _has_numbers else -1
 
 
 def node_number(node: Any) -> int:
     """The number of a node; -1 where torch does not tell."""
-    return int(node._sequence_nr()) if _node_numbers is not None else -1
+    return int(node._sequence_nr()) if _has_numbers else -1
 
 
 def in_backward() -> bool:
@@ -362,7 +364,7 @@ copy_each: Callable[[Sequence[Tensor], Sequence[Tensor]], None] = _find(
 
 
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
-    """The dict of a module's own buffers, where one may be put in another's place. There is no other way, on any torch."""
+    """The dict of a module's own buffers, in which another may be put in the place of one. No torch lacks it."""
     return module._buffers
 
 
@@ -431,6 +433,10 @@ def groups_made() -> int:
     """How many groups without a name of their own torch has made; 0 where it does not tell."""
     return int(getattr(getattr(dist.distributed_c10d, "_world", None), "group_count", 0))
 
+
+# From an argument or result of a c10d operator to the process group and the work that it stands for.
+unbox_group: Callable[[Any], Any] = _find("distributed.ProcessGroup.unbox", "no collective is observed")
+unbox_work: Callable[[Any], Any] = _find("distributed.Work.unbox", "no collective is observed")
 
 backend_of: Callable[[Any, torch.device], Any] = _find(
     "distributed.ProcessGroup._get_backend", "no collective is observed",

@@ -30,6 +30,7 @@ from torch.nn.modules.module import (
 )
 
 from ddpstats._observe.module_hooks import ModuleHook
+from ddpstats._observe.torch_compat import buffers_of, copy_each, version_of
 from ddpstats._rerun.random_state import RandomState as RandomState
 
 _MOST_DEEP = 80  # a little more than a bundle can hold, which says so by name
@@ -59,7 +60,7 @@ class MicroBatch:
 
     def look_for_changes(self) -> bool:
         """Whether some tensor was changed in place since the micro-batch began."""
-        moved = {id(tensor) for tensor, version in self._tensors if tensor._version != version}
+        moved = {id(tensor) for tensor, version in self._tensors if version_of(tensor) != version}
         if moved:
             self.changed = tuple(path for path, leaf in walk(self.batch) if id(leaf) in moved)
         return bool(moved)
@@ -173,7 +174,7 @@ class BufferCopies:
             if self._outdated or not self._is_as_known():
                 self._learn()
             if self._twins:
-                torch._foreach_copy_(self._twins, self._known)
+                copy_each(self._twins, self._known)
         return self._copies
 
     def close(self) -> None:
@@ -192,9 +193,9 @@ class BufferCopies:
         self._places, self._copies = [], {}
         known: dict[int, torch.Tensor] = {}
         for prefix, owner in self._module.named_modules():
-            for key, buffer in owner._buffers.items():
+            for key, buffer in buffers_of(owner).items():
                 if buffer is not None:
-                    self._places.append((owner._buffers, key, buffer))
+                    self._places.append((buffers_of(owner), key, buffer))
                     if id(buffer) not in known:
                         known[id(buffer)] = buffer
                         self._copies[f"{prefix}.{key}" if prefix else key] = torch.empty_like(buffer)
@@ -264,7 +265,7 @@ class _Keeping:
     def _tensor(self, value: torch.Tensor) -> torch.Tensor:
         if self._copies or value.is_inference():  # which counts no versions
             return value.detach().clone()
-        self.tensors.append((value, value._version))
+        self.tensors.append((value, version_of(value)))
         return value
 
     def _sequence(self, value: list[Any] | tuple[Any, ...], around: tuple[int, ...]) -> Any:

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from ddpstats._base.rank_names import members
-from ddpstats._transport.gloo_group import default_store, gloo_backend, group_around, init_method, store_of
+from ddpstats._transport.gloo_group import OWN_GROUP, default_store, gloo_backend, group_around, init_method, store_of
 from ddpstats._transport.store import STORE_ERRORS, BoundedStore
 from ddpstats.errors import ConfigError
 
@@ -173,7 +173,7 @@ def _connected_group(store: BoundedStore, rank: int, size: int, timeout_sec: flo
     except CommFailed:
         store.renew()
         raise
-    return group_around(backend, met, rank, size, "ddpstats")
+    return group_around(backend, met, rank, size, OWN_GROUP)
 
 
 def _options(name: str, timeout_sec: float) -> Any:

@@ -20,6 +20,8 @@ import torch.distributed as dist
 
 from ddpstats.errors import ConfigError
 
+OWN_GROUP = "ddpstats"  # the name and the description of groups that carry our own collectives
+
 
 def gloo_backend(store: Any, rank: int, size: int, timeout_sec: float) -> Any:
     """Meets the other ranks of a gloo backend at ``store``. Raises what the store and gloo raise."""

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpstats._observe.gradients import held_values, measure, parts_of
+from ddpstats._observe.user_frames import calls_step
 from ddpstats._rerun.no_collectives import forward_under
 from ddpstats._rerun.numerics_settings import as_in
 from ddpstats._rerun.random_state import RandomState, numpy_or_none
@@ -138,6 +139,7 @@ class Rerun:
                     break
         return outcome
 
+    @calls_step
     def _run_micro_batch(
         self, place: int, micro: MicroBatch, batch: Any, observer: Observer | None, outcome: Outcome
     ) -> None:

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ddpstats._observe.torch_compat import buffers_of
 from ddpstats._rerun.no_collectives import forward_under, no_collectives
 from ddpstats._rerun.numerics_settings import FLOAT_DTYPES, as_in, switches
 from ddpstats._rerun.random_state import RandomState
@@ -169,7 +170,7 @@ class _Buffers:
     """The buffers of all modules in ``module``, and their values, as they are now."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._owners = [(one._buffers, dict(one._buffers)) for one in module.modules()]
+        self._owners = [(buffers_of(one), dict(buffers_of(one))) for one in module.modules()]
         buffers = {id(buffer): buffer for _, kept in self._owners for buffer in kept.values() if buffer is not None}
         self._values = [(buffer, buffer.detach().clone()) for buffer in buffers.values()]
 
@@ -192,7 +193,7 @@ def _set_buffers(module: nn.Module, values: Mapping[str, Tensor]) -> None:
     made: dict[int, Tensor] = {}
     with torch.no_grad():
         for prefix, owner in module.named_modules():
-            for key, buffer in list(owner._buffers.items()):
+            for key, buffer in list(buffers_of(owner).items()):
                 if buffer is None:
                     continue
                 value = values.get(names.setdefault(id(buffer), f"{prefix}.{key}" if prefix else key))
@@ -202,7 +203,7 @@ def _set_buffers(module: nn.Module, values: Mapping[str, Tensor]) -> None:
                     buffer.copy_(value)
                 else:
                     new = made.setdefault(id(buffer), value.to(buffer.device, copy=True))
-                    owner._buffers[key] = new
+                    buffers_of(owner)[key] = new
 
 
 _PLAIN = frozenset({int, float, bool, str, type(None)})
