@@ -79,7 +79,7 @@ _step_callers: set[CodeType] = set()
 
 def calls_step(function: Function) -> Function:
     """Decorates what calls a step of the program's: frames further out are not the step's."""
-    _step_callers.add(function.__code__)  # type: ignore[attr-defined]
+    _step_callers.add(function.__code__)
     return function
 
 

@@ -37,8 +37,8 @@ def _torchs_names() -> set[str]:
     node = (torch.ones(1, requires_grad=True) * 1).grad_fn
     objects = [
         torch.library.Library, torch.ones(1), nn.Module(), node,
-        torch.UntypedStorage(1), torch.nn.parallel.DistributedDataParallel, torch.ops.aten.mm,
-        torch.ops.aten.mm.default, dist.ProcessGroup, dist.Work, dist.Store, torch.optim.Optimizer,
+        torch.ones(1).untyped_storage(), torch.nn.parallel.DistributedDataParallel, torch.ops.aten.mm,
+        torch.ops.aten.mm.default, dist.ProcessGroup, dist.Work, dist.distributed_c10d.Store, torch.optim.Optimizer,
     ]  # fmt: skip
     names = {name for one in objects for name in dir(one)}
     return {name for name in names if _is_private(name)}
