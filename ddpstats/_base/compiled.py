@@ -3,6 +3,16 @@
 Under `torch.compile` our entry points break the graph, as a plain collective of a group object does: Dynamo neither
 looks into them when it meets them, nor compiles what they call. `torch.compiler.disable` does that, but it imports
 Dynamo, which takes seconds and is not needed where nothing is compiled; so it is asked once Dynamo is there.
+
+These are torch's private names that are needed below `_observe.torch_compat`, and without importing torch: each is
+looked for at every call, for torch may have been imported meanwhile.
+
+- ``torch._dynamo``: whether anything is compiled. Without it nothing is taken to be.
+- ``_torchdynamo_disable``, ``_torchdynamo_disable_msg``: what ``torch.compiler.disable`` leaves on a function. A torch
+  that reads other names traces into ours.
+- ``torch._C._TorchDispatchModeKey``, ``torch._C._get_dispatch_mode``: whether tensors have values. Without them nothing
+  is refused, and torch's own error says that a value was asked for.
+- ``torch._subclasses.fake_tensor.FakeTensor``: the same for one tensor.
 """
 
 from __future__ import annotations
@@ -42,9 +52,15 @@ def refuse_without_values(what: str) -> None:
     key = getattr(getattr(torch, "_C", None), "_TorchDispatchModeKey", None)
     if key is None:
         return
-    active: Any = torch._C._get_dispatch_mode  # type: ignore[union-attr]
+    active: Any = getattr(torch._C, "_get_dispatch_mode", lambda mode: None)  # type: ignore[union-attr]
     if active(key.FAKE) is not None or active(key.PROXY) is not None:
         raise ConfigError(
             f"{what} was called under FakeTensorMode, or while a graph is recorded: tensors have no values there, so "
             "there is nothing to reduce. Call it outside."
         )
+
+
+def is_fake(value: object) -> bool:
+    """Whether it is a FakeTensor, which has no value; never, where torch has imported no such class."""
+    kind = getattr(sys.modules.get("torch._subclasses.fake_tensor"), "FakeTensor", None)
+    return kind is not None and isinstance(value, kind)

@@ -28,9 +28,9 @@ On an accelerator it is the largest magnitude, which is exact, in one fused pass
 A gradient that is sharded when it arrives (FSDP2: a DTensor) has been reduced already: `sees_local` is False, and only
 `measure` of what the step is left with can be had.
 
-Checked on torch 2.13. It relies on ``Tensor.register_post_accumulate_grad_hook`` (public) and on `no_dispatch`; on a
-torch without ``queue_callback`` every gradient is measured in its hook. Hooks of one tensor run in the order of its
-``_backward_hooks``, before those of ``Node.register_prehook``.
+Checked on torch 2.13. It relies on ``Tensor.register_post_accumulate_grad_hook`` (public); on a torch without
+`queue_callback` every gradient is measured in its hook. Hooks of one tensor run in the order of its `gradient_hooks`,
+before those of ``Node.register_prehook``.
 """
 
 from __future__ import annotations
@@ -46,8 +46,18 @@ import torch
 from torch import Tensor, nn
 
 from ddpstats._observe.module_hooks import ModuleHook
-from ddpstats._observe.no_dispatch import graph_task, in_backward, queue_callback
 from ddpstats._observe.own_reductions import Counts, issued, plus, ranks_of, since
+from ddpstats._observe.torch_compat import (
+    accumulated_hooks,
+    bucket_count,
+    gradient_hooks,
+    graph_task,
+    has_comm_hook,
+    in_backward,
+    norm_each,
+    queue_callback,
+    stored_values,
+)
 
 NO_GRADIENT = -1.0
 
@@ -134,7 +144,7 @@ class GradientWatch:
             if parameter.requires_grad:
                 handle = parameter.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
                 self._handles.append(handle)
-                _put_first(parameter._post_accumulate_grad_hooks, handle.id)
+                _put_first(accumulated_hooks(parameter), handle.id)
             else:
                 frozen.append(parameter)
         self._unhooked = frozen
@@ -173,7 +183,7 @@ class GradientWatch:
         if micro.at_once or (self._replicas and not micro.passes[-1].arrived):
             if micro.is_quiet():
                 micro.passes[-1].quiet.add(place)
-            elif early is None and not self._replicas and parameter._backward_hooks:
+            elif early is None and not self._replicas and gradient_hooks(parameter):
                 self._early.stay(place)
         micro.passes[-1].arrived = True
         if early is not None and between:
@@ -283,7 +293,7 @@ class _EarlyHooks:
     def update(self) -> None:
         """As hooks are now: somebody may have registered more, or taken his away. Takes a look at every parameter."""
         for place, parameter in enumerate(self._parameters):
-            hooks = parameter._backward_hooks
+            hooks = gradient_hooks(parameter)
             if hooks or place in self._handles:
                 self._update_one(place, parameter, hooks or {})
 
@@ -291,7 +301,7 @@ class _EarlyHooks:
         """The program registers its hooks on that parameter shortly before they run."""
         if place not in self._staying:
             self._staying.add(place)
-            self._update_one(place, self._parameters[place], self._parameters[place]._backward_hooks or {})
+            self._update_one(place, self._parameters[place], gradient_hooks(self._parameters[place]) or {})
 
     def close(self) -> None:
         for handle in self._handles.values():
@@ -308,7 +318,7 @@ class _EarlyHooks:
         if handle is None and wanted:
             hook = _EarlyHook(self._watch, place)
             handle = self._handles[place] = parameter.register_hook(hook)  # type: ignore[no-untyped-call]
-            _put_first(parameter._backward_hooks, handle.id)
+            _put_first(gradient_hooks(parameter), handle.id)
 
 
 class _EarlyHook:
@@ -332,7 +342,7 @@ def _put_first(hooks: Any, number: int) -> None:
 
 
 def _has_foreign_hooks(parameter: Tensor) -> bool:
-    hooks = parameter._post_accumulate_grad_hooks
+    hooks = accumulated_hooks(parameter)
     return len(hooks) > 1 and not all(isinstance(hook, _Hook) for hook in hooks.values())
 
 
@@ -487,10 +497,9 @@ def _most_collectives(replica: nn.parallel.DistributedDataParallel, group: Any, 
     """How many collectives so many of its reductions issue on that group. Asked when something is wrong only."""
     if replica.process_group is not group or not reductions:
         return 0
-    if replica._comm_hooks:
+    if has_comm_hook(replica):
         return math.inf  # a hook may issue any number
-    buckets = len(replica.reducer._get_zeros_like_grad_buckets())  # the one way to learn how many there are now
-    return reductions * (buckets + int(replica.find_unused_parameters))
+    return reductions * (bucket_count(replica) + int(replica.find_unused_parameters))
 
 
 def _bad_places(one: _Pass, place: dict[int, int]) -> list[int]:
@@ -571,9 +580,9 @@ def _norms(gradients: list[Tensor]) -> list[Tensor]:
 
 def _norms_of_a_kind(gradients: list[Tensor]) -> list[Tensor]:
     if not gradients[0].is_cpu:
-        return list(torch._foreach_norm(gradients, math.inf))
+        return list(norm_each(gradients, math.inf))
     half = gradients[0].dtype in (torch.float16, torch.bfloat16)
-    return list(torch._foreach_norm(gradients, 2, dtype=torch.float32 if half else None))
+    return list(norm_each(gradients, 2, dtype=torch.float32 if half else None))
 
 
 def _gathered(norms: list[Tensor]) -> Tensor:
@@ -601,7 +610,7 @@ def held_values(gradient: Tensor | None) -> Tensor:
     if _is_sharded(gradient):
         gradient = gradient.to_local()  # type: ignore[attr-defined]
     if gradient.is_sparse:
-        return gradient._values()
+        return stored_values(gradient)
     return gradient.values() if gradient.is_nested else gradient
 
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ddpstats._observe.collectives import OWN_GROUP
+from ddpstats._observe.torch_compat import backends_of, collectives_issued, process_groups
+from ddpstats._transport.gloo_group import OWN_GROUP
 
 Counts = dict[Any, int | None]
 """Process group -> the number of its collectives; None where its backend does not say."""
@@ -24,7 +25,7 @@ def issued() -> Counts:
     """As of now, of every group that this process is in. Local; some microseconds."""
     if not (dist.is_available() and dist.is_initialized()):
         return {}
-    return {group: _count(group) for group in dist.distributed_c10d._world.pg_map if group.group_desc != OWN_GROUP}
+    return {group: _count(group) for group in process_groups() if group.group_desc != OWN_GROUP}
 
 
 def since(before: Counts) -> Counts:
@@ -73,12 +74,8 @@ def _reader(group: Any) -> Callable[[], int] | None:
 
 
 def _of_group(group: Callable[[], Any]) -> Callable[[], int]:
-    return lambda: int(group()._get_sequence_number_for_group())
+    return lambda: collectives_issued(group())
 
 
 def _of_backends(group: Callable[[], Any]) -> Callable[[], int]:
-    def read() -> int:
-        backends = {id(one): one for one in (group()._get_backend(device) for device in group()._device_types)}
-        return sum(int(one._get_sequence_number_for_group()) for one in backends.values())
-
-    return read
+    return lambda: sum(map(collectives_issued, backends_of(group())))

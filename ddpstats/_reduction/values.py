@@ -19,10 +19,10 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from ddpstats._agreement.status import Failure
 from ddpstats._agreement.vectors import are_normal, is_finite, product
+from ddpstats._base.compiled import is_fake
 from ddpstats._base.exact_sums import SMALLEST, Scaled, scaled_sum
 from ddpstats._base.paths import Path, format_path
 from ddpstats._reduction.host_copy import HostCopy
@@ -332,7 +332,7 @@ def _number(value: Any) -> float:
 
 
 def _tensor_elements(tensor: torch.Tensor) -> float | list[float]:
-    if isinstance(tensor, FakeTensor):
+    if is_fake(tensor):
         raise ValueError("a FakeTensor, which has a shape but no value; pass a tensor made outside of FakeTensorMode")
     if tensor.is_meta:
         raise ValueError("on the device meta, and meta tensors have a shape but no value; pass a tensor with values")

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ddpstats._observe.torch_compat import buffers_of
+
 
 @contextmanager
 def put_back(module: nn.Module) -> Iterator[None]:
@@ -27,17 +29,17 @@ def buffer_places(module: nn.Module) -> Iterator[tuple[dict[str, Tensor | None],
     """(owner's buffers, key, buffer, name); one that several modules share has one name, as in ``named_buffers``."""
     names: dict[int, str] = {}
     for prefix, owner in module.named_modules():
-        for key, buffer in list(owner._buffers.items()):
+        for key, buffer in list(buffers_of(owner).items()):
             if buffer is not None:
                 name = names.setdefault(id(buffer), f"{prefix}.{key}" if prefix else key)
-                yield owner._buffers, key, buffer, name
+                yield buffers_of(owner), key, buffer, name
 
 
 class _Buffers:
     """The buffers of all modules in ``module``, and their values, as they are now."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._owners = [(one._buffers, dict(one._buffers)) for one in module.modules()]
+        self._owners = [(buffers_of(one), dict(buffers_of(one))) for one in module.modules()]
         buffers = {id(buffer): buffer for _, kept in self._owners for buffer in kept.values() if buffer is not None}
         self._values = [(buffer, buffer.detach().clone()) for buffer in buffers.values()]
 

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from ddpstats._observe import collectives
-from ddpstats._observe.no_dispatch import in_backward
+from ddpstats._observe.c10d_operators import Collective
+from ddpstats._observe.torch_compat import in_backward
 from ddpstats._rerun.numerics_settings import Autocast
 from ddpstats._rerun.packet import Packet
 from ddpstats._rerun.random_state import RandomState
@@ -141,13 +142,13 @@ class _Refusing:
     def __init__(self, what: str) -> None:
         self._what, self._thread = what, threading.get_ident()
 
-    def before(self, call: collectives.Collective) -> None:
+    def before(self, call: Collective) -> None:
         # An accelerator's part of a backward pass runs in threads of autograd's own.
         if threading.get_ident() != self._thread and not in_backward():
             return
         raise ConfigError(f"{self._what} communicates ({call.op}), and only one rank runs it here")
 
-    def after(self, call: collectives.Collective, work: Any) -> None:
+    def after(self, call: Collective, work: Any) -> None:
         pass
 
     def waiting(self, work: Any, limited: bool) -> bool:

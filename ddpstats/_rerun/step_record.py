@@ -31,6 +31,7 @@ from torch.nn.modules.module import (
 
 from ddpstats._base.containers import is_endless, set_fields, walk
 from ddpstats._observe.module_hooks import ModuleHook
+from ddpstats._observe.torch_compat import copy_each, version_of
 from ddpstats._rerun.module_state import buffer_places
 from ddpstats._rerun.numerics_settings import Autocast
 from ddpstats._rerun.random_state import RandomState as RandomState
@@ -60,7 +61,7 @@ class MicroBatch:
 
     def look_for_changes(self) -> bool:
         """Whether some tensor was changed in place since the micro-batch began."""
-        moved = {id(tensor) for tensor, version in self._tensors if tensor._version != version}
+        moved = {id(tensor) for tensor, version in self._tensors if version_of(tensor) != version}
         if moved:
             self.changed = tuple(path for path, leaf in walk(self.batch) if id(leaf) in moved)
         return bool(moved)
@@ -174,7 +175,7 @@ class BufferCopies:
             if self._outdated or not self._is_as_known():
                 self._learn()
             if self._twins:
-                torch._foreach_copy_(self._twins, self._known)
+                copy_each(self._twins, self._known)
         return self._copies
 
     def close(self) -> None:
@@ -227,7 +228,7 @@ class _Keeping:
     def _tensor(self, value: torch.Tensor) -> torch.Tensor:
         if self._copies or value.is_inference():  # which counts no versions
             return value.detach().clone()
-        self.tensors.append((value, value._version))
+        self.tensors.append((value, version_of(value)))
         return value
 
     def _sequence(self, value: list[Any] | tuple[Any, ...], around: tuple[int, ...]) -> Any:

@@ -1,4 +1,4 @@
-"""The only file that issues collectives of ours, and the only one of this wing that touches torch's process groups.
+"""The only file that issues collectives of ours.
 
 Every method of a `Comm` is a collective: all ranks of the group must call the same methods in the same order. Every
 method has a timeout and raises `CommFailed` where it could not be completed; what that means is decided by `mailbox`.
@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from ddpstats._base.rank_names import members
+from ddpstats._transport.gloo_group import OWN_GROUP, default_store, gloo_backend, group_around, init_method, store_of
 from ddpstats._transport.store import STORE_ERRORS, BoundedStore
 from ddpstats.errors import ConfigError
 
@@ -99,7 +100,7 @@ class GlooComm:
         self.ranks = group_ranks(group)
         self.rank = dist.get_rank()
         self.watch: Watch = watch
-        self._group: Any = _gloo_group(store, self.ranks.index(self.rank), len(self.ranks), timeout_sec, watch)
+        self._group: Any = _connected_group(store, self.ranks.index(self.rank), len(self.ranks), timeout_sec, watch)
         self._sum, self._max = dist.AllreduceOptions(), dist.AllreduceOptions()
         self._sum.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
         self._max.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
@@ -159,19 +160,10 @@ class GlooComm:
         self._group = None  # ends with its last user, and that may be an operation that never ended
 
 
-def _gloo_group(store: BoundedStore, group_rank: int, world_size: int, timeout_sec: float, watch: Watch) -> Any:
-    """A process group that torch's registry knows nothing of.
-
-    Not `dist.new_group`: only the members of a subgroup may be asked to call it, and with
-    ``use_local_synchronization=True`` it makes up the name under which ranks meet from the *number* of groups that this
-    process has (torch 2.13, ``_hash_ranks_to_str``). Ranks 0 and 1 of the groups [0, 1] and [1, 2] would wait for each
-    other under two names.
-    """
-
+def _connected_group(store: BoundedStore, rank: int, size: int, timeout_sec: float, watch: Watch) -> Any:
     def connect(raw: Any, prefix: str) -> tuple[Any, Any]:
-        met = torch.distributed.distributed_c10d.PrefixStore(prefix + "gloo", raw)
-        limit = timedelta(seconds=timeout_sec)
-        return met, torch._C._distributed_c10d.ProcessGroupGloo(met, group_rank, world_size, limit)
+        met = dist.distributed_c10d.PrefixStore(prefix + "gloo", raw)
+        return met, gloo_backend(met, rank, size, timeout_sec)
 
     try:
         met, backend = store.use(connect, timeout_sec, watch)
@@ -181,17 +173,12 @@ def _gloo_group(store: BoundedStore, group_rank: int, world_size: int, timeout_s
     except CommFailed:
         store.renew()
         raise
-    made: Any = dist.ProcessGroup(met, group_rank, world_size)
-    made._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-    made._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
-    made._set_group_name("ddpstats")
-    made._set_group_desc("ddpstats")
-    return made
+    return group_around(backend, met, rank, size, OWN_GROUP)
 
 
 def _options(name: str, timeout_sec: float) -> Any:
     # These two are not re-exported by torch.distributed; looked up late, for builds of torch without distributed.
-    options = getattr(torch._C._distributed_c10d, name)()
+    options = getattr(dist.distributed_c10d, name)()
     options.timeout = timedelta(seconds=timeout_sec)
     return options
 
@@ -266,17 +253,6 @@ def refuse_fake(group: Any) -> None:
         )
 
 
-def _store_of(group: dist.ProcessGroup) -> Any:
-    if hasattr(group, "get_group_store"):
-        return group.get_group_store()
-    try:
-        return torch.distributed.distributed_c10d._world.pg_map[group][1]  # torch 2.6 keeps it there
-    except (AttributeError, KeyError, IndexError, TypeError):
-        raise ConfigError(
-            f"torch {torch.__version__} does not tell the store of a process group; ddpstats is checked on torch 2.13"
-        ) from None
-
-
 def group_store(group: dist.ProcessGroup) -> BoundedStore:
     """The store that the group met on, for what a collective cannot tell; a part of it that nobody used before.
 
@@ -284,14 +260,14 @@ def group_store(group: dist.ProcessGroup) -> BoundedStore:
     the store. Each rank therefore counts how often it came here; ranks that go through the same groups count alike.
     """
     refuse_fake(group)
-    store = _store_of(group)
+    store = store_of(group)
     rank, group_words = dist.get_rank(), describe_group(group)
 
     def connect() -> Any:
         connected = _own_connection(store)
         with _as_config_error(group_words):
             generation = connected.add(f"ddpstats/generation/{rank}", 1)
-            part = torch.distributed.distributed_c10d.PrefixStore(f"ddpstats/{generation}", connected)
+            part = dist.distributed_c10d.PrefixStore(f"ddpstats/{generation}", connected)
             _try_out(part, rank)
         return part
 
@@ -309,12 +285,12 @@ def world_store(prefix: str, user: str, limit_sec: float | None = None) -> Bound
     """
     kept = _connections.setdefault(dist.group.WORLD, {})
     if user not in kept:
-        store, rank = torch.distributed.distributed_c10d._get_default_store(), dist.get_rank()
+        store, rank = default_store(), dist.get_rank()
 
         def connect() -> Any:
             connected = _own_connection(store)
             with _as_config_error("the default group"):
-                _try_out(torch.distributed.distributed_c10d.PrefixStore(f"ddpstats/{user}", connected), rank)
+                _try_out(dist.distributed_c10d.PrefixStore(f"ddpstats/{user}", connected), rank)
             return connected
 
         kept[user] = BoundedStore(connect, address=_address(store), host_rank=_host_rank())
@@ -362,7 +338,7 @@ def _as_config_error(group_words: str) -> Iterator[None]:
 
 def _address(store: Any) -> tuple[str, int] | None:
     """Where a store is served; None for one that has no address."""
-    while isinstance(store, torch.distributed.distributed_c10d.PrefixStore):
+    while isinstance(store, dist.distributed_c10d.PrefixStore):
         store = store.underlying_store
     try:
         return str(store.host), int(store.port)
@@ -377,8 +353,8 @@ def have_all_started() -> bool:
 
 def _host_rank() -> int | None:
     """The rank that serves the store: rank 0, where torch made the store itself and torchrun's agent does not serve."""
-    method = getattr(torch.distributed.distributed_c10d, "_default_pg_init_method", None)
-    if not isinstance(method, str) or not method.startswith(("env://", "tcp://")):
+    method = init_method()
+    if method is None or not method.startswith(("env://", "tcp://")):
         return None
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return None

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ddpstats._observe.torch_compat import registered_name
 from ddpstats.errors import ConfigError
 
 _BACKEND = "ddpstats_echo"
@@ -130,7 +131,7 @@ class EchoGroup(dist.ProcessGroup):
 
     @property
     def pg_name(self) -> str:
-        return str(dist.distributed_c10d._world.pg_names[self])
+        return registered_name(self)
 
     @property
     def group_name(self) -> str:

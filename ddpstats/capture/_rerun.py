@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpstats._observe.gradients import held_values, measure, parts_of
+from ddpstats._observe.user_frames import calls_step
 from ddpstats._rerun.numerics_settings import as_in
 from ddpstats._rerun.random_state import numpy_or_none
 from ddpstats._rerun.runner import WIDER, Runner, Settings, Step
@@ -127,6 +128,7 @@ class Rerun:
                     break
         return outcome
 
+    @calls_step
     def _run_micro_batch(
         self, place: int, micro: CapturedMicroBatch, batch: Any, observer: Observer, outcome: Outcome
     ) -> None:

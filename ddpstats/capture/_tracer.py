@@ -15,35 +15,35 @@ Where an operation is: a stack of the modules whose forward pass is running, and
 has neither: it belongs to the autograd node, which has the sequence number that was current when the forward operation
 ran, so what stood then is looked up.
 
-Checked on torch 2.13, for which there is no public way: ``torch._C._current_autograd_node``, ``Node._sequence_nr``,
-``torch.autograd._get_sequence_nr`` and ``StorageWeakRef``. Without the first three backward operations are found, but
-not their module.
+Checked on torch 2.13. Where torch does not tell the node that runs, or the numbers of nodes, backward operations are
+found, but not their module.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from types import FrameType
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from ddpstats._observe.torch_compat import (
+    DispatchMode,
+    current_node,
+    next_node_number,
+    node_number,
+    schema,
+    storage_id,
+    tree_leaves,
+)
+from ddpstats._observe.user_frames import step_frames
 from ddpstats.capture._tensor_stats import TensorStats, nan_and_inf, tensor_stats
 
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_TORCH = os.path.dirname(os.path.abspath(torch.__file__))
-_NOT_THE_USERS = (_PACKAGE + os.sep, _TORCH + os.sep, contextlib.__file__, "<")
-_CALLER = "_run_micro_batch"  # of `_rerun`: the step is called there
 _MOST_FRAMES = 12
 
 # What an operation of these names finds in its first argument does not matter: it is overwritten.
@@ -55,9 +55,6 @@ _UNINITIALIZED = frozenset(
 )
 # A number that is not finite, given to one of these, was meant: a mask. Given to others it is arithmetic.
 _PUTTING = ("fill", "full", "where", "pad", "scalar_tensor", "add", "sub", "clamp", "maximum", "minimum")
-
-_current_node: Callable[[], Any] | None = getattr(torch._C, "_current_autograd_node", None)
-_sequence_number: Callable[[], int] | None = getattr(torch.autograd, "_get_sequence_nr", None)
 
 OPERATION, PUT, SOURCE, UNKNOWN = "operation", "put", "source", "unknown"
 _STRENGTH = {OPERATION: 3, SOURCE: 3, UNKNOWN: 2, PUT: 1}
@@ -173,7 +170,7 @@ class Tracer:
         return self._mark(tensor) if any(nan_and_inf(tensor)) else None
 
     def _mark(self, tensor: Tensor) -> Mark | None:
-        found = self._marks.get(tensor.untyped_storage()._cdata)
+        found = self._marks.get(storage_id(tensor.untyped_storage()))
         return None if found is None else found[1]
 
     def _origin(
@@ -223,30 +220,28 @@ class Tracer:
 
     def _set(self, tensor: Tensor, mark: Mark) -> None:
         storage = tensor.untyped_storage()
-        found = self._marks.get(storage._cdata)
+        found = self._marks.get(storage_id(storage))
         # A part of a storage was written: what the rest came from counts, unless that was put there on purpose
         if found is None or _fills(tensor) or _STRENGTH[found[1].origin.kind] < _STRENGTH[mark.origin.kind]:
-            self._marks[storage._cdata] = (StorageWeakRef(storage), mark)  # type: ignore[no-untyped-call]
+            self._marks[storage_id(storage)] = (StorageWeakRef(storage), mark)  # type: ignore[no-untyped-call]
 
     def _clear(self, tensor: Tensor) -> None:
         if tensor.layout is not torch.strided or tensor.device.type == "meta":
             return
-        key = tensor.untyped_storage()._cdata
+        key = storage_id(tensor.untyped_storage())
         if key in self._marks and (_fills(tensor) or not any(nan_and_inf(_whole(tensor)))):
             del self._marks[key]
 
     # -- where it is --------------------------------------------------------------------------------------------------
 
     def _where(self) -> tuple[Place, str | None]:
-        node = _current_node() if _current_node is not None else None
+        node = current_node()
         if node is None or self._modules:  # a forward pass that is run again inside the backward pass: checkpointing
             place = Place(self._modules[-1] if self._modules else None, _frames())
-            if _sequence_number is not None:
-                # an operation that has a node ran with the number after the node's
-                self._places.setdefault(_sequence_number() - 1, place)
+            # an operation that has a node ran with the number after the node's
+            self._places.setdefault(next_node_number() - 1, place)
             return place, None
-        number = node._sequence_nr() if hasattr(node, "_sequence_nr") else -1
-        return self._places.get(number, Place(None, ())), str(node.name())
+        return self._places.get(node_number(node), Place(None, ())), str(node.name())
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         name = self._names.get(id(module))
@@ -272,17 +267,17 @@ class _Watching:
             register_module_forward_pre_hook(tracer._enter),
             register_module_forward_hook(tracer._leave, always_call=True),
         ]
-        self._mode.__enter__()  # type: ignore[no-untyped-call]
+        self._mode.__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        self._mode.__exit__(*error)  # type: ignore[no-untyped-call]
+        self._mode.__exit__(*error)
         for handle in self._handles:
             handle.remove()
 
 
-class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Mode(DispatchMode):  # type: ignore[misc]
     def __init__(self, tracer: Tracer) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._tracer = tracer
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -309,7 +304,7 @@ def _inputs_of(func: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], dict[in
     name = func.overloadpacket.__name__
     read: list[Tensor] = []
     written: dict[int, Tensor] = {}
-    for place, argument in enumerate(func._schema.arguments):
+    for place, argument in enumerate(schema(func).arguments):
         value = args[place] if place < len(args) else kwargs.get(argument.name)
         writes = argument.alias_info is not None and argument.alias_info.is_write
         if writes and (argument.kwarg_only or name in _OVERWRITING or name in _UNINITIALIZED):
@@ -334,8 +329,8 @@ def _kind(call: _Call, born_here: bool) -> str:
 
 def _is_view_of_one(inputs: list[_Input], output: Tensor) -> bool:
     """A view carries its mark already, and is no operation that a value passes."""
-    storage = output.untyped_storage()._cdata
-    return any(one.tensor is not output and one.tensor.untyped_storage()._cdata == storage for one in inputs)
+    storage = storage_id(output.untyped_storage())
+    return any(one.tensor is not output and storage_id(one.tensor.untyped_storage()) == storage for one in inputs)
 
 
 def _fills(tensor: Tensor) -> bool:
@@ -365,12 +360,7 @@ def _shown_inputs(call: _Call) -> Iterator[TensorStats | str]:
 
 
 def _frames() -> tuple[tuple[str, int, str], ...]:
-    """The user's frames, innermost last, up to where this package called the step."""
-    found: list[tuple[str, int, str]] = []
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_name != _CALLER and len(found) < _MOST_FRAMES:
-        file = frame.f_code.co_filename
-        if not file.startswith(_NOT_THE_USERS):
-            found.append((file, frame.f_lineno, frame.f_code.co_name))
-        frame = frame.f_back
+    """The program's frames, innermost last, up to what calls the step; without generated code."""
+    shown = (frame for frame in step_frames() if not frame.f_code.co_filename.startswith("<"))
+    found = [(one.f_code.co_filename, one.f_lineno, one.f_code.co_name) for one in islice(shown, _MOST_FRAMES)]
     return tuple(reversed(found))

@@ -16,13 +16,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ddpstats._base.wording import listed
+from ddpstats._observe.torch_compat import bucket_assignments
 from ddpstats.guard._events import Event
 
 _SHOWN_NAMES = 6
-distributed: Any = dist
 
 
 def with_parameters(events: Sequence[Event], label: str, group_name: str) -> Sequence[Event]:
@@ -56,9 +55,7 @@ def _buckets(model: Any) -> Iterator[tuple[str, int]]:
     named = [(name, parameter) for name, parameter in model.module.named_parameters() if parameter.requires_grad]
     yield "all parameters", sum(parameter.numel() for _, parameter in named)
     named.reverse()
-    cap = int(model.bucket_bytes_cap)
-    for limits in ([distributed._DEFAULT_FIRST_BUCKET_BYTES, cap], [cap]):  # the second where the user chose it
-        groups, _ = distributed._compute_bucket_assignment_by_size([parameter for _, parameter in named], limits)
+    for groups in bucket_assignments([parameter for _, parameter in named], int(model.bucket_bytes_cap)):
         if len(groups) > 1:
             yield from _spelled(groups, named)
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ddpstats._base.wording import dtype_name
-from ddpstats._observe.collectives import Collective
+from ddpstats._observe.c10d_operators import Collective
 from ddpstats.guard._events import Signature, digest_of, stable_hash
 
 MASK = (1 << 64) - 1

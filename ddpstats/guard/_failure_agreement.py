@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -34,7 +32,6 @@ _LINGER_SEC = 2.0
 _LAST_LINGER_SEC = 10.0  # all ranks have come to their end, and are about to say so
 _TELLING_SEC = 5.0
 _WATCHDOG_SEC = 0.25
-_MAX_STACK_FRAMES = 6
 _MAX_BYTES = 4 << 20
 _MAX_POSITION_BYTES = 2000
 MESSAGES = " (point-to-point)"  # after the name of a group
@@ -417,21 +414,6 @@ class _Watchdog(threading.Thread):
         self._stopped.set()
         if self is not threading.current_thread():
             self.join(2 * _WATCHDOG_SEC + 1)
-
-
-def main_stack() -> str:
-    """The main thread's innermost frames, for a rank that is somewhere else."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    if frame is None:
-        return ""
-    own = __file__.rpartition("guard")[0]
-    entries = [entry for entry in traceback.extract_stack(frame) if not entry.filename.startswith(own)]
-    return "\n".join(line for entry in entries[-_MAX_STACK_FRAMES:] for line in _frame_lines(entry))
-
-
-def _frame_lines(entry: traceback.FrameSummary) -> list[str]:
-    where = f"{entry.filename}:{entry.lineno} in {entry.name}"
-    return [where, "   " + entry.line] if entry.line else [where]
 
 
 # -- on the wire ------------------------------------------------------------------------------------------------------

@@ -36,7 +36,8 @@ from ddpstats._base import config
 from ddpstats._base.arguments import check_choice, check_count
 from ddpstats._base.compiled import breaks_graph
 from ddpstats._observe import collectives
-from ddpstats._observe.collectives import Collective, GroupView
+from ddpstats._observe.c10d_operators import Collective, GroupView
+from ddpstats._observe.user_frames import called_by_c10d, calling_frame, main_stack, site_of
 from ddpstats.errors import CollectiveMismatch, ConfigError, DdpstatsError
 from ddpstats.guard import _ending
 from ddpstats.guard._buckets import with_parameters
@@ -45,10 +46,9 @@ from ddpstats.guard._describe import describe, pieces_of
 from ddpstats.guard._diagnosis import DOUBT, LEFT, Finding, Testimony
 from ddpstats.guard._ending import AFTER_ERROR_SEC
 from ddpstats.guard._events import BY_TORCH, Event, RecordWriter, Ring, label_word
-from ddpstats.guard._failure_agreement import MESSAGES, main_stack
-from ddpstats.guard._frames import calling_frame, site_of
+from ddpstats.guard._failure_agreement import MESSAGES
 from ddpstats.guard._labels import current_label
-from ddpstats.guard._p2p import Awaited, called_blocking
+from ddpstats.guard._p2p import Awaited
 from ddpstats.guard._session import Group, Session, spelled
 from ddpstats.guard._summary import RECORDED, TO_RUN, GuardCounters, Tally, last_line
 from ddpstats.guard.labels._evidence import evidence_of
@@ -70,6 +70,7 @@ _GATHERING = "all_gather"
 _TESTIFIED_EVENTS = 2000  # of one group
 _CONTEXT_EVENTS = 64  # before the last on which ranks agreed: which names have met there before
 _NEVER = 1 << 62
+_STACK_FRAMES = 6  # of the main thread, for a rank that is somewhere else
 _KEPT_WORKS = 1024  # messages that nobody ever waits for would keep their tensors
 
 log = logging.getLogger("ddpstats")
@@ -400,13 +401,13 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         with self._lock:
             group = self._group_of(call.view)
             event = self._describe(call, group)
-        call.seen = _Seen(group, event)
+        call.subscriber_state = _Seen(group, event)
         group.sent += event.signature.op == "send"
         group.received += event.signature.op == "recv"
         if self._standing.silent or group.exchange is None or self._comparing is None:
             return
         if call.is_p2p:
-            call.seen = _Seen(group, event, self._begin_message(event, group))
+            call.subscriber_state = _Seen(group, event, self._begin_message(event, group))
             return
         if self.mode == "step" or not call.blocking:
             self._comparing.foretell(group, event)
@@ -425,7 +426,7 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
             self._comparing.post_message(group, event)
             return None
         awaited = group.messages.awaited(event)
-        if awaited is not None and called_blocking():
+        if awaited is not None and called_by_c10d("recv", "recv_object_list"):
             self._comparing.settle_message(group, awaited)
             return None
         return awaited
@@ -437,7 +438,7 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         tensors = call.inputs or call.outputs
         if tensors and not tensors[0].is_cpu:
             return
-        seen: _Seen = call.seen
+        seen: _Seen = call.subscriber_state
         if call.blocking:
             self._comparing.wait_for(work, seen.group, seen.event)
             return
@@ -576,7 +577,7 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
             None if last is None else spelled(last),
             self._left,
             False,
-            main_stack(),
+            main_stack(_STACK_FRAMES),
         )
 
     def _heard(self, finding: Finding) -> None:

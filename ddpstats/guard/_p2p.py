@@ -8,12 +8,10 @@ reads it before it takes the data: a blocking ``recv`` before it is even posted 
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 from ddpstats._base.rank_names import ranks_text
@@ -22,8 +20,6 @@ from ddpstats.guard._diagnosis import LEFT, MISMATCH, MISSING, Finding, Testimon
 from ddpstats.guard._events import Event
 
 _LONGEST_POLL_SEC = 0.005
-_C10D = "torch.distributed.distributed_c10d"
-_BLOCKING_CALLERS = frozenset({"recv", "recv_object_list"})
 _MAX_NOTE_BYTES = 1 << 16
 _KEPT_NOTES = 1024
 
@@ -153,18 +149,6 @@ def _advice(event: Event, rank: int, peer: Testimony | None, sends: bool) -> str
             f" Where both ranks {event.signature.op} first, let one of them {'receive' if sends else 'send'} first."
         )
     return f"{lines} A rank that is only slow needs a larger timeout_sec (or DDPSTATS_TIMEOUT_SEC)."
-
-
-def called_blocking() -> bool:
-    """Whether the receive that is under way was asked for by ``dist.recv``: the operator itself does not tell."""
-    frame: FrameType | None = sys._getframe(1)
-    for _ in range(16):  # `dist.recv` goes through `dist.irecv`, and both through wrappers
-        if frame is None:
-            return False
-        if frame.f_globals.get("__name__") == _C10D and frame.f_code.co_name in _BLOCKING_CALLERS:
-            return True
-        frame = frame.f_back
-    return False
 
 
 def compare_pair(sent: Event, source: int, received: Event, receiver: int) -> Finding | None:

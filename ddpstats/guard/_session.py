@@ -17,7 +17,7 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 from ddpstats._base.rank_names import ranks_text
-from ddpstats._observe.collectives import GroupView
+from ddpstats._observe.c10d_operators import GroupView
 from ddpstats._transport.comm import refuse_fake, world_store
 from ddpstats._transport.store import LIMIT_SEC, STORE_ERRORS, BoundedStore, StoreGone
 from ddpstats.errors import ConfigError, RankMissing

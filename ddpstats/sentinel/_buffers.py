@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpstats._observe.module_hooks import ModuleHook
+from ddpstats._observe.torch_compat import buffers_of
 from ddpstats._rerun.step_record import BufferCopies
 
 _RUNNING = ("running_mean", "running_var", "num_batches_tracked")
@@ -118,6 +119,6 @@ def running_names(module: nn.Module) -> set[str]:
     return {
         f"{prefix}.{name}" if prefix else name
         for prefix, owner in module.named_modules()
-        if "running_mean" in owner._buffers and not isinstance(owner, nn.SyncBatchNorm)
+        if "running_mean" in buffers_of(owner) and not isinstance(owner, nn.SyncBatchNorm)
         for name in _RUNNING
     }

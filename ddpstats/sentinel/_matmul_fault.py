@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ddpstats._base.wording import dtype_name
-from ddpstats._observe.no_dispatch import in_backward
+from ddpstats._observe.torch_compat import in_backward
 from ddpstats.sentinel._matmul_checksum import operand_unit, unit, wide_of
 from ddpstats.sentinel._matmul_kernels import Product
 

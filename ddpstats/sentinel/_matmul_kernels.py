@@ -1,4 +1,4 @@
-"""The only module of the sentinel that touches torch internals: it shows every matrix product of this process.
+"""Every matrix product of this process, shown to a listener.
 
 Whatever multiplies matrices in torch (``@``, ``torch.matmul``, ``einsum``, ``nn.Linear``, attention written out), in
 the forward or the backward pass, in any thread, under autocast, in inference mode, comes down to one of four operators
@@ -10,10 +10,10 @@ No other operator pays. Our kernel
 1. hands the operator on to the kernel of the tensors' device, which computes what it always computes;
 2. shows the listener the arguments and the result as a `Product`. What the listener multiplies itself is not shown.
 
-A kernel may not be taken away while another thread is about to enter it, and nobody can tell. So `uninstall` only stops
-the listening: our kernels stay parked, hand on, and cost each product some microseconds, until `tidy` finds them parked
-for 5 seconds and removes them. What it removes is kept in memory until it removes the next, for a thread that is still
-on its way. `install` takes parked kernels into use again. A forked child has parked kernels and no listener.
+A kernel may not be taken away while another thread is about to enter it, and nobody can tell (`kernels`). So
+`uninstall` only stops the listening: our kernels stay parked, hand on, and cost each product some microseconds, until
+`tidy` finds them parked for 5 seconds and removes them. `install` takes parked kernels into use again. A forked child
+has parked kernels and no listener.
 
 Not seen: products inside fused kernels (``scaled_dot_product_attention``, ``_native_multi_head_attention``,
 convolutions, recurrent networks), matrix times vector (``mv``, ``dot``), the variants in place (``addmm_``, which lose
@@ -21,9 +21,8 @@ an operand) and with ``out_dtype``, results written over an operand or into its 
 sparse, nested or quantized, integers and complex numbers, what ``alpha=0`` leaves out, and a CUDA graph while it is
 captured or replayed.
 
-Checked on torch 2.13, CPU. On another torch `install` tries a product of two rows, and refuses a torch that does not
-show it (``ConfigError``). Of its internals beside that: ``_dispatch_get_computed_kernel_for_dispatch_key``, without
-which `tidy` removes nothing.
+`install` tries a product of two rows, and refuses a torch that does not show it (``ConfigError``). Run on torch 2.13,
+CPU. Where torch does not tell which kernels it uses, `tidy` removes nothing.
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ddpstats._observe.collectives import hide_from_dynamo
+from ddpstats._observe.kernels import Kernels, unseen
+from ddpstats._observe.no_dispatch import no_dispatch_no_grad
+from ddpstats._observe.torch_compat import kernel_at, keys_below, next_kernel, version_of
 from ddpstats.errors import ConfigError
-
-CHECKED_ON = "2.13"
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -79,9 +78,8 @@ _OPS = ("mm", "addmm", "bmm", "baddbmm")
 _PARKED_SEC = 5.0
 
 _listener: Listener | None = None
-_library: Any = None
+_kernels: Kernels | None = None
 _parked_at_sec: float | None = None  # since when nobody listens, while our kernels are there
-_removed: list[Any] = []  # kernels that a thread may still be about to enter
 
 
 class _Here(threading.local):
@@ -95,13 +93,14 @@ def install(listener: Listener) -> None:
     """Show ``listener`` all products of this process from now on. Raises ``ConfigError`` on a torch that hides them."""
     global _listener, _parked_at_sec
     assert _listener is None
-    if _library is None:
+    if _kernels is None:
         _register()
-    if not torch.__version__.startswith(CHECKED_ON + ".") and not _sees_a_product():
+    why = unseen(_sees_a_product)
+    if why is not None:
         uninstall()
         raise ConfigError(
-            f"torch {torch.__version__} does not show its matrix products to the sentinel, which was checked on "
-            f"torch {CHECKED_ON}. Install that version, or run without the matmul checksum."
+            f"torch {torch.__version__} does not show its matrix products to the sentinel ({why}). It was checked "
+            "on torch 2.13: install that version, or run without the matmul checksum."
         )
     _listener, _parked_at_sec = listener, None
 
@@ -109,7 +108,7 @@ def install(listener: Listener) -> None:
 def uninstall() -> None:
     """Park: nobody listens any more. Products under way in other threads may still be shown. Idempotent."""
     global _listener, _parked_at_sec
-    if _library is not None and _parked_at_sec is None:
+    if _kernels is not None and _parked_at_sec is None:
         _parked_at_sec = time.monotonic()
     _listener = None
 
@@ -126,26 +125,20 @@ def is_listening() -> bool:
 
 def is_installed() -> bool:
     """Whether our kernels are there, parked or not."""
-    return _library is not None
+    return _kernels is not None
 
 
 def _register() -> None:
-    global _library, _parked_at_sec
-    _library, _parked_at_sec = torch.library.Library("aten", "IMPL"), time.monotonic()  # type: ignore[no-untyped-call]
-    for op in _OPS:
-        for name, overload in ((op, "default"), (f"{op}.out", "out")):
-            _library.impl(name, _kernel(op, overload), "BackendSelect", with_keyset=True)
+    global _kernels, _parked_at_sec
+    ours = {op: _kernel(op, "default") for op in _OPS} | {f"{op}.out": _kernel(op, "out") for op in _OPS}
+    _kernels, _parked_at_sec = Kernels("aten", "BackendSelect", ours, with_keys=True), time.monotonic()
 
 
 def _deregister() -> None:
-    global _library, _parked_at_sec, _removed
-    computed = getattr(torch._C, "_dispatch_get_computed_kernel_for_dispatch_key", None)
-    if computed is None:
-        return
-    names = [f"aten::{op}{variant}" for op in _OPS for variant in ("", ".out")]
-    _removed = [computed(name, "BackendSelect") for name in names]
-    _library._destroy()
-    _library = _parked_at_sec = None
+    global _kernels, _parked_at_sec
+    if kernel_at is not None and _kernels is not None:
+        _kernels.remove()
+        _kernels = _parked_at_sec = None
 
 
 def _after_fork() -> None:
@@ -162,8 +155,9 @@ def _sees_a_product() -> bool:
     seen: list[Product] = []
     _listener = seen.append
     try:
-        ones = torch.ones(2, 2, device="cpu")
-        torch.mm(ones, ones)
+        with no_dispatch_no_grad():
+            ones = torch.ones(2, 2, device="cpu")
+            torch.mm(ones, ones)
     finally:
         _listener = None
     return len(seen) >= 1  # other threads multiply, too
@@ -171,9 +165,8 @@ def _sees_a_product() -> bool:
 
 def _kernel(op: str, overload: str) -> Callable[..., Any]:
     packet = getattr(torch.ops.aten, op)
-    redispatch = getattr(packet, overload)._handle.redispatch_boxed
-    functional = packet.default._handle.redispatch_boxed
-    below: Any = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+    redispatch, functional = next_kernel(getattr(packet, overload)), next_kernel(packet.default)
+    below = keys_below("BackendSelect")
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
         keys = keys & below
@@ -188,7 +181,6 @@ def _kernel(op: str, overload: str) -> Callable[..., Any]:
             _show(listener, product)
         return result
 
-    hide_from_dynamo(kernel)
     return kernel
 
 
@@ -237,7 +229,7 @@ def _versions(tensors: Sequence[Tensor]) -> tuple[int, ...] | None:
     """None where a tensor has no version: one of inference mode."""
     if any(tensor.is_inference() for tensor in tensors):
         return None
-    return tuple(tensor._version for tensor in tensors)
+    return tuple(map(version_of, tensors))
 
 
 def _share_memory(one: Tensor, other: Tensor) -> bool:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpstats._observe.module_hooks import ModuleHook
+from ddpstats._observe.torch_compat import stored_values
 from ddpstats.errors import ConfigError
 
 Where = Literal["weight", "activation", "activation_gradient", "gradient", "reduced_gradient", "matmul"]
@@ -112,7 +113,7 @@ class Fault:
     def strike(self, tensor: Tensor) -> None:
         """Flip the bit in ``tensor`` itself, whatever its strides."""
         if tensor.layout is not torch.strided:
-            tensor = tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()
+            tensor = stored_values(tensor) if tensor.layout is torch.sparse_coo else tensor.values()
         if tensor.numel() == 0:
             return
         check_bit(self.flip, tensor.dtype)

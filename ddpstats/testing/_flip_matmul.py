@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import threading
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from ddpstats._observe.gradients import unwrapped
+from ddpstats._observe.kernels import Kernels
+from ddpstats._observe.torch_compat import kernel_at, keys_of_device
+from ddpstats.errors import ConfigError
 from ddpstats.testing._flip_fault import Fault
 
 
@@ -59,32 +61,25 @@ class _Target:
 _OPS = ("mm", "addmm", "bmm", "baddbmm")
 _targets: list[_Target] = []  # of modules that run
 _users = 0
-_library: Any = None
-_removed: list[Any] = []  # kernels that a thread may still be about to enter
+_kernels: Kernels | None = None
 _lock = threading.Lock()
 
 
 def _begin() -> None:
-    global _users, _library
+    global _users, _kernels
     with _lock:
+        if _kernels is None:
+            _kernels = Kernels("aten", "CPU", {op: _kernel(op) for op in _OPS}, replaces=True)
         _users += 1
-        if _library is None:
-            kernels = {op: _kernel(op) for op in _OPS}
-            _library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message=r"[\s\S]*verriding a previously registered kernel")
-                for op, kernel in kernels.items():
-                    _library.impl(op, kernel, "CPU")
 
 
 def _end() -> None:
-    global _users, _library, _removed
+    global _users, _kernels
     with _lock:
         _users -= 1
-        if not _users:
-            _removed = [_kernel_of_cpu(op) for op in _OPS]
-            _library._destroy()
-            _library = None
+        if not _users and _kernels is not None:
+            _kernels.remove()
+            _kernels = None
 
 
 def _after_fork() -> None:
@@ -97,13 +92,11 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def _kernel_of_cpu(op: str) -> Any:
-    return torch._C._dispatch_get_computed_kernel_for_dispatch_key(f"aten::{op}", "CPU")
-
-
 def _kernel(op: str) -> Callable[..., Tensor]:
-    compute = _kernel_of_cpu(op).call_boxed
-    cpu: Any = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+    if kernel_at is None:
+        raise ConfigError(f"torch {torch.__version__} does not tell its kernels: bits in products cannot be flipped")
+    compute = kernel_at(f"aten::{op}", "CPU").call_boxed
+    cpu = keys_of_device("cpu", False)
 
     def kernel(*args: Tensor, **kwargs: Any) -> Tensor:
         result: Tensor = compute(cpu, *args, **kwargs)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpstats._observe.gradients import unwrapped
-from ddpstats._observe.no_dispatch import queue_callback
+from ddpstats._observe.torch_compat import queue_callback
 from ddpstats.errors import ConfigError
 from ddpstats.testing._flip_fault import Fault
 

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # not in __all__
 
+from ddpstats._observe.torch_compat import collectives_issued, groups_made
 from ddpstats.testing._rank_wire import (
     READY,
     GroupState,
@@ -97,10 +98,10 @@ def group_state() -> GroupState | None:
     world = dist.group.WORLD
     assert world is not None
     try:
-        collectives = int(world._get_sequence_number_for_group())  # type: ignore[attr-defined]
+        collectives = collectives_issued(world)
     except RuntimeError:  # what a backend without numbers raises
         collectives = 0
-    return GroupState(dist.get_world_size(), collectives, getattr(dist.distributed_c10d._world, "group_count", 0))
+    return GroupState(dist.get_world_size(), collectives, groups_made())
 
 
 def probe_group(timeout_sec: float) -> float:

@@ -150,7 +150,7 @@ def test_equal_stacks_have_one_number() -> None:
         books.append(lines)
         return len(books) - 1
 
-    book = StackBook((), new)
+    book = StackBook(new)
 
     def call() -> int:
         return book.here()
@@ -161,7 +161,7 @@ def test_equal_stacks_have_one_number() -> None:
     assert other == 1
     assert books[0][0].startswith(f"File {__file__}, line ")
     assert books[0][0].endswith(", in call,\n    return book.here()")
-    assert len(StackBook((str(Path(__file__).parent),), new)._lines(None)) == 0
+    assert len(StackBook(new)._lines(None)) == 0
 
 
 def test_in_another_process_a_step_is_not_opened_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

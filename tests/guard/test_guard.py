@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ddpstats import ConfigError, cli, label
-from ddpstats._observe import collectives
+from ddpstats._observe import c10d_operators, collectives
 from ddpstats.guard import collective_guard
 from ddpstats.guard._diagnosis import MISMATCH, MISSING, Testimony as _Testimony, find
 from ddpstats.guard._events import (
@@ -118,7 +118,7 @@ def test_one_guard_at_a_time() -> None:
 
 
 def test_another_torch_is_refused_and_nothing_is_patched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(collectives._ARGUMENTS, "allreduce_", "tensors process_group something_new")
+    monkeypatch.setitem(c10d_operators.ARGUMENTS, "allreduce_", "tensors process_group something_new")
     before = dist.Work.wait
     with pytest.raises(ConfigError, match=r"no c10d::allreduce_\(tensors, process_group, something_new\)"):
         collective_guard("strict").__enter__()

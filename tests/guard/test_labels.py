@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from ddpstats.guard._frames import calling_frame, site_of
+from ddpstats._observe.user_frames import calling_frame, site_of
 from ddpstats.guard.labels._evidence import evidence_of
 from ddpstats.guard.labels._infer import Inferred, infer
 from ddpstats.guard.labels._reading import is_readable

@@ -507,14 +507,14 @@ def test_what_is_closed_is_parked_for_seconds_and_taken_into_use_again() -> None
     with ChecksumWindow() as window:
         torch.ones(2, 2) @ torch.ones(2, 2)
     window.tidy()
-    parked, used = registrations(), door._library
+    parked, used = registrations(), door._kernels
     assert door.is_installed()
     assert not door.is_listening()
     torch.ones(2, 2) @ torch.ones(2, 2)
     with window:
         torch.ones(2, 2) @ torch.ones(2, 2)
         assert registrations() == parked
-        assert door._library is used
+        assert door._kernels is used
     assert window.checked == 2
 
 

@@ -19,7 +19,6 @@ left before `stop` takes ours for its own: it stays, and nothing more is seen. `
 from __future__ import annotations
 
 import threading
-import types as python_types
 from collections.abc import Callable
 from typing import Any
 
@@ -27,10 +26,11 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from ddpstats._observe.no_dispatch import is_tracing, no_dispatch_no_grad
+from ddpstats._observe.torch_compat import function_modes, take_function_mode_off, with_engine
 from ddpstats.dump.collect._argument_json import tensors_in
 from ddpstats.dump.collect._functions import Fact, fact_of, facts
 from ddpstats.dump.collect._gradient_edges import edges_before, watch_backward
-from ddpstats.dump.collect._no_dispatch_no_grad import is_out_of_sight, quietly
 from ddpstats.dump.collect._recorder import OpenEntry, Recorder
 from ddpstats.dump.format._names import backward_of
 
@@ -47,7 +47,7 @@ class CallWatch(TorchFunctionMode):
 
     def start(self) -> None:
         self._thread = threading.get_ident()
-        self._below = _modes()
+        self._below = function_modes()
         self.__enter__()  # type: ignore[no-untyped-call]
         self._is_on = True
 
@@ -63,7 +63,7 @@ class CallWatch(TorchFunctionMode):
         if threading.get_ident() != self._thread:
             return False
         below, self._below = self._below, []
-        if not _take_off(self):
+        if not take_function_mode_off(self):
             self._repair(below)
         self._thread = -1
         return True
@@ -71,14 +71,14 @@ class CallWatch(TorchFunctionMode):
     def forget(self) -> None:
         """In a process that was forked from the one that collects."""
         self._is_on, self._thread = False, -1
-        _take_off(self)
+        take_function_mode_off(self)
 
     def _repair(self, below: list[Any]) -> None:
         """Somebody has taken ours off in place of his own."""
-        left = [mode for mode in below if mode in _modes()]
+        left = [mode for mode in below if mode in function_modes()]
         if not left:
             return
-        _take_off(left[-1])
+        take_function_mode_off(left[-1])
         self._recorder.note(
             "calls",
             f"{type(left[-1]).__name__} was entered before the dump was started, and left before it was stopped: calls "
@@ -87,7 +87,7 @@ class CallWatch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self._is_on or is_out_of_sight():
+        if not self._is_on or is_tracing():
             return func(*args, **kwargs)
         fact = fact_of(func)
         if fact is None or fact.is_skipped or fact.what in self._recorder.silent:
@@ -137,7 +137,7 @@ class _Call:
         entry = recorder.entry(self._name)
         if recorder.wants_input:
             leaves = recorder.leaves_of(self._name)
-            with quietly():
+            with no_dispatch_no_grad():
                 entry.raw["input_args"] = leaves.of(args, "input")
                 entry.raw["input_kwargs"] = leaves.of(kwargs, "input_kwargs")
         return entry
@@ -173,33 +173,23 @@ class _Call:
 # -- backward passes, with the mode on --------------------------------------------------------------------------------
 
 
-def _with_engine(function: Any) -> Callable[..., Any] | None:
-    """A copy of a function of torch.autograd that calls the engine under the mode of its first argument."""
-    code = getattr(function, "__code__", None)
-    if code is None or _ENGINE not in code.co_names or _ENGINE not in function.__globals__:
-        return None  # another torch: what is run again in the backward pass is not seen
-    engine = function.__globals__[_ENGINE]
+def _engine_under(mode: CallWatch, engine: Callable[..., Any]) -> Callable[..., Any]:
+    """Autograd's engine, run under ``mode``."""
 
-    def backward(mode: CallWatch, args: Any, kwargs: Any) -> Any:
-        def run(*engine_args: Any, **engine_kwargs: Any) -> Any:
-            recorder = mode._recorder
-            before, recorder.creates_graph = recorder.creates_graph, bool(engine_args[3:4] and engine_args[3])
-            try:
-                mode.__enter__()  # type: ignore[no-untyped-call]
-                return engine(*engine_args, **engine_kwargs)
-            finally:
-                _take_off(mode)
-                recorder.creates_graph = before
+    def run(*args: Any, **kwargs: Any) -> Any:
+        recorder = mode._recorder
+        before, recorder.creates_graph = recorder.creates_graph, bool(args[3:4] and args[3])
+        try:
+            mode.__enter__()  # type: ignore[no-untyped-call]
+            return engine(*args, **kwargs)
+        finally:
+            take_function_mode_off(mode)
+            recorder.creates_graph = before
 
-        copy = python_types.FunctionType(code, {**function.__globals__, _ENGINE: run}, function.__name__)
-        copy.__defaults__, copy.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
-        return copy(*args, **kwargs)
-
-    return backward
+    return run
 
 
-_ENGINE = "_engine_run_backward"
-_backward, _grad = _with_engine(torch.autograd.backward), _with_engine(torch.autograd.grad)
+_backward, _grad = with_engine(torch.autograd.backward, _engine_under), with_engine(torch.autograd.grad, _engine_under)
 
 
 def _tensor_backward(mode: CallWatch, args: Any, kwargs: Any) -> Any:
@@ -223,21 +213,3 @@ for _function in (torch.autograd.backward, torch.autograd.grad):
     facts[_function].is_skipped = True
 for _function in _BACKWARD:
     facts.setdefault(_function, Fact(_function)).is_backward = True
-
-
-def _modes() -> list[Any]:
-    return [torch._C._get_function_stack_at(place) for place in range(torch._C._len_torch_function_stack())]
-
-
-def _take_off(mode: Any) -> bool:
-    """Off this thread's stack of modes, wherever in it. Whether it was there."""
-    above = []
-    top = None
-    while torch._C._len_torch_function_stack():
-        top = torch._C._pop_torch_function_stack()
-        if top is mode:
-            break
-        above.append(top)
-    for one in reversed(above):
-        torch._C._push_on_torch_function_stack(one)
-    return top is mode

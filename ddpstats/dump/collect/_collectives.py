@@ -28,8 +28,8 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 
 from ddpstats._observe import collectives
-from ddpstats._observe.collectives import Collective, GroupView
-from ddpstats._observe.no_dispatch import graph_task, queue_callback
+from ddpstats._observe.c10d_operators import Collective, GroupView
+from ddpstats._observe.torch_compat import graph_task, queue_callback
 
 _TO_ROOT = frozenset({"reduce", "gather", "gather_into_tensor"})
 

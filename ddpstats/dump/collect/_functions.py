@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import functional
+
+from ddpstats._observe.torch_compat import NN_FUNCTIONS, OPERATOR_CLASSES, TENSOR_METHODS
 
 _SKIPPED = frozenset((
     "__get__", "__set__", "__delete__", "__repr__", "__str__", "__format__", "__len__", "__bool__", "__int__",
@@ -58,15 +59,15 @@ class Fact:
 
 
 def _prefix(func: Any) -> str:
-    if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+    if isinstance(func, OPERATOR_CLASSES):
         return "Aten"
     owner = getattr(func, "__objclass__", None)
     module = getattr(func, "__module__", None) or ""
-    if (isinstance(owner, type) and issubclass(Tensor, owner)) or module == "torch._tensor":
+    if (isinstance(owner, type) and issubclass(Tensor, owner)) or module == TENSOR_METHODS:
         return "Tensor"
     # conv2d and others of torch.nn.functional are torch's own; other tools count them as what modules call them by
     name = getattr(func, "__name__", "")
-    is_functional = module in ("torch.nn.functional", "torch._C._nn") or getattr(functional, name, None) is func
+    is_functional = module in ("torch.nn.functional", NN_FUNCTIONS) or getattr(functional, name, None) is func
     return "Functional" if is_functional else "Torch"
 
 

@@ -12,8 +12,8 @@ The only file of the dump that touches autograd's nodes.
 
 Not seen: the gradient of an input that is returned as it is, and of a view that the call changes in place.
 
-Checked on torch 2.13: ``Node.next_functions``, ``Node._sequence_nr``, ``Node.register_hook``, ``register_prehook``,
-``Tensor.output_nr``, ``torch.autograd._get_sequence_nr``. Without the last, no node is taken to be old. Nodes are only
+Checked on torch 2.13: ``Node.next_functions``, ``Node.register_hook``, ``register_prehook``,
+``Tensor.output_nr``. Where torch numbers no nodes, none is taken to be old. Nodes are only
 held while the call runs: a hook that holds a node would keep the whole graph alive.
 """
 
@@ -22,17 +22,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from ddpstats._observe.no_dispatch import graph_task
+from ddpstats._observe.no_dispatch import is_tracing, no_dispatch_no_grad
+from ddpstats._observe.torch_compat import graph_task, next_node_number, node_number
 from ddpstats.dump.collect._argument_json import tensors_in
-from ddpstats.dump.collect._no_dispatch_no_grad import is_out_of_sight, quietly
 from ddpstats.dump.collect._recorder import OpenEntry, Recorder
 
 _MOST_NODES = 20_000
 _LEAF = "AccumulateGrad"
-_sequence_number: Callable[[], int] = getattr(torch.autograd, "_get_sequence_nr", lambda: -1)
 
 _Edge = tuple[int, int]
 
@@ -51,7 +49,7 @@ class Before:
     def __init__(self) -> None:
         self.count = 0
         self.places: dict[_Edge, list[int]] = {}
-        self.first = _sequence_number()
+        self.first = next_node_number()
         self._held: list[Any] = []  # nodes and tensors, whose ids are used
 
     def add(self, tensor: Tensor) -> None:
@@ -79,11 +77,7 @@ def watch_backward(
     roots: dict[Any, list[tuple[int, int]]] = {}
     for place, output in enumerate(outputs):
         node = output.grad_fn if isinstance(output, Tensor) else None
-        if (
-            node is not None
-            and node._sequence_nr() >= before.first
-            and (id(node), output.output_nr) not in before.places
-        ):
+        if node is not None and node_number(node) >= before.first and (id(node), output.output_nr) not in before.places:
             roots.setdefault(node, []).append((place, output.output_nr))
     if not roots:
         return
@@ -120,7 +114,7 @@ def _consumers(roots: list[Any], before: Before) -> _Consumers | None:
                 places = before.places.get((id(target.variable), -1))
             if places is not None:
                 found.setdefault(node, []).append((number, places))
-            elif not is_leaf and target not in seen and target._sequence_nr() >= before.first:
+            elif not is_leaf and target not in seen and node_number(target) >= before.first:
                 if len(seen) >= _MOST_NODES:
                     return None
                 seen.add(target)
@@ -208,10 +202,10 @@ class _Watch:
 
     def run(self, what: Callable[[Any, Any], None], places: Any, gradients: Any) -> None:
         recorder = self._recorder
-        if not recorder.is_active or is_out_of_sight():
+        if not recorder.is_active or is_tracing():
             return
         try:
-            with recorder.lock, quietly():
+            with recorder.lock, no_dispatch_no_grad():
                 recorder.backward_runs()
                 what(places, gradients)
         except Exception as error:
@@ -250,7 +244,7 @@ class _Pass:
         recorder = self._recorder
         recorder.closed(id(self))
         if self.is_wanted:
-            with quietly():
+            with no_dispatch_no_grad():
                 for place, total in self._sums.items():
                     self.put("output", place, total)
             self._sums.clear()

@@ -27,10 +27,18 @@ from torch import Tensor, nn
 
 from ddpstats._observe.gradients import unwrapped
 from ddpstats._observe.module_hooks import ModuleHook
-from ddpstats._observe.no_dispatch import graph_task, in_backward, queue_callback
+from ddpstats._observe.no_dispatch import is_tracing, no_dispatch_no_grad
+from ddpstats._observe.torch_compat import (
+    compiled_call,
+    gradient_hooks,
+    graph_task,
+    in_backward,
+    leave_no_hooks,
+    queue_callback,
+    without_compile,
+)
 from ddpstats.dump.collect._argument_json import tensors_in
 from ddpstats.dump.collect._gradient_edges import Before, edges_before, watch_backward
-from ddpstats.dump.collect._no_dispatch_no_grad import is_out_of_sight, quietly
 from ddpstats.dump.collect._parameter_gradients import ParameterGradients, ParameterHook
 from ddpstats.dump.collect._recorder import OpenEntry, Recorder
 from ddpstats.dump.format._names import backward_of, module_base
@@ -51,7 +59,7 @@ class ModuleWatch:
     def start(self) -> None:
         try:
             for path, module in self._modules:
-                base = module_base(path, type(_original(module)).__name__)
+                base = module_base(path, type(without_compile(module)).__name__)
                 before, after = _PreHook(self, base), _PostHook(self)
                 self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
                 self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
@@ -70,8 +78,7 @@ class ModuleWatch:
             handle.remove()
         unhooked, self._unhooked = self._unhooked, []
         for parameter in unhooked:
-            if parameter._backward_hooks is not None and not parameter._backward_hooks:
-                parameter._backward_hooks = None  # torch leaves an empty dict
+            leave_no_hooks(parameter)
         self._recorder.on_backward = None
         self._gradients.clear()
         self._running.clear()
@@ -85,7 +92,7 @@ class ModuleWatch:
         gradients = self._gradients[id(module)] = ParameterGradients(self._recorder, base, wanting)
         for name, parameter in wanting.items():
             hook = ParameterHook(gradients, name, self.is_seen)
-            if parameter._backward_hooks is None:
+            if gradient_hooks(parameter) is None:
                 self._unhooked.append(parameter)
             self._handles.append(parameter.register_hook(hook))  # type: ignore[no-untyped-call]
 
@@ -138,7 +145,7 @@ class ModuleWatch:
         recorder = self._recorder
         entry = recorder.entry(name)
         leaves = recorder.leaves_of(name)
-        with quietly():
+        with no_dispatch_no_grad():
             if recorder.wants_input:
                 entry.raw["input_args"] = leaves.of(args, "input")
                 entry.raw["input_kwargs"] = leaves.of(kwargs, "input_kwargs")
@@ -190,7 +197,7 @@ class _PreHook(ModuleHook):
         self._watch, self._base = watch, base
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not is_out_of_sight() and self._watch.is_seen():
+        if not is_tracing() and self._watch.is_seen():
             self._watch.forward_begins(module, self._base, args, kwargs)
 
 
@@ -199,7 +206,7 @@ class _PostHook(ModuleHook):
         self._watch = watch
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-        if not is_out_of_sight() and self._watch.is_seen():
+        if not is_tracing() and self._watch.is_seen():
             self._watch.forward_ends(module, result, sys.exc_info()[1])
 
 
@@ -230,8 +237,8 @@ def _walk(module: nn.Module, path: str, found: list[tuple[str, nn.Module]], seen
     if id(module) in seen:
         return
     seen.add(id(module))
-    is_compiled = _original(module) is not module
-    if getattr(module, "_compiled_call_impl", None) or isinstance(module, torch.jit.ScriptModule):
+    is_compiled = without_compile(module) is not module
+    if compiled_call(module) or isinstance(module, torch.jit.ScriptModule):
         is_compiled = True
     else:
         found.append((path, module))
@@ -240,9 +247,3 @@ def _walk(module: nn.Module, path: str, found: list[tuple[str, nn.Module]], seen
         for name, child in module.named_children():
             inner = unwrapped(child)
             yield from _walk(inner, f"{path}.{name}" if path else name, found, seen)
-
-
-def _original(module: nn.Module) -> nn.Module:
-    """The module inside what ``torch.compile`` returns; any other itself."""
-    inner = vars(module).get("_modules", {}).get("_orig_mod")
-    return inner if isinstance(inner, nn.Module) else module

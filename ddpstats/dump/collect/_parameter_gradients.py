@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
-from ddpstats._observe.no_dispatch import graph_task
-from ddpstats.dump.collect._no_dispatch_no_grad import is_out_of_sight, quietly
+from ddpstats._observe.no_dispatch import is_tracing, no_dispatch_no_grad
+from ddpstats._observe.torch_compat import graph_task, shard_version
 from ddpstats.dump.collect._recorder import OpenEntry, Recorder
 
 
@@ -59,7 +59,7 @@ class ParameterGradients:
                 self._begin()
             assert self._entry is not None
             if self._is_wanted:
-                with quietly():
+                with no_dispatch_no_grad():
                     leaves = recorder.leaves_of(self._entry.name)
                     self._entry.raw[name] = [leaves.of(gradient, name)]
             else:
@@ -91,7 +91,7 @@ class ParameterHook:
 
     def __call__(self, gradient: Tensor) -> None:
         recorder = self._gradients._recorder
-        if recorder.is_active and not is_out_of_sight() and self._is_seen():
+        if recorder.is_active and not is_tracing() and self._is_seen():
             try:
                 self._gradients.arrived(self._name, gradient)
             except Exception as error:
@@ -100,4 +100,4 @@ class ParameterHook:
 
 def _version(gradient: Tensor | None) -> tuple[int, int]:
     """What changes when somebody writes to it; FSDP2 adds to the shard inside."""
-    return (0, 0) if gradient is None else (id(gradient), getattr(gradient, "_local_tensor", gradient)._version)
+    return (0, 0) if gradient is None else (id(gradient), shard_version(gradient))

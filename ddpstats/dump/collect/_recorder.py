@@ -21,13 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddpstats._observe.no_dispatch import graph_task, in_backward
+from ddpstats._observe.no_dispatch import no_dispatch_no_grad
+from ddpstats._observe.torch_compat import graph_task, in_backward
+from ddpstats._observe.user_frames import is_in_checkpoint
 from ddpstats.dump._config import ALL_MODES, DumpConfig
 from ddpstats.dump._selection import Patterns, Selection
 from ddpstats.dump.collect._leaves import EntryLeaves, LeafMaker
-from ddpstats.dump.collect._no_dispatch_no_grad import quietly
 from ddpstats.dump.collect._problems import Problems
-from ddpstats.dump.collect._stacks import StackBook, is_in_checkpoint
+from ddpstats.dump.collect._stacks import StackBook
 from ddpstats.dump.format._layout import TENSORS
 from ddpstats.dump.format._names import Counters, backward_of
 from ddpstats.dump.format._tensor_files import TensorFiles
@@ -35,7 +36,6 @@ from ddpstats.dump.format._writer import StepWriter
 
 _BATCH = 256
 _ENOUGH = "_StopRecomputationError"  # activation checkpointing has what it wants, and leaves: nothing failed
-_TORCH = str(Path(torch.__file__).parent)
 
 
 @dataclass(slots=True)
@@ -98,7 +98,7 @@ class Recorder:
             "data_mode": sorted(config.data_mode) if len(config.data_mode) < len(ALL_MODES) else ["all"],
         }
         self._writer = StepWriter(directory, header, at_once=not config.async_dump)
-        self._stacks = StackBook((_TORCH + "/",), self._writer.new_stack)
+        self._stacks = StackBook(self._writer.new_stack)
         self._files = TensorFiles(data_dir, at_once=not config.async_dump)
         self.leaves = LeafMaker(
             md5=config.summary_mode == "md5",
@@ -178,7 +178,7 @@ class Recorder:
         """The call is over: what it returns is the last that is to be known."""
         if self.wants_output:
             is_several = isinstance(result, (list, tuple))
-            with quietly():
+            with no_dispatch_no_grad():
                 found = self.leaves_of(entry.name).of(result, "output" if is_several else "output.0")
             entry.raw["output"] = found if is_several else [found]
         self.write(entry)
@@ -201,7 +201,7 @@ class Recorder:
         """An error of the device costs numbers, and no entry."""
         if self.leaves.waiting:
             try:
-                with quietly():
+                with no_dispatch_no_grad():
                     self.leaves.settle()
             except Exception as error:
                 self.note_error("reading the device", error)
@@ -285,7 +285,7 @@ class Recorder:
             api: such as ``all_reduce``.
             kwargs: of plain data; they are written as they are.
         """
-        with self.lock, quietly():
+        with self.lock, no_dispatch_no_grad():
             what = f"Distributed.{api}"
             name = f"{what}.{self.counters.next(what)}.forward"
             if not self.is_active or not self.wants(name):
@@ -303,7 +303,7 @@ class Recorder:
             return
         if is_incomplete:
             token.raw["incomplete"] = True
-        with self.lock, quietly():
+        with self.lock, no_dispatch_no_grad():
             leaves = self.leaves_of(token.name)
             if self.wants_output:
                 token.raw["output"] = [leaves.of(one, f"output.{place}") for place, one in enumerate(outputs)]

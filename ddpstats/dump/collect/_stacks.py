@@ -6,28 +6,25 @@ over, so the frames are only compared (by code object and instruction), and form
 
 from __future__ import annotations
 
-import contextlib
 import linecache
 import os
 import sys
 from collections.abc import Callable
 from types import CodeType, FrameType
 
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep  # ddpstats/
+from ddpstats._observe.user_frames import plan_of
+
 _MOST_FRAMES = 200
-_CHECKPOINT = os.path.join("torch", "utils", "checkpoint.py")
 
 
 class StackBook:
     """Numbers stacks.
 
     Args:
-        hidden: beginnings of the file names whose frames are left out, besides this package's own.
         new: given the lines of a stack that was not seen before, makes its number.
     """
 
-    def __init__(self, hidden: tuple[str, ...], new: Callable[[list[str]], int]) -> None:
-        self._hidden = (_PACKAGE, contextlib.__file__, "<frozen", *hidden)
+    def __init__(self, new: Callable[[list[str]], int]) -> None:
         self._new = new
         self._is_shown: dict[int, bool] = {}  # id of a code object
         self._codes: list[CodeType] = []  # so that their ids are not given again
@@ -43,7 +40,7 @@ class StackBook:
             place = id(frame.f_code)
             shown = is_shown.get(place)
             if shown is None:
-                shown = self._judge(frame.f_code)
+                shown = self._judge(frame)
             if shown:
                 add(place)
                 add(frame.f_lasti)
@@ -53,9 +50,10 @@ class StackBook:
             found = self._numbers[tuple(key)] = self._new(self._lines(sys._getframe(1)))
         return found
 
-    def _judge(self, code: CodeType) -> bool:
+    def _judge(self, frame: FrameType) -> bool:
+        code = frame.f_code
         self._codes.append(code)
-        shown = self._is_shown[id(code)] = not code.co_filename.startswith(self._hidden)
+        shown = self._is_shown[id(code)] = not plan_of(frame).internal
         return shown
 
     def _lines(self, frame: FrameType | None) -> list[str]:
@@ -68,13 +66,3 @@ class StackBook:
                 lines.append(f"File {file}, line {line}, in {code.co_name},\n    {text}")
             frame = frame.f_back
         return lines
-
-
-def is_in_checkpoint() -> bool:
-    """Whether this is called from what activation checkpointing runs."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_filename.endswith(_CHECKPOINT):
-            return True
-        frame = frame.f_back
-    return False

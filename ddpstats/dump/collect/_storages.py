@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+import itertools
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ddpstats._observe.torch_compat import storage_id
+
+_numbers = itertools.count(1)
 
 
 class StorageNumbers:
@@ -13,21 +18,12 @@ class StorageNumbers:
     A storage is held weakly: its memory is given back, but what names it stays ours.
     """
 
-    _count = 0
-
     def __init__(self) -> None:
-        self._numbers: dict[int, int] = {}
-        self._references: list[Any] = []
+        self._known: dict[int, tuple[int, StorageWeakRef]] = {}
 
     def number(self, storage: torch.UntypedStorage) -> int:
-        key = storage._cdata
-        found = self._numbers.get(key)
+        key = storage_id(storage)
+        found = self._known.get(key)
         if found is None:
-            self._references.append(storage._weak_ref())
-            StorageNumbers._count += 1
-            found = self._numbers[key] = StorageNumbers._count
-        return found
-
-    def __del__(self) -> None:
-        for reference in self._references:
-            torch.UntypedStorage._free_weak_ref(reference)  # type: ignore[no-untyped-call]
+            found = self._known[key] = next(_numbers), StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        return found[0]

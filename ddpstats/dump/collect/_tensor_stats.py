@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ddpstats._observe.gradients import held_values
+from ddpstats._observe.torch_compat import is_functorch_tensor
 from ddpstats.dump.format._tensor_files import without_repeats
 
 
@@ -230,7 +231,7 @@ def of_numbers(numbers: Sequence[float], dtype: torch.dtype, shape: Sequence[int
 def plain_values(tensor: Tensor) -> Tensor | None:
     """The numbers that this rank holds of it, as a plain strided tensor; None where there are none to read."""
     kind: Any = type(tensor)
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # inside torch.func: it has no value of its own
+    if is_functorch_tensor(tensor):  # inside torch.func: it has no value of its own
         return None
     if kind is not Tensor and kind is not torch.nn.Parameter and _is_fake(tensor):
         return None

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ddpstats._base.atomic_files import TEMPORARY_PREFIX
+from ddpstats._observe.torch_compat import without_tensor_classes
 from ddpstats.dump.format._layout import file_name
 
 _LONGEST_NAME = 255
@@ -68,7 +69,7 @@ def _plain(tensor: Tensor) -> Tensor:
     kind: Any = type(tensor)
     if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
         raise TypeError(f"a {kind.__name__} is no plain tensor, and is not saved")
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_tensor_classes():
         return tensor.detach().as_subclass(Tensor)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
-from ddpstats.guard import _frames
+from ddpstats._observe.user_frames import user_frame
 from ddpstats.guard.labels._fate import Fate
 from ddpstats.guard.labels._places import Asked, Place, ReadyRoute, ReadyStep, place_of
 from ddpstats.guard.labels._reading import (
@@ -273,7 +273,7 @@ def _leave(asked: Asked, owner: FrameType, found: _Found, depth: int) -> _Found 
     if route.leaves == "variable":
         outer = _frame_of_scope(owner, route)
     else:
-        outer = _frames.user_frame(owner.f_back)
+        outer = user_frame(owner.f_back)
         passed = (owner, route.name) if route.leaves == "parameter" else None
         if found.fresh and not found.names and not route.container:
             text = key_text(_value_of(passed))

@@ -1,7 +1,7 @@
-"""The frames of the program's own code: which of them called a collective, and its line.
+"""The frames of the program's own code: which of them called a collective or an operation, and its line.
 
-What stands between the program and torch (torch's own Python, the library's other wings, the standard library) is
-passed over. What is known of a code object is worked out once.
+What stands between the program and torch (torch's own Python, this package, the standard library) is passed over. What
+is known of a code object is worked out once. Pure: torch's modules, private ones too, are known here by their names.
 """
 
 from __future__ import annotations
@@ -9,21 +9,26 @@ from __future__ import annotations
 import linecache
 import os
 import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import CodeType, FrameType
+from typing import Any, TypeVar
 
-_INTERNAL = (  # other wings stand between the program and torch while they watch it
-    "ddpstats.guard", "ddpstats._observe.collectives", "ddpstats.dump", "ddpstats.capture", "ddpstats.sentinel",
-    "torch", "typing_extensions",
-)  # fmt: skip
+_INTERNAL = ("ddpstats", "torch", "typing_extensions")
 # Parts of torch whose collectives no line of the program asks for, whichever thread they run on. (A program may call an
 # autograd function of torch's itself.)
 _BY_ITSELF = ("torch.autograd", "torch.nn.parallel", "torch.distributed.algorithms", "torch.distributed.fsdp")
 # Where a program's own call of a collective arrives, and our doors, for what it calls on the group itself.
+_C10D = "torch.distributed.distributed_c10d"
 _APIS = (
-    "torch.distributed.c10d_logger", "torch.distributed.distributed_c10d", "torch.distributed._functional_collectives",
+    "torch.distributed.c10d_logger", _C10D, "torch.distributed._functional_collectives",
     "torch.distributed.nn.functional", "torch._ops", "ddpstats.",
 )  # fmt: skip
+_CHECKPOINT = "torch.utils.checkpoint"
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_MOST_WRAPPERS = 16  # around a function of torch's
 _STDLIB = os.path.dirname(os.__file__) + os.sep
 
 
@@ -64,6 +69,63 @@ def user_frame(frame: FrameType | None) -> FrameType | None:
     while frame is not None and (_plans.get(id(frame.f_code)) or plan_of(frame)).internal:
         frame = frame.f_back
     return frame
+
+
+# -- stacks -----------------------------------------------------------------------------------------------------------
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+_step_callers: set[CodeType] = set()
+
+
+def calls_step(function: Function) -> Function:
+    """Decorates what calls a step of the program's: frames further out are not the step's."""
+    _step_callers.add(function.__code__)
+    return function
+
+
+def step_frames() -> Iterator[FrameType]:
+    """The program's frames, innermost first, from where this is called up to what calls the step, if anything does."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code not in _step_callers:
+        if not (_plans.get(id(frame.f_code)) or plan_of(frame)).internal:
+            yield frame
+        frame = frame.f_back
+
+
+def main_stack(limit: int) -> str:
+    """The main thread's innermost frames but for ours, for a rank that is somewhere else; a line or two each."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    if frame is None:
+        return ""
+    entries = [entry for entry in traceback.extract_stack(frame) if not entry.filename.startswith(_PACKAGE)]
+    return "\n".join(line for entry in entries[-limit:] for line in _lines_of(entry))
+
+
+def _lines_of(entry: traceback.FrameSummary) -> list[str]:
+    where = f"{entry.filename}:{entry.lineno} in {entry.name}"
+    return [where, "   " + entry.line] if entry.line else [where]
+
+
+def called_by_c10d(*functions: str) -> bool:
+    """Whether one of these functions of ``torch.distributed`` asked for what is under way."""
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(_MOST_WRAPPERS):
+        if frame is None:
+            return False
+        if frame.f_globals.get("__name__") == _C10D and frame.f_code.co_name in functions:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def is_in_checkpoint() -> bool:
+    """Whether this is called from what activation checkpointing runs."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == _CHECKPOINT:
+            return True
+        frame = frame.f_back
+    return False
 
 
 # -- call sites -------------------------------------------------------------------------------------------------------

@@ -1,0 +1,77 @@
+"""What the transport needs of torch beside its documented functions; here, because `_observe.torch_compat` lies above.
+
+- ``ProcessGroup._set_default_backend``, ``_register_backend``, ``_set_group_name``, ``_set_group_desc``: a group that
+  torch's registry knows nothing of. Tried when a group is made; without the first two there is no reduction (the first
+  use of a group raises ``AttributeError``), without the others the group has no name.
+- ``ProcessGroup.get_group_store`` (newer than torch 2.6), or ``distributed_c10d._world``: the store that a group met
+  on. Without either the first use of a group raises `ConfigError`.
+- ``distributed_c10d._get_default_store``: the store of all ranks. Without it, that of the default group.
+- ``distributed_c10d._default_pg_init_method``: whether torch made that store. Without it nobody is known to serve it,
+  and the death of rank 0 is called a store that does not answer.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddpstats.errors import ConfigError
+
+OWN_GROUP = "ddpstats"  # the name and the description of groups that carry our own collectives
+
+
+def gloo_backend(store: Any, rank: int, size: int, timeout_sec: float) -> Any:
+    """Meets the other ranks of a gloo backend at ``store``. Raises what the store and gloo raise."""
+    return dist.distributed_c10d.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_sec))
+
+
+def group_around(backend: Any, store: Any, rank: int, size: int, name: str) -> Any:
+    """A process group of that backend alone, for tensors in host memory. Local.
+
+    Not `dist.new_group`: only the members of a subgroup may be asked to call it, and with
+    ``use_local_synchronization=True`` it makes up the name under which ranks meet from the *number* of groups that this
+    process has (torch 2.13, ``_hash_ranks_to_str``). Ranks 0 and 1 of the groups [0, 1] and [1, 2] would wait for each
+    other under two names.
+    """
+    made: Any = dist.ProcessGroup(store, rank, size)
+    made._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    made._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    for set_it in ("_set_group_name", "_set_group_desc"):
+        if hasattr(made, set_it):
+            getattr(made, set_it)(name)
+    return made
+
+
+def group_of_one(name: str) -> Any:
+    """A group with one rank, this one, to try on this torch what works. Local; some milliseconds."""
+    stores: Any = dist  # whose annotations do not name this class
+    return group_around(gloo_backend(stores.HashStore(), 0, 1, 10.0), stores.HashStore(), 0, 1, name)
+
+
+def store_of(group: dist.ProcessGroup) -> Any:
+    """The store that the ranks of ``group`` met on. Raises `ConfigError` where torch does not tell."""
+    if hasattr(group, "get_group_store"):
+        return group.get_group_store()
+    try:
+        return dist.distributed_c10d._world.pg_map[group][1]
+    except (AttributeError, KeyError, IndexError, TypeError):
+        raise ConfigError(
+            f"torch {torch.__version__} does not tell the store of a process group; ddpstats is checked on torch 2.13"
+        ) from None
+
+
+def default_store() -> Any:
+    """The store that all ranks met on."""
+    ask = getattr(dist.distributed_c10d, "_get_default_store", None)
+    world = dist.group.WORLD
+    assert world is not None
+    return store_of(world) if ask is None else ask()
+
+
+def init_method() -> str | None:
+    """The URL at which ``init_process_group`` made the store; None where it was given one, or torch does not tell."""
+    found = getattr(dist.distributed_c10d, "_default_pg_init_method", None)
+    return found if isinstance(found, str) else None
