@@ -94,7 +94,7 @@ def find(group: str, words: str, testimonies: Sequence[Testimony], until: int | 
     if seq is not None:
         return _mismatch(group, words, by_rank, seq)
     for last in (until or 0, max(testimony.count for testimony in testimonies)):
-        missing = [rank for rank, testimony in by_rank.items() if testimony.count < last]
+        missing = [rank for rank, testimony in by_rank.items() if _reached(testimony, until) < last]
         if missing:
             number = min(by_rank[rank].count for rank in missing) + 1
             return _missing(group, words, by_rank, number, missing)
@@ -102,6 +102,12 @@ def find(group: str, words: str, testimonies: Sequence[Testimony], until: int | 
     if until is not None and 0 < len(absent) < len(by_rank):
         return _missing(group, words, by_rank, until, absent)
     return _doubt(group, words, by_rank, judged) if judged else None
+
+
+def _reached(testimony: Testimony, until: int | None) -> int:
+    """The last number that the rank came to: after its last collective, its end."""
+    ended_there = testimony.left == LEFT and testimony.count + 1 == until
+    return testimony.count + ended_there
 
 
 def unexplained(group: str, words: str, seq: int, waited: bool) -> Finding:

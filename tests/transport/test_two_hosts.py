@@ -99,7 +99,7 @@ def test_the_link_goes_down_before_the_first_use(hosts: tuple[str, str, str, str
         assert told["raised"] == "RankMissing", told
         assert told["after_sec"] < TIMEOUT_SEC + SLACK_SEC
     (near, _), (far, _) = said
-    assert near["missing"] == [1]
+    assert near["missing"] == [1], near["text"]
     assert far["missing"] == [0]
     assert "rank 0: serves the store, which does not answer" in far["text"]
 
@@ -124,6 +124,6 @@ def test_the_link_goes_down_before_a_call_that_watches(
         assert told["after_sec"] < TIMEOUT_SEC + SLACK_SEC, told
         assert again["text"] == told["text"]
     (near, _), (far, _) = said
-    assert near["missing"] == [1]
+    assert near["missing"] == [1], near["text"]
     assert far["missing"] == [0]
     assert "this host is cut off: the store does not answer; rank 0 of other hosts" in far["text"]
