@@ -38,7 +38,7 @@ from ddpstats._transport.comm import (
     resolve_group,
     slice_sec,
 )
-from ddpstats._transport.mailbox import PROCESS_ID_BYTES, Mailbox, ProcessId, Verdict
+from ddpstats._transport.mailbox import PROCESS_ID_BYTES, GroupVerdict, Mailbox, ProcessId
 from ddpstats.errors import ConfigError, DdpstatsError, ProtocolMismatch, RankMissing
 
 T = TypeVar("T")
@@ -169,7 +169,7 @@ class Channel:
         except CommFailed as error:
             assert self._mailbox is not None
             reason, grace_sec = str(error), 2 * slice_sec(timeout_sec)
-            verdict = self._mailbox.settle(
+            verdict = self._mailbox.decide_verdict(
                 self._seq(),
                 max(started + timeout_sec, time.monotonic() + grace_sec),
                 lambda missing, dead: self._verdict_text(missing, dead, time.monotonic() - started, reason),
@@ -223,7 +223,7 @@ class Channel:
         """Between two slices of a wait: is there any point in waiting on?"""
         if self._mailbox is None:
             return
-        if self._mailbox.glance(self._seq()) is not None:
+        if self._mailbox.poll_verdict(self._seq()) is not None:
             raise CommFailed("another rank has given up")
         self._look_for_dead()
 
@@ -232,13 +232,13 @@ class Channel:
         if dead:
             raise CommFailed(f"the process of {self._named(dead)} is gone")
 
-    def _broken(self, verdict: Verdict) -> RankMissing:
+    def _broken(self, verdict: GroupVerdict) -> RankMissing:
         self._error = self._missing(verdict)
         if self._comm is not None:
             self._comm.close()
         return self._error
 
-    def _missing(self, verdict: Verdict) -> RankMissing:
+    def _missing(self, verdict: GroupVerdict) -> RankMissing:
         return RankMissing(verdict.message, missing_ranks=verdict.missing, group=self.group_name)
 
     def _named(self, ranks: Iterable[int]) -> str:

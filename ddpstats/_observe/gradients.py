@@ -82,7 +82,7 @@ class GradientWatch:
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
         self.sees_local = not any(_is_sharded(parameter) for parameter in self.parameters)
-        self.arrivals: list[Arrivals] = []
+        self.arrivals: list[BackwardNorms] = []
         self.bad = False
         self.observer: Callable[[list[Tensor], list[Tensor]], None] | None = None
         self._module = module
@@ -94,7 +94,7 @@ class GradientWatch:
         self._communicates: bool | None = None  # in its backward passes, by itself
         self._early = _EarlyHooks(self)
         self._active = False
-        self._micro = _Running()
+        self._micro = _WatchedMicroBatch()
 
     def begin(self) -> None:
         """From now on gradients are measured: a micro-batch begins."""
@@ -103,11 +103,11 @@ class GradientWatch:
         if self._replicas is None:
             self._replicas = replicas_in(self._module)
             inner = unwrapped(self._module)
-            self._handles.append(inner.register_forward_pre_hook(_ForwardHook(self, inner)))
+            self._handles.append(inner.register_forward_pre_hook(_ForwardBegins(self, inner)))
         self._early.update()
         if self.arrivals and not self._replicas:
             self.arrivals[-1].note_reduction()
-        self._micro = _Running(at_once=self._has_to_be_quick(self._replicas), start=issued())
+        self._micro = _WatchedMicroBatch(at_once=self._has_to_be_quick(self._replicas), start=issued())
         self._active = True
 
     def end(self) -> None:
@@ -119,8 +119,8 @@ class GradientWatch:
         self._static_graph_known = self._static_graph_known or any(one.exchanged for one in micro.passes)
         if micro.passes:
             self._communicates = bool(self._communicates) or any(one.issued for one in micro.passes)
-        self.arrivals.append(Arrivals(micro.passes, self._place, micro.local, self._replicas or []))
-        self._micro = _Running()
+        self.arrivals.append(BackwardNorms(micro.passes, self._place, micro.local, self._replicas or []))
+        self._micro = _WatchedMicroBatch()
 
     def forget(self) -> None:
         """The step is over."""
@@ -138,7 +138,7 @@ class GradientWatch:
 
     def _hook(self) -> None:
         """Parameters are hooked when they first want a gradient: a frozen one takes no hook."""
-        arrived = _Hook(self)
+        arrived = _ArrivalHook(self)
         frozen = []
         for parameter in self._unhooked:
             if parameter.requires_grad:
@@ -193,17 +193,17 @@ class GradientWatch:
         else:
             micro.waiting.append(parameter)
 
-    def _note_task(self, micro: _Running) -> None:
+    def _note_task(self, micro: _WatchedMicroBatch) -> None:
         task = graph_task()
         if task not in micro.tasks:
             if not micro.tasks:
                 micro.close_pass()
-                micro.passes.append(_Pass(micro.first))
+                micro.passes.append(_BackwardPass(micro.first))
             micro.tasks.add(task)
             if queue_callback is not None:
                 queue_callback(lambda: self._task_ends(micro, task))
 
-    def _task_ends(self, micro: _Running, task: int) -> None:
+    def _task_ends(self, micro: _WatchedMicroBatch, task: int) -> None:
         self._measure_waiting()
         micro.tasks.discard(task)
         if not micro.tasks:
@@ -258,7 +258,7 @@ class GradientWatch:
         self._micro.local.update(kept)
 
 
-class _Hook:
+class _ArrivalHook:
     """Of every parameter; must not keep the watch alive."""
 
     def __init__(self, watch: GradientWatch) -> None:
@@ -270,7 +270,7 @@ class _Hook:
             watch._arrived(parameter)
 
 
-class _ForwardHook(ModuleHook):
+class _ForwardBegins(ModuleHook):
     """Of the module inside, and of no copy of it; must not keep the watch alive."""
 
     def __init__(self, watch: GradientWatch, module: nn.Module) -> None:
@@ -343,11 +343,11 @@ def _put_first(hooks: Any, number: int) -> None:
 
 def _has_foreign_hooks(parameter: Tensor) -> bool:
     hooks = accumulated_hooks(parameter)
-    return len(hooks) > 1 and not all(isinstance(hook, _Hook) for hook in hooks.values())
+    return len(hooks) > 1 and not all(isinstance(hook, _ArrivalHook) for hook in hooks.values())
 
 
 @dataclass
-class _Pass:
+class _BackwardPass:
     """One backward pass: whose gradients it brought, how large; whether they are reduced afterwards.
 
     Attributes:
@@ -379,7 +379,7 @@ class _Early:
 
 
 @dataclass
-class _Running:
+class _WatchedMicroBatch:
     """A micro-batch under way.
 
     Attributes:
@@ -394,7 +394,7 @@ class _Running:
     at_once: bool = False
     start: Counts = field(default_factory=dict)
     first: int = 0
-    passes: list[_Pass] = field(default_factory=list)
+    passes: list[_BackwardPass] = field(default_factory=list)
     tasks: set[int] = field(default_factory=set)
     waiting: list[Tensor] = field(default_factory=list)
     local: dict[int, Tensor] = field(default_factory=dict)
@@ -416,12 +416,12 @@ class _Running:
             self.passes[-1].issued, self.passes[-1].end = since(self.start), issued()
 
 
-class Arrivals:
+class BackwardNorms:
     """What one micro-batch's backward passes brought: whose gradients, how large. Read when there is a reason to."""
 
     def __init__(
         self,
-        passes: list[_Pass],
+        passes: list[_BackwardPass],
         place: dict[int, int],
         local: dict[int, Tensor],
         replicas: Sequence[nn.parallel.DistributedDataParallel],
@@ -502,7 +502,7 @@ def _most_collectives(replica: nn.parallel.DistributedDataParallel, group: Any, 
     return reductions * (bucket_count(replica) + int(replica.find_unused_parameters))
 
 
-def _bad_places(one: _Pass, place: dict[int, int]) -> list[int]:
+def _bad_places(one: _BackwardPass, place: dict[int, int]) -> list[int]:
     order: dict[int, None] = {}
     for parameters, norms in one.measured:
         finite = norms.isfinite().tolist()

@@ -131,7 +131,7 @@ def is_in_checkpoint() -> bool:
 # -- call sites -------------------------------------------------------------------------------------------------------
 
 
-class Site:
+class CallSite:
     """A line of the user's program; spelled out only when somebody reads it."""
 
     __slots__ = ("code", "line")
@@ -175,5 +175,5 @@ def calling_frame(depth: int) -> tuple[FrameType | None, bool, bool]:
     return frame, by_torch or frame is None, is_api
 
 
-def site_of(frame: FrameType | None) -> Site | NoSite:
-    return _NO_SITE if frame is None else Site(frame.f_code, frame.f_lineno)
+def site_of(frame: FrameType | None) -> CallSite | NoSite:
+    return _NO_SITE if frame is None else CallSite(frame.f_code, frame.f_lineno)

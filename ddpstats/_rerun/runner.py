@@ -35,7 +35,7 @@ WIDER = {"fp32": torch.float32, "fp64": torch.float64}
 
 
 @dataclass(frozen=True)
-class Settings:
+class RunSettings:
     """How to run: ``precision`` is captured, amp, fp32 or fp64."""
 
     device: torch.device
@@ -68,7 +68,7 @@ class Runner:
         whose: the micro-batches are, for messages.
     """
 
-    def __init__(self, module: nn.Module, step: Step, name: str, settings: Settings, whose: str) -> None:
+    def __init__(self, module: nn.Module, step: Step, name: str, settings: RunSettings, whose: str) -> None:
         self._module, self._step, self._name, self._settings, self._whose = module, step, name, settings, whose
 
     def batch(self, packet: Packet) -> Any:

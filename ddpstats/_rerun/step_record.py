@@ -86,7 +86,7 @@ class StepRecord:
         self.copies = False
         self._current: MicroBatch | None = None
         self._copies = BufferCopies(module)
-        self._handle = module.register_forward_pre_hook(_ForwardHook(self, module), prepend=True)
+        self._handle = module.register_forward_pre_hook(_RecordHook(self, module), prepend=True)
 
     @property
     def device(self) -> torch.device:
@@ -133,7 +133,7 @@ class StepRecord:
         self.buffers = self._copies.take()
 
 
-class _ForwardHook(ModuleHook):
+class _RecordHook(ModuleHook):
     """Tells the record that its module, and no copy of it, is about to run."""
 
     def __init__(self, record: StepRecord, module: torch.nn.Module) -> None:

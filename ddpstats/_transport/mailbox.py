@@ -1,15 +1,15 @@
 """One event, one verdict: what ranks tell each other through the store when no collective can be trusted.
 
 1. `meet`: at the first use of a group every rank says that it is there, before any collective is tried.
-2. `glance`: a rank that has waited for a while in a collective posts that it waits, and looks for a verdict and for
-   ranks that died: on one host, a process that no longer exists is known at once.
-3. `settle`: a rank whose collective failed watches who else waits. Who does not is missing. The first rank to reach a
-   conclusion writes the verdict; all others, and a late one at its next call, raise that text.
+2. `poll_verdict`: a rank that has waited for a while in a collective posts that it waits, and looks for a verdict and
+   for ranks that died: on one host, a process that no longer exists is known at once.
+3. `decide_verdict`: a rank whose collective failed watches who else waits. Who does not is missing. The first rank to
+   reach a conclusion writes the verdict; all others, and a late one at its next call, raise that text.
 
 The store is a helper here, never a dependency. Where it is gone or silent, each rank says what it knows alone, in words
 that others who know the same would choose as well: who served the store, if nobody does any more; else whose process
 on this host is gone; else which ranks are on other hosts, for it is then this one that is cut off. `board` keeps what
-the first rank of a host concluded for its other ranks. Where nobody can be named, `Verdict.missing` is empty.
+the first rank of a host concluded for its other ranks. Where nobody can be named, `GroupVerdict.missing` is empty.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ PROCESS_ID_BYTES = _PROCESS_ID.size
 
 
 @dataclass(frozen=True)
-class Verdict:
+class GroupVerdict:
     """What all ranks raise. ``missing``: global ranks; empty where nobody can be named."""
 
     missing: tuple[int, ...]
@@ -102,7 +102,7 @@ class Mailbox:
         self._board: Board | None = None
         self._looked, self._absent = time.monotonic(), set[int]()
 
-    def meet(self, timeout_sec: float, slice_sec: float, describe: Describe) -> Verdict | None:
+    def meet(self, timeout_sec: float, slice_sec: float, describe: Describe) -> GroupVerdict | None:
         """Say that this rank is there and wait for all others; a verdict if some did not come in time, or cannot."""
         deadline = time.monotonic() + timeout_sec
         everyone = [f"here/{rank}" for rank in self.ranks]
@@ -126,13 +126,13 @@ class Mailbox:
         except STORE_ERRORS as error:
             return self._without_store(error, describe)
 
-    def glance(self, seq: int, limit_sec: float = _GLANCE_SEC) -> Verdict | None:
+    def poll_verdict(self, seq: int, limit_sec: float = _GLANCE_SEC) -> GroupVerdict | None:
         """Post that this rank waits in its ``seq``-th collective; the verdict, if one is due or written."""
         try:
             with self.store.within(limit_sec):
                 self._post_waiting(seq)
                 return self.read()
-        except STORE_ERRORS:  # the collective itself may still succeed; if not, `settle` reports the store
+        except STORE_ERRORS:  # the collective itself may still succeed; if not, `decide_verdict` reports the store
             return self._posted()
 
     def dead_peers(self) -> set[int]:
@@ -146,15 +146,15 @@ class Mailbox:
             pass
         return dead
 
-    def settle(self, seq: int, deadline: float, describe: Describe) -> Verdict:
+    def decide_verdict(self, seq: int, deadline: float, describe: Describe) -> GroupVerdict:
         """The verdict on the failed ``seq``-th collective; ends at ``deadline`` (time.monotonic) at the latest."""
         try:
             with self.store.within(max(_GLANCE_SEC, deadline - time.monotonic())):
-                return self._settle(seq, deadline, describe)
+                return self._decide_verdict(seq, deadline, describe)
         except STORE_ERRORS as error:
             return self._without_store(error, describe)
 
-    def _settle(self, seq: int, deadline: float, describe: Describe) -> Verdict:
+    def _decide_verdict(self, seq: int, deadline: float, describe: Describe) -> GroupVerdict:
         self._post_waiting(seq)
         while True:
             written = self.read()
@@ -170,7 +170,7 @@ class Mailbox:
                 return self._write(missing, [], describe)
             time.sleep(_POLL_SEC)
 
-    def leave(self, describe: Describe) -> Verdict:
+    def leave(self, describe: Describe) -> GroupVerdict:
         """Say that this rank is the one that others will miss."""
         try:
             with self.store.within(_LEAVE_SEC):
@@ -178,18 +178,18 @@ class Mailbox:
         except STORE_ERRORS as error:
             return self._without_store(error, describe)
 
-    def announce(self, message: str) -> Verdict:
+    def announce(self, message: str) -> GroupVerdict:
         """Say that this rank takes no further part. The words of the first rank that did so become the verdict."""
-        mine = _spell(Verdict((self.rank,), message))
+        mine = _spell(GroupVerdict((self.rank,), message))
         try:
             with self.store.within(_LEAVE_SEC):
                 first = _parse(self.store.compare_set("announced", "", mine))
                 self._write(list(first.missing), [], lambda missing, dead: first.message)
         except STORE_ERRORS:
-            return Verdict((self.rank,), message)
+            return GroupVerdict((self.rank,), message)
         return first
 
-    def announced(self) -> Verdict | None:
+    def announced(self) -> GroupVerdict | None:
         """What the first rank said that took no further part; never waits for it, and no error without the store."""
         try:
             with self.store.within(_GLANCE_SEC):
@@ -197,17 +197,17 @@ class Mailbox:
         except STORE_ERRORS:
             return None
 
-    def read(self) -> Verdict | None:
+    def read(self) -> GroupVerdict | None:
         """The verdict, if some rank has written one; never waits for it."""
         if not self.store.check(["verdict"]):
             return None
         return self._keep(_parse(self.store.get("verdict")))
 
-    def _write(self, missing: list[int], dead: list[int], describe: Describe) -> Verdict:
-        mine = Verdict(tuple(missing), describe(tuple(missing), tuple(dead)))
+    def _write(self, missing: list[int], dead: list[int], describe: Describe) -> GroupVerdict:
+        mine = GroupVerdict(tuple(missing), describe(tuple(missing), tuple(dead)))
         return self._keep(_parse(self.store.compare_set("verdict", "", _spell(mine))))
 
-    def _keep(self, verdict: Verdict) -> Verdict:
+    def _keep(self, verdict: GroupVerdict) -> GroupVerdict:
         """For ranks of this host that come when the store is gone, with the rank that serves it."""
         if self._board is not None and self.store.host_rank is not None:
             self._board.post(_spell(verdict))
@@ -225,7 +225,7 @@ class Mailbox:
             return self._gone() | (absent & seen_before)
         return self._gone()
 
-    def _without_the_dead(self, describe: Describe) -> Verdict | None:
+    def _without_the_dead(self, describe: Describe) -> GroupVerdict | None:
         """While ranks meet: the verdict, if one of them cannot come any more."""
         if time.monotonic() - self._looked < _LOOK_SEC:
             return None
@@ -261,7 +261,7 @@ class Mailbox:
 
     # -- without the store --------------------------------------------------------------------------------------------
 
-    def _posted(self) -> Verdict | None:
+    def _posted(self) -> GroupVerdict | None:
         """What another rank of this host concluded."""
         try:
             text = None if self._board is None else self._board.read()
@@ -269,12 +269,12 @@ class Mailbox:
         except ValueError:
             return None
 
-    def _without_store(self, error: BaseException, describe: Describe) -> Verdict:
+    def _without_store(self, error: BaseException, describe: Describe) -> GroupVerdict:
         if isinstance(error, ConfigError):  # it never was one that ranks can meet in
             raise error
         missing, dead, why = self._known_alone(error)
         text = (self.describe_lost or describe)(missing, dead)
-        mine = Verdict(missing, f"{text}\nThe store, which could tell who is missing, does not answer: {why}")
+        mine = GroupVerdict(missing, f"{text}\nThe store, which could tell who is missing, does not answer: {why}")
         return self._posted() or _parse((self._board and self._board.post(_spell(mine))) or _spell(mine))
 
     def are_elsewhere(self, ranks: Iterable[int]) -> bool:
@@ -322,11 +322,11 @@ def _growing_polls(longest_sec: float) -> Iterator[float]:
         poll_sec = min(1.5 * poll_sec, longest_sec)
 
 
-def _spell(verdict: Verdict) -> str:
+def _spell(verdict: GroupVerdict) -> str:
     return json.dumps({"missing": verdict.missing, "message": verdict.message})
 
 
-def _parse(payload: bytes | str) -> Verdict:
+def _parse(payload: bytes | str) -> GroupVerdict:
     """Read a verdict from the store; raises ValueError for anything else."""
     if len(payload) > _MAX_VERDICT_BYTES:
         raise ValueError("the verdict in the store is too long to be one")
@@ -336,7 +336,7 @@ def _parse(payload: bytes | str) -> Verdict:
     missing = found.get("missing")
     if not isinstance(missing, list) or not all(type(rank) is int for rank in missing):
         raise ValueError("the verdict in the store names no ranks")
-    return Verdict(tuple(missing), found["message"])
+    return GroupVerdict(tuple(missing), found["message"])
 
 
 def _machine() -> bytes:

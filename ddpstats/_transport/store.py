@@ -191,7 +191,7 @@ class _Connection:
                 self._running, self._worker = None, _Worker()
 
 
-class _Here(_Connection):
+class _InThisProcess(_Connection):
     """A store in the memory of this process, which threads that play ranks share: it answers at once."""
 
     def __init__(self, store: Any) -> None:
@@ -292,5 +292,7 @@ def bounded(store: Any) -> BoundedStore:
         return store
     made = BoundedStore.__new__(BoundedStore)
     made.host_rank, made.limit_sec, made._prefix = None, LIMIT_SEC, ""
-    made._connection = _Here(store) if type(store).__name__ == "HashStore" else _Connection(lambda: store, None)
+    made._connection = (
+        _InThisProcess(store) if type(store).__name__ == "HashStore" else _Connection(lambda: store, None)
+    )
     return made

@@ -12,12 +12,12 @@ from ddpstats._base.lazy import lazy_names
 if TYPE_CHECKING:
     from ddpstats._rerun.step_record import MicroBatch as MicroBatch
     from ddpstats.capture._capture import NaNCapture as NaNCapture
-    from ddpstats.capture._verdict import Verdict as Verdict
+    from ddpstats.capture._verdict import CaptureVerdict as CaptureVerdict
 
 _HOME_OF = {
     "MicroBatch": "_rerun.step_record",
     "NaNCapture": "capture._capture",
-    "Verdict": "capture._verdict",
+    "CaptureVerdict": "capture._verdict",
 }
 
 __all__ = sorted(_HOME_OF)

@@ -34,15 +34,15 @@ from ddpstats._base.containers import walk
 from ddpstats._base.wording import listed
 from ddpstats._observe.gradients import NO_GRADIENT
 from ddpstats._rerun.attribution import Cause, attempt, cause_of, from_rank_on
-from ddpstats._rerun.runner import Settings, alone
+from ddpstats._rerun.runner import RunSettings, alone
 from ddpstats._rerun.serialize import from_plain
 from ddpstats._transport.comm import patience_sec
 from ddpstats.capture._bundle import Bundle
-from ddpstats.capture._parts import Source
+from ddpstats.capture._parts import PartSource
 from ddpstats.capture._publish import Bundling
 from ddpstats.capture._rank_part import RankPart
 from ddpstats.capture._rerun import Outcome, Rerun
-from ddpstats.capture._verdict import Finding
+from ddpstats.capture._verdict import CaptureFinding
 from ddpstats.errors import ConfigError
 
 _NAME = "NaNCapture.check: the step once more"
@@ -58,8 +58,8 @@ _SLOWER_GPU_FP64 = 32.0  # few of them compute in float64 at more than a small p
 def attribute_cause(
     module: nn.Module,
     step_fn: Callable[[nn.Module, Any], Tensor],
-    source: Source,
-    finding: Finding,
+    source: PartSource,
+    finding: CaptureFinding,
     bundling: Bundling,
 ) -> str | None:
     """The cause in words; None where no rank is the culprit. Collective: two gathers, one where the first one tells.
@@ -98,7 +98,7 @@ class _Runner:
         module: nn.Module,
         step_fn: Callable[[nn.Module, Any], Tensor],
         content: Callable[[], dict[str, Any]],
-        source: Source,
+        source: PartSource,
     ) -> None:
         self._module, self._step_fn, self._content, self._source = module, step_fn, content, source
         self._device = next(module.parameters()).device
@@ -144,7 +144,7 @@ class _Runner:
     def _run(self, part: RankPart, precision: str) -> Outcome:
         with alone("step_fn", self._device):
             model, parameters = copy.deepcopy(self._module), self._source.parameters()
-            outcome = Rerun(model, self._step_fn, part, parameters, Settings(self._device, precision)).run()
+            outcome = Rerun(model, self._step_fn, part, parameters, RunSettings(self._device, precision)).run()
         if outcome.error is not None:
             raise outcome.error
         return outcome

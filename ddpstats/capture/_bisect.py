@@ -23,7 +23,7 @@ from ddpstats._base.containers import walk
 from ddpstats._base.wording import dtype_name
 from ddpstats.capture._rerun import Observer, Outcome, Rerun
 from ddpstats.capture._tensor_stats import TensorStats, nan_and_inf
-from ddpstats.capture._tracer import OPERATION, PUT, SOURCE, Mark, Origin, Tracer
+from ddpstats.capture._tracer import OPERATION, PUT, SOURCE, Mark, OperationTracer, TracedOrigin
 from ddpstats.errors import ConfigError
 
 _SHOWN_STEPS = 4
@@ -83,7 +83,7 @@ class _Observing(Observer):
 
     def __init__(self, rerun: Rerun) -> None:
         self._model = rerun.model
-        self._tracer = Tracer(rerun.model)
+        self._tracer = OperationTracer(rerun.model)
         self.found: tuple[str, Mark | None] | None = None
 
     def begin(self, place: int, batch: Any) -> None:
@@ -117,7 +117,7 @@ class _Observing(Observer):
 # -- in words ---------------------------------------------------------------------------------------------------------
 
 
-def _headline(origin: Origin) -> str:
+def _headline(origin: TracedOrigin) -> str:
     if origin.kind == SOURCE:
         stats = origin.outputs[0]
         where = f", element {list(stats.first)}" if stats.first else ""
@@ -149,7 +149,7 @@ def _details(mark: Mark) -> list[str]:
     return lines + _path_lines(mark)
 
 
-def module_words(origin: Origin) -> str:
+def module_words(origin: TracedOrigin) -> str:
     """Whose forward pass it was."""
     module = origin.place.module
     if module is None and not origin.place.frames and origin.backward is not None:
@@ -160,7 +160,7 @@ def module_words(origin: Origin) -> str:
     return f"module {name} ({kind})" if name else f"the model itself ({kind})"
 
 
-def _frame_lines(origin: Origin) -> list[str]:
+def _frame_lines(origin: TracedOrigin) -> list[str]:
     lines = []
     for file, number, function in origin.place.frames:
         lines.append(f'    File "{file}", line {number}, in {function}')
@@ -169,7 +169,7 @@ def _frame_lines(origin: Origin) -> list[str]:
     return lines
 
 
-def _is_overflow(origin: Origin) -> bool:
+def _is_overflow(origin: TracedOrigin) -> bool:
     return any(one.dtype in _LOW_PRECISION and one.infs for one in origin.outputs)
 
 
@@ -187,7 +187,7 @@ def _capped(steps: list[str]) -> list[str]:
     return [*found[:_SHOWN_STEPS], f"({len(found) - 2 * _SHOWN_STEPS} more)", *found[-_SHOWN_STEPS:]]
 
 
-def _origin_json(origin: Origin) -> dict[str, Any]:
+def _origin_json(origin: TracedOrigin) -> dict[str, Any]:
     module = origin.place.module
     return {
         "kind": origin.kind,

@@ -36,11 +36,11 @@ from ddpstats._rerun.step_record import MicroBatch, StepRecord
 from ddpstats.capture._attribution import attribute_cause
 from ddpstats.capture._bundle import bundle_name
 from ddpstats.capture._local_bundle import finish_alone, write_alone_part
-from ddpstats.capture._parts import Source
+from ddpstats.capture._parts import PartSource
 from ddpstats.capture._peers import Peers
 from ddpstats.capture._publish import Bundling
 from ddpstats.capture._step_report import report_of
-from ddpstats.capture._verdict import Finding, Policy, Report, Verdict, find
+from ddpstats.capture._verdict import CaptureFinding, CaptureVerdict, Policy, Report, find
 from ddpstats.errors import BundleError, ConfigError
 
 _logger = logging.getLogger("ddpstats")
@@ -111,9 +111,9 @@ class NaNCapture:
         self._step_fn = step_fn if attribute else None
         self._watch = GradientWatch(model)
         self._record = StepRecord(unwrapped(model))
-        self._source = Source(self._watch, self._record, optimizer, scheduler, scaler, store_batch)
+        self._source = PartSource(self._watch, self._record, optimizer, scheduler, scaler, store_batch)
         self._peers = Peers(channel_of(group))
-        self._running: _Running | None = None
+        self._running: _RunningMicroBatch | None = None
         self._step = 0
         self._scaler_skips = 0
         self._captured_before = False  # in the step before this one
@@ -128,7 +128,7 @@ class NaNCapture:
         """The number of the step under way: counted from 0, or on from what `check` was last told."""
         return self._step
 
-    def micro_batch(self, batch: Any) -> _Running:
+    def micro_batch(self, batch: Any) -> _RunningMicroBatch:
         """A context manager around the forward and backward pass of one micro-batch. Local.
 
         It gives a `MicroBatch`, whose ``loss`` the caller may set: replay then compares it.
@@ -141,10 +141,10 @@ class NaNCapture:
             ConfigError: inside another micro-batch, or after `close`.
             RankMissing: in place of the broken connection's error, where another rank raised inside its micro-batch.
         """
-        return _Running(self, batch)
+        return _RunningMicroBatch(self, batch)
 
     @breaks_graph
-    def check(self, *, step: int | None = None) -> Verdict:
+    def check(self, *, step: int | None = None) -> CaptureVerdict:
         """Judge the step: after the last ``backward()`` (and ``scaler.unscale_``), before ``optimizer.step()``.
 
         Collective: every rank of the group must call, once per optimizer step. One small all_reduce where all is well.
@@ -167,7 +167,7 @@ class NaNCapture:
             self._agree_on_settings()
         count, _ = count_ranks("NaNCapture.check", self._look(), self._group)
         try:
-            verdict = self._settle() if count else Verdict(self._step)
+            verdict = self._settle() if count else CaptureVerdict(self._step)
         finally:
             self._forget()
         if not count:
@@ -188,7 +188,7 @@ class NaNCapture:
 
     # -- one micro-batch ----------------------------------------------------------------------------------------------
 
-    def _begin(self, running: _Running, batch: Any) -> MicroBatch:
+    def _begin(self, running: _RunningMicroBatch, batch: Any) -> MicroBatch:
         if self._closed or self._running is not None:
             raise ConfigError(f"micro_batch() {'after close()' if self._closed else 'inside another micro_batch()'}")
         self._peers.refuse_if_ended()
@@ -268,7 +268,7 @@ class NaNCapture:
         refuse_differences(told, "NaNCapture", "Every rank must make it alike.")
         self._settings_agreed = True
 
-    def _settle(self) -> Verdict:
+    def _settle(self) -> CaptureVerdict:
         """Some rank saw something: all tell what, and do the same."""
         told = self._gathered(self._told, "what each rank saw")
         _refuse_problems(told)
@@ -284,7 +284,7 @@ class NaNCapture:
             _logger.error("%s", verdict.message)
         return verdict
 
-    def _captured_again(self, finding: Finding) -> Verdict:
+    def _captured_again(self, finding: CaptureFinding) -> CaptureVerdict:
         """The step before was captured: what follows from it would only push the first bundle out."""
         return finding.verdict(self._policy, None, ("Not captured: the step before this one was.",))
 
@@ -293,7 +293,7 @@ class NaNCapture:
         found = gather_trees(tree, name=f"NaNCapture.check: {what}", group=self._group, dedicated_buffer=True)
         return dict(zip(self._peers.ranks, found, strict=True))
 
-    def _captured(self, finding: Finding) -> Verdict:
+    def _captured(self, finding: CaptureFinding) -> CaptureVerdict:
         """Write a bundle, look for the cause, and say all of it."""
         # By itself, once all ranks are known to be fit: it may gather parameters over the program's own group.
         details = self._gathered(lambda: {"when": int(time.time()), **self._source.summary()}, "what each rank holds")
@@ -323,7 +323,7 @@ class NaNCapture:
         self._source.forget()
 
 
-class _Running(Running[MicroBatch]):
+class _RunningMicroBatch(Running[MicroBatch]):
     def __init__(self, capture: NaNCapture, batch: Any) -> None:
         super().__init__(capture, batch)
         self._capture = capture

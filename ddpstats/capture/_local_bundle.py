@@ -23,7 +23,7 @@ from ddpstats.capture._bundle import (
     write_manifest,
     write_part,
 )
-from ddpstats.capture._parts import Source, plain_ranks, versions
+from ddpstats.capture._parts import PartSource, plain_ranks, versions
 from ddpstats.capture._peers import Peers
 
 _logger = logging.getLogger("ddpstats")
@@ -54,7 +54,7 @@ class AlonePart:
 
 def write_alone_part(
     directory: Path,
-    source: Source,
+    source: PartSource,
     error: Exception,
     step: int,
     peers: Peers,
@@ -85,7 +85,7 @@ def write_alone_part(
         return replace(part, problem=f"{type(problem).__name__}: {problem}")
 
 
-def finish_alone(part: AlonePart, source: Source) -> str:
+def finish_alone(part: AlonePart, source: PartSource) -> str:
     """The parameters and the manifest; older bundles of this rank's go. Local; never raises. A line about it."""
     if part.directory is None:
         return f"ddpstats: the state of this step could not be written: {part.problem}"
@@ -101,7 +101,7 @@ def finish_alone(part: AlonePart, source: Source) -> str:
     return f"ddpstats: the batch, the random state and the parameters of this step: {part.directory}"
 
 
-def _alone_model(part: AlonePart, directory: Path, source: Source) -> tuple[dict[str, Written], list[str]]:
+def _alone_model(part: AlonePart, directory: Path, source: PartSource) -> tuple[dict[str, Written], list[str]]:
     """The file with the parameters; or none, and why."""
     if source.needs_peers:
         return {}, [f"{NO_PARAMETERS}they are sharded, and one rank alone cannot gather them"]

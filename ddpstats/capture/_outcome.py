@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ddpstats._base.wording import listed
 from ddpstats._observe.gradients import norm_kind
-from ddpstats._rerun.runner import Settings
+from ddpstats._rerun.runner import RunSettings
 from ddpstats.capture._manifest import Manifest
 from ddpstats.capture._rank_part import RankPart
 from ddpstats.capture._rerun import Outcome
@@ -24,7 +24,7 @@ _EQUAL = "equal"
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ReplayComparison:
     """``equal``, or ``differ: ...``, or ``not compared: ...``."""
 
     losses: str
@@ -32,12 +32,12 @@ class Comparison:
     gradients: str
 
 
-def compare(part: RankPart, outcome: Outcome, settings: Settings, names: Sequence[str]) -> Comparison:
+def compare(part: RankPart, outcome: Outcome, settings: RunSettings, names: Sequence[str]) -> ReplayComparison:
     """Against the capture. ``names``: of the module's parameters, in its order."""
     if settings.precision != "captured":
         why = f"not compared: --precision {settings.precision}"
-        return Comparison(why, why, why)
-    return Comparison(
+        return ReplayComparison(why, why, why)
+    return ReplayComparison(
         _compare_losses(part, outcome),
         _compare_norms(part, outcome, settings, names),
         _compare_gradients(part, outcome),
@@ -63,7 +63,7 @@ def _value(loss: Tensor) -> str:
     return repr(loss.item()) if loss.numel() == 1 else f"a tensor of shape {tuple(loss.shape)}"
 
 
-def _compare_norms(part: RankPart, outcome: Outcome, settings: Settings, names: Sequence[str]) -> str:
+def _compare_norms(part: RankPart, outcome: Outcome, settings: RunSettings, names: Sequence[str]) -> str:
     pairs = [
         (micro.norms, now)
         for micro, now in zip(part.micro_batches, outcome.norms, strict=False)
@@ -131,11 +131,11 @@ class Replayed:
     bundle: str
     manifest: Manifest
     part: RankPart
-    settings: Settings
+    settings: RunSettings
     notes: list[str]
     outcomes: list[Outcome]
     reproduced: list[bool]
-    comparison: Comparison
+    comparison: ReplayComparison
     collectives: Mapping[str, int]
     bisected: Any = None
 
@@ -187,7 +187,7 @@ def _counted(count: int, word: str) -> str:
     return f"{count} {word}" if count == 1 else f"{count} {word}{'es' if word.endswith('ch') else 's'}"
 
 
-def _precision_words(settings: Settings) -> str:
+def _precision_words(settings: RunSettings) -> str:
     if settings.precision != "amp" or settings.amp_dtype is None:
         return settings.precision
     return f"amp ({settings.amp_dtype})"

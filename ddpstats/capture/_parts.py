@@ -25,7 +25,7 @@ _RANDOM_BYTES = 1 << 14  # about what the states of the generators take
 _ENVIRONMENT = ("CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG", "OMP_NUM_THREADS", "NCCL_ALGO", "NCCL_PROTO")
 
 
-class Source:
+class PartSource:
     """Where the parts come from. Local, but for `summary` where parameters are sharded: that is collective."""
 
     def __init__(

@@ -31,9 +31,9 @@ from ddpstats.capture._bundle import (
     write_manifest,
     write_part,
 )
-from ddpstats.capture._parts import Source, plain_ranks, versions
+from ddpstats.capture._parts import PartSource, plain_ranks, versions
 from ddpstats.capture._peers import Peers
-from ddpstats.capture._verdict import Finding, Verdict
+from ddpstats.capture._verdict import CaptureFinding, CaptureVerdict
 from ddpstats.errors import RankMissing
 
 _logger = logging.getLogger("ddpstats")
@@ -55,7 +55,7 @@ class Bundling:
         max_bytes: int | None,
         group: Any,
         peers: Peers,
-        finding: Finding,
+        finding: CaptureFinding,
         details: Mapping[int, Mapping[str, Any]],
     ) -> None:
         self._keep, self.group, self.peers, self._finding = keep, group, peers, finding
@@ -70,7 +70,7 @@ class Bundling:
         self._unmade: str | None = None
         self._results: dict[int, dict[str, Any]] = {}
 
-    def write_parts(self, source: Source) -> None:
+    def write_parts(self, source: PartSource) -> None:
         """Write this rank's files; learn of the others'. Collective."""
         if self._fits:
             self._make_directory(source)
@@ -104,7 +104,7 @@ class Bundling:
         lines = [f"The bundle is incomplete: {self.directory}"]
         return (*lines, *(f"  rank {rank}: {why}" for rank, why in missing.items()))
 
-    def finish(self, verdict: Verdict) -> Verdict:
+    def finish(self, verdict: CaptureVerdict) -> CaptureVerdict:
         """Write the manifest, drop old bundles. Collective. An incomplete bundle is a reason to stop."""
         if not self._fits:
             return verdict
@@ -118,7 +118,7 @@ class Bundling:
             return verdict
         return _stopping(verdict, *([] if told is None else [told]))
 
-    def amended(self, verdict: Verdict) -> Verdict:
+    def amended(self, verdict: CaptureVerdict) -> CaptureVerdict:
         """``verdict``, after `finish`; the manifest gets its message. Local; where that fails it keeps the old one."""
         if self.directory is not None and self.peers.rank == self._lowest:
             problem = self._write_manifest(self.directory, verdict.message, self._missing())
@@ -128,7 +128,7 @@ class Bundling:
 
     # -- the directory ------------------------------------------------------------------------------------------------
 
-    def _make_directory(self, source: Source) -> None:
+    def _make_directory(self, source: PartSource) -> None:
         """Collective: all have the same one afterwards, or none, and why."""
         made = self._made() if self.peers.rank == self._lowest else None
         try:
@@ -159,7 +159,7 @@ class Bundling:
 
     # -- the files ----------------------------------------------------------------------------------------------------
 
-    def _written(self, directory: Path, source: Source) -> dict[str, Any]:
+    def _written(self, directory: Path, source: PartSource) -> dict[str, Any]:
         """What this rank wrote, or why not."""
         rank, files = self.peers.rank, {}
         try:
@@ -251,7 +251,7 @@ class Bundling:
             _logger.warning("%s", problem)
 
 
-def _stopping(verdict: Verdict, *lines: str) -> Verdict:
+def _stopping(verdict: CaptureVerdict, *lines: str) -> CaptureVerdict:
     text = "\n".join(
         [verdict.message, *lines, "A bundle that is not complete stops the run, whatever on_nonfinite says."]
     )

@@ -28,7 +28,7 @@ from ddpstats.errors import BundleError, ConfigError
 if TYPE_CHECKING:
     import torch
 
-    from ddpstats._rerun.runner import Settings
+    from ddpstats._rerun.runner import RunSettings
     from ddpstats.capture._bundle import Bundle
     from ddpstats.capture._outcome import Replayed
     from ddpstats.capture._rank_part import RankPart
@@ -121,15 +121,15 @@ def _rank(bundle: Bundle, wanted: str) -> int:
     return int(wanted)
 
 
-def _settings(args: argparse.Namespace, part: RankPart) -> Settings:
+def _settings(args: argparse.Namespace, part: RankPart) -> RunSettings:
     import torch
 
-    from ddpstats._rerun.runner import Settings
+    from ddpstats._rerun.runner import RunSettings
 
     if args.amp_dtype is not None and args.precision != "amp":
         raise ConfigError(f"--amp-dtype {args.amp_dtype} needs --precision amp")
     dtype = None if args.amp_dtype is None else getattr(torch, args.amp_dtype)
-    return Settings(_device(args.device, part.device), args.precision, dtype)
+    return RunSettings(_device(args.device, part.device), args.precision, dtype)
 
 
 def _device(wanted: str | None, captured: str) -> torch.device:
@@ -156,7 +156,7 @@ def _is_here(device: torch.device) -> bool:
 
 
 def _rerun(
-    args: argparse.Namespace, bundle: Bundle, part: RankPart, parameters: dict[str, torch.Tensor], settings: Settings
+    args: argparse.Namespace, bundle: Bundle, part: RankPart, parameters: dict[str, torch.Tensor], settings: RunSettings
 ) -> Rerun:
     from torch import nn
 
@@ -198,7 +198,7 @@ def _bisected(rerun: Rerun) -> Any:
 def _judged(
     bundle: Bundle,
     part: RankPart,
-    settings: Settings,
+    settings: RunSettings,
     rerun: Rerun,
     outcomes: list[Outcome],
     collectives: dict[str, int],
@@ -235,7 +235,7 @@ def _is_reproduced(reason: str, part: RankPart, outcome: Outcome, norms_equal: b
     return bool(outcome.nonfinite)
 
 
-def _notes(bundle: Bundle, part: RankPart, settings: Settings) -> list[str]:
+def _notes(bundle: Bundle, part: RankPart, settings: RunSettings) -> list[str]:
     import torch
 
     found = []

@@ -25,7 +25,7 @@ from ddpstats._observe.gradients import held_values, measure, parts_of
 from ddpstats._observe.user_frames import calls_step
 from ddpstats._rerun.numerics_settings import as_in
 from ddpstats._rerun.random_state import numpy_or_none
-from ddpstats._rerun.runner import WIDER, Runner, Settings, Step
+from ddpstats._rerun.runner import WIDER, Runner, RunSettings, Step
 from ddpstats.capture._rank_part import CapturedMicroBatch, RankPart
 from ddpstats.errors import BundleError, ConfigError
 
@@ -92,7 +92,7 @@ class Rerun:
         step: Step,
         part: RankPart,
         parameters: Mapping[str, Tensor],
-        settings: Settings,
+        settings: RunSettings,
         *,
         raises: bool = False,
     ) -> None:

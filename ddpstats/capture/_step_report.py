@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ddpstats._observe.gradients import Arrivals, GradientWatch, measure
-from ddpstats.capture._verdict import Bad, Report
+from ddpstats._observe.gradients import BackwardNorms, GradientWatch, measure
+from ddpstats.capture._verdict import NonFiniteGradients, Report
 
 
 def report_of(watch: GradientWatch, scaler: Any, step: int) -> Report:
@@ -21,7 +21,7 @@ def report_of(watch: GradientWatch, scaler: Any, step: int) -> Report:
         for found, reduces, shared_with in seen:
             places = [place for place in found if place not in mended]
             if places:
-                bad.append(Bad(micro_batch, number, _named(watch, arrivals, places), shared_with))
+                bad.append(NonFiniteGradients(micro_batch, number, _named(watch, arrivals, places), shared_with))
             if reduces:
                 exchanged.append(number)
             number += 1
@@ -37,7 +37,7 @@ def report_of(watch: GradientWatch, scaler: Any, step: int) -> Report:
     )
 
 
-def _named(watch: GradientWatch, arrivals: Arrivals, places: list[int]) -> tuple[tuple[str, str], ...]:
+def _named(watch: GradientWatch, arrivals: BackwardNorms, places: list[int]) -> tuple[tuple[str, str], ...]:
     norms = arrivals.norms()
     assert norms is not None
     return tuple((watch.names[place], "NaN" if norms[place].isnan() else "Inf") for place in places)

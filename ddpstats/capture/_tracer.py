@@ -61,7 +61,7 @@ _STRENGTH = {OPERATION: 3, SOURCE: 3, UNKNOWN: 2, PUT: 1}
 
 
 @dataclass(frozen=True)
-class Place:
+class CallPlace:
     """Where an operation was called.
 
     Attributes:
@@ -74,7 +74,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Origin:
+class TracedOrigin:
     """Where a value that is not finite comes from.
 
     Attributes:
@@ -91,7 +91,7 @@ class Origin:
     order: int
     what: str
     micro_batch: int
-    place: Place
+    place: CallPlace
     backward: str | None = None
     inputs: tuple[TensorStats | str, ...] = ()
     outputs: tuple[TensorStats, ...] = ()
@@ -101,7 +101,7 @@ class Origin:
 class Mark:
     """What a storage's value that is not finite goes back to, and the operations between."""
 
-    origin: Origin
+    origin: TracedOrigin
     passed: str | None = None
     before: Mark | None = None
 
@@ -123,7 +123,7 @@ class _Input:
 
 
 @dataclass
-class _Call:
+class _TracedCall:
     """One operation; ``shown`` are inputs that it has changed since."""
 
     func: Any
@@ -131,12 +131,12 @@ class _Call:
     kwargs: Any
     inputs: list[_Input]
     shown: Mapping[int, TensorStats]
-    place: Place
+    place: CallPlace
     backward: str | None
 
 
 @dataclass
-class Tracer:
+class OperationTracer:
     """Marks of one run. Use `watching` around what is to be seen.
 
     Attributes:
@@ -147,7 +147,7 @@ class Tracer:
     micro_batch: int = 0
     _names: dict[int, str] = field(default_factory=dict)
     _modules: list[tuple[str, str]] = field(default_factory=list)
-    _places: dict[int, Place] = field(default_factory=dict)
+    _places: dict[int, CallPlace] = field(default_factory=dict)
     _marks: dict[int, tuple[StorageWeakRef, Mark]] = field(default_factory=dict)
     _operations: int = 0
 
@@ -163,7 +163,7 @@ class Tracer:
         has_nan, has_inf = nan_and_inf(tensor)
         if has_nan or has_inf:
             kind = SOURCE if has_nan or bool((tensor.detach() == math.inf).any()) else PUT
-            self._set(tensor, Mark(self._origin(kind, what, Place(None, ()), None, (), (tensor_stats(tensor),))))
+            self._set(tensor, Mark(self._origin(kind, what, CallPlace(None, ()), None, (), (tensor_stats(tensor),))))
 
     def mark_of(self, tensor: Tensor) -> Mark | None:
         """None for a tensor that is finite, or that no operation under `watching` made."""
@@ -177,12 +177,12 @@ class Tracer:
         self,
         kind: str,
         what: str,
-        place: Place,
+        place: CallPlace,
         backward: str | None,
         inputs: tuple[TensorStats | str, ...],
         outputs: tuple[TensorStats, ...],
-    ) -> Origin:
-        return Origin(kind, self._operations, what, self.micro_batch, place, backward, inputs, outputs)
+    ) -> TracedOrigin:
+        return TracedOrigin(kind, self._operations, what, self.micro_batch, place, backward, inputs, outputs)
 
     # -- one operation ------------------------------------------------------------------------------------------------
 
@@ -193,7 +193,7 @@ class Tracer:
         read = [self._input(tensor) for tensor in inputs]
         shown = {id(tensor): tensor_stats(tensor) for tensor in inputs if id(tensor) in written}  # as before
         result = func(*args, **kwargs)
-        call = _Call(func, args, kwargs, read, shown, place, backward)
+        call = _TracedCall(func, args, kwargs, read, shown, place, backward)
         outputs = {id(tensor): tensor for tensor in [*_tensors(result), *written.values()]}
         for output in outputs.values():
             self._judge(call, output)
@@ -203,7 +203,7 @@ class Tracer:
         has_nan, has_inf = nan_and_inf(tensor)
         return _Input(tensor, has_nan, has_inf, self._mark(tensor) if has_nan or has_inf else None)
 
-    def _judge(self, call: _Call, output: Tensor) -> None:
+    def _judge(self, call: _TracedCall, output: Tensor) -> None:
         has_nan, has_inf = nan_and_inf(output)
         if not (has_nan or has_inf):
             self._clear(output)
@@ -234,14 +234,14 @@ class Tracer:
 
     # -- where it is --------------------------------------------------------------------------------------------------
 
-    def _where(self) -> tuple[Place, str | None]:
+    def _where(self) -> tuple[CallPlace, str | None]:
         node = current_node()
         if node is None or self._modules:  # a forward pass that is run again inside the backward pass: checkpointing
-            place = Place(self._modules[-1] if self._modules else None, _frames())
+            place = CallPlace(self._modules[-1] if self._modules else None, _frames())
             # an operation that has a node ran with the number after the node's
             self._places.setdefault(next_node_number() - 1, place)
             return place, None
-        return self._places.get(node_number(node), Place(None, ())), str(node.name())
+        return self._places.get(node_number(node), CallPlace(None, ())), str(node.name())
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         name = self._names.get(id(module))
@@ -255,7 +255,7 @@ class Tracer:
 class _Watching:
     """The dispatch mode and the module hooks, together."""
 
-    def __init__(self, tracer: Tracer) -> None:
+    def __init__(self, tracer: OperationTracer) -> None:
         self._tracer = tracer
         self._mode = _Mode(tracer)
         self._handles: list[Any] = []
@@ -276,7 +276,7 @@ class _Watching:
 
 
 class _Mode(DispatchMode):  # type: ignore[misc]
-    def __init__(self, tracer: Tracer) -> None:
+    def __init__(self, tracer: OperationTracer) -> None:
         super().__init__()
         self._tracer = tracer
 
@@ -315,7 +315,7 @@ def _inputs_of(func: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], dict[in
     return read, written
 
 
-def _kind(call: _Call, born_here: bool) -> str:
+def _kind(call: _TracedCall, born_here: bool) -> str:
     """Of a value that is not finite and has no mark yet."""
     if any(one.has_nan or one.has_inf for one in call.inputs):
         if born_here:
@@ -346,12 +346,12 @@ def _whole(tensor: Tensor) -> Tensor:
     return whole
 
 
-def _has_nonfinite_number(call: _Call) -> bool:
+def _has_nonfinite_number(call: _TracedCall) -> bool:
     leaves = tree_leaves((call.args, call.kwargs))
     return any(isinstance(leaf, float) and not math.isfinite(leaf) for leaf in leaves)
 
 
-def _shown_inputs(call: _Call) -> Iterator[TensorStats | str]:
+def _shown_inputs(call: _TracedCall) -> Iterator[TensorStats | str]:
     for leaf in tree_leaves((call.args, call.kwargs)):
         if isinstance(leaf, Tensor):
             yield call.shown[id(leaf)] if id(leaf) in call.shown else tensor_stats(leaf)

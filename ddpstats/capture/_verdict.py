@@ -17,7 +17,7 @@ _SHOWN_NAMES = 4
 
 
 @dataclass(frozen=True)
-class Verdict:
+class CaptureVerdict:
     """What `NaNCapture.check` says of one optimizer step: equal on every rank.
 
     Attributes:
@@ -55,7 +55,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Bad:
+class NonFiniteGradients:
     """Gradients of one backward pass that were not finite before the reduce: (name, "NaN" or "Inf").
 
     Attributes:
@@ -86,7 +86,7 @@ class Report:
     """
 
     micro_batches: int
-    bad: tuple[Bad, ...]
+    bad: tuple[NonFiniteGradients, ...]
     reduced: tuple[str, ...]
     sees_local: bool
     scale: float | None
@@ -113,7 +113,7 @@ class Report:
     @classmethod
     def from_tree(cls, tree: Mapping[str, Any]) -> Report:
         bad = tuple(
-            Bad(micro_batch, number, tuple((name, what) for name, what in pairs), tuple(shared_with))
+            NonFiniteGradients(micro_batch, number, tuple((name, what) for name, what in pairs), tuple(shared_with))
             for micro_batch, number, pairs, shared_with in tree["bad"]
         )
         return cls(
@@ -129,7 +129,7 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Finding:
+class CaptureFinding:
     """What the ranks' reports say together, before anything is written or decided."""
 
     step: int
@@ -139,13 +139,13 @@ class Finding:
     by_rank: Mapping[int, tuple[str, ...]]
     lines: tuple[str, ...]
 
-    def verdict(self, policy: Policy, bundle: Path | None, notes: Sequence[str] = ()) -> Verdict:
+    def verdict(self, policy: Policy, bundle: Path | None, notes: Sequence[str] = ()) -> CaptureVerdict:
         """``notes``: lines about the bundle."""
         if self.kind in ("ok", "scaler_skip"):
-            return Verdict(self.step, self.kind, message="\n".join(self.lines))
+            return CaptureVerdict(self.step, self.kind, message="\n".join(self.lines))
         stop, skip = policy == "stop", policy in ("stop", "skip")
         message = "\n".join([*self.lines, *notes, _POLICY_TEXT[policy]])
-        return Verdict(
+        return CaptureVerdict(
             self.step, self.kind, self.culprit_ranks, self.parameters, self.by_rank, bundle, stop, skip, message
         )
 
@@ -157,7 +157,7 @@ _POLICY_TEXT = {
 }
 
 
-def find(reports: Mapping[int, Report], scaler_skips: int, max_scaler_skips: int) -> Finding:
+def find(reports: Mapping[int, Report], scaler_skips: int, max_scaler_skips: int) -> CaptureFinding:
     """What happened in this step.
 
     Args:
@@ -169,7 +169,7 @@ def find(reports: Mapping[int, Report], scaler_skips: int, max_scaler_skips: int
     seen = {rank: _names(report) for rank, report in reports.items() if report.bad}
     parameters = _union([*seen.values(), *(report.reduced for report in reports.values())])
     if not parameters:
-        return Finding(step, "ok", (), (), {}, ())
+        return CaptureFinding(step, "ok", (), (), {}, ())
     own = _without_spread(_without_inherited(reports))
     by_rank = {rank: _names(report) for rank, report in own.items() if report.bad}
     if any(report.scale is not None for report in reports.values()):
@@ -178,11 +178,11 @@ def find(reports: Mapping[int, Report], scaler_skips: int, max_scaler_skips: int
         culprits = tuple(by_rank)
         lines = [f"step {step}: the gradients of {ranks_text(culprits)} are not finite, before any reduction:"]
         lines += [*_culprit_lines(own), *_other_lines([rank for rank in reports if rank not in by_rank], seen)]
-        return Finding(step, "nonfinite", culprits, _union(by_rank.values()), by_rank, tuple(lines))
+        return CaptureFinding(step, "nonfinite", culprits, _union(by_rank.values()), by_rank, tuple(lines))
     if seen:
         names = listed(parameters, _SHOWN_NAMES)
         lines = [f"step {step}: gradients are not finite on {ranks_text(seen)}: {names}.", _SPREAD]
-        return Finding(step, "nonfinite", (), parameters, {}, tuple(lines))
+        return CaptureFinding(step, "nonfinite", (), parameters, {}, tuple(lines))
     return _without_culprit(step, reports, parameters)
 
 
@@ -229,7 +229,7 @@ def _without_inherited(reports: Mapping[int, Report]) -> Mapping[int, Report]:
     }
 
 
-def _without_culprit(step: int, reports: Mapping[int, Report], parameters: tuple[str, ...]) -> Finding:
+def _without_culprit(step: int, reports: Mapping[int, Report], parameters: tuple[str, ...]) -> CaptureFinding:
     shown = listed(parameters, _SHOWN_NAMES)
     holders = [rank for rank, report in reports.items() if report.reduced]
     if not all(report.sees_local for report in reports.values()):
@@ -237,20 +237,20 @@ def _without_culprit(step: int, reports: Mapping[int, Report], parameters: tuple
             f"step {step}: gradients are not finite: {shown} (in the shards of {ranks_text(holders)}).",
             "They are sharded, and reduced before anybody can look: which rank they come from is not known.",
         ]
-        return Finding(step, "nonfinite", (), parameters, {}, tuple(lines))
+        return CaptureFinding(step, "nonfinite", (), parameters, {}, tuple(lines))
     if all(set(report.reduced) <= set(report.unseen) for report in reports.values()):
         lines = [
             f"step {step}: gradients are not finite on {ranks_text(holders)}: {shown}.",
             "No rank saw them arrive, so nobody knows whose they were: backward() belongs inside of micro_batch().",
         ]
-        return Finding(step, "nonfinite", (), parameters, {}, tuple(lines))
+        return CaptureFinding(step, "nonfinite", (), parameters, {}, tuple(lines))
     lines = [
         f"step {step}: every rank's own gradients were finite, but what came out of the reduction is not, on "
         f"{ranks_text(holders)}: {shown}.",
         "No rank is the culprit: a sum or a compressing communication hook overflowed"
         + (", or memory of these ranks was damaged." if len(holders) < len(reports) else "."),
     ]
-    return Finding(step, "overflow", (), parameters, {}, tuple(lines))
+    return CaptureFinding(step, "overflow", (), parameters, {}, tuple(lines))
 
 
 def _scaled(
@@ -260,7 +260,7 @@ def _scaled(
     parameters: tuple[str, ...],
     scaler_skips: int,
     max_scaler_skips: int,
-) -> Finding:
+) -> CaptureFinding:
     """Under a GradScaler gradients overflow now and then by design; again and again they do not."""
     scales = {rank: report.scale for rank, report in reports.items()}
     differ = len(set(scales.values())) > 1
@@ -268,10 +268,10 @@ def _scaled(
     if differ:
         lines.append("The ranks' scales differ: their parameters will, too. Every rank must unscale and update alike.")
     if scaler_skips < max_scaler_skips:
-        return Finding(step, "scaler_skip", (), (), {}, tuple(lines))
+        return CaptureFinding(step, "scaler_skip", (), (), {}, tuple(lines))
     lines[0] += f", for the {scaler_skips}th time in a row: this is not about the scale."
     lines += _culprit_lines(reports)
-    return Finding(step, "scaler_skips", tuple(by_rank), parameters, by_rank, tuple(lines))
+    return CaptureFinding(step, "scaler_skips", tuple(by_rank), parameters, by_rank, tuple(lines))
 
 
 def _culprit_lines(reports: Mapping[int, Report]) -> list[str]:

@@ -138,11 +138,11 @@ def _end(torchrun: subprocess.Popen[bytes]) -> None:
 def _failure(directory: Path, status: int | None, limit_sec: float) -> str:
     what = f"took longer than {limit_sec:g} s, and were ended" if status is None else "failed"
     torchrun_said = _tail(directory / "torchrun.log")
-    last_words = _last_words(directory) or [f"the end of what torchrun said:\n{torchrun_said}"]
+    last_words = _last_known_status(directory) or [f"the end of what torchrun said:\n{torchrun_said}"]
     return "\n".join([f"the ranks {what}", *last_words])
 
 
-def _last_words(directory: Path) -> list[str]:
+def _last_known_status(directory: Path) -> list[str]:
     """The ends of the stderr of the ranks that have no result; tracebacks first, the earliest of them at the top."""
     logs = {int(log.parent.name): log for log in (directory / "logs").glob("**/stderr.log") if log.stat().st_size}
     missing = [rank for rank in logs if not (directory / report_name(rank)).exists()]

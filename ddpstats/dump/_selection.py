@@ -11,7 +11,7 @@ from ddpstats.dump._config import DumpConfig
 _SHOWN = 8
 
 
-class Selection:
+class DumpSelection:
     """Which entries of one step are wanted. One object per step; ask it about every entry, in execution order."""
 
     def __init__(self, config: DumpConfig) -> None:

@@ -19,7 +19,7 @@ def start() -> None:
     mode = config.guard_mode()
     if mode == "off" or config.disabled():
         return
-    guard = collective_guard(mode, record_dir=config.record_dir()).yielding()
+    guard = collective_guard(mode, record_dir=config.record_dir()).preemptible()
 
     def say() -> None:
         if guard.has_begun or had_ranks():  # else a helper of the program's, or no distributed program at all

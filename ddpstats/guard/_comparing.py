@@ -19,10 +19,10 @@ from ddpstats._base.rank_names import ranks_text
 from ddpstats._observe import collectives
 from ddpstats._transport.store import STORE_ERRORS, StoreSilent
 from ddpstats.errors import CollectiveMismatch, DdpstatsError, RankMissing
-from ddpstats.guard._diagnosis import DOUBT, MISMATCH, MISSING, NOTHING, Finding
+from ddpstats.guard._diagnosis import DOUBT, MISMATCH, MISSING, NOTHING, GuardFinding
 from ddpstats.guard._events import Event, roll, same_labels
 from ddpstats.guard._exchange import Note, Overrun, agree
-from ddpstats.guard._failure_agreement import MESSAGES, Alarm, Inquiry
+from ddpstats.guard._failure_agreement import MESSAGES, Alarm, FailureAgreement
 from ddpstats.guard._p2p import Awaited, unmatched
 from ddpstats.guard._session import Group, Session
 from ddpstats.guard._spoken import words_of
@@ -82,7 +82,7 @@ class Comparing:
         self._ends_by: float | None = None  # the program has ended: until when others are waited for
 
     @property
-    def _inquiry(self) -> Inquiry:
+    def _inquiry(self) -> FailureAgreement:
         assert self._session.inquiry is not None
         return self._session.inquiry
 
@@ -95,7 +95,7 @@ class Comparing:
         """
         assert group.exchange is not None
         if group.exchange.tell(event.seq, event.digest, words_of(event)):
-            self._conclude(alarm_of(group, event.seq, doubt=True))
+            self._await_verdict(alarm_of(group, event.seq, doubt=True))
 
     # -- strict: one by one -------------------------------------------------------------------------------------------
 
@@ -133,7 +133,7 @@ class Comparing:
         if same and same_labels(note.label for note in notes):
             group.agreed = seq
         else:
-            self._conclude(alarm_of(group, seq, doubt=same))  # labels may differ for good reasons
+            self._await_verdict(alarm_of(group, seq, doubt=same))  # labels may differ for good reasons
         return True
 
     def settle_what_is_ready(self) -> None:
@@ -201,9 +201,9 @@ class Comparing:
             return self._conclude_alone(alarm_of(group, group.seq, until=True), error)
         group.checks_settled = number
         if not agree(notes):
-            self._conclude(alarm_of(group, group.seq))
+            self._await_verdict(alarm_of(group, group.seq))
         elif any(note.label != notes[0].label for note in notes):
-            self._conclude(alarm_of(group, group.seq, doubt=True))  # legal, where one rank has no names
+            self._await_verdict(alarm_of(group, group.seq, doubt=True))  # legal, where one rank has no names
         group.agreed = max(group.agreed, group.checked_at.get(number, 0))
         for old in [old for old in group.checked_at if old <= number]:
             del group.checked_at[old]
@@ -276,12 +276,12 @@ class Comparing:
         senders = [group.messages for group in self._session.named.values() if group.messages is not None]
         deadline = time.monotonic() + _RECEIVERS_SEC
         while time.monotonic() < deadline and any(messages.unread() for messages in senders):
-            self._heed()
+            self._poll_alarm()
             time.sleep(0.005)
         for group in self._session.named.values():
             group.unread = 0 if group.messages is None else group.messages.unread()
         if senders:
-            self._heed()
+            self._poll_alarm()
 
     # -- waiting for what was issued ----------------------------------------------------------------------------------
 
@@ -321,23 +321,23 @@ class Comparing:
                 self._conclude_alone(alarm_of(group, seq, until=True), error)
 
         def look() -> None:
-            self._heed()
+            self._poll_alarm()
             if self._ends_by is not None and time.monotonic() > self._ends_by:
                 raise self._late(group)
             if time.monotonic() > deadline or self._cannot_come(group, seq):
-                self._conclude(alarm_of(group, seq, until=True, ending=self._ends_by is not None))
+                self._await_verdict(alarm_of(group, seq, until=True, ending=self._ends_by is not None))
                 raise Silenced
             if waited_for is not None and self._waits_elsewhere(waited_for, group):
-                self._conclude(alarm_of(group, seq))
+                self._await_verdict(alarm_of(group, seq))
                 raise Silenced
 
         return watch
 
-    def _heed(self) -> None:
+    def _poll_alarm(self) -> None:
         """Take part in an alarm that is on."""
         alarm = self._inquiry.alarm()
         if alarm is not None:
-            self._conclude(alarm)
+            self._await_verdict(alarm)
             if self._standing.silent:
                 raise Silenced
 
@@ -373,9 +373,9 @@ class Comparing:
         other = self._alarm_of_message(group, awaited.event)
 
         def watch() -> None:
-            self._heed()
+            self._poll_alarm()
             if time.monotonic() > deadline or self._is_dead(awaited.source):
-                self._declare(self._unmatched(awaited.event, group), other)
+                self._publish_verdict(self._unmatched(awaited.event, group), other)
                 raise Silenced
 
         try:
@@ -388,7 +388,7 @@ class Comparing:
         if found is None:
             group.received_well += 1
         else:
-            self._declare(found, other)
+            self._publish_verdict(found, other)
 
     def wait_for_message(self, work: Any, group: Group, event: Event) -> None:
         try:
@@ -401,7 +401,7 @@ class Comparing:
         # Not in the handler: what the backend says of it, a timeout of its own, would stand first in the traceback.
         alarm = self._alarm_of_message(group, event)
         with self._answered(alarm):
-            self._declare(self._unmatched(event, group), alarm)
+            self._publish_verdict(self._unmatched(event, group), alarm)
         raise broken
 
     @staticmethod
@@ -416,7 +416,7 @@ class Comparing:
         except StoreSilent:
             return False
 
-    def _unmatched(self, event: Event, group: Group) -> Finding:
+    def _unmatched(self, event: Event, group: Group) -> GuardFinding:
         messages = group.messages
         with self._inquiry.asking():
             last = None if messages is None or event.peer is None else messages.last_from(event.peer)
@@ -438,7 +438,7 @@ class Comparing:
             return found
         return None
 
-    def _conclude(self, alarm: Alarm) -> None:
+    def _await_verdict(self, alarm: Alarm) -> None:
         """Come to the verdict that all ranks come to; raise or log it."""
         with signal_deferred():
             self._raise_or_warn(self._inquiry.raise_alarm(alarm), alarm)
@@ -458,11 +458,11 @@ class Comparing:
         self._raise_or_warn(self._inquiry.without_store(alarm, error), alarm)
         return False
 
-    def _declare(self, finding: Finding, alarm: Alarm) -> None:
+    def _publish_verdict(self, finding: GuardFinding, alarm: Alarm) -> None:
         """A verdict that this rank can give alone."""
         self._raise_or_warn(self._inquiry.declare(finding, alarm), alarm)
 
-    def _raise_or_warn(self, finding: Finding, alarm: Alarm) -> None:
+    def _raise_or_warn(self, finding: GuardFinding, alarm: Alarm) -> None:
         if finding.kind in (NOTHING, DOUBT):
             return
         error = _error_of(finding, alarm)
@@ -498,7 +498,7 @@ def alarm_of(group: Group, seq: int, until: bool = False, doubt: bool = False, e
     return Alarm(group.name, group.words, group.view.ranks, seq, until, doubt, ending)
 
 
-def _error_of(finding: Finding, alarm: Alarm) -> DdpstatsError:
+def _error_of(finding: GuardFinding, alarm: Alarm) -> DdpstatsError:
     if finding.kind == MISMATCH:
         return CollectiveMismatch(
             finding.message,

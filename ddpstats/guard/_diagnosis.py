@@ -41,7 +41,7 @@ _ORDER = "Make all ranks issue the same collectives in the same order."
 
 
 @dataclass(frozen=True)
-class Testimony:
+class RankStatus:
     """What is known of one rank.
 
     ``events``: of the group in question, oldest first, without gaps. ``balances``: seq -> balance, where not 0.
@@ -68,7 +68,7 @@ class Testimony:
 
 
 @dataclass(frozen=True)
-class Finding:
+class GuardFinding:
     """A verdict. ``kind`` is `MISMATCH` or `MISSING`; `NOTHING`: the alarm was a false one, and all ranks go on;
     `DOUBT`: they go on too, with a warning. ``doubts``: numbers of collectives whose labels differ and may do so.
     """
@@ -83,7 +83,7 @@ class Finding:
     doubts: tuple[int, ...] = ()
 
 
-def find(group: str, words: str, testimonies: Sequence[Testimony], until: int | None = None) -> Finding | None:
+def find(group: str, words: str, testimonies: Sequence[RankStatus], until: int | None = None) -> GuardFinding | None:
     """The first thing that went wrong in ``group`` (``words`` describe it), or None if all ranks agree.
 
     ``until``: a number that every rank should have reached, and in which some rank has waited for too long. A rank that
@@ -104,23 +104,23 @@ def find(group: str, words: str, testimonies: Sequence[Testimony], until: int | 
     return _doubt(group, words, by_rank, judged) if judged else None
 
 
-def _reached(testimony: Testimony, until: int | None) -> int:
+def _reached(testimony: RankStatus, until: int | None) -> int:
     """The last number that the rank came to: after its last collective, its end."""
     ended_there = testimony.left == LEFT and testimony.count + 1 == until
     return testimony.count + ended_there
 
 
-def unexplained(group: str, words: str, seq: int, waited: bool) -> Finding:
+def unexplained(group: str, words: str, seq: int, waited: bool) -> GuardFinding:
     """The verdict where something is wrong and what the ranks told does not show what."""
     if waited:
-        return Finding(
+        return GuardFinding(
             MISSING,
             f"collective number {seq} of {words} was not completed in time, though all ranks began it and are about to "
             "do the same: the connection between them is slow or broken. A larger timeout_sec may help.",
             group,
             seq,
         )
-    return Finding(
+    return GuardFinding(
         MISMATCH,
         f"ranks of {words} did not run the same collectives: their digests differ at number {seq}, and what differed "
         "is older than the events that are still known. Use a smaller check_every, or mode 'strict'.",
@@ -129,7 +129,7 @@ def unexplained(group: str, words: str, seq: int, waited: bool) -> Finding:
     )
 
 
-def first_difference(testimonies: Sequence[Testimony]) -> tuple[int | None, dict[int, Judgement]]:
+def first_difference(testimonies: Sequence[RankStatus]) -> tuple[int | None, dict[int, Judgement]]:
     """The first number at which the ranks that have come so far did different things, or None.
 
     And the numbers before it at which their labels differ without that being a fault.
@@ -151,7 +151,7 @@ def first_difference(testimonies: Sequence[Testimony]) -> tuple[int | None, dict
     return None, judged
 
 
-def _matched_before(testimonies: Sequence[Testimony], event: Event, seq: int) -> int:
+def _matched_before(testimonies: Sequence[RankStatus], event: Event, seq: int) -> int:
     """How many names were equal on all ranks, at the place of ``event``, in what is known of earlier collectives."""
     site, found = str(event.site), set()
     for earlier in testimonies[0].events:
@@ -162,11 +162,11 @@ def _matched_before(testimonies: Sequence[Testimony], event: Event, seq: int) ->
     return len(found)
 
 
-def _doubt(group: str, words: str, by_rank: Mapping[int, Testimony], judged: Mapping[int, Judgement]) -> Finding:
+def _doubt(group: str, words: str, by_rank: Mapping[int, RankStatus], judged: Mapping[int, Judgement]) -> GuardFinding:
     """Labels differ, and may: a warning for the first of which there is doubt, nothing where they are data."""
     doubtful = [seq for seq, judgement in judged.items() if judgement == "doubt"]
     if not doubtful:
-        return Finding(NOTHING, "", group, min(judged), doubts=tuple(judged))
+        return GuardFinding(NOTHING, "", group, min(judged), doubts=tuple(judged))
     seq = doubtful[0]
     events = {rank: event for rank, t in by_rank.items() if (event := t.at(seq)) is not None}
     lines = [f"ranks of {words} combine values under different names (collective number {seq} of this group):"]
@@ -177,13 +177,13 @@ def _doubt(group: str, words: str, by_rank: Mapping[int, Testimony], judged: Map
         "(ranks that differ in it get an error), or with one name on all ranks where the difference is meant. This "
         "place is not compared again."
     )
-    return Finding(DOUBT, "\n".join(lines), group, seq, by_rank=events, doubts=tuple(judged))
+    return GuardFinding(DOUBT, "\n".join(lines), group, seq, by_rank=events, doubts=tuple(judged))
 
 
 # -- a mismatch -------------------------------------------------------------------------------------------------------
 
 
-def _mismatch(group: str, words: str, by_rank: Mapping[int, Testimony], seq: int) -> Finding:
+def _mismatch(group: str, words: str, by_rank: Mapping[int, RankStatus], seq: int) -> GuardFinding:
     events = {rank: event for rank, t in by_rank.items() if (event := t.at(seq)) is not None}
     parties = _parties(events)
     culprits = _minority(parties, len(events))
@@ -202,7 +202,7 @@ def _mismatch(group: str, words: str, by_rank: Mapping[int, Testimony], seq: int
     in_order = not any(reason.startswith(("order swapped", "extra call")) for reason in likely)
     by_hand = any(event.word and event.evidence is None and event.label != BY_TORCH for event in events.values())
     lines.append(f"{who} {remedy(difference, in_order, by_hand)}")
-    return Finding(MISMATCH, "\n".join(lines), group, seq, tuple(absent), culprits, events)
+    return GuardFinding(MISMATCH, "\n".join(lines), group, seq, tuple(absent), culprits, events)
 
 
 def _parties(events: Mapping[int, Event]) -> list[list[int]]:
@@ -238,7 +238,7 @@ def _table(parties: list[list[int]], events: Mapping[int, Event]) -> list[str]:
     return lines
 
 
-def _last_agreed(by_rank: Mapping[int, Testimony], seq: int) -> str:
+def _last_agreed(by_rank: Mapping[int, RankStatus], seq: int) -> str:
     for testimony in by_rank.values():
         event = testimony.at(seq - 1)
         if event is not None:
@@ -281,7 +281,7 @@ def remedy(difference: str, in_order: bool, by_hand: bool = False) -> str:
 
 
 def reasons(
-    parties: list[list[int]], events: Mapping[int, Event], by_rank: Mapping[int, Testimony], seq: int
+    parties: list[list[int]], events: Mapping[int, Event], by_rank: Mapping[int, RankStatus], seq: int
 ) -> list[str]:
     """What may have led to it, from what the ranks did before and after."""
     if len(parties) < 2:
@@ -302,11 +302,11 @@ def reasons(
     return found
 
 
-def _digests(testimony: Testimony, seq: int) -> list[tuple[int, int]]:
+def _digests(testimony: RankStatus, seq: int) -> list[tuple[int, int]]:
     return [(event.digest, event.word) for event in testimony.events if event.seq >= seq][:2]
 
 
-def _lacking(parties: list[list[int]], events: Mapping[int, Event], by_rank: Mapping[int, Testimony]) -> list[str]:
+def _lacking(parties: list[list[int]], events: Mapping[int, Event], by_rank: Mapping[int, RankStatus]) -> list[str]:
     lines = []
     for ranks in parties[:_SHOWN_GROUPS]:
         evidence = events[ranks[0]].evidence
@@ -332,7 +332,9 @@ def _names(event: Event) -> Sequence[str]:
 # -- a missing rank ---------------------------------------------------------------------------------------------------
 
 
-def _missing(group: str, words: str, by_rank: Mapping[int, Testimony], seq: int, missing: Iterable[int]) -> Finding:
+def _missing(
+    group: str, words: str, by_rank: Mapping[int, RankStatus], seq: int, missing: Iterable[int]
+) -> GuardFinding:
     missing = tuple(sorted(missing))
     events = {rank: event for rank, t in by_rank.items() if (event := t.at(seq)) is not None}
     cycle = [
@@ -353,7 +355,7 @@ def _missing(group: str, words: str, by_rank: Mapping[int, Testimony], seq: int,
             "Likely: order swapped between groups: ranks that are in two groups use them in different order, and wait "
             "for each other for ever."
         )
-        return Finding(MISMATCH, "\n".join(lines), group, seq, missing, (), events)
+        return GuardFinding(MISMATCH, "\n".join(lines), group, seq, missing, (), events)
     if any(by_rank[rank].left == LEFT or _waits_behind(by_rank[rank], group, seq) for rank in missing):
         others = [rank for rank in by_rank if rank not in missing]
         if others:
@@ -368,15 +370,15 @@ def _missing(group: str, words: str, by_rank: Mapping[int, Testimony], seq: int,
             f"Look at the output of {ranks_text(missing)} first. A rank that is only slow needs a larger timeout_sec "
             "(or DDPSTATS_TIMEOUT_SEC)."
         )
-    return Finding(MISSING, "\n".join(lines), group, seq, missing, (), events)
+    return GuardFinding(MISSING, "\n".join(lines), group, seq, missing, (), events)
 
 
-def _waits_behind(testimony: Testimony, group: str, seq: int) -> bool:
+def _waits_behind(testimony: RankStatus, group: str, seq: int) -> bool:
     """Whether the rank has come to the end of a step, and waits there for the others."""
     return testimony.waits_in is not None and testimony.waits_in[0] == group and testimony.waits_in[1] < seq
 
 
-def _whereabouts(testimonies: Sequence[Testimony]) -> str:
+def _whereabouts(testimonies: Sequence[RankStatus]) -> str:
     told = []
     for testimony in testimonies:
         last = (

@@ -22,7 +22,7 @@ from typing import Any
 from ddpstats._base.rank_names import ranks_text
 from ddpstats._transport.mailbox import PROCESS_ID_BYTES, ProcessId
 from ddpstats._transport.store import GLANCE_SEC, STORE_ERRORS, StoreGone, StoreSilent, bounded
-from ddpstats.guard._diagnosis import DOUBT, MISSING, NOTHING, Finding, Testimony, find, unexplained
+from ddpstats.guard._diagnosis import DOUBT, MISSING, NOTHING, GuardFinding, RankStatus, find, unexplained
 from ddpstats.guard._events import Event, events_as_dicts, events_from_dicts
 
 _PATIENCE_SEC = 4.0
@@ -71,14 +71,14 @@ class Alarm:
             raise ValueError(f"not an alarm: {error}") from None
 
 
-Testify = Callable[[str], Testimony]
+Testify = Callable[[str], RankStatus]
 """This rank's testimony about a group, from any of its threads."""
 
 ToldBy = Callable[[str, int], list[Event]]
 """What a rank told of its last collectives in a group, before it issued them."""
 
 
-class Inquiry:
+class FailureAgreement:
     """This rank's part.
 
     ``stores``: two connections to the store, one for the main thread, one for the watchdog. ``position``: the rank's
@@ -96,7 +96,7 @@ class Inquiry:
         position: Callable[[], str],
         told_by: ToldBy,
         is_reachable: Callable[[], bool],
-        heard: Callable[[Finding], None],
+        heard: Callable[[GuardFinding], None],
     ) -> None:
         self._told_by = told_by
         self._rank, self._testify, self._position, self._is_reachable = rank, testify, position, is_reachable
@@ -141,7 +141,7 @@ class Inquiry:
         """Around the last questions before this rank concludes alone."""
         return self._store.within(GLANCE_SEC if self._lost else _ASKING_SEC)
 
-    def raise_alarm(self, alarm: Alarm) -> Finding:
+    def raise_alarm(self, alarm: Alarm) -> GuardFinding:
         """Raise the alarm, unless one is on already; the verdict on the one that is on."""
         try:
             while True:
@@ -153,7 +153,7 @@ class Inquiry:
         except STORE_ERRORS as error:
             return self.without_store(alarm, error)
 
-    def without_store(self, alarm: Alarm, error: BaseException) -> Finding:
+    def without_store(self, alarm: Alarm, error: BaseException) -> GuardFinding:
         """What this rank knows alone, in words that others who know the same would choose as well."""
         self._lost = True
         host = self._store.host_rank
@@ -176,9 +176,9 @@ class Inquiry:
             lines.append(f"  {ranks_text(elsewhere)}: serves the store, which does not answer")
         why = "nobody serves it any more" if is_gone else str(error).strip().split("\n", 1)[0]
         lines.append(f"The store, which could tell who is missing, does not answer: {why}")
-        return Finding(MISSING, "\n".join(lines), alarm.group, alarm.seq, tuple(gone or elsewhere))
+        return GuardFinding(MISSING, "\n".join(lines), alarm.group, alarm.seq, tuple(gone or elsewhere))
 
-    def declare(self, finding: Finding, alarm: Alarm) -> Finding:
+    def declare(self, finding: GuardFinding, alarm: Alarm) -> GuardFinding:
         """Make ``finding`` the verdict, unless an alarm is on already; the verdict on the one that is on."""
         try:
             if self.alarm() is None:
@@ -203,7 +203,7 @@ class Inquiry:
                     return True
         return False
 
-    def verdict(self, alarm: Alarm) -> Finding:
+    def verdict(self, alarm: Alarm) -> GuardFinding:
         """Testify, and wait for the verdict."""
         store, number = self._store, self._verdicts
         store.set(f"testimony/{number}/{self._rank}", _pack(self._testify(alarm.group)))
@@ -232,32 +232,34 @@ class Inquiry:
         while time.monotonic() < deadline and not self._store.check([f"read/{number}/{rank}" for rank in waiting]):
             time.sleep(_POLL_SEC)
 
-    def _judge(self, alarm: Alarm, testimonies: Mapping[int, Testimony]) -> Finding:
+    def _judge(self, alarm: Alarm, testimonies: Mapping[int, RankStatus]) -> GuardFinding:
         dead = self.dead(alarm.ranks)
-        everyone = [testimonies.get(rank) or self._last_words(rank, alarm.group, rank in dead) for rank in alarm.ranks]
+        everyone = [
+            testimonies.get(rank) or self._last_known_status(rank, alarm.group, rank in dead) for rank in alarm.ranks
+        ]
         found = find(alarm.group, alarm.words, everyone, alarm.seq if alarm.until else None)
         if found is None and alarm.doubt:  # labels may differ for good reasons
-            return Finding(NOTHING, "", alarm.group, alarm.seq)
+            return GuardFinding(NOTHING, "", alarm.group, alarm.seq)
         return found or unexplained(alarm.group, alarm.words, alarm.seq, alarm.until)
 
-    def _testimonies(self, alarm: Alarm, number: int) -> dict[int, Testimony]:
+    def _testimonies(self, alarm: Alarm, number: int) -> dict[int, RankStatus]:
         """Those that are there, and of ranks that can give none any more their last words."""
-        found: dict[int, Testimony] = {}
+        found: dict[int, RankStatus] = {}
         for rank in alarm.ranks:
             key = f"testimony/{number}/{rank}"
             if self._store.check([key]):
                 found[rank] = _unpack(self._store.get(key), rank)
         for rank in self.dead([rank for rank in alarm.ranks if rank not in found]):
-            found[rank] = self._last_words(rank, alarm.group, True)
+            found[rank] = self._last_known_status(rank, alarm.group, True)
         for rank in alarm.ranks:
             if rank not in found and self.has_left(rank) is not None:
-                found[rank] = self._last_words(rank, alarm.group, False)
+                found[rank] = self._last_known_status(rank, alarm.group, False)
         return found
 
     # -- ranks that are gone ------------------------------------------------------------------------------------------
 
     def leave(
-        self, how: str, counts: Mapping[str, int], last: str | None, testimonies: Mapping[str, Testimony]
+        self, how: str, counts: Mapping[str, int], last: str | None, testimonies: Mapping[str, RankStatus]
     ) -> None:
         """Tell the others that this rank has left the guard, and what it did; local, never waits."""
         if self._lost:
@@ -307,21 +309,21 @@ class Inquiry:
                 if len(payload) == PROCESS_ID_BYTES:
                     self._peers[rank] = ProcessId.unpack(payload)
 
-    def last_known(self, rank: int, group: str) -> Testimony:
+    def last_known(self, rank: int, group: str) -> RankStatus:
         """What is known of a rank that is not asked."""
-        return self._last_words(rank, group, bool(self.dead([rank])))
+        return self._last_known_status(rank, group, bool(self.dead([rank])))
 
-    def _last_words(self, rank: int, group: str, dead: bool) -> Testimony:
+    def _last_known_status(self, rank: int, group: str, dead: bool) -> RankStatus:
         key, left = f"words/{rank}/{group}", self.has_left(rank)
-        said = _unpack(self._store.get(key), rank) if self._store.check([key]) else Testimony(rank)
+        said = _unpack(self._store.get(key), rank) if self._store.check([key]) else RankStatus(rank)
         how, last = (str(left.get("how")), left.get("last")) if left is not None else (None, None)
         if last is None and self._store.check([f"position/{rank}"]):
             last = self._store.get(f"position/{rank}")[:_MAX_POSITION_BYTES].decode(errors="replace")
         told = () if said.events or left is not None else self._told_by(group, rank)
         if told:
             balances = {event.seq: event.balance for event in told if event.balance}
-            said = Testimony(rank, told, balances, told[-1].seq, last=str(told[-1]))
-        return Testimony(
+            said = RankStatus(rank, told, balances, told[-1].seq, last=str(told[-1]))
+        return RankStatus(
             rank,
             said.events,
             said.balances,
@@ -384,7 +386,7 @@ class Inquiry:
 class _Watchdog(threading.Thread):
     """Testifies while the main thread is busy elsewhere."""
 
-    def __init__(self, inquiry: Inquiry, store: Any) -> None:
+    def __init__(self, inquiry: FailureAgreement, store: Any) -> None:
         super().__init__(name="ddpstats-guard", daemon=True)
         self._inquiry, self._stopped = inquiry, threading.Event()
         self._store = store
@@ -419,7 +421,7 @@ class _Watchdog(threading.Thread):
 # -- on the wire ------------------------------------------------------------------------------------------------------
 
 
-def _pack(testimony: Testimony) -> str:
+def _pack(testimony: RankStatus) -> str:
     return json.dumps(
         {
             "events": events_as_dicts(testimony.events),
@@ -433,14 +435,14 @@ def _pack(testimony: Testimony) -> str:
     )
 
 
-def _unpack(payload: bytes, rank: int) -> Testimony:
+def _unpack(payload: bytes, rank: int) -> RankStatus:
     """A rank whose testimony cannot be read has none."""
     try:
         if len(payload) > _MAX_BYTES:
             raise ValueError("too long")
         given = json.loads(payload)
         waits_in = given["waits_in"]
-        return Testimony(
+        return RankStatus(
             rank,
             tuple(events_from_dicts(given["events"])),
             {int(seq): int(balance) for seq, balance in given["balances"].items()},
@@ -452,10 +454,10 @@ def _unpack(payload: bytes, rank: int) -> Testimony:
             None if given["stack"] is None else str(given["stack"]),
         )
     except (ValueError, KeyError, TypeError, AttributeError):
-        return Testimony(rank)
+        return RankStatus(rank)
 
 
-def _pack_finding(finding: Finding) -> str:
+def _pack_finding(finding: GuardFinding) -> str:
     return json.dumps(
         {
             "kind": finding.kind,
@@ -470,11 +472,11 @@ def _pack_finding(finding: Finding) -> str:
     )
 
 
-def _unpack_finding(payload: bytes, alarm: Alarm) -> Finding:
+def _unpack_finding(payload: bytes, alarm: Alarm) -> GuardFinding:
     """A verdict that cannot be read is one of which nothing is known."""
     try:
         given = json.loads(payload)
-        return Finding(
+        return GuardFinding(
             str(given["kind"]),
             str(given["message"]),
             str(given["group"]),

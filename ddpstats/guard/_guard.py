@@ -43,7 +43,7 @@ from ddpstats.guard import _ending
 from ddpstats.guard._buckets import with_parameters
 from ddpstats.guard._comparing import Comparing, Standing, Unfinished, is_broken
 from ddpstats.guard._describe import describe, pieces_of
-from ddpstats.guard._diagnosis import DOUBT, LEFT, Finding, Testimony
+from ddpstats.guard._diagnosis import DOUBT, LEFT, GuardFinding, RankStatus
 from ddpstats.guard._ending import AFTER_ERROR_SEC
 from ddpstats.guard._events import BY_TORCH, Event, RecordWriter, Ring, label_word
 from ddpstats.guard._failure_agreement import MESSAGES
@@ -296,7 +296,7 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         """Whether there was a process group."""
         return self._session is not None
 
-    def yielding(self) -> collective_guard:
+    def preemptible(self) -> collective_guard:
         """This guard, made to give way to one that the program itself enters: for those that nobody wrote into it."""
         self._yields = True
         return self
@@ -558,7 +558,7 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         last = self._ring.last()
         return "" if last is None else spelled(last)
 
-    def _testify(self, name: str, in_full: bool = True) -> Testimony:
+    def _testify(self, name: str, in_full: bool = True) -> RankStatus:
         """What this rank knows of itself about one group. Called by any thread. ``in_full`` takes a while."""
         session, last = self._session, self._ring.last()
         group = None if session is None else session.named.get(name)
@@ -568,7 +568,7 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
             events = [event for event in events if event.seq >= first][:_TESTIFIED_EVENTS]
             if in_full:
                 events = with_parameters(events, BY_TORCH, group.view.name)
-        return Testimony(
+        return RankStatus(
             -1 if session is None else session.rank,
             events,
             {event.seq: event.balance for event in events if event.balance},
@@ -580,7 +580,7 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
             main_stack(_STACK_FRAMES),
         )
 
-    def _heard(self, finding: Finding) -> None:
+    def _heard(self, finding: GuardFinding) -> None:
         """A verdict has come. Labels that may differ are not compared at their places any more, on any rank."""
         if finding.kind == DOUBT and self._session is not None:
             group = self._session.named.get(finding.group)

@@ -16,7 +16,7 @@ from typing import Any
 
 from ddpstats._base.rank_names import ranks_text
 from ddpstats._transport.store import GLANCE_SEC, StoreSilent, bounded
-from ddpstats.guard._diagnosis import LEFT, MISMATCH, MISSING, Finding, Testimony
+from ddpstats.guard._diagnosis import LEFT, MISMATCH, MISSING, GuardFinding, RankStatus
 from ddpstats.guard._events import Event
 
 _LONGEST_POLL_SEC = 0.005
@@ -72,7 +72,7 @@ class Messages:
         self._count[source, to, tag] += 1
         return f"p2p/{source}-{to}/{tag}/{self._count[source, to, tag]}"
 
-    def compare(self, awaited: Awaited, watch: Callable[[], None]) -> Finding | None:
+    def compare(self, awaited: Awaited, watch: Callable[[], None]) -> GuardFinding | None:
         """Wait for the sender's note; a finding if it is about something else. Raises what ``watch`` raises."""
         poll_sec = 2e-5
         while not self._has_come(awaited.key):
@@ -98,7 +98,7 @@ class Messages:
         return _read(self._store.get(key)) if self._store.check([key]) else None
 
 
-def unmatched(event: Event, rank: int, words: str, last: Event | None, peer: Testimony | None) -> Finding:
+def unmatched(event: Event, rank: int, words: str, last: Event | None, peer: RankStatus | None) -> GuardFinding:
     """A message that did not come through in time. ``last``: what the sender sent last, where that is known.
 
     ``peer``: the rank it was to go to, or come from; None where any rank will do.
@@ -118,7 +118,7 @@ def unmatched(event: Event, rank: int, words: str, last: Event | None, peer: Tes
         lines.append("What differs: the tag.")
     lines.append(_advice(event, rank, peer, sends))
     missing = () if peer is None else (peer.rank,)
-    return Finding(MISSING, "\n".join(lines), event.group, event.seq, missing, (), {rank: event})
+    return GuardFinding(MISSING, "\n".join(lines), event.group, event.seq, missing, (), {rank: event})
 
 
 def _told(rank: int, event: Event) -> list[str]:
@@ -126,7 +126,7 @@ def _told(rank: int, event: Event) -> list[str]:
     return [f"  {ranks_text([rank])}: {event}", f"      at {event.site}", *source]
 
 
-def _whereabouts(peer: Testimony) -> str:
+def _whereabouts(peer: RankStatus) -> str:
     state = "it runs, and has made no such call"
     if peer.dead:
         state = "its process is gone"
@@ -135,7 +135,7 @@ def _whereabouts(peer: Testimony) -> str:
     return f"{state.rstrip(',')}; its last known call was {peer.last}" if peer.last else f"{state}; no call is known"
 
 
-def _advice(event: Event, rank: int, peer: Testimony | None, sends: bool) -> str:
+def _advice(event: Event, rank: int, peer: RankStatus | None, sends: bool) -> str:
     if peer is not None and peer.dead:
         return f"Look at the output of {ranks_text([peer.rank])} first."
     there = "some rank" if peer is None else ranks_text([peer.rank])
@@ -151,7 +151,7 @@ def _advice(event: Event, rank: int, peer: Testimony | None, sends: bool) -> str
     return f"{lines} A rank that is only slow needs a larger timeout_sec (or DDPSTATS_TIMEOUT_SEC)."
 
 
-def compare_pair(sent: Event, source: int, received: Event, receiver: int) -> Finding | None:
+def compare_pair(sent: Event, source: int, received: Event, receiver: int) -> GuardFinding | None:
     """A finding if a message is not what its receiver expects. Pure."""
     mine, yours = received.signature, sent.signature
     if mine.shapes == yours.shapes and mine.dtypes == yours.dtypes:
@@ -161,10 +161,10 @@ def compare_pair(sent: Event, source: int, received: Event, receiver: int) -> Fi
     lines.append(f"What differs: {what}.")
     lines.append("Make both ranks pass tensors of one shape and dtype, in the same order per tag.")
     by_rank = {source: sent, receiver: received}
-    return Finding(MISMATCH, "\n".join(lines), received.group, received.seq, (), (), by_rank)
+    return GuardFinding(MISMATCH, "\n".join(lines), received.group, received.seq, (), (), by_rank)
 
 
-def match_records(events_of: dict[int, Sequence[Event]]) -> Finding | None:
+def match_records(events_of: dict[int, Sequence[Event]]) -> GuardFinding | None:
     """The first message, in the records of all ranks, that is not what its receiver expects."""
     sends: dict[tuple[int, int, int | None], list[Event]] = defaultdict(list)
     receives: dict[tuple[int, int, int | None], list[Event]] = defaultdict(list)

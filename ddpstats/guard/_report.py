@@ -13,7 +13,7 @@ from typing import Any
 
 from ddpstats._base.report import VerbReport
 from ddpstats.errors import DdpstatsError
-from ddpstats.guard._diagnosis import DOUBT, LEFT, NOTHING, Finding, Testimony, find
+from ddpstats.guard._diagnosis import DOUBT, LEFT, NOTHING, GuardFinding, RankStatus, find
 from ddpstats.guard._events import Event, RankRecord, read_records
 from ddpstats.guard._p2p import match_records
 
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     return VerbReport(status, lambda: as_text(records, findings), lambda: as_json(records, findings)).show(args.json)
 
 
-def diagnose(records: Sequence[RankRecord]) -> list[Finding]:
+def diagnose(records: Sequence[RankRecord]) -> list[GuardFinding]:
     """What went wrong first, per group; the group in which it happened first comes first."""
     groups: dict[str, Mapping[str, Any]] = {}
     for record in records:
@@ -49,7 +49,7 @@ def diagnose(records: Sequence[RankRecord]) -> list[Finding]:
     return sorted(found, key=lambda finding: min((e.started for e in finding.by_rank.values()), default=0.0))
 
 
-def _in_group(name: str, described: Mapping[str, Any], records: Sequence[RankRecord]) -> Finding | None:
+def _in_group(name: str, described: Mapping[str, Any], records: Sequence[RankRecord]) -> GuardFinding | None:
     members = described.get("ranks")
     if not isinstance(members, list):
         return None
@@ -59,15 +59,15 @@ def _in_group(name: str, described: Mapping[str, Any], records: Sequence[RankRec
     return None if found is not None and found.kind == NOTHING else found
 
 
-def _testimony(rank: int, group: str, record: RankRecord | None) -> Testimony:
+def _testimony(rank: int, group: str, record: RankRecord | None) -> RankStatus:
     if record is None:
-        return Testimony(rank, last=None, left="wrote no record")
+        return RankStatus(rank, last=None, left="wrote no record")
     events = [event for event in record.events if event.group == group]
     left = None
     if record.end is not None:
         left = LEFT if record.end.get("end") == "left" else f"{LEFT} by {record.end.get('end')}"
     last = record.events[-1] if record.events else None
-    return Testimony(
+    return RankStatus(
         rank,
         _without_gaps(events),
         {event.seq: event.balance for event in events if event.balance},
@@ -86,7 +86,7 @@ def _without_gaps(events: Sequence[Event]) -> list[Event]:
     return list(events[max(start, 0) :])
 
 
-def as_text(records: Sequence[RankRecord], findings: Sequence[Finding]) -> str:
+def as_text(records: Sequence[RankRecord], findings: Sequence[GuardFinding]) -> str:
     lines = [f"{len(records)} of {records[0].world_size} ranks left a record:"]
     for record in records:
         cut = "" if record.complete else " (the newest; older ones were dropped)"
@@ -97,7 +97,7 @@ def as_text(records: Sequence[RankRecord], findings: Sequence[Finding]) -> str:
     return "\n".join(lines)
 
 
-def as_json(records: Sequence[RankRecord], findings: Sequence[Finding]) -> dict[str, Any]:
+def as_json(records: Sequence[RankRecord], findings: Sequence[GuardFinding]) -> dict[str, Any]:
     return {
         "world_size": records[0].world_size,
         "ranks": [{"rank": r.rank, "collectives": len(r.events), "complete": r.complete} for r in records],

@@ -88,7 +88,7 @@ def _run_here(args: argparse.Namespace) -> int:
         infer_labels=not args.no_labels,
         timeout_sec=args.timeout_sec,
         record_dir=args.record_dir,
-    ).yielding()
+    ).preemptible()
     ending = Ending(guard, lambda: _say_end(guard, ending))
     if args.guard != "off":
         ending.begin()

@@ -21,10 +21,10 @@ from ddpstats._observe.c10d_operators import GroupView
 from ddpstats._transport.comm import refuse_fake, world_store
 from ddpstats._transport.store import LIMIT_SEC, STORE_ERRORS, BoundedStore, StoreGone
 from ddpstats.errors import ConfigError, RankMissing
-from ddpstats.guard._diagnosis import Finding, Testimony
+from ddpstats.guard._diagnosis import GuardFinding, RankStatus
 from ddpstats.guard._events import Event
 from ddpstats.guard._exchange import Exchange
-from ddpstats.guard._failure_agreement import Inquiry, Testify
+from ddpstats.guard._failure_agreement import FailureAgreement, Testify
 from ddpstats.guard._p2p import Messages
 from ddpstats.guard._spoken import read
 from ddpstats.guard._summary import FROM_ANYBODY, NOT_RECEIVED, RECORDED, UNSETTLED, WITHOUT_OTHERS, Tally
@@ -67,7 +67,7 @@ class Session:
         compares: bool,
         testify: Testify,
         position: Callable[[], str],
-        heard: Callable[[Finding], None],
+        heard: Callable[[GuardFinding], None],
         timeout_sec: float,
     ) -> None:
         global _sessions
@@ -90,11 +90,11 @@ class Session:
         self.is_concluded = False
         self.unfinished = ""  # why the last comparison did not go to its end
         self.named: dict[str, Group] = {}
-        self.inquiry: Inquiry | None = None
+        self.inquiry: FailureAgreement | None = None
         if compares and dist.get_world_size() > 1:
             stores = self._store, world_store(prefix, "watchdog", limit_sec)
             with _as_rank_missing(self._store):
-                self.inquiry = Inquiry(
+                self.inquiry = FailureAgreement(
                     stores, self.rank, dist.get_world_size(), testify, position, self._told_by, self.is_reachable, heard
                 )
 
@@ -172,7 +172,7 @@ class Session:
         left += Tally.of({NOT_RECEIVED: group.unread})
         return left + Tally.of({self.unfinished or FROM_ANYBODY: group.received - group.received_well})
 
-    def leave(self, how: str, last: Event | None, testimonies: Callable[[str], Testimony]) -> None:
+    def leave(self, how: str, last: Event | None, testimonies: Callable[[str], RankStatus]) -> None:
         """Tell the others that this rank leaves; never waits."""
         if self.inquiry is not None and self.is_reachable():
             counts: Mapping[str, int] = {name: group.seq + group.has_ended for name, group in self.named.items()}

@@ -29,7 +29,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from ddpstats.errors import DdpstatsError
-from ddpstats.guard._failure_agreement import Inquiry
+from ddpstats.guard._failure_agreement import FailureAgreement
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _OWN = tuple(
@@ -37,7 +37,7 @@ _OWN = tuple(
     for part in ("guard" + os.sep, os.path.join("_observe", "collectives.py"), "cli.py", "__main__.py")
 )
 
-_verdicts: dict[int, tuple[DdpstatsError, Inquiry, Sequence[int]]] = {}  # by id
+_verdicts: dict[int, tuple[DdpstatsError, FailureAgreement, Sequence[int]]] = {}  # by id
 _raised_at: dict[int, float] = {}
 _told: set[int] = set()
 _MARK = "told_by_ddpstats"
@@ -47,7 +47,7 @@ _hooked: Callable[..., Any] | None = None
 Show = Callable[[], None]
 
 
-def printed_once(error: DdpstatsError, inquiry: Inquiry, ranks: Sequence[int]) -> None:
+def printed_once(error: DdpstatsError, inquiry: FailureAgreement, ranks: Sequence[int]) -> None:
     """From now on ``error``, which all of ``ranks`` raise, is printed by one of them."""
     global _hooked
     _verdicts.clear()  # a program that catches them may see many, and each keeps its frames

@@ -19,7 +19,7 @@ import torch
 
 from ddpstats._observe.gradients import unwrapped
 from ddpstats._rerun.step_record import MicroBatch
-from ddpstats.capture import NaNCapture, Verdict
+from ddpstats.capture import CaptureVerdict, NaNCapture
 from ddpstats.errors import RankMissing
 
 _logger = logging.getLogger("ddpstats")
@@ -35,7 +35,7 @@ class CaptureSteps:
 
     def __init__(self, dirpath: str | Path, model: torch.nn.Module, scaler: Any, settings: Mapping[str, Any]) -> None:
         self.capture = NaNCapture(dirpath, model=model, scaler=scaler, **settings)
-        self.verdict: Verdict | None = None
+        self.verdict: CaptureVerdict | None = None
         self.micro: MicroBatch | None = None
         self._scaler = scaler
         self._model = unwrapped(model)
@@ -70,7 +70,7 @@ class CaptureSteps:
         if running is not None:
             running.discard()
 
-    def check(self) -> Verdict:
+    def check(self) -> CaptureVerdict:
         """End the micro-batch and judge the step; one that is to be left out has no gradients any more. Collective."""
         self.end()
         verdict = self.capture.check()

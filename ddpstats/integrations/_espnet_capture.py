@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from ddpstats.capture import Verdict
+from ddpstats.capture import CaptureVerdict
 from ddpstats.capture._verdict import Policy
 from ddpstats.errors import ConfigError, NonFiniteStat
 from ddpstats.integrations._capture_steps import CaptureSteps
@@ -51,7 +51,7 @@ class Capturing:
         self._model: Any = None
 
     @property
-    def verdict(self) -> Verdict | None:
+    def verdict(self) -> CaptureVerdict | None:
         return None if self._steps is None else self._steps.verdict
 
     def epoch(self, original: Callable[..., Any], trainer: Any, arguments: Mapping[str, Any]) -> Any:

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from ddpstats.capture import Verdict
+from ddpstats.capture import CaptureVerdict
 from ddpstats.capture._verdict import Policy
 from ddpstats.errors import ConfigError
 from ddpstats.integrations._capture_steps import CaptureSteps, explain
@@ -82,7 +82,7 @@ class DdpstatsNaNCapture(Callback):
     ) -> None:
         super().__init__()
         self.dirpath = Path(dirpath)
-        self.verdict: Verdict | None = None
+        self.verdict: CaptureVerdict | None = None
         self._settings = {"on_nonfinite": on_nonfinite, "keep": keep, "store_batch": store_batch, **settings}
         self._steps: CaptureSteps | None = None
         self._batch: Any = None

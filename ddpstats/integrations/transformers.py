@@ -26,7 +26,7 @@ import torch
 
 from ddpstats._rerun.numerics_settings import Autocast
 from ddpstats._rerun.step_record import MicroBatch
-from ddpstats.capture import Verdict
+from ddpstats.capture import CaptureVerdict
 from ddpstats.capture._verdict import Policy
 from ddpstats.errors import ConfigError
 from ddpstats.integrations._capture_steps import CaptureSteps
@@ -87,7 +87,7 @@ class NaNCaptureCallback(TrainerCallback):
         **settings: Any,
     ) -> None:
         self.dirpath = Path(dirpath)
-        self.verdict: Verdict | None = None
+        self.verdict: CaptureVerdict | None = None
         self._settings = {"on_nonfinite": on_nonfinite, "keep": keep, "store_batch": store_batch, **settings}
         self._steps: CaptureSteps | None = None
         self._began = False  # a micro-batch, in the forward pass that is running

@@ -13,13 +13,13 @@ from ddpstats._base.lazy import lazy_names
 if TYPE_CHECKING:
     from ddpstats.sentinel._matmul import ChecksumWindow as ChecksumWindow
     from ddpstats.sentinel._sentinel import Sentinel as Sentinel
-    from ddpstats.sentinel._verdict import Finding as Finding, Verdict as Verdict
+    from ddpstats.sentinel._verdict import SentinelFinding as SentinelFinding, SentinelVerdict as SentinelVerdict
 
 _HOME_OF = {
     "ChecksumWindow": "sentinel._matmul",
-    "Finding": "sentinel._verdict",
+    "SentinelFinding": "sentinel._verdict",
     "Sentinel": "sentinel._sentinel",
-    "Verdict": "sentinel._verdict",
+    "SentinelVerdict": "sentinel._verdict",
 }
 
 __all__ = sorted(_HOME_OF)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ddpstats._base.rank_names import ranks_text
 from ddpstats.sentinel._lines import Check
-from ddpstats.sentinel._verdict import Finding
+from ddpstats.sentinel._verdict import SentinelFinding
 
 if TYPE_CHECKING:
     from ddpstats.sentinel._matmul_fault import MatmulFault
@@ -30,7 +30,7 @@ def alarm_tree(errors: Sequence[Check]) -> dict[str, Any] | None:
     }
 
 
-def threshold_finding(trees: Mapping[int, dict[str, Any] | None]) -> Finding | None:
+def threshold_finding(trees: Mapping[int, dict[str, Any] | None]) -> SentinelFinding | None:
     """``trees``: of `alarm_tree`, by rank."""
     found = {rank: tree for rank, tree in trees.items() if tree is not None}
     if not found:
@@ -44,7 +44,7 @@ def threshold_finding(trees: Mapping[int, dict[str, Any] | None]) -> Finding | N
         lines.append(
             "All ranks see it: parameters, data or software first; one faulty device does not reach all at once."
         )
-    return Finding("thresholds", tuple(sorted(found)), first["checkpoint"], "\n".join(lines), first["value"])
+    return SentinelFinding("thresholds", tuple(sorted(found)), first["checkpoint"], "\n".join(lines), first["value"])
 
 
 def fault_tree(faults: Sequence[MatmulFault], count: int) -> dict[str, Any] | None:
@@ -68,7 +68,7 @@ def fault_tree(faults: Sequence[MatmulFault], count: int) -> dict[str, Any] | No
     }
 
 
-def matmul_finding(trees: Mapping[int, dict[str, Any] | None]) -> Finding | None:
+def matmul_finding(trees: Mapping[int, dict[str, Any] | None]) -> SentinelFinding | None:
     """``trees``: of `fault_tree`, by rank."""
     found = {rank: tree for rank, tree in trees.items() if tree is not None}
     if not found:
@@ -78,7 +78,7 @@ def matmul_finding(trees: Mapping[int, dict[str, Any] | None]) -> Finding | None
     for rank in list(found)[:_SHOWN_RANKS]:
         more = f"; {found[rank]['more']} more rows" if found[rank]["more"] else ""
         lines.append(f"  rank {rank}: {found[rank]['text']}{more}")
-    return Finding("matmul checksum", tuple(sorted(found)), first["op"], "\n".join(lines), first["value"])
+    return SentinelFinding("matmul checksum", tuple(sorted(found)), first["op"], "\n".join(lines), first["value"])
 
 
 def _words(tree: Mapping[str, Any]) -> str:

@@ -50,7 +50,7 @@ class Unit:
     def expect(self) -> None:
         """The next forward pass copies the buffers. Only until then there is a hook: compiled modules mind them."""
         self.forget()
-        self._handle = self.module.register_forward_pre_hook(_ForwardHook(self), prepend=True)
+        self._handle = self.module.register_forward_pre_hook(_BufferHook(self), prepend=True)
 
     def taken(self) -> dict[str, Tensor] | None:
         """Name in the model -> copy, of the buffers that must be equal; None where no forward pass came, or no
@@ -94,7 +94,7 @@ class Unit:
         return {name for name, buffer in self.module.named_buffers() if id(buffer) in theirs}
 
 
-class _ForwardHook(ModuleHook):
+class _BufferHook(ModuleHook):
     """Tells the unit that its module, and no copy of it, is about to run."""
 
     def __init__(self, unit: Unit) -> None:

@@ -78,7 +78,7 @@ class Checkpoints:
         self.in_float16 = False
         self._active = True
         self._handles = [
-            one.register_forward_hook(_ForwardHook(self, index)) for index, one in enumerate(chosen.values())
+            one.register_forward_hook(_CheckpointHook(self, index)) for index, one in enumerate(chosen.values())
         ]
 
     def begin(self) -> None:
@@ -142,7 +142,7 @@ class Checkpoints:
             self._micro_batches[-1].append((index, value))
 
 
-class _ForwardHook(ModuleHook):
+class _CheckpointHook(ModuleHook):
     """Hooks the output of its module."""
 
     def __init__(self, checkpoints: Checkpoints, index: int) -> None:

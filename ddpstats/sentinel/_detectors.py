@@ -28,7 +28,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ddpstats.sentinel._settings import Detector, Settings
+from ddpstats.sentinel._settings import Detector, SentinelSettings
 
 NORMAL, ERROR, WARNING = 0, 1, 2
 
@@ -50,7 +50,7 @@ class Rule(Protocol):
     def fresh(self, n: int, device: torch.device | str) -> State:
         """The memory of n checkpoints before any check; tensors of length n."""
 
-    def check(self, values: Tensor, seen: Tensor, state: State, settings: Settings) -> tuple[Tensor, State]:
+    def check(self, values: Tensor, seen: Tensor, state: State, settings: SentinelSettings) -> tuple[Tensor, State]:
         """Judge one value per checkpoint.
 
         Args:
@@ -95,7 +95,7 @@ class V2:
         low = torch.full((n,), math.inf, dtype=torch.float32, device=device)
         return V2State(pre=torch.zeros_like(low), low=low, high=-low, checks=_counts(n, device))
 
-    def check(self, values: Tensor, seen: Tensor, state: State, settings: Settings) -> tuple[Tensor, V2State]:
+    def check(self, values: Tensor, seen: Tensor, state: State, settings: SentinelSettings) -> tuple[Tensor, V2State]:
         known = _constants(settings, values.device)
         pre, low, high, checks = state
         spread = high - low
@@ -145,7 +145,7 @@ class V3:
         pre = torch.zeros(n, dtype=torch.float32, device=device)
         return V3State(pre=pre, average=pre, normal=_counts(n, device), checks=_counts(n, device))
 
-    def check(self, values: Tensor, seen: Tensor, state: State, settings: Settings) -> tuple[Tensor, V3State]:
+    def check(self, values: Tensor, seen: Tensor, state: State, settings: SentinelSettings) -> tuple[Tensor, V3State]:
         known = _constants(settings, values.device)
         pre, average, normal, checks = state
         # The average began at 0: so much of it is there by now.
@@ -190,7 +190,7 @@ class _Constants(NamedTuple):
 
 
 @functools.lru_cache(maxsize=16)
-def _constants(settings: Settings, device: torch.device) -> _Constants:
+def _constants(settings: SentinelSettings, device: torch.device) -> _Constants:
     def single(value: float) -> Tensor:
         return torch.tensor(value, dtype=torch.float32, device=device)
 

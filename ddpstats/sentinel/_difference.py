@@ -17,15 +17,15 @@ from torch import Tensor
 
 from ddpstats._base.wording import dtype_name
 from ddpstats.sentinel._digest import digests, flattened
-from ddpstats.sentinel._divergence import KINDS, Element, Found, Kind
-from ddpstats.sentinel._entries import Entry, tensors_of
+from ddpstats.sentinel._divergence import KINDS, Element, FoundDivergence, Kind
+from ddpstats.sentinel._entries import TensorEntry, tensors_of
 from ddpstats.sentinel._verdict import Gathered
 
 _BLOCK_ELEMENTS = 256
 _BLOCKS = 1024
 
 
-def differing_structure(gathered: Gathered, entries: Sequence[Entry]) -> Found:
+def differing_structure(gathered: Gathered, entries: Sequence[TensorEntry]) -> FoundDivergence:
     """Ranks that do not hold the same tensors."""
     trees = gathered(lambda: {"held": [[one.kind, one.name, one.described] for one in entries]}, "replica structures")
     tables = {rank: {(kind, name): what for kind, name, what in tree["held"]} for rank, tree in trees.items()}
@@ -33,9 +33,11 @@ def differing_structure(gathered: Gathered, entries: Sequence[Entry]) -> Found:
     held = {key: {rank: table.get(key, "no such tensor") for rank, table in tables.items()} for key in keys}
     differing = {key: by_rank for key, by_rank in held.items() if differ(by_rank.values())}
     if not differing:  # the same tensors in another order
-        return Found("parameter", *_reordered(tables), structural=True)
+        return FoundDivergence("parameter", *_reordered(tables), structural=True)
     (kind, name), *others = sorted(differing, key=lambda key: KINDS.index(key[0]))
-    return Found(kind, name, differing[kind, name], [(*key, differing[key]) for key in others], structural=True)
+    return FoundDivergence(
+        kind, name, differing[kind, name], [(*key, differing[key]) for key in others], structural=True
+    )
 
 
 def _reordered(tables: Mapping[int, Mapping[tuple[Kind, str], str]]) -> tuple[str, dict[int, str]]:
@@ -47,17 +49,17 @@ def _reordered(tables: Mapping[int, Mapping[tuple[Kind, str], str]]) -> tuple[st
     return "(the hash of all names)", dict.fromkeys(tables, "the same names")
 
 
-def differing_elements(gathered: Gathered, entries: Sequence[Entry]) -> Found:
+def differing_elements(gathered: Gathered, entries: Sequence[TensorEntry]) -> FoundDivergence:
     """The first of these tensors that differs, and its first element."""
     entries = sorted(entries, key=lambda entry: KINDS.index(entry.kind))
     held = _digests_of_all(gathered, "replica tensors", lambda: tensors_of(entries))
     differing = [(entry, by_rank) for entry, by_rank in zip(entries, held, strict=True) if differ(by_rank.values())]
     if not differing:
-        return Found(entries[0].kind, entries[0].name, held[0], described=entries[0].described)
+        return FoundDivergence(entries[0].kind, entries[0].name, held[0], described=entries[0].described)
     (first, by_rank), *others = differing
     assert first.tensor is not None
     block = _differing_block(gathered, first.tensor)
-    return Found(
+    return FoundDivergence(
         first.kind,
         first.name,
         by_rank,

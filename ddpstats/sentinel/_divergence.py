@@ -134,7 +134,7 @@ class Element:
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundDivergence:
     """What the ranks' comparison brought together, before it is put into words.
 
     Attributes:
@@ -192,7 +192,7 @@ class Divergence:
         return self.message
 
 
-def divergence(step: int, found: Found) -> Divergence:
+def divergence(step: int, found: FoundDivergence) -> Divergence:
     """Who is to blame for what was ``found``, and what to do about it."""
     split = Split.of(found.held)
     others: dict[str, int] = {}
@@ -214,12 +214,12 @@ def divergence(step: int, found: Found) -> Divergence:
     )
 
 
-def _culprits(found: Found) -> tuple[int, ...]:
+def _culprits(found: FoundDivergence) -> tuple[int, ...]:
     splits = [Split.of(found.held), *(Split.of(held) for _, _, held in found.others)]
     return tuple(sorted({rank for split in splits for rank in split.minority}))
 
 
-def _headline(step: int, found: Found, split: Split) -> str:
+def _headline(step: int, found: FoundDivergence, split: Split) -> str:
     described = f" ({found.described})" if found.described else ""
     text = f"step {step}: replicas differ, first in {found.kind} {found.name}{described}: "
     if split.majority:
@@ -227,7 +227,7 @@ def _headline(step: int, found: Found, split: Split) -> str:
     return text + " against ".join(ranks_text(group) for group in split.groups[:_SHOWN_NAMES]) + "."
 
 
-def _what_lines(found: Found) -> list[str]:
+def _what_lines(found: FoundDivergence) -> list[str]:
     if found.structural:
         return holders_lines({rank: str(found.held[rank]) for rank in sorted(found.held)})
     if found.element is None:
@@ -239,7 +239,7 @@ def _what_lines(found: Found) -> list[str]:
     return [*found.element.lines, f"{count} that were compared around it differ{beyond}."]
 
 
-def _other_lines(found: Found) -> list[str]:
+def _other_lines(found: FoundDivergence) -> list[str]:
     if not found.others:
         return ["No other tensor differs."] if not found.structural else []
     lines = ["Other tensors that differ:"]
@@ -250,7 +250,7 @@ def _other_lines(found: Found) -> list[str]:
     return lines
 
 
-def _hint(found: Found, split: Split, culprits: tuple[int, ...]) -> list[str]:
+def _hint(found: FoundDivergence, split: Split, culprits: tuple[int, ...]) -> list[str]:
     lines = [_cause_text(found, culprits)]
     if not found.structural and [found.kind, *(kind for kind, _, _ in found.others)].count("parameter") >= _MANY:
         lines.append(_MANY_PARAMETERS)
@@ -264,7 +264,7 @@ def _hint(found: Found, split: Split, culprits: tuple[int, ...]) -> list[str]:
     return lines
 
 
-def _cause_text(found: Found, culprits: tuple[int, ...]) -> str:
+def _cause_text(found: FoundDivergence, culprits: tuple[int, ...]) -> str:
     if found.structural:
         return _structural_text(found)
     if found.element is None:
@@ -281,7 +281,7 @@ def _cause_text(found: Found, culprits: tuple[int, ...]) -> str:
     return f"{what}: the hardware of {whose} is the first suspect."
 
 
-def _structural_text(found: Found) -> str:
+def _structural_text(found: FoundDivergence) -> str:
     kinds = {found.kind, *(kind for kind, _, _ in found.others)}
     if kinds == {"gradient"}:
         return (
@@ -297,7 +297,7 @@ def _structural_text(found: Found) -> str:
     return models
 
 
-def _only_buffers(found: Found) -> bool:
+def _only_buffers(found: FoundDivergence) -> bool:
     return {found.kind, *(kind for kind, _, _ in found.others)} == {"buffer"}
 
 

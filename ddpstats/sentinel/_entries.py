@@ -15,7 +15,7 @@ _PLAIN_TENSOR = Tensor.__torch_dispatch__
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """One tensor. ``tensor`` is None where there is nothing to compare but its description."""
 
     kind: Kind
@@ -24,19 +24,21 @@ class Entry:
     tensor: Tensor | None
 
 
-def entry_of(kind: Kind, name: str, tensor: Tensor | None) -> Entry:
+def entry_of(kind: Kind, name: str, tensor: Tensor | None) -> TensorEntry:
     if tensor is None:
-        return Entry(kind, name, "none", None)
+        return TensorEntry(kind, name, "none", None)
     if nn.parameter.is_lazy(tensor):
-        return Entry(kind, name, "not initialized yet", None)
+        return TensorEntry(kind, name, "not initialized yet", None)
     described = f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"
     ordinary = type(tensor).__torch_dispatch__ is _PLAIN_TENSOR and tensor.layout is torch.strided
     if not ordinary or tensor.is_meta or tensor.is_quantized:
-        return Entry(kind, name, f"{described}, {type(tensor).__name__}, {tensor.layout}, cannot be compared", None)
-    return Entry(kind, name, described, tensor)
+        return TensorEntry(
+            kind, name, f"{described}, {type(tensor).__name__}, {tensor.layout}, cannot be compared", None
+        )
+    return TensorEntry(kind, name, described, tensor)
 
 
-def gradient_entries(name: str, parameter: Tensor) -> list[Entry]:
+def gradient_entries(name: str, parameter: Tensor) -> list[TensorEntry]:
     gradient = None if nn.parameter.is_lazy(parameter) else parameter.grad
     if gradient is not None and gradient.layout is torch.sparse_coo:
         gradient = gradient.coalesce()
@@ -45,5 +47,5 @@ def gradient_entries(name: str, parameter: Tensor) -> list[Entry]:
     return [entry_of("gradient", name, gradient)]
 
 
-def tensors_of(entries: Sequence[Entry]) -> list[Tensor]:
+def tensors_of(entries: Sequence[TensorEntry]) -> list[Tensor]:
     return [entry.tensor for entry in entries if entry.tensor is not None]

@@ -16,7 +16,7 @@ NO_GRADIENT = 0
 
 
 @dataclass(frozen=True)
-class Witness:
+class GradientDigests:
     """Of one run of one micro-batch.
 
     Attributes:
@@ -32,7 +32,7 @@ class Witness:
         return {"digests": self.digests, "norms": self.norms}
 
     @classmethod
-    def of(cls, gradients: Sequence[Tensor | None]) -> Witness:
+    def of(cls, gradients: Sequence[Tensor | None]) -> GradientDigests:
         """One gradient, or None, per parameter."""
         with torch.no_grad():
             found = torch.full((len(gradients),), NO_GRADIENT, dtype=torch.int64, device="cpu")
@@ -43,15 +43,15 @@ class Witness:
             return cls(found, measure(gradients))
 
     @classmethod
-    def from_tree(cls, tree: Mapping[str, Any]) -> Witness:
+    def from_tree(cls, tree: Mapping[str, Any]) -> GradientDigests:
         """What `to_tree` made."""
         return cls(tree["digests"], tree["norms"])
 
-    def is_same(self, other: Witness, noise: float) -> bool:
+    def is_same(self, other: GradientDigests, noise: float) -> bool:
         """Bit for bit where ``noise`` is 0; else norms that differ by no more than that part of the largest one."""
         return not bool(self.differs(other, noise).any())
 
-    def differs(self, other: Witness, noise: float) -> Tensor:
+    def differs(self, other: GradientDigests, noise: float) -> Tensor:
         """bool, one per parameter: in its bits, and where ``noise`` is not 0 its norm also by more than that allows.
 
         All True where the two are not about the same number of parameters.
@@ -65,7 +65,7 @@ class Witness:
             found &= ~((self.norms - other.norms).abs() <= room)
         return found
 
-    def distance(self, other: Witness) -> float:
+    def distance(self, other: GradientDigests) -> float:
         """The largest difference of two norms, relative to the largest norm; infinite where one is not finite."""
         if self.norms.shape != other.norms.shape or not len(self.norms):
             return float("inf")

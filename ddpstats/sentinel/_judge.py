@@ -24,7 +24,7 @@ from ddpstats.sentinel._detectors import ERROR
 from ddpstats.sentinel._layers import Layers
 from ddpstats.sentinel._lines import Check
 from ddpstats.sentinel._options import Options
-from ddpstats.sentinel._verdict import Finding, Gathered, Verdict
+from ddpstats.sentinel._verdict import Gathered, SentinelFinding, SentinelVerdict
 
 _logger = logging.getLogger("ddpstats")
 _SHOWN_RANKS = 4
@@ -50,10 +50,10 @@ class Judge:
     ) -> None:
         self._layers, self._options = layers, options
         self._group, self._gathered, self._where, self._rank = group, gathered, where, rank
-        self._first_alarm: Verdict | None = None
+        self._first_alarm: SentinelVerdict | None = None
         self._alarmed: frozenset[int] = frozenset()  # ranks whose thresholds raised an alarm in the step before
 
-    def judge(self, step: int, problem: Exception | None) -> Verdict:
+    def judge(self, step: int, problem: Exception | None) -> SentinelVerdict:
         """Collective. ``problem``: what went wrong on this rank before; every rank hears of it, as `InvalidStats`."""
         layers = self._layers
         errors, problem = self._look(step, problem)
@@ -66,14 +66,14 @@ class Judge:
             divergence = layers.replicas.compare(self._gathered, step)
             if divergence is not None:
                 text = divergence.message.removeprefix(f"step {step}: ")
-                findings.append(Finding("replica digests", divergence.culprit_ranks, divergence.name, text))
+                findings.append(SentinelFinding("replica digests", divergence.culprit_ranks, divergence.name, text))
         if layers.replays:
             found, trouble = self._examined(bool(findings))
             findings += found
             notes += trouble
         if findings and is_new:
             notes += self._window_notes()
-        return self._concluded(Verdict(step, tuple(findings), tuple(notes)))
+        return self._concluded(SentinelVerdict(step, tuple(findings), tuple(notes)))
 
     def _look(self, step: int, problem: Exception | None) -> tuple[list[Check], Exception | None]:
         """This rank's values of level 1."""
@@ -84,7 +84,7 @@ class Judge:
         self._layers.thresholds.log(checks)
         return [check for check in checks if check.level == ERROR], problem
 
-    def _settled(self, errors: Sequence[Check], problem: Exception | None) -> tuple[list[Finding], list[str]]:
+    def _settled(self, errors: Sequence[Check], problem: Exception | None) -> tuple[list[SentinelFinding], list[str]]:
         """Some rank saw something: all tell what. Collective."""
 
         def told() -> dict[str, Any]:
@@ -114,7 +114,7 @@ class Judge:
         )
         return {"fault": fault_tree(faults, count), "unchecked": text}
 
-    def _fault_finding(self, trees: Mapping[int, dict[str, Any]]) -> Finding | None:
+    def _fault_finding(self, trees: Mapping[int, dict[str, Any]]) -> SentinelFinding | None:
         return matmul_finding({rank: tree["fault"] for rank, tree in trees.items()})
 
     def _explained(self, owner: int, micro_batch: int) -> str:
@@ -132,7 +132,7 @@ class Judge:
             names=layers.thresholds.checkpoints.names,
         )
 
-    def _examined(self, has_findings: bool) -> tuple[list[Finding], list[str]]:
+    def _examined(self, has_findings: bool) -> tuple[list[SentinelFinding], list[str]]:
         """Layer 3. What cannot be repeated is told by all ranks alike, but does not hide what was found."""
         assert self._layers.peer_replay is not None
         try:
@@ -152,7 +152,7 @@ class Judge:
         self._layers.open_window(steps + 1)  # what is left of this one, too
         return [f"Matmuls are checked in the next {steps} steps."]
 
-    def _concluded(self, verdict: Verdict) -> Verdict:
+    def _concluded(self, verdict: SentinelVerdict) -> SentinelVerdict:
         mode = self._options.settings.mode
         if verdict.ok:
             self._alarmed = frozenset()
@@ -170,7 +170,7 @@ class Judge:
         self._first_alarm = self._first_alarm or verdict
         return verdict
 
-    def _advice(self, verdict: Verdict, mode: int) -> list[str]:
+    def _advice(self, verdict: SentinelVerdict, mode: int) -> list[str]:
         culprits = verdict.culprit_ranks
         lines = [f"Rank {rank} is {self._where[rank]}." for rank in culprits[:_SHOWN_RANKS]]
         if self._first_alarm is not None and mode == 1:

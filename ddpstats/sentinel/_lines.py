@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ddpstats.sentinel._settings import Settings
+from ddpstats.sentinel._settings import SentinelSettings
 
 
 @dataclass(frozen=True)
@@ -39,19 +39,19 @@ class Check:
     checks: int
 
 
-def error_line(check: Check, settings: Settings) -> str:
+def error_line(check: Check, settings: SentinelSettings) -> str:
     """Of a value of level 1."""
     return _prefix(check) + (_v3_alarm(check) if settings.detector == "v3" else _v2_alarm("L1 Error", check, settings))
 
 
-def warning_line(check: Check, settings: Settings) -> str:
+def warning_line(check: Check, settings: SentinelSettings) -> str:
     """Of a value of level 2."""
     if settings.detector == "v3":
         return f"{_prefix(check)}A value is suspect, and not learnt from: {_v3_fields(check)}."
     return _prefix(check) + _v2_alarm("L2 Warning", check, settings)
 
 
-def info_lines(check: Check, settings: Settings) -> tuple[str, str]:
+def info_lines(check: Check, settings: SentinelSettings) -> tuple[str, str]:
     """Of a normal value: what was compared, and the constants."""
     if settings.detector == "v3":
         values, constants = f"A value is normal: {_v3_fields(check)}.", _v3_constants(settings)
@@ -64,7 +64,7 @@ def _prefix(check: Check) -> str:
     return f"[rank {check.rank}] [{check.checkpoint}] "
 
 
-def _v2_alarm(what: str, check: Check, settings: Settings) -> str:
+def _v2_alarm(what: str, check: Check, settings: SentinelSettings) -> str:
     # The nine blanks, and no comma before the mode, are the operator's own.
     return (
         f"SilentCheck get {what}, input message: {_v2_values(check)},         "
@@ -80,7 +80,7 @@ def _v2_values(check: Check) -> str:
     )
 
 
-def _v2_constants(settings: Settings) -> str:
+def _v2_constants(settings: SentinelSettings) -> str:
     return (
         f"c_min_steps = [{settings.min_steps}], "
         f"c_thresh_l1 = [{settings.upper[0]:f}], c_coeff_l1 = [{settings.sigma[0]:f}], "
@@ -88,7 +88,7 @@ def _v2_constants(settings: Settings) -> str:
     )
 
 
-def _v2_mode(settings: Settings) -> str:
+def _v2_mode(settings: SentinelSettings) -> str:
     return f"npu_asd_detect = [{settings.mode}]"
 
 
@@ -106,7 +106,7 @@ def _v3_fields(check: Check, value: str = "value") -> str:
     )
 
 
-def _v3_constants(settings: Settings) -> str:
+def _v3_constants(settings: SentinelSettings) -> str:
     return (
         f"upper_thresh1 = [{settings.upper[0]:g}], upper_thresh2 = [{settings.upper[1]:g}], "
         f"min_steps = [{settings.min_steps}], mode = [{settings.mode}]"

@@ -1,10 +1,10 @@
 """What a rank's own gradients of one micro-batch were, before the reduce: digests taken while it ran.
 
-1. `Original.begin` hooks the parameters for this one micro-batch: just before the first gradient is accumulated, it
-   looks whether ``.grad`` is empty. What is left there would be added to, and nothing that can be repeated comes of it.
-   The program may empty it at any time before, also inside the micro-batch.
+1. `LocalGradients.begin` hooks the parameters for this one micro-batch: just before the first gradient is accumulated,
+   it looks whether ``.grad`` is empty. What is left there would be added to, and nothing that can be repeated comes
+   of it. The program may empty it at any time before, also inside the micro-batch.
 2. Every gradient that is complete is digested, before it is reduced (`ddpstats._observe.gradients`).
-3. `Original.end`: was it one backward pass alone?
+3. `LocalGradients.end`: was it one backward pass alone?
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch.autograd.graph import register_multi_grad_hook
 
 from ddpstats._observe.gradients import NO_GRADIENT as NO_NORM, GradientWatch, held_values, measure, unwrapped
 from ddpstats.errors import ConfigError
-from ddpstats.sentinel._gradient_digests import NO_GRADIENT, Witness, gradient_digests
+from ddpstats.sentinel._gradient_digests import NO_GRADIENT, GradientDigests, gradient_digests
 
 
-class Original:
+class LocalGradients:
     """Watches one micro-batch at a time. Local.
 
     Args:
@@ -79,7 +79,7 @@ class Original:
             self._watch.forget()
         self._seen, self.problem, self.strided = {}, _NOTHING, []
 
-    def witness(self) -> Witness | None:
+    def witness(self) -> GradientDigests | None:
         """None where the gradients were not those of one backward pass alone: `problem`."""
         if self.problem:
             return None
@@ -87,7 +87,7 @@ class Original:
         norms = torch.full((len(self._place),), NO_NORM, dtype=torch.float64, device="cpu")
         for place, (digest, norm) in self._seen.items():
             found[place], norms[place] = digest, norm
-        return Witness(found, norms)
+        return GradientDigests(found, norms)
 
     def close(self) -> None:
         """Take the hooks away. Idempotent."""

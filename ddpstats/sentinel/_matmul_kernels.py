@@ -82,11 +82,11 @@ _kernels: Kernels | None = None
 _parked_at_sec: float | None = None  # since when nobody listens, while our kernels are there
 
 
-class _Here(threading.local):
+class _InThisThread(threading.local):
     listening = False  # this thread is inside the listener
 
 
-_here = _Here()
+_here = _InThisThread()
 
 
 def install(listener: Listener) -> None:
@@ -144,7 +144,7 @@ def _deregister() -> None:
 def _after_fork() -> None:
     global _here
     uninstall()
-    _here = _Here()
+    _here = _InThisThread()
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -14,14 +14,14 @@ from torch import nn
 from ddpstats._base.arguments import check_count
 from ddpstats._observe.gradients import unwrapped
 from ddpstats.errors import ConfigError
-from ddpstats.sentinel._settings import Settings, read_settings
+from ddpstats.sentinel._settings import SentinelSettings, read_settings
 
 
 @dataclass(frozen=True)
 class Options:
     """Arguments of `Sentinel`, and the settings of the thresholds."""
 
-    settings: Settings
+    settings: SentinelSettings
     warnings: tuple[str, ...]
     digest_every_steps: int
     replay_every_steps: int

@@ -31,11 +31,11 @@ from ddpstats._rerun.attribution import attempt, from_rank_on
 from ddpstats._rerun.packet import tensor_bytes
 from ddpstats.errors import ConfigError
 from ddpstats.sentinel._digest import digests
-from ddpstats.sentinel._gradient_digests import Witness
-from ddpstats.sentinel._local_gradients import Original
+from ddpstats.sentinel._gradient_digests import GradientDigests
+from ddpstats.sentinel._local_gradients import LocalGradients
 from ddpstats.sentinel._noise import measured
 from ddpstats.sentinel._rerun import Reruns
-from ddpstats.sentinel._verdict import Finding, Gathered
+from ddpstats.sentinel._verdict import Gathered, SentinelFinding
 from ddpstats.sentinel._vote import Run, judge
 
 MOST_BYTES = 64 << 20  # of all batches that are handed out at a time: every rank receives them
@@ -57,11 +57,11 @@ class PeerReplay:
         original: the caller begins and ends it around the first micro-batch of a step that is to be examined.
 
     Raises:
-        ConfigError: as `Original`.
+        ConfigError: as `LocalGradients`.
     """
 
     def __init__(self, model: nn.Module, reruns: Reruns, ranks: Sequence[int], rank: int) -> None:
-        self.original = Original(model)
+        self.original = LocalGradients(model)
         self._reruns, self._ranks, self._rank = reruns, tuple(ranks), rank
         self._noise: float | None = None
         self._turn = -1
@@ -70,7 +70,7 @@ class PeerReplay:
         """Take the hooks away. Idempotent."""
         self.original.close()
 
-    def examine(self, gathered: Gathered) -> Finding | None:
+    def examine(self, gathered: Gathered) -> SentinelFinding | None:
         """Collective: two small gathers and one of batches; one more on doubt.
 
         Raises:
@@ -117,7 +117,7 @@ class PeerReplay:
             **(self._repeated(own, original) if self._noise is None else {"distance": None}),
         }
 
-    def _repeated(self, own: dict[str, Any], original: Witness) -> dict[str, Any]:
+    def _repeated(self, own: dict[str, Any], original: GradientDigests) -> dict[str, Any]:
         """How far the step's own repetition is from it, and from another one."""
         travelled = {"plain": own, "buffers": {}}
         runs = [self._reruns.run(travelled).witness]
@@ -153,7 +153,7 @@ class PeerReplay:
         mine = [owner for owner, rank in runner.items() if rank == self._rank]
         return attempt(lambda: {str(owner): self._reruns.run(packets[owner]).witness.to_tree() for owner in mine})
 
-    def _same(self, one: Witness, other: Witness) -> bool:
+    def _same(self, one: GradientDigests, other: GradientDigests) -> bool:
         return one.is_same(other, self._noise or 0.0)
 
     def _learn_noise(self, offers: Mapping[int, dict[str, Any]]) -> list[int]:
@@ -183,8 +183,12 @@ class PeerReplay:
         warnings.warn(f"Sentinel, peer replay: {text}", stacklevel=2)
 
     def _settled(
-        self, gathered: Gathered, owner: int, packets: Mapping[int, dict[str, Any]], first: Mapping[int, Witness]
-    ) -> Finding | None:
+        self,
+        gathered: Gathered,
+        owner: int,
+        packets: Mapping[int, dict[str, Any]],
+        first: Mapping[int, GradientDigests],
+    ) -> SentinelFinding | None:
         """Run it again on up to three ranks. Collective."""
         deciding = from_rank_on(self._ranks, owner)[:3]
         checker = deciding[1 % len(deciding)]
@@ -200,9 +204,9 @@ class PeerReplay:
             self._say(found.text)
             return None
         names = self._differing([run.result for run in runs])
-        return Finding("peer replay", found.culprit_ranks, names[0], f"{found.text}\n{_names_text(names)}")
+        return SentinelFinding("peer replay", found.culprit_ranks, names[0], f"{found.text}\n{_names_text(names)}")
 
-    def _differing(self, results: Sequence[Witness]) -> list[str]:
+    def _differing(self, results: Sequence[GradientDigests]) -> list[str]:
         """Parameters whose gradient is not the same in all of them, beyond the noise. Never empty."""
         names = self._reruns.names
         if any(len(one.digests) != len(names) for one in results):
@@ -248,8 +252,8 @@ def _size_bytes(offer: Mapping[str, Any], travelling: Sequence[int] | None) -> i
     return int(offer["bytes"]) + sum(sizes if travelling is None else [sizes[place] for place in travelling])
 
 
-def _witness(tree: Mapping[str, Any], key: object) -> Witness:
-    return Witness.from_tree(tree[str(key)])
+def _witness(tree: Mapping[str, Any], key: object) -> GradientDigests:
+    return GradientDigests.from_tree(tree[str(key)])
 
 
 def _refuse(told: Mapping[int, dict[str, Any]]) -> None:

@@ -32,7 +32,7 @@ from ddpstats.sentinel._buffers import Unit, units_of
 from ddpstats.sentinel._difference import differ, differing_elements, differing_structure, transposed
 from ddpstats.sentinel._digest import bucket_digests
 from ddpstats.sentinel._divergence import Divergence, divergence
-from ddpstats.sentinel._entries import Entry, entry_of, gradient_entries, tensors_of
+from ddpstats.sentinel._entries import TensorEntry, entry_of, gradient_entries, tensors_of
 from ddpstats.sentinel._verdict import Gathered
 
 _BUCKETS = 32  # of each part, so that 30 ranks' digests fit into one collective
@@ -99,7 +99,7 @@ class Replicas:
         if any(differ(tree[name]["signature"] for tree in trees.values()) for name in shared):
             held = [entry for name in shared for entry in parts[name].entries]
             return divergence(step, differing_structure(gathered, held))
-        suspects: list[Entry] = []
+        suspects: list[TensorEntry] = []
         for name in shared:
             digests_of = {rank: tree[name]["digests"] for rank, tree in trees.items()}
             for bucket, by_rank in zip(parts[name].buckets, transposed(digests_of), strict=True):
@@ -149,7 +149,7 @@ class Replicas:
 class _Part:
     """Tensors that are compared together."""
 
-    def __init__(self, entries: list[Entry]) -> None:
+    def __init__(self, entries: list[TensorEntry]) -> None:
         self.entries = entries
         self.buckets = _in_buckets([entry for entry in entries if entry.tensor is not None])
 
@@ -161,11 +161,11 @@ class _Part:
         return {"signature": int.from_bytes(hashed, "little"), "digests": found}
 
 
-def _in_buckets(entries: Sequence[Entry]) -> list[list[Entry]]:
+def _in_buckets(entries: Sequence[TensorEntry]) -> list[list[TensorEntry]]:
     """Neighbours, about as many bytes in each. Ranks with one signature cut alike."""
     total_bytes = sum(_size_bytes(entry) for entry in entries)
     full_bytes = max(_BUCKET_BYTES, -(-total_bytes // (_BUCKETS - 1)))
-    buckets: list[list[Entry]] = []
+    buckets: list[list[TensorEntry]] = []
     bucket_bytes = full_bytes
     for entry in entries:
         if bucket_bytes >= full_bytes:
@@ -176,7 +176,7 @@ def _in_buckets(entries: Sequence[Entry]) -> list[list[Entry]]:
     return buckets
 
 
-def _size_bytes(entry: Entry) -> int:
+def _size_bytes(entry: TensorEntry) -> int:
     assert entry.tensor is not None
     return entry.tensor.numel() * entry.tensor.element_size()
 

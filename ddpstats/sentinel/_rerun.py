@@ -32,11 +32,11 @@ from ddpstats._rerun.attribution import attempt
 from ddpstats._rerun.module_state import put_back, set_buffers
 from ddpstats._rerun.numerics_settings import as_in, switches
 from ddpstats._rerun.packet import Packet, plain_packet
-from ddpstats._rerun.runner import Runner, Settings, alone
+from ddpstats._rerun.runner import Runner, RunSettings, alone
 from ddpstats._rerun.serialize import to_plain
 from ddpstats._rerun.step_record import MicroBatch, StepRecord
 from ddpstats.sentinel._checkpoints import Checkpoints
-from ddpstats.sentinel._gradient_digests import Witness
+from ddpstats.sentinel._gradient_digests import GradientDigests
 
 ReplayFn = Callable[[nn.Module, Any], Tensor]
 
@@ -47,7 +47,7 @@ _NAME = "replay_fn"
 class Repeated:
     """Of one run: the gradients' witness, and (checkpoint, value) as they came."""
 
-    witness: Witness
+    witness: GradientDigests
     values: list[tuple[int, Tensor]]
 
 
@@ -73,7 +73,7 @@ class Reruns:
 
     @property
     def names(self) -> list[str]:
-        """Of the parameters that a `Witness` is about."""
+        """Of the parameters that a `GradientDigests` is about."""
         return [name for name, parameter in self._record.module.named_parameters() if parameter.requires_grad]
 
     @property
@@ -102,7 +102,7 @@ class Reruns:
         module, values = self._record.module, list[tuple[int, Tensor]]()
         packet, buffers = travelled["plain"], {**self.buffers, **travelled["buffers"]}
         kept = Packet.from_plain(packet)
-        runner = Runner(module, self._replay_fn, _NAME, Settings(self.device), "the micro-batch that is run again")
+        runner = Runner(module, self._replay_fn, _NAME, RunSettings(self.device), "the micro-batch that is run again")
         wanted = [parameter for parameter in module.parameters() if parameter.requires_grad]
         with alone(_NAME, self.device), put_back(module), as_in(packet["switches"]), ExitStack() as stack:
             if self._checkpoints is not None:
@@ -112,7 +112,7 @@ class Reruns:
             with runner.as_kept(kept):
                 loss = runner.scaled(runner.loss(kept, batch), packet["scale"])
                 found = torch.autograd.grad(loss, wanted, allow_unused=True)
-            return Repeated(Witness.of(_strided(found, packet.get("strided", ()))), values)
+            return Repeated(GradientDigests.of(_strided(found, packet.get("strided", ()))), values)
 
 
 def _strided(gradients: Sequence[Tensor | None], places: Collection[int]) -> list[Tensor | None]:

@@ -24,7 +24,7 @@ from ddpstats.sentinel._judge import Judge
 from ddpstats.sentinel._layers import Layers
 from ddpstats.sentinel._options import checked_options
 from ddpstats.sentinel._rerun import ReplayFn
-from ddpstats.sentinel._verdict import Verdict
+from ddpstats.sentinel._verdict import SentinelVerdict
 
 
 class Sentinel:
@@ -103,7 +103,7 @@ class Sentinel:
             scaler=scaler,
             ignore=ignore,
         )
-        self.verdict = Verdict(-1)
+        self.verdict = SentinelVerdict(-1)
         channel = channel_of(group)
         self._group, self._ranks, self._rank = group, tuple(channel.ranks), int(channel.rank)
         self._layers: Layers | None = None
@@ -136,7 +136,7 @@ class Sentinel:
         return Running(self, batch)
 
     @breaks_graph
-    def step(self, *, step: int | None = None) -> Verdict:
+    def step(self, *, step: int | None = None) -> SentinelVerdict:
         """Judge the step: after the last ``backward()``, before ``optimizer.step()`` and ``scaler.update()``.
 
         Collective: every rank of the group must call, once per optimizer step. One small all_reduce where all is well.
@@ -160,7 +160,7 @@ class Sentinel:
             self._problem = problem
         if not self._agreed:
             self._agree()
-        self.verdict = Verdict(self._step)
+        self.verdict = SentinelVerdict(self._step)
         if self._layers is not None and self._judge is not None:
             try:
                 self.verdict = self._judge.judge(self._step, self._problem)

@@ -38,7 +38,7 @@ _INTEGER = re.compile(r"\s*[+-]?\d+\s*", re.ASCII)
 
 
 @dataclass(frozen=True)
-class Settings:
+class SentinelSettings:
     """What `read_settings` found.
 
     Attributes:
@@ -62,7 +62,7 @@ def read_settings(
     upper_thresh: Pair | None,
     sigma_thresh: Pair | None,
     environ: Mapping[str, str],
-) -> tuple[Settings, tuple[str, ...]]:
+) -> tuple[SentinelSettings, tuple[str, ...]]:
     """The settings that count, and a warning for each variable that is not used as it stands. Local.
 
     Args:
@@ -79,7 +79,7 @@ def read_settings(
     kind = cast(Detector, detector)
     warnings: list[str] = []
     sigma_names = _SIGMA_NAMES if kind == "v2" else ()
-    settings = Settings(
+    settings = SentinelSettings(
         mode=_mode(mode, environ, warnings),
         detector=kind,
         upper=_thresholds("upper_thresh", upper_thresh, _UPPER_NAMES, _UPPER[kind], environ, warnings),

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from ddpstats.sentinel._checkpoints import Checkpoints, Selector, Values
 from ddpstats.sentinel._detectors import ERROR, NORMAL, RULES, State
 from ddpstats.sentinel._lines import Check, error_line, info_lines, warning_line
-from ddpstats.sentinel._settings import Settings
+from ddpstats.sentinel._settings import SentinelSettings
 
 _logger = logging.getLogger("ddpstats")
 
@@ -51,7 +51,7 @@ class Thresholds:
         self,
         module: nn.Module,
         selection: Sequence[Selector] | None,
-        settings: Settings,
+        settings: SentinelSettings,
         rank: int,
         scale: Callable[[], float | None],
     ) -> None:

@@ -13,7 +13,7 @@ Gathered = Callable[[Callable[[], Any], str], dict[int, Any]]
 
 
 @dataclass(frozen=True)
-class Finding:
+class SentinelFinding:
     """One thing that one layer found.
 
     Attributes:
@@ -32,7 +32,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class SentinelVerdict:
     """On one training step.
 
     Attributes:
@@ -42,7 +42,7 @@ class Verdict:
     """
 
     step: int
-    findings: tuple[Finding, ...] = ()
+    findings: tuple[SentinelFinding, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property

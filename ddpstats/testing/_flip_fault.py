@@ -97,11 +97,11 @@ class Fault:
 
     def before_forward(self, module: nn.Module, act: Callable[..., Any], *, prepend: bool = False) -> None:
         """Call ``act`` before each forward pass of ``module``, until the end."""
-        self.keep(module.register_forward_pre_hook(_Hook(module, act), prepend=prepend))
+        self.keep(module.register_forward_pre_hook(_FlipHook(module, act), prepend=prepend))
 
     def after_forward(self, module: nn.Module, act: Callable[..., Any], *, always: bool = False) -> None:
         """After each; what it returns takes the place of the output. ``always``: also after one that has raised."""
-        self.keep(module.register_forward_hook(_Hook(module, act), always_call=always))
+        self.keep(module.register_forward_hook(_FlipHook(module, act), always_call=always))
 
     def is_due(self) -> bool:
         step = self.injector._step
@@ -147,7 +147,7 @@ def _mask(bit: int, itemsize: int) -> int:
     return -(1 << bit) if bit == 8 * itemsize - 1 else 1 << bit
 
 
-class _Hook(ModuleHook):
+class _FlipHook(ModuleHook):
     """Acts for ``module``, and for no other one."""
 
     def __init__(self, module: nn.Module, act: Callable[..., Any]) -> None:

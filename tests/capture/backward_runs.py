@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from ddpstats import NaNCapture
-from ddpstats.capture import Verdict
+from ddpstats.capture import CaptureVerdict
 
 Step = Callable[[nn.Module, float], None]
 
@@ -93,7 +93,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Step]] = {
 }
 
 
-def run(name: str, dirpath: str, bad_step: int) -> list[Verdict]:
+def run(name: str, dirpath: str, bad_step: int) -> list[CaptureVerdict]:
     """Three steps, the ``bad_step``-th with a NaN on rank 1."""
     make, step = CASES[name]
     torch.manual_seed(0)
@@ -109,7 +109,7 @@ def run(name: str, dirpath: str, bad_step: int) -> list[Verdict]:
     return verdicts
 
 
-def given_the_inner_module(dirpath: str) -> list[Verdict]:
+def given_the_inner_module(dirpath: str) -> list[CaptureVerdict]:
     """The capture was given what is inside of DistributedDataParallel, which reduces after each micro-batch."""
     module = ddp(gradient_as_bucket_view=True)
     with NaNCapture(dirpath, model=module.module) as capture:
@@ -119,7 +119,7 @@ def given_the_inner_module(dirpath: str) -> list[Verdict]:
         return [capture.check()]
 
 
-def outside(dirpath: str) -> list[Verdict]:
+def outside(dirpath: str) -> list[CaptureVerdict]:
     """``backward()`` stands behind the with block."""
     module = ddp()
     with NaNCapture(dirpath, model=module) as capture:
@@ -129,7 +129,7 @@ def outside(dirpath: str) -> list[Verdict]:
         return [capture.check()]
 
 
-def steps_in_hooks(dirpath: str) -> list[Verdict]:
+def steps_in_hooks(dirpath: str) -> list[CaptureVerdict]:
     """An optimizer that steps as soon as a gradient is there, and takes it away."""
     module = Net()
 

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpstats
 from ddpstats import NaNCapture
-from ddpstats.capture import Verdict
+from ddpstats.capture import CaptureVerdict
 from ddpstats.testing import count_collectives, die
 
 
@@ -85,7 +85,7 @@ def train(plan: Plan) -> dict[str, Any]:
     module = wrapped(model, plan.wrap)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     random.seed(5), numpy.random.seed(5), torch.manual_seed(5)
-    verdicts: list[Verdict] = []
+    verdicts: list[CaptureVerdict] = []
     threads = threading.active_count()
     capture = NaNCapture(plan.dirpath, model=module, optimizer=optimizer, **plan.options) if plan.captures else None
     with capture or contextlib.nullcontext():
@@ -140,7 +140,7 @@ def _reduce_by_hand(model: nn.Module) -> None:
 # -- faults that are not in a batch -----------------------------------------------------------------------------------
 
 
-def ignored_parameter(dirpath: str) -> Verdict:
+def ignored_parameter(dirpath: str) -> CaptureVerdict:
     """A parameter that DDP does not reduce is bad on rank 1: afterwards the ranks hold different gradients."""
     model = make_model()
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["5.bias"])  # type: ignore[no-untyped-call]
@@ -153,7 +153,7 @@ def ignored_parameter(dirpath: str) -> Verdict:
         return capture.check()
 
 
-def scaled(dirpath: str, factor: float, steps: int, **options: Any) -> list[Verdict]:
+def scaled(dirpath: str, factor: float, steps: int, **options: Any) -> list[CaptureVerdict]:
     """Training under a GradScaler: its scale times ``factor`` times the loss is too large at first, or for ever."""
     module = DistributedDataParallel(make_model())
     optimizer = torch.optim.SGD(module.parameters(), lr=1e-9)
@@ -172,7 +172,7 @@ def scaled(dirpath: str, factor: float, steps: int, **options: Any) -> list[Verd
     return verdicts
 
 
-def sharded(dirpath: str) -> Verdict:
+def sharded(dirpath: str) -> CaptureVerdict:
     """FSDP2: gradients are reduced and sharded before anybody sees them."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -223,7 +223,7 @@ class Odd:
     """Nothing that a bundle can hold."""
 
 
-def odd_batch(dirpath: str, store_batch: bool) -> list[Verdict]:
+def odd_batch(dirpath: str, store_batch: bool) -> list[CaptureVerdict]:
     module = DistributedDataParallel(make_model())
     verdicts = []
     with NaNCapture(dirpath, model=module, store_batch=store_batch) as capture:
@@ -238,7 +238,7 @@ def odd_batch(dirpath: str, store_batch: bool) -> list[Verdict]:
     return verdicts
 
 
-def full_disk(dirpath: str) -> list[Verdict]:
+def full_disk(dirpath: str) -> list[CaptureVerdict]:
     """Rank 1 cannot write more than 4 kB a file; the step before left a good bundle."""
     module = DistributedDataParallel(make_model())
     verdicts = []
@@ -262,7 +262,7 @@ def full_disk(dirpath: str) -> list[Verdict]:
     return verdicts
 
 
-def dies_while_writing(dirpath: str) -> Verdict:
+def dies_while_writing(dirpath: str) -> CaptureVerdict:
     """Rank 1 is killed between its two files."""
     publish: Any = importlib.import_module("ddpstats.capture._publish")
     write = publish.write_part
@@ -308,7 +308,7 @@ def raises_in_forward(dirpath: str, how: str) -> float:
     return time.monotonic() - started
 
 
-def other_settings(dirpath: str) -> Verdict:
+def other_settings(dirpath: str) -> CaptureVerdict:
     policy: Any = ("stop", "skip")[dist.get_rank()]
     with NaNCapture(dirpath, model=make_model(), on_nonfinite=policy, keep=1 + dist.get_rank()) as capture:
         return capture.check()

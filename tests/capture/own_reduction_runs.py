@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpstats import NaNCapture
 from ddpstats._observe.gradients import GradientWatch
-from ddpstats.capture import Verdict
+from ddpstats.capture import CaptureVerdict
 
 
 class Net(nn.Module):
@@ -173,7 +173,9 @@ SETUPS = {
 }  # fmt: skip
 
 
-def run(name: str, order: str, bad_step: int, dirpath: str, wrap: str = "alone", micro: int = 1) -> list[Verdict]:
+def run(
+    name: str, order: str, bad_step: int, dirpath: str, wrap: str = "alone", micro: int = 1
+) -> list[CaptureVerdict]:
     """Three steps of ``micro`` micro-batches, a NaN in the last one of the ``bad_step``-th on rank 1."""
     torch.manual_seed(0)
     net = Net()
@@ -187,7 +189,7 @@ def run(name: str, order: str, bad_step: int, dirpath: str, wrap: str = "alone",
         return [_step(program, capture, bad_step == number, micro) for number in range(3)]
 
 
-def _step(program: Program, capture: NaNCapture, is_bad: bool, micro: int) -> Verdict:
+def _step(program: Program, capture: NaNCapture, is_bad: bool, micro: int) -> CaptureVerdict:
     for place in range(micro):
         factor = torch.nan if is_bad and place == micro - 1 and dist.get_rank() == 1 else 1.0
         with capture.micro_batch({"factor": factor}):
@@ -205,7 +207,7 @@ def _step(program: Program, capture: NaNCapture, is_bad: bool, micro: int) -> Ve
 # -- hooks that do something else -------------------------------------------------------------------------------------
 
 
-def mended(dirpath: str) -> list[Verdict]:
+def mended(dirpath: str) -> list[CaptureVerdict]:
     """A hook takes NaN away before it reduces: nothing is wrong with the step."""
 
     def reduced(gradient: Tensor) -> Tensor:
@@ -218,7 +220,7 @@ def mended(dirpath: str) -> list[Verdict]:
         return [_step(Program(module, module), capture, True, 1)]
 
 
-def made_by_a_hook(dirpath: str) -> list[Verdict]:
+def made_by_a_hook(dirpath: str) -> list[CaptureVerdict]:
     """A hook without a collective divides zero by zero, on rank 1."""
     module = Net()
     if dist.get_rank() == 1:
@@ -229,7 +231,7 @@ def made_by_a_hook(dirpath: str) -> list[Verdict]:
         return [capture.check()]
 
 
-def overflowing(dirpath: str) -> list[Verdict]:
+def overflowing(dirpath: str) -> list[CaptureVerdict]:
     """Every rank's gradient is finite, and their sum is not."""
     module = Net()
     for parameter in module.parameters():
@@ -240,7 +242,7 @@ def overflowing(dirpath: str) -> list[Verdict]:
         return [capture.check()]
 
 
-def both(dirpath: str) -> list[Verdict]:
+def both(dirpath: str) -> list[CaptureVerdict]:
     """Each rank has a NaN of its own."""
     module = Net()
     for parameter in module.parameters():
@@ -251,7 +253,7 @@ def both(dirpath: str) -> list[Verdict]:
         return [capture.check()]
 
 
-def of_one_rank_of_four(dirpath: str) -> list[Verdict]:
+def of_one_rank_of_four(dirpath: str) -> list[CaptureVerdict]:
     """Ranks 2 and 3 share what is between the layers; rank 3 has a NaN behind it."""
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     mine = groups[dist.get_rank() // 2]

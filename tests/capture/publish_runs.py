@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddpstats import NaNCapture
-from ddpstats.capture import Verdict
+from ddpstats.capture import CaptureVerdict
 from ddpstats.capture._bundle import bundle_name
 from ddpstats.capture._local_bundle import finish_alone, write_alone_part
 from ddpstats.testing import die
@@ -38,7 +38,7 @@ def publish_alone(
     return finish_alone(part, source)
 
 
-def bad_step(dirpath: Path | str, **options: Any) -> Verdict:
+def bad_step(dirpath: Path | str, **options: Any) -> CaptureVerdict:
     """One step that is not finite, on every rank of the group."""
     model = make_model()
     with NaNCapture(dirpath, model=model, **options) as capture:
@@ -50,13 +50,13 @@ def bad_step(dirpath: Path | str, **options: Any) -> Verdict:
         return capture.check()
 
 
-def subgroup(dirpath: str) -> Verdict | None:
+def subgroup(dirpath: str) -> CaptureVerdict | None:
     """Rank 1 is a group of its own."""
     group = dist.new_group([1])
     return bad_step(dirpath, group=group) if dist.get_rank() == 1 else None
 
 
-def lowest_cannot_look(dirpath: str) -> Verdict:
+def lowest_cannot_look(dirpath: str) -> CaptureVerdict:
     """Rank 0 may not look at files of the bundle, as with another user's directory."""
     exists = Path.exists
 
@@ -71,7 +71,7 @@ def lowest_cannot_look(dirpath: str) -> Verdict:
         return bad_step(dirpath, on_nonfinite="skip")
 
 
-def lowest_cannot_make(dirpath: str) -> Verdict:
+def lowest_cannot_make(dirpath: str) -> CaptureVerdict:
     """Rank 0 may not make a directory; the others could."""
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 0:
@@ -83,7 +83,7 @@ def _refuse(*_: object) -> Path:
     raise PermissionError(errno.EACCES, "Permission denied")
 
 
-def dies_before_the_directory(dirpath: str) -> Verdict:
+def dies_before_the_directory(dirpath: str) -> CaptureVerdict:
     """Rank 1 is killed before it learns where the bundle is."""
     publish: Any = importlib.import_module("ddpstats.capture._publish")
     if dist.get_rank() == 1:
@@ -91,7 +91,7 @@ def dies_before_the_directory(dirpath: str) -> Verdict:
     return bad_step(dirpath)
 
 
-def name_taken(dirpath: str) -> Verdict:
+def name_taken(dirpath: str) -> CaptureVerdict:
     """Another job has a bundle of this step for every second of the next minutes."""
     if dist.get_rank() == 0:
         for second in range(200):

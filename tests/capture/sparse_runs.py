@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpstats import ConfigError, NaNCapture, Sentinel, SentinelAlarm
-from ddpstats.capture import Verdict
+from ddpstats.capture import CaptureVerdict
 
 _ROWS = 20
 
@@ -117,7 +117,7 @@ def _reduce(module: nn.Module) -> None:
         dist.all_reduce(parameter.grad)
 
 
-def captured(case: str, bad_step: int, dirpath: str, attribute: bool = False) -> list[Verdict]:
+def captured(case: str, bad_step: int, dirpath: str, attribute: bool = False) -> list[CaptureVerdict]:
     """A NaN on rank 1 in the ``bad_step``-th step."""
     module = made(case)
     verdicts = []
@@ -137,7 +137,7 @@ def captured(case: str, bad_step: int, dirpath: str, attribute: bool = False) ->
     return verdicts
 
 
-def overflowing_parts(dirpath: str) -> list[Verdict]:
+def overflowing_parts(dirpath: str) -> list[CaptureVerdict]:
     """Each part of a row is finite on rank 1, and their sum is not."""
     module = nn.Embedding(3, 2, sparse=True)
     ddp = DistributedDataParallel(module)

@@ -205,7 +205,7 @@ def test_without_the_internals_of_torch(
 
 
 def test_the_run_is_bit_for_bit_the_same_under_observation(tmp_path: Path) -> None:
-    from ddpstats._rerun.runner import Settings
+    from ddpstats._rerun.runner import RunSettings
     from ddpstats.capture._bisect import bisect
     from ddpstats.capture._bundle import Bundle
     from ddpstats.capture._outcome import same_outcome
@@ -214,7 +214,7 @@ def test_the_run_is_bit_for_bit_the_same_under_observation(tmp_path: Path) -> No
     opened = Bundle.open(captured(tmp_path, replay_models.toy, replay_models.per_class_step, FEW))
     parameters = opened.model_part(0)["parameters"]
     step = replay_models.per_class_step
-    rerun = Rerun(replay_models.toy(), step, opened.rank_part(0), parameters, Settings(making.CPU))
+    rerun = Rerun(replay_models.toy(), step, opened.rank_part(0), parameters, RunSettings(making.CPU))
     before = rerun.run()
     assert bisect(rerun).mark is not None
     assert same_outcome(before, rerun.run())

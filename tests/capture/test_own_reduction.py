@@ -7,27 +7,27 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddpstats.capture import Verdict
+from ddpstats.capture import CaptureVerdict
 from ddpstats.testing import RankPool
 from tests.capture import own_reduction_runs as runs
 
 NOT_SEEN = ["before_the_node", "behind_the_model"]
 
 
-def same_on_all(pool: RankPool, *args: object) -> list[Verdict]:
+def same_on_all(pool: RankPool, *args: object) -> list[CaptureVerdict]:
     first, *others = pool.run(*args).values()  # type: ignore[arg-type]
     assert all(one == first for one in others)
     return list(first)
 
 
-def assert_told(verdict: Verdict) -> None:
+def assert_told(verdict: CaptureVerdict) -> None:
     assert (verdict.kind, verdict.culprit_ranks) == ("nonfinite", (1,))
     assert "the gradients of rank 1 are not finite, before any reduction" in verdict.message
     assert any(name.startswith("last.") for name in verdict.parameters)
     assert verdict.bundle is not None
 
 
-def assert_not_known(verdict: Verdict) -> None:
+def assert_not_known(verdict: CaptureVerdict) -> None:
     assert (verdict.kind, verdict.culprit_ranks, verdict.by_rank) == ("nonfinite", (), {})
     assert "the program had already reduced them" in verdict.message
     assert "Which rank they come from is not known." in verdict.message

@@ -16,7 +16,7 @@ import torch
 from ddpstats import BundleError, NaNCapture, RankMissing, cli
 from ddpstats.capture._bundle import Bundle, bundle_name
 from ddpstats.capture._local_bundle import finish_alone, write_alone_part
-from ddpstats.capture._parts import Source
+from ddpstats.capture._parts import PartSource
 from ddpstats.capture._peers import Peers
 from ddpstats.testing import RankPool, run_ranks
 from tests.capture import making, publish_runs as runs, replay_models
@@ -155,7 +155,7 @@ def test_a_state_that_cannot_be_had_is_left_out(tmp_path: Path) -> None:
 
 
 @contextmanager
-def source_of(dirpath: Path) -> Iterator[Source]:
+def source_of(dirpath: Path) -> Iterator[PartSource]:
     """Of a step that raised, in this process."""
     model = torch.nn.Linear(4, 1)
     with NaNCapture(dirpath, model=model, optimizer=torch.optim.Adam(model.parameters())) as capture:

@@ -10,7 +10,7 @@ import torch
 
 from ddpstats import cli
 from ddpstats._observe.gradients import measure, parts_of
-from ddpstats.sentinel._gradient_digests import Witness
+from ddpstats.sentinel._gradient_digests import GradientDigests
 from ddpstats.testing import RankPool
 from tests.capture import sparse_runs as runs
 
@@ -28,9 +28,9 @@ def test_a_norm_is_of_the_elements_and_not_of_their_parts() -> None:
 
 def test_indices_count_in_a_witness() -> None:
     one, same, other = sparse([1, 2], [3.0, 4.0]), sparse([2, 1, 1], [4.0, 1.0, 2.0]), sparse([1, 3], [3.0, 4.0])
-    witness = Witness.of([one])
-    assert witness.is_same(Witness.of([same]), 0.0)
-    assert not witness.is_same(Witness.of([other]), 0.0)
+    witness = GradientDigests.of([one])
+    assert witness.is_same(GradientDigests.of([same]), 0.0)
+    assert not witness.is_same(GradientDigests.of([other]), 0.0)
     assert [*parts_of("w", one)] == ["w (indices)", "w (values)"]
 
 

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from ddpstats.capture._verdict import Bad, Finding, Policy, Report, find
+from ddpstats.capture._verdict import CaptureFinding, NonFiniteGradients, Policy, Report, find
 
 FINE = Report(2, (), (), True, None, 7)
-NAN = replace(FINE, bad=(Bad(0, 0, (("b", "NaN"), ("a", "Inf"))),), reduced=("a", "b"))
+NAN = replace(FINE, bad=(NonFiniteGradients(0, 0, (("b", "NaN"), ("a", "Inf"))),), reduced=("a", "b"))
 SPREAD = replace(FINE, reduced=("a", "b"))
 
 
-def found(*reports: Report, skips: int = 0) -> Finding:
+def found(*reports: Report, skips: int = 0) -> CaptureFinding:
     return find(dict(enumerate(reports)), skips, 3)
 
 
@@ -45,7 +45,7 @@ def test_all_ranks_are_culprits() -> None:
 
 
 def test_what_came_through_the_reduction_of_an_earlier_micro_batch_makes_no_culprit() -> None:
-    later = Bad(1, 1, (("a", "NaN"), ("b", "NaN")))
+    later = NonFiniteGradients(1, 1, (("a", "NaN"), ("b", "NaN")))
     origin = replace(NAN, bad=(*NAN.bad, later), exchanged=(0, 1))
     infected = replace(SPREAD, bad=(later,), exchanged=(0, 1))
     assert found(infected, origin).culprit_ranks == (1,)

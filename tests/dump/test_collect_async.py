@@ -85,14 +85,14 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     reads: list[int] = []
 
-    settle = _leaves.LeafMaker.settle
+    settle = _leaves.TensorSummaries.settle
 
     def counted(self: Any) -> None:
         reads.append(self.waiting)
         settle(self)
 
     monkeypatch.setattr(_leaves, "_is_on_host", lambda values: False)
-    monkeypatch.setattr(_leaves.LeafMaker, "settle", counted)
+    monkeypatch.setattr(_leaves.TensorSummaries, "settle", counted)
     return reads
 
 

@@ -8,12 +8,12 @@ import pytest
 
 from ddpstats.dump.compare._comparer import EntryComparer
 from ddpstats.dump.compare._rows import Mode, Row
-from ddpstats.dump.format._entries import Entry
+from ddpstats.dump.format._entries import DumpEntry
 from tests.dump.hand_made import forward, tensor
 
 
 def rows(a: dict[str, Any], b: dict[str, Any], mode: Mode = "statistics", tolerance: float = 0.5) -> list[Row]:
-    return EntryComparer(mode, tolerance).rows(0, Entry("x", a), Entry("x", b))
+    return EntryComparer(mode, tolerance).rows(0, DumpEntry("x", a), DumpEntry("x", b))
 
 
 def of_inputs(a: Any, b: Any, mode: Mode = "statistics") -> Row:

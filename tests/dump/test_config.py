@@ -10,7 +10,7 @@ import pytest
 
 from ddpstats import ConfigError
 from ddpstats.dump._config import ALL_MODES, DumpConfig, read_config
-from ddpstats.dump._selection import Patterns, Selection, direction_of
+from ddpstats.dump._selection import DumpSelection, Patterns, direction_of
 
 FIRST_STEP = """\
 {
@@ -234,7 +234,7 @@ RUN: list[tuple[str, list[str]]] = [
 
 
 def chosen(level: str = "mix", **section: Any) -> list[str]:
-    selection = Selection(read_config({"dump_path": "d", "level": level, "statistics": section}))
+    selection = DumpSelection(read_config({"dump_path": "d", "level": level, "statistics": section}))
     return [name for name, parents in RUN if selection.wants(name, parents)]
 
 
@@ -272,7 +272,7 @@ def test_the_direction_is_part_of_what_is_wanted() -> None:
 
 
 def problems(run: list[tuple[str, list[str]]] = RUN, **section: Any) -> list[str]:
-    selection = Selection(read_config({"dump_path": "d", "level": "mix", "statistics": section}))
+    selection = DumpSelection(read_config({"dump_path": "d", "level": "mix", "statistics": section}))
     for name, parents in run:
         selection.wants(name, parents)
     return selection.problems()

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from ddpstats.dump.format._entries import Entry, Leaf
+from ddpstats.dump.format._entries import DumpEntry, DumpLeaf
 from ddpstats.dump.origin._candidates import is_bad
 from ddpstats.errors import DumpError
 from tests.dump.hand_made import backward, forward, tensor
 
 
-def paths(entry: Entry) -> dict[str, list[str]]:
+def paths(entry: DumpEntry) -> dict[str, list[str]]:
     walks = {"inputs": entry.inputs(), "outputs": entry.outputs(), "leaves": entry.leaves(), "values": entry.values()}
     return {which: [path for path, _ in found] for which, found in walks.items()}
 
@@ -23,7 +23,7 @@ def test_paths_of_a_forward_entry() -> None:
     raw = forward([one, [one, {"a": one}], {"type": "int", "value": 3}, None], [one, None])
     raw["input_kwargs"] = {"mask": one, "type": one, "p": {"type": "float", "value": 0.1}}
     raw["parameters"] = {"weight": one, "sub.bias": one}
-    assert paths(Entry("x", raw)) == {
+    assert paths(DumpEntry("x", raw)) == {
         "inputs": ["input.0", "input.1.0", "input.1.1.a", "input_kwargs.mask", "input_kwargs.type"],
         "outputs": ["output.0"],
         "leaves": [
@@ -38,18 +38,18 @@ def test_paths_of_a_forward_entry() -> None:
 
 
 def test_values_that_are_none() -> None:
-    entry = Entry("x", {**forward([None, [None]]), "output": None})
+    entry = DumpEntry("x", {**forward([None, [None]]), "output": None})
     assert [path for path, _ in entry.values(nulls=True)] == ["input.0", "input.1.0"]
     assert list(entry.values()) == []
 
 
 def test_paths_of_backward_entries_and_of_gradients() -> None:
     one = tensor(1.0)
-    assert paths(Entry("x", backward([one], [None, one])))["inputs"] == ["input.0"]
-    assert paths(Entry("x", backward([one], [None, one])))["outputs"] == ["output.1"]
-    assert paths(Entry("x", {"weight": [one], "bias": [one, one]}))["leaves"] == ["weight", "bias.0", "bias.1"]
-    assert paths(Entry("x", {"input": None, "output": one, "is_recompute": True}))["leaves"] == ["output"]
-    assert Entry("x", {"is_recompute": True}).is_recompute
+    assert paths(DumpEntry("x", backward([one], [None, one])))["inputs"] == ["input.0"]
+    assert paths(DumpEntry("x", backward([one], [None, one])))["outputs"] == ["output.1"]
+    assert paths(DumpEntry("x", {"weight": [one], "bias": [one, one]}))["leaves"] == ["weight", "bias.0", "bias.1"]
+    assert paths(DumpEntry("x", {"input": None, "output": one, "is_recompute": True}))["leaves"] == ["output"]
+    assert DumpEntry("x", {"is_recompute": True}).is_recompute
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_paths_of_backward_entries_and_of_gradients() -> None:
     ],
 )
 def test_a_statistic_in_all_the_ways_it_is_written(given: Any, expected: float | None) -> None:
-    found = Leaf({"type": "torch.Tensor", "Max": given}).max
+    found = DumpLeaf({"type": "torch.Tensor", "Max": given}).max
     assert found == pytest.approx(expected, nan_ok=True) if expected is not None else found is None
 
 
@@ -78,7 +78,7 @@ def test_a_statistic_in_all_the_ways_it_is_written(given: Any, expected: float |
     ],
 )
 def test_what_is_bad(leaf: dict[str, Any], bad: bool) -> None:
-    assert is_bad(Leaf(leaf)) is bad
+    assert is_bad(DumpLeaf(leaf)) is bad
 
 
 def test_deep_nesting_is_refused() -> None:
@@ -87,7 +87,7 @@ def test_deep_nesting_is_refused() -> None:
         nested = [nested]
     for held in (nested, {"type": "slice", "value": nested}, {**tensor(1.0), "later": {"a": nested}}):
         with pytest.raises(DumpError, match="nested more than 64 deep"):
-            list(Entry("x", forward([held])).values())
+            list(DumpEntry("x", forward([held])).values())
 
 
 @pytest.mark.parametrize(
@@ -105,6 +105,6 @@ def test_deep_nesting_is_refused() -> None:
     ],
 )
 def test_a_field_that_is_not_usable_is_named(field: str, value: Any, words: str) -> None:
-    entry = Entry("Torch.add.0.forward", forward([{**tensor(1.0), field: value}]), "r/dump.json")
+    entry = DumpEntry("Torch.add.0.forward", forward([{**tensor(1.0), field: value}]), "r/dump.json")
     with pytest.raises(DumpError, match=r"r/dump.json: Torch.add.0.forward: input.0: " + words):
         list(entry.leaves())

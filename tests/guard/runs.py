@@ -213,7 +213,7 @@ def guarded_twice(directory: str) -> str:
 
 def guard_within_one_that_yields() -> tuple[bool, int, int]:
     """As under DDPSTATS_GUARD, in a program that has a guard of its own."""
-    with collective_guard("step").yielding() as outer:
+    with collective_guard("step").preemptible() as outer:
         dist.all_reduce(torch.ones(1))
         with collective_guard("strict") as inner:
             dist.all_reduce(torch.ones(1))

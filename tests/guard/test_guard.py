@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ddpstats import ConfigError, cli, label
 from ddpstats._observe import c10d_operators, collectives
 from ddpstats.guard import collective_guard
-from ddpstats.guard._diagnosis import MISMATCH, MISSING, Testimony as _Testimony, find
+from ddpstats.guard._diagnosis import MISMATCH, MISSING, RankStatus as _Testimony, find
 from ddpstats.guard._events import (
     BY_TORCH,
     Event,

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ddpstats.guard import _diagnosis
-from ddpstats.guard._diagnosis import DOUBT, MISMATCH, NOTHING, Finding, find
+from ddpstats.guard._diagnosis import DOUBT, MISMATCH, NOTHING, GuardFinding, find
 from ddpstats.guard._events import BY_TORCH, Event, Evidence, Signature, digest_of, label_word
 from ddpstats.guard.labels._judge import Judgement, judge
 
@@ -143,9 +143,9 @@ def test_the_worst_of_all_pairs_counts() -> None:
 # -- what comes of it --------------------------------------------------------------------------------------------------
 
 
-def found(*pairs: tuple[Evidence, Evidence]) -> Finding | None:
+def found(*pairs: tuple[Evidence, Evidence]) -> GuardFinding | None:
     columns = zip(*[(event(a, seq=seq), event(b, seq=seq)) for seq, (a, b) in enumerate(pairs, 1)], strict=True)
-    testimonies = [_diagnosis.Testimony(rank, events, count=len(pairs)) for rank, events in enumerate(columns)]
+    testimonies = [_diagnosis.RankStatus(rank, events, count=len(pairs)) for rank, events in enumerate(columns)]
     return find("default_pg", "the default group of 2 ranks", testimonies)
 
 

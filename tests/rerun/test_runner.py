@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ddpstats._rerun.packet import Packet, plain_packet, tensor_bytes
-from ddpstats._rerun.runner import Runner, Settings
+from ddpstats._rerun.runner import Runner, RunSettings
 from ddpstats._rerun.serialize import to_plain
 from ddpstats._rerun.step_record import StepRecord
 from ddpstats.errors import BundleError, ConfigError
@@ -31,7 +31,7 @@ def packet_of(batch: Any, factor: torch.Tensor | None = None) -> dict[str, Any]:
 
 
 def runner(step: Any, precision: str = "captured") -> Runner:
-    return Runner(nn.Linear(1, 1), step, "--step", Settings(torch.device("cpu"), precision), "rank 3")
+    return Runner(nn.Linear(1, 1), step, "--step", RunSettings(torch.device("cpu"), precision), "rank 3")
 
 
 @pytest.mark.parametrize(

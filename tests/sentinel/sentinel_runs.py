@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpstats import ConfigError, InvalidStats, Sentinel, SentinelAlarm
-from ddpstats.sentinel import Verdict
+from ddpstats.sentinel import SentinelVerdict
 from ddpstats.testing import BitFlip, RankPool, count_collectives, inject_bit_flips
 
 
@@ -98,7 +98,7 @@ def wrapped(wrap: str, seed: int = 0) -> nn.Module:
 class Outcome:
     """Of one rank. ``lines``: (level, text) as logged; ``alarms``: (step, layers, culprit ranks, text) as raised."""
 
-    verdicts: list[Verdict] = field(default_factory=list)
+    verdicts: list[SentinelVerdict] = field(default_factory=list)
     alarms: list[tuple[int, tuple[str, ...], tuple[int, ...], str]] = field(default_factory=list)
     lines: list[tuple[str, str]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -358,7 +358,7 @@ def error_of(
     return "none"
 
 
-def one_rank_without_batches(options: dict[str, Any]) -> list[Verdict]:
+def one_rank_without_batches(options: dict[str, Any]) -> list[SentinelVerdict]:
     """Rank 1 joins in with gradients of zeros, outside of micro_batch()."""
     model = wrapped("ddp")
     torch.manual_seed(dist.get_rank())
@@ -389,7 +389,7 @@ def with_little_room(flips: Sequence[BitFlip]) -> list[int]:
     return [verdict.step for verdict in outcome.verdicts if not verdict.ok]
 
 
-def _verdicts_of(model: nn.Module, options: dict[str, Any], *, zero: bool) -> list[Verdict]:
+def _verdicts_of(model: nn.Module, options: dict[str, Any], *, zero: bool) -> list[SentinelVerdict]:
     """Of four steps; ``zero``: whether gradients are zeroed after each."""
     verdicts = []
     with Sentinel(model, **options) as sentinel:
@@ -403,7 +403,7 @@ def _verdicts_of(model: nn.Module, options: dict[str, Any], *, zero: bool) -> li
     return verdicts
 
 
-def own_buffers_in_eval(options: dict[str, Any]) -> list[Verdict]:
+def own_buffers_in_eval(options: dict[str, Any]) -> list[SentinelVerdict]:
     torch.manual_seed(0)
     inner = Transformer()
     inner.eval()
@@ -413,7 +413,7 @@ def own_buffers_in_eval(options: dict[str, Any]) -> list[Verdict]:
     return _verdicts_of(model, options, zero=True)
 
 
-def never_zeroed(options: dict[str, Any]) -> list[Verdict]:
+def never_zeroed(options: dict[str, Any]) -> list[SentinelVerdict]:
     return _verdicts_of(wrapped("ddp"), options, zero=False)
 
 
@@ -493,7 +493,7 @@ def begin_raises_on_rank_1(options: dict[str, Any]) -> str:
     return f"{said}fine"
 
 
-def one_backward_raises(options: dict[str, Any]) -> list[Verdict]:
+def one_backward_raises(options: dict[str, Any]) -> list[SentinelVerdict]:
     """On rank 2 the first micro-batch of step 1 runs out of memory, and is left out."""
     model = wrapped("ddp")
     assert isinstance(model, DistributedDataParallel)

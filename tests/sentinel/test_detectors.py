@@ -14,24 +14,24 @@ from numpy import float32
 
 from ddpstats.sentinel._detectors import ERROR, NORMAL, RULES, WARNING, Rule, State
 from ddpstats.sentinel._lines import Check, error_line, info_lines
-from ddpstats.sentinel._settings import Settings, read_settings
+from ddpstats.sentinel._settings import SentinelSettings, read_settings
 from tests.sentinel import mindspore_log
 
 NAN, INF = float("nan"), float("inf")
 BOTH = pytest.mark.parametrize("detector", ["v2", "v3"])
 
 # Small enough for every branch to be reached within a few checks
-V2_SETTINGS = Settings(1, "v2", (1000.0, 100.0), (5.0, 2.0), min_steps=4)
-V3_SETTINGS = Settings(1, "v3", (50.0, 4.0), (1.0, 1.0), min_steps=3)
+V2_SETTINGS = SentinelSettings(1, "v2", (1000.0, 100.0), (5.0, 2.0), min_steps=4)
+V3_SETTINGS = SentinelSettings(1, "v3", (50.0, 4.0), (1.0, 1.0), min_steps=3)
 
 Row = dict[str, float]
 
 
-def defaults(detector: str) -> Settings:
+def defaults(detector: str) -> SentinelSettings:
     return read_settings(1, detector, None, None, {})[0]
 
 
-def check_one(rule: Rule, value: float, state: State, settings: Settings) -> tuple[Row, State]:
+def check_one(rule: Rule, value: float, state: State, settings: SentinelSettings) -> tuple[Row, State]:
     """A checkpoint of its own: its row of the table, and the new state."""
     values = torch.tensor([value])
     levels, after = rule.check(values, torch.tensor([True]), state, settings)
@@ -39,7 +39,7 @@ def check_one(rule: Rule, value: float, state: State, settings: Settings) -> tup
     return dict(zip(rule.columns, row, strict=True)), after
 
 
-def run(values: Sequence[float], settings: Settings) -> list[Row]:
+def run(values: Sequence[float], settings: SentinelSettings) -> list[Row]:
     rule = RULES[settings.detector]
     state, rows = rule.fresh(1, "cpu"), []
     for value in values:
@@ -48,11 +48,11 @@ def run(values: Sequence[float], settings: Settings) -> list[Row]:
     return rows
 
 
-def levels_of(values: Sequence[float], settings: Settings) -> list[float]:
+def levels_of(values: Sequence[float], settings: SentinelSettings) -> list[float]:
     return [row["level"] for row in run(values, settings)]
 
 
-def oracle_v2(values: Sequence[float], settings: Settings) -> list[Row]:
+def oracle_v2(values: Sequence[float], settings: SentinelSettings) -> list[Row]:
     """The published text of the algorithm, one number at a time."""
     pre, low, high, rows = float32(0), None, None, list[Row]()
     for step, value in enumerate(map(float32, values)):
@@ -74,7 +74,7 @@ def oracle_v2(values: Sequence[float], settings: Settings) -> list[Row]:
     return rows
 
 
-def oracle_v3(values: Sequence[float], settings: Settings) -> list[Row]:
+def oracle_v3(values: Sequence[float], settings: SentinelSettings) -> list[Row]:
     pre, average, normal, rows = float32(0), float32(0), 0, list[Row]()
     for step, value in enumerate(map(float32, values)):
         before, level = (pre, average, normal), NORMAL
@@ -97,7 +97,7 @@ def oracle_v3(values: Sequence[float], settings: Settings) -> list[Row]:
     return rows
 
 
-ORACLES: dict[str, Callable[[Sequence[float], Settings], list[Row]]] = {"v2": oracle_v2, "v3": oracle_v3}
+ORACLES: dict[str, Callable[[Sequence[float], SentinelSettings], list[Row]]] = {"v2": oracle_v2, "v3": oracle_v3}
 
 VALUES = st.one_of(
     st.sampled_from([0.0, 1.0, 2.0, 3.0, 10.0, 99.0, 100.0, 101.0, 1000.0, 1001.0, 1e30, 3e38, INF, NAN]),
@@ -332,7 +332,9 @@ def test_a_value_of_a_large_float64_is_infinite_in_float32() -> None:
 
 @BOTH
 def test_the_program_s_default_dtype_and_device_do_not_matter(detector: str) -> None:
-    settings = Settings(1, "v2" if detector == "v2" else "v3", (777.0, 7.0), (5.0, 2.0))  # constants not yet made
+    settings = SentinelSettings(
+        1, "v2" if detector == "v2" else "v3", (777.0, 7.0), (5.0, 2.0)
+    )  # constants not yet made
     torch.set_default_dtype(torch.float64)
     try:
         with torch.device("meta"):

@@ -8,13 +8,13 @@ import re
 import pytest
 
 from ddpstats.sentinel._lines import Check, error_line, info_lines, warning_line
-from ddpstats.sentinel._settings import Settings, read_settings
+from ddpstats.sentinel._settings import SentinelSettings, read_settings
 from tests.sentinel import mindspore_log
 
 PREFIX = "[rank 2] [blocks.0.norm] "
 
 
-def settings(mode: int, detector: str = "v2") -> Settings:
+def settings(mode: int, detector: str = "v2") -> SentinelSettings:
     return read_settings(mode, detector, None, None, {})[0]
 
 
@@ -44,7 +44,7 @@ def test_info_lines_are_those_of_the_operator_to_the_letter() -> None:
 
 def test_fields_come_in_the_order_of_the_operator_and_can_be_parsed() -> None:
     check = Check(0, "norm", 9, 1, 1, math.inf, {"pre": math.nan, "min": 0.25, "max": 1e7}, 7)
-    own = Settings(1, "v2", (20.0, 10.0), (40.0, 30.5), 8)
+    own = SentinelSettings(1, "v2", (20.0, 10.0), (40.0, 30.5), 8)
     assert parsed(error_line(check, own)) == {
         "val": "inf",
         "pre_val": "nan",

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from ddpstats import Sentinel
 from ddpstats.sentinel._alarm_replay import _explanation
-from ddpstats.sentinel._gradient_digests import Witness
-from ddpstats.sentinel._local_gradients import Original
+from ddpstats.sentinel._gradient_digests import GradientDigests
+from ddpstats.sentinel._local_gradients import LocalGradients
 from ddpstats.sentinel._peer_replay import _chosen, _travelling
 from ddpstats.testing import BitFlip, RankPool
 from tests.sentinel import replay_runs, sentinel_runs as runs
@@ -166,7 +166,7 @@ def test_a_rerun_leaves_gradients_buffers_and_random_state(two_ranks: RankPool) 
 # -- what is seen of the step itself ----------------------------------------------------------------------------------
 
 
-def seen_of(original: Original, model: nn.Module, zero: bool = False, passes: int = 1) -> Witness | None:
+def seen_of(original: LocalGradients, model: nn.Module, zero: bool = False, passes: int = 1) -> GradientDigests | None:
     """Of a micro-batch with so many backward passes; ``zero``: gradients are let go of just before."""
     original.begin()
     x = torch.ones(3, 4)
@@ -181,7 +181,7 @@ def seen_of(original: Original, model: nn.Module, zero: bool = False, passes: in
 
 def test_gradients_that_are_let_go_of_inside_the_micro_batch_are_its_own() -> None:
     model = replay_runs.Small()
-    original = Original(model)
+    original = LocalGradients(model)
     first = seen_of(original, model)
     assert first is not None
     assert seen_of(original, model) is None
@@ -194,14 +194,14 @@ def test_gradients_that_are_let_go_of_inside_the_micro_batch_are_its_own() -> No
 
 def test_two_backward_passes_have_no_witness_and_the_reason_is_told() -> None:
     model = replay_runs.Small()
-    original = Original(model)
+    original = LocalGradients(model)
     assert seen_of(original, model, passes=2) is None
     assert original.problem == "it had 2 backward passes"
 
 
 def test_a_replaced_head_is_watched() -> None:
     model = replay_runs.Small()
-    original = Original(model)
+    original = LocalGradients(model)
     model.head = nn.Linear(4, 1)
     found = seen_of(original, model)
     assert found is not None
@@ -210,7 +210,7 @@ def test_a_replaced_head_is_watched() -> None:
 
 def test_a_micro_batch_that_raised_is_forgotten() -> None:
     model = replay_runs.Small()
-    original = Original(model)
+    original = LocalGradients(model)
     expected = seen_of(original, model)
     model.zero_grad()
     original.begin()
@@ -333,8 +333,8 @@ def test_a_large_buffer_that_ranks_have_alike_stays_at_home(two_ranks: RankPool)
 # -- gradients that differ --------------------------------------------------------------------------------------------
 
 
-def witness(digests: list[int], norms: list[float]) -> Witness:
-    return Witness(torch.tensor(digests), torch.tensor(norms, dtype=torch.float64))
+def witness(digests: list[int], norms: list[float]) -> GradientDigests:
+    return GradientDigests(torch.tensor(digests), torch.tensor(norms, dtype=torch.float64))
 
 
 def test_with_noise_only_norms_outside_of_the_room_differ() -> None:

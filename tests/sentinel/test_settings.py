@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ddpstats import ConfigError
-from ddpstats.sentinel._settings import Settings, read_settings
+from ddpstats.sentinel._settings import SentinelSettings, read_settings
 
 NOT_SET = "no mode is set: the sentinel is off; pass mode=1, 2 or 3, or set DDPSTATS_SENTINEL_MODE to one of them"
 
@@ -21,13 +21,13 @@ def read(
     detector: str = "v2",
     upper: Any = None,
     sigma: Any = None,
-) -> tuple[Settings, tuple[str, ...]]:
+) -> tuple[SentinelSettings, tuple[str, ...]]:
     return read_settings(mode, detector, upper, sigma, environ or {})
 
 
 def test_the_defaults_are_those_of_mindspore_and_torch_npu() -> None:
-    assert read(mode=1) == (Settings(1, "v2", (1e6, 1e4), (1e5, 5e3), 100), ())
-    assert read(mode=1, detector="v3") == (Settings(1, "v3", (1e6, 100.0), (1e5, 5e3), 10), ())
+    assert read(mode=1) == (SentinelSettings(1, "v2", (1e6, 1e4), (1e5, 5e3), 100), ())
+    assert read(mode=1, detector="v3") == (SentinelSettings(1, "v3", (1e6, 100.0), (1e5, 5e3), 10), ())
 
 
 def test_a_sentinel_that_nobody_switched_on_is_off_and_says_so() -> None:
@@ -48,15 +48,15 @@ def test_the_argument_wins_over_our_variable_and_that_over_the_alias() -> None:
         "NPU_ASD_UPPER_THRESH": "20,10",
         "NPU_ASD_SIGMA_THRESH": "40,30",
     }
-    assert read(environ) == (Settings(1, "v2", (20.0, 10.0), (40.0, 30.0)), ())
+    assert read(environ) == (SentinelSettings(1, "v2", (20.0, 10.0), (40.0, 30.0)), ())
     environ |= {
         "DDPSTATS_SENTINEL_MODE": "2",
         "DDPSTATS_SENTINEL_UPPER_THRESH": "200,100",
         "DDPSTATS_SENTINEL_SIGMA_THRESH": "400,300",
     }
-    assert read(environ) == (Settings(2, "v2", (200.0, 100.0), (400.0, 300.0)), ())
+    assert read(environ) == (SentinelSettings(2, "v2", (200.0, 100.0), (400.0, 300.0)), ())
     found = read(environ, mode=3, upper=(2.5, 1e-3), sigma=[4, 3])
-    assert found == (Settings(3, "v2", (2.5, 1e-3), (4.0, 3.0)), ())
+    assert found == (SentinelSettings(3, "v2", (2.5, 1e-3), (4.0, 3.0)), ())
 
 
 def test_a_bad_variable_does_not_fall_through_to_its_alias() -> None:
@@ -76,7 +76,7 @@ def test_a_mode_that_is_none_switches_off_with_a_warning(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["2", " 2 ", "+2", "02"])
 def test_a_mode_may_be_written_as_integers_are(text: str) -> None:
-    assert read({"NPU_ASD_ENABLE": text}) == (Settings(2, "v2", (1e6, 1e4), (1e5, 5e3)), ())
+    assert read({"NPU_ASD_ENABLE": text}) == (SentinelSettings(2, "v2", (1e6, 1e4), (1e5, 5e3)), ())
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,10 @@ def test_both_thresholds_fall_back_where_one_cannot_be_used(text: str, why: str)
 
 
 def test_spaces_around_thresholds_do_not_matter() -> None:
-    assert read({"NPU_ASD_UPPER_THRESH": " 100 ,\t10 "}, mode=1) == (Settings(1, "v2", (100.0, 10.0), (1e5, 5e3)), ())
+    assert read({"NPU_ASD_UPPER_THRESH": " 100 ,\t10 "}, mode=1) == (
+        SentinelSettings(1, "v2", (100.0, 10.0), (1e5, 5e3)),
+        (),
+    )
 
 
 def test_a_small_threshold_becomes_3_and_a_warning_says_so() -> None:
@@ -115,7 +118,7 @@ def test_a_small_threshold_becomes_3_and_a_warning_says_so() -> None:
 
 def test_for_v3_the_upper_thresholds_are_multiples_and_the_sigma_ones_are_ignored() -> None:
     environ = {"NPU_ASD_UPPER_THRESH": "5000,50", "NPU_ASD_SIGMA_THRESH": "nonsense"}
-    assert read(environ, mode=1, detector="v3") == (Settings(1, "v3", (5000.0, 50.0), (1e5, 5e3), 10), ())
+    assert read(environ, mode=1, detector="v3") == (SentinelSettings(1, "v3", (5000.0, 50.0), (1e5, 5e3), 10), ())
     _, warnings = read({"NPU_ASD_UPPER_THRESH": "5,50"}, mode=1, detector="v3")
     assert warnings[0].endswith("1000000,100 is used instead")
 

@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given, strategies as st
 from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]  # not in __all__
 
-from ddpstats._transport.mailbox import PROCESS_ID_BYTES, Mailbox, ProcessId, Verdict, _parse
+from ddpstats._transport.mailbox import PROCESS_ID_BYTES, GroupVerdict, Mailbox, ProcessId, _parse
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 SLACK_SEC = 4.0  # for a machine that has other things to do
@@ -39,8 +39,8 @@ def in_time(seconds: float) -> float:
 def test_a_verdict_survives_the_way_there_and_back() -> None:
     mailbox = Mailbox(HashStore(), 0, (0, 1, 2))
     assert mailbox.read() is None
-    assert mailbox.settle(1, in_time(0), describe) == Verdict((1, 2), "missing (1, 2), dead ()")
-    assert mailbox.read() == Verdict((1, 2), "missing (1, 2), dead ()")
+    assert mailbox.decide_verdict(1, in_time(0), describe) == GroupVerdict((1, 2), "missing (1, 2), dead ()")
+    assert mailbox.read() == GroupVerdict((1, 2), "missing (1, 2), dead ()")
 
 
 @pytest.mark.parametrize(
@@ -48,8 +48,8 @@ def test_a_verdict_survives_the_way_there_and_back() -> None:
 )
 def test_any_text_may_be_in_a_verdict(message: str) -> None:
     mailbox = Mailbox(HashStore(), 0, (0, 1))
-    assert mailbox.settle(1, in_time(0), lambda missing, dead: message) == Verdict((1,), message)
-    assert Mailbox(mailbox.store, 1, (0, 1)).read() == Verdict((1,), message)
+    assert mailbox.decide_verdict(1, in_time(0), lambda missing, dead: message) == GroupVerdict((1,), message)
+    assert Mailbox(mailbox.store, 1, (0, 1)).read() == GroupVerdict((1,), message)
 
 
 @pytest.mark.parametrize(
@@ -80,8 +80,8 @@ def test_garbage_in_the_store_is_no_verdict(garbage: bytes) -> None:
     store = HashStore()
     store.set("verdict", garbage)  # type: ignore[arg-type]  # str in the stubs; bytes work
     mailbox = Mailbox(store, 0, (0, 1))
-    assert mailbox.glance(1) is None
-    verdict = mailbox.settle(1, in_time(0), describe)
+    assert mailbox.poll_verdict(1) is None
+    verdict = mailbox.decide_verdict(1, in_time(0), describe)
     assert verdict.missing == ()
     assert verdict.message.startswith(
         "missing (), dead ()\nThe store, which could tell who is missing, does not answer: "
@@ -101,7 +101,7 @@ def test_random_bytes_are_refused_by_valueerror_alone(payload: bytes) -> None:
 @given(st.lists(st.integers(0, 100_000), max_size=20), st.text(max_size=100))
 def test_every_verdict_that_is_written_can_be_read(missing: list[int], message: str) -> None:
     payload = json.dumps({"missing": missing, "message": message})
-    assert _parse(payload) == _parse(payload.encode()) == Verdict(tuple(missing), message)
+    assert _parse(payload) == _parse(payload.encode()) == GroupVerdict(tuple(missing), message)
 
 
 # -- one verdict -----------------------------------------------------------------------------------------------------
@@ -111,9 +111,11 @@ def test_the_first_writer_wins_for_everybody() -> None:
     store, ranks = HashStore(), tuple(range(8))
     start = threading.Barrier(8)
 
-    def settle(rank: int) -> Verdict:
+    def settle(rank: int) -> GroupVerdict:
         start.wait(10)
-        return Mailbox(store, rank, (*ranks, 8)).settle(1, in_time(0), lambda missing, dead: f"rank {rank} says so")
+        return Mailbox(store, rank, (*ranks, 8)).decide_verdict(
+            1, in_time(0), lambda missing, dead: f"rank {rank} says so"
+        )
 
     with ThreadPoolExecutor(8) as threads:
         verdicts = list(threads.map(settle, ranks))
@@ -124,11 +126,11 @@ def test_the_first_writer_wins_for_everybody() -> None:
 
 def test_a_late_rank_gets_the_verdict_at_once() -> None:
     store = HashStore()
-    first = Mailbox(store, 0, (0, 1)).settle(3, in_time(0), describe)
+    first = Mailbox(store, 0, (0, 1)).decide_verdict(3, in_time(0), describe)
     late = Mailbox(store, 1, (0, 1))
     started = time.monotonic()
-    assert late.glance(3) == first
-    assert late.settle(3, in_time(60), describe) == first
+    assert late.poll_verdict(3) == first
+    assert late.decide_verdict(3, in_time(60), describe) == first
     assert late.meet(60, 1, describe) == first
     assert time.monotonic() - started < 2.0
 
@@ -136,8 +138,8 @@ def test_a_late_rank_gets_the_verdict_at_once() -> None:
 def test_a_rank_that_leaves_names_itself() -> None:
     store = HashStore()
     left = Mailbox(store, 1, (0, 1)).leave(lambda missing, dead: f"{missing} went away")
-    assert left == Verdict((1,), "(1,) went away")
-    assert Mailbox(store, 0, (0, 1)).glance(1) == left
+    assert left == GroupVerdict((1,), "(1,) went away")
+    assert Mailbox(store, 0, (0, 1)).poll_verdict(1) == left
 
 
 # -- who is missing --------------------------------------------------------------------------------------------------
@@ -145,50 +147,50 @@ def test_a_rank_that_leaves_names_itself() -> None:
 
 def test_who_waits_is_not_missing() -> None:
     store, ranks = HashStore(), (0, 1, 2)
-    Mailbox(store, 1, ranks).glance(5)
-    assert Mailbox(store, 0, ranks).settle(5, in_time(0), describe).missing == (2,)
+    Mailbox(store, 1, ranks).poll_verdict(5)
+    assert Mailbox(store, 0, ranks).decide_verdict(5, in_time(0), describe).missing == (2,)
 
 
 def test_who_waits_in_a_later_collective_is_not_missing() -> None:
     """It took part in the one that failed here."""
     store, ranks = HashStore(), (0, 1, 2)
-    Mailbox(store, 1, ranks).glance(6)
-    assert Mailbox(store, 0, ranks).settle(5, in_time(0), describe).missing == (2,)
+    Mailbox(store, 1, ranks).poll_verdict(6)
+    assert Mailbox(store, 0, ranks).decide_verdict(5, in_time(0), describe).missing == (2,)
 
 
 def test_who_waited_in_an_earlier_collective_is_missing() -> None:
     store, ranks = HashStore(), (0, 1, 2)
-    Mailbox(store, 1, ranks).glance(4)
-    assert Mailbox(store, 0, ranks).settle(5, in_time(0), describe).missing == (1, 2)
+    Mailbox(store, 1, ranks).poll_verdict(4)
+    assert Mailbox(store, 0, ranks).decide_verdict(5, in_time(0), describe).missing == (1, 2)
 
 
 def test_numbers_are_compared_as_numbers() -> None:
     store = HashStore()
-    Mailbox(store, 1, (0, 1)).glance(10)
-    assert Mailbox(store, 0, (0, 1)).settle(9, in_time(0), describe).missing == ()
+    Mailbox(store, 1, (0, 1)).poll_verdict(10)
+    assert Mailbox(store, 0, (0, 1)).decide_verdict(9, in_time(0), describe).missing == ()
 
 
 def test_nobody_is_blamed_before_the_deadline() -> None:
     store, ranks = HashStore(), (0, 1, 2)
-    threading.Timer(0.3, Mailbox(store, 1, ranks).glance, [5]).start()
+    threading.Timer(0.3, Mailbox(store, 1, ranks).poll_verdict, [5]).start()
     started = time.monotonic()
-    assert Mailbox(store, 0, ranks).settle(5, in_time(0.8), describe).missing == (2,)
+    assert Mailbox(store, 0, ranks).decide_verdict(5, in_time(0.8), describe).missing == (2,)
     assert 0.7 < time.monotonic() - started < 0.8 + SLACK_SEC
 
 
 def test_the_verdict_comes_early_once_all_wait() -> None:
     """Then nobody is missing: the connection is what failed."""
     store, ranks = HashStore(), (0, 1)
-    Mailbox(store, 1, ranks).glance(5)
+    Mailbox(store, 1, ranks).poll_verdict(5)
     started = time.monotonic()
-    assert Mailbox(store, 0, ranks).settle(5, in_time(60), describe) == Verdict((), "missing (), dead ()")
+    assert Mailbox(store, 0, ranks).decide_verdict(5, in_time(60), describe) == GroupVerdict((), "missing (), dead ()")
     assert time.monotonic() - started < SLACK_SEC
 
 
 def test_garbage_where_a_rank_waits_is_reported() -> None:
     store = HashStore()
     store.set("waiting/1", "soon")
-    verdict = Mailbox(store, 0, (0, 1)).settle(5, in_time(0), describe)
+    verdict = Mailbox(store, 0, (0, 1)).decide_verdict(5, in_time(0), describe)
     assert verdict.missing == ()
     assert "does not answer: invalid literal" in verdict.message
 
@@ -199,7 +201,7 @@ def test_garbage_where_a_rank_waits_is_reported() -> None:
 def test_ranks_meet() -> None:
     store, ranks = HashStore(), tuple(range(6))
 
-    def meet(rank: int) -> Verdict | None:
+    def meet(rank: int) -> GroupVerdict | None:
         time.sleep(0.1 * rank)
         return Mailbox(store, rank, ranks).meet(30, 0.2, describe)
 
@@ -210,7 +212,7 @@ def test_ranks_meet() -> None:
 def test_a_rank_that_never_comes_is_named_on_all_others() -> None:
     store, ranks = HashStore(), (0, 1, 2, 3)
 
-    def meet(rank: int) -> Verdict | None:
+    def meet(rank: int) -> GroupVerdict | None:
         time.sleep(0.3 * rank)
         return Mailbox(store, rank, ranks).meet(1.2 - 0.3 * rank, 0.1, describe)
 
@@ -218,7 +220,7 @@ def test_a_rank_that_never_comes_is_named_on_all_others() -> None:
     with ThreadPoolExecutor(3) as threads:
         verdicts = list(threads.map(meet, ranks[:3]))
     assert time.monotonic() - started < 1.2 + SLACK_SEC
-    assert verdicts == [Verdict((3,), "missing (3,), dead ()")] * 3
+    assert verdicts == [GroupVerdict((3,), "missing (3,), dead ()")] * 3
     assert Mailbox(store, 3, ranks).meet(30, 1, describe) == verdicts[0]
 
 
@@ -304,7 +306,7 @@ def test_a_dead_peer_is_told_to_the_other_hosts(child: subprocess.Popen[bytes]) 
     assert here.dead_peers() == {2}
     assert elsewhere.dead_peers() == set()
     started = time.monotonic()
-    assert elsewhere.settle(4, in_time(60), describe) == Verdict((2,), "missing (2,), dead (2,)")
+    assert elsewhere.decide_verdict(4, in_time(60), describe) == GroupVerdict((2,), "missing (2,), dead (2,)")
     assert time.monotonic() - started < SLACK_SEC
 
 
@@ -325,9 +327,9 @@ def lost_store() -> Any:
 def test_without_the_store_nobody_is_named_and_the_text_says_why(lost_store: Any) -> None:
     mailbox = Mailbox(lost_store, 0, (0, 1))
     started = time.monotonic()
-    assert mailbox.glance(1) is None
+    assert mailbox.poll_verdict(1) is None
     said = [
-        mailbox.settle(1, in_time(60), describe),
+        mailbox.decide_verdict(1, in_time(60), describe),
         mailbox.meet(60, 1, describe),
         mailbox.leave(describe),
     ]

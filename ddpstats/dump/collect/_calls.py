@@ -93,7 +93,7 @@ class CallWatch(TorchFunctionMode):
         if fact is None or fact.is_skipped or fact.what in self._recorder.silent:
             backward = _BACKWARD.get(func) if fact is not None and fact.is_backward else None
             return func(*args, **kwargs) if backward is None else backward(self, args, kwargs)
-        call = _Call(self._recorder, fact)
+        call = _FunctionCall(self._recorder, fact)
         call.begins(args, kwargs)
         try:
             result = func(*args, **kwargs)
@@ -104,7 +104,7 @@ class CallWatch(TorchFunctionMode):
         return result
 
 
-class _Call:
+class _FunctionCall:
     """One call."""
 
     __slots__ = ("_before", "_entry", "_fact", "_name", "_recorder", "_stack")

@@ -7,8 +7,8 @@ The only file of the dump that touches autograd's nodes.
 3. The gradient of an input is what flows along the edges that lead to it. From the outputs' nodes we walk back through
    the nodes that are newer than 1 to those that have such an edge, and hook these: what they hand on along the edge is
    one contribution; several are summed. Each is this call's own share, not what other users of the input add.
-4. When the last one has come the entry is written (`_Pass`). What never comes, because nobody needs that output, is
-   missing in what is written at the end of the step. A second backward pass over the graph makes an entry of its own.
+4. When the last one has come the entry is written (`_DumpedPass`). What never comes, because nobody needs that output,
+   is missing in what is written at the end of the step. A second backward pass over it makes an entry of its own.
 
 Not seen: the gradient of an input that is returned as it is, and of a view that the call changes in place.
 
@@ -158,7 +158,7 @@ class _Watch:
         self._counts = counts
         self._expected = roots + len(consumers)
         self._passes = 0
-        self._pass: _Pass | None = None
+        self._pass: _DumpedPass | None = None
         contributions: dict[int, int] = {}
         for edges in consumers.values():
             for _, places in edges:
@@ -182,7 +182,7 @@ class _Watch:
                     current.add(places[0], gradients[number])
         self._came(current)
 
-    def _current(self) -> _Pass:
+    def _current(self) -> _DumpedPass:
         task = graph_task()
         if self._pass is not None and self._pass.task != task:
             self._pass.flush()
@@ -190,11 +190,11 @@ class _Watch:
         if self._pass is None:
             name = f"{self._name}.{self._passes}" if self._passes else self._name
             self._passes += 1
-            self._pass = _Pass(self._recorder, name, self._stack, self._parents, self._counts, task)
+            self._pass = _DumpedPass(self._recorder, name, self._stack, self._parents, self._counts, task)
             self._pass.left = self._expected
         return self._pass
 
-    def _came(self, current: _Pass) -> None:
+    def _came(self, current: _DumpedPass) -> None:
         current.left -= 1
         if current.left == 0:
             current.flush()
@@ -212,7 +212,7 @@ class _Watch:
             recorder.note_error(self._name, error)
 
 
-class _Pass:
+class _DumpedPass:
     """One backward pass of one call, while it runs."""
 
     __slots__ = ("_leaves", "_recorder", "_sums", "entry", "is_wanted", "left", "task")

@@ -4,7 +4,7 @@ The shape of arguments is kept: lists, tuples and dicts become lists and dicts, 
 
 1. What is known of a tensor at once is put into its leaf.
 2. Statistics of a tensor in host memory are put in at once as well. On a device they are computed into one small
-   tensor there (`_Deferred`), which `LeafMaker.settle` reads, all of them in one copy.
+   tensor there (`_Deferred`), which `TensorSummaries.settle` reads, all of them in one copy.
 3. A tensor in host memory that comes twice at one moment of one entry is looked at once. Nothing is remembered beyond
    that: memory that somebody overwrote in the meantime must not look as it was.
 
@@ -69,7 +69,7 @@ class _Deferred:
 _SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
-class LeafMaker:
+class TensorSummaries:
     """Makes leaves for one step.
 
     Args:
@@ -234,7 +234,7 @@ class LeafMaker:
 class EntryLeaves:
     """Leaves of one entry at one moment."""
 
-    def __init__(self, maker: LeafMaker, name: str, is_saved: bool) -> None:
+    def __init__(self, maker: TensorSummaries, name: str, is_saved: bool) -> None:
         self._maker, self._name, self._is_saved = maker, name, is_saved
         self._seen: dict[int, Leaf] = {}
         self._items_left = MOST_ITEMS

@@ -53,7 +53,7 @@ class ModuleWatch:
         self._handles: list[Any] = []
         self._gradients: dict[int, ParameterGradients] = {}  # by id: a module need not have a hash
         self._unhooked: list[Tensor] = []  # parameters that had no hook before
-        self._running: list[_Running] = []
+        self._running: list[_RunningModule] = []
         self._thread = threading.get_ident()
 
     def start(self) -> None:
@@ -125,7 +125,7 @@ class ModuleWatch:
             self._running.clear()  # left by an interruption: a whole model is not inside of itself
             recorder.parents.clear()
         name = f"{base}.forward.{recorder.counters.next(base)}"
-        running = _Running(module, name, list(recorder.parents))
+        running = _RunningModule(module, name, list(recorder.parents))
         self._running.append(running)
         if id(module) in self._gradients:
             self._gradients[id(module)].inside = [*running.parents, name]
@@ -179,7 +179,7 @@ class ModuleWatch:
             self._recorder.write_failed(entry, error)
 
 
-class _Running:
+class _RunningModule:
     """A forward pass of a module that has begun."""
 
     __slots__ = ("before", "entry", "handled", "module", "name", "parents", "stack")

@@ -25,12 +25,12 @@ from ddpstats._observe.no_dispatch import no_dispatch_no_grad
 from ddpstats._observe.torch_compat import graph_task, in_backward
 from ddpstats._observe.user_frames import is_in_checkpoint
 from ddpstats.dump._config import ALL_MODES, DumpConfig
-from ddpstats.dump._selection import Patterns, Selection
-from ddpstats.dump.collect._leaves import EntryLeaves, LeafMaker
+from ddpstats.dump._selection import DumpSelection, Patterns
+from ddpstats.dump.collect._leaves import EntryLeaves, TensorSummaries
 from ddpstats.dump.collect._problems import Problems
 from ddpstats.dump.collect._stacks import StackBook
 from ddpstats.dump.format._layout import TENSORS
-from ddpstats.dump.format._names import Counters, backward_of
+from ddpstats.dump.format._names import CallCounters, backward_of
 from ddpstats.dump.format._tensor_files import TensorFiles
 from ddpstats.dump.format._writer import StepWriter
 
@@ -77,10 +77,10 @@ class Recorder:
         self.creates_graph = False
         self.on_backward: Callable[[], None] | None = None
         self._task = -1
-        self.counters = Counters()
+        self.counters = CallCounters()
         self.wants_input, self.wants_output = "input" in config.data_mode, "output" in config.data_mode
         self.wants_backward = "backward" in config.data_mode
-        self._selection = Selection(config)
+        self._selection = DumpSelection(config)
         self._ask_late = config.scope is not None
         self._queue: list[OpenEntry] = []
         self._open: dict[int, Any] = {}  # of backward passes and parameters' gradients that have begun
@@ -100,7 +100,7 @@ class Recorder:
         self._writer = StepWriter(directory, header, at_once=not config.async_dump)
         self._stacks = StackBook(self._writer.new_stack)
         self._files = TensorFiles(data_dir, at_once=not config.async_dump)
-        self.leaves = LeafMaker(
+        self.leaves = TensorSummaries(
             md5=config.summary_mode == "md5",
             files=self._files,
             saves=self._saves,

@@ -22,7 +22,7 @@ from typing import Any
 from ddpstats._base.rank_names import ranks_text
 from ddpstats.dump.compare._rows import Mode
 from ddpstats.dump.format._collective_calls import read_collective
-from ddpstats.dump.format._entries import STATISTICS, Entry, Leaf
+from ddpstats.dump.format._entries import STATISTICS, DumpEntry, DumpLeaf
 from ddpstats.dump.format._files import RankDump, rank_of
 from ddpstats.dump.format._names import parse_name
 from ddpstats.dump.format._scan import Progress
@@ -32,11 +32,11 @@ KEPT_DIVERGENCES = 1000
 _ALIKE = ("all_reduce", "broadcast", "all_gather", "_all_gather")
 _COMPARED = ("dtype", "shape", *STATISTICS, "md5", "nan_count", "inf_count")
 
-Digest = Callable[[RankDump, Leaf], object]
+Digest = Callable[[RankDump, DumpLeaf], object]
 
 
 @dataclass(frozen=True)
-class Divergence:
+class RankDifference:
     """A tensor that should be equal on some ranks, and is not.
 
     Attributes:
@@ -51,7 +51,7 @@ class Divergence:
     index: int
     entry: str
     path: str
-    by_rank: Mapping[int, Leaf | None]
+    by_rank: Mapping[int, DumpLeaf | None]
     culprits: tuple[int, ...]
     missing: tuple[int, ...] = ()
 
@@ -98,7 +98,7 @@ class BetweenRanks:
     sharded: int = 0
     skipped: int = 0
     absent: set[int] = field(default_factory=set)
-    divergences: list[Divergence] = field(default_factory=list)
+    divergences: list[RankDifference] = field(default_factory=list)
 
     @property
     def compared(self) -> int:
@@ -122,7 +122,7 @@ class BetweenRanks:
         else:
             self.others += 1
 
-    def add(self, found: Divergence) -> None:
+    def add(self, found: RankDifference) -> None:
         if found.missing:
             self.lacking += 1
         else:
@@ -142,7 +142,7 @@ class _Item:
     index: int
     entry: str
     ranks: frozenset[int]
-    leaves: dict[str, Leaf]
+    leaves: dict[str, DumpLeaf]
     number: int | None = None  # of a collective: among the calls of its kind on this rank
     is_matched: bool = True  # by its key alone
 
@@ -201,7 +201,7 @@ def _lacking(found: BetweenRanks, parts: Mapping[int, _Item]) -> None:
     item = parts[min(parts)]
     leaves = {rank: next(iter(parts[rank].leaves.values()), None) if rank in parts else None for rank in item.ranks}
     missing = tuple(sorted(item.ranks - set(parts)))
-    found.add(Divergence(item.index, item.entry, "", dict(sorted(leaves.items())), (), missing))
+    found.add(RankDifference(item.index, item.entry, "", dict(sorted(leaves.items())), (), missing))
 
 
 def _in_step(streams: Mapping[int, Iterator[tuple[Any, _Item]]]) -> Iterator[tuple[int, Any, _Item]]:
@@ -237,7 +237,7 @@ def _items(
 
 
 def _collective(
-    entry: Entry, index: int, rank: int, everyone: frozenset[int], found: BetweenRanks
+    entry: DumpEntry, index: int, rank: int, everyone: frozenset[int], found: BetweenRanks
 ) -> tuple[tuple[Any, ...], _Item] | None:
     name = parse_name(entry.name)
     api = name.api
@@ -273,16 +273,16 @@ def _judge(
         if len(set(signs.values())) > 1:
             most, count = Counter(signs.values()).most_common(1)[0]
             culprits = tuple(rank for rank, sign in signs.items() if sign != most) if 2 * count > len(signs) else ()
-            found.add(Divergence(lowest.index, lowest.entry, path, leaves, culprits))
+            found.add(RankDifference(lowest.index, lowest.entry, path, leaves, culprits))
 
 
-def _is_sharded(leaf: Leaf | None) -> bool:
+def _is_sharded(leaf: DumpLeaf | None) -> bool:
     """Whether its numbers are those of this rank's part, of a DTensor: "R" is a whole copy."""
     placements = None if leaf is None else leaf.raw.get("placements")
     return isinstance(placements, list) and any(one != "R" for one in placements)
 
 
-def _sign(leaf: Leaf | None, dump: RankDump, mode: Mode, digest: Digest | None) -> tuple[object, ...]:
+def _sign(leaf: DumpLeaf | None, dump: RankDump, mode: Mode, digest: Digest | None) -> tuple[object, ...]:
     if leaf is None:
         return ()
     more = digest(dump, leaf) if digest is not None and leaf.data_name is not None else None

@@ -8,9 +8,9 @@ from typing import Any
 from ddpstats._base.rank_names import ranks_text
 from ddpstats._base.report import harmless, printable
 from ddpstats._base.wording import count_of
-from ddpstats.dump.compare._between_ranks import BetweenRanks, Divergence
+from ddpstats.dump.compare._between_ranks import BetweenRanks, RankDifference
 from ddpstats.dump.compare._rows import Mode
-from ddpstats.dump.format._entries import STATISTICS, Leaf
+from ddpstats.dump.format._entries import STATISTICS, DumpLeaf
 from ddpstats.dump.format._files import notes_of, rank_of, ranks_without_dump
 
 
@@ -86,12 +86,12 @@ _NEXT = (
 )
 
 
-def _places(found: BetweenRanks, one: Divergence) -> list[str]:
+def _places(found: BetweenRanks, one: RankDifference) -> list[str]:
     dump = next(dump for dump in found.dumps if rank_of(dump) == min(one.by_rank))
     return [f"    {line}" for line in dump.place_of(one.entry)]
 
 
-def _values(leaf: Leaf | None) -> str:
+def _values(leaf: DumpLeaf | None) -> str:
     if leaf is None:
         return "has none"
     shown = [f"{key} {leaf.raw.get(key)!r}" for key in (*STATISTICS, "md5") if leaf.raw.get(key) is not None]

@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 from ddpstats._base.report import harmless
 from ddpstats.dump.compare._rows import Mode, Row
-from ddpstats.dump.format._entries import STATISTICS, Leaf
+from ddpstats.dump.format._entries import STATISTICS, DumpLeaf
 
 _IDENTITY = [
     f"{side} {what}" for what in ("Name", "Dtype", "Tensor Shape", "Requires_grad") for side in ("NPU", "Bench")
@@ -79,7 +79,7 @@ def _middle(row: Row, mode: Mode) -> list[Any]:
     ]
 
 
-def _given(leaf: Leaf | None, key: str) -> Any:
+def _given(leaf: DumpLeaf | None, key: str) -> Any:
     """A statistic as the dump has it; of a plain value, that."""
     given = None if leaf is None else leaf.raw.get(key) if leaf.is_tensor else leaf.value
     return "N/A" if given is None else given
@@ -143,5 +143,5 @@ def runs_dict(runs: Any) -> dict[str, Any]:
     }
 
 
-def _leaf(leaf: Leaf | None) -> Mapping[str, Any] | None:
+def _leaf(leaf: DumpLeaf | None) -> Mapping[str, Any] | None:
     return None if leaf is None else leaf.raw

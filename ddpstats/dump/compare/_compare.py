@@ -24,11 +24,11 @@ from ddpstats._base.report import Section, VerbReport, check_writable, write_fil
 from ddpstats.dump.compare import _between_ranks, _between_report, _comparison
 from ddpstats.dump.compare._columns import Table, table_path
 from ddpstats.dump.compare._comparer import CompareTensors, EntryComparer
-from ddpstats.dump.compare._comparison import Comparison, RankComparison
+from ddpstats.dump.compare._comparison import DumpComparison, RankComparison
 from ddpstats.dump.compare._options import check_options, mode_of
 from ddpstats.dump.compare._rows import MODES, Mode
 from ddpstats.dump.compare._rules import TOLERANCE
-from ddpstats.dump.compare._two_dumps import Found, compare_dumps
+from ddpstats.dump.compare._two_dumps import PairedDumps, compare_dumps
 from ddpstats.dump.format._files import RankDump, find_ranks, rank_of, ranks_without_dump, sayable_errors, steps_in
 from ddpstats.errors import DumpError
 
@@ -97,7 +97,9 @@ def _run_two(args: argparse.Namespace) -> int:
     compared = tuple(_compare(a, b, mode, args, many=len(both) > 1) for a, b in both)
     only = [[rank_of(dump) for dump in dumps if all(dump not in pair for pair in both)] for dumps in (ranks_a, ranks_b)]
     empty = [f"{side}: {name}" for side, path in (("A", args.a), ("B", args.b)) for name in _empty(path, args.step)]
-    comparison = Comparison(mode, _tolerance(args), args.exact, compared, tuple(only[0]), tuple(only[1]), tuple(empty))
+    comparison = DumpComparison(
+        mode, _tolerance(args), args.exact, compared, tuple(only[0]), tuple(only[1]), tuple(empty)
+    )
     status, text = NOTHING if comparison.nothing else int(comparison.differs), _comparison.as_text(comparison)
     report = VerbReport(status, lambda: text, lambda: _comparison.as_json(comparison))
     if args.html is not None:
@@ -147,7 +149,7 @@ def _compare(a: RankDump, b: RankDump, mode: Mode, args: argparse.Namespace, *, 
     with ProgressBar(a.bytes + b.bytes) as bar:
         if args.csv is None:
             return RankComparison(a, b, compare_dumps(a, b, comparer, progress=bar.add))
-        found: list[Found] = []
+        found: list[PairedDumps] = []
 
         def write(file: TextIO) -> None:
             table = Table(file, mode, lambda name: a.stack_of(name) or b.stack_of(name))

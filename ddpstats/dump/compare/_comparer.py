@@ -24,7 +24,7 @@ from ddpstats.dump.compare._rules import (
     statistics_color,
     tensor_color,
 )
-from ddpstats.dump.format._entries import STATISTICS, Entry, Leaf, number
+from ddpstats.dump.format._entries import STATISTICS, DumpEntry, DumpLeaf, number
 
 _PLAIN = {"int", "float", "bool", "str", "complex", "None", "slice", "ellipsis", "torch.dtype", "torch.Size"}
 _MEAN = STATISTICS.index("Mean")
@@ -32,7 +32,7 @@ _ORDER = {"input": 0, "input_kwargs": 1, "parameters": 2, "output": 4}  # 3 for 
 _BESIDES = ("md5", "nan_count", "inf_count", "first_bad", "requires_grad")  # compared where both have them
 _VERDICTS: dict[Mode, tuple[str, str]] = {"statistics": ("", WARNING), "md5": (PASS, DIFFERENT), "tensor": (YES, NO)}
 
-CompareTensors = Callable[[Leaf, Leaf], Closeness]
+CompareTensors = Callable[[DumpLeaf, DumpLeaf], Closeness]
 
 
 class EntryComparer:
@@ -49,7 +49,7 @@ class EntryComparer:
         self.tolerance = tolerance
         self._tensors = tensors
 
-    def rows(self, index: int, a: Entry, b: Entry) -> list[Row]:
+    def rows(self, index: int, a: DumpEntry, b: DumpEntry) -> list[Row]:
         """Of two entries of one NAME."""
         of_a, of_b = dict(a.values(nulls=True)), dict(b.values(nulls=True))
         tensors_a, tensors_b = (sum(leaf.is_tensor for leaf in of.values()) for of in (of_a, of_b))
@@ -62,7 +62,7 @@ class EntryComparer:
         _highlight(rows, self.mode)
         return rows
 
-    def alone(self, index: int, entry: Entry, side: Literal["A", "B"]) -> list[Row]:
+    def alone(self, index: int, entry: DumpEntry, side: Literal["A", "B"]) -> list[Row]:
         """Of an entry that one dump has."""
         found = dict(entry.leaves())
         paths: Sequence[str] = _in_order(found) or [""]
@@ -84,7 +84,7 @@ class EntryComparer:
         row.message = f"only {'A' if b is None else 'B'} has this argument"
         return row
 
-    def _both(self, row: Row, a: Leaf, b: Leaf) -> Row:
+    def _both(self, row: Row, a: DumpLeaf, b: DumpLeaf) -> Row:
         if a.is_tensor != b.is_tensor:
             return _not_compared(row, f"A has a {a.type} here, B a {b.type}")
         if not a.is_tensor:
@@ -99,7 +99,7 @@ class EntryComparer:
             return self._tensor(row, a, b)
         return self._by_statistics(row, a, b)
 
-    def _by_statistics(self, row: Row, a: Leaf, b: Leaf) -> Row:
+    def _by_statistics(self, row: Row, a: DumpLeaf, b: DumpLeaf) -> Row:
         row.by_statistics = self.mode == "tensor"
         if not _statistics(row, a, b):
             return _not_compared(row, row.message)
@@ -112,7 +112,7 @@ class EntryComparer:
             _say(row, f"neither saved it; statistics {how}")
         return row
 
-    def _plain(self, row: Row, a: Leaf, b: Leaf) -> Row:
+    def _plain(self, row: Row, a: DumpLeaf, b: DumpLeaf) -> Row:
         apart_in_kind = any((a.type in kinds) != (b.type in kinds) for kinds in (_PLAIN, {"bool"}))
         row.unequal = over = a.value != b.value or apart_in_kind
         if {a.type, b.type} <= {"float", "int"} and "float" in (a.type, b.type):
@@ -126,13 +126,13 @@ class EntryComparer:
         row.result = _VERDICTS[self.mode][over]
         return row
 
-    def _md5(self, row: Row, a: Leaf, b: Leaf) -> Row:
+    def _md5(self, row: Row, a: DumpLeaf, b: DumpLeaf) -> Row:
         if a.md5 is None or b.md5 is None:
             return _not_compared(row, f"{_without(a.md5, b.md5)} no md5 of this tensor")
         row.result = PASS if a.md5 == b.md5 else DIFFERENT
         return row
 
-    def _tensor(self, row: Row, a: Leaf, b: Leaf) -> Row:
+    def _tensor(self, row: Row, a: DumpLeaf, b: DumpLeaf) -> Row:
         if a.data_name is None or b.data_name is None or self._tensors is None:
             return _not_compared(row, f"{_without(a.data_name, b.data_name)} not saved this tensor")
         close = row.closeness = self._tensors(a, b)
@@ -147,7 +147,7 @@ def _in_order(paths: Iterable[str]) -> list[str]:
     return sorted(paths, key=lambda path: _ORDER.get(path.split(".", 1)[0], 3))
 
 
-def _is_to_compare(*leaves: Leaf | None) -> bool:
+def _is_to_compare(*leaves: DumpLeaf | None) -> bool:
     """Whether one of them can be compared, and none is of a type that never is."""
     types = [leaf.type for leaf in leaves if leaf is not None]
     return "torch.device" not in types and any(
@@ -175,7 +175,7 @@ def _numbers(a: Any, b: Any) -> Difference:
         return None, None
 
 
-def _statistics(row: Row, leaf_a: Leaf, leaf_b: Leaf) -> bool:
+def _statistics(row: Row, leaf_a: DumpLeaf, leaf_b: DumpLeaf) -> bool:
     """Fill in the differences, whether anything differs at all, and why; False if there was nothing to compare.
 
     What only our own dumps have is no difference where the other side does not have it; a statistic is.

@@ -11,8 +11,8 @@ from ddpstats._base.report import Section, printable
 from ddpstats._base.wording import count_of
 from ddpstats.dump.compare._columns import as_dict, cells, columns
 from ddpstats.dump.compare._rows import Mode, Row
-from ddpstats.dump.compare._two_dumps import Found
-from ddpstats.dump.format._entries import STATISTICS, Leaf
+from ddpstats.dump.compare._two_dumps import PairedDumps
+from ddpstats.dump.format._entries import STATISTICS, DumpLeaf
 from ddpstats.dump.format._files import RankDump, notes_of
 
 _SHOWN_ROWS = 20
@@ -28,11 +28,11 @@ class RankComparison:
 
     a: RankDump
     b: RankDump
-    found: Found
+    found: PairedDumps
 
 
 @dataclass(frozen=True)
-class Comparison:
+class DumpComparison:
     """Two runs.
 
     Attributes:
@@ -65,7 +65,7 @@ class Comparison:
         return "nothing to compare" if self.nothing else "different" if self.differs else "nothing different"
 
 
-def as_json(comparison: Comparison) -> dict[str, Any]:
+def as_json(comparison: DumpComparison) -> dict[str, Any]:
     return {
         "verdict": comparison.verdict,
         "mode": comparison.mode,
@@ -113,7 +113,7 @@ def _row_json(compared: RankComparison, row: Row | None, *, places: bool = True)
     return as_dict(row, dump.stack_of(row.entry), dump.parent_of(row.entry))
 
 
-def as_text(comparison: Comparison) -> str:
+def as_text(comparison: DumpComparison) -> str:
     """For people: the verdict, the first difference of each rank, and what to do."""
     lines = [_verdict(comparison)]
     for side, other, ranks in (("A", "B", comparison.only_a), ("B", "A", comparison.only_b)):
@@ -129,7 +129,7 @@ def as_text(comparison: Comparison) -> str:
     return printable(lines)
 
 
-def _verdict(comparison: Comparison) -> str:
+def _verdict(comparison: DumpComparison) -> str:
     over = {"statistics": f"over the tolerance {comparison.tolerance:g}", "md5": "different", "tensor": "not accurate"}
     failed = sum(rank.found.failed_tensors for rank in comparison.ranks)
     unequal = sum(rank.found.unequal_tensors for rank in comparison.ranks)
@@ -145,7 +145,7 @@ def _verdict(comparison: Comparison) -> str:
     return f"{lines} {_others(comparison, others)}" if others else lines
 
 
-def _others(comparison: Comparison, others: int) -> str:
+def _others(comparison: DumpComparison, others: int) -> str:
     """What is unequal beside the tensors that were compared with one another."""
     alone = [
         f"{count:,} only in {side}"
@@ -159,7 +159,7 @@ def _others(comparison: Comparison, others: int) -> str:
     return f"Beside them {others:,} values differ or have no counterpart{where}."
 
 
-def _equal(comparison: Comparison) -> str:
+def _equal(comparison: DumpComparison) -> str:
     unsaved = sum(rank.found.by_statistics for rank in comparison.ranks)
     if comparison.mode == "md5":
         return "equal in their checksums"
@@ -169,7 +169,7 @@ def _equal(comparison: Comparison) -> str:
     return f"equal element by element{more}"
 
 
-def _rank_lines(comparison: Comparison, compared: RankComparison) -> list[str]:
+def _rank_lines(comparison: DumpComparison, compared: RankComparison) -> list[str]:
     found = compared.found
     where = "one process" if compared.a.rank is None else f"rank {compared.a.rank}"
     lines = [
@@ -190,7 +190,7 @@ def _rank_lines(comparison: Comparison, compared: RankComparison) -> list[str]:
     return lines + _listed(found)
 
 
-def _listed(found: Found) -> list[str]:
+def _listed(found: PairedDumps) -> list[str]:
     """The first rows that fail, else those that are unequal; and what only stands out."""
     lines = []
     rows, count = [row for row in found.rows if row.failed], found.failed
@@ -231,7 +231,7 @@ def _values(row: Row, mode: Mode) -> list[str]:
     return [line.rstrip() for line in lines]
 
 
-def _number(leaf: Leaf, key: str) -> str:
+def _number(leaf: DumpLeaf, key: str) -> str:
     value = leaf.raw.get(key)
     return "none" if value is None else repr(value)
 
@@ -243,7 +243,7 @@ def _short(row: Row) -> str:
     return "relative " + ", ".join(f"{key} {relative:.4g}" for key, relative in over)
 
 
-def _next(comparison: Comparison) -> Sequence[str]:
+def _next(comparison: DumpComparison) -> Sequence[str]:
     if comparison.mode == "tensor":
         return ["Next: where two tensors should be equal, compare them alone: --tensor NAME.path [NAME.path]."]
     return [
@@ -253,7 +253,7 @@ def _next(comparison: Comparison) -> Sequence[str]:
     ]
 
 
-def page_sections(comparison: Comparison) -> Iterator[Section]:
+def page_sections(comparison: DumpComparison) -> Iterator[Section]:
     """One per rank: the rows that differ, in execution order."""
     for compared in comparison.ranks:
         found = compared.found

@@ -9,7 +9,7 @@ from ddpstats._base.report import printable
 from ddpstats.dump.compare._columns import runs_dict
 from ddpstats.dump.compare._rules import Closeness
 from ddpstats.dump.compare._tensor_compare import compare_saved
-from ddpstats.dump.format._entries import Leaf
+from ddpstats.dump.format._entries import DumpLeaf
 from ddpstats.dump.format._files import RankDump
 from ddpstats.errors import DumpError
 
@@ -20,12 +20,12 @@ class TensorPair:
 
     name_a: str
     name_b: str
-    leaf_a: Leaf
-    leaf_b: Leaf
+    leaf_a: DumpLeaf
+    leaf_b: DumpLeaf
     close: Closeness
 
 
-def find_leaf(dump: RankDump, name: str) -> Leaf:
+def find_leaf(dump: RankDump, name: str) -> DumpLeaf:
     """The tensor of ``NAME.path``. Raises `DumpError` if there is none, or it was not saved."""
     near: list[str] = []
     for member in dump.members():
@@ -41,7 +41,7 @@ def find_leaf(dump: RankDump, name: str) -> Leaf:
     )
 
 
-def _saved(dump: RankDump, name: str, leaf: Leaf) -> Leaf:
+def _saved(dump: RankDump, name: str, leaf: DumpLeaf) -> DumpLeaf:
     if leaf.data_name is None:
         raise DumpError(
             f"{dump.path}: {name} was not saved. Dump with task tensor, or name it in statistics.tensor_list.",
@@ -70,7 +70,7 @@ def as_text(pair: TensorPair) -> str:
     return printable(lines)
 
 
-def _place(leaf: Leaf) -> str:
+def _place(leaf: DumpLeaf) -> str:
     """Where the tensor lay, if the dump says."""
     if leaf.data_ptr is None:
         return ""

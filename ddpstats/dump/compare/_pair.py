@@ -23,7 +23,7 @@ from ddpstats.dump.format._scan import Member
 _WINDOW = 4096  # entries that one dump may have more than the other in one place, before pairs come late
 
 
-class Source(Protocol):
+class MemberSource(Protocol):
     def members(self) -> Iterator[Member]: ...
 
     def reread(self, kind: type[Member], key: str, offset: int, size: int) -> Member:
@@ -46,7 +46,7 @@ class Pair:
 class _Waiting:
     """Members of one dump whose partner has not come: NAME -> places."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: MemberSource) -> None:
         self._source = source
         self._places: dict[str, deque[tuple[int, type[Member], int, int]]] = {}
 
@@ -77,7 +77,7 @@ class _Waiting:
             yield taken
 
 
-def pairs(a: Source, b: Source) -> Iterator[Pair]:
+def pairs(a: MemberSource, b: MemberSource) -> Iterator[Pair]:
     """All entries of both, by NAME; nearly in the order of A. Raises what reading raises."""
     of_a, of_b = _Waiting(a), _Waiting(b)
     theirs = enumerate(b.members())

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ddpstats.dump.compare._rules import Closeness, Color, Difference
-from ddpstats.dump.format._entries import STATISTICS, Leaf
+from ddpstats.dump.format._entries import STATISTICS, DumpLeaf
 
 Mode = Literal["statistics", "md5", "tensor"]
 MODES: tuple[Mode, ...] = ("tensor", "md5", "statistics")  # the one that says most first
@@ -48,8 +48,8 @@ class Row:
     index: int
     entry: str
     path: str
-    a: Leaf | None
-    b: Leaf | None
+    a: DumpLeaf | None
+    b: DumpLeaf | None
     differences: tuple[Difference, ...] = _NO_DIFFERENCES
     closeness: Closeness | None = None
     result: str = ""

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ddpstats.dump.compare._runs import Runs
-from ddpstats.dump.format._entries import Leaf
+from ddpstats.dump.format._entries import DumpLeaf
 
 TOLERANCE = 0.5
 
@@ -80,7 +80,7 @@ def is_over(relatives: Iterable[float | None], tolerance: float) -> bool:
     return any(relative is not None and not relative <= tolerance for relative in relatives)
 
 
-def is_near_zero(*leaves: Leaf) -> bool:
+def is_near_zero(*leaves: DumpLeaf) -> bool:
     """Whether the mean of each is small against its own extremes: rounding alone changes it by much then."""
     for leaf in leaves:
         extremes = [abs(value) for value in (leaf.max, leaf.min) if value is not None]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ddpstats.dump.compare._rules import Closeness
 from ddpstats.dump.compare._runs import KEPT_RUNS, RunCollector, Runs
-from ddpstats.dump.format._entries import Leaf
+from ddpstats.dump.format._entries import DumpLeaf
 from ddpstats.dump.format._files import RankDump
 from ddpstats.dump.format._tensor_files import checksum
 from ddpstats.errors import DumpError
@@ -24,7 +24,7 @@ from ddpstats.errors import DumpError
 _BLOCK_ELEMENTS = 1 << 20
 
 
-def load_tensor(dump: RankDump, leaf: Leaf) -> Tensor:
+def load_tensor(dump: RankDump, leaf: DumpLeaf) -> Tensor:
     """A leaf's saved tensor. Raises `DumpError` for a file that is missing, damaged, or holds anything but a tensor."""
     assert leaf.data_name is not None
     path = dump.tensor_file(leaf.data_name)
@@ -69,7 +69,7 @@ def _odd_kind(held: Any) -> str | None:
     return None
 
 
-def compare_saved(a: RankDump, leaf_a: Leaf, b: RankDump, leaf_b: Leaf) -> Closeness:
+def compare_saved(a: RankDump, leaf_a: DumpLeaf, b: RankDump, leaf_b: DumpLeaf) -> Closeness:
     """Compare two saved tensors; B's is the reference. Raises `DumpError`, also where their shapes differ."""
     tensor_a, tensor_b = load_tensor(a, leaf_a), load_tensor(b, leaf_b)
     both = f"{leaf_a.data_name} of {a.path} and {leaf_b.data_name} of {b.path} cannot be compared"
@@ -218,6 +218,6 @@ def _add_runs(collector: RunCollector, differs: Tensor, start: int) -> None:
         collector.add(int(starts[-1]), int(stops[-1]))
 
 
-def tensor_digest(dump: RankDump, leaf: Leaf) -> str:
+def tensor_digest(dump: RankDump, leaf: DumpLeaf) -> str:
     """Of the bytes of a saved tensor."""
     return checksum(load_tensor(dump, leaf))

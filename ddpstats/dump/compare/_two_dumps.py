@@ -19,7 +19,7 @@ from ddpstats.dump.compare._comparer import EntryComparer
 from ddpstats.dump.compare._pair import Pair, pairs
 from ddpstats.dump.compare._rows import Row
 from ddpstats.dump.compare._rules import difference, is_over
-from ddpstats.dump.format._entries import STATISTICS, Entry
+from ddpstats.dump.format._entries import STATISTICS, DumpEntry
 from ddpstats.dump.format._files import RankDump
 from ddpstats.dump.format._scan import Member, Progress
 
@@ -38,7 +38,7 @@ Sink = Callable[[list[Row]], None]
 
 
 @dataclass
-class Found:
+class PairedDumps:
     """What the comparison of two dumps gave.
 
     Attributes:
@@ -140,7 +140,7 @@ def _first(one: Row | None, other: Row) -> Row:
 
 def compare_dumps(
     a: RankDump, b: RankDump, comparer: EntryComparer, *, sink: Sink | None = None, progress: Progress | None = None
-) -> Found:
+) -> PairedDumps:
     """Compare two dumps.
 
     Args:
@@ -153,7 +153,7 @@ def compare_dumps(
     Raises:
         DumpError: for a damaged dump, when its damage is reached.
     """
-    found = Found()
+    found = PairedDumps()
     short = sink is None and comparer.mode != "tensor"
     for pair in pairs(_Tracked(a, progress), _Tracked(b, progress)):
         if short and pair.a is not None and pair.b is not None:
@@ -175,7 +175,7 @@ class _Tracked:
         self.reread = dump.reread
 
 
-def _rows(pair: Pair, a: RankDump, b: RankDump, comparer: EntryComparer, found: Found) -> list[Row]:
+def _rows(pair: Pair, a: RankDump, b: RankDump, comparer: EntryComparer, found: PairedDumps) -> list[Row]:
     entry_a, entry_b = _entry(a, pair.a), _entry(b, pair.b)
     if entry_a is not None and entry_b is not None:
         found.paired += 1
@@ -190,7 +190,7 @@ def _rows(pair: Pair, a: RankDump, b: RankDump, comparer: EntryComparer, found: 
     return comparer.alone(pair.index, entry, side)
 
 
-def _entry(dump: RankDump, member: Member | None) -> Entry | None:
+def _entry(dump: RankDump, member: Member | None) -> DumpEntry | None:
     return None if member is None else dump.entry(member)
 
 

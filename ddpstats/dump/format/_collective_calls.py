@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ddpstats.dump.format._entries import Entry, Leaf
+from ddpstats.dump.format._entries import DumpEntry, DumpLeaf
 from ddpstats.dump.format._names import Name
 
 MESSAGES = frozenset({"send", "recv", "isend", "irecv"})
@@ -36,7 +36,7 @@ _OUTPUTS = {  # as the functions of torch.distributed have them: by place, and b
 
 
 @dataclass(frozen=True)
-class Collective:
+class CollectiveEntry:
     """A collective of one rank: with whom, and what it took and gave. Ranks are global ones.
 
     Attributes:
@@ -48,7 +48,7 @@ class Collective:
         bad_inputs, bad_outputs: whether some of these are not finite.
     """
 
-    entry: Entry
+    entry: DumpEntry
     api: str
     number: int
     ranks: tuple[int, ...]
@@ -57,8 +57,8 @@ class Collective:
     sequence: int | None
     peer: int | None
     incomplete: bool
-    taken: tuple[tuple[str, Leaf], ...]
-    made: tuple[tuple[str, Leaf], ...]
+    taken: tuple[tuple[str, DumpLeaf], ...]
+    made: tuple[tuple[str, DumpLeaf], ...]
     bad_inputs: bool = False
     bad_outputs: bool = False
 
@@ -71,7 +71,7 @@ class Collective:
         return self.api in MESSAGES
 
 
-def read_collective(entry: Entry, name: Name, me: int) -> Collective:
+def read_collective(entry: DumpEntry, name: Name, me: int) -> CollectiveEntry:
     held = entry.raw.get("input_kwargs")
     given = held if isinstance(held, dict) else {}
     root = _rank(entry, given, "dst" if name.api in _TO_ROOT else "src", _ROOT_PLACE.get(name.api))
@@ -81,7 +81,7 @@ def read_collective(entry: Entry, name: Name, me: int) -> Collective:
     takes = name.api not in _FROM_ROOT or root in (None, me)
     gives = name.api not in _TO_ROOT or root in (None, me)
     group = _group_of(entry)
-    return Collective(
+    return CollectiveEntry(
         entry,
         name.api,
         name.number or 0,
@@ -96,7 +96,7 @@ def read_collective(entry: Entry, name: Name, me: int) -> Collective:
     )
 
 
-def _inputs(entry: Entry, api: str) -> Iterator[tuple[str, Leaf]]:
+def _inputs(entry: DumpEntry, api: str) -> Iterator[tuple[str, DumpLeaf]]:
     place, word = _OUTPUTS.get(api, (None, ""))
     buffers = re.compile(rf"(input\.{place}|input_kwargs\.{word})(\.|$)")
     for path, leaf in entry.inputs():
@@ -104,7 +104,7 @@ def _inputs(entry: Entry, api: str) -> Iterator[tuple[str, Leaf]]:
             yield path, leaf
 
 
-def _rank(entry: Entry, given: dict[str, Any], key: str, place: int | None) -> int | None:
+def _rank(entry: DumpEntry, given: dict[str, Any], key: str, place: int | None) -> int | None:
     """By name, or else by its place among the arguments."""
     named = _number(given.get(key))
     held = entry.raw.get("input_args")
@@ -113,7 +113,7 @@ def _rank(entry: Entry, given: dict[str, Any], key: str, place: int | None) -> i
     return _number(held[place])
 
 
-def _group_of(entry: Entry) -> dict[str, Any]:
+def _group_of(entry: DumpEntry) -> dict[str, Any]:
     """The process group among the arguments, by name or not."""
     for _, leaf in entry.values():
         if leaf.type.endswith("ProcessGroup"):

@@ -38,7 +38,7 @@ def number(value: Any) -> float | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Leaf:
+class DumpLeaf:
     """A tensor, or a plain value, of an entry. What the dump does not have is None."""
 
     raw: Mapping[str, Any]
@@ -144,7 +144,7 @@ def is_tensor(raw: Mapping[str, Any]) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class DumpEntry:
     """An entry: its NAME, and what the dump has under it. Walking it raises `DumpError` where a field is not usable."""
 
     name: str
@@ -155,23 +155,23 @@ class Entry:
     def is_recompute(self) -> bool:
         return self.raw.get("is_recompute") is True
 
-    def inputs(self) -> Iterator[tuple[str, Leaf]]:
+    def inputs(self) -> Iterator[tuple[str, DumpLeaf]]:
         """Tensors that went in, arguments by name included; parameters are not among them."""
         return self._tensors(_INPUTS)
 
-    def outputs(self) -> Iterator[tuple[str, Leaf]]:
+    def outputs(self) -> Iterator[tuple[str, DumpLeaf]]:
         return self._tensors(("output",))
 
-    def leaves(self) -> Iterator[tuple[str, Leaf]]:
+    def leaves(self) -> Iterator[tuple[str, DumpLeaf]]:
         """All tensors, in the order of the dump."""
         return self._tensors(tuple(self.raw))
 
-    def values(self, *, nulls: bool = False) -> Iterator[tuple[str, Leaf]]:
+    def values(self, *, nulls: bool = False) -> Iterator[tuple[str, DumpLeaf]]:
         """All tensors and plain values, in the order of the dump; with ``nulls`` those that are None too."""
-        return ((path, Leaf(raw)) for key in self.raw for path, raw in self._walk(key, nulls))
+        return ((path, DumpLeaf(raw)) for key in self.raw for path, raw in self._walk(key, nulls))
 
-    def _tensors(self, keys: tuple[str, ...]) -> Iterator[tuple[str, Leaf]]:
-        return ((path, Leaf(raw)) for key in keys for path, raw in self._walk(key) if is_tensor(raw))
+    def _tensors(self, keys: tuple[str, ...]) -> Iterator[tuple[str, DumpLeaf]]:
+        return ((path, DumpLeaf(raw)) for key in keys for path, raw in self._walk(key) if is_tensor(raw))
 
     def _walk(self, key: str, nulls: bool = False) -> Iterator[tuple[str, Mapping[str, Any]]]:
         held = self.raw.get(key)

@@ -23,7 +23,7 @@ from ddpstats._base.report import printable
 from ddpstats._base.wording import listed
 from ddpstats.dump.format import _contents
 from ddpstats.dump.format._contents import damaged
-from ddpstats.dump.format._entries import Entry
+from ddpstats.dump.format._entries import DumpEntry
 from ddpstats.dump.format._layout import CONSTRUCT, DUMP, LINES, STACK, TENSORS
 from ddpstats.dump.format._scan import Member, Progress
 from ddpstats.errors import DumpError
@@ -76,7 +76,7 @@ class RankDump:
             file.seek(offset)
             return kind(key, file.read(size).decode("latin-1"), offset)
 
-    def entries(self, progress: Progress | None = None) -> Iterator[Entry]:
+    def entries(self, progress: Progress | None = None) -> Iterator[DumpEntry]:
         """All entries in execution order; one is in memory at a time.
 
         Args:
@@ -87,14 +87,14 @@ class RankDump:
         """
         return (self.entry(member) for member in self.members(progress))
 
-    def entry(self, member: Member) -> Entry:
+    def entry(self, member: Member) -> DumpEntry:
         try:
             raw = member.value()
         except ValueError as error:
             raise damaged(self.path, f"{member.key} is not JSON: {error}") from None
         if not isinstance(raw, dict):
             raise damaged(self.path, f"{member.key} is {str(raw)[:60]!r}, and should be an object")
-        return Entry(member.key, raw, str(self.path))
+        return DumpEntry(member.key, raw, str(self.path))
 
     def stack_of(self, name: str) -> list[str]:
         """Where the call was made, innermost line first; empty where the dump does not say."""

@@ -77,7 +77,7 @@ def parse_name(full: str) -> Name:
 # -- made --------------------------------------------------------------------------------------------------------------
 
 
-class Counters:
+class CallCounters:
     """How often each thing was called since the step began."""
 
     def __init__(self) -> None:

@@ -6,9 +6,9 @@ import math
 import re
 from typing import Any
 
-from ddpstats.dump.format._entries import Entry, Leaf
+from ddpstats.dump.format._entries import DumpEntry, DumpLeaf
 from ddpstats.dump.format._names import Name
-from ddpstats.dump.origin._candidates import Bad, has_nan
+from ddpstats.dump.origin._candidates import NonFiniteTensor, has_nan
 
 _UNINITIALISED = re.compile(r"(new_)?empty(_|$)")
 _ON_PURPOSE = re.compile(r"(new_)?(full|fill|masked_fill|where|triu|tril)(_|$)")
@@ -57,11 +57,11 @@ def mixes_with_weights(name: Name) -> bool:
     return _WEIGHTED.match(name.api) is not None
 
 
-def is_minus_infinity(leaf: Leaf) -> bool:
+def is_minus_infinity(leaf: DumpLeaf) -> bool:
     return not has_nan(leaf) and leaf.max != math.inf
 
 
-def is_on_purpose(entry: Entry, name: Name, made: list[Bad], masked: bool) -> bool:
+def is_on_purpose(entry: DumpEntry, name: Name, made: list[NonFiniteTensor], masked: bool) -> bool:
     """Infinities that somebody asked for, and what stays minus infinity of them. A NaN never is."""
     if any(has_nan(bad.leaf) for bad in made):
         return False
@@ -70,12 +70,12 @@ def is_on_purpose(entry: Entry, name: Name, made: list[Bad], masked: bool) -> bo
     return masked and all(is_minus_infinity(bad.leaf) for bad in made)
 
 
-def is_literal_write(entry: Entry, made: list[Bad]) -> bool:
+def is_literal_write(entry: DumpEntry, made: list[NonFiniteTensor]) -> bool:
     """The program gave it a NaN, and that is what came out."""
     return any(has_nan(bad.leaf) for bad in made) and any(math.isnan(value) for value in _given(entry))
 
 
-def _given(entry: Entry) -> list[float]:
+def _given(entry: DumpEntry) -> list[float]:
     """Its arguments that are numbers, and not finite ones."""
     values = (_number(leaf.value) for _, leaf in entry.values() if not leaf.is_tensor)
     return [value for value in values if not math.isfinite(value)]

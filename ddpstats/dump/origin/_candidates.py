@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from ddpstats.dump.format._collective_calls import Collective
-from ddpstats.dump.format._entries import Entry, Leaf
+from ddpstats.dump.format._collective_calls import CollectiveEntry
+from ddpstats.dump.format._entries import DumpEntry, DumpLeaf
 from ddpstats.dump.format._files import RankDump, rank_of
 from ddpstats.dump.origin._growth import Growth
 
@@ -19,11 +19,11 @@ Kind = Literal["computation", "arrived", "parameter", "uninitialised", "given", 
 Standing = Literal["strong", "weak", "unused", "finite again"]
 
 
-class Bad(NamedTuple):
+class NonFiniteTensor(NamedTuple):
     """A tensor of an entry that is not finite."""
 
     path: str
-    leaf: Leaf
+    leaf: DumpLeaf
 
 
 @dataclass
@@ -68,8 +68,8 @@ class Candidate:
     """
 
     kind: Kind
-    entry: Entry
-    bad: tuple[Bad, ...]
+    entry: DumpEntry
+    bad: tuple[NonFiniteTensor, ...]
     position: int
     order: int
     reached: bool = False
@@ -111,7 +111,7 @@ class RankScan:
     dump: RankDump
     entries: int = 0
     candidates: list[Candidate] = field(default_factory=list)
-    collectives: list[Collective] = field(default_factory=list)
+    collectives: list[CollectiveEntry] = field(default_factory=list)
     growth: Growth = field(default_factory=Growth)
     recorded: set[tuple[str, str]] = field(default_factory=set)
 
@@ -120,18 +120,18 @@ class RankScan:
         return rank_of(self.dump)
 
 
-def is_bad(leaf: Leaf) -> bool:
+def is_bad(leaf: DumpLeaf) -> bool:
     """NaN or infinite, by the counts, or else by Max and Min: a norm may overflow where no element does."""
     if leaf.nan_count is not None and leaf.inf_count is not None:
         return leaf.nan_count > 0 or leaf.inf_count > 0
     return any(value is not None and not math.isfinite(value) for value in (leaf.max, leaf.min))
 
 
-def bad_ones(leaves: Iterable[tuple[str, Leaf]]) -> list[Bad]:
-    return [Bad(path, leaf) for path, leaf in leaves if is_bad(leaf)]
+def bad_ones(leaves: Iterable[tuple[str, DumpLeaf]]) -> list[NonFiniteTensor]:
+    return [NonFiniteTensor(path, leaf) for path, leaf in leaves if is_bad(leaf)]
 
 
-def has_nan(leaf: Leaf) -> bool:
+def has_nan(leaf: DumpLeaf) -> bool:
     if leaf.nan_count is not None:
         return leaf.nan_count > 0
     return any(value is not None and math.isnan(value) for value in (leaf.max, leaf.min))

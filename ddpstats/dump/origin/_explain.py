@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ddpstats._base.rank_names import ranks_text
-from ddpstats.dump.format._entries import Leaf
+from ddpstats.dump.format._entries import DumpLeaf
 from ddpstats.dump.format._files import RankDump
 from ddpstats.dump.format._names import parse_name
 from ddpstats.dump.origin._candidates import Candidate, has_nan
 from ddpstats.dump.origin._coverage import coverage_of
-from ddpstats.dump.origin._first_nan import Origin
+from ddpstats.dump.origin._first_nan import NaNOrigin
 from ddpstats.dump.origin._growth import has_infinity
 
 _SHOWN = 8
 _SUMS = ("", "sum", "avg", "premul_sum", "product")
 
 
-def verdict(origin: Origin, dump: RankDump) -> str:
+def verdict(origin: NaNOrigin, dump: RankDump) -> str:
     """What happened, without the rank and the time."""
     name, bad = origin.name, origin.candidate.bad
     what = what_of(origin.candidate)
@@ -48,7 +48,7 @@ def _before(dump: RankDump) -> str:
     return "not finite before the step" if whole else "not finite before the first entry of this dump"
 
 
-def _collective(origin: Origin) -> str:
+def _collective(origin: NaNOrigin) -> str:
     if not origin.undumped:
         return "finite on all its ranks before, not finite after"
     ranks = ranks_text(origin.undumped)
@@ -56,7 +56,7 @@ def _collective(origin: Origin) -> str:
     return f"finite on the dumped ranks; it came from {ranks}{perhaps} (of {ranks} there is no dump)"
 
 
-def _inputs(origin: Origin) -> str:
+def _inputs(origin: NaNOrigin) -> str:
     candidate = origin.candidate
     direction = "backward" if parse_name(origin.name).direction == "backward" else "forward"
     if (direction, "input") not in origin.recorded:
@@ -76,7 +76,7 @@ def what_of(candidate: Candidate) -> str:
     return _what(one.leaf for one in candidate.bad)
 
 
-def _what(leaves: Iterable[Leaf]) -> str:
+def _what(leaves: Iterable[DumpLeaf]) -> str:
     held = list(leaves)
     nan = any(has_nan(leaf) for leaf in held)
     inf = any(has_infinity(leaf) for leaf in held)
@@ -90,7 +90,7 @@ def also_words(rank: str, candidate: Candidate) -> str:
     return f"also: {rank}: {candidate.name} {verb} {what_of(candidate)}; {became}"
 
 
-def advice(origin: Origin, dump: RankDump) -> str:
+def advice(origin: NaNOrigin, dump: RankDump) -> str:
     """One sentence or two for somebody who has to go on from here."""
     if origin.grower is not None:
         return (
@@ -117,7 +117,7 @@ def advice(origin: Origin, dump: RankDump) -> str:
     return _dump_again(origin, dump)
 
 
-def _collective_advice(origin: Origin) -> str:
+def _collective_advice(origin: NaNOrigin) -> str:
     if origin.undumped:
         return f"dump {ranks_text(origin.undumped)} as well."
     if "NaN" in what_of(origin.candidate):
@@ -128,7 +128,7 @@ def _collective_advice(origin: Origin) -> str:
     return "look at the magnitudes that went in: a sum over ranks overflows where the parts do not; average first."
 
 
-def _dump_again(origin: Origin, dump: RankDump) -> str:
+def _dump_again(origin: NaNOrigin, dump: RankDump) -> str:
     if dump.level == "L0":
         return f'dump the step again with level "mix" and list ["{origin.name}"], to see the operation inside it.'
     if dump.task != "tensor":

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ddpstats._base.rank_names import ranks_text
-from ddpstats.dump.format._collective_calls import Collective
+from ddpstats.dump.format._collective_calls import CollectiveEntry
 from ddpstats.dump.origin._candidates import Candidate, Kind, RankScan, bad_ones, has_nan
 from ddpstats.dump.origin._growth import Grower, ancestors, overflowed
 
@@ -27,11 +27,11 @@ Key = tuple[str, tuple[int, ...], str, int, int]
 
 _ALL, _UNKNOWN = -1, -2
 _VAGUE = frozenset({"arrived", "gradient"})
-_Find = tuple[tuple[int, int], "Origin", bool]  # clock, what, and whether something used it
+_Find = tuple[tuple[int, int], "NaNOrigin", bool]  # clock, what, and whether something used it
 
 
 @dataclass(frozen=True)
-class Origin:
+class NaNOrigin:
     """Where the first value that is not finite comes from, on one rank.
 
     Attributes:
@@ -74,7 +74,7 @@ class Findings:
             that became finite again.
     """
 
-    origins: tuple[Origin, ...]
+    origins: tuple[NaNOrigin, ...]
     phase: Literal["", "before the first collective", "between collectives", "in a collective"]
     unmatched: tuple[str, ...]
     also: tuple[tuple[int, Candidate], ...] = field(default=())
@@ -86,7 +86,7 @@ class _Meeting:
 
     key: Key
     number: int
-    members: dict[int, Collective]
+    members: dict[int, CollectiveEntry]
 
 
 def find_origins(scans: Sequence[RankScan]) -> Findings:
@@ -124,7 +124,7 @@ def _of_rank(scan: RankScan, clocks: Sequence[int]) -> list[_Find]:
     ]
 
 
-def _also(scans: Sequence[RankScan], origins: Sequence[Origin]) -> tuple[tuple[int, Candidate], ...]:
+def _also(scans: Sequence[RankScan], origins: Sequence[NaNOrigin]) -> tuple[tuple[int, Candidate], ...]:
     """What is not finite, is no consequence, and is not to blame."""
     blamed = [origin.candidate for origin in origins]
     return tuple(
@@ -167,7 +167,7 @@ def _matched(scans: Sequence[RankScan]) -> dict[int, list[_Meeting]]:
     return of_rank
 
 
-def _key(rank: int, call: Collective) -> Key:
+def _key(rank: int, call: CollectiveEntry) -> Key:
     if not call.is_message:
         return call.group, call.ranks, call.api, _ALL, _ALL
     if call.peer is None:
@@ -214,7 +214,7 @@ def _unmatched(scans: Sequence[RankScan], order: Sequence[_Meeting]) -> tuple[st
     return tuple(lines)
 
 
-def _of_collective(scans: Sequence[RankScan], meeting: _Meeting) -> list[Origin]:
+def _of_collective(scans: Sequence[RankScan], meeting: _Meeting) -> list[NaNOrigin]:
     """The collective itself, where finite inputs of all ranks became something else. It is one origin per rank."""
     calls = meeting.members
     if any(call.bad_inputs for call in calls.values()):
@@ -237,7 +237,7 @@ def _of_collective(scans: Sequence[RankScan], meeting: _Meeting) -> list[Origin]
 # -- one rank ---------------------------------------------------------------------------------------------------------
 
 
-def _origin(scan: RankScan, candidate: Candidate, op: str = "", undumped: tuple[int, ...] = ()) -> Origin:
+def _origin(scan: RankScan, candidate: Candidate, op: str = "", undumped: tuple[int, ...] = ()) -> NaNOrigin:
     chosen = _innermost(scan, candidate) if candidate.kind == "computation" else candidate
     after = scan.collectives[chosen.position - 1].name if chosen.position else None
     at = chosen.position + (chosen.kind == "collective")
@@ -249,7 +249,7 @@ def _origin(scan: RankScan, candidate: Candidate, op: str = "", undumped: tuple[
     if grower is not None and not overflowed(chosen.entry, [one.leaf for one in chosen.bad], grower):
         grower = None
     recorded = frozenset(scan.recorded)
-    return Origin(scan.rank, chosen.kind, chosen, after, until, modules, grower, recorded, op, undumped)
+    return NaNOrigin(scan.rank, chosen.kind, chosen, after, until, modules, grower, recorded, op, undumped)
 
 
 def _innermost(scan: RankScan, candidate: Candidate) -> Candidate:

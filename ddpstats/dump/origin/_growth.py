@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ddpstats._base.wording import dtype_name
-from ddpstats.dump.format._entries import Entry, Leaf
+from ddpstats.dump.format._entries import DumpEntry, DumpLeaf
 from ddpstats.dump.format._files import RankDump
 from ddpstats.dump.format._names import Name
 
@@ -59,7 +59,7 @@ class Growth:
     grown: deque[Grown] = field(default_factory=lambda: deque(maxlen=_KEPT))
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)
 
-    def take(self, entry: Entry, name: Name) -> None:
+    def take(self, entry: DumpEntry, name: Name) -> None:
         if name.direction not in ("forward", "backward") or name.is_collective:
             return
         size_in = _size(leaf for _, leaf in entry.inputs())
@@ -86,7 +86,7 @@ class Growth:
         return None
 
 
-def overflowed(entry: Entry, bad: Iterable[Leaf], grower: Grower) -> bool:
+def overflowed(entry: DumpEntry, bad: Iterable[DumpLeaf], grower: Grower) -> bool:
     """Whether what is bad is the end of the growth: there are infinities, or what went in was close to the largest."""
     if any(has_infinity(leaf) for leaf in bad):
         return True
@@ -97,7 +97,7 @@ def overflowed(entry: Entry, bad: Iterable[Leaf], grower: Grower) -> bool:
     return False
 
 
-def has_infinity(leaf: Leaf) -> bool:
+def has_infinity(leaf: DumpLeaf) -> bool:
     if leaf.inf_count is not None:
         return leaf.inf_count > 0
     return any(value is not None and math.isinf(value) for value in (leaf.max, leaf.min))
@@ -108,7 +108,7 @@ def _is_weight(name: Name, path: str) -> bool:
     return name.prefix == "Functional" and name.direction == "backward" and path != "output.0"
 
 
-def _size(leaves: Iterable[Leaf]) -> float:
+def _size(leaves: Iterable[DumpLeaf]) -> float:
     """The largest norm; where that overflowed, the largest element. Infinite or NaN counts as infinite."""
     largest = 0.0
     for leaf in leaves:

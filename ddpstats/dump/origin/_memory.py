@@ -17,7 +17,7 @@ import heapq
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from ddpstats.dump.format._entries import Entry, Leaf
+from ddpstats.dump.format._entries import DumpEntry, DumpLeaf
 from ddpstats.dump.format._names import parse_name
 
 
@@ -120,7 +120,7 @@ class MemoryWalk:
         self._storages: dict[tuple[int, int], Storage] = {}
         self._place = 0
 
-    def take(self, entry: Entry) -> None:
+    def take(self, entry: DumpEntry) -> None:
         name = parse_name(entry.name)
         if (not name.is_module or self._modules_only) and name.direction != "parameters_grad":
             if not (name.is_module and name.direction == "backward"):
@@ -128,7 +128,7 @@ class MemoryWalk:
             self._see(entry, entry.outputs(), self._place + 1)
         self._place += 2
 
-    def _see(self, entry: Entry, leaves: Iterable[tuple[str, Leaf]], place: int) -> None:
+    def _see(self, entry: DumpEntry, leaves: Iterable[tuple[str, DumpLeaf]], place: int) -> None:
         for path, leaf in leaves:
             number, start, size = leaf.storage_id, leaf.storage_ptr, leaf.storage_bytes
             if number is None or not start or not size:

@@ -14,13 +14,13 @@ from ddpstats._base.progress import ProgressBar
 from ddpstats._base.rank_names import ranks_text
 from ddpstats._base.report import VerbReport, printable
 from ddpstats._base.wording import count_of, dtype_name
-from ddpstats.dump.format._entries import Leaf
+from ddpstats.dump.format._entries import DumpLeaf
 from ddpstats.dump.format._files import RankDump, find_ranks, notes_of, sayable_errors
 from ddpstats.dump.format._names import parse_name
 from ddpstats.dump.origin._candidates import RankScan, is_bad
 from ddpstats.dump.origin._coverage import coverage_of, left_out_words
 from ddpstats.dump.origin._explain import advice, also_words, verdict, what_of
-from ddpstats.dump.origin._first_nan import Findings, Origin, find_origins
+from ddpstats.dump.origin._first_nan import Findings, NaNOrigin, find_origins
 from ddpstats.dump.origin._growth import Grower
 from ddpstats.dump.origin._memory import MemoryWalk, Overlaps
 from ddpstats.dump.origin._rank_scan import scan_rank
@@ -110,7 +110,7 @@ def _read_words(scans: Sequence[RankScan]) -> str:
 
 
 def _origins(scans: Sequence[RankScan], findings: Findings) -> Iterator[str]:
-    groups: dict[tuple[str, str], list[Origin]] = {}
+    groups: dict[tuple[str, str], list[NaNOrigin]] = {}
     for origin in findings.origins:
         groups.setdefault((origin.name, origin.kind), []).append(origin)
     by_rank = {scan.rank: scan for scan in scans}
@@ -120,7 +120,7 @@ def _origins(scans: Sequence[RankScan], findings: Findings) -> Iterator[str]:
         yield from _one(by_rank[origins[0].rank], origins, findings.phase)
 
 
-def _one(scan: RankScan, origins: Sequence[Origin], phase: str) -> Iterator[str]:
+def _one(scan: RankScan, origins: Sequence[NaNOrigin], phase: str) -> Iterator[str]:
     origin, dump = origins[0], scan.dump
     ranks = ranks_text([one.rank for one in origins]).capitalize() + ": " if dump.rank is not None else ""
     who = ranks + verdict(origin, dump)
@@ -139,7 +139,7 @@ def _one(scan: RankScan, origins: Sequence[Origin], phase: str) -> Iterator[str]
     yield "  What to do next: " + advice(origin, dump)
 
 
-def _tensors(origin: Origin) -> Iterator[str]:
+def _tensors(origin: NaNOrigin) -> Iterator[str]:
     entry = origin.candidate.entry
     if origin.kind == "gradient":
         yield from _capped([_tensor(path, leaf) for path, leaf in entry.leaves()])
@@ -151,7 +151,7 @@ def _tensors(origin: Origin) -> Iterator[str]:
     yield from _capped([_tensor(path, leaf) for path, leaf in entry.outputs()] or ["    none"])
 
 
-def _tensor(path: str, leaf: Leaf) -> str:
+def _tensor(path: str, leaf: DumpLeaf) -> str:
     numbers = zip(("Max", "Min", "Mean", "Norm"), (leaf.max, leaf.min, leaf.mean, leaf.norm), strict=True)
     words = [f"{name} {_number(value)}" for name, value in numbers if value is not None]
     if is_bad(leaf):
@@ -238,7 +238,7 @@ def as_json(scans: Sequence[RankScan], findings: Findings, memory: Sequence[Over
     return data
 
 
-def _origin_json(dump: RankDump, origin: Origin) -> dict[str, Any]:
+def _origin_json(dump: RankDump, origin: NaNOrigin) -> dict[str, Any]:
     grower = origin.grower
     return {
         "rank": dump.rank,

@@ -20,7 +20,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from ddpstats.dump.format._collective_calls import read_collective
-from ddpstats.dump.format._entries import Entry, Leaf
+from ddpstats.dump.format._entries import DumpEntry, DumpLeaf
 from ddpstats.dump.format._files import RankDump
 from ddpstats.dump.format._names import Name, parse_name
 from ddpstats.dump.origin._call_kinds import (
@@ -33,7 +33,7 @@ from ddpstats.dump.origin._call_kinds import (
     mixes_with_weights,
     overwrites,
 )
-from ddpstats.dump.origin._candidates import Bad, Candidate, Kind, RankScan, bad_ones
+from ddpstats.dump.origin._candidates import Candidate, Kind, NonFiniteTensor, RankScan, bad_ones
 from ddpstats.dump.origin._growth import ancestors
 from ddpstats.dump.origin._traces import Trace, Traces
 
@@ -42,27 +42,27 @@ _PARAMETERS = "parameters."
 _GRADIENTS = ("backward", "parameters_grad")
 
 
-class CachedEntry(Entry):
+class CachedEntry(DumpEntry):
     """An entry whose tensors are looked for, and checked, once, however often they are asked for."""
 
-    def inputs(self) -> Iterator[tuple[str, Leaf]]:
+    def inputs(self) -> Iterator[tuple[str, DumpLeaf]]:
         return iter(self._inputs)
 
-    def outputs(self) -> Iterator[tuple[str, Leaf]]:
+    def outputs(self) -> Iterator[tuple[str, DumpLeaf]]:
         return iter(self._outputs)
 
     @cached_property
-    def _inputs(self) -> list[tuple[str, Leaf]]:
+    def _inputs(self) -> list[tuple[str, DumpLeaf]]:
         return list(super().inputs())
 
     @cached_property
-    def _outputs(self) -> list[tuple[str, Leaf]]:
+    def _outputs(self) -> list[tuple[str, DumpLeaf]]:
         return list(super().outputs())
 
 
 def scan_rank(
     dump: RankDump,
-    also: Callable[[Entry], None] = lambda entry: None,
+    also: Callable[[DumpEntry], None] = lambda entry: None,
     progress: Callable[[int], None] | None = None,
 ) -> RankScan:
     """Read one rank's entries once. Keeps its collectives, its first candidates, and little else.
@@ -89,7 +89,7 @@ class _Walk:
         self._gradients = 0  # entries of backward passes so far
         self._is_settled = False  # something reached a gradient: what grows afterwards tells nothing
 
-    def take(self, entry: Entry) -> None:
+    def take(self, entry: DumpEntry) -> None:
         name = parse_name(entry.name)
         is_gradient = name.direction in _GRADIENTS
         self._gradients += is_gradient
@@ -110,7 +110,7 @@ class _Walk:
         for candidate in self.found.candidates:
             candidate.settle(self._gradients)
 
-    def _note_recorded(self, entry: Entry, direction: str) -> None:
+    def _note_recorded(self, entry: DumpEntry, direction: str) -> None:
         recorded = self.found.recorded
         if (direction, "input") not in recorded and any(True for _ in entry.inputs()):
             recorded.add((direction, "input"))
@@ -119,11 +119,11 @@ class _Walk:
 
     # -- calls --------------------------------------------------------------------------------------------------------
 
-    def _take_call(self, entry: Entry, name: Name) -> None:
+    def _take_call(self, entry: DumpEntry, name: Name) -> None:
         if name.direction == "backward":
             self._traces.backward_of(name.forward)
         made = bad_ones(entry.outputs())
-        parameters: list[Bad] = []
+        parameters: list[NonFiniteTensor] = []
         if "parameters" in entry.raw:
             parameters = bad_ones((path, leaf) for path, leaf in entry.leaves() if path.startswith(_PARAMETERS))
         traces = [self._taken(entry, name, bad, made) for bad in [*parameters, *self._inputs(entry, name)]]
@@ -137,7 +137,7 @@ class _Walk:
             for trace in traces:
                 trace.close()
 
-    def _inputs(self, entry: Entry, name: Name) -> list[Bad]:
+    def _inputs(self, entry: DumpEntry, name: Name) -> list[NonFiniteTensor]:
         """Without the content of what is only written to, which is over."""
         found = []
         for bad in bad_ones(entry.inputs()):
@@ -149,7 +149,7 @@ class _Walk:
                 found.append(bad)
         return found
 
-    def _taken(self, entry: Entry, name: Name, bad: Bad, made: list[Bad]) -> Trace:
+    def _taken(self, entry: DumpEntry, name: Name, bad: NonFiniteTensor, made: list[NonFiniteTensor]) -> Trace:
         """The trace of what goes in; of something never seen before, a new one."""
         trace = self._traces.find(bad.leaf)
         is_weighted = bool(made) and mixes_with_weights(name)
@@ -169,7 +169,7 @@ class _Walk:
             trace = self._trace(trace.perhaps, entry.name, bad.leaf, False)
         return trace
 
-    def _made(self, entry: Entry, name: Name, made: list[Bad], traces: list[Trace]) -> None:
+    def _made(self, entry: DumpEntry, name: Name, made: list[NonFiniteTensor], traces: list[Trace]) -> None:
         for trace in traces:
             trace.close()
         real = [trace.cause for trace in traces if trace.cause is not None]
@@ -186,7 +186,9 @@ class _Walk:
         else:
             self._blame(entry, name, made, masked)
 
-    def _carry(self, entry: Entry, name: Name, made: list[Bad], cause: Candidate, traces: list[Trace]) -> None:
+    def _carry(
+        self, entry: DumpEntry, name: Name, made: list[NonFiniteTensor], cause: Candidate, traces: list[Trace]
+    ) -> None:
         """What was made is not finite because of ``cause``."""
         is_raw = cause.kind == "uninitialised" and not any(trace.counts for trace in traces)
         unused = is_raw and (is_view(name) or keeps_in_place(name))  # still memory that is being filled
@@ -195,7 +197,7 @@ class _Walk:
                 continue  # what is inside it made that
             self._trace(cause, entry.name, bad.leaf, not unused, keeps_in_place(name))
 
-    def _blame(self, entry: Entry, name: Name, made: list[Bad], masked: bool) -> None:
+    def _blame(self, entry: DumpEntry, name: Name, made: list[NonFiniteTensor], masked: bool) -> None:
         kind: Kind = "computation"
         if is_uninitialised(name):
             kind = "uninitialised"
@@ -210,7 +212,7 @@ class _Walk:
         if name.direction == "backward":
             self._reach([candidate, *(one for one in self.found.candidates if one.name == name.forward)])
 
-    def _is_from_inside(self, entry: Entry, made: list[Bad]) -> bool:
+    def _is_from_inside(self, entry: DumpEntry, made: list[NonFiniteTensor]) -> bool:
         """Whether something made it that is written already; a module may also be written before what is in it."""
         for bad in made:
             trace = self._traces.find(bad.leaf)
@@ -218,16 +220,16 @@ class _Walk:
                 return False
         return True
 
-    def _supersede(self, entry: Entry, bad: Bad) -> None:
+    def _supersede(self, entry: DumpEntry, bad: NonFiniteTensor) -> None:
         """A module that was written before what is in it has had its output from there."""
         trace = self._traces.find(bad.leaf)
         if trace is not None and self._is_around(trace.maker, entry):
             trace.close()
 
-    def _is_around(self, outer: str, entry: Entry) -> bool:
+    def _is_around(self, outer: str, entry: DumpEntry) -> bool:
         return outer.startswith("Module.") and outer in ancestors(entry.name, self.found.dump)
 
-    def _name_parameters(self, name: Name, parameters: list[Bad]) -> None:
+    def _name_parameters(self, name: Name, parameters: list[NonFiniteTensor]) -> None:
         """A function takes a parameter as one of its arguments; which one that was, its module tells afterwards."""
         for bad in parameters:
             trace = self._traces.find(bad.leaf)
@@ -238,7 +240,7 @@ class _Walk:
 
     # -- gradients and collectives ------------------------------------------------------------------------------------
 
-    def _take_gradient(self, entry: Entry) -> None:
+    def _take_gradient(self, entry: DumpEntry) -> None:
         for bad in bad_ones(entry.leaves()):
             trace = self._traces.find(bad.leaf)
             cause = trace.cause if trace is not None else None
@@ -255,7 +257,7 @@ class _Walk:
         held = [one for one in self.found.candidates if one.ends_graph]
         return held[0] if held else next((one for one in self.found.candidates if one.ends_grad), None)
 
-    def _take_collective(self, entry: Entry, name: Name) -> None:
+    def _take_collective(self, entry: DumpEntry, name: Name) -> None:
         call = read_collective(entry, name, self.found.rank)
         taken, made = bad_ones(call.taken), bad_ones(call.made)
         traces = [self._taken(entry, name, bad, made) for bad in taken]
@@ -278,7 +280,7 @@ class _Walk:
         for cause in causes:
             cause.reached = self._is_settled = True
 
-    def _candidate(self, kind: Kind, entry: Entry, bad: list[Bad]) -> Candidate:
+    def _candidate(self, kind: Kind, entry: DumpEntry, bad: list[NonFiniteTensor]) -> Candidate:
         place = len(self.found.collectives), self.found.entries
         return Candidate(kind, entry, tuple(bad), *place, before=tuple(self._before), in_backward=self._gradients > 0)
 
@@ -293,7 +295,9 @@ class _Walk:
             candidates.remove(over)
         candidates.append(candidate)
 
-    def _trace(self, cause: Candidate | None, maker: str, leaf: Leaf, counts: bool = True, kept: bool = False) -> Trace:
+    def _trace(
+        self, cause: Candidate | None, maker: str, leaf: DumpLeaf, counts: bool = True, kept: bool = False
+    ) -> Trace:
         requires_grad = bool(leaf.requires_grad)
         trace = Trace(cause, maker, leaf.storage_id, counts, requires_grad, self._gradients, kept).opened()
         self._traces.add(leaf, trace)
@@ -305,6 +309,6 @@ def entry_has_outputs(found: RankScan, name: Name) -> bool:
     return ("backward" if name.direction == "backward" else "forward", "output") in found.recorded
 
 
-def _is_number(leaf: Leaf) -> bool:
+def _is_number(leaf: DumpLeaf) -> bool:
     """Whether a NaN could be in it: what an inspection gives (a bool, an index) tells nothing."""
     return "float" in leaf.dtype or "complex" in leaf.dtype

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeVar
 
-from ddpstats.dump.format._entries import Leaf
+from ddpstats.dump.format._entries import DumpLeaf
 from ddpstats.dump.origin._candidates import Candidate, Late
 
 _MAX_TRACES = 65_536
@@ -86,7 +86,7 @@ class Traces:
         self._by_place: dict[str, Trace] = {}
         self._by_maker: dict[str, list[Trace]] = {}
 
-    def find(self, leaf: Leaf) -> Trace | None:
+    def find(self, leaf: DumpLeaf) -> Trace | None:
         look, place = _look(leaf), _place(leaf)
         if place is not None and (found := self._by_place.get(place + look)) is not None:
             return found
@@ -95,7 +95,7 @@ class Traces:
             return None  # it looks like one that is known to have gone elsewhere, and is another one
         return found
 
-    def add(self, leaf: Leaf, trace: Trace) -> None:
+    def add(self, leaf: DumpLeaf, trace: Trace) -> None:
         """From now on, ``leaf`` is ``trace``."""
         look, place = _look(leaf), _place(leaf)
         _put(self._by_look, look, trace)
@@ -117,11 +117,11 @@ def _put(held: dict[str, _T], key: str, value: _T) -> None:
     held[key] = value
 
 
-def _look(leaf: Leaf) -> str:
+def _look(leaf: DumpLeaf) -> str:
     """Tells tensors apart as well as statistics can."""
     raw = leaf.raw
     return repr([raw.get(key) for key in ("shape", "Max", "Min", "Mean", "Norm", "nan_count", "first_bad")])
 
 
-def _place(leaf: Leaf) -> str | None:
+def _place(leaf: DumpLeaf) -> str | None:
     return None if leaf.storage_id is None else f"{leaf.storage_id} {leaf.storage_offset} "

@@ -14,7 +14,7 @@ from typing import Any
 
 from ddpstats._observe.user_frames import user_frame
 from ddpstats.guard.labels._fate import Fate
-from ddpstats.guard.labels._places import Asked, Place, ReadyRoute, ReadyStep, place_of
+from ddpstats.guard.labels._places import Asked, CallText, ReadyRoute, ReadyStep, place_of
 from ddpstats.guard.labels._reading import (
     MISSING,
     PLAIN_DICTS,
@@ -62,7 +62,7 @@ class Chain:
     call to the next.
     """
 
-    places: tuple[Place, ...]
+    places: tuple[CallText, ...]
     steps: tuple[tuple[Step, int], ...]
     fresh: bool
     is_known: bool
@@ -99,13 +99,13 @@ class _Found:
     """What was found so far. ``keys``: all of them, from the tensor outwards; ``names``: those that are names."""
 
     keys: list[str] = field(default_factory=list)
-    places: list[Place] = field(default_factory=list)
+    places: list[CallText] = field(default_factory=list)
     names: list[tuple[str, Step, int, Any]] = field(default_factory=list)  # key, step, place, container
     fresh: bool = False
     beside: bool = False
     is_known: bool = False
 
-    def copy(self, place: Place) -> _Found:
+    def copy(self, place: CallText) -> _Found:
         """To go on with, in ``place``: other routes begin where this one did."""
         places = [*self.places, place]
         return _Found([*self.keys], places, [*self.names], self.fresh, self.beside, self.is_known)
@@ -219,7 +219,7 @@ def _follow(
 
 
 def _take(
-    ready: ReadyRoute, place: Place, frames: tuple[FrameType, ...], passed: Passed | None, before: _Found, depth: int
+    ready: ReadyRoute, place: CallText, frames: tuple[FrameType, ...], passed: Passed | None, before: _Found, depth: int
 ) -> _Found | None:
     route = ready.asked.route
     now = before.copy(place)

@@ -8,7 +8,7 @@ from types import CodeType, FrameType
 
 from ddpstats.guard.labels._reading import Reader, reader_of
 from ddpstats.guard.labels._source import SourceFile, node_at
-from ddpstats.guard.labels._trace import Route, Step, Tracer
+from ddpstats.guard.labels._trace import LabelTracer, Route, Step
 
 _MAX_PLACES = 8192
 
@@ -38,7 +38,7 @@ class ReadyRoute:
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class CallText:
     """What the text tells of one call in one function. ``node``: the call; None where the source is not to be had.
 
     ``owner``: the function's code where ``code`` is that of a comprehension in it.
@@ -53,18 +53,18 @@ class Place:
 
 
 # By ids; what they stand for is kept alive by the place. (The hash of a code object goes over all of its constants.)
-_places: dict[tuple[int, int, int], Place] = {}
-_tracers: dict[int, tuple[SourceFile, Tracer]] = {}
+_places: dict[tuple[int, int, int], CallText] = {}
+_tracers: dict[int, tuple[SourceFile, LabelTracer]] = {}
 
 
-def _tracer_of(file: SourceFile) -> Tracer:
+def _tracer_of(file: SourceFile) -> LabelTracer:
     found = _tracers.get(id(file))
     if found is None or found[0] is not file:
-        found = _tracers[id(file)] = file, Tracer(file)
+        found = _tracers[id(file)] = file, LabelTracer(file)
     return found[1]
 
 
-def place_of(frames: tuple[FrameType, ...], asked: Asked | None) -> Place:
+def place_of(frames: tuple[FrameType, ...], asked: Asked | None) -> CallText:
     """The place that an activation is at; ``asked``: whose route left to it, None for the collective itself."""
     frame = frames[0]
     key = id(frame.f_code), frame.f_lasti, id(asked)
@@ -76,11 +76,11 @@ def place_of(frames: tuple[FrameType, ...], asked: Asked | None) -> Place:
     return place
 
 
-def _find_place(frames: tuple[FrameType, ...], asked: Asked | None) -> Place:
+def _find_place(frames: tuple[FrameType, ...], asked: Asked | None) -> CallText:
     frame, owner = frames[0], frames[-1].f_code
     found = node_at(frame)
     if found is None:
-        return Place(frame.f_code, owner, asked, None, None, ())
+        return CallText(frame.f_code, owner, asked, None, None, ())
     file, node = found
     tracer = _tracer_of(file)
     if asked is None:
@@ -89,7 +89,7 @@ def _find_place(frames: tuple[FrameType, ...], asked: Asked | None) -> Place:
         routes = tracer.of_variable(asked.route.name, node, asked.route.container)
     else:
         routes = tracer.of_parameter(node, asked.callee, asked.route)
-    return Place(frame.f_code, owner, asked, file, node, tuple(_ready(owner, route) for route in routes))
+    return CallText(frame.f_code, owner, asked, file, node, tuple(_ready(owner, route) for route in routes))
 
 
 def _ready(code: CodeType, route: Route) -> ReadyRoute:

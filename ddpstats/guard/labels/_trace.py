@@ -87,7 +87,7 @@ class Route:
     is_beside: bool = False
 
 
-class Tracer:
+class LabelTracer:
     """Traces in one file; bindings are found once a function."""
 
     def __init__(self, file: SourceFile) -> None:
