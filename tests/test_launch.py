@@ -111,7 +111,7 @@ EVERYTHING = {"testing", *(extra for extras in table().values() for extra in ext
         (["--ignore", "tests/reduction/test_layout.py"], EVERYTHING),
         (["tests/reduction/test_layout.py"], {"testing"}),
         (["./tests/reduction/test_layout.py", "-x"], {"testing"}),
-        ([str(ROOT / "tests" / "test_layout.py")], {"testing"}),
+        ([str(ROOT / "tests" / "reduction" / "test_layout.py")], {"testing"}),
         (["-x", "tests/reduction/test_layout.py::test_that_is_one[a::b]"], {"testing"}),
         (["-k", "wire and not espnet", "tests/reduction/test_layout.py", "tests/dump", "tests/sentinel"], {"testing"}),
         (["tests/integrations/test_torchmetrics.py"], {"testing", "torchmetrics"}),

@@ -8,7 +8,6 @@ import os
 import random
 import resource
 import signal
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -26,6 +25,7 @@ import ddpstats
 from ddpstats import NaNCapture
 from ddpstats.capture import CaptureVerdict
 from ddpstats.testing import count_collectives, die
+from tests.threads import lasting_threads
 
 
 def make_model() -> nn.Module:
@@ -86,7 +86,7 @@ def train(plan: Plan) -> dict[str, Any]:
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     random.seed(5), numpy.random.seed(5), torch.manual_seed(5)
     verdicts: list[CaptureVerdict] = []
-    threads = threading.active_count()
+    threads = lasting_threads()
     capture = NaNCapture(plan.dirpath, model=module, optimizer=optimizer, **plan.options) if plan.captures else None
     with capture or contextlib.nullcontext():
         for step in range(plan.steps):
@@ -105,7 +105,7 @@ def train(plan: Plan) -> dict[str, Any]:
         "parameters": [parameter.detach().clone() for parameter in model.parameters()],
         "buffers": [buffer.clone() for buffer in model.buffers()],
         "drawn": (random.random(), float(numpy.random.normal()), float(torch.rand(()))),
-        "threads": threading.active_count() - threads,
+        "threads": lasting_threads() - threads,
         "hooks": sum(len(p._post_accumulate_grad_hooks or ()) for p in model.parameters())
         + len(model._forward_pre_hooks),
     }

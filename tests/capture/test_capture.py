@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 import weakref
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from ddpstats._rerun.serialize import from_plain
 from ddpstats.testing import RankPool, run_ranks
 from tests.capture import capture_runs as runs
 from tests.capture.capture_runs import Plan
+from tests.threads import lasting_threads
 
 NAN, INF = float("nan"), float("inf")
 REPLAY = ["--model", "tests.capture.capture_runs:make_model", "--step", "tests.capture.capture_runs:noisy_step"]
@@ -369,11 +369,11 @@ def test_the_cause(two_ranks: RankPool, tmp_path: Path, step: str, value: float,
 
 
 def test_without_a_process_group(tmp_path: Path) -> None:
-    before = threading.active_count()
+    before = lasting_threads()
     outcome = runs.train(Plan(str(tmp_path), wrap="alone", plant={(1, 0, 0): NAN}))
     assert [verdict["culprit_ranks"] for verdict in outcome["verdicts"]] == [(), (0,)]
     assert manifest_of(outcome["verdicts"][1]["bundle"])["world_size"] == 1
-    assert threading.active_count() == before
+    assert lasting_threads() == before
 
 
 @pytest.mark.parametrize(

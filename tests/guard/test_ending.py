@@ -212,7 +212,7 @@ SIZES = """
 def test_where_sizes_differ_both_calls_are_named(train: Any, run: Run, how: str) -> None:
     """Without the guard gloo aborts a process, and the other one knows only that it is gone."""
     done = run(train(HEAD, SIZES), how, DDPSTATS_GUARD="step")
-    assert 1 in done.statuses
+    assert 1 in done.statuses or run is by_torchrun  # which ends the others as soon as the first has failed
     assert 0 not in done.statuses
     assert "CollectiveMismatch" in done.stderr, done.stderr
     assert "float32[300" in done.stderr

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import io
 import random
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +21,7 @@ from ddpstats.errors import InvalidStats
 from ddpstats.sentinel import _difference
 from ddpstats.sentinel._divergence import Divergence
 from ddpstats.sentinel._replicas import Replicas
+from tests.threads import lasting_threads
 
 _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
@@ -118,7 +118,7 @@ def train(plan: Plan) -> dict[str, Any]:
     held = Holder(module) if plan.wrap == "holder" else model if plan.wrap == "inner" else module
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01 if plan.meddle != "learning_rate" or rank != 1 else 0.011)
     torch.manual_seed(100 + rank), random.seed(rank), numpy.random.seed(rank)  # dropout differs between ranks
-    threads, hooks = threading.active_count(), _hooks(model)
+    threads, hooks = lasting_threads(), _hooks(model)
     replicas = Replicas(held, plan.ignore)
     calls: list[str] = []
     found = [_step(plan, step, model, module, optimizer, replicas, calls) for step in range(plan.steps)]
@@ -131,7 +131,7 @@ def train(plan: Plan) -> dict[str, Any]:
         "parameters": [parameter.detach().clone() for parameter in model.parameters()],
         "buffers": [buffer.clone() for buffer in model.buffers()],
         "drawn": (random.random(), float(numpy.random.normal()), float(torch.rand(()))),
-        "left": (threading.active_count() - threads, _hooks(model) - hooks),
+        "left": (lasting_threads() - threads, _hooks(model) - hooks),
     }
 
 
