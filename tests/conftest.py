@@ -23,6 +23,8 @@ IMPORTING = {"espnet", "lightning", "torchmetrics", "transformers"}
 
 # Minutes each: begun last, one of them would keep one worker busy while the other has nothing left to do.
 LONG_FILES = (
+    "tests/transport/test_store_host.py",
+    "tests/transport/test_two_hosts.py",
     "tests/guard/test_scenarios.py",
     "tests/guard/test_guard.py",
     "tests/guard/test_ending.py",
@@ -31,6 +33,11 @@ LONG_FILES = (
     "tests/sentinel/test_sentinel.py",
     "tests/integrations/test_lightning.py",
     "tests/test_bench.py",
+    "tests/transport/test_missing_ranks.py",
+    "tests/demo/test_demo.py",
+    "tests/guard/test_run.py",
+    "tests/guard/test_libraries.py",
+    "tests/capture/test_without_numpy.py",
     "tests/testing/test_ranks.py",
     "tests/test_readme.py",
     "tests/test_launch.py",
