@@ -64,7 +64,7 @@ def of_torchrun(done: subprocess.CompletedProcess[str]) -> Ended:
     """What torchrun's own stderr says of the ranks."""
     statuses = [int(found) for found in re.findall(r"exitcode +: (-?\d+)", done.stderr)]
     assert bool(statuses) == bool(done.returncode), done.stderr
-    of_the_ranks = done.stderr.partition("Sending process")[0].partition("failed (exitcode")[0]
+    of_the_ranks = done.stderr.partition("failed (exitcode")[0]
     return Ended(
         statuses, done.stdout, of_the_ranks, *re.findall("traceback : (.*)", done.stderr.rpartition("Root Cause")[2])
     )
