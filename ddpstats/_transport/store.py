@@ -14,11 +14,13 @@ for keys that are missing, and for a connection that is refused again and again)
 
 from __future__ import annotations
 
+import atexit
 import queue
 import socket
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -33,6 +35,7 @@ LIMIT_SEC = 10.0  # of a request whose caller names no limit
 _LONG_SEC = 1.0  # from when on an answer takes long
 _LEAST_SEC = 0.05  # of a deadline that has passed: what is there may still be read
 _KNOCK_SEC = 0.5
+_LEAVE_SEC = 0.5  # of a thread, at the end of the process
 _LINGER_SEC = 0.05  # of a thread without a request: to start one costs more than to ask the store
 
 Address = tuple[str, int]
@@ -81,8 +84,9 @@ class _Worker:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # re-entrant: a signal's handler may come in between
-        self._requests: queue.SimpleQueue[_Request] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        _workers.add(self)
 
     def start(self, request: _Request) -> None:
         if sys.is_finalizing():  # no other thread runs any more
@@ -96,20 +100,45 @@ class _Worker:
             try:
                 self._thread.start()
             except RuntimeError:  # Python is ending, and starts no threads any more
-                self._requests.get_nowait().run()
+                self._thread = None
+                self._run()
 
     def _run(self) -> None:
         while True:
             try:
-                request = self._requests.get(timeout=_LINGER_SEC)
+                request = self._requests.get(timeout=0.0 if _is_ending else _LINGER_SEC)
             except queue.Empty:
-                with self._lock:
-                    if self._requests.empty():
-                        self._thread = None
-                        return
-            else:
+                request = None
+            if request is not None:
                 request.run()
                 del request
+                continue
+            with self._lock:
+                if self._requests.empty():
+                    self._thread = None
+                    return
+
+    def end(self) -> None:
+        """Wait for the thread to end, but not for long: what it asked may never be answered."""
+        self._requests.put(None)
+        thread = self._thread
+        if thread is not None:
+            thread.join(_LEAVE_SEC)
+
+
+_workers: weakref.WeakSet[_Worker] = weakref.WeakSet()
+_is_ending = False
+
+
+def _end_all() -> None:
+    """At exit, after the modules above: a thread that asks for the GIL while Python ends aborts the process."""
+    global _is_ending
+    _is_ending = True
+    for worker in list(_workers):
+        worker.end()
+
+
+atexit.register(_end_all)
 
 
 class _Connection:
