@@ -27,7 +27,7 @@ from ddpstats.guard._p2p import Awaited, unmatched
 from ddpstats.guard._session import Group, Session
 from ddpstats.guard._spoken import words_of
 from ddpstats.guard._summary import Tally
-from ddpstats.guard._telling import printed_once, signal_deferred
+from ddpstats.guard._telling import gave_up, printed_once, signal_deferred
 
 _SLICE_SEC = 0.2
 _RECEIVERS_SEC = 1.0  # a receiver that takes from anybody never looks at a note
@@ -298,7 +298,7 @@ class Comparing:
         except Silenced:
             return  # the caller waits on, as without a guard
         except DdpstatsError:
-            _abandoned.append(work)  # the memory that it may still write to
+            gave_up(work, group.view.group())
             raise
         except RuntimeError as error:
             found = self.explain(event, group) if is_broken(error) else None
@@ -478,9 +478,6 @@ class Comparing:
         self._standing.verdict = error
         printed_once(error, self._inquiry, alarm.ranks)
         raise error
-
-
-_abandoned: list[Any] = []
 
 
 def is_broken(error: BaseException) -> bool:

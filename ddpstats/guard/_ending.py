@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch.distributed as dist
 
 from ddpstats.errors import DdpstatsError
-from ddpstats.guard._telling import ignore_sigterm, spelled, tell
+from ddpstats.guard._telling import end_with, ignore_sigterm, spelled, tell
 
 if TYPE_CHECKING:
     from ddpstats.guard._guard import collective_guard
@@ -100,25 +100,10 @@ class Ending:
             tell(found, lambda: print(spelled(found), file=sys.stderr))
             ignore_sigterm()
             if error is None and self.status == 0:
-                _end_with(1)
+                end_with(1)
         with contextlib.suppress(DdpstatsError):
             self._guard.abandon(error)
         self._say()
-
-
-def _end_with(status: int) -> None:
-    """See that the process ends with ``status``, when all exit handlers have run and all modules are gone."""
-    sys.__dict__["_ddpstats_status"] = _LastOfAll(status)
-
-
-class _LastOfAll:
-    """The interpreter empties `sys` after all other modules but `builtins`."""
-
-    def __init__(self, status: int) -> None:
-        self._status, self._exit = status, os._exit
-
-    def __del__(self) -> None:
-        self._exit(self._status)
 
 
 _CODE: Any = vars(SystemExit)["code"]

@@ -9,6 +9,10 @@ already,
    ends its output with what happened first, however many ranks there are. That line has the calls and what differs,
    and says which rank's output has the rest.
 
+Then the process ends. A collective that was given up would keep it until the group's own timeout (torch 2.13's gloo
+group waits, when it is destroyed, for all that runs in it: 30 minutes), and torchrun, which waits for a rank that
+fails, would not end the others: so such a group is never destroyed.
+
 A rank that fails makes torchrun end the others, within a tenth of a second. So SIGTERM waits (`signal_deferred`) while
 ranks are about to find out what has happened, and to say so; each of these waits is bounded.
 """
@@ -45,6 +49,12 @@ _STILL_NEWS_SEC = 10.0  # a verdict that the program has caught is not told when
 _hooked: Callable[..., Any] | None = None
 
 Show = Callable[[], None]
+_given_up: list[tuple[Any, Any]] = []  # (what runs on, and writes to the program's tensors; its process group)
+
+
+def gave_up(work: Any, group: Any) -> None:
+    """A verdict ends the wait for ``work``, which may go on."""
+    _given_up.append((work, group))
 
 
 def printed_once(error: DdpstatsError, inquiry: FailureAgreement, ranks: Sequence[int]) -> None:
@@ -61,6 +71,8 @@ def _excepthook(kind: type[BaseException], error: BaseException, trace: Tracebac
     show = _hooked or sys.__excepthook__
     if not tell(error, lambda: show(kind, error, strip(error))):
         show(kind, error, trace)
+    elif not all(work.is_completed() for work, _ in _given_up):
+        end_with(1)
 
 
 def tell(error: BaseException, show: Show) -> bool:
@@ -84,6 +96,21 @@ def tell(error: BaseException, show: Show) -> bool:
         sys.stderr.flush()
         inquiry.has_told(first, ranks)
     return True
+
+
+def end_with(status: int) -> None:
+    """See that the process ends with ``status``, when all exit handlers have run and all modules are gone."""
+    sys.__dict__["_ddpstats_status"] = _LastOfAll(status)
+
+
+class _LastOfAll:
+    """The interpreter empties `sys` after all other modules but `builtins`. Until then what was given up is kept."""
+
+    def __init__(self, status: int) -> None:
+        self._status, self._exit, self._kept = status, os._exit, list(_given_up)
+
+    def __del__(self) -> None:
+        self._exit(self._status)
 
 
 def _happened_at(error: BaseException) -> float:

@@ -80,12 +80,10 @@ def learns_before_it_begins(dirpath: str) -> str:
     """Rank 1 raises while rank 0 is between two micro-batches."""
     with NaNCapture(dirpath, model=make_model()) as capture:
         try:
-            if dist.get_rank() == 1:
-                with capture.micro_batch(0):
+            with capture.micro_batch(0):
+                dist.barrier()  # a rank that comes later would be refused here
+                if dist.get_rank() == 1:
                     raise ValueError("label 17 of 3")
-            else:
-                with capture.micro_batch(0):
-                    pass
         except ValueError:
             pass
         dist.barrier()

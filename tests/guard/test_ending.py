@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,22 @@ def _is_told_once(done: Ended) -> None:
     assert "'l1'" in line
     assert "What differs: the label" in line
     assert line.endswith("The output of rank 0 has it in full.")
+
+
+def test_a_rank_that_gave_up_does_not_wait_for_what_it_gave_up(train: Any) -> None:
+    """gloo would wait until the timeout of the process group, and torchrun for the rank."""
+    late = """
+        import time
+
+        with ddpstats.collective_guard("step", timeout_sec=3):
+            time.sleep(100 * rank)
+            dist.all_reduce(torch.ones(1))
+    """
+    began = time.monotonic()
+    done = by_torchrun(train(HEAD, late), "late")
+    assert time.monotonic() < began + 60
+    assert "rank 1: did not come" in done.stderr
+    assert "RankMissing" in done.first
 
 
 RECORDED = """
