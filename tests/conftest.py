@@ -11,10 +11,17 @@ from ddpstats.testing import RankPool
 from ddpstats.testing._rank_main import RankSpec
 from ddpstats.testing._rank_process import rank_environ
 from ddpstats.testing._rank_server import RankServer
+from tests import scripts
 from tests.needs import ROOT, table
 
-# What optimizers and DDP import at their first use, and what the ranks' own modules import
-PRELOADED = ("torch._dynamo", "numpy", "pytest")
+# The package too: to import it takes longer than the rest of a start. What is said at import is for `tests.scripts`.
+OURS = (
+    "ddpstats.testing._rank_main",
+    "ddpstats.guard._guard",
+    "ddpstats.capture._capture",
+    "ddpstats.sentinel._sentinel",
+    "ddpstats.dump._dump",
+)
 # What other libraries spend seconds on when they are imported. Not those themselves: some read at import which rank
 # they are on.
 OF_LIBRARIES = ("scipy.signal", "matplotlib.pyplot", "transformers")
@@ -56,7 +63,7 @@ def preloaded(session: pytest.Session) -> list[str]:
     files = {item.path.relative_to(ROOT).as_posix() for item in session.items}
     wanted = any(IMPORTING.intersection(table().get(file, ())) for file in files)
     installed = [name for name in OF_LIBRARIES if importlib.util.find_spec(name.partition(".")[0])]
-    return [*PRELOADED, *(installed if wanted else ())]
+    return [*scripts.PRELOADED, *(installed if wanted else ()), *OURS]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -64,6 +71,7 @@ def rank_server(request: pytest.FixtureRequest) -> Iterator[RankServer]:
     """Ranks are forked from a process that has torch: to import it takes longer than most tests."""
     with RankServer(rank_environ(RankSpec(0, 1, 0, 0, 0, 0), {}), preloaded(request.session)) as server:
         yield server
+    scripts.server.close()
 
 
 @pytest.fixture(scope="session")

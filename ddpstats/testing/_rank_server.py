@@ -1,8 +1,9 @@
 """Ranks that start in a fraction of a second: each is forked from a process that has imported torch before.
 
-An interpreter that imports torch costs seconds of a core, and a test with real ranks little else. Between
-`RankServer.start` and `close`, `run_ranks` and `RankPool` of this process ask the server for their processes. What an
-interpreter or torch reads from the environment when it starts has to be the server's, or a fresh one is started.
+An interpreter that imports torch costs seconds of a core, and a test with real ranks little else. Inside of
+``with RankServer(...)``, `run_ranks` and `RankPool` of this process ask the server for their processes. What an
+interpreter, torch or a preloaded ddpstats reads from the environment when it starts has to be the server's, or a fresh
+one is started.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ _READ_AT_START = (
 )
 # sys.path is handed on as it is; what torchrun tells a rank is for the process group and for the rank's end
 _NOT_READ = ("PYTHONPATH", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE")
+_READ_BY_DDPSTATS = ("DDPSTATS_GUARD",)
 _ANSWER_BYTES = 4096
-_START_SEC = 120.0  # of an interpreter that imports torch, on a loaded machine
+START_TIMEOUT_SEC = 120.0  # until every rank has imported torch: minutes on a loaded machine, so not the caller's limit
 
 
 class ServerGone(Exception):
@@ -48,14 +50,19 @@ class ServerGone(Exception):
 class RankServer:
     """Starts processes by fork. A context manager; of the process that started it, not of its copies.
 
-    ``environ`` is the environment of the ranks, as far as it matters when a process starts.
+    Args:
+        environ: the environment of the ranks, as far as it matters when a process starts.
+        preload: modules that all of them find imported. This package is one: to import it takes longer than a fork.
     """
 
     current: RankServer | None = None
 
     def __init__(self, environ: Mapping[str, str], preload: Sequence[str] = ()) -> None:
         self._environ, self._preload = dict(environ), tuple(preload)
-        self._at_start = _read_at_start(environ)
+        self._names_at_start = _READ_AT_START
+        if any(name.partition(".")[0] == "ddpstats" for name in preload):
+            self._names_at_start += _READ_BY_DDPSTATS
+        self._at_start = self._read_at_start(environ)
         self._owner_pid = os.getpid()
         self._closed = False
         self._lock = threading.Lock()
@@ -78,6 +85,7 @@ class RankServer:
             "else:\n"
             "    from ddpstats.testing._rank_main import RankSpec, main\n"
             "    main(RankSpec(*request['spec'], *fds[2:]))\n"
+            "    names['end']()\n"
         )
         with theirs:
             self._process = subprocess.Popen(
@@ -92,7 +100,11 @@ class RankServer:
     def serves(self, environ: Mapping[str, str]) -> bool:
         """Whether a process of this environment can be forked here."""
         here = sys.platform == "linux" and os.getpid() == self._owner_pid and not self._closed
-        return here and _read_at_start(environ) == self._at_start
+        return here and self._read_at_start(environ) == self._at_start
+
+    def _read_at_start(self, environ: Mapping[str, str]) -> dict[str, str]:
+        names = [name for name in environ if name.startswith(self._names_at_start) and name not in _NOT_READ]
+        return {name: environ[name] for name in names}
 
     def start(self, spec: Sequence[int], environ: Mapping[str, str], stderr_fd: int, fds: Sequence[int]) -> Forked:
         """A rank: ``fds`` follow the numbers of ``spec``. Raises `ServerGone`."""
@@ -107,10 +119,10 @@ class RankServer:
         with self._lock:
             try:
                 socket.send_fds(self._connected(), [json.dumps(request).encode()], fds)
-                while (pid := self._read(_START_SEC)) is None:
+                while (pid := self._read(START_TIMEOUT_SEC)) is None:
                     pass
             except (ServerGone, OSError) as error:
-                self._close()  # an answer that came later would be taken for that of another rank
+                self.close()  # an answer that came later would be taken for that of another rank
                 raise ServerGone from error
         return Forked(pid, self)
 
@@ -152,9 +164,10 @@ class RankServer:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         RankServer.current = None
-        self._close()
+        self.close()
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """End the server; scripts that it has started end with it, ranks do not. Idempotent."""
         self._closed = True
         if self._socket is not None and self._process is not None:
             self._socket.close()
@@ -196,7 +209,3 @@ class Forked:
 
 def _paths() -> list[str]:
     return [os.path.abspath(path) for path in sys.path]
-
-
-def _read_at_start(environ: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environ.items() if name.startswith(_READ_AT_START) and name not in _NOT_READ}

@@ -14,9 +14,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in _
 
 from ddpstats.testing._rank_outcomes import RankDied, RankNotRun, RankOutcome, RankOutcomes, RankTimedOut
 from ddpstats.testing._rank_process import RankProcess
+from ddpstats.testing._rank_server import START_TIMEOUT_SEC
 from ddpstats.testing._rank_wire import GroupState, Reply, outcome_of
 
-START_TIMEOUT_SEC = 120.0  # until every rank has imported torch: minutes on a loaded machine, so not the caller's limit
 _STOP_GRACE_SEC = 5.0
 _STACK_WAIT_SEC = 2.0
 _TICK_SEC = 0.05  # a rank's death is seen at once by its socket, or after this long if a child of it holds the socket

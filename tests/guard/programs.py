@@ -22,8 +22,9 @@ from typing import IO, Protocol
 
 from ddpstats.testing._rank_main import RankSpec
 from ddpstats.testing._rank_process import rank_environ
-from ddpstats.testing._rank_server import Forked, RankServer
+from ddpstats.testing._rank_server import Forked
 from ddpstats.testing._rank_team import serve_store
+from tests.scripts import start
 
 LIMIT_SEC = 150
 _TERM_AFTER_SEC = 3.0  # torchrun does so within a tenth, and what a rank ends with then is chance
@@ -102,7 +103,7 @@ def _run(command: list[str], environs: list[dict[str, str]]) -> Ended:
         processes = []
         try:
             for environ, (out, err) in zip(environs, files, strict=True):
-                processes.append(_start(command, environ, out, err))
+                processes.append(start(command, environ, out, err))
             _watch(processes)
             statuses = [process.wait() for process in processes]
         finally:
@@ -130,14 +131,6 @@ def _end(processes: Sequence[subprocess.Popen[bytes] | Forked]) -> None:
     for process in processes:
         if process.poll() is None:
             os.kill(process.pid, signal.SIGTERM)
-
-
-def _start(command: list[str], environ: dict[str, str], out: IO[str], err: IO[str]) -> subprocess.Popen[bytes] | Forked:
-    server = RankServer.current
-    if server is not None and server.serves(environ):
-        return server.start_script(command, environ, out.fileno(), err.fileno())
-    whole = [sys.executable, *command]
-    return subprocess.Popen(whole, env=environ, stdout=out, stderr=err, start_new_session=True)
 
 
 def _text(file: IO[str]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from ddpstats.testing import RankPool, run_ranks
 from ddpstats.testing._rank_main import RankSpec
 from ddpstats.testing._rank_process import rank_environ
 from ddpstats.testing._rank_server import RankServer
+from tests.scripts import start
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked on Linux alone")
 ROOT = pathlib.Path(__file__).parents[2]
@@ -82,18 +84,31 @@ def test_what_the_suite_preloads_starts_no_thread(server: RankServer) -> None:
     assert len(os.listdir(f"/proc/{server._process.pid}/task")) == 1
 
 
-def test_it_finds_what_a_fresh_one_finds(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("name", ["server", "own_server"])
+def test_it_finds_what_a_fresh_one_finds(
+    name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    request.getfixturevalue(name)
     monkeypatch.setenv("OF_THIS_TEST", "1")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path / "imports"))
     forked = run_ranks(surroundings, 2, env={"OF_THE_RANKS": "2"}).values()
     monkeypatch.setattr(RankServer, "current", None)
-    assert run_ranks(surroundings, 2, env={"OF_THE_RANKS": "2"}).values() == forked
+    fresh = run_ranks(surroundings, 2, env={"OF_THE_RANKS": "2"}).values()
+    if name == "server":  # it has imported the package before
+        imported = [one.pop("ddpstats") for one in [*forked, *fresh]]
+        assert set(imported[-1]) < set(imported[0])
+    assert forked == fresh
 
 
 def test_what_is_read_when_a_process_starts_needs_a_fresh_one(server: RankServer) -> None:
     run_ranks(parent, 1)
-    for env in ({"PYTHONHASHSEED": "1"}, {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}, {"OMP_NUM_THREADS": "2"}):
+    for env in (
+        {"PYTHONHASHSEED": "1"},
+        {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"},
+        {"OMP_NUM_THREADS": "2"},
+        {"DDPSTATS_GUARD": "off"},
+    ):
         assert run_ranks(parent, 1, env=env).values() == [os.getpid()]
 
 
@@ -127,22 +142,28 @@ raise SystemExit(4) if sys.argv[1:] else ValueError("of the script")
 
 
 @pytest.mark.parametrize("arguments", [[], ["an argument"]])
+@pytest.mark.parametrize("as_module", [False, True])
 def test_a_forked_script_is_what_python_runs(
-    rank_server: RankServer, tmp_path: pathlib.Path, arguments: list[str]
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, as_module: bool, arguments: list[str]
 ) -> None:
-    script = tmp_path / "script.py"
+    script = tmp_path / "script_of_a_test.py"
     script.write_text(SCRIPT)
+    monkeypatch.chdir(tmp_path)
     environ = {**rank_environ(RankSpec(0, 1, 0, 0, 0, 0), {}), "OF_THE_SCRIPT": "2"}
-    command = [str(script), *arguments]
+    command = [*(["-m", script.stem] if as_module else [str(script)]), *arguments]
     fresh = subprocess.run(
         [sys.executable, *command], env=environ, start_new_session=True, capture_output=True, text=True, timeout=60
     )
     with (tmp_path / "out").open("w+") as out, (tmp_path / "err").open("w+") as err:
-        code = rank_server.start_script(command, environ, out.fileno(), err.fileno()).wait(60)
+        code = start(command, environ, out, err).wait(60)
     assert (code, (tmp_path / "out").read_text()) == (fresh.returncode, fresh.stdout)
     told = (tmp_path / "err").read_text()
-    assert told.replace('  File "<string>", line 6, in <module>\n', "") == fresh.stderr
+    assert _without_the_runner(told) == _without_the_runner(fresh.stderr)
     assert ("ValueError: of the script" in told) == (not arguments)
+
+
+def _without_the_runner(traceback: str) -> str:
+    return re.sub(r'  File "<(string|frozen runpy)>", line .*\n', "", traceback)
 
 
 def test_a_server_that_is_killed_costs_its_ranks_and_no_more(own_server: RankServer) -> None:
