@@ -16,7 +16,7 @@ import struct
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import ClassVar, TypeVar
+from typing import ClassVar
 
 from ddpstats._agreement.codec import fingerprint
 from ddpstats._agreement.lanes import FLAG, HEADER_LANES, Buffer, Seal, capacity_for
@@ -42,8 +42,6 @@ _MAX_MEETING_BYTES = 1 << 24  # of what all ranks tell all ranks, numbers includ
 _OTHER_POLICY_BYTES = 16  # by so much the name of one policy may be longer than that of another
 _HEAD = struct.Struct("<Q16s")
 _STATUS_LENGTH = struct.Struct("<I")
-
-A = TypeVar("A")
 
 
 @dataclass(frozen=True)
@@ -116,15 +114,6 @@ class Agreement:
         self.buffer = Buffer(capacity_for(HEADER_LANES))
         self.collectives = 0  # of this group so far: how ranks tell each other where they wait
         self._nothing = Site()
-        self._additions: dict[type[object], object] = {}
-
-    def addition(self, made: type[A]) -> A:
-        """What a room above keeps for this group: made once, from this agreement."""
-        found = self._additions.get(made)
-        if found is None:
-            found = self._additions[made] = made(self)  # type: ignore[call-arg]
-        assert isinstance(found, made)
-        return found
 
     def decide(self, call: Call, flag: bool | Failure, counters: Counters) -> float:
         """How many ranks' flags are set. Every rank must call."""

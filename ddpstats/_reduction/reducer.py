@@ -165,7 +165,7 @@ class StatsReducer:
         call, given, counters = self._call, Prepared(stats, weight), self._counters
 
         def work(agreement: Agreement) -> Reduced:
-            return agreement.addition(Reduction).reduce(call, given, True, counters)
+            return Reduction(agreement).reduce(call, given, True, counters)
 
         return PendingReduction(channel.submit(work, self._timeout_sec), channel)
 
@@ -192,7 +192,7 @@ class StatsReducer:
         call, counters = self._call, self._counters
 
         def work(agreement: Agreement) -> Reduced:
-            return agreement.addition(Reduction).reduce(call, given, divide, counters)
+            return Reduction(agreement).reduce(call, given, divide, counters)
 
         return channel.run(work, self._timeout_sec)
 

@@ -164,7 +164,7 @@ class _Summed(NamedTuple):
 
 
 class Reduction:
-    """All reductions of one group, one at a time; `Agreement.addition` keeps one for each."""
+    """The reductions of one group, one at a time. It keeps nothing: what ranks have in common is with the agreement."""
 
     def __init__(self, agreement: Agreement) -> None:
         self._agreement, self._group_name = agreement, agreement.group_name
@@ -422,9 +422,8 @@ class Reduction:
         before, base = site.layout, site.without_unused(site.oldest_kept())
         if not are_in_step(statuses):
             before = base = Layout()
-        layout = agree(holdings, base, self._group_name)
-        if not are_in_step(statuses):
             site.calls = 0
+        layout = agree(holdings, base, self._group_name)
         self._adopt(call, site, layout)
         if all_numbers is None or not _all_can_build(layout, before, holdings):
             return None
