@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import importlib
-import os
 import re
 import shlex
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 
 from ddpstats import cli
+from tests import scripts
 from tests.needs import needs
 
 ROOT = Path(__file__).parents[1]
@@ -181,15 +179,7 @@ def test_a_block_runs_as_one_script(block: str, tmp_path: Path) -> None:
         block = f"from program import *\n{block}"
     script = tmp_path / "pasted.py"
     script.write_text(block)
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_SEC,
-        check=False,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-    )
+    done = scripts.run([str(script)], timeout=LIMIT_SEC, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert printed in done.stdout, done.stdout + done.stderr
 

@@ -108,14 +108,18 @@ class RankServer:
 
     def start(self, spec: Sequence[int], environ: Mapping[str, str], stderr_fd: int, fds: Sequence[int]) -> Forked:
         """A rank: ``fds`` follow the numbers of ``spec``. Raises `ServerGone`."""
-        return self._fork({"spec": list(spec)}, environ, [1, stderr_fd, *fds])
+        return self._fork({"spec": list(spec)}, environ, [1, stderr_fd, *fds], os.getcwd())
 
-    def start_script(self, script: Sequence[str], environ: Mapping[str, str], out_fd: int, stderr_fd: int) -> Forked:
-        """What ``python SCRIPT ARGS...`` would start, in a session of its own. Raises `ServerGone`."""
-        return self._fork({"script": list(script)}, environ, [out_fd, stderr_fd])
+    def start_script(
+        self, script: Sequence[str], environ: Mapping[str, str], out_fd: int, stderr_fd: int, cwd: str
+    ) -> Forked:
+        """What ``python SCRIPT ARGS...`` would start in ``cwd``, in a session of its own. Raises `ServerGone`."""
+        return self._fork({"script": list(script)}, environ, [out_fd, stderr_fd], cwd)
 
-    def _fork(self, what: Mapping[str, Sequence[Any]], environ: Mapping[str, str], fds: Sequence[int]) -> Forked:
-        request = {**what, "environ": dict(environ), "paths": _paths(), "cwd": os.getcwd()}
+    def _fork(
+        self, what: Mapping[str, Sequence[Any]], environ: Mapping[str, str], fds: Sequence[int], cwd: str
+    ) -> Forked:
+        request = {**what, "environ": dict(environ), "paths": _paths(), "cwd": cwd}
         with self._lock:
             try:
                 socket.send_fds(self._connected(), [json.dumps(request).encode()], fds)
