@@ -1,5 +1,6 @@
-"""Where replicas differ: from digests of tensors and blocks down to the first element, in rounds of small gathers.
+"""The tensors that replicas hold, and where they differ: from digests of tensors and blocks down to the first element.
 
+Each tensor has a name and a description by which ranks compare it. What differs is found in rounds of small gathers.
 Each round is decided on what the one before gathered, which is the same everywhere; so no rank goes on alone.
 """
 
@@ -13,13 +14,52 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ddpstats._base.wording import dtype_name
 from ddpstats.sentinel._digest import digests, flattened
 from ddpstats.sentinel._divergence import KINDS, Element, FoundDivergence, Kind
-from ddpstats.sentinel._entries import TensorEntry, tensors_of
 from ddpstats.sentinel._verdict import Gathered
+
+_PLAIN_TENSOR = Tensor.__torch_dispatch__
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One tensor. ``tensor`` is None where there is nothing to compare but its description."""
+
+    kind: Kind
+    name: str
+    described: str
+    tensor: Tensor | None
+
+
+def entry_of(kind: Kind, name: str, tensor: Tensor | None) -> TensorEntry:
+    if tensor is None:
+        return TensorEntry(kind, name, "none", None)
+    if nn.parameter.is_lazy(tensor):
+        return TensorEntry(kind, name, "not initialized yet", None)
+    described = f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"
+    ordinary = type(tensor).__torch_dispatch__ is _PLAIN_TENSOR and tensor.layout is torch.strided
+    if not ordinary or tensor.is_meta or tensor.is_quantized:
+        return TensorEntry(
+            kind, name, f"{described}, {type(tensor).__name__}, {tensor.layout}, cannot be compared", None
+        )
+    return TensorEntry(kind, name, described, tensor)
+
+
+def gradient_entries(name: str, parameter: Tensor) -> list[TensorEntry]:
+    gradient = None if nn.parameter.is_lazy(parameter) else parameter.grad
+    if gradient is not None and gradient.layout is torch.sparse_coo:
+        gradient = gradient.coalesce()
+        indices = entry_of("gradient", f"{name} (indices)", gradient.indices())
+        return [indices, entry_of("gradient", f"{name} (values)", gradient.values())]
+    return [entry_of("gradient", name, gradient)]
+
+
+def tensors_of(entries: Sequence[TensorEntry]) -> list[Tensor]:
+    return [entry.tensor for entry in entries if entry.tensor is not None]
+
 
 _BLOCK_ELEMENTS = 256
 _BLOCKS = 1024

@@ -22,9 +22,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from ddpstats.sentinel._alarms import Check, error_line, info_lines, warning_line
 from ddpstats.sentinel._checkpoints import Checkpoints, Selector, Values
 from ddpstats.sentinel._detectors import ERROR, NORMAL, RULES, State
-from ddpstats.sentinel._lines import Check, error_line, info_lines, warning_line
 from ddpstats.sentinel._settings import SentinelSettings
 
 _logger = logging.getLogger("ddpstats")

@@ -20,10 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ddpstats import ConfigError
-from ddpstats.sentinel import _matmul, _matmul_fault, _matmul_kernels as door
+from ddpstats.sentinel import _matmul, _matmul_checksum, _matmul_kernels as door
 from ddpstats.sentinel._matmul import ChecksumWindow
-from ddpstats.sentinel._matmul_checksum import doubtful_rows
-from ddpstats.sentinel._matmul_fault import MatmulFault, faults_in
+from ddpstats.sentinel._matmul_checksum import MatmulFault, doubtful_rows, faults_in
 from ddpstats.sentinel._matmul_kernels import Product
 from ddpstats.testing import BitFlip, RankPool, inject_bit_flips
 from tests.sentinel import matmul_runs as runs
@@ -213,8 +212,8 @@ def test_empty_products_are_no_fault() -> None:
 
 
 def test_a_wide_result_is_settled_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_matmul_fault, "_BLOCK_ROWS", 2)
-    monkeypatch.setattr(_matmul_fault, "_BLOCK_ELEMENTS", 24)
+    monkeypatch.setattr(_matmul_checksum, "_BLOCK_ROWS", 2)
+    monkeypatch.setattr(_matmul_checksum, "_BLOCK_ELEMENTS", 24)
     product = product_of(numbers(9, 8), numbers(8, 7, seed=1))
     for row, column in ((0, 0), (1, 6), (4, 3), (5, 2), (6, 5), (8, 6)):
         product.result[row, column] += 30.0

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from ddpstats.errors import InvalidStats
-from ddpstats.sentinel._buffers import running_names
 from ddpstats.sentinel._divergence import Divergence
+from ddpstats.sentinel._replicas import running_names
 from ddpstats.testing import RankPool, RanksFailed
 from tests.sentinel import replicas_runs as runs
 from tests.sentinel.replicas_runs import Flip, Plan
