@@ -30,8 +30,6 @@ PURE = [
     "errors",
     "_base.version",
     "_base.atomic_files",
-    "_rerun.attribution",
-    "_rerun.micro_batch",
     "_observe.module_hooks",
     "capture._fields",
     "capture._manifest",

@@ -12,6 +12,8 @@ For each optimizer step:
 
 Memory: one step's batches stay alive as long as the step, and one copy of the buffers. Nothing is drawn from any
 generator.
+
+A `Packet` is a kept micro-batch as plain data: what a bundle holds of it, and what travels to a peer that runs it.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.modules.module import (
     register_module_buffer_registration_hook,
     register_module_module_registration_hook,
@@ -270,3 +273,38 @@ def _refilled(mapping: Mapping[Any, Any], kept: dict[Any, Any]) -> Any:
             dict.update(copied, kept)
             return copied
     return kept
+
+
+@dataclass(frozen=True)
+class Packet:
+    """What it takes to run a micro-batch again, but for the state of its module.
+
+    Attributes:
+        batch: as `serialize.to_plain` wrote it.
+        random: as `RandomState.to_plain` wrote it.
+        autocast: of the module's forward pass; None where it never began.
+        factor: what the trainer multiplied the step's loss by; None for 1.
+    """
+
+    batch: Any
+    random: dict[str, Any]
+    autocast: Autocast | None
+    factor: Tensor | None
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> Packet:
+        """What `plain_packet` made."""
+        autocast = plain["autocast"]
+        autocast = None if autocast is None else Autocast.from_plain(autocast)
+        return cls(plain["batch"], plain["random"], autocast, plain["factor"])
+
+
+def plain_packet(micro: MicroBatch, batch: Any, factor: Tensor | None) -> dict[str, Any]:
+    """``batch``: of ``micro``, as `serialize.to_plain` writes it; ``factor``: on the CPU."""
+    autocast = None if micro.autocast is None else Autocast(*micro.autocast).to_plain()  # a caller may set a tuple
+    return {"batch": batch, "random": micro.random.to_plain(), "autocast": autocast, "factor": factor}
+
+
+def tensor_bytes(value: Any) -> int:
+    """Of the tensors in nested containers."""
+    return sum(leaf.numel() * leaf.element_size() for _, leaf in walk(value) if isinstance(leaf, Tensor))

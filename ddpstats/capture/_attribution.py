@@ -32,9 +32,8 @@ from ddpstats._agreement.gather import gather_trees
 from ddpstats._base import config
 from ddpstats._base.containers import walk
 from ddpstats._base.wording import listed
-from ddpstats._observe.gradients import NO_GRADIENT
-from ddpstats._rerun.attribution import Cause, attempt, cause_of, from_rank_on
-from ddpstats._rerun.runner import RunSettings, alone
+from ddpstats._observe.gradient_norms import NO_GRADIENT
+from ddpstats._rerun.runner import Cause, RunSettings, alone, attempt, cause_of, from_rank_on
 from ddpstats._rerun.serialize import from_plain
 from ddpstats._transport.comm import patience_sec
 from ddpstats.capture._bundle import Bundle

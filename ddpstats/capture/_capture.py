@@ -29,7 +29,8 @@ from ddpstats._agreement.gather import gather_trees
 from ddpstats._base.arguments import check_choice, check_count, refuse_differences
 from ddpstats._base.compiled import breaks_graph, refuse_without_values
 from ddpstats._base.rank_names import ranks_text
-from ddpstats._observe.gradients import GradientWatch, any_bad, unwrapped
+from ddpstats._observe.gradient_norms import any_bad
+from ddpstats._observe.gradients import GradientWatch, unwrapped
 from ddpstats._rerun.micro_batch import Running, checked_step
 from ddpstats._rerun.serialize import CannotStore, to_plain
 from ddpstats._rerun.step_record import MicroBatch, StepRecord

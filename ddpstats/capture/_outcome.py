@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ddpstats._base.wording import listed
-from ddpstats._observe.gradients import norm_kind
+from ddpstats._observe.gradient_norms import norm_kind
 from ddpstats._rerun.runner import RunSettings
 from ddpstats.capture._manifest import Manifest
 from ddpstats.capture._rank_part import RankPart

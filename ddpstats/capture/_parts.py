@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from ddpstats._base.version import __version__
-from ddpstats._observe.gradients import GradientWatch, norm_kind, parts_of
+from ddpstats._observe.gradient_norms import norm_kind, parts_of
+from ddpstats._observe.gradients import GradientWatch
 from ddpstats._rerun.numerics_settings import switches
-from ddpstats._rerun.packet import plain_packet, tensor_bytes
 from ddpstats._rerun.serialize import CannotStore, to_plain
-from ddpstats._rerun.step_record import MicroBatch, StepRecord
+from ddpstats._rerun.step_record import MicroBatch, StepRecord, plain_packet, tensor_bytes
 
 _RANDOM_BYTES = 1 << 14  # about what the states of the generators take
 _ENVIRONMENT = ("CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG", "OMP_NUM_THREADS", "NCCL_ALGO", "NCCL_PROTO")

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddpstats._observe.gradients import held_values, measure, parts_of
+from ddpstats._observe.gradient_norms import held_values, measure, parts_of
 from ddpstats._observe.user_frames import calls_step
 from ddpstats._rerun.numerics_settings import as_in
 from ddpstats._rerun.random_state import numpy_or_none

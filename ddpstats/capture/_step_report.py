@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ddpstats._observe.gradients import BackwardNorms, GradientWatch, measure
+from ddpstats._observe.backward_passes import BackwardNorms
+from ddpstats._observe.gradient_norms import measure
+from ddpstats._observe.gradients import GradientWatch
 from ddpstats.capture._verdict import NonFiniteGradients, Report
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddpstats._rerun.attribution import Cause, attempt, cause_of, from_rank_on
+from ddpstats._rerun.runner import Cause, attempt, cause_of, from_rank_on
 from ddpstats.sentinel._rerun import Repeated, Reruns
 from ddpstats.sentinel._verdict import Gathered
 

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
-from ddpstats._observe.gradients import NO_GRADIENT as NO_NORM, GradientWatch, held_values, measure, parts_of, unwrapped
+from ddpstats._observe.gradient_norms import NO_GRADIENT as NO_NORM, held_values, measure, parts_of
+from ddpstats._observe.gradients import GradientWatch, unwrapped
 from ddpstats.errors import ConfigError
 from ddpstats.sentinel._digest import bucket_digests
 
@@ -32,7 +33,7 @@ class GradientDigests:
 
     Attributes:
         digests: int64, one per parameter that wants a gradient; `NO_GRADIENT` where none came.
-        norms: float64, as `ddpstats._observe.gradients.measure`.
+        norms: float64, as `ddpstats._observe.gradient_norms.measure`.
     """
 
     digests: Tensor

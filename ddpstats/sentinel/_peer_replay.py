@@ -27,8 +27,8 @@ from torch import Tensor, nn
 
 from ddpstats._base.rank_names import holders_lines
 from ddpstats._base.wording import listed
-from ddpstats._rerun.attribution import attempt, from_rank_on
-from ddpstats._rerun.packet import tensor_bytes
+from ddpstats._rerun.runner import attempt, from_rank_on
+from ddpstats._rerun.step_record import tensor_bytes
 from ddpstats.errors import ConfigError
 from ddpstats.sentinel._digest import digests
 from ddpstats.sentinel._gradient_digests import GradientDigests, LocalGradients

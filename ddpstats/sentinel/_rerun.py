@@ -28,13 +28,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddpstats._rerun.attribution import attempt
 from ddpstats._rerun.module_state import put_back, set_buffers
 from ddpstats._rerun.numerics_settings import as_in, switches
-from ddpstats._rerun.packet import Packet, plain_packet
-from ddpstats._rerun.runner import Runner, RunSettings, alone
+from ddpstats._rerun.runner import Runner, RunSettings, alone, attempt
 from ddpstats._rerun.serialize import to_plain
-from ddpstats._rerun.step_record import MicroBatch, StepRecord
+from ddpstats._rerun.step_record import MicroBatch, Packet, StepRecord, plain_packet
 from ddpstats.sentinel._checkpoints import Checkpoints
 from ddpstats.sentinel._gradient_digests import GradientDigests
 
