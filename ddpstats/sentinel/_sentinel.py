@@ -12,11 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddpstats._agreement.channel import channel_of
-from ddpstats._agreement.gather import gather_trees
 from ddpstats._base.arguments import check_count, refuse_differences
-from ddpstats._base.compiled import breaks_graph, refuse_without_values
-from ddpstats._rerun.micro_batch import Running, checked_step
+from ddpstats._base.compiled import breaks_graph
+from ddpstats._rerun.micro_batch import Running, StepWatch, checked_step
 from ddpstats._rerun.step_record import MicroBatch
 from ddpstats.errors import ConfigError, SentinelAlarm
 from ddpstats.sentinel._checkpoints import Selector
@@ -27,7 +25,7 @@ from ddpstats.sentinel._rerun import ReplayFn
 from ddpstats.sentinel._verdict import SentinelVerdict
 
 
-class Sentinel:
+class Sentinel(StepWatch):
     """Finds silent data corruption at the rank where it happens, before it reaches the parameters.
 
     Every rank of ``group`` must make one, alike, and call `step` once per optimizer step. Nothing of the training
@@ -104,16 +102,10 @@ class Sentinel:
             ignore=ignore,
         )
         self.verdict = SentinelVerdict(-1)
-        channel = channel_of(group)
-        self._group, self._ranks, self._rank = group, tuple(channel.ranks), int(channel.rank)
+        super().__init__("Sentinel.step", group)
         self._layers: Layers | None = None
         if not self._options.is_off:
             self._layers = Layers(model, self._options, checkpoints, replay_fn, scaler, self._ranks, self._rank)
-        self._step = 0
-        self._agreed = False
-        self._closed = False
-        self._running: Running[MicroBatch | None] | None = None
-        self._problem: Exception | None = None
         self._judge: Judge | None = None
         self._place = _place_text(model)
         self._finalizer = weakref.finalize(self, _release, self._layers.closing() if self._layers else ())
@@ -151,11 +143,9 @@ class Sentinel:
                 ``step=`` is a ConfigError, on its rank only.
             ProtocolMismatch, RankMissing: as `ddpstats.StatsReducer`.
         """
-        if self._closed or self._running is not None:
-            raise ConfigError(f"Sentinel.step() {'after close()' if self._closed else 'inside micro_batch()'}")
-        refuse_without_values("Sentinel.step")  # first: a step that is not judged is not forgotten
+        self._refuse_to_judge()
         try:
-            self._step = self._step if step is None else checked_step(step, "Sentinel.step")
+            self._step = self._step if step is None else checked_step(step, self._method)
         except ConfigError as problem:  # of this rank alone, and the others are about to wait
             self._problem = problem
         if not self._agreed:
@@ -184,22 +174,10 @@ class Sentinel:
         if self._layers is not None:
             self._layers.open_window(steps)
 
-    def close(self) -> None:
-        """Take all hooks away. Local; idempotent."""
-        self._closed = True
-        self._finalizer()
-
-    def __enter__(self) -> Sentinel:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
     # -- one micro-batch ----------------------------------------------------------------------------------------------
 
     def _begin(self, running: Running[MicroBatch | None], batch: Any) -> MicroBatch | None:
-        if self._closed or self._running is not None:
-            raise ConfigError(f"micro_batch() {'after close()' if self._closed else 'inside another micro_batch()'}")
+        self._refuse_micro_batch()
         found = None if self._layers is None else self._layers.begin(batch)
         self._running = running
         return found
@@ -213,11 +191,6 @@ class Sentinel:
                 self._problem = problem
 
     # -- one step -----------------------------------------------------------------------------------------------------
-
-    def _gathered(self, tree: Callable[[], Any], what: str) -> dict[int, Any]:
-        """Every rank's tree, by rank. Collective."""
-        found = gather_trees(tree, name=f"Sentinel.step: {what}", group=self._group, dedicated_buffer=True)
-        return dict(zip(self._ranks, found, strict=True))
 
     def _agree(self) -> None:
         """Once, in every mode: a rank that is off would leave the others waiting."""
