@@ -43,7 +43,7 @@ from torch import Tensor, nn
 
 from ddpstats._observe.backward_passes import BackwardNorms, BackwardPass, EarlyGradient, WatchedMicroBatch
 from ddpstats._observe.gradient_norms import elements, exact, gathered, is_sharded, is_sparse, norms_of
-from ddpstats._observe.module_hooks import ModuleHook
+from ddpstats._observe.module_hooks import ForwardBegins
 from ddpstats._observe.own_reductions import issued, plus, since
 from ddpstats._observe.torch_compat import (
     accumulated_hooks,
@@ -95,7 +95,9 @@ class GradientWatch:
         if self._replicas is None:
             self._replicas = replicas_in(self._module)
             inner = unwrapped(self._module)
-            self._handles.append(inner.register_forward_pre_hook(_ForwardBegins(self, inner)))
+            self._handles.append(
+                inner.register_forward_pre_hook(ForwardBegins(inner, self, GradientWatch._forward_begins))
+            )
         self._early.update()
         if self.arrivals and not self._replicas:
             self.arrivals[-1].note_reduction()
@@ -150,7 +152,7 @@ class GradientWatch:
 
     def _forward_begins(self) -> None:
         """By now DDP has done what it does before: collectives of the program's own count from here."""
-        if not in_backward():
+        if self._active and not in_backward():
             self._micro.count_from_here()
 
     def _about_to_arrive(self, place: int, gradient: Tensor) -> None:
@@ -260,18 +262,6 @@ class _ArrivalHook:
         watch = self._watch()
         if watch is not None and watch._active:
             watch._arrived(parameter)
-
-
-class _ForwardBegins(ModuleHook):
-    """Of the module inside, and of no copy of it; must not keep the watch alive."""
-
-    def __init__(self, watch: GradientWatch, module: nn.Module) -> None:
-        self._watch, self._module = weakref.ref(watch), weakref.ref(module)
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        watch = self._watch()
-        if watch is not None and watch._active and module is self._module():
-            watch._forward_begins()
 
 
 class _EarlyHooks:

@@ -33,7 +33,7 @@ from torch.nn.modules.module import (
 )
 
 from ddpstats._base.containers import is_endless, set_fields, walk
-from ddpstats._observe.module_hooks import ModuleHook
+from ddpstats._observe.module_hooks import ForwardBegins
 from ddpstats._observe.torch_compat import copy_each, version_of
 from ddpstats._rerun.module_state import buffer_places
 from ddpstats._rerun.numerics_settings import Autocast
@@ -89,7 +89,9 @@ class StepRecord:
         self.copies = False
         self._current: MicroBatch | None = None
         self._copies = BufferCopies(module)
-        self._handle = module.register_forward_pre_hook(_RecordHook(self, module), prepend=True)
+        self._handle = module.register_forward_pre_hook(
+            ForwardBegins(module, self, StepRecord._about_to_run), prepend=True
+        )
 
     @property
     def device(self) -> torch.device:
@@ -109,7 +111,7 @@ class StepRecord:
         """The micro-batch is through."""
         current, self._current = self._current, None
         if self.buffers is None:  # a program that calls other methods of the module than its forward
-            self._copy_buffers()
+            self.buffers = self._copies.take()
         if current is not None and current.look_for_changes():
             self.copies = True
 
@@ -125,28 +127,15 @@ class StepRecord:
         self._copies.close()
         self.clear()
 
-    def _about_to_run(self, current: MicroBatch) -> None:
+    def _about_to_run(self) -> None:
+        current = self._current
+        if current is None:
+            return
         if self.buffers is None:
-            self._copy_buffers()
+            self.buffers = self._copies.take()
         if current.autocast is None:
             kind = self.device.type
             current.autocast = Autocast(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-
-    def _copy_buffers(self) -> None:
-        self.buffers = self._copies.take()
-
-
-class _RecordHook(ModuleHook):
-    """Tells the record that its module, and no copy of it, is about to run."""
-
-    def __init__(self, record: StepRecord, module: torch.nn.Module) -> None:
-        self._record = weakref.ref(record)  # the module must not keep the record alive
-        self._module = weakref.ref(module)
-
-    def __call__(self, module: torch.nn.Module, args: Any) -> None:
-        record = self._record()
-        if record is not None and record._current is not None and module is self._module():
-            record._about_to_run(record._current)
 
 
 class BufferCopies:

@@ -26,7 +26,6 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 import sys
-import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -35,7 +34,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpstats._observe.gradients import replicas_in, unwrapped
-from ddpstats._observe.module_hooks import ModuleHook
+from ddpstats._observe.module_hooks import ForwardBegins
 from ddpstats._observe.torch_compat import buffers_of
 from ddpstats._rerun.step_record import BufferCopies
 from ddpstats.sentinel._difference import (
@@ -251,7 +250,9 @@ class Unit:
     def expect(self) -> None:
         """The next forward pass copies the buffers. Only until then there is a hook: compiled modules mind them."""
         self.forget()
-        self._handle = self.module.register_forward_pre_hook(_BufferHook(self), prepend=True)
+        self._handle = self.module.register_forward_pre_hook(
+            ForwardBegins(self.module, self, Unit._about_to_run), prepend=True
+        )
 
     def taken(self) -> dict[str, Tensor] | None:
         """Name in the model -> copy, of the buffers that must be equal; None where no forward pass came, or no
@@ -293,18 +294,6 @@ class Unit:
     def _others_names(self) -> set[str]:
         theirs = {id(buffer) for module in self._others for buffer in module.buffers()}
         return {name for name, buffer in self.module.named_buffers() if id(buffer) in theirs}
-
-
-class _BufferHook(ModuleHook):
-    """Tells the unit that its module, and no copy of it, is about to run."""
-
-    def __init__(self, unit: Unit) -> None:
-        self._unit = weakref.ref(unit)
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        unit = self._unit()
-        if unit is not None and module is unit.module:
-            unit._about_to_run()
 
 
 def units_of(model: nn.Module, replicas: Sequence[DistributedDataParallel]) -> list[Unit]:
