@@ -62,13 +62,12 @@ class Judge:
         findings, notes = self._settled(errors, problem) if count else ([], [])
         is_new = not findings
         if layers.compares_digests and layers.replicas is not None:
-            divergence = layers.replicas.compare(self._gathered, step)
-            if divergence is not None:
-                text = divergence.message.removeprefix(f"step {step}: ")
-                findings.append(SentinelFinding("replica digests", divergence.culprit_ranks, divergence.name, text))
+            found = layers.replicas.compare(self._gathered)
+            if found is not None:
+                findings.append(SentinelFinding("replica digests", found.culprit_ranks, found.name, found.message))
         if layers.replays:
-            found, trouble = self._examined(bool(findings))
-            findings += found
+            more, trouble = self._examined(bool(findings))
+            findings += more
             notes += trouble
         if findings and is_new:
             notes += self._window_notes()

@@ -48,7 +48,7 @@ from ddpstats.sentinel._difference import (
     transposed,
 )
 from ddpstats.sentinel._digest import bucket_digests
-from ddpstats.sentinel._divergence import Divergence, divergence
+from ddpstats.sentinel._divergence import Divergence
 from ddpstats.sentinel._verdict import Gathered
 
 _BUCKETS = 32  # of each part, so that 30 ranks' digests fit into one collective
@@ -82,18 +82,17 @@ class Replicas:
         for unit in self._found_units():
             unit.expect()
 
-    def compare(self, gathered: Gathered, step: int) -> Divergence | None:
+    def compare(self, gathered: Gathered) -> Divergence | None:
         """What differs between the ranks; None where all is equal. The same on every rank.
 
         Collective: every rank must call, after the backward pass that reduces and before the optimizer's step.
 
         Args:
             gathered: given a function that makes this rank's tree and a name, every rank's tree by global rank.
-            step: for the message.
         """
         with torch.no_grad():
             try:
-                return self._compare(gathered, step)
+                return self._compare(gathered)
             finally:
                 self._forget()
 
@@ -103,7 +102,7 @@ class Replicas:
             unit.close()
         self._units = None
 
-    def _compare(self, gathered: Gathered, step: int) -> Divergence | None:
+    def _compare(self, gathered: Gathered) -> Divergence | None:
         parts: dict[str, _Part] = {}
 
         def summaries() -> dict[str, Any]:
@@ -114,13 +113,13 @@ class Replicas:
         shared = [name for name in parts if all(name in tree for tree in trees.values())]
         if any(differ(tree[name]["signature"] for tree in trees.values()) for name in shared):
             held = [entry for name in shared for entry in parts[name].entries]
-            return divergence(step, differing_structure(gathered, held))
+            return differing_structure(gathered, held)
         suspects: list[TensorEntry] = []
         for name in shared:
             digests_of = {rank: tree[name]["digests"] for rank, tree in trees.items()}
             for bucket, by_rank in zip(parts[name].buckets, transposed(digests_of), strict=True):
                 suspects += bucket if differ(by_rank.values()) else []
-        return divergence(step, differing_elements(gathered, suspects)) if suspects else None
+        return differing_elements(gathered, suspects) if suspects else None
 
     def _parts(self) -> dict[str, _Part]:
         """What this rank holds. Buffers are parts by themselves: a rank without a forward pass has no copies."""
