@@ -106,3 +106,8 @@ def checked_step(step: Any, call: str) -> int:
     if not 0 <= found < _MOST_STEPS:
         raise ConfigError(f"{call}(step={step!r}): a whole number, 0 or more")
     return found
+
+
+def scale_of(scaler: Any) -> float | None:
+    """Of a GradScaler, now; None where there is none, or it is off."""
+    return float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else None

@@ -8,7 +8,7 @@ the lines that torch_npu and MindSpore write.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from ddpstats._base.rank_names import ranks_text
@@ -126,15 +126,7 @@ def alarm_tree(errors: Sequence[Check]) -> dict[str, Any] | None:
     """The first value of level 1 on this rank, and how many followed it; None without any. For `gather_trees`."""
     if not errors:
         return None
-    first = errors[0]
-    return {
-        "checkpoint": first.checkpoint,
-        "micro_batch": first.micro_batch,
-        "value": first.value,
-        "state": dict(first.state),
-        "checks": first.checks,
-        "more": len({check.checkpoint for check in errors}) - 1,
-    }
+    return {**asdict(errors[0]), "more": len({check.checkpoint for check in errors}) - 1}
 
 
 def threshold_finding(trees: Mapping[int, dict[str, Any] | None]) -> SentinelFinding | None:
@@ -142,16 +134,23 @@ def threshold_finding(trees: Mapping[int, dict[str, Any] | None]) -> SentinelFin
     found = {rank: tree for rank, tree in trees.items() if tree is not None}
     if not found:
         return None
-    first = found[min(found)]
-    lines = [
-        f"{ranks_text(list(found))}: a gradient of an activation is far from normal, before any reduction of gradients"
-    ]
-    lines += [f"  rank {rank}: {_words(found[rank])}" for rank in list(found)[:_SHOWN_RANKS]]
+    what = "a gradient of an activation is far from normal, before any reduction of gradients"
+    lines = _lines(what, {rank: _words(tree) for rank, tree in found.items()})
     if len(found) == len(trees) > 1:
         lines.append(
             "All ranks see it: parameters, data or software first; one faulty device does not reach all at once."
         )
+    first = found[min(found)]
     return SentinelFinding("thresholds", tuple(sorted(found)), first["checkpoint"], "\n".join(lines), first["value"])
+
+
+def _words(tree: Mapping[str, Any]) -> str:
+    state = ", ".join(f"{name} {value:g}" for name, value in tree["state"].items())
+    more = f"; {tree['more']} more checkpoints after it" if tree["more"] else ""
+    return (
+        f"{tree['checkpoint']}, micro-batch {tree['micro_batch']}: value {tree['value']:g} after "
+        f"{tree['checks']} checks ({state}){more}"
+    )
 
 
 def fault_tree(faults: Sequence[MatmulFault], count: int) -> dict[str, Any] | None:
@@ -164,15 +163,12 @@ def fault_tree(faults: Sequence[MatmulFault], count: int) -> dict[str, Any] | No
     often = "it computes the same again: a sticky fault"
     if first.transient:
         often = "computed again, it is right: a transient fault"
-    return {
-        "op": first.op,
-        "text": (
-            f"{first.op} of ({m}, {k}) with ({k}, {n}) in {first.dtype}, {where}: "
-            f"element {list(first.index)} is {first.got:g} instead of {first.expected:g}; {often}"
-        ),
-        "value": first.got,
-        "more": count - 1,
-    }
+    more = f"; {count - 1} more rows" if count > 1 else ""
+    text = (
+        f"{first.op} of ({m}, {k}) with ({k}, {n}) in {first.dtype}, {where}: "
+        f"element {list(first.index)} is {first.got:g} instead of {first.expected:g}; {often}{more}"
+    )
+    return {"op": first.op, "text": text, "value": first.got}
 
 
 def matmul_finding(trees: Mapping[int, dict[str, Any] | None]) -> SentinelFinding | None:
@@ -180,18 +176,12 @@ def matmul_finding(trees: Mapping[int, dict[str, Any] | None]) -> SentinelFindin
     found = {rank: tree for rank, tree in trees.items() if tree is not None}
     if not found:
         return None
+    texts = {rank: tree["text"] for rank, tree in found.items()}
+    text = "\n".join(_lines("a product of matrices is not what its operands say", texts))
     first = found[min(found)]
-    lines = [f"{ranks_text(list(found))}: a product of matrices is not what its operands say"]
-    for rank in list(found)[:_SHOWN_RANKS]:
-        more = f"; {found[rank]['more']} more rows" if found[rank]["more"] else ""
-        lines.append(f"  rank {rank}: {found[rank]['text']}{more}")
-    return SentinelFinding("matmul checksum", tuple(sorted(found)), first["op"], "\n".join(lines), first["value"])
+    return SentinelFinding("matmul checksum", tuple(sorted(found)), first["op"], text, first["value"])
 
 
-def _words(tree: Mapping[str, Any]) -> str:
-    state = ", ".join(f"{name} {value:g}" for name, value in tree["state"].items())
-    more = f"; {tree['more']} more checkpoints after it" if tree["more"] else ""
-    return (
-        f"{tree['checkpoint']}, micro-batch {tree['micro_batch']}: value {tree['value']:g} after "
-        f"{tree['checks']} checks ({state}){more}"
-    )
+def _lines(what: str, texts: Mapping[int, str]) -> list[str]:
+    shown = list(texts.items())[:_SHOWN_RANKS]
+    return [f"{ranks_text(texts)}: {what}", *(f"  rank {rank}: {text}" for rank, text in shown)]

@@ -22,7 +22,6 @@ from ddpstats.sentinel._alarm_replay import explain_alarm
 from ddpstats.sentinel._alarms import Check, alarm_tree, fault_tree, matmul_finding, threshold_finding
 from ddpstats.sentinel._detectors import ERROR
 from ddpstats.sentinel._layers import Layers
-from ddpstats.sentinel._options import Options
 from ddpstats.sentinel._verdict import Gathered, SentinelFinding, SentinelVerdict
 
 _logger = logging.getLogger("ddpstats")
@@ -38,16 +37,8 @@ class Judge:
         rank: this one, global.
     """
 
-    def __init__(
-        self,
-        layers: Layers,
-        options: Options,
-        group: Any,
-        gathered: Gathered,
-        where: Mapping[int, str],
-        rank: int,
-    ) -> None:
-        self._layers, self._options = layers, options
+    def __init__(self, layers: Layers, group: Any, gathered: Gathered, where: Mapping[int, str], rank: int) -> None:
+        self._layers, self._options = layers, layers.options
         self._group, self._gathered, self._where, self._rank = group, gathered, where, rank
         self._first_alarm: SentinelVerdict | None = None
         self._alarmed: frozenset[int] = frozenset()  # ranks whose thresholds raised an alarm in the step before

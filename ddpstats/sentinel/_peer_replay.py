@@ -64,10 +64,6 @@ class PeerReplay:
         self._noise: float | None = None
         self._turn = -1
 
-    def close(self) -> None:
-        """Take the hooks away. Idempotent."""
-        self.original.close()
-
     def examine(self, gathered: Gathered) -> SentinelFinding | None:
         """Collective: two small gathers and one of batches; one more on doubt.
 

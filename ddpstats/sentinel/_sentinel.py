@@ -19,9 +19,9 @@ from ddpstats._rerun.step_record import MicroBatch
 from ddpstats.errors import ConfigError, SentinelAlarm
 from ddpstats.sentinel._checkpoints import Selector
 from ddpstats.sentinel._judge import Judge
-from ddpstats.sentinel._layers import Layers
-from ddpstats.sentinel._options import checked_options
+from ddpstats.sentinel._layers import Layers, Options
 from ddpstats.sentinel._rerun import ReplayFn
+from ddpstats.sentinel._settings import read_settings
 from ddpstats.sentinel._verdict import SentinelVerdict
 
 
@@ -87,12 +87,10 @@ class Sentinel(StepWatch):
         ignore: Sequence[str] = (),
         group: Any = None,
     ) -> None:
-        self._options = checked_options(
-            model,
-            mode=mode,
-            detector=detector,
-            upper_thresh=upper_thresh,
-            sigma_thresh=sigma_thresh,
+        settings, notes = read_settings(mode, detector, upper_thresh, sigma_thresh, os.environ)
+        self._options = Options(
+            settings,
+            checkpoints,
             digest_every_steps=digest_every_steps,
             replay_every_steps=replay_every_steps,
             replay_fn=replay_fn,
@@ -101,15 +99,16 @@ class Sentinel(StepWatch):
             scaler=scaler,
             ignore=ignore,
         )
+        self._options.check(model)
         self.verdict = SentinelVerdict(-1)
         super().__init__("Sentinel.step", group)
         self._layers: Layers | None = None
-        if not self._options.is_off:
-            self._layers = Layers(model, self._options, checkpoints, replay_fn, scaler, self._ranks, self._rank)
+        if settings.mode:  # not off
+            self._layers = Layers(model, self._options, self._ranks, self._rank)
         self._judge: Judge | None = None
         self._place = _place_text(model)
         self._finalizer = weakref.finalize(self, _release, self._layers.closing() if self._layers else ())
-        for text in (*self._options.warnings, *(self._layers.warnings if self._layers else ())):
+        for text in (*notes, *(self._layers.warnings if self._layers else ())):
             warnings.warn(f"Sentinel: {text}", stacklevel=2)
 
     def micro_batch(self, batch: Any) -> Running[MicroBatch | None]:
@@ -203,7 +202,7 @@ class Sentinel(StepWatch):
         self._agreed = True
         if self._layers is not None:
             where = {rank: tree["where"] for rank, tree in told.items()}
-            self._judge = Judge(self._layers, self._options, self._group, self._gathered, where, self._rank)
+            self._judge = Judge(self._layers, self._group, self._gathered, where, self._rank)
 
 
 def _place_text(model: nn.Module) -> str:

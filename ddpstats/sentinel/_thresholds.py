@@ -122,10 +122,6 @@ class Thresholds:
             else:
                 _logger.warning("%s", warning_line(check, self._settings))
 
-    def close(self) -> None:
-        """Take the hooks away. Idempotent."""
-        self.checkpoints.close()
-
     def _value_of(self, gradient: Tensor) -> Tensor:
         if gradient.dtype == torch.float16:
             self._has_float16 = True
