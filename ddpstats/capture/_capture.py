@@ -35,12 +35,10 @@ from ddpstats._rerun.serialize import CannotStore, to_plain
 from ddpstats._rerun.step_record import MicroBatch, StepRecord
 from ddpstats.capture._attribution import attribute_cause
 from ddpstats.capture._bundle import bundle_name
-from ddpstats.capture._local_bundle import finish_alone, write_alone_part
 from ddpstats.capture._parts import PartSource
 from ddpstats.capture._peers import Peers
-from ddpstats.capture._publish import Bundling
-from ddpstats.capture._step_report import report_of
-from ddpstats.capture._verdict import CaptureFinding, CaptureVerdict, Policy, Report, find
+from ddpstats.capture._publish import AloneBundle, Bundling
+from ddpstats.capture._verdict import CaptureFinding, CaptureVerdict, Policy, Report, find, report_of
 from ddpstats.errors import BundleError, ConfigError
 
 _logger = logging.getLogger("ddpstats")
@@ -103,7 +101,15 @@ class NaNCapture(StepWatch):
         attribute: bool = False,
         step_fn: Callable[[torch.nn.Module, Any], torch.Tensor] | None = None,
     ) -> None:
-        _check_arguments(model, keep, on_nonfinite, max_bytes, max_scaler_skips, attribute, step_fn)
+        if not isinstance(model, torch.nn.Module):
+            raise ConfigError(f"model={type(model).__name__}: a torch.nn.Module is needed")
+        check_choice("on_nonfinite", on_nonfinite, get_args(Policy))
+        check_count("keep", keep, 1)
+        check_count("max_scaler_skips", max_scaler_skips, 1)
+        if max_bytes is not None:
+            check_count("max_bytes", max_bytes, 1)
+        if attribute and not callable(step_fn):
+            raise ConfigError("attribute=True needs step_fn=: a function (model, batch) that returns the loss")
         super().__init__("NaNCapture.check", group)
         self.dirpath = Path(dirpath)
         self._scaler = scaler
@@ -216,9 +222,10 @@ class NaNCapture(StepWatch):
         """This rank raised and its peers must not wait for it. What it has is written without them."""
         where = f"step {self._step}, micro-batch {len(self._record.micro_batches) - 1}"
         path = self.dirpath / bundle_name(self._step, datetime.now(timezone.utc), int(self._peers.rank))
-        part = write_alone_part(path, self._source, error, self._step, self._peers, self._keep, self._max_bytes)
-        self._peers.announce(error, where, part.directory)
-        note = finish_alone(part, self._source)
+        bundle = AloneBundle(path, self._source, error, self._step, self._peers, self._keep, self._max_bytes)
+        bundle.write()
+        self._peers.announce(error, where, bundle.directory)
+        note = bundle.finish()
         if hasattr(error, "add_note"):  # Python 3.11
             error.add_note(note)
 
@@ -260,15 +267,14 @@ class NaNCapture(StepWatch):
         if finding.kind in ("ok", "scaler_skip"):
             self._captured_before = False
             return finding.verdict(self._policy, None)
-        verdict = self._captured_again(finding) if self._captured_before else self._captured(finding)
+        if self._captured_before:  # what follows from it would only push the first bundle out
+            verdict = finding.verdict(self._policy, None, ("Not captured: the step before this one was.",))
+        else:
+            verdict = self._captured(finding)
         self._captured_before = True
         if self._peers.rank == min(self._peers.ranks):
             _logger.error("%s", verdict.message)
         return verdict
-
-    def _captured_again(self, finding: CaptureFinding) -> CaptureVerdict:
-        """The step before was captured: what follows from it would only push the first bundle out."""
-        return finding.verdict(self._policy, None, ("Not captured: the step before this one was.",))
 
     def _captured(self, finding: CaptureFinding) -> CaptureVerdict:
         """Write a bundle, look for the cause, and say all of it."""
@@ -317,26 +323,6 @@ def _refuse_problems(details: Mapping[int, Mapping[str, Any]]) -> None:
         lines += [f"  {ranks_text([rank])}: {text}" for rank, text in problems.items()]
         lines.append("Hand micro_batch() what can be stored, or leave batches out: NaNCapture(..., store_batch=False).")
         raise BundleError("\n".join(lines), ranks=problems)
-
-
-def _check_arguments(
-    model: Any,
-    keep: int,
-    on_nonfinite: str,
-    max_bytes: int | None,
-    max_scaler_skips: int,
-    attribute: bool,
-    step_fn: Any,
-) -> None:
-    if not isinstance(model, torch.nn.Module):
-        raise ConfigError(f"model={type(model).__name__}: a torch.nn.Module is needed")
-    check_choice("on_nonfinite", on_nonfinite, get_args(Policy))
-    check_count("keep", keep, 1)
-    check_count("max_scaler_skips", max_scaler_skips, 1)
-    if max_bytes is not None:
-        check_count("max_bytes", max_bytes, 1)
-    if attribute and not callable(step_fn):
-        raise ConfigError("attribute=True needs step_fn=: a function (model, batch) that returns the loss")
 
 
 def _release(watch: GradientWatch, record: StepRecord, peers: Peers) -> None:
