@@ -1,7 +1,9 @@
-"""Buffers and plain attributes of a module in use: set for a step that is run again, and put back afterwards."""
+"""Where a module in use is; and its buffers and plain attributes: set for a step that is run again, then put back."""
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any
@@ -10,6 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from ddpstats._observe.torch_compat import buffers_of
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Where its first parameter is; the CPU where it has none."""
+    first = next(module.parameters(), None)
+    return torch.device("cpu") if first is None else first.device
+
+
+def place_text(module: nn.Module) -> str:
+    """Host, process and device, for whoever has to go there."""
+    device = device_of(module)
+    name = f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else ""
+    return f"host {socket.gethostname()}, process {os.getpid()}, device {device}{name}"
 
 
 @contextmanager

@@ -35,7 +35,7 @@ from torch.nn.modules.module import (
 from ddpstats._base.containers import is_endless, set_fields, walk
 from ddpstats._observe.module_hooks import ForwardBegins
 from ddpstats._observe.torch_compat import copy_each, version_of
-from ddpstats._rerun.module_state import buffer_places
+from ddpstats._rerun.module_state import buffer_places, device_of
 from ddpstats._rerun.numerics_settings import Autocast
 from ddpstats._rerun.random_state import RandomState as RandomState
 
@@ -96,8 +96,7 @@ class StepRecord:
     @property
     def device(self) -> torch.device:
         """Where the module is."""
-        first = next(self.module.parameters(), None)
-        return torch.device("cpu") if first is None else first.device
+        return device_of(self.module)
 
     def begin(self, batch: Any) -> MicroBatch:
         """A micro-batch is about to run. Its forward and backward pass come before `end`."""

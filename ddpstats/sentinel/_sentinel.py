@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import os
-import socket
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
 from ddpstats._base.arguments import check_count, refuse_differences
 from ddpstats._base.compiled import breaks_graph
 from ddpstats._rerun.micro_batch import Running, StepWatch, checked_step
+from ddpstats._rerun.module_state import place_text
 from ddpstats._rerun.step_record import MicroBatch
 from ddpstats.errors import ConfigError, SentinelAlarm
 from ddpstats.sentinel._checkpoints import Selector
@@ -106,7 +105,7 @@ class Sentinel(StepWatch):
         if settings.mode:  # not off
             self._layers = Layers(model, self._options, self._ranks, self._rank)
         self._judge: Judge | None = None
-        self._place = _place_text(model)
+        self._place = f"on {place_text(model)}"
         self._finalizer = weakref.finalize(self, _release, self._layers.closing() if self._layers else ())
         for text in (*notes, *(self._layers.warnings if self._layers else ())):
             warnings.warn(f"Sentinel: {text}", stacklevel=2)
@@ -203,14 +202,6 @@ class Sentinel(StepWatch):
         if self._layers is not None:
             where = {rank: tree["where"] for rank, tree in told.items()}
             self._judge = Judge(self._layers, self._group, self._gathered, where, self._rank)
-
-
-def _place_text(model: nn.Module) -> str:
-    """Host, process and device, for whoever has to go there."""
-    first = next(model.parameters(), None)
-    device = torch.device("cpu") if first is None else first.device
-    name = f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else ""
-    return f"on host {socket.gethostname()}, process {os.getpid()}, device {device}{name}"
 
 
 def _release(closing: Sequence[Callable[[], None]]) -> None:
