@@ -18,10 +18,10 @@ from typing import Any
 from ddpstats._agreement.decide import count_ranks
 from ddpstats._base.rank_names import ranks_text
 from ddpstats.errors import ConfigError
-from ddpstats.sentinel._alarm_replay import explain_alarm
 from ddpstats.sentinel._alarms import Check, alarm_tree, fault_tree, matmul_finding, threshold_finding
 from ddpstats.sentinel._detectors import ERROR
 from ddpstats.sentinel._layers import Layers
+from ddpstats.sentinel._rerun import explain_alarm
 from ddpstats.sentinel._verdict import Gathered, SentinelFinding, SentinelVerdict
 
 _logger = logging.getLogger("ddpstats")
