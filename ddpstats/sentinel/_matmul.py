@@ -38,7 +38,6 @@ from __future__ import annotations
 
 import os
 import threading
-from types import TracebackType
 
 from ddpstats.sentinel import _matmul_kernels as door
 from ddpstats.sentinel._matmul_checksum import MatmulFault, doubtful_rows, faults_in
@@ -126,9 +125,7 @@ class ChecksumWindow:
         self.open()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
 
