@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ddpstats._observe.gradients import held_values
+from ddpstats._observe.gradient_norms import held_values
 from ddpstats._observe.torch_compat import is_functorch_tensor
 from ddpstats.dump.format._tensor_files import without_repeats
 
