@@ -120,7 +120,7 @@ def check_writable(*paths: Path | None) -> None:
         if not path.parent.is_dir():
             raise DdpstatsError(f"{path}: there is no directory {path.parent}. Make it.", path=str(path))
         if not os.access(path.parent, os.W_OK | os.X_OK):
-            raise DdpstatsError(f"{path}: {path.parent} is not wrisection. Give another place.", path=str(path))
+            raise DdpstatsError(f"{path}: {path.parent} is not writable. Give another place.", path=str(path))
 
 
 def write_file(path: Path, write: Callable[[TextIO], object]) -> None:
