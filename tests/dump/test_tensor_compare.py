@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ddpstats.dump.compare import _tensor_compare
-from ddpstats.dump.compare._runs import runs_of
+from ddpstats.dump.compare._rules import runs_of
 from ddpstats.dump.compare._tensor_compare import compare_tensors
 
 

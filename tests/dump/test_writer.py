@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from ddpstats.dump.collect._stacks import StackBook
-from ddpstats.dump.format._layout import file_name
-from ddpstats.dump.format._names import CallCounters, backward_of, module_base
+from ddpstats.dump.format._names import CallCounters, backward_of, file_name, module_base
 from ddpstats.dump.format._writer import StepWriter
 
 HEADER = {"task": "statistics", "level": "mix", "dump_data_dir": None}

@@ -16,13 +16,17 @@ While a CUDA graph is captured nothing is measured: it would become part of the 
 
 from __future__ import annotations
 
+import itertools
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from ddpstats._observe.torch_compat import storage_id
 from ddpstats.dump.collect._argument_json import (
     DEEPEST,
     MOST_ITEMS,
@@ -34,8 +38,6 @@ from ddpstats.dump.collect._argument_json import (
     size_of,
     text,
 )
-from ddpstats.dump.collect._copies import CopiesInFlight
-from ddpstats.dump.collect._storages import StorageNumbers
 from ddpstats.dump.collect._tensor_stats import (
     NOTHING,
     Stats,
@@ -318,3 +320,46 @@ def _put(leaf: Leaf, stats: Stats) -> None:
 
 def _current_stream(device: torch.device) -> int:
     return int(torch.cuda.current_stream(device).stream_id) if device.type == "cuda" else 0
+
+
+_MOST_BYTES = 256 << 20
+
+
+class CopiesInFlight:
+    """A copy is in flight until its event has happened; to ask an event waits for nothing."""
+
+    def __init__(self) -> None:
+        self._copies: dict[torch.device, deque[tuple[Any, int]]] = {}
+        self._bytes: dict[torch.device, int] = {}
+
+    def may_add(self, size: int, device: torch.device) -> bool:
+        """Whether one more of this size stays within the limit."""
+        copies = self._copies.get(device, ())
+        while copies and copies[0][0].query():
+            self._bytes[device] -= copies.popleft()[1]
+        return self._bytes.get(device, 0) + size <= _MOST_BYTES
+
+    def add(self, size: int, device: torch.device, event: Any) -> None:
+        """``event`` happens when the copy is no longer needed."""
+        self._copies.setdefault(device, deque()).append((event, size))
+        self._bytes[device] = self._bytes.get(device, 0) + size
+
+
+_numbers = itertools.count(1)
+
+
+class StorageNumbers:
+    """A number for every storage; an address is given again when memory is freed, the number is not.
+
+    A storage is held weakly: its memory is given back, but what names it stays ours.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[int, StorageWeakRef]] = {}
+
+    def number(self, storage: torch.UntypedStorage) -> int:
+        key = storage_id(storage)
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = next(_numbers), StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        return found[0]

@@ -21,8 +21,7 @@ from typing import Any
 
 from ddpstats._base.rank_names import ranks_text
 from ddpstats.dump.compare._rows import Mode
-from ddpstats.dump.format._collective_calls import read_collective
-from ddpstats.dump.format._entries import STATISTICS, DumpEntry, DumpLeaf
+from ddpstats.dump.format._entries import STATISTICS, DumpEntry, DumpLeaf, read_collective
 from ddpstats.dump.format._files import RankDump, rank_of
 from ddpstats.dump.format._names import parse_name
 from ddpstats.dump.format._scan import Progress

@@ -9,8 +9,7 @@ from typing import Any
 from ddpstats._base.rank_names import ranks_text
 from ddpstats._base.report import Section, printable
 from ddpstats._base.wording import count_of
-from ddpstats.dump.compare._columns import as_dict, cells, columns
-from ddpstats.dump.compare._rows import Mode, Row
+from ddpstats.dump.compare._rows import Mode, Row, as_dict, cells, columns
 from ddpstats.dump.compare._two_dumps import PairedDumps
 from ddpstats.dump.format._entries import STATISTICS, DumpLeaf
 from ddpstats.dump.format._files import RankDump, notes_of

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ddpstats._base.atomic_files import TEMPORARY_PREFIX
 from ddpstats._observe.torch_compat import without_tensor_classes
-from ddpstats.dump.format._layout import file_name
+from ddpstats.dump.format._names import file_name
 
 _LONGEST_NAME = 255
 

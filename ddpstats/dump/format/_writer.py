@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ddpstats._base.atomic_files import put_file
-from ddpstats.dump.format._layout import CONSTRUCT, DUMP, LINES, STACK
+from ddpstats.dump.format._names import CONSTRUCT, DUMP, LINES, STACK
 
 FORMAT = "ddpstats 1"
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ddpstats._base.rank_names import ranks_text
-from ddpstats.dump.format._collective_calls import CollectiveEntry
+from ddpstats.dump.format._entries import CollectiveEntry
 from ddpstats.dump.origin._candidates import Candidate, Kind, RankScan, bad_ones, has_nan
 from ddpstats.dump.origin._growth import Grower, ancestors, overflowed
 

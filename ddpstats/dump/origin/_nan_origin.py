@@ -18,8 +18,7 @@ from ddpstats.dump.format._entries import DumpLeaf
 from ddpstats.dump.format._files import RankDump, find_ranks, notes_of, sayable_errors
 from ddpstats.dump.format._names import parse_name
 from ddpstats.dump.origin._candidates import RankScan, is_bad
-from ddpstats.dump.origin._coverage import coverage_of, left_out_words
-from ddpstats.dump.origin._explain import advice, also_words, verdict, what_of
+from ddpstats.dump.origin._explain import advice, also_words, coverage_of, left_out_words, verdict, what_of
 from ddpstats.dump.origin._first_nan import Findings, NaNOrigin, find_origins
 from ddpstats.dump.origin._growth import Grower
 from ddpstats.dump.origin._memory import MemoryWalk, Overlaps

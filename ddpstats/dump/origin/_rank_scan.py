@@ -2,7 +2,7 @@
 
 1. An entry whose inputs were finite and whose outputs are not is a candidate. A tensor that is not finite when it is
    first seen is one, too: something that the dump does not record made it, or it was so before.
-2. What is not finite carries its candidate along (`_traces`).
+2. What is not finite carries its candidate along (`Traces`).
 3. Infinities that were put there on purpose (an argument that is an infinity; a mask of minus infinities) are no
    candidates, nor is what they turn into, unless that is a NaN or an infinity of the other sign. A NaN that the
    program wrote is a candidate, for it may be meant to be written over.
@@ -19,8 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property
 
-from ddpstats.dump.format._collective_calls import read_collective
-from ddpstats.dump.format._entries import DumpEntry, DumpLeaf
+from ddpstats.dump.format._entries import DumpEntry, DumpLeaf, read_collective
 from ddpstats.dump.format._files import RankDump
 from ddpstats.dump.format._names import Name, parse_name
 from ddpstats.dump.origin._call_kinds import (
@@ -33,9 +32,8 @@ from ddpstats.dump.origin._call_kinds import (
     mixes_with_weights,
     overwrites,
 )
-from ddpstats.dump.origin._candidates import Candidate, Kind, NonFiniteTensor, RankScan, bad_ones
+from ddpstats.dump.origin._candidates import Candidate, Kind, NonFiniteTensor, RankScan, Trace, Traces, bad_ones
 from ddpstats.dump.origin._growth import ancestors
-from ddpstats.dump.origin._traces import Trace, Traces
 
 _MAX_CANDIDATES, _BEFORE = 256, 5
 _PARAMETERS = "parameters."
