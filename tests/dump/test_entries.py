@@ -14,7 +14,7 @@ from tests.dump.hand_made import backward, forward, tensor
 
 
 def paths(entry: DumpEntry) -> dict[str, list[str]]:
-    walks = {"inputs": entry.inputs(), "outputs": entry.outputs(), "leaves": entry.leaves(), "values": entry.values()}
+    walks = {"inputs": entry.inputs, "outputs": entry.outputs, "leaves": entry.leaves(), "values": entry.values()}
     return {which: [path for path, _ in found] for which, found in walks.items()}
 
 

@@ -13,14 +13,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, Generic, TypeVar
 
 from ddpstats.dump.format._names import Name
 from ddpstats.errors import DumpError
 
 STATISTICS = ("Max", "Min", "Mean", "Norm")
+T = TypeVar("T")
 
 _SECTIONS = {"input_args": "input", "input_kwargs": "input_kwargs", "parameters": "parameters"}  # others: their own
 _INPUTS = ("input_args", "input_kwargs", "input")
@@ -43,11 +45,42 @@ def number(value: Any) -> float | None:
     raise ValueError(f"{value!r} is not a number")
 
 
+class _Given(Generic[T]):
+    """What a leaf has under a key, None where it has not; ``read`` makes of it what a program wants."""
+
+    def __init__(self, key: str, read: Callable[[Any], T | None] | None = None) -> None:
+        self._key, self._read = key, read
+
+    def __get__(self, leaf: DumpLeaf, kind: object) -> T | None:
+        value: T | None = leaf.raw.get(self._key)
+        return value if value is None or self._read is None else self._read(value)
+
+
 @dataclass(frozen=True, slots=True)
 class DumpLeaf:
-    """A tensor, or a plain value, of an entry. What the dump does not have is None."""
+    """A tensor, or a plain value, of an entry. What the dump does not have is None; a tensor has no ``value``."""
 
     raw: Mapping[str, Any]
+
+    value = _Given[Any]("value")
+    max = _Given[float]("Max", number)
+    min = _Given[float]("Min", number)
+    mean = _Given[float]("Mean", number)
+    norm = _Given[float]("Norm", number)
+    requires_grad = _Given[bool]("requires_grad")
+    data_name = _Given[str]("data_name")
+    md5 = _Given[str]("md5")
+    nan_count = _Given[int]("nan_count")
+    inf_count = _Given[int]("inf_count")
+    first_bad = _Given[tuple[int, ...]]("first_bad", tuple)
+    device = _Given[str]("device")
+    stride = _Given[tuple[int, ...]]("stride", tuple)
+    data_ptr = _Given[int]("data_ptr")
+    storage_offset = _Given[int]("storage_offset")
+    storage_ptr = _Given[int]("storage_ptr")
+    storage_bytes = _Given[int]("storage_bytes")
+    storage_id = _Given[int]("storage_id")
+    stream = _Given[int]("stream")
 
     @property
     def type(self) -> str:
@@ -58,11 +91,6 @@ class DumpLeaf:
         return is_tensor(self.raw)
 
     @property
-    def value(self) -> Any:
-        """Of a plain value; None for a tensor."""
-        return self.raw.get("value")
-
-    @property
     def dtype(self) -> str:
         return str(self.raw.get("dtype", f"<class '{self.type}'>"))
 
@@ -70,86 +98,12 @@ class DumpLeaf:
     def shape(self) -> tuple[int, ...]:
         return tuple(self.raw.get("shape") or ())
 
-    @property
-    def max(self) -> float | None:
-        return number(self.raw.get("Max"))
-
-    @property
-    def min(self) -> float | None:
-        return number(self.raw.get("Min"))
-
-    @property
-    def mean(self) -> float | None:
-        return number(self.raw.get("Mean"))
-
-    @property
-    def norm(self) -> float | None:
-        return number(self.raw.get("Norm"))
-
-    @property
-    def requires_grad(self) -> bool | None:
-        return self.raw.get("requires_grad")
-
-    @property
-    def data_name(self) -> str | None:
-        return self.raw.get("data_name")
-
-    @property
-    def md5(self) -> str | None:
-        return self.raw.get("md5")
-
-    @property
-    def nan_count(self) -> int | None:
-        return self.raw.get("nan_count")
-
-    @property
-    def inf_count(self) -> int | None:
-        return self.raw.get("inf_count")
-
-    @property
-    def first_bad(self) -> tuple[int, ...] | None:
-        index = self.raw.get("first_bad")
-        return None if index is None else tuple(index)
-
-    @property
-    def device(self) -> str | None:
-        return self.raw.get("device")
-
-    @property
-    def stride(self) -> tuple[int, ...] | None:
-        stride = self.raw.get("stride")
-        return None if stride is None else tuple(stride)
-
-    @property
-    def data_ptr(self) -> int | None:
-        return self.raw.get("data_ptr")
-
-    @property
-    def storage_offset(self) -> int | None:
-        return self.raw.get("storage_offset")
-
-    @property
-    def storage_ptr(self) -> int | None:
-        return self.raw.get("storage_ptr")
-
-    @property
-    def storage_bytes(self) -> int | None:
-        return self.raw.get("storage_bytes")
-
-    @property
-    def storage_id(self) -> int | None:
-        return self.raw.get("storage_id")
-
-    @property
-    def stream(self) -> int | None:
-        return self.raw.get("stream")
-
 
 def is_tensor(raw: Mapping[str, Any]) -> bool:
     return raw.get("type") == _TENSOR or "dtype" in raw
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DumpEntry:
     """An entry: its NAME, and what the dump has under it. Walking it raises `DumpError` where a field is not usable."""
 
@@ -161,12 +115,14 @@ class DumpEntry:
     def is_recompute(self) -> bool:
         return self.raw.get("is_recompute") is True
 
-    def inputs(self) -> Iterator[tuple[str, DumpLeaf]]:
+    @cached_property
+    def inputs(self) -> list[tuple[str, DumpLeaf]]:
         """Tensors that went in, arguments by name included; parameters are not among them."""
-        return self._tensors(_INPUTS)
+        return list(self._tensors(_INPUTS))
 
-    def outputs(self) -> Iterator[tuple[str, DumpLeaf]]:
-        return self._tensors(("output",))
+    @cached_property
+    def outputs(self) -> list[tuple[str, DumpLeaf]]:
+        return list(self._tensors(("output",)))
 
     def leaves(self) -> Iterator[tuple[str, DumpLeaf]]:
         """All tensors, in the order of the dump."""
@@ -329,14 +285,14 @@ def read_collective(entry: DumpEntry, name: Name, me: int) -> CollectiveEntry:
         peer,
         entry.raw.get("incomplete") is True,
         tuple(_inputs(entry, name.api)) if takes else (),
-        tuple(entry.outputs()) if gives else (),
+        tuple(entry.outputs) if gives else (),
     )
 
 
 def _inputs(entry: DumpEntry, api: str) -> Iterator[tuple[str, DumpLeaf]]:
     place, word = _OUTPUTS.get(api, (None, ""))
     buffers = re.compile(rf"(input\.{place}|input_kwargs\.{word})(\.|$)")
-    for path, leaf in entry.inputs():
+    for path, leaf in entry.inputs:
         if leaf.nan_count is not None or place is None or not buffers.match(path):  # the counts are ours alone
             yield path, leaf
 

@@ -110,7 +110,7 @@ def _inputs(origin: NaNOrigin) -> str:
     direction = "backward" if parse_name(origin.name).direction == "backward" else "forward"
     if (direction, "input") not in origin.recorded:
         words = "its inputs are not in this dump"
-    elif not any(True for _ in candidate.entry.inputs()):
+    elif not candidate.entry.inputs:
         words = "it takes no tensors"
     else:
         words = "its inputs are finite"

@@ -124,8 +124,8 @@ class MemoryWalk:
         name = parse_name(entry.name)
         if (not name.is_module or self._modules_only) and name.direction != "parameters_grad":
             if not (name.is_module and name.direction == "backward"):
-                self._see(entry, entry.inputs(), self._place)
-            self._see(entry, entry.outputs(), self._place + 1)
+                self._see(entry, entry.inputs, self._place)
+            self._see(entry, entry.outputs, self._place + 1)
         self._place += 2
 
     def _see(self, entry: DumpEntry, leaves: Iterable[tuple[str, DumpLeaf]], place: int) -> None:

@@ -145,9 +145,9 @@ def _tensors(origin: NaNOrigin) -> Iterator[str]:
         return
     parameters = [(path, leaf) for path, leaf in entry.leaves() if path.startswith("parameters.")]
     yield "  inputs:"
-    yield from _capped([_tensor(path, leaf) for path, leaf in [*entry.inputs(), *parameters]] or ["    none"])
+    yield from _capped([_tensor(path, leaf) for path, leaf in [*entry.inputs, *parameters]] or ["    none"])
     yield "  outputs:"
-    yield from _capped([_tensor(path, leaf) for path, leaf in entry.outputs()] or ["    none"])
+    yield from _capped([_tensor(path, leaf) for path, leaf in entry.outputs] or ["    none"])
 
 
 def _tensor(path: str, leaf: DumpLeaf) -> str:
