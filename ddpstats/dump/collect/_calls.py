@@ -2,8 +2,7 @@
 
 1. A ``TorchFunctionMode`` is asked about every call. What it is, and whether it is of interest, is found out once for
    each function (`Fact`): getters, questions such as ``size`` and functions that return no tensor are not.
-2. Inputs are measured before the call, for it may overwrite them; outputs after it.
-3. `_gradient_edges` sees to the backward pass.
+2. What goes in and comes out of it, and its backward pass, are taken by `ForwardPass`.
 
 ``torch.autograd.backward`` would run without the mode, because it is itself a function that modes are asked about. The
 engine is therefore called with the mode on, so that a forward pass that is run once more by activation checkpointing is
@@ -27,7 +26,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from ddpstats._observe.no_dispatch import is_tracing, no_dispatch_no_grad
+from ddpstats._observe.no_dispatch import is_tracing
 from ddpstats._observe.torch_compat import (
     NN_FUNCTIONS,
     OPERATOR_CLASSES,
@@ -37,9 +36,8 @@ from ddpstats._observe.torch_compat import (
     with_engine,
 )
 from ddpstats.dump.collect._argument_json import tensors_in
-from ddpstats.dump.collect._gradient_edges import edges_before, watch_backward
-from ddpstats.dump.collect._recorder import OpenEntry, Recorder
-from ddpstats.dump.format._names import backward_of
+from ddpstats.dump.collect._forward import ForwardPass
+from ddpstats.dump.collect._recorder import Recorder
 
 _SKIPPED = frozenset((
     "__get__", "__set__", "__delete__", "__repr__", "__str__", "__format__", "__len__", "__bool__", "__int__",
@@ -123,6 +121,9 @@ def fact_of(func: Any) -> Fact | None:
 # -- a call ------------------------------------------------------------------------------------------------------------
 
 
+_TELLS_NOTHING = (type(None), type(NotImplemented), list, tuple)
+
+
 class CallWatch(TorchFunctionMode):
     """Records calls between `start` and `stop`, in the thread that called `start`."""
 
@@ -181,81 +182,30 @@ class CallWatch(TorchFunctionMode):
         if fact is None or fact.is_skipped or fact.what in self._recorder.silent:
             backward = _BACKWARD.get(func) if fact is not None and fact.is_backward else None
             return func(*args, **kwargs) if backward is None else backward(self, args, kwargs)
-        call = _FunctionCall(self._recorder, fact)
+        if not self._recorder.is_active:
+            return func(*args, **kwargs)
+        number = self._recorder.counters.next(fact.what)
+        call = ForwardPass(self._recorder, f"{fact.what}.{number}.forward", self._recorder.parents)
         call.begins(args, kwargs)
         try:
             result = func(*args, **kwargs)
         except BaseException as error:
             call.fails(error)
             raise
-        call.ends(args, kwargs, result)
+        if call.is_seen:
+            self._ended(call, fact, args, result)
         return result
 
-
-class _FunctionCall:
-    """One call."""
-
-    __slots__ = ("_before", "_entry", "_fact", "_name", "_recorder", "_stack")
-
-    def __init__(self, recorder: Recorder, fact: Fact) -> None:
-        self._recorder, self._fact = recorder, fact
-        self._name, self._stack = "", 0
-        self._entry: OpenEntry | None = None
-        self._before: Any = None
-
-    def begins(self, args: Any, kwargs: Any) -> None:
-        recorder, what = self._recorder, self._fact.what
-        if not recorder.is_active:
-            return
+    def _ended(self, call: ForwardPass, fact: Fact, args: Any, result: Any) -> None:
+        if fact.writes and result is None and args:
+            result = args[0]
         try:
-            self._name = name = f"{what}.{recorder.counters.next(what)}.forward"
-            wanted = recorder.wants(name)
-            if torch.is_grad_enabled() and recorder.may_want_backward(backward_of(name), recorder.parents):
-                self._before = edges_before(tensors_in([args, list(kwargs.values())] if kwargs else args))
-            if wanted:
-                self._entry = self._begun(args, kwargs)
-                self._stack = self._entry.stack
-            elif self._before is not None:
-                self._stack = recorder.stack()
+            if any(isinstance(one, Tensor) for one in tensors_in(result)):
+                call.ends(result)
+            elif fact.may_be_silent and not isinstance(result, _TELLS_NOTHING):
+                self._recorder.silent.add(fact.what)
         except Exception as error:
-            recorder.note_error(self._name, error)
-
-    def _begun(self, args: Any, kwargs: Any) -> OpenEntry:
-        recorder = self._recorder
-        entry = recorder.entry(self._name)
-        if recorder.wants_input:
-            leaves = recorder.leaves_of(self._name)
-            with no_dispatch_no_grad():
-                entry.raw["input_args"] = leaves.of(args, "input")
-                entry.raw["input_kwargs"] = leaves.of(kwargs, "input_kwargs")
-        return entry
-
-    def ends(self, args: Any, kwargs: Any, result: Any) -> None:
-        if self._entry is None and self._before is None:
-            return
-        recorder = self._recorder
-        try:
-            if self._fact.writes and result is None and args:
-                result = args[0]
-            if not any(isinstance(one, Tensor) for one in tensors_in(result)):
-                is_learned = result is not None and result is not NotImplemented and self._fact.may_be_silent
-                if is_learned and not isinstance(result, (list, tuple)):
-                    recorder.silent.add(self._fact.what)
-                return
-            if self._entry is not None:
-                recorder.write_with_output(self._entry, result)
-            if self._before is not None:
-                backward = backward_of(self._name)
-                watch_backward(recorder, backward, self._before, result, self._stack, recorder.parents)
-        except Exception as error:
-            recorder.note_error(self._name, error)
-
-    def fails(self, error: BaseException) -> None:
-        if self._entry is not None:
-            try:
-                self._recorder.write_failed(self._entry, error)
-            except Exception as our_error:
-                self._recorder.note_error(self._name, our_error)
+            self._recorder.note_error(call.name, error)
 
 
 # -- backward passes, with the mode on --------------------------------------------------------------------------------

@@ -2,8 +2,8 @@
 
 1. A hook before each module's forward pass: its name, its inputs and its own parameters as they are then; it becomes
    the innermost parent.
-2. A hook after it, which runs also if the forward pass raises: its outputs, and what is to be seen of the backward pass
-   (`_gradient_edges`).
+2. A hook after it, which runs also if the forward pass raises: its outputs, and what is to be seen of the backward
+   pass. Of both sees `ForwardPass`.
 3. A hook on each parameter: the gradient of this backward pass, before it is accumulated or reduced. FSDP2's sharded
    parameters take no part in the graph, and their hooks do not run: of these, what is in ``grad`` when the backward
    pass has ended, where that is new: it is reduced, and accumulated.
@@ -38,10 +38,9 @@ from ddpstats._observe.torch_compat import (
     shard_version,
     without_compile,
 )
-from ddpstats.dump.collect._argument_json import tensors_in
-from ddpstats.dump.collect._gradient_edges import Before, edges_before, watch_backward
+from ddpstats.dump.collect._forward import ForwardPass
 from ddpstats.dump.collect._recorder import OpenEntry, Recorder
-from ddpstats.dump.format._names import backward_of, module_base
+from ddpstats.dump.format._names import module_base
 
 
 class ModuleWatch:
@@ -125,33 +124,12 @@ class ModuleWatch:
             self._running.clear()  # left by an interruption: a whole model is not inside of itself
             recorder.parents.clear()
         name = f"{base}.forward.{recorder.counters.next(base)}"
-        running = _RunningModule(module, name, list(recorder.parents))
+        running = _RunningModule(recorder, name, list(recorder.parents), module)
         self._running.append(running)
         if id(module) in self._gradients:
             self._gradients[id(module)].inside = [*running.parents, name]
-        try:
-            if recorder.wants(name):
-                running.entry = self._entry(module, name, args, kwargs)
-            backward = backward_of(name)
-            if torch.is_grad_enabled() and recorder.may_want_backward(backward, running.parents):
-                running.stack = running.entry.stack if running.entry is not None else recorder.stack()
-                running.before = edges_before(tensors_in([args, list(kwargs.values())]))
-        except Exception as error:
-            recorder.note_error(name, error)
-        finally:
-            recorder.parents.append(name)
-
-    def _entry(self, module: nn.Module, name: str, args: Any, kwargs: Any) -> OpenEntry:
-        recorder = self._recorder
-        entry = recorder.entry(name)
-        leaves = recorder.leaves_of(name)
-        with no_dispatch_no_grad():
-            if recorder.wants_input:
-                entry.raw["input_args"] = leaves.of(args, "input")
-                entry.raw["input_kwargs"] = leaves.of(kwargs, "input_kwargs")
-                own = dict(module.named_parameters(recurse=False))
-                entry.raw["parameters"] = leaves.of(own, "parameters")
-        return entry
+        running.begins(args, kwargs, module)
+        recorder.parents.append(name)
 
     def forward_ends(self, module: nn.Module, result: Any, error: BaseException | None) -> None:
         recorder = self._recorder
@@ -162,34 +140,20 @@ class ModuleWatch:
             del recorder.parents[len(running.parents) :]
             if running.module is module:
                 break
-        try:
-            if running.entry is not None:
-                # the program may call modules while it handles an error of before
-                self._write(running.entry, result, None if id(error) == running.handled else error)
-            if running.before is not None and result is not None:
-                backward = backward_of(running.name)
-                watch_backward(recorder, backward, running.before, result, running.stack, running.parents)
-        except Exception as our_error:
-            recorder.note_error(running.name, our_error)
-
-    def _write(self, entry: OpenEntry, result: Any, error: BaseException | None) -> None:
-        if result is not None or error is None:
-            self._recorder.write_with_output(entry, result)
+        if result is not None or error is None or id(error) == running.handled:
+            running.ends(result)
         else:
-            self._recorder.write_failed(entry, error)
+            running.fails(error)
 
 
-class _RunningModule:
-    """A forward pass of a module that has begun."""
+class _RunningModule(ForwardPass):
+    """A forward pass of a module that has begun; the program may be handling an error of before."""
 
-    __slots__ = ("before", "entry", "handled", "module", "name", "parents", "stack")
+    __slots__ = ("handled", "module")
 
-    def __init__(self, module: nn.Module, name: str, parents: list[str]) -> None:
-        self.module, self.name, self.parents = module, name, parents
-        self.entry: OpenEntry | None = None
-        self.before: Before | None = None
-        self.stack = 0
-        self.handled = id(sys.exc_info()[1])
+    def __init__(self, recorder: Recorder, name: str, parents: list[str], module: nn.Module) -> None:
+        super().__init__(recorder, name, parents)
+        self.module, self.handled = module, id(sys.exc_info()[1])
 
 
 class _PreHook(ModuleHook):

@@ -27,7 +27,7 @@ from ddpstats._observe.torch_compat import graph_task, in_backward
 from ddpstats._observe.user_frames import is_in_checkpoint
 from ddpstats.dump._config import ALL_MODES, DumpConfig
 from ddpstats.dump._selection import DumpSelection, Patterns
-from ddpstats.dump.collect._leaves import EntryLeaves, TensorSummaries
+from ddpstats.dump.collect._leaves import TensorSummaries
 from ddpstats.dump.collect._stacks import StackBook
 from ddpstats.dump.format._names import ERRORS, TENSORS, CallCounters, backward_of
 from ddpstats.dump.format._tensor_files import TensorFiles
@@ -61,7 +61,7 @@ class Recorder:
         is_active: False once the step has ended: what is left in a graph does nothing then.
         silent: functions that return no tensor, as this step has shown: what another step did changes no name.
         creates_graph: the backward pass that runs, as far as it is seen to begin, makes a graph of its own.
-        note, note_error: see `Problems`.
+        note, note_error: see `Problems`; stack: `StackBook.here`; leaves_of: `TensorSummaries.of_entry`.
         on_backward: called when something is seen of a backward pass that was not seen before.
     """
 
@@ -97,7 +97,7 @@ class Recorder:
             "data_mode": sorted(config.data_mode) if len(config.data_mode) < len(ALL_MODES) else ["all"],
         }
         self._writer = StepWriter(directory, header, at_once=not config.async_dump)
-        self._stacks = StackBook(self._writer.new_stack)
+        self.stack = StackBook(self._writer.new_stack).here
         self._files = TensorFiles(data_dir, at_once=not config.async_dump)
         self.leaves = TensorSummaries(
             md5=config.summary_mode == "md5",
@@ -106,6 +106,7 @@ class Recorder:
             max_bytes=config.async_max_bytes if config.async_dump else None,
             note_error=self.note_error,
         )
+        self.leaves_of = self.leaves.of_entry
 
     def _saves(self, name: str) -> bool:
         return self.config.task == "tensor" or self._tensor_names.are_in(name)
@@ -118,20 +119,14 @@ class Recorder:
 
     def may_want_backward(self, name: str, parents: Sequence[str]) -> bool:
         """Whether to look at the backward pass at all: where the order decides, that is known when it comes."""
-        if not self.wants_backward:
-            return False
-        return self._ask_late or self._selection.wants(name, [backward_of(parent) for parent in parents])
+        return self.wants_backward and (self._ask_late or self.wants_gradients(name, parents))
 
     def wants_backward_now(self, name: str, parents: Sequence[str]) -> bool:
-        return not self._ask_late or self._selection.wants(name, [backward_of(parent) for parent in parents])
+        return not self._ask_late or self.wants_gradients(name, parents)
 
     def wants_gradients(self, name: str, inside: Sequence[str]) -> bool:
         """Of parameters of a module, asked as the first of them comes; its forward pass was the last of ``inside``."""
         return self._selection.wants(name, [backward_of(one) for one in inside])
-
-    def backward_parent(self, parents: Sequence[str]) -> str | None:
-        """Of the backward pass of a call that was made inside ``parents``."""
-        return backward_of(parents[-1]) if parents else None
 
     def entry(self, name: str) -> OpenEntry:
         """An empty one, of the forward pass, that is called from here."""
@@ -147,12 +142,6 @@ class Recorder:
             self._task = task
             if self.on_backward is not None:
                 self.on_backward()
-
-    def stack(self) -> int:
-        return self._stacks.here()
-
-    def leaves_of(self, name: str) -> EntryLeaves:
-        return self.leaves.of_entry(name)
 
     # -- writing ------------------------------------------------------------------------------------------------------
 

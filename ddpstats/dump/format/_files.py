@@ -15,9 +15,10 @@ import contextlib
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ddpstats._base.report import printable
 from ddpstats._base.wording import listed
@@ -29,6 +30,7 @@ from ddpstats.errors import DumpError
 _RANK = re.compile(r"rank(\d*)")
 _STEP = re.compile(r"step(\d+)")
 _SHOWN = 8
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -52,9 +54,6 @@ class RankDump:
     level: str
     complete: bool
     notes: list[str] = field(default_factory=list, init=False, compare=False)
-    _stacks: dict[str, list[str]] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _parents: dict[str, str | list[str] | None] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _read: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
 
     @property
     def directory(self) -> Path:
@@ -66,7 +65,7 @@ class RankDump:
 
     def members(self, progress: Progress | None = None) -> Iterator[Member]:
         """The entries as text, in execution order, without parsing more than their ends; `entry` parses one."""
-        return members(self.path, progress)
+        return _lines(self.path, progress) if self.path.suffix == ".jsonl" else _members(self.path, progress)
 
     def reread(self, kind: type[Member], key: str, offset: int, size: int) -> Member:
         """A member of which only the place was kept."""
@@ -96,12 +95,10 @@ class RankDump:
 
     def stack_of(self, name: str) -> list[str]:
         """Where the call was made, innermost line first; empty where the dump does not say."""
-        self._read_once(STACK, lambda: self._stacks.update(read_stacks(self.path)))
         return self._stacks.get(name, [])
 
     def parent_of(self, name: str) -> str | list[str] | None:
         """The module's pass that a call was made in; None at the root, and where the dump does not say."""
-        self._read_once(CONSTRUCT, lambda: self._parents.update(read_parents(self.path)))
         return self._parents.get(name)
 
     def place_of(self, name: str) -> list[str]:
@@ -110,15 +107,21 @@ class RankDump:
         inside = [f"inside {parent if isinstance(parent, str) else ', '.join(parent)}"] if parent else []
         return [*inside, *(" ".join(line.split()) for line in self.stack_of(name)[:3])]
 
-    def _read_once(self, what: str, read: Callable[[], None]) -> None:
+    @cached_property
+    def _stacks(self) -> dict[str, list[str]]:
+        return self._beside(STACK, read_stacks)
+
+    @cached_property
+    def _parents(self) -> dict[str, str | list[str] | None]:
+        return self._beside(CONSTRUCT, read_parents)
+
+    def _beside(self, what: str, read: Callable[[Path], dict[str, T]]) -> dict[str, T]:
         """Damage beside sound entries costs what it hit, and a note, not the verdict on the entries."""
-        if what in self._read:
-            return
-        self._read.add(what)
         try:
-            read()
+            return read(self.path)
         except DumpError as error:
             self.notes.append(f"without what {what} says: {error}")
+            return {}
 
     def tensor_file(self, data_name: str) -> Path:
         """The file of a saved tensor. Raises `DumpError` for one that is not there, or lies outside the dump."""
@@ -255,12 +258,10 @@ def sayable_errors() -> Iterator[None]:
 
 def header(path: Path) -> dict[str, Any]:
     """What stands before the entries."""
-    return _lines_header(path) if path.suffix == ".jsonl" else _header(path)
-
-
-def members(path: Path, progress: Progress | None) -> Iterator[Member]:
-    """The entries as text, in execution order."""
-    return _lines(path, progress) if path.suffix == ".jsonl" else _members(path, progress)
+    if path.suffix == ".jsonl":
+        return _lines_header(path)
+    with _object_in(path) as scanner:
+        return {member.key: _parsed(member, path) for member in scanner.members(stop_at="data")}
 
 
 def read_stacks(path: Path) -> dict[str, list[str]]:
@@ -305,18 +306,16 @@ def damaged(path: Path, problem: str) -> DumpError:
     return DumpError(f"{path}: {problem}. It is damaged, or no statistics dump: dump the step again.", path=str(path))
 
 
-def _header(path: Path) -> dict[str, Any]:
-    """What stands before ``data`` in a dump.json."""
-    with path.open("rb") as file:
-        scanner = Scanner(file, path)
-        scanner.enter()
-        return {member.key: _parsed(member, path) for member in scanner.members(stop_at="data")}
-
-
-def _members(path: Path, progress: Progress | None) -> Iterator[Member]:
+@contextlib.contextmanager
+def _object_in(path: Path, progress: Progress | None = None) -> Iterator[Scanner]:
     with path.open("rb") as file:
         scanner = Scanner(file, path, progress)
         scanner.enter()
+        yield scanner
+
+
+def _members(path: Path, progress: Progress | None) -> Iterator[Member]:
+    with _object_in(path, progress) as scanner:
         for _ in scanner.members(stop_at="data"):
             pass
         if scanner.at_end():
@@ -329,9 +328,7 @@ def _members(path: Path, progress: Progress | None) -> Iterator[Member]:
 def _members_of(path: Path) -> Iterator[Member]:
     """The members of a file; none where it is not there."""
     if path.is_file():
-        with path.open("rb") as file:
-            scanner = Scanner(file, path)
-            scanner.enter()
+        with _object_in(path) as scanner:
             yield from scanner.members()
 
 
