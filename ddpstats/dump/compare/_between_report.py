@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ddpstats._base.rank_names import ranks_text
-from ddpstats._base.report import harmless, printable
+from ddpstats._base.report import printable
 from ddpstats._base.wording import count_of
 from ddpstats.dump.compare._between_ranks import BetweenRanks, RankDifference
 from ddpstats.dump.compare._rows import Mode
@@ -143,4 +143,4 @@ def table(found: BetweenRanks) -> Iterator[list[Any]]:
                 raw = [leaf.raw.get(key) for key in (*STATISTICS, "md5")]
                 shown = [leaf.dtype, str(list(leaf.shape)), *("N/A" if value is None else str(value) for value in raw)]
             differs = str(rank in one.culprits) if one.culprits else "N/A"
-            yield [harmless(cell) for cell in (one.name, rank, *shown, differs, one.verdict)]
+            yield [one.name, rank, *shown, differs, one.verdict]

@@ -15,18 +15,18 @@ from __future__ import annotations
 import argparse
 import math
 import re
+from collections import deque
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
-from typing import TextIO
 
 from ddpstats._base.progress import ProgressBar
 from ddpstats._base.rank_names import ranks_text
-from ddpstats._base.report import Section, VerbReport, check_writable, write_file, write_table
+from ddpstats._base.report import Section, VerbReport, check_writable, write_table
 from ddpstats.dump.compare import _between_ranks, _between_report, _comparison
 from ddpstats.dump.compare._comparer import CompareTensors, EntryComparer
 from ddpstats.dump.compare._comparison import DumpComparison, RankComparison
-from ddpstats.dump.compare._rows import MODES, Mode, Table, table_path
+from ddpstats.dump.compare._rows import MODES, Mode, table, table_path
 from ddpstats.dump.compare._rules import TOLERANCE
 from ddpstats.dump.compare._two_dumps import PairedDumps, compare_dumps
 from ddpstats.dump.format._files import RankDump, find_ranks, rank_of, ranks_without_dump, sayable_errors, steps_in
@@ -146,17 +146,15 @@ def _check_alike(both: Sequence[tuple[RankDump, RankDump]], any_step: bool) -> N
 
 def _compare(a: RankDump, b: RankDump, mode: Mode, args: argparse.Namespace, *, many: bool) -> RankComparison:
     comparer = EntryComparer(mode, _tolerance(args), _tensors(a, b) if mode == "tensor" else None)
+    found = PairedDumps()
     with ProgressBar(a.bytes + b.bytes) as bar:
+        rows = compare_dumps(a, b, comparer, found, is_short=args.csv is None, progress=bar.add)
         if args.csv is None:
-            return RankComparison(a, b, compare_dumps(a, b, comparer, progress=bar.add))
-        found: list[PairedDumps] = []
-
-        def write(file: TextIO) -> None:
-            table = Table(file, mode, lambda name: a.stack_of(name) or b.stack_of(name))
-            found.append(compare_dumps(a, b, comparer, sink=table.add, progress=bar.add))
-
-        write_file(table_path(args.csv, rank_of(a), many), write)
-        return RankComparison(a, b, found[0])
+            deque(rows, maxlen=0)
+        else:
+            lines = table(rows, mode, lambda name: a.stack_of(name) or b.stack_of(name))
+            write_table(table_path(args.csv, rank_of(a), many), lines)
+    return RankComparison(a, b, found)
 
 
 def _tensors(a: RankDump, b: RankDump) -> CompareTensors:

@@ -59,6 +59,10 @@ class DumpComparison:
         """Whether there was nothing to compare."""
         return not self.differs and not any(rank.found.tensors or rank.found.unequal for rank in self.ranks)
 
+    def total(self, of: str) -> int:
+        """A number of `PairedDumps`, of all ranks together."""
+        return sum(getattr(rank.found, of) for rank in self.ranks)
+
     @property
     def verdict(self) -> str:
         return "nothing to compare" if self.nothing else "different" if self.differs else "nothing different"
@@ -130,10 +134,10 @@ def as_text(comparison: DumpComparison) -> str:
 
 def _verdict(comparison: DumpComparison) -> str:
     over = {"statistics": f"over the tolerance {comparison.tolerance:g}", "md5": "different", "tensor": "not accurate"}
-    failed = sum(rank.found.failed_tensors for rank in comparison.ranks)
-    unequal = sum(rank.found.unequal_tensors for rank in comparison.ranks)
-    others = sum(rank.found.unequal for rank in comparison.ranks) - unequal
-    count = sum(rank.found.tensors for rank in comparison.ranks)
+    failed = comparison.total("failed_tensors")
+    unequal = comparison.total("unequal_tensors")
+    others = comparison.total("unequal") - unequal
+    count = comparison.total("tensors")
     what = f"{count_of(count, 'tensors')} in {count_of(len(comparison.ranks), 'ranks')}"
     if comparison.nothing:
         return f"NOTHING TO COMPARE: there are no tensors in both dumps ({what})."
@@ -149,8 +153,8 @@ def _others(comparison: DumpComparison, others: int) -> str:
     alone = [
         f"{count:,} only in {side}"
         for side, count in (
-            ("A", sum(rank.found.only_a for rank in comparison.ranks)),
-            ("B", sum(rank.found.only_b for rank in comparison.ranks)),
+            ("A", comparison.total("only_a")),
+            ("B", comparison.total("only_b")),
         )
         if count
     ]
@@ -159,7 +163,7 @@ def _others(comparison: DumpComparison, others: int) -> str:
 
 
 def _equal(comparison: DumpComparison) -> str:
-    unsaved = sum(rank.found.by_statistics for rank in comparison.ranks)
+    unsaved = comparison.total("by_statistics")
     if comparison.mode == "md5":
         return "equal in their checksums"
     if comparison.mode == "statistics":

@@ -5,14 +5,12 @@ As a table they have the known tool's columns, in which A is its "NPU" and B its
 
 from __future__ import annotations
 
-import csv
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, Literal
 
-from ddpstats._base.report import harmless
 from ddpstats.dump.compare._rules import Closeness, Color, Difference
 from ddpstats.dump.format._entries import STATISTICS, DumpLeaf
 
@@ -113,8 +111,6 @@ _MIDDLE = {
 }
 _VERDICT = {"statistics": "Result", "md5": "Result", "tensor": "Accurate or Not"}
 
-Stacks = Callable[[str], Sequence[str]]
-
 
 def columns(mode: Mode) -> list[str]:
     raw = [] if mode == "md5" else _RAW
@@ -127,17 +123,20 @@ def columns(mode: Mode) -> list[str]:
 def cells(row: Row, mode: Mode, stack: Sequence[str]) -> list[Any]:
     """A row's values in the order of `columns`; ``N/A`` where there is nothing."""
     sides = (row.a, row.b)
-    missing = _absent_sides(row)
-    names = ["N/A" if absent else row.name for absent in missing]
-    dtypes = ["N/A" if leaf is None else leaf.dtype for leaf in sides]
-    shapes = ["N/A" if leaf is None else str(list(leaf.shape)) for leaf in sides]
-    wants = ["N/A" if leaf is None or leaf.requires_grad is None else str(leaf.requires_grad) for leaf in sides]
-    raw = [] if mode == "md5" else [_given(leaf, key) for leaf in sides for key in STATISTICS]
-    consistent = row.requires_grad_consistent
-    return [
-        *(*names, *dtypes, *shapes, *wants, *_middle(row, mode), *raw),
-        *("N/A" if consistent is None else str(consistent), row.result, row.message, "\n".join(stack) or "N/A"),
+    found = [
+        *(None if is_absent else row.name for is_absent in _absent_sides(row)),
+        *(leaf and leaf.dtype for leaf in sides),
+        *(leaf and str(list(leaf.shape)) for leaf in sides),
+        *(leaf and _word(leaf.requires_grad) for leaf in sides),
+        *_middle(row, mode),
+        *(_given(leaf, key) for leaf in sides for key in STATISTICS if mode != "md5"),
+        *(_word(row.requires_grad_consistent), row.result, row.message, "\n".join(stack) or None),
     ]
+    return ["N/A" if cell is None else cell for cell in found]
+
+
+def _word(known: bool | None) -> str | None:
+    return None if known is None else str(known)
 
 
 def _absent_sides(row: Row) -> tuple[bool, bool]:
@@ -148,15 +147,12 @@ def _absent_sides(row: Row) -> tuple[bool, bool]:
 
 def _middle(row: Row, mode: Mode) -> list[Any]:
     if mode == "md5":
-        return ["N/A" if leaf is None or leaf.md5 is None else leaf.md5 for leaf in (row.a, row.b)]
+        return [leaf and leaf.md5 for leaf in (row.a, row.b)]
     if mode == "statistics":
-        return [
-            *("N/A" if pair[0] is None else pair[0] for pair in row.differences),
-            *("N/A" if pair[1] is None else percent(pair[1]) for pair in row.differences),
-        ]
+        return [*(pair[0] for pair in row.differences), *(_percent(pair[1]) for pair in row.differences)]
     close = row.closeness
     if close is None:
-        return ["N/A"] * 6
+        return [None] * len(_MIDDLE[mode])
     return [
         *(close.cosine, close.euclidean, close.max_abs, close.max_relative),
         *(close.one_thousandth, close.five_thousandths),
@@ -165,26 +161,20 @@ def _middle(row: Row, mode: Mode) -> list[Any]:
 
 def _given(leaf: DumpLeaf | None, key: str) -> Any:
     """A statistic as the dump has it; of a plain value, that."""
-    given = None if leaf is None else leaf.raw.get(key) if leaf.is_tensor else leaf.value
-    return "N/A" if given is None else given
+    return leaf and (leaf.raw.get(key) if leaf.is_tensor else leaf.value)
 
 
-def percent(ratio: float) -> str:
+def _percent(ratio: float | None) -> str | None:
+    if ratio is None:
+        return None
     return f"{ratio * 100:.6g}%" if math.isfinite(ratio) else str(ratio)
 
 
-class Table:
-    """A CSV file that rows are added to as they come; its cells cannot begin a formula in a spreadsheet program."""
-
-    def __init__(self, file: TextIO, mode: Mode, stacks: Stacks) -> None:
-        self._writer = csv.writer(file)
-        self._mode = mode
-        self._stacks = stacks
-        self._writer.writerow(columns(mode))
-
-    def add(self, rows: Sequence[Row]) -> None:
-        for row in rows:
-            self._writer.writerow([harmless(cell) for cell in cells(row, self._mode, self._stacks(row.entry))])
+def table(rows: Iterable[Row], mode: Mode, stacks: Callable[[str], Sequence[str]]) -> Iterator[list[Any]]:
+    """Rows of a CSV file, its header first."""
+    yield columns(mode)
+    for row in rows:
+        yield cells(row, mode, stacks(row.entry))
 
 
 def table_path(path: Path, rank: int, many: bool) -> Path:
@@ -192,40 +182,18 @@ def table_path(path: Path, rank: int, many: bool) -> Path:
     return path.with_name(f"{path.stem}_rank{rank}{path.suffix}") if many else path
 
 
+_AS_THEY_ARE = ("name", "entry", "path", "index", "result", "message", "unequal", "color", "reason")
+
+
 def as_dict(row: Row, stack: Sequence[str], parent: object) -> dict[str, Any]:
     """A row for JSON."""
-    close = row.closeness
     return {
-        "name": row.name, "entry": row.entry, "path": row.path, "index": row.index, "result": row.result,
-        "message": row.message, "unequal": row.unequal, "color": row.color, "reason": row.reason,
+        **{key: getattr(row, key) for key in _AS_THEY_ARE},
         "differences": {key: pair[0] for key, pair in zip(STATISTICS, row.differences, strict=True)},
         "relative_errors": {key: pair[1] for key, pair in zip(STATISTICS, row.differences, strict=True)},
-        "a": _leaf(row.a),
-        "b": _leaf(row.b),
-        "closeness": None if close is None else {
-            "cosine": close.cosine, "euclidean": close.euclidean, "max_abs": close.max_abs,
-            "max_relative": close.max_relative, "one_thousandth": close.one_thousandth,
-            "five_thousandths": close.five_thousandths,
-            "runs": runs_dict(close.runs),
-        },
+        "a": row.a and row.a.raw,
+        "b": row.b and row.b.raw,
+        "closeness": row.closeness and row.closeness.as_json(),
         "stack": list(stack),
         "parent": parent,
-    }  # fmt: skip
-
-
-def runs_dict(runs: Any) -> dict[str, Any]:
-    first = [list(run) for run in runs.first[:100]]
-    return {
-        "elements": runs.elements,
-        "differing": runs.differing,
-        "count": runs.count,
-        "largest": runs.largest,
-        "item_bytes": runs.item_bytes,
-        "flipped_bits": runs.flipped_bits,
-        "first": first,
-        "words": runs.describe(),
     }
-
-
-def _leaf(leaf: DumpLeaf | None) -> Mapping[str, Any] | None:
-    return None if leaf is None else leaf.raw

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from ddpstats.dump.format._entries import DumpLeaf
 
@@ -51,6 +51,10 @@ class Runs:
     item_bytes: int
     flipped_bits: int | None = None
     is_dense: bool = True
+
+    def as_json(self) -> dict[str, Any]:
+        known = {key: value for key, value in vars(self).items() if key != "is_dense"}
+        return known | {"first": [list(run) for run in self.first[:100]], "words": self.describe()}
 
     def describe(self) -> str:
         """In words."""
@@ -116,14 +120,6 @@ class RunCollector:
             self._first.append((start, stop))
 
 
-def runs_of(positions: Iterable[int], elements: int, item_bytes: int) -> Runs:
-    """Runs of ascending positions."""
-    collector = RunCollector()
-    for position in positions:
-        collector.add(position, position + 1)
-    return collector.result(elements, item_bytes)
-
-
 def _words(start: int, stop: int) -> str:
     return f"element {start}" if stop - start == 1 else f"elements {start}..{stop - 1}"
 
@@ -181,6 +177,9 @@ class Closeness:
     @property
     def equal(self) -> bool:
         return self.runs.count == 0
+
+    def as_json(self) -> dict[str, Any]:
+        return vars(self) | {"runs": self.runs.as_json()}
 
     @property
     def accurate(self) -> bool:

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from ddpstats._base.report import printable
-from ddpstats.dump.compare._rows import runs_dict
 from ddpstats.dump.compare._rules import KEPT_RUNS, Closeness, RunCollector, Runs
 from ddpstats.dump.format._entries import DumpLeaf
 from ddpstats.dump.format._files import RankDump
@@ -242,12 +241,11 @@ def find_leaf(dump: RankDump, name: str) -> DumpLeaf:
     """The tensor of ``NAME.path``. Raises `DumpError` if there is none, or it was not saved."""
     near: list[str] = []
     for member in dump.members():
-        if not name.startswith(f"{member.key}."):
-            continue
-        for path, leaf in dump.entry(member).leaves():
-            if f"{member.key}.{path}" == name:
-                return _saved(dump, name, leaf)
-            near.append(f"{member.key}.{path}")
+        if name.startswith(f"{member.key}."):
+            leaves = {f"{member.key}.{path}": leaf for path, leaf in dump.entry(member).leaves()}
+            if name in leaves:
+                return _saved(dump, name, leaves[name])
+            near += leaves
     known = f"It has {', '.join(near[:8])}" if near else "A name is that of an entry and of a tensor in it"
     raise DumpError(
         f"{dump.path} has no tensor {name}. {known}, like Functional.linear.0.forward.output.0.", path=str(dump.path)
@@ -297,11 +295,5 @@ def as_json(pair: TensorPair) -> dict[str, Any]:
         "verdict": "nothing different" if close.equal else "different",
         "a": {"name": pair.name_a, **pair.leaf_a.raw},
         "b": {"name": pair.name_b, **pair.leaf_b.raw},
-        "cosine": close.cosine,
-        "euclidean": close.euclidean,
-        "max_abs": close.max_abs,
-        "max_relative": close.max_relative,
-        "one_thousandth": close.one_thousandth,
-        "five_thousandths": close.five_thousandths,
-        "runs": runs_dict(close.runs),
+        **close.as_json(),
     }

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from heapq import heappush, heappushpop
 from itertools import islice
@@ -45,8 +45,6 @@ _CHECKSUM = re.compile(r'"md5":\s*"')
 _STATISTICS = re.compile(r'"Max":\s*([^,]+),\s*"Min":\s*([^,]+),\s*"Mean":\s*([^,]+),\s*"Norm":\s*([^,]+)')
 _GROUPS = 1 + len(STATISTICS)  # what `_STATISTICS.split` gives per leaf: the text before it, and its groups
 _NOT_FINITE = ("NaN", "Infinity", '"nan"', 'inf"')
-
-Sink = Callable[[list[Row]], None]
 
 
 @dataclass
@@ -151,32 +149,39 @@ def _first(one: Row | None, other: Row) -> Row:
 
 
 def compare_dumps(
-    a: RankDump, b: RankDump, comparer: EntryComparer, *, sink: Sink | None = None, progress: Progress | None = None
-) -> PairedDumps:
-    """Compare two dumps.
+    a: RankDump,
+    b: RankDump,
+    comparer: EntryComparer,
+    found: PairedDumps,
+    *,
+    is_short: bool = False,
+    progress: Progress | None = None,
+) -> Iterator[Row]:
+    """Compare two dumps, while the rows are taken.
 
     Args:
         a: the one in question.
         b: the reference.
         comparer: makes the rows.
-        sink: gets all rows, equal ones too, nearly in A's order; without it equal entries are only counted.
+        found: gets what the comparison gives.
+        is_short: not all rows are wanted: entries whose text tells that they are equal are only counted.
         progress: called with the number of bytes after each read of either file.
+
+    Yields:
+        All rows, equal ones too, nearly in A's order; fewer with ``is_short``.
 
     Raises:
         DumpError: for a damaged dump, when its damage is reached.
     """
-    found = PairedDumps()
-    short = sink is None and comparer.mode != "tensor"
+    is_short = is_short and comparer.mode != "tensor"
     for pair in pairs(_Tracked(a, progress), _Tracked(b, progress)):
-        if short and pair.a is not None and pair.b is not None:
+        if is_short and pair.a is not None and pair.b is not None:
             counts = _counts(pair.a.text, pair.b.text, comparer)
             if counts is not None and found.count_only(pair.index, *counts):
                 continue
         rows = _rows(pair, a, b, comparer, found)
         found.count(rows)
-        if sink is not None:
-            sink(rows)
-    return found
+        yield from rows
 
 
 class _Tracked:
