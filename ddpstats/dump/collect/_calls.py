@@ -184,7 +184,7 @@ class CallWatch(TorchFunctionMode):
             return func(*args, **kwargs) if backward is None else backward(self, args, kwargs)
         if not self._recorder.is_active:
             return func(*args, **kwargs)
-        number = self._recorder.counters.next(fact.what)
+        number = self._recorder.number(fact.what)
         call = ForwardPass(self._recorder, f"{fact.what}.{number}.forward", self._recorder.parents)
         call.begins(args, kwargs)
         try:

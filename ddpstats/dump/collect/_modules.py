@@ -123,7 +123,7 @@ class ModuleWatch:
         if module is self._modules[0][1] and any(running.module is module for running in self._running):
             self._running.clear()  # left by an interruption: a whole model is not inside of itself
             recorder.parents.clear()
-        name = f"{base}.forward.{recorder.counters.next(base)}"
+        name = f"{base}.forward.{recorder.number(base)}"
         running = _RunningModule(recorder, name, list(recorder.parents), module)
         self._running.append(running)
         if id(module) in self._gradients:
@@ -271,7 +271,7 @@ class ParameterGradients:
     def _begin(self) -> None:
         recorder = self._recorder
         what = f"{self._base}.parameters_grad"
-        name = f"{what}.{recorder.counters.next(what)}"
+        name = f"{what}.{recorder.number(what)}"
         self._is_wanted = recorder.wants_gradients(name, self.inside)
         self._entry = OpenEntry(name, {}, recorder.stack(), None)
         self._task = graph_task()

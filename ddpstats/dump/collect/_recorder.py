@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,7 @@ from ddpstats.dump._config import ALL_MODES, DumpConfig
 from ddpstats.dump._selection import DumpSelection, Patterns
 from ddpstats.dump.collect._leaves import TensorSummaries
 from ddpstats.dump.collect._stacks import StackBook
-from ddpstats.dump.format._names import ERRORS, TENSORS, CallCounters, backward_of
+from ddpstats.dump.format._names import ERRORS, TENSORS, backward_of
 from ddpstats.dump.format._tensor_files import TensorFiles
 from ddpstats.dump.format._writer import StepWriter
 
@@ -76,7 +77,7 @@ class Recorder:
         self.creates_graph = False
         self.on_backward: Callable[[], None] | None = None
         self._task = -1
-        self.counters = CallCounters()
+        self._counts: Counter[str] = Counter()
         self.wants_input, self.wants_output = "input" in config.data_mode, "output" in config.data_mode
         self.wants_backward = "backward" in config.data_mode
         self._selection = DumpSelection(config)
@@ -110,6 +111,11 @@ class Recorder:
 
     def _saves(self, name: str) -> bool:
         return self.config.task == "tensor" or self._tensor_names.are_in(name)
+
+    def number(self, what: str) -> int:
+        """Of a call that begins: how often this was called since the step began."""
+        self._counts[what] += 1
+        return self._counts[what] - 1
 
     # -- what is wanted, and where it is ------------------------------------------------------------------------------
 
@@ -275,7 +281,7 @@ class Recorder:
         """
         with self.lock, no_dispatch_no_grad():
             what = f"Distributed.{api}"
-            name = f"{what}.{self.counters.next(what)}.forward"
+            name = f"{what}.{self.number(what)}.forward"
             if not self.is_active or not self.wants(name):
                 return None
             entry = self.entry(name)

@@ -18,7 +18,7 @@ from ddpstats._base.report import printable
 from ddpstats.dump.compare._rules import KEPT_RUNS, Closeness, RunCollector, Runs
 from ddpstats.dump.format._entries import DumpLeaf
 from ddpstats.dump.format._files import RankDump
-from ddpstats.dump.format._tensor_files import checksum
+from ddpstats.dump.format._tensor_files import checksum, is_dense
 from ddpstats.errors import DumpError
 
 _BLOCK_ELEMENTS = 1 << 20
@@ -101,7 +101,10 @@ def compare_tensors(a: Tensor, b: Tensor, stride: Sequence[int] | None = None) -
             same &= raw_x.to(torch.int64) == raw_y.to(torch.int64)
         _add_runs(collector, ~same, start)
         sums.add(x, y, same)
-    runs = replace(collector.result(a.numel(), a.element_size()), is_dense=_is_dense(a.shape, stride))
+    runs = replace(
+        collector.result(a.numel(), a.element_size()),
+        is_dense=stride is None or len(stride) != a.dim() or is_dense(a.shape, stride),
+    )
     if runs.differing == 1 and a.dtype == b.dtype:
         place = runs.first[0][0]
         runs = replace(runs, flipped_bits=_flipped_bits(flat_a[place], flat_b[place]))
@@ -113,18 +116,6 @@ def _flat(tensor: Tensor, stride: Sequence[int] | None) -> Tensor:
     if stride is not None and len(stride) == tensor.dim():
         tensor = tensor.permute(sorted(range(tensor.dim()), key=lambda dim: -stride[dim]))
     return tensor.reshape(-1)
-
-
-def _is_dense(shape: Sequence[int], stride: Sequence[int] | None) -> bool:
-    """Whether its elements lay in memory without gaps, and each once; taken for granted where nobody says."""
-    if stride is None or len(stride) != len(shape):
-        return True
-    expected = 1
-    for step, size in sorted(zip(stride, shape, strict=True)):
-        if size > 1 and step != expected:
-            return False
-        expected *= size
-    return True
 
 
 def _is_whole(block: Tensor) -> bool:

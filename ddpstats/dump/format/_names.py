@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections import Counter
 from dataclasses import dataclass
 
 DUMP, LINES, STACK, CONSTRUCT, ERRORS = "dump.json", "dump.jsonl", "stack.json", "construct.json", "dump_error_info.log"
@@ -100,19 +99,6 @@ def parse_name(full: str) -> Name:
 
 
 # -- made --------------------------------------------------------------------------------------------------------------
-
-
-class CallCounters:
-    """How often each thing was called since the step began."""
-
-    def __init__(self) -> None:
-        self._seen: Counter[str] = Counter()
-
-    def next(self, what: str) -> int:
-        """0 for the first, 1 for the second, ..."""
-        number = self._seen[what]
-        self._seen[what] = number + 1
-        return number
 
 
 def module_base(path: str, class_name: str) -> str:

@@ -20,8 +20,8 @@ from ddpstats.dump.format._names import parse_name
 from ddpstats.dump.origin._candidates import RankScan, is_bad
 from ddpstats.dump.origin._explain import advice, also_words, coverage_of, left_out_words, verdict, what_of
 from ddpstats.dump.origin._first_nan import Findings, NaNOrigin, find_origins
-from ddpstats.dump.origin._growth import Grower
-from ddpstats.dump.origin._memory import MemoryWalk, Overlaps
+from ddpstats.dump.origin._growth import Grower, Grown
+from ddpstats.dump.origin._memory import MemoryWalk, Overlap
 from ddpstats.dump.origin._rank_scan import scan_rank
 from ddpstats.errors import DumpError
 
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
         ).show(args.json)
 
 
-def read(ranks: Sequence[RankDump]) -> tuple[list[RankScan], list[Overlaps]]:
+def read(ranks: Sequence[RankDump]) -> tuple[list[RankScan], list[list[Overlap] | None]]:
     """Every rank's entries, once."""
     scans, memory = [], []
     with ProgressBar(sum(dump.bytes for dump in ranks)) as bar:
@@ -60,7 +60,7 @@ def read(ranks: Sequence[RankDump]) -> tuple[list[RankScan], list[Overlaps]]:
 # -- in words ---------------------------------------------------------------------------------------------------------
 
 
-def as_text(scans: Sequence[RankScan], findings: Findings, memory: Sequence[Overlaps]) -> str:
+def as_text(scans: Sequence[RankScan], findings: Findings, memory: Sequence[list[Overlap] | None]) -> str:
     by_rank = {scan.rank: scan for scan in scans}
     lines = [_read_words(scans)]
     for scan in scans:
@@ -173,9 +173,9 @@ def _number(value: float) -> str:
     return f"{value:.4g}"
 
 
-def _memory_notes(scans: Sequence[RankScan], memory: Sequence[Overlaps]) -> Iterator[str]:
+def _memory_notes(scans: Sequence[RankScan], memory: Sequence[list[Overlap] | None]) -> Iterator[str]:
     for scan, overlaps in zip(scans, memory, strict=True):
-        if not overlaps.known:
+        if overlaps is None:
             yield ""
             yield f"note: {_rank(scan.dump.rank)}: this dump does not record where its tensors are in memory."
         elif overlaps:
@@ -205,7 +205,7 @@ def _capped(lines: list[str]) -> list[str]:
 # -- as JSON ----------------------------------------------------------------------------------------------------------
 
 
-def as_json(scans: Sequence[RankScan], findings: Findings, memory: Sequence[Overlaps]) -> dict[str, Any]:
+def as_json(scans: Sequence[RankScan], findings: Findings, memory: Sequence[list[Overlap] | None]) -> dict[str, Any]:
     by_rank = {scan.rank: scan for scan in scans}
     data: dict[str, Any] = {
         "step": scans[0].dump.step,
@@ -228,7 +228,7 @@ def as_json(scans: Sequence[RankScan], findings: Findings, memory: Sequence[Over
         ],
         "left_out": left_out_words([scan.dump for scan in scans], undumped(scans)),
         "overlaps": [
-            {"rank": scan.dump.rank, "known": found.known, "shared": [str(one) for one in found]}
+            {"rank": scan.dump.rank, "known": found is not None, "shared": [str(one) for one in found or ()]}
             for scan, found in zip(scans, memory, strict=True)
         ],
         **_anomalies(by_rank, findings),
@@ -249,18 +249,13 @@ def _origin_json(dump: RankDump, origin: NaNOrigin) -> dict[str, Any]:
         "until": origin.until,
         "undumped_ranks": list(origin.undumped),
         "before": list(origin.candidate.before),
-        "growth": None
-        if grower is None
-        else {
-            "operation": grower.operation,
-            "direction": grower.direction,
-            "calls": grower.calls,
-            "times": grower.times,
-            "ratio": grower.ratio,
-            "trail": [{"name": one.name, "ratio": one.ratio, "norm": one.size_out} for one in grower.trail],
-        },
+        "growth": None if grower is None else {**vars(grower), "trail": [_grown_json(one) for one in grower.trail]},
         "advice": advice(origin, dump),
     }
+
+
+def _grown_json(one: Grown) -> dict[str, Any]:
+    return {"name": one.name, "ratio": one.ratio, "norm": one.size_out}
 
 
 def _anomalies(by_rank: dict[int, RankScan], findings: Findings) -> dict[str, Any]:
