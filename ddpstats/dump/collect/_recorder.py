@@ -285,9 +285,8 @@ class Recorder:
             if not self.is_active or not self.wants(name):
                 return None
             entry = self.entry(name)
-            leaves = self.leaves_of(name)
             if self.wants_input:
-                entry.raw["input_args"] = [leaves.of(one, f"input.{place}") for place, one in enumerate(tensors)]
+                entry.raw["input_args"] = self.leaves_of(name).of(list(tensors), "input")
                 entry.raw["input_kwargs"] = dict(kwargs)
             return entry
 
@@ -297,11 +296,8 @@ class Recorder:
             return
         if is_incomplete:
             token.raw["incomplete"] = True
-        with self.lock, no_dispatch_no_grad():
-            leaves = self.leaves_of(token.name)
-            if self.wants_output:
-                token.raw["output"] = [leaves.of(one, f"output.{place}") for place, one in enumerate(outputs)]
-            self.write(token)
+        with self.lock:
+            self.write_with_output(token, outputs)
 
 
 def _empty(entry: OpenEntry) -> None:

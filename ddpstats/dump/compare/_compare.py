@@ -23,7 +23,7 @@ from pathlib import Path
 from ddpstats._base.progress import ProgressBar
 from ddpstats._base.rank_names import ranks_text
 from ddpstats._base.report import Section, VerbReport, check_writable, write_table
-from ddpstats.dump.compare import _between_ranks, _between_report, _comparison
+from ddpstats.dump.compare import _between_ranks, _comparison
 from ddpstats.dump.compare._comparer import CompareTensors, EntryComparer
 from ddpstats.dump.compare._comparison import DumpComparison, RankComparison
 from ddpstats.dump.compare._rows import MODES, Mode, table, table_path
@@ -181,12 +181,12 @@ def _run_ranks(args: argparse.Namespace) -> int:
         found = _between_ranks.compare_ranks(
             dumps, everything=args.everything, mode=mode, digest=digest, progress=bar.add
         )
-    status, text = NOTHING if found.nothing else int(found.differs), _between_report.as_text(found)
-    report = VerbReport(status, lambda: text, lambda: _between_report.as_json(found))
+    status, text = NOTHING if found.nothing else int(found.differs), _between_ranks.as_text(found)
+    report = VerbReport(status, lambda: text, lambda: _between_ranks.as_json(found))
     if args.csv is not None:
-        write_table(args.csv, _between_report.table(found))
+        write_table(args.csv, _between_ranks.table(found))
     if args.html is not None:
-        header, *rows = _between_report.table(found)
+        header, *rows = _between_ranks.table(found)
         report.write_page(args.html, f"ranks of {args.a}", [Section(header, [(row, "", "") for row in rows])])
     return report.show(args.json)
 

@@ -29,6 +29,10 @@ class RankComparison:
     b: RankDump
     found: PairedDumps
 
+    def dump_of(self, row: Row) -> RankDump:
+        """The one that has the row's entry: A, if both have."""
+        return self.b if row.only == "B" else self.a
+
 
 @dataclass(frozen=True)
 class DumpComparison:
@@ -83,7 +87,6 @@ def as_json(comparison: DumpComparison) -> dict[str, Any]:
 
 def _rank_json(compared: RankComparison, mode: Mode) -> dict[str, Any]:
     found = compared.found
-    firsts = [_row_json(compared, row) for row in (found.first_unequal, found.first_failed)]
     return {
         "rank": compared.a.rank,
         "step": compared.a.step,
@@ -100,19 +103,17 @@ def _rank_json(compared: RankComparison, mode: Mode) -> dict[str, Any]:
         "over_tolerance_or_not_comparable": found.failed,
         "unequal_tensors": found.unequal_tensors,
         "over_tolerance_or_not_comparable_tensors": found.failed_tensors,
-        "first_unequal": firsts[0],
-        "first_over_tolerance": firsts[1],
+        "first_unequal": _first_json(compared, found.first_unequal),
+        "first_over_tolerance": _first_json(compared, found.first_failed),
         "rows_total": found.highlighted,
-        "rows": [_row_json(compared, row, places=False) for row in found.rows[:_JSON_ROWS]],
+        "rows": [as_dict(row) for row in found.rows[:_JSON_ROWS]],
     }
 
 
-def _row_json(compared: RankComparison, row: Row | None, *, places: bool = True) -> dict[str, Any] | None:
+def _first_json(compared: RankComparison, row: Row | None) -> dict[str, Any] | None:
     if row is None:
         return None
-    dump = compared.b if row.only == "B" else compared.a
-    if not places:
-        return as_dict(row, (), None)
+    dump = compared.dump_of(row)
     return as_dict(row, dump.stack_of(row.entry), dump.parent_of(row.entry))
 
 
@@ -210,13 +211,12 @@ def _listed(found: PairedDumps) -> list[str]:
 
 
 def _first(compared: RankComparison, row: Row, mode: Mode) -> list[str]:
-    dump = compared.b if row.only == "B" else compared.a
     leaf = row.a or row.b
     kind = f"  {leaf.dtype} {list(leaf.shape)}" if leaf is not None and leaf.is_tensor else ""
     lines = [f"    {row.entry}  {row.path}{kind}"]
     if row.message:
         lines.append(f"      {row.message}")
-    return [*lines, *_values(row, mode), *(f"      {line}" for line in dump.place_of(row.entry))]
+    return [*lines, *_values(row, mode), *(f"      {line}" for line in compared.dump_of(row).place_of(row.entry))]
 
 
 def _values(row: Row, mode: Mode) -> list[str]:
@@ -275,5 +275,5 @@ def page_sections(comparison: DumpComparison) -> Iterator[Section]:
 
 def _page_rows(compared: RankComparison, mode: Mode) -> Iterator[tuple[list[Any], str, str]]:
     for row in compared.found.rows:
-        dump = compared.b if row.only == "B" else compared.a
-        yield [*cells(row, mode, dump.stack_of(row.entry)), row.reason], row.color or "", row.reason
+        stack = compared.dump_of(row).stack_of(row.entry)
+        yield [*cells(row, mode, stack), row.reason], row.color or "", row.reason

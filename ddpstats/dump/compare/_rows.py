@@ -185,7 +185,7 @@ def table_path(path: Path, rank: int, many: bool) -> Path:
 _AS_THEY_ARE = ("name", "entry", "path", "index", "result", "message", "unequal", "color", "reason")
 
 
-def as_dict(row: Row, stack: Sequence[str], parent: object) -> dict[str, Any]:
+def as_dict(row: Row, stack: Sequence[str] = (), parent: object = None) -> dict[str, Any]:
     """A row for JSON."""
     return {
         **{key: getattr(row, key) for key in _AS_THEY_ARE},
