@@ -167,13 +167,6 @@ def _leaves(held: Any, path: str, depth: int, nulls: bool) -> Iterator[tuple[str
             yield from _leaves(value, f"{path}.{index}", depth - 1, nulls)
 
 
-_NUMBERS = ("nan_count", "inf_count", "data_ptr", "storage_offset", "storage_ptr", "storage_bytes", "storage_id")
-_KINDS: dict[str, tuple[type, str]] = {
-    **dict.fromkeys(("data_name", "md5", "device"), (str, "a string")),
-    **dict.fromkeys(_NUMBERS, (int, "a whole number")),
-}
-
-
 def _problem(raw: Mapping[str, Any]) -> str | None:
     """What is wrong with a leaf's fields, if anything."""
     if _is_deep(raw):
@@ -188,9 +181,12 @@ def _problem(raw: Mapping[str, Any]) -> str | None:
             number(raw.get(key))
         except ValueError as error:
             return f"{key}: {error}"
-    for key, (kind, words) in _KINDS.items():
-        if not isinstance(raw.get(key), (kind, type(None))):
-            return f"{key} is {raw[key]!r}, and should be {words}"
+    for key in ("data_name", "md5", "device"):
+        if not isinstance(raw.get(key), (str, type(None))):
+            return f"{key} is {raw[key]!r}, and should be a string"
+    for key in ("nan_count", "inf_count", "data_ptr", "storage_offset", "storage_ptr", "storage_bytes", "storage_id"):
+        if not isinstance(raw.get(key), (int, type(None))):
+            return f"{key} is {raw[key]!r}, and should be a whole number"
     for key in ("stride", "first_bad"):
         index = raw.get(key)
         if index is not None and not (isinstance(index, list) and all(type(part) is int for part in index)):

@@ -21,7 +21,14 @@ from dataclasses import replace
 from ddpstats.dump.format._entries import DumpEntry, DumpLeaf, read_collective
 from ddpstats.dump.format._files import RankDump
 from ddpstats.dump.format._names import Name, parse_name
-from ddpstats.dump.origin._call_kinds import (
+from ddpstats.dump.origin._candidates import (
+    Candidate,
+    Kind,
+    NonFiniteTensor,
+    RankScan,
+    Trace,
+    Traces,
+    bad_ones,
     is_literal_write,
     is_minus_infinity,
     is_on_purpose,
@@ -31,7 +38,6 @@ from ddpstats.dump.origin._call_kinds import (
     mixes_with_weights,
     overwrites,
 )
-from ddpstats.dump.origin._candidates import Candidate, Kind, NonFiniteTensor, RankScan, Trace, Traces, bad_ones
 from ddpstats.dump.origin._growth import ancestors
 
 _MAX_CANDIDATES, _BEFORE = 256, 5
