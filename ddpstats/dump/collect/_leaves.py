@@ -128,8 +128,7 @@ class TensorSummaries:
 
     def entry_fits(self, name: str) -> bool:
         """Whether what else is in an entry can be held as well; called as it is complete."""
-        if self.max_bytes is not None:
-            self._take(_ENTRY_BYTES, name)
+        self._take(_ENTRY_BYTES, name)
         return self.first_dropped is None or self.first_dropped == name
 
     def release(self) -> None:
@@ -163,11 +162,11 @@ class TensorSummaries:
 
     def scalar(self, name: str) -> None:
         """One more is held."""
-        if self.max_bytes is not None:
-            self._take(_SCALAR_BYTES, name)
+        self._take(_SCALAR_BYTES, name)
 
     def _take(self, needed: int, name: str) -> bool:
-        assert self.max_bytes is not None
+        if self.max_bytes is None:
+            return True
         if self.first_dropped is None and self.held_bytes + needed > self.max_bytes:
             self.first_dropped = name
         if self.first_dropped is not None:

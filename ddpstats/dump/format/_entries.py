@@ -91,6 +91,28 @@ class DumpLeaf:
         return is_tensor(self.raw)
 
     @property
+    def is_finite(self) -> bool:
+        nans, infinities = self.raw.get("nan_count"), self.raw.get("inf_count")
+        if nans is not None and infinities is not None:
+            return not (nans or infinities)
+        ends = number(self.raw.get("Max")), number(self.raw.get("Min"))
+        return all(value is None or math.isfinite(value) for value in ends)
+
+    @property
+    def has_nan(self) -> bool:
+        return self._has(self.nan_count, math.isnan)
+
+    @property
+    def has_infinity(self) -> bool:
+        return self._has(self.inf_count, math.isinf)
+
+    def _has(self, count: int | None, is_such: Callable[[float], bool]) -> bool:
+        """By the count, or else by Max and Min: a norm may overflow where no element does."""
+        if count is not None:
+            return count > 0
+        return any(value is not None and is_such(value) for value in (self.max, self.min))
+
+    @property
     def dtype(self) -> str:
         return str(self.raw.get("dtype", f"<class '{self.type}'>"))
 

@@ -128,21 +128,9 @@ class RankScan:
         return rank_of(self.dump)
 
 
-def is_bad(leaf: DumpLeaf) -> bool:
-    """NaN or infinite, by the counts, or else by Max and Min: a norm may overflow where no element does."""
-    if leaf.nan_count is not None and leaf.inf_count is not None:
-        return leaf.nan_count > 0 or leaf.inf_count > 0
-    return any(value is not None and not math.isfinite(value) for value in (leaf.max, leaf.min))
-
-
 def bad_ones(leaves: Iterable[tuple[str, DumpLeaf]]) -> list[NonFiniteTensor]:
-    return [NonFiniteTensor(path, leaf) for path, leaf in leaves if is_bad(leaf)]
-
-
-def has_nan(leaf: DumpLeaf) -> bool:
-    if leaf.nan_count is not None:
-        return leaf.nan_count > 0
-    return any(value is not None and math.isnan(value) for value in (leaf.max, leaf.min))
+    """Those that are not finite."""
+    return [NonFiniteTensor(path, leaf) for path, leaf in leaves if not leaf.is_finite]
 
 
 # -- traces ------------------------------------------------------------------------------------------------------------
@@ -310,12 +298,12 @@ def mixes_with_weights(name: Name) -> bool:
 
 
 def is_minus_infinity(leaf: DumpLeaf) -> bool:
-    return not has_nan(leaf) and leaf.max != math.inf
+    return not leaf.has_nan and leaf.max != math.inf
 
 
 def is_on_purpose(entry: DumpEntry, name: Name, made: list[NonFiniteTensor], masked: bool) -> bool:
     """Infinities that somebody asked for, and what stays minus infinity of them. A NaN never is."""
-    if any(has_nan(bad.leaf) for bad in made):
+    if any(bad.leaf.has_nan for bad in made):
         return False
     if _given(entry) or (not name.is_module and _ON_PURPOSE.match(name.api)):
         return True
@@ -324,7 +312,7 @@ def is_on_purpose(entry: DumpEntry, name: Name, made: list[NonFiniteTensor], mas
 
 def is_literal_write(entry: DumpEntry, made: list[NonFiniteTensor]) -> bool:
     """The program gave it a NaN, and that is what came out."""
-    return any(has_nan(bad.leaf) for bad in made) and any(math.isnan(value) for value in _given(entry))
+    return any(bad.leaf.has_nan for bad in made) and any(math.isnan(value) for value in _given(entry))
 
 
 def _given(entry: DumpEntry) -> list[float]:

@@ -5,18 +5,16 @@ What is not in a dump cannot be found, and cannot be called finite: how much of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ddpstats._base.rank_names import ranks_text
 from ddpstats._base.wording import listed
-from ddpstats.dump.format._entries import DumpLeaf
 from ddpstats.dump.format._files import RankDump, header
 from ddpstats.dump.format._names import parse_name
-from ddpstats.dump.origin._candidates import Candidate, has_nan
+from ddpstats.dump.origin._candidates import Candidate
 from ddpstats.dump.origin._first_nan import NaNOrigin
-from ddpstats.dump.origin._growth import has_infinity
 from ddpstats.errors import DumpError
 
 
@@ -122,13 +120,8 @@ def _inputs(origin: NaNOrigin) -> str:
 
 
 def what_of(candidate: Candidate) -> str:
-    return _what(one.leaf for one in candidate.bad)
-
-
-def _what(leaves: Iterable[DumpLeaf]) -> str:
-    held = list(leaves)
-    nan = any(has_nan(leaf) for leaf in held)
-    inf = any(has_infinity(leaf) for leaf in held)
+    nan = any(one.leaf.has_nan for one in candidate.bad)
+    inf = any(one.leaf.has_infinity for one in candidate.bad)
     return "NaN and infinity" if nan and inf else "NaN" if nan else "infinity"
 
 

@@ -88,19 +88,13 @@ class Growth:
 
 def overflowed(entry: DumpEntry, bad: Iterable[DumpLeaf], grower: Grower) -> bool:
     """Whether what is bad is the end of the growth: there are infinities, or what went in was close to the largest."""
-    if any(has_infinity(leaf) for leaf in bad):
+    if any(leaf.has_infinity for leaf in bad):
         return True
     near = _NEAR * max(grower.trail[-1].ratio, 1.0)
     for _, leaf in entry.inputs:
         if (largest := _LARGEST.get(dtype_name(leaf.dtype))) and _size([leaf]) * near >= largest:
             return True
     return False
-
-
-def has_infinity(leaf: DumpLeaf) -> bool:
-    if leaf.inf_count is not None:
-        return leaf.inf_count > 0
-    return any(value is not None and math.isinf(value) for value in (leaf.max, leaf.min))
 
 
 def _is_weight(name: Name, path: str) -> bool:

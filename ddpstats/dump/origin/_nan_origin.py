@@ -17,7 +17,7 @@ from ddpstats._base.wording import count_of, dtype_name
 from ddpstats.dump.format._entries import DumpLeaf
 from ddpstats.dump.format._files import RankDump, find_ranks, notes_of, sayable_errors
 from ddpstats.dump.format._names import parse_name
-from ddpstats.dump.origin._candidates import RankScan, is_bad
+from ddpstats.dump.origin._candidates import RankScan
 from ddpstats.dump.origin._explain import advice, also_words, coverage_of, left_out_words, verdict, what_of
 from ddpstats.dump.origin._first_nan import Findings, NaNOrigin, find_origins
 from ddpstats.dump.origin._growth import Grower, Grown
@@ -153,7 +153,7 @@ def _tensors(origin: NaNOrigin) -> Iterator[str]:
 def _tensor(path: str, leaf: DumpLeaf) -> str:
     numbers = zip(("Max", "Min", "Mean", "Norm"), (leaf.max, leaf.min, leaf.mean, leaf.norm), strict=True)
     words = [f"{name} {_number(value)}" for name, value in numbers if value is not None]
-    if is_bad(leaf):
+    if not leaf.is_finite:
         words += [f"{leaf.nan_count:,} NaN"] if leaf.nan_count else []
         words += [f"{leaf.inf_count:,} infinite"] if leaf.inf_count else []
         words += [f"first at {list(leaf.first_bad)}"] if leaf.first_bad is not None else []
