@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 
 from ddpstats.dump.compare import _two_dumps
 from ddpstats.dump.compare._two_dumps import pairs
-from ddpstats.dump.format._scan import Member
+from ddpstats.dump.format._scan import Member, Progress
 
 
 class Listed:
@@ -20,7 +20,7 @@ class Listed:
         self._members = [Member(name, f"{place}", place) for place, name in enumerate(names)]
         self.reread_count = 0
 
-    def members(self) -> Iterator[Member]:
+    def members(self, progress: Progress | None = None) -> Iterator[Member]:
         return iter(self._members)
 
     def reread(self, kind: type[Member], key: str, offset: int, size: int) -> Member:

@@ -13,7 +13,7 @@ from torch import nn
 
 from ddpstats._observe.no_dispatch import no_dispatch_no_grad
 from ddpstats.dump.collect._argument_json import tensors_in
-from ddpstats.dump.collect._gradient_edges import Before, edges_before, watch_backward
+from ddpstats.dump.collect._gradient_edges import Before, watch_backward
 from ddpstats.dump.collect._recorder import OpenEntry, Recorder
 from ddpstats.dump.format._names import backward_of
 
@@ -39,7 +39,7 @@ class ForwardPass:
         try:
             is_wanted = recorder.wants(self.name)
             if torch.is_grad_enabled() and recorder.may_want_backward(backward_of(self.name), self.parents):
-                self._before = edges_before(tensors_in([args, list(kwargs.values())] if kwargs else args))
+                self._before = Before(tensors_in([args, list(kwargs.values())] if kwargs else args))
             if is_wanted:
                 self._entry = self._begun(args, kwargs, module)
                 self._stack = self._entry.stack

@@ -2,7 +2,7 @@
 
 The only file of the dump that touches autograd's nodes.
 
-1. Before the call: which edges of the graph lead to its inputs (`edges_before`), and the number of the newest node.
+1. Before the call: which edges of the graph lead to its inputs (`Before`), and the number of the newest node.
 2. After it, the gradient of an output is what arrives at the node that made it: a hook before that node.
 3. The gradient of an input is what flows along the edges that lead to it. From the outputs' nodes we walk back through
    the nodes that are newer than 1 to those that have such an edge, and hook these: what they hand on along the edge is
@@ -40,7 +40,7 @@ _Edge = tuple[int, int]
 
 
 class Before:
-    """Where the inputs of a call are in the graph, before it.
+    """Where the inputs of a call are in the graph, before it. Made of all its arguments.
 
     Attributes:
         count: how many arguments it has, those that are no tensors included.
@@ -50,27 +50,21 @@ class Before:
 
     __slots__ = ("_held", "count", "first", "places")
 
-    def __init__(self) -> None:
+    def __init__(self, arguments: Iterable[Any]) -> None:
         self.count = 0
         self.places: dict[_Edge, list[int]] = {}
         self.first = next_node_number()
         self._held: list[Any] = []  # nodes and tensors, whose ids are used
+        for argument in arguments:
+            if isinstance(argument, Tensor) and argument.requires_grad:
+                self._add(argument)
+            self.count += 1
 
-    def add(self, tensor: Tensor) -> None:
+    def _add(self, tensor: Tensor) -> None:
         node = tensor.grad_fn
         edge = (id(tensor), -1) if node is None else (id(node), tensor.output_nr)
         self._held.append(tensor if node is None else node)
         self.places.setdefault(edge, []).append(self.count)
-
-
-def edges_before(arguments: Iterable[Any]) -> Before:
-    """To be called before the call, with all its arguments."""
-    before = Before()
-    for argument in arguments:
-        if isinstance(argument, Tensor) and argument.requires_grad:
-            before.add(argument)
-        before.count += 1
-    return before
 
 
 def watch_backward(

@@ -174,7 +174,7 @@ def compare_dumps(
         DumpError: for a damaged dump, when its damage is reached.
     """
     is_short = is_short and comparer.mode != "tensor"
-    for pair in pairs(_Tracked(a, progress), _Tracked(b, progress)):
+    for pair in pairs(a, b, progress):
         if is_short and pair.a is not None and pair.b is not None:
             counts = _counts(pair.a.text, pair.b.text, comparer)
             if counts is not None and found.count_only(pair.index, *counts):
@@ -182,14 +182,6 @@ def compare_dumps(
         rows = _rows(pair, a, b, comparer, found)
         found.count(rows)
         yield from rows
-
-
-class _Tracked:
-    """A dump whose reading is reported."""
-
-    def __init__(self, dump: RankDump, progress: Progress | None) -> None:
-        self.members = lambda: dump.members(progress)
-        self.reread = dump.reread
 
 
 def _rows(pair: Pair, a: RankDump, b: RankDump, comparer: EntryComparer, found: PairedDumps) -> list[Row]:
@@ -250,7 +242,7 @@ _WINDOW = 4096  # entries that one dump may have more than the other in one plac
 
 
 class MemberSource(Protocol):
-    def members(self) -> Iterator[Member]: ...
+    def members(self, progress: Progress | None = None) -> Iterator[Member]: ...
 
     def reread(self, kind: type[Member], key: str, offset: int, size: int) -> Member:
         """The member of which only the place was kept."""
@@ -303,11 +295,11 @@ class _Waiting:
             yield taken
 
 
-def pairs(a: MemberSource, b: MemberSource) -> Iterator[Pair]:
+def pairs(a: MemberSource, b: MemberSource, progress: Progress | None = None) -> Iterator[Pair]:
     """All entries of both, by NAME; nearly in the order of A. Raises what reading raises."""
     of_a, of_b = _Waiting(a), _Waiting(b)
-    theirs = enumerate(b.members())
-    for index, mine in enumerate(a.members()):
+    theirs = enumerate(b.members(progress))
+    for index, mine in enumerate(a.members(progress)):
         before = of_b.take(mine.key)
         found = before[1] if before is not None else None
         if found is None:
