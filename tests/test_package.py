@@ -43,7 +43,7 @@ PURE = [
     "dump.format._writer",
     "dump.collect._stacks",
     "dump.compare._comparison",
-    "dump.compare._between_report",
+    "dump.compare._between_ranks",
     "dump.origin._nan_origin",
 ]
 

@@ -140,8 +140,8 @@ def write_file(path: Path, write: Callable[[TextIO], object]) -> None:
 
 
 def write_table(path: Path, rows: Iterable[Sequence[Any]]) -> None:
-    """A CSV file; the first row is its header."""
-    write_file(path, lambda file: csv.writer(file).writerows(rows))
+    """A CSV file; the first row is its header. No cell can begin a formula in a spreadsheet program."""
+    write_file(path, lambda file: csv.writer(file).writerows(map(harmless, row) for row in rows))
 
 
 @contextlib.contextmanager
