@@ -23,6 +23,7 @@ PURE = [
     "_base.rank_names",
     "_base.report",
     "_reduction.markers",
+    "_reduction.nesting",
     "_base.config",
     "_base.containers",
     "_base.paths",
