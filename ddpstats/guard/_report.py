@@ -14,8 +14,9 @@ from typing import Any
 from ddpstats._base.report import VerbReport
 from ddpstats.errors import DdpstatsError
 from ddpstats.guard._diagnosis import DOUBT, LEFT, NOTHING, GuardFinding, RankStatus, find
-from ddpstats.guard._events import Event, RankRecord, read_records
+from ddpstats.guard._events import Event
 from ddpstats.guard._p2p import match_records
+from ddpstats.guard._records import RankRecord, read_records
 
 _HOW_TO_RECORD = (
     "Records are written by: torchrun ... -m ddpstats run --guard record --record-dir DIR train.py; give that DIR."

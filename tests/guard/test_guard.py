@@ -19,16 +19,15 @@ from ddpstats.guard._diagnosis import MISMATCH, MISSING, RankStatus as _Testimon
 from ddpstats.guard._events import (
     BY_TORCH,
     Event,
-    RecordWriter,
     Ring,
     Signature,
     digest_of,
     label_word,
-    read_records,
     roll,
     same_labels,
 )
 from ddpstats.guard._exchange import Exchange, Note, agree
+from ddpstats.guard._records import RecordWriter, read_records
 from ddpstats.guard._report import diagnose
 from ddpstats.testing import PerRank, RankPool, run_ranks
 from tests.guard import runs
