@@ -47,11 +47,11 @@ from ddpstats.guard._diagnosis import DOUBT, LEFT, GuardFinding, RankStatus
 from ddpstats.guard._ending import AFTER_ERROR_SEC
 from ddpstats.guard._events import BY_TORCH, Event, Ring, label_word
 from ddpstats.guard._failure_agreement import MESSAGES
-from ddpstats.guard._labels import current_label
 from ddpstats.guard._p2p import Awaited
 from ddpstats.guard._records import RecordWriter
 from ddpstats.guard._session import Group, Session, spelled
 from ddpstats.guard._summary import RECORDED, TO_RUN, GuardCounters, Tally, last_line
+from ddpstats.guard.labels import current_label
 from ddpstats.guard.labels._evidence import evidence_of
 from ddpstats.guard.labels._infer import Chain, Inferred, infer
 

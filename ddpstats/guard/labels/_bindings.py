@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from ddpstats.guard.labels._source import Comprehension, Function, SourceFile
+from ddpstats.guard.labels._source import Comprehension, Function, SourceFile, names_in
 
 Position = tuple[int, int]
 
@@ -139,7 +139,7 @@ def _targets(
             for part, its_value in pairs:
                 yield from _targets(part, its_value, kind, position, loop)
             return
-    names = [node for node in ast.walk(target) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+    names = [name for name in names_in(target) if isinstance(name.ctx, ast.Store)]
     for name in names:
         beside = tuple(other for other in names if other is not name)
         yield name.id, Binding(kind, name, value, position, beside, loop)
