@@ -38,7 +38,8 @@ from ddpstats._transport.comm import (
     resolve_group,
     slice_sec,
 )
-from ddpstats._transport.mailbox import PROCESS_ID_BYTES, GroupVerdict, Mailbox, ProcessId
+from ddpstats._transport.mailbox import GroupVerdict, Mailbox
+from ddpstats._transport.roster import PROCESS_ID_BYTES, ProcessId
 from ddpstats.errors import ConfigError, DdpstatsError, ProtocolMismatch, RankMissing
 
 T = TypeVar("T")
@@ -261,16 +262,9 @@ class Channel:
         return "\n".join(lines)
 
     def _verdict_without_store(self, missing: tuple[int, ...], dead: tuple[int, ...]) -> str:
-        silent = [rank for rank in missing if rank not in dead]
+        assert self._mailbox is not None
         lines = [f"a reduction on {self.group_name} was not completed:"]
-        if dead:
-            lines.append(f"  {self._named(dead)}: the process is gone")
-        if silent and self._mailbox is not None and self._mailbox.are_elsewhere(silent):
-            lines.append(f"  this host is cut off: the store does not answer; {self._named(silent)} of other hosts")
-        elif silent:
-            lines.append(f"  {self._named(silent)}: serves the store, which does not answer")
-        if not missing:
-            lines.append("  who is missing cannot be told")
+        lines += self._mailbox.roster.told_alone(missing, dead, self._named)
         lines.append("Look at their output and at the network first. Reductions on this group are closed.")
         return "\n".join(lines)
 
@@ -285,7 +279,7 @@ class Channel:
             self._comm = self._connect(max(deadline - time.monotonic(), slice_sec(timeout_sec)), self._look_for_dead)
             self._comm.watch = self._watch
         if self._mailbox is not None:
-            self._mailbox.peers = self._shake_hands(self._comm, timeout_sec)
+            self._mailbox.roster.peers = self._shake_hands(self._comm, timeout_sec)
         self._agreement = Agreement(self._comm, self.group_name)
         return self._agreement
 

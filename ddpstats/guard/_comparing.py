@@ -19,13 +19,13 @@ from ddpstats._base.rank_names import ranks_text
 from ddpstats._observe import collectives
 from ddpstats._transport.store import STORE_ERRORS, StoreSilent
 from ddpstats.errors import CollectiveMismatch, DdpstatsError, RankMissing
-from ddpstats.guard._diagnosis import DOUBT, MISMATCH, MISSING, NOTHING, GuardFinding
 from ddpstats.guard._events import Event, roll, same_labels
 from ddpstats.guard._exchange import Note, Overrun, agree
 from ddpstats.guard._failure_agreement import MESSAGES, Alarm, FailureAgreement
 from ddpstats.guard._p2p import Awaited, unmatched
 from ddpstats.guard._session import Group, Session
 from ddpstats.guard._spoken import words_of
+from ddpstats.guard._status import DOUBT, MISMATCH, MISSING, NOTHING, GuardFinding
 from ddpstats.guard._summary import Tally
 from ddpstats.guard._telling import gave_up, printed_once, signal_deferred
 
@@ -82,9 +82,9 @@ class Comparing:
         self._ends_by: float | None = None  # the program has ended: until when others are waited for
 
     @property
-    def _inquiry(self) -> FailureAgreement:
-        assert self._session.inquiry is not None
-        return self._session.inquiry
+    def _agreement(self) -> FailureAgreement:
+        assert self._session.agreement is not None
+        return self._session.agreement
 
     # -- before anything moves ----------------------------------------------------------------------------------------
 
@@ -149,7 +149,7 @@ class Comparing:
     def _is_there(self, group: Group, number: int) -> bool:
         assert group.exchange is not None
         try:
-            with self._inquiry.glancing():
+            with self._agreement.glancing():
                 return group.exchange.look(number) is not None
         except Overrun:
             return True
@@ -335,7 +335,7 @@ class Comparing:
 
     def _poll_alarm(self) -> None:
         """Take part in an alarm that is on."""
-        alarm = self._inquiry.alarm()
+        alarm = self._agreement.alarm()
         if alarm is not None:
             self._await_verdict(alarm)
             if self._standing.silent:
@@ -343,19 +343,19 @@ class Comparing:
 
     def _cannot_come(self, group: Group, seq: int) -> bool:
         """Whether a rank that this one waits for has died, or left before this collective."""
-        inquiry = self._inquiry
+        agreement = self._agreement
         others = [rank for rank in group.view.ranks if rank != group.view.rank]
         gone = {}
-        with inquiry.glancing():
-            if inquiry.someone_left():
-                gone = {rank: left for rank in others if (left := inquiry.has_left(rank)) is not None}
+        with agreement.glancing():
+            if agreement.someone_left():
+                gone = {rank: left for rank in others if (left := agreement.has_left(rank)) is not None}
             if any(left.get("counts", {}).get(group.name, 0) < seq for left in gone.values()):
                 return True
-            return bool(inquiry.dead([rank for rank in others if rank not in gone]))
+            return bool(agreement.dead([rank for rank in others if rank not in gone]))
 
     def _waits_elsewhere(self, event: Event, group: Group) -> bool:
-        with self._inquiry.glancing():
-            return self._inquiry.another_waits_elsewhere(event, group.view.ranks)
+        with self._agreement.glancing():
+            return self._agreement.another_waits_elsewhere(event, group.view.ranks)
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
@@ -411,16 +411,16 @@ class Comparing:
 
     def _is_dead(self, rank: int) -> bool:
         try:
-            with self._inquiry.glancing():
-                return bool(self._inquiry.dead([rank]))
+            with self._agreement.glancing():
+                return bool(self._agreement.dead([rank]))
         except StoreSilent:
             return False
 
     def _unmatched(self, event: Event, group: Group) -> GuardFinding:
         messages = group.messages
-        with self._inquiry.asking():
+        with self._agreement.asking():
             last = None if messages is None or event.peer is None else messages.last_from(event.peer)
-            peer = None if event.peer is None else self._inquiry.last_known(event.peer, group.name)
+            peer = None if event.peer is None else self._agreement.last_known(event.peer, group.name)
         return unmatched(event, group.view.rank, group.words, last, peer)
 
     # -- concluding ---------------------------------------------------------------------------------------------------
@@ -430,10 +430,10 @@ class Comparing:
         group = group or (self._session.named.get(last.group.removesuffix(MESSAGES)) if last is not None else None)
         if group is None:
             return None
-        alarm = self._inquiry.alarm() or alarm_of(group, group.seq, until=True, doubt=True)
+        alarm = self._agreement.alarm() or alarm_of(group, group.seq, until=True, doubt=True)
         try:
             with signal_deferred():
-                self._raise_or_warn(self._inquiry.raise_alarm(alarm), alarm)
+                self._raise_or_warn(self._agreement.raise_alarm(alarm), alarm)
         except DdpstatsError as found:
             return found
         return None
@@ -441,7 +441,7 @@ class Comparing:
     def _await_verdict(self, alarm: Alarm) -> None:
         """Come to the verdict that all ranks come to; raise or log it."""
         with signal_deferred():
-            self._raise_or_warn(self._inquiry.raise_alarm(alarm), alarm)
+            self._raise_or_warn(self._agreement.raise_alarm(alarm), alarm)
 
     @contextmanager
     def _answered(self, alarm: Alarm) -> Iterator[None]:
@@ -455,12 +455,12 @@ class Comparing:
 
     def _conclude_alone(self, alarm: Alarm, error: BaseException) -> bool:
         """The store does not answer; always raises."""
-        self._raise_or_warn(self._inquiry.without_store(alarm, error), alarm)
+        self._raise_or_warn(self._agreement.without_store(alarm, error), alarm)
         return False
 
     def _publish_verdict(self, finding: GuardFinding, alarm: Alarm) -> None:
         """A verdict that this rank can give alone."""
-        self._raise_or_warn(self._inquiry.declare(finding, alarm), alarm)
+        self._raise_or_warn(self._agreement.declare(finding, alarm), alarm)
 
     def _raise_or_warn(self, finding: GuardFinding, alarm: Alarm) -> None:
         if finding.kind in (NOTHING, DOUBT):
@@ -476,7 +476,7 @@ class Comparing:
                 f"{ranks_text(finding.missing)} had ended without a last comparison (killed, or in an error)"
             )
         self._standing.verdict = error
-        printed_once(error, self._inquiry, alarm.ranks)
+        printed_once(error, self._agreement, alarm.ranks)
         raise error
 
 

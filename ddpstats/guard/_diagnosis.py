@@ -1,19 +1,17 @@
 """From what each rank says it did to a verdict in words: who differs, where, since when, and why, as far as that shows.
 
-Pure: the same testimonies give the same text on every rank, online and from records on disk.
+Pure: the same statuses give the same text on every rank, online and from records on disk.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 from ddpstats._base.rank_names import ranks_text
 from ddpstats.guard._events import BY_TORCH, Event, same_labels
+from ddpstats.guard._status import DOUBT, LEFT, MISMATCH, MISSING, NOTHING, GuardFinding, RankStatus
 from ddpstats.guard.labels._judge import Judgement, judge
 
-MISMATCH, MISSING, DOUBT, NOTHING = "mismatch", "missing", "doubt", "nothing"
-LEFT = "left the guard"
 _SHOWN_GROUPS = 8
 _MASK = (1 << 64) - 1
 
@@ -40,74 +38,31 @@ _BY_HAND = (
 _ORDER = "Make all ranks issue the same collectives in the same order."
 
 
-@dataclass(frozen=True)
-class RankStatus:
-    """What is known of one rank.
-
-    ``events``: of the group in question, oldest first, without gaps. ``balances``: seq -> balance, where not 0.
-    ``count``: how many collectives of the group the rank began. ``waits_in``: what it waits in now: (group, seq) or
-    None. ``left``: how it left the guard, if it did. ``dead``: its process is gone. ``stack``: of its main thread.
-    """
-
-    rank: int
-    events: Sequence[Event] = ()
-    balances: Mapping[int, int] = field(default_factory=dict)
-    count: int = 0
-    waits_in: tuple[str, int] | None = None
-    last: str | None = None
-    left: str | None = None
-    dead: bool = False
-    stack: str | None = None
-
-    def at(self, seq: int) -> Event | None:
-        """The rank's event of that number; None if it has none, or not any more."""
-        if not self.events:
-            return None
-        index = seq - self.events[0].seq
-        return self.events[index] if 0 <= index < len(self.events) else None
-
-
-@dataclass(frozen=True)
-class GuardFinding:
-    """A verdict. ``kind`` is `MISMATCH` or `MISSING`; `NOTHING`: the alarm was a false one, and all ranks go on;
-    `DOUBT`: they go on too, with a warning. ``doubts``: numbers of collectives whose labels differ and may do so.
-    """
-
-    kind: str
-    message: str
-    group: str
-    seq: int
-    missing: tuple[int, ...] = ()
-    culprits: tuple[int, ...] = ()
-    by_rank: Mapping[int, Event] = field(default_factory=dict)
-    doubts: tuple[int, ...] = ()
-
-
-def find(group: str, words: str, testimonies: Sequence[RankStatus], until: int | None = None) -> GuardFinding | None:
+def find(group: str, words: str, statuses: Sequence[RankStatus], until: int | None = None) -> GuardFinding | None:
     """The first thing that went wrong in ``group`` (``words`` describe it), or None if all ranks agree.
 
     ``until``: a number that every rank should have reached, and in which some rank has waited for too long. A rank that
     is behind it, or else behind any other, or else does not wait itself, is missing.
     """
-    by_rank = {testimony.rank: testimony for testimony in testimonies}
-    seq, judged = first_difference(testimonies)
+    by_rank = {status.rank: status for status in statuses}
+    seq, judged = first_difference(statuses)
     if seq is not None:
         return _mismatch(group, words, by_rank, seq)
-    for last in (until or 0, max(testimony.count for testimony in testimonies)):
-        missing = [rank for rank, testimony in by_rank.items() if _reached(testimony, until) < last]
+    for last in (until or 0, max(status.count for status in statuses)):
+        missing = [rank for rank, status in by_rank.items() if _reached(status, until) < last]
         if missing:
             number = min(by_rank[rank].count for rank in missing) + 1
             return _missing(group, words, by_rank, number, missing)
-    absent = [rank for rank, testimony in by_rank.items() if testimony.waits_in is None]
+    absent = [rank for rank, status in by_rank.items() if status.waits_in is None]
     if until is not None and 0 < len(absent) < len(by_rank):
         return _missing(group, words, by_rank, until, absent)
     return _doubt(group, words, by_rank, judged) if judged else None
 
 
-def _reached(testimony: RankStatus, until: int | None) -> int:
+def _reached(status: RankStatus, until: int | None) -> int:
     """The last number that the rank came to: after its last collective, its end."""
-    ended_there = testimony.left == LEFT and testimony.count + 1 == until
-    return testimony.count + ended_there
+    ended_there = status.left == LEFT and status.count + 1 == until
+    return status.count + ended_there
 
 
 def unexplained(group: str, words: str, seq: int, waited: bool) -> GuardFinding:
@@ -129,34 +84,34 @@ def unexplained(group: str, words: str, seq: int, waited: bool) -> GuardFinding:
     )
 
 
-def first_difference(testimonies: Sequence[RankStatus]) -> tuple[int | None, dict[int, Judgement]]:
+def first_difference(statuses: Sequence[RankStatus]) -> tuple[int | None, dict[int, Judgement]]:
     """The first number at which the ranks that have come so far did different things, or None.
 
     And the numbers before it at which their labels differ without that being a fault.
     """
-    first = max((t.events[0].seq for t in testimonies if t.events), default=0)
-    last = max((t.events[-1].seq for t in testimonies if t.events), default=-1)
+    first = max((t.events[0].seq for t in statuses if t.events), default=0)
+    last = max((t.events[-1].seq for t in statuses if t.events), default=-1)
     judged: dict[int, Judgement] = {}
     for seq in range(first, last + 1):
-        events = [event for testimony in testimonies if (event := testimony.at(seq)) is not None]
+        events = [event for status in statuses if (event := status.at(seq)) is not None]
         if len({event.digest for event in events}) > 1:
             return seq, judged
         if not same_labels(event.word for event in events):
-            judgement = judge(events, _matched_before(testimonies, events[0], seq))
+            judgement = judge(events, _matched_before(statuses, events[0], seq))
             if judgement == "fault":
                 return seq, judged
             judged[seq] = judgement
-        if len(events) == len(testimonies) and sum(t.balances.get(seq, 0) for t in testimonies) & _MASK:
+        if len(events) == len(statuses) and sum(t.balances.get(seq, 0) for t in statuses) & _MASK:
             return seq, judged
     return None, judged
 
 
-def _matched_before(testimonies: Sequence[RankStatus], event: Event, seq: int) -> int:
+def _matched_before(statuses: Sequence[RankStatus], event: Event, seq: int) -> int:
     """How many names were equal on all ranks, at the place of ``event``, in what is known of earlier collectives."""
     site, found = str(event.site), set()
-    for earlier in testimonies[0].events:
+    for earlier in statuses[0].events:
         if earlier.seq < seq and earlier.word and str(earlier.site) == site:
-            met = [testimony.at(earlier.seq) for testimony in testimonies]
+            met = [status.at(earlier.seq) for status in statuses]
             if all(one is not None and one.word == earlier.word for one in met):
                 found.add(earlier.word)
     return len(found)
@@ -239,8 +194,8 @@ def _table(parties: list[list[int]], events: Mapping[int, Event]) -> list[str]:
 
 
 def _last_agreed(by_rank: Mapping[int, RankStatus], seq: int) -> str:
-    for testimony in by_rank.values():
-        event = testimony.at(seq - 1)
+    for status in by_rank.values():
+        event = status.at(seq - 1)
         if event is not None:
             return f"Last collective on which they agreed: number {seq - 1}, {event}, at {event.site}."
     return "It is the first collective of this group that is known."
@@ -302,8 +257,8 @@ def reasons(
     return found
 
 
-def _digests(testimony: RankStatus, seq: int) -> list[tuple[int, int]]:
-    return [(event.digest, event.word) for event in testimony.events if event.seq >= seq][:2]
+def _digests(status: RankStatus, seq: int) -> list[tuple[int, int]]:
+    return [(event.digest, event.word) for event in status.events if event.seq >= seq][:2]
 
 
 def _lacking(parties: list[list[int]], events: Mapping[int, Event], by_rank: Mapping[int, RankStatus]) -> list[str]:
@@ -373,23 +328,21 @@ def _missing(
     return GuardFinding(MISSING, "\n".join(lines), group, seq, missing, (), events)
 
 
-def _waits_behind(testimony: RankStatus, group: str, seq: int) -> bool:
+def _waits_behind(status: RankStatus, group: str, seq: int) -> bool:
     """Whether the rank has come to the end of a step, and waits there for the others."""
-    return testimony.waits_in is not None and testimony.waits_in[0] == group and testimony.waits_in[1] < seq
+    return status.waits_in is not None and status.waits_in[0] == group and status.waits_in[1] < seq
 
 
-def _whereabouts(testimonies: Sequence[RankStatus]) -> str:
+def _whereabouts(statuses: Sequence[RankStatus]) -> str:
     told = []
-    for testimony in testimonies:
-        last = (
-            f"; its last known collective was {testimony.last}" if testimony.last else "; no collective of it is known"
-        )
-        if testimony.dead and (testimony.left is None or testimony.left == LEFT):
+    for status in statuses:
+        last = f"; its last known collective was {status.last}" if status.last else "; no collective of it is known"
+        if status.dead and (status.left is None or status.left == LEFT):
             told.append("the process is gone" + last)
-        elif testimony.left is not None:
-            told.append(f"{testimony.left}" + last)
-        elif testimony.waits_in is not None:
-            told.append(f"waits in number {testimony.waits_in[1]} of group {testimony.waits_in[0]!r}" + last)
+        elif status.left is not None:
+            told.append(f"{status.left}" + last)
+        elif status.waits_in is not None:
+            told.append(f"waits in number {status.waits_in[1]} of group {status.waits_in[0]!r}" + last)
         else:
             told.append("did not come" + last)
     return " | ".join(dict.fromkeys(told))

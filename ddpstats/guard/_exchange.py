@@ -25,7 +25,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from ddpstats._transport.mailbox import ProcessId
+from ddpstats._transport.roster import ProcessId
 from ddpstats._transport.store import GLANCE_SEC, StoreSilent, bounded
 
 NOTES_KEPT = 512  # per rank; who is further behind than that is compared by a later one
@@ -245,7 +245,7 @@ class _Shared:
         try:
             os.ftruncate(file, length)
             mine = f"{os.getpid()} {file} {name}"
-            made = store.compare_set(f"memory/{machine.hex()}", "", mine).decode()
+            made = store.post(f"memory/{machine.hex()}", mine).decode()
             if made != mine:
                 os.close(file)
                 file = -1

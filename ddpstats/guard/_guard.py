@@ -43,13 +43,13 @@ from ddpstats.guard import _ending
 from ddpstats.guard._buckets import with_parameters
 from ddpstats.guard._comparing import Comparing, Standing, Unfinished, is_broken
 from ddpstats.guard._describe import describe, pieces_of
-from ddpstats.guard._diagnosis import DOUBT, LEFT, GuardFinding, RankStatus
 from ddpstats.guard._ending import AFTER_ERROR_SEC
 from ddpstats.guard._events import BY_TORCH, Event, Ring, label_word
 from ddpstats.guard._failure_agreement import MESSAGES
 from ddpstats.guard._p2p import Awaited
 from ddpstats.guard._records import RecordWriter
 from ddpstats.guard._session import Group, Session, spelled
+from ddpstats.guard._status import DOUBT, LEFT, GuardFinding, RankStatus
 from ddpstats.guard._summary import RECORDED, TO_RUN, GuardCounters, Tally, last_line
 from ddpstats.guard.labels import current_label
 from ddpstats.guard.labels._evidence import evidence_of
@@ -68,7 +68,7 @@ _COMBINING = frozenset(
     }
 )
 _GATHERING = "all_gather"
-_TESTIFIED_EVENTS = 2000  # of one group
+_REPORTED_EVENTS = 2000  # of one group
 _CONTEXT_EVENTS = 64  # before the last on which ranks agreed: which names have met there before
 _NEVER = 1 << 62
 _STACK_FRAMES = 6  # of the main thread, for a rank that is somewhere else
@@ -288,7 +288,7 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
     def _leave(self, error: BaseException | None) -> None:
         how = LEFT if error is None else f"{LEFT} by {type(error).__name__}: {str(error)[:300]}"
         if self._session is not None:
-            self._session.leave(how, self._ring.last(), lambda name: self._testify(name, error is not None))
+            self._session.leave(how, self._ring.last(), lambda name: self._status_in(name, error is not None))
         if self._writer is not None:
             self._writer.write({"end": "left" if error is None else type(error).__name__, "time": time.time()})
 
@@ -386,7 +386,7 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
             return RECORDED
         if self._session is None:
             return f"no process group was made. {TO_RUN}"
-        return f"the program runs on one rank. {TO_RUN}" if self._session.inquiry is None else ""
+        return f"the program runs on one rank. {TO_RUN}" if self._session.agreement is None else ""
 
     # -- subscriber of `collectives` -----------------------------------------------------------------------------------
 
@@ -535,12 +535,12 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
             self._ring = Ring(RING_EVENTS)  # numbers begin anew
             self._left = None
             self._standing.past += self._session.tally()
-        session = Session(self._compares, self._testify, self._position, self._heard, self._timeout_sec)
+        session = Session(self._compares, self._status_in, self._position, self._heard, self._timeout_sec)
         self._session = session
         if self._record_dir is not None and self._writer is None:
             self._writer = RecordWriter(self._record_dir, session.rank, dist.get_world_size(), session.run)
         self._comparing = None
-        if session.inquiry is not None:
+        if session.agreement is not None:
             self._comparing = Comparing(
                 session,
                 self._standing,
@@ -559,14 +559,14 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         last = self._ring.last()
         return "" if last is None else spelled(last)
 
-    def _testify(self, name: str, in_full: bool = True) -> RankStatus:
+    def _status_in(self, name: str, in_full: bool = True) -> RankStatus:
         """What this rank knows of itself about one group. Called by any thread. ``in_full`` takes a while."""
         session, last = self._session, self._ring.last()
         group = None if session is None else session.named.get(name)
         events: Sequence[Event] = self._ring.of(name)
         if group is not None:  # what is in question comes after what was agreed on
             first = group.agreed - _CONTEXT_EVENTS
-            events = [event for event in events if event.seq >= first][:_TESTIFIED_EVENTS]
+            events = [event for event in events if event.seq >= first][:_REPORTED_EVENTS]
             if in_full:
                 events = with_parameters(events, BY_TORCH, group.view.name)
         return RankStatus(

@@ -16,17 +16,17 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from ddpstats._base.rank_names import ranks_text
 from ddpstats._observe.c10d_operators import GroupView
 from ddpstats._transport.comm import refuse_fake, world_store
-from ddpstats._transport.store import LIMIT_SEC, STORE_ERRORS, BoundedStore, StoreGone
+from ddpstats._transport.roster import Roster
+from ddpstats._transport.store import LIMIT_SEC, STORE_ERRORS
 from ddpstats.errors import ConfigError, RankMissing
-from ddpstats.guard._diagnosis import GuardFinding, RankStatus
 from ddpstats.guard._events import Event
 from ddpstats.guard._exchange import Exchange
-from ddpstats.guard._failure_agreement import FailureAgreement, Testify
+from ddpstats.guard._failure_agreement import FailureAgreement, ReportStatus
 from ddpstats.guard._p2p import Messages
 from ddpstats.guard._spoken import read
+from ddpstats.guard._status import GuardFinding
 from ddpstats.guard._summary import FROM_ANYBODY, NOT_RECEIVED, RECORDED, UNSETTLED, WITHOUT_OTHERS, Tally
 
 _KEPT_DESTROYED = 64
@@ -56,16 +56,16 @@ class Group:
 
 
 class Session:
-    """Made at the first collective of a life. ``inquiry`` is None where nothing is compared, or there is no other rank.
+    """Made at the first collective of a life.
 
-    ``run`` is a name of this program that all its ranks share. Making one waits for nobody: ranks may come to it at
-    different times.
+    ``agreement`` is None where nothing is compared, or there is no other rank. ``run`` is a name of this program that
+    all its ranks share. Making one waits for nobody: ranks may come to it at different times.
     """
 
     def __init__(
         self,
         compares: bool,
-        testify: Testify,
+        report_status: ReportStatus,
         position: Callable[[], str],
         heard: Callable[[GuardFinding], None],
         timeout_sec: float,
@@ -80,9 +80,10 @@ class Session:
         self.rank = dist.get_rank()
         limit_sec = min(LIMIT_SEC, timeout_sec)
         self._store = world_store(prefix, "guard", limit_sec)
+        self._roster = Roster(self._store, self.rank, range(dist.get_world_size()))
         token = secrets.token_hex(8)
-        with _as_rank_missing(self._store):
-            told = world_store("ddpstats/run", "guard", limit_sec).compare_set("token", "", token)
+        with _as_rank_missing(self._roster):
+            told = world_store("ddpstats/run", "guard", limit_sec).post("token", token)
             self.run = told.decode(errors="replace")
         self._groups: weakref.WeakKeyDictionary[GroupView, Group] = weakref.WeakKeyDictionary()
         self._lives: Counter[str] = Counter()  # a group may be destroyed, and another made under its name
@@ -90,12 +91,12 @@ class Session:
         self.is_concluded = False
         self.unfinished = ""  # why the last comparison did not go to its end
         self.named: dict[str, Group] = {}
-        self.inquiry: FailureAgreement | None = None
+        self.agreement: FailureAgreement | None = None
         if compares and dist.get_world_size() > 1:
-            stores = self._store, world_store(prefix, "watchdog", limit_sec)
-            with _as_rank_missing(self._store):
-                self.inquiry = FailureAgreement(
-                    stores, self.rank, dist.get_world_size(), testify, position, self._told_by, self.is_reachable, heard
+            watchdog_store = world_store(prefix, "watchdog", limit_sec)
+            with _as_rank_missing(self._roster):
+                self.agreement = FailureAgreement(
+                    self._roster, watchdog_store, report_status, position, self._told_by, self.is_reachable, heard
                 )
 
     def is_over(self) -> bool:
@@ -117,7 +118,7 @@ class Session:
         if self._compares and len(view.ranks) > 1:
             part = self._store.part(f"group/{view.name}/{self._lives[view.name]}")
             self._lives[view.name] += 1
-            with _as_rank_missing(self._store):
+            with _as_rank_missing(self._roster):
                 exchange = Exchange(part, view.ranks.index(view.rank), len(view.ranks))
             messages = Messages(part, view.rank)
         name = view.name if self._number == 1 else f"{view.name} of session {self._number}"
@@ -172,40 +173,38 @@ class Session:
         left += Tally.of({NOT_RECEIVED: group.unread})
         return left + Tally.of({self.unfinished or FROM_ANYBODY: group.received - group.received_well})
 
-    def leave(self, how: str, last: Event | None, testimonies: Callable[[str], RankStatus]) -> None:
+    def leave(self, how: str, last: Event | None, status_in: ReportStatus) -> None:
         """Tell the others that this rank leaves; never waits."""
-        if self.inquiry is not None and self.is_reachable():
+        if self.agreement is not None and self.is_reachable():
             counts: Mapping[str, int] = {name: group.seq + group.has_ended for name, group in self.named.items()}
             told = None if last is None else spelled(last)
-            self.inquiry.leave(how, counts, told, {name: testimonies(name) for name in self.named})
+            self.agreement.leave(how, counts, told, {name: status_in(name) for name in self.named})
 
     def linger(self) -> None:
         """After the last comparison: rank 0 often serves the store, and its end may be near. Bounded."""
-        if self.inquiry is not None:
-            self.inquiry.say_done()
+        if self.agreement is not None:
+            self.agreement.say_done()
 
     def close(self) -> None:
         """Local and idempotent."""
         for group in self.named.values():
             if group.exchange is not None:
                 group.exchange.close()
-        if self.inquiry is not None:
-            self.inquiry.close()
+        if self.agreement is not None:
+            self.agreement.close()
 
 
 @contextmanager
-def _as_rank_missing(store: BoundedStore) -> Iterator[None]:
+def _as_rank_missing(roster: Roster) -> Iterator[None]:
     """What a group or a session needs of the store before anything can be compared."""
     try:
         yield
     except ConfigError:
         raise
     except STORE_ERRORS as error:
-        is_gone = isinstance(error, StoreGone) or store.is_gone()
-        missing = (store.host_rank,) if is_gone and store.host_rank is not None else ()
+        missing, dead, why = roster.known_alone(error)
         lines = ["the collective_guard cannot compare the collectives of this group:"]
-        lines += [f"  {ranks_text(missing)}: the process is gone"] if missing else []
-        lines.append("The store, which ranks compare through, does not answer.")
+        lines += [*roster.told_alone(missing, dead), f"The store, which ranks compare through, does not answer: {why}"]
         raise RankMissing("\n".join(lines), missing_ranks=missing) from error
 
 

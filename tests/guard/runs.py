@@ -260,7 +260,7 @@ def doubted(mode: str, utterances: int) -> tuple[list[str], int]:
                     kept.append(loss)
                 guard.step()
             verdicts = (
-                0 if guard._session is None or guard._session.inquiry is None else guard._session.inquiry._verdicts
+                0 if guard._session is None or guard._session.agreement is None else guard._session.agreement.verdicts
             )
         return said, verdicts
     finally:

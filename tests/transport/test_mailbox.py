@@ -19,7 +19,8 @@ import pytest
 from hypothesis import given, strategies as st
 from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]  # not in __all__
 
-from ddpstats._transport.mailbox import PROCESS_ID_BYTES, GroupVerdict, Mailbox, ProcessId, _parse
+from ddpstats._transport.mailbox import GroupVerdict, Mailbox, _parse
+from ddpstats._transport.roster import PROCESS_ID_BYTES, ProcessId
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 SLACK_SEC = 4.0  # for a machine that has other things to do
