@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from ddpstats._base.rank_names import ranks_text
-from ddpstats.guard._events import BY_TORCH, Event, same_labels
+from ddpstats.guard._events import BY_TORCH, MASK, Event, same_labels
 from ddpstats.guard._status import DOUBT, LEFT, MISMATCH, MISSING, NOTHING, GuardFinding, RankStatus
 from ddpstats.guard.labels._judge import Judgement, judge
 
 _SHOWN_GROUPS = 8
-_MASK = (1 << 64) - 1
 
 _BY_DIFFERENCE = {
     "the operation": "Make all ranks issue the same collectives in the same order.",
@@ -101,7 +100,7 @@ def first_difference(statuses: Sequence[RankStatus]) -> tuple[int | None, dict[i
             if judgement == "fault":
                 return seq, judged
             judged[seq] = judgement
-        if len(events) == len(statuses) and sum(t.balances.get(seq, 0) for t in statuses) & _MASK:
+        if len(events) == len(statuses) and sum(t.balances.get(seq, 0) for t in statuses) & MASK:
             return seq, judged
     return None, judged
 
@@ -183,11 +182,11 @@ def _table(parties: list[list[int]], events: Mapping[int, Event]) -> list[str]:
         event = events[ranks[0]]
         pieces = f", {event.pieces}" if event.pieces else ""
         lines.append(f"  {ranks_text(ranks)}: {event}{pieces}")
-        sites = dict.fromkeys(str(events[rank].site) for rank in ranks)
-        for site in list(sites)[:3]:
-            lines.append(f"      at {site}")
-            source = next(events[rank].source for rank in ranks if str(events[rank].site) == site)
-            lines += [f"         {source}"] if source else []
+        of_site: dict[str, Event] = {}
+        for rank in ranks:
+            of_site.setdefault(str(events[rank].site), events[rank])
+        for event in list(of_site.values())[:3]:
+            lines += event.site_lines()
     if len(parties) > _SHOWN_GROUPS:
         lines.append(f"  and {len(parties) - _SHOWN_GROUPS} more kinds of call")
     return lines

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-_MASK = (1 << 64) - 1
+MASK = (1 << 64) - 1
 _MAX_LEVELS = 64
 
 
@@ -83,7 +83,7 @@ def same_labels(words: Iterable[int]) -> bool:
 
 def roll(rolling: int, digest: int) -> int:
     """The rolling digest of a sequence, one event later. Depends on the order."""
-    return ((rolling ^ digest) * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) & _MASK
+    return ((rolling ^ digest) * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) & MASK
 
 
 @dataclass(frozen=True)
@@ -233,6 +233,15 @@ class Event:
         named = f" {self.label!r}" if self.label else ""
         peer = f" with rank {self.peer}, tag {self.tag}" if self.peer is not None else ""
         return f"{self.signature}{named}{peer}"
+
+    def in_full(self) -> str:
+        """With its place in the program, and in its group."""
+        number = f"number {self.seq} of group {self.group!r}, " if self.peer is None else ""
+        return f"{number}{self}, at {self.site}"
+
+    def site_lines(self) -> list[str]:
+        """Where it was called, for a message: the place, and the text there if that is known."""
+        return [f"      at {self.site}", *([f"         {self.source}"] if self.source else [])]
 
 
 def text_of(value: Any) -> str:

@@ -122,8 +122,7 @@ def unmatched(event: Event, rank: int, words: str, last: Event | None, peer: Ran
 
 
 def _told(rank: int, event: Event) -> list[str]:
-    source = [f"         {event.source}"] if event.source else []
-    return [f"  {ranks_text([rank])}: {event}", f"      at {event.site}", *source]
+    return [f"  {ranks_text([rank])}: {event}", *event.site_lines()]
 
 
 def _whereabouts(peer: RankStatus) -> str:

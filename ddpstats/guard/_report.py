@@ -75,7 +75,7 @@ def _status_of(rank: int, group: str, record: RankRecord | None) -> RankStatus:
         {event.seq: event.balance for event in events if event.balance},
         events[-1].seq if events else 0,
         None,
-        None if last is None else f"number {last.seq} of group {last.group!r}, {last}, at {last.site}",
+        None if last is None else last.in_full(),
         left if left is not None else "its record ends here (the process was killed, or hangs)",
     )
 

@@ -173,12 +173,12 @@ class Session:
         left += Tally.of({NOT_RECEIVED: group.unread})
         return left + Tally.of({self.unfinished or FROM_ANYBODY: group.received - group.received_well})
 
-    def leave(self, how: str, last: Event | None, status_in: ReportStatus) -> None:
+    def leave(self, how: str, last: Event | None, report_status: ReportStatus) -> None:
         """Tell the others that this rank leaves; never waits."""
         if self.agreement is not None and self.is_reachable():
             counts: Mapping[str, int] = {name: group.seq + group.has_ended for name, group in self.named.items()}
-            told = None if last is None else spelled(last)
-            self.agreement.leave(how, counts, told, {name: status_in(name) for name in self.named})
+            told = None if last is None else last.in_full()
+            self.agreement.leave(how, counts, told, {name: report_status(name) for name in self.named})
 
     def linger(self) -> None:
         """After the last comparison: rank 0 often serves the store, and its end may be near. Bounded."""
@@ -206,9 +206,3 @@ def _as_rank_missing(roster: Roster) -> Iterator[None]:
         lines = ["the collective_guard cannot compare the collectives of this group:"]
         lines += [*roster.told_alone(missing, dead), f"The store, which ranks compare through, does not answer: {why}"]
         raise RankMissing("\n".join(lines), missing_ranks=missing) from error
-
-
-def spelled(event: Event) -> str:
-    if event.peer is not None:
-        return f"{event}, at {event.site}"
-    return f"number {event.seq} of group {event.group!r}, {event}, at {event.site}"
