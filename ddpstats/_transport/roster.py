@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from ddpstats._base.rank_names import ranks_text
+from ddpstats._base.wording import first_line
 from ddpstats._transport import launcher
 from ddpstats._transport.store import BoundedStore, StoreGone, StoreSilent
 
@@ -140,7 +141,7 @@ class Roster:
             time.sleep(_POLL_SEC)
         if host is not None and (is_gone or host in dead):
             return (host,), (host,), "the process that served it is gone"
-        why = "nobody serves it any more" if is_gone else str(error).strip().split("\n", 1)[0]
+        why = "nobody serves it any more" if is_gone else first_line(error)
         if dead:
             return tuple(sorted(dead)), tuple(sorted(dead)), why
         silent = self.elsewhere().intersection(among) if is_silent else set()

@@ -34,6 +34,7 @@ import torch.distributed as dist
 from ddpstats._base import config
 from ddpstats._base.arguments import check_choice, check_count
 from ddpstats._base.compiled import breaks_graph
+from ddpstats._base.wording import first_line
 from ddpstats._observe import collectives
 from ddpstats.errors import CollectiveMismatch, ConfigError, DdpstatsError
 from ddpstats.guard import _ending
@@ -217,7 +218,7 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
             if error is None or isinstance(found, CollectiveMismatch):
                 raise
         except (RuntimeError, OSError) as reason:
-            session.unfinished = f"the store does not answer ({str(reason).strip().splitlines()[0][:200]})"
+            session.unfinished = f"the store does not answer ({first_line(reason)[:200]})"
 
     def verdict_at_end(self, error: BaseException | None) -> DdpstatsError | None:
         """`conclude` where the program has ended, by ``error`` or without: what was found, then or before."""
