@@ -13,8 +13,8 @@ What happens to a collective (`_watching`):
 What is left is compared (`conclude`) when the process group is destroyed, on leaving, and when the program of a guard
 that nobody wrote into it ends (`_ending`).
 
-`_session` keeps what belongs to one life of the process group, `_comparing` compares, `_waits` waits, `_verdicts` comes
-to verdicts.
+`_session` keeps what belongs to one life of the process group, `_comparing` compares, `_verdicts` waits and comes to
+verdicts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ import os
 import sys
 import threading
 from contextlib import ContextDecorator
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, get_args
@@ -40,6 +39,7 @@ from ddpstats.errors import CollectiveMismatch, ConfigError, DdpstatsError
 from ddpstats.guard import _ending
 from ddpstats.guard._comparing import Comparing
 from ddpstats.guard._ending import AFTER_ERROR_SEC
+from ddpstats.guard._session import Settings
 from ddpstats.guard._status import LEFT
 from ddpstats.guard._summary import RECORDED, TO_RUN, GuardCounters, Tally, last_line
 from ddpstats.guard._verdicts import Unfinished, is_broken
@@ -98,24 +98,16 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         check_count("check_every", check_every, 1)
         if mode == "record" and record_dir is None:
             raise ConfigError("mode='record' needs record_dir=, where the records are written")
-        self.mode, self._record_dir = mode, record_dir
-        self._timeout_sec = config.timeout_sec(timeout_sec)
-        self._watch = partial(
-            Watching,
-            mode,
-            warn=on_mismatch == "warn",
-            infer_labels=infer_labels,
-            check_every=check_every if mode == "step" else _NEVER,
-            timeout_sec=self._timeout_sec,
-            record_dir=record_dir,
-        )
+        self.mode, self._record_dir, self._timeout_sec = mode, record_dir, config.timeout_sec(timeout_sec)
+        every = check_every if mode == "step" else _NEVER
+        self._settings = Settings(mode, on_mismatch == "warn", infer_labels, every, self._timeout_sec, record_dir)
         self._seen_before = 0, Tally()  # it gave way to another guard
         self._yields = False  # to a guard of the program's own, and comes back after it
         self._outer: collective_guard | None = None
         self._reset()
 
     def _reset(self) -> None:
-        self._watching = self._watch()
+        self._watching = Watching(self._settings)
         self._found_late: DdpstatsError | None = None  # by the last comparison
 
     # -- entering and leaving -----------------------------------------------------------------------------------------
@@ -184,14 +176,17 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
             return
         self._watching.how_left = LEFT
         try:
-            comparing.post_ends()  # first: who sees that this rank has left looks for them
-            self._watching.leave(None)
-            comparing.finish()
-            comparing.session.linger()
+            self._compare_last(comparing, None)
         except DdpstatsError:
             raise
         except (RuntimeError, OSError) as error:  # the rank that serves the store has seen our last note, and is gone
             log.debug("the store went away during the last comparison: %s", error)
+
+    def _compare_last(self, comparing: Comparing, error: BaseException | None) -> None:
+        comparing.post_ends()  # first: who sees that this rank has left looks for them
+        self._watching.leave(error)
+        comparing.finish()
+        comparing.session.linger()
 
     def conclude(self, error: BaseException | None = None, timeout_sec: float | None = None) -> None:
         """The last comparison of this process group: the program destroys it, or has come to its own end.
@@ -207,10 +202,7 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         self._watching.how_left = how_left(error)
         try:
             with comparing.ending_within(self._timeout_sec if timeout_sec is None else timeout_sec):
-                comparing.post_ends()
-                self._watching.leave(error)
-                comparing.finish()
-            session.linger()
+                self._compare_last(comparing, error)
         except Unfinished as reason:
             session.unfinished = str(reason)
         except DdpstatsError as found:

@@ -13,7 +13,6 @@ from ddpstats.guard._p2p import Awaited, unmatched
 from ddpstats.guard._session import Group, Session
 from ddpstats.guard._status import GuardFinding
 from ddpstats.guard._verdicts import Silenced, Verdicts, is_broken
-from ddpstats.guard._waits import Waits
 
 _RECEIVERS_SEC = 1.0  # a receiver that takes from anybody never looks at a note
 
@@ -21,8 +20,8 @@ _RECEIVERS_SEC = 1.0  # a receiver that takes from anybody never looks at a note
 class MessageComparing:
     """Compares the messages of one session."""
 
-    def __init__(self, session: Session, verdicts: Verdicts, waits: Waits) -> None:
-        self._session, self._verdicts, self._waits = session, verdicts, waits
+    def __init__(self, session: Session, verdicts: Verdicts) -> None:
+        self._session, self._verdicts = session, verdicts
 
     def post(self, group: Group, event: Event) -> None:
         """Say what is about to be sent; never waits."""
@@ -33,7 +32,7 @@ class MessageComparing:
     def settle(self, group: Group, awaited: Awaited) -> None:
         """Compare a message with what its receiver expects, before it is taken."""
         assert group.messages is not None
-        deadline, alarm = self._waits.deadline(), _alarm_of(group, awaited.event)
+        deadline, alarm = self._verdicts.deadline(), _alarm_of(group, awaited.event)
 
         def watch() -> None:
             self._verdicts.poll_alarm()
@@ -55,7 +54,7 @@ class MessageComparing:
     def wait_for(self, work: Any, group: Group, event: Event) -> None:
         """Wait until a message was sent, or has come."""
         try:
-            collectives.wait_once(work, self._waits.timeout_sec)
+            collectives.wait_once(work, self._verdicts.timeout_sec)
             return
         except RuntimeError as error:
             if not is_broken(error):

@@ -1,4 +1,4 @@
-"""One life of the default process group, as the guard sees it: its connections and its groups.
+"""One life of the default process group, as the guard sees it: its connections and its groups. What lasts for longer.
 
 A program may destroy its process group and make a new one under the same names, with another store. Whatever ranks
 told each other belongs to one of these lives: a guard that outlives the first begins a new session with the second.
@@ -13,14 +13,18 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
 
 import torch.distributed as dist
 
+from ddpstats._base import config
 from ddpstats._observe.c10d_operators import GroupView
 from ddpstats._transport.comm import refuse_fake, world_store
 from ddpstats._transport.roster import Roster
 from ddpstats._transport.store import LIMIT_SEC, STORE_ERRORS
-from ddpstats.errors import ConfigError, RankMissing
+from ddpstats.errors import ConfigError, DdpstatsError, RankMissing
 from ddpstats.guard._events import Event
 from ddpstats.guard._exchange import Exchange
 from ddpstats.guard._failure_agreement import FailureAgreement, ReportStatus
@@ -33,6 +37,47 @@ _KEPT_DESTROYED = 64
 _sessions = 0  # of this process, so far: ranks that do alike count alike
 
 
+class Settings(NamedTuple):
+    """Of a guard, as `collective_guard` explains them. ``warn``: where a mismatch is not raised."""
+
+    mode: config.GuardMode
+    warn: bool
+    infer_labels: bool
+    check_every: int
+    timeout_sec: float
+    record_dir: str | Path | None
+
+    @property
+    def compares(self) -> bool:
+        return self.mode in ("strict", "step")
+
+
+@dataclass
+class Standing:
+    """How far a guard has come, over all its sessions."""
+
+    verdict: DdpstatsError | None = None
+    silent: bool = False  # a mismatch was warned of: nothing is compared any more
+    waits: dict[int, tuple[str, int]] = field(default_factory=dict)  # thread -> the (group, number) that it waits in
+    collectives: int = 0
+    steps: int = 0
+    past: Tally = field(default_factory=Tally)  # of sessions that are over
+
+    def waits_in(self, name: str) -> tuple[str, int] | None:
+        """Where some thread of this rank waits: in the group of that name, if one does there."""
+        waits = list(self.waits.values())
+        return next((place for place in waits if place[0] == name), waits[0] if waits else None)
+
+    @contextmanager
+    def waiting(self, group: Group, seq: int) -> Iterator[None]:
+        thread = threading.get_ident()
+        self.waits[thread] = group.name, seq
+        try:
+            yield
+        finally:
+            self.waits.pop(thread, None)
+
+
 class Group:
     """What the guard knows of one process group."""
 
@@ -42,14 +87,13 @@ class Group:
         self.words = f"{known_as} of {len(view.ranks)} ranks"
         self.lock = threading.RLock()  # one thread at a time compares
         self.seq = 0  # of the last collective begun
-        self.settled = 0  # strict: up to here all ranks agree
+        self.posted = 0  # the last note: of a collective in strict mode, else of what was done so far
+        self.settled = 0  # the last note that was compared
         self.rolling = 0  # digest of all that this rank did
         self.labels = 0  # digest of all its labels
         self.balance = 0
         self.agreed = 0  # the last number up to which all ranks are known to have done the same
-        self.checks = 0  # step: how many comparisons were posted
-        self.checked_at: dict[int, int] = {}  # comparison -> the number up to which it goes
-        self.checks_settled = 0
+        self.checked_at: dict[int, int] = {}  # step: note -> the number up to which it goes
         self.has_ended = False  # strict: its end was posted, as if it were a collective
         self.sent = self.received = self.received_well = 0  # messages
         self.unread = 0  # of those sent: not compared by their receivers when the program ended
@@ -64,13 +108,13 @@ class Session:
 
     def __init__(
         self,
-        compares: bool,
+        settings: Settings,
         report_status: ReportStatus,
         position: Callable[[], str],
         heard: Callable[[GuardFinding], None],
-        timeout_sec: float,
     ) -> None:
         global _sessions
+        compares = settings.compares
         if compares:
             refuse_fake(dist.group.WORLD)
         _sessions += 1
@@ -78,7 +122,7 @@ class Session:
         self._number, self._compares = _sessions, compares
         self._world = weakref.ref(dist.group.WORLD) if dist.group.WORLD is not None else lambda: None
         self.rank = dist.get_rank()
-        limit_sec = min(LIMIT_SEC, timeout_sec)
+        limit_sec = min(LIMIT_SEC, settings.timeout_sec)
         self._store = world_store(prefix, "guard", limit_sec)
         self._roster = Roster(self._store, self.rank, range(dist.get_world_size()))
         token = secrets.token_hex(8)

@@ -41,17 +41,7 @@ class RankStatus:
         return self.events[index] if 0 <= index < len(self.events) else None
 
     def pack(self) -> str:
-        return json.dumps(
-            {
-                "events": events_as_dicts(self.events),
-                "balances": {str(seq): balance for seq, balance in self.balances.items()},
-                "count": self.count,
-                "waits_in": self.waits_in,
-                "last": self.last,
-                "left": self.left,
-                "stack": self.stack,
-            }
-        )
+        return json.dumps({**vars(self), "events": events_as_dicts(self.events)})
 
     @classmethod
     def unpack(cls, payload: bytes, rank: int) -> RankStatus:
@@ -92,18 +82,7 @@ class GuardFinding:
     doubts: tuple[int, ...] = ()
 
     def pack(self) -> str:
-        return json.dumps(
-            {
-                "kind": self.kind,
-                "message": self.message,
-                "group": self.group,
-                "seq": self.seq,
-                "missing": self.missing,
-                "culprits": self.culprits,
-                "doubts": self.doubts,
-                "by_rank": {str(rank): event.as_dict() for rank, event in self.by_rank.items()},
-            }
-        )
+        return json.dumps({**vars(self), "by_rank": {rank: event.as_dict() for rank, event in self.by_rank.items()}})
 
     @classmethod
     def unpack(cls, payload: bytes) -> GuardFinding:

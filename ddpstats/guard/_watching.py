@@ -7,13 +7,11 @@ import threading
 import time
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from ddpstats._base import config
 from ddpstats._observe.c10d_operators import Collective, GroupView
 from ddpstats._observe.user_frames import called_by_c10d, calling_frame, main_stack, site_of
 from ddpstats.guard._buckets import with_parameters
@@ -23,10 +21,9 @@ from ddpstats.guard._events import BY_TORCH, Event, Ring, label_word
 from ddpstats.guard._failure_agreement import MESSAGES
 from ddpstats.guard._p2p import Awaited
 from ddpstats.guard._records import RecordWriter
-from ddpstats.guard._session import Group, Session
+from ddpstats.guard._session import Group, Session, Settings, Standing
 from ddpstats.guard._status import DOUBT, LEFT, GuardFinding, RankStatus
 from ddpstats.guard._summary import Tally
-from ddpstats.guard._verdicts import Standing
 from ddpstats.guard.labels import current_label
 from ddpstats.guard.labels._evidence import evidence_of
 from ddpstats.guard.labels._infer import Chain, Inferred, infer
@@ -72,24 +69,12 @@ class _Work(NamedTuple):
 class Watching:
     """The collectives of this process, from when a guard is entered until it is left. Subscriber of `collectives`.
 
-    ``comparing`` is None where there is nothing to compare, or nobody to compare with. Settings: as of
-    `collective_guard`.
+    ``comparing`` is None where there is nothing to compare, or nobody to compare with.
     """
 
-    def __init__(
-        self,
-        mode: config.GuardMode,
-        *,
-        warn: bool,
-        infer_labels: bool,
-        check_every: int,
-        timeout_sec: float,
-        record_dir: str | Path | None,
-    ) -> None:
-        self._mode, self._warn, self._infer = mode, warn, infer_labels
-        self._check_every, self._timeout_sec, self._record_dir = check_every, timeout_sec, record_dir
-        self._compares = mode in ("strict", "step")
-        self._timeout_ms = int(timeout_sec * 1000)
+    def __init__(self, settings: Settings) -> None:
+        self._settings, self._mode = settings, settings.mode
+        self._timeout_ms = int(settings.timeout_sec * 1000)
         self._lock = threading.RLock()
         self.ring = Ring(RING_EVENTS)
         self.standing = Standing()
@@ -108,19 +93,14 @@ class Watching:
             self.ring = Ring(RING_EVENTS)  # numbers begin anew
             self.how_left = None
             self.standing.past += self.session.tally()
-        session = Session(self._compares, self._report_status, self._position, self._heard, self._timeout_sec)
+        session = Session(self._settings, self._report_status, self._position, self._heard)
         self.session = session
-        if self._record_dir is not None and self._writer is None:
-            self._writer = RecordWriter(self._record_dir, session.rank, dist.get_world_size(), session.run)
+        record_dir = self._settings.record_dir
+        if record_dir is not None and self._writer is None:
+            self._writer = RecordWriter(record_dir, session.rank, dist.get_world_size(), session.run)
         self.comparing = None
         if session.agreement is not None:
-            self.comparing = Comparing(
-                session,
-                self.standing,
-                strict=self._mode == "strict",
-                warn=self._warn,
-                timeout_sec=self._timeout_sec,
-            )
+            self.comparing = Comparing(session, self.standing, self._settings)
         return session
 
     # -- subscriber of `collectives` -----------------------------------------------------------------------------------
@@ -129,7 +109,7 @@ class Watching:
         """Describe, record, and where possible compare, before anything moves."""
         if self.standing.verdict is not None:
             raise self.standing.verdict.with_traceback(None)
-        if self._compares and not self.standing.silent and not call.blocking:
+        if self._settings.compares and not self.standing.silent and not call.blocking:
             call.timeout_ms = self._timeout_ms
         self._take_in(call)
 
@@ -152,7 +132,7 @@ class Watching:
             if call.blocking:
                 self.comparing.settle(group, event.seq)
         else:
-            self.comparing.take_in(group, event, self._check_every)
+            self.comparing.take_in(group, event, self._settings.check_every)
 
     def _begin_message(self, event: Event, group: Group) -> Awaited | None:
         """What is to be compared when the program waits for the message, if anything."""
@@ -176,7 +156,7 @@ class Watching:
             return
         seen: _Seen = call.subscriber_state
         if call.blocking:
-            self.comparing.waits.wait_for(work, seen.group, seen.event)
+            self.comparing.verdicts.wait_for(work, seen.group, seen.event)
             return
         with self._lock:
             # What is done and was not waited for may never be (DDP, functional collectives wait in C++), and keeps its
@@ -212,7 +192,7 @@ class Watching:
         if self._mode == "strict":
             comparing.settle(group, event.seq)
         if not self.standing.silent:
-            comparing.waits.wait_for(work, group, event)
+            comparing.verdicts.wait_for(work, group, event)
         return False
 
     # -- describing ---------------------------------------------------------------------------------------------------
@@ -223,7 +203,7 @@ class Watching:
         name, inferred = current_label(), None
         if name is None and by_torch:
             name = BY_TORCH
-        elif name is None and self._infer and is_api and frame is not None:
+        elif name is None and self._settings.infer_labels and is_api and frame is not None:
             inferred = _inferred(call, frame)
             name = None if inferred is None else inferred.path
         if not call.is_p2p:
