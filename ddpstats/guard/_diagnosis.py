@@ -5,10 +5,10 @@ Pure: the same statuses give the same text on every rank, online and from record
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ddpstats._base.rank_names import ranks_text
-from ddpstats.guard._events import BY_TORCH, MASK, Event, same_labels
+from ddpstats.guard._events import BY_TORCH, MASK, Event, Signature, same_labels
 from ddpstats.guard._status import DOUBT, LEFT, MISMATCH, MISSING, NOTHING, GuardFinding, RankStatus
 from ddpstats.guard.labels._judge import Judgement, judge
 
@@ -30,6 +30,16 @@ _BY_DIFFERENCE = {
     ),
     "the pieces": "Make what each rank sends to another what that one expects: split sizes, shapes and dtypes.",
 }
+_PARTS: tuple[tuple[str, Callable[[Signature], object]], ...] = (
+    ("the operation", lambda signature: signature.op),
+    ("the reduce op", lambda signature: signature.reduce_op),
+    ("the root", lambda signature: signature.root),
+    ("the number of tensors", lambda signature: len(signature.shapes)),
+    ("the dtype", lambda signature: signature.dtypes),
+    ("the number of dimensions", lambda signature: tuple(map(len, signature.shapes))),
+    ("the shape", lambda signature: signature.shapes),
+    ("the memory format: elements of equal shape lie in different order", lambda signature: signature.strides),
+)
 _BY_HAND = (
     "ddpstats.label() gave these names: give the same one on all ranks where they reduce the same thing. Where they do "
     "not, make all ranks go through the same keys in the same order, or use ddpstats.reduce_stats, which aligns them."
@@ -202,23 +212,9 @@ def _last_agreed(by_rank: Mapping[int, RankStatus], seq: int) -> str:
 
 def what_differs(events: Sequence[Event]) -> str:
     """The first of operation, reduce op, root, dtype, shape and label in which the events differ."""
-    first = events[0].signature
-    signatures = [event.signature for event in events]
-    if any(signature.op != first.op for signature in signatures):
-        return "the operation"
-    if any(signature.reduce_op != first.reduce_op for signature in signatures):
-        return "the reduce op"
-    if any(signature.root != first.root for signature in signatures):
-        return "the root"
-    if any(len(signature.shapes) != len(first.shapes) for signature in signatures):
-        return "the number of tensors"
-    if any(signature.dtypes != first.dtypes for signature in signatures):
-        return "the dtype"
-    if any(signature.shapes != first.shapes for signature in signatures):
-        dims = {tuple(map(len, signature.shapes)) for signature in signatures}
-        return "the number of dimensions" if len(dims) > 1 else "the shape"
-    if any(signature.strides != first.strides for signature in signatures):
-        return "the memory format: elements of equal shape lie in different order"
+    for what, part in _PARTS:
+        if len({part(event.signature) for event in events}) > 1:
+            return what
     if not same_labels(event.word for event in events):
         return "the label: operation, shape and dtype are equal, but they are about different things"
     return "the pieces that ranks send to each other: what one rank sends is not what the other expects"

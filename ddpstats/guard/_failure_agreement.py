@@ -98,15 +98,10 @@ class FailureAgreement:
         self.roster, self.rank, self.store = roster, roster.rank, roster.store
         self.verdicts = 0  # so far
         self._report_status, self._told_by, self._heard = report_status, told_by, heard
-        self._lost = False  # the store does not answer any more
+        self.is_lost = False  # the store does not answer any more
         roster.join()
         self._watchdog = _Watchdog(self, watchdog_store, position, is_reachable)
         self._watchdog.start()
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether the store does not answer any more, as far as this rank knows."""
-        return self._lost
 
     # -- alarms -------------------------------------------------------------------------------------------------------
 
@@ -119,12 +114,12 @@ class FailureAgreement:
         try:
             with store.within(GLANCE_SEC):
                 alarm = store.find(f"alarm/{self.verdicts}")
-            self._lost = False
+            self.is_lost = False
             return None if alarm is None else Alarm.unpack(alarm)
         except ValueError:  # not one of ours
             return None
         except STORE_ERRORS:
-            self._lost = True
+            self.is_lost = True
             return None
 
     def glancing(self) -> AbstractContextManager[None]:
@@ -133,7 +128,7 @@ class FailureAgreement:
 
     def asking(self) -> AbstractContextManager[None]:
         """Around the last questions before this rank concludes alone."""
-        return self.store.within(GLANCE_SEC if self._lost else _ASKING_SEC)
+        return self.store.within(GLANCE_SEC if self.is_lost else _ASKING_SEC)
 
     def raise_alarm(self, alarm: Alarm) -> GuardFinding:
         """Raise the alarm, unless one is on already; the verdict on the one that is on."""
@@ -149,7 +144,7 @@ class FailureAgreement:
 
     def without_store(self, alarm: Alarm, error: BaseException) -> GuardFinding:
         """What this rank knows alone, in words that others who know the same would choose as well."""
-        self._lost = True
+        self.is_lost = True
         missing, dead, why = self.roster.known_alone(error, alarm.ranks)
         what = "a message" if alarm.is_message else f"collective number {alarm.seq}"
         lines = [f"{what} of {alarm.words} was not completed:", *self.roster.told_alone(missing, dead)]
@@ -240,7 +235,7 @@ class FailureAgreement:
 
     def leave(self, how: str, counts: Mapping[str, int], last: str | None, statuses: Mapping[str, RankStatus]) -> None:
         """Tell the others that this rank has left the guard, and what it did; local, never waits."""
-        if self._lost:
+        if self.is_lost:
             return
         try:
             for group, status in statuses.items():
@@ -249,7 +244,7 @@ class FailureAgreement:
             self.store.set(f"left/{self.rank}", told)
             self.store.set("left", "1")
         except STORE_ERRORS:
-            self._lost = True
+            self.is_lost = True
 
     def say_done(self) -> None:
         """This rank needs the store no more; rank 0 waits a moment until all have said so."""
@@ -260,7 +255,7 @@ class FailureAgreement:
 
     def someone_left(self) -> bool:
         """Whether any rank has left; one question to the store."""
-        return not self._lost and bool(self.store.check(["left"]))
+        return not self.is_lost and bool(self.store.check(["left"]))
 
     def has_left(self, rank: int) -> dict[str, Any] | None:
         """How a rank left, or None."""

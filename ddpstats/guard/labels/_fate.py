@@ -175,10 +175,9 @@ def _carries_at(statement: ast.AST, node: ast.expr, turn: Turn, carriers: set[st
     """Whether the result is part of an expression there: of what stands before the call, only the tensor itself is."""
     if not _is_after(turn.call, statement):
         return _carries(node, turn, carriers)
-    if isinstance(node, (ast.Tuple, ast.List)):
-        return any(_carries_at(statement, part, turn, carriers) for part in node.elts)
-    if isinstance(node, ast.Dict):
-        return any(_carries_at(statement, part, turn, carriers) for part in node.values)
+    if isinstance(node, (ast.Tuple, ast.List, ast.Dict)):
+        parts = node.values if isinstance(node, ast.Dict) else node.elts
+        return any(_carries_at(statement, part, turn, carriers) for part in parts)
     return isinstance(node, ast.Name) and node.id in carriers
 
 
