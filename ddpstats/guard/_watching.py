@@ -109,7 +109,7 @@ class Watching:
         """Describe, record, and where possible compare, before anything moves."""
         if self.standing.verdict is not None:
             raise self.standing.verdict.with_traceback(None)
-        if self._settings.compares and not self.standing.silent and not call.blocking:
+        if not call.blocking and self._settings.compares and not self.standing.silent:
             call.timeout_ms = self._timeout_ms
         self._take_in(call)
 
