@@ -115,8 +115,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: after ``--help`` and ``--version`` (0), and for arguments that make no sense (2), as argparse does.
     """
-    if "ddpstats.guard._autostart" in sys.modules:  # DDPSTATS_GUARD is for programs
-        sys.modules["ddpstats.guard._autostart"].cancel()
+    if "ddpstats.guard._ending" in sys.modules:  # DDPSTATS_GUARD is for programs
+        sys.modules["ddpstats.guard._ending"].cancel()
     given = _given(argv)
     module = cast(_VerbModule, importlib.import_module(_VERBS[given.verb].module))
     args = _verb_parser(given.verb, module).parse_args(given.arguments)

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from ddpstats.guard._events import read_records
+from ddpstats.guard._records import read_records
 from ddpstats.guard._report import diagnose
 from ddpstats.testing import RankPool, RankTimedOut
 from tests.guard import scenarios

@@ -1,8 +1,7 @@
-"""One channel per process group: our own gloo group beside it, and the order in which calls use it.
+"""One channel per process group: our own gloo group beside it, which all reductions on the group use in turn.
 
-All reductions on a group, of all its reducers, run in call order. A call with nothing pending runs on the caller's own
-thread; `submit` hands a call to the channel's one worker, and calls that follow queue behind it. A failed collective
-closes the channel: every later call raises the verdict on it.
+All reducers of a group share its channel, and their calls run in call order (`call_order`). A failed collective closes
+the channel: every later call raises the verdict on it.
 """
 
 from __future__ import annotations
@@ -12,16 +11,14 @@ import struct
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 
 from ddpstats._agreement.agreement import Agreement
+from ddpstats._agreement.call_order import CallOrder, Reentered, T, Work
 from ddpstats._agreement.codec import PROTOCOL_VERSION
-from ddpstats._base.compiled import refuse_without_values
 from ddpstats._base.rank_names import ranks_text
 from ddpstats._base.version import __version__
 from ddpstats._transport.comm import (
@@ -38,11 +35,9 @@ from ddpstats._transport.comm import (
     resolve_group,
     slice_sec,
 )
-from ddpstats._transport.mailbox import PROCESS_ID_BYTES, GroupVerdict, Mailbox, ProcessId
-from ddpstats.errors import ConfigError, DdpstatsError, ProtocolMismatch, RankMissing
-
-T = TypeVar("T")
-Work = Callable[[Agreement], T]
+from ddpstats._transport.mailbox import GroupVerdict, Mailbox
+from ddpstats._transport.roster import PROCESS_ID_BYTES, ProcessId
+from ddpstats.errors import DdpstatsError, ProtocolMismatch, RankMissing
 
 # The one message whose size may never change: versions with other buffers must be able to read it.
 _HELLO = struct.Struct(f"<8sH32s{PROCESS_ID_BYTES}s")
@@ -54,7 +49,7 @@ Connect = Callable[[float, Watch], Comm]
 """Makes the connection to the other ranks, within so many seconds; raises `CommFailed`, and what its watch raises."""
 
 
-class Channel:
+class Channel(CallOrder):
     """The reductions of one group. Made by `channel_of`."""
 
     def __init__(
@@ -66,7 +61,7 @@ class Channel:
         store: Any = None,
         all_started: bool = False,
     ) -> None:
-        self.group_name = group_name
+        super().__init__(group_name)
         self._ranks, self._rank = {int(member): member for member in ranks}, rank
         self._connect = connect
         # Alone there is nobody to meet, and nobody to miss.
@@ -79,12 +74,6 @@ class Channel:
         self._agreement: Agreement | None = None
         self._error: RankMissing | None = None
         self.has_abandoned = False  # by this rank
-        self._turn = threading.RLock()  # re-entrant: a finalizer may run, and `release`, while this thread holds it
-        self._state = threading.Condition(self._turn)
-        self._busy, self._performer = False, 0  # and in which thread
-        self._queue: deque[_Job[Any]] = deque()
-        self._worker: threading.Thread | None = None
-        self._users = 0
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -95,68 +84,6 @@ class Channel:
     def rank(self) -> int:
         """This process's global rank."""
         return self._rank
-
-    # -- order --------------------------------------------------------------------------------------------------------
-
-    def run(self, work: Work[T], timeout_sec: float) -> T:
-        """Run ``work`` in turn; on this thread if nothing is pending."""
-        self.refuse_inside()
-        self._refuse_without_values()
-        idle = False
-        try:
-            with self._turn:
-                if not self._busy and not self._queue:
-                    self._busy = idle = True
-                    self._performer = threading.get_ident()
-            if idle:
-                return self._perform(work, timeout_sec)
-        finally:
-            if idle:
-                with self._turn:
-                    self._busy, self._performer = False, 0
-                    if self._worker is not None:
-                        self._state.notify_all()
-        return self.submit(work, timeout_sec).result()
-
-    def refuse_inside(self) -> None:
-        """Raises where this thread is in the middle of a reduction on this group: what it waits for cannot come."""
-        if self._performer == threading.get_ident():
-            raise Reentered(
-                f"a reduction on {self.group_name} was asked for in the middle of another one, on the same thread: by "
-                "the handler of a signal, or by what runs when an object is collected. It cannot wait for the one that "
-                "it interrupts. Set a flag there, and reduce at the next step of the program."
-            )
-
-    def _refuse_without_values(self) -> None:
-        refuse_without_values(f"a reduction on {self.group_name}")
-
-    def submit(self, work: Work[T], timeout_sec: float) -> Future[T]:
-        """Run ``work`` in turn on the worker thread; at once returns a future."""
-        self._refuse_without_values()
-        job = _Job(work, timeout_sec)
-        with self._state:
-            self._queue.append(job)
-            if self._worker is None:
-                self._worker = threading.Thread(target=self._serve, name="ddpstats", daemon=True)
-                self._worker.start()
-            self._state.notify_all()
-        return job.future
-
-    def _serve(self) -> None:
-        while True:
-            with self._state:
-                # A thread that waits for work waits for the program, not for a peer: the one wait without a limit.
-                self._state.wait_for(lambda: not self._busy if self._queue else self._users == 0)
-                if not self._queue:  # and nobody who may submit is left
-                    self._worker = None
-                    return
-                job = self._queue.popleft()
-                self._busy, self._performer = True, threading.get_ident()
-            job.run(self._perform)
-            del job
-            with self._state:
-                self._busy, self._performer = False, 0
-                self._state.notify_all()
 
     # -- one call -----------------------------------------------------------------------------------------------------
 
@@ -261,16 +188,9 @@ class Channel:
         return "\n".join(lines)
 
     def _verdict_without_store(self, missing: tuple[int, ...], dead: tuple[int, ...]) -> str:
-        silent = [rank for rank in missing if rank not in dead]
+        assert self._mailbox is not None
         lines = [f"a reduction on {self.group_name} was not completed:"]
-        if dead:
-            lines.append(f"  {self._named(dead)}: the process is gone")
-        if silent and self._mailbox is not None and self._mailbox.are_elsewhere(silent):
-            lines.append(f"  this host is cut off: the store does not answer; {self._named(silent)} of other hosts")
-        elif silent:
-            lines.append(f"  {self._named(silent)}: serves the store, which does not answer")
-        if not missing:
-            lines.append("  who is missing cannot be told")
+        lines += self._mailbox.roster.told_alone(missing, dead, self._named)
         lines.append("Look at their output and at the network first. Reductions on this group are closed.")
         return "\n".join(lines)
 
@@ -285,7 +205,7 @@ class Channel:
             self._comm = self._connect(max(deadline - time.monotonic(), slice_sec(timeout_sec)), self._look_for_dead)
             self._comm.watch = self._watch
         if self._mailbox is not None:
-            self._mailbox.peers = self._shake_hands(self._comm, timeout_sec)
+            self._mailbox.roster.peers = self._shake_hands(self._comm, timeout_sec)
         self._agreement = Agreement(self._comm, self.group_name)
         return self._agreement
 
@@ -318,56 +238,10 @@ class Channel:
         del peers[int(comm.rank)]
         return peers
 
-    # -- users --------------------------------------------------------------------------------------------------------
-
     def close(self) -> None:
         """Leave the group. Local; calls that follow fail."""
         if self._comm is not None:
             self._comm.close()
-
-    def acquire(self) -> None:
-        """Another user that may `submit`."""
-        with self._state:
-            self._users += 1
-
-    def release(self, *, wait: bool) -> None:
-        """With the last user that may `submit` the worker ends, once it has done what is pending; ``wait`` for that."""
-        with self._state:
-            self._users -= 1
-            worker = self._worker if self._users == 0 else None
-            self._state.notify_all()
-        if wait and worker is not None and worker is not threading.current_thread():
-            worker.join()
-
-    def end_worker(self, timeout_sec: float) -> bool:
-        """Let the worker end after what is pending, whoever may still want to `submit`; whether it did in time."""
-        with self._state:
-            self._users = 0
-            worker = self._worker
-            self._state.notify_all()
-        if worker is not None:
-            worker.join(timeout_sec)
-        return not self.worker_is_alive()
-
-    def worker_is_alive(self) -> bool:
-        worker = self._worker
-        return worker is not None and worker.is_alive()
-
-
-class Reentered(ConfigError):
-    """Of this rank alone, and raised before anything is sent."""
-
-
-class _Job(Generic[T]):
-    def __init__(self, work: Work[T], timeout_sec: float) -> None:
-        self.future: Future[T] = Future()
-        self._work, self._timeout_sec = work, timeout_sec
-
-    def run(self, perform: Callable[[Work[T], float], T]) -> None:
-        try:
-            self.future.set_result(perform(self._work, self._timeout_sec))
-        except BaseException as error:
-            self.future.set_exception(error)
 
 
 # -- which channel ----------------------------------------------------------------------------------------------------

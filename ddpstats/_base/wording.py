@@ -1,4 +1,4 @@
-"""Words that messages share: numbers of things, lists cut short, names of dtypes."""
+"""Words that messages share: numbers of things, lists cut short, errors in one line, names of dtypes."""
 
 from __future__ import annotations
 
@@ -21,6 +21,11 @@ def listed(things: Iterable[object], most: int, rest: str = " and {} more") -> s
     names = [str(one) for one in things]
     left = len(names) - most
     return ", ".join(names[:most]) + (rest.format(left) if left > 0 else "")
+
+
+def first_line(error: BaseException) -> str:
+    """Of its text; its class where there is none."""
+    return str(error).strip().split("\n", 1)[0] or type(error).__name__
 
 
 @functools.lru_cache(maxsize=128)

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from ddpstats._base.rank_names import members
+from ddpstats._base.wording import first_line
 from ddpstats._transport.gloo_group import OWN_GROUP, default_store, gloo_backend, group_around, init_method, store_of
 from ddpstats._transport.store import STORE_ERRORS, BoundedStore
 from ddpstats.errors import ConfigError
@@ -151,7 +152,7 @@ class GlooComm:
                 self.watch()
                 wait_in_slices(lambda sec: _done_within(work, sec), timeout_sec, self.watch)
         except RuntimeError as error:
-            raise CommFailed(_first_line(error)) from None
+            raise CommFailed(first_line(error)) from None
         except BaseException:  # nobody waits any more, by `watch` or by an interrupt, while the operation goes on
             _abandoned.append((arguments, work, self._group))  # the memory it may still write to
             raise
@@ -169,7 +170,7 @@ def _connected_group(store: BoundedStore, rank: int, size: int, timeout_sec: flo
         met, backend = store.use(connect, timeout_sec, watch)
     except STORE_ERRORS as error:
         store.renew()  # the connection belongs to what was given up, and there is something to be told
-        raise CommFailed(_first_line(error)) from None
+        raise CommFailed(first_line(error)) from None
     except CommFailed:
         store.renew()
         raise
@@ -329,7 +330,7 @@ def _as_config_error(group_words: str) -> Iterator[None]:
     except (AttributeError, NotImplementedError, TypeError, RuntimeError) as error:
         if isinstance(error, dist.DistError) or (type(error) is RuntimeError and not _UNABLE.search(str(error))):
             raise
-        said = "a method is missing" if _MISSING.search(str(error)) else _first_line(error)
+        said = "a method is missing" if _MISSING.search(str(error)) else first_line(error)
         raise ConfigError(
             f"the store of {group_words} cannot do what ddpstats needs (set, get, check, add, compare_set): "
             f"{said}. Ranks need a store of theirs, such as the TCPStore that init_process_group makes."
@@ -371,7 +372,3 @@ def _as_tensor(buffer: bytearray) -> torch.Tensor:
     if not buffer:  # `frombuffer` refuses it; a collective of nothing still is one
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.frombuffer(buffer, dtype=torch.uint8)
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n", 1)[0] or type(error).__name__

@@ -6,30 +6,25 @@
 3. `decide_verdict`: a rank whose collective failed watches who else waits. Who does not is missing. The first rank to
    reach a conclusion writes the verdict; all others, and a late one at its next call, raise that text.
 
-The store is a helper here, never a dependency. Where it is gone or silent, each rank says what it knows alone, in words
-that others who know the same would choose as well: who served the store, if nobody does any more; else whose process
-on this host is gone; else which ranks are on other hosts, for it is then this one that is cut off. `board` keeps what
-the first rank of a host concluded for its other ranks. Where nobody can be named, `GroupVerdict.missing` is empty.
+The store is a helper here, never a dependency. Where it is gone or silent, each rank says what it knows alone
+(`roster`), in words that others who know the same would choose as well. `board` keeps what the first rank of a host
+concluded for its other ranks. Where nobody can be named, `GroupVerdict.missing` is empty.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import secrets
-import struct
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from ddpstats._transport import launcher
 from ddpstats._transport.board import Board
-from ddpstats._transport.store import STORE_ERRORS, BoundedStore, StoreGone, StoreSilent, bounded
+from ddpstats._transport.roster import ProcessId, Roster
+from ddpstats._transport.store import STORE_ERRORS, bounded
 from ddpstats.errors import ConfigError
 
-_DYING_SEC = 1.0
 _POLL_SEC = 0.05
 _LOOK_SEC = 0.5  # between two looks for ranks that died before they came
 _LOOKED_AT = 64  # ranks at a time, of those that have come
@@ -42,36 +37,6 @@ Describe = Callable[[tuple[int, ...], tuple[int, ...]], str]
 
 
 @dataclass(frozen=True)
-class ProcessId:
-    """A process, recognisable by other processes of the same machine and pid namespace."""
-
-    machine: bytes
-    pid: int
-    started: int
-
-    @classmethod
-    def mine(cls) -> ProcessId:
-        return cls(_machine(), os.getpid(), _start_time(os.getpid()) or 0)
-
-    def pack(self) -> bytes:
-        return _PROCESS_ID.pack(self.machine, self.pid, self.started)
-
-    @classmethod
-    def unpack(cls, payload: bytes) -> ProcessId:
-        return cls(*_PROCESS_ID.unpack(payload))
-
-    def is_dead(self) -> bool:
-        """True only where this host can know: same machine, and the process is gone or a zombie."""
-        if self.started == 0 or self.machine != _machine():
-            return False
-        return _start_time(self.pid) != self.started
-
-
-_PROCESS_ID = struct.Struct("<16sqq")
-PROCESS_ID_BYTES = _PROCESS_ID.size
-
-
-@dataclass(frozen=True)
 class GroupVerdict:
     """What all ranks raise. ``missing``: global ranks; empty where nobody can be named."""
 
@@ -79,49 +44,48 @@ class GroupVerdict:
     message: str
 
 
-@dataclass
 class Mailbox:
     """This rank's access to the group's store, a `BoundedStore` or one that needs no limit.
 
-    ``peers``: the processes of the other ranks, as far as they are known. ``describe_lost`` makes the text of a verdict
-    without the store, from the same as any other; it may say nothing that other ranks would say otherwise.
-    ``all_started``: every rank is known to have been there at some time.
+    ``peers`` and ``all_started``: as of a `Roster`. ``describe_lost`` makes the text of a verdict without the store,
+    from the same as any other; it may say nothing that other ranks would say otherwise.
     """
 
-    store: Any
-    rank: int
-    ranks: tuple[int, ...]
-    peers: dict[int, ProcessId] = field(default_factory=dict)
-    describe_lost: Describe | None = None
-    all_started: bool = False
-
-    def __post_init__(self) -> None:
-        # Keys are spelled from these: plain numbers, not ranks that print their group rank as well.
-        self.rank, self.ranks = int(self.rank), tuple(map(int, self.ranks))
-        self.store: BoundedStore = bounded(self.store)
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        ranks: Iterable[int],
+        peers: Mapping[int, ProcessId] | None = None,
+        describe_lost: Describe | None = None,
+        all_started: bool = False,
+    ) -> None:
+        self.store = bounded(store)
+        self.roster = Roster(self.store, rank, ranks, peers, all_started)
+        self.rank, self.ranks = self.roster.rank, self.roster.ranks
+        self._describe_lost = describe_lost
         self._board: Board | None = None
         self._looked, self._absent = time.monotonic(), set[int]()
 
     def meet(self, timeout_sec: float, slice_sec: float, describe: Describe) -> GroupVerdict | None:
         """Say that this rank is there and wait for all others; a verdict if some did not come in time, or cannot."""
         deadline = time.monotonic() + timeout_sec
-        everyone = [f"here/{rank}" for rank in self.ranks]
         try:
             with self.store.within(timeout_sec + slice_sec):
-                self.store.set(f"here/{self.rank}", ProcessId.mine().pack())
+                self.roster.join()
                 for poll_sec in _growing_polls(min(slice_sec, _LOOK_SEC)):
-                    if self.store.check(everyone):
+                    if self.roster.are_here(self.ranks):
                         break
                     time.sleep(poll_sec)
                     written = self.read() or self._without_the_dead(describe)
                     if written is not None:
                         return written
                     if time.monotonic() >= deadline:
-                        missing = [rank for rank in self.ranks if not self.store.check([f"here/{rank}"])]
+                        missing = [rank for rank in self.ranks if not self.roster.are_here([rank])]
                         return self._write(missing, [], describe) if missing else None
-                self._learn(self.ranks)
-                token = self.store.compare_set("board", "", secrets.token_hex(16)).decode(errors="replace")
-                self._board = Board(token, self._others_here()) if token.isalnum() else None
+                self.roster.learn(self.ranks)
+                token = self.store.post("board", secrets.token_hex(16)).decode(errors="replace")
+                self._board = Board(token, self.roster.others_here()) if token.isalnum() else None
                 return self.read()
         except STORE_ERRORS as error:
             return self._without_store(error, describe)
@@ -137,7 +101,7 @@ class Mailbox:
 
     def dead_peers(self) -> set[int]:
         """Peers of this host whose process is gone; told to the other hosts through the store."""
-        dead = self._gone()
+        dead = self.roster.dead()
         try:
             with self.store.within(_GLANCE_SEC):
                 for rank in dead:
@@ -183,7 +147,7 @@ class Mailbox:
         mine = _spell(GroupVerdict((self.rank,), message))
         try:
             with self.store.within(_LEAVE_SEC):
-                first = _parse(self.store.compare_set("announced", "", mine))
+                first = _parse(self.store.post("announced", mine))
                 self._write(list(first.missing), [], lambda missing, dead: first.message)
         except STORE_ERRORS:
             return GroupVerdict((self.rank,), message)
@@ -193,19 +157,19 @@ class Mailbox:
         """What the first rank said that took no further part; never waits for it, and no error without the store."""
         try:
             with self.store.within(_GLANCE_SEC):
-                return _parse(self.store.get("announced")) if self.store.check(["announced"]) else None
+                announced = self.store.find("announced")
+                return None if announced is None else _parse(announced)
         except STORE_ERRORS:
             return None
 
     def read(self) -> GroupVerdict | None:
         """The verdict, if some rank has written one; never waits for it."""
-        if not self.store.check(["verdict"]):
-            return None
-        return self._keep(_parse(self.store.get("verdict")))
+        written = self.store.find("verdict")
+        return None if written is None else self._keep(_parse(written))
 
     def _write(self, missing: list[int], dead: list[int], describe: Describe) -> GroupVerdict:
         mine = GroupVerdict(tuple(missing), describe(tuple(missing), tuple(dead)))
-        return self._keep(_parse(self.store.compare_set("verdict", "", _spell(mine))))
+        return self._keep(_parse(self.store.post("verdict", _spell(mine))))
 
     def _keep(self, verdict: GroupVerdict) -> GroupVerdict:
         """For ranks of this host that come when the store is gone, with the rank that serves it."""
@@ -219,45 +183,23 @@ class Mailbox:
         """Ranks of this host whose process is gone, also before they came; asks no store, and looks now and then."""
         if time.monotonic() - self._looked >= _LOOK_SEC:
             self._looked = time.monotonic()
-            absent = self._never_came()
+            absent = self.roster.never_came()
             # Twice in a row: a process is not told from the outside while it begins to run its program.
             self._absent, seen_before = absent, self._absent
-            return self._gone() | (absent & seen_before)
-        return self._gone()
+            return self.roster.dead() | (absent & seen_before)
+        return self.roster.dead()
 
     def _without_the_dead(self, describe: Describe) -> GroupVerdict | None:
         """While ranks meet: the verdict, if one of them cannot come any more."""
         if time.monotonic() - self._looked < _LOOK_SEC:
             return None
-        unknown = [rank for rank in self.ranks if rank not in self.peers and rank != self.rank]
-        self._learn([rank for rank in unknown if self.store.check([f"here/{rank}"])][:_LOOKED_AT])
+        self.roster.learn(self.ranks, most=_LOOKED_AT)
         dead = sorted(self.gone())
         return self._write(dead, dead, describe) if dead else None
-
-    def _learn(self, ranks: Iterable[int]) -> None:
-        """Which processes those ranks are, all of which have come."""
-        others = [rank for rank in ranks if rank != self.rank]
-        if others:
-            payloads = self.store.multi_get([f"here/{rank}" for rank in others])
-            self.peers.update(
-                (rank, ProcessId.unpack(payload))
-                for rank, payload in zip(others, payloads, strict=True)
-                if len(payload) == PROCESS_ID_BYTES
-            )
 
     def _dead(self) -> list[int]:
         here = self.dead_peers()
         return [rank for rank in self.ranks if rank in here or self.store.check([f"dead/{rank}"])]
-
-    def _gone(self) -> set[int]:
-        return {rank for rank, process in self.peers.items() if process.is_dead()}
-
-    def _never_came(self) -> set[int]:
-        return launcher.ended([rank for rank in self.ranks if rank not in self.peers], self.rank, self.all_started)
-
-    def _others_here(self) -> list[ProcessId]:
-        machine = ProcessId.mine().machine
-        return [process for process in self.peers.values() if process.machine == machine]
 
     # -- without the store --------------------------------------------------------------------------------------------
 
@@ -272,46 +214,18 @@ class Mailbox:
     def _without_store(self, error: BaseException, describe: Describe) -> GroupVerdict:
         if isinstance(error, ConfigError):  # it never was one that ranks can meet in
             raise error
-        missing, dead, why = self._known_alone(error)
-        text = (self.describe_lost or describe)(missing, dead)
+        missing, dead, why = self.roster.known_alone(error)
+        text = (self._describe_lost or describe)(missing, dead)
         mine = GroupVerdict(missing, f"{text}\nThe store, which could tell who is missing, does not answer: {why}")
         return self._posted() or _parse((self._board and self._board.post(_spell(mine))) or _spell(mine))
-
-    def are_elsewhere(self, ranks: Iterable[int]) -> bool:
-        """Whether those ranks are known to be on other hosts."""
-        machine = ProcessId.mine().machine
-        return all(rank in self.peers and self.peers[rank].machine != machine for rank in ranks)
-
-    def _known_alone(self, error: BaseException) -> tuple[tuple[int, ...], tuple[int, ...], str]:
-        """(who is missing, who of them is dead, why the store does not answer)."""
-        host = self.store.host_rank
-        # A process that is killed closes its connections a moment before it is gone.
-        deadline = time.monotonic() + (0.0 if isinstance(error, StoreSilent) else _DYING_SEC)
-        while True:
-            is_gone = isinstance(error, StoreGone) or self.store.is_gone()
-            dead = self._gone() | self._never_came()
-            if dead or (is_gone and host is not None) or time.monotonic() >= deadline:
-                break
-            time.sleep(_POLL_SEC)
-        if host is not None and (is_gone or host in dead):
-            return (host,), (host,), "the process that served it is gone"
-        why = "nobody serves it any more" if is_gone else str(error).strip().split("\n", 1)[0]
-        if dead:
-            return tuple(sorted(dead)), tuple(sorted(dead)), why
-        if not isinstance(error, StoreSilent):
-            return (), (), why
-        elsewhere = sorted(rank for rank in self.peers if self.are_elsewhere([rank]))
-        if not elsewhere and host is not None and host != self.rank:
-            elsewhere = [host]
-        return tuple(elsewhere), (), why
 
     def _post_waiting(self, seq: int) -> None:
         self.store.set(f"waiting/{self.rank}", str(seq))
 
     def _waits(self, rank: int, seq: int) -> bool:
         # A peer may wait in a later collective than the one that failed here; it did take part in this one.
-        key = f"waiting/{rank}"
-        return self.store.check([key]) and int(self.store.get(key)) >= seq
+        waits_in = self.store.find(f"waiting/{rank}")
+        return waits_in is not None and int(waits_in) >= seq
 
 
 def _growing_polls(longest_sec: float) -> Iterator[float]:
@@ -337,24 +251,3 @@ def _parse(payload: bytes | str) -> GroupVerdict:
     if not isinstance(missing, list) or not all(type(rank) is int for rank in missing):
         raise ValueError("the verdict in the store names no ranks")
     return GroupVerdict(tuple(missing), found["message"])
-
-
-def _machine() -> bytes:
-    """16 bytes that stand for this boot of this machine, and its part of processes and network; else zeros."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id", "rb") as file:
-            boot = file.read()
-        parts = os.readlink("/proc/self/ns/pid") + os.readlink("/proc/self/ns/net")
-        return hashlib.blake2b(boot + parts.encode(), digest_size=16).digest()
-    except OSError:
-        return bytes(16)
-
-
-def _start_time(pid: int) -> int | None:
-    """When the process started, in clock ticks since boot; None if there is no such process, or only its zombie."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in (b"Z", b"X") else int(fields[19])

@@ -308,8 +308,17 @@ class BoundedStore:
     def check(self, keys: Sequence[str]) -> bool:
         return self.use(lambda store, prefix: bool(store.check([prefix + key for key in keys])))
 
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        return self.use(lambda store, prefix: bytes(store.compare_set(prefix + key, expected, desired)))
+    def find(self, key: str) -> bytes | None:
+        """What is there, if anything; waits for nobody to write it."""
+
+        def look(store: Any, prefix: str) -> bytes | None:
+            return bytes(store.get(prefix + key)) if store.check([prefix + key]) else None
+
+        return self.use(look)
+
+    def post(self, key: str, value: str) -> bytes:
+        """Write ``value`` unless something is there; what is there now. So who is first says it for all."""
+        return self.use(lambda store, prefix: bytes(store.compare_set(prefix + key, "", value)))
 
     def delete_key(self, key: str) -> bool:
         return self.use(lambda store, prefix: bool(store.delete_key(prefix + key)))

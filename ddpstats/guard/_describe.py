@@ -17,9 +17,7 @@ import torch
 
 from ddpstats._base.wording import dtype_name
 from ddpstats._observe.c10d_operators import Collective
-from ddpstats.guard._events import Signature, digest_of, stable_hash
-
-MASK = (1 << 64) - 1
+from ddpstats.guard._events import MASK, Signature, digest_of, stable_hash
 
 Shape = tuple[int, ...]
 

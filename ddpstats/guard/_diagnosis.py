@@ -1,21 +1,18 @@
 """From what each rank says it did to a verdict in words: who differs, where, since when, and why, as far as that shows.
 
-Pure: the same testimonies give the same text on every rank, online and from records on disk.
+Pure: the same statuses give the same text on every rank, online and from records on disk.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ddpstats._base.rank_names import ranks_text
-from ddpstats.guard._events import BY_TORCH, Event, same_labels
+from ddpstats.guard._events import BY_TORCH, MASK, Event, Signature, same_labels
+from ddpstats.guard._status import DOUBT, LEFT, MISMATCH, MISSING, NOTHING, GuardFinding, RankStatus
 from ddpstats.guard.labels._judge import Judgement, judge
 
-MISMATCH, MISSING, DOUBT, NOTHING = "mismatch", "missing", "doubt", "nothing"
-LEFT = "left the guard"
 _SHOWN_GROUPS = 8
-_MASK = (1 << 64) - 1
 
 _BY_DIFFERENCE = {
     "the operation": "Make all ranks issue the same collectives in the same order.",
@@ -33,6 +30,16 @@ _BY_DIFFERENCE = {
     ),
     "the pieces": "Make what each rank sends to another what that one expects: split sizes, shapes and dtypes.",
 }
+_PARTS: tuple[tuple[str, Callable[[Signature], object]], ...] = (
+    ("the operation", lambda signature: signature.op),
+    ("the reduce op", lambda signature: signature.reduce_op),
+    ("the root", lambda signature: signature.root),
+    ("the number of tensors", lambda signature: len(signature.shapes)),
+    ("the dtype", lambda signature: signature.dtypes),
+    ("the number of dimensions", lambda signature: tuple(map(len, signature.shapes))),
+    ("the shape", lambda signature: signature.shapes),
+    ("the memory format: elements of equal shape lie in different order", lambda signature: signature.strides),
+)
 _BY_HAND = (
     "ddpstats.label() gave these names: give the same one on all ranks where they reduce the same thing. Where they do "
     "not, make all ranks go through the same keys in the same order, or use ddpstats.reduce_stats, which aligns them."
@@ -40,74 +47,31 @@ _BY_HAND = (
 _ORDER = "Make all ranks issue the same collectives in the same order."
 
 
-@dataclass(frozen=True)
-class RankStatus:
-    """What is known of one rank.
-
-    ``events``: of the group in question, oldest first, without gaps. ``balances``: seq -> balance, where not 0.
-    ``count``: how many collectives of the group the rank began. ``waits_in``: what it waits in now: (group, seq) or
-    None. ``left``: how it left the guard, if it did. ``dead``: its process is gone. ``stack``: of its main thread.
-    """
-
-    rank: int
-    events: Sequence[Event] = ()
-    balances: Mapping[int, int] = field(default_factory=dict)
-    count: int = 0
-    waits_in: tuple[str, int] | None = None
-    last: str | None = None
-    left: str | None = None
-    dead: bool = False
-    stack: str | None = None
-
-    def at(self, seq: int) -> Event | None:
-        """The rank's event of that number; None if it has none, or not any more."""
-        if not self.events:
-            return None
-        index = seq - self.events[0].seq
-        return self.events[index] if 0 <= index < len(self.events) else None
-
-
-@dataclass(frozen=True)
-class GuardFinding:
-    """A verdict. ``kind`` is `MISMATCH` or `MISSING`; `NOTHING`: the alarm was a false one, and all ranks go on;
-    `DOUBT`: they go on too, with a warning. ``doubts``: numbers of collectives whose labels differ and may do so.
-    """
-
-    kind: str
-    message: str
-    group: str
-    seq: int
-    missing: tuple[int, ...] = ()
-    culprits: tuple[int, ...] = ()
-    by_rank: Mapping[int, Event] = field(default_factory=dict)
-    doubts: tuple[int, ...] = ()
-
-
-def find(group: str, words: str, testimonies: Sequence[RankStatus], until: int | None = None) -> GuardFinding | None:
+def find(group: str, words: str, statuses: Sequence[RankStatus], until: int | None = None) -> GuardFinding | None:
     """The first thing that went wrong in ``group`` (``words`` describe it), or None if all ranks agree.
 
     ``until``: a number that every rank should have reached, and in which some rank has waited for too long. A rank that
     is behind it, or else behind any other, or else does not wait itself, is missing.
     """
-    by_rank = {testimony.rank: testimony for testimony in testimonies}
-    seq, judged = first_difference(testimonies)
+    by_rank = {status.rank: status for status in statuses}
+    seq, judged = first_difference(statuses)
     if seq is not None:
         return _mismatch(group, words, by_rank, seq)
-    for last in (until or 0, max(testimony.count for testimony in testimonies)):
-        missing = [rank for rank, testimony in by_rank.items() if _reached(testimony, until) < last]
+    for last in (until or 0, max(status.count for status in statuses)):
+        missing = [rank for rank, status in by_rank.items() if _reached(status, until) < last]
         if missing:
             number = min(by_rank[rank].count for rank in missing) + 1
             return _missing(group, words, by_rank, number, missing)
-    absent = [rank for rank, testimony in by_rank.items() if testimony.waits_in is None]
+    absent = [rank for rank, status in by_rank.items() if status.waits_in is None]
     if until is not None and 0 < len(absent) < len(by_rank):
         return _missing(group, words, by_rank, until, absent)
     return _doubt(group, words, by_rank, judged) if judged else None
 
 
-def _reached(testimony: RankStatus, until: int | None) -> int:
+def _reached(status: RankStatus, until: int | None) -> int:
     """The last number that the rank came to: after its last collective, its end."""
-    ended_there = testimony.left == LEFT and testimony.count + 1 == until
-    return testimony.count + ended_there
+    ended_there = status.left == LEFT and status.count + 1 == until
+    return status.count + ended_there
 
 
 def unexplained(group: str, words: str, seq: int, waited: bool) -> GuardFinding:
@@ -129,34 +93,34 @@ def unexplained(group: str, words: str, seq: int, waited: bool) -> GuardFinding:
     )
 
 
-def first_difference(testimonies: Sequence[RankStatus]) -> tuple[int | None, dict[int, Judgement]]:
+def first_difference(statuses: Sequence[RankStatus]) -> tuple[int | None, dict[int, Judgement]]:
     """The first number at which the ranks that have come so far did different things, or None.
 
     And the numbers before it at which their labels differ without that being a fault.
     """
-    first = max((t.events[0].seq for t in testimonies if t.events), default=0)
-    last = max((t.events[-1].seq for t in testimonies if t.events), default=-1)
+    first = max((t.events[0].seq for t in statuses if t.events), default=0)
+    last = max((t.events[-1].seq for t in statuses if t.events), default=-1)
     judged: dict[int, Judgement] = {}
     for seq in range(first, last + 1):
-        events = [event for testimony in testimonies if (event := testimony.at(seq)) is not None]
+        events = [event for status in statuses if (event := status.at(seq)) is not None]
         if len({event.digest for event in events}) > 1:
             return seq, judged
         if not same_labels(event.word for event in events):
-            judgement = judge(events, _matched_before(testimonies, events[0], seq))
+            judgement = judge(events, _matched_before(statuses, events[0], seq))
             if judgement == "fault":
                 return seq, judged
             judged[seq] = judgement
-        if len(events) == len(testimonies) and sum(t.balances.get(seq, 0) for t in testimonies) & _MASK:
+        if len(events) == len(statuses) and sum(t.balances.get(seq, 0) for t in statuses) & MASK:
             return seq, judged
     return None, judged
 
 
-def _matched_before(testimonies: Sequence[RankStatus], event: Event, seq: int) -> int:
+def _matched_before(statuses: Sequence[RankStatus], event: Event, seq: int) -> int:
     """How many names were equal on all ranks, at the place of ``event``, in what is known of earlier collectives."""
     site, found = str(event.site), set()
-    for earlier in testimonies[0].events:
+    for earlier in statuses[0].events:
         if earlier.seq < seq and earlier.word and str(earlier.site) == site:
-            met = [testimony.at(earlier.seq) for testimony in testimonies]
+            met = [status.at(earlier.seq) for status in statuses]
             if all(one is not None and one.word == earlier.word for one in met):
                 found.add(earlier.word)
     return len(found)
@@ -228,19 +192,19 @@ def _table(parties: list[list[int]], events: Mapping[int, Event]) -> list[str]:
         event = events[ranks[0]]
         pieces = f", {event.pieces}" if event.pieces else ""
         lines.append(f"  {ranks_text(ranks)}: {event}{pieces}")
-        sites = dict.fromkeys(str(events[rank].site) for rank in ranks)
-        for site in list(sites)[:3]:
-            lines.append(f"      at {site}")
-            source = next(events[rank].source for rank in ranks if str(events[rank].site) == site)
-            lines += [f"         {source}"] if source else []
+        of_site: dict[str, Event] = {}
+        for rank in ranks:
+            of_site.setdefault(str(events[rank].site), events[rank])
+        for event in list(of_site.values())[:3]:
+            lines += event.site_lines()
     if len(parties) > _SHOWN_GROUPS:
         lines.append(f"  and {len(parties) - _SHOWN_GROUPS} more kinds of call")
     return lines
 
 
 def _last_agreed(by_rank: Mapping[int, RankStatus], seq: int) -> str:
-    for testimony in by_rank.values():
-        event = testimony.at(seq - 1)
+    for status in by_rank.values():
+        event = status.at(seq - 1)
         if event is not None:
             return f"Last collective on which they agreed: number {seq - 1}, {event}, at {event.site}."
     return "It is the first collective of this group that is known."
@@ -248,23 +212,9 @@ def _last_agreed(by_rank: Mapping[int, RankStatus], seq: int) -> str:
 
 def what_differs(events: Sequence[Event]) -> str:
     """The first of operation, reduce op, root, dtype, shape and label in which the events differ."""
-    first = events[0].signature
-    signatures = [event.signature for event in events]
-    if any(signature.op != first.op for signature in signatures):
-        return "the operation"
-    if any(signature.reduce_op != first.reduce_op for signature in signatures):
-        return "the reduce op"
-    if any(signature.root != first.root for signature in signatures):
-        return "the root"
-    if any(len(signature.shapes) != len(first.shapes) for signature in signatures):
-        return "the number of tensors"
-    if any(signature.dtypes != first.dtypes for signature in signatures):
-        return "the dtype"
-    if any(signature.shapes != first.shapes for signature in signatures):
-        dims = {tuple(map(len, signature.shapes)) for signature in signatures}
-        return "the number of dimensions" if len(dims) > 1 else "the shape"
-    if any(signature.strides != first.strides for signature in signatures):
-        return "the memory format: elements of equal shape lie in different order"
+    for what, part in _PARTS:
+        if len({part(event.signature) for event in events}) > 1:
+            return what
     if not same_labels(event.word for event in events):
         return "the label: operation, shape and dtype are equal, but they are about different things"
     return "the pieces that ranks send to each other: what one rank sends is not what the other expects"
@@ -302,8 +252,8 @@ def reasons(
     return found
 
 
-def _digests(testimony: RankStatus, seq: int) -> list[tuple[int, int]]:
-    return [(event.digest, event.word) for event in testimony.events if event.seq >= seq][:2]
+def _digests(status: RankStatus, seq: int) -> list[tuple[int, int]]:
+    return [(event.digest, event.word) for event in status.events if event.seq >= seq][:2]
 
 
 def _lacking(parties: list[list[int]], events: Mapping[int, Event], by_rank: Mapping[int, RankStatus]) -> list[str]:
@@ -373,23 +323,21 @@ def _missing(
     return GuardFinding(MISSING, "\n".join(lines), group, seq, missing, (), events)
 
 
-def _waits_behind(testimony: RankStatus, group: str, seq: int) -> bool:
+def _waits_behind(status: RankStatus, group: str, seq: int) -> bool:
     """Whether the rank has come to the end of a step, and waits there for the others."""
-    return testimony.waits_in is not None and testimony.waits_in[0] == group and testimony.waits_in[1] < seq
+    return status.waits_in is not None and status.waits_in[0] == group and status.waits_in[1] < seq
 
 
-def _whereabouts(testimonies: Sequence[RankStatus]) -> str:
+def _whereabouts(statuses: Sequence[RankStatus]) -> str:
     told = []
-    for testimony in testimonies:
-        last = (
-            f"; its last known collective was {testimony.last}" if testimony.last else "; no collective of it is known"
-        )
-        if testimony.dead and (testimony.left is None or testimony.left == LEFT):
+    for status in statuses:
+        last = f"; its last known collective was {status.last}" if status.last else "; no collective of it is known"
+        if status.dead and (status.left is None or status.left == LEFT):
             told.append("the process is gone" + last)
-        elif testimony.left is not None:
-            told.append(f"{testimony.left}" + last)
-        elif testimony.waits_in is not None:
-            told.append(f"waits in number {testimony.waits_in[1]} of group {testimony.waits_in[0]!r}" + last)
+        elif status.left is not None:
+            told.append(f"{status.left}" + last)
+        elif status.waits_in is not None:
+            told.append(f"waits in number {status.waits_in[1]} of group {status.waits_in[0]!r}" + last)
         else:
             told.append("did not come" + last)
     return " | ".join(dict.fromkeys(told))

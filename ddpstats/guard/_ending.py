@@ -1,6 +1,8 @@
-"""The end of a program under a guard that nobody wrote into it: compare what is left, say so, and end with status 1.
+"""A guard that nobody wrote into the program, and its end: compare what is left, say so, and end with status 1.
 
-Such a guard (DDPSTATS_GUARD, ``ddpstats run``) lasts as long as the process. Its last comparison comes
+Such a guard (``ddpstats run``, or ``DDPSTATS_GUARD=step torchrun train.py`` where the program imports ddpstats) lasts
+as long as the process. A program that never imports ddpstats is not guarded by the variable, and nothing of ours runs
+that could say so. The last comparison comes
 
 1. before the default process group is destroyed: ``destroy_process_group`` asks each group to shut down, and a name for
    that was put in the place of ``ProcessGroup.shutdown``, which holds however the program imported the function;
@@ -25,6 +27,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch.distributed as dist
 
+from ddpstats._base import config
 from ddpstats.errors import DdpstatsError
 from ddpstats.guard._telling import end_with, ignore_sigterm, spelled, tell
 
@@ -134,3 +137,33 @@ def remember_status(ending: Ending) -> None:
 
     Exit.__name__ = Exit.__qualname__ = "SystemExit"
     sys.exit = exit
+
+
+# -- DDPSTATS_GUARD ---------------------------------------------------------------------------------------------------
+
+_of_environment: Ending | None = None
+
+
+def start() -> None:
+    """Begin as DDPSTATS_GUARD and DDPSTATS_RECORD_DIR say. Raises ``ConfigError`` for values that make no sense."""
+    from ddpstats.guard._guard import collective_guard  # which asks this module to tell it of its end
+
+    global _of_environment
+    mode = config.guard_mode()
+    if mode == "off" or config.disabled():
+        return
+    guard = collective_guard(mode, record_dir=config.record_dir()).preemptible()
+
+    def say() -> None:
+        if guard.has_begun or had_ranks():  # else a helper of the program's, or no distributed program at all
+            guard.say_end()
+
+    _of_environment = Ending(guard, say)
+    _of_environment.begin()
+    remember_status(_of_environment)
+
+
+def cancel() -> None:
+    """For our own commands, which are no programs to guard. Idempotent."""
+    if _of_environment is not None:
+        _of_environment.cancel()

@@ -1,4 +1,4 @@
-"""Records of collectives: what one rank did, a bounded ring of them, and per-rank files of JSON lines.
+"""Collectives as records: what one rank did, in a form that other ranks can read, and a bounded ring of them.
 
 A `Signature` holds what ranks must have in common; its fingerprint is stable across processes, hosts and runs (never
 Python's own `hash`). An `Event` is one occurrence: where in the program, under which label, as which of its group.
@@ -7,20 +7,12 @@ Python's own `hash`). An `Event` is one occurrence: where in the program, under 
 from __future__ import annotations
 
 import hashlib
-import json
-import os
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from ddpstats.errors import ConfigError
-
-FORMAT = 1
-_MASK = (1 << 64) - 1
-_MAX_LINE_BYTES = 1 << 20
+MASK = (1 << 64) - 1
 _MAX_LEVELS = 64
 
 
@@ -91,7 +83,7 @@ def same_labels(words: Iterable[int]) -> bool:
 
 def roll(rolling: int, digest: int) -> int:
     """The rolling digest of a sequence, one event later. Depends on the order."""
-    return ((rolling ^ digest) * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) & _MASK
+    return ((rolling ^ digest) * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) & MASK
 
 
 @dataclass(frozen=True)
@@ -132,16 +124,16 @@ class Evidence:
         if depth > _MAX_LEVELS:
             raise ValueError("nested too deep")
         return cls(
-            _text(key),
-            tuple(map(_text, names)) if names is not None else () if before is None else before.names,
-            _text(source),
-            _text(fate),
-            _text(spelled),
-            tuple(map(_text, aliases)),
+            text_of(key),
+            tuple(map(text_of, names)) if names is not None else () if before is None else before.names,
+            text_of(source),
+            text_of(fate),
+            text_of(spelled),
+            tuple(map(text_of, aliases)),
             bool(is_beside),
             bool(is_known),
             None if outer is None else cls.from_list(outer, None if before is None else before.outer, depth + 1),
-            _text(chosen_by),
+            text_of(chosen_by),
         )
 
 
@@ -208,30 +200,30 @@ class Event:
         """Raises ValueError for what `as_dict` did not write."""
         try:
             signature = Signature(
-                _text(given["op"]),
+                text_of(given["op"]),
                 _text_or_none(given.get("reduce_op")),
                 _int_or_none(given.get("root")),
                 tuple(tuple(int(size) for size in shape) for shape in given.get("shapes", [])),
-                tuple(_text(dtype) for dtype in given.get("dtypes", [])),
+                tuple(text_of(dtype) for dtype in given.get("dtypes", [])),
                 tuple(tuple(int(size) for size in strides) for strides in given.get("strides", [])),
             )
             if len(signature.shapes) != len(signature.dtypes):
                 raise ValueError("as many shapes as dtypes are needed")
             label = _text_or_none(given.get("label"))
             return cls(
-                group=_text(given["group"]),
+                group=text_of(given["group"]),
                 seq=int(given["seq"]),
                 signature=signature,
                 label=label,
                 word=0 if given.get("is_silenced") else label_word(label),
-                site=_text(given.get("site", "")),
+                site=text_of(given.get("site", "")),
                 digest=digest_of(signature),
-                pieces=_text(given.get("pieces", "")),
+                pieces=text_of(given.get("pieces", "")),
                 balance=int(given.get("balance", 0)),
                 peer=_int_or_none(given.get("peer")),
                 tag=_int_or_none(given.get("tag")),
                 started=float(given.get("time", 0.0)),
-                read_source=_text(given.get("source", "")),
+                read_source=text_of(given.get("source", "")),
                 told=Evidence.from_list(given["evidence"], before) if "evidence" in given else None,
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -242,15 +234,24 @@ class Event:
         peer = f" with rank {self.peer}, tag {self.tag}" if self.peer is not None else ""
         return f"{self.signature}{named}{peer}"
 
+    def in_full(self) -> str:
+        """With its place in the program, and in its group."""
+        number = f"number {self.seq} of group {self.group!r}, " if self.peer is None else ""
+        return f"{number}{self}, at {self.site}"
 
-def _text(value: Any) -> str:
+    def site_lines(self) -> list[str]:
+        """Where it was called, for a message: the place, and the text there if that is known."""
+        return [f"      at {self.site}", *([f"         {self.source}"] if self.source else [])]
+
+
+def text_of(value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError(f"text is needed, not {value!r}")
     return value
 
 
 def _text_or_none(value: Any) -> str | None:
-    return None if value is None else _text(value)
+    return None if value is None else text_of(value)
 
 
 def _int_or_none(value: Any) -> int | None:
@@ -293,162 +294,3 @@ class Ring:
 
     def __len__(self) -> int:
         return len(self._events)
-
-
-# -- files ------------------------------------------------------------------------------------------------------------
-
-
-class RecordWriter:
-    """One rank's events as JSON lines, whole up to the last one even if the process is killed.
-
-    Two files take turns, ``rank3.jsonl`` and the older ``rank3.old.jsonl``, so a record is bounded by ``max_bytes`` and
-    never holds less than half of that. Every line is one `write` to the kernel: nothing is kept in this process.
-    """
-
-    def __init__(
-        self, directory: str | Path, rank: int, world_size: int, run: str = "", max_bytes: int = 32 << 20
-    ) -> None:
-        """``run``: the same on all ranks of a program, and no other's. Its next guard goes on in the same file."""
-        self._path = Path(directory) / f"rank{rank}.jsonl"
-        self._limit = max_bytes // 2
-        self._before: Evidence | None = None  # of the last event
-        self._head = {"ddpstats": FORMAT, "run": run, "rank": rank, "world_size": world_size, "pid": os.getpid()}
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            goes_on = self._is_of(run)
-            if not goes_on:
-                self._old_path().unlink(missing_ok=True)
-            self._file = self._open(goes_on)
-        except OSError as error:
-            raise ConfigError(f"rank {rank} cannot write its record to {directory}: {error.strerror}") from None
-
-    def write_event(self, event: Event) -> None:
-        """Append one event."""
-        self.write(event.as_dict(self._before))
-        self._before = event.evidence if event.word else self._before
-
-    def write(self, entry: Mapping[str, Any]) -> None:
-        """Append one line. A disk that is full stops the record, not the training."""
-        line = (json.dumps(entry, separators=(",", ":")) + "\n").encode("utf-8", "surrogateescape")
-        if self._file < 0:
-            return
-        try:
-            if self._size + len(line) > self._limit:
-                os.close(self._file)
-                os.replace(self._path, self._old_path())
-                self._file = self._open(False)
-            os.write(self._file, line)
-            self._size += len(line)
-        except OSError:
-            self.close()
-
-    def _is_of(self, run: str) -> bool:
-        """Whether the file that is there was begun by the same program."""
-        try:
-            return bool(run) and next(_lines(self._path))[1].get("run") == run
-        except (OSError, ValueError, StopIteration):
-            return False
-
-    def _open(self, goes_on: bool) -> int:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | (0 if goes_on else os.O_TRUNC)
-        file = os.open(self._path, flags, 0o644)
-        os.write(file, (json.dumps({**self._head, "time": time.time()}) + "\n").encode())
-        self._before = None  # every file can be read by itself
-        self._size = os.fstat(file).st_size
-        return file
-
-    def _old_path(self) -> Path:
-        return self._path.with_suffix(".old.jsonl")
-
-    def close(self) -> None:
-        if self._file >= 0:
-            file, self._file = self._file, -1
-            os.close(file)
-
-
-@dataclass(frozen=True)
-class RankRecord:
-    """What one rank's files hold. ``end`` is the last entry that is no event: how the rank left, if it said so.
-
-    ``run`` names the program, ``started`` is when its last guard began: seconds since 1970.
-    """
-
-    run: str
-    started: float
-    rank: int
-    world_size: int
-    groups: Mapping[str, Mapping[str, Any]]
-    events: tuple[Event, ...]
-    end: Mapping[str, Any] | None
-    complete: bool
-
-
-def read_records(directory: str | Path) -> list[RankRecord]:
-    """The records of all ranks of the newest run, by rank; a directory may hold those of older ones.
-
-    Raises ValueError, naming the file and line, for what is no record.
-    """
-    found = [_read_rank(path) for path in sorted(Path(directory).glob("rank*.jsonl")) if ".old" not in path.suffixes]
-    if not found:
-        raise ValueError(f"{directory} holds no rank*.jsonl, so no record of ddpstats")
-    newest = max(found, key=lambda record: record.started).run
-    return sorted((record for record in found if record.run == newest), key=lambda record: record.rank)
-
-
-def _read_rank(path: Path) -> RankRecord:
-    old = path.with_suffix(".old.jsonl")
-    head: Mapping[str, Any] | None = None
-    end: Mapping[str, Any] | None = None
-    groups: dict[str, Mapping[str, Any]] = {}
-    events: list[Event] = []
-    before: Evidence | None = None
-    for source in [old, path] if old.exists() else [path]:
-        for number, entry in _lines(source):
-            try:
-                if "op" in entry:
-                    events.append(Event.from_dict(entry, before))
-                    before = events[-1].evidence or before
-                elif "ddpstats" in entry:
-                    head, end, before = _checked_head(entry), None, None
-                elif "new_group" in entry:
-                    groups[_text(entry["new_group"])] = entry
-                elif "end" in entry:
-                    end = entry
-            except (ValueError, TypeError) as error:
-                raise ValueError(f"{source}, line {number}: {error}") from None
-    if head is None:
-        raise ValueError(f"{path} does not begin as a record of ddpstats does")
-    return RankRecord(
-        str(head.get("run", "")),
-        float(head.get("time", 0.0)),
-        int(head["rank"]),
-        int(head["world_size"]),
-        groups,
-        tuple(events),
-        end,
-        not old.exists(),
-    )
-
-
-def _checked_head(entry: Mapping[str, Any]) -> Mapping[str, Any]:
-    if entry["ddpstats"] != FORMAT:
-        raise ValueError(f"a record of format {entry['ddpstats']!r}; this version reads {FORMAT}")
-    if not all(isinstance(entry.get(key), int) for key in ("rank", "world_size")):
-        raise ValueError("the first line tells neither rank nor world size")
-    return entry
-
-
-def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.endswith(b"\n"):
-                return  # the process was killed in the middle of it
-            if len(line) > _MAX_LINE_BYTES:
-                raise ValueError(f"{path}, line {number}: too long to be of a record")
-            try:
-                entry = json.loads(line)
-            except ValueError:
-                raise ValueError(f"{path}, line {number}: not JSON") from None
-            if not isinstance(entry, dict):
-                raise ValueError(f"{path}, line {number}: not a record")
-            yield number, entry

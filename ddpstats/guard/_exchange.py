@@ -25,13 +25,13 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from ddpstats._transport.mailbox import ProcessId
+from ddpstats._transport.roster import ProcessId
 from ddpstats._transport.store import GLANCE_SEC, StoreSilent, bounded
+from ddpstats.guard._events import MASK
 
 NOTES_KEPT = 512  # per rank; who is further behind than that is compared by a later one
 _WORDS = 6  # number, digest, balance, label, rolling, check word
 _BYTES = 8
-_MASK = (1 << 64) - 1
 _SALT = 0xD1B54A32D192ED03
 _SPINS = 2000
 _LONGEST_POLL_SEC = 0.005
@@ -63,7 +63,7 @@ def agree(notes: Sequence[Note]) -> bool:
     first = notes[0]
     if any(note.digest != first.digest or note.rolling != first.rolling for note in notes):
         return False
-    return sum(note.balance for note in notes) & _MASK == 0
+    return sum(note.balance for note in notes) & MASK == 0
 
 
 class Overrun(Exception):
@@ -245,7 +245,7 @@ class _Shared:
         try:
             os.ftruncate(file, length)
             mine = f"{os.getpid()} {file} {name}"
-            made = store.compare_set(f"memory/{machine.hex()}", "", mine).decode()
+            made = store.post(f"memory/{machine.hex()}", mine).decode()
             if made != mine:
                 os.close(file)
                 file = -1
@@ -330,7 +330,7 @@ class _Shared:
 
 
 def _check_word(seq: int, note: Note) -> int:
-    return (seq ^ note.digest ^ note.balance ^ note.label ^ note.rolling ^ _SALT) & _MASK
+    return (seq ^ note.digest ^ note.balance ^ note.label ^ note.rolling ^ _SALT) & MASK
 
 
 def _opened(told: str, length: int) -> int:

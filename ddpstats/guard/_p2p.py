@@ -16,8 +16,8 @@ from typing import Any
 
 from ddpstats._base.rank_names import ranks_text
 from ddpstats._transport.store import GLANCE_SEC, StoreSilent, bounded
-from ddpstats.guard._diagnosis import LEFT, MISMATCH, MISSING, GuardFinding, RankStatus
 from ddpstats.guard._events import Event
+from ddpstats.guard._status import LEFT, MISMATCH, MISSING, GuardFinding, RankStatus
 
 _LONGEST_POLL_SEC = 0.005
 _MAX_NOTE_BYTES = 1 << 16
@@ -94,8 +94,8 @@ class Messages:
 
     def last_from(self, source: int) -> Event | None:
         """The last message that ``source`` sent to this rank, if it sent any."""
-        key = f"p2p/last/{source}-{self._rank}"
-        return _read(self._store.get(key)) if self._store.check([key]) else None
+        note = self._store.find(f"p2p/last/{source}-{self._rank}")
+        return None if note is None else _read(note)
 
 
 def unmatched(event: Event, rank: int, words: str, last: Event | None, peer: RankStatus | None) -> GuardFinding:
@@ -122,8 +122,7 @@ def unmatched(event: Event, rank: int, words: str, last: Event | None, peer: Ran
 
 
 def _told(rank: int, event: Event) -> list[str]:
-    source = [f"         {event.source}"] if event.source else []
-    return [f"  {ranks_text([rank])}: {event}", f"      at {event.site}", *source]
+    return [f"  {ranks_text([rank])}: {event}", *event.site_lines()]
 
 
 def _whereabouts(peer: RankStatus) -> str:

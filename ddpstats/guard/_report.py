@@ -13,9 +13,11 @@ from typing import Any
 
 from ddpstats._base.report import VerbReport
 from ddpstats.errors import DdpstatsError
-from ddpstats.guard._diagnosis import DOUBT, LEFT, NOTHING, GuardFinding, RankStatus, find
-from ddpstats.guard._events import Event, RankRecord, read_records
+from ddpstats.guard._diagnosis import find
+from ddpstats.guard._events import Event
 from ddpstats.guard._p2p import match_records
+from ddpstats.guard._records import RankRecord, read_records
+from ddpstats.guard._status import DOUBT, LEFT, NOTHING, GuardFinding, RankStatus
 
 _HOW_TO_RECORD = (
     "Records are written by: torchrun ... -m ddpstats run --guard record --record-dir DIR train.py; give that DIR."
@@ -54,12 +56,12 @@ def _in_group(name: str, described: Mapping[str, Any], records: Sequence[RankRec
     if not isinstance(members, list):
         return None
     by_rank = {record.rank: record for record in records}
-    testimonies = [_testimony(int(rank), name, by_rank.get(int(rank))) for rank in members]
-    found = find(name, str(described.get("words", name)), testimonies)
+    statuses = [_status_of(int(rank), name, by_rank.get(int(rank))) for rank in members]
+    found = find(name, str(described.get("words", name)), statuses)
     return None if found is not None and found.kind == NOTHING else found
 
 
-def _testimony(rank: int, group: str, record: RankRecord | None) -> RankStatus:
+def _status_of(rank: int, group: str, record: RankRecord | None) -> RankStatus:
     if record is None:
         return RankStatus(rank, last=None, left="wrote no record")
     events = [event for event in record.events if event.group == group]
@@ -73,7 +75,7 @@ def _testimony(rank: int, group: str, record: RankRecord | None) -> RankStatus:
         {event.seq: event.balance for event in events if event.balance},
         events[-1].seq if events else 0,
         None,
-        None if last is None else f"number {last.seq} of group {last.group!r}, {last}, at {last.site}",
+        None if last is None else last.in_full(),
         left if left is not None else "its record ends here (the process was killed, or hangs)",
     )
 

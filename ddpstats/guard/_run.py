@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from ddpstats._base import config
 from ddpstats.errors import ConfigError
-from ddpstats.guard._events import read_records
+from ddpstats.guard._records import read_records
 from ddpstats.guard._report import as_json, as_text, diagnose
 from ddpstats.guard._summary import TO_RUN
 

@@ -1,4 +1,4 @@
-"""One life of the default process group, as the guard sees it: its connections and its groups.
+"""One life of the default process group, as the guard sees it: its connections and its groups. What lasts for longer.
 
 A program may destroy its process group and make a new one under the same names, with another store. Whatever ranks
 told each other belongs to one of these lives: a guard that outlives the first begins a new session with the second.
@@ -13,24 +13,69 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
 
 import torch.distributed as dist
 
-from ddpstats._base.rank_names import ranks_text
+from ddpstats._base import config
 from ddpstats._observe.c10d_operators import GroupView
 from ddpstats._transport.comm import refuse_fake, world_store
-from ddpstats._transport.store import LIMIT_SEC, STORE_ERRORS, BoundedStore, StoreGone
-from ddpstats.errors import ConfigError, RankMissing
-from ddpstats.guard._diagnosis import GuardFinding, RankStatus
+from ddpstats._transport.roster import Roster
+from ddpstats._transport.store import LIMIT_SEC, STORE_ERRORS
+from ddpstats.errors import ConfigError, DdpstatsError, RankMissing
 from ddpstats.guard._events import Event
 from ddpstats.guard._exchange import Exchange
-from ddpstats.guard._failure_agreement import FailureAgreement, Testify
+from ddpstats.guard._failure_agreement import FailureAgreement, ReportStatus
 from ddpstats.guard._p2p import Messages
 from ddpstats.guard._spoken import read
+from ddpstats.guard._status import GuardFinding
 from ddpstats.guard._summary import FROM_ANYBODY, NOT_RECEIVED, RECORDED, UNSETTLED, WITHOUT_OTHERS, Tally
 
 _KEPT_DESTROYED = 64
 _sessions = 0  # of this process, so far: ranks that do alike count alike
+
+
+class Settings(NamedTuple):
+    """Of a guard, as `collective_guard` explains them. ``warn``: where a mismatch is not raised."""
+
+    mode: config.GuardMode
+    warn: bool
+    infer_labels: bool
+    check_every: int
+    timeout_sec: float
+    record_dir: str | Path | None
+
+    @property
+    def compares(self) -> bool:
+        return self.mode in ("strict", "step")
+
+
+@dataclass
+class Standing:
+    """How far a guard has come, over all its sessions."""
+
+    verdict: DdpstatsError | None = None
+    silent: bool = False  # a mismatch was warned of: nothing is compared any more
+    waits: dict[int, tuple[str, int]] = field(default_factory=dict)  # thread -> the (group, number) that it waits in
+    collectives: int = 0
+    steps: int = 0
+    past: Tally = field(default_factory=Tally)  # of sessions that are over
+
+    def waits_in(self, name: str) -> tuple[str, int] | None:
+        """Where some thread of this rank waits: in the group of that name, if one does there."""
+        waits = list(self.waits.values())
+        return next((place for place in waits if place[0] == name), waits[0] if waits else None)
+
+    @contextmanager
+    def waiting(self, group: Group, seq: int) -> Iterator[None]:
+        thread = threading.get_ident()
+        self.waits[thread] = group.name, seq
+        try:
+            yield
+        finally:
+            self.waits.pop(thread, None)
 
 
 class Group:
@@ -42,35 +87,34 @@ class Group:
         self.words = f"{known_as} of {len(view.ranks)} ranks"
         self.lock = threading.RLock()  # one thread at a time compares
         self.seq = 0  # of the last collective begun
-        self.settled = 0  # strict: up to here all ranks agree
+        self.posted = 0  # the last note: of a collective in strict mode, else of what was done so far
+        self.settled = 0  # the last note that was compared
         self.rolling = 0  # digest of all that this rank did
         self.labels = 0  # digest of all its labels
         self.balance = 0
         self.agreed = 0  # the last number up to which all ranks are known to have done the same
-        self.checks = 0  # step: how many comparisons were posted
-        self.checked_at: dict[int, int] = {}  # comparison -> the number up to which it goes
-        self.checks_settled = 0
+        self.checked_at: dict[int, int] = {}  # step: note -> the number up to which it goes
         self.has_ended = False  # strict: its end was posted, as if it were a collective
         self.sent = self.received = self.received_well = 0  # messages
         self.unread = 0  # of those sent: not compared by their receivers when the program ended
 
 
 class Session:
-    """Made at the first collective of a life. ``inquiry`` is None where nothing is compared, or there is no other rank.
+    """Made at the first collective of a life.
 
-    ``run`` is a name of this program that all its ranks share. Making one waits for nobody: ranks may come to it at
-    different times.
+    ``agreement`` is None where nothing is compared, or there is no other rank. ``run`` is a name of this program that
+    all its ranks share. Making one waits for nobody: ranks may come to it at different times.
     """
 
     def __init__(
         self,
-        compares: bool,
-        testify: Testify,
+        settings: Settings,
+        report_status: ReportStatus,
         position: Callable[[], str],
         heard: Callable[[GuardFinding], None],
-        timeout_sec: float,
     ) -> None:
         global _sessions
+        compares = settings.compares
         if compares:
             refuse_fake(dist.group.WORLD)
         _sessions += 1
@@ -78,11 +122,12 @@ class Session:
         self._number, self._compares = _sessions, compares
         self._world = weakref.ref(dist.group.WORLD) if dist.group.WORLD is not None else lambda: None
         self.rank = dist.get_rank()
-        limit_sec = min(LIMIT_SEC, timeout_sec)
+        limit_sec = min(LIMIT_SEC, settings.timeout_sec)
         self._store = world_store(prefix, "guard", limit_sec)
+        self._roster = Roster(self._store, self.rank, range(dist.get_world_size()))
         token = secrets.token_hex(8)
-        with _as_rank_missing(self._store):
-            told = world_store("ddpstats/run", "guard", limit_sec).compare_set("token", "", token)
+        with _as_rank_missing(self._roster):
+            told = world_store("ddpstats/run", "guard", limit_sec).post("token", token)
             self.run = told.decode(errors="replace")
         self._groups: weakref.WeakKeyDictionary[GroupView, Group] = weakref.WeakKeyDictionary()
         self._lives: Counter[str] = Counter()  # a group may be destroyed, and another made under its name
@@ -90,12 +135,12 @@ class Session:
         self.is_concluded = False
         self.unfinished = ""  # why the last comparison did not go to its end
         self.named: dict[str, Group] = {}
-        self.inquiry: FailureAgreement | None = None
+        self.agreement: FailureAgreement | None = None
         if compares and dist.get_world_size() > 1:
-            stores = self._store, world_store(prefix, "watchdog", limit_sec)
-            with _as_rank_missing(self._store):
-                self.inquiry = FailureAgreement(
-                    stores, self.rank, dist.get_world_size(), testify, position, self._told_by, self.is_reachable, heard
+            watchdog_store = world_store(prefix, "watchdog", limit_sec)
+            with _as_rank_missing(self._roster):
+                self.agreement = FailureAgreement(
+                    self._roster, watchdog_store, report_status, position, self._told_by, self.is_reachable, heard
                 )
 
     def is_over(self) -> bool:
@@ -117,7 +162,7 @@ class Session:
         if self._compares and len(view.ranks) > 1:
             part = self._store.part(f"group/{view.name}/{self._lives[view.name]}")
             self._lives[view.name] += 1
-            with _as_rank_missing(self._store):
+            with _as_rank_missing(self._roster):
                 exchange = Exchange(part, view.ranks.index(view.rank), len(view.ranks))
             messages = Messages(part, view.rank)
         name = view.name if self._number == 1 else f"{view.name} of session {self._number}"
@@ -172,44 +217,36 @@ class Session:
         left += Tally.of({NOT_RECEIVED: group.unread})
         return left + Tally.of({self.unfinished or FROM_ANYBODY: group.received - group.received_well})
 
-    def leave(self, how: str, last: Event | None, testimonies: Callable[[str], RankStatus]) -> None:
+    def leave(self, how: str, last: Event | None, report_status: ReportStatus) -> None:
         """Tell the others that this rank leaves; never waits."""
-        if self.inquiry is not None and self.is_reachable():
+        if self.agreement is not None and self.is_reachable():
             counts: Mapping[str, int] = {name: group.seq + group.has_ended for name, group in self.named.items()}
-            told = None if last is None else spelled(last)
-            self.inquiry.leave(how, counts, told, {name: testimonies(name) for name in self.named})
+            told = None if last is None else last.in_full()
+            self.agreement.leave(how, counts, told, {name: report_status(name) for name in self.named})
 
     def linger(self) -> None:
         """After the last comparison: rank 0 often serves the store, and its end may be near. Bounded."""
-        if self.inquiry is not None:
-            self.inquiry.say_done()
+        if self.agreement is not None:
+            self.agreement.say_done()
 
     def close(self) -> None:
         """Local and idempotent."""
         for group in self.named.values():
             if group.exchange is not None:
                 group.exchange.close()
-        if self.inquiry is not None:
-            self.inquiry.close()
+        if self.agreement is not None:
+            self.agreement.close()
 
 
 @contextmanager
-def _as_rank_missing(store: BoundedStore) -> Iterator[None]:
+def _as_rank_missing(roster: Roster) -> Iterator[None]:
     """What a group or a session needs of the store before anything can be compared."""
     try:
         yield
     except ConfigError:
         raise
     except STORE_ERRORS as error:
-        is_gone = isinstance(error, StoreGone) or store.is_gone()
-        missing = (store.host_rank,) if is_gone and store.host_rank is not None else ()
+        missing, dead, why = roster.known_alone(error)
         lines = ["the collective_guard cannot compare the collectives of this group:"]
-        lines += [f"  {ranks_text(missing)}: the process is gone"] if missing else []
-        lines.append("The store, which ranks compare through, does not answer.")
+        lines += [*roster.told_alone(missing, dead), f"The store, which ranks compare through, does not answer: {why}"]
         raise RankMissing("\n".join(lines), missing_ranks=missing) from error
-
-
-def spelled(event: Event) -> str:
-    if event.peer is not None:
-        return f"{event}, at {event.site}"
-    return f"number {event.seq} of group {event.group!r}, {event}, at {event.site}"

@@ -32,8 +32,9 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
+from ddpstats._transport.store import STORE_ERRORS
 from ddpstats.errors import DdpstatsError
-from ddpstats.guard._failure_agreement import FailureAgreement
+from ddpstats.guard._failure_agreement import FailureAgreement, wait_until
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _OWN = tuple(
@@ -45,6 +46,8 @@ _verdicts: dict[int, tuple[DdpstatsError, FailureAgreement, Sequence[int]]] = {}
 _raised_at: dict[int, float] = {}
 _told: set[int] = set()
 _MARK = "told_by_ddpstats"
+_TELLING_SEC = 5.0
+_LINGER_SEC = 2.0
 _STILL_NEWS_SEC = 10.0  # a verdict that the program has caught is not told when the program is ended later
 _hooked: Callable[..., Any] | None = None
 
@@ -57,11 +60,11 @@ def gave_up(work: Any, group: Any) -> None:
     _given_up.append((work, group))
 
 
-def printed_once(error: DdpstatsError, inquiry: FailureAgreement, ranks: Sequence[int]) -> None:
+def printed_once(error: DdpstatsError, agreement: FailureAgreement, ranks: Sequence[int]) -> None:
     """From now on ``error``, which all of ``ranks`` raise, is printed by one of them."""
     global _hooked
     _verdicts.clear()  # a program that catches them may see many, and each keeps its frames
-    _verdicts[id(error)] = error, inquiry, ranks
+    _verdicts[id(error)] = error, agreement, ranks
     _raised_at[id(error)] = time.monotonic()
     if sys.excepthook is not _excepthook:
         _hooked, sys.excepthook = sys.excepthook, _excepthook
@@ -83,19 +86,64 @@ def tell(error: BaseException, show: Show) -> bool:
     if id(error) in _told:
         return True
     _told.add(id(error))
-    _, inquiry, ranks = known
+    _, agreement, ranks = known
     with signal_deferred():
-        first = inquiry.teller(ranks)
-        if first == inquiry.rank:
+        first = _elect_teller(agreement, ranks)
+        if first == agreement.rank:
             show()
             _leave_for_torchrun(in_short(error, first), _happened_at(error), error)
         else:
-            line = f"rank {inquiry.rank}: {type(error).__name__}, the one that rank {first} prints in full"
+            line = f"rank {agreement.rank}: {type(error).__name__}, the one that rank {first} prints in full"
             print(line, file=sys.stderr)
             _leave_for_torchrun(line, time.time(), error)
         sys.stderr.flush()
-        inquiry.has_told(first, ranks)
+        _leave_after(first, agreement, ranks)
     return True
+
+
+def _elect_teller(agreement: FailureAgreement, ranks: Sequence[int]) -> int:
+    """Which rank prints the last verdict: the first of those that it concerns that is alive and comes to print.
+
+    Waits for those before this one, and for the teller to have told, but never for long. Without the store each rank
+    is on its own.
+    """
+    me, store, number = agreement.rank, agreement.store, agreement.verdicts
+    if agreement.is_lost:
+        return me
+    before = [rank for rank in ranks if rank < me]
+    started = time.monotonic()
+    try:
+        wait_until(lambda: agreement.are_dead(before) or store.check([f"teller/{number}"]), _TELLING_SEC)
+        first = int(store.post(f"teller/{number}", str(me)))
+        if first != me:
+            left_sec = _TELLING_SEC + _LINGER_SEC - (time.monotonic() - started)
+            wait_until(lambda: agreement.are_dead([first]) or store.check([f"told/{number}"]), left_sec)
+        return first
+    except STORE_ERRORS:
+        return me
+
+
+def _leave_after(first: int, agreement: FailureAgreement, ranks: Sequence[int]) -> None:
+    """After printing. The teller leaves last where it serves the store, and first where torchrun watches: what it
+    wrote then stands in torchrun's summary. Never waits for long."""
+    me, store, number = agreement.rank, agreement.store, agreement.verdicts
+    if agreement.is_lost:
+        return
+    try:
+        store.set(f"heard/{number}/{me}", "1")
+        if first == me:
+            store.set(f"told/{number}", "1")
+            wait_until(lambda: _have_heard(ranks, agreement), _LINGER_SEC)
+        elif "TORCHELASTIC_RUN_ID" in os.environ:
+            wait_until(lambda: agreement.are_dead([first]), _LINGER_SEC)
+    except STORE_ERRORS:
+        return
+
+
+def _have_heard(ranks: Sequence[int], agreement: FailureAgreement) -> bool:
+    """Whether all of these that are alive have come to know of the verdict."""
+    heard = f"heard/{agreement.verdicts}"
+    return agreement.are_dead([rank for rank in ranks if not agreement.store.check([f"{heard}/{rank}"])])
 
 
 def end_with(status: int) -> None:

@@ -162,7 +162,7 @@ def many(count: int) -> tuple[int, int]:
             with ddpstats.label(f"step {number}"):
                 dist.all_reduce(torch.ones(1))
         used = tracemalloc.get_traced_memory()[0]
-        return len(guard._ring), used
+        return len(guard._watching.ring), used
 
 
 def two_lives(mode: str, bad: bool) -> str:
@@ -192,9 +192,9 @@ def foreign_bytes(key: str, value: str) -> str:
     try:
         with collective_guard("strict", timeout_sec=3) as guard:
             dist.all_reduce(torch.ones(1))
-            assert guard._session is not None
+            assert guard._watching.session is not None
             if dist.get_rank() == 0:
-                guard._session._store.set(key, value)
+                guard._watching.session._store.set(key, value)
             dist.barrier()
             for _ in range(3):
                 dist.all_reduce(torch.ones(1))
@@ -228,7 +228,7 @@ def call_site_in_an_executor() -> str:
 
     with collective_guard("step") as guard, ThreadPoolExecutor(1) as pool:
         pool.submit(_reduce_one).result()
-        last = guard._ring.last()
+        last = guard._watching.ring.last()
     assert last is not None
     return str(last.site)
 
@@ -259,9 +259,8 @@ def doubted(mode: str, utterances: int) -> tuple[list[str], int]:
                     dist.all_reduce(loss)
                     kept.append(loss)
                 guard.step()
-            verdicts = (
-                0 if guard._session is None or guard._session.inquiry is None else guard._session.inquiry._verdicts
-            )
+            session = guard._watching.session
+            verdicts = 0 if session is None or session.agreement is None else session.agreement.verdicts
         return said, verdicts
     finally:
         logging.getLogger("ddpstats").removeHandler(listener)

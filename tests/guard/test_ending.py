@@ -16,8 +16,9 @@ import torch
 
 from ddpstats.guard import GuardCounters
 from ddpstats.guard._diagnosis import remedy
-from ddpstats.guard._events import Event, Signature, digest_of, label_word, read_records
+from ddpstats.guard._events import Event, Signature, digest_of, label_word
 from ddpstats.guard._exchange import EVENT_BYTES, Exchange, Words
+from ddpstats.guard._records import read_records
 from ddpstats.guard._spoken import read, words_of
 from ddpstats.guard._summary import Tally, last_line
 from ddpstats.guard._telling import was_told

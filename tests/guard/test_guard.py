@@ -15,21 +15,21 @@ import torch.distributed as dist
 from ddpstats import ConfigError, cli, label
 from ddpstats._observe import c10d_operators, collectives
 from ddpstats.guard import collective_guard
-from ddpstats.guard._diagnosis import MISMATCH, MISSING, RankStatus as _Testimony, find
+from ddpstats.guard._diagnosis import find
 from ddpstats.guard._events import (
     BY_TORCH,
     Event,
-    RecordWriter,
     Ring,
     Signature,
     digest_of,
     label_word,
-    read_records,
     roll,
     same_labels,
 )
 from ddpstats.guard._exchange import Exchange, Note, agree
+from ddpstats.guard._records import RecordWriter, read_records
 from ddpstats.guard._report import diagnose
+from ddpstats.guard._status import MISMATCH, MISSING, RankStatus
 from ddpstats.testing import PerRank, RankPool, run_ranks
 from tests.guard import runs
 from tests.integrations.test_espnet import both
@@ -134,9 +134,9 @@ def event(seq: int, op: str = "all_reduce", label: str | None = None, **given: A
     return Event("0", seq, signature, label, label_word(label), "train.py:3 in step", digest_of(signature))
 
 
-def history(rank: int, *labels: str) -> _Testimony:
+def history(rank: int, *labels: str) -> RankStatus:
     events = [event(seq, label=label) for seq, label in enumerate(labels, 1)]
-    return _Testimony(rank, events, {}, len(events))
+    return RankStatus(rank, events, {}, len(events))
 
 
 def test_an_event_survives_the_wire() -> None:
@@ -159,7 +159,7 @@ def test_the_ring_keeps_the_newest() -> None:
 
 
 @pytest.mark.parametrize(
-    ("testimonies", "kind", "words"),
+    ("statuses", "kind", "words"),
     [
         ([history(0, "a", "b"), history(1, "b", "a")], MISMATCH, "order swapped"),
         (
@@ -169,11 +169,11 @@ def test_the_ring_keeps_the_newest() -> None:
         ),
         ([history(0, "a", "b"), history(1, "a", "b"), history(2, "a", "c")], MISMATCH, "look at rank 2 first"),
         ([history(0, "a", "b"), history(1, "a")], MISSING, "rank 1: did not come"),
-        ([history(0, "a", "b"), _Testimony(1, dead=True)], MISSING, "rank 1: the process is gone"),
+        ([history(0, "a", "b"), RankStatus(1, dead=True)], MISSING, "rank 1: the process is gone"),
     ],
 )
-def test_diagnosis(testimonies: list[_Testimony], kind: str, words: str) -> None:
-    finding = find("0", "the default group", testimonies)
+def test_diagnosis(statuses: list[RankStatus], kind: str, words: str) -> None:
+    finding = find("0", "the default group", statuses)
     assert finding is not None
     assert (finding.kind, words in finding.message) == (kind, True), finding.message
 
@@ -231,7 +231,7 @@ def test_another_process_group_within_one_guard(mode: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("alarm/0", "5"), ("alarm/0", "[]"), ("process/1", "abc"), ("left/1", "[1]"), ("left", "1")]
+    ("key", "value"), [("alarm/0", "5"), ("alarm/0", "[]"), ("here/1", "abc"), ("left/1", "[1]"), ("left", "1")]
 )
 def test_what_somebody_else_writes_into_the_store_does_no_harm(key: str, value: str) -> None:
     assert [outcome.value for outcome in run_ranks(runs.foreign_bytes, 2, key, value)] == ["silent"] * 2

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from ddpstats.guard import _diagnosis
-from ddpstats.guard._diagnosis import DOUBT, MISMATCH, NOTHING, GuardFinding, find
+from ddpstats.guard._diagnosis import find
 from ddpstats.guard._events import BY_TORCH, Event, Evidence, Signature, digest_of, label_word
+from ddpstats.guard._status import DOUBT, MISMATCH, NOTHING, GuardFinding, RankStatus
 from ddpstats.guard.labels._judge import Judgement, judge
 
 _SIGNATURE = Signature("all_reduce", "sum", shapes=((1,),), dtypes=("float32",))
@@ -145,8 +145,8 @@ def test_the_worst_of_all_pairs_counts() -> None:
 
 def found(*pairs: tuple[Evidence, Evidence]) -> GuardFinding | None:
     columns = zip(*[(event(a, seq=seq), event(b, seq=seq)) for seq, (a, b) in enumerate(pairs, 1)], strict=True)
-    testimonies = [_diagnosis.RankStatus(rank, events, count=len(pairs)) for rank, events in enumerate(columns)]
-    return find("default_pg", "the default group of 2 ranks", testimonies)
+    statuses = [RankStatus(rank, events, count=len(pairs)) for rank, events in enumerate(columns)]
+    return find("default_pg", "the default group of 2 ranks", statuses)
 
 
 def test_a_fault_goes_before_doubts_and_data() -> None:

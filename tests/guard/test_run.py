@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from ddpstats.guard._events import read_records
+from ddpstats.guard._records import read_records
 from tests.guard.programs import COMMAND, alone, forked
 from tests.needs import needs
 

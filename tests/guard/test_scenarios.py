@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpstats.guard._events import read_records
+from ddpstats.guard._records import read_records
 from ddpstats.guard._report import diagnose
 from ddpstats.testing import RankPool
 from tests.guard.scenarios import SCENARIOS, Row, Told, probe

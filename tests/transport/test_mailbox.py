@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import os
-import signal
 import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -19,9 +14,10 @@ import pytest
 from hypothesis import given, strategies as st
 from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]  # not in __all__
 
-from ddpstats._transport.mailbox import PROCESS_ID_BYTES, GroupVerdict, Mailbox, ProcessId, _parse
+from ddpstats._transport.mailbox import GroupVerdict, Mailbox, _parse
+from ddpstats._transport.roster import ProcessId
+from tests.transport.processes import LINUX, id_of
 
-LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 SLACK_SEC = 4.0  # for a machine that has other things to do
 
 
@@ -225,74 +221,6 @@ def test_a_rank_that_never_comes_is_named_on_all_others() -> None:
 
 
 # -- dead processes --------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def child() -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen([sys.executable, "-c", "import time; print(flush=True); time.sleep(600)"], stdout=-1)
-    assert process.stdout is not None
-    process.stdout.readline()
-    yield process
-    process.kill()
-    process.wait(10)
-    process.stdout.close()
-
-
-def id_of(pid: int) -> ProcessId:
-    with open(f"/proc/{pid}/stat", "rb") as file:
-        started = int(file.read().rpartition(b")")[2].split()[19])
-    return dataclasses.replace(ProcessId.mine(), pid=pid, started=started)
-
-
-def wait_until_dead(process: ProcessId) -> bool:
-    deadline = in_time(10)
-    while not process.is_dead() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return process.is_dead()
-
-
-@LINUX
-def test_this_process_is_alive_and_its_id_travels() -> None:
-    mine = ProcessId.mine()
-    assert (mine.pid, mine.is_dead()) == (os.getpid(), False)
-    assert mine.started > 0
-    assert len(mine.pack()) == PROCESS_ID_BYTES
-    assert ProcessId.unpack(mine.pack()) == mine
-
-
-@LINUX
-def test_a_killed_process_is_dead_as_a_zombie_and_when_it_is_gone(child: subprocess.Popen[bytes]) -> None:
-    process = id_of(child.pid)
-    assert not process.is_dead()
-    child.send_signal(signal.SIGKILL)
-    assert wait_until_dead(process)  # nobody has waited for it: a zombie
-    with open(f"/proc/{child.pid}/stat", "rb") as file:
-        assert file.read().rpartition(b")")[2].split()[0] == b"Z"
-    child.wait(10)
-    assert process.is_dead()
-
-
-@LINUX
-def test_a_stopped_process_is_not_dead(child: subprocess.Popen[bytes]) -> None:
-    process = id_of(child.pid)
-    child.send_signal(signal.SIGSTOP)
-    time.sleep(0.1)
-    assert not process.is_dead()
-
-
-@LINUX
-def test_a_pid_that_was_given_to_another_process_does_not_hide_a_death(child: subprocess.Popen[bytes]) -> None:
-    assert dataclasses.replace(id_of(child.pid), started=id_of(child.pid).started - 1).is_dead()
-
-
-@LINUX
-def test_what_this_host_cannot_know_is_not_called_dead(child: subprocess.Popen[bytes]) -> None:
-    process = id_of(child.pid)
-    child.kill()
-    child.wait(10)
-    assert process.is_dead()
-    assert not dataclasses.replace(process, machine=bytes(16)).is_dead()
-    assert not dataclasses.replace(process, started=0).is_dead()
 
 
 @LINUX

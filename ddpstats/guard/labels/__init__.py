@@ -1,9 +1,51 @@
-"""The name under which the program reached a tensor: where in the text the value came from.
+"""The name of a collective: the one that the program gives (`label`), or the one under which it reached the tensor.
+
+For the second, from the text and the running frames:
 
 1. `_source`: the call that a frame is in, as a node of the parsed source.
-2. `_bindings`, `_trace`: where that call's argument came from, once per place in the program: routes of keys.
+2. `_calls`, `_bindings`, `_trace`: where that call's argument came from, once per place in the program: routes of keys.
 3. `_reading`: keys and containers, read off the running frames without running any code of the program's.
 4. `_places`, `_infer`: the routes followed through the frames of one call; an `Inferred` label.
 5. `_fate`, `_spelled`, `_evidence`: what the program does with the result, and whether its text has the name.
 6. `_judge`: whether two ranks' labels that differ are a fault, a doubt, or each rank's own data.
 """
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from ddpstats.errors import ConfigError
+
+_current: ContextVar[str | None] = ContextVar("ddpstats_label", default=None)
+
+
+@contextmanager
+def label(name: str) -> Iterator[None]:
+    """Name the collectives inside; the guard then compares this name, and infers none. Local, and free without a guard.
+
+    Nested names are joined: ``label("epoch")`` around ``label("loss")`` gives ``epoch/loss``. Holds for this thread and
+    what runs in its context.
+
+    Raises:
+        ConfigError: the name is no text.
+
+    Example, where ranks legally reduce tensors of different names together::
+
+        with ddpstats.label("experts"):
+            dist.all_reduce(my_experts[rank].grad)
+    """
+    if type(name) is not str or not name:
+        raise ConfigError(f"label() takes a name, a non-empty str, not {name!r}")
+    outer = _current.get()
+    token = _current.set(name if outer is None else f"{outer}/{name}")
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def current_label() -> str | None:
+    """The label that is set here, or None."""
+    return _current.get()

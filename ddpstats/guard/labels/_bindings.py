@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from ddpstats.guard.labels._source import Comprehension, Function, SourceFile
+from ddpstats.guard.labels._source import Comprehension, Function, SourceFile, names_in
 
 Position = tuple[int, int]
 
@@ -72,14 +72,9 @@ def _is_read_before(at: ast.expr, binding: Binding, file: SourceFile) -> bool:
     return binding.value is not None and file.is_inside(at, binding.value)
 
 
-def _arguments(args: ast.arguments) -> Iterator[ast.arg]:
-    yield from args.posonlyargs
-    yield from args.args
-    yield from args.kwonlyargs
-    if args.vararg is not None:
-        yield args.vararg
-    if args.kwarg is not None:
-        yield args.kwarg
+def _arguments(args: ast.arguments) -> list[ast.arg]:
+    starred = [argument for argument in (args.vararg, args.kwarg) if argument is not None]
+    return [*args.posonlyargs, *args.args, *args.kwonlyargs, *starred]
 
 
 def _own_nodes(scope: ast.AST) -> Iterator[ast.AST]:
@@ -101,12 +96,8 @@ def _bound_by(node: ast.AST) -> Iterator[tuple[str, Binding]]:
     if isinstance(node, ast.Assign):
         for target in node.targets:
             yield from _targets(target, node.value, "value", _end(node))
-    elif isinstance(node, (ast.AnnAssign, ast.AugAssign)) and node.value is not None:
-        # `v /= n` keeps what v was made of: the augmented value comes from v itself as well.
-        value = node.value if isinstance(node, ast.AnnAssign) else None
-        if value is not None:
-            yield from _targets(node.target, value, "value", _end(node))
-    elif isinstance(node, ast.NamedExpr):
+    elif isinstance(node, (ast.AnnAssign, ast.NamedExpr)) and node.value is not None:
+        # Not of `v /= n`, which keeps what v was made of: the augmented value comes from v itself as well.
         yield from _targets(node.target, node.value, "value", _end(node))
     elif isinstance(node, (ast.For, ast.AsyncFor)):
         yield from _targets(node.target, node.iter, "loop", _end(node.iter), node)
@@ -139,7 +130,7 @@ def _targets(
             for part, its_value in pairs:
                 yield from _targets(part, its_value, kind, position, loop)
             return
-    names = [node for node in ast.walk(target) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+    names = [name for name in names_in(target) if isinstance(name.ctx, ast.Store)]
     for name in names:
         beside = tuple(other for other in names if other is not name)
         yield name.id, Binding(kind, name, value, position, beside, loop)

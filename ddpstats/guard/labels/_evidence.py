@@ -6,10 +6,11 @@ import ast
 from collections.abc import Iterator
 
 from ddpstats.guard._events import Evidence
+from ddpstats.guard.labels._calls import argument_names, names_passed
 from ddpstats.guard.labels._fate import Fate, Turn, fate_of
 from ddpstats.guard.labels._infer import Chain, Inferred
+from ddpstats.guard.labels._source import names_in
 from ddpstats.guard.labels._spelled import Spelled, spells
-from ddpstats.guard.labels._trace import argument_names, names_passed
 
 _MAX_NAMES = 256
 
@@ -53,7 +54,7 @@ def _spelled(chain: Chain, key: str) -> Spelled:
 def _turns(chain: Chain, level: int) -> Iterator[Turn]:
     """The functions from the one whose loop has the name in to the collective."""
     step, at = chain.steps[level]
-    names = frozenset(node.id for name in step.names for node in ast.walk(name) if isinstance(node, ast.Name))
+    names = frozenset(node.id for name in step.names for node in names_in(name))
     texts = frozenset(name.value for name in step.names if isinstance(name, ast.Constant) and type(name.value) is str)
     for index in range(at, -1, -1):
         place = chain.places[index]

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from ddpstats.guard.labels._source import Comprehension, Function, SourceFile
+from ddpstats.guard.labels._calls import arguments_of, called_name, mentions
+from ddpstats.guard.labels._source import Comprehension, Function, SourceFile, names_in
 
 Fate = Literal["keyed", "in place", "pooled", "kept", "unused"]
 Use = Literal[Fate, "printed", "decides"]
@@ -99,11 +100,11 @@ def _use(node: ast.AST, turn: Turn, carriers: set[str]) -> Iterator[Use]:
 
 def _passed(call: ast.Call, turn: Turn, carriers: set[str]) -> Iterator[Use]:
     """What another call does that is given the result."""
-    given = [*call.args, *(keyword.value for keyword in call.keywords)]
+    given = arguments_of(call)
     if not any(_carries_at(call, argument, turn, carriers) for argument in given):
         return
     if any(_is_named(part, turn) for part in (*given, call.func)):
-        yield "printed" if _called(call) in _PRINTERS else "keyed"
+        yield "printed" if called_name(call) in _PRINTERS else "keyed"
     elif isinstance(call.func, ast.Attribute) and call.func.attr in _KEEPERS:
         keeper = call.func.value
         yield _kept_in(keeper.id, turn) if isinstance(keeper, ast.Name) else "kept"
@@ -114,11 +115,11 @@ def _kept_in(name: str, turn: Turn) -> Use:
     names, uses = {name}, set()
     after = [node for node in ast.walk(turn.file.scope_of(turn.call)) if _is_after(node, turn.within)]
     for node in after:
-        if isinstance(node, ast.Assign) and _mentions(node.value, names):
+        if isinstance(node, ast.Assign) and mentions(node.value, names):
             names.update(one for target in node.targets for one in _plain_names(target))
     for node in after:
-        if isinstance(node, ast.Call) and _mentions(node, names):
-            uses.add(_called(node))
+        if isinstance(node, ast.Call) and mentions(node, names):
+            uses.add(called_name(node))
     if uses & {"zip", "dict"}:
         return "keyed"
     return "pooled" if uses & {*_TOTALS, "reduce"} else "kept"
@@ -130,7 +131,7 @@ def _store(target: ast.expr, value: ast.expr, turn: Turn) -> Iterator[Use]:
     elif isinstance(target, ast.Attribute):
         yield "in place" if isinstance(target.value, ast.Name) else "kept"
     elif isinstance(target, ast.Name):
-        own = {node.id for node in ast.walk(value) if isinstance(node, ast.Name)}
+        own = {node.id for node in names_in(value)}
         if target.id in own and target.id not in turn.carriers:
             yield "pooled"
 
@@ -138,8 +139,9 @@ def _store(target: ast.expr, value: ast.expr, turn: Turn) -> Iterator[Use]:
 def _expression_uses(turn: Turn) -> Iterator[Use]:
     """What the expression around the call makes of its result, out to the loop or the statement."""
     inner: ast.AST = turn.call
-    outer = turn.file.parents.get(inner)
-    while outer is not None and not isinstance(outer, (ast.stmt, *Function)):
+    for outer in turn.file.around(turn.call):
+        if isinstance(outer, (ast.stmt, *Function)):
+            return
         if isinstance(outer, ast.DictComp) and inner is outer.value:
             yield "keyed"
             return
@@ -147,10 +149,10 @@ def _expression_uses(turn: Turn) -> Iterator[Use]:
             if any(_is_named(argument, turn) for argument in outer.args if argument is not inner):
                 yield "keyed"
                 return
-            if _called(outer) in _POOLERS:
+            if called_name(outer) in _POOLERS:
                 yield "pooled"
                 return
-        if isinstance(outer, ast.Call) and _called(outer) == "zip":
+        if isinstance(outer, ast.Call) and called_name(outer) == "zip":
             yield "keyed"  # put beside the names again
             return
         if isinstance(outer, ast.Tuple) and any(_is_named(part, turn) for part in outer.elts if part is not inner):
@@ -158,25 +160,24 @@ def _expression_uses(turn: Turn) -> Iterator[Use]:
             return
         if isinstance(outer, Comprehension):
             around = turn.file.parents.get(outer)
-            pooled = isinstance(around, ast.Call) and _called(around) in _POOLERS
+            pooled = isinstance(around, ast.Call) and called_name(around) in _POOLERS
             yield "pooled" if pooled else "kept"
             return
-        inner, outer = outer, turn.file.parents.get(outer)
+        inner = outer
 
 
 def _carries(node: ast.AST, turn: Turn, carriers: set[str]) -> bool:
     """Whether the result is part of an expression."""
-    return any(part is turn.call or (isinstance(part, ast.Name) and part.id in carriers) for part in ast.walk(node))
+    return mentions(node, carriers) or turn.call in ast.walk(node)
 
 
 def _carries_at(statement: ast.AST, node: ast.expr, turn: Turn, carriers: set[str]) -> bool:
     """Whether the result is part of an expression there: of what stands before the call, only the tensor itself is."""
     if not _is_after(turn.call, statement):
         return _carries(node, turn, carriers)
-    if isinstance(node, (ast.Tuple, ast.List)):
-        return any(_carries_at(statement, part, turn, carriers) for part in node.elts)
-    if isinstance(node, ast.Dict):
-        return any(_carries_at(statement, part, turn, carriers) for part in node.values)
+    if isinstance(node, (ast.Tuple, ast.List, ast.Dict)):
+        parts = node.values if isinstance(node, ast.Dict) else node.elts
+        return any(_carries_at(statement, part, turn, carriers) for part in parts)
     return isinstance(node, ast.Name) and node.id in carriers
 
 
@@ -185,10 +186,6 @@ def _is_after(node: ast.AST, other: ast.AST) -> bool:
         return False
     end = other.end_lineno or other.lineno, other.end_col_offset or other.col_offset
     return (node.lineno, node.col_offset) >= end
-
-
-def _mentions(node: ast.AST, names: set[str]) -> bool:
-    return any(isinstance(part, ast.Name) and part.id in names for part in ast.walk(node))
 
 
 def _is_named(node: ast.AST, turn: Turn) -> bool:
@@ -205,8 +202,3 @@ def _plain_names(target: ast.expr) -> Iterator[str]:
     for part in target.elts if isinstance(target, (ast.Tuple, ast.List)) else [target]:
         if isinstance(part, ast.Name):
             yield part.id
-
-
-def _called(call: ast.Call) -> str:
-    called = call.func
-    return called.id if isinstance(called, ast.Name) else called.attr if isinstance(called, ast.Attribute) else ""

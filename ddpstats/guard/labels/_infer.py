@@ -28,14 +28,14 @@ from ddpstats.guard.labels._reading import (
     names_in,
     parameter_names,
 )
-from ddpstats.guard.labels._source import Function
+from ddpstats.guard.labels._source import COMPREHENSION_NAMES, Function
 from ddpstats.guard.labels._spelled import Spelled
 from ddpstats.guard.labels._trace import Route, Step
 
 _MAX_FRAMES = 60
 _MAX_CHAINS = 8192
 _MAX_LABEL_CHARS = 200
-_COMPREHENSIONS = frozenset({"<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>"})
+_COMPREHENSIONS = frozenset(COMPREHENSION_NAMES.values())
 # Functions of this name reduce stats under their keys: espnet's, detectron2's, DETR's, and copies of them.
 REDUCES_NAMED = frozenset(
     {

@@ -10,6 +10,7 @@ import ast
 import dis
 import linecache
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any
@@ -29,13 +30,11 @@ class SourceFile:
     parents: dict[ast.AST, ast.AST] = field(default_factory=dict)
     ends: dict[tuple[int, int], list[ast.expr]] = field(default_factory=dict)
     calls_of_line: dict[int, list[ast.Call]] = field(default_factory=dict)
-    tree: ast.Module | None = None
 
     @classmethod
-    def parse(cls, text: str) -> SourceFile:
-        """Raises SyntaxError or ValueError for text that is no Python, RecursionError where it or the stack is deep."""
-        found = cls(tree=ast.parse(text))
-        stack: list[ast.AST] = [found.tree] if found.tree is not None else []
+    def of(cls, tree: ast.Module) -> SourceFile:
+        found = cls()
+        stack: list[ast.AST] = [tree]
         while stack:
             node = stack.pop()
             for child in ast.iter_child_nodes(node):
@@ -50,16 +49,23 @@ class SourceFile:
 
     def scope_of(self, node: ast.AST) -> ast.AST:
         """The function, class or module whose variables ``node`` sees first; comprehensions have none of their own."""
-        here = self.parents.get(node)
-        while here is not None and not isinstance(here, (*Function, ast.ClassDef, ast.Module)):
-            here = self.parents.get(here)
-        return here if here is not None else node
+        scopes = (outer for outer in self.around(node) if isinstance(outer, (*Function, ast.ClassDef, ast.Module)))
+        return next(scopes, node)
+
+    def around(self, node: ast.AST) -> Iterator[ast.AST]:
+        """What the node stands in, from the inside out."""
+        outer = self.parents.get(node)
+        while outer is not None:
+            yield outer
+            outer = self.parents.get(outer)
 
     def is_inside(self, node: ast.AST, outer: ast.AST) -> bool:
-        here: ast.AST | None = node
-        while here is not None and here is not outer:
-            here = self.parents.get(here)
-        return here is outer
+        return node is outer or any(around is outer for around in self.around(node))
+
+
+def names_in(node: ast.AST) -> Iterator[ast.Name]:
+    """The variables in a piece of the text."""
+    return (part for part in ast.walk(node) if isinstance(part, ast.Name))
 
 
 _files: dict[str, SourceFile | None] = {}
@@ -73,18 +79,24 @@ def source_of(code: CodeType, module_globals: dict[str, Any]) -> SourceFile | No
         return _files[name]
     if len(_files) >= _MAX_FILES:
         _files.clear()
-    lines = linecache.getlines(name, module_globals if type(module_globals) is dict else None)
-    text = "".join(lines)
     try:
-        _files[name] = SourceFile.parse(text) if text and len(text) <= _MAX_BYTES else None
-    except (SyntaxError, ValueError):
-        _files[name] = None
+        tree = parsed(name, module_globals if type(module_globals) is dict else None)
+        _files[name] = None if tree is None else SourceFile.of(tree)
     except RecursionError:  # of the program's own depth, maybe: then it is worth another try, but not for ever
         _tries[name] = _tries.get(name, 0) + 1
         if _tries[name] < _MAX_TRIES:
             raise
         _files[name] = None
     return _files[name]
+
+
+def parsed(file: str, module_globals: dict[str, Any] | None = None) -> ast.Module | None:
+    """The syntax tree of a file; None where there is no text, or none that parses. Raises RecursionError."""
+    text = "".join(linecache.getlines(file, module_globals))
+    try:
+        return ast.parse(text) if text and len(text) <= _MAX_BYTES else None
+    except (SyntaxError, ValueError):
+        return None
 
 
 def node_at(frame: FrameType) -> tuple[SourceFile, ast.expr] | None:
@@ -142,19 +154,19 @@ def _by_order(file: SourceFile, code: CodeType, line: int, instruction: int) -> 
 
 def _scope_name(file: SourceFile, node: ast.AST) -> str:
     """The name that the code around a node has in Python 3.10."""
-    inner, here = node, file.parents.get(node)
-    while here is not None:
+    inner = node
+    for here in file.around(node):
         if isinstance(here, Comprehension) and not (here.generators and file.is_inside(inner, here.generators[0].iter)):
-            return _COMPREHENSION_NAMES[type(here)]
+            return COMPREHENSION_NAMES[type(here)]
         if isinstance(here, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             return here.name
         if isinstance(here, ast.Lambda):
             return "<lambda>"
-        inner, here = here, file.parents.get(here)
+        inner = here
     return "<module>"
 
 
-_COMPREHENSION_NAMES: dict[type[ast.AST], str] = {
+COMPREHENSION_NAMES: dict[type[ast.AST], str] = {
     ast.ListComp: "<listcomp>",
     ast.SetComp: "<setcomp>",
     ast.DictComp: "<dictcomp>",

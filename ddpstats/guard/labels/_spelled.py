@@ -7,18 +7,19 @@ installed packages, and of the packages that called the collective.
 from __future__ import annotations
 
 import ast
-import linecache
 import re
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
+from ddpstats.guard.labels._source import parsed
+
 _SEPARATORS = re.compile(r"[/_.:,\-\s\[\]()]+")
 _MAX_CHARS = 80
-_MAX_BYTES = 2 << 20
 _INSTALLED = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 _Texts = tuple[frozenset[str], frozenset[str]]
+_NO_TEXTS: _Texts = (frozenset(), frozenset())
 _texts_of: dict[str, _Texts] = {}
 
 
@@ -66,11 +67,10 @@ def _texts_in(file: str) -> _Texts:
     found = _texts_of.get(file)
     if found is None:
         try:
-            text = "".join(linecache.getlines(file))
-            found = _collect(ast.parse(text)) if len(text) <= _MAX_BYTES else (frozenset(), frozenset())
-        except (SyntaxError, ValueError, RecursionError):
-            found = frozenset(), frozenset()
-        _texts_of[file] = found
+            tree = parsed(file)
+        except RecursionError:
+            tree = None
+        found = _texts_of[file] = _NO_TEXTS if tree is None else _collect(tree)
     return found
 
 

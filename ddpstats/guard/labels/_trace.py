@@ -17,38 +17,22 @@ from types import CodeType
 from typing import Literal
 
 from ddpstats.guard.labels._bindings import Binding, Bindings, bindings_of, nearest
-from ddpstats.guard.labels._source import Comprehension, Function, Loop, SourceFile
+from ddpstats.guard.labels._calls import (
+    argument_for,
+    argument_names,
+    arguments_of,
+    gets_a_collective,
+    is_passed_as_function,
+    mentions,
+    tensor_argument,
+    unwrapped,
+)
+from ddpstats.guard.labels._source import Comprehension, Function, Loop, SourceFile, names_in
 
 _MAX_HOPS = 16
 _MAX_ROUTES = 8
 _TAKERS = frozenset({"get", "pop", "setdefault", "__getitem__"})
-# What gives the elements of its argument, in whatever order.
-_PASSES_ON = frozenset(
-    {
-        "sorted",
-        "list",
-        "tuple",
-        "reversed",
-        "iter",
-        "set",
-        "frozenset",
-        "dict",
-        "OrderedDict",
-        "tqdm",
-        "islice",
-        "deque",
-    }
-)
-_COPIES = frozenset(
-    {
-        *("copy", "items", "keys", "values", "_asdict", "state_dict"),
-        *("named_parameters", "named_buffers", "named_children", "named_modules", "parameters", "buffers"),
-    }
-)
-_FIELDS_OF = frozenset({"vars", "asdict", "fields"})
-_COLLECTIVES = frozenset({"all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor"})
 _IN_PLACE = re.compile(r"[a-z]\w*[^_]_$")  # `div_`, which gives the tensor itself
-_CONSUMERS = frozenset({"map", "starmap", "filter", "reduce"})
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,9 +82,9 @@ class LabelTracer:
 
     def of_argument(self, call: ast.expr) -> tuple[Route, ...]:
         """Of the tensor that a call of a collective gets; ``call`` may be one of ``map``, which gets the collective."""
-        if isinstance(call, ast.Call) and any(_names_one_of(part, _COLLECTIVES) for part in _given(call)):
+        if gets_a_collective(call):
             return self._some(self._of_consumed(call))
-        argument = _tensor_argument(call)
+        argument = tensor_argument(call)
         if argument is None:
             return ()
         return self._some(itertools.chain(self.value(argument, False, 0), self._named_after(call)))
@@ -109,11 +93,12 @@ class LabelTracer:
         """Of what ``call`` passed to the function with the code ``callee``, as the parameter that ``route`` left by."""
         if not isinstance(call, ast.Call):
             return ()
-        if _is_passed_as_function(call, callee):
+        if is_passed_as_function(call, callee):
             return self._some(self._of_consumed(call))
-        place = _argument_for(call, callee, route)
-        if isinstance(place, Route):
-            return (place,)
+        starred = route.position if route.leaves == "position" else None
+        place = argument_for(call, callee, route.name, starred)
+        if isinstance(place, tuple):
+            return (Route((), False, "position", *place, container=route.container),)
         if isinstance(place, ast.Starred):
             return self._some(self.container(place.value, 0))
         if route.container:
@@ -145,7 +130,7 @@ class LabelTracer:
             yield from self.value(expr.value, fresh, hops)
         elif isinstance(expr, Comprehension):
             for generator in expr.generators:
-                source = _unwrapped(generator.iter)
+                source = unwrapped(generator.iter)
                 if source is not None:
                     yield from self.value(source, True, hops)
         else:
@@ -160,9 +145,8 @@ class LabelTracer:
             yield from self._out(Step((expr.value,), None, None, self._loop_of(expr.value)), fresh, hops)
             yield from self.value(expr.value, fresh, hops)
         elif isinstance(index, (ast.Slice, ast.Tuple)) and not _is_key_tuple(index):
-            for node in ast.walk(index):  # a column of a tensor, picked by the loop
-                if isinstance(node, ast.Name):
-                    yield from self.value(node, True, hops)
+            for node in names_in(index):  # a column of a tensor, picked by the loop
+                yield from self.value(node, True, hops)
             yield from self.value(expr.value, True, hops)
         else:
             yield from self._out(self._taken(index, expr.value), fresh, hops)
@@ -177,7 +161,7 @@ class LabelTracer:
             key = call.args[1]
             yield from self._out(self._taken(key, call.args[0]), fresh, hops)
         receiver = [called.value] if isinstance(called, ast.Attribute) else []
-        given = [*call.args, *(keyword.value for keyword in call.keywords)]
+        given = arguments_of(call)
         of_self = bool(receiver) and _root(receiver[0]) in ("self", "cls")
         in_place = receiver if isinstance(called, ast.Attribute) and _IN_PLACE.match(called.attr) else []
         for part in [*given, *receiver] if of_self else [*receiver, *given]:
@@ -188,7 +172,7 @@ class LabelTracer:
 
     def container(self, expr: ast.expr | None, hops: int) -> Iterator[Route]:
         """Routes of a container, through other names for it; one without a step where nothing is known."""
-        expr = _unwrapped(expr)
+        expr = unwrapped(expr)
         if expr is None or hops > _MAX_HOPS:
             return
         hops += 1
@@ -213,10 +197,9 @@ class LabelTracer:
     # -- variables ----------------------------------------------------------------------------------------------------
 
     def _name(self, name: str, at: ast.expr, container: bool, fresh: bool, hops: int) -> Iterator[Route]:
-        scope = self.file.scope_of(at)
-        binding = nearest(self._bindings_of(scope), name, at, self.file)
+        binding = self._binding_of(name, at)
         if binding is None:
-            yield from self._of_enclosing(name, scope, container, fresh)
+            yield from self._of_enclosing(name, self.file.scope_of(at), container, fresh)
         elif binding.kind == "parameter":
             yield Route((), fresh, "parameter", name, container=container)
         elif binding.kind == "loop":
@@ -235,13 +218,11 @@ class LabelTracer:
 
     def _looped(self, binding: Binding, fresh: bool, hops: int) -> Iterator[Route]:
         names = binding.beside if binding.name is None else (*binding.beside, binding.name)
-        source = _unwrapped(binding.value)
+        source = unwrapped(binding.value)
         yield from self._out(Step(names, binding.name, source, binding.loop), fresh, hops)
 
     def _of_enclosing(self, name: str, scope: ast.AST, container: bool, fresh: bool) -> Iterator[Route]:
-        outer: ast.AST | None = scope
-        while outer is not None and not isinstance(outer, ast.Module):
-            outer = self.file.parents.get(outer)
+        for outer in self.file.around(scope):
             if isinstance(outer, (*Function, ast.Module)):
                 bindings = self._bindings_of(outer).get(name, [])
                 if bindings:
@@ -260,36 +241,35 @@ class LabelTracer:
     def _named_after(self, call: ast.expr) -> Iterator[Route]:
         """By the name under which the program stores the result, or that it passes on beside it."""
         yield from self._stored(call, call)
-        around = self.file.parents.get(call)
-        while isinstance(around, ast.expr) and not isinstance(around, Function):
+        for around in self.file.around(call):
+            if isinstance(around, Function) or not isinstance(around, ast.expr):
+                break
             if isinstance(around, ast.Call) and call is not around.func:
                 yield from self._logged(around, call)
-            around = self.file.parents.get(around)
         carriers = frozenset(argument_names(call)) | frozenset(self._assigned_to(call))
         loop = self._loop_around(call)
         for node in ast.walk(loop if loop is not None else self.file.scope_of(call)) if carriers else ():
-            if isinstance(node, ast.Assign) and _mentions(node.value, carriers):
+            if isinstance(node, ast.Assign) and mentions(node.value, carriers):
                 yield from self._stored(node.value, call)
-            elif isinstance(node, ast.Call) and node is not call and _mentions_any(node.args, carriers):
+            elif isinstance(node, ast.Call) and node is not call and any(mentions(arg, carriers) for arg in node.args):
                 yield from self._logged(node, call)
 
     def _assigned_to(self, call: ast.expr) -> Iterator[str]:
-        around = self.file.parents.get(call)
-        while isinstance(around, ast.expr):
-            around = self.file.parents.get(around)
-        if isinstance(around, ast.Assign):
-            yield from (target.id for target in around.targets if isinstance(target, ast.Name))
+        statement = next((around for around in self.file.around(call) if not isinstance(around, ast.expr)), None)
+        if isinstance(statement, ast.Assign):
+            yield from (target.id for target in statement.targets if isinstance(target, ast.Name))
 
     def _stored(self, value: ast.expr, call: ast.expr) -> Iterator[Route]:
-        statement = self.file.parents.get(value)
-        while isinstance(statement, ast.expr):
-            if isinstance(statement, ast.DictComp):
-                yield Route((Step((statement.key,), None, None, statement),), fresh=True)
-            statement = self.file.parents.get(statement)
-        if isinstance(statement, ast.Assign):
-            for target in statement.targets:
-                if isinstance(target, ast.Subscript) and not isinstance(target.slice, ast.Slice):
-                    yield Route((Step((target.slice,), None, None, self._loop_around(call)),), fresh=True)
+        for around in self.file.around(value):
+            if isinstance(around, ast.DictComp):
+                yield Route((Step((around.key,), None, None, around),), fresh=True)
+            elif not isinstance(around, ast.expr):
+                break
+        else:
+            return
+        for target in around.targets if isinstance(around, ast.Assign) else ():
+            if isinstance(target, ast.Subscript) and not isinstance(target.slice, ast.Slice):
+                yield Route((Step((target.slice,), None, None, self._loop_around(call)),), fresh=True)
 
     def _logged(self, logging: ast.Call, call: ast.expr) -> Iterator[Route]:
         """``writer.add_scalar("loss", result, step)``"""
@@ -306,34 +286,37 @@ class LabelTracer:
 
     def _is_given(self, key: ast.expr) -> bool:
         """Whether a parameter is part of the key."""
-        for node in ast.walk(key):
-            if isinstance(node, ast.Name):
-                binding = nearest(self._bindings_of(self.file.scope_of(node)), node.id, node, self.file)
-                if binding is not None and binding.kind == "parameter":
-                    return True
-        return False
+        return any(binding.kind == "parameter" for binding in self._bindings_in(key))
 
     # -- loops --------------------------------------------------------------------------------------------------------
 
     def _loop_of(self, key: ast.expr) -> ast.AST | None:
         """The loop that sets the variables of a key; None where none does."""
-        for node in ast.walk(key):
-            if isinstance(node, ast.Name):
-                binding = nearest(self._bindings_of(self.file.scope_of(node)), node.id, node, self.file)
-                if binding is not None and binding.kind == "loop":
-                    return binding.loop
-                if binding is not None and binding.kind == "value" and binding.name is not None:
-                    around = self._loop_around(binding.name)
-                    if around is not None:
-                        return around
+        for binding in self._bindings_in(key):
+            if binding.kind == "loop":
+                return binding.loop
+            if binding.kind == "value" and binding.name is not None:
+                around = self._loop_around(binding.name)
+                if around is not None:
+                    return around
         return None
 
+    def _bindings_in(self, key: ast.expr) -> Iterator[Binding]:
+        """Those of the variables in a key."""
+        for name in names_in(key):
+            binding = self._binding_of(name.id, name)
+            if binding is not None:
+                yield binding
+
+    def _binding_of(self, name: str, at: ast.expr) -> Binding | None:
+        return nearest(self._bindings_of(self.file.scope_of(at)), name, at, self.file)
+
     def _loop_around(self, node: ast.AST) -> ast.AST | None:
-        here = self.file.parents.get(node)
-        while here is not None and not isinstance(here, (*Function, ast.Module)):
-            if isinstance(here, (ast.For, ast.AsyncFor, ast.While, *Comprehension)):
-                return here
-            here = self.file.parents.get(here)
+        for around in self.file.around(node):
+            if isinstance(around, (*Loop, ast.While)):
+                return around
+            if isinstance(around, Function):
+                return None
         return None
 
     def _bindings_of(self, scope: ast.AST) -> Bindings:
@@ -349,33 +332,12 @@ class LabelTracer:
         for node in ast.walk(call):
             if isinstance(node, ast.Call):
                 for argument in node.args:
-                    source = _unwrapped(argument)
+                    source = unwrapped(argument)
                     if isinstance(source, (ast.Name, ast.Attribute)):
                         yield from self._out(Step((), None, source, node), False, 0)
 
 
 # -- the text alone ---------------------------------------------------------------------------------------------------
-
-
-def _tensor_argument(call: ast.expr) -> ast.expr | None:
-    """The tensor that a collective reads; None for what is no call of one."""
-    if not isinstance(call, ast.Call):
-        return None
-    name = called_name(call)
-    wanted = {"input", "input_list", "input_tensor", "tensor", "tensors", "self"}
-    index = 1 if "reduce_scatter" in name or "all_gather" in name else 0
-    for keyword in call.keywords:
-        if keyword.arg in wanted:
-            return keyword.value
-    if len(call.args) <= index or any(isinstance(argument, ast.Starred) for argument in call.args[:index]):
-        return call.args[0] if call.args else None
-    return call.args[index]
-
-
-def called_name(call: ast.Call) -> str:
-    """The last name of what is called: ``all_reduce`` of ``dist.all_reduce(x)``."""
-    called = call.func
-    return called.id if isinstance(called, ast.Name) else called.attr if isinstance(called, ast.Attribute) else ""
 
 
 def _parts(expr: ast.expr) -> list[ast.expr]:
@@ -401,121 +363,3 @@ def _root(expr: ast.expr) -> str:
 def _is_key_tuple(index: ast.expr) -> bool:
     """Whether a tuple between brackets may be a key, and is no indexing of a tensor."""
     return isinstance(index, ast.Tuple) and all(isinstance(part, (ast.Name, ast.Attribute)) for part in index.elts)
-
-
-def _unwrapped(expr: ast.expr | None) -> ast.expr | None:
-    """The container itself, without ``.items()``, ``sorted(...)``, ``enumerate(...)`` and the like around it."""
-    while isinstance(expr, ast.Call):
-        name = called_name(expr)
-        if isinstance(expr.func, ast.Attribute) and name in _COPIES and not expr.args:
-            expr = expr.func.value
-        elif name in ("enumerate", "zip", *_FIELDS_OF, *_PASSES_ON) and expr.args:
-            expr = expr.args[0]
-        elif name in _CONSUMERS and len(expr.args) > 1:
-            expr = expr.args[1]
-        else:
-            return expr
-    return expr.value if isinstance(expr, (ast.Starred, ast.NamedExpr)) else expr
-
-
-def _is_passed_as_function(call: ast.Call, callee: CodeType) -> bool:
-    """Whether what runs was an argument of the call: the call is of ``map``, ``list``, a tree walk, ..."""
-    name = callee.co_name
-    if name == called_name(call):
-        return False
-    if name == "<lambda>":
-        return any(isinstance(part, ast.Lambda) for part in _given(call))
-    return any(_names_one_of(part, frozenset({name})) for part in _given(call))
-
-
-def _given(call: ast.Call) -> Iterator[ast.AST]:
-    """Everything in the arguments of a call that may be a function; not what is called in them."""
-    called = {id(node.func) for node in ast.walk(call) if isinstance(node, ast.Call)}
-    return (node for node in ast.walk(call) if id(node) not in called)
-
-
-def _names_one_of(node: ast.AST, names: frozenset[str]) -> bool:
-    name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
-    return name in names
-
-
-def argument_names(call: ast.expr) -> Iterator[str]:
-    """The variable that a collective reduces, if it is one: ``x`` in ``all_reduce(x)``, ``all_reduce(x.div_(2))``."""
-    argument = _tensor_argument(call)
-    if isinstance(argument, ast.NamedExpr):
-        argument = argument.target
-    while isinstance(argument, (ast.Call, ast.Attribute)):
-        argument = argument.func if isinstance(argument, ast.Call) else argument.value
-    if isinstance(argument, (ast.List, ast.Tuple)) and len(argument.elts) == 1:
-        argument = argument.elts[0]
-    if isinstance(argument, ast.Name):
-        yield argument.id
-
-
-def names_passed(call: ast.expr, callee: CodeType, names: frozenset[str], texts: bool) -> frozenset[str]:
-    """The parameters of ``callee`` to which a call gives the variables ``names``; or a text, if ``texts``."""
-    if not isinstance(call, ast.Call):
-        return frozenset()
-    found = set()
-    for index, argument in enumerate(call.args, _offset(call, callee)):
-        is_text = texts and isinstance(argument, (ast.Constant, ast.JoinedStr))
-        if index < callee.co_argcount and (is_text or _mentions(argument, names)):
-            found.add(callee.co_varnames[index])
-    for keyword in call.keywords:
-        if keyword.arg is not None and _mentions(keyword.value, names):
-            found.add(keyword.arg)
-    return frozenset(found)
-
-
-def _mentions_any(exprs: list[ast.expr], names: frozenset[str]) -> bool:
-    return any(_mentions(expr, names) for expr in exprs)
-
-
-def _mentions(expr: ast.expr, names: frozenset[str]) -> bool:
-    return any(isinstance(node, ast.Name) and node.id in names for node in ast.walk(expr))
-
-
-def _argument_for(call: ast.Call, callee: CodeType, route: Route) -> ast.expr | Route | None:
-    """What the call passes for the parameter, as Python binds it; a route where it passes on its own ``*args``."""
-    names = callee.co_varnames
-    if route.leaves == "position":
-        if not callee.co_flags & 0x04 or names[callee.co_argcount + callee.co_kwonlyargcount] != route.name:
-            return None
-        position = callee.co_argcount + route.position
-    elif route.name in names[: callee.co_argcount + callee.co_kwonlyargcount]:
-        for keyword in call.keywords:
-            if keyword.arg == route.name:
-                return keyword.value
-        position = names.index(route.name)
-        if position >= callee.co_argcount:
-            return None
-    elif callee.co_flags & 0x04 and names[callee.co_argcount + callee.co_kwonlyargcount] == route.name:
-        given = call.args[max(0, callee.co_argcount - _offset(call, callee)) :]  # *args
-        starred = [argument for argument in given if isinstance(argument, ast.Starred)]
-        return starred[0] if starred else given[0] if len(given) == 1 else None
-    else:
-        return None
-    position -= _offset(call, callee)
-    if position < 0:
-        return call.func.value if isinstance(call.func, ast.Attribute) else call.func
-    if position >= len(call.args) and called_name(call) != callee.co_name:
-        position -= callee.co_argcount - len(call.args)  # a `partial` has the first arguments
-    return _positional(call, position, route) if position >= 0 else None
-
-
-def _offset(call: ast.Call, callee: CodeType) -> int:
-    """1 where the first parameter is the object that the method is called on."""
-    first = callee.co_varnames[0] if callee.co_argcount else ""
-    if first not in ("self", "cls"):
-        return 0
-    is_method = isinstance(call.func, ast.Attribute) or callee.co_name in ("__call__", "forward", "__init__")
-    return 1 if is_method or called_name(call) != callee.co_name else 0
-
-
-def _positional(call: ast.Call, position: int, route: Route) -> ast.expr | Route | None:
-    for index, argument in enumerate(call.args[: position + 1]):
-        if isinstance(argument, ast.Starred):
-            if isinstance(argument.value, ast.Name):
-                return Route((), False, "position", argument.value.id, position - index, container=route.container)
-            return argument
-    return call.args[position] if position < len(call.args) else None

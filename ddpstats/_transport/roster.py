@@ -1,0 +1,183 @@
+"""Which processes the ranks of a group are, which of them are gone, and what one rank knows of that alone.
+
+1. Each rank writes into the store which process it is (`join`), and the others read it (`learn`) while somebody serves
+   the store.
+2. From then on a rank of this host whose process no longer exists is known at once (`dead`), without the store.
+3. Where the store does not answer, a rank names whom it can (`known_alone`), and others who know the same name the
+   same: who served the store, if nobody does any more; else whose process on this host is gone; else which ranks are on
+   other hosts, for it is then this one that is cut off.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+import struct
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+from ddpstats._base.rank_names import ranks_text
+from ddpstats._base.wording import first_line
+from ddpstats._transport import launcher
+from ddpstats._transport.store import BoundedStore, StoreGone, StoreSilent
+
+_DYING_SEC = 1.0  # a process that is killed closes its connections a moment before it is gone
+_POLL_SEC = 0.05
+
+
+@dataclass(frozen=True)
+class ProcessId:
+    """A process, recognisable by other processes of the same machine and pid namespace."""
+
+    machine: bytes
+    pid: int
+    started: int
+
+    @classmethod
+    def mine(cls) -> ProcessId:
+        return cls(_machine(), os.getpid(), _start_time(os.getpid()) or 0)
+
+    def pack(self) -> bytes:
+        return _PROCESS_ID.pack(self.machine, self.pid, self.started)
+
+    @classmethod
+    def unpack(cls, payload: bytes) -> ProcessId:
+        return cls(*_PROCESS_ID.unpack(payload))
+
+    def is_dead(self) -> bool:
+        """True only where this host can know: same machine, and the process is gone or a zombie."""
+        if self.started == 0 or self.machine != _machine():
+            return False
+        return _start_time(self.pid) != self.started
+
+
+_PROCESS_ID = struct.Struct("<16sqq")
+PROCESS_ID_BYTES = _PROCESS_ID.size
+
+
+class Roster:
+    """The ranks of one group. ``peers``: the processes of the other ranks, as far as they are known.
+
+    ``all_started``: every rank is known to have been there at some time.
+    """
+
+    def __init__(
+        self,
+        store: BoundedStore,
+        rank: int,
+        ranks: Iterable[int],
+        peers: Mapping[int, ProcessId] | None = None,
+        all_started: bool = False,
+    ) -> None:
+        # Keys are spelled from these: plain numbers, not ranks that print their group rank as well.
+        self.store, self.rank, self.ranks = store, int(rank), tuple(map(int, ranks))
+        self.peers = dict(peers or {})
+        self._all_started = all_started
+
+    def join(self) -> None:
+        """Say which process this rank is."""
+        self.store.set(f"here/{self.rank}", ProcessId.mine().pack())
+
+    def are_here(self, ranks: Iterable[int]) -> bool:
+        """Whether all of these have joined."""
+        return self.store.check([f"here/{rank}" for rank in ranks])
+
+    def learn(self, ranks: Iterable[int], store: BoundedStore | None = None, most: int | None = None) -> None:
+        """Which processes those of the ranks are that have joined; ``most`` of them at once. Waits for nobody.
+
+        ``store``: another connection, of another thread.
+        """
+        store = store or self.store
+        keys = {rank: f"here/{rank}" for rank in ranks if rank not in self.peers and rank != self.rank}
+        if keys and not store.check(list(keys.values())):
+            keys = {rank: key for rank, key in keys.items() if store.check([key])}
+        joined = dict(itertools.islice(keys.items(), most))
+        payloads = store.multi_get(list(joined.values())) if joined else []
+        for rank, payload in zip(joined, payloads, strict=True):
+            if len(payload) == PROCESS_ID_BYTES:
+                self.peers[rank] = ProcessId.unpack(payload)
+
+    def dead(self, ranks: Collection[int] | None = None) -> set[int]:
+        """Peers of this host whose process is gone; asks no store. ``ranks``: only of these."""
+        known = self._known().items()
+        return {rank for rank, process in known if (ranks is None or rank in ranks) and process.is_dead()}
+
+    def never_came(self) -> set[int]:
+        """Ranks that were started on this host, ended, and have not told which process they were."""
+        return launcher.ended([rank for rank in self.ranks if rank not in self.peers], self.rank, self._all_started)
+
+    def others_here(self) -> list[ProcessId]:
+        """The processes of other ranks on this host."""
+        machine = ProcessId.mine().machine
+        return [process for process in self._known().values() if process.machine == machine]
+
+    def elsewhere(self) -> set[int]:
+        """Ranks that are known to be on other hosts."""
+        machine = ProcessId.mine().machine
+        return {rank for rank, process in self._known().items() if process.machine != machine}
+
+    def _known(self) -> dict[int, ProcessId]:
+        return self.peers.copy()  # another thread may be learning
+
+    # -- without the store --------------------------------------------------------------------------------------------
+
+    def known_alone(
+        self, error: BaseException, ranks: Collection[int] | None = None
+    ) -> tuple[tuple[int, ...], tuple[int, ...], str]:
+        """(who is missing, who of them is dead, why the store does not answer). ``error``: how that showed.
+
+        ``ranks``: whom this rank waits for; all by default. Who served the store may be another one.
+        """
+        among = self.ranks if ranks is None else ranks
+        host, is_silent = self.store.host_rank, isinstance(error, StoreSilent)
+        deadline = time.monotonic() + (0.0 if is_silent else _DYING_SEC)
+        while True:
+            is_gone = isinstance(error, StoreGone) or self.store.is_gone()
+            dead = (self.dead() | self.never_came()).intersection(among)
+            if dead or (is_gone and host is not None) or time.monotonic() >= deadline:
+                break
+            time.sleep(_POLL_SEC)
+        if host is not None and (is_gone or host in dead):
+            return (host,), (host,), "the process that served it is gone"
+        why = "nobody serves it any more" if is_gone else first_line(error)
+        if dead:
+            return tuple(sorted(dead)), tuple(sorted(dead)), why
+        silent = self.elsewhere().intersection(among) if is_silent else set()
+        if is_silent and not silent and host is not None and host != self.rank:
+            silent = {host}
+        return tuple(sorted(silent)), (), why
+
+    def told_alone(
+        self, missing: Iterable[int], dead: Iterable[int], named: Callable[[set[int]], str] = ranks_text
+    ) -> list[str]:
+        """What `known_alone` found, in lines that say nothing that other ranks would say otherwise."""
+        gone, silent = set(dead), set(missing) - set(dead)
+        lines = [f"  {named(gone)}: the process is gone"] if gone else []
+        if silent and silent <= self.elsewhere():
+            lines.append(f"  this host is cut off: the store does not answer; {named(silent)} of other hosts")
+        elif silent:
+            lines.append(f"  {named(silent)}: serves the store, which does not answer")
+        return lines or ["  who is missing cannot be told"]
+
+
+def _machine() -> bytes:
+    """16 bytes that stand for this boot of this machine, and its part of processes and network; else zeros."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", "rb") as file:
+            boot = file.read()
+        parts = os.readlink("/proc/self/ns/pid") + os.readlink("/proc/self/ns/net")
+        return hashlib.blake2b(boot + parts.encode(), digest_size=16).digest()
+    except OSError:
+        return bytes(16)
+
+
+def _start_time(pid: int) -> int | None:
+    """When the process started, in clock ticks since boot; None if there is no such process, or only its zombie."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in (b"Z", b"X") else int(fields[19])

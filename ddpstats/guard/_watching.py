@@ -1,0 +1,323 @@
+"""What a guard does between entering and leaving: it takes each collective in, describes it, and has it compared."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from functools import partial
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from ddpstats._observe.c10d_operators import Collective, GroupView
+from ddpstats._observe.user_frames import called_by_c10d, calling_frame, main_stack, site_of
+from ddpstats.guard._buckets import with_parameters
+from ddpstats.guard._comparing import Comparing
+from ddpstats.guard._describe import describe, pieces_of
+from ddpstats.guard._events import BY_TORCH, Event, Ring, label_word
+from ddpstats.guard._failure_agreement import MESSAGES
+from ddpstats.guard._p2p import Awaited
+from ddpstats.guard._records import RecordWriter
+from ddpstats.guard._session import Group, Session, Settings, Standing
+from ddpstats.guard._status import DOUBT, LEFT, GuardFinding, RankStatus
+from ddpstats.guard._summary import Tally
+from ddpstats.guard.labels import current_label
+from ddpstats.guard.labels._evidence import evidence_of
+from ddpstats.guard.labels._infer import Chain, Inferred, infer
+
+RING_EVENTS = 10_000
+# Operations that combine what must be the same thing on all ranks. With others the names may legally be each rank's
+# own: shards that are gathered, what a root sends. Functions that are known to reduce named stats may gather them:
+# espnet sums what it has all-gathered.
+_COMBINING = frozenset(
+    {
+        *("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor"),
+        *("all_reduce_coalesced", "reduce_scatter_tensor_coalesced"),
+    }
+)
+_GATHERING = "all_gather"
+_REPORTED_EVENTS = 2000  # of one group
+_CONTEXT_EVENTS = 64  # before the last on which ranks agreed: which names have met there before
+_STACK_FRAMES = 6  # of the main thread, for a rank that is somewhere else
+_KEPT_WORKS = 1024  # messages that nobody ever waits for would keep their tensors
+
+log = logging.getLogger("ddpstats")
+
+
+class _Seen(NamedTuple):
+    """What is known of a collective once it is described. ``awaited``: of a message that is still to be compared."""
+
+    group: Group
+    event: Event
+    awaited: Awaited | None = None
+
+
+class _Work(NamedTuple):
+    """Something that runs, and that the program will wait for."""
+
+    work: Any
+    seen: _Seen
+
+    def is_done(self) -> bool:
+        """A message is never taken for done: its receiver still has to compare it."""
+        return self.seen.event.peer is None and self.seen.awaited is None and bool(self.work.is_completed())
+
+
+class Watching:
+    """The collectives of this process, from when a guard is entered until it is left. Subscriber of `collectives`.
+
+    ``comparing`` is None where there is nothing to compare, or nobody to compare with.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings, self._mode = settings, settings.mode
+        self._timeout_ms = int(settings.timeout_sec * 1000)
+        self._lock = threading.RLock()
+        self.ring = Ring(RING_EVENTS)
+        self.standing = Standing()
+        self.session: Session | None = None
+        self.comparing: Comparing | None = None
+        self.how_left: str | None = None
+        self._writer: RecordWriter | None = None
+        self._works: dict[int, _Work] = {}
+        self._silenced: set[Chain] = set()  # places whose names are each rank's own
+
+    def begin(self) -> Session:
+        """Connect: on entering, at the first collective, or at the first one of another process group."""
+        if self.session is not None:
+            self.session.close()
+            self._works.clear()
+            self.ring = Ring(RING_EVENTS)  # numbers begin anew
+            self.how_left = None
+            self.standing.past += self.session.tally()
+        session = Session(self._settings, self._report_status, self._position, self._heard)
+        self.session = session
+        record_dir = self._settings.record_dir
+        if record_dir is not None and self._writer is None:
+            self._writer = RecordWriter(record_dir, session.rank, dist.get_world_size(), session.run)
+        self.comparing = None
+        if session.agreement is not None:
+            self.comparing = Comparing(session, self.standing, self._settings)
+        return session
+
+    # -- subscriber of `collectives` -----------------------------------------------------------------------------------
+
+    def before(self, call: Collective) -> None:
+        """Describe, record, and where possible compare, before anything moves."""
+        if self.standing.verdict is not None:
+            raise self.standing.verdict.with_traceback(None)
+        if not call.blocking and self._settings.compares and not self.standing.silent:
+            call.timeout_ms = self._timeout_ms
+        self._take_in(call)
+
+    def _take_in(self, call: Collective) -> None:
+        with self._lock:
+            group = self._group_of(call.view)
+            event = self._describe(call, group)
+        call.subscriber_state = _Seen(group, event)
+        group.sent += event.signature.op == "send"
+        group.received += event.signature.op == "recv"
+        if self.standing.silent or group.exchange is None or self.comparing is None:
+            return
+        if call.is_p2p:
+            call.subscriber_state = _Seen(group, event, self._begin_message(event, group))
+            return
+        if self._mode == "step" or not call.blocking:
+            self.comparing.foretell(group, event)
+        if self._mode == "strict":
+            self.comparing.post(group, event)
+            if call.blocking:
+                self.comparing.settle(group, event.seq)
+        else:
+            self.comparing.take_in(group, event, self._settings.check_every)
+
+    def _begin_message(self, event: Event, group: Group) -> Awaited | None:
+        """What is to be compared when the program waits for the message, if anything."""
+        if group.messages is None or self.comparing is None:
+            return None
+        if event.signature.op == "send":
+            self.comparing.messages.post(group, event)
+            return None
+        awaited = group.messages.awaited(event)
+        if awaited is not None and called_by_c10d("recv", "recv_object_list"):
+            self.comparing.messages.settle(group, awaited)
+            return None
+        return awaited
+
+    def after(self, call: Collective, work: Any) -> None:
+        """Wait for a blocking one, so that a rank that never comes is named."""
+        if self.comparing is None or self.standing.silent or work is None:
+            return
+        tensors = call.inputs or call.outputs
+        if tensors and not tensors[0].is_cpu:
+            return
+        seen: _Seen = call.subscriber_state
+        if call.blocking:
+            self.comparing.verdicts.wait_for(work, seen.group, seen.event)
+            return
+        with self._lock:
+            # What is done and was not waited for may never be (DDP, functional collectives wait in C++), and keeps its
+            # tensors alive. It is settled with the next one of its group.
+            for key in [key for key, entry in self._works.items() if entry.is_done()]:
+                del self._works[key]
+            while len(self._works) >= _KEPT_WORKS:
+                del self._works[next(iter(self._works))]
+            self._works[id(work)] = _Work(work, seen)
+
+    def waiting(self, work: Any, limited: bool) -> bool:
+        """The program waits for an asynchronous collective, or a message: now it must be settled.
+
+        Where it waits under a timeout of its own, that holds, and what is not there yet is settled later.
+        """
+        comparing = self.comparing
+        if comparing is None or self.standing.silent:
+            return False
+        entry = None
+        if not limited:
+            with self._lock:
+                entry = self._works.pop(id(work), None)
+        if entry is None or entry.work is not work:
+            if self._mode == "strict" and self.standing.verdict is None:
+                comparing.settle_what_is_ready()
+            return False
+        group, event, awaited = entry.seen
+        if awaited is not None:
+            comparing.messages.settle(group, awaited)
+        if event.group != group.name:
+            comparing.messages.wait_for(work, group, event)
+            return True
+        if self._mode == "strict":
+            comparing.settle(group, event.seq)
+        if not self.standing.silent:
+            comparing.verdicts.wait_for(work, group, event)
+        return False
+
+    # -- describing ---------------------------------------------------------------------------------------------------
+
+    def _describe(self, call: Collective, group: Group) -> Event:
+        pieces, balance = pieces_of(call)
+        frame, by_torch, is_api = calling_frame(3)
+        name, inferred = current_label(), None
+        if name is None and by_torch:
+            name = BY_TORCH
+        elif name is None and self._settings.infer_labels and is_api and frame is not None:
+            inferred = _inferred(call, frame)
+            name = None if inferred is None else inferred.path
+        if not call.is_p2p:
+            group.seq += 1
+        signature, digest = describe(call)
+        event = Event(
+            group.name if not call.is_p2p else f"{group.name}{MESSAGES}",
+            group.seq,
+            signature,
+            name,
+            0 if inferred is not None and inferred.chain in self._silenced else label_word(name),
+            site_of(frame),
+            digest,
+            pieces,
+            balance,
+            None if call.peer is None else call.view.ranks[call.peer],
+            call.tag,
+            time.time(),
+            told=None if inferred is None else partial(evidence_of, inferred),
+        )
+        self.standing.collectives += 1
+        self.ring.append(event)
+        if self._writer is not None:
+            self._writer.write_event(event)
+        return event
+
+    def _group_of(self, view: GroupView) -> Group:
+        session = self.session
+        group = None if session is None else session.find(view)
+        if group is not None:
+            return group
+        if session is None or session.is_over():
+            session = self.begin()
+        group = session.meet(view)
+        if self._writer is not None:
+            self._writer.write({"new_group": group.name, "words": group.words, "ranks": list(view.ranks)})
+        return group
+
+    def leave(self, error: BaseException | None) -> None:
+        """Tell the others that this rank leaves, and how; never waits."""
+        if self.session is not None:
+            self.session.leave(
+                how_left(error), self.ring.last(), lambda name: self._report_status(name, error is not None)
+            )
+        if self._writer is not None:
+            self._writer.write({"end": "left" if error is None else type(error).__name__, "time": time.time()})
+
+    def tally(self) -> Tally:
+        """What was compared so far, over all sessions."""
+        past = self.standing.past
+        return past if self.session is None else past + self.session.tally()
+
+    def is_over(self) -> bool:
+        """Whether the program has destroyed the process group since."""
+        return self.session is not None and self.session.is_over()
+
+    def close(self) -> None:
+        """Local and idempotent."""
+        if self.session is not None:
+            self.session.close()
+        if self._writer is not None:
+            self._writer.close()
+        self._works.clear()
+
+    # -- telling the others -------------------------------------------------------------------------------------------
+
+    def _position(self) -> str:
+        last = self.ring.last()
+        return "" if last is None else last.in_full()
+
+    def _report_status(self, name: str, in_full: bool = True) -> RankStatus:
+        """What this rank knows of itself about one group. Called by any thread. ``in_full`` takes a while."""
+        session, last = self.session, self.ring.last()
+        group = None if session is None else session.named.get(name)
+        events: Sequence[Event] = self.ring.of(name)
+        if group is not None:  # what is in question comes after what was agreed on
+            first = group.agreed - _CONTEXT_EVENTS
+            events = [event for event in events if event.seq >= first][:_REPORTED_EVENTS]
+            if in_full:
+                events = with_parameters(events, BY_TORCH, group.view.name)
+        return RankStatus(
+            -1 if session is None else session.rank,
+            events,
+            {event.seq: event.balance for event in events if event.balance},
+            0 if group is None else group.seq,
+            self.standing.waits_in(name),
+            None if last is None else last.in_full(),
+            self.how_left,
+            False,
+            main_stack(_STACK_FRAMES),
+        )
+
+    def _heard(self, finding: GuardFinding) -> None:
+        """A verdict has come. Labels that may differ are not compared at their places any more, on any rank."""
+        if finding.kind == DOUBT and self.session is not None:
+            group = self.session.named.get(finding.group)
+            if group is not None and group.view.rank == min(group.view.ranks):
+                log.warning("%s", finding.message)
+        for event in self.ring.of(finding.group):
+            if event.seq in finding.doubts:
+                event.word = 0
+                if isinstance(event.told, partial):
+                    self._silenced.add(event.told.args[0].chain)
+
+
+def _inferred(call: Collective, frame: FrameType) -> Inferred | None:
+    """The label of what a collective combines, if the text of the program gives it one."""
+    if call.op in _COMBINING and call.inputs:
+        return infer(call.inputs[0], frame)
+    if call.op == _GATHERING and call.inputs:
+        found = infer(call.inputs[0], frame)
+        return found if found is not None and found.chain.is_known else None
+    return None
+
+
+def how_left(error: BaseException | None) -> str:
+    return LEFT if error is None else f"{LEFT} by {type(error).__name__}: {str(error)[:300]}"

@@ -1,0 +1,118 @@
+"""Which processes the ranks are, and what a rank knows of them without the store."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import time
+
+import pytest
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in __all__
+
+from ddpstats._transport.roster import PROCESS_ID_BYTES, ProcessId, Roster
+from ddpstats._transport.store import BoundedStore, StoreGone, StoreSilent, bounded
+from tests.transport.processes import LINUX, id_of
+
+ELSEWHERE = ProcessId(b"another machine!", 1, 1)
+
+
+def wait_until_dead(process: ProcessId) -> bool:
+    deadline = time.monotonic() + 10
+    while not process.is_dead() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return process.is_dead()
+
+
+@LINUX
+def test_this_process_is_alive_and_its_id_travels() -> None:
+    mine = ProcessId.mine()
+    assert (mine.pid, mine.is_dead()) == (os.getpid(), False)
+    assert mine.started > 0
+    assert len(mine.pack()) == PROCESS_ID_BYTES
+    assert ProcessId.unpack(mine.pack()) == mine
+
+
+@LINUX
+def test_a_killed_process_is_dead_as_a_zombie_and_when_it_is_gone(child: subprocess.Popen[bytes]) -> None:
+    process = id_of(child.pid)
+    assert not process.is_dead()
+    child.send_signal(signal.SIGKILL)
+    assert wait_until_dead(process)  # nobody has waited for it: a zombie
+    with open(f"/proc/{child.pid}/stat", "rb") as file:
+        assert file.read().rpartition(b")")[2].split()[0] == b"Z"
+    child.wait(10)
+    assert process.is_dead()
+
+
+@LINUX
+def test_a_stopped_process_is_not_dead(child: subprocess.Popen[bytes]) -> None:
+    process = id_of(child.pid)
+    child.send_signal(signal.SIGSTOP)
+    time.sleep(0.1)
+    assert not process.is_dead()
+
+
+@LINUX
+def test_a_pid_that_was_given_to_another_process_does_not_hide_a_death(child: subprocess.Popen[bytes]) -> None:
+    assert dataclasses.replace(id_of(child.pid), started=id_of(child.pid).started - 1).is_dead()
+
+
+@LINUX
+def test_what_this_host_cannot_know_is_not_called_dead(child: subprocess.Popen[bytes]) -> None:
+    process = id_of(child.pid)
+    child.kill()
+    child.wait(10)
+    assert process.is_dead()
+    assert not dataclasses.replace(process, machine=bytes(16)).is_dead()
+    assert not dataclasses.replace(process, started=0).is_dead()
+
+
+# -- a roster ---------------------------------------------------------------------------------------------------------
+
+
+def roster_of(store: BoundedStore, rank: int) -> Roster:
+    return Roster(store, rank, range(4))
+
+
+def test_who_has_joined_is_known_and_bytes_of_others_are_not() -> None:
+    store = bounded(HashStore())
+    roster_of(store, 1).join()
+    store.set("here/2", "abc")
+    mine = roster_of(store, 0)
+    mine.learn(mine.ranks)
+    assert mine.peers == {1: ProcessId.mine()}
+    assert mine.are_here([1, 2])
+    assert not mine.are_here([1, 3])
+
+
+def test_so_many_are_learnt_at_once_and_the_others_later() -> None:
+    store = bounded(HashStore())
+    for rank in range(4):
+        roster_of(store, rank).join()
+    mine = roster_of(store, 0)
+    mine.learn(mine.ranks, most=2)
+    assert set(mine.peers) == {1, 2}
+    mine.learn(mine.ranks, most=2)
+    assert set(mine.peers) == {1, 2, 3}
+
+
+@pytest.mark.parametrize(
+    ("host", "error", "ranks", "missing", "line"),
+    [
+        (0, StoreGone("gone"), (1, 2), (0,), "  rank 0: the process is gone"),
+        (0, StoreSilent("no answer in time"), (1, 2, 3), (3,), "cut off: the store does not answer; rank 3 of other"),
+        (0, StoreSilent("no answer in time"), (1, 2), (0,), "  rank 0: serves the store, which does not answer"),
+        (None, StoreSilent("no answer in time"), (1, 2), (), "  who is missing cannot be told"),
+    ],
+)
+def test_without_the_store(
+    host: int | None, error: OSError, ranks: tuple[int, ...], missing: object, line: str
+) -> None:
+    store = bounded(HashStore())
+    store.host_rank = host
+    mine = Roster(store, 1, range(4), {0: ProcessId.mine(), 2: ProcessId.mine(), 3: ELSEWHERE})
+    found, dead, _ = mine.known_alone(error, ranks)
+    assert found == missing
+    assert line in "\n".join(mine.told_alone(found, dead))
