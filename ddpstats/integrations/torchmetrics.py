@@ -47,9 +47,7 @@ from ddpstats._transport.comm import describe_group, group_ranks
 from ddpstats.errors import SchemaConflict
 from ddpstats.integrations._patches import Patches
 
-__all__ = ["TESTED_VERSION", "install", "uninstall"]
-
-TESTED_VERSION = "1.9.0"
+__all__ = ["install", "uninstall"]
 
 _SHOWN_CONFLICTS = 5
 _ABSENT = "no such metric"
@@ -64,7 +62,14 @@ _DELEGATING = frozenset(
     }
 )
 
-_patches = Patches("torchmetrics", TESTED_VERSION)
+_patches = Patches("torchmetrics")
+_RELIED_ON = (
+    "torchmetrics:Metric._sync_dist(self, dist_sync_fn, process_group)",
+    "torchmetrics:Metric.sync(self, dist_sync_fn, process_group, should_sync, distributed_available)",
+    "torchmetrics:MetricCollection.compute(self)",
+    "torchmetrics:MetricCollection.forward(self, args, kwargs)",
+    "torchmetrics:MetricCollection.items(self, keep_base, copy_state)",
+)
 
 Entry = dict[str, Any]
 """What a rank sends of one metric; see `_entry`."""
@@ -79,8 +84,8 @@ _gathered: dict[tuple[int, Any], Held] = {}
 def install() -> None:
     """Patch the installed torchmetrics. Local and idempotent; every rank must call it, or none.
 
-    Metrics that exist already are covered. With a torchmetrics of another version than `TESTED_VERSION`, or of other
-    signatures, warns and leaves it unpatched. Does nothing under ``DDPSTATS_DISABLE=1``.
+    Metrics that exist already are covered. A torchmetrics that lacks what this relies on, whatever its version, is
+    left unpatched, with a warning that names the difference. Does nothing under ``DDPSTATS_DISABLE=1``.
 
     Raises:
         ConfigError: torchmetrics is not installed.
@@ -90,7 +95,7 @@ def install() -> None:
         rank 0: MetricCollection {"loss": 1, "aa": 100}   rank 1: MetricCollection {"loss": 1, "zz": 100}
         stock computes loss 50.5 on both; after install() rank 0 has loss 1, aa 100 and rank 1 has loss 1, zz 100
     """
-    if _patches.wanted(_relied_on):
+    if _patches.wanted(_RELIED_ON, _probe):
         from torchmetrics import Metric, MetricCollection
 
         _patches.replace(Metric, "_sync_dist", _sync_dist_with(Metric._sync_dist))
@@ -103,16 +108,16 @@ def uninstall() -> None:
     _patches.restore()
 
 
-def _relied_on() -> dict[Callable[..., Any], tuple[str, ...]]:
-    from torchmetrics import Metric, MetricCollection
+def _probe() -> str | None:
+    from torchmetrics import SumMetric
 
-    return {
-        Metric._sync_dist: ("self", "dist_sync_fn", "process_group"),
-        Metric.sync: ("self", "dist_sync_fn", "process_group", "should_sync", "distributed_available"),
-        MetricCollection.compute: ("self",),
-        MetricCollection.forward: ("self", "args", "kwargs"),
-        MetricCollection.items: ("self", "keep_base", "copy_state"),
-    }
+    metric = SumMetric(sync_on_compute=False)  # nothing of a probe may wait for other ranks
+    metric.update(2.0)
+    states = [state for state, reduction in metric._reductions.items() if callable(reduction)]
+    held = [getattr(metric, state, None) for state in states]
+    if len(held) == 1 and isinstance(held[0], torch.Tensor) and held[0].item() == metric.compute().item() == 2.0:
+        return None
+    return f"keeps other states in a SumMetric of 2.0: {dict(zip(states, held, strict=True))}"
 
 
 # -- in place of torchmetrics' ----------------------------------------------------------------------------------------
