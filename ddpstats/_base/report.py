@@ -120,7 +120,7 @@ def check_writable(*paths: Path | None) -> None:
         if not path.parent.is_dir():
             raise DdpstatsError(f"{path}: there is no directory {path.parent}. Make it.", path=str(path))
         if not os.access(path.parent, os.W_OK | os.X_OK):
-            raise DdpstatsError(f"{path}: {path.parent} is not wrisection. Give another place.", path=str(path))
+            raise DdpstatsError(f"{path}: {path.parent} is not writable. Give another place.", path=str(path))
 
 
 def write_file(path: Path, write: Callable[[TextIO], object]) -> None:
@@ -140,8 +140,8 @@ def write_file(path: Path, write: Callable[[TextIO], object]) -> None:
 
 
 def write_table(path: Path, rows: Iterable[Sequence[Any]]) -> None:
-    """A CSV file; the first row is its header."""
-    write_file(path, lambda file: csv.writer(file).writerows(rows))
+    """A CSV file; the first row is its header. No cell can begin a formula in a spreadsheet program."""
+    write_file(path, lambda file: csv.writer(file).writerows(map(harmless, row) for row in rows))
 
 
 @contextlib.contextmanager

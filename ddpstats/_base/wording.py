@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable
 
-_ONE = {"entries": "entry"}
+_ONE = {"entries": "entry", "micro-batches": "micro-batch"}
 
 
 def count_of(count: int, words: str) -> str:

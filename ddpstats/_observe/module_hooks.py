@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 class ModuleHook:
@@ -15,3 +19,15 @@ class ModuleHook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (contextlib.nullcontext(), "__exit__")  # takes any arguments, returns None
+
+
+class ForwardBegins(ModuleHook):
+    """Before a forward pass of ``module``, and of no copy of it, calls ``tell(owner)``; keeps neither of them alive."""
+
+    def __init__(self, module: Any, owner: T, tell: Callable[[T], None]) -> None:
+        self._module, self._owner, self._tell = weakref.ref(module), weakref.ref(owner), tell
+
+    def __call__(self, module: Any, args: Any) -> None:
+        owner = self._owner()
+        if owner is not None and module is self._module():
+            self._tell(owner)

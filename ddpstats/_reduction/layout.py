@@ -1,23 +1,20 @@
-"""From what each rank holds to what all ranks agree on. Pure functions of plain values.
+"""What all ranks agreed on, and what a call makes of it. Pure functions of plain values.
 
-1. `union`: the schemas of one call become one tree, or a ``SchemaConflict`` that names path and ranks.
-2. `overlay`: that tree is laid over the layout agreed before. What this call contradicts is replaced, the rest stays.
-3. `Layout`: the tree with its slots numbered, its fingerprint, and the slots that are not plain means.
-4. `place`: where one rank's leaves go in a layout; ``stale`` if it holds what the layout lacks.
-5. `select`: which paths some rank held in a call, read from the codes lane: the shape of the result.
+1. `Layout`: the tree with its slots numbered, its fingerprint, and the slots that are not plain means.
+2. `place`: where one rank's leaves go in a layout; ``stale`` if it holds what the layout lacks.
+3. `select`: which paths some rank held in a call, read from the codes lane: the shape of the result.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import compress
 
 from ddpstats._agreement.codec import fingerprint
-from ddpstats._base.paths import Path, Step, format_path, unique_names
-from ddpstats._base.rank_names import ranks_text
+from ddpstats._base.paths import Path, Step, unique_names
 from ddpstats._reduction.schema import (
     DICT,
     EMPTY,
@@ -26,157 +23,21 @@ from ddpstats._reduction.schema import (
     Leaf,
     Node,
     common_kind,
-    describe,
     is_flat,
-    is_sequence,
     leaf,
     leaf_nodes,
     marker_count,
+    shape_of,
     slot_count,
     step_into,
 )
 from ddpstats._reduction.wire import encode_schema
-from ddpstats.errors import SchemaConflict
 
 # The codes lane of a slot counts three things over ranks in one float64, exact for fewer than 2**17 ranks.
 PRESENT, NONFINITE, NONE = 1, 1 << 17, 1 << 34
 _COUNT = (1 << 17) - 1
 
-_SHOWN_CONFLICTS = 5
-
-Held = Sequence[tuple[Node, tuple[int, ...]]]
-"""Schemas and the global ranks that hold each: ranks with equal schemas stand together."""
-
-
-# -- 1. union ---------------------------------------------------------------------------------------------------------
-
-
-def union(held: Held, unbuildable: Collection[str] = (), group_name: str | None = None) -> Node:
-    """One tree of all paths that some rank holds, in the order of the ranks.
-
-    ``unbuildable`` are kinds that some rank cannot construct; they become plain dicts.
-    Raises ``SchemaConflict`` where ranks hold a leaf and a container, a mapping and a sequence, or two reduce ops.
-    """
-    conflicts: list[tuple[Path, Held]] = []
-    node = _unite(_without_idle_roots(held), (), frozenset(unbuildable), conflicts)
-    if conflicts:
-        raise _conflict_error(conflicts, group_name)
-    return node
-
-
-def _without_idle_roots(held: Held) -> Held:
-    """Without the empty roots that are of another shape than what the other ranks hold: they hold no path."""
-    telling = [node for node, _ in held if (node.keys if isinstance(node, Container) else node.op != "none")]
-    shape = _shape((telling or [node for node, _ in held if isinstance(node, Container)] or [NONE_LEAF])[0])
-    return [(node, ranks) for node, ranks in held if isinstance(node, Leaf) or node.keys or _shape(node) == shape]
-
-
-def _shape(node: Node) -> str:
-    """What must be alike on all ranks that hold a path."""
-    if isinstance(node, Leaf):
-        return f"leaf {node.op}"
-    return "sequence" if is_sequence(node.kinds[0]) else "mapping"
-
-
-def _unite(held: Held, path: Path, unbuildable: frozenset[str], conflicts: list[tuple[Path, Held]]) -> Node:
-    some = [(node, ranks) for node, ranks in held if not (isinstance(node, Leaf) and node.op == "none")]
-    if not some:
-        return NONE_LEAF
-    if len({_shape(node) for node, _ in some}) > 1:
-        conflicts.append((path, held))
-        return some[0][0]
-    first = some[0][0]
-    if isinstance(first, Leaf):
-        return leaf(first.op, _merged(*(node.dtypes for node, _ in some if isinstance(node, Leaf))))
-    containers = [(node, ranks) for node, ranks in some if isinstance(node, Container)]
-    nullable = len(some) < len(held) or any(node.nullable for node, _ in containers)
-    return _unite_containers(containers, path, nullable, unbuildable, conflicts)
-
-
-def _unite_containers(
-    held: Sequence[tuple[Container, tuple[int, ...]]],
-    path: Path,
-    nullable: bool,
-    unbuildable: frozenset[str],
-    conflicts: list[tuple[Path, Held]],
-) -> Node:
-    kinds = _merged(*(node.kinds for node, _ in held))
-    if unbuildable:
-        kinds = _merged(tuple(DICT if kind in unbuildable else kind for kind in kinds))
-    first = held[0][0]
-    if is_flat(first) and all(node.keys == first.keys and node.children == first.children for node, _ in held):
-        return Container(kinds, first.keys, first.children, nullable)
-    by_key: dict[Step, list[tuple[Node, tuple[int, ...]]]] = {}
-    for node, ranks in held:
-        for key, child in zip(node.keys, node.children, strict=True):
-            by_key.setdefault(key, []).append((child, ranks))
-    keys = _in_order(by_key, first)
-    children = tuple(_unite(by_key[key], (*path, step_into(first, key)), unbuildable, conflicts) for key in keys)
-    return Container(kinds, keys, children, nullable)
-
-
-def _merged(*parts: tuple[str, ...]) -> tuple[str, ...]:
-    if len(set(parts)) == 1:
-        return tuple(dict.fromkeys(parts[0]))
-    return tuple(dict.fromkeys(text for part in parts for text in part))
-
-
-def _in_order(keys: Collection[Step], owner: Container) -> tuple[Step, ...]:
-    if is_sequence(owner.kinds[0]):
-        return tuple(sorted(key for key in keys if isinstance(key, int)))
-    return tuple(keys)
-
-
-def _conflict_error(conflicts: list[tuple[Path, Held]], group_name: str | None) -> SchemaConflict:
-    lines: list[str] = []
-    involved = {rank for _, held in conflicts for _, ranks in held for rank in ranks}
-    for path, held in conflicts[:_SHOWN_CONFLICTS]:
-        what = f"different things under {format_path(path)!r}" if path else "different stats"
-        lines.append(f"ranks{f' of {group_name}' if group_name else ''} hold {what}:")
-        by_what: dict[str, list[int]] = {}
-        for node, ranks in held:
-            by_what.setdefault(describe(node), []).extend(ranks)
-        lines += [f"  {ranks_text(ranks)}: {what}" for what, ranks in by_what.items()]
-    if len(conflicts) > _SHOWN_CONFLICTS:
-        lines.append(f"and {len(conflicts) - _SHOWN_CONFLICTS} more paths")
-    lines.append(
-        "Give each path one structure and one reduce op on all ranks, or use different keys. Nothing was reduced."
-    )
-    first = format_path(conflicts[0][0]) or None
-    return SchemaConflict("\n".join(lines), ranks=involved, path=first, group=group_name)
-
-
-# -- 2. overlay -------------------------------------------------------------------------------------------------------
-
-
-def overlay(base: Node, new: Node) -> Node:
-    """``new`` with what ``base`` knows besides: old paths keep their order, what ``new`` contradicts is gone."""
-    if isinstance(new, Leaf):
-        if isinstance(base, Container):
-            return base._replace(nullable=True) if new.op == "none" and base.keys else new
-        if new.op == "none":
-            return base
-        return leaf(new.op, _merged(base.dtypes, new.dtypes)) if base.op == new.op else new
-    if isinstance(base, Leaf):
-        return new._replace(nullable=True) if base.op == "none" else new
-    if not base.keys or is_sequence(base.kinds[0]) != is_sequence(new.kinds[0]):
-        return new
-    return _overlay_containers(base, new)
-
-
-def _overlay_containers(base: Container, new: Container) -> Node:
-    kinds, nullable = _merged(base.kinds, new.kinds), base.nullable or new.nullable
-    if base.keys == new.keys and base.children == new.children:
-        return Container(kinds, base.keys, base.children, nullable)
-    children = dict(zip(base.keys, base.children, strict=True))
-    for key, child in zip(new.keys, new.children, strict=True):
-        known = children.get(key)
-        children[key] = child if known is None else overlay(known, child)
-    keys = _in_order(children, base)
-    return Container(kinds, keys, tuple(children[key] for key in keys), nullable)
-
-
-# -- 3. layout --------------------------------------------------------------------------------------------------------
+# -- 1. layout --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -246,7 +107,7 @@ def _named_slots(node: Node, slot: int, path: Path) -> list[tuple[int, Path]]:
     return named
 
 
-# -- 4. place ---------------------------------------------------------------------------------------------------------
+# -- 2. place ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -296,7 +157,7 @@ def _place(
     if isinstance(mine, Leaf):
         _place_leaf(mine, agreed, slot, slots, codes)
         return
-    if not mine.keys and agreed != NONE_LEAF and _shape(mine) != _shape(agreed):
+    if not mine.keys and agreed != NONE_LEAF and shape_of(mine) != shape_of(agreed):
         return  # an empty root holds no path, so it contradicts nothing
     kind = DICT if mine.kinds[0] in unbuildable else mine.kinds[0]
     if isinstance(agreed, Leaf) or kind not in agreed.kinds:
@@ -335,7 +196,7 @@ def _children_at(node: Container, slot: int) -> dict[Step, tuple[Node, int]]:
     return starts
 
 
-# -- 5. select --------------------------------------------------------------------------------------------------------
+# -- 3. select --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,34 +18,27 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import ClassVar, NamedTuple
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
-from ddpstats._agreement.agreement import MAX_ROUNDS, Agreement, Call, Counters, Site, status_of
+from ddpstats._agreement.agreement import MAX_ROUNDS, Agreement, Call, Counters, status_of
 from ddpstats._agreement.lanes import PARTIAL, WEIGHT, Seal, room_lanes
 from ddpstats._agreement.status import Failure, are_in_step
 from ddpstats._agreement.vectors import is_finite, pick, quotient
-from ddpstats._base.bounded_cache import BoundedCache
-from ddpstats._base.paths import Step
 from ddpstats._base.rank_names import ranks_text
 from ddpstats._reduction import slots
-from ddpstats._reduction.layout import Layout, Placement, Selection, place, prune, result_kinds, select
+from ddpstats._reduction.layout import Layout, Placement, Selection, place, result_kinds, select
 from ddpstats._reduction.layout_agreement import Holdings, agree
+from ddpstats._reduction.nesting import Builder, buildable, builder
 from ddpstats._reduction.result import Reduced, finish, overflown
 from ddpstats._reduction.schema import (
-    EMPTY,
-    Container,
-    Node,
-    is_flat,
-    is_sequence,
-    iter_slots,
     leaf_nodes,
-    marker_count,
 )
+from ddpstats._reduction.site import RETENTION_CALLS, ReductionSite, Used
 from ddpstats._reduction.summation import Share, Summation, extremes_from, extremes_of, lanes_of
-from ddpstats._reduction.tree import Builder, Structure, buildable, builder
+from ddpstats._reduction.tree import Structure
 from ddpstats._reduction.values import Part, Prepared, too_small_or_large
 from ddpstats._reduction.wire import (
     decode_holding,
@@ -53,101 +46,13 @@ from ddpstats._reduction.wire import (
     decode_slots,
     encode_holding,
     encode_numbers,
-    encode_schema,
     encode_slots,
     numbers_bytes,
     scaled_bytes,
 )
 from ddpstats.errors import InvalidStats, NonFiniteStat, ProtocolMismatch
 
-# A slot that no rank used for this many calls of its name is dropped, so that generated key names cannot pile up; at a
-# renegotiation, unused slots beyond this multiple of the used ones are dropped as well, the longest unused first.
-RETENTION_CALLS = 256
-_UNUSED_PER_USED, _UNUSED_AT_LEAST = 4, 1024
 _SHOWN_PATHS = 10
-_EMPTY = encode_schema(EMPTY)
-
-
-@dataclass
-class _Used:
-    """A selection, its slots' codes, and the last call that showed it."""
-
-    selection: Selection
-    codes: bytes
-    call: int
-
-
-@dataclass
-class ReductionSite(Site):
-    """What all ranks agreed on for one name, and what this rank derived from it."""
-
-    layout: Layout = field(default_factory=Layout)
-    calls: int = 0
-    whole_call: int = -1
-    last_used: array[int] = field(default_factory=lambda: array("q"))
-    unbuildable: tuple[str, ...] = ()
-
-    extra_bytes: ClassVar[int] = numbers_bytes(0)
-
-    def __post_init__(self) -> None:
-        self.placements: BoundedCache[Structure, Placement] = BoundedCache(64, 262_144)
-        self.selections: BoundedCache[bytes, _Used] = BoundedCache(16, 65_536, self._age)
-        self.builders: BoundedCache[Selection, Builder] = BoundedCache(16, 65_536)
-
-    @property
-    def agreed(self) -> bytes:
-        return self.layout.fingerprint
-
-    @property
-    def body(self) -> bytes:
-        return encode_holding(self.unbuildable, _EMPTY)
-
-    def lanes(self, world_size: int) -> int:
-        return slots.lanes_needed(self.layout.size)
-
-    def adopt(self, layout: Layout) -> None:
-        """Go over to ``layout``; what was known of slots that stay is kept."""
-        self._flush()
-        slots_of = _keys_of if _are_plain(self.layout.root, layout.root) else iter_slots
-        known = dict(zip(slots_of(self.layout.root), self.last_used, strict=True)) if self.layout.size else {}
-        self.last_used = (
-            array("q", [known.get(slot, self.calls) for slot in slots_of(layout.root)])
-            if known
-            else array("q", [self.calls]) * layout.size
-        )
-        self.layout = layout
-        self.seals.clear()
-        self.placements.clear()
-        self.selections.clear()
-        self.builders.clear()
-
-    def without_unused(self, oldest: int) -> Layout:
-        """The layout without the slots that no rank used since call ``oldest``."""
-        self._flush()
-        if self.whole_call >= oldest:
-            return self.layout
-        held = bytes(call >= oldest for call in self.last_used)
-        if all(held):
-            return self.layout
-        return Layout(prune(self.layout.root, held)[0], self.layout.unbuildable)
-
-    def oldest_kept(self) -> int:
-        """The call such that slots unused since may go, at a renegotiation."""
-        self._flush()
-        used = sum(call >= self.calls - 1 for call in self.last_used)
-        unused = sorted((call for call in self.last_used if call < self.calls - 1), reverse=True)
-        room = max(_UNUSED_AT_LEAST, _UNUSED_PER_USED * used)
-        limit = unused[room] + 1 if len(unused) > room else 0
-        return max(limit, self.calls - RETENTION_CALLS)
-
-    def _flush(self) -> None:
-        for used in self.selections.values():
-            self._age(used)
-
-    def _age(self, used: _Used) -> None:
-        for slot, code in enumerate(memoryview(used.codes).cast("d")):
-            if code and self.last_used[slot] < used.call:
-                self.last_used[slot] = used.call
 
 
 class _Summed(NamedTuple):
@@ -344,7 +249,7 @@ class Reduction:
         used = site.selections.get(codes)
         if used is None:
             selection = select(site.layout, memoryview(codes).cast("d").tolist())
-            used = site.selections.put(codes, _Used(selection, codes, site.calls), site.layout.size + 1)
+            used = site.selections.put(codes, Used(selection, codes, site.calls), site.layout.size + 1)
         used.call = site.calls
         return used.selection
 
@@ -448,18 +353,6 @@ class Reduction:
                     return None
                 shares[rank] = Share(placement, numbers)
         return Summation(layout, [shares[rank] for rank in self._agreement.comm.ranks], call.skips)
-
-
-def _are_plain(*roots: Node) -> bool:
-    """Whether their keys tell their slots apart, as `iter_slots` does, with less work: flat mappings."""
-    return all(
-        isinstance(root, Container) and not marker_count(root) and not is_sequence(root.kinds[0]) and is_flat(root)
-        for root in roots
-    )
-
-
-def _keys_of(root: Node) -> tuple[Step, ...]:
-    return root.keys if isinstance(root, Container) else ()
 
 
 def _is_stale(site: ReductionSite, prepared: Part | Failure, placement: Placement | None, divide: bool) -> bool:

@@ -11,8 +11,8 @@ from itertools import repeat
 from typing import Any, NamedTuple
 
 from ddpstats._reduction.layout import Layout, Selection
+from ddpstats._reduction.nesting import Builder, builder
 from ddpstats._reduction.schema import leaf_nodes
-from ddpstats._reduction.tree import Builder, builder
 
 
 class Entry(NamedTuple):

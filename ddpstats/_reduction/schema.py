@@ -154,3 +154,10 @@ def describe(node: Node) -> str:
     kind = "/".join(kind.rsplit(":", 1)[-1] for kind in node.kinds)
     shown = ", ".join(repr(key) for key in node.keys[:4])
     return f"a {kind} with {len(node.keys)} entries ({shown}{', ...' if len(node.keys) > 4 else ''})"
+
+
+def shape_of(node: Node) -> str:
+    """What must be alike on all ranks that hold a path."""
+    if isinstance(node, Leaf):
+        return f"leaf {node.op}"
+    return "sequence" if is_sequence(node.kinds[0]) else "mapping"

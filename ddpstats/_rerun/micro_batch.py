@@ -1,14 +1,20 @@
-"""The context of one micro-batch, which capture and sentinel hand out; and the number of a step."""
+"""What capture and sentinel are alike in: micro-batches, one after the other, and a step that all ranks judge."""
 
 from __future__ import annotations
 
 import operator
+import weakref
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar
 
+from ddpstats._agreement.channel import channel_of
+from ddpstats._agreement.gather import gather_trees
+from ddpstats._base.compiled import refuse_without_values
 from ddpstats.errors import ConfigError
 
 T_co = TypeVar("T_co", covariant=True)
+W = TypeVar("W", bound="StepWatch")
 
 _MOST_STEPS = 10**15
 
@@ -43,6 +49,54 @@ class Running(Generic[T_co]):
             raise other from error
 
 
+class StepWatch:
+    """Base of what watches one optimizer step after the other, and judges it on all ranks of ``group`` together.
+
+    Args:
+        method: what judges the step, for messages: "NaNCapture.check".
+    """
+
+    _finalizer: weakref.finalize[Any, Any]
+    """Takes hooks and threads away."""
+
+    def __init__(self, method: str, group: Any) -> None:
+        channel = channel_of(group)
+        self._method, self._group = method, group
+        self._ranks, self._rank = tuple(channel.ranks), int(channel.rank)
+        self._step = 0
+        self._running: Running[Any] | None = None
+        self._problem: Exception | None = None  # of this rank, until every rank hears of it
+        self._agreed = False  # all ranks made theirs with the same settings
+        self._closed = False
+
+    def close(self) -> None:
+        """Take hooks and threads away. Local; idempotent."""
+        self._closed = True
+        self._finalizer()
+
+    def __enter__(self: W) -> W:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _refuse_micro_batch(self) -> None:
+        """Raises `ConfigError` where none can begin now."""
+        if self._closed or self._running is not None:
+            raise ConfigError(f"micro_batch() {'after close()' if self._closed else 'inside another micro_batch()'}")
+
+    def _refuse_to_judge(self) -> None:
+        """Raises where a step cannot be judged now. Comes first: a step that is not judged is not forgotten."""
+        if self._closed or self._running is not None:
+            raise ConfigError(f"{self._method}() {'after close()' if self._closed else 'inside micro_batch()'}")
+        refuse_without_values(self._method)
+
+    def _gathered(self, tree: Callable[[], Any], what: str) -> dict[int, Any]:
+        """Every rank's tree, by global rank. Collective."""
+        found = gather_trees(tree, name=f"{self._method}: {what}", group=self._group, dedicated_buffer=True)
+        return dict(zip(self._ranks, found, strict=True))
+
+
 def checked_step(step: Any, call: str) -> int:
     """The caller's number of a step. Raises `ConfigError`, which names ``call``."""
     try:
@@ -52,3 +106,8 @@ def checked_step(step: Any, call: str) -> int:
     if not 0 <= found < _MOST_STEPS:
         raise ConfigError(f"{call}(step={step!r}): a whole number, 0 or more")
     return found
+
+
+def scale_of(scaler: Any) -> float | None:
+    """Of a GradScaler, now; None where there is none, or it is off."""
+    return float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else None

@@ -1,8 +1,10 @@
-"""Buffers and plain attributes of a module in use: set for a step that is run again, and put back afterwards."""
+"""Where a module in use is; and its buffers and plain attributes: set for a step that is run again, then put back."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping
+import os
+import socket
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,15 +14,30 @@ from torch import Tensor, nn
 from ddpstats._observe.torch_compat import buffers_of
 
 
+def device_of(module: nn.Module) -> torch.device:
+    """Where its first parameter is; the CPU where it has none."""
+    first = next(module.parameters(), None)
+    return torch.device("cpu") if first is None else first.device
+
+
+def place_text(module: nn.Module) -> str:
+    """Host, process and device, for whoever has to go there."""
+    device = device_of(module)
+    name = f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else ""
+    return f"host {socket.gethostname()}, process {os.getpid()}, device {device}{name}"
+
+
 @contextmanager
 def put_back(module: nn.Module) -> Iterator[None]:
     """Buffers and plain attributes are afterwards as they are now."""
-    buffers = _Buffers(module)
+    owners = [(buffers_of(one), dict(buffers_of(one))) for one in module.modules()]
+    buffers = {id(buffer): buffer for _, kept in owners for buffer in kept.values() if buffer is not None}
+    values = [(buffer, buffer.detach().clone()) for buffer in buffers.values()]
     attributes = [(one, _plain_attributes(one), set(vars(one))) for one in module.modules()]
     try:
         yield
     finally:
-        buffers.put_back()
+        _put_buffers_back(owners, values)
         for one, kept, names in attributes:
             _put_attributes_back(vars(one), kept, names)
 
@@ -35,25 +52,20 @@ def buffer_places(module: nn.Module) -> Iterator[tuple[dict[str, Tensor | None],
                 yield buffers_of(owner), key, buffer, name
 
 
-class _Buffers:
-    """The buffers of all modules in ``module``, and their values, as they are now."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._owners = [(buffers_of(one), dict(buffers_of(one))) for one in module.modules()]
-        buffers = {id(buffer): buffer for _, kept in self._owners for buffer in kept.values() if buffer is not None}
-        self._values = [(buffer, buffer.detach().clone()) for buffer in buffers.values()]
-
-    def put_back(self) -> None:
-        for owner, kept in self._owners:
-            if list(owner) != list(kept) or any(owner[key] is not buffer for key, buffer in kept.items()):
-                owner.clear()
-                owner.update(kept)
-        with torch.no_grad():
-            for buffer, value in self._values:
-                if buffer.shape == value.shape:
-                    buffer.copy_(value)
-                else:  # resized in place
-                    buffer.data = value
+def _put_buffers_back(
+    owners: Sequence[tuple[dict[str, Tensor | None], dict[str, Tensor | None]]], values: Sequence[tuple[Tensor, Tensor]]
+) -> None:
+    """``owners``: a module's buffers, and which they were; ``values``: buffers, and what they held."""
+    for owner, kept in owners:
+        if list(owner) != list(kept) or any(owner[key] is not buffer for key, buffer in kept.items()):
+            owner.clear()
+            owner.update(kept)
+    with torch.no_grad():
+        for buffer, value in values:
+            if buffer.shape == value.shape:
+                buffer.copy_(value)
+            else:  # resized in place
+                buffer.data = value
 
 
 def set_buffers(module: nn.Module, values: Mapping[str, Tensor]) -> None:

@@ -71,9 +71,7 @@ class RandomState:
         there = torch.device(plain["device"])
         here = there if device is None else device
         python = plain["python"]
-        state = None
-        if plain["numpy"] is not None:
-            state = _numpy_state(plain["numpy"])
+        state = None if plain["numpy"] is None else _numpy_state(plain["numpy"])
         words = tuple(int(word) for word in python["words"])
         return cls(
             (int(python["version"]), words, python["gauss"]),

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
+from ddpstats._base.containers import set_fields
 from ddpstats.errors import BundleError
 
 _MOST_DEEP = 64
@@ -44,7 +45,6 @@ class CannotStore(Exception):
             "tensors, arrays, numbers, strings, lists, tuples, dicts or dataclasses of these, or leave the batch out."
         )
         self.path = path
-        self.type_name = type_name
 
 
 # -- to plain things --------------------------------------------------------------------------------------------------
@@ -137,18 +137,15 @@ def _plain_sequence(value: list[Any] | tuple[Any, ...], path: str, depth: int) -
 
 
 def _plain_dataclass(value: Any, path: str, depth: int) -> dict[str, Any]:
-    names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+    names = set_fields(value)
     items = [_plain(getattr(value, name), f"{path}.{name}", depth + 1) for name in names]
     return {"kind": "object", "name": type(value).__name__, "fields": names, "items": items}
 
 
 def _type_name(value: Any) -> str:
     kind = type(value)
-    return f"of type {kind.__qualname__}" if kind.__module__ == "builtins" else f"of type {_full(kind)}"
-
-
-def _full(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
+    home = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
+    return f"of type {home}{kind.__qualname__}"
 
 
 # -- and back ---------------------------------------------------------------------------------------------------------

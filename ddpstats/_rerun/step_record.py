@@ -12,6 +12,8 @@ For each optimizer step:
 
 Memory: one step's batches stay alive as long as the step, and one copy of the buffers. Nothing is drawn from any
 generator.
+
+A `Packet` is a kept micro-batch as plain data: what a bundle holds of it, and what travels to a peer that runs it.
 """
 
 from __future__ import annotations
@@ -24,15 +26,16 @@ from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.modules.module import (
     register_module_buffer_registration_hook,
     register_module_module_registration_hook,
 )
 
 from ddpstats._base.containers import is_endless, set_fields, walk
-from ddpstats._observe.module_hooks import ModuleHook
+from ddpstats._observe.module_hooks import ForwardBegins
 from ddpstats._observe.torch_compat import copy_each, version_of
-from ddpstats._rerun.module_state import buffer_places
+from ddpstats._rerun.module_state import buffer_places, device_of
 from ddpstats._rerun.numerics_settings import Autocast
 from ddpstats._rerun.random_state import RandomState as RandomState
 
@@ -86,13 +89,14 @@ class StepRecord:
         self.copies = False
         self._current: MicroBatch | None = None
         self._copies = BufferCopies(module)
-        self._handle = module.register_forward_pre_hook(_RecordHook(self, module), prepend=True)
+        self._handle = module.register_forward_pre_hook(
+            ForwardBegins(module, self, StepRecord._about_to_run), prepend=True
+        )
 
     @property
     def device(self) -> torch.device:
         """Where the module is."""
-        first = next(self.module.parameters(), None)
-        return torch.device("cpu") if first is None else first.device
+        return device_of(self.module)
 
     def begin(self, batch: Any) -> MicroBatch:
         """A micro-batch is about to run. Its forward and backward pass come before `end`."""
@@ -106,7 +110,7 @@ class StepRecord:
         """The micro-batch is through."""
         current, self._current = self._current, None
         if self.buffers is None:  # a program that calls other methods of the module than its forward
-            self._copy_buffers()
+            self.buffers = self._copies.take()
         if current is not None and current.look_for_changes():
             self.copies = True
 
@@ -122,28 +126,15 @@ class StepRecord:
         self._copies.close()
         self.clear()
 
-    def _about_to_run(self, current: MicroBatch) -> None:
+    def _about_to_run(self) -> None:
+        current = self._current
+        if current is None:
+            return
         if self.buffers is None:
-            self._copy_buffers()
+            self.buffers = self._copies.take()
         if current.autocast is None:
             kind = self.device.type
             current.autocast = Autocast(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-
-    def _copy_buffers(self) -> None:
-        self.buffers = self._copies.take()
-
-
-class _RecordHook(ModuleHook):
-    """Tells the record that its module, and no copy of it, is about to run."""
-
-    def __init__(self, record: StepRecord, module: torch.nn.Module) -> None:
-        self._record = weakref.ref(record)  # the module must not keep the record alive
-        self._module = weakref.ref(module)
-
-    def __call__(self, module: torch.nn.Module, args: Any) -> None:
-        record = self._record()
-        if record is not None and record._current is not None and module is self._module():
-            record._about_to_run(record._current)
 
 
 class BufferCopies:
@@ -270,3 +261,38 @@ def _refilled(mapping: Mapping[Any, Any], kept: dict[Any, Any]) -> Any:
             dict.update(copied, kept)
             return copied
     return kept
+
+
+@dataclass(frozen=True)
+class Packet:
+    """What it takes to run a micro-batch again, but for the state of its module.
+
+    Attributes:
+        batch: as `serialize.to_plain` wrote it.
+        random: as `RandomState.to_plain` wrote it.
+        autocast: of the module's forward pass; None where it never began.
+        factor: what the trainer multiplied the step's loss by; None for 1.
+    """
+
+    batch: Any
+    random: dict[str, Any]
+    autocast: Autocast | None
+    factor: Tensor | None
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> Packet:
+        """What `plain_packet` made."""
+        autocast = plain["autocast"]
+        autocast = None if autocast is None else Autocast.from_plain(autocast)
+        return cls(plain["batch"], plain["random"], autocast, plain["factor"])
+
+
+def plain_packet(micro: MicroBatch, batch: Any, factor: Tensor | None) -> dict[str, Any]:
+    """``batch``: of ``micro``, as `serialize.to_plain` writes it; ``factor``: on the CPU."""
+    autocast = None if micro.autocast is None else Autocast(*micro.autocast).to_plain()  # a caller may set a tuple
+    return {"batch": batch, "random": micro.random.to_plain(), "autocast": autocast, "factor": factor}
+
+
+def tensor_bytes(value: Any) -> int:
+    """Of the tensors in nested containers."""
+    return sum(leaf.numel() * leaf.element_size() for _, leaf in walk(value) if isinstance(leaf, Tensor))

@@ -18,7 +18,6 @@ A step that communicates cannot be run by one rank: it is stopped before its fir
 from __future__ import annotations
 
 import copy
-import socket
 import time
 from collections.abc import Callable, Mapping
 from functools import cached_property
@@ -32,9 +31,9 @@ from ddpstats._agreement.gather import gather_trees
 from ddpstats._base import config
 from ddpstats._base.containers import walk
 from ddpstats._base.wording import listed
-from ddpstats._observe.gradients import NO_GRADIENT
-from ddpstats._rerun.attribution import Cause, attempt, cause_of, from_rank_on
-from ddpstats._rerun.runner import RunSettings, alone
+from ddpstats._observe.gradient_norms import NO_GRADIENT
+from ddpstats._rerun.module_state import device_of, place_text
+from ddpstats._rerun.runner import Cause, RunSettings, alone, attempt, cause_of, from_rank_on
 from ddpstats._rerun.serialize import from_plain
 from ddpstats._transport.comm import patience_sec
 from ddpstats.capture._bundle import Bundle
@@ -101,7 +100,7 @@ class _Runner:
         source: PartSource,
     ) -> None:
         self._module, self._step_fn, self._content, self._source = module, step_fn, content, source
-        self._device = next(module.parameters()).device
+        self._device = device_of(module)
         self._run_sec = 0.0  # what the first run took
 
     @cached_property
@@ -122,7 +121,7 @@ class _Runner:
             "other_step": different[0] if all(different) else None,
             "losses_known": all(_is_known(micro.loss) for micro in part.micro_batches),
             "batch": _nonfinite_inputs(part),
-            "device": self._device_text(),
+            "place": place_text(self._module),
         }
 
     def of_a_peer(self, part: RankPart) -> dict[str, Any]:
@@ -148,11 +147,6 @@ class _Runner:
         if outcome.error is not None:
             raise outcome.error
         return outcome
-
-    def _device_text(self) -> str:
-        device = self._device
-        name = f", {torch.cuda.get_device_name(device)}" if device.type == "cuda" else ""
-        return f"host {socket.gethostname()}, {device}{name}"
 
 
 class _Patience:
@@ -264,7 +258,7 @@ def _judged(
         lines = [f"Cause: {again}; rank {peer} could not run it: {there['error']}"]
     elif cause is Cause.HARDWARE:
         return (
-            f"Cause: hardware of rank {culprit} ({here['device']}), or something that only rank {culprit} holds "
+            f"Cause: hardware of rank {culprit} ({here['place']}), or something that only rank {culprit} holds "
             f"outside of parameters, buffers, batch and random state: {again}, and rank {peer} gets finite ones from "
             "these."
         )

@@ -29,6 +29,7 @@ from typing import Any, BinaryIO
 import torch
 
 from ddpstats._base.atomic_files import TEMPORARY_PREFIX, Written, replace_file, summary
+from ddpstats._base.wording import count_of
 from ddpstats.capture._manifest import (
     BUNDLE_NAME,
     MANIFEST,
@@ -125,7 +126,7 @@ class Bundle:
         if not complete:
             names = ", ".join(one.name for one, _ in found[-4:])
             raise BundleError(f"{path} holds no complete bundle; incomplete: {names}. Name one of them to use it.")
-        note = f"{path} holds {len(found)} bundle{'s' if len(found) > 1 else ''}; this is the newest complete one"
+        note = f"{path} holds {count_of(len(found), 'bundles')}; this is the newest complete one"
         return cls(complete[-1], read_manifest(complete[-1]), [note])
 
     def rank_part(self, rank: int) -> RankPart:

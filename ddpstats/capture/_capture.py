@@ -25,28 +25,26 @@ import torch
 
 from ddpstats._agreement.channel import channel_of
 from ddpstats._agreement.decide import count_ranks
-from ddpstats._agreement.gather import gather_trees
 from ddpstats._base.arguments import check_choice, check_count, refuse_differences
-from ddpstats._base.compiled import breaks_graph, refuse_without_values
+from ddpstats._base.compiled import breaks_graph
 from ddpstats._base.rank_names import ranks_text
-from ddpstats._observe.gradients import GradientWatch, any_bad, unwrapped
-from ddpstats._rerun.micro_batch import Running, checked_step
+from ddpstats._observe.gradient_norms import any_bad
+from ddpstats._observe.gradients import GradientWatch, unwrapped
+from ddpstats._rerun.micro_batch import Running, StepWatch, checked_step
 from ddpstats._rerun.serialize import CannotStore, to_plain
 from ddpstats._rerun.step_record import MicroBatch, StepRecord
 from ddpstats.capture._attribution import attribute_cause
 from ddpstats.capture._bundle import bundle_name
-from ddpstats.capture._local_bundle import finish_alone, write_alone_part
 from ddpstats.capture._parts import PartSource
 from ddpstats.capture._peers import Peers
-from ddpstats.capture._publish import Bundling
-from ddpstats.capture._step_report import report_of
-from ddpstats.capture._verdict import CaptureFinding, CaptureVerdict, Policy, Report, find
+from ddpstats.capture._publish import AloneBundle, Bundling
+from ddpstats.capture._verdict import CaptureFinding, CaptureVerdict, Policy, Report, find, report_of
 from ddpstats.errors import BundleError, ConfigError
 
 _logger = logging.getLogger("ddpstats")
 
 
-class NaNCapture:
+class NaNCapture(StepWatch):
     """Catches non-finite gradients before they are applied, on the rank where they arise, with all it takes to replay.
 
     Every rank of ``group`` must make one, and call `check` once per optimizer step: also a rank that has no batch.
@@ -103,9 +101,18 @@ class NaNCapture:
         attribute: bool = False,
         step_fn: Callable[[torch.nn.Module, Any], torch.Tensor] | None = None,
     ) -> None:
-        _check_arguments(model, keep, on_nonfinite, max_bytes, max_scaler_skips, attribute, step_fn)
+        if not isinstance(model, torch.nn.Module):
+            raise ConfigError(f"model={type(model).__name__}: a torch.nn.Module is needed")
+        check_choice("on_nonfinite", on_nonfinite, get_args(Policy))
+        check_count("keep", keep, 1)
+        check_count("max_scaler_skips", max_scaler_skips, 1)
+        if max_bytes is not None:
+            check_count("max_bytes", max_bytes, 1)
+        if attribute and not callable(step_fn):
+            raise ConfigError("attribute=True needs step_fn=: a function (model, batch) that returns the loss")
+        super().__init__("NaNCapture.check", group)
         self.dirpath = Path(dirpath)
-        self._scaler, self._group = scaler, group
+        self._scaler = scaler
         self._keep, self._policy, self._max_bytes = keep, on_nonfinite, max_bytes
         self._max_scaler_skips, self._store_batch = max_scaler_skips, store_batch
         self._step_fn = step_fn if attribute else None
@@ -113,14 +120,9 @@ class NaNCapture:
         self._record = StepRecord(unwrapped(model))
         self._source = PartSource(self._watch, self._record, optimizer, scheduler, scaler, store_batch)
         self._peers = Peers(channel_of(group))
-        self._running: _RunningMicroBatch | None = None
-        self._step = 0
         self._scaler_skips = 0
         self._captured_before = False  # in the step before this one
-        self._problem: Exception | None = None
         self._batches_checked = False
-        self._settings_agreed = False
-        self._closed = False
         self._finalizer = weakref.finalize(self, _release, self._watch, self._record, self._peers)
 
     @property
@@ -158,14 +160,12 @@ class NaNCapture:
             InvalidStats: some rank could not look at its gradients; on every rank.
             ProtocolMismatch, RankMissing: as `ddpstats.StatsReducer`.
         """
-        if self._closed or self._running is not None:
-            raise ConfigError(f"NaNCapture.check() {'after close()' if self._closed else 'inside micro_batch()'}")
-        refuse_without_values("NaNCapture.check")  # first: a step that is not judged is not forgotten
+        self._refuse_to_judge()
         if step is not None:
-            self._step = checked_step(step, "NaNCapture.check")
-        if not self._settings_agreed:
+            self._step = checked_step(step, self._method)
+        if not self._agreed:
             self._agree_on_settings()
-        count, _ = count_ranks("NaNCapture.check", self._look(), self._group)
+        count, _ = count_ranks(self._method, self._look(), self._group)
         try:
             verdict = self._settle() if count else CaptureVerdict(self._step)
         finally:
@@ -175,22 +175,10 @@ class NaNCapture:
         self._step += 1
         return verdict
 
-    def close(self) -> None:
-        """Take hooks and thread away. Local; idempotent."""
-        self._closed = True
-        self._finalizer()
-
-    def __enter__(self) -> NaNCapture:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
     # -- one micro-batch ----------------------------------------------------------------------------------------------
 
     def _begin(self, running: _RunningMicroBatch, batch: Any) -> MicroBatch:
-        if self._closed or self._running is not None:
-            raise ConfigError(f"micro_batch() {'after close()' if self._closed else 'inside another micro_batch()'}")
+        self._refuse_micro_batch()
         self._peers.refuse_if_ended()
         found = self._record.begin(batch)
         if not self._batches_checked:
@@ -234,9 +222,10 @@ class NaNCapture:
         """This rank raised and its peers must not wait for it. What it has is written without them."""
         where = f"step {self._step}, micro-batch {len(self._record.micro_batches) - 1}"
         path = self.dirpath / bundle_name(self._step, datetime.now(timezone.utc), int(self._peers.rank))
-        part = write_alone_part(path, self._source, error, self._step, self._peers, self._keep, self._max_bytes)
-        self._peers.announce(error, where, part.directory)
-        note = finish_alone(part, self._source)
+        bundle = AloneBundle(path, self._source, error, self._step, self._peers, self._keep, self._max_bytes)
+        bundle.write()
+        self._peers.announce(error, where, bundle.directory)
+        note = bundle.finish()
         if hasattr(error, "add_note"):  # Python 3.11
             error.add_note(note)
 
@@ -266,7 +255,7 @@ class NaNCapture:
         }
         told = self._gathered(lambda: mine, "settings")
         refuse_differences(told, "NaNCapture", "Every rank must make it alike.")
-        self._settings_agreed = True
+        self._agreed = True
 
     def _settle(self) -> CaptureVerdict:
         """Some rank saw something: all tell what, and do the same."""
@@ -278,20 +267,14 @@ class NaNCapture:
         if finding.kind in ("ok", "scaler_skip"):
             self._captured_before = False
             return finding.verdict(self._policy, None)
-        verdict = self._captured_again(finding) if self._captured_before else self._captured(finding)
+        if self._captured_before:  # what follows from it would only push the first bundle out
+            verdict = finding.verdict(self._policy, None, ("Not captured: the step before this one was.",))
+        else:
+            verdict = self._captured(finding)
         self._captured_before = True
         if self._peers.rank == min(self._peers.ranks):
             _logger.error("%s", verdict.message)
         return verdict
-
-    def _captured_again(self, finding: CaptureFinding) -> CaptureVerdict:
-        """The step before was captured: what follows from it would only push the first bundle out."""
-        return finding.verdict(self._policy, None, ("Not captured: the step before this one was.",))
-
-    def _gathered(self, tree: Callable[[], dict[str, Any]], what: str) -> dict[int, dict[str, Any]]:
-        """Every rank's tree, by rank. Collective."""
-        found = gather_trees(tree, name=f"NaNCapture.check: {what}", group=self._group, dedicated_buffer=True)
-        return dict(zip(self._peers.ranks, found, strict=True))
 
     def _captured(self, finding: CaptureFinding) -> CaptureVerdict:
         """Write a bundle, look for the cause, and say all of it."""
@@ -340,26 +323,6 @@ def _refuse_problems(details: Mapping[int, Mapping[str, Any]]) -> None:
         lines += [f"  {ranks_text([rank])}: {text}" for rank, text in problems.items()]
         lines.append("Hand micro_batch() what can be stored, or leave batches out: NaNCapture(..., store_batch=False).")
         raise BundleError("\n".join(lines), ranks=problems)
-
-
-def _check_arguments(
-    model: Any,
-    keep: int,
-    on_nonfinite: str,
-    max_bytes: int | None,
-    max_scaler_skips: int,
-    attribute: bool,
-    step_fn: Any,
-) -> None:
-    if not isinstance(model, torch.nn.Module):
-        raise ConfigError(f"model={type(model).__name__}: a torch.nn.Module is needed")
-    check_choice("on_nonfinite", on_nonfinite, get_args(Policy))
-    check_count("keep", keep, 1)
-    check_count("max_scaler_skips", max_scaler_skips, 1)
-    if max_bytes is not None:
-        check_count("max_bytes", max_bytes, 1)
-    if attribute and not callable(step_fn):
-        raise ConfigError("attribute=True needs step_fn=: a function (model, batch) that returns the loss")
 
 
 def _release(watch: GradientWatch, record: StepRecord, peers: Peers) -> None:

@@ -145,8 +145,7 @@ class EchoGroup(dist.ProcessGroup):
     def allreduce(self, tensors: Any, opts: Any = None, *rest: Any, **named: Any) -> Any:
         return self._all_reduced("all_reduce", _listed(tensors), _reduce_op(opts, named))
 
-    def allreduce_coalesced(self, tensors: Any, opts: Any = None, **named: Any) -> Any:
-        return self._all_reduced("all_reduce", _listed(tensors), _reduce_op(opts, named))
+    allreduce_coalesced = allreduce
 
     def reduce(self, tensors: Any, opts: Any = None, *rest: Any, **named: Any) -> Any:
         return self._all_reduced("reduce", _listed(tensors), _reduce_op(opts, named))

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddpstats._base.wording import listed
-from ddpstats._observe.gradients import norm_kind
+from ddpstats._base.wording import count_of, listed
+from ddpstats._observe.gradient_norms import norm_kind
 from ddpstats._rerun.runner import RunSettings
 from ddpstats.capture._manifest import Manifest
 from ddpstats.capture._rank_part import RankPart
@@ -160,7 +160,7 @@ def as_text(replayed: Replayed) -> str:
     part, manifest = replayed.part, replayed.manifest
     lines = [
         f"{replayed.bundle}: {manifest.reason} in step {manifest.step}",
-        f"rank {part.rank} of {part.world_size}, {_counted(len(part.micro_batches), 'micro-batch')}, "
+        f"rank {part.rank} of {part.world_size}, {count_of(len(part.micro_batches), 'micro-batches')}, "
         f"captured on {part.device}, replayed on {replayed.settings.device}, "
         f"precision {_precision_words(replayed.settings)}",
         *(f"note: {note}" for note in replayed.notes),
@@ -181,10 +181,6 @@ def as_text(replayed: Replayed) -> str:
     if replayed.bisected is not None:
         lines += ["", replayed.bisected.as_text()]
     return "\n".join(lines)
-
-
-def _counted(count: int, word: str) -> str:
-    return f"{count} {word}" if count == 1 else f"{count} {word}{'es' if word.endswith('ch') else 's'}"
 
 
 def _precision_words(settings: RunSettings) -> str:
@@ -230,7 +226,7 @@ def _collective_words(collectives: Mapping[str, int]) -> str:
     names = ", ".join(f"{name} {count}" for name, count in sorted(collectives.items()))
     count = sum(collectives.values())
     were = "was" if count == 1 else "were"
-    return f"{_counted(count, 'collective')} {were} replaced by this rank's own values ({names})"
+    return f"{count_of(count, 'collectives')} {were} replaced by this rank's own values ({names})"
 
 
 def as_json(replayed: Replayed) -> dict[str, Any]:

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from ddpstats._base.version import __version__
-from ddpstats._observe.gradients import GradientWatch, norm_kind, parts_of
+from ddpstats._observe.gradient_norms import norm_kind, parts_of
+from ddpstats._observe.gradients import GradientWatch
+from ddpstats._rerun.micro_batch import scale_of
 from ddpstats._rerun.numerics_settings import switches
-from ddpstats._rerun.packet import plain_packet, tensor_bytes
 from ddpstats._rerun.serialize import CannotStore, to_plain
-from ddpstats._rerun.step_record import MicroBatch, StepRecord
+from ddpstats._rerun.step_record import MicroBatch, StepRecord, plain_packet, tensor_bytes
 
 _RANDOM_BYTES = 1 << 14  # about what the states of the generators take
 _ENVIRONMENT = ("CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG", "OMP_NUM_THREADS", "NCCL_ALGO", "NCCL_PROTO")
@@ -144,8 +145,7 @@ class PartSource:
         }
 
     def _scale(self) -> float:
-        scaler = self._states["scaler"]
-        return float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0
+        return scale_of(self._states["scaler"]) or 1.0
 
     def _factor(self, micro: MicroBatch) -> Tensor | None:
         """Without the scale, which replay applies as well; a scale is a power of two, so nothing is lost."""

@@ -54,9 +54,13 @@ class Peers:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self.ranks, self.rank = channel.ranks, channel.rank
-        self._watcher = Watcher(channel) if len(self.ranks) > 1 else None
+        self._alone = len(self.ranks) == 1
         self._ended: RankMissing | None = None
         self._looked = -_LOOK_SEC
+        self._since: float | None = None  # a micro-batch is under way
+        self._waiting = 0  # the thread of the micro-batch
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
 
     def refuse_if_ended(self) -> None:
         """Before a micro-batch begins, and before anything of it is set up.
@@ -64,21 +68,32 @@ class Peers:
         Raises:
             RankMissing: some rank, this one perhaps, raised in an earlier one and takes no further part.
         """
-        if self._watcher is not None and self._ended is None and time.monotonic() - self._looked >= _LOOK_SEC:
+        if not self._alone and self._ended is None and time.monotonic() - self._looked >= _LOOK_SEC:
             self._ended = self._channel.abandoned()
             self._looked = time.monotonic()
         if self._ended is not None:
             raise self._ended.with_traceback(None)
 
     def enter(self) -> None:
-        """A micro-batch begins: this rank may soon wait for others."""
-        if self._watcher is not None:
-            self._watcher.enter()
+        """A micro-batch begins: this rank may soon wait for others, and a thread looks after it."""
+        self._waiting = threading.get_ident()
+        self._since = time.monotonic()
+        if self._thread is None and not self._alone:
+            self._thread = threading.Thread(target=self._watch, name="ddpstats-capture", daemon=True)
+            self._thread.start()
+            # A thread that asks for the GIL while Python ends aborts the process.
+            atexit.register(self.close)
 
     def leave(self) -> None:
         """The micro-batch is through."""
-        if self._watcher is not None:
-            self._watcher.leave()
+        self._since = None
+
+    def close(self) -> None:
+        """End the thread. Idempotent."""
+        self._stop.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(10 * POLL_SEC)
+            atexit.unregister(self.close)
 
     def announce(self, error: Exception, where: str, bundle: Path | None) -> None:
         """Tell the others that this rank raised, and takes no further part."""
@@ -92,7 +107,7 @@ class Peers:
 
     def explain(self, error: BaseException) -> RankMissing | None:
         """The reason behind a connection that broke, where another rank gave one."""
-        if len(self.ranks) == 1 or not self.is_lost_connection(error):
+        if self._alone or not self.is_lost_connection(error):
             return None
         deadline = time.monotonic() + _EXPLAIN_SEC
         while True:
@@ -110,41 +125,8 @@ class Peers:
         text = str(error).lower()
         return any(word in text for word in _LOST) and _WORKER not in text
 
-    def close(self) -> None:
-        """End the thread. Idempotent."""
-        if self._watcher is not None:
-            self._watcher.close()
-
-
-class Watcher:
-    """Ends this process where it waits for a rank that has said that it will not come."""
-
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
-        self._since: float | None = None
-        self._waiting = 0  # the thread of the micro-batch
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def enter(self) -> None:
-        self._waiting = threading.get_ident()
-        self._since = time.monotonic()
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._watch, name="ddpstats-capture", daemon=True)
-            self._thread.start()
-            # A thread that asks for the GIL while Python ends aborts the process.
-            atexit.register(self.close)
-
-    def leave(self) -> None:
-        self._since = None
-
-    def close(self) -> None:
-        self._stop.set()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(10 * POLL_SEC)
-            atexit.unregister(self.close)
-
     def _watch(self) -> None:
+        """Ends this process where it waits for a rank that has said that it will not come."""
         while not self._stop.wait(POLL_SEC):
             since = self._since
             if since is None or time.monotonic() - since < LONG_SEC:

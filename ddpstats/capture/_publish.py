@@ -1,4 +1,4 @@
-"""How the ranks write one bundle together: every rank its part, the manifest last.
+"""How a bundle is written: by all ranks together, every rank its part and the manifest last; or by one that raised.
 
 1. From what all ranks said of themselves each rank knows alike: who writes the module (one rank for all replicas that
    agree in every bit), whether all of it fits into ``max_bytes``.
@@ -13,9 +13,10 @@ raises `RankMissing` on the others, after the lowest of them has written that ma
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from typing import Any
 from ddpstats._agreement.gather import gather_trees
 from ddpstats._base.atomic_files import Written
 from ddpstats.capture._bundle import (
+    NO_PARAMETERS,
     Manifest,
     bundle_name,
     new_directory,
@@ -165,11 +167,11 @@ class Bundling:
         try:
             directory.mkdir(parents=True, exist_ok=True)
             part = source.rank_part(rank, len(self.peers.ranks), self._finding.step)
-            files[rank_file(rank)] = _as_tree(write_part(directory, rank_file(rank), part))
+            files[rank_file(rank)] = asdict(write_part(directory, rank_file(rank), part))
             if self.model_writers[rank] == rank:
                 name = self._model_file(rank)
                 content = source.model_part(self._with_optimizer)
-                files[name] = _as_tree(write_part(directory, name, content))
+                files[name] = asdict(write_part(directory, name, content))
         except Exception as error:  # whatever it is, the other ranks must hear of it
             return {"files": files, "error": f"{type(error).__name__}: {error}"}
         return {"files": files, "error": None}
@@ -184,7 +186,7 @@ class Bundling:
         return found
 
     def _model_file(self, writer: int) -> str:
-        return "model.pt" if writer == self._lowest else f"model-rank{writer:05d}.pt"
+        return "model.pt" if writer == self._lowest else _model_file(writer)
 
     # -- the manifest -------------------------------------------------------------------------------------------------
 
@@ -258,10 +260,6 @@ def _stopping(verdict: CaptureVerdict, *lines: str) -> CaptureVerdict:
     return replace(verdict, should_stop=True, should_skip=True, message=text)
 
 
-def _as_tree(written: Written) -> dict[str, Any]:
-    return {"bytes": written.bytes, "sha256": written.sha256}
-
-
 def _model_writers(digests: Mapping[int, str]) -> dict[int, int]:
     """Rank -> the rank that writes its parameters: the lowest of those whose parameters have the same bits."""
     first: dict[str, int] = {}
@@ -278,3 +276,113 @@ def _fitting(
     optimizers = sum(sizes[rank]["optimizer"] for rank in set(writers.values()))
     fits = max_bytes is None or needed + optimizers <= max_bytes
     return fits, needed + optimizers * fits
+
+
+class AloneBundle:
+    """The bundle of a rank that raised in its micro-batch: without the others, who stop meanwhile. Local.
+
+    `write` is quick: batch, random state, buffers. Then the rank tells its peers, and `finish` writes the parameters
+    and the manifest. Neither raises: the program's own error must come through.
+
+    Args:
+        name: what it should be called: ``dirpath / bundle_name(step, when, rank)``.
+        error: what was raised.
+        keep, max_bytes: as `NaNCapture` has them.
+
+    Attributes:
+        directory: the bundle, from `write` on, with another name if that was there; None if nothing was written.
+    """
+
+    def __init__(
+        self,
+        name: Path,
+        source: PartSource,
+        error: Exception,
+        step: int,
+        peers: Peers,
+        keep: int = 3,
+        max_bytes: int | None = None,
+    ) -> None:
+        self._name, self._source, self._error, self._step = name, source, error, step
+        self._rank, self._ranks = int(peers.rank), plain_ranks(peers.ranks)
+        self._keep, self._max_bytes = keep, max_bytes
+        self._raised = type(error).__name__
+        self._files: dict[str, Written] = {}
+        self._problem = ""
+        self.directory: Path | None = None
+
+    def write(self) -> None:
+        """What this rank saw of the step: the small part."""
+        made = None
+        try:
+            self._raised = f"{self._raised}: {self._error}"
+            needed = self._source.sizes()["rank"]
+            if self._max_bytes is not None and needed > self._max_bytes:
+                self._problem = f"it would take {needed} bytes, and max_bytes is {self._max_bytes}"
+                return
+            content = self._source.rank_part(self._rank, len(self._ranks), self._step, self._raised)
+            made = new_directory(self._name.parent, self._name.name)
+            self._files[rank_file(self._rank)] = write_part(made, rank_file(self._rank), content)
+            self.directory = made
+        except Exception as problem:
+            _logger.warning("the state of the step that raised could not be written", exc_info=problem)
+            self._problem = f"{type(problem).__name__}: {problem}"
+            if made is not None:
+                with contextlib.suppress(OSError):
+                    made.rmdir()
+
+    def finish(self) -> str:
+        """The parameters and the manifest; older bundles of this rank's go. A line about it."""
+        if self.directory is None:
+            return f"ddpstats: the state of this step could not be written: {self._problem}"
+        why = self._write_parameters(self.directory)
+        try:
+            write_manifest(self.directory, self._manifest([] if why is None else [f"{NO_PARAMETERS}{why}"]))
+            prune(self.directory.parent, self._keep, newest=self.directory, rank=self._rank)
+        except Exception as problem:
+            _logger.warning("the state of the step that raised could not be written", exc_info=problem)
+            return f"ddpstats: the state of this step could not be written: {type(problem).__name__}: {problem}"
+        if why is not None:
+            left_out = f"{self.directory} (left out: {NO_PARAMETERS}{why})"
+            return f"ddpstats: the batch and the random state of this step: {left_out}"
+        return f"ddpstats: the batch, the random state and the parameters of this step: {self.directory}"
+
+    def _write_parameters(self, directory: Path) -> str | None:
+        """Why there is no file with them; None where there is."""
+        if self._source.needs_peers:
+            return "they are sharded, and one rank alone cannot gather them"
+        try:
+            sizes, limit = self._source.sizes(), self._max_bytes
+            needed = sizes["rank"] + sizes["model"]
+            if limit is not None and needed > limit:
+                return f"with them it would take {needed} bytes, and max_bytes is {limit}"
+            content = self._source.model_part(limit is None or needed + sizes["optimizer"] <= limit)
+            self._files[_model_file(self._rank)] = write_part(directory, _model_file(self._rank), content)
+        except Exception as problem:  # the part is written already, and can be read without
+            _logger.warning("the parameters of the step that raised could not be written", exc_info=problem)
+            return f"{type(problem).__name__}: {problem}"
+        return None
+
+    def _manifest(self, notes: list[str]) -> Manifest:
+        why = f"this bundle is rank {self._rank}'s alone: it raised"
+        return Manifest(
+            reason="exception",
+            step=self._step,
+            created_utc=datetime.now(timezone.utc).isoformat(),
+            world_size=len(self._ranks),
+            ranks=self._ranks,
+            complete=len(self._ranks) == 1 and not notes,
+            culprit_ranks=(self._rank,),
+            parameters={},
+            message=f"rank {self._rank} raised in step {self._step}: {self._raised}",
+            files=self._files,
+            ranks_present=(self._rank,),
+            missing={rank: why for rank in self._ranks if rank != self._rank},
+            model_files={} if notes else {self._rank: _model_file(self._rank)},
+            notes=notes,
+            versions=versions(),
+        )
+
+
+def _model_file(rank: int) -> str:
+    return f"model-rank{rank:05d}.pt"

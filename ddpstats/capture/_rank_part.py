@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from ddpstats._rerun.numerics_settings import FLOAT_DTYPES, Autocast
-from ddpstats._rerun.packet import Packet
 from ddpstats._rerun.serialize import checked_tensor
+from ddpstats._rerun.step_record import Packet
 from ddpstats.capture._fields import MOST_ENTRIES, MOST_RANKS, Fields
 from ddpstats.errors import BundleError
 

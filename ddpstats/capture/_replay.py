@@ -105,7 +105,11 @@ def _replay(args: argparse.Namespace) -> Replayed:
         collectives.clear()  # the factory's own are not the step's
         outcomes = [_ran(rerun, part) for _ in range(args.repeat)]
         counted = {name: count // args.repeat for name, count in collectives.items()}
-        bisected = _bisected(rerun) if args.bisect else None
+        bisected = None
+        if args.bisect:
+            from ddpstats.capture._bisect import bisect
+
+            bisected = bisect(rerun)
     return _judged(bundle, rerun.part, settings, rerun, outcomes, counted, bisected)
 
 
@@ -187,12 +191,6 @@ def _is_the_captured(error: Exception, captured: str | None) -> bool:
         return False
     names = {line.partition(":")[0].rpartition(".")[2].strip() for line in captured.splitlines() if line[:1].strip()}
     return type(error).__name__ in names
-
-
-def _bisected(rerun: Rerun) -> Any:
-    from ddpstats.capture._bisect import bisect
-
-    return bisect(rerun)
 
 
 def _judged(

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddpstats._observe.gradients import held_values, measure, parts_of
+from ddpstats._base.wording import listed
+from ddpstats._observe.gradient_norms import held_values, measure, parts_of
 from ddpstats._observe.user_frames import calls_step
 from ddpstats._rerun.numerics_settings import as_in
 from ddpstats._rerun.random_state import numpy_or_none
@@ -174,8 +175,8 @@ class Rerun:
                 )
             if micro.changed:
                 self.notes.append(
-                    f"micro-batch {place}: {_some(micro.changed)} was changed in place during the step; the replay "
-                    "gets the values as they were afterwards"
+                    f"micro-batch {place}: {listed(micro.changed, _SHOWN_NAMES)} was changed in place during the step; "
+                    "the replay gets the values as they were afterwards"
                 )
 
     def _check_model(self) -> None:
@@ -188,7 +189,9 @@ class Rerun:
         dtypes = {name: one.dtype for name, one in self.model.named_parameters()}
         other = [name for name, value in self._parameters.items() if value.dtype != dtypes[name]]
         if other:
-            self.notes.append(f"the factory's module has another dtype for {_some(other)}; the captured one is used")
+            self.notes.append(
+                f"the factory's module has another dtype for {listed(other, _SHOWN_NAMES)}; the captured one is used"
+            )
 
     def _check_packages(self) -> None:
         if any(micro.random.get("numpy") is not None for micro in self.part.micro_batches) and numpy_or_none() is None:
@@ -253,20 +256,14 @@ def _same_names(what: str, built: Mapping[str, Tensor], captured: Mapping[str, T
         for name in both
         if built[name].shape != captured[name].shape
     ]
-    lines = [f"  captured, and not in the module: {_some(missing)}"] if missing else []
-    lines += [f"  in the module, and not captured: {_some(extra)}"] if extra else []
-    lines += [f"  other shapes: {_some(shapes)}"] if shapes else []
+    lines = [f"  captured, and not in the module: {listed(missing, _SHOWN_NAMES)}"] if missing else []
+    lines += [f"  in the module, and not captured: {listed(extra, _SHOWN_NAMES)}"] if extra else []
+    lines += [f"  other shapes: {listed(shapes, _SHOWN_NAMES)}"] if shapes else []
     if lines:
         hint = "Let --model make the module as it was trained, without DistributedDataParallel around it."
         raise ConfigError(
             "\n".join([f"--model makes another module than the captured one, by its {what}s:", *lines, hint])
         )
-
-
-def _some(names: Any) -> str:
-    shown = list(names)
-    more = f" and {len(shown) - _SHOWN_NAMES} more" if len(shown) > _SHOWN_NAMES else ""
-    return ", ".join(map(str, shown[:_SHOWN_NAMES])) + more
 
 
 def _on(device: torch.device, model: nn.Module) -> None:

@@ -1,14 +1,18 @@
-"""From what every rank saw in one step to the verdict that all of them return. Pure."""
+"""From what every rank saw in one step to the verdict that all of them return. Pure, but for `report_of`."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from ddpstats._base.rank_names import ranks_text
 from ddpstats._base.wording import listed
+from ddpstats._observe.backward_passes import BackwardNorms
+from ddpstats._observe.gradient_norms import measure
+from ddpstats._observe.gradients import GradientWatch
+from ddpstats._rerun.micro_batch import scale_of
 
 Policy = Literal["stop", "skip", "continue"]
 Kind = Literal["ok", "nonfinite", "overflow", "scaler_skip", "scaler_skips"]
@@ -96,36 +100,46 @@ class Report:
 
     def to_tree(self) -> dict[str, Any]:
         """As `gather_trees` carries it."""
-        return {
-            "micro_batches": self.micro_batches,
-            "bad": [
-                [one.micro_batch, one.backward_pass, [list(pair) for pair in one.gradients], list(one.shared_with)]
-                for one in self.bad
-            ],
-            "reduced": list(self.reduced),
-            "sees_local": self.sees_local,
-            "scale": self.scale,
-            "step": self.step,
-            "exchanged": list(self.exchanged),
-            "unseen": list(self.unseen),
-        }
+        return asdict(self)
 
     @classmethod
     def from_tree(cls, tree: Mapping[str, Any]) -> Report:
-        bad = tuple(
-            NonFiniteGradients(micro_batch, number, tuple((name, what) for name, what in pairs), tuple(shared_with))
-            for micro_batch, number, pairs, shared_with in tree["bad"]
-        )
-        return cls(
-            tree["micro_batches"],
-            bad,
-            tuple(tree["reduced"]),
-            tree["sees_local"],
-            tree["scale"],
-            tree["step"],
-            tuple(tree["exchanged"]),
-            tuple(tree["unseen"]),
-        )
+        return cls(**{**tree, "bad": tuple(NonFiniteGradients(**one) for one in tree["bad"])})
+
+
+def report_of(watch: GradientWatch, scaler: Any, step: int) -> Report:
+    """What ``watch`` saw since the step began. Local; waits for the device."""
+    bad, exchanged, arrived = [], [], set[int]()
+    number = 0
+    finite = measure([parameter.grad for parameter in watch.parameters]).isfinite().tolist()
+    reduced = [place for place, fine in enumerate(finite) if not fine]
+    for micro_batch, arrivals in enumerate(watch.arrivals):
+        arrived |= arrivals.places()
+        mended = arrivals.early_places() - set(reduced)  # by a hook of the program's, before it reduced
+        seen = zip(arrivals.bad_places(), arrivals.exchanged, arrivals.shared_with(), strict=True)
+        for found, reduces, shared_with in seen:
+            places = [place for place in found if place not in mended]
+            if places:
+                bad.append(NonFiniteGradients(micro_batch, number, _named(watch, arrivals, places), shared_with))
+            if reduces:
+                exchanged.append(number)
+            number += 1
+    return Report(
+        micro_batches=len(watch.arrivals),
+        bad=tuple(bad),
+        reduced=tuple(watch.names[place] for place in reduced),
+        sees_local=watch.sees_local,
+        scale=scale_of(scaler),
+        step=step,
+        exchanged=tuple(exchanged),
+        unseen=tuple(watch.names[place] for place in reduced if place not in arrived),
+    )
+
+
+def _named(watch: GradientWatch, arrivals: BackwardNorms, places: list[int]) -> tuple[tuple[str, str], ...]:
+    norms = arrivals.norms()
+    assert norms is not None
+    return tuple((watch.names[place], "NaN" if norms[place].isnan() else "Inf") for place in places)
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from ddpstats.dump._config import DumpConfig, read_config
 from ddpstats.dump.collect._calls import CallWatch
 from ddpstats.dump.collect._modules import ModuleWatch
 from ddpstats.dump.collect._recorder import Recorder
-from ddpstats.dump.format._layout import DUMP, LINES
+from ddpstats.dump.format._names import DUMP, LINES
 from ddpstats.errors import ConfigError, DumpError
 
 

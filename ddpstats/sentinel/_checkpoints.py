@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpstats._base.containers import walk
-from ddpstats._observe.gradients import held_values
+from ddpstats._observe.gradient_norms import held_values
 from ddpstats._observe.module_hooks import ModuleHook
 from ddpstats.errors import ConfigError
 

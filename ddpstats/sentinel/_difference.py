@@ -1,5 +1,6 @@
-"""Where replicas differ: from digests of tensors and blocks down to the first element, in rounds of small gathers.
+"""The tensors that replicas hold, and where they differ: from digests of tensors and blocks down to the first element.
 
+Each tensor has a name and a description by which ranks compare it. What differs is found in rounds of small gathers.
 Each round is decided on what the one before gathered, which is the same everywhere; so no rank goes on alone.
 """
 
@@ -13,19 +14,58 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ddpstats._base.wording import dtype_name
 from ddpstats.sentinel._digest import digests, flattened
-from ddpstats.sentinel._divergence import KINDS, Element, FoundDivergence, Kind
-from ddpstats.sentinel._entries import TensorEntry, tensors_of
+from ddpstats.sentinel._divergence import KINDS, Divergence, Element, Kind
 from ddpstats.sentinel._verdict import Gathered
+
+_PLAIN_TENSOR = Tensor.__torch_dispatch__
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One tensor. ``tensor`` is None where there is nothing to compare but its description."""
+
+    kind: Kind
+    name: str
+    described: str
+    tensor: Tensor | None
+
+
+def entry_of(kind: Kind, name: str, tensor: Tensor | None) -> TensorEntry:
+    if tensor is None:
+        return TensorEntry(kind, name, "none", None)
+    if nn.parameter.is_lazy(tensor):
+        return TensorEntry(kind, name, "not initialized yet", None)
+    described = f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"
+    ordinary = type(tensor).__torch_dispatch__ is _PLAIN_TENSOR and tensor.layout is torch.strided
+    if not ordinary or tensor.is_meta or tensor.is_quantized:
+        return TensorEntry(
+            kind, name, f"{described}, {type(tensor).__name__}, {tensor.layout}, cannot be compared", None
+        )
+    return TensorEntry(kind, name, described, tensor)
+
+
+def gradient_entries(name: str, parameter: Tensor) -> list[TensorEntry]:
+    gradient = None if nn.parameter.is_lazy(parameter) else parameter.grad
+    if gradient is not None and gradient.layout is torch.sparse_coo:
+        gradient = gradient.coalesce()
+        indices = entry_of("gradient", f"{name} (indices)", gradient.indices())
+        return [indices, entry_of("gradient", f"{name} (values)", gradient.values())]
+    return [entry_of("gradient", name, gradient)]
+
+
+def tensors_of(entries: Sequence[TensorEntry]) -> list[Tensor]:
+    return [entry.tensor for entry in entries if entry.tensor is not None]
+
 
 _BLOCK_ELEMENTS = 256
 _BLOCKS = 1024
 
 
-def differing_structure(gathered: Gathered, entries: Sequence[TensorEntry]) -> FoundDivergence:
+def differing_structure(gathered: Gathered, entries: Sequence[TensorEntry]) -> Divergence:
     """Ranks that do not hold the same tensors."""
     trees = gathered(lambda: {"held": [[one.kind, one.name, one.described] for one in entries]}, "replica structures")
     tables = {rank: {(kind, name): what for kind, name, what in tree["held"]} for rank, tree in trees.items()}
@@ -33,11 +73,9 @@ def differing_structure(gathered: Gathered, entries: Sequence[TensorEntry]) -> F
     held = {key: {rank: table.get(key, "no such tensor") for rank, table in tables.items()} for key in keys}
     differing = {key: by_rank for key, by_rank in held.items() if differ(by_rank.values())}
     if not differing:  # the same tensors in another order
-        return FoundDivergence("parameter", *_reordered(tables), structural=True)
+        return Divergence("parameter", *_reordered(tables), structural=True)
     (kind, name), *others = sorted(differing, key=lambda key: KINDS.index(key[0]))
-    return FoundDivergence(
-        kind, name, differing[kind, name], [(*key, differing[key]) for key in others], structural=True
-    )
+    return Divergence(kind, name, differing[kind, name], [(*key, differing[key]) for key in others], structural=True)
 
 
 def _reordered(tables: Mapping[int, Mapping[tuple[Kind, str], str]]) -> tuple[str, dict[int, str]]:
@@ -49,17 +87,17 @@ def _reordered(tables: Mapping[int, Mapping[tuple[Kind, str], str]]) -> tuple[st
     return "(the hash of all names)", dict.fromkeys(tables, "the same names")
 
 
-def differing_elements(gathered: Gathered, entries: Sequence[TensorEntry]) -> FoundDivergence:
+def differing_elements(gathered: Gathered, entries: Sequence[TensorEntry]) -> Divergence:
     """The first of these tensors that differs, and its first element."""
     entries = sorted(entries, key=lambda entry: KINDS.index(entry.kind))
     held = _digests_of_all(gathered, "replica tensors", lambda: tensors_of(entries))
     differing = [(entry, by_rank) for entry, by_rank in zip(entries, held, strict=True) if differ(by_rank.values())]
     if not differing:
-        return FoundDivergence(entries[0].kind, entries[0].name, held[0], described=entries[0].described)
+        return Divergence(entries[0].kind, entries[0].name, held[0], described=entries[0].described)
     (first, by_rank), *others = differing
     assert first.tensor is not None
     block = _differing_block(gathered, first.tensor)
-    return FoundDivergence(
+    return Divergence(
         first.kind,
         first.name,
         by_rank,

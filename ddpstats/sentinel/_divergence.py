@@ -9,11 +9,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from ddpstats._base.rank_names import holders_lines, ranks_text
-from ddpstats._base.wording import listed
+from ddpstats._base.wording import count_of, listed
 
 Kind = Literal["parameter", "gradient", "buffer"]
 
@@ -134,11 +134,12 @@ class Element:
 
 
 @dataclass(frozen=True)
-class FoundDivergence:
-    """What the ranks' comparison brought together, before it is put into words.
+class Divergence:
+    """Replicas that should be bit-identical and are not. Equal on every rank.
 
     Attributes:
-        kind, name: of the first tensor that differs: parameters first, then buffers, then gradients.
+        kind: of the first tensor that differs: "parameter", "buffer" or "gradient", looked at in that order.
+        name: its name, as in ``named_parameters`` or ``named_buffers``; that of its parameter for a gradient.
         held: rank -> what it holds there: a digest, or where ``structural`` is set the dtype and shape in words.
         others: of every other tensor that differs: kind, name, rank -> what it holds.
         structural: ranks do not even hold tensors of one dtype and shape.
@@ -159,75 +160,28 @@ class FoundDivergence:
     alone: bool = False
     described: str = ""
 
+    @property
+    def culprit_ranks(self) -> tuple[int, ...]:
+        """Global ranks in the minority, in any tensor, ascending; empty where there is no majority."""
+        splits = [Split.of(held) for held in (self.held, *(held for _, _, held in self.others))]
+        return tuple(sorted({rank for split in splits for rank in split.minority}))
 
-@dataclass(frozen=True)
-class Divergence:
-    """Replicas that should be bit-identical and are not. Equal on every rank.
-
-    Attributes:
-        step: the number of the step.
-        kind: of the first tensor that differs: "parameter", "buffer" or "gradient", looked at in that order.
-        name: its name, as in ``named_parameters`` or ``named_buffers``; that of its parameter for a gradient.
-        culprit_ranks: global ranks in the minority, in any tensor; empty where there is no majority.
-        ranks: all that were compared.
-        groups: ranks that hold the same in this tensor, the largest group first.
-        others: kind -> how many other tensors differ.
-        element: the first element that differs; None where ranks do not hold tensors of one dtype and shape.
-        differing_elements: how many differ in the compared block of the tensor.
-        message: all of that for people, and what to suspect.
-    """
-
-    step: int
-    kind: Kind
-    name: str
-    culprit_ranks: tuple[int, ...]
-    ranks: tuple[int, ...]
-    groups: tuple[tuple[int, ...], ...]
-    others: Mapping[str, int] = field(default_factory=dict)
-    element: Element | None = None
-    differing_elements: int = 0
-    message: str = ""
-
-    def __str__(self) -> str:
-        return self.message
+    @property
+    def message(self) -> str:
+        """All of that for people: what differs, who is to blame for it, and what to suspect."""
+        split = Split.of(self.held)
+        return "\n".join([_headline(self, split), *_what_lines(self), *_other_lines(self), *_hint(self, split)])
 
 
-def divergence(step: int, found: FoundDivergence) -> Divergence:
-    """Who is to blame for what was ``found``, and what to do about it."""
-    split = Split.of(found.held)
-    others: dict[str, int] = {}
-    for kind, _, _ in found.others:
-        others[kind] = others.get(kind, 0) + 1
-    culprits = _culprits(found)
-    lines = [_headline(step, found, split), *_what_lines(found), *_other_lines(found), *_hint(found, split, culprits)]
-    return Divergence(
-        step=step,
-        kind=found.kind,
-        name=found.name,
-        culprit_ranks=culprits,
-        ranks=tuple(sorted(found.held)),
-        groups=split.groups,
-        others=others,
-        element=found.element,
-        differing_elements=found.differing_elements,
-        message="\n".join(lines),
-    )
-
-
-def _culprits(found: FoundDivergence) -> tuple[int, ...]:
-    splits = [Split.of(found.held), *(Split.of(held) for _, _, held in found.others)]
-    return tuple(sorted({rank for split in splits for rank in split.minority}))
-
-
-def _headline(step: int, found: FoundDivergence, split: Split) -> str:
+def _headline(found: Divergence, split: Split) -> str:
     described = f" ({found.described})" if found.described else ""
-    text = f"step {step}: replicas differ, first in {found.kind} {found.name}{described}: "
+    text = f"replicas differ, first in {found.kind} {found.name}{described}: "
     if split.majority:
         return f"{text}{ranks_text(split.minority)} against {ranks_text(split.majority)}."
     return text + " against ".join(ranks_text(group) for group in split.groups[:_SHOWN_NAMES]) + "."
 
 
-def _what_lines(found: FoundDivergence) -> list[str]:
+def _what_lines(found: Divergence) -> list[str]:
     if found.structural:
         return holders_lines({rank: str(found.held[rank]) for rank in sorted(found.held)})
     if found.element is None:
@@ -239,19 +193,19 @@ def _what_lines(found: FoundDivergence) -> list[str]:
     return [*found.element.lines, f"{count} that were compared around it differ{beyond}."]
 
 
-def _other_lines(found: FoundDivergence) -> list[str]:
+def _other_lines(found: Divergence) -> list[str]:
     if not found.others:
         return ["No other tensor differs."] if not found.structural else []
     lines = ["Other tensors that differ:"]
     for kind in KINDS:
         names = [name for other, name, _ in found.others if other == kind]
         if names:
-            lines.append(f"  {len(names)} {kind}{'s' if len(names) > 1 else ''}: {listed(names, _SHOWN_NAMES)}")
+            lines.append(f"  {count_of(len(names), f'{kind}s')}: {listed(names, _SHOWN_NAMES)}")
     return lines
 
 
-def _hint(found: FoundDivergence, split: Split, culprits: tuple[int, ...]) -> list[str]:
-    lines = [_cause_text(found, culprits)]
+def _hint(found: Divergence, split: Split) -> list[str]:
+    lines = [_cause_text(found)]
     if not found.structural and [found.kind, *(kind for kind, _, _ in found.others)].count("parameter") >= _MANY:
         lines.append(_MANY_PARAMETERS)
     if found.kind == "gradient" and not found.structural:
@@ -264,7 +218,7 @@ def _hint(found: FoundDivergence, split: Split, culprits: tuple[int, ...]) -> li
     return lines
 
 
-def _cause_text(found: FoundDivergence, culprits: tuple[int, ...]) -> str:
+def _cause_text(found: Divergence) -> str:
     if found.structural:
         return _structural_text(found)
     if found.element is None:
@@ -277,11 +231,11 @@ def _cause_text(found: FoundDivergence, culprits: tuple[int, ...]) -> str:
             f"much, software. {_SOFTWARE}"
         )
     what = "One flipped bit" if len(found.element.flipped) == 1 else "One damaged element"
-    whose = ranks_text(culprits) if culprits else "one of these ranks"
+    whose = ranks_text(found.culprit_ranks) if found.culprit_ranks else "one of these ranks"
     return f"{what}: the hardware of {whose} is the first suspect."
 
 
-def _structural_text(found: FoundDivergence) -> str:
+def _structural_text(found: Divergence) -> str:
     kinds = {found.kind, *(kind for kind, _, _ in found.others)}
     if kinds == {"gradient"}:
         return (
@@ -297,7 +251,7 @@ def _structural_text(found: FoundDivergence) -> str:
     return models
 
 
-def _only_buffers(found: FoundDivergence) -> bool:
+def _only_buffers(found: Divergence) -> bool:
     return {found.kind, *(kind for kind, _, _ in found.others)} == {"buffer"}
 
 

@@ -18,12 +18,10 @@ from typing import Any
 from ddpstats._agreement.decide import count_ranks
 from ddpstats._base.rank_names import ranks_text
 from ddpstats.errors import ConfigError
-from ddpstats.sentinel._alarm_replay import explain_alarm
-from ddpstats.sentinel._alarms import alarm_tree, fault_tree, matmul_finding, threshold_finding
+from ddpstats.sentinel._alarms import Check, alarm_tree, fault_tree, matmul_finding, threshold_finding
 from ddpstats.sentinel._detectors import ERROR
 from ddpstats.sentinel._layers import Layers
-from ddpstats.sentinel._lines import Check
-from ddpstats.sentinel._options import Options
+from ddpstats.sentinel._rerun import explain_alarm
 from ddpstats.sentinel._verdict import Gathered, SentinelFinding, SentinelVerdict
 
 _logger = logging.getLogger("ddpstats")
@@ -39,16 +37,8 @@ class Judge:
         rank: this one, global.
     """
 
-    def __init__(
-        self,
-        layers: Layers,
-        options: Options,
-        group: Any,
-        gathered: Gathered,
-        where: Mapping[int, str],
-        rank: int,
-    ) -> None:
-        self._layers, self._options = layers, options
+    def __init__(self, layers: Layers, group: Any, gathered: Gathered, where: Mapping[int, str], rank: int) -> None:
+        self._layers, self._options = layers, layers.options
         self._group, self._gathered, self._where, self._rank = group, gathered, where, rank
         self._first_alarm: SentinelVerdict | None = None
         self._alarmed: frozenset[int] = frozenset()  # ranks whose thresholds raised an alarm in the step before
@@ -63,13 +53,12 @@ class Judge:
         findings, notes = self._settled(errors, problem) if count else ([], [])
         is_new = not findings
         if layers.compares_digests and layers.replicas is not None:
-            divergence = layers.replicas.compare(self._gathered, step)
-            if divergence is not None:
-                text = divergence.message.removeprefix(f"step {step}: ")
-                findings.append(SentinelFinding("replica digests", divergence.culprit_ranks, divergence.name, text))
+            found = layers.replicas.compare(self._gathered)
+            if found is not None:
+                findings.append(SentinelFinding("replica digests", found.culprit_ranks, found.name, found.message))
         if layers.replays:
-            found, trouble = self._examined(bool(findings))
-            findings += found
+            more, trouble = self._examined(bool(findings))
+            findings += more
             notes += trouble
         if findings and is_new:
             notes += self._window_notes()

@@ -1,30 +1,97 @@
-"""The layers of one rank: made as the options say, told when a step is examined, and taken away together."""
+"""The layers of one rank: what they were told to do, made so, told when a step is examined, and taken away together."""
 
 from __future__ import annotations
 
+import fnmatch
+import functools
+import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
+from ddpstats._base.arguments import check_count
 from ddpstats._base.rank_names import ranks_text
 from ddpstats._observe.gradients import replicas_in, unwrapped
+from ddpstats._rerun.micro_batch import scale_of
 from ddpstats._rerun.step_record import MicroBatch, StepRecord
 from ddpstats._transport.comm import group_ranks
 from ddpstats.errors import ConfigError
 from ddpstats.sentinel._checkpoints import Selector
 from ddpstats.sentinel._matmul import ChecksumWindow
-from ddpstats.sentinel._options import Options
 from ddpstats.sentinel._peer_replay import PeerReplay
 from ddpstats.sentinel._replicas import Replicas
 from ddpstats.sentinel._rerun import ReplayFn, Reruns
+from ddpstats.sentinel._settings import SentinelSettings
 from ddpstats.sentinel._thresholds import Thresholds
+
+
+@dataclass(frozen=True)
+class Options:
+    """Arguments of `Sentinel`, and the settings of the thresholds."""
+
+    settings: SentinelSettings
+    checkpoints: Sequence[Selector] | None
+    digest_every_steps: int
+    replay_every_steps: int
+    replay_fn: ReplayFn | None
+    matmul_checksum: bool
+    checksum_steps: int
+    scaler: Any
+    ignore: Sequence[str]
+
+    def check(self, model: Any) -> None:
+        """Raises `ConfigError`, which names the argument and what it may be. Thresholds look at their own."""
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"model={type(model).__name__}: a torch.nn.Module is needed")
+        check_count("digest_every_steps", self.digest_every_steps, 0)
+        check_count("replay_every_steps", self.replay_every_steps, 0)
+        check_count("checksum_steps", self.checksum_steps, 1)
+        if self.replay_fn is not None and not callable(self.replay_fn):
+            raise ConfigError(f"replay_fn={self.replay_fn!r} must be a function (module, batch) that returns the loss")
+        if self.replay_every_steps and self.replay_fn is None:
+            raise ConfigError("replay_every_steps= needs replay_fn=: a function (module, batch) that returns the loss")
+        if not isinstance(self.matmul_checksum, bool):
+            raise ConfigError(f"matmul_checksum={self.matmul_checksum!r} must be True or False")
+        if self.scaler is not None and not (hasattr(self.scaler, "get_scale") and hasattr(self.scaler, "is_enabled")):
+            raise ConfigError(f"scaler={self.scaler!r} must be a torch.amp.GradScaler")
+        _check_patterns(model, self.ignore)
+
+    def to_tree(self, names: Sequence[str]) -> dict[str, Any]:
+        """What all ranks must have alike. For `gather_trees`. ``names``: of the checkpoints."""
+        settings = self.settings
+        return {
+            "mode": settings.mode,
+            "detector": settings.detector,
+            "upper_thresh": list(settings.upper),
+            "sigma_thresh": list(settings.sigma),
+            "digest_every_steps": self.digest_every_steps,
+            "replay_every_steps": self.replay_every_steps,
+            "replay_fn": None if self.replay_fn is None else "given",
+            "matmul_checksum": self.matmul_checksum,
+            "checksum_steps": self.checksum_steps,
+            "scaler": None if self.scaler is None else "given",
+            "ignore": list(self.ignore),
+            "checkpoints": f"{len(names)} (CRC-32 of their names {zlib.crc32(repr(names).encode()):08x})",
+        }
+
+
+def _check_patterns(model: nn.Module, ignore: Any) -> None:
+    if isinstance(ignore, str) or not isinstance(ignore, Sequence) or not all(isinstance(one, str) for one in ignore):
+        raise ConfigError(f"ignore={ignore!r} must be a list of patterns, such as ['*.running_mean']")
+    inner = unwrapped(model)
+    names = [name for name, _ in (*inner.named_parameters(), *inner.named_buffers())]
+    for pattern in ignore:
+        if not fnmatch.filter(names, pattern):
+            raise ConfigError(f"ignore={list(ignore)!r}: {pattern!r} fits no parameter or buffer of the model")
 
 
 class Layers:
     """What a `Sentinel` that is on has attached to its model. Local.
 
     Attributes:
+        options: what it was told to do.
         thresholds: layer 1, always.
         replicas: layer 2; None where digests are never compared.
         record, reruns: the step under way and how to repeat it; None without a ``replay_fn``.
@@ -32,21 +99,12 @@ class Layers:
         window: layer 4, shut at first.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        options: Options,
-        selection: Sequence[Selector] | None,
-        replay_fn: ReplayFn | None,
-        scaler: Any,
-        ranks: Sequence[int],
-        rank: int,
-    ) -> None:
+    def __init__(self, model: nn.Module, options: Options, ranks: Sequence[int], rank: int) -> None:
         _check_groups(model, ranks)
-        self._options = options
+        self.options = options
         self._steps = 0
-        scale = _scale_of(scaler)
-        self.thresholds = Thresholds(unwrapped(model), selection, options.settings, rank, scale)
+        scale = functools.partial(scale_of, options.scaler)
+        self.thresholds = Thresholds(unwrapped(model), options.checkpoints, options.settings, rank, scale)
         self.replicas: Replicas | None = None
         self.record: StepRecord | None = None
         self.reruns: Reruns | None = None
@@ -54,27 +112,20 @@ class Layers:
         self.window = ChecksumWindow()
         self._window_steps = 0
         try:
-            self._add_others(model, replay_fn, lambda: scale() or 1.0, ranks, rank)
+            self._add_others(model, lambda: scale() or 1.0, ranks, rank)
         except BaseException:  # nobody will hold them, and hooks stay on a model
             for close in self.closing():
                 close()
             raise
 
-    def _add_others(
-        self,
-        model: nn.Module,
-        replay_fn: ReplayFn | None,
-        scale: Callable[[], float],
-        ranks: Sequence[int],
-        rank: int,
-    ) -> None:
+    def _add_others(self, model: nn.Module, scale: Callable[[], float], ranks: Sequence[int], rank: int) -> None:
         """Layers 2 and 3, as far as they are asked for."""
-        if self._options.digest_every_steps:
-            self.replicas = Replicas(model, self._options.ignore)
-        if replay_fn is not None:
+        if self.options.digest_every_steps:
+            self.replicas = Replicas(model, self.options.ignore)
+        if self.options.replay_fn is not None:
             self.record = StepRecord(unwrapped(model))
-            self.reruns = Reruns(self.record, replay_fn, self.thresholds.checkpoints, scale)
-            if self._options.replay_every_steps:
+            self.reruns = Reruns(self.record, self.options.replay_fn, self.thresholds.checkpoints, scale)
+            if self.options.replay_every_steps:
                 self.peer_replay = PeerReplay(model, self.reruns, ranks, rank)
         self._expect()
 
@@ -86,14 +137,14 @@ class Layers:
     @property
     def compares_digests(self) -> bool:
         """Whether layer 2 looks at the step under way."""
-        return self.replicas is not None and (self._steps + 1) % self._options.digest_every_steps == 0
+        return self.replicas is not None and (self._steps + 1) % self.options.digest_every_steps == 0
 
     @property
     def replays(self) -> bool:
         """Whether layer 3 looks at the step under way; at the first one, so that what cannot work is known at once."""
         if self.peer_replay is None:
             return False
-        return self._steps == 0 or (self._steps + 1) % self._options.replay_every_steps == 0
+        return self._steps == 0 or (self._steps + 1) % self.options.replay_every_steps == 0
 
     def begin(self, batch: Any) -> MicroBatch | None:
         """A micro-batch is about to run."""
@@ -166,9 +217,3 @@ def _check_groups(model: nn.Module, ranks: Sequence[int]) -> None:
                 f"DistributedDataParallel reduces over {ranks_text(theirs)}, and this sentinel's group has "
                 f"{ranks_text(ranks)}: pass group=, the process group that was given to DistributedDataParallel"
             )
-
-
-def _scale_of(scaler: Any) -> Callable[[], float | None]:
-    if scaler is None:
-        return lambda: None
-    return lambda: float(scaler.get_scale()) if scaler.is_enabled() else None

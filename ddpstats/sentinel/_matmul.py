@@ -8,7 +8,7 @@ shows,
 1. `doubtful_rows` (`_matmul_checksum`) finds the rows of C where the two sums differ by more than rounding explains in
    healthy products: a few units of the last place of the row's norm. Sums that cancel exceed that without any fault, so
    where there are many such rows they are looked at again with the magnitudes of A and B in place of those of C;
-2. `faults_in` (`_matmul_fault`) settles it: it computes the doubtful rows again in float64 and judges each element
+2. `faults_in` (`_matmul_checksum`) settles it: it computes the doubtful rows again in float64 and judges each element
    alone. An element is faulty if it is further from the exact value than any order of summation can bring it, or if the
    same kernel on the same operands now gives other bits that lie at least four times closer. So a false alarm of step 1
    costs time only;
@@ -38,11 +38,9 @@ from __future__ import annotations
 
 import os
 import threading
-from types import TracebackType
 
 from ddpstats.sentinel import _matmul_kernels as door
-from ddpstats.sentinel._matmul_checksum import doubtful_rows
-from ddpstats.sentinel._matmul_fault import MatmulFault, faults_in
+from ddpstats.sentinel._matmul_checksum import MatmulFault, doubtful_rows, faults_in
 from ddpstats.sentinel._matmul_kernels import Product
 
 _MOST_FAULTS = 16
@@ -127,9 +125,7 @@ class ChecksumWindow:
         self.open()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
 

@@ -119,15 +119,6 @@ def tidy() -> None:
         _deregister()
 
 
-def is_listening() -> bool:
-    return _listener is not None
-
-
-def is_installed() -> bool:
-    """Whether our kernels are there, parked or not."""
-    return _kernels is not None
-
-
 def _register() -> None:
     global _kernels, _parked_at_sec
     ours = {op: _kernel(op, "default") for op in _OPS} | {f"{op}.out": _kernel(op, "out") for op in _OPS}

@@ -3,9 +3,9 @@
 `PeerReplay.examine`, every so many steps, on all ranks together:
 
 1. Each rank has digests of its own gradients of the step's first micro-batch, taken before the reduce
-   (`_local_gradients`). At the first time it also runs that micro-batch once more itself, and on a difference twice:
+   (`_gradient_digests`). At the first time it also runs that micro-batch once more itself, and on a difference twice:
    does the step repeat itself bit for bit? Where it does not, that is natural noise, or the function that repeats it
-   is another step (`_noise`): from then on gradients are compared by their norms, with room for the noise.
+   is another step (`_vote`): from then on gradients are compared by their norms, with room for the noise.
 2. As many ranks as fit into `MOST_BYTES` hand out their micro-batch (all of them where batches are small), beginning
    with another rank each time, and those buffers that ranks do not have alike. The next rank runs it, and all tell what
    came of it.
@@ -27,16 +27,14 @@ from torch import Tensor, nn
 
 from ddpstats._base.rank_names import holders_lines
 from ddpstats._base.wording import listed
-from ddpstats._rerun.attribution import attempt, from_rank_on
-from ddpstats._rerun.packet import tensor_bytes
+from ddpstats._rerun.runner import attempt, from_rank_on
+from ddpstats._rerun.step_record import tensor_bytes
 from ddpstats.errors import ConfigError
 from ddpstats.sentinel._digest import digests
-from ddpstats.sentinel._gradient_digests import GradientDigests
-from ddpstats.sentinel._local_gradients import LocalGradients
-from ddpstats.sentinel._noise import measured
+from ddpstats.sentinel._gradient_digests import GradientDigests, LocalGradients
 from ddpstats.sentinel._rerun import Reruns
 from ddpstats.sentinel._verdict import Gathered, SentinelFinding
-from ddpstats.sentinel._vote import Run, judge
+from ddpstats.sentinel._vote import Run, judge, measured
 
 MOST_BYTES = 64 << 20  # of all batches that are handed out at a time: every rank receives them
 _SHOWN_NAMES = 5
@@ -65,10 +63,6 @@ class PeerReplay:
         self._reruns, self._ranks, self._rank = reruns, tuple(ranks), rank
         self._noise: float | None = None
         self._turn = -1
-
-    def close(self) -> None:
-        """Take the hooks away. Idempotent."""
-        self.original.close()
 
     def examine(self, gathered: Gathered) -> SentinelFinding | None:
         """Collective: two small gathers and one of batches; one more on doubt.

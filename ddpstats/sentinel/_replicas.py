@@ -13,7 +13,12 @@ Each further round is decided on what was gathered, which is the same everywhere
 
 Not compared: what `ignore` names, what DistributedDataParallel was told to ignore, sharded parameters, and the running
 statistics of batch norm where nobody broadcasts them. Buffers change within the step, on each rank by itself. So they
-are copied when the module's forward pass begins: DistributedDataParallel has broadcast rank 0's by then.
+are copied when the module's forward pass begins: DistributedDataParallel has broadcast rank 0's by then. After a
+forward pass that trained nothing it broadcasts none: then no buffer in it is looked at in this step.
+
+Checked on torch 2.13. Of DistributedDataParallel's internals: ``parameters_to_ignore`` and
+``will_sync_module_buffers``; without the first nothing more is ignored, without the second ``broadcast_buffers`` says
+whether running statistics count.
 """
 
 from __future__ import annotations
@@ -25,14 +30,25 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ddpstats._observe.gradients import replicas_in, unwrapped
-from ddpstats.sentinel._buffers import Unit, units_of
-from ddpstats.sentinel._difference import differ, differing_elements, differing_structure, transposed
+from ddpstats._observe.module_hooks import ForwardBegins
+from ddpstats._observe.torch_compat import buffers_of
+from ddpstats._rerun.step_record import BufferCopies
+from ddpstats.sentinel._difference import (
+    TensorEntry,
+    differ,
+    differing_elements,
+    differing_structure,
+    entry_of,
+    gradient_entries,
+    tensors_of,
+    transposed,
+)
 from ddpstats.sentinel._digest import bucket_digests
-from ddpstats.sentinel._divergence import Divergence, divergence
-from ddpstats.sentinel._entries import TensorEntry, entry_of, gradient_entries, tensors_of
+from ddpstats.sentinel._divergence import Divergence
 from ddpstats.sentinel._verdict import Gathered
 
 _BUCKETS = 32  # of each part, so that 30 ranks' digests fit into one collective
@@ -66,18 +82,17 @@ class Replicas:
         for unit in self._found_units():
             unit.expect()
 
-    def compare(self, gathered: Gathered, step: int) -> Divergence | None:
+    def compare(self, gathered: Gathered) -> Divergence | None:
         """What differs between the ranks; None where all is equal. The same on every rank.
 
         Collective: every rank must call, after the backward pass that reduces and before the optimizer's step.
 
         Args:
             gathered: given a function that makes this rank's tree and a name, every rank's tree by global rank.
-            step: for the message.
         """
         with torch.no_grad():
             try:
-                return self._compare(gathered, step)
+                return self._compare(gathered)
             finally:
                 self._forget()
 
@@ -87,7 +102,7 @@ class Replicas:
             unit.close()
         self._units = None
 
-    def _compare(self, gathered: Gathered, step: int) -> Divergence | None:
+    def _compare(self, gathered: Gathered) -> Divergence | None:
         parts: dict[str, _Part] = {}
 
         def summaries() -> dict[str, Any]:
@@ -98,13 +113,13 @@ class Replicas:
         shared = [name for name in parts if all(name in tree for tree in trees.values())]
         if any(differ(tree[name]["signature"] for tree in trees.values()) for name in shared):
             held = [entry for name in shared for entry in parts[name].entries]
-            return divergence(step, differing_structure(gathered, held))
+            return differing_structure(gathered, held)
         suspects: list[TensorEntry] = []
         for name in shared:
             digests_of = {rank: tree[name]["digests"] for rank, tree in trees.items()}
             for bucket, by_rank in zip(parts[name].buckets, transposed(digests_of), strict=True):
                 suspects += bucket if differ(by_rank.values()) else []
-        return divergence(step, differing_elements(gathered, suspects)) if suspects else None
+        return differing_elements(gathered, suspects) if suspects else None
 
     def _parts(self) -> dict[str, _Part]:
         """What this rank holds. Buffers are parts by themselves: a rank without a forward pass has no copies."""
@@ -204,3 +219,95 @@ def _warnings(model: nn.Module) -> tuple[str, ...]:
         f"{sharded} sharded parameter{'s are' if sharded > 1 else ' is'} not covered by the comparison of replicas: "
         "each rank holds another part of them.",
     )
+
+
+_RUNNING = ("running_mean", "running_var", "num_batches_tracked")
+
+
+class Unit:
+    """A module whose forward pass copies its buffers: the one in a DistributedDataParallel, or the model around them.
+
+    Args:
+        prefix: of its names in the model.
+        replica: the DistributedDataParallel around it; None where there is none.
+        others: what other units see to.
+    """
+
+    def __init__(
+        self, prefix: str, module: nn.Module, replica: DistributedDataParallel | None, others: Sequence[nn.Module] = ()
+    ) -> None:
+        self.module = module
+        self._prefix, self._replica, self._others = prefix, replica, others
+        self._buffers: BufferCopies | None = None
+        self._taken: dict[str, Tensor] | None = None
+        self._handle: Any = None
+
+    def ignored(self) -> set[str]:
+        """Names in ``module`` that DistributedDataParallel leaves alone."""
+        return set(getattr(self._replica, "parameters_to_ignore", None) or ())
+
+    def expect(self) -> None:
+        """The next forward pass copies the buffers. Only until then there is a hook: compiled modules mind them."""
+        self.forget()
+        self._handle = self.module.register_forward_pre_hook(
+            ForwardBegins(self.module, self, Unit._about_to_run), prepend=True
+        )
+
+    def taken(self) -> dict[str, Tensor] | None:
+        """Name in the model -> copy, of the buffers that must be equal; None where no forward pass came, or no
+        broadcast with it.
+        """
+        return self._taken
+
+    def forget(self) -> None:
+        self._taken = None
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def close(self) -> None:
+        self.forget()
+        if self._buffers is not None:
+            self._buffers.close()
+            self._buffers = None
+
+    def _about_to_run(self) -> None:
+        self.forget()
+        if any(nn.parameter.is_lazy(buffer) for buffer in self.module.buffers()) or self._misses_its_broadcast():
+            return
+        if self._buffers is None:
+            self._buffers = BufferCopies(self.module)
+        left_out = self.ignored() | self._others_names()
+        if self._replica is None or not self._replica.broadcast_buffers:
+            left_out |= running_names(self.module)
+        copies = self._buffers.take()
+        self._taken = {self._prefix + name: copy for name, copy in copies.items() if name not in left_out}
+
+    def _misses_its_broadcast(self) -> bool:
+        """After a forward pass that trained nothing: each rank has changed its buffers by itself."""
+        if self._replica is None or not self._replica.broadcast_buffers:
+            return False
+        will_sync = getattr(self._replica, "will_sync_module_buffers", None)
+        return will_sync is not None and not will_sync()
+
+    def _others_names(self) -> set[str]:
+        theirs = {id(buffer) for module in self._others for buffer in module.buffers()}
+        return {name for name, buffer in self.module.named_buffers() if id(buffer) in theirs}
+
+
+def units_of(model: nn.Module, replicas: Sequence[DistributedDataParallel]) -> list[Unit]:
+    prefixes = {id(module): f"{name}." if name else "" for name, module in model.named_modules()}
+    units = [Unit(prefixes.get(id(one.module), ""), one.module, one) for one in replicas]
+    if all(unit.module is not model for unit in units):
+        units.append(Unit("", model, None, [unit.module for unit in units]))
+    return units
+
+
+def running_names(module: nn.Module) -> set[str]:
+    """Batch norm's running statistics, which each rank has of its own data; SyncBatchNorm's are of all ranks'."""
+    return {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, owner in module.named_modules()
+        if "running_mean" in buffers_of(owner) and not isinstance(owner, nn.SyncBatchNorm)
+        for name in _RUNNING
+    }

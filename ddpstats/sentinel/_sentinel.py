@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 import os
-import socket
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
-from ddpstats._agreement.channel import channel_of
-from ddpstats._agreement.gather import gather_trees
 from ddpstats._base.arguments import check_count, refuse_differences
-from ddpstats._base.compiled import breaks_graph, refuse_without_values
-from ddpstats._rerun.micro_batch import Running, checked_step
+from ddpstats._base.compiled import breaks_graph
+from ddpstats._rerun.micro_batch import Running, StepWatch, checked_step
+from ddpstats._rerun.module_state import place_text
 from ddpstats._rerun.step_record import MicroBatch
 from ddpstats.errors import ConfigError, SentinelAlarm
 from ddpstats.sentinel._checkpoints import Selector
 from ddpstats.sentinel._judge import Judge
-from ddpstats.sentinel._layers import Layers
-from ddpstats.sentinel._options import checked_options
+from ddpstats.sentinel._layers import Layers, Options
 from ddpstats.sentinel._rerun import ReplayFn
+from ddpstats.sentinel._settings import read_settings
 from ddpstats.sentinel._verdict import SentinelVerdict
 
 
-class Sentinel:
+class Sentinel(StepWatch):
     """Finds silent data corruption at the rank where it happens, before it reaches the parameters.
 
     Every rank of ``group`` must make one, alike, and call `step` once per optimizer step. Nothing of the training
@@ -89,12 +86,10 @@ class Sentinel:
         ignore: Sequence[str] = (),
         group: Any = None,
     ) -> None:
-        self._options = checked_options(
-            model,
-            mode=mode,
-            detector=detector,
-            upper_thresh=upper_thresh,
-            sigma_thresh=sigma_thresh,
+        settings, notes = read_settings(mode, detector, upper_thresh, sigma_thresh, os.environ)
+        self._options = Options(
+            settings,
+            checkpoints,
             digest_every_steps=digest_every_steps,
             replay_every_steps=replay_every_steps,
             replay_fn=replay_fn,
@@ -103,21 +98,16 @@ class Sentinel:
             scaler=scaler,
             ignore=ignore,
         )
+        self._options.check(model)
         self.verdict = SentinelVerdict(-1)
-        channel = channel_of(group)
-        self._group, self._ranks, self._rank = group, tuple(channel.ranks), int(channel.rank)
+        super().__init__("Sentinel.step", group)
         self._layers: Layers | None = None
-        if not self._options.is_off:
-            self._layers = Layers(model, self._options, checkpoints, replay_fn, scaler, self._ranks, self._rank)
-        self._step = 0
-        self._agreed = False
-        self._closed = False
-        self._running: Running[MicroBatch | None] | None = None
-        self._problem: Exception | None = None
+        if settings.mode:  # not off
+            self._layers = Layers(model, self._options, self._ranks, self._rank)
         self._judge: Judge | None = None
-        self._place = _place_text(model)
+        self._place = f"on {place_text(model)}"
         self._finalizer = weakref.finalize(self, _release, self._layers.closing() if self._layers else ())
-        for text in (*self._options.warnings, *(self._layers.warnings if self._layers else ())):
+        for text in (*notes, *(self._layers.warnings if self._layers else ())):
             warnings.warn(f"Sentinel: {text}", stacklevel=2)
 
     def micro_batch(self, batch: Any) -> Running[MicroBatch | None]:
@@ -151,11 +141,9 @@ class Sentinel:
                 ``step=`` is a ConfigError, on its rank only.
             ProtocolMismatch, RankMissing: as `ddpstats.StatsReducer`.
         """
-        if self._closed or self._running is not None:
-            raise ConfigError(f"Sentinel.step() {'after close()' if self._closed else 'inside micro_batch()'}")
-        refuse_without_values("Sentinel.step")  # first: a step that is not judged is not forgotten
+        self._refuse_to_judge()
         try:
-            self._step = self._step if step is None else checked_step(step, "Sentinel.step")
+            self._step = self._step if step is None else checked_step(step, self._method)
         except ConfigError as problem:  # of this rank alone, and the others are about to wait
             self._problem = problem
         if not self._agreed:
@@ -184,22 +172,10 @@ class Sentinel:
         if self._layers is not None:
             self._layers.open_window(steps)
 
-    def close(self) -> None:
-        """Take all hooks away. Local; idempotent."""
-        self._closed = True
-        self._finalizer()
-
-    def __enter__(self) -> Sentinel:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
     # -- one micro-batch ----------------------------------------------------------------------------------------------
 
     def _begin(self, running: Running[MicroBatch | None], batch: Any) -> MicroBatch | None:
-        if self._closed or self._running is not None:
-            raise ConfigError(f"micro_batch() {'after close()' if self._closed else 'inside another micro_batch()'}")
+        self._refuse_micro_batch()
         found = None if self._layers is None else self._layers.begin(batch)
         self._running = running
         return found
@@ -214,11 +190,6 @@ class Sentinel:
 
     # -- one step -----------------------------------------------------------------------------------------------------
 
-    def _gathered(self, tree: Callable[[], Any], what: str) -> dict[int, Any]:
-        """Every rank's tree, by rank. Collective."""
-        found = gather_trees(tree, name=f"Sentinel.step: {what}", group=self._group, dedicated_buffer=True)
-        return dict(zip(self._ranks, found, strict=True))
-
     def _agree(self) -> None:
         """Once, in every mode: a rank that is off would leave the others waiting."""
         names = self._layers.thresholds.checkpoints.names if self._layers else []
@@ -230,15 +201,7 @@ class Sentinel:
         self._agreed = True
         if self._layers is not None:
             where = {rank: tree["where"] for rank, tree in told.items()}
-            self._judge = Judge(self._layers, self._options, self._group, self._gathered, where, self._rank)
-
-
-def _place_text(model: nn.Module) -> str:
-    """Host, process and device, for whoever has to go there."""
-    first = next(model.parameters(), None)
-    device = torch.device("cpu") if first is None else first.device
-    name = f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else ""
-    return f"on host {socket.gethostname()}, process {os.getpid()}, device {device}{name}"
+            self._judge = Judge(self._layers, self._group, self._gathered, where, self._rank)
 
 
 def _release(closing: Sequence[Callable[[], None]]) -> None:

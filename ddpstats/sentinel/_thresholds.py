@@ -22,9 +22,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from ddpstats.sentinel._alarms import Check, error_line, info_lines, warning_line
 from ddpstats.sentinel._checkpoints import Checkpoints, Selector, Values
 from ddpstats.sentinel._detectors import ERROR, NORMAL, RULES, State
-from ddpstats.sentinel._lines import Check, error_line, info_lines, warning_line
 from ddpstats.sentinel._settings import SentinelSettings
 
 _logger = logging.getLogger("ddpstats")
@@ -121,10 +121,6 @@ class Thresholds:
                     _logger.info("%s", line)
             else:
                 _logger.warning("%s", warning_line(check, self._settings))
-
-    def close(self) -> None:
-        """Take the hooks away. Idempotent."""
-        self.checkpoints.close()
 
     def _value_of(self, gradient: Tensor) -> Tensor:
         if gradient.dtype == torch.float16:

@@ -14,7 +14,7 @@ from torch import nn
 
 from ddpstats._base.atomic_files import summary
 from ddpstats._base.version import __version__
-from ddpstats._observe.gradients import measure
+from ddpstats._observe.gradient_norms import measure
 from ddpstats._rerun.random_state import RandomState
 from ddpstats._rerun.serialize import to_plain
 from ddpstats.capture._bundle import Manifest, bundle_name, read_manifest, write_manifest, write_part

@@ -17,7 +17,7 @@ from torch import nn
 from ddpstats import NaNCapture
 from ddpstats.capture import CaptureVerdict
 from ddpstats.capture._bundle import bundle_name
-from ddpstats.capture._local_bundle import finish_alone, write_alone_part
+from ddpstats.capture._publish import AloneBundle
 from ddpstats.testing import die
 from tests.capture.capture_runs import batch_of, make_model, noisy_step
 
@@ -32,10 +32,11 @@ def publish_alone(
     **limits: Any,
 ) -> str:
     """What `NaNCapture` does where a rank raises; ``announce`` takes the place of telling the peers."""
-    part = write_alone_part(directory, source, error, step, peers, **limits)
+    part = AloneBundle(directory, source, error, step, peers, **limits)
+    part.write()
     if announce is not None:
         announce(part.directory)
-    return finish_alone(part, source)
+    return part.finish()
 
 
 def bad_step(dirpath: Path | str, **options: Any) -> CaptureVerdict:

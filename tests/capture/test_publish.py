@@ -15,9 +15,9 @@ import torch
 
 from ddpstats import BundleError, NaNCapture, RankMissing, cli
 from ddpstats.capture._bundle import Bundle, bundle_name
-from ddpstats.capture._local_bundle import finish_alone, write_alone_part
 from ddpstats.capture._parts import PartSource
 from ddpstats.capture._peers import Peers
+from ddpstats.capture._publish import AloneBundle
 from ddpstats.testing import RankPool, run_ranks
 from tests.capture import making, publish_runs as runs, replay_models
 
@@ -198,9 +198,11 @@ def test_the_small_part_is_there_before_the_peers_are_told(tmp_path: Path) -> No
 
 def test_one_name_twice_is_two_bundles(tmp_path: Path) -> None:
     with source_of(tmp_path) as source:
-        parts = [write_alone_part(alone_path(tmp_path), source, BOOM, 7, rank_1_of_2()) for _ in range(3)]
+        parts = [AloneBundle(alone_path(tmp_path), source, BOOM, 7, rank_1_of_2()) for _ in range(3)]
         for part in parts:
-            finish_alone(part, source)
+            part.write()
+        for part in parts:
+            part.finish()
     ends = [part.directory.name.rpartition("-rank")[2] for part in parts if part.directory is not None]
     assert ends == ["00001", "00001-2", "00001-3"]
 
@@ -237,9 +239,10 @@ def test_parameters_that_cannot_be_written_leave_the_part(tmp_path: Path, monkey
         raise OSError(28, "No space left on device")
 
     with source_of(tmp_path) as source:
-        part = write_alone_part(alone_path(tmp_path), source, BOOM, 7, rank_1_of_2())
+        part = AloneBundle(alone_path(tmp_path), source, BOOM, 7, rank_1_of_2())
+        part.write()
         monkeypatch.setattr(source, "model_part", full)
-        line = finish_alone(part, source)
+        line = part.finish()
     assert "left out: parameters: OSError: [Errno 28] No space left on device" in line
     bundle = Bundle.open(alone_path(tmp_path))
     assert bundle.rank_part(1).error == "ValueError: boom"
@@ -250,7 +253,7 @@ def test_a_part_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypatc
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("ddpstats.capture._local_bundle.write_part", full)
+    monkeypatch.setattr("ddpstats.capture._publish.write_part", full)
     told: list[Path | None] = []
     with source_of(tmp_path) as source:
         line = runs.publish_alone(alone_path(tmp_path), source, BOOM, 7, rank_1_of_2(), told.append)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ddpstats import cli
-from ddpstats._observe.gradients import measure, parts_of
+from ddpstats._observe.gradient_norms import measure, parts_of
 from ddpstats.sentinel._gradient_digests import GradientDigests
 from ddpstats.testing import RankPool
 from tests.capture import sparse_runs as runs

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+from ddpstats.dump.compare._rules import RunCollector, Runs
 
 NAN, INF = math.nan, math.inf
 WHOLE = {"scope": [], "list": [], "data_mode": ["all"]}
@@ -74,3 +76,11 @@ def write_lines(root: Path, entries: dict[str, dict[str, Any]], rank: int = 0) -
     lines += [json.dumps({"name": name, "entry": raw, "stack": [], "parent": None}) for name, raw in entries.items()]
     (directory / "dump.jsonl").write_text("\n".join(lines) + '\n{"name": "Torch.ad')
     return root / "step0"
+
+
+def runs_of(positions: Iterable[int], elements: int, item_bytes: int) -> Runs:
+    """Runs of ascending positions."""
+    collector = RunCollector()
+    for position in positions:
+        collector.add(position, position + 1)
+    return collector.result(elements, item_bytes)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ddpstats import ConfigError
 from ddpstats.dump import StatsDump
-from ddpstats.dump.collect._copies import CopiesInFlight
+from ddpstats.dump.collect._leaves import CopiesInFlight
 from ddpstats.dump.collect._tensor_stats import device_stats
 from ddpstats.dump.format._tensor_files import TensorFiles
 from tests.dump.collecting import data, dumped, leaves, make_model
@@ -232,7 +232,7 @@ class Event:
 
 
 def test_copies_count_until_they_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddpstats.dump.collect._copies._MOST_BYTES", 100)
+    monkeypatch.setattr("ddpstats.dump.collect._leaves._MOST_BYTES", 100)
     device, first, second = torch.device("cuda:0"), Event(), Event()
     copies = CopiesInFlight()
     assert copies.may_add(100, device)

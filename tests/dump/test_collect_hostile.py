@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from ddpstats import DumpError
 from ddpstats.dump import StatsDump, _dump
 from ddpstats.dump.collect._calls import CallWatch
-from ddpstats.dump.collect._problems import Problems
+from ddpstats.dump.collect._recorder import Problems
 from tests.dump.collecting import data, dumped, leaves
 
 

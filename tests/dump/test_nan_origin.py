@@ -720,7 +720,7 @@ def test_what_shares_memory_is_what_overlaps_in_time_and_place(storages: list[tu
         if max(start, its_start) < min(start + size, its_start + its_size)
         and max(first, its_first) <= min(first + more, its_first + its_more)
     }
-    assert {tuple(sorted((found.one.number, found.other.number))) for found in walk.overlaps()} == expected
+    assert {tuple(sorted((found.one.number, found.other.number))) for found in walk.overlaps() or ()} == expected
 
 
 def test_an_address_that_is_given_out_again_and_again_takes_no_time() -> None:
@@ -729,5 +729,5 @@ def test_an_address_that_is_given_out_again_and_again_takes_no_time() -> None:
         walk._storages[number, 4096] = Storage(number, "cpu", 4096, 64, number, "", number, "")
         walk._storages[-number - 1, 8192] = Storage(-number - 1, "cpu", 8192, 64, number, "", number, "")
     began = time.process_time()
-    assert not len(walk.overlaps())
+    assert not walk.overlaps()
     assert time.process_time() - began < 5, "it was minutes"

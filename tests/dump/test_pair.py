@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from ddpstats.dump.compare import _pair
-from ddpstats.dump.compare._pair import pairs
-from ddpstats.dump.format._scan import Member
+from ddpstats.dump.compare import _two_dumps
+from ddpstats.dump.compare._two_dumps import pairs
+from ddpstats.dump.format._scan import Member, Progress
 
 
 class Listed:
@@ -20,7 +20,7 @@ class Listed:
         self._members = [Member(name, f"{place}", place) for place, name in enumerate(names)]
         self.reread_count = 0
 
-    def members(self) -> Iterator[Member]:
+    def members(self, progress: Progress | None = None) -> Iterator[Member]:
         return iter(self._members)
 
     def reread(self, kind: type[Member], key: str, offset: int, size: int) -> Member:
@@ -35,7 +35,7 @@ NAMES = st.lists(st.sampled_from("abcdefgh"), max_size=30)
 @settings(deadline=None)
 def test_every_entry_comes_once_with_its_partner(a: list[str], b: list[str], window: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_pair, "_WINDOW", window)
+        patch.setattr(_two_dumps, "_WINDOW", window)
         found = list(pairs(Listed(a), Listed(b)))
     assert sorted(pair.a.offset for pair in found if pair.a) == list(range(len(a)))
     assert sorted(pair.b.offset for pair in found if pair.b) == list(range(len(b)))
@@ -59,4 +59,4 @@ def test_one_entry_more_does_not_cost_reading_everything_twice() -> None:
     a, b = Listed(["new", *names]), Listed(names)
     found = list(pairs(a, b))
     assert [pair.index for pair in found if pair.b is None] == [0]
-    assert b.reread_count <= _pair._WINDOW
+    assert b.reread_count <= _two_dumps._WINDOW

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from ddpstats.dump.compare._runs import runs_of
+from tests.dump.dumps import runs_of
 
 
 @pytest.mark.parametrize(

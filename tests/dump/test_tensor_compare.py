@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ddpstats.dump.compare import _tensor_compare
-from ddpstats.dump.compare._runs import runs_of
 from ddpstats.dump.compare._tensor_compare import compare_tensors
+from tests.dump.dumps import runs_of
 
 
 @pytest.fixture(params=[5, 1 << 20], autouse=True)

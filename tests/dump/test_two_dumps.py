@@ -11,8 +11,8 @@ import pytest
 
 from ddpstats.dump.compare import _two_dumps
 from ddpstats.dump.compare._comparer import EntryComparer
-from ddpstats.dump.compare._rows import Mode, Row
-from ddpstats.dump.compare._two_dumps import compare_dumps
+from ddpstats.dump.compare._rows import Mode
+from ddpstats.dump.compare._two_dumps import PairedDumps, compare_dumps
 from ddpstats.dump.format._files import open_rank
 from tests.dump.hand_made import forward, tensor, write_rank
 
@@ -57,9 +57,9 @@ def test_the_short_way_counts_like_the_long_one(
     a = dump(tmp_path / "a", CHANGES * 4, layout)
     b = dump(tmp_path / "b", [{}] * len(CHANGES) * 4, layout)
     for one, other in ((a, b), (b, a), (a, a)):
-        rows: list[Row] = []
-        short = compare_dumps(one, other, EntryComparer(mode, 0.5))
-        long = compare_dumps(one, other, EntryComparer(mode, 0.5), sink=rows.extend)
+        short, long = PairedDumps(), PairedDumps()
+        list(compare_dumps(one, other, EntryComparer(mode, 0.5), short, is_short=True))
+        rows = list(compare_dumps(one, other, EntryComparer(mode, 0.5), long))
         for count in ("paired", "only_a", "only_b", "tensors", "unequal", "failed"):
             assert getattr(short, count) == getattr(long, count), count
         assert [row.name for row in short.rows] == [row.name for row in long.rows]
@@ -73,7 +73,8 @@ def test_rows_that_fail_are_kept_behind_many_that_do_not(tmp_path: Path, monkeyp
     monkeypatch.setattr(_two_dumps, "KEPT_ROWS", 3)
     a = dump(tmp_path / "a", [{"Mean": 1.5000001}] * 20 + [{"Mean": 15.0}], "lines")
     b = dump(tmp_path / "b", [{}] * 21, "lines")
-    found = compare_dumps(a, b, EntryComparer("statistics", 0.5))
+    found = PairedDumps()
+    list(compare_dumps(a, b, EntryComparer("statistics", 0.5), found, is_short=True))
     assert (found.unequal, found.failed, found.highlighted) == (42, 2, 42)
     assert [row.name for row in found.rows if row.failed] == [
         "Torch.add.20.forward.input.0",

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from ddpstats.dump.collect._stacks import StackBook
-from ddpstats.dump.format._layout import file_name
-from ddpstats.dump.format._names import CallCounters, backward_of, module_base
+from ddpstats.dump.format._names import backward_of, file_name, module_base
 from ddpstats.dump.format._writer import StepWriter
 
 HEADER = {"task": "statistics", "level": "mix", "dump_data_dir": None}
@@ -78,8 +77,6 @@ def test_a_step_without_entries_is_legal(tmp_path: Path) -> None:
 
 
 def test_names() -> None:
-    counters = CallCounters()
-    assert [counters.next(what) for what in ("a", "b", "a")] == [0, 0, 1]
     assert module_base("", "Net") == "Module.root.Net"
     assert backward_of("Functional.linear.3.forward") == "Functional.linear.3.backward"
     assert backward_of("Module.forward.Net.forward.3") == "Module.forward.Net.backward.3"

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from ddpstats._observe.gradients import NO_GRADIENT, GradientWatch, any_bad, measure
+from ddpstats._observe.gradient_norms import NO_GRADIENT, any_bad, measure
+from ddpstats._observe.gradients import GradientWatch
 
 NAN, INF = float("nan"), float("inf")
 

@@ -204,7 +204,7 @@ def test_a_torch_without_a_name_loses_what_is_told_and_nothing_else() -> None:
                 delattr(owner, name)
             except (AttributeError, TypeError):
                 setattr(owner, name, None)
-        from ddpstats._observe import collectives, gradients, torch_compat
+        from ddpstats._observe import collectives, gradient_norms, gradients, torch_compat
         print(*sorted(torch_compat.lacking()))
         class Seen:
             ops = []
@@ -216,7 +216,7 @@ def test_a_torch_without_a_name_loses_what_is_told_and_nothing_else() -> None:
         group_of_one("test").allreduce([torch.ones(1)]).wait()
         collectives.unsubscribe(seen)
         print(*seen.ops)
-        print(gradients.measure([torch.tensor([3.0, 4.0])]).item(), torch_compat.next_node_number())
+        print(gradient_norms.measure([torch.tensor([3.0, 4.0])]).item(), torch_compat.next_node_number())
     """)
     ran = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", script, *_WITHOUT], capture_output=True, text=True, timeout=120

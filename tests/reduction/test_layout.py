@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
-from ddpstats._reduction.layout import NONE, PRESENT, Layout, overlay, place, prune, select, union
-from ddpstats._reduction.layout_agreement import agree
+from ddpstats._reduction.layout import NONE, PRESENT, Layout, place, prune, select
+from ddpstats._reduction.layout_agreement import agree, overlay, union
 from ddpstats._reduction.schema import NONE_LEAF, Container, Node, iter_leaves, iter_slots, leaf, slot_count
 from ddpstats._reduction.wire import Holding, decode_schema, encode_schema
 from ddpstats.errors import SchemaConflict

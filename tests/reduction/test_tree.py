@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from ddpstats import Max, Mean
 from ddpstats._agreement.status import Failure
 from ddpstats._reduction.host_copy import HostCopy
+from ddpstats._reduction.nesting import builder
 from ddpstats._reduction.schema import MAX_DEPTH, Leaf, leaf_nodes
-from ddpstats._reduction.tree import CannotFlatten, builder, flatten
+from ddpstats._reduction.tree import CannotFlatten, flatten
 from ddpstats._reduction.values import Part, Prepared
 from ddpstats.testing.strategies import RankStats, uneven_stats
 

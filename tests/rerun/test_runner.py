@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from ddpstats._rerun.packet import Packet, plain_packet, tensor_bytes
-from ddpstats._rerun.runner import Runner, RunSettings
+from ddpstats._rerun.runner import Cause, Runner, RunSettings, attempt, cause_of, from_rank_on
 from ddpstats._rerun.serialize import to_plain
-from ddpstats._rerun.step_record import StepRecord
+from ddpstats._rerun.step_record import Packet, StepRecord, plain_packet, tensor_bytes
 from ddpstats.errors import BundleError, ConfigError
 from ddpstats.testing import RankPool
 from tests.sentinel import replay_runs as runs
@@ -85,3 +84,29 @@ def test_a_wider_precision_is_that_of_floating_tensors_alone() -> None:
     batch = runner(None, "fp64").batch(Packet.from_plain(plain))
     assert (batch["x"].dtype, batch["n"][0].dtype) == (torch.float64, torch.int16)
     assert tensor_bytes(plain["batch"]) == 2 * 4 + 3 * 2
+
+
+@pytest.mark.parametrize(
+    ("wrong_here", "wrong_there", "cause"),
+    [
+        ([True, False], None, Cause.TRANSIENT),
+        ([[], ["layer.weight"]], True, Cause.TRANSIENT),
+        ([True, True], None, Cause.UNTOLD),
+        ([["layer.weight"]], [], Cause.HARDWARE),
+        ([True], True, Cause.SOFTWARE_OR_DATA),
+    ],
+)
+def test_the_cause(wrong_here: list[object], wrong_there: object, cause: Cause) -> None:
+    assert cause_of(wrong_here, wrong_there) is cause
+
+
+def test_the_next_ranks_are_asked_first() -> None:
+    assert from_rank_on((0, 3, 5), 3) == (3, 5, 0)
+    assert from_rank_on((7,), 7) == (7,)
+
+
+def test_what_fails_is_told() -> None:
+    def fails() -> dict[str, object]:
+        raise ValueError("no")
+
+    assert attempt(fails) == {"error": "ValueError: no"}

@@ -178,7 +178,7 @@ def _step(
     _flip(plan, step, "gradient", model)
     _flip(plan, step, "parameter", model)
     meddle("after", step, rank, model, optimizer)
-    found = replicas.compare(gathering(calls), step) if plan.compares else None
+    found = replicas.compare(gathering(calls)) if plan.compares else None
     optimizer.step()
     optimizer.zero_grad()
     return found
@@ -276,7 +276,7 @@ def compare_once(build: str) -> dict[str, Any]:
     module = _BUILDS[build](dist.get_rank())
     replicas = Replicas(module)
     calls: list[str] = []
-    found = replicas.compare(gathering(calls), 7)
+    found = replicas.compare(gathering(calls))
     return {"found": found, "warnings": replicas.warnings, "calls": calls}
 
 
@@ -361,7 +361,7 @@ def compare_caches() -> Divergence | None:
     replicas = Replicas(model := Cache(3 + dist.get_rank()))
     replicas.expect()
     model(torch.ones(2))
-    return replicas.compare(gathering([]), 7)
+    return replicas.compare(gathering([]))
 
 
 def fail_on_one_rank(which: str) -> str:
@@ -379,12 +379,12 @@ def fail_on_one_rank(which: str) -> str:
 
     setattr(_difference, which, without_memory)
     try:
-        Replicas(model).compare(gathering([]), 7)
+        Replicas(model).compare(gathering([]))
     except InvalidStats as error:
         found = str(error)
     finally:
         setattr(_difference, which, before)
-    assert Replicas(_empty(0)).compare(gathering([]), 8) is None
+    assert Replicas(_empty(0)).compare(gathering([])) is None
     return found
 
 

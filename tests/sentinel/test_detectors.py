@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings as hypothesis_settings, strategies as st
 from numpy import float32
 
+from ddpstats.sentinel._alarms import Check, error_line, info_lines
 from ddpstats.sentinel._detectors import ERROR, NORMAL, RULES, WARNING, Rule, State
-from ddpstats.sentinel._lines import Check, error_line, info_lines
 from ddpstats.sentinel._settings import SentinelSettings, read_settings
 from tests.sentinel import mindspore_log
 

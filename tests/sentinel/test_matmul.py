@@ -20,10 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ddpstats import ConfigError
-from ddpstats.sentinel import _matmul, _matmul_fault, _matmul_kernels as door
+from ddpstats.sentinel import _matmul, _matmul_checksum, _matmul_kernels as door
 from ddpstats.sentinel._matmul import ChecksumWindow
-from ddpstats.sentinel._matmul_checksum import doubtful_rows
-from ddpstats.sentinel._matmul_fault import MatmulFault, faults_in
+from ddpstats.sentinel._matmul_checksum import MatmulFault, doubtful_rows, faults_in
 from ddpstats.sentinel._matmul_kernels import Product
 from ddpstats.testing import BitFlip, RankPool, inject_bit_flips
 from tests.sentinel import matmul_runs as runs
@@ -213,8 +212,8 @@ def test_empty_products_are_no_fault() -> None:
 
 
 def test_a_wide_result_is_settled_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_matmul_fault, "_BLOCK_ROWS", 2)
-    monkeypatch.setattr(_matmul_fault, "_BLOCK_ELEMENTS", 24)
+    monkeypatch.setattr(_matmul_checksum, "_BLOCK_ROWS", 2)
+    monkeypatch.setattr(_matmul_checksum, "_BLOCK_ELEMENTS", 24)
     product = product_of(numbers(9, 8), numbers(8, 7, seed=1))
     for row, column in ((0, 0), (1, 6), (4, 3), (5, 2), (6, 5), (8, 6)):
         product.result[row, column] += 30.0
@@ -508,8 +507,8 @@ def test_what_is_closed_is_parked_for_seconds_and_taken_into_use_again() -> None
         torch.ones(2, 2) @ torch.ones(2, 2)
     window.tidy()
     parked, used = registrations(), door._kernels
-    assert door.is_installed()
-    assert not door.is_listening()
+    assert door._kernels is not None
+    assert door._listener is None
     torch.ones(2, 2) @ torch.ones(2, 2)
     with window:
         torch.ones(2, 2) @ torch.ones(2, 2)
@@ -634,7 +633,7 @@ def test_a_window_closes_after_an_exception() -> None:
     with pytest.raises(KeyError), window:
         raise KeyError
     assert not window.is_open
-    assert not door.is_listening()
+    assert door._listener is None
 
 
 def test_windows_overlap_and_each_counts_what_it_saw() -> None:
@@ -648,7 +647,7 @@ def test_windows_overlap_and_each_counts_what_it_saw() -> None:
     ones @ ones
     second.close()
     assert (first.checked, second.checked) == (2, 2)
-    assert not door.is_listening()
+    assert door._listener is None
 
 
 def test_a_second_window_does_not_check_a_product_twice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -707,7 +706,7 @@ def test_another_torch_is_tried_and_refused_if_it_hides_its_products(monkeypatch
     with pytest.raises(ConfigError, match=r"torch 2\.99\.0 does not show its matrix products"):
         window.open()
     assert not window.is_open
-    assert not door.is_listening()
+    assert door._listener is None
 
 
 def test_a_compiled_program_is_checked_and_not_disturbed() -> None:

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from ddpstats import Sentinel
-from ddpstats.sentinel._alarm_replay import _explanation
-from ddpstats.sentinel._gradient_digests import GradientDigests
-from ddpstats.sentinel._local_gradients import LocalGradients
+from ddpstats.sentinel._gradient_digests import GradientDigests, LocalGradients
 from ddpstats.sentinel._peer_replay import _chosen, _travelling
+from ddpstats.sentinel._rerun import _explanation
 from ddpstats.testing import BitFlip, RankPool
 from tests.sentinel import replay_runs, sentinel_runs as runs
 from tests.sentinel.sentinel_runs import Plan, alarm_of, trained

@@ -151,5 +151,5 @@ def test_a_bad_threshold_argument_is_an_error(argument: str, pair: Any) -> None:
 
 def test_settings_and_lines_know_nothing_of_torch() -> None:
     code = "import sys, {}; raise SystemExit('torch' in sys.modules)"
-    for module, loaded in (("ddpstats.sentinel._settings", 0), ("ddpstats.sentinel._lines", 0), ("torch", 1)):
+    for module, loaded in (("ddpstats.sentinel._settings", 0), ("ddpstats.sentinel._alarms", 0), ("torch", 1)):
         assert subprocess.run([sys.executable, "-c", code.format(module)], timeout=60).returncode == loaded

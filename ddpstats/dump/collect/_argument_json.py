@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -43,15 +44,10 @@ def named_parts(value: Any) -> dict[Any, Any] | None:
     return {one.name: getattr(value, one.name) for one in dataclasses.fields(value) if hasattr(value, one.name)}
 
 
-_texts: dict[Any, str] = {}
-
-
+@functools.cache
 def text(value: Any) -> str:
     """``str`` of a dtype or device; torch takes 10 microseconds for a device."""
-    found = _texts.get(value)
-    if found is None:
-        found = _texts[value] = str(value)
-    return found
+    return str(value)
 
 
 def scalar(value: Any) -> dict[str, Any]:

@@ -1,9 +1,8 @@
 """Calls of torch's functions, as the program makes them: the outermost ones that are written in Python.
 
 1. A ``TorchFunctionMode`` is asked about every call. What it is, and whether it is of interest, is found out once for
-   each function (`_functions`): getters, questions such as ``size`` and functions that return no tensor are not.
-2. Inputs are measured before the call, for it may overwrite them; outputs after it.
-3. `_gradient_edges` sees to the backward pass.
+   each function (`Fact`): getters, questions such as ``size`` and functions that return no tensor are not.
+2. What goes in and comes out of it, and its backward pass, are taken by `ForwardPass`.
 
 ``torch.autograd.backward`` would run without the mode, because it is itself a function that modes are asked about. The
 engine is therefore called with the mode on, so that a forward pass that is run once more by activation checkpointing is
@@ -24,15 +23,105 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from ddpstats._observe.no_dispatch import is_tracing, no_dispatch_no_grad
-from ddpstats._observe.torch_compat import function_modes, take_function_mode_off, with_engine
+from ddpstats._observe.no_dispatch import is_tracing
+from ddpstats._observe.torch_compat import (
+    NN_FUNCTIONS,
+    OPERATOR_CLASSES,
+    TENSOR_METHODS,
+    function_modes,
+    take_function_mode_off,
+    with_engine,
+)
 from ddpstats.dump.collect._argument_json import tensors_in
-from ddpstats.dump.collect._functions import Fact, fact_of, facts
-from ddpstats.dump.collect._gradient_edges import edges_before, watch_backward
-from ddpstats.dump.collect._recorder import OpenEntry, Recorder
-from ddpstats.dump.format._names import backward_of
+from ddpstats.dump.collect._forward import ForwardPass
+from ddpstats.dump.collect._recorder import Recorder
+
+_SKIPPED = frozenset((
+    "__get__", "__set__", "__delete__", "__repr__", "__str__", "__format__", "__len__", "__bool__", "__int__",
+    "__float__", "__index__", "__complex__", "__contains__", "__hash__", "__dir__", "__iter__", "__reduce_ex__",
+    "__reduce__", "__setstate__", "__deepcopy__", "__array__", "__dlpack__", "__dlpack_device__",
+    "__torch_dispatch__", "size", "dim", "ndimension", "stride", "numel", "nelement", "element_size",
+    "storage_offset", "data_ptr", "storage", "untyped_storage", "is_contiguous", "is_floating_point", "is_complex",
+    "is_signed", "is_pinned", "is_shared", "is_inference", "is_set_to", "is_same_size", "is_conj", "is_neg",
+    "is_coalesced", "is_nonzero", "is_distributed", "get_device", "backward", "requires_grad_", "retain_grad",
+    "register_hook", "register_post_accumulate_grad_hook", "share_memory_", "item", "tolist", "numpy", "pin_memory",
+    "record_stream", "_set_grad_enabled", "_is_zerotensor", "_version", "_typed_storage", "dense_dim", "sparse_dim",
+    "_nnz", "result_type", "can_cast", "equal", "allclose", "has_names", "rename_", "align_to",
+    "_make_subclass", "detach_", "dim_order", "names", "refine_names",
+    "is_storage", "is_tensor", "get_default_dtype", "set_printoptions", "manual_seed", "seed", "initial_seed",
+    "get_rng_state", "set_rng_state", "broadcast_shapes",
+))  # fmt: skip
+"""Questions, conversions to Python, and what changes no value."""
+
+_WRITING_DUNDERS = frozenset((
+    "__setitem__", "__iadd__", "__isub__", "__imul__", "__idiv__", "__itruediv__", "__ifloordiv__", "__imod__",
+    "__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__",
+))  # fmt: skip
+
+
+class Fact:
+    """What is known of a function.
+
+    Attributes:
+        what: ``Functional.linear``.
+        is_skipped: it is of no interest.
+        is_backward: it runs a backward pass.
+        may_be_silent: who sees it return no tensor knows that it never does.
+        writes: it changes its first argument.
+    """
+
+    __slots__ = ("is_backward", "is_skipped", "may_be_silent", "what", "writes")
+
+    def __init__(self, func: Any) -> None:
+        name = getattr(func, "__name__", None) or type(func).__name__
+        prefix = _prefix(func)
+        if prefix == "Aten":
+            name = name.partition(".")[0]
+        self.what = f"{prefix}.{name}"
+        self.is_skipped = name in _SKIPPED
+        self.is_backward = False
+        # `x == None` is False, and `x == y` a tensor; `x.type()` is a name, and `x.type(torch.half)` a tensor
+        self.may_be_silent = not name.startswith("__") and name != "type"
+        self.writes = name in _WRITING_DUNDERS or (name.endswith("_") and not name.endswith("__"))
+
+
+def _prefix(func: Any) -> str:
+    if isinstance(func, OPERATOR_CLASSES):
+        return "Aten"
+    owner = getattr(func, "__objclass__", None)
+    module = getattr(func, "__module__", None) or ""
+    if (isinstance(owner, type) and issubclass(Tensor, owner)) or module == TENSOR_METHODS:
+        return "Tensor"
+    # conv2d and others of torch.nn.functional are torch's own; other tools count them as what modules call them by
+    name = getattr(func, "__name__", "")
+    is_functional = module in ("torch.nn.functional", NN_FUNCTIONS) or getattr(functional, name, None) is func
+    return "Functional" if is_functional else "Torch"
+
+
+facts: dict[Any, Fact] = {}
+
+
+def fact_of(func: Any) -> Fact | None:
+    """None of what cannot even be named."""
+    try:
+        found = facts.get(func)
+        if found is None:
+            found = facts[func] = Fact(func)
+        return found
+    except Exception:  # an object that a program calls may have no hash
+        try:
+            return Fact(func)
+        except Exception:
+            return None
+
+
+# -- a call ------------------------------------------------------------------------------------------------------------
+
+
+_TELLS_NOTHING = (type(None), type(NotImplemented), list, tuple)
 
 
 class CallWatch(TorchFunctionMode):
@@ -93,81 +182,30 @@ class CallWatch(TorchFunctionMode):
         if fact is None or fact.is_skipped or fact.what in self._recorder.silent:
             backward = _BACKWARD.get(func) if fact is not None and fact.is_backward else None
             return func(*args, **kwargs) if backward is None else backward(self, args, kwargs)
-        call = _FunctionCall(self._recorder, fact)
+        if not self._recorder.is_active:
+            return func(*args, **kwargs)
+        number = self._recorder.number(fact.what)
+        call = ForwardPass(self._recorder, f"{fact.what}.{number}.forward", self._recorder.parents)
         call.begins(args, kwargs)
         try:
             result = func(*args, **kwargs)
         except BaseException as error:
             call.fails(error)
             raise
-        call.ends(args, kwargs, result)
+        if call.is_seen:
+            self._ended(call, fact, args, result)
         return result
 
-
-class _FunctionCall:
-    """One call."""
-
-    __slots__ = ("_before", "_entry", "_fact", "_name", "_recorder", "_stack")
-
-    def __init__(self, recorder: Recorder, fact: Fact) -> None:
-        self._recorder, self._fact = recorder, fact
-        self._name, self._stack = "", 0
-        self._entry: OpenEntry | None = None
-        self._before: Any = None
-
-    def begins(self, args: Any, kwargs: Any) -> None:
-        recorder, what = self._recorder, self._fact.what
-        if not recorder.is_active:
-            return
+    def _ended(self, call: ForwardPass, fact: Fact, args: Any, result: Any) -> None:
+        if fact.writes and result is None and args:
+            result = args[0]
         try:
-            self._name = name = f"{what}.{recorder.counters.next(what)}.forward"
-            wanted = recorder.wants(name)
-            if torch.is_grad_enabled() and recorder.may_want_backward(backward_of(name), recorder.parents):
-                self._before = edges_before(tensors_in([args, list(kwargs.values())] if kwargs else args))
-            if wanted:
-                self._entry = self._begun(args, kwargs)
-                self._stack = self._entry.stack
-            elif self._before is not None:
-                self._stack = recorder.stack()
+            if any(isinstance(one, Tensor) for one in tensors_in(result)):
+                call.ends(result)
+            elif fact.may_be_silent and not isinstance(result, _TELLS_NOTHING):
+                self._recorder.silent.add(fact.what)
         except Exception as error:
-            recorder.note_error(self._name, error)
-
-    def _begun(self, args: Any, kwargs: Any) -> OpenEntry:
-        recorder = self._recorder
-        entry = recorder.entry(self._name)
-        if recorder.wants_input:
-            leaves = recorder.leaves_of(self._name)
-            with no_dispatch_no_grad():
-                entry.raw["input_args"] = leaves.of(args, "input")
-                entry.raw["input_kwargs"] = leaves.of(kwargs, "input_kwargs")
-        return entry
-
-    def ends(self, args: Any, kwargs: Any, result: Any) -> None:
-        if self._entry is None and self._before is None:
-            return
-        recorder = self._recorder
-        try:
-            if self._fact.writes and result is None and args:
-                result = args[0]
-            if not any(isinstance(one, Tensor) for one in tensors_in(result)):
-                is_learned = result is not None and result is not NotImplemented and self._fact.may_be_silent
-                if is_learned and not isinstance(result, (list, tuple)):
-                    recorder.silent.add(self._fact.what)
-                return
-            if self._entry is not None:
-                recorder.write_with_output(self._entry, result)
-            if self._before is not None:
-                backward = backward_of(self._name)
-                watch_backward(recorder, backward, self._before, result, self._stack, recorder.parents)
-        except Exception as error:
-            recorder.note_error(self._name, error)
-
-    def fails(self, error: BaseException) -> None:
-        if self._entry is not None:
-            try:
-                self._recorder.write_failed(self._entry, error)
-            except Exception as our_error:
-                self._recorder.note_error(self._name, our_error)
+            self._recorder.note_error(call.name, error)
 
 
 # -- backward passes, with the mode on --------------------------------------------------------------------------------

@@ -104,7 +104,7 @@ class CollectiveWatch:
             left = [*self._tokens.values(), *(pending.token for pending in self._pending.values())]
             self._tokens, self._pending = {}, {}
         for token in left:
-            self._end_incomplete(token)
+            self._end(token, (), is_incomplete=True)
 
     def forget(self) -> None:
         """In a process that was forked from the one that collects: its works are not this one's to ask."""
@@ -146,7 +146,7 @@ class CollectiveWatch:
             if token is not None:
                 self._tokens[id(call)] = token
         if raised is not None:
-            self._end_incomplete(raised)
+            self._end(raised, (), is_incomplete=True)
 
     def _next(self, call: Collective) -> int:
         key: tuple[object, ...] = (call.view.name,)
@@ -212,13 +212,8 @@ class CollectiveWatch:
                 self._take(one)
 
     def _take(self, pending: _Pending) -> None:
-        if pending.has_failed():
-            self._end_incomplete(pending.token)
-        else:
-            self._end(pending.token, pending.outputs)
-
-    def _end_incomplete(self, token: object) -> None:
-        self._end(token, (), is_incomplete=True)
+        has_failed = pending.has_failed()
+        self._end(pending.token, () if has_failed else pending.outputs, is_incomplete=has_failed)
 
     def _end(self, token: object, outputs: Sequence[Tensor], *, is_incomplete: bool = False) -> None:
         try:

@@ -2,7 +2,7 @@
 
 The only file of the dump that touches autograd's nodes.
 
-1. Before the call: which edges of the graph lead to its inputs (`edges_before`), and the number of the newest node.
+1. Before the call: which edges of the graph lead to its inputs (`Before`), and the number of the newest node.
 2. After it, the gradient of an output is what arrives at the node that made it: a hook before that node.
 3. The gradient of an input is what flows along the edges that lead to it. From the outputs' nodes we walk back through
    the nodes that are newer than 1 to those that have such an edge, and hook these: what they hand on along the edge is
@@ -19,7 +19,10 @@ held while the call runs: a hook that holds a node would keep the whole graph al
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -28,6 +31,7 @@ from ddpstats._observe.no_dispatch import is_tracing, no_dispatch_no_grad
 from ddpstats._observe.torch_compat import graph_task, next_node_number, node_number
 from ddpstats.dump.collect._argument_json import tensors_in
 from ddpstats.dump.collect._recorder import OpenEntry, Recorder
+from ddpstats.dump.format._names import backward_of
 
 _MOST_NODES = 20_000
 _LEAF = "AccumulateGrad"
@@ -36,7 +40,7 @@ _Edge = tuple[int, int]
 
 
 class Before:
-    """Where the inputs of a call are in the graph, before it.
+    """Where the inputs of a call are in the graph, before it. Made of all its arguments.
 
     Attributes:
         count: how many arguments it has, those that are no tensors included.
@@ -46,27 +50,21 @@ class Before:
 
     __slots__ = ("_held", "count", "first", "places")
 
-    def __init__(self) -> None:
+    def __init__(self, arguments: Iterable[Any]) -> None:
         self.count = 0
         self.places: dict[_Edge, list[int]] = {}
         self.first = next_node_number()
         self._held: list[Any] = []  # nodes and tensors, whose ids are used
+        for argument in arguments:
+            if isinstance(argument, Tensor) and argument.requires_grad:
+                self._add(argument)
+            self.count += 1
 
-    def add(self, tensor: Tensor) -> None:
+    def _add(self, tensor: Tensor) -> None:
         node = tensor.grad_fn
         edge = (id(tensor), -1) if node is None else (id(node), tensor.output_nr)
         self._held.append(tensor if node is None else node)
         self.places.setdefault(edge, []).append(self.count)
-
-
-def edges_before(arguments: Iterable[Any]) -> Before:
-    """To be called before the call, with all its arguments."""
-    before = Before()
-    for argument in arguments:
-        if isinstance(argument, Tensor) and argument.requires_grad:
-            before.add(argument)
-        before.count += 1
-    return before
 
 
 def watch_backward(
@@ -85,11 +83,14 @@ def watch_backward(
     if consumers is None:
         recorder.note(name, f"gradients of inputs are left out: more than {_MOST_NODES:,} nodes lead to them")
         consumers = {}
-    watch = _Watch(recorder, name, stack, list(parents), (len(outputs), before.count), consumers, len(roots))
+    edges_to = Counter(places[0] for edges in consumers.values() for _, places in edges)
+    single = {place for place, count in edges_to.items() if count == 1}
+    expected = len(roots) + len(consumers)
+    watch = _Watch(recorder, name, stack, list(parents), (len(outputs), before.count), expected, single)
     for node, places in roots.items():
-        node.register_prehook(_OutputHook(watch, places))
+        node.register_prehook(partial(watch.run, watch.outputs, places))
     for node, edges in consumers.items():
-        node.register_hook(_InputHook(watch, edges))
+        node.register_hook(partial(watch.run, watch.inputs, edges))
 
 
 _Consumers = dict[Any, list[tuple[int, list[int]]]]
@@ -124,59 +125,46 @@ def _consumers(roots: list[Any], before: Before) -> _Consumers | None:
 
 def _one_to_one(edges: list[tuple[int, list[int]]]) -> list[tuple[int, list[int]]]:
     """``x * x`` has two edges to the same x: the first belongs to the first argument, the second to the second."""
-    wanted: dict[int, int] = {}
-    for _, places in edges:
-        wanted[id(places)] = wanted.get(id(places), 0) + 1
-    taken: dict[int, int] = {}
-    given = []
-    for number, places in edges:
-        if len(places) > 1 and wanted[id(places)] == len(places):
-            turn = taken.get(id(places), 0)
-            taken[id(places)] = turn + 1
-            given.append((number, [places[turn]]))
-        else:
-            given.append((number, places))
-    return given
+    wanted = Counter(id(places) for _, places in edges)
+    turns = {id(places): iter(places) for _, places in edges}
+    return [
+        (number, [next(turns[id(places)])] if 1 < len(places) == wanted[id(places)] else places)
+        for number, places in edges
+    ]
 
 
+@dataclass(slots=True, eq=False)
 class _Watch:
-    """The backward passes of one call. Hooks hold it; it holds neither nodes nor, for longer than a pass, tensors."""
+    """The backward passes of one call. Hooks hold it; it holds neither nodes nor, for longer than a pass, tensors.
 
-    __slots__ = ("_counts", "_expected", "_name", "_parents", "_pass", "_passes", "_recorder", "_single", "_stack")
+    Attributes:
+        counts: of what the call gave and took.
+        expected: how many hooks a pass comes to.
+        single: the arguments to which one edge alone leads.
+    """
 
-    def __init__(
-        self,
-        recorder: Recorder,
-        name: str,
-        stack: int,
-        parents: list[str],
-        counts: tuple[int, int],
-        consumers: _Consumers,
-        roots: int,
-    ) -> None:
-        self._recorder, self._name, self._stack, self._parents = recorder, name, stack, parents
-        self._counts = counts
-        self._expected = roots + len(consumers)
-        self._passes = 0
-        self._pass: _DumpedPass | None = None
-        contributions: dict[int, int] = {}
-        for edges in consumers.values():
-            for _, places in edges:
-                contributions[places[0]] = contributions.get(places[0], 0) + 1
-        self._single = {place for place, count in contributions.items() if count == 1}
+    recorder: Recorder
+    name: str
+    stack: int
+    parents: list[str]
+    counts: tuple[int, int]
+    expected: int
+    single: set[int]
+    passes: int = 0
+    now: _DumpedPass | None = None
 
     def outputs(self, places: list[tuple[int, int]], gradients: Any) -> None:
         current = self._current()
-        if current.is_wanted and self._recorder.wants_input:
+        if current.is_wanted and self.recorder.wants_input:
             for place, number in places:
                 current.put("input", place, gradients[number])
         self._came(current)
 
     def inputs(self, edges: list[tuple[int, list[int]]], gradients: Any) -> None:
         current = self._current()
-        if current.is_wanted and self._recorder.wants_output:
+        if current.is_wanted and self.recorder.wants_output:
             for number, places in edges:
-                if places[0] in self._single:
+                if places[0] in self.single:
                     current.put("output", places[0], gradients[number])
                 else:
                     current.add(places[0], gradients[number])
@@ -184,24 +172,25 @@ class _Watch:
 
     def _current(self) -> _DumpedPass:
         task = graph_task()
-        if self._pass is not None and self._pass.task != task:
-            self._pass.flush()
-            self._pass = None
-        if self._pass is None:
-            name = f"{self._name}.{self._passes}" if self._passes else self._name
-            self._passes += 1
-            self._pass = _DumpedPass(self._recorder, name, self._stack, self._parents, self._counts, task)
-            self._pass.left = self._expected
-        return self._pass
+        if self.now is not None and self.now.task != task:
+            self.now.flush()
+            self.now = None
+        if self.now is None:
+            name = f"{self.name}.{self.passes}" if self.passes else self.name
+            self.passes += 1
+            self.now = _DumpedPass(self, name, task)
+        return self.now
 
     def _came(self, current: _DumpedPass) -> None:
         current.left -= 1
         if current.left == 0:
             current.flush()
-            self._pass = None
+            self.now = None
 
-    def run(self, what: Callable[[Any, Any], None], places: Any, gradients: Any) -> None:
-        recorder = self._recorder
+    def run(self, what: Callable[[Any, Any], None], places: Any, gradients: Any, _: Any = None) -> None:
+        """The hooks: before a node that made outputs, whose gradients arrive there; and after one that has an edge to
+        an input, which hands on there a share of the input's gradient, and is given what arrived at it as well."""
+        recorder = self.recorder
         if not recorder.is_active or is_tracing():
             return
         try:
@@ -209,25 +198,24 @@ class _Watch:
                 recorder.backward_runs()
                 what(places, gradients)
         except Exception as error:
-            recorder.note_error(self._name, error)
+            recorder.note_error(self.name, error)
 
 
 class _DumpedPass:
     """One backward pass of one call, while it runs."""
 
-    __slots__ = ("_leaves", "_recorder", "_sums", "entry", "is_wanted", "left", "task")
+    __slots__ = ("_recorder", "_sums", "entry", "is_wanted", "left", "task")
 
-    def __init__(
-        self, recorder: Recorder, name: str, stack: int, parents: list[str], counts: tuple[int, int], task: int
-    ) -> None:
-        self._recorder, self.task, self.left = recorder, task, 0
-        self.is_wanted = recorder.wants_backward_now(name, parents)
-        raw: dict[str, Any] = {"input": [], "output": []}
-        if recorder.wants_input:
-            raw["input"] = [None] * counts[0]
-        if recorder.wants_output:
-            raw["output"] = [None] * counts[1]
-        self.entry = OpenEntry(name, raw, stack, recorder.backward_parent(parents))
+    def __init__(self, watch: _Watch, name: str, task: int) -> None:
+        recorder = self._recorder = watch.recorder
+        self.task, self.left = task, watch.expected
+        self.is_wanted = recorder.wants_backward_now(name, watch.parents)
+        raw: dict[str, Any] = {
+            "input": [None] * (watch.counts[0] * recorder.wants_input),
+            "output": [None] * (watch.counts[1] * recorder.wants_output),
+        }
+        parent = backward_of(watch.parents[-1]) if watch.parents else None
+        self.entry = OpenEntry(name, raw, watch.stack, parent)
         self._sums: dict[int, Tensor] = {}
         recorder.opened(id(self), self)
 
@@ -249,27 +237,3 @@ class _DumpedPass:
                     self.put("output", place, total)
             self._sums.clear()
             recorder.write(self.entry)
-
-
-class _OutputHook:
-    """Before the node that made outputs: what arrives are their gradients."""
-
-    __slots__ = ("_places", "_watch")
-
-    def __init__(self, watch: _Watch, places: list[tuple[int, int]]) -> None:
-        self._watch, self._places = watch, places
-
-    def __call__(self, gradients: Any) -> None:
-        self._watch.run(self._watch.outputs, self._places, gradients)
-
-
-class _InputHook:
-    """After a node that has an edge to an input: what it hands on there is a share of the input's gradient."""
-
-    __slots__ = ("_edges", "_watch")
-
-    def __init__(self, watch: _Watch, edges: list[tuple[int, list[int]]]) -> None:
-        self._watch, self._edges = watch, edges
-
-    def __call__(self, handed_on: Any, arrived: Any) -> None:
-        self._watch.run(self._watch.inputs, self._edges, handed_on)

@@ -16,13 +16,17 @@ While a CUDA graph is captured nothing is measured: it would become part of the 
 
 from __future__ import annotations
 
+import itertools
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from ddpstats._observe.torch_compat import storage_id
 from ddpstats.dump.collect._argument_json import (
     DEEPEST,
     MOST_ITEMS,
@@ -34,8 +38,6 @@ from ddpstats.dump.collect._argument_json import (
     size_of,
     text,
 )
-from ddpstats.dump.collect._copies import CopiesInFlight
-from ddpstats.dump.collect._storages import StorageNumbers
 from ddpstats.dump.collect._tensor_stats import (
     NOTHING,
     Stats,
@@ -44,6 +46,7 @@ from ddpstats.dump.collect._tensor_stats import (
     of_numbers,
     plain_values,
 )
+from ddpstats.dump.format._entries import STATISTICS
 from ddpstats.dump.format._tensor_files import TensorFiles, checksum, without_repeats
 
 Leaf = dict[str, Any]
@@ -53,6 +56,7 @@ _ENTRY_BYTES = 1_000  # and of an entry besides its leaves
 _DEVICE_BYTES = 512  # the smallest block of CUDA's allocator
 _SCALAR_BYTES = 300
 _OUR_KEYS = ("nan_count", "inf_count", "first_bad")
+_UNKNOWN = dict.fromkeys(STATISTICS)
 
 
 @dataclass
@@ -69,6 +73,7 @@ class _Deferred:
 _SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
+@dataclass(kw_only=True, eq=False)
 class TensorSummaries:
     """Makes leaves for one step.
 
@@ -85,23 +90,17 @@ class TensorSummaries:
         first_dropped: the name of the first entry of which something was not kept.
     """
 
-    def __init__(
-        self,
-        *,
-        md5: bool,
-        files: TensorFiles,
-        saves: Callable[[str], bool],
-        max_bytes: int | None,
-        note_error: Callable[[str, Exception], None],
-    ) -> None:
-        self._md5, self._files, self._saves, self._max_bytes = md5, files, saves, max_bytes
-        self._note_error = note_error
-        self._storages = StorageNumbers()
-        self._deferred: list[_Deferred] = []
-        self._streams: dict[torch.device, Any] = {}
-        self._copies = CopiesInFlight()
-        self.held_bytes = 0
-        self.first_dropped: str | None = None
+    md5: bool
+    files: TensorFiles
+    saves: Callable[[str], bool]
+    max_bytes: int | None
+    note_error: Callable[[str, Exception], None]
+    held_bytes: int = 0
+    first_dropped: str | None = None
+    _storages: StorageNumbers = field(default_factory=lambda: StorageNumbers())
+    _deferred: list[_Deferred] = field(default_factory=list)
+    _streams: dict[torch.device, Any] = field(default_factory=dict)
+    _copies: CopiesInFlight = field(default_factory=lambda: CopiesInFlight())
 
     @property
     def waiting(self) -> int:
@@ -109,7 +108,7 @@ class TensorSummaries:
 
     def of_entry(self, name: str) -> EntryLeaves:
         """Leaves of the entry ``name``, for the tensors as they are now."""
-        return EntryLeaves(self, name, self._saves(name))
+        return EntryLeaves(self, name, self.saves(name))
 
     def tensor(self, tensor: Tensor, name: str, path: str, is_saved: bool) -> Leaf:
         leaf: Leaf = {"type": "torch.Tensor"}
@@ -120,8 +119,8 @@ class TensorSummaries:
                 # of a sparse tensor only what it stores could be saved, which has another shape: the statistics stay
                 self._fill(leaf, values, name, path, is_saved and tensor.layout not in _SPARSE)
         except Exception as error:
-            self._note_error(f"{name}.{path}", error)
-        if is_saved or self._md5:
+            self.note_error(f"{name}.{path}", error)
+        if is_saved or self.md5:
             for key in _OUR_KEYS:  # after those of the format, which have come late
                 leaf[key] = leaf.pop(key, None)
         leaf.update(self._memory(tensor))
@@ -129,8 +128,7 @@ class TensorSummaries:
 
     def entry_fits(self, name: str) -> bool:
         """Whether what else is in an entry can be held as well; called as it is complete."""
-        if self._max_bytes is not None:
-            self._take(_ENTRY_BYTES, name)
+        self._take(_ENTRY_BYTES, name)
         return self.first_dropped is None or self.first_dropped == name
 
     def release(self) -> None:
@@ -143,8 +141,8 @@ class TensorSummaries:
         if values.numel():
             self._measure(leaf, values)
         if is_saved and not values.is_meta:
-            leaf["data_name"] = self._files.save(values, name, path)
-        if self._md5 and not values.is_meta:
+            leaf["data_name"] = self.files.save(values, name, path)
+        if self.md5 and not values.is_meta:
             leaf["md5"] = checksum(values)
 
     def _measure(self, leaf: Leaf, values: Tensor) -> None:
@@ -155,7 +153,7 @@ class TensorSummaries:
             self._deferred.append(_Deferred(leaf, self._on_device(held), held.dtype, held.shape, repeats))
 
     def _fits(self, values: Tensor, name: str, is_saved: bool) -> bool:
-        if self._max_bytes is None:
+        if self.max_bytes is None:
             return True
         needed = _HOST_BYTES + (_DEVICE_BYTES if not _is_on_host(values) else 0)
         if is_saved:
@@ -164,12 +162,12 @@ class TensorSummaries:
 
     def scalar(self, name: str) -> None:
         """One more is held."""
-        if self._max_bytes is not None:
-            self._take(_SCALAR_BYTES, name)
+        self._take(_SCALAR_BYTES, name)
 
     def _take(self, needed: int, name: str) -> bool:
-        assert self._max_bytes is not None
-        if self.first_dropped is None and self.held_bytes + needed > self._max_bytes:
+        if self.max_bytes is None:
+            return True
+        if self.first_dropped is None and self.held_bytes + needed > self.max_bytes:
             self.first_dropped = name
         if self.first_dropped is not None:
             return False
@@ -204,7 +202,7 @@ class TensorSummaries:
             try:
                 self._read(device, these)
             except Exception as error:  # the others can be read all the same
-                self._note_error(f"reading {device}", error)
+                self.note_error(f"reading {device}", error)
 
     def _read(self, device: torch.device, deferred: list[_Deferred]) -> None:
         if device in self._streams:
@@ -292,14 +290,9 @@ def _describe(leaf: Leaf, tensor: Tensor, values: Tensor | None) -> None:
     leaf.update(
         dtype=text(tensor.dtype),
         shape=[size_of(size) for size in (values if is_ragged and values is not None else tensor).shape],
-        Max=None,
-        Min=None,
-        Mean=None,
-        Norm=None,
+        **_UNKNOWN,
         requires_grad=tensor.requires_grad,
-        nan_count=None,
-        inf_count=None,
-        first_bad=None,
+        **dict.fromkeys(_OUR_KEYS),
     )
     if is_ragged:
         leaf["layout"] = "nested"
@@ -312,9 +305,51 @@ def _describe(leaf: Leaf, tensor: Tensor, values: Tensor | None) -> None:
 def _put(leaf: Leaf, stats: Stats) -> None:
     if stats is NOTHING:
         return
-    leaf["Max"], leaf["Min"], leaf["Mean"], leaf["Norm"] = stats.max, stats.min, stats.mean, stats.norm
-    leaf["nan_count"], leaf["inf_count"], leaf["first_bad"] = stats.nan_count, stats.inf_count, stats.first_bad
+    leaf.update(zip((*STATISTICS, *_OUR_KEYS), stats, strict=True))
 
 
 def _current_stream(device: torch.device) -> int:
     return int(torch.cuda.current_stream(device).stream_id) if device.type == "cuda" else 0
+
+
+_MOST_BYTES = 256 << 20
+
+
+class CopiesInFlight:
+    """A copy is in flight until its event has happened; to ask an event waits for nothing."""
+
+    def __init__(self) -> None:
+        self._copies: dict[torch.device, deque[tuple[Any, int]]] = {}
+        self._bytes: dict[torch.device, int] = {}
+
+    def may_add(self, size: int, device: torch.device) -> bool:
+        """Whether one more of this size stays within the limit."""
+        copies = self._copies.get(device, ())
+        while copies and copies[0][0].query():
+            self._bytes[device] -= copies.popleft()[1]
+        return self._bytes.get(device, 0) + size <= _MOST_BYTES
+
+    def add(self, size: int, device: torch.device, event: Any) -> None:
+        """``event`` happens when the copy is no longer needed."""
+        self._copies.setdefault(device, deque()).append((event, size))
+        self._bytes[device] = self._bytes.get(device, 0) + size
+
+
+_numbers = itertools.count(1)
+
+
+class StorageNumbers:
+    """A number for every storage; an address is given again when memory is freed, the number is not.
+
+    A storage is held weakly: its memory is given back, but what names it stays ours.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[int, StorageWeakRef]] = {}
+
+    def number(self, storage: torch.UntypedStorage) -> int:
+        key = storage_id(storage)
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = next(_numbers), StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        return found[0]

@@ -2,8 +2,8 @@
 
 1. A hook before each module's forward pass: its name, its inputs and its own parameters as they are then; it becomes
    the innermost parent.
-2. A hook after it, which runs also if the forward pass raises: its outputs, and what is to be seen of the backward pass
-   (`_gradient_edges`).
+2. A hook after it, which runs also if the forward pass raises: its outputs, and what is to be seen of the backward
+   pass. Of both sees `ForwardPass`.
 3. A hook on each parameter: the gradient of this backward pass, before it is accumulated or reduced. FSDP2's sharded
    parameters take no part in the graph, and their hooks do not run: of these, what is in ``grad`` when the backward
    pass has ended, where that is new: it is reduced, and accumulated.
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -35,13 +35,12 @@ from ddpstats._observe.torch_compat import (
     in_backward,
     leave_no_hooks,
     queue_callback,
+    shard_version,
     without_compile,
 )
-from ddpstats.dump.collect._argument_json import tensors_in
-from ddpstats.dump.collect._gradient_edges import Before, edges_before, watch_backward
-from ddpstats.dump.collect._parameter_gradients import ParameterGradients, ParameterHook
+from ddpstats.dump.collect._forward import ForwardPass
 from ddpstats.dump.collect._recorder import OpenEntry, Recorder
-from ddpstats.dump.format._names import backward_of, module_base
+from ddpstats.dump.format._names import module_base
 
 
 class ModuleWatch:
@@ -124,34 +123,13 @@ class ModuleWatch:
         if module is self._modules[0][1] and any(running.module is module for running in self._running):
             self._running.clear()  # left by an interruption: a whole model is not inside of itself
             recorder.parents.clear()
-        name = f"{base}.forward.{recorder.counters.next(base)}"
-        running = _RunningModule(module, name, list(recorder.parents))
+        name = f"{base}.forward.{recorder.number(base)}"
+        running = _RunningModule(recorder, name, list(recorder.parents), module)
         self._running.append(running)
         if id(module) in self._gradients:
             self._gradients[id(module)].inside = [*running.parents, name]
-        try:
-            if recorder.wants(name):
-                running.entry = self._entry(module, name, args, kwargs)
-            backward = backward_of(name)
-            if torch.is_grad_enabled() and recorder.may_want_backward(backward, running.parents):
-                running.stack = running.entry.stack if running.entry is not None else recorder.stack()
-                running.before = edges_before(tensors_in([args, list(kwargs.values())]))
-        except Exception as error:
-            recorder.note_error(name, error)
-        finally:
-            recorder.parents.append(name)
-
-    def _entry(self, module: nn.Module, name: str, args: Any, kwargs: Any) -> OpenEntry:
-        recorder = self._recorder
-        entry = recorder.entry(name)
-        leaves = recorder.leaves_of(name)
-        with no_dispatch_no_grad():
-            if recorder.wants_input:
-                entry.raw["input_args"] = leaves.of(args, "input")
-                entry.raw["input_kwargs"] = leaves.of(kwargs, "input_kwargs")
-                own = dict(module.named_parameters(recurse=False))
-                entry.raw["parameters"] = leaves.of(own, "parameters")
-        return entry
+        running.begins(args, kwargs, module)
+        recorder.parents.append(name)
 
     def forward_ends(self, module: nn.Module, result: Any, error: BaseException | None) -> None:
         recorder = self._recorder
@@ -162,34 +140,20 @@ class ModuleWatch:
             del recorder.parents[len(running.parents) :]
             if running.module is module:
                 break
-        try:
-            if running.entry is not None:
-                # the program may call modules while it handles an error of before
-                self._write(running.entry, result, None if id(error) == running.handled else error)
-            if running.before is not None and result is not None:
-                backward = backward_of(running.name)
-                watch_backward(recorder, backward, running.before, result, running.stack, running.parents)
-        except Exception as our_error:
-            recorder.note_error(running.name, our_error)
-
-    def _write(self, entry: OpenEntry, result: Any, error: BaseException | None) -> None:
-        if result is not None or error is None:
-            self._recorder.write_with_output(entry, result)
+        if result is not None or error is None or id(error) == running.handled:
+            running.ends(result)
         else:
-            self._recorder.write_failed(entry, error)
+            running.fails(error)
 
 
-class _RunningModule:
-    """A forward pass of a module that has begun."""
+class _RunningModule(ForwardPass):
+    """A forward pass of a module that has begun; the program may be handling an error of before."""
 
-    __slots__ = ("before", "entry", "handled", "module", "name", "parents", "stack")
+    __slots__ = ("handled", "module")
 
-    def __init__(self, module: nn.Module, name: str, parents: list[str]) -> None:
-        self.module, self.name, self.parents = module, name, parents
-        self.entry: OpenEntry | None = None
-        self.before: Before | None = None
-        self.stack = 0
-        self.handled = id(sys.exc_info()[1])
+    def __init__(self, recorder: Recorder, name: str, parents: list[str], module: nn.Module) -> None:
+        super().__init__(recorder, name, parents)
+        self.module, self.handled = module, id(sys.exc_info()[1])
 
 
 class _PreHook(ModuleHook):
@@ -247,3 +211,94 @@ def _walk(module: nn.Module, path: str, found: list[tuple[str, nn.Module]], seen
         for name, child in module.named_children():
             inner = unwrapped(child)
             yield from _walk(inner, f"{path}.{name}" if path else name, found, seen)
+
+
+# -- gradients of parameters -------------------------------------------------------------------------------------------
+
+
+class ParameterGradients:
+    """Of one module: an entry is through when each of its own parameters has its gradient.
+
+    Attributes:
+        sharded: parameters whose hooks may not run.
+        inside: names of the module's last forward pass and of those around it, innermost last.
+    """
+
+    def __init__(self, recorder: Recorder, base: str, parameters: Mapping[str, Tensor]) -> None:
+        self._recorder, self._base, self._names = recorder, base, parameters.keys()
+        self.sharded = {name: one for name, one in parameters.items() if hasattr(one, "placements")}
+        self.inside: list[str] = []
+        self._before: dict[str, tuple[int, int]] = {}
+        self._hooked: set[tuple[str, int]] = set()
+        self._entry: OpenEntry | None = None
+        self._is_wanted = False
+        self._task = -1
+
+    def backward_begins(self) -> None:
+        """As something is first seen of a backward pass: the gradients there are are not of it."""
+        self._hooked.clear()
+        self._before = {name: _version(one.grad) for name, one in self.sharded.items()}
+
+    def backward_ends(self, task: int) -> None:
+        """Those whose hook has not run, where their gradient is another one now."""
+        for name, parameter in self.sharded.items():
+            gradient = parameter.grad
+            if (name, task) in self._hooked or gradient is None or _version(gradient) == self._before.get(name):
+                continue
+            self.arrived(name, gradient)
+        if self.sharded and self._entry is not None:
+            self.flush()
+
+    def arrived(self, name: str, gradient: Tensor) -> None:
+        recorder = self._recorder
+        if self.sharded:
+            self._hooked.add((name, graph_task()))
+        with recorder.lock:
+            if self._entry is not None and (name in self._entry.raw or self._task != graph_task()):
+                self.flush()
+            if self._entry is None:
+                self._begin()
+            assert self._entry is not None
+            if self._is_wanted:
+                with no_dispatch_no_grad():
+                    leaves = recorder.leaves_of(self._entry.name)
+                    self._entry.raw[name] = [leaves.of(gradient, name)]
+            else:
+                self._entry.raw[name] = None
+            if self._entry.raw.keys() == self._names:
+                self.flush()
+
+    def _begin(self) -> None:
+        recorder = self._recorder
+        what = f"{self._base}.parameters_grad"
+        name = f"{what}.{recorder.number(what)}"
+        self._is_wanted = recorder.wants_gradients(name, self.inside)
+        self._entry = OpenEntry(name, {}, recorder.stack(), None)
+        self._task = graph_task()
+        recorder.opened(id(self), self)
+
+    def flush(self) -> None:
+        entry, self._entry = self._entry, None
+        self._recorder.closed(id(self))
+        if entry is not None and self._is_wanted:
+            self._recorder.write(entry)
+
+
+class ParameterHook:
+    __torch_unserializable__ = True
+
+    def __init__(self, gradients: ParameterGradients, name: str, is_seen: Callable[[], bool]) -> None:
+        self._gradients, self._name, self._is_seen = gradients, name, is_seen
+
+    def __call__(self, gradient: Tensor) -> None:
+        recorder = self._gradients._recorder
+        if recorder.is_active and not is_tracing() and self._is_seen():
+            try:
+                self._gradients.arrived(self._name, gradient)
+            except Exception as error:
+                recorder.note_error(f"{self._gradients._base}.parameters_grad.{self._name}", error)
+
+
+def _version(gradient: Tensor | None) -> tuple[int, int]:
+    """What changes when somebody writes to it; FSDP2 adds to the shard inside."""
+    return (0, 0) if gradient is None else (id(gradient), shard_version(gradient))

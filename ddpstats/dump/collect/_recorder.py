@@ -12,8 +12,10 @@ Whatever goes wrong in here is noted, and told once at the end of the step; the 
 from __future__ import annotations
 
 import threading
+import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,11 +28,9 @@ from ddpstats._observe.torch_compat import graph_task, in_backward
 from ddpstats._observe.user_frames import is_in_checkpoint
 from ddpstats.dump._config import ALL_MODES, DumpConfig
 from ddpstats.dump._selection import DumpSelection, Patterns
-from ddpstats.dump.collect._leaves import EntryLeaves, TensorSummaries
-from ddpstats.dump.collect._problems import Problems
+from ddpstats.dump.collect._leaves import TensorSummaries
 from ddpstats.dump.collect._stacks import StackBook
-from ddpstats.dump.format._layout import TENSORS
-from ddpstats.dump.format._names import CallCounters, backward_of
+from ddpstats.dump.format._names import ERRORS, TENSORS, backward_of
 from ddpstats.dump.format._tensor_files import TensorFiles
 from ddpstats.dump.format._writer import StepWriter
 
@@ -62,7 +62,7 @@ class Recorder:
         is_active: False once the step has ended: what is left in a graph does nothing then.
         silent: functions that return no tensor, as this step has shown: what another step did changes no name.
         creates_graph: the backward pass that runs, as far as it is seen to begin, makes a graph of its own.
-        note, note_error: see `Problems`.
+        note, note_error: see `Problems`; stack: `StackBook.here`; leaves_of: `TensorSummaries.of_entry`.
         on_backward: called when something is seen of a backward pass that was not seen before.
     """
 
@@ -77,7 +77,7 @@ class Recorder:
         self.creates_graph = False
         self.on_backward: Callable[[], None] | None = None
         self._task = -1
-        self.counters = CallCounters()
+        self._counts: Counter[str] = Counter()
         self.wants_input, self.wants_output = "input" in config.data_mode, "output" in config.data_mode
         self.wants_backward = "backward" in config.data_mode
         self._selection = DumpSelection(config)
@@ -98,7 +98,7 @@ class Recorder:
             "data_mode": sorted(config.data_mode) if len(config.data_mode) < len(ALL_MODES) else ["all"],
         }
         self._writer = StepWriter(directory, header, at_once=not config.async_dump)
-        self._stacks = StackBook(self._writer.new_stack)
+        self.stack = StackBook(self._writer.new_stack).here
         self._files = TensorFiles(data_dir, at_once=not config.async_dump)
         self.leaves = TensorSummaries(
             md5=config.summary_mode == "md5",
@@ -107,9 +107,15 @@ class Recorder:
             max_bytes=config.async_max_bytes if config.async_dump else None,
             note_error=self.note_error,
         )
+        self.leaves_of = self.leaves.of_entry
 
     def _saves(self, name: str) -> bool:
         return self.config.task == "tensor" or self._tensor_names.are_in(name)
+
+    def number(self, what: str) -> int:
+        """Of a call that begins: how often this was called since the step began."""
+        self._counts[what] += 1
+        return self._counts[what] - 1
 
     # -- what is wanted, and where it is ------------------------------------------------------------------------------
 
@@ -119,20 +125,14 @@ class Recorder:
 
     def may_want_backward(self, name: str, parents: Sequence[str]) -> bool:
         """Whether to look at the backward pass at all: where the order decides, that is known when it comes."""
-        if not self.wants_backward:
-            return False
-        return self._ask_late or self._selection.wants(name, [backward_of(parent) for parent in parents])
+        return self.wants_backward and (self._ask_late or self.wants_gradients(name, parents))
 
     def wants_backward_now(self, name: str, parents: Sequence[str]) -> bool:
-        return not self._ask_late or self._selection.wants(name, [backward_of(parent) for parent in parents])
+        return not self._ask_late or self.wants_gradients(name, parents)
 
     def wants_gradients(self, name: str, inside: Sequence[str]) -> bool:
         """Of parameters of a module, asked as the first of them comes; its forward pass was the last of ``inside``."""
         return self._selection.wants(name, [backward_of(one) for one in inside])
-
-    def backward_parent(self, parents: Sequence[str]) -> str | None:
-        """Of the backward pass of a call that was made inside ``parents``."""
-        return backward_of(parents[-1]) if parents else None
 
     def entry(self, name: str) -> OpenEntry:
         """An empty one, of the forward pass, that is called from here."""
@@ -148,12 +148,6 @@ class Recorder:
             self._task = task
             if self.on_backward is not None:
                 self.on_backward()
-
-    def stack(self) -> int:
-        return self._stacks.here()
-
-    def leaves_of(self, name: str) -> EntryLeaves:
-        return self.leaves.of_entry(name)
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
@@ -287,13 +281,12 @@ class Recorder:
         """
         with self.lock, no_dispatch_no_grad():
             what = f"Distributed.{api}"
-            name = f"{what}.{self.counters.next(what)}.forward"
+            name = f"{what}.{self.number(what)}.forward"
             if not self.is_active or not self.wants(name):
                 return None
             entry = self.entry(name)
-            leaves = self.leaves_of(name)
             if self.wants_input:
-                entry.raw["input_args"] = [leaves.of(one, f"input.{place}") for place, one in enumerate(tensors)]
+                entry.raw["input_args"] = self.leaves_of(name).of(list(tensors), "input")
                 entry.raw["input_kwargs"] = dict(kwargs)
             return entry
 
@@ -303,11 +296,8 @@ class Recorder:
             return
         if is_incomplete:
             token.raw["incomplete"] = True
-        with self.lock, no_dispatch_no_grad():
-            leaves = self.leaves_of(token.name)
-            if self.wants_output:
-                token.raw["output"] = [leaves.of(one, f"output.{place}") for place, one in enumerate(outputs)]
-            self.write(token)
+        with self.lock:
+            self.write_with_output(token, outputs)
 
 
 def _empty(entry: OpenEntry) -> None:
@@ -315,3 +305,58 @@ def _empty(entry: OpenEntry) -> None:
     kept = {key: type(value)() if isinstance(value, (list, dict)) else value for key, value in entry.raw.items()}
     entry.raw.clear()
     entry.raw.update(kept)
+
+
+# -- what went wrong ---------------------------------------------------------------------------------------------------
+
+_MOST_KEPT = 1_000
+
+
+class Problems:
+    """What went wrong in one step: noted as it happens, told when the step's files are written.
+
+    Args:
+        directory: of this step and rank; its log has the errors.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._kept: list[str] = []
+        self._count = 0
+        self._told: set[str] = set()
+
+    def note_error(self, where: str, error: BaseException) -> None:
+        """Something of ours failed; the program goes on."""
+        self.note(where, "".join(traceback.format_exception(type(error), error, error.__traceback__)).strip())
+
+    def note(self, where: str, text: str) -> None:
+        """Something that could not be collected, without an error. All are counted, the first thousand kept."""
+        self._count += 1
+        if len(self._kept) < _MOST_KEPT:
+            self._kept.append(f"{where}: {text}")
+
+    def safely(self, where: str, what: Callable[[], None]) -> None:
+        try:
+            what()
+        except Exception as error:
+            self.note_error(where, error)
+
+    def sentences(self, others: Iterable[str]) -> list[str]:
+        """What is to be told, errors first; each of ``others`` once for a step. Writes the log."""
+        new = [sentence for sentence in others if sentence not in self._told]
+        self._told.update(new)
+        return [*self._errors(), *new]
+
+    def _errors(self) -> list[str]:
+        if not self._count:
+            return []
+        log = self._directory / ERRORS
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            with log.open("a", encoding="utf-8") as file:
+                file.write("\n".join(self._kept) + "\n")
+            where = f"see {log}"
+        except OSError as error:
+            where = f"and the log could not be written ({error}); the first: {self._kept[0]}"
+        count, self._count, self._kept = self._count, 0, []
+        return [f"{count} part(s) of the dump could not be collected; {where}"]

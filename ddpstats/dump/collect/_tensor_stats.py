@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ddpstats._observe.gradients import held_values
+from ddpstats._observe.gradient_norms import held_values
 from ddpstats._observe.torch_compat import is_functorch_tensor
-from ddpstats.dump.format._tensor_files import without_repeats
+from ddpstats.dump.format._tensor_files import is_dense, without_repeats
 
 
 class Stats(NamedTuple):
@@ -121,7 +121,7 @@ def _of_bad(values: Tensor, low: float, high: float, is_complex: bool, repeats: 
     ends = {end for end in (low, high) if math.isinf(end)}
     mean = math.nan if has_nan or len(ends) == 2 else ends.pop()
     norm = None if is_complex else math.nan if has_nan else math.inf
-    return Stats(high, low, mean, norm, nan_count * repeats, inf_count * repeats, unravel(first, values.shape))
+    return Stats(high, low, mean, norm, nan_count * repeats, inf_count * repeats, _index(first, values.shape))
 
 
 def _first(mask: Tensor) -> int | None:
@@ -140,19 +140,9 @@ def _flat(values: Tensor) -> Tensor:
     """All elements in one dimension, in any order."""
     if values.is_contiguous():
         return values.view(-1)
-    if _is_dense(values.shape, values.stride()):
+    if is_dense(values.shape, values.stride()):
         return values.as_strided((values.numel(),), (1,))
     return values.reshape(-1)
-
-
-def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    expected = 1
-    for stride, size in sorted(zip(strides, shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
 
 
 def _mean(flat: Tensor) -> float:
@@ -174,7 +164,7 @@ def _norm(flat: Tensor, largest: float) -> float:
     return float(largest * torch.linalg.vector_norm(wide / largest).item())
 
 
-def unravel(place: int, shape: Sequence[int]) -> list[int]:
+def _index(place: int, shape: Sequence[int]) -> list[int]:
     index: list[int] = []
     for size in reversed(shape):
         place, rest = divmod(place, size)
@@ -220,7 +210,7 @@ def of_numbers(numbers: Sequence[float], dtype: torch.dtype, shape: Sequence[int
     high, low, mean, norm, nans, infs, first = numbers
     if dtype is torch.bool:
         return Stats(bool(high), bool(low), None, None, 0, 0, None)
-    where = unravel(int(first), shape) if nans or infs else None
+    where = _index(int(first), shape) if nans or infs else None
     if not shape:
         norm = high
     norm *= math.sqrt(repeats)

@@ -20,10 +20,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ddpstats._base.rank_names import ranks_text
+from ddpstats._base.report import printable
+from ddpstats._base.wording import count_of
 from ddpstats.dump.compare._rows import Mode
-from ddpstats.dump.format._collective_calls import read_collective
-from ddpstats.dump.format._entries import STATISTICS, DumpEntry, DumpLeaf
-from ddpstats.dump.format._files import RankDump, rank_of
+from ddpstats.dump.format._entries import STATISTICS, DumpEntry, DumpLeaf, read_collective
+from ddpstats.dump.format._files import RankDump, notes_of, rank_of, ranks_without_dump
 from ddpstats.dump.format._names import parse_name
 from ddpstats.dump.format._scan import Progress
 
@@ -32,6 +33,7 @@ KEPT_DIVERGENCES = 1000
 _ALIKE = ("all_reduce", "broadcast", "all_gather", "_all_gather")
 _COMPARED = ("dtype", "shape", *STATISTICS, "md5", "nan_count", "inf_count")
 
+_Key = tuple[Any, ...]
 Digest = Callable[[RankDump, DumpLeaf], object]
 
 
@@ -59,6 +61,14 @@ class RankDifference:
     def name(self) -> str:
         return f"{self.entry}.{self.path}" if self.path else self.entry
 
+    def as_json(self) -> dict[str, Any]:
+        return {
+            **{key: getattr(self, key) for key in ("name", "entry", "path", "index", "verdict")},
+            "culprit_ranks": list(self.culprits),
+            "missing_ranks": list(self.missing),
+            "by_rank": {str(rank): leaf and leaf.raw for rank, leaf in self.by_rank.items()},
+        }
+
     @property
     def verdict(self) -> str:
         if self.missing:
@@ -77,7 +87,7 @@ class BetweenRanks:
 
     Attributes:
         mode: what was compared besides statistics.
-        parameters: tensors that all ranks have and that are parameters; `results` of collectives; `others`.
+        parameters: tensors that all ranks have and that are parameters; `results` of collectives; `compared`: all.
         different: of all these, those that are not equal.
         lacking: entries that some rank lacks.
         sharded: tensors that were not compared: every rank has a part of its own of them.
@@ -92,17 +102,13 @@ class BetweenRanks:
     mode: Mode = "statistics"
     parameters: int = 0
     results: int = 0
-    others: int = 0
+    compared: int = 0
     different: int = 0
     lacking: int = 0
     sharded: int = 0
     skipped: int = 0
     absent: set[int] = field(default_factory=set)
     divergences: list[RankDifference] = field(default_factory=list)
-
-    @property
-    def compared(self) -> int:
-        return self.parameters + self.results + self.others
 
     @property
     def nothing(self) -> bool:
@@ -113,20 +119,9 @@ class BetweenRanks:
     def differs(self) -> bool:
         return bool(self.different or self.lacking)
 
-    def count(self, path: str, *, is_result: bool) -> None:
-        """A tensor that was compared."""
-        if is_result:
-            self.results += 1
-        elif path.startswith("parameters."):
-            self.parameters += 1
-        else:
-            self.others += 1
-
     def add(self, found: RankDifference) -> None:
-        if found.missing:
-            self.lacking += 1
-        else:
-            self.different += 1
+        self.lacking += bool(found.missing)
+        self.different += not found.missing
         self.divergences.append(found)
         if len(self.divergences) > 2 * KEPT_DIVERGENCES:
             self.trim()
@@ -167,8 +162,8 @@ def compare_ranks(
     found = BetweenRanks(tuple(dumps), everything, mode)
     by_rank = {rank_of(dump): dump for dump in dumps}
     streams = {rank: _items(dump, rank, found, progress) for rank, dump in by_rank.items()}
-    waiting: dict[tuple[Any, ...], dict[int, _Item]] = {}
-    collectives: dict[tuple[Any, ...], dict[int, list[_Item]]] = {}
+    waiting: dict[_Key, dict[int, _Item]] = {}
+    collectives: dict[_Key, dict[int, list[_Item]]] = {}
     for rank, key, item in _in_step(streams):
         if not item.is_matched:
             collectives.setdefault(key, {}).setdefault(rank, []).append(item)
@@ -188,9 +183,7 @@ def compare_ranks(
     return found
 
 
-def _matched(
-    key: tuple[Any, ...], of_group: Mapping[int, list[_Item]]
-) -> Iterator[tuple[tuple[Any, ...], dict[int, _Item]]]:
+def _matched(key: _Key, of_group: Mapping[int, list[_Item]]) -> Iterator[tuple[_Key, dict[int, _Item]]]:
     """Collectives of one kind in one group, by their numbers: their entries stand in the order in which they ended."""
     in_order = {rank: sorted(items, key=lambda item: item.number or 0) for rank, items in of_group.items()}
     for place in range(max(map(len, in_order.values()))):
@@ -216,11 +209,9 @@ def _in_step(streams: Mapping[int, Iterator[tuple[Any, _Item]]]) -> Iterator[tup
                 yield rank, *taken
 
 
-def _items(
-    dump: RankDump, rank: int, found: BetweenRanks, progress: Progress | None
-) -> Iterator[tuple[tuple[Any, ...], _Item]]:
+def _items(dump: RankDump, rank: int, found: BetweenRanks, progress: Progress | None) -> Iterator[tuple[_Key, _Item]]:
     everyone, everything = frozenset(map(rank_of, found.dumps)), found.everything
-    counts: Counter[tuple[Any, ...]] = Counter()
+    counts: Counter[_Key] = Counter()
     for index, member in enumerate(dump.members(progress)):
         is_collective = member.key.startswith("Distributed.")
         if not everything and not is_collective and '"parameters"' not in member.text:
@@ -238,7 +229,7 @@ def _items(
 
 def _collective(
     entry: DumpEntry, index: int, rank: int, everyone: frozenset[int], found: BetweenRanks
-) -> tuple[tuple[Any, ...], _Item] | None:
+) -> tuple[_Key, _Item] | None:
     name = parse_name(entry.name)
     api = name.api
     if not api.startswith(_ALIKE):
@@ -268,7 +259,10 @@ def _judge(
         if any(map(_is_sharded, leaves.values())):
             found.sharded += 1
             continue
-        found.count(path, is_result=lowest.number is not None)
+        is_parameter = lowest.number is None and path.startswith("parameters.")
+        found.results += lowest.number is not None
+        found.parameters += is_parameter
+        found.compared += 1
         signs = {rank: _sign(leaf, by_rank[rank], found.mode, digest) for rank, leaf in leaves.items()}
         if len(set(signs.values())) > 1:
             most, count = Counter(signs.values()).most_common(1)[0]
@@ -288,3 +282,117 @@ def _sign(leaf: DumpLeaf | None, dump: RankDump, mode: Mode, digest: Digest | No
     more = digest(dump, leaf) if digest is not None and leaf.data_name is not None else None
     compared = (key for key in _COMPARED if key != "md5" or mode != "statistics")
     return (*(repr(leaf.raw.get(key)) for key in compared), more)
+
+
+# -- in words, for JSON and as a table --------------------------------------------------------------------------------
+
+
+def as_text(found: BetweenRanks) -> str:
+    """For people."""
+    return printable(_lines(found))
+
+
+def _lines(found: BetweenRanks) -> list[str]:
+    ranks = ranks_text([rank_of(dump) for dump in found.dumps])
+    lines = [f"{ranks} of {found.dumps[0].directory.parent}", *_left_out(found)]
+    if found.nothing:
+        return ["NOTHING TO COMPARE: " + lines[0], *lines[1:], *_NOTHING]
+    if not found.divergences:
+        equal = f"NOTHING DIFFERENT: {_counted(found)} are equal {_EQUAL[found.mode]} between "
+        return [equal + lines[0], *lines[1:], *notes_of(found.dumps)]
+    lacking = f"; {count_of(found.lacking, 'entries')} not on every rank" if found.lacking else ""
+    lines[0] = f"DIFFERENT: of {_counted(found)}, {found.different:,} differ between {lines[0]}{lacking}"
+    first = found.divergences[0]
+    lines += ["", "first that differs:", f"  {first.entry}  {first.path}", f"    {first.verdict}"]
+    lines += [f"    rank {rank}: {_values(leaf)}" for rank, leaf in list(first.by_rank.items())[:8]]
+    lowest = next(dump for dump in found.dumps if rank_of(dump) == min(first.by_rank))
+    lines += [f"    {line}" for line in lowest.place_of(first.entry)]
+    if len(found.divergences) > 1:
+        count = found.different + found.lacking
+        lines += ["", f"in execution order, {min(20, count)} of {count:,}:"]
+        lines += [f"  {one.name}  {one.verdict}" for one in found.divergences[:20]]
+    return [*lines, *(f"  {note}" for note in notes_of(found.dumps)), "", *_NEXT]
+
+
+def _counted(found: BetweenRanks) -> str:
+    kinds = [(found.parameters, "parameters"), (found.results, "results of collectives")]
+    if found.everything:
+        kinds.append((found.compared - found.parameters - found.results, "other tensors"))
+    return "{} and {}".format(", ".join(count_of(*kind) for kind in kinds[:-1]), count_of(*kinds[-1]))
+
+
+def _left_out(found: BetweenRanks) -> Iterator[str]:
+    """What was not compared, and why."""
+    for dump in found.dumps:
+        if not dump.complete:
+            yield f"  {dump.path}: incomplete: the run ended inside this step"
+    for name in ranks_without_dump(found.dumps[0].directory.parent):
+        yield f"  {name} has no dump: it ended before its first entry, or was not copied"
+    if found.absent:
+        yield f"  groups have ranks of which no dump is here: {ranks_text(found.absent)}"
+    if found.sharded:
+        many = "s were" if found.sharded != 1 else " was"
+        yield f"  {found.sharded:,} sharded tensor{many} not compared: every rank has a part of its own"
+    if found.skipped:
+        yield (
+            f"  {count_of(found.skipped, 'collectives')} left out: without an output on some rank, or of a group that "
+            "does not hold the rank"
+        )
+    if not found.parameters and not found.nothing:
+        if {dump.level for dump in found.dumps} == {"L1"}:
+            yield "  no parameters in these dumps (level L1): use level L0 or mix"
+        elif not found.sharded:
+            yield "  no parameters were compared (data_mode, scope or list left them out, or a rank lacks them)"
+
+
+_EQUAL: dict[Mode, str] = {
+    "statistics": "in all their statistics (which does not prove equal tensors)",
+    "md5": "in their statistics and checksums",
+    "tensor": "in all their statistics, and byte by byte where they were saved,",
+}
+_NOTHING = (
+    "  no entry has parameters, and there are no results of all_reduce, broadcast or all_gather. Dump with level L0 or",
+    "  mix; or give --everything, if all ranks were given the same batch.",
+)
+_NEXT = (
+    "Next: compare the rank that differs with another one: ddpstats compare STEP/rankX STEP/rankY. If parameters",
+    "differ, look at the step before: whether its gradients were reduced on every rank.",
+)
+
+
+def _values(leaf: DumpLeaf | None) -> str:
+    if leaf is None:
+        return "has none"
+    shown = [f"{key} {leaf.raw.get(key)!r}" for key in (*STATISTICS, "md5") if leaf.raw.get(key) is not None]
+    return f"{leaf.dtype} {list(leaf.shape)} {' '.join(shown)}"
+
+
+def as_json(found: BetweenRanks) -> dict[str, Any]:
+    divergences = [one.as_json() for one in found.divergences]
+    return {
+        "verdict": "nothing to compare" if found.nothing else "different" if found.differs else "nothing different",
+        **{key: getattr(found, key) for key in ("everything", "mode", "compared", "different", "sharded", "skipped")},
+        "compared_parameters": found.parameters,
+        "compared_results": found.results,
+        "not_on_every_rank": found.lacking,
+        "ranks": [rank_of(dump) for dump in found.dumps],
+        "ranks_without_dump": ranks_without_dump(found.dumps[0].directory.parent),
+        "ranks_of_groups_without_dump": sorted(found.absent),
+        "incomplete_ranks": [rank_of(dump) for dump in found.dumps if not dump.complete],
+        "first": divergences[0] if divergences else None,
+        "divergences": divergences,
+        "notes": notes_of(found.dumps),
+    }
+
+
+def table(found: BetweenRanks) -> Iterator[list[Any]]:
+    """Rows of a CSV file, its header first: one per tensor and rank."""
+    yield ["Name", "Rank", "Dtype", "Tensor Shape", "Max", "Min", "Mean", "L2norm", "MD5", "Differs", "Err_message"]
+    for one in found.divergences:
+        for rank, leaf in one.by_rank.items():
+            shown = ["N/A"] * 7
+            if leaf is not None:
+                raw = [leaf.raw.get(key) for key in (*STATISTICS, "md5")]
+                shown = [leaf.dtype, str(list(leaf.shape)), *("N/A" if value is None else str(value) for value in raw)]
+            differs = str(rank in one.culprits) if one.culprits else "N/A"
+            yield [one.name, rank, *shown, differs, one.verdict]

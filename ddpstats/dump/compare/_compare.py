@@ -14,19 +14,19 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
+from collections import deque
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
-from typing import TextIO
 
 from ddpstats._base.progress import ProgressBar
 from ddpstats._base.rank_names import ranks_text
-from ddpstats._base.report import Section, VerbReport, check_writable, write_file, write_table
-from ddpstats.dump.compare import _between_ranks, _between_report, _comparison
-from ddpstats.dump.compare._columns import Table, table_path
+from ddpstats._base.report import Section, VerbReport, check_writable, write_table
+from ddpstats.dump.compare import _between_ranks, _comparison
 from ddpstats.dump.compare._comparer import CompareTensors, EntryComparer
 from ddpstats.dump.compare._comparison import DumpComparison, RankComparison
-from ddpstats.dump.compare._options import check_options, mode_of
-from ddpstats.dump.compare._rows import MODES, Mode
+from ddpstats.dump.compare._rows import MODES, Mode, table, table_path
 from ddpstats.dump.compare._rules import TOLERANCE
 from ddpstats.dump.compare._two_dumps import PairedDumps, compare_dumps
 from ddpstats.dump.format._files import RankDump, find_ranks, rank_of, ranks_without_dump, sayable_errors, steps_in
@@ -146,17 +146,15 @@ def _check_alike(both: Sequence[tuple[RankDump, RankDump]], any_step: bool) -> N
 
 def _compare(a: RankDump, b: RankDump, mode: Mode, args: argparse.Namespace, *, many: bool) -> RankComparison:
     comparer = EntryComparer(mode, _tolerance(args), _tensors(a, b) if mode == "tensor" else None)
+    found = PairedDumps()
     with ProgressBar(a.bytes + b.bytes) as bar:
+        rows = compare_dumps(a, b, comparer, found, is_short=args.csv is None, progress=bar.add)
         if args.csv is None:
-            return RankComparison(a, b, compare_dumps(a, b, comparer, progress=bar.add))
-        found: list[PairedDumps] = []
-
-        def write(file: TextIO) -> None:
-            table = Table(file, mode, lambda name: a.stack_of(name) or b.stack_of(name))
-            found.append(compare_dumps(a, b, comparer, sink=table.add, progress=bar.add))
-
-        write_file(table_path(args.csv, rank_of(a), many), write)
-        return RankComparison(a, b, found[0])
+            deque(rows, maxlen=0)
+        else:
+            lines = table(rows, mode, lambda name: a.stack_of(name) or b.stack_of(name))
+            write_table(table_path(args.csv, rank_of(a), many), lines)
+    return RankComparison(a, b, found)
 
 
 def _tensors(a: RankDump, b: RankDump) -> CompareTensors:
@@ -183,26 +181,26 @@ def _run_ranks(args: argparse.Namespace) -> int:
         found = _between_ranks.compare_ranks(
             dumps, everything=args.everything, mode=mode, digest=digest, progress=bar.add
         )
-    status, text = NOTHING if found.nothing else int(found.differs), _between_report.as_text(found)
-    report = VerbReport(status, lambda: text, lambda: _between_report.as_json(found))
+    status, text = NOTHING if found.nothing else int(found.differs), _between_ranks.as_text(found)
+    report = VerbReport(status, lambda: text, lambda: _between_ranks.as_json(found))
     if args.csv is not None:
-        write_table(args.csv, _between_report.table(found))
+        write_table(args.csv, _between_ranks.table(found))
     if args.html is not None:
-        header, *rows = _between_report.table(found)
+        header, *rows = _between_ranks.table(found)
         report.write_page(args.html, f"ranks of {args.a}", [Section(header, [(row, "", "") for row in rows])])
     return report.show(args.json)
 
 
 def _run_tensor(args: argparse.Namespace) -> int:
-    from ddpstats.dump.compare import _one_tensor
+    from ddpstats.dump.compare import _tensor_compare as one
 
     names = args.tensor
     if len(names) > 2 or (len(names) == 1 and args.b is None):
         raise DumpError("--tensor takes one name, of a tensor in A and B, or two: A's and B's (without B: both of A).")
     a, b = _only_rank(args.a, args.step), _only_rank(args.b or args.a, args.step)
-    pair = _one_tensor.compare_pair(a, names[0], b, names[-1])
+    pair = one.compare_pair(a, names[0], b, names[-1])
     status = 0 if pair.close.equal else 1
-    return VerbReport(status, lambda: _one_tensor.as_text(pair), lambda: _one_tensor.as_json(pair)).show(args.json)
+    return VerbReport(status, lambda: one.as_text(pair), lambda: one.as_json(pair)).show(args.json)
 
 
 def _only_rank(path: Path, step: int | None) -> RankDump:
@@ -211,3 +209,67 @@ def _only_rank(path: Path, step: int | None) -> RankDump:
         ranks = ranks_text([rank_of(dump) for dump in dumps])
         raise DumpError(f"{path} has {ranks}. Give the directory of one.", path=str(path))
     return dumps[0]
+
+
+# -- which words go together, and what the dumps hold ------------------------------------------------------------------
+
+_OF_TWO = "two dumps (A and B)"
+_OF_RANKS = "the ranks of one dump (A alone)"
+_OF_TENSORS = "single tensors (--tensor)"
+_MEANT_FOR = {
+    "mode": (_OF_TWO, _OF_RANKS),
+    "tolerance": (_OF_TWO,),
+    "exact": (_OF_TWO,),
+    "everything": (_OF_RANKS,),
+    "any_step": (_OF_TWO,),
+    "csv": (_OF_TWO, _OF_RANKS),
+    "html": (_OF_TWO, _OF_RANKS),
+}
+_LOOKED_AT = 200  # entries, to see what a dump holds
+_SIGNS: dict[Mode, re.Pattern[str]] = {"tensor": re.compile(r'"data_name":\s*"'), "md5": re.compile(r'"md5":\s*"')}
+_WHAT: dict[Mode, tuple[str, str]] = {
+    "tensor": ("saved tensors", "Dump with task tensor, or name some in statistics.tensor_list"),
+    "md5": ("checksums", "Dump with summary_mode md5"),
+}
+
+
+def check_options(args: argparse.Namespace) -> None:
+    """Raises `DumpError` for an option that says nothing about this kind of comparison: it would be ignored."""
+    kind = _OF_TENSORS if args.tensor else _OF_RANKS if args.b is None else _OF_TWO
+    for name, kinds in _MEANT_FOR.items():
+        if getattr(args, name) not in (None, False) and kind not in kinds:
+            raise DumpError(
+                f"--{name.replace('_', '-')} is for comparing {' and '.join(kinds)}, and this compares {kind}. "
+                "Leave it out."
+            )
+
+
+def mode_of(dumps: Sequence[RankDump], given: Mode | None) -> Mode:
+    """``given``, if one of the dumps holds it; else the most that can be compared of their first entries.
+
+    Raises:
+        DumpError: where no dump holds what was asked for: nothing would be compared then.
+    """
+    if given is None:
+        held = [_held(dump) for dump in dumps]
+        return next((mode for mode in MODES if all(mode in modes for modes in held)), "statistics")
+    if given in _SIGNS and not any(_has(dump, given) for dump in dumps):
+        what, advice = _WHAT[given]
+        raise DumpError(
+            f"--mode {given}: there are no {what} in {dumps[0].path}, nor in {dumps[-1].path}. {advice}, or leave "
+            "--mode out.",
+            path=str(dumps[0].path),
+        )
+    return given
+
+
+def _has(dump: RankDump, mode: Mode) -> bool:
+    return any(_SIGNS[mode].search(member.text) for member in dump.members())
+
+
+def _held(dump: RankDump) -> set[Mode]:
+    texts = [member.text for member in islice(dump.members(), _LOOKED_AT)]
+    held: set[Mode] = {mode for mode, sign in _SIGNS.items() if any(map(sign.search, texts))}
+    if dump.task != "tensor":
+        held.discard("tensor")  # a few of statistics.tensor_list
+    return held | {"statistics"}

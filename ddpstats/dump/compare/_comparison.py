@@ -9,8 +9,7 @@ from typing import Any
 from ddpstats._base.rank_names import ranks_text
 from ddpstats._base.report import Section, printable
 from ddpstats._base.wording import count_of
-from ddpstats.dump.compare._columns import as_dict, cells, columns
-from ddpstats.dump.compare._rows import Mode, Row
+from ddpstats.dump.compare._rows import Mode, Row, as_dict, cells, columns
 from ddpstats.dump.compare._two_dumps import PairedDumps
 from ddpstats.dump.format._entries import STATISTICS, DumpLeaf
 from ddpstats.dump.format._files import RankDump, notes_of
@@ -29,6 +28,10 @@ class RankComparison:
     a: RankDump
     b: RankDump
     found: PairedDumps
+
+    def dump_of(self, row: Row) -> RankDump:
+        """The one that has the row's entry: A, if both have."""
+        return self.b if row.only == "B" else self.a
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,10 @@ class DumpComparison:
         """Whether there was nothing to compare."""
         return not self.differs and not any(rank.found.tensors or rank.found.unequal for rank in self.ranks)
 
+    def total(self, of: str) -> int:
+        """A number of `PairedDumps`, of all ranks together."""
+        return sum(getattr(rank.found, of) for rank in self.ranks)
+
     @property
     def verdict(self) -> str:
         return "nothing to compare" if self.nothing else "different" if self.differs else "nothing different"
@@ -80,7 +87,6 @@ def as_json(comparison: DumpComparison) -> dict[str, Any]:
 
 def _rank_json(compared: RankComparison, mode: Mode) -> dict[str, Any]:
     found = compared.found
-    firsts = [_row_json(compared, row) for row in (found.first_unequal, found.first_failed)]
     return {
         "rank": compared.a.rank,
         "step": compared.a.step,
@@ -97,19 +103,17 @@ def _rank_json(compared: RankComparison, mode: Mode) -> dict[str, Any]:
         "over_tolerance_or_not_comparable": found.failed,
         "unequal_tensors": found.unequal_tensors,
         "over_tolerance_or_not_comparable_tensors": found.failed_tensors,
-        "first_unequal": firsts[0],
-        "first_over_tolerance": firsts[1],
+        "first_unequal": _first_json(compared, found.first_unequal),
+        "first_over_tolerance": _first_json(compared, found.first_failed),
         "rows_total": found.highlighted,
-        "rows": [_row_json(compared, row, places=False) for row in found.rows[:_JSON_ROWS]],
+        "rows": [as_dict(row) for row in found.rows[:_JSON_ROWS]],
     }
 
 
-def _row_json(compared: RankComparison, row: Row | None, *, places: bool = True) -> dict[str, Any] | None:
+def _first_json(compared: RankComparison, row: Row | None) -> dict[str, Any] | None:
     if row is None:
         return None
-    dump = compared.b if row.only == "B" else compared.a
-    if not places:
-        return as_dict(row, (), None)
+    dump = compared.dump_of(row)
     return as_dict(row, dump.stack_of(row.entry), dump.parent_of(row.entry))
 
 
@@ -131,10 +135,10 @@ def as_text(comparison: DumpComparison) -> str:
 
 def _verdict(comparison: DumpComparison) -> str:
     over = {"statistics": f"over the tolerance {comparison.tolerance:g}", "md5": "different", "tensor": "not accurate"}
-    failed = sum(rank.found.failed_tensors for rank in comparison.ranks)
-    unequal = sum(rank.found.unequal_tensors for rank in comparison.ranks)
-    others = sum(rank.found.unequal for rank in comparison.ranks) - unequal
-    count = sum(rank.found.tensors for rank in comparison.ranks)
+    failed = comparison.total("failed_tensors")
+    unequal = comparison.total("unequal_tensors")
+    others = comparison.total("unequal") - unequal
+    count = comparison.total("tensors")
     what = f"{count_of(count, 'tensors')} in {count_of(len(comparison.ranks), 'ranks')}"
     if comparison.nothing:
         return f"NOTHING TO COMPARE: there are no tensors in both dumps ({what})."
@@ -150,8 +154,8 @@ def _others(comparison: DumpComparison, others: int) -> str:
     alone = [
         f"{count:,} only in {side}"
         for side, count in (
-            ("A", sum(rank.found.only_a for rank in comparison.ranks)),
-            ("B", sum(rank.found.only_b for rank in comparison.ranks)),
+            ("A", comparison.total("only_a")),
+            ("B", comparison.total("only_b")),
         )
         if count
     ]
@@ -160,7 +164,7 @@ def _others(comparison: DumpComparison, others: int) -> str:
 
 
 def _equal(comparison: DumpComparison) -> str:
-    unsaved = sum(rank.found.by_statistics for rank in comparison.ranks)
+    unsaved = comparison.total("by_statistics")
     if comparison.mode == "md5":
         return "equal in their checksums"
     if comparison.mode == "statistics":
@@ -207,13 +211,12 @@ def _listed(found: PairedDumps) -> list[str]:
 
 
 def _first(compared: RankComparison, row: Row, mode: Mode) -> list[str]:
-    dump = compared.b if row.only == "B" else compared.a
     leaf = row.a or row.b
     kind = f"  {leaf.dtype} {list(leaf.shape)}" if leaf is not None and leaf.is_tensor else ""
     lines = [f"    {row.entry}  {row.path}{kind}"]
     if row.message:
         lines.append(f"      {row.message}")
-    return [*lines, *_values(row, mode), *(f"      {line}" for line in dump.place_of(row.entry))]
+    return [*lines, *_values(row, mode), *(f"      {line}" for line in compared.dump_of(row).place_of(row.entry))]
 
 
 def _values(row: Row, mode: Mode) -> list[str]:
@@ -272,5 +275,5 @@ def page_sections(comparison: DumpComparison) -> Iterator[Section]:
 
 def _page_rows(compared: RankComparison, mode: Mode) -> Iterator[tuple[list[Any], str, str]]:
     for row in compared.found.rows:
-        dump = compared.b if row.only == "B" else compared.a
-        yield [*cells(row, mode, dump.stack_of(row.entry)), row.reason], row.color or "", row.reason
+        stack = compared.dump_of(row).stack_of(row.entry)
+        yield [*cells(row, mode, stack), row.reason], row.color or "", row.reason

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ddpstats.dump.compare._rules import Closeness
-from ddpstats.dump.compare._runs import KEPT_RUNS, RunCollector, Runs
+from ddpstats._base.report import printable
+from ddpstats.dump.compare._rules import KEPT_RUNS, Closeness, RunCollector, Runs
 from ddpstats.dump.format._entries import DumpLeaf
 from ddpstats.dump.format._files import RankDump
-from ddpstats.dump.format._tensor_files import checksum
+from ddpstats.dump.format._tensor_files import checksum, is_dense
 from ddpstats.errors import DumpError
 
 _BLOCK_ELEMENTS = 1 << 20
@@ -101,7 +101,10 @@ def compare_tensors(a: Tensor, b: Tensor, stride: Sequence[int] | None = None) -
             same &= raw_x.to(torch.int64) == raw_y.to(torch.int64)
         _add_runs(collector, ~same, start)
         sums.add(x, y, same)
-    runs = replace(collector.result(a.numel(), a.element_size()), is_dense=_is_dense(a.shape, stride))
+    runs = replace(
+        collector.result(a.numel(), a.element_size()),
+        is_dense=stride is None or len(stride) != a.dim() or is_dense(a.shape, stride),
+    )
     if runs.differing == 1 and a.dtype == b.dtype:
         place = runs.first[0][0]
         runs = replace(runs, flipped_bits=_flipped_bits(flat_a[place], flat_b[place]))
@@ -113,18 +116,6 @@ def _flat(tensor: Tensor, stride: Sequence[int] | None) -> Tensor:
     if stride is not None and len(stride) == tensor.dim():
         tensor = tensor.permute(sorted(range(tensor.dim()), key=lambda dim: -stride[dim]))
     return tensor.reshape(-1)
-
-
-def _is_dense(shape: Sequence[int], stride: Sequence[int] | None) -> bool:
-    """Whether its elements lay in memory without gaps, and each once; taken for granted where nobody says."""
-    if stride is None or len(stride) != len(shape):
-        return True
-    expected = 1
-    for step, size in sorted(zip(stride, shape, strict=True)):
-        if size > 1 and step != expected:
-            return False
-        expected *= size
-    return True
 
 
 def _is_whole(block: Tensor) -> bool:
@@ -221,3 +212,79 @@ def _add_runs(collector: RunCollector, differs: Tensor, start: int) -> None:
 def tensor_digest(dump: RankDump, leaf: DumpLeaf) -> str:
     """Of the bytes of a saved tensor."""
     return checksum(load_tensor(dump, leaf))
+
+
+# -- two tensors that should be equal: of two runs, or of two places in one run ----------------------------------------
+
+
+@dataclass(frozen=True)
+class TensorPair:
+    """Two tensors, and how close they are."""
+
+    name_a: str
+    name_b: str
+    leaf_a: DumpLeaf
+    leaf_b: DumpLeaf
+    close: Closeness
+
+
+def find_leaf(dump: RankDump, name: str) -> DumpLeaf:
+    """The tensor of ``NAME.path``. Raises `DumpError` if there is none, or it was not saved."""
+    near: list[str] = []
+    for member in dump.members():
+        if name.startswith(f"{member.key}."):
+            leaves = {f"{member.key}.{path}": leaf for path, leaf in dump.entry(member).leaves()}
+            if name in leaves:
+                return _saved(dump, name, leaves[name])
+            near += leaves
+    known = f"It has {', '.join(near[:8])}" if near else "A name is that of an entry and of a tensor in it"
+    raise DumpError(
+        f"{dump.path} has no tensor {name}. {known}, like Functional.linear.0.forward.output.0.", path=str(dump.path)
+    )
+
+
+def _saved(dump: RankDump, name: str, leaf: DumpLeaf) -> DumpLeaf:
+    if leaf.data_name is None:
+        raise DumpError(
+            f"{dump.path}: {name} was not saved. Dump with task tensor, or name it in statistics.tensor_list.",
+            path=str(dump.path),
+        )
+    return leaf
+
+
+def compare_pair(a: RankDump, name_a: str, b: RankDump, name_b: str) -> TensorPair:
+    """Compare a tensor of A with one of B. Raises `DumpError`, also where their shapes differ."""
+    leaf_a, leaf_b = find_leaf(a, name_a), find_leaf(b, name_b)
+    return TensorPair(name_a, name_b, leaf_a, leaf_b, compare_saved(a, leaf_a, b, leaf_b))
+
+
+def as_text(pair: TensorPair) -> str:
+    close = pair.close
+    head = "EQUAL" if close.equal else "DIFFERENT"
+    lines = [f"{head}: {close.runs.describe()}"]
+    for side, name, leaf in (("A", pair.name_a, pair.leaf_a), ("B", pair.name_b, pair.leaf_b)):
+        lines.append(f"  {side} {name}  {leaf.dtype} {list(leaf.shape)}{_place(leaf)}")
+    if not close.equal:
+        lines.append(
+            f"  cosine {close.cosine:.9g}, largest absolute difference {close.max_abs:.6g}, "
+            f"{close.one_thousandth:.2%} of the elements within one thousandth"
+        )
+    return printable(lines)
+
+
+def _place(leaf: DumpLeaf) -> str:
+    """Where the tensor lay, if the dump says."""
+    if leaf.data_ptr is None:
+        return ""
+    stream = "" if leaf.stream is None else f", stream {leaf.stream}"
+    return f" at 0x{leaf.data_ptr:x}, storage {leaf.storage_id} of {leaf.storage_bytes or 0:,} bytes{stream}"
+
+
+def as_json(pair: TensorPair) -> dict[str, Any]:
+    close = pair.close
+    return {
+        "verdict": "nothing different" if close.equal else "different",
+        "a": {"name": pair.name_a, **pair.leaf_a.raw},
+        "b": {"name": pair.name_b, **pair.leaf_b.raw},
+        **close.as_json(),
+    }

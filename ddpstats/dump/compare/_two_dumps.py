@@ -1,22 +1,34 @@
 """Two ranks' dumps compared, in one pass, keeping no more than the rows that differ, and of these the first ones.
 
-1. Take both dumps' entries by NAME (`_pair`).
+1. Take both dumps' entries by NAME, in one pass through both files (`pairs`).
 2. Where both are the same text, apart from where in memory the tensors lay, all their statistics are equal: count
    them, and go on. Nothing of them is parsed.
 3. Where they differ in nothing but finite statistics, and enough rows are kept already, compare these numbers alone.
 4. Else parse them, and compare them leaf by leaf (`_rows`).
+
+How entries of one NAME come together:
+
+1. Take the next entry of A. If B's entry of that NAME was met before, read it again at its place.
+2. Else go on in B until it comes, at most `_WINDOW` entries further. What B has in between is remembered by NAME and
+   place in the file, not by content.
+3. What has not come by then waits in the same way for B to reach it; its pair is given later than its turn.
+4. At the end of both, what still waits is on one side only.
+
+So memory is what the two orders differ by, not the size of the dumps. Where one dump has a NAME twice, the first goes
+with the other's first, the second with the second.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from heapq import heappush, heappushpop
-from typing import Literal
+from itertools import islice
+from typing import Literal, Protocol
 
 from ddpstats.dump.compare._comparer import EntryComparer
-from ddpstats.dump.compare._pair import Pair, pairs
 from ddpstats.dump.compare._rows import Row
 from ddpstats.dump.compare._rules import difference, is_over
 from ddpstats.dump.format._entries import STATISTICS, DumpEntry
@@ -33,8 +45,6 @@ _CHECKSUM = re.compile(r'"md5":\s*"')
 _STATISTICS = re.compile(r'"Max":\s*([^,]+),\s*"Min":\s*([^,]+),\s*"Mean":\s*([^,]+),\s*"Norm":\s*([^,]+)')
 _GROUPS = 1 + len(STATISTICS)  # what `_STATISTICS.split` gives per leaf: the text before it, and its groups
 _NOT_FINITE = ("NaN", "Infinity", '"nan"', 'inf"')
-
-Sink = Callable[[list[Row]], None]
 
 
 @dataclass
@@ -139,40 +149,39 @@ def _first(one: Row | None, other: Row) -> Row:
 
 
 def compare_dumps(
-    a: RankDump, b: RankDump, comparer: EntryComparer, *, sink: Sink | None = None, progress: Progress | None = None
-) -> PairedDumps:
-    """Compare two dumps.
+    a: RankDump,
+    b: RankDump,
+    comparer: EntryComparer,
+    found: PairedDumps,
+    *,
+    is_short: bool = False,
+    progress: Progress | None = None,
+) -> Iterator[Row]:
+    """Compare two dumps, while the rows are taken.
 
     Args:
         a: the one in question.
         b: the reference.
         comparer: makes the rows.
-        sink: gets all rows, equal ones too, nearly in A's order; without it equal entries are only counted.
+        found: gets what the comparison gives.
+        is_short: not all rows are wanted: entries whose text tells that they are equal are only counted.
         progress: called with the number of bytes after each read of either file.
+
+    Yields:
+        All rows, equal ones too, nearly in A's order; fewer with ``is_short``.
 
     Raises:
         DumpError: for a damaged dump, when its damage is reached.
     """
-    found = PairedDumps()
-    short = sink is None and comparer.mode != "tensor"
-    for pair in pairs(_Tracked(a, progress), _Tracked(b, progress)):
-        if short and pair.a is not None and pair.b is not None:
+    is_short = is_short and comparer.mode != "tensor"
+    for pair in pairs(a, b, progress):
+        if is_short and pair.a is not None and pair.b is not None:
             counts = _counts(pair.a.text, pair.b.text, comparer)
             if counts is not None and found.count_only(pair.index, *counts):
                 continue
         rows = _rows(pair, a, b, comparer, found)
         found.count(rows)
-        if sink is not None:
-            sink(rows)
-    return found
-
-
-class _Tracked:
-    """A dump whose reading is reported."""
-
-    def __init__(self, dump: RankDump, progress: Progress | None) -> None:
-        self.members = lambda: dump.members(progress)
-        self.reread = dump.reread
+        yield from rows
 
 
 def _rows(pair: Pair, a: RankDump, b: RankDump, comparer: EntryComparer, found: PairedDumps) -> list[Row]:
@@ -225,3 +234,94 @@ def _statistics_counts(a: list[str], b: list[str], tolerance: float) -> tuple[in
         unequal += any(pair[0] for pair in pairs_of)
         failed += is_over((pair[1] for pair in pairs_of), tolerance)
     return len(a) // _GROUPS, unequal, failed
+
+
+# -- entries of one NAME -----------------------------------------------------------------------------------------------
+
+_WINDOW = 4096  # entries that one dump may have more than the other in one place, before pairs come late
+
+
+class MemberSource(Protocol):
+    def members(self, progress: Progress | None = None) -> Iterator[Member]: ...
+
+    def reread(self, kind: type[Member], key: str, offset: int, size: int) -> Member:
+        """The member of which only the place was kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """What two dumps have under one NAME; None for the one that lacks it.
+
+    Attributes:
+        index: the entry's place in A, in B where A has none; from 0.
+    """
+
+    index: int
+    a: Member | None
+    b: Member | None
+
+
+class _Waiting:
+    """Members of one dump whose partner has not come: NAME -> places."""
+
+    def __init__(self, source: MemberSource) -> None:
+        self._source = source
+        self._places: dict[str, deque[tuple[int, type[Member], int, int]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._places
+
+    def keep(self, index: int, member: Member) -> None:
+        place = (index, type(member), member.offset, len(member.text))
+        self._places.setdefault(member.key, deque()).append(place)
+
+    def take(self, key: str) -> tuple[int, Member] | None:
+        places = self._places.get(key)
+        if places is None:
+            return None
+        index, kind, offset, size = places.popleft()
+        if not places:
+            del self._places[key]
+        return index, self._source.reread(kind, key, offset, size)
+
+    def all(self) -> Iterator[tuple[int, Member]]:
+        order = sorted((place[0], key) for key, places in self._places.items() for place in places)
+        for _, key in order:
+            taken = self.take(key)
+            assert taken is not None
+            yield taken
+
+
+def pairs(a: MemberSource, b: MemberSource, progress: Progress | None = None) -> Iterator[Pair]:
+    """All entries of both, by NAME; nearly in the order of A. Raises what reading raises."""
+    of_a, of_b = _Waiting(a), _Waiting(b)
+    theirs = enumerate(b.members(progress))
+    for index, mine in enumerate(a.members(progress)):
+        before = of_b.take(mine.key)
+        found = before[1] if before is not None else None
+        if found is None:
+            for place, other in islice(theirs, max(1, _WINDOW - len(of_b))):
+                if other.key == mine.key and mine.key not in of_a:
+                    found = other
+                    break
+                yield from _late(place, other, of_a, of_b)
+        if found is None:
+            of_a.keep(index, mine)
+        else:
+            yield Pair(index, mine, found)
+    for place, other in theirs:
+        yield from _late(place, other, of_a, of_b)
+    yield from (Pair(index, mine, None) for index, mine in of_a.all())
+    yield from (Pair(place, None, other) for place, other in of_b.all())
+
+
+def _late(place: int, other: Member, of_a: _Waiting, of_b: _Waiting) -> Iterator[Pair]:
+    """An entry of B that nobody asks for now: its partner waits already, or it waits for it."""
+    waited = of_a.take(other.key)
+    if waited is None:
+        of_b.keep(place, other)
+    else:
+        yield Pair(waited[0], waited[1], other)

@@ -3,18 +3,26 @@
 An entry's tensors have paths: ``input.0``, ``input_kwargs.mask``, ``parameters.weight``, ``output.0``; where an
 argument is a list or dict, its index or key comes after it: ``input.1.0``. Of a ``parameters_grad`` entry the
 parameter's name is the path.
+
+Of a collective it is also read with whom it was, and which of its tensors are what it takes, and what it gives. Our own
+entries have the inputs among the inputs. Other tools record the call's arguments, and the buffers that a collective
+writes to are among these: what is in them before is nobody's fault.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, Generic, TypeVar
 
+from ddpstats.dump.format._names import Name
 from ddpstats.errors import DumpError
 
 STATISTICS = ("Max", "Min", "Mean", "Norm")
+T = TypeVar("T")
 
 _SECTIONS = {"input_args": "input", "input_kwargs": "input_kwargs", "parameters": "parameters"}  # others: their own
 _INPUTS = ("input_args", "input_kwargs", "input")
@@ -37,11 +45,42 @@ def number(value: Any) -> float | None:
     raise ValueError(f"{value!r} is not a number")
 
 
+class _Given(Generic[T]):
+    """What a leaf has under a key, None where it has not; ``read`` makes of it what a program wants."""
+
+    def __init__(self, key: str, read: Callable[[Any], T | None] | None = None) -> None:
+        self._key, self._read = key, read
+
+    def __get__(self, leaf: DumpLeaf, kind: object) -> T | None:
+        value: T | None = leaf.raw.get(self._key)
+        return value if value is None or self._read is None else self._read(value)
+
+
 @dataclass(frozen=True, slots=True)
 class DumpLeaf:
-    """A tensor, or a plain value, of an entry. What the dump does not have is None."""
+    """A tensor, or a plain value, of an entry. What the dump does not have is None; a tensor has no ``value``."""
 
     raw: Mapping[str, Any]
+
+    value = _Given[Any]("value")
+    max = _Given[float]("Max", number)
+    min = _Given[float]("Min", number)
+    mean = _Given[float]("Mean", number)
+    norm = _Given[float]("Norm", number)
+    requires_grad = _Given[bool]("requires_grad")
+    data_name = _Given[str]("data_name")
+    md5 = _Given[str]("md5")
+    nan_count = _Given[int]("nan_count")
+    inf_count = _Given[int]("inf_count")
+    first_bad = _Given[tuple[int, ...]]("first_bad", tuple)
+    device = _Given[str]("device")
+    stride = _Given[tuple[int, ...]]("stride", tuple)
+    data_ptr = _Given[int]("data_ptr")
+    storage_offset = _Given[int]("storage_offset")
+    storage_ptr = _Given[int]("storage_ptr")
+    storage_bytes = _Given[int]("storage_bytes")
+    storage_id = _Given[int]("storage_id")
+    stream = _Given[int]("stream")
 
     @property
     def type(self) -> str:
@@ -52,9 +91,26 @@ class DumpLeaf:
         return is_tensor(self.raw)
 
     @property
-    def value(self) -> Any:
-        """Of a plain value; None for a tensor."""
-        return self.raw.get("value")
+    def is_finite(self) -> bool:
+        nans, infinities = self.raw.get("nan_count"), self.raw.get("inf_count")
+        if nans is not None and infinities is not None:
+            return not (nans or infinities)
+        ends = number(self.raw.get("Max")), number(self.raw.get("Min"))
+        return all(value is None or math.isfinite(value) for value in ends)
+
+    @property
+    def has_nan(self) -> bool:
+        return self._has(self.nan_count, math.isnan)
+
+    @property
+    def has_infinity(self) -> bool:
+        return self._has(self.inf_count, math.isinf)
+
+    def _has(self, count: int | None, is_such: Callable[[float], bool]) -> bool:
+        """By the count, or else by Max and Min: a norm may overflow where no element does."""
+        if count is not None:
+            return count > 0
+        return any(value is not None and is_such(value) for value in (self.max, self.min))
 
     @property
     def dtype(self) -> str:
@@ -64,86 +120,12 @@ class DumpLeaf:
     def shape(self) -> tuple[int, ...]:
         return tuple(self.raw.get("shape") or ())
 
-    @property
-    def max(self) -> float | None:
-        return number(self.raw.get("Max"))
-
-    @property
-    def min(self) -> float | None:
-        return number(self.raw.get("Min"))
-
-    @property
-    def mean(self) -> float | None:
-        return number(self.raw.get("Mean"))
-
-    @property
-    def norm(self) -> float | None:
-        return number(self.raw.get("Norm"))
-
-    @property
-    def requires_grad(self) -> bool | None:
-        return self.raw.get("requires_grad")
-
-    @property
-    def data_name(self) -> str | None:
-        return self.raw.get("data_name")
-
-    @property
-    def md5(self) -> str | None:
-        return self.raw.get("md5")
-
-    @property
-    def nan_count(self) -> int | None:
-        return self.raw.get("nan_count")
-
-    @property
-    def inf_count(self) -> int | None:
-        return self.raw.get("inf_count")
-
-    @property
-    def first_bad(self) -> tuple[int, ...] | None:
-        index = self.raw.get("first_bad")
-        return None if index is None else tuple(index)
-
-    @property
-    def device(self) -> str | None:
-        return self.raw.get("device")
-
-    @property
-    def stride(self) -> tuple[int, ...] | None:
-        stride = self.raw.get("stride")
-        return None if stride is None else tuple(stride)
-
-    @property
-    def data_ptr(self) -> int | None:
-        return self.raw.get("data_ptr")
-
-    @property
-    def storage_offset(self) -> int | None:
-        return self.raw.get("storage_offset")
-
-    @property
-    def storage_ptr(self) -> int | None:
-        return self.raw.get("storage_ptr")
-
-    @property
-    def storage_bytes(self) -> int | None:
-        return self.raw.get("storage_bytes")
-
-    @property
-    def storage_id(self) -> int | None:
-        return self.raw.get("storage_id")
-
-    @property
-    def stream(self) -> int | None:
-        return self.raw.get("stream")
-
 
 def is_tensor(raw: Mapping[str, Any]) -> bool:
     return raw.get("type") == _TENSOR or "dtype" in raw
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DumpEntry:
     """An entry: its NAME, and what the dump has under it. Walking it raises `DumpError` where a field is not usable."""
 
@@ -155,12 +137,14 @@ class DumpEntry:
     def is_recompute(self) -> bool:
         return self.raw.get("is_recompute") is True
 
-    def inputs(self) -> Iterator[tuple[str, DumpLeaf]]:
+    @cached_property
+    def inputs(self) -> list[tuple[str, DumpLeaf]]:
         """Tensors that went in, arguments by name included; parameters are not among them."""
-        return self._tensors(_INPUTS)
+        return list(self._tensors(_INPUTS))
 
-    def outputs(self) -> Iterator[tuple[str, DumpLeaf]]:
-        return self._tensors(("output",))
+    @cached_property
+    def outputs(self) -> list[tuple[str, DumpLeaf]]:
+        return list(self._tensors(("output",)))
 
     def leaves(self) -> Iterator[tuple[str, DumpLeaf]]:
         """All tensors, in the order of the dump."""
@@ -241,3 +225,121 @@ def _is_deep(raw: Mapping[str, Any]) -> bool:
         parts = (value.values() if isinstance(value, dict) else value for value in level)
         level = [one for part in parts for one in part if isinstance(one, (list, dict))]
     return True
+
+
+# -- collectives -------------------------------------------------------------------------------------------------------
+
+MESSAGES = frozenset({"send", "recv", "isend", "irecv"})
+
+_FROM_ROOT, _TO_ROOT = frozenset({"broadcast", "scatter"}), frozenset({"reduce", "gather", "gather_into_tensor"})
+_ROOT_PLACE = {"broadcast": 1, "reduce": 1, "gather": 2, "scatter": 2}  # of ``src`` or ``dst`` among the arguments
+_PEER_PLACE = 1
+_OUTPUTS = {  # as the functions of torch.distributed have them: by place, and by name
+    "recv": (0, "tensor"),
+    "irecv": (0, "tensor"),
+    "all_gather": (0, "tensor_list"),
+    "all_gather_into_tensor": (0, "output_tensor"),
+    "_all_gather_base": (0, "output_tensor"),
+    "reduce_scatter": (0, "output"),
+    "reduce_scatter_tensor": (0, "output"),
+    "_reduce_scatter_base": (0, "output"),
+    "gather": (1, "gather_list"),
+    "scatter": (0, "tensor"),
+    "all_to_all": (0, "output_tensor_list"),
+    "all_to_all_single": (0, "output"),
+}
+
+
+@dataclass(frozen=True)
+class CollectiveEntry:
+    """A collective of one rank: with whom, and what it took and gave. Ranks are global ones.
+
+    Attributes:
+        ranks: of the group; empty where the dump does not say.
+        sequence: its number in its group (of a message: between these two); None where the dump does not say.
+        peer: of a message; None where it has none, or the dump does not say.
+        incomplete: it had not ended when the dump did, or it failed.
+        taken, made: its tensors that matter on this rank, finite or not.
+        bad_inputs, bad_outputs: whether some of these are not finite.
+    """
+
+    entry: DumpEntry
+    api: str
+    number: int
+    ranks: tuple[int, ...]
+    group: str
+    op: str
+    sequence: int | None
+    peer: int | None
+    incomplete: bool
+    taken: tuple[tuple[str, DumpLeaf], ...]
+    made: tuple[tuple[str, DumpLeaf], ...]
+    bad_inputs: bool = False
+    bad_outputs: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.entry.name
+
+    @property
+    def is_message(self) -> bool:
+        return self.api in MESSAGES
+
+
+def read_collective(entry: DumpEntry, name: Name, me: int) -> CollectiveEntry:
+    held = entry.raw.get("input_kwargs")
+    given = held if isinstance(held, dict) else {}
+    root = _rank(entry, given, "dst" if name.api in _TO_ROOT else "src", _ROOT_PLACE.get(name.api))
+    peer = None
+    if name.api in MESSAGES:
+        peer = _rank(entry, given, "dst" if name.api.endswith("send") else "src", _PEER_PLACE)
+    takes = name.api not in _FROM_ROOT or root in (None, me)
+    gives = name.api not in _TO_ROOT or root in (None, me)
+    group = _group_of(entry)
+    return CollectiveEntry(
+        entry,
+        name.api,
+        name.number or 0,
+        tuple(rank for rank in group.get("group_ranks") or () if isinstance(rank, int)),
+        str(group.get("group_id", "")),
+        str(_plain(given.get("op")) or ""),
+        _number(given.get("seq")),
+        peer,
+        entry.raw.get("incomplete") is True,
+        tuple(_inputs(entry, name.api)) if takes else (),
+        tuple(entry.outputs) if gives else (),
+    )
+
+
+def _inputs(entry: DumpEntry, api: str) -> Iterator[tuple[str, DumpLeaf]]:
+    place, word = _OUTPUTS.get(api, (None, ""))
+    buffers = re.compile(rf"(input\.{place}|input_kwargs\.{word})(\.|$)")
+    for path, leaf in entry.inputs:
+        if leaf.nan_count is not None or place is None or not buffers.match(path):  # the counts are ours alone
+            yield path, leaf
+
+
+def _rank(entry: DumpEntry, given: dict[str, Any], key: str, place: int | None) -> int | None:
+    """By name, or else by its place among the arguments."""
+    named = _number(given.get(key))
+    held = entry.raw.get("input_args")
+    if named is not None or place is None or not isinstance(held, list) or place >= len(held):
+        return named
+    return _number(held[place])
+
+
+def _group_of(entry: DumpEntry) -> dict[str, Any]:
+    """The process group among the arguments, by name or not."""
+    for _, leaf in entry.values():
+        if leaf.type.endswith("ProcessGroup"):
+            return dict(leaf.raw)
+    return {}
+
+
+def _plain(raw: Any) -> Any:
+    return raw.get("value") if isinstance(raw, dict) else raw
+
+
+def _number(raw: Any) -> int | None:
+    value = _plain(raw)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None

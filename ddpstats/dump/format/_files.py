@@ -15,22 +15,22 @@ import contextlib
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ddpstats._base.report import printable
 from ddpstats._base.wording import listed
-from ddpstats.dump.format import _contents
-from ddpstats.dump.format._contents import damaged
 from ddpstats.dump.format._entries import DumpEntry
-from ddpstats.dump.format._layout import CONSTRUCT, DUMP, LINES, STACK, TENSORS
-from ddpstats.dump.format._scan import Member, Progress
+from ddpstats.dump.format._names import CONSTRUCT, DUMP, LINES, STACK, TENSORS
+from ddpstats.dump.format._scan import Member, Progress, Scanner, parse
 from ddpstats.errors import DumpError
 
 _RANK = re.compile(r"rank(\d*)")
 _STEP = re.compile(r"step(\d+)")
 _SHOWN = 8
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,6 @@ class RankDump:
     level: str
     complete: bool
     notes: list[str] = field(default_factory=list, init=False, compare=False)
-    _stacks: dict[str, list[str]] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _parents: dict[str, str | list[str] | None] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _read: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
 
     @property
     def directory(self) -> Path:
@@ -68,7 +65,7 @@ class RankDump:
 
     def members(self, progress: Progress | None = None) -> Iterator[Member]:
         """The entries as text, in execution order, without parsing more than their ends; `entry` parses one."""
-        return _contents.members(self.path, progress)
+        return _lines(self.path, progress) if self.path.suffix == ".jsonl" else _members(self.path, progress)
 
     def reread(self, kind: type[Member], key: str, offset: int, size: int) -> Member:
         """A member of which only the place was kept."""
@@ -98,12 +95,10 @@ class RankDump:
 
     def stack_of(self, name: str) -> list[str]:
         """Where the call was made, innermost line first; empty where the dump does not say."""
-        self._read_once(STACK, lambda: self._stacks.update(_contents.read_stacks(self.path)))
         return self._stacks.get(name, [])
 
     def parent_of(self, name: str) -> str | list[str] | None:
         """The module's pass that a call was made in; None at the root, and where the dump does not say."""
-        self._read_once(CONSTRUCT, lambda: self._parents.update(_contents.read_parents(self.path)))
         return self._parents.get(name)
 
     def place_of(self, name: str) -> list[str]:
@@ -112,15 +107,21 @@ class RankDump:
         inside = [f"inside {parent if isinstance(parent, str) else ', '.join(parent)}"] if parent else []
         return [*inside, *(" ".join(line.split()) for line in self.stack_of(name)[:3])]
 
-    def _read_once(self, what: str, read: Callable[[], None]) -> None:
+    @cached_property
+    def _stacks(self) -> dict[str, list[str]]:
+        return self._beside(STACK, read_stacks)
+
+    @cached_property
+    def _parents(self) -> dict[str, str | list[str] | None]:
+        return self._beside(CONSTRUCT, read_parents)
+
+    def _beside(self, what: str, read: Callable[[Path], dict[str, T]]) -> dict[str, T]:
         """Damage beside sound entries costs what it hit, and a note, not the verdict on the entries."""
-        if what in self._read:
-            return
-        self._read.add(what)
         try:
-            read()
+            return read(self.path)
         except DumpError as error:
             self.notes.append(f"without what {what} says: {error}")
+            return {}
 
     def tensor_file(self, data_name: str) -> Path:
         """The file of a saved tensor. Raises `DumpError` for one that is not there, or lies outside the dump."""
@@ -192,15 +193,15 @@ def open_rank(path: str | Path) -> RankDump:
         path = _file_in(path) or path
     if not path.is_file():
         raise DumpError(f"{given}: {_what_is_there(given)}", path=str(given))
-    header = _contents.header(path)
+    said = header(path)
     directory = path.absolute().parent
     rank, step = _RANK.fullmatch(directory.name), _STEP.fullmatch(directory.parent.name)
     return RankDump(
         path,
         int(rank[1]) if rank is not None and rank[1] else None,
         int(step[1]) if step is not None else None,
-        _word(header, "task") or "statistics",
-        _word(header, "level"),
+        _word(said, "task") or "statistics",
+        _word(said, "level"),
         path.suffix != ".jsonl",
     )
 
@@ -250,3 +251,135 @@ def sayable_errors() -> Iterator[None]:
     except OSError as error:
         where = "" if error.filename is None else f"{error.filename}: "
         raise DumpError(f"{where}{error.strerror or error}. Check the path and its permissions.") from None
+
+
+# -- what stands in one rank's files -----------------------------------------------------------------------------------
+
+
+def header(path: Path) -> dict[str, Any]:
+    """What stands before the entries."""
+    if path.suffix == ".jsonl":
+        return _lines_header(path)
+    with _object_in(path) as scanner:
+        return {member.key: _parsed(member, path) for member in scanner.members(stop_at="data")}
+
+
+def read_stacks(path: Path) -> dict[str, list[str]]:
+    """NAME -> lines of its stack, one list shared by all that have it. Both forms of stack.json are understood."""
+    shared: dict[tuple[str, ...], list[str]] = {}
+
+    def share(lines: list[str]) -> list[str]:
+        """There are many calls, and few places in the program that make them."""
+        return shared.setdefault(tuple(lines), lines)
+
+    if path.suffix == ".jsonl":
+        return {record["name"]: share(_strings(record.get("stack"))) for record, *_ in _records(path)}
+    file = path.parent / STACK
+    stacks: dict[str, list[str]] = {}
+    for member in _members_of(file):
+        held = _parsed(member, file)
+        if isinstance(held, list) and len(held) == 2 and all(isinstance(part, list) for part in held):
+            lines = _strings(held[1])
+            stacks.update(dict.fromkeys(_strings(held[0]), lines))
+        else:
+            stacks[member.key] = share(_strings(held))
+    return stacks
+
+
+def read_parents(path: Path) -> dict[str, str | list[str] | None]:
+    """NAME -> that of the module's pass around it: a name, a list of names, or None at the root."""
+    if path.suffix == ".jsonl":
+        return {record["name"]: _parent(record.get("parent")) for record, *_ in _records(path)}
+    file = path.parent / CONSTRUCT
+    return {member.key: _parent(_parsed(member, file)) for member in _members_of(file)}
+
+
+def _parent(held: Any) -> str | list[str] | None:
+    return held if isinstance(held, str) else _strings(held) or None
+
+
+def _strings(held: Any) -> list[str]:
+    return [line for line in held if isinstance(line, str)] if isinstance(held, list) else []
+
+
+def damaged(path: Path, problem: str) -> DumpError:
+    return DumpError(f"{path}: {problem}. It is damaged, or no statistics dump: dump the step again.", path=str(path))
+
+
+@contextlib.contextmanager
+def _object_in(path: Path, progress: Progress | None = None) -> Iterator[Scanner]:
+    with path.open("rb") as file:
+        scanner = Scanner(file, path, progress)
+        scanner.enter()
+        yield scanner
+
+
+def _members(path: Path, progress: Progress | None) -> Iterator[Member]:
+    with _object_in(path, progress) as scanner:
+        for _ in scanner.members(stop_at="data"):
+            pass
+        if scanner.at_end():
+            raise damaged(path, 'it has no "data"')
+        scanner.enter()
+        yield from scanner.members()
+        scanner.rest_of_braces()
+
+
+def _members_of(path: Path) -> Iterator[Member]:
+    """The members of a file; none where it is not there."""
+    if path.is_file():
+        with _object_in(path) as scanner:
+            yield from scanner.members()
+
+
+def _parsed(member: Member, path: Path) -> Any:
+    try:
+        return member.value()
+    except ValueError as error:
+        raise damaged(path, f"{member.key} is not JSON: {error}") from None
+
+
+def _lines_header(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        line = file.readline()
+    try:
+        header = parse(line.decode("latin-1"))
+    except ValueError:
+        header = None
+    if not isinstance(header, dict):
+        raise damaged(path, "its first line is no JSON object with task and level")
+    return header
+
+
+def _records(path: Path, progress: Progress | None = None) -> Iterator[tuple[dict[str, Any], str, int]]:
+    """The lines of a dump.jsonl after the first, parsed, with their text and place. A broken last line is left out."""
+    with path.open("rb") as file:
+        offset = len(file.readline())
+        for line in file:
+            text = line.decode("latin-1")
+            try:
+                record = parse(text)
+                if not isinstance(record, dict) or not isinstance(record.get("name"), str):
+                    raise ValueError("no object with a name")
+            except ValueError as error:
+                if not line.endswith(b"\n") or not file.read(1):  # killed while it was written
+                    return
+                raise damaged(path, f"the line at byte {offset:,} is not one of a dump: {error}") from None
+            yield record, text, offset
+            offset += len(line)
+            if progress is not None:
+                progress(len(line))
+
+
+def _lines(path: Path, progress: Progress | None) -> Iterator[Member]:
+    for record, text, offset in _records(path, progress):
+        yield _Line(record["name"], text, offset)
+
+
+class _Line(Member):
+    """A whole line; its value is the entry in it."""
+
+    __slots__ = ()
+
+    def value(self) -> Any:
+        return parse(self.text).get("entry")

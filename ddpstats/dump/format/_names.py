@@ -1,4 +1,4 @@
-"""The NAME of an entry of a dump: made, and taken apart.
+"""What things are called: the files of one rank's step, and the NAME of an entry, made and taken apart.
 
 ::
 
@@ -14,8 +14,32 @@ pass has the number of the call, for it belongs to it.
 from __future__ import annotations
 
 import re
-from collections import Counter
+import zlib
 from dataclasses import dataclass
+
+DUMP, LINES, STACK, CONSTRUCT, ERRORS = "dump.json", "dump.jsonl", "stack.json", "construct.json", "dump_error_info.log"
+TENSORS = "dump_tensor_data"
+
+_LONGEST, _LONGEST_PATH = 230, 100
+
+
+def file_name(name: str, path: str) -> str:
+    """Of the file that holds a tensor of an entry.
+
+    What a file system may not take is replaced, and what is too long is cut, at the end of the entry's name; a checksum
+    of the whole keeps such names apart.
+    """
+    head, tail = _plain(name), _plain(path)
+    if (head, tail) != (name, path) or len(head) + len(tail) > _LONGEST:
+        tail = tail[-_LONGEST_PATH:]
+        mark = f"-{zlib.crc32(f'{name}.{path}'.encode(errors='surrogatepass')):08x}"
+        head = head[: _LONGEST - len(tail) - len(mark)] + mark
+    return f"{head}.{tail}.pt"
+
+
+def _plain(text: str) -> str:
+    return "".join(one if (one.isascii() and one.isalnum()) or one in "._-" else "_" for one in text)
+
 
 API_PREFIXES = ("Tensor", "Torch", "Functional", "Distributed", "NPU", "VF", "Aten", "MindSpeed")
 
@@ -75,19 +99,6 @@ def parse_name(full: str) -> Name:
 
 
 # -- made --------------------------------------------------------------------------------------------------------------
-
-
-class CallCounters:
-    """How often each thing was called since the step began."""
-
-    def __init__(self) -> None:
-        self._seen: Counter[str] = Counter()
-
-    def next(self, what: str) -> int:
-        """0 for the first, 1 for the second, ..."""
-        number = self._seen[what]
-        self._seen[what] = number + 1
-        return number
 
 
 def module_base(path: str, class_name: str) -> str:

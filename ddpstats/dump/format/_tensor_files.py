@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from ddpstats._base.atomic_files import TEMPORARY_PREFIX
 from ddpstats._observe.torch_compat import without_tensor_classes
-from ddpstats.dump.format._layout import file_name
+from ddpstats.dump.format._names import file_name
 
 _LONGEST_NAME = 255
 
@@ -80,6 +81,16 @@ def without_repeats(tensor: Tensor) -> tuple[Tensor, int]:
         if stride == 0 and size > 1:
             tensor, repeats = tensor.narrow(dimension, 0, 1), repeats * size
     return tensor, repeats
+
+
+def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether its elements lie in memory without gaps, and each once."""
+    expected = 1
+    for step, size in sorted(zip(stride, shape, strict=True)):
+        if size > 1 and step != expected:
+            return False
+        expected *= size
+    return True
 
 
 def checksum(tensor: Tensor) -> str:

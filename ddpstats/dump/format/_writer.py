@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ddpstats._base.atomic_files import put_file
-from ddpstats.dump.format._layout import CONSTRUCT, DUMP, LINES, STACK
+from ddpstats.dump.format._names import CONSTRUCT, DUMP, LINES, STACK
 
 FORMAT = "ddpstats 1"
 
@@ -45,11 +45,9 @@ class StepWriter:
         self._header = dict(header)
         self._at_once = at_once
         self._file: int | None = None
-        self._names: list[str] = []
+        self._added: list[tuple[str, int, str | None]] = []  # of each entry its name, its stack and its parent
         self._entries: list[tuple[int, int] | bytes] = []  # place and length in the lines, or the text itself
         self._stacks: list[tuple[list[str], bytes]] = []  # lines, and their text
-        self._stack_of: list[int] = []
-        self._parents: list[str | None] = []
         self._offset = 0
         self._is_claimed = False
         self._are_lines_left = False  # `finish` has failed: entries are in the lines still
@@ -59,7 +57,7 @@ class StepWriter:
 
     @property
     def is_empty(self) -> bool:
-        return not self._names
+        return not self._added
 
     def new_stack(self, lines: list[str]) -> int:
         """Lines of a stack that `add` can refer to by this number."""
@@ -71,9 +69,7 @@ class StepWriter:
         if os.getpid() != self._process:
             return
         text = encode(entry).encode()
-        self._names.append(name)
-        self._stack_of.append(stack)
-        self._parents.append(parent)
+        self._added.append((name, stack, parent))
         if self._file is None:
             self._entries.append(text)
             return
@@ -116,7 +112,7 @@ class StepWriter:
 
     def abandon(self) -> None:
         """Nothing was collected, and nothing will be: the claim on the directory is given back. Raises OSError."""
-        if os.getpid() == self._process and not self._names:
+        if os.getpid() == self._process and not self._added:
             self._close()
             if self._is_claimed:
                 (self.directory / LINES).unlink(missing_ok=True)
@@ -143,8 +139,7 @@ class StepWriter:
         self._put(file, encode({**self._header, "format": FORMAT}).encode() + b"\n")
         before, self._entries = self._entries, []
         with self._finished() as dump:
-            texts = _texts(before, dump)
-            for name, text, stack, parent in zip(self._names, texts, self._stack_of, self._parents, strict=True):
+            for (name, stack, parent), text in zip(self._added, _texts(before, dump), strict=True):
                 self._line(file, name, text, stack, parent)
         (self.directory / DUMP).unlink(missing_ok=True)  # readers would take it for all there is
 
@@ -198,7 +193,7 @@ class StepWriter:
         separator = b""
         with self._finished() as before:
             source = before if self._file is None else self._file
-            for name, entry in zip(self._names, _texts(self._entries, source), strict=True):
+            for (name, *_), entry in zip(self._added, _texts(self._entries, source), strict=True):
                 file.write(b"%s%s: " % (separator, encode(name).encode()))
                 yield file.tell(), len(entry)
                 file.write(entry)
@@ -207,14 +202,14 @@ class StepWriter:
 
     def _stack_text(self) -> bytes:
         names: list[list[str]] = [[] for _ in self._stacks]
-        for name, stack in zip(self._names, self._stack_of, strict=True):
+        for name, stack, _ in self._added:
             names[stack].append(name)
         used = [(these, lines) for these, (lines, _) in zip(names, self._stacks, strict=True) if these]
         return encode({str(number): stack for number, stack in enumerate(used)}).encode()
 
     def _construct_text(self) -> bytes:
         has_modules = self._header.get("level") != "L1"
-        return encode(dict(zip(self._names, self._parents, strict=True)) if has_modules else {}).encode()
+        return encode({name: parent for name, _, parent in self._added if has_modules}).encode()
 
 
 def _texts(entries: list[tuple[int, int] | bytes], file: int | None) -> Iterator[bytes]:

@@ -1,17 +1,64 @@
-"""What is said of an origin: what happened, in one sentence, and what to do next, in one or two."""
+"""What is said of an origin: what happened, in one sentence, and what to do next, in one or two.
+
+What is not in a dump cannot be found, and cannot be called finite: how much of a step it has is said too.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from ddpstats._base.rank_names import ranks_text
-from ddpstats.dump.format._entries import DumpLeaf
-from ddpstats.dump.format._files import RankDump
+from ddpstats._base.wording import listed
+from ddpstats.dump.format._files import RankDump, header
 from ddpstats.dump.format._names import parse_name
-from ddpstats.dump.origin._candidates import Candidate, has_nan
-from ddpstats.dump.origin._coverage import coverage_of
+from ddpstats.dump.origin._candidates import Candidate
 from ddpstats.dump.origin._first_nan import NaNOrigin
-from ddpstats.dump.origin._growth import has_infinity
+from ddpstats.errors import DumpError
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """What one rank's dump leaves out.
+
+    Attributes:
+        is_whole: every operation of the step, with what it took and gave, forward and backward, as far as torch shows
+            it. False too where the dump does not say: those of other tools do not.
+        left_out: in words, what is not recorded on purpose.
+    """
+
+    is_whole: bool
+    left_out: tuple[str, ...]
+
+
+def coverage_of(dump: RankDump) -> Coverage:
+    try:
+        said = header(dump.path)
+    except DumpError:  # it was read before, and is gone: nothing is known
+        said = {}
+    left_out = [] if dump.level != "L0" else ["operations between modules (level L0)"]
+    left_out += [f"what is outside of {key} {_listed(said[key])}" for key in ("scope", "list") if said.get(key)]
+    modes = said.get("data_mode")
+    if isinstance(modes, list) and modes and "all" not in modes:
+        left_out.append(f"anything but {_listed(modes)} (data_mode)")
+    if not dump.complete:
+        left_out.append("the end of the step (the run ended in it)")
+    is_said = all(key in said for key in ("scope", "list", "data_mode"))
+    return Coverage(is_said and not left_out, tuple(left_out))
+
+
+def _listed(words: Any) -> str:
+    return listed(words, 3) if isinstance(words, list) else str(words)
+
+
+def left_out_words(dumps: Sequence[RankDump], undumped: Sequence[int]) -> str:
+    """One sentence on all ranks; empty where nothing is left out."""
+    words = list(dict.fromkeys(word for dump in dumps for word in coverage_of(dump).left_out))
+    if undumped:
+        words.append(ranks_text(undumped))
+    return f"Not recorded: {'; '.join(words)}." if words else ""
+
 
 _SHOWN = 8
 _SUMS = ("", "sum", "avg", "premul_sum", "product")
@@ -61,7 +108,7 @@ def _inputs(origin: NaNOrigin) -> str:
     direction = "backward" if parse_name(origin.name).direction == "backward" else "forward"
     if (direction, "input") not in origin.recorded:
         words = "its inputs are not in this dump"
-    elif not any(True for _ in candidate.entry.inputs()):
+    elif not candidate.entry.inputs:
         words = "it takes no tensors"
     else:
         words = "its inputs are finite"
@@ -73,13 +120,8 @@ def _inputs(origin: NaNOrigin) -> str:
 
 
 def what_of(candidate: Candidate) -> str:
-    return _what(one.leaf for one in candidate.bad)
-
-
-def _what(leaves: Iterable[DumpLeaf]) -> str:
-    held = list(leaves)
-    nan = any(has_nan(leaf) for leaf in held)
-    inf = any(has_infinity(leaf) for leaf in held)
+    nan = any(one.leaf.has_nan for one in candidate.bad)
+    inf = any(one.leaf.has_infinity for one in candidate.bad)
     return "NaN and infinity" if nan and inf else "NaN" if nan else "infinity"
 
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ddpstats._base.rank_names import ranks_text
-from ddpstats.dump.format._collective_calls import CollectiveEntry
-from ddpstats.dump.origin._candidates import Candidate, Kind, RankScan, bad_ones, has_nan
+from ddpstats.dump.format._entries import CollectiveEntry
+from ddpstats.dump.origin._candidates import Candidate, Kind, RankScan, bad_ones
 from ddpstats.dump.origin._growth import Grower, ancestors, overflowed
 
 Key = tuple[str, tuple[int, ...], str, int, int]
@@ -136,7 +136,7 @@ def _also(scans: Sequence[RankScan], origins: Sequence[NaNOrigin]) -> tuple[tupl
 
 
 def _is_mended(candidate: Candidate) -> bool:
-    made_nan = candidate.kind == "computation" and any(has_nan(bad.leaf) for bad in candidate.bad)
+    made_nan = candidate.kind == "computation" and any(bad.leaf.has_nan for bad in candidate.bad)
     return made_nan and candidate.standing == "finite again"
 
 

@@ -62,8 +62,8 @@ class Growth:
     def take(self, entry: DumpEntry, name: Name) -> None:
         if name.direction not in ("forward", "backward") or name.is_collective:
             return
-        size_in = _size(leaf for _, leaf in entry.inputs())
-        size_out = _size(leaf for path, leaf in entry.outputs() if not _is_weight(name, path))
+        size_in = _size(leaf for _, leaf in entry.inputs)
+        size_out = _size(leaf for path, leaf in entry.outputs if not _is_weight(name, path))
         operation = f"Module {name.class_name}" if name.is_module else f"{name.prefix}.{name.api}"
         self.calls[operation, name.direction] += 1
         if 0 < size_in < math.inf and FACTOR * size_in <= size_out < math.inf:
@@ -88,19 +88,13 @@ class Growth:
 
 def overflowed(entry: DumpEntry, bad: Iterable[DumpLeaf], grower: Grower) -> bool:
     """Whether what is bad is the end of the growth: there are infinities, or what went in was close to the largest."""
-    if any(has_infinity(leaf) for leaf in bad):
+    if any(leaf.has_infinity for leaf in bad):
         return True
     near = _NEAR * max(grower.trail[-1].ratio, 1.0)
-    for _, leaf in entry.inputs():
+    for _, leaf in entry.inputs:
         if (largest := _LARGEST.get(dtype_name(leaf.dtype))) and _size([leaf]) * near >= largest:
             return True
     return False
-
-
-def has_infinity(leaf: DumpLeaf) -> bool:
-    if leaf.inf_count is not None:
-        return leaf.inf_count > 0
-    return any(value is not None and math.isinf(value) for value in (leaf.max, leaf.min))
 
 
 def _is_weight(name: Name, path: str) -> bool:

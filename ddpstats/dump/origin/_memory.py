@@ -64,20 +64,6 @@ class Overlap:
         )
 
 
-@dataclass(frozen=True)
-class Overlaps:
-    """What can be said: ``known`` is False where the dump does not record where its tensors are."""
-
-    found: tuple[Overlap, ...]
-    known: bool
-
-    def __iter__(self) -> Iterator[Overlap]:
-        return iter(self.found)
-
-    def __len__(self) -> int:
-        return len(self.found)
-
-
 class _Live:
     """The storages of one device that are in use, while time goes on: a few, of all that had these addresses."""
 
@@ -124,8 +110,8 @@ class MemoryWalk:
         name = parse_name(entry.name)
         if (not name.is_module or self._modules_only) and name.direction != "parameters_grad":
             if not (name.is_module and name.direction == "backward"):
-                self._see(entry, entry.inputs(), self._place)
-            self._see(entry, entry.outputs(), self._place + 1)
+                self._see(entry, entry.inputs, self._place)
+            self._see(entry, entry.outputs, self._place + 1)
         self._place += 2
 
     def _see(self, entry: DumpEntry, leaves: Iterable[tuple[str, DumpLeaf]], place: int) -> None:
@@ -142,8 +128,10 @@ class MemoryWalk:
             if leaf.stream is not None:
                 known.streams.add(leaf.stream)
 
-    def overlaps(self) -> Overlaps:
-        """Across streams first, then by where they begin to be shared."""
+    def overlaps(self) -> list[Overlap] | None:
+        """Across streams first, then by where they begin to be shared; None where the dump has no places of tensors."""
+        if not self._storages:
+            return None
         found: list[Overlap] = []
         by_device: dict[str, _Live] = {}
         for storage in sorted(self._storages.values(), key=lambda one: one.first):
@@ -154,7 +142,7 @@ class MemoryWalk:
                 found.append(Overlap(pair[0], pair[1], shared, min(one.end, storage.end) - shared))
             live.add(storage)
         found.sort(key=lambda each: (not each.across_streams, each.other.first))
-        return Overlaps(tuple(found), bool(self._storages))
+        return found
 
 
 def _streams(storage: Storage) -> str:

@@ -17,12 +17,11 @@ from ddpstats._base.wording import count_of, dtype_name
 from ddpstats.dump.format._entries import DumpLeaf
 from ddpstats.dump.format._files import RankDump, find_ranks, notes_of, sayable_errors
 from ddpstats.dump.format._names import parse_name
-from ddpstats.dump.origin._candidates import RankScan, is_bad
-from ddpstats.dump.origin._coverage import coverage_of, left_out_words
-from ddpstats.dump.origin._explain import advice, also_words, verdict, what_of
+from ddpstats.dump.origin._candidates import RankScan
+from ddpstats.dump.origin._explain import advice, also_words, coverage_of, left_out_words, verdict, what_of
 from ddpstats.dump.origin._first_nan import Findings, NaNOrigin, find_origins
-from ddpstats.dump.origin._growth import Grower
-from ddpstats.dump.origin._memory import MemoryWalk, Overlaps
+from ddpstats.dump.origin._growth import Grower, Grown
+from ddpstats.dump.origin._memory import MemoryWalk, Overlap
 from ddpstats.dump.origin._rank_scan import scan_rank
 from ddpstats.errors import DumpError
 
@@ -45,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
         ).show(args.json)
 
 
-def read(ranks: Sequence[RankDump]) -> tuple[list[RankScan], list[Overlaps]]:
+def read(ranks: Sequence[RankDump]) -> tuple[list[RankScan], list[list[Overlap] | None]]:
     """Every rank's entries, once."""
     scans, memory = [], []
     with ProgressBar(sum(dump.bytes for dump in ranks)) as bar:
@@ -61,7 +60,7 @@ def read(ranks: Sequence[RankDump]) -> tuple[list[RankScan], list[Overlaps]]:
 # -- in words ---------------------------------------------------------------------------------------------------------
 
 
-def as_text(scans: Sequence[RankScan], findings: Findings, memory: Sequence[Overlaps]) -> str:
+def as_text(scans: Sequence[RankScan], findings: Findings, memory: Sequence[list[Overlap] | None]) -> str:
     by_rank = {scan.rank: scan for scan in scans}
     lines = [_read_words(scans)]
     for scan in scans:
@@ -146,15 +145,15 @@ def _tensors(origin: NaNOrigin) -> Iterator[str]:
         return
     parameters = [(path, leaf) for path, leaf in entry.leaves() if path.startswith("parameters.")]
     yield "  inputs:"
-    yield from _capped([_tensor(path, leaf) for path, leaf in [*entry.inputs(), *parameters]] or ["    none"])
+    yield from _capped([_tensor(path, leaf) for path, leaf in [*entry.inputs, *parameters]] or ["    none"])
     yield "  outputs:"
-    yield from _capped([_tensor(path, leaf) for path, leaf in entry.outputs()] or ["    none"])
+    yield from _capped([_tensor(path, leaf) for path, leaf in entry.outputs] or ["    none"])
 
 
 def _tensor(path: str, leaf: DumpLeaf) -> str:
     numbers = zip(("Max", "Min", "Mean", "Norm"), (leaf.max, leaf.min, leaf.mean, leaf.norm), strict=True)
     words = [f"{name} {_number(value)}" for name, value in numbers if value is not None]
-    if is_bad(leaf):
+    if not leaf.is_finite:
         words += [f"{leaf.nan_count:,} NaN"] if leaf.nan_count else []
         words += [f"{leaf.inf_count:,} infinite"] if leaf.inf_count else []
         words += [f"first at {list(leaf.first_bad)}"] if leaf.first_bad is not None else []
@@ -174,9 +173,9 @@ def _number(value: float) -> str:
     return f"{value:.4g}"
 
 
-def _memory_notes(scans: Sequence[RankScan], memory: Sequence[Overlaps]) -> Iterator[str]:
+def _memory_notes(scans: Sequence[RankScan], memory: Sequence[list[Overlap] | None]) -> Iterator[str]:
     for scan, overlaps in zip(scans, memory, strict=True):
-        if not overlaps.known:
+        if overlaps is None:
             yield ""
             yield f"note: {_rank(scan.dump.rank)}: this dump does not record where its tensors are in memory."
         elif overlaps:
@@ -206,7 +205,7 @@ def _capped(lines: list[str]) -> list[str]:
 # -- as JSON ----------------------------------------------------------------------------------------------------------
 
 
-def as_json(scans: Sequence[RankScan], findings: Findings, memory: Sequence[Overlaps]) -> dict[str, Any]:
+def as_json(scans: Sequence[RankScan], findings: Findings, memory: Sequence[list[Overlap] | None]) -> dict[str, Any]:
     by_rank = {scan.rank: scan for scan in scans}
     data: dict[str, Any] = {
         "step": scans[0].dump.step,
@@ -229,7 +228,7 @@ def as_json(scans: Sequence[RankScan], findings: Findings, memory: Sequence[Over
         ],
         "left_out": left_out_words([scan.dump for scan in scans], undumped(scans)),
         "overlaps": [
-            {"rank": scan.dump.rank, "known": found.known, "shared": [str(one) for one in found]}
+            {"rank": scan.dump.rank, "known": found is not None, "shared": [str(one) for one in found or ()]}
             for scan, found in zip(scans, memory, strict=True)
         ],
         **_anomalies(by_rank, findings),
@@ -250,18 +249,13 @@ def _origin_json(dump: RankDump, origin: NaNOrigin) -> dict[str, Any]:
         "until": origin.until,
         "undumped_ranks": list(origin.undumped),
         "before": list(origin.candidate.before),
-        "growth": None
-        if grower is None
-        else {
-            "operation": grower.operation,
-            "direction": grower.direction,
-            "calls": grower.calls,
-            "times": grower.times,
-            "ratio": grower.ratio,
-            "trail": [{"name": one.name, "ratio": one.ratio, "norm": one.size_out} for one in grower.trail],
-        },
+        "growth": None if grower is None else {**vars(grower), "trail": [_grown_json(one) for one in grower.trail]},
         "advice": advice(origin, dump),
     }
+
+
+def _grown_json(one: Grown) -> dict[str, Any]:
+    return {"name": one.name, "ratio": one.ratio, "norm": one.size_out}
 
 
 def _anomalies(by_rank: dict[int, RankScan], findings: Findings) -> dict[str, Any]:

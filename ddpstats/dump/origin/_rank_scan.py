@@ -2,7 +2,7 @@
 
 1. An entry whose inputs were finite and whose outputs are not is a candidate. A tensor that is not finite when it is
    first seen is one, too: something that the dump does not record made it, or it was so before.
-2. What is not finite carries its candidate along (`_traces`).
+2. What is not finite carries its candidate along (`Traces`).
 3. Infinities that were put there on purpose (an argument that is an infinity; a mask of minus infinities) are no
    candidates, nor is what they turn into, unless that is a NaN or an infinity of the other sign. A NaN that the
    program wrote is a candidate, for it may be meant to be written over.
@@ -15,15 +15,20 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import cached_property
 
-from ddpstats.dump.format._collective_calls import read_collective
-from ddpstats.dump.format._entries import DumpEntry, DumpLeaf
+from ddpstats.dump.format._entries import DumpEntry, DumpLeaf, read_collective
 from ddpstats.dump.format._files import RankDump
 from ddpstats.dump.format._names import Name, parse_name
-from ddpstats.dump.origin._call_kinds import (
+from ddpstats.dump.origin._candidates import (
+    Candidate,
+    Kind,
+    NonFiniteTensor,
+    RankScan,
+    Trace,
+    Traces,
+    bad_ones,
     is_literal_write,
     is_minus_infinity,
     is_on_purpose,
@@ -33,31 +38,11 @@ from ddpstats.dump.origin._call_kinds import (
     mixes_with_weights,
     overwrites,
 )
-from ddpstats.dump.origin._candidates import Candidate, Kind, NonFiniteTensor, RankScan, bad_ones
 from ddpstats.dump.origin._growth import ancestors
-from ddpstats.dump.origin._traces import Trace, Traces
 
 _MAX_CANDIDATES, _BEFORE = 256, 5
 _PARAMETERS = "parameters."
 _GRADIENTS = ("backward", "parameters_grad")
-
-
-class CachedEntry(DumpEntry):
-    """An entry whose tensors are looked for, and checked, once, however often they are asked for."""
-
-    def inputs(self) -> Iterator[tuple[str, DumpLeaf]]:
-        return iter(self._inputs)
-
-    def outputs(self) -> Iterator[tuple[str, DumpLeaf]]:
-        return iter(self._outputs)
-
-    @cached_property
-    def _inputs(self) -> list[tuple[str, DumpLeaf]]:
-        return list(super().inputs())
-
-    @cached_property
-    def _outputs(self) -> list[tuple[str, DumpLeaf]]:
-        return list(super().outputs())
 
 
 def scan_rank(
@@ -70,8 +55,7 @@ def scan_rank(
     ``also`` gets every entry, for who wants to know something else of them.
     """
     walk = _Walk(RankScan(dump))
-    for read in dump.entries(progress):
-        entry = CachedEntry(read.name, read.raw, read.source)
+    for entry in dump.entries(progress):
         also(entry)
         if not entry.is_recompute:
             walk.take(entry)
@@ -112,9 +96,9 @@ class _Walk:
 
     def _note_recorded(self, entry: DumpEntry, direction: str) -> None:
         recorded = self.found.recorded
-        if (direction, "input") not in recorded and any(True for _ in entry.inputs()):
+        if (direction, "input") not in recorded and entry.inputs:
             recorded.add((direction, "input"))
-        if (direction, "output") not in recorded and any(True for _ in entry.outputs()):
+        if (direction, "output") not in recorded and entry.outputs:
             recorded.add((direction, "output"))
 
     # -- calls --------------------------------------------------------------------------------------------------------
@@ -122,7 +106,7 @@ class _Walk:
     def _take_call(self, entry: DumpEntry, name: Name) -> None:
         if name.direction == "backward":
             self._traces.backward_of(name.forward)
-        made = bad_ones(entry.outputs())
+        made = bad_ones(entry.outputs)
         parameters: list[NonFiniteTensor] = []
         if "parameters" in entry.raw:
             parameters = bad_ones((path, leaf) for path, leaf in entry.leaves() if path.startswith(_PARAMETERS))
@@ -133,14 +117,14 @@ class _Walk:
             self._reach(real)
         if made:
             self._made(entry, name, made, traces)
-        elif any(_is_number(leaf) for _, leaf in entry.outputs()):
+        elif any(_is_number(leaf) for _, leaf in entry.outputs):
             for trace in traces:
                 trace.close()
 
     def _inputs(self, entry: DumpEntry, name: Name) -> list[NonFiniteTensor]:
         """Without the content of what is only written to, which is over."""
         found = []
-        for bad in bad_ones(entry.inputs()):
+        for bad in bad_ones(entry.inputs):
             if bad.path == "input_kwargs.out" or (bad.path == "input.0" and overwrites(name)):
                 trace = self._traces.find(bad.leaf)
                 if trace is not None:
