@@ -28,14 +28,12 @@ from ddpstats.capture import CaptureVerdict
 from ddpstats.capture._verdict import Policy
 from ddpstats.errors import ConfigError, NonFiniteStat
 from ddpstats.integrations._capture_steps import CaptureSteps
-from ddpstats.integrations._patches import ESPNET_VERSION, Patches, pip_command
+from ddpstats.integrations._patches import Patches, pip_command
 
-_patches = Patches("espnet", ESPNET_VERSION)
+_patches = Patches("espnet")
 
-_PARAMETERS = (
-    "model", "iterator", "optimizers", "schedulers", "scaler", "reporter", "summary_writer", "options",
-    "distributed_option",
-)  # fmt: skip
+_PARAMETERS = "model, iterator, optimizers, schedulers, scaler, reporter, summary_writer, options, distributed_option"
+_RELIED_ON = (f"espnet2.train.trainer:Trainer.train_one_epoch({_PARAMETERS})",)
 
 
 class Capturing:
@@ -102,8 +100,8 @@ def capture(
 
     Covered: ``espnet2.train.trainer.Trainer`` and trainers that inherit its ``train_one_epoch``, with
     DistributedDataParallel and without, with AMP and ``accum_grad``. Not covered: the GAN, UASR, DeepSpeed and
-    Lightning trainers, which have loops of their own. Works with `install` and without it. With an espnet of another
-    version than 202511, or of other signatures, warns and captures nothing; so it does, silently, under
+    Lightning trainers, which have loops of their own. Works with `install` and without it. Where espnet's
+    ``train_one_epoch`` has other parameters, warns and captures nothing; so it does, silently, under
     ``DDPSTATS_DISABLE=1``.
 
     A verdict to stop is raised on every rank in the same step, before it is applied. With "skip" the trainer leaves the
@@ -131,7 +129,9 @@ def capture(
     if _patches.installed:
         raise ConfigError("ddpstats.integrations.espnet.capture() inside another one: a trainer has one capture")
     capturing = Capturing(dirpath, {"on_nonfinite": on_nonfinite, "keep": keep, "store_batch": store_batch, **settings})
-    if _patches.wanted(_relied_on):
+    if not _patches.disabled():
+        _trainer_module()
+    if _patches.wanted(_RELIED_ON):
         _patch(capturing)
     try:
         yield capturing
@@ -216,7 +216,3 @@ def _trainer_module() -> Any:
             f"ddpstats.integrations.espnet needs espnet, but espnet2.train.trainer cannot be imported: {error}. "
             f"{pip_command('espnet')}"
         ) from error
-
-
-def _relied_on() -> dict[Callable[..., Any], tuple[str, ...]]:
-    return {_trainer_module().Trainer.train_one_epoch: _PARAMETERS}

@@ -40,8 +40,8 @@ class Installed:
 
     Attributes:
         patched: the libraries that use ddpstats now, also those that did before.
-        left: library -> why it is as it was: not installed (and the command that installs it), another version than
-            the tested one, switched off by the environment.
+        left: library -> why it is as it was: not installed (and the command that installs it), without something that
+            we rely on, switched off by the environment.
     """
 
     patched: tuple[str, ...]
@@ -71,8 +71,8 @@ def install(*names: str) -> Installed:
     """Make the named libraries use ddpstats. Local and idempotent; every rank with the same names, before training.
 
     Each is patched as by its own module's ``install()``, whose documentation says what that covers; a library that is
-    not imported yet is imported. One that is not installed is left, and one of another version than the tested one
-    too, with a warning. Does nothing under ``DDPSTATS_DISABLE=1``.
+    not imported yet is imported. One that is not installed is left, and one that lacks what we rely on too, with a
+    warning. No version is compared. Does nothing under ``DDPSTATS_DISABLE=1``.
 
     Args:
         names: of "accelerate", "espnet", "lightning", "torcheval", "torchmetrics", at least one. All that are installed

@@ -1,19 +1,21 @@
-"""What every integration needs: is this the version that was tested, replace objects, put the very objects back."""
+"""What every integration needs: has the library what is relied on, replace objects, put the very objects back."""
 
 from __future__ import annotations
 
+import functools
+import importlib
 import importlib.metadata
 import inspect
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 
 from ddpstats._base import config
 from ddpstats.errors import ConfigError
 
-ESPNET_VERSION = "202511"  # the one that was tested; no extra can bring it (setup.cfg says why)
+ESPNET_VERSION = "202511"  # the newest that was tested; no extra can bring it (setup.cfg says why)
 
 
 class Patches:
@@ -21,14 +23,13 @@ class Patches:
 
     Args:
         library: name of the distribution and of the extra.
-        tested: the one version on which the integration was tested.
 
     Attributes:
         why_left: why the last attempt to install left the library as it is.
     """
 
-    def __init__(self, library: str, tested: str) -> None:
-        self._library, self._tested = library, tested
+    def __init__(self, library: str) -> None:
+        self._library = library
         self._undo: list[Callable[[], None]] = []
         self.why_left = ""
 
@@ -36,28 +37,29 @@ class Patches:
     def installed(self) -> bool:
         return bool(self._undo)
 
-    def wanted(self, signatures: Callable[[], dict[Callable[..., Any], tuple[str, ...]]] | None = None) -> bool:
-        """Whether to patch: not yet installed, not disabled, and the library is what was tested. Else says why not.
+    def wanted(
+        self, relied_on: Iterable[str], probe: Callable[[], str | None] | None = None, version: str | None = None
+    ) -> bool:
+        """Whether to patch: not yet installed, not disabled, and the library has what is relied on. Else says why not.
 
-        ``signatures()``: what is relied on beyond the version's number: function -> names of its parameters.
+        No version is compared: one that nobody has seen is patched if it has all that the tested ones have.
+
+        Args:
+            relied_on: as `difference` takes it.
+            probe: tries one call of the library, local to this rank: None, or what it does that is not relied on.
+            version: what the library calls itself, for the warning; None: as it was installed.
         """
         if self.installed or self.disabled():
             return False
-        version = installed_version(self._library)
-        reason = None
-        if version != self._tested:
-            reason = f"tested with {self._library} {self._tested}, but {version} is installed"
-        relied_on = signatures() if signatures is not None and reason is None else {}
-        for function, expected in relied_on.items():
-            found = tuple(inspect.signature(function).parameters)
-            if found != expected:
-                reason = (
-                    f"tested with {self._library} {self._tested}, which has {function.__qualname__}"
-                    f"({', '.join(expected)}); the one that is installed calls itself {version} too, but there it is "
-                    f"({', '.join(found)}): another package has patched it already, or it is no release"
-                )
+        version = version or installed_version(self._library)
+        reason = difference(relied_on)
+        if reason is None and probe is not None:
+            try:
+                reason = probe()
+            except Exception as error:
+                reason = f"raises {type(error).__name__} where it is tried: {error}"
         if reason is not None:
-            self.leave(reason)
+            self.leave(f"{self._library} {version} {reason}")
         return reason is None
 
     def disabled(self) -> bool:
@@ -90,6 +92,31 @@ class Patches:
         """Put the very objects back."""
         while self._undo:
             self._undo.pop()()
+
+
+def difference(relied_on: Iterable[str]) -> str | None:
+    """What a library has instead of something that is relied on, for people; None if it has all of it.
+
+    ``relied_on``: "MODULE:NAME" for what has to be there, "MODULE:NAME(PARAMETER, ...)" for a function that has to take
+    just these, for what stands in its place takes no others.
+    """
+    for one in relied_on:
+        place, _, expected = one.rstrip(")").partition("(")
+        module, _, name = place.partition(":")
+        try:
+            found: Any = functools.reduce(getattr, name.split("."), importlib.import_module(module))
+        except (ImportError, AttributeError):
+            return f"has no {module}.{name}"
+        if "(" in one:
+            if not callable(found):
+                return f"has a {type(found).__name__} as {module}.{name}"
+            parameters = ", ".join(inspect.signature(found).parameters)
+            if parameters != expected:
+                return (
+                    f"has {name}({parameters}) where {name}({expected}) is relied on: another package has patched it "
+                    "already, or this ddpstats does not know that version"
+                )
+    return None
 
 
 def pip_command(library: str) -> str:

@@ -68,19 +68,26 @@ from ddpstats._transport.comm import describe_group, group_ranks, resolve_group
 from ddpstats.errors import InvalidStats, SchemaConflict
 from ddpstats.integrations._patches import Patches
 
-__all__ = ["TESTED_VERSION", "install", "uninstall"]
+__all__ = ["install", "uninstall"]
 
-TESTED_VERSION = "1.15.0"
-
-_patches = Patches("accelerate", TESTED_VERSION)
+_patches = Patches("accelerate")
+_RELIED_ON = (
+    "accelerate.utils.operations:gather(tensor)",
+    "accelerate.utils.operations:reduce(tensor, reduction, scale)",
+    "accelerate.accelerator:Accelerator.gather(self, tensor)",
+    "accelerate.accelerator:Accelerator.gather_for_metrics(self, input_data, use_gather_object)",
+    "accelerate.accelerator:Accelerator.reduce(self, tensor, reduction, scale)",
+    "accelerate.state:PartialState",
+    "accelerate.utils.constants:TORCH_DISTRIBUTED_OPERATION_TYPES",
+)
 
 
 def install() -> None:
     """Patch the installed accelerate. Local and idempotent; every rank must call it, or none.
 
-    Your own modules that imported ``gather`` or ``reduce`` by name before this call keep the old ones. With an
-    accelerate of another version than `TESTED_VERSION`, warns and leaves it unpatched. Does nothing under
-    ``DDPSTATS_DISABLE=1``.
+    Your own modules that imported ``gather`` or ``reduce`` by name before this call keep the old ones. An
+    accelerate that lacks what this relies on, whatever its version, is left unpatched, with a warning that names the
+    difference. Does nothing under ``DDPSTATS_DISABLE=1``.
 
     Raises:
         ConfigError: accelerate is not installed.
@@ -90,7 +97,7 @@ def install() -> None:
         rank 0: accelerator.reduce({"a": tensor(1.), "b": tensor(2.)})   rank 1: {"b": tensor(20.), "a": tensor(10.)}
         stock gives rank 0 a=21, b=12; after install() every rank has a=11, b=22
     """
-    if _patches.wanted(_relied_on):
+    if _patches.wanted(_RELIED_ON):
         operations, accelerator = _operations(), _accelerator_class()
         _patches.replace_everywhere("accelerate", operations.gather, _gathering(operations.gather))
         _patches.replace_everywhere("accelerate", operations.reduce, _reducing(operations.reduce))
@@ -100,17 +107,6 @@ def install() -> None:
 def uninstall() -> None:
     """Put accelerate's own functions back. Local and idempotent."""
     _patches.restore()
-
-
-def _relied_on() -> dict[Callable[..., Any], tuple[str, ...]]:
-    operations, accelerator = _operations(), _accelerator_class()
-    return {
-        operations.gather: ("tensor",),
-        operations.reduce: ("tensor", "reduction", "scale"),
-        accelerator.gather: ("self", "tensor"),
-        accelerator.gather_for_metrics: ("self", "input_data", "use_gather_object"),
-        accelerator.reduce: ("self", "tensor", "reduction", "scale"),
-    }
 
 
 # -- in place of accelerate's -----------------------------------------------------------------------------------------

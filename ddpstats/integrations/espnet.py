@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from itertools import groupby
 from types import ModuleType
@@ -37,36 +36,33 @@ from ddpstats._base.paths import Step
 from ddpstats._reduction.markers import Sum
 from ddpstats.errors import ConfigError
 from ddpstats.integrations._espnet_capture import Capturing as Capturing, capture as capture, step as step
-from ddpstats.integrations._patches import ESPNET_VERSION, Patches, pip_command
+from ddpstats.integrations._patches import Patches, pip_command
 from ddpstats.recursive_op import LeafAverage, average_with_weights, recursive_divide, recursive_sum
 
-__all__ = ["TESTED_VERSION", "AveragedStats", "Capturing", "capture", "install", "step", "uninstall"]
-
-TESTED_VERSION = ESPNET_VERSION
+__all__ = ["AveragedStats", "Capturing", "capture", "install", "step", "uninstall"]
 
 _PACKAGES = frozenset({"espnet2", "espnet3", "espnetez"})
 
-# What we rely on, beyond the version's number: a checkout of espnet's master keeps the number of the last release.
-_PARAMETERS = {
-    "recursive_average": ("obj", "weight", "distributed"),
-    "recursive_sum": ("obj", "weight", "distributed"),
-    "recursive_divide": ("a", "b"),
-    "register": ("self", "stats", "weight"),
-}
+_RELIED_ON = (
+    "espnet2.torch_utils.recursive_op:recursive_average(obj, weight, distributed)",
+    "espnet2.torch_utils.recursive_op:recursive_sum(obj, weight, distributed)",
+    "espnet2.torch_utils.recursive_op:recursive_divide(a, b)",
+    "espnet2.train.reporter:SubReporter.register(self, stats, weight)",
+)
 
 # uasr_trainer divides sums of these over an epoch by one another. It asserts the first two, no other trainer has them.
 _UASR_NEEDS = frozenset({"batch_num_errors", "batch_num_ref_tokens"})
 _UASR_COUNTS = _UASR_NEEDS | {"batch_lm_log_prob", "batch_num_hyp_tokens", "batch_size"}
 
-_patches = Patches("espnet", TESTED_VERSION)
+_patches = Patches("espnet")
 
 
 def install() -> None:
     """Patch the installed espnet, whether its trainers are imported already or later. Local and idempotent.
 
     Every rank must call it, or none. Your own modules that imported one of espnet's functions by name before this
-    call keep the old one. With an espnet of another version than `TESTED_VERSION`, or of other signatures, warns
-    and leaves it unpatched. Does nothing under ``DDPSTATS_DISABLE=1``.
+    call keep the old one. An espnet that lacks what this relies on, whatever its version, is left unpatched, with a
+    warning that names the difference. Does nothing under ``DDPSTATS_DISABLE=1``.
 
     Raises:
         ConfigError: espnet is not installed, or lacks what it needs itself.
@@ -78,15 +74,13 @@ def install() -> None:
     """
     if _patches.installed or _patches.disabled():
         return
-    reason = _unfit()
-    if reason is not None:
-        _patches.leave(reason)
-        return
-    theirs = _found()
-    for name, ours in _OURS.items():
-        for package in _PACKAGES:
-            _patches.replace_everywhere(package, theirs[name], ours)
-    _patches.replace(_sub_reporter(), "register", _registering(theirs["register"]))
+    theirs, reporter = _import("espnet2.torch_utils.recursive_op"), _import("espnet2.train.reporter")
+    version = str(getattr(_import("espnet2"), "__version__", "of no version"))
+    if _patches.wanted(_RELIED_ON, lambda: _probe(theirs), version):
+        for name, ours in _OURS.items():
+            for package in _PACKAGES:
+                _patches.replace_everywhere(package, getattr(theirs, name), ours)
+        _patches.replace(reporter.SubReporter, "register", _registering(reporter.SubReporter.register))
 
 
 def uninstall() -> None:
@@ -161,28 +155,8 @@ def _import(name: str) -> ModuleType:
         ) from error
 
 
-def _sub_reporter() -> Any:
-    return _import("espnet2.train.reporter").SubReporter
-
-
-def _found() -> dict[str, Any]:
-    """What espnet has now under the names we replace; None where it has no such name."""
-    module = _import("espnet2.torch_utils.recursive_op")
-    return {**{name: getattr(module, name, None) for name in _OURS}, "register": _sub_reporter().register}
-
-
-def _unfit() -> str | None:
-    """Why the installed espnet is not one that was tested, or None."""
-    version = str(getattr(_import("espnet2"), "__version__", "unknown"))
-    if version != TESTED_VERSION:
-        return f"tested with espnet {TESTED_VERSION}, but {version} is installed"
-    for name, found in _found().items():
-        parameters = tuple(inspect.signature(found).parameters) if callable(found) else None
-        if parameters != _PARAMETERS[name]:
-            expected = ", ".join(_PARAMETERS[name])
-            shown = "missing" if parameters is None else f"{name}({', '.join(parameters)})"
-            return (
-                f"tested with espnet {TESTED_VERSION}, which has {name}({expected}); the one that is installed calls "
-                f"itself {version} too, but there it is {shown}"
-            )
-    return None
+def _probe(theirs: Any) -> str | None:
+    found = theirs.recursive_average({"a": torch.tensor([2.0, 5.0])}, torch.tensor([2.0, 1.0]), False)
+    if found == ({"a": torch.tensor(3.0)}, torch.tensor(3.0)):
+        return None
+    return f"averages 2 and 5 with weights 2 and 1 to {found}, where 3 with weight 3 is relied on"

@@ -49,7 +49,7 @@ from ddpstats._agreement.decide import any_rank
 from ddpstats.errors import ConfigError
 from ddpstats.integrations._lightning_capture import DdpstatsNaNCapture as DdpstatsNaNCapture, step as step
 from ddpstats.integrations._lightning_points import Ledger, audience_of, combine, combined_later, is_ours
-from ddpstats.integrations._patches import Patches
+from ddpstats.integrations._patches import Patches, difference
 
 try:
     from lightning.pytorch.callbacks import Callback
@@ -58,11 +58,25 @@ except ImportError as error:
         f"ddpstats.integrations.lightning needs lightning: {error}. pip install 'ddpstats[lightning]'"
     ) from error
 
-__all__ = ["TESTED_VERSION", "DdpstatsCallback", "DdpstatsNaNCapture", "install", "step", "uninstall"]
+__all__ = ["DdpstatsCallback", "DdpstatsNaNCapture", "install", "step", "uninstall"]
 
-TESTED_VERSION = "2.6.6"
-
-_patches = Patches("lightning", TESTED_VERSION)
+_patches = Patches("lightning")
+_CONNECTORS = "trainer.connectors.logger_connector"
+_RELIED_ON = (
+    f"{_CONNECTORS}.result:_ResultCollection._get_cache(result_metric, on_step)",
+    f"{_CONNECTORS}.result:_ResultCollection.log",
+    f"{_CONNECTORS}.result:_ResultMetric.to",
+    f"{_CONNECTORS}.result:_Sync(fn, _should, rank_zero_only, _op, _group)",
+    f"{_CONNECTORS}.logger_connector:_LoggerConnector.on_batch_end(self)",
+    f"{_CONNECTORS}.logger_connector:_LoggerConnector.on_epoch_end(self)",
+    "trainer.call:_call_callback_hooks(trainer, hook_name, args, monitoring_callbacks, kwargs)",
+    "loops.fit_loop:_FitLoop.on_advance_end(self)",
+    "loops.evaluation_loop:_EvaluationLoop.run",
+    "loops.evaluation_loop:_EvaluationLoop.on_run_start(self)",
+    "loops.evaluation_loop:_EvaluationLoop._store_dataloader_outputs(self)",
+    "loops.evaluation_loop:_EvaluationLoop.on_run_end(self)",
+)
+"""Below ``lightning.pytorch``, and below ``pytorch_lightning``."""
 _users: set[int] = set()
 """Who wants the patches in place: 0 for `install`, a callback's id for its trainer."""
 
@@ -70,9 +84,10 @@ _users: set[int] = set()
 def install() -> None:
     """Patch the installed Lightning, for every trainer of this process. Local and idempotent; every rank, or none.
 
-    Patches ``lightning.pytorch``, and ``pytorch_lightning`` where that copy has been imported before. With another
-    version than `TESTED_VERSION`, warns and leaves it unpatched. Does nothing under ``DDPSTATS_DISABLE=1``. With
-    Trainer(callbacks=[DdpstatsCallback()]) instead, only that trainer changes.
+    Patches ``lightning.pytorch``, and ``pytorch_lightning`` where that copy has been imported before. A Lightning
+    that lacks what this relies on, whatever its version, is left unpatched, with a warning that names the difference.
+    Does nothing under ``DDPSTATS_DISABLE=1``. With Trainer(callbacks=[DdpstatsCallback()]) instead, only that trainer
+    changes.
 
     The errors of `ddpstats.StatsReducer` come from the hook after which the values are combined, on every rank alike:
     `SchemaConflict` where ranks log one key with different ``reduce_fx``, `RankMissing` where one does not come.
@@ -103,7 +118,7 @@ class DdpstatsCallback(Callback):
 
 def _hold(user: int) -> bool:
     """Whether Lightning is patched now, on behalf of ``user``."""
-    if _patches.wanted(_signatures):
+    if _patches.wanted(_below("lightning.pytorch"), lambda: _probe("lightning.pytorch")):
         _patch()
     if _patches.installed:
         _users.add(user)
@@ -206,16 +221,16 @@ def _patch() -> None:
 
 
 def _roots() -> list[str]:
-    """``lightning.pytorch``, and its copy where that is in use and of the tested version."""
-    copy = sys.modules.get("pytorch_lightning")
-    if copy is not None and getattr(copy, "__version__", None) != TESTED_VERSION:
-        warnings.warn(
-            f"ddpstats.integrations.lightning: tested with pytorch_lightning {TESTED_VERSION}, but "
-            f"{getattr(copy, '__version__', 'another version')} is imported. That copy is left unpatched.",
-            stacklevel=5,
-        )
-        copy = None
-    return ["lightning.pytorch", *(["pytorch_lightning"] if copy is not None else [])]
+    """``lightning.pytorch``, and its copy where that is in use and has what is relied on."""
+    if "pytorch_lightning" not in sys.modules:
+        return ["lightning.pytorch"]
+    reason = difference(_below("pytorch_lightning"))
+    if reason is None:
+        return ["lightning.pytorch", "pytorch_lightning"]
+    warnings.warn(
+        f"ddpstats.integrations.lightning: pytorch_lightning {reason}. That copy is left unpatched.", stacklevel=5
+    )
+    return ["lightning.pytorch"]
 
 
 def _after(point: Callable[[Any], None]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -418,12 +433,12 @@ def _has_several_loaders(loop: Any) -> bool:
     return bool(loop._is_sequential and loop.num_dataloaders > 1)
 
 
-def _signatures() -> dict[Callable[..., Any], tuple[str, ...]]:
-    """What the patches rely on beyond the version's number."""
-    result = importlib.import_module("lightning.pytorch.trainer.connectors.logger_connector.result")
-    call = importlib.import_module("lightning.pytorch.trainer.call")
-    return {
-        result._ResultCollection._get_cache: ("result_metric", "on_step"),
-        call._call_callback_hooks: ("trainer", "hook_name", "args", "monitoring_callbacks", "kwargs"),
-        result._Sync: ("fn", "_should", "rank_zero_only", "_op", "_group"),
-    }
+def _below(root: str) -> list[str]:
+    return [f"{root}.{one}" for one in _RELIED_ON]
+
+
+def _probe(root: str) -> str | None:
+    results = importlib.import_module(f"{root}.{_CONNECTORS}.result")._ResultCollection(True)
+    results.log("training_step", "a", torch.tensor(2.0), on_step=True, on_epoch=False, batch_size=1)
+    found = results.metrics(on_step=True)["callback"]
+    return None if found == {"a": 2.0} else f"gives {found} for what was logged as a = 2.0"

@@ -37,11 +37,16 @@ from ddpstats._transport.comm import describe_group, group_ranks, resolve_group
 from ddpstats.errors import SchemaConflict
 from ddpstats.integrations._patches import Patches
 
-__all__ = ["TESTED_VERSION", "install", "uninstall"]
+__all__ = ["install", "uninstall"]
 
-TESTED_VERSION = "0.0.7"
-
-_patches = Patches("torcheval", TESTED_VERSION)
+_patches = Patches("torcheval")
+_RELIED_ON = (
+    "torcheval.metrics.toolkit:get_synced_metric(metric, process_group)",
+    "torcheval.metrics.toolkit:get_synced_metric_collection(metric_collection, process_group)",
+    "torcheval.metrics.toolkit:_convert_to_psuedo_metric(metric_state_dict)",
+    "torcheval.metrics.toolkit:_get_world_size(process_group)",
+    "torcheval.metrics.toolkit:_validate_rank_and_world_size(world_size)",
+)
 _SINGLE = ""  # the one member where a bare metric is synced
 
 # One member of one rank, as it travels: the class of the metric, and its states by name.
@@ -51,8 +56,9 @@ Member = list[Any]
 def install() -> None:
     """Patch the installed torcheval. Local and idempotent; every rank must call it, or none.
 
-    Your own modules that imported one of the functions by name before this call keep the old one. With a torcheval of
-    another version than `TESTED_VERSION`, warns and leaves it unpatched. Does nothing under ``DDPSTATS_DISABLE=1``.
+    Your own modules that imported one of the functions by name before this call keep the old one. A torcheval that
+    lacks what this relies on is left unpatched, with a warning that names the difference. Does nothing under
+    ``DDPSTATS_DISABLE=1``.
 
     Raises:
         ConfigError: torcheval is not installed.
@@ -62,7 +68,7 @@ def install() -> None:
         rank 0: sync_and_compute_collection({"loss": Mean(), "acc_a": Mean()})   rank 1: {"loss": ..., "acc_b": ...}
         stock averages acc_a with acc_b; after install() each is the mean over the ranks that have it
     """
-    if _patches.wanted(_relied_on):
+    if _patches.wanted(_RELIED_ON):
         toolkit = _toolkit()
         for name, ours in _OURS.items():
             theirs = getattr(toolkit, name)
@@ -72,17 +78,6 @@ def install() -> None:
 def uninstall() -> None:
     """Put torcheval's own functions back. Local and idempotent."""
     _patches.restore()
-
-
-def _relied_on() -> dict[Callable[..., Any], tuple[str, ...]]:
-    toolkit = _toolkit()
-    return {
-        toolkit.get_synced_metric: ("metric", "process_group"),
-        toolkit.get_synced_metric_collection: ("metric_collection", "process_group"),
-        toolkit._convert_to_psuedo_metric: ("metric_state_dict",),
-        toolkit._get_world_size: ("process_group",),
-        toolkit._validate_rank_and_world_size: ("world_size",),
-    }
 
 
 # -- in place of torcheval's ------------------------------------------------------------------------------------------

@@ -195,11 +195,12 @@ def test_the_very_objects_come_back() -> None:
     assert all(after[name] is before[name] for name in before)
 
 
-def test_another_version_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_a_version_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     before = bound()
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.16.0")
-    with pytest.warns(UserWarning, match=r"tested with accelerate 1\.15\.0, but 1\.16\.0 is installed"):
-        accelerate.install()
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "99.0")
+    accelerate.install()
+    assert bound() != before
+    accelerate.uninstall()
     assert bound() == before
 
 
@@ -209,7 +210,7 @@ def test_other_signatures_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(operations, "gather", gather)
     before = bound()
-    with pytest.warns(UserWarning, match=r"which has .*gather\(tensor\)"):
+    with pytest.warns(UserWarning, match=r"has gather\(tensor, dim\) where gather\(tensor\) is relied on"):
         accelerate.install()
     assert bound() == before
 

@@ -108,13 +108,16 @@ def test_a_folder_of_that_name_is_no_library(tmp_path: Path) -> None:
     assert done.stdout == "patched: nothing\nleft: torcheval (not installed: pip install 'ddpstats[torcheval]')\n"
 
 
-def test_another_version_is_left_with_a_warning_at_the_callers_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_lacks_something_is_left_with_a_warning_at_the_callers_line(monkeypatch: pytest.MonkeyPatch) -> None:
     needs("torchmetrics")
+    import torchmetrics
+
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.0.0")
-    with pytest.warns(UserWarning, match=r"tested with torchmetrics 1\.9\.0, but 2\.0\.0 is installed") as caught:
+    monkeypatch.delattr(torchmetrics.MetricCollection, "compute")
+    with pytest.warns(UserWarning, match=r"torchmetrics 2\.0\.0 has no torchmetrics\.MetricCollection") as caught:
         done = install("torchmetrics")
     assert caught[0].filename == __file__
-    assert done == Installed((), {"torchmetrics": "tested with torchmetrics 1.9.0, but 2.0.0 is installed"})
+    assert done == Installed((), {"torchmetrics": "torchmetrics 2.0.0 has no torchmetrics.MetricCollection.compute"})
 
 
 @pytest.mark.parametrize("library", LIBRARIES)

@@ -234,11 +234,17 @@ def test_uninstall_puts_the_very_objects_back(monkeypatch: pytest.MonkeyPatch) -
     assert all(value is before[name] for name, value in runs.objects().items())
 
 
-def test_another_version_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ours._patches, "_tested", "2.5.0")
+def test_a_version_that_differs_in_what_is_relied_on_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
+
     before = runs.objects()
-    with pytest.warns(UserWarning, match=r"tested with lightning 2\.5\.0, but 2\.6\.6 is installed"):
+    monkeypatch.setattr(_ResultCollection, "metrics", lambda self, on_step: {"callback": {}})
+    with pytest.warns(UserWarning, match=r"lightning .* gives \{\} for what was logged as a = 2\.0"):
         ours.install()
+    monkeypatch.setattr(_ResultCollection, "_get_cache", lambda result_metric: None)
+    with pytest.warns(UserWarning, match=r"has _ResultCollection\._get_cache\(result_metric\) where"):
+        ours.install()
+    monkeypatch.undo()
     assert all(value is before[name] for name, value in runs.objects().items())
 
 

@@ -157,12 +157,18 @@ def test_the_very_objects_come_back() -> None:
     assert metrics.Mean.merge_state is state
 
 
-def test_another_version_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_version_without_what_is_relied_on_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     before = toolkit.get_synced_metric
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.0.8")
-    with pytest.warns(UserWarning, match=r"tested with torcheval 0\.0\.7, but 0\.0\.8 is installed"):
+    monkeypatch.delattr(toolkit, "_get_world_size")
+    with pytest.warns(UserWarning, match=r"torcheval 0\.0\.8 has no torcheval\.metrics\.toolkit\._get_world_size"):
         torcheval.install()
     assert toolkit.get_synced_metric is before
+    monkeypatch.undo()
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.0.8")
+    torcheval.install()
+    assert toolkit.get_synced_metric is not before  # the number alone tells nothing
+    torcheval.uninstall()
 
 
 def test_other_signatures_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +176,7 @@ def test_other_signatures_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> Non
         return metric
 
     monkeypatch.setattr(toolkit, "get_synced_metric", get_synced_metric)
-    with pytest.warns(UserWarning, match=r"which has .*get_synced_metric\(metric, process_group\)"):
+    with pytest.warns(UserWarning, match=r"has get_synced_metric\(metric\) where .*\(metric, process_group\) is"):
         torcheval.install()
     assert toolkit.get_synced_metric is get_synced_metric
 

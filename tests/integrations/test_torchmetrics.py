@@ -189,20 +189,28 @@ def test_install_and_uninstall(two_ranks: RankPool) -> None:
     assert two_ranks.run(runs.patches).values() == [[yes, True, no, no]] * 2
 
 
-def test_another_version_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_version_that_differs_in_what_is_relied_on_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     import torchmetrics as library
 
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.0.0")
     before = library.Metric._sync_dist
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.8.2")
-    with pytest.warns(UserWarning, match=r"tested with torchmetrics 1\.9\.0, but 1\.8\.2 is installed"):
-        torchmetrics.install()
+    torchmetrics.install()
+    assert library.Metric._sync_dist is not before  # the number alone tells nothing
+    torchmetrics.uninstall()
+
+    def add_state(self: Any, name: str, default: Any, *args: Any, **kwargs: Any) -> None:
+        setattr(self, name, default)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(library.Metric, "add_state", add_state)
+        with pytest.warns(UserWarning, match=r"torchmetrics 2\.0\.0 keeps other states in a SumMetric of 2\.0: \{\}"):
+            torchmetrics.install()
     assert library.Metric._sync_dist is before
-    monkeypatch.undo()
 
     def changed(self: Any, group: Any = None) -> None: ...
 
     monkeypatch.setattr(library.Metric, "_sync_dist", changed)
-    with pytest.warns(UserWarning, match=r"\(self, dist_sync_fn, process_group\).*there it is \(self, group\)"):
+    with pytest.warns(UserWarning, match=r"has Metric\._sync_dist\(self, group\) where .*, process_group\) is"):
         torchmetrics.install()
     assert library.Metric._sync_dist is changed
 

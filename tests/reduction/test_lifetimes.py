@@ -160,7 +160,7 @@ def test_a_result_can_be_pickled() -> None:
 def test_integrations_load_when_they_are_asked_for() -> None:
     import ddpstats
 
-    assert ddpstats.integrations.espnet.TESTED_VERSION == "202511"
+    assert callable(ddpstats.integrations.espnet.install)
     assert "espnet" in dir(ddpstats.integrations)
     with pytest.raises(AttributeError, match="no attribute 'espnot'"):
         ddpstats.integrations.espnot  # noqa: B018
