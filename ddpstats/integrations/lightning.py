@@ -48,7 +48,16 @@ import torch.distributed as dist
 from ddpstats._agreement.decide import any_rank
 from ddpstats.errors import ConfigError
 from ddpstats.integrations._lightning_capture import DdpstatsNaNCapture as DdpstatsNaNCapture, step as step
-from ddpstats.integrations._lightning_points import Ledger, audience_of, combine, combined_later, is_ours
+from ddpstats.integrations._lightning_ledger import Ledger, audience_of, combined_later, is_ours, ledger_of
+from ddpstats.integrations._lightning_points import (
+    answer_for_no_batches,
+    epoch_point,
+    evaluation_ends,
+    evaluation_starts,
+    late_point,
+    loader_ends,
+    step_point,
+)
 from ddpstats.integrations._patches import Patches, difference
 
 try:
@@ -184,11 +193,6 @@ def _has_users_hook(trainer: Any, hook: str) -> bool:
     return any(str(owner).partition(".")[0] not in ("lightning", "pytorch_lightning") for owner in owners)
 
 
-def _ledger(results: Any) -> Ledger | None:
-    """The ledger of a collection; None where Lightning is to do as it does: not ours, or nobody to combine with."""
-    return None if results is None else results.__dict__.get("_ddpstats")
-
-
 # -- in place of Lightning's ------------------------------------------------------------------------------------------
 
 
@@ -204,13 +208,13 @@ def _patch() -> None:
             (result._ResultMetric, "to", _to),
             (result._ResultCollection, "log", _log),
             (call, "_call_callback_hooks", _call_callback_hooks),
-            (connector, "on_batch_end", _after(_late_point)),
-            (connector, "on_epoch_end", _after(lambda self: _epoch_point(self.trainer, self.trainer._results))),
-            (fit, "on_advance_end", _after(lambda self: _epoch_point(self.trainer, self.epoch_loop._results))),
+            (connector, "on_batch_end", _after(late_point)),
+            (connector, "on_epoch_end", _after(lambda self: epoch_point(self.trainer, self.trainer._results))),
+            (fit, "on_advance_end", _after(lambda self: epoch_point(self.trainer, self.epoch_loop._results))),
             (evaluation, "run", _run),
-            (evaluation, "on_run_start", _after(_evaluation_starts)),
-            (evaluation, "_store_dataloader_outputs", _after(_loader_ends)),
-            (evaluation, "on_run_end", _after(_evaluation_ends)),
+            (evaluation, "on_run_start", _after(evaluation_starts)),
+            (evaluation, "_store_dataloader_outputs", _after(loader_ends)),
+            (evaluation, "on_run_end", _after(evaluation_ends)),
         ):
             original = getattr(owner, name)
             _patches.replace(owner, name, functools.wraps(original)(replacement(original)))
@@ -248,7 +252,7 @@ def _after(point: Callable[[Any], None]) -> Callable[[Callable[..., Any]], Calla
 
 def _log(original: Callable[..., None]) -> Callable[..., None]:
     def log(self: Any, fx: str, name: str, value: Any, **settings: Any) -> None:
-        ledger = _ledger(self)
+        ledger = ledger_of(self)
         if ledger is None:
             original(self, fx, name, value, **settings)
             return
@@ -307,9 +311,9 @@ def _call_callback_hooks(original: Callable[..., None]) -> Callable[..., None]:
         if hook_name == "setup" and 0 in _users:
             _begin(trainer)
         elif hook_name in ("on_train_batch_end", "on_validation_batch_end", "on_test_batch_end"):
-            _step_point(trainer)
+            step_point(trainer)
         elif hook_name == "on_train_epoch_end" and kwargs.get("monitoring_callbacks"):
-            _epoch_point(trainer, trainer._results)  # for what the other hooks of this name logged
+            epoch_point(trainer, trainer._results)  # for what the other hooks of this name logged
         try:
             original(trainer, hook_name, *args, **kwargs)
         finally:
@@ -322,115 +326,11 @@ def _call_callback_hooks(original: Callable[..., None]) -> Callable[..., None]:
 def _run(original: Callable[..., Any]) -> Callable[..., Any]:
     def run(self: Any) -> Any:
         outputs = original(self)
-        if _ledger(self._results) is not None and self.skip and any_rank(False):
-            _answer_for_no_batches(self)
+        if ledger_of(self._results) is not None and self.skip and any_rank(False):
+            answer_for_no_batches(self)
         return outputs
 
     return run
-
-
-# -- points -----------------------------------------------------------------------------------------------------------
-
-
-def _step_point(trainer: Any) -> None:
-    ledger = _ledger(trainer._results)
-    if ledger is not None and ledger.has_step_point(trainer._results):
-        combine(trainer, trainer._results, ledger)
-
-
-def _late_point(connector: Any) -> None:
-    results = connector.trainer._results
-    ledger = _ledger(results)
-    if ledger is None:
-        return
-    if ledger.has_late_point(results):
-        combine(connector.trainer, results, ledger)
-    elif ledger.pending and not ledger.has_step_point(results):
-        _warn_of_withheld(ledger)
-
-
-def _warn_of_withheld(ledger: Ledger) -> None:
-    warnings.warn(
-        f"{', '.join(sorted(ledger.pending))}: logged with on_step=True and sync_dist=True in a later run of this loop "
-        "than its first, where no rank did so. The values per step are shown from the next run on (ranks look for them "
-        "in the first run, and from then on where they were used); the values on_epoch are right as ever.",
-        stacklevel=2,
-    )
-
-
-def _epoch_point(trainer: Any, results: Any) -> None:
-    ledger = _ledger(results)
-    if ledger is None:
-        return
-    while not combine(trainer, results, ledger, epoch=True):
-        pass  # others still have batches, and each of their points needs all ranks
-    ledger.finished.add(results.dataloader_idx)
-
-
-# A rank may have no batch of one loader, or of all: Lightning then leaves out its end, or the whole run.
-
-
-def _evaluation_starts(loop: Any) -> None:
-    ledger = _ledger(loop._results)
-    if ledger is not None:
-        ledger.next_loader = 0
-        any_rank(True)  # meets those that have nothing to run
-
-
-def _loader_ends(loop: Any) -> None:
-    if _ledger(loop._results) is None:
-        return
-    if _has_several_loaders(loop):
-        _epoch_points_to(loop, (loop._results.dataloader_idx or 0) + 1)
-    else:
-        _epoch_point(loop.trainer, loop._results)
-
-
-def _evaluation_ends(loop: Any) -> None:
-    if _ledger(loop._results) is not None and _has_several_loaders(loop):
-        _epoch_points_to(loop, loop.num_dataloaders)
-        _epoch_points_of(loop, None)  # what was logged outside of any loader
-
-
-def _epoch_points_to(loop: Any, end: int) -> None:
-    ledger = _ledger(loop._results)
-    assert ledger is not None
-    while ledger.next_loader < end:
-        _epoch_points_of(loop, ledger.next_loader)
-        ledger.next_loader += 1
-
-
-def _epoch_points_of(loop: Any, index: int | None) -> dict[str, Any]:
-    """What all ranks have of one loader, for loggers; also where this rank had no batch of it."""
-    results, connector = loop._results, loop.trainer._logger_connector
-    before, results.dataloader_idx = results.dataloader_idx, index
-    _epoch_point(loop.trainer, results)
-    found = results.metrics(on_step=False)
-    if not loop.trainer.sanity_checking:
-        connector._callback_metrics.update(found["callback"])
-        connector._logged_metrics.update(found["log"])
-        connector._progress_bar_metrics.update(found["pbar"])
-    results.dataloader_idx = before
-    return dict(found["log"])
-
-
-def _answer_for_no_batches(loop: Any) -> None:
-    """Others validate; this rank passes their points, and has their values."""
-    connector, results = loop.trainer._logger_connector, loop._results
-    ledger = _ledger(results)
-    assert ledger is not None
-    ledger.next_loader = 0
-    indices = [*range(loop.num_dataloaders), None] if _has_several_loaders(loop) else [None]
-    found: dict[str, Any] = {}
-    for index in [*indices, None]:  # the last one: after the hooks at the end of the epoch
-        found.update(_epoch_points_of(loop, index))
-    if not loop.trainer.sanity_checking:
-        connector.log_metrics(found)
-    results.reset()
-
-
-def _has_several_loaders(loop: Any) -> bool:
-    return bool(loop._is_sequential and loop.num_dataloaders > 1)
 
 
 def _below(root: str) -> list[str]:

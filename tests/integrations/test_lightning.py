@@ -253,7 +253,7 @@ def test_a_callback_leaves_nothing_behind(two_ranks: RankPool) -> None:
 
 
 def test_a_mean_of_nothing_is_nan() -> None:
-    from ddpstats.integrations._lightning_points import _mean
+    from ddpstats.integrations._lightning_ledger import _mean
 
     assert math.isnan(_mean(0.0, 0.0))
 
