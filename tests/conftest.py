@@ -71,7 +71,7 @@ def rank_server(request: pytest.FixtureRequest) -> Iterator[RankServer]:
     """Ranks are forked from a process that has torch: to import it takes longer than most tests."""
     with RankServer(rank_environ(RankSpec(0, 1, 0, 0, 0, 0), {}), preloaded(request.session)) as server:
         yield server
-    scripts.server.close()
+    scripts.server().close()
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import subprocess
@@ -20,15 +21,19 @@ PRELOADED = ("torch._dynamo", "numpy", "pytest")
 """What optimizers and DDP import at their first use, and the tests' own modules. Nothing of ddpstats: programs are also
 about how it is imported."""
 
-server = RankServer(rank_environ(RankSpec(0, 1, 0, 0, 0, 0), {}), PRELOADED)
+
+@functools.cache
+def server() -> RankServer:
+    """This session's. Made when it is first needed: libraries that tests import set variables of the environment."""
+    return RankServer(rank_environ(RankSpec(0, 1, 0, 0, 0, 0), {}), PRELOADED)
 
 
 def start(
     command: Sequence[str], environ: Mapping[str, str], out: IO[Any], err: IO[Any], cwd: str | Path = "."
 ) -> subprocess.Popen[bytes] | Forked:
     """``python COMMAND...``, in a session of its own: a path or ``-m`` and a module, and its arguments."""
-    if server.serves(environ):
-        return server.start_script(command, environ, out.fileno(), err.fileno(), os.path.abspath(cwd))
+    if server().serves(environ):
+        return server().start_script(command, environ, out.fileno(), err.fileno(), os.path.abspath(cwd))
     whole = [sys.executable, *command]
     return subprocess.Popen(whole, env=dict(environ), stdout=out, stderr=err, cwd=cwd, start_new_session=True)
 

@@ -98,11 +98,12 @@ def difference(relied_on: Iterable[str]) -> str | None:
     """What a library has instead of something that is relied on, for people; None if it has all of it.
 
     ``relied_on``: "MODULE:NAME" for what has to be there, "MODULE:NAME(PARAMETER, ...)" for a function that has to take
-    just these, for what stands in its place takes no others.
+    just these, for what stands in its place takes no others. Raises what the library raises when it is imported.
     """
     for one in relied_on:
         place, _, expected = one.rstrip(")").partition("(")
         module, _, name = place.partition(":")
+        importlib.import_module(module.partition(".")[0])  # a library that cannot be imported says so itself
         try:
             found: Any = functools.reduce(getattr, name.split("."), importlib.import_module(module))
         except (ImportError, AttributeError):

@@ -191,7 +191,7 @@ def test_nothing_outlives_a_parent_that_is_killed(tmp_path: pathlib.Path) -> Non
             sleeper = os.path.join(os.path.dirname(__file__), "sleeper.py")
             open(sleeper, "w").write("import time; time.sleep(1000)")
             with RankServer(environ) as server, RankPool(2) as pool:
-                forked = server.start_script([sleeper], environ, 2, 2)
+                forked = server.start_script([sleeper], environ, 2, 2, os.getcwd())
                 print(*pool.run(os.getpid).values(), server._process.pid, forked.pid, flush=True)
                 os.kill(os.getpid(), signal.SIGKILL)
             """
