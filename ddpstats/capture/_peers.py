@@ -34,6 +34,7 @@ from ddpstats.errors import DdpstatsError, RankMissing
 POLL_SEC = 1.0
 LONG_SEC = 2.0  # from when on a micro-batch takes long enough to look into the store
 GRACE_SEC = 3.0  # what a rank has to come out of its collective by itself
+_IDLE_SEC = 0.1  # of a core, within GRACE_SEC: who waits takes none, who computes takes more on a busy machine, too
 EXIT_STATUS = 1
 _LOOK_SEC = 1.0  # micro-batches may be short, and one host answers for the store of all ranks
 _LOST = (
@@ -58,7 +59,7 @@ class Peers:
         self._ended: RankMissing | None = None
         self._looked = -_LOOK_SEC
         self._since: float | None = None  # a micro-batch is under way
-        self._waiting = 0  # the thread of the micro-batch
+        self._waiting = self._waiting_native = 0  # the thread of the micro-batch, to Python and to the system
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -76,7 +77,7 @@ class Peers:
 
     def enter(self) -> None:
         """A micro-batch begins: this rank may soon wait for others, and a thread looks after it."""
-        self._waiting = threading.get_ident()
+        self._waiting, self._waiting_native = threading.get_ident(), threading.get_native_id()
         self._since = time.monotonic()
         if self._thread is None and not self._alone:
             self._thread = threading.Thread(target=self._watch, name="ddpstats-capture", daemon=True)
@@ -137,19 +138,32 @@ class Peers:
                 _end_process(found)
 
     def _sits_still(self, since: float) -> bool:
-        """Whether the micro-batch that began then stays where it is for longer than it may take to notice by itself."""
-        where = _position(self._waiting)
+        """Whether the micro-batch that began then stays where it is for longer than it may take to notice by itself.
+
+        A loop in Python is left for other threads at the same instruction each time; it takes time of a core, though.
+        """
+        where, used_sec = _position(self._waiting), _cpu_sec(self._waiting_native)
         deadline = time.monotonic() + GRACE_SEC
         while time.monotonic() < deadline:
             if self._since != since or self._stop.wait(0.05) or _position(self._waiting) != where:
                 return False
-        return where is not None
+        return where is not None and _cpu_sec(self._waiting_native) - used_sec < _IDLE_SEC
 
 
 def _position(thread: int) -> tuple[int, int, int | None] | None:
     """Where in its Python code a thread is; None where it is not."""
     frame = sys._current_frames().get(thread)
     return None if frame is None else (id(frame), frame.f_lasti, frame.f_lineno)
+
+
+def _cpu_sec(native_thread: int) -> float:
+    """What a thread has had of a core; 0 where the system does not tell."""
+    try:
+        with open(f"/proc/self/task/{native_thread}/stat", "rb") as file:
+            user, system = file.read().rpartition(b")")[2].split()[11:13]
+    except OSError:
+        return 0.0
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
 def _end_process(reason: RankMissing) -> None:
