@@ -303,17 +303,17 @@ case $verb in
     exec "$python" -m ddpstats demo "$@"
     ;;
   test)
-    # Two files at a time: most of a test with real ranks is waiting for processes to start, or for a timeout.
-    two=(--numprocesses 2 --dist loadfile --no-loadscope-reorder) # in the order of tests/conftest.py
+    # Three files at a time, also on two cores: some tests do nothing but wait for a timeout.
+    workers=(--numprocesses 3 --dist loadfile --no-loadscope-reorder) # in the order of tests/conftest.py
     if [[ ${1:-} == --quick ]]; then
       shift
       sample_of_tests
-      set -- "${quick[@]}" "${two[@]}" "$@"
+      set -- "${quick[@]}" "${workers[@]}" "$@"
     fi
     extras_for_tests "$@"
     set_up "${extras[@]}"
     cd "$root"
-    (($# > 0)) || set -- "${two[@]}"
+    (($# > 0)) || set -- "${workers[@]}"
     exec "$python" -m pytest "$@"
     ;;
   bench)
