@@ -14,7 +14,8 @@ from ddpstats.testing._rank_server import RankServer
 from tests import scripts
 from tests.needs import ROOT, table
 
-# The package too: to import it takes longer than the rest of a start. What is said at import is for `tests.scripts`.
+# The package too: to import it takes longer than the rest of a start. Programs that are about that import are
+# started by `tests.scripts`.
 OURS = (
     "ddpstats.testing._rank_main",
     "ddpstats.guard._guard",

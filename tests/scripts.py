@@ -31,7 +31,7 @@ def server() -> RankServer:
 def start(
     command: Sequence[str], environ: Mapping[str, str], out: IO[Any], err: IO[Any], cwd: str | Path = "."
 ) -> subprocess.Popen[bytes] | Forked:
-    """``python COMMAND...``, in a session of its own: a path or ``-m`` and a module, and its arguments."""
+    """``python COMMAND...``, the path of a program and its arguments, in a session of its own."""
     if server().serves(environ):
         return server().start_script(command, environ, out.fileno(), err.fileno(), os.path.abspath(cwd))
     whole = [sys.executable, *command]

@@ -1,8 +1,8 @@
 """A Python that has imported torch once, and forks for everyone who would start one. Runs in a process of its own.
 
-Not imported: `RankServer` hands this file's text to ``python -c``, so that what is forked has imported nothing of the
-package under test. A fork is safe as long as nothing here starts a thread: torch and numpy start none where they are
-told to use one, and no accelerator is touched.
+Not imported: `RankServer` hands this file's text to ``python -c``, so that what is forked has imported no more of the
+package under test than it was told to preload. A fork is safe as long as nothing here starts a thread: torch and numpy
+start none where they are told to use one, and no accelerator is touched.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import atexit
 import contextlib
 import gc
 import importlib
-import importlib.util
 import json
 import os
 import select
@@ -108,26 +107,12 @@ def end() -> NoReturn:
 
 
 def as_script(arguments: Sequence[str]) -> Any:
-    """Be ``python ARGUMENTS``, up to the first line of the program, whose code is returned: for `__main__` to run.
-
-    ``arguments`` begin with a path, or with "-m" and the name of a module.
-    """
+    """Be ``python ARGUMENTS``, up to the first line of the program, whose code is returned: for `__main__` to run."""
+    sys.argv[:] = arguments
+    sys.path.insert(0, os.path.dirname(os.path.abspath(arguments[0])))
     program = vars(sys.modules["__main__"])
     for name in [name for name in program if not name.startswith("__")]:
         del program[name]
-    if arguments[0] == "-m":
-        sys.path.insert(0, os.getcwd())
-        name, arguments = arguments[1], arguments[1:]
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.submodule_search_locations is not None:
-            spec = importlib.util.find_spec(f"{name}.__main__")
-        if spec is None or spec.loader is None or spec.origin is None:
-            raise ModuleNotFoundError(f"No module named {name}")
-        sys.argv[:] = [spec.origin, *arguments[1:]]
-        program.update(__file__=spec.origin, __spec__=spec, __package__=spec.parent, __loader__=spec.loader)
-        return spec.loader.get_code(spec.name)  # type: ignore[attr-defined]
-    sys.argv[:] = arguments
-    sys.path.insert(0, os.path.dirname(os.path.abspath(arguments[0])))
     program["__file__"] = arguments[0]
     with open(arguments[0], "rb") as file:
         return compile(file.read(), arguments[0], "exec")

@@ -52,7 +52,8 @@ class RankServer:
 
     Args:
         environ: the environment of the ranks, as far as it matters when a process starts.
-        preload: modules that all of them find imported. This package is one: to import it takes longer than a fork.
+        preload: modules that all of them find imported. Those of this package may be among them: to import
+            them takes longer than a fork.
     """
 
     current: RankServer | None = None

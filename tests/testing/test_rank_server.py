@@ -142,15 +142,14 @@ raise SystemExit(4) if sys.argv[1:] else ValueError("of the script")
 
 
 @pytest.mark.parametrize("arguments", [[], ["an argument"]])
-@pytest.mark.parametrize("as_module", [False, True])
 def test_a_forked_script_is_what_python_runs(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, as_module: bool, arguments: list[str]
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
 ) -> None:
-    script = tmp_path / "script_of_a_test.py"
+    script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     monkeypatch.chdir(tmp_path)
     environ = {**rank_environ(RankSpec(0, 1, 0, 0, 0, 0), {}), "OF_THE_SCRIPT": "2"}
-    command = [*(["-m", script.stem] if as_module else [str(script)]), *arguments]
+    command = [str(script), *arguments]
     fresh = subprocess.run(
         [sys.executable, *command], env=environ, start_new_session=True, capture_output=True, text=True, timeout=60
     )
