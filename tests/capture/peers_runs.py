@@ -102,6 +102,7 @@ def busy_while_another_raised(dirpath: str) -> int:
     capture = NaNCapture(dirpath, model=make_model())
     try:
         with capture.micro_batch(0):
+            dist.barrier()  # a rank that comes later would be refused here
             if dist.get_rank() == 1:
                 raise ValueError("label 17 of 3")
             done: list[bool] = []
