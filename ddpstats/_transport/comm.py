@@ -275,27 +275,28 @@ def group_store(group: dist.ProcessGroup) -> BoundedStore:
     return BoundedStore(connect, address=_address(store), host_rank=_host_rank())
 
 
-_connections: weakref.WeakKeyDictionary[Any, dict[str, BoundedStore]] = weakref.WeakKeyDictionary()
+_connections: weakref.WeakKeyDictionary[Any, BoundedStore] = weakref.WeakKeyDictionary()
 
 
-def world_store(prefix: str, user: str, limit_sec: float | None = None) -> BoundedStore:
-    """A part of the default group's store, over the connection of ``user``: one per thread, for a wait holds up others.
+def world_store(prefix: str, limit_sec: float | None = None) -> BoundedStore:
+    """A part of the default group's store. All parts share one connection, so nothing may be asked that waits there.
 
-    Local: connects in the background. Connections are kept: on a busy machine some of them take torch 2.13 five seconds
-    to make.
+    Local: connects in the background. One connection for all, for they are dear: torch 2.13 asks the name service for
+    the name of each address, on both sides, and the thread that serves all ranks waits for the answer (strace: 5 s for
+    each one that was lost, and with 64 ranks on one host the store was silent for 90 s).
     """
-    kept = _connections.setdefault(dist.group.WORLD, {})
-    if user not in kept:
+    world = dist.group.WORLD
+    if world not in _connections:
         store, rank = default_store(), dist.get_rank()
 
         def connect() -> Any:
             connected = _own_connection(store)
             with _as_config_error("the default group"):
-                _try_out(dist.distributed_c10d.PrefixStore(f"ddpstats/{user}", connected), rank)
+                _try_out(dist.distributed_c10d.PrefixStore("ddpstats/world", connected), rank)
             return connected
 
-        kept[user] = BoundedStore(connect, address=_address(store), host_rank=_host_rank())
-    return kept[user].part(prefix, limit_sec)
+        _connections[world] = BoundedStore(connect, address=_address(store), host_rank=_host_rank())
+    return _connections[world].part(prefix, limit_sec)
 
 
 def _own_connection(store: Any) -> Any:
@@ -316,6 +317,8 @@ def _try_out(store: Any, rank: int) -> None:
         raise NotImplementedError("what was set is not there")
     if bytes(store.compare_set(key, "1", "2")) != b"2":
         raise NotImplementedError("compare_set does not set")
+    if int(store.add(f"tried/{rank}", 1)) < 1:
+        raise NotImplementedError("add does not count")
 
 
 _MISSING = re.compile(r"pure virtual|internal assert", re.IGNORECASE)

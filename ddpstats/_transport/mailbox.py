@@ -16,18 +16,17 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ddpstats._transport.board import Board
 from ddpstats._transport.roster import ProcessId, Roster
-from ddpstats._transport.store import STORE_ERRORS, bounded
+from ddpstats._transport.store import STORE_ERRORS, bounded, growing_polls
 from ddpstats.errors import ConfigError
 
 _POLL_SEC = 0.05
 _LOOK_SEC = 0.5  # between two looks for ranks that died before they came
-_LOOKED_AT = 64  # ranks at a time, of those that have come
 _GLANCE_SEC = 1.0
 _LEAVE_SEC = 5.0
 _MAX_VERDICT_BYTES = 1 << 20
@@ -73,7 +72,7 @@ class Mailbox:
         try:
             with self.store.within(timeout_sec + slice_sec):
                 self.roster.join()
-                for poll_sec in _growing_polls(min(slice_sec, _LOOK_SEC)):
+                for poll_sec in growing_polls(min(slice_sec, _LOOK_SEC)):
                     if self.roster.are_here(self.ranks):
                         break
                     time.sleep(poll_sec)
@@ -193,7 +192,7 @@ class Mailbox:
         """While ranks meet: the verdict, if one of them cannot come any more."""
         if time.monotonic() - self._looked < _LOOK_SEC:
             return None
-        self.roster.learn(self.ranks, most=_LOOKED_AT)
+        self.roster.learn(self.ranks)
         dead = sorted(self.gone())
         return self._write(dead, dead, describe) if dead else None
 
@@ -226,14 +225,6 @@ class Mailbox:
         # A peer may wait in a later collective than the one that failed here; it did take part in this one.
         waits_in = self.store.find(f"waiting/{rank}")
         return waits_in is not None and int(waits_in) >= seq
-
-
-def _growing_polls(longest_sec: float) -> Iterator[float]:
-    """Short sleeps first, long ones later. Not the store's own wait, which reports each of its timeouts on stderr."""
-    poll_sec = 0.005
-    while True:
-        yield poll_sec
-        poll_sec = min(1.5 * poll_sec, longest_sec)
 
 
 def _spell(verdict: GroupVerdict) -> str:

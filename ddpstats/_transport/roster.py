@@ -10,8 +10,8 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
-import itertools
 import os
 import struct
 import time
@@ -25,6 +25,7 @@ from ddpstats._transport.store import BoundedStore, StoreGone, StoreSilent
 
 _DYING_SEC = 1.0  # a process that is killed closes its connections a moment before it is gone
 _POLL_SEC = 0.05
+_LEARNT_AT_ONCE = 16  # each rank asks for each other one: a store that many ranks share would do nothing else
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,7 @@ class Roster:
         self.store, self.rank, self.ranks = store, int(rank), tuple(map(int, ranks))
         self.peers = dict(peers or {})
         self._all_started = all_started
+        self._asked_for = 0  # whose turn it is in `learn`
 
     def join(self) -> None:
         """Say which process this rank is."""
@@ -84,17 +86,21 @@ class Roster:
         """Whether all of these have joined."""
         return self.store.check([f"here/{rank}" for rank in ranks])
 
-    def learn(self, ranks: Iterable[int], store: BoundedStore | None = None, most: int | None = None) -> None:
-        """Which processes those of the ranks are that have joined; ``most`` of them at once. Waits for nobody.
+    def learn(self, ranks: Iterable[int], most: int = _LEARNT_AT_ONCE) -> None:
+        """Which processes those of the ranks are that have joined. Waits for nobody.
 
-        ``store``: another connection, of another thread.
+        ``most``: so many are asked for one by one where not all have joined; at the next call it is the turn of others.
         """
-        store = store or self.store
-        keys = {rank: f"here/{rank}" for rank in ranks if rank not in self.peers and rank != self.rank}
-        if keys and not store.check(list(keys.values())):
-            keys = {rank: key for rank, key in keys.items() if store.check([key])}
-        joined = dict(itertools.islice(keys.items(), most))
-        payloads = store.multi_get(list(joined.values())) if joined else []
+        store = self.store
+        joined = [rank for rank in ranks if rank not in self.peers and rank != self.rank]
+        if not joined:
+            return
+        if not store.check([f"here/{rank}" for rank in joined]):
+            first = self._asked_for % len(joined)
+            self._asked_for = first + most
+            some = (joined + joined)[first : first + min(most, len(joined))]
+            joined = [rank for rank in some if store.check([f"here/{rank}"])]
+        payloads = store.multi_get([f"here/{rank}" for rank in joined]) if joined else []
         for rank, payload in zip(joined, payloads, strict=True):
             if len(payload) == PROCESS_ID_BYTES:
                 self.peers[rank] = ProcessId.unpack(payload)
@@ -103,6 +109,11 @@ class Roster:
         """Peers of this host whose process is gone; asks no store. ``ranks``: only of these."""
         known = self._known().items()
         return {rank for rank, process in known if (ranks is None or rank in ranks) and process.is_dead()}
+
+    def are_dead(self, ranks: Iterable[int]) -> bool:
+        """Whether none of these, all of this host, has a process any more; asks no store."""
+        known = self._known()
+        return all(rank in known and known[rank].is_dead() for rank in ranks)
 
     def never_came(self) -> set[int]:
         """Ranks that were started on this host, ended, and have not told which process they were."""
@@ -164,6 +175,11 @@ class Roster:
 
 def _machine() -> bytes:
     """16 bytes that stand for this boot of this machine, and its part of processes and network; else zeros."""
+    return _machine_of(os.getpid())
+
+
+@functools.lru_cache(maxsize=1)
+def _machine_of(mine: int) -> bytes:
     try:
         with open("/proc/sys/kernel/random/boot_id", "rb") as file:
             boot = file.read()

@@ -9,7 +9,8 @@ for keys that are missing, and for a connection that is refused again and again)
 2. A request that was given up goes on: nothing ends it but the answer, or the end of the connection. The next one on
    that connection waits for it first.
 3. Where an answer takes long, a look at the server's port tells whether anybody listens there. If not, the process that
-   served the store is gone, and no deadline is worth waiting for.
+   served the store is gone, and no deadline is worth waiting for. The looks become rarer: each is a connection, for
+   which torch's server first asks the name service who that is.
 """
 
 from __future__ import annotations
@@ -35,10 +36,18 @@ LIMIT_SEC = 10.0  # of a request whose caller names no limit
 _LONG_SEC = 1.0  # from when on an answer takes long
 _LEAST_SEC = 0.05  # of a deadline that has passed: what is there may still be read
 _KNOCK_SEC = 0.5
-_LEAVE_SEC = 0.5  # of a thread, at the end of the process
+_LEAVE_SEC = 5.0  # of all threads, at the end of the process
 _LINGER_SEC = 0.05  # of a thread without a request: to start one costs more than to ask the store
 
 Address = tuple[str, int]
+
+
+def growing_polls(longest_sec: float) -> Iterator[float]:
+    """Short sleeps first, long ones later. Not the store's own wait, which reports each of its timeouts on stderr."""
+    poll_sec = min(0.005, longest_sec)
+    while True:
+        yield poll_sec
+        poll_sec = min(1.5 * poll_sec, longest_sec)
 
 
 class StoreSilent(OSError):
@@ -118,12 +127,12 @@ class _Worker:
                     self._thread = None
                     return
 
-    def end(self) -> None:
+    def end(self, deadline: float) -> None:
         """Wait for the thread to end, but not for long: what it asked may never be answered."""
         self._requests.put(None)
         thread = self._thread
         if thread is not None:
-            thread.join(_LEAVE_SEC)
+            thread.join(max(0.0, deadline - time.monotonic()))
 
 
 _workers: weakref.WeakSet[_Worker] = weakref.WeakSet()
@@ -134,8 +143,9 @@ def _end_all() -> None:
     """At exit, after the modules above: a thread that asks for the GIL while Python ends aborts the process."""
     global _is_ending
     _is_ending = True
+    deadline = time.monotonic() + _LEAVE_SEC
     for worker in list(_workers):
-        worker.end()
+        worker.end(deadline)
 
 
 atexit.register(_end_all)
@@ -192,11 +202,15 @@ class _Connection:
         return found
 
     def _await(self, request: _Request, deadline: float, watch: Callable[[], None] | None = None) -> None:
+        looks, looks_at = 0, time.monotonic()
         while not request.done_within(max(_LEAST_SEC, min(_LONG_SEC, deadline - time.monotonic()))):
             if watch is not None:
                 watch()
-            if self.is_gone():
-                raise StoreGone("nobody serves it any more")
+            if time.monotonic() >= looks_at:
+                if self.is_gone():
+                    raise StoreGone("nobody serves it any more")
+                looks += 1
+                looks_at = time.monotonic() + _LONG_SEC * 2**looks
             if time.monotonic() >= deadline:
                 raise StoreSilent("no answer in time")
 
@@ -319,6 +333,10 @@ class BoundedStore:
     def post(self, key: str, value: str) -> bytes:
         """Write ``value`` unless something is there; what is there now. So who is first says it for all."""
         return self.use(lambda store, prefix: bytes(store.compare_set(prefix + key, "", value)))
+
+    def add(self, key: str, amount: int) -> int:
+        """Count up, from 0; the sum with ``amount``."""
+        return self.use(lambda store, prefix: int(store.add(prefix + key, amount)))
 
     def delete_key(self, key: str) -> bool:
         return self.use(lambda store, prefix: bool(store.delete_key(prefix + key)))

@@ -104,7 +104,7 @@ class Exchange:
             if not self._store.check(keys):
                 return False
             self._hosts_known = True
-            self._all_here = self._shared is not None and len({self._store.get(key) for key in keys}) == 1
+            self._all_here = self._shared is not None and len(set(self._store.multi_get(keys))) == 1
             if self._shared is not None:
                 self._shared.drop_file()
         return True

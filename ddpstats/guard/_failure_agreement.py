@@ -4,9 +4,11 @@
 2. Every rank that is alive reports its status: what it ran on that group, what it waits in, where its main thread is.
    A rank that waits does so itself, for any other one its watchdog does. (That thread can look, but not raise in
    another.)
-3. The first rank that has the status of all, or whose patience is over, writes the verdict; all raise that text.
+3. One rank, the first to come, reads the status of all until it has them or its patience is over, and writes the
+   verdict; all raise that text. Another does so where it does not.
 
-The store is read by every rank and trusted by none: what is no status counts as none.
+The store is read by every rank and trusted by none: what is no status counts as none. It is one thread that answers
+all ranks, so a rank asks of no other one by one while it waits.
 """
 
 from __future__ import annotations
@@ -14,19 +16,20 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 from ddpstats._transport.roster import Roster
-from ddpstats._transport.store import GLANCE_SEC, STORE_ERRORS, BoundedStore
+from ddpstats._transport.store import GLANCE_SEC, STORE_ERRORS, StoreSilent, growing_polls
 from ddpstats.guard._diagnosis import find, unexplained
 from ddpstats.guard._events import Event
 from ddpstats.guard._status import DOUBT, MISSING, NOTHING, GuardFinding, RankStatus
 
 _PATIENCE_SEC = 4.0
-POLL_SEC = 0.02
+_JUDGING_SEC = 2.0  # from then on another rank judges
+_LONGEST_POLL_SEC = 0.1
 _ASKING_SEC = 3.0
 _LINGER_SEC = 2.0
 _LAST_LINGER_SEC = 10.0  # all ranks have come to their end, and are about to say so
@@ -79,16 +82,15 @@ ToldBy = Callable[[str, int], list[Event]]
 class FailureAgreement:
     """This rank's part.
 
-    ``roster``: of all ranks, over the main thread's connection to the store; ``watchdog_store`` is another connection.
-    ``position``: the rank's last collective in words, which the watchdog keeps in the store for the case that the
-    process dies; ``told_by``: what ranks of this host keep in shared memory for that case. When the store is no longer
-    ``is_reachable``, the watchdog ends. ``heard`` is called with each verdict, before anything is raised.
+    ``roster``: of all ranks. ``position``: the rank's last collective in words, which the watchdog keeps in the store
+    for the case that the process dies; ``told_by``: what ranks of this host keep in shared memory for that case. When
+    the store is no longer ``is_reachable``, the watchdog ends. ``heard`` is called with each verdict, before it is
+    raised.
     """
 
     def __init__(
         self,
         roster: Roster,
-        watchdog_store: BoundedStore,
         report_status: ReportStatus,
         position: Callable[[], str],
         told_by: ToldBy,
@@ -99,21 +101,19 @@ class FailureAgreement:
         self.verdicts = 0  # so far
         self._report_status, self._told_by, self._heard = report_status, told_by, heard
         self.is_lost = False  # the store does not answer any more
+        self._left: dict[int, dict[str, Any]] = {}  # as they are numbered in the store
+        self._waits = ""  # a key in the store
         roster.join()
-        self._watchdog = _Watchdog(self, watchdog_store, position, is_reachable)
+        self._watchdog = _Watchdog(self, position, is_reachable)
         self._watchdog.start()
 
     # -- alarms -------------------------------------------------------------------------------------------------------
 
     def alarm(self) -> Alarm | None:
         """The alarm that is on, if there is one."""
-        return self.alarm_in(self.store)
-
-    def alarm_in(self, store: BoundedStore) -> Alarm | None:
-        """`alarm`, over a connection of the caller's own."""
         try:
-            with store.within(GLANCE_SEC):
-                alarm = store.find(f"alarm/{self.verdicts}")
+            with self.store.within(GLANCE_SEC):
+                alarm = self.store.find(f"alarm/{self.verdicts}")
             self.is_lost = False
             return None if alarm is None else Alarm.unpack(alarm)
         except ValueError:  # not one of ours
@@ -126,15 +126,18 @@ class FailureAgreement:
         """Around questions that are asked again and again: raises `StoreSilent` soon, which says nothing yet."""
         return self.store.within(GLANCE_SEC)
 
-    def asking(self) -> AbstractContextManager[None]:
+    def asking(self, at_least_sec: float = 0.0) -> AbstractContextManager[None]:
         """Around the last questions before this rank concludes alone."""
-        return self.store.within(GLANCE_SEC if self.is_lost else _ASKING_SEC)
+        return self.store.within(max(at_least_sec, GLANCE_SEC if self.is_lost else _ASKING_SEC))
 
-    def raise_alarm(self, alarm: Alarm) -> GuardFinding:
-        """Raise the alarm, unless one is on already; the verdict on the one that is on."""
+    def raise_alarm(self, alarm: Alarm, at_least_sec: float = 0.0) -> GuardFinding:
+        """Raise the alarm, unless one is on already; the verdict on the one that is on.
+
+        ``at_least_sec``: how long the store may be silent, where that is longer than usual.
+        """
         try:
             while True:
-                with self.asking():
+                with self.asking(at_least_sec):
                     found = Alarm.unpack(self.store.post(f"alarm/{self.verdicts}", alarm.pack()))
                 finding = self.verdict(found)
                 if finding.kind not in (NOTHING, DOUBT) or found == alarm:
@@ -161,32 +164,25 @@ class FailureAgreement:
             return finding
         return self.raise_alarm(alarm)
 
-    def another_waits_elsewhere(self, event: Event, ranks: Sequence[int]) -> bool:
-        """Whether one of ``ranks`` waits in a collective of the same group and number that is not the same one.
+    def another_waits_elsewhere(self, event: Event) -> bool:
+        """Whether a rank has waited in a collective of the same group and number that is not the same one.
 
-        Says in passing what this rank waits for.
+        Says in passing what this rank waits for, where it is the first that waits there.
         """
-        here = f"{event.group} {event.seq} "
-        self.store.set(f"waits/{self.rank}", f"{here}{event.digest}")
-        for rank in ranks:
-            told = b"" if rank == self.rank else self.store.find(f"waits/{rank}") or b""
-            if told.startswith(here.encode()) and told != f"{here}{event.digest}".encode():
-                return True
+        key, mine = f"waits/{event.group}/{event.seq}", str(event.digest)
+        if self.store.post(key, mine) != mine.encode():
+            return True
+        if self._waits and self._waits != key:
+            self.store.delete_key(self._waits)
+        self._waits = key
         return False
 
     def verdict(self, alarm: Alarm) -> GuardFinding:
         """Report this rank's status, and wait for the verdict."""
         number = self.verdicts
-        self.report_status(self.store, number, alarm)
-        deadline = time.monotonic() + _PATIENCE_SEC
-        while (written := self.store.find(f"verdict/{number}")) is None:
-            statuses = self._statuses(alarm, number)
-            if len(statuses) == len(alarm.ranks) or time.monotonic() > deadline:
-                written = self.store.post(f"verdict/{number}", self._judge(alarm, statuses).pack())
-                break
-            time.sleep(POLL_SEC)
+        self.report_status(number, alarm)
         try:
-            finding = GuardFinding.unpack(written)
+            finding = GuardFinding.unpack(self._written(alarm, number))
         except ValueError:  # not one of ours
             finding = unexplained(alarm.group, alarm.words, alarm.seq, alarm.until)
         self._heard(finding)
@@ -196,15 +192,33 @@ class FailureAgreement:
         self.verdicts += 1
         return finding
 
-    def report_status(self, store: BoundedStore, number: int, alarm: Alarm) -> None:
+    def _written(self, alarm: Alarm, number: int) -> bytes:
+        """The verdict of that number, by whichever rank."""
+        mine = str(self.rank)
+        judges = self.store.post(f"judge/{number}", mine) == mine.encode()
+        patience_over = time.monotonic() + _PATIENCE_SEC
+        judges_from = patience_over + _JUDGING_SEC
+        for poll_sec in growing_polls(_LONGEST_POLL_SEC):
+            written = self.store.find(f"verdict/{number}")
+            if written is not None:
+                return written
+            if judges or time.monotonic() > judges_from:
+                statuses = self._statuses(alarm, number)
+                if len(statuses) == len(alarm.ranks) or time.monotonic() > patience_over:
+                    return self.store.post(f"verdict/{number}", self._judge(alarm, statuses).pack())
+            time.sleep(poll_sec)
+        raise AssertionError("polls do not end")
+
+    def report_status(self, number: int, alarm: Alarm) -> None:
         """Say what this rank knows of itself, for the verdict of that number."""
-        store.set(f"status/{number}/{self.rank}", self._report_status(alarm.group).pack())
+        self.store.set(f"status/{number}/{self.rank}", self._report_status(alarm.group).pack())
 
     def _linger(self, alarm: Alarm, number: int) -> None:
         """Rank 0 often serves the store, and what it raises next may be its end: let the others read the verdict."""
         dead = self.dead(alarm.ranks)
         listening = [rank for rank in alarm.ranks if self.store.check([f"status/{number}/{rank}"])]
-        waiting = [rank for rank in listening if rank not in dead and self.has_left(rank) is None]
+        left = self.left()
+        waiting = [rank for rank in listening if rank not in dead and rank not in left]
         wait_until(lambda: self.store.check([f"read/{number}/{rank}" for rank in waiting]), _LINGER_SEC)
 
     def _judge(self, alarm: Alarm, statuses: Mapping[int, RankStatus]) -> GuardFinding:
@@ -219,15 +233,15 @@ class FailureAgreement:
 
     def _statuses(self, alarm: Alarm, number: int) -> dict[int, RankStatus]:
         """Those that were reported, and of ranks that can report none any more what was known of them last."""
-        found: dict[int, RankStatus] = {}
-        for rank in alarm.ranks:
-            reported = self.store.find(f"status/{number}/{rank}")
-            if reported is not None:
-                found[rank] = RankStatus.unpack(reported, rank)
+        keys = {rank: f"status/{number}/{rank}" for rank in alarm.ranks}
+        if not self.store.check(list(keys.values())):
+            keys = {rank: key for rank, key in keys.items() if self.store.check([key])}
+        told = self.store.multi_get(list(keys.values())) if keys else []
+        found = {rank: RankStatus.unpack(status, rank) for rank, status in zip(keys, told, strict=True)}
         for rank in self.dead([rank for rank in alarm.ranks if rank not in found]):
             found[rank] = self._last_known_status(rank, alarm.group, True)
-        for rank in alarm.ranks:
-            if rank not in found and self.has_left(rank) is not None:
+        for rank in self.left():
+            if rank in alarm.ranks and rank not in found:
                 found[rank] = self._last_known_status(rank, alarm.group, False)
         return found
 
@@ -240,9 +254,8 @@ class FailureAgreement:
         try:
             for group, status in statuses.items():
                 self.store.set(f"words/{self.rank}/{group}", status.pack())
-            told = json.dumps({"how": how, "counts": dict(counts), "last": last})
-            self.store.set(f"left/{self.rank}", told)
-            self.store.set("left", "1")
+            told = json.dumps({"rank": self.rank, "how": how, "counts": dict(counts), "last": last})
+            self.store.set(f"left/{self.store.add('left', 1)}", told)
         except STORE_ERRORS:
             self.is_lost = True
 
@@ -251,20 +264,22 @@ class FailureAgreement:
         self.store.set(f"done/{self.rank}", "1")
         if self.rank == 0:
             everyone = [f"done/{rank}" for rank in self.roster.ranks]
-            wait_until(lambda: self.store.check(everyone), _LAST_LINGER_SEC, 0.002)
+            wait_until(lambda: self.store.check(everyone), _LAST_LINGER_SEC)
 
-    def someone_left(self) -> bool:
-        """Whether any rank has left; one question to the store."""
-        return not self.is_lost and bool(self.store.check(["left"]))
+    def left(self) -> dict[int, dict[str, Any]]:
+        """How those ranks left that have; one question to the store where no other one has since."""
+        while (told := self.store.find(f"left/{len(self._left) + 1}")) is not None:
+            try:
+                found = json.loads(told)
+            except ValueError:
+                found = None
+            is_one = isinstance(found, dict) and isinstance(found.get("counts"), dict)
+            self._left[len(self._left) + 1] = found if is_one else {}
+        return {left["rank"]: left for left in self._left.values() if isinstance(left.get("rank"), int)}
 
     def has_left(self, rank: int) -> dict[str, Any] | None:
         """How a rank left, or None."""
-        told = self.store.find(f"left/{rank}")
-        try:
-            found = None if told is None else json.loads(told)
-        except ValueError:
-            return None
-        return found if isinstance(found, dict) and isinstance(found.get("counts"), dict) else None
+        return self.left().get(rank)
 
     def dead(self, ranks: Collection[int]) -> set[int]:
         """Which of these ranks, on this host, have no process any more."""
@@ -273,7 +288,8 @@ class FailureAgreement:
 
     def are_dead(self, ranks: Collection[int]) -> bool:
         """Whether none of them, all on this host, has a process any more."""
-        return len(self.dead(ranks)) == len(ranks)
+        self.roster.learn(ranks)
+        return self.roster.are_dead(ranks)
 
     def last_known(self, rank: int, group: str) -> RankStatus:
         """What is known of a rank that is not asked."""
@@ -304,10 +320,12 @@ class FailureAgreement:
         self._watchdog.stop()
 
 
-def wait_until(is_so: Callable[[], bool], seconds: float, poll_sec: float = POLL_SEC) -> None:
+def wait_until(is_so: Callable[[], bool], seconds: float) -> None:
     """Wait for that, and for no longer than so many seconds."""
     deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and not is_so():
+    for poll_sec in growing_polls(_LONGEST_POLL_SEC):
+        if time.monotonic() > deadline or is_so():
+            return
         time.sleep(poll_sec)
 
 
@@ -317,31 +335,32 @@ class _Watchdog(threading.Thread):
     def __init__(
         self,
         agreement: FailureAgreement,
-        store: BoundedStore,
         position: Callable[[], str],
         is_reachable: Callable[[], bool],
     ) -> None:
         super().__init__(name="ddpstats-guard", daemon=True)
-        self._agreement, self._store, self._stopped = agreement, store, threading.Event()
+        self._agreement, self._stopped = agreement, threading.Event()
         self._position, self._is_reachable = position, is_reachable
 
     def run(self) -> None:
         answered, told = -1, ""
-        agreement = self._agreement
+        agreement, store = self._agreement, self._agreement.store
         while not self._stopped.wait(_WATCHDOG_SEC) and self._is_reachable():
             try:
-                agreement.roster.learn(agreement.roster.ranks, self._store)  # while there is somebody to ask
+                agreement.roster.learn(agreement.roster.ranks)  # while there is somebody to ask
                 position = self._position()
                 if position != told:
-                    self._store.set(f"position/{agreement.rank}", position)
+                    store.set(f"position/{agreement.rank}", position)
                     told = position
                 number = agreement.verdicts
-                alarm = None if answered == number else agreement.alarm_in(self._store)
+                alarm = None if answered == number else agreement.alarm()
                 if alarm is None:
                     continue
-                if not self._store.check([f"status/{number}/{agreement.rank}"]):
-                    agreement.report_status(self._store, number, alarm)
+                if not store.check([f"status/{number}/{agreement.rank}"]):
+                    agreement.report_status(number, alarm)
                 answered = number
+            except StoreSilent:
+                continue
             except STORE_ERRORS:
                 return
 

@@ -122,12 +122,12 @@ class Session:
         self._number, self._compares = _sessions, compares
         self._world = weakref.ref(dist.group.WORLD) if dist.group.WORLD is not None else lambda: None
         self.rank = dist.get_rank()
-        limit_sec = min(LIMIT_SEC, settings.timeout_sec)
-        self._store = world_store(prefix, "guard", limit_sec)
+        limit_sec, self._timeout_sec = min(LIMIT_SEC, settings.timeout_sec), settings.timeout_sec
+        self._store = world_store(prefix, limit_sec)
         self._roster = Roster(self._store, self.rank, range(dist.get_world_size()))
         token = secrets.token_hex(8)
-        with _as_rank_missing(self._roster):
-            told = world_store("ddpstats/run", "guard", limit_sec).post("token", token)
+        with self._reaching_store():
+            told = world_store("ddpstats/run", limit_sec).post("token", token)
             self.run = told.decode(errors="replace")
         self._groups: weakref.WeakKeyDictionary[GroupView, Group] = weakref.WeakKeyDictionary()
         self._lives: Counter[str] = Counter()  # a group may be destroyed, and another made under its name
@@ -137,10 +137,9 @@ class Session:
         self.named: dict[str, Group] = {}
         self.agreement: FailureAgreement | None = None
         if compares and dist.get_world_size() > 1:
-            watchdog_store = world_store(prefix, "watchdog", limit_sec)
-            with _as_rank_missing(self._roster):
+            with self._reaching_store():
                 self.agreement = FailureAgreement(
-                    self._roster, watchdog_store, report_status, position, self._told_by, self.is_reachable, heard
+                    self._roster, report_status, position, self._told_by, self.is_reachable, heard
                 )
 
     def is_over(self) -> bool:
@@ -152,6 +151,21 @@ class Session:
         """Whether the store is likely to answer: torchrun's outlives a process group, another goes with it."""
         return not self.is_over() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
+    @contextmanager
+    def _reaching_store(self) -> Iterator[None]:
+        """Around what a group or a session needs of the store before anything can be compared."""
+        try:
+            with self._store.within(self._timeout_sec):
+                yield
+        except ConfigError:
+            raise
+        except STORE_ERRORS as error:
+            missing, dead, why = self._roster.known_alone(error)
+            lines = ["the collective_guard cannot compare the collectives of this group:"]
+            lines += [*self._roster.told_alone(missing, dead)]
+            lines.append(f"The store, which ranks compare through, does not answer: {why}")
+            raise RankMissing("\n".join(lines), missing_ranks=missing) from error
+
     def find(self, view: GroupView) -> Group | None:
         return self._groups.get(view)
 
@@ -160,9 +174,9 @@ class Session:
         self._forget_destroyed()
         exchange = messages = None
         if self._compares and len(view.ranks) > 1:
-            part = self._store.part(f"group/{view.name}/{self._lives[view.name]}")
+            part = self._store.part(f"group/{view.name}/{self._lives[view.name]}", self._timeout_sec)
             self._lives[view.name] += 1
-            with _as_rank_missing(self._roster):
+            with self._reaching_store():
                 exchange = Exchange(part, view.ranks.index(view.rank), len(view.ranks))
             messages = Messages(part, view.rank)
         name = view.name if self._number == 1 else f"{view.name} of session {self._number}"
@@ -236,17 +250,3 @@ class Session:
                 group.exchange.close()
         if self.agreement is not None:
             self.agreement.close()
-
-
-@contextmanager
-def _as_rank_missing(roster: Roster) -> Iterator[None]:
-    """What a group or a session needs of the store before anything can be compared."""
-    try:
-        yield
-    except ConfigError:
-        raise
-    except STORE_ERRORS as error:
-        missing, dead, why = roster.known_alone(error)
-        lines = ["the collective_guard cannot compare the collectives of this group:"]
-        lines += [*roster.told_alone(missing, dead), f"The store, which ranks compare through, does not answer: {why}"]
-        raise RankMissing("\n".join(lines), missing_ranks=missing) from error

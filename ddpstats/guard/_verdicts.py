@@ -61,8 +61,10 @@ class Verdicts:
 
     def await_verdict(self, alarm: Alarm) -> None:
         """Come to the verdict that all ranks come to; raise or log it."""
+        has_time = not alarm.until and self.ends_by is None  # a difference was seen, and nobody has waited for it
         with signal_deferred():
-            self._raise_or_warn(self.agreement.raise_alarm(alarm), alarm)
+            finding = self.agreement.raise_alarm(alarm, self.timeout_sec if has_time else 0.0)
+            self._raise_or_warn(finding, alarm)
 
     def publish(self, finding: GuardFinding, alarm: Alarm) -> None:
         """A verdict that this rank can give alone."""
@@ -131,7 +133,7 @@ class Verdicts:
             if time.monotonic() > deadline or self._cannot_come(group, seq):
                 self.await_verdict(alarm_of(group, seq, until=True, ending=ends_by is not None))
                 raise Silenced
-            if waited_for is not None and self._waits_elsewhere(waited_for, group):
+            if waited_for is not None and self._waits_elsewhere(waited_for):
                 self.await_verdict(alarm_of(group, seq))
                 raise Silenced
 
@@ -141,17 +143,15 @@ class Verdicts:
         """Whether a rank that this one waits for has died, or left before this collective."""
         agreement = self.agreement
         others = [rank for rank in group.view.ranks if rank != group.view.rank]
-        gone = {}
         with agreement.glancing():
-            if agreement.someone_left():
-                gone = {rank: left for rank in others if (left := agreement.has_left(rank)) is not None}
+            gone = {rank: left for rank, left in agreement.left().items() if rank in others}
             if any(left.get("counts", {}).get(group.name, 0) < seq for left in gone.values()):
                 return True
             return bool(agreement.dead([rank for rank in others if rank not in gone]))
 
-    def _waits_elsewhere(self, event: Event, group: Group) -> bool:
+    def _waits_elsewhere(self, event: Event) -> bool:
         with self.agreement.glancing():
-            return self.agreement.another_waits_elsewhere(event, group.view.ranks)
+            return self.agreement.another_waits_elsewhere(event)
 
     # -- coming to a verdict ------------------------------------------------------------------------------------------
 

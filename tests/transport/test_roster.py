@@ -87,14 +87,18 @@ def test_who_has_joined_is_known_and_bytes_of_others_are_not() -> None:
     assert not mine.are_here([1, 3])
 
 
-def test_so_many_are_learnt_at_once_and_the_others_later() -> None:
+def test_while_some_have_not_joined_so_many_are_asked_for_at_once_and_others_later() -> None:
     store = bounded(HashStore())
-    for rank in range(4):
+    for rank in range(3):
         roster_of(store, rank).join()
     mine = roster_of(store, 0)
-    mine.learn(mine.ranks, most=2)
+    mine.learn(mine.ranks, most=1)
+    assert set(mine.peers) == {1}
+    mine.learn(mine.ranks, most=1)  # rank 3, or rank 2
+    mine.learn(mine.ranks, most=1)
     assert set(mine.peers) == {1, 2}
-    mine.learn(mine.ranks, most=2)
+    roster_of(store, 3).join()
+    mine.learn(mine.ranks, most=1)
     assert set(mine.peers) == {1, 2, 3}
 
 
