@@ -317,8 +317,6 @@ def _try_out(store: Any, rank: int) -> None:
         raise NotImplementedError("what was set is not there")
     if bytes(store.compare_set(key, "1", "2")) != b"2":
         raise NotImplementedError("compare_set does not set")
-    if int(store.add(f"tried/{rank}", 1)) < 1:
-        raise NotImplementedError("add does not count")
 
 
 _MISSING = re.compile(r"pure virtual|internal assert", re.IGNORECASE)

@@ -334,10 +334,6 @@ class BoundedStore:
         """Write ``value`` unless something is there; what is there now. So who is first says it for all."""
         return self.use(lambda store, prefix: bytes(store.compare_set(prefix + key, "", value)))
 
-    def add(self, key: str, amount: int) -> int:
-        """Count up, from 0; the sum with ``amount``."""
-        return self.use(lambda store, prefix: int(store.add(prefix + key, amount)))
-
     def delete_key(self, key: str) -> bool:
         return self.use(lambda store, prefix: bool(store.delete_key(prefix + key)))
 

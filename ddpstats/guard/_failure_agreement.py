@@ -29,6 +29,7 @@ from ddpstats.guard._status import DOUBT, MISSING, NOTHING, GuardFinding, RankSt
 
 _PATIENCE_SEC = 4.0
 _JUDGING_SEC = 2.0  # from then on another rank judges
+_POLL_SEC = 0.02  # torchrun ends all other ranks within 0.1 s of the first that ends
 _LONGEST_POLL_SEC = 0.1
 _ASKING_SEC = 3.0
 _LINGER_SEC = 2.0
@@ -101,7 +102,8 @@ class FailureAgreement:
         self.verdicts = 0  # so far
         self._report_status, self._told_by, self._heard = report_status, told_by, heard
         self.is_lost = False  # the store does not answer any more
-        self._left: dict[int, dict[str, Any]] = {}  # as they are numbered in the store
+        self._left: dict[int, dict[str, Any]] = {}
+        self._left_last: bytes | None = None
         self._waits = ""  # a key in the store
         roster.join()
         self._watchdog = _Watchdog(self, position, is_reachable)
@@ -254,8 +256,9 @@ class FailureAgreement:
         try:
             for group, status in statuses.items():
                 self.store.set(f"words/{self.rank}/{group}", status.pack())
-            told = json.dumps({"rank": self.rank, "how": how, "counts": dict(counts), "last": last})
-            self.store.set(f"left/{self.store.add('left', 1)}", told)
+            told = json.dumps({"how": how, "counts": dict(counts), "last": last})
+            self.store.set(f"left/{self.rank}", told)
+            self.store.set("left", str(self.rank))
         except STORE_ERRORS:
             self.is_lost = True
 
@@ -268,14 +271,13 @@ class FailureAgreement:
 
     def left(self) -> dict[int, dict[str, Any]]:
         """How those ranks left that have; one question to the store where no other one has since."""
-        while (told := self.store.find(f"left/{len(self._left) + 1}")) is not None:
-            try:
-                found = json.loads(told)
-            except ValueError:
-                found = None
-            is_one = isinstance(found, dict) and isinstance(found.get("counts"), dict)
-            self._left[len(self._left) + 1] = found if is_one else {}
-        return {left["rank"]: left for left in self._left.values() if isinstance(left.get("rank"), int)}
+        last = self.store.find("left")
+        if last != self._left_last:
+            for rank in self.roster.ranks:
+                if rank not in self._left and (told := self.store.find(f"left/{rank}")) is not None:
+                    self._left[rank] = _parsed(told)
+            self._left_last = last
+        return {rank: left for rank, left in self._left.items() if left}
 
     def has_left(self, rank: int) -> dict[str, Any] | None:
         """How a rank left, or None."""
@@ -320,10 +322,19 @@ class FailureAgreement:
         self._watchdog.stop()
 
 
+def _parsed(told: bytes) -> dict[str, Any]:
+    """How a rank left; empty for what is none of ours."""
+    try:
+        found = json.loads(told)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) and isinstance(found.get("counts"), dict) else {}
+
+
 def wait_until(is_so: Callable[[], bool], seconds: float) -> None:
     """Wait for that, and for no longer than so many seconds."""
     deadline = time.monotonic() + seconds
-    for poll_sec in growing_polls(_LONGEST_POLL_SEC):
+    for poll_sec in growing_polls(_POLL_SEC):
         if time.monotonic() > deadline or is_so():
             return
         time.sleep(poll_sec)

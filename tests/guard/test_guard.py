@@ -7,13 +7,17 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore
 
 from ddpstats import ConfigError, cli, label
 from ddpstats._observe import c10d_operators, collectives
+from ddpstats._transport.roster import Roster
+from ddpstats._transport.store import bounded
 from ddpstats.guard import collective_guard
 from ddpstats.guard._diagnosis import find
 from ddpstats.guard._events import (
@@ -27,6 +31,7 @@ from ddpstats.guard._events import (
     same_labels,
 )
 from ddpstats.guard._exchange import Exchange, Note, agree
+from ddpstats.guard._failure_agreement import FailureAgreement
 from ddpstats.guard._records import RecordWriter, read_records
 from ddpstats.guard._report import diagnose
 from ddpstats.guard._status import MISMATCH, MISSING, RankStatus
@@ -232,7 +237,7 @@ def test_another_process_group_within_one_guard(mode: str) -> None:
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("alarm/0", "5"), ("alarm/0", "[]"), ("here/1", "abc"), ("left/1", "[1]"), ("left/1", '{"counts": {}}')],
+    [("alarm/0", "5"), ("alarm/0", "[]"), ("here/1", "abc"), ("left/1", "[1]"), ("left", "1")],
 )
 def test_what_somebody_else_writes_into_the_store_does_no_harm(key: str, value: str) -> None:
     assert [outcome.value for outcome in run_ranks(runs.foreign_bytes, 2, key, value)] == ["silent"] * 2
@@ -374,3 +379,54 @@ def test_report_tells_a_doubt_and_does_not_call_it_a_fault(
     two_ranks.run(runs.recorded_under_own_names, str(tmp_path))
     assert cli.main(["report", str(tmp_path)]) == 0
     assert "'anna'" in capsys.readouterr().out
+
+
+def agreement_of(roster: Roster) -> FailureAgreement:
+    def report_status(name: str) -> RankStatus:
+        return RankStatus(roster.rank)
+
+    return FailureAgreement(roster, report_status, str, lambda name, rank: [], lambda: False, lambda finding: None)
+
+
+def requests_of_a_wait(size: int) -> int:
+    """How often a rank that waits asks the store at one look, when all ranks have come."""
+    store = bounded(HashStore())
+    rosters = [Roster(store, rank, range(size)) for rank in range(size)]
+    for roster in rosters:
+        roster.join()
+    agreement = agreement_of(rosters[0])
+    asked = 0
+    ask = store._connection.ask
+
+    def counted(*question: Any) -> Any:
+        nonlocal asked
+        asked += 1
+        return ask(*question)
+
+    def look() -> None:
+        assert agreement.alarm() is None
+        assert not agreement.left()
+        assert not agreement.dead(range(size))
+        assert not agreement.another_waits_elsewhere(event(1))
+
+    look()
+    with mock.patch.object(store._connection, "ask", counted):
+        look()
+    agreement.close()
+    return asked
+
+
+def test_a_rank_that_waits_asks_the_store_as_often_among_many_as_among_two() -> None:
+    assert requests_of_a_wait(64) == requests_of_a_wait(2) > 0
+
+
+def test_who_waits_elsewhere_is_seen_by_the_second_that_waits() -> None:
+    store = bounded(HashStore())
+    one, other = (agreement_of(Roster(store, rank, range(2))) for rank in range(2))
+    assert not one.another_waits_elsewhere(event(1))
+    assert not one.another_waits_elsewhere(event(2))
+    assert not other.another_waits_elsewhere(event(2))
+    assert not one.another_waits_elsewhere(event(3))
+    assert other.another_waits_elsewhere(event(3, "broadcast"))
+    for agreement in (one, other):
+        agreement.close()
