@@ -12,6 +12,7 @@ from ddpstats.testing._rank_main import RankSpec
 from ddpstats.testing._rank_process import rank_environ
 from ddpstats.testing._rank_server import RankServer
 from tests import scripts
+from tests.hosts import hosts as hosts
 from tests.needs import ROOT, table
 
 # The package too: to import it takes longer than the rest of a start. Programs that are about that import are
@@ -42,6 +43,7 @@ LONG_FILES = (
     "tests/integrations/test_lightning.py",
     "tests/test_bench.py",
     "tests/transport/test_missing_ranks.py",
+    "tests/launchers/test_launchers.py",
     "tests/demo/test_demo.py",
     "tests/guard/test_run.py",
     "tests/guard/test_libraries.py",

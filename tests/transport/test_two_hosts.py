@@ -4,47 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.hosts import NEAR, ip
 from tests.transport.two_hosts_rank import TIMEOUT_SEC
 
 LIMIT_SEC = 100.0
 SLACK_SEC = 5.0
-NEAR, FAR = "10.213.77.1", "10.213.77.2"
-
-
-def ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=20)
-
-
-@pytest.fixture
-def hosts() -> Iterator[tuple[str, str, str, str]]:
-    """(two network namespaces, and the ends of the link between them)."""
-    tag = secrets.token_hex(3)
-    near, far, here, there = (f"{name}{tag}" for name in ("dn", "df", "dvn", "dvf"))
-    try:
-        for space in (near, far):
-            ip("netns", "add", space)
-            ip("-n", space, "link", "set", "lo", "up")
-        ip("link", "add", here, "netns", near, "type", "veth", "peer", "name", there, "netns", far)
-        for space, link, address in ((near, here, NEAR), (far, there, FAR)):
-            ip("-n", space, "addr", "add", f"{address}/24", "dev", link)
-            ip("-n", space, "link", "set", link, "up")
-    except (OSError, subprocess.CalledProcessError) as error:
-        for space in (near, far):
-            subprocess.run(["ip", "netns", "del", space], check=False, capture_output=True)
-        pytest.skip(f"network namespaces cannot be made here: {error}")
-    yield near, far, here, there
-    for space in (near, far):
-        ip("netns", "del", space)
 
 
 def told_by_both(hosts: tuple[str, str, str, str], phase: str, ranks: int, directory: Path) -> list[Any]:

@@ -1,0 +1,140 @@
+"""The same loop under every launcher: the stats come out right, and a rank that is killed is named."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.hosts import FAR, NEAR
+from tests.needs import ROOT, needs
+
+LIMIT_SEC = 240.0
+TRAIN = str(ROOT / "tests" / "launchers" / "train.py")
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+STATS = {"loss": 1.5, "l1": 10.0, "snr": 20.0}
+
+
+def free_port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return str(free.getsockname()[1])
+
+
+def finish(commands: Sequence[Sequence[str]], environs: Sequence[Mapping[str, str]], directory: Path) -> list[str]:
+    """What the commands write, all begun at once, each in a session of its own that ends with them."""
+    common = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "OMP_NUM_THREADS": "1",
+        "TORCH_CPP_LOG_LEVEL": "FATAL",
+    }
+    outputs = [directory / f"output{number}" for number in range(len(commands))]
+    processes = []
+    try:
+        for command, environ, output in zip(commands, environs, outputs, strict=True):
+            with output.open("wb") as file:
+                processes.append(
+                    subprocess.Popen(
+                        command, stdout=file, stderr=file, env={**common, **environ}, start_new_session=True
+                    )
+                )
+        deadline = time.monotonic() + LIMIT_SEC
+        for process in processes:
+            process.wait(max(1.0, deadline - time.monotonic()))
+    finally:
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait(10)
+    return [output.read_text(errors="replace") for output in outputs]
+
+
+def ranks_of(directory: Path, outputs: Sequence[str]) -> list[dict[str, Any]]:
+    files = [directory / "0.json", directory / "1.json"]
+    assert all(file.exists() for file in files), "\n".join(outputs)
+    told = [json.loads(file.read_text()) for file in files]
+    for rank, one in enumerate(told):
+        assert one["rank"] == rank
+        assert one["of"] == 2
+        assert one["stats"] == STATS
+    return told
+
+
+@pytest.mark.parametrize(
+    ("command", "how"),
+    [
+        ([*TORCHRUN, "--standalone", "--nproc-per-node=2"], "environment"),
+        (
+            [
+                *(sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2"),
+                *("--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no", "--main_process_port=0"),
+            ],
+            "accelerate",
+        ),
+        ([sys.executable], "spawn"),
+    ],
+    ids=["torchrun", "accelerate launch", "multiprocessing.spawn"],
+)
+def test_where_the_launcher_ends_the_others_it_names_the_one_that_was_killed(
+    command: list[str], how: str, tmp_path: Path
+) -> None:
+    if how == "accelerate":
+        needs("accelerate")
+    outputs = finish([[*command, TRAIN, str(tmp_path), how]], [{"MASTER_PORT": free_port()}], tmp_path)
+    first, _ = ranks_of(tmp_path, outputs)
+    if "missing" in first:  # it came to say so before it was ended
+        assert first["missing"] == [1]
+    if how == "spawn":
+        assert "process 1 terminated with signal SIGKILL" in outputs[0]
+    else:
+        assert "local_rank: 1" in outputs[0]
+        assert "Signal 9 (SIGKILL)" in outputs[0]
+
+
+@pytest.mark.parametrize("how", ["lightning", "ray"])
+def test_where_the_launcher_lets_the_others_live_they_name_it(how: str, tmp_path: Path) -> None:
+    needs(how)
+    environ = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_TRAIN_V2_ENABLED": "1"}
+    outputs = finish([[sys.executable, TRAIN, str(tmp_path), how]], [environ], tmp_path)
+    first, _ = ranks_of(tmp_path, outputs)
+    assert first.get("missing") == [1], outputs
+    assert "rank 1: the process is gone" in first["text"]
+
+
+def test_the_variables_of_slurm(tmp_path: Path) -> None:
+    common = {"SLURM_NTASKS": "2", "SLURM_NODEID": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    environs = [{**common, "SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in ("0", "1")]
+    outputs = finish([[sys.executable, TRAIN, str(tmp_path), "slurm"]] * 2, environs, tmp_path)
+    first, _ = ranks_of(tmp_path, outputs)
+    assert first.get("missing") == [1], outputs
+    assert "rank 1: the process is gone" in first["text"]
+
+
+def test_torchrun_on_two_hosts(hosts: tuple[str, str, str, str], tmp_path: Path) -> None:
+    """Each with an address and a name of its own."""
+    if shutil.which("unshare") is None:
+        pytest.skip("no unshare here, which gives a program a host name of its own")
+    near, far, here, there = hosts
+    commands, environs = [], []
+    for node, (space, link, address) in enumerate(((near, here, NEAR), (far, there, FAR))):
+        train = [*TORCHRUN, "--nnodes=2", f"--node-rank={node}", "--nproc-per-node=1", f"--local-addr={address}"]
+        train += [f"--master-addr={NEAR}", "--master-port=29512", TRAIN, str(tmp_path), "environment"]
+        named = ["sh", "-c", 'hostname "$0" && exec "$@"', f"host{node}", *train]
+        commands.append(["ip", "netns", "exec", space, "unshare", "--uts", *named])
+        environs.append({"GLOO_SOCKET_IFNAME": link, "DDPSTATS_TIMEOUT_SEC": "8"})
+    outputs = finish(commands, environs, tmp_path)
+    first, second = ranks_of(tmp_path, outputs)
+    assert (first["host"], second["host"]) == ("host0", "host1")
+    assert first.get("missing") == [1], outputs
+    assert "rank 1" in first["text"]
