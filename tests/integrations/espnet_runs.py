@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import inspect
 import pathlib
 import sys
 import tempfile
@@ -136,7 +137,7 @@ def _run(
             train_iter_factory=_batches(script.train),
             valid_iter_factory=_batches(script.valid),
             plot_attention_iter_factory=None,
-            trainer_options=options_class(**_options(folder, script), **options),
+            trainer_options=options_class(**_options(options_class, folder, script), **options),
             distributed_option=DistributedOption(
                 distributed=True,
                 dist_backend="gloo",
@@ -154,8 +155,10 @@ def _run(
     )
 
 
-def _options(folder: str, script: Script) -> dict[str, Any]:
-    return {
+def _options(options_class: Any, folder: str, script: Script) -> dict[str, Any]:
+    """Those of all versions of espnet that this version takes."""
+    takes = inspect.signature(options_class).parameters
+    every = {
         "ngpu": 0,
         "resume": False,
         "use_amp": False,
@@ -169,6 +172,8 @@ def _options(folder: str, script: Script) -> dict[str, Any]:
         "use_matplotlib": False,
         "use_tensorboard": False,
         "use_wandb": False,
+        "use_lora": False,
+        "save_lora_only": False,
         "adapter": "",
         "use_adapter": False,
         "save_strategy": "all",
@@ -188,6 +193,7 @@ def _options(folder: str, script: Script) -> dict[str, Any]:
         "gradient_as_bucket_view": False,
         "ddp_comm_hook": None,
     }
+    return {name: value for name, value in every.items() if name in takes}
 
 
 def _batches(script: Sequence[Sequence[Step]]) -> Any:
@@ -328,7 +334,9 @@ def epoch_of_uasr(train: Sequence[Step], valid: Sequence[Step], install: bool) -
     script = Script([train], [valid])
 
     def options(folder: str) -> Any:
-        return uasr_trainer.UASRTrainerOptions(**_options(folder, script), generator_first=False, max_num_warning=1)
+        return uasr_trainer.UASRTrainerOptions(
+            **_options(uasr_trainer.UASRTrainerOptions, folder, script), generator_first=False, max_num_warning=1
+        )
 
     distributed = DistributedOption(distributed=True, dist_backend="gloo", ngpu=0)
 
