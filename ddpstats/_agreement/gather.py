@@ -63,13 +63,13 @@ def gather_trees(tree: Any, *, name: str, group: Any = None, dedicated_buffer: b
         raise error from cause
 
 
-def _prepared(tree: Any) -> tuple[bytearray | Failure, Any, Exception | None]:
+def _prepared(tree: Any) -> tuple[bytearray | Failure, Any, BaseException | None]:
     """The bytes, the tree and no error; or why there are none. Whatever fails: this rank must still take part."""
     try:
         own = tree() if callable(tree) else tree
         return encode(own), own, None
     except CannotEncode as error:
-        return Failure(error.path, str(error)), None, None
+        return Failure(error.path, str(error)), None, error.__cause__
     except Exception as error:
         return Failure("", f"{type(error).__name__}: {error}"), None, error
 

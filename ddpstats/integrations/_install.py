@@ -11,7 +11,7 @@ import difflib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import cast
@@ -19,14 +19,17 @@ from typing import cast
 from ddpstats.errors import ConfigError
 from ddpstats.integrations._patches import Patches, pip_command
 
-_PACKAGES = {
-    "accelerate": "accelerate",
-    "espnet": "espnet2",
-    "lightning": "lightning",
-    "torcheval": "torcheval",
-    "torchmetrics": "torchmetrics",
+_PACKAGES: dict[str, tuple[str, ...]] = {
+    "accelerate": ("accelerate",),
+    "espnet": ("espnet2",),
+    "lightning": ("lightning", "pytorch_lightning"),
+    "torcheval": ("torcheval",),
+    "torchmetrics": ("torchmetrics",),
 }
-"""What can be patched: our name, which is that of the distribution and of the extra -> the package that is imported."""
+"""What can be patched: our name, which is that of the distribution and of the extra -> the packages that are imported,
+of which one is enough."""
+
+_ALIASES = {"pytorch_lightning": "lightning"}
 
 _NOTHING_TO_PATCH = {
     "loggers": "ddpstats.integrations.loggers.write(writer, reduced, step) is called where you log",
@@ -75,8 +78,9 @@ def install(*names: str) -> Installed:
     warning. No version is compared. Does nothing under ``DDPSTATS_DISABLE=1``.
 
     Args:
-        names: of "accelerate", "espnet", "lightning", "torcheval", "torchmetrics", at least one. All that are installed
-            is no default: which libraries a program patches would then depend on the machine, and may differ by rank.
+        names: of "accelerate", "espnet", "lightning" (or "pytorch_lightning": both names stand for both packages),
+            "torcheval", "torchmetrics", at least one. All that are installed is no default: which libraries a program
+            patches would then depend on the machine, and may differ by rank.
 
     Returns:
         What was patched, and what was left and why.
@@ -97,16 +101,15 @@ def install(*names: str) -> Installed:
     patched: list[str] = []
     left: dict[str, str] = {}
     for name in wanted:
-        if not _is_there(_PACKAGES[name]):
+        if not any(map(_is_there, _PACKAGES[name])):
             left[name] = f"not installed: {pip_command(name)}"
             continue
         module = importlib.import_module(f"{__package__}.{name}")
         module.install()
-        patches = _patches_of(module)
-        if patches.installed:
+        if _is_patched(name):
             patched.append(name)
         else:
-            left[name] = patches.why_left
+            left[name] = "; ".join(dict.fromkeys(patches.why_left for patches in _patches_of(module)))
     return Installed(tuple(patched), left)
 
 
@@ -134,17 +137,17 @@ def uninstall(*names: str) -> Uninstalled:
 
 
 def _checked(function: str, names: tuple[object, ...]) -> list[str]:
-    """The names, each once."""
+    """Our names of the libraries, each once."""
     if not names:
-        there = [name for name, package in _PACKAGES.items() if _is_there(package)]
+        there = [name for name, packages in _PACKAGES.items() if any(map(_is_there, packages))]
         raise ConfigError(
             f"ddpstats.integrations.{function}() needs the names of the libraries that your program uses; "
             f"legal: {_quoted(_PACKAGES)}. Installed here: {_quoted(there) or 'none of them'}."
         )
     for name in names:
-        if name not in list(_PACKAGES):
+        if name not in [*_PACKAGES, *_ALIASES]:
             raise ConfigError(f"ddpstats.integrations.{function}: {_why_not(name)} Nothing was changed.")
-    return list(dict.fromkeys(cast(tuple[str, ...], names)))
+    return list(dict.fromkeys(_ALIASES.get(name, name) for name in cast(tuple[str, ...], names)))
 
 
 def _why_not(name: object) -> str:
@@ -169,14 +172,16 @@ def _is_there(package: str) -> bool:
 
 def _is_patched(name: str) -> bool:
     module = sys.modules.get(f"{__package__}.{name}")  # never imported for this: then nothing is patched
-    return module is not None and _patches_of(module).installed
+    return module is not None and any(patches.installed for patches in _patches_of(module))
 
 
-def _patches_of(module: ModuleType) -> Patches:
-    return cast(Patches, vars(module)["_patches"])
+def _patches_of(module: ModuleType) -> list[Patches]:
+    """One for each of its packages."""
+    found = vars(module)["_patches"]
+    return list(found.values()) if isinstance(found, dict) else [found]
 
 
-def _quoted(names: Mapping[str, str] | list[str]) -> str:
+def _quoted(names: Iterable[str]) -> str:
     return ", ".join(f'"{name}"' for name in names)
 
 

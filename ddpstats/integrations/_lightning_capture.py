@@ -24,18 +24,11 @@ import torch
 
 from ddpstats.capture import CaptureVerdict
 from ddpstats.capture._verdict import Policy
-from ddpstats.errors import ConfigError
 from ddpstats.integrations._capture_steps import CaptureSteps, explain
-
-try:
-    from lightning.pytorch.callbacks import Callback
-except ImportError as error:
-    raise ConfigError(
-        f"ddpstats.integrations.lightning needs lightning: {error}. pip install 'ddpstats[lightning]'"
-    ) from error
+from ddpstats.integrations._lightning_copies import Callback
 
 
-class DdpstatsNaNCapture(Callback):
+class DdpstatsNaNCapture(Callback):  # type: ignore[misc]  # a class found at run time
     """`ddpstats.NaNCapture` in a Lightning trainer: every rank's trainer, or none.
 
     With ``on_nonfinite="stop"`` no rank applies the step, and every rank's trainer stops after this batch: as with

@@ -83,8 +83,8 @@ def entry_of(metric: Any, states_of: str | None = None) -> Entry:
     return {**heading_of(metric, own_way=False), "reductions": reductions, "states": states}
 
 
-def entries_of(metrics: dict[str, Any]) -> dict[str, Entry]:
-    """One entry per metric; members of a compute group share their states, which are sent once."""
+def entries_of(metrics: dict[str, Any], members: dict[str, str]) -> dict[str, Entry]:
+    """One entry per metric, with the member that it is of; a compute group shares its states, which are sent once."""
     found: dict[str, Entry] = {}
     holder: dict[Any, str] = {}
     for name, metric in metrics.items():
@@ -97,7 +97,7 @@ def entries_of(metrics: dict[str, Any]) -> dict[str, Entry]:
         found[name] = entry_of(metric, holder.get(same))
         if not found[name]["own_way"]:
             holder.setdefault(same, name)
-    return found
+    return {name: {**entry, "member": members[name]} for name, entry in found.items()}
 
 
 def _compact(value: Any, reduction: Any) -> Any:

@@ -37,8 +37,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import sys
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -46,8 +44,8 @@ import torch
 import torch.distributed as dist
 
 from ddpstats._agreement.decide import any_rank
-from ddpstats.errors import ConfigError
 from ddpstats.integrations._lightning_capture import DdpstatsNaNCapture as DdpstatsNaNCapture, step as step
+from ddpstats.integrations._lightning_copies import COPIES, ROOTS, Callback
 from ddpstats.integrations._lightning_ledger import Ledger, audience_of, combined_later, is_ours, ledger_of
 from ddpstats.integrations._lightning_points import (
     answer_for_no_batches,
@@ -58,18 +56,11 @@ from ddpstats.integrations._lightning_points import (
     loader_ends,
     step_point,
 )
-from ddpstats.integrations._patches import Patches, difference
-
-try:
-    from lightning.pytorch.callbacks import Callback
-except ImportError as error:
-    raise ConfigError(
-        f"ddpstats.integrations.lightning needs lightning: {error}. pip install 'ddpstats[lightning]'"
-    ) from error
+from ddpstats.integrations._patches import Patches
 
 __all__ = ["DdpstatsCallback", "DdpstatsNaNCapture", "install", "step", "uninstall"]
 
-_patches = Patches("lightning")
+_patches = {library: Patches(library) for library in COPIES}
 _CONNECTORS = "trainer.connectors.logger_connector"
 _RELIED_ON = (
     f"{_CONNECTORS}.result:_ResultCollection._get_cache(result_metric, on_step)",
@@ -85,7 +76,7 @@ _RELIED_ON = (
     "loops.evaluation_loop:_EvaluationLoop._store_dataloader_outputs(self)",
     "loops.evaluation_loop:_EvaluationLoop.on_run_end(self)",
 )
-"""Below ``lightning.pytorch``, and below ``pytorch_lightning``."""
+"""Below each of `ROOTS`."""
 _users: set[int] = set()
 """Who wants the patches in place: 0 for `install`, a callback's id for its trainer."""
 
@@ -93,10 +84,9 @@ _users: set[int] = set()
 def install() -> None:
     """Patch the installed Lightning, for every trainer of this process. Local and idempotent; every rank, or none.
 
-    Patches ``lightning.pytorch``, and ``pytorch_lightning`` where that copy has been imported before. A Lightning
-    that lacks what this relies on, whatever its version, is left unpatched, with a warning that names the difference.
-    Does nothing under ``DDPSTATS_DISABLE=1``. With Trainer(callbacks=[DdpstatsCallback()]) instead, only that trainer
-    changes.
+    Patches ``lightning.pytorch`` and ``pytorch_lightning``, whichever are installed. One that lacks what this relies
+    on, whatever its version, is left unpatched, with a warning that names the difference. Does nothing under
+    ``DDPSTATS_DISABLE=1``. With Trainer(callbacks=[DdpstatsCallback()]) instead, only that trainer changes.
 
     The errors of `ddpstats.StatsReducer` come from the hook after which the values are combined, on every rank alike:
     `SchemaConflict` where ranks log one key with different ``reduce_fx``, `RankMissing` where one does not come.
@@ -114,7 +104,7 @@ def uninstall() -> None:
     _release(0)
 
 
-class DdpstatsCallback(Callback):
+class DdpstatsCallback(Callback):  # type: ignore[misc]  # a class found at run time
     """`install` for one trainer only, from its setup to its teardown: every rank's trainer, or none.
 
     Example: ``Trainer(callbacks=[DdpstatsCallback()])``
@@ -126,18 +116,22 @@ class DdpstatsCallback(Callback):
 
 
 def _hold(user: int) -> bool:
-    """Whether Lightning is patched now, on behalf of ``user``."""
-    if _patches.wanted(_below("lightning.pytorch"), lambda: _probe("lightning.pytorch")):
-        _patch()
-    if _patches.installed:
+    """Whether some copy of Lightning is patched now, on behalf of ``user``."""
+    for library, patches in _patches.items():
+        root = ROOTS[library]
+        if patches.wanted([f"{root}.{one}" for one in _RELIED_ON], functools.partial(_probe, root)):
+            _patch(patches, root)
+    is_held = any(patches.installed for patches in _patches.values())
+    if is_held:
         _users.add(user)
-    return _patches.installed
+    return is_held
 
 
 def _release(user: int) -> None:
     _users.discard(user)
     if not _users:
-        _patches.restore()
+        for patches in _patches.values():
+            patches.restore()
 
 
 # -- one run of a trainer ---------------------------------------------------------------------------------------------
@@ -190,51 +184,37 @@ def _has_users_hook(trainer: Any, hook: str) -> bool:
     owners = (
         getattr(getattr(one, hook, None), "__module__", None) for one in (trainer.lightning_module, *trainer.callbacks)
     )
-    return any(str(owner).partition(".")[0] not in ("lightning", "pytorch_lightning") for owner in owners)
+    return any(str(owner).partition(".")[0] not in ROOTS for owner in owners)
 
 
 # -- in place of Lightning's ------------------------------------------------------------------------------------------
 
 
-def _patch() -> None:
-    for root in _roots():
-        connectors = f"{root}.trainer.connectors.logger_connector"
-        result = importlib.import_module(f"{connectors}.result")
-        connector = importlib.import_module(f"{connectors}.logger_connector")._LoggerConnector
-        call = importlib.import_module(f"{root}.trainer.call")
-        evaluation = importlib.import_module(f"{root}.loops.evaluation_loop")._EvaluationLoop
-        fit = importlib.import_module(f"{root}.loops.fit_loop")._FitLoop
-        for owner, name, replacement in (
-            (result._ResultMetric, "to", _to),
-            (result._ResultCollection, "log", _log),
-            (call, "_call_callback_hooks", _call_callback_hooks),
-            (connector, "on_batch_end", _after(late_point)),
-            (connector, "on_epoch_end", _after(lambda self: epoch_point(self.trainer, self.trainer._results))),
-            (fit, "on_advance_end", _after(lambda self: epoch_point(self.trainer, self.epoch_loop._results))),
-            (evaluation, "run", _run),
-            (evaluation, "on_run_start", _after(evaluation_starts)),
-            (evaluation, "_store_dataloader_outputs", _after(loader_ends)),
-            (evaluation, "on_run_end", _after(evaluation_ends)),
-        ):
-            original = getattr(owner, name)
-            _patches.replace(owner, name, functools.wraps(original)(replacement(original)))
-        original = result._ResultCollection._get_cache
-        _patches.replace(
-            result._ResultCollection, "_get_cache", staticmethod(functools.wraps(original)(_get_cache(original)))
-        )
-
-
-def _roots() -> list[str]:
-    """``lightning.pytorch``, and its copy where that is in use and has what is relied on."""
-    if "pytorch_lightning" not in sys.modules:
-        return ["lightning.pytorch"]
-    reason = difference(_below("pytorch_lightning"))
-    if reason is None:
-        return ["lightning.pytorch", "pytorch_lightning"]
-    warnings.warn(
-        f"ddpstats.integrations.lightning: pytorch_lightning {reason}. That copy is left unpatched.", stacklevel=5
+def _patch(patches: Patches, root: str) -> None:
+    connectors = f"{root}.{_CONNECTORS}"
+    result = importlib.import_module(f"{connectors}.result")
+    connector = importlib.import_module(f"{connectors}.logger_connector")._LoggerConnector
+    call = importlib.import_module(f"{root}.trainer.call")
+    evaluation = importlib.import_module(f"{root}.loops.evaluation_loop")._EvaluationLoop
+    fit = importlib.import_module(f"{root}.loops.fit_loop")._FitLoop
+    for owner, name, replacement in (
+        (result._ResultMetric, "to", _to),
+        (result._ResultCollection, "log", _log),
+        (call, "_call_callback_hooks", _call_callback_hooks),
+        (connector, "on_batch_end", _after(late_point)),
+        (connector, "on_epoch_end", _after(lambda self: epoch_point(self.trainer, self.trainer._results))),
+        (fit, "on_advance_end", _after(lambda self: epoch_point(self.trainer, self.epoch_loop._results))),
+        (evaluation, "run", _run),
+        (evaluation, "on_run_start", _after(evaluation_starts)),
+        (evaluation, "_store_dataloader_outputs", _after(loader_ends)),
+        (evaluation, "on_run_end", _after(evaluation_ends)),
+    ):
+        original = getattr(owner, name)
+        patches.replace(owner, name, functools.wraps(original)(replacement(original)))
+    original = result._ResultCollection._get_cache
+    patches.replace(
+        result._ResultCollection, "_get_cache", staticmethod(functools.wraps(original)(_get_cache(original)))
     )
-    return ["lightning.pytorch"]
 
 
 def _after(point: Callable[[Any], None]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -331,10 +311,6 @@ def _run(original: Callable[..., Any]) -> Callable[..., Any]:
         return outputs
 
     return run
-
-
-def _below(root: str) -> list[str]:
-    return [f"{root}.{one}" for one in _RELIED_ON]
 
 
 def _probe(root: str) -> str | None:

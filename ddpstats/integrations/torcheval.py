@@ -1,8 +1,9 @@
 """torcheval's metrics merged by name: states, dict keys and members of a collection may differ between ranks.
 
 `install` replaces ``get_synced_metric`` and ``get_synced_metric_collection``, which ``sync_and_compute``,
-``get_synced_state_dict`` and their ``_collection`` forms call. Stock torcheval gathers state after state in the sorted
-order of each rank's own names, and labels what it receives with those. Ours:
+``get_synced_state_dict`` and the ``_collection`` form of that call, and ``sync_and_compute_collection``. Stock
+torcheval gathers state after state in the sorted order of each rank's own names, and labels what it receives with
+those. Ours:
 
 1. prepares the metrics as stock does (``_prepare_for_merge_state``) and gathers the states of the whole collection at
    once, each under its name and with the class of its metric;
@@ -31,10 +32,12 @@ from typing import Any, NamedTuple
 import torch
 
 from ddpstats._agreement.gather import gather_trees
+from ddpstats._agreement.tree_codec import encode
 from ddpstats._base.paths import format_path
 from ddpstats._base.rank_names import holders_lines, ranks_text
 from ddpstats._transport.comm import describe_group, group_ranks, resolve_group
-from ddpstats.errors import SchemaConflict
+from ddpstats.errors import InvalidStats, SchemaConflict
+from ddpstats.integrations._partial_members import on_device, senders
 from ddpstats.integrations._patches import Patches
 
 __all__ = ["install", "uninstall"]
@@ -43,6 +46,7 @@ _patches = Patches("torcheval")
 _RELIED_ON = (
     "torcheval.metrics.toolkit:get_synced_metric(metric, process_group)",
     "torcheval.metrics.toolkit:get_synced_metric_collection(metric_collection, process_group)",
+    "torcheval.metrics.toolkit:sync_and_compute_collection(metrics, process_group)",
     "torcheval.metrics.toolkit:_convert_to_psuedo_metric(metric_state_dict)",
     "torcheval.metrics.toolkit:_get_world_size(process_group)",
     "torcheval.metrics.toolkit:_validate_rank_and_world_size(world_size)",
@@ -66,7 +70,7 @@ def install() -> None:
     Example::
 
         rank 0: sync_and_compute_collection({"loss": Mean(), "acc_a": Mean()})   rank 1: {"loss": ..., "acc_b": ...}
-        stock averages acc_a with acc_b; after install() each is the mean over the ranks that have it
+        stock averages acc_a with acc_b; after install() each is the mean over the ranks that have it, on every rank
     """
     if _patches.wanted(_RELIED_ON):
         toolkit = _toolkit()
@@ -95,9 +99,18 @@ def _get_synced_metric_collection(metric_collection: MutableMapping[str, Any], p
     return _synced(metric_collection, process_group, "torcheval.get_synced_metric_collection")
 
 
+def _sync_and_compute_collection(metrics: MutableMapping[str, Any], process_group: Any = None) -> dict[str, Any]:
+    synced = metrics
+    if not _alone(process_group):
+        call = "torcheval.get_synced_metric_collection"  # of which it is a part in stock, so ranks may call either
+        synced = _synced(metrics, process_group, call, computing=True)
+    return {name: metric.compute() for name, metric in synced.items()}
+
+
 _OURS: dict[str, Callable[..., Any]] = {
     "get_synced_metric": _get_synced_metric,
     "get_synced_metric_collection": _get_synced_metric_collection,
+    "sync_and_compute_collection": _sync_and_compute_collection,
 }
 
 
@@ -109,8 +122,11 @@ def _alone(group: Any) -> bool:
     return world_size == 1
 
 
-def _synced(metrics: Mapping[str, Any], group: Any, call: str) -> dict[str, Any]:
-    """Each of ``metrics`` merged with its namesakes on the other ranks."""
+def _synced(metrics: Mapping[str, Any], group: Any, call: str, computing: bool = False) -> dict[str, Any]:
+    """Each of ``metrics`` merged with its namesakes on the other ranks, and the members that only others have.
+
+    ``computing``: raise `InvalidStats`, on every rank, if one that some rank lacks cannot be computed.
+    """
     gathered = gather_trees(lambda: _prepared(metrics), name=call, group=group)
     process_group = resolve_group(group)
     assert process_group is not None
@@ -124,9 +140,10 @@ def _synced(metrics: Mapping[str, Any], group: Any, call: str) -> dict[str, Any]
             failures[name] = failure  # raised below: where there are doubts, the others wait for this rank
     if doubtful:
         there.settle(doubtful, {name: _text(error) for name, error in failures.items()})
+    shown = there.shown(merged, failures, computing)
     for error in failures.values():
         raise error
-    return merged
+    return {name: merged[name] if name in merged else shown[name] for name in (there.names() if shown else metrics)}
 
 
 def _merged(metric: Any, others: Iterable[Member], try_compute: bool) -> Any:
@@ -149,6 +166,50 @@ def _clone(metric: Any) -> Any:
                 if type(item) is torch.Tensor and not item.requires_grad:
                     memo[id(item)] = item.clone()
     return copy.deepcopy(metric, memo)
+
+
+# -- members that only other ranks have -------------------------------------------------------------------------------
+
+
+def _shown_by(metric: Any, failure: Exception | None) -> dict[str, Any]:
+    """What this rank sends of a merged metric to those that lack it: states, and the result or why there is none."""
+    if failure is not None:
+        return {"states": {}, "why": _text(failure)}
+    states = _to_wire(metric)[1]
+    try:
+        result = _clone(metric).compute()
+        sent = {"pairs": [list(pair) for pair in result.items()]} if isinstance(result, dict) else {"result": result}
+        encode(sent)
+    except Exception as error:
+        sent = {"why": _text(error)}
+    return {"states": states, **sent}
+
+
+@functools.cache
+def _elsewhere() -> Any:
+    from torcheval.metrics import Metric
+
+    class MetricElsewhere(Metric[Any]):
+        """What other ranks have merged and computed of a metric that this rank lacks."""
+
+        def __init__(self, sent: dict[str, Any], refusal: InvalidStats | None, device: torch.device) -> None:
+            super().__init__(device=device)
+            result = dict(sent["pairs"]) if "pairs" in sent else sent.get("result")
+            self._result, self._refusal = on_device(result, device), refusal
+            for name, node in sent["states"].items():
+                self._add_state(name, _from_wire(node, device))
+
+        def compute(self) -> Any:
+            if self._refusal is not None:
+                raise self._refusal
+            return self._result
+
+        def update(self, *_: Any, **__: Any) -> Any:
+            raise TypeError("this metric is on other ranks: it shows what they have merged, and takes no values here")
+
+        merge_state = update
+
+    return MetricElsewhere
 
 
 # -- states on the wire -----------------------------------------------------------------------------------------------
@@ -206,7 +267,7 @@ class _Gathered:
     def doubtful(self) -> dict[str, _Doubt]:
         """The members with a doubtful state, and the first such. Raises `SchemaConflict` where there is no doubt."""
         found: dict[str, _Doubt] = {}
-        for name in dict.fromkeys(name for members in self._by_rank.values() for name in members):
+        for name in self.names():
             held = {rank: members[name] for rank, members in self._by_rank.items() if name in members}
             at = () if name == _SINGLE else (name,)
             self._need_one(at, {rank: f"a {member[0]}" for rank, member in held.items()})
@@ -216,6 +277,37 @@ class _Gathered:
                 for doubt in _doubts((*at, state), nodes):
                     found.setdefault(name, doubt)
         return found
+
+    def names(self) -> list[str]:
+        """Of every member that some rank has, in the order in which the ranks list them."""
+        return list(dict.fromkeys(name for members in self._by_rank.values() for name in members))
+
+    def shown(self, merged: dict[str, Any], failures: dict[str, Exception], computing: bool) -> dict[str, Any]:
+        """What stands for each member that some rank lacks. Collective where there are such."""
+        holders = {name: [rank for rank, held in self._by_rank.items() if name in held] for name in self.names()}
+        sender = senders(holders, len(self._by_rank))
+        if not sender:
+            return {}
+        mine = [name for name, rank in sender.items() if rank == self._own_rank]
+        gathered = gather_trees(
+            {name: _shown_by(merged.get(name), failures.get(name)) for name in mine},
+            name=f"{self._call}, results",
+            group=self._group,
+        )
+        sent = {name: each for theirs in gathered for name, each in theirs.items()}
+        refusals = {
+            name: self._refusal(name, holders[name], each["why"]) for name, each in sent.items() if "why" in each
+        }
+        for name, refusal in refusals.items() if computing else ():
+            raise refusal from failures.get(name)
+        device = next((metric.device for metric in merged.values()), torch.device("cpu"))
+        return {name: _elsewhere()(each, refusals.get(name), device) for name, each in sent.items()}
+
+    def _refusal(self, name: str, ranks: list[int], why: str) -> InvalidStats:
+        group = describe_group(self._group)
+        holds = f"{ranks_text(ranks)} of {group} {'hold' if len(ranks) > 1 else 'holds'}"
+        text = f"{self._call}: member {name!r}, which only {holds}, gives no result: {why}"
+        return InvalidStats(text, ranks=ranks, path=str(name), group=group)
 
     def settle(self, doubtful: dict[str, _Doubt], own_failures: dict[str, str]) -> None:
         """Raise `SchemaConflict` on every rank if a doubtful member could not be merged on some. Collective."""

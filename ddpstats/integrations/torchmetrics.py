@@ -1,5 +1,5 @@
 """torchmetrics whose ranks may hold different metrics and lists of different lengths; one collective per `compute`,
-or two where states take more than 16 kB.
+one more where states take more than 16 kB, and one where ranks hold different members of a collection.
 
 1. ``Metric._sync_dist``: the metric's whole state travels in one gather, where stock torchmetrics has a barrier and one
    or two all_gathers per state. torchmetrics' own reductions then run on what came, as before. What is sent goes
@@ -7,9 +7,13 @@ or two where states take more than 16 kB.
 2. ``MetricCollection.compute``: the states of all members travel in one gather, by member name, and each member's
    ``_sync_dist`` finds its part there. A member's state comes from the ranks that have the member. Stock torchmetrics
    pairs members by position: {loss: 1, aa: 100} and {loss: 1, zz: 100} give loss 50.5.
-3. ``MetricCollection.forward`` with ``dist_sync_on_step``: ranks first tell each other their members' names, then the
-   members step one after another in one order; a rank without the member takes part with nothing.
-4. What cannot be reduced together (shapes, a tensor and a list, reductions, classes) is a `SchemaConflict` on every
+3. Where some rank lacks a member, the first rank that has it computes it and sends the result, which then is in what
+   every rank's ``compute`` returns, under the names and in the order that all members together would give. The metric
+   itself does not travel. If it cannot be computed, or gives what does not travel (other than tensors, numbers, texts
+   and dicts, lists and tuples of these), every rank raises `InvalidStats` that names the member.
+4. ``MetricCollection.forward`` with ``dist_sync_on_step``: ranks first tell each other their members' names, then the
+   members step one after another in one order; a rank without the member takes part with nothing, and has the result.
+5. What cannot be reduced together (shapes, a tensor and a list, reductions, classes) is a `SchemaConflict` on every
    rank; ranks that compute metrics of two classes at a time get a `ProtocolMismatch`.
 
 Lists may differ in length under any reduction. Items without a reduction come in stock's order: the first item of each
@@ -42,6 +46,7 @@ import torch.distributed as dist
 from ddpstats._agreement.gather import gather_trees
 from ddpstats._transport.comm import group_ranks
 from ddpstats.integrations._patches import Patches
+from ddpstats.integrations._torchmetrics_members import Elsewhere, Holders, everyones_members, holders_of
 from ddpstats.integrations._torchmetrics_states import (
     Held,
     by_name,
@@ -94,7 +99,7 @@ def install() -> None:
     Example::
 
         rank 0: MetricCollection {"loss": 1, "aa": 100}   rank 1: MetricCollection {"loss": 1, "zz": 100}
-        stock computes loss 50.5 on both; after install() rank 0 has loss 1, aa 100 and rank 1 has loss 1, zz 100
+        stock computes loss 50.5 on both; after install() both have aa 100, loss 1, zz 100
     """
     if _patches.wanted(_RELIED_ON, _probe):
         from torchmetrics import Metric, MetricCollection
@@ -110,15 +115,18 @@ def uninstall() -> None:
 
 
 def _probe() -> str | None:
-    from torchmetrics import SumMetric
+    from torchmetrics import MetricCollection, SumMetric
 
     metric = SumMetric(sync_on_compute=False)  # nothing of a probe may wait for other ranks
     metric.update(2.0)
     states = [state for state, reduction in metric._reductions.items() if callable(reduction)]
     held = [getattr(metric, state, None) for state in states]
-    if len(held) == 1 and isinstance(held[0], torch.Tensor) and held[0].item() == metric.compute().item() == 2.0:
-        return None
-    return f"keeps other states in a SumMetric of 2.0: {dict(zip(states, held, strict=True))}"
+    if len(held) != 1 or not isinstance(held[0], torch.Tensor) or not held[0].item() == metric.compute().item() == 2.0:
+        return f"keeps other states in a SumMetric of 2.0: {dict(zip(states, held, strict=True))}"
+    several = MetricCollection({"a": metric})
+    several._modules["b"] = Elsewhere(3.0)  # type: ignore[assignment]
+    found = several.compute()
+    return None if found == {"a": 2.0, "b": 3.0} else f"computes {found} for members that are a = 2.0 and b = 3.0"
 
 
 # -- in place of torchmetrics' ----------------------------------------------------------------------------------------
@@ -149,9 +157,16 @@ def _compute_with(original: Callable[..., dict[str, Any]]) -> Callable[..., dict
     @functools.wraps(original)
     def compute(self: Any) -> dict[str, Any]:
         found: dict[tuple[int, Any], Held] = {}
-        for group, metrics in _by_group(_computing(self), or_world=not len(self)).items():
-            trees = gather_trees(functools.partial(entries_of, metrics), name=_collection_name(self), group=group)
-            for name, held in by_name(trees, group).items():
+        holders: dict[Any, Holders] = {}
+        for group, syncing in _by_group(_computing(self), or_world=not len(self)).items():
+            metrics = {name: metric for _, name, metric in syncing}
+            members = {name: member for member, name, _ in syncing}
+            trees = gather_trees(
+                functools.partial(entries_of, metrics, members), name=_collection_name(self), group=group
+            )
+            gathered = by_name(trees, group)
+            holders[group] = holders_of(gathered)
+            for name, held in gathered.items():
                 if name not in metrics:
                     continue
                 if not all(entry["cached"] for _, entry in held):  # no rank may keep an older result than the others
@@ -160,7 +175,8 @@ def _compute_with(original: Callable[..., dict[str, Any]]) -> Callable[..., dict
                     found[id(metrics[name]), group] = held
         _gathered.update(found)
         try:
-            return original(self)
+            with everyones_members(self, _collection_name(self), holders, lambda member: member.compute()):
+                return original(self)
         finally:
             for key in found:
                 _gathered.pop(key, None)
@@ -172,11 +188,15 @@ def _forward_with(original: Callable[..., dict[str, Any]]) -> Callable[..., dict
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         results: dict[int, tuple[Any, deque[Any]]] = {}
+        holders: dict[Any, Holders] = {}
         try:
-            for group, members in _by_group(_stepping(self)).items():
+            for group, syncing in _by_group(_stepping(self)).items():
+                members = {name: member for _, name, member in syncing}
                 headings = {name: heading_of(member, has_own_way(member)) for name, member in members.items()}
                 trees = gather_trees(headings, name=_collection_name(self), group=group)
-                for name, held in by_name(trees, group).items():
+                gathered = by_name(trees, group)
+                holders[group] = holders_of(gathered)
+                for name, held in gathered.items():
                     if name not in members:
                         exchange(held[0][1]["class"], None, group)
                         continue
@@ -185,7 +205,8 @@ def _forward_with(original: Callable[..., dict[str, Any]]) -> Callable[..., dict
                     results.setdefault(id(member), (member, deque()))[1].append(result)
             for member, answers in results.values():
                 member.forward = functools.partial(_answer, answers)
-            return original(self, *args, **kwargs)
+            with everyones_members(self, _collection_name(self), holders, lambda member: results[id(member)][1][-1]):
+                return original(self, *args, **kwargs)
         finally:
             for member, _ in results.values():
                 vars(member).pop("forward", None)  # the class's own is back
@@ -206,34 +227,38 @@ def _answer(results: deque[Any], *_: Any, **__: Any) -> Any:
 # -- which metrics of a collection sync, and where --------------------------------------------------------------------
 
 
-def _computing(collection: Any) -> Iterator[tuple[str, Any, Any]]:
-    """(name, metric, group) of what syncs in `compute`; for what delegates to other metrics, those."""
+Syncing = tuple[str, str, Any]
+"""Name of a member, and a metric that syncs for it with that metric's own name: the member, or one inside of it."""
+
+
+def _computing(collection: Any) -> Iterator[tuple[Syncing, Any]]:
+    """What syncs in `compute`, and its group; for what delegates to other metrics, those."""
     for name, member in collection.items(keep_base=True, copy_state=False):
         for inner_name, metric in _delegates(name, member).items():
-            yield from _if_syncing(inner_name, metric, "_to_sync")
+            yield from _if_syncing((name, inner_name, metric), "_to_sync")
 
 
-def _stepping(collection: Any) -> Iterator[tuple[str, Any, Any]]:
-    """(name, member, group) of what syncs in `forward`."""
+def _stepping(collection: Any) -> Iterator[tuple[Syncing, Any]]:
+    """What syncs in `forward`, and its group."""
     for name, member in collection.items(keep_base=True, copy_state=False):
-        yield from _if_syncing(name, member, "dist_sync_on_step")
+        yield from _if_syncing((name, name, member), "dist_sync_on_step")
 
 
-def _if_syncing(name: str, metric: Any, flag: str) -> Iterator[tuple[str, Any, Any]]:
-    for one in leaves_of(metric):
+def _if_syncing(named: Syncing, flag: str) -> Iterator[tuple[Syncing, Any]]:
+    for one in leaves_of(named[2]):
         if getattr(one, flag) and callable(one.distributed_available_fn) and one.distributed_available_fn():
-            yield name, metric, _group_of(one)
+            yield named, _group_of(one)
             return
 
 
-def _by_group(syncing: Iterator[tuple[str, Any, Any]], or_world: bool = False) -> dict[Any, dict[str, Any]]:
-    """Per group, in an order that all ranks share, the metrics that sync there."""
-    found: dict[Any, dict[str, Any]] = {}
+def _by_group(syncing: Iterator[tuple[Syncing, Any]], or_world: bool = False) -> dict[Any, list[Syncing]]:
+    """Per group, in an order that all ranks share, what syncs there."""
+    found: dict[Any, list[Syncing]] = {}
     if or_world and dist.is_available() and dist.is_initialized() and _is_shared(dist.group.WORLD):
-        found[dist.group.WORLD] = {}  # a collection without members: the other ranks' may have some
-    for name, metric, group in syncing:
+        found[dist.group.WORLD] = []  # a collection without members: the other ranks' may have some
+    for named, group in syncing:
         if _is_shared(group):
-            found.setdefault(group, {})[name] = metric
+            found.setdefault(group, []).append(named)
     return {group: found[group] for group in sorted(found, key=lambda one: (group_ranks(one), one.group_name))}
 
 

@@ -117,8 +117,9 @@ def _aligned(one: Any, rank: int) -> list[Any]:
     return [
         one.gather(tree),
         one.reduce(tree, "sum"),
-        one.reduce(tree, "max"),
         one.reduce(tree, "none"),
+        # accelerate 1.13.0 and older ones do not know it, and sum
+        *([one.reduce(tree, "max")] if '"max"' in str(operations.reduce.__doc__) else []),
         one.reduce(floats, reduction="mean"),
         operations.reduce(tensor=floats),
         operations.gather(tensor=[x, half]),

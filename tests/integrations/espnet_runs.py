@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import importlib.util
+import inspect
 import pathlib
 import sys
 import tempfile
@@ -85,13 +87,25 @@ def install_then_import(script: Script) -> tuple[Trained, bool, bool]:
     return trained, ours, stock and source.recursive_average.__module__ == source.__name__
 
 
+NEWER_CONSUMERS = ("espnet2.gan_codec.shared.loss.loss_balancer", "espnet2.train.deepspeed_trainer")
+"""What binds `recursive_average`, but not in espnet 202402."""
+
+
+def is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # nor a package above it
+        return False
+
+
 def consumers(install: bool) -> dict[str, tuple[str, str]]:
     """Per espnet module that binds `recursive_average`: the module it is from while patched, and after `uninstall`."""
-    import espnet2.gan_codec.shared.loss.loss_balancer
-    import espnet2.train.deepspeed_trainer
     import espnet2.train.gan_trainer
     import espnet2.train.trainer
     import espnet2.train.uasr_trainer  # noqa: F401
+
+    for name in filter(is_there, NEWER_CONSUMERS):
+        importlib.import_module(name)
 
     def bound() -> dict[str, str]:
         modules = {name: module for name, module in sys.modules.items() if name.startswith("espnet2.")}
@@ -136,7 +150,7 @@ def _run(
             train_iter_factory=_batches(script.train),
             valid_iter_factory=_batches(script.valid),
             plot_attention_iter_factory=None,
-            trainer_options=options_class(**_options(folder, script), **options),
+            trainer_options=_made(options_class, **_options(folder, script), **options),
             distributed_option=DistributedOption(
                 distributed=True,
                 dist_backend="gloo",
@@ -154,6 +168,12 @@ def _run(
     )
 
 
+def _made(options_class: Any, **settings: Any) -> Any:
+    """Of the settings of all versions of espnet, with those that this version takes."""
+    takes = inspect.signature(options_class).parameters
+    return options_class(**{name: value for name, value in settings.items() if name in takes})
+
+
 def _options(folder: str, script: Script) -> dict[str, Any]:
     return {
         "ngpu": 0,
@@ -169,6 +189,8 @@ def _options(folder: str, script: Script) -> dict[str, Any]:
         "use_matplotlib": False,
         "use_tensorboard": False,
         "use_wandb": False,
+        "use_lora": False,
+        "save_lora_only": False,
         "adapter": "",
         "use_adapter": False,
         "save_strategy": "all",
@@ -328,7 +350,8 @@ def epoch_of_uasr(train: Sequence[Step], valid: Sequence[Step], install: bool) -
     script = Script([train], [valid])
 
     def options(folder: str) -> Any:
-        return uasr_trainer.UASRTrainerOptions(**_options(folder, script), generator_first=False, max_num_warning=1)
+        every = {**_options(folder, script), "generator_first": False, "max_num_warning": 1}
+        return _made(uasr_trainer.UASRTrainerOptions, **every)
 
     distributed = DistributedOption(distributed=True, dist_backend="gloo", ngpu=0)
 
@@ -387,7 +410,8 @@ def epoch_of_deepspeed(train: Sequence[Step], valid: Sequence[Step], install: bo
             return [0.1]
 
     engine = Engine()
-    options = deepspeed_trainer.DeepSpeedTrainerOptions(
+    options = _made(
+        deepspeed_trainer.DeepSpeedTrainerOptions,
         resume=False,
         seed=0,
         train_dtype=torch.float32,
@@ -397,6 +421,8 @@ def epoch_of_deepspeed(train: Sequence[Step], valid: Sequence[Step], install: bo
         deepspeed_config="unused",
         best_model_criterion=[],
         keep_nbest_models=1,
+        use_tensorboard=False,
+        use_wandb=False,
     )
     trainer = deepspeed_trainer.DeepSpeedTrainer
 

@@ -1,9 +1,14 @@
-"""What runs on the ranks of `test_lightning`: real trainers on a tiny model that logs what a script says."""
+"""What runs on the ranks of `test_lightning`: real trainers on a tiny model that logs what a script says.
+
+Of ``lightning.pytorch``; of ``pytorch_lightning`` where `PACKAGE` says so in the environment.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
+import os
 import pathlib
 import tempfile
 import time
@@ -12,24 +17,26 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-import lightning
 import torch
 import torch.distributed as dist
 import torchmetrics
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
-from lightning.pytorch.loggers import Logger
-from lightning.pytorch.plugins.environments import LightningEnvironment  # type: ignore[attr-defined]
 from torch.utils.data import DataLoader
 
 import ddpstats
 from ddpstats.integrations import lightning as ours
 from ddpstats.testing import count_collectives
 
+PACKAGE = "DDPSTATS_TEST_LIGHTNING"
+ROOT = os.environ.get(PACKAGE, "lightning.pytorch")
+pl: Any = importlib.import_module(ROOT)
+environments: Any = importlib.import_module(f"{ROOT}.plugins.environments")
+EarlyStopping, ModelCheckpoint = pl.callbacks.EarlyStopping, pl.callbacks.ModelCheckpoint
+
 Logs = Callable[[int, int], list[tuple[str, Any, dict[str, Any]]]]
 """(rank, batch index) -> what `self.log` is called with: name, value, settings."""
 
 
-class Logging(lightning.LightningModule):
+class Logging(pl.LightningModule):  # type: ignore[misc]  # a class found at run time
     """Calls `self.log` in each step as the script says."""
 
     def __init__(self, script: dict[str, Logs]) -> None:
@@ -86,7 +93,7 @@ class Scripted(Logging):
         self.say("on_validation_epoch_end")
 
 
-class Kept(Logger):
+class Kept(pl.loggers.Logger):  # type: ignore[misc]  # a class found at run time
     """A logger that keeps what the trainer gives to loggers."""
 
     def __init__(self) -> None:
@@ -110,7 +117,7 @@ def loader(batches: int) -> DataLoader[Any]:
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
     """Without Lightning's advice: on a rank it would be an error, or noise."""
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    logging.getLogger(ROOT).setLevel(logging.ERROR)
     with warnings.catch_warnings(), mock.patch("builtins.print"):
         warnings.simplefilter("ignore")
         warnings.filterwarnings("error", message=".*logged with on_step=True and sync_dist=True in a later run.*")
@@ -133,7 +140,7 @@ def trainer_of(root: str, callbacks: list[Any], **settings: Any) -> Any:
         "accelerator": "cpu",
         "devices": dist.get_world_size(),
         "strategy": "ddp",
-        "plugins": [LightningEnvironment()],
+        "plugins": [environments.LightningEnvironment()],
         "default_root_dir": root,
         "enable_progress_bar": False,
         "enable_model_summary": False,
@@ -145,7 +152,7 @@ def trainer_of(root: str, callbacks: list[Any], **settings: Any) -> Any:
         "use_distributed_sampler": False,
         "callbacks": callbacks,
     }
-    return lightning.Trainer(**{**defaults, **settings})
+    return pl.Trainer(**{**defaults, **settings})
 
 
 Found = dict[str, Any]
@@ -418,13 +425,15 @@ def withheld(how: str) -> str:
 
 def objects() -> dict[str, Any]:
     """What `install` replaces."""
-    from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
-    from lightning.pytorch.loops.fit_loop import _FitLoop
-    from lightning.pytorch.trainer import call
-    from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
-    from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
-
-    owners: list[Any] = [_EvaluationLoop, _FitLoop, call, _LoggerConnector, _ResultCollection]
+    connectors = "trainer.connectors.logger_connector"
+    names = [
+        ("loops.evaluation_loop", "_EvaluationLoop"),
+        ("loops.fit_loop", "_FitLoop"),
+        (f"{connectors}.logger_connector", "_LoggerConnector"),
+        (f"{connectors}.result", "_ResultCollection"),
+    ]
+    owners: list[Any] = [getattr(importlib.import_module(f"{ROOT}.{module}"), name) for module, name in names]
+    owners.append(importlib.import_module(f"{ROOT}.trainer.call"))
     return {f"{owner.__name__}.{name}": value for owner in owners for name, value in vars(owner).items()}
 
 

@@ -19,6 +19,7 @@ from tests.needs import imported, needs
 
 needs("espnet2")
 imported("espnet2.train.reporter")
+WRONG_TYPE = getattr(imported("typeguard"), "TypeCheckError", TypeError)  # espnet 202402 has a typeguard of before it
 
 # A key that the trainers' criteria name must be there in every epoch.
 A = {"a": 1.0}
@@ -109,7 +110,7 @@ def test_another_order_of_keys(pool: RankPool) -> None:
 def test_lists_of_different_lengths(pool: RankPool) -> None:
     scripts = both({"l1": [0.0505], "snr": [-0.5, -2.5, -1.9]}, {"l1": [0.05, 0.023], "snr": [-2.5, -1.5]})
     stock = pool.run(espnet_runs.train, PerRank(scripts), False).errors()
-    assert [type(error).__name__ for error in stock.values()] == ["TypeCheckError"] * 2
+    assert [type(error).__name__ for error in stock.values()] == [WRONG_TYPE.__name__] * 2
     ours = installed(pool, scripts)
     expected = {"l1[0]": 0.05025, "l1[1]": 0.023, "snr[0]": -1.5, "snr[1]": -2.0, "snr[2]": -1.9}
     assert ours.train == ours.valid == [pytest.approx(expected)]
@@ -239,8 +240,8 @@ def test_nested_stats_get_the_names_of_flat(pool: RankPool) -> None:
 
 def test_every_module_that_binds_the_function_is_patched_and_restored(pool: RankPool) -> None:
     found = pool.run(espnet_runs.consumers, True).values()[0]
-    trainers = {f"espnet2.train.{name}" for name in ("trainer", "gan_trainer", "uasr_trainer", "deepspeed_trainer")}
-    assert found.keys() >= trainers | {"espnet2.gan_codec.shared.loss.loss_balancer"}
+    trainers = {f"espnet2.train.{name}" for name in ("trainer", "gan_trainer", "uasr_trainer")}
+    assert found.keys() >= trainers | set(filter(espnet_runs.is_there, espnet_runs.NEWER_CONSUMERS))
     assert set(found.values()) == {("ddpstats.integrations.espnet", "espnet2.torch_utils.recursive_op")}
 
 
@@ -301,7 +302,13 @@ def test_stock_uasr_trainer_cannot_validate_on_several_ranks(pool: RankPool) -> 
     assert [str(error).split("(")[0] for error in errors.values()] == ["nanmean"] * 2  # the counts are integers
 
 
+def _needs_part(module: str) -> None:
+    if not espnet_runs.is_there(module):
+        pytest.skip(f"this espnet has no {module}")
+
+
 def test_deepspeed_trainer(pool: RankPool) -> None:
+    _needs_part("espnet2.train.deepspeed_trainer")
     rank0: list[Step] = [({"l1": 0.05}, 8), ({"l1": 2.0}, 8)]
     rank1: list[Step] = [({"snr": -2.0}, 8), ({"l1": 2.0}, 8)]
     arguments = PerRank([rank0, rank1]), PerRank([rank0, rank1])
@@ -315,6 +322,7 @@ def test_deepspeed_trainer(pool: RankPool) -> None:
 
 
 def test_loss_balancer_of_gan_codec(pool: RankPool) -> None:
+    _needs_part("espnet2.gan_codec.shared.loss.loss_balancer")
     # Passes the number 1 as the weight, which stock espnet takes for a tensor.
     norms = PerRank([{"mel": 4.0, "adv": 1.0}, {"mel": 8.0, "adv": 1.0}])
     assert "dim" in str(pool.run(espnet_runs.balance, norms, False).errors()[0])
@@ -384,7 +392,7 @@ def test_a_checkout_with_other_functions_is_left_unpatched(
 ) -> None:
     monkeypatch.setattr(espnet_module, "recursive_sum", other)
     stock = objects(espnet_module)
-    with pytest.warns(UserWarning, match="espnet 202511 " + said):
+    with pytest.warns(UserWarning, match=r"espnet \d+ " + said):
         espnet.install()
     assert objects(espnet_module) == stock
 
@@ -452,7 +460,7 @@ def test_types_are_still_checked(registered: Any) -> None:
     def change(stats: Any) -> None:
         stats["two"] = "three"
 
-    with pytest.raises(Exception, match="value of key 'two' of argument \"stats\""):
+    with pytest.raises(WRONG_TYPE, match=r"'two' of argument \"stats\"|argument \"stats\"\['two'\]"):
         registered(ONE_AND_TWO, change)
 
 

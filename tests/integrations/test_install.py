@@ -23,6 +23,7 @@ from tests.needs import needs
 ROOT = Path(__file__).parents[2]
 LIBRARIES = ("accelerate", "espnet", "lightning", "torcheval", "torchmetrics")
 PACKAGES = {"espnet": "espnet2"}
+ALSO = {"lightning": "pytorch_lightning"}  # either is enough
 # The libraries' own, when they are imported; ours are UserWarnings.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -36,7 +37,8 @@ def clean() -> Iterator[None]:
 
 def patched(library: str) -> bool:
     module: Any = importlib.import_module(f"ddpstats.integrations.{library}")
-    return bool(module._patches.installed)
+    patches = module._patches.values() if library == "lightning" else [module._patches]
+    return all(one.installed for one in patches)
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
@@ -72,7 +74,8 @@ def test_uninstall_without_a_name_is_all_of_them() -> None:
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_one_that_is_not_installed_is_left_with_the_command(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Quietly: warnings are errors here."""
-    monkeypatch.setitem(sys.modules, PACKAGES.get(library, library), None)
+    for package in (PACKAGES.get(library, library), ALSO.get(library, library)):
+        monkeypatch.setitem(sys.modules, package, None)
     done = install(library)
     assert done.patched == ()
     assert done.left.keys() == {library}
@@ -132,7 +135,7 @@ def test_the_kill_switch(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["torchmetric"], "'torchmetric' is none of the libraries that can be patched: did you mean 'torchmetrics'?"),
         (["Lightning"], "did you mean 'lightning'?"),
-        (["pytorch_lightning"], "did you mean 'lightning'?"),
+        (["pytorch-lightning"], "did you mean 'lightning'?"),
         (["espnet2"], "did you mean 'espnet'?"),
         (["keras"], "'keras' is none of the libraries that can be patched: legal: "),
         ([""], "'' is none of"),
@@ -163,8 +166,8 @@ def test_a_name_that_is_none_restores_nothing() -> None:
 
 
 def test_no_name_says_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    for library in LIBRARIES:
-        monkeypatch.setitem(sys.modules, PACKAGES.get(library, library), None)
+    for library in (*LIBRARIES, *PACKAGES.values(), *ALSO.values()):
+        monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(ConfigError, match=r'needs the names .* legal: "accelerate", .* here: none of them\.'):
         install()
     monkeypatch.setitem(sys.modules, "torcheval", types.ModuleType("torcheval"))

@@ -12,7 +12,7 @@ from ddpstats.testing import RankPool, run_ranks
 from tests.needs import imported, needs
 
 needs("lightning", "torchmetrics")
-imported("lightning")
+imported("lightning"), imported("pytorch_lightning")
 ours: Any = importlib.import_module("ddpstats.integrations.lightning")
 runs: Any = importlib.import_module("tests.integrations.lightning_runs")
 
@@ -235,13 +235,13 @@ def test_uninstall_puts_the_very_objects_back(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_version_that_differs_in_what_is_relied_on_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
-
+    result: Any = importlib.import_module(f"{runs.ROOT}.trainer.connectors.logger_connector.result")
+    collection = result._ResultCollection
     before = runs.objects()
-    monkeypatch.setattr(_ResultCollection, "metrics", lambda self, on_step: {"callback": {}})
+    monkeypatch.setattr(collection, "metrics", lambda self, on_step: {"callback": {}})
     with pytest.warns(UserWarning, match=r"lightning .* gives \{\} for what was logged as a = 2\.0"):
         ours.install()
-    monkeypatch.setattr(_ResultCollection, "_get_cache", lambda result_metric: None)
+    monkeypatch.setattr(collection, "_get_cache", lambda result_metric: None)
     with pytest.warns(UserWarning, match=r"has _ResultCollection\._get_cache\(result_metric\) where"):
         ours.install()
     monkeypatch.undo()

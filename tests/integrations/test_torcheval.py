@@ -18,7 +18,7 @@ needs("torcheval")
 toolkit: Any = imported("torcheval.metrics.toolkit")
 runs: Any = importlib.import_module("tests.integrations.torcheval_runs")
 
-NAMES = ("get_synced_metric", "get_synced_metric_collection", "sync_and_compute", "sync_and_compute_collection")
+NAMES = ("get_synced_metric", "get_synced_metric_collection", "sync_and_compute_collection", "sync_and_compute")
 
 
 def test_documented_metrics_are_the_same_to_the_bit(three_ranks: RankPool) -> None:
@@ -38,7 +38,52 @@ def test_members_of_a_collection(two_ranks: RankPool) -> None:
     stock = two_ranks.run(runs.members_differ, False).values()
     assert stock == [{"loss": 2.0, "acc_a": 15.0}, {"loss": 2.0, "acc_b": 15.0}]
     ours = two_ranks.run(runs.members_differ, True).values()
-    assert ours == [{"loss": 2.0, "acc_a": 10.0}, {"loss": 2.0, "acc_b": 20.0}]
+    assert ours == [{"loss": 2.0, "acc_a": 10.0, "acc_b": 20.0}] * 2
+
+
+def test_members_that_only_others_have(two_ranks: RankPool, three_ranks: RankPool) -> None:
+    f64 = "torch.float64"
+    for pool, size in ((two_ranks, 2), (three_ranks, 3)):
+        found, *others = pool.run(runs.members_of_others).values()
+        assert others == [found] * (size - 1)
+        last = size - 1
+        assert found["order"] == ["mean", "own class", "list", "pair"]
+        assert found["results"] == {
+            "mean": (f64, last / 2),
+            "own class": {(1, "x"): 1.0, "k": 2.0},
+            "list": [("torch.float32", 5.0)],
+            "pair": (1.0, 2.0),
+        }
+        assert found["of the others"] == {"all": (f64, 1.0), "some": (f64, (1 + last) / 2)}
+        assert found["states"] == {
+            "all": {"weighted_sum": (f64, float(size)), "weights": (f64, float(size))},
+            "some": {"weighted_sum": (f64, sum(range(size))), "weights": (f64, float(last))},
+        }
+        assert found["collectives"] == [1, 2]
+
+
+def test_a_metric_of_others_takes_no_values(two_ranks: RankPool) -> None:
+    first, second = two_ranks.run(runs.uses_of_a_metric_elsewhere).values()
+    assert first == ["MetricElsewhere", 3.0, 3.0, "this metric is on other ranks: it shows what they have merged"]
+    assert second == ["Mean", 3.0, 3.0, "4.0"]
+
+
+def test_a_result_that_cannot_be_had_is_an_error_on_every_rank(two_ranks: RankPool, three_ranks: RankPool) -> None:
+    for pool, size in ((two_ranks, 2), (three_ranks, 3)):
+        ranks = pool.run(runs.members_that_give_nothing).values()
+        last = (size - 1,)
+        for rank, found in enumerate(ranks):
+            raised, odd, states, here, afterwards = found
+            assert raised == ("InvalidStats", last, "only", raised[3])
+            assert odd == ("InvalidStats", last, "only", odd[3])
+            assert raised[3] == (
+                f"torcheval.get_synced_metric_collection: member 'only', which only rank {last[0]} of the default "
+                f"group of {size} ranks holds, gives no result: ZeroDivisionError: mine"
+            )
+            assert odd[3].endswith("of type object, which cannot be sent to other ranks")
+            assert states == {"state": 1.0}
+            assert here == ("ZeroDivisionError: mine" if rank == last[0] else f"InvalidStats: {raised[3]}")
+            assert afterwards == last[0] / 2
 
 
 def test_lists_numbers_and_ranks_without_data(two_ranks: RankPool) -> None:
@@ -55,8 +100,7 @@ def test_lists_numbers_and_ranks_without_data(two_ranks: RankPool) -> None:
     assert first["int and float"] == second["int and float"] == 3.5
     assert first["cat of int and float"] == (f32, [1.0, 2.5])
     assert second["cat of int and float"] == (f32, [2.5, 1.0])
-    assert first["no members"] == {}
-    assert float(second["no members"]["only"]) == 7.0
+    assert float(first["no members"]["only"]) == float(second["no members"]["only"]) == 7.0
     assert first["odd keys"] == second["odd keys"] == {(1, "x"): 1.0, 2.5: 5.0, None: 5.0}
     assert first["infinity"] == second["infinity"] == float("inf")
 
@@ -66,8 +110,7 @@ def test_subgroups_and_torchevals_rules_of_return(three_ranks: RankPool) -> None
     warned = ["World size is 1, and metric(s) not synced. returning the input metric(s)."]
     assert outside == ["The current process is not part of the process group", True, True, warned]
     both = [("torch.float32", 2.0)]
-    assert one == [{"mean": 1.5, "own1": 5.0}, both, True, True, warned]
-    assert two == [{"mean": 1.5, "own2": 10.0}, both, True, True, warned]
+    assert one == two == [{"mean": 1.5, "own1": 5.0, "own2": 10.0}, both, True, True, warned]
 
 
 def test_an_empty_list_in_a_subgroup(three_ranks: RankPool) -> None:
@@ -148,7 +191,7 @@ def test_the_very_objects_come_back() -> None:
         ours = {name: getattr(toolkit, name) for name in NAMES}
         torcheval.install()
         assert {name: getattr(toolkit, name) for name in NAMES} == ours
-        assert [name for name in NAMES if ours[name] is not before[name]] == list(NAMES[:2])
+        assert [name for name in NAMES if ours[name] is not before[name]] == list(NAMES[:3])
         assert ours["get_synced_metric"].__doc__ == before["get_synced_metric"].__doc__
     finally:
         torcheval.uninstall()

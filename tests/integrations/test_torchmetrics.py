@@ -39,25 +39,58 @@ def test_collections_are_the_same_to_the_bit(two_ranks: RankPool, three_ranks: R
 
 def test_members_of_a_collection(two_ranks: RankPool) -> None:
     assert two_ranks.run(runs.members_differ, False).values()[0] == [{"aa": 50.5, "loss": 50.5}]
-    assert two_ranks.run(runs.members_differ, True).values() == [
-        [{"aa": 100.0, "loss": 1.0}],
-        [{"loss": 1.0, "zz": 100.0}],
-    ]
+    assert two_ranks.run(runs.members_differ, True).values() == [[{"aa": 100.0, "loss": 1.0, "zz": 100.0}]] * 2
+
+
+def test_members_that_only_others_have(two_ranks: RankPool, three_ranks: RankPool) -> None:
+    for pool, size in ((two_ranks, 2), (three_ranks, 3)):
+        found, *others = pool.run(runs.members_of_others).values()
+        assert others == [found] * (size - 1)
+        own = {"my_mean": (*F32, (size - 1) / 2), "my_it": [(*F32, 1.0), (*F32, 2.0)]}
+        assert found["own class"] == [own, own]
+        assert found["order"] == ["my_mean", "my_it"]
+        assert found["left as it was"] is True
+        assert found["of the others"] == {"all": (*F32, float(size)), "two": (*F32, 5.0 if size == 2 else 15.0)}
+        alone, together = found["names"]  # one rank that has all members, and several that share them
+        assert len(alone) == 7
+        assert together == alone
+        assert found["collectives"] == [1, 2]
+        assert found["again"] == {"my_mean": (*F32, 1.0), "my_it": []}
+
+
+def test_a_result_that_cannot_be_had_is_an_error_on_every_rank(two_ranks: RankPool, three_ranks: RankPool) -> None:
+    for pool, size in ((two_ranks, 2), (three_ranks, 3)):
+        found, *others = pool.run(runs.members_that_give_nothing).values()
+        assert others == [found] * (size - 1)
+        assert found.pop("afterwards") == {"mean": (*F32, 1.0)}
+        assert {outcome[:2] for outcome in found.values()} == {("InvalidStats", (size - 1,))}
+        assert {name: path for name, (_, _, path, _) in found.items()} == {
+            "raises": "only",
+            "odd result": "only/x",
+            "step": "only/x",
+        }
+        assert found["raises"][3] == (
+            "torchmetrics/MetricCollection ..., results: values that cannot be gathered:\n"
+            f"  rank {size - 1} at 'only': ZeroDivisionError: mine\n"
+            "Nothing was gathered."
+        )
+        assert "of type object, which cannot be sent to other ranks" in found["step"][3]
 
 
 def test_members_that_step(two_ranks: RankPool) -> None:
     first, second = two_ranks.run(runs.steps_differ, True).values()
     both = [{"SumMetric": 3.0, "MeanMetric": 1.5}, {"SumMetric": 21.0, "MeanMetric": 10.5}]
-    total = {"SumMetric": 24.0, "MeanMetric": 6.0, "MinMetric": 1.0}
+    total = {"SumMetric": 24.0, "MeanMetric": 6.0, "MinMetric": 1.0, "only0": 10.0, "only1": 11.0}
+    only = [{"only0": 1.0, "only1": 2.0}, {"only0": 10.0, "only1": 11.0}]
     assert first == [
-        both[0] | {"only0": 1.0, "MinMetric": 1.0},
-        both[1] | {"only0": 10.0, "MinMetric": 10.0},
-        total | {"only0": 10.0},
+        both[0] | only[0] | {"MinMetric": 1.0},
+        both[1] | only[1] | {"MinMetric": 10.0},
+        total,
     ]
-    assert second == [
-        both[0] | {"only1": 2.0, "MinMetric": 2.0},
-        both[1] | {"only1": 11.0, "MinMetric": 11.0},
-        total | {"only1": 11.0},
+    assert second == [  # MinMetric does not sync in a step
+        both[0] | only[0] | {"MinMetric": 2.0},
+        both[1] | only[1] | {"MinMetric": 11.0},
+        total,
     ]
 
 
@@ -92,8 +125,8 @@ def test_members_of_all_kinds(two_ranks: RankPool, three_ranks: RankPool) -> Non
             loss = {"loss": (*F32, sum(range(size)) / size)}
             three = (*F32, 3.0)
             wrapped = {"raw": three, "max": three, "min": three, "a product": (*F32, 10.0)}
-            assert found["wrappers"] == (loss | wrapped if rank == 1 else loss)
-            assert found["empty"] == ({"only": (*F32, 7.0)} if rank == 1 else {})
+            assert found["wrappers"] == loss | wrapped
+            assert found["empty"] == {"only": (*F32, 7.0)}
             total = (*F32, 2.0 * size - 1)
             assert found["cached"] == [total, total]
             assert found["own state"] == [total, (*F32, 1.0 if rank == 0 else 2.0)]
@@ -161,7 +194,7 @@ def test_groups_and_ranks_outside(three_ranks: RankPool) -> None:
     assert (first[0], second[0], third[0]) == ([101.0, 1.0], [10.0, 110.0], [101.0, 110.0])
     assert (first[1], second[1], third[1]) == (101.0, 10.0, 101.0)
     assert first[2] == {"in 0": 101.0, "in 1": 1.0, "all": 111.0}
-    assert second[2] == {"in 0": 10.0, "in 1": 110.0, "all": 111.0}
+    assert second[2] == {"in 0": 10.0, "in 1": 110.0, "own": 5.0, "all": 111.0}
     assert third[2] == {"in 1": 110.0, "in 0": 101.0, "own": 5.0, "all": 111.0}
     assert first[3] == ()  # outside of the group: no error
     assert second[3] == third[3]
@@ -204,6 +237,14 @@ def test_a_version_that_differs_in_what_is_relied_on_is_left_alone(monkeypatch: 
     with monkeypatch.context() as patch:
         patch.setattr(library.Metric, "add_state", add_state)
         with pytest.warns(UserWarning, match=r"torchmetrics 2\.0\.0 keeps other states in a SumMetric of 2\.0: \{\}"):
+            torchmetrics.install()
+
+    def items(self: Any, keep_base: bool = False, copy_state: bool = True) -> Any:
+        return [("a", self["a"])]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(library.MetricCollection, "items", items)
+        with pytest.warns(UserWarning, match=r"computes \{'a': .*\} for members that are a = 2\.0 and b = 3\.0"):
             torchmetrics.install()
     assert library.Metric._sync_dist is before
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -156,6 +157,86 @@ def members_differ(install: bool) -> dict[str, float]:
     mine = {"loss": mean(1.0 + 2 * rank), f"acc_{'ab'[rank]}": mean(10.0 + 10 * rank)}
     with patched(install):
         return {name: float(value) for name, value in toolkit.sync_and_compute_collection(mine).items()}
+
+
+def members_of_others() -> dict[str, Any]:
+    """What ranks get of members that they lack."""
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    members: dict[str, Any] = {"mean": mean(float(rank))}
+    if rank == last:
+
+        class Mine(Totals):  # the other ranks have no such class
+            pass
+
+        members["own class"] = Mine().update({(1, "x"): 1.0, "k": 2.0})
+        members["list"] = Holder([torch.tensor(5.0)])
+        members["pair"] = Pair(1.0)
+
+    def both() -> dict[str, Any]:
+        return {"all": mean(1.0), **({"some": mean(float(rank))} if rank else {})}
+
+    with patched():
+        results = toolkit.sync_and_compute_collection(members)
+        found = {
+            "order": list(results),
+            "results": results,
+            "of the others": toolkit.sync_and_compute_collection(both()),
+            "states": toolkit.get_synced_state_dict_collection(both()),
+            "collectives": [_steady({"all": mean(1.0)}), _steady(members)],
+        }
+    return {name: plain(value) for name, value in found.items()}
+
+
+class Pair(Holder):
+    def compute(self) -> Any:
+        return self.state, 2.0
+
+
+def _steady(members: dict[str, Any]) -> int:
+    for _ in range(2):
+        toolkit.sync_and_compute_collection(members)
+    with count_collectives() as seen:
+        toolkit.sync_and_compute_collection(members)
+    return seen.total
+
+
+def uses_of_a_metric_elsewhere() -> list[Any]:
+    """On rank 0, a metric that only rank 1 has."""
+    with patched():
+        synced = toolkit.get_synced_metric_collection({"only": mean(3.0)} if dist.get_rank() else {})["only"]
+        found = [type(synced).__name__, float(synced.compute()), float(copy.deepcopy(synced).compute())]
+        try:
+            return [*found, str(float(synced.update(torch.tensor(5.0)).compute()))]
+        except TypeError as error:
+            return [*found, str(error).partition(", and")[0]]
+
+
+def members_that_give_nothing() -> list[Any]:
+    """The last rank's member raises, or gives what cannot be sent; then its states, and a call that works."""
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+
+    class Raising(Holder):
+        def compute(self) -> Any:
+            raise ZeroDivisionError("mine")
+
+    class Odd(Holder):
+        def compute(self) -> Any:
+            return object()
+
+    found: list[Any] = []
+    with patched():
+        for kind in (Raising, Odd):
+            try:
+                toolkit.sync_and_compute_collection({"only": kind(1.0)} if rank == last else {})
+            except ddpstats.InvalidStats as error:
+                found.append((type(error).__name__, error.ranks, error.path, str(error)))
+        there = toolkit.get_synced_metric_collection({"only": Raising(1.0)} if rank == last else {})["only"]
+        found.append(plain(there.state_dict()))
+        try:
+            there.compute()
+        except (ZeroDivisionError, ddpstats.InvalidStats) as error:
+            found.append(f"{type(error).__name__}: {error}")
+        return [*found, float(toolkit.sync_and_compute(mean(float(rank))))]
 
 
 def more_that_differs() -> dict[str, Any]:

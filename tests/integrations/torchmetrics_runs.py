@@ -391,6 +391,90 @@ def members_of_all_kinds() -> dict[str, Any]:
     return {name: plain(value) for name, value in found.items()}
 
 
+def members_of_others() -> dict[str, Any]:
+    """What ranks get of members that they lack."""
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    found: dict[str, Any] = {}
+    with patched():
+        mean: dict[str, Any] = {"mean": mean_of(float(rank))}
+        if rank == last:
+
+            class Mine(Holder):  # the other ranks have no such class
+                pass
+
+            mean["it"] = held([], None, [torch.tensor(1.0), torch.tensor(2.0)], of=Mine)
+        several = tm.MetricCollection(mean, prefix="my_", compute_groups=False)
+        found["own class"] = [several.compute(), several.compute()]
+        found["left as it was"] = set(several.keys(keep_base=True)) == set(mean)
+        found["order"] = list(several.compute())
+        of_two = {"two": _summed(5.0 * rank)} if rank else {}
+        found["of the others"] = tm.MetricCollection({"all": _summed(1.0), **of_two}).compute()
+        found["names"] = [
+            list(_of_dicts(_all_names(), sync_on_compute=False).compute()),
+            list(_of_dicts([_all_names(), _all_names()[:1]][rank != last]).compute()),
+        ]
+        alike = tm.MetricCollection({"a": _summed(1.0)})
+        found["collectives"] = [_steady(alike.compute), _steady(several.compute)]
+        several.reset()
+        several.update(torch.ones(2)) if rank != last else several["mean"].update(torch.ones(2))
+        found["again"] = several.compute()
+    return {name: plain(value) for name, value in found.items()}
+
+
+def _all_names() -> list[str]:
+    return ["everyone's", "one rank's", "product"]
+
+
+def _of_dicts(names: list[str], **kwargs: Any) -> tm.MetricCollection:
+    """Members that give dicts, whose keys collide as soon as there are two of them; one is of an inner collection."""
+
+    def accuracy() -> MulticlassAccuracy:
+        return MulticlassAccuracy(num_classes=3, average=None, **kwargs)
+
+    members: dict[str, Any] = {
+        "everyone's": ClasswiseWrapper(accuracy()),
+        "one rank's": tm.MetricCollection({"inner": ClasswiseWrapper(accuracy())}, prefix="in_", postfix="_in"),
+        "product": accuracy() * 2,
+    }
+    several = tm.MetricCollection({name: members[name] for name in names}, prefix="v_", compute_groups=False)
+    several.update(*batches(0))
+    return several
+
+
+def _steady(call: Callable[[], Any]) -> int:
+    for _ in range(2):
+        call()
+    with count_collectives() as seen:
+        call()
+    return seen.total
+
+
+def members_that_give_nothing() -> dict[str, Any]:
+    """The last rank's member raises, or gives what cannot be sent."""
+    last = dist.get_rank() == dist.get_world_size() - 1
+
+    class Raising(Holder):
+        def compute(self) -> Any:
+            raise ZeroDivisionError("mine")
+
+    class Odd(Holder):
+        def compute(self) -> Any:
+            return {"x": object()}
+
+    found: dict[str, Any] = {}
+    with patched(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # compute before update
+        for name, kind in {"raises": Raising, "odd result": Odd}.items():
+            only: dict[str, Any] = {"only": held(torch.zeros(1), "sum", torch.ones(1), of=kind)} if last else {}
+            several = tm.MetricCollection({"mean": mean_of(1.0), **only}, compute_groups=False)
+            found[name] = outcome(several.compute)
+        stepping: dict[str, Any] = {"only": Odd(torch.zeros(1), "sum", dist_sync_on_step=True)} if last else {}
+        steps = tm.MetricCollection({"mean": tm.MeanMetric(dist_sync_on_step=True), **stepping}, compute_groups=False)
+        found["step"] = outcome(lambda: steps(torch.ones(1)))
+        found["afterwards"] = plain(tm.MetricCollection({"mean": mean_of(1.0)}).compute())
+    return found
+
+
 # -- conflicts --------------------------------------------------------------------------------------------------------
 
 
