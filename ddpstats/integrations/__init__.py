@@ -1,8 +1,8 @@
 """One module per library: ``install()`` makes it use ddpstats, ``uninstall()`` undoes that.
 
 ``ddpstats.integrations.install("lightning", "torchmetrics")`` does so for several, by name, and ``functions.install``
-for copies of such functions in a program's own tree. The modules have the libraries' names: ``from
-ddpstats.integrations import lightning`` would hide Lightning itself.
+for copies of such functions in a program's own tree. The modules have the libraries' names:
+``from ddpstats.integrations import lightning`` would hide Lightning itself.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ def _takes_distributed(parameters: list[inspect.Parameter]) -> bool:
 def _probe_recursive(function: Function, average: bool) -> str | None:
     for ranks, distributed in ((1, False), (2, True)):
         values, weight = {"a": torch.tensor([2.0, 5.0]), "b": [None]}, torch.tensor([2.0, 1.0])
-        with pretended_ranks(ranks):
+        with pretended_ranks(ranks, function):
             found = function(values, weight, distributed)
         one = 3.0 if average else 9.0 * ranks
         expected: Any = {"a": torch.tensor(one), "b": [None]}
@@ -98,7 +98,7 @@ def _align_recursive(original: Function, average: bool) -> Function:
 
 def _skips_nan(function: Function) -> bool:
     """Whether another rank's NaN means that it has no value: espnet's models say so, and its newer versions know."""
-    with pretended_ranks(2, peers=math.nan):
+    with pretended_ranks(2, function, peers=math.nan):
         found, _ = function({"a": torch.tensor([2.0, 5.0])}, torch.tensor([2, 1]), True)
     return bool(found["a"].isfinite())
 
@@ -112,7 +112,7 @@ def _takes_average(parameters: list[inspect.Parameter]) -> bool:
 
 def _probe_reduce_dict(function: Function, owner: type | None) -> str | None:
     for ranks, average in ((1, True), (2, True), (2, False)):
-        with pretended_ranks(ranks):
+        with pretended_ranks(ranks, function):
             found = function({"b": torch.tensor(2.0), "a": torch.tensor(0.5)}, average)
         times = 1 if average else ranks
         expected = {"a": torch.tensor(0.5 * times), "b": torch.tensor(2.0 * times)}
@@ -176,7 +176,7 @@ def _probe_parse_losses(function: Function, owner: type | None) -> str | None:
     for ranks in (1, 2):
         values = torch.tensor([2.0, 4.0, 1.0, 3.0], requires_grad=True)
         losses = {"loss_a": values[:2], "losses": [values[2], values[3]], "acc": torch.tensor([50.0])}
-        with pretended_ranks(ranks):
+        with pretended_ranks(ranks, function):
             found = function(losses) if owner is None else function(None, losses)
         expected = (torch.tensor(7.0), {"loss_a": 3.0, "losses": 4.0, "acc": 50.0, "loss": 7.0})
         if not _is_same(found, expected):
@@ -227,7 +227,7 @@ def _probe_write_metrics(function: Function, owner: type | None) -> str | None:
     if "cur_iter" in inspect.signature(function).parameters:
         call["cur_iter"] = 3
     call["prefix"] = "x_"
-    with make_storage(3) as theirs, pretended_ranks(1):
+    with make_storage(3) as theirs, pretended_ranks(1, function):
         function(**call)
     with make_storage(3) as ours:
         _write(function, call, {"a": 0.5, "b": 2.0}, 2.5, 0.25, is_main=True)
@@ -280,7 +280,7 @@ def _probe_tracker(function: Function, owner: type | None) -> str | None:
     for ranks in (1, 2):
         tracker: Any = owner()
         tracker.update(loss=1.5, frames=3)
-        with pretended_ranks(ranks):
+        with pretended_ranks(ranks, function):
             found = function(tracker, torch.device("cpu"))
         expected = {"loss": 1.5 * ranks, "frames": 3.0 * ranks}
         if found is not None or not _is_same(dict(tracker), expected):

@@ -5,16 +5,18 @@ A function that reduces is tried in a process that may have no process group yet
 that all do what this one does: a sum is ``count`` times the value, a mean, minimum or maximum the value itself. That
 tells a sum from a mean and from a maximum, and nothing is sent. Other threads get torch's own functions all the time.
 
-A function that took ``all_reduce`` itself out of torch.distributed by name does not meet these; without a group torch
-refuses it then.
+So are the names that the function's own module took out of torch.distributed. A helper in a third module that did so
+does not meet these: without a group torch refuses it, and in one it may send, on each rank alike.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -31,11 +33,13 @@ _NOT_TRIED = (
 
 
 @contextlib.contextmanager
-def pretended_ranks(count: int, peers: float | None = None) -> Iterator[None]:
+def pretended_ranks(
+    count: int, function: Callable[..., Any] | None = None, peers: float | None = None
+) -> Iterator[None]:
     """For this thread, a default group of ``count`` ranks that hold the same, of which it is rank 0. Local.
 
-    ``peers``: what the other ranks hold in place of its floating values. Raises `RuntimeError` in whatever asks for a
-    collective that is none of all_reduce, reduce, all_gather and barrier.
+    ``function`` is what is tried. ``peers``: what the other ranks hold in place of its floating values. Raises
+    `RuntimeError` in whatever asks for a collective that is none of all_reduce, reduce, all_gather and barrier.
     """
 
     def reduced(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> None:
@@ -63,17 +67,22 @@ def pretended_ranks(count: int, peers: float | None = None) -> Iterator[None]:
         **{name: _refusal(name) for name in _NOT_TRIED},
     }
     with _one_at_a_time:
-        originals = {name: getattr(dist, name) for name in answers}
         me = threading.get_ident()
+        ours = {getattr(dist, name): _for_thread(me, answer, getattr(dist, name)) for name, answer in answers.items()}
+        namespaces = [vars(dist), *([inspect.unwrap(function).__globals__] if function is not None else [])]
+        before = [
+            (namespace, {name: value for name, value in namespace.items() if _is_among(value, ours)})
+            for namespace in namespaces
+        ]
         _pretending.add(me)
         try:
-            for name, answer in answers.items():
-                setattr(dist, name, _for_thread(me, answer, originals[name]))
+            for namespace, originals in before:
+                namespace.update({name: ours[original] for name, original in originals.items()})
             yield
         finally:
             _pretending.discard(me)
-            for name, original in originals.items():
-                setattr(dist, name, original)
+            for namespace, originals in before:
+                namespace.update(originals)
 
 
 def has_other_ranks() -> bool:
@@ -81,6 +90,10 @@ def has_other_ranks() -> bool:
     if threading.get_ident() in _pretending:
         return False
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _is_among(value: Any, functions: Mapping[Callable[..., Any], Any]) -> bool:
+    return type(value) is FunctionType and value in functions  # isinstance runs code of some of torch's values
 
 
 def _refusal(name: str) -> Callable[..., Any]:

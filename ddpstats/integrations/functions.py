@@ -85,12 +85,12 @@ class _Place:
 
     @property
     def function(self) -> Any:
-        return self.bound.__func__ if isinstance(self.bound, staticmethod) else self.bound
+        return self.bound.__func__ if type(self.bound) is staticmethod else self.bound
 
     @property
     def holder(self) -> type | None:
         """The class whose instance it takes."""
-        return None if self.owner is self.module or isinstance(self.bound, staticmethod) else self.owner
+        return None if self.owner is self.module or type(self.bound) is staticmethod else self.owner
 
 
 def install(*targets: str | ModuleType | Mapping[str, Sequence[str]]) -> InstalledFunctions:
@@ -194,7 +194,7 @@ def _found_in(module: ModuleType, names: Sequence[str] | None) -> tuple[ModuleTy
 
 
 def _is_class_of(module: ModuleType, value: Any) -> bool:
-    return isinstance(value, type) and value.__module__ == module.__name__
+    return issubclass(type(value), type) and value.__module__ == module.__name__  # isinstance may run its code
 
 
 def _is_other(place: _Place) -> bool:

@@ -27,7 +27,7 @@ def installed(install: bool, *modules: Any) -> Iterator[None]:
     """The rank serves other tests afterwards. Installed in a group of several ranks: nothing may be sent for that."""
     with on_group(dist.group.WORLD) as calls:
         if install:
-            functions.install(*(modules or (tree_misc,)))
+            functions.install(*(modules or (tree_misc, {tree_misc.__name__: ["by_name"]})))
     assert calls == []
     try:
         yield
@@ -53,6 +53,11 @@ def same_keys(install: bool) -> Any:
 def other_keys(install: bool) -> Any:
     with installed(install):
         return plain(tree_engine.reduce_dict(mine({"a": t(1.0), "dn": t(4.0)}, {"a": t(3.0), "x": t(-10.0)})))
+
+
+def of_functions_taken_by_name() -> Any:
+    with installed(True):
+        return plain(tree_misc.by_name(mine({"a": t(1.0)}, {"b": t(3.0)})))
 
 
 def missing_keys() -> Any:

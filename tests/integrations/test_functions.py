@@ -67,6 +67,12 @@ def test_other_keys_are_not_mixed_up(two_ranks: RankPool) -> None:
     assert two_ranks.run(runs.other_keys, True).values() == [right, right]
 
 
+def test_a_copy_that_took_torchs_functions_by_name(two_ranks: RankPool) -> None:
+    """Installed in a group of two ranks, where nothing may be sent for it."""
+    right = [("a", "float32", 1.0), ("b", "float32", 3.0)]
+    assert two_ranks.run(runs.of_functions_taken_by_name).values() == [right, right]
+
+
 def test_a_key_that_one_rank_lacks(two_ranks: RankPool) -> None:
     one = [("vfl", "float32", 2.0), ("vfl_dn", "float32", 4.0)]
     summed = [("vfl", "float32", 4.0), ("vfl_dn", "float32", 4.0)]
@@ -229,6 +235,7 @@ def test_funasrs_copy(two_ranks: RankPool) -> None:
 
 def test_mmclassifications_classifier(two_ranks: RankPool) -> None:
     """mmdetection 2 has the same method, but is not imported without mmcv's compiled operators."""
+    wants("torchvision", "mmcv 1 imports it: install the one that fits this torch")
     wants("mmcls", "MMCV_WITH_OPS=0 pip install --no-deps --no-build-isolation mmcls==0.25.0 mmcv==1.7.2 addict yapf")
     arguments = ("mmcls.models.classifiers.base", "BaseClassifier")
     stock = two_ranks.run(runs.parse_losses_of, *arguments, False).values()

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import all_reduce, get_world_size, is_initialized
 
 
 def world_size() -> int:
@@ -35,6 +36,16 @@ def reduce_dict(input_dict: dict[str, Tensor], average: bool = True) -> dict[str
 def renamed(data: dict[str, Tensor], avg: bool = True) -> dict[str, Tensor]:
     """RT-DETR's and D-FINE's names of the parameters, and a name that nobody else has."""
     return reduce_dict(data, avg)
+
+
+def by_name(input_dict: dict[str, Tensor], average: bool = True) -> dict[str, Tensor]:
+    """As `reduce_dict`, with functions of torch.distributed that this module took by name."""
+    reduced = {name: value.detach().clone() for name, value in input_dict.items()}
+    if is_initialized():
+        for value in reduced.values():
+            all_reduce(value)
+            value /= get_world_size() if average else 1
+    return reduced
 
 
 class Detector:
