@@ -4,9 +4,10 @@
 
 - ``recursive_average``, ``recursive_sum`` of espnet (FunASR has a copy): as `ddpstats.recursive_average`, each mean
   over the weight of the ranks that hold its path. A rank's NaN counts as absent if it does for the copy.
-- ``reduce_dict(input_dict, average=True)`` of torchvision's references, DETR, RT-DETR, D-FINE, DEIM: every rank gets
-  the union of keys, sorted; a mean over the ranks that hold the key, a sum with ``average=False``. Tensors on this
-  rank's device without gradient, of the floating dtype that the ranks' promote to; torch's default one for integers.
+- ``reduce_dict(input_dict, average=True)`` of torchvision's references, DETR, RT-DETR, D-FINE, DEIM, and of detectron2,
+  where rank 0 alone got the result: every rank gets the union of keys, sorted; a mean over the ranks that hold the key,
+  a sum with ``average=False``. Tensors on this rank's device without gradient, of the floating dtype that the ranks'
+  promote to; torch's default one for integers.
 - ``_parse_losses`` of mmdetection 2 and what else stands on mmcv 1: the loss is this rank's own, with its graph;
   ``log_vars`` has the union of keys, each a mean over the ranks that hold it, ``loss`` the mean of all ranks' losses.
 - ``write_metrics`` of detectron2: rank 0's storage gets the union of keys, each a mean over the ranks that hold it,

@@ -27,7 +27,7 @@ def installed(install: bool, *modules: Any) -> Iterator[None]:
     """The rank serves other tests afterwards. Installed in a group of several ranks: nothing may be sent for that."""
     with on_group(dist.group.WORLD) as calls:
         if install:
-            functions.install(*(modules or (tree_misc, {tree_misc.__name__: ["by_name"]})))
+            functions.install(*(modules or (tree_misc, {tree_misc.__name__: ["by_name", "to_main"]})))
     assert calls == []
     try:
         yield
@@ -58,6 +58,11 @@ def other_keys(install: bool) -> Any:
 def of_functions_taken_by_name() -> Any:
     with installed(True):
         return plain(tree_misc.by_name(mine({"a": t(1.0)}, {"b": t(3.0)})))
+
+
+def reduced_to_rank_0(install: bool) -> Any:
+    with installed(install):
+        return plain(tree_misc.to_main({"a": t(mine(1.0, 3.0)), **mine({"b": t(4.0)}, {"c": t(-2.0)})}))
 
 
 def missing_keys() -> Any:

@@ -73,6 +73,12 @@ def test_a_copy_that_took_torchs_functions_by_name(two_ranks: RankPool) -> None:
     assert two_ranks.run(runs.of_functions_taken_by_name).values() == [right, right]
 
 
+def test_what_is_reduced_to_rank_0_is_right_on_every_rank(two_ranks: RankPool) -> None:
+    assert two_ranks.run(runs.reduced_to_rank_0, False).values()[0] == [("a", "float32", 2.0), ("b", "float32", 1.0)]
+    right = [("a", "float32", 2.0), ("b", "float32", 4.0), ("c", "float32", -2.0)]
+    assert two_ranks.run(runs.reduced_to_rank_0, True).values() == [right, right]
+
+
 def test_a_key_that_one_rank_lacks(two_ranks: RankPool) -> None:
     one = [("vfl", "float32", 2.0), ("vfl_dn", "float32", 4.0)]
     summed = [("vfl", "float32", 4.0), ("vfl_dn", "float32", 4.0)]

@@ -38,6 +38,17 @@ def renamed(data: dict[str, Tensor], avg: bool = True) -> dict[str, Tensor]:
     return reduce_dict(data, avg)
 
 
+def to_main(input_dict: dict[str, Tensor], average: bool = True) -> dict[str, Tensor]:
+    """As detectron2 has it: the result is on rank 0 alone, the others' values are whatever the backend left there."""
+    names = sorted(input_dict)
+    stacked = torch.stack([input_dict[name] for name in names])
+    if world_size() > 1:
+        dist.reduce(stacked, dst=0)
+        if average and dist.get_rank() == 0:
+            stacked /= world_size()
+    return dict(zip(names, stacked, strict=True))
+
+
 def by_name(input_dict: dict[str, Tensor], average: bool = True) -> dict[str, Tensor]:
     """As `reduce_dict`, with functions of torch.distributed that this module took by name."""
     reduced = {name: value.detach().clone() for name, value in input_dict.items()}
