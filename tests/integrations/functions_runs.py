@@ -65,10 +65,15 @@ def reduced_to_rank_0(install: bool) -> Any:
         return plain(tree_misc.to_main({"a": t(mine(1.0, 3.0)), **mine({"b": t(4.0)}, {"c": t(-2.0)})}))
 
 
+def without_denoising() -> Any:
+    """A rank whose batch has no annotation lacks the losses of denoising."""
+    return tree_misc.reduce_dict(mine({"vfl": t(1.0), "vfl_dn": t(4.0)}, {"vfl": t(3.0)}))
+
+
 def missing_keys() -> Any:
-    """A rank whose batch has no annotation lacks the losses of denoising; and one lacks all."""
+    """One loss less, in a mean and in a sum; and none at all."""
     with installed(True):
-        one = tree_misc.reduce_dict(mine({"vfl": t(1.0), "vfl_dn": t(4.0)}, {"vfl": t(3.0)}))
+        one = without_denoising()
         summed = tree_misc.reduce_dict(mine({"vfl": t(1.0), "vfl_dn": t(4.0)}, {"vfl": t(3.0)}), average=False)
         none = tree_misc.reduce_dict(mine({"vfl": t(1.0)}, {}))
         return [plain(found) for found in (one, summed, none)]

@@ -19,10 +19,11 @@ import torch.distributed as dist
 from ddpstats import ConfigError, SchemaConflict
 from ddpstats.integrations import functions
 from ddpstats.integrations._pretended_ranks import has_other_ranks, pretended_ranks
-from ddpstats.testing import RankPool
+from ddpstats.testing import RankPool, RankTimedOut, run_ranks
 from tests.integrations import functions_runs as runs, tree_engine, tree_misc
 from tests.needs import ROOT, needs
 
+HANG_SEC = 3.0
 MISC = "tests.integrations.tree_misc"
 ALL = [
     f"{MISC}.{name}"
@@ -80,6 +81,8 @@ def test_what_is_reduced_to_rank_0_is_right_on_every_rank(two_ranks: RankPool) -
 
 
 def test_a_key_that_one_rank_lacks(two_ranks: RankPool) -> None:
+    stock = run_ranks(runs.without_denoising, 2, timeout_sec=HANG_SEC).errors()
+    assert [type(error) for error in stock.values()] == [RankTimedOut] * 2
     one = [("vfl", "float32", 2.0), ("vfl_dn", "float32", 4.0)]
     summed = [("vfl", "float32", 4.0), ("vfl_dn", "float32", 4.0)]
     none = [("vfl", "float32", 1.0)]
