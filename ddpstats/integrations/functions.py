@@ -15,9 +15,8 @@
 - ``MetricsTracker.reduce`` of icefall: in place, sums over the ranks that hold the key; every rank gets the union.
 
 Every rank must call what is aligned, as with the copy. A call costs one collective on a group of our own, two where a
-key is new, however ranks differ. Where ranks hold what cannot be combined (a tensor against a
-list, two shapes under one key), every rank raises `SchemaConflict`. On one rank, and without a process group, the copy
-itself runs.
+key is new and in ``write_metrics``. Where ranks hold what cannot be combined (a tensor against a list, two shapes under
+one key), every rank raises `SchemaConflict`. On one rank, and without a process group, the copy itself runs.
 
 Not looked for: a function under another name, unless you name it; what stands inside of another function; a subclass's
 own method.

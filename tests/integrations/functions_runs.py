@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import ddpstats
 from ddpstats.integrations import functions
 from ddpstats.testing import count_collectives
 from tests.integrations import tree_engine, tree_misc
@@ -102,17 +103,26 @@ def tensor_against_scalar() -> Any:
         tree_misc.reduce_dict({"a": torch.ones(mine([2], []))})
 
 
-def collectives_of_reduce_dict() -> Any:
-    """On the program's group, and in all."""
-    with installed(True):
-        found = []
-        for count in (3, 3, 40):
-            values = {f"loss_{i}": t(1.0) for i in range(count)}
-            tree_misc.reduce_dict(values)
-            with on_group(dist.group.WORLD) as on_theirs, count_collectives() as issued:
-                tree_misc.reduce_dict(values)
-            found.append((on_theirs, issued.total))
-        return found
+def collectives() -> Any:
+    """On the program's group, and in all: of two calls each, of which the first knows no key."""
+    values = {f"loss_{i}": t(1.0) for i in range(40)}
+    tracker = tree_misc.MetricsTracker()
+    tracker.update(frames=1.0, loss=2.0)
+    calls = {
+        "reduce_dict": lambda: tree_misc.reduce_dict(values),
+        "_parse_losses": lambda: tree_misc.Detector()._parse_losses(values),
+        "write_metrics": lambda: tree_misc.Trainer.write_metrics(values, 0.5),
+        "reduce": lambda: tracker.reduce(torch.device("cpu")),
+    }
+    found: dict[str, Any] = {}
+    with installed(True), tree_misc.EventStorage(0):
+        ddpstats.any_rank(True)  # ranks meet
+        for name, call in calls.items():
+            for _ in range(2):
+                with on_group(dist.group.WORLD) as on_theirs, count_collectives() as issued:
+                    call()  # type: ignore[no-untyped-call]
+                found.setdefault(name, []).append((on_theirs, issued.total))
+    return found
 
 
 # -- _parse_losses ----------------------------------------------------------------------------------------------------

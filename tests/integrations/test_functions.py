@@ -109,8 +109,11 @@ def test_shapes_that_do_not_fit_are_an_error_on_every_rank(two_ranks: RankPool) 
         assert said in str(errors[0])
 
 
-def test_one_collective_and_none_on_the_programs_group(two_ranks: RankPool) -> None:
-    assert two_ranks.run(runs.collectives_of_reduce_dict).values() == [[([], 1)] * 3] * 2
+def test_one_collective_and_none_on_the_programs_group() -> None:
+    nothing_on_theirs: list[str] = []
+    new, known = (nothing_on_theirs, 2), (nothing_on_theirs, 1)
+    expected = {name: [new, known] for name in ("reduce_dict", "_parse_losses", "reduce")}
+    assert run_ranks(runs.collectives, 2).values() == [{**expected, "write_metrics": [new, new]}] * 2
 
 
 def test_one_rank_gets_its_own_dict_back() -> None:
