@@ -88,6 +88,12 @@ TRANSFORMERS = """
     data = [{"x": x, "y": y} for x, y in zip(one["x"], one["y"])]
     args = transformers.TrainingArguments("out", max_steps=2, use_cpu=True, report_to=[], save_strategy="no")
 """
+TREE = """
+    import pathlib
+
+    pathlib.Path("util").mkdir()
+    pathlib.Path("util/misc.py").write_text("from tests.integrations.tree_misc import reduce_dict")
+"""
 ESPNET = """
     import torch
     from espnet2.iterators.abs_iter_factory import AbsIterFactory
@@ -123,6 +129,7 @@ READERS = {
     "for key in stats": (PROGRAM, [], ""),
     "with ddpstats.collective_guard": (PROGRAM, [], ""),
     "print(ddpstats.integrations.install(": ("", ["lightning", "torchmetrics"], "patched: lightning, torchmetrics\n"),
+    "print(ddpstats.integrations.functions.install(": (TREE, [], "patched: util.misc.reduce_dict (also tests"),
     "stopper = DdpstatsNaNCapture": (LIGHTNING, ["lightning"], ""),
     "with NaNCaptureCallback": (TRANSFORMERS, ["transformers"], ""),
     'with capture("captures")': (ESPNET, ["espnet2"], ""),

@@ -51,7 +51,7 @@ class Installed:
     left: Mapping[str, str]
 
     def __str__(self) -> str:
-        return _lines("patched", self.patched, self.left)
+        return lines_of("patched", self.patched, self.left)
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Uninstalled:
     left: Mapping[str, str]
 
     def __str__(self) -> str:
-        return _lines("restored", self.restored, self.left)
+        return lines_of("restored", self.restored, self.left)
 
 
 def install(*names: str) -> Installed:
@@ -185,7 +185,8 @@ def _quoted(names: Iterable[str]) -> str:
     return ", ".join(f'"{name}"' for name in names)
 
 
-def _lines(verb: str, done: tuple[str, ...], left: Mapping[str, str]) -> str:
+def lines_of(verb: str, done: tuple[str, ...], left: Mapping[str, str]) -> str:
+    """A report: a line for what was done, and one for each thing that was left."""
     return "\n".join(
         [f"{verb}: {', '.join(done) or 'nothing'}", *(f"left: {name} ({why})" for name, why in left.items())]
     )

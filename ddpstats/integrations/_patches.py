@@ -74,7 +74,7 @@ class Patches:
         self.why_left = reason
         warnings.warn(
             f"ddpstats.integrations.{self._library}: {reason}. {self._library} is left unpatched.",
-            stacklevel=_level_of_caller(),
+            stacklevel=level_of_caller(),
         )
 
     def replace(self, owner: Any, name: str, new: Any) -> None:
@@ -83,10 +83,17 @@ class Patches:
         setattr(owner, name, new)
         self._undo.append(lambda: setattr(owner, name, old))
 
-    def replace_everywhere(self, package: str, old: Any, new: Any) -> None:
-        """Bind every name in the modules of ``package`` that is bound to ``old`` now; undone also in later modules."""
-        _rebind(package, old, new)
-        self._undo.append(lambda: _rebind(package, new, old))
+    def replace_everywhere(self, package: str | None, old: Any, new: Any) -> list[str]:
+        """Bind every name in the modules of ``package`` that is bound to ``old`` now; undone also in later modules.
+
+        ``package`` None: in all modules. Then ``new`` must be an object that nobody else has. Returns the names.
+        """
+
+        def undo() -> None:
+            _rebind(package, new, old)
+
+        self._undo.append(undo)
+        return _rebind(package, old, new)
 
     def restore(self) -> None:
         """Put the very objects back."""
@@ -136,7 +143,7 @@ def installed_version(library: str) -> str:
         ) from None
 
 
-def _level_of_caller() -> int:
+def level_of_caller() -> int:
     """The ``stacklevel``, for whoever calls this, of the first frame that is not one of this package's."""
     package, frame, level = __name__.rpartition(".")[0], sys._getframe(1), 1
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith(package):
@@ -144,9 +151,12 @@ def _level_of_caller() -> int:
     return level
 
 
-def _rebind(package: str, old: Any, new: Any) -> None:
+def _rebind(package: str | None, old: Any, new: Any) -> list[str]:
+    names = []
     for module_name, module in list(sys.modules.items()):
-        if module_name.partition(".")[0] == package and isinstance(module, ModuleType):
+        if package in (None, module_name.partition(".")[0]) and isinstance(module, ModuleType):
             for name, value in list(vars(module).items()):
                 if value is old:
                     setattr(module, name, new)
+                    names.append(f"{module_name}.{name}")
+    return names

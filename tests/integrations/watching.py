@@ -15,6 +15,7 @@ def on_group(group: Any) -> Iterator[list[str]]:
     calls: list[str] = []
     ops = ("allreduce", "allgather", "broadcast", "_allgather_base", "all_gather_single")
     originals = {op: getattr(dist.ProcessGroup, op) for op in ops if hasattr(dist.ProcessGroup, op)}
+    methods = {op: vars(dist.ProcessGroup)[op] for op in originals}  # not the same objects: those bind no instance
 
     def watching(op: str, original: Any) -> Any:
         def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -29,5 +30,5 @@ def on_group(group: Any) -> Iterator[list[str]]:
             setattr(dist.ProcessGroup, op, watching(op, original))
         yield calls
     finally:
-        for op, original in originals.items():
-            setattr(dist.ProcessGroup, op, original)
+        for op, method in methods.items():
+            setattr(dist.ProcessGroup, op, method)

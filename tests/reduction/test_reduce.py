@@ -517,13 +517,3 @@ def says_something(capfd: Any = None) -> int:
 def test_no_output_and_no_logging(capfd: pytest.CaptureFixture[str]) -> None:
     assert run_ranks(says_something, 2).values() == [0, 0]
     assert capfd.readouterr() == ("", "")
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: stats on an accelerator, mixed with host stats")
-def test_stats_on_an_accelerator(two_ranks: RankPool) -> None:
-    def stats(rank: int) -> dict[str, Any]:
-        device = "cuda" if rank == 0 else "cpu"
-        return {"a": t(1.0, device=device), "b": t([2], device=device), "c": 3.0}
-
-    for _ in range(2):
-        assert values(stats(0), t([2.0], device="cuda")) == {"a": 1.0, "b": 2.0, "c": 3.0}

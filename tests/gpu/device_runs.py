@@ -1,0 +1,176 @@
+"""What runs on the ranks of `test_device`: all of them on the one device of this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import ddpstats
+from ddpstats import CollectiveMismatch, Max, NaNCapture, Sentinel, SentinelAlarm, collective_guard
+from ddpstats.testing import BitFlip, inject_bit_flips
+
+t = torch.tensor
+
+
+def mine(*by_rank: Any) -> Any:
+    return by_rank[dist.get_rank()]
+
+
+# -- reductions -------------------------------------------------------------------------------------------------------
+
+
+def reduced(device: str, dtype: torch.dtype, mixed: bool) -> Any:
+    """``mixed``: rank 1 holds its stats on the host."""
+    place = "cpu" if mixed and dist.get_rank() == 1 else device
+    stats = {
+        "loss": t(mine(1.0, 2.0), dtype=dtype, device=place),
+        "count": t([mine(2, 4)], device=place),
+        "host": mine(3.0, 5.0),
+        "largest": Max(t(mine(0.5, 0.25), device=place)),
+        **mine({}, {"only": t(-1.5, device=place)}),
+    }
+    return ddpstats.reduce_stats(stats, weight=t([2.0], device=place)).values
+
+
+def averaged(device: str, dtype: torch.dtype) -> Any:
+    stats = {"a": t([1.0, 2.0], dtype=dtype, device=device), **mine({}, {"b": t([4.0, 4.0], device=device)})}
+    averages, total = ddpstats.recursive_average(stats, t([1.0, 3.0], device=device), True)
+    found = {key: (value.item(), str(value.dtype), value.device.type) for key, value in averages.items()}
+    return found, total.item(), total.device.type
+
+
+def stats_of_a_step() -> dict[str, Any]:
+    return {
+        f"loss_{i}": t(float(i), device="cuda", dtype=dtype) for i, dtype in enumerate([torch.float32, torch.half] * 4)
+    }
+
+
+def without_waiting() -> Any:
+    """Nothing but our one copy may make the host wait for the card; and how many copies there are."""
+    reducer = ddpstats.StatsReducer()
+    stats = stats_of_a_step()
+    for _ in range(2):  # what is set up the first time may wait
+        reducer(stats)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = reducer(stats).values
+        try:
+            stats["loss_0"].item()
+        except RuntimeError as error:
+            refused = "synchroniz" in str(error)
+        else:
+            refused = False
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        reducer(stats)
+        torch.cuda.synchronize()
+    seen = [event.name.lower() for event in profile.events()]
+    copies = sum("memcpy dtoh" in name for name in seen) if seen else None  # None: it may not look at the card here
+    reducer.close()
+    return list(found.values()), refused, copies
+
+
+# -- the guard --------------------------------------------------------------------------------------------------------
+
+
+def guarded(device: str, dtype: torch.dtype) -> Any:
+    """Equal collectives first, then ones that differ in shape."""
+    with collective_guard("strict") as guard:
+        value = torch.ones(3, dtype=dtype, device=device)
+        dist.all_reduce(value)
+        dist.broadcast(value, 0)
+        seen = guard.counters.collectives
+        try:
+            dist.all_reduce(torch.ones(mine(3, 4), dtype=dtype, device=device))
+        except CollectiveMismatch as error:
+            return value.tolist(), seen, str(error)
+    return value.tolist(), seen, "no error"
+
+
+# -- capture ----------------------------------------------------------------------------------------------------------
+
+
+def make_model(device: str) -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 2)).to(device)
+
+
+def batch_of(step: int, rank: int, device: str) -> Tensor:
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(100 * step + rank)).to(device)
+
+
+def captured(device: str, dtype: torch.dtype, dirpath: str) -> Any:
+    """Training under autocast and a GradScaler; rank 1's batch of step 1 has a NaN."""
+    ddp = DistributedDataParallel(make_model(device))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler(device, init_scale=256.0)
+    found = []
+    with NaNCapture(
+        dirpath, model=ddp, optimizer=optimizer, scaler=scaler, max_scaler_skips=1, on_nonfinite="skip"
+    ) as capture:
+        for step in range(3):
+            batch = batch_of(step, dist.get_rank(), device)
+            if step == 1 and dist.get_rank() == 1:
+                batch[0, 0] = torch.nan
+            with capture.micro_batch(batch):
+                with torch.autocast(device, dtype=dtype):
+                    loss = ddp(batch).square().mean()
+                scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            verdict = capture.check()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            kept = sorted(file.name for file in Path(verdict.bundle).iterdir()) if verdict.bundle else []
+            found.append((verdict.kind, verdict.culprit_ranks, kept))
+    return found, all(bool(parameter.isfinite().all()) for parameter in ddp.parameters())
+
+
+# -- the sentinel -----------------------------------------------------------------------------------------------------
+
+
+def watched(device: str, dtype: torch.dtype, flips: list[BitFlip]) -> Any:
+    """What `Sentinel` says in each of three steps."""
+    ddp = DistributedDataParallel(make_model(device).to(dtype))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    said: list[str] = []
+    with Sentinel(ddp, mode=2, digest_every_steps=1) as sentinel, inject_bit_flips(ddp, flips) as faults:
+        for step in range(3):
+            ddp(batch_of(step, dist.get_rank(), device).to(dtype)).square().mean().backward()
+            try:
+                sentinel.step()
+                said.append("")
+            except SentinelAlarm as alarm:
+                said.append(str(alarm))
+                break
+            optimizer.step()
+            optimizer.zero_grad()
+            faults.step()
+    return said
+
+
+# -- one rank, and its backend ----------------------------------------------------------------------------------------
+
+
+def alone(device: str, backend: str, dirpath: str) -> Any:
+    """All of it in a group of one rank, whose backend knows tensors of this device only, as NCCL does."""
+    dist.destroy_process_group()
+    dist.init_process_group(backend, store=dist.TCPStore("127.0.0.1", 0, 1, True), rank=0, world_size=1)  # type: ignore[attr-defined]
+    value = torch.ones(2, device=device)
+    with collective_guard("strict") as guard:
+        dist.all_reduce(value)
+        seen = guard.counters.collectives
+    return {
+        "backend": dist.get_backend(),
+        "all_reduce": (value.tolist(), seen),
+        "stats": ddpstats.reduce_stats({"a": t(2.0, device=device)}, weight=4).values,
+        "decision": ddpstats.any_rank(True),
+        "capture": [kind for kind, *_ in captured(device, torch.bfloat16, dirpath)[0]],
+        "sentinel": watched(device, torch.float32, []),
+    }
