@@ -101,7 +101,12 @@ class GlooComm:
         self.ranks = group_ranks(group)
         self.rank = dist.get_rank()
         self.watch: Watch = watch
-        self._group: Any = _connected_group(store, self.ranks.index(self.rank), len(self.ranks), timeout_sec, watch)
+        self._group: Any
+        # Kept to be the last to go: it ends without the GIL, which its threads may be waiting for; torch 2.6's group
+        # would end it with the GIL.
+        self._backend: Any
+        position = self.ranks.index(self.rank)
+        self._group, self._backend = _connected_group(store, position, len(self.ranks), timeout_sec, watch)
         self._sum, self._max = dist.AllreduceOptions(), dist.AllreduceOptions()
         self._sum.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
         self._max.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
@@ -154,14 +159,17 @@ class GlooComm:
         except RuntimeError as error:
             raise CommFailed(first_line(error)) from None
         except BaseException:  # nobody waits any more, by `watch` or by an interrupt, while the operation goes on
-            _abandoned.append((arguments, work, self._group))  # the memory it may still write to
+            _abandoned.append((arguments, work, self._group, self._backend))  # the memory it may still write to
             raise
 
     def close(self) -> None:
         self._group = None  # ends with its last user, and that may be an operation that never ended
+        self._backend = None
 
 
-def _connected_group(store: BoundedStore, rank: int, size: int, timeout_sec: float, watch: Watch) -> Any:
+def _connected_group(store: BoundedStore, rank: int, size: int, timeout_sec: float, watch: Watch) -> tuple[Any, Any]:
+    """The group, and its backend."""
+
     def connect(raw: Any, prefix: str) -> tuple[Any, Any]:
         met = dist.distributed_c10d.PrefixStore(prefix + "gloo", raw)
         return met, gloo_backend(met, rank, size, timeout_sec)
@@ -174,7 +182,7 @@ def _connected_group(store: BoundedStore, rank: int, size: int, timeout_sec: flo
     except CommFailed:
         store.renew()
         raise
-    return group_around(backend, met, rank, size, OWN_GROUP)
+    return group_around(backend, met, rank, size, OWN_GROUP), backend
 
 
 def _options(name: str, timeout_sec: float) -> Any:
