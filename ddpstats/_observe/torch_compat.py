@@ -444,7 +444,6 @@ unbox_group: Callable[[Any], Any] = _find("distributed.ProcessGroup.unbox", "no 
 unbox_work: Callable[[Any], Any] = _find("distributed.Work.unbox", "no collective is observed")
 
 
-
 def _operators_tell_reduce_op() -> bool:
     """Whether the reduce op that a c10d operator is given can be read. Its class is no module of torch's."""
     try:

@@ -28,7 +28,16 @@ import torch.distributed as dist
 
 from ddpstats._base.rank_names import members
 from ddpstats._base.wording import first_line
-from ddpstats._transport.gloo_group import OWN_GROUP, default_store, gloo_backend, group_around, init_method, store_of
+from ddpstats._transport.gloo_group import (
+    OWN_GROUP,
+    default_store,
+    gloo_backend,
+    group_around,
+    init_method,
+    own_connection,
+    part_of,
+    store_of,
+)
 from ddpstats._transport.store import STORE_ERRORS, BoundedStore
 from ddpstats.errors import ConfigError
 
@@ -270,13 +279,13 @@ def group_store(group: dist.ProcessGroup) -> BoundedStore:
     """
     refuse_fake(group)
     store = store_of(group)
-    rank, group_words = dist.get_rank(), describe_group(group)
+    rank, name, group_words = dist.get_rank(), group.group_name, describe_group(group)
 
     def connect() -> Any:
-        connected = _own_connection(store)
+        connected = own_connection(store, name)
         with _as_config_error(group_words):
             generation = connected.add(f"ddpstats/generation/{rank}", 1)
-            part = dist.distributed_c10d.PrefixStore(f"ddpstats/{generation}", connected)
+            part = part_of(connected, f"ddpstats/{generation}")
             _try_out(part, rank)
         return part
 
@@ -298,23 +307,14 @@ def world_store(prefix: str, limit_sec: float | None = None) -> BoundedStore:
         store, rank = default_store(), dist.get_rank()
 
         def connect() -> Any:
-            connected = _own_connection(store)
+            # Who waits in a TCPStore keeps all other users of that object waiting: two groups could wait for each other.
+            connected = own_connection(store, "world")
             with _as_config_error("the default group"):
                 _try_out(dist.distributed_c10d.PrefixStore("ddpstats/world", connected), rank)
             return connected
 
         _connections[world] = BoundedStore(connect, address=_address(store), host_rank=_host_rank())
     return _connections[world].part(prefix, limit_sec)
-
-
-def _own_connection(store: Any) -> Any:
-    """Who waits in a TCPStore keeps all other users of that object waiting: two groups could wait for each other."""
-    try:
-        return store.clone()
-    except dist.DistError:
-        raise
-    except (AttributeError, NotImplementedError, RuntimeError):  # an older torch, or a store written in Python
-        return store
 
 
 def _try_out(store: Any, rank: int) -> None:

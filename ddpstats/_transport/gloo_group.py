@@ -5,6 +5,8 @@
   use of a group raises ``AttributeError``), without the others the group has no name.
 - ``ProcessGroup.get_group_store`` (newer than torch 2.6), or ``distributed_c10d._world``: the store that a group met
   on. Without either the first use of a group raises `ConfigError`.
+- ``Store.clone`` (newer than torch 2.6): another connection to the same store. Without it one is made to a `TCPStore`'s
+  host and port, and any other store is shared with the program.
 - ``distributed_c10d._get_default_store``: the store of all ranks. Without it, that of the default group.
 - ``distributed_c10d._default_pg_init_method``: whether torch made that store. Without it nobody is known to serve it,
   and the death of rank 0 is called a store that does not answer.
@@ -61,6 +63,45 @@ def store_of(group: dist.ProcessGroup) -> Any:
         raise ConfigError(
             f"torch {torch.__version__} does not tell the store of a process group; ddpstats is checked on torch 2.13"
         ) from None
+
+
+def own_connection(store: Any, name: str) -> Any:
+    """A connection of our own to the store of the group of that name; the store itself where there is none to be had.
+
+    Raises what connecting raises.
+    """
+    try:
+        return store.clone()
+    except dist.DistError:
+        raise
+    except (AttributeError, NotImplementedError, RuntimeError):  # an older torch, or a store written in Python
+        innermost = store
+        while hasattr(innermost, "underlying_store"):
+            innermost = innermost.underlying_store
+        if not hasattr(innermost, "libuvBackend"):
+            return store
+        return part_of(_client_of(innermost), name)  # torch does not tell the prefixes above
+
+
+def part_of(store: Any, prefix: str) -> Any:
+    """The keys of ``store`` that begin with ``prefix``. Its ``clone()`` is the same over another connection."""
+    kind: Any = dist.distributed_c10d.PrefixStore
+    if hasattr(kind, "clone"):
+        return kind(prefix, store)
+
+    class Part(kind):  # type: ignore[misc]
+        def clone(self) -> Any:
+            return part_of(store.clone() if hasattr(store, "clone") else _client_of(store), prefix)
+
+    return Part(prefix, store)
+
+
+def _client_of(server: Any) -> Any:
+    """Another connection to a `TCPStore`; any other store is given back."""
+    if not hasattr(server, "libuvBackend"):
+        return server
+    where, timeout, libuv = (server.host, server.port), server.timeout, server.libuvBackend
+    return type(server)(*where, None, False, timeout, wait_for_workers=False, use_libuv=libuv)
 
 
 def default_store() -> Any:

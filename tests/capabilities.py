@@ -1,0 +1,13 @@
+"""Marks of tests that ask for what an older torch lacks: they skip there, and say what it is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ddpstats._observe.torch_compat import kernel_at, lacking
+
+flips_products = pytest.mark.skipif(kernel_at is None, reason=f"bits of products cannot be flipped: {lacking()}")
+shards_on_cpu = pytest.mark.skipif(
+    not hasattr(torch.cpu.Stream, "record_event"), reason="this torch cannot shard modules on the CPU (FSDP2)"
+)
