@@ -307,7 +307,7 @@ def world_store(prefix: str, limit_sec: float | None = None) -> BoundedStore:
         store, rank = default_store(), dist.get_rank()
 
         def connect() -> Any:
-            # Who waits in a TCPStore keeps all other users of that object waiting: two groups could wait for each other.
+            # Who waits in a TCPStore keeps all users of that object waiting: two groups could wait for each other.
             connected = own_connection(store, "world")
             with _as_config_error("the default group"):
                 _try_out(dist.distributed_c10d.PrefixStore("ddpstats/world", connected), rank)

@@ -30,9 +30,8 @@ from ddpstats.guard._exchange import Exchange, Note, agree
 from ddpstats.guard._records import RecordWriter, read_records
 from ddpstats.guard._report import diagnose
 from ddpstats.guard._status import MISMATCH, MISSING, RankStatus
-from ddpstats.testing import PerRank, RankPool, run_ranks
+from ddpstats.testing import RankPool, run_ranks
 from tests.guard import runs
-from tests.integrations.test_espnet import both
 
 
 @pytest.mark.parametrize("mode", ["strict", "step"])
@@ -73,16 +72,6 @@ def test_warn_says_it_once_and_goes_on(two_ranks: RankPool) -> None:
 
 def test_off_touches_nothing(two_ranks: RankPool) -> None:
     assert two_ranks.run(runs.off).values() == [False, False]
-
-
-def test_unmodified_espnet_trainer(two_ranks: RankPool) -> None:
-    scripts = both({"loss": 1.0, "snr_loss": 2.0}, {"loss": 1.0, "l1_loss": 3.0})
-    told = two_ranks.run(runs.real_espnet, PerRank(scripts)).values()
-    two_ranks.restart()
-    assert told[0] == told[1]
-    assert "'snr_loss'" in told[0]
-    assert "'l1_loss'" in told[0]
-    assert two_ranks.run(runs.real_espnet, PerRank(both({"loss": 1.0}, {"loss": 2.0}))).values() == ["silent"] * 2
 
 
 def test_memory_is_bounded_by_the_ring() -> None:
