@@ -119,7 +119,7 @@ def asked_for(arguments: Sequence[str], plan: Plan) -> Asked:
 def interpreter(version: str | None) -> str:
     """Of that version, by its usual name, also as pyenv has it."""
     if version is None:
-        return sys.executable
+        return os.environ.get("PYTHON", sys.executable)
     of_pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     for candidate in (f"python{version}", *map(str, of_pyenv.glob(f"{version}.*/bin/python"))):
         try:
