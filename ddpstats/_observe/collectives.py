@@ -15,9 +15,10 @@ speed, ``dist.all_reduce`` of a plain tensor in host memory, has a door of its o
 
 The first `subscribe` of a process compares c10d's operators and their arguments with what `c10d_operators` knows, and
 tries a collective of a group of one: a torch that it would observe by half is refused (``ConfigError``), and where only
-the door does not work, all_reduce goes the longer way. Run on torch 2.13, gloo. The operators of 2.14 and 2.15 were
-read in their wheels, not run. Their official hooks (``ProcessGroup.register_pre_hook``) tell neither reduce op, splits,
-peer nor tag, so they cannot take the place of these kernels; they fire below them, and go on working.
+the door does not work, all_reduce goes the longer way. Run on gloo, on the versions in docs/compatibility.md; what the
+operators of older ones do not tell is noted in `c10d_callers`. The official hooks since torch 2.14
+(``ProcessGroup.register_pre_hook``) tell neither reduce op, splits, peer nor tag, so they cannot take the place of these
+kernels; they fire below them, and go on working.
 """
 
 from __future__ import annotations

@@ -61,7 +61,8 @@ def store_of(group: dist.ProcessGroup) -> Any:
         return dist.distributed_c10d._world.pg_map[group][1]
     except (AttributeError, KeyError, IndexError, TypeError):
         raise ConfigError(
-            f"torch {torch.__version__} does not tell the store of a process group; ddpstats is checked on torch 2.13"
+            f"torch {torch.__version__} does not tell the store of a process group, and without it nothing can be "
+            "reduced. Install a torch that ddpstats was run with: docs/compatibility.md"
         ) from None
 
 
