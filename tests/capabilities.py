@@ -8,6 +8,7 @@ import torch
 from ddpstats._observe.torch_compat import kernel_at, lacking
 
 flips_products = pytest.mark.skipif(kernel_at is None, reason=f"bits of products cannot be flipped: {lacking()}")
+takes_kernels_away = pytest.mark.skipif(kernel_at is None, reason=f"kernels that were parked stay: {lacking()}")
 shards_on_cpu = pytest.mark.skipif(
     not hasattr(torch.cpu.Stream, "record_event"), reason="this torch cannot shard modules on the CPU (FSDP2)"
 )

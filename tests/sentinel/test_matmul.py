@@ -25,7 +25,7 @@ from ddpstats.sentinel._matmul import ChecksumWindow
 from ddpstats.sentinel._matmul_checksum import MatmulFault, doubtful_rows, faults_in
 from ddpstats.sentinel._matmul_kernels import Product
 from ddpstats.testing import BitFlip, RankPool, inject_bit_flips
-from tests.capabilities import flips_products
+from tests.capabilities import flips_products, takes_kernels_away
 from tests.sentinel import matmul_runs as runs
 
 INF, NAN = float("inf"), float("nan")
@@ -490,6 +490,7 @@ def tidied(monkeypatch: pytest.MonkeyPatch) -> None:
     ChecksumWindow.tidy()
 
 
+@takes_kernels_away
 @pytest.mark.usefixtures("tidied")
 def test_closing_and_tidying_leaves_nothing_behind() -> None:
     before = registrations()
