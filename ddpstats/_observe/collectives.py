@@ -17,8 +17,8 @@ The first `subscribe` of a process compares c10d's operators and their arguments
 tries a collective of a group of one: a torch that it would observe by half is refused (``ConfigError``), and where only
 the door does not work, all_reduce goes the longer way. Run on gloo, on the versions in docs/compatibility.md; what the
 operators of older ones do not tell is noted in `c10d_callers`. The official hooks since torch 2.14
-(``ProcessGroup.register_pre_hook``) tell neither reduce op, splits, peer nor tag, so they cannot take the place of these
-kernels; they fire below them, and go on working.
+(``ProcessGroup.register_pre_hook``) tell neither reduce op, splits, peer nor tag, so they cannot take the place of
+these kernels; they fire below them, and go on working.
 """
 
 from __future__ import annotations
