@@ -167,15 +167,15 @@ def _try_out() -> None:
     """Whether a collective of a group of one, which is local, is seen: by the kernels, and by the door."""
     global _has_door
     try:
-        group = group_of_one("ddpstats-probe")
+        with group_of_one("ddpstats-probe") as only:
+            _has_door = unseen(lambda: _sees(only[0], _AllreduceOptions())) is None
+            if not _has_door:
+                _close_door()
+            why = unseen(lambda: _sees(only[0]))
     except Exception:  # no gloo: nothing to try it on, and nothing in host memory to be quick for
         _close_door()
         _has_door = False
         return
-    _has_door = unseen(lambda: _sees(group, _AllreduceOptions())) is None
-    if not _has_door:
-        _close_door()
-    why = unseen(lambda: _sees(group))
     if why is not None:
         _has_door = None
         _uninstall()

@@ -14,6 +14,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -47,10 +49,20 @@ def group_around(backend: Any, store: Any, rank: int, size: int, name: str) -> A
     return made
 
 
-def group_of_one(name: str) -> Any:
-    """A group with one rank, this one, to try on this torch what works. Local; some milliseconds."""
+@contextmanager
+def group_of_one(name: str) -> Iterator[list[Any]]:
+    """A group with one rank, this one, to try on this torch what works: the one entry of a list. Local; milliseconds.
+
+    In a list, for the group has to end before its backend does, which ends without the GIL. torch 2.6's group would end
+    it with the GIL, for which gloo's threads may be waiting.
+    """
     stores: Any = dist  # whose annotations do not name this class
-    return group_around(gloo_backend(stores.HashStore(), 0, 1, 10.0), stores.HashStore(), 0, 1, name)
+    backend = gloo_backend(stores.HashStore(), 0, 1, 10.0)
+    only = [group_around(backend, stores.HashStore(), 0, 1, name)]
+    try:
+        yield only
+    finally:
+        only.clear()
 
 
 def store_of(group: dist.ProcessGroup) -> Any:
