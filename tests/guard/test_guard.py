@@ -306,7 +306,7 @@ def _python(code: str, **variables: str) -> str:
 
 def test_the_switch_for_all_of_ddpstats_is_one_for_the_guard_too() -> None:
     code = "import ddpstats; from ddpstats._observe import collectives; print(collectives.is_installed())"
-    # Before torch 2.10, gloo itself writes a line of each group that is made.
+    # On torch up to 2.10 gloo itself writes a line of each group that is made.
     assert _python(code, DDPSTATS_GUARD="step").splitlines()[-1] == "True"
     assert _python(code, DDPSTATS_GUARD="step", DDPSTATS_DISABLE="1") == "False\n"
 

@@ -36,7 +36,8 @@ def reduced_by() -> tuple[list[tuple[str, str | None, bool]], bool]:
         dist.all_reduce(ones, dist.ReduceOp.MAX)
         dist.reduce(ones, 0, dist.ReduceOp.MIN)
         dist.reduce_scatter(torch.ones(1), parts, async_op=True).wait()
-        dist.group.WORLD.allreduce(ones).wait()  # C++ fills in what was not given
+        world: Any = dist.group.WORLD
+        world.allreduce(ones).wait()  # C++ fills in what was not given
         assert c10d_callers.told() == c10d_callers.Told()
     finally:
         collectives.unsubscribe(seen)
