@@ -14,6 +14,9 @@ usage() {
 usage: scripts/launch.sh demo [ARGS]          wrong averages, then right ones (python -m ddpstats demo)
        scripts/launch.sh test [PYTEST ARGS]   all tests, or those that the arguments name
        scripts/launch.sh test --quick [...]   a sample of every part, in a minute (tests/quick.txt)
+       scripts/launch.sh compat [NAME==VERSION ...]
+                                              a part of the tests with these versions of torch, Python or a library, in an
+                                              environment of its own; a row of docs/compatibility.md (compat --help)
        scripts/launch.sh bench [ARGS]         scripts/bench.py
        scripts/launch.sh N SCRIPT [ARGS]      a script on N ranks of this host, through torchrun
        scripts/launch.sh dev COMMAND [ARGS]   a command among the development tools (ruff, mypy, lint-imports, ...),
@@ -321,6 +324,10 @@ case $verb in
     set_up "${extras[@]}"
     exec "$python" "$root/scripts/bench.py" "$@"
     ;;
+  compat)
+    find_python
+    exec "$python" "$root/scripts/compat.py" "$@"
+    ;;
   dev)
     (($# > 0)) || fail "there is no command to run" "scripts/launch.sh dev COMMAND [ARGS], for example: dev ruff check"
     if [[ $1 == ddpstats ]]; then
@@ -337,6 +344,6 @@ case $verb in
     run_ranks "$verb" "$@"
     ;;
   *)
-    fail "'$verb' is neither a verb nor a number of ranks" "use one of demo, test, bench, dev, or a number of ranks (scripts/launch.sh --help)"
+    fail "'$verb' is neither a verb nor a number of ranks" "use one of demo, test, compat, bench, dev, or a number of ranks (scripts/launch.sh --help)"
     ;;
 esac

@@ -234,7 +234,7 @@ def test_help_names_every_verb(flag: str) -> None:
     done = launch(flag)
     assert done.returncode == 0
     assert done.stderr == ""
-    for verb in ("demo", "test", "bench", "N SCRIPT", "dev"):
+    for verb in ("demo", "test", "compat", "bench", "N SCRIPT", "dev"):
         assert f"scripts/launch.sh {verb}" in done.stdout
 
 
@@ -250,7 +250,7 @@ def test_unknown_verb(verb: str) -> None:
     done = launch(verb)
     assert done.returncode == 2
     assert f"error: '{verb}' is neither a verb nor a number of ranks" in done.stderr
-    assert "fix: use one of demo, test, bench, dev" in done.stderr
+    assert "fix: use one of demo, test, compat, bench, dev" in done.stderr
 
 
 def test_ranks_without_a_script() -> None:

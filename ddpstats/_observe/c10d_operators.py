@@ -2,7 +2,8 @@
 
 One reader per operator. `check_operators` compares what torch has with what this file knows: an operator with other
 arguments, or one that moves data and is not known here, is refused (``ConfigError``), for a program that was observed
-by half would look right. torch 2.13 has all but ``gather_into_tensor_``, which 2.14 added.
+by half would look right. Of torch 2.13 on, all of them are there but ``gather_into_tensor_``, which 2.14 added; before
+2.7 most have no ``async_op``, and before 2.10 none tells its reduce op: `c10d_callers` has both.
 """
 
 from __future__ import annotations
@@ -15,7 +16,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddpstats._observe.torch_compat import backend_of, is_registered, operator_names, schema, unbox_group
+from ddpstats._observe.c10d_callers import told
+from ddpstats._observe.torch_compat import (
+    backend_of,
+    is_registered,
+    operator_arguments,
+    operator_names,
+    operators_tell_reduce_op,
+    schema,
+    unbox_group,
+)
 from ddpstats._transport.gloo_group import OWN_GROUP
 from ddpstats.errors import ConfigError
 
@@ -121,7 +131,7 @@ Reader = Callable[..., Collective]
 """The operator's arguments, as torch passes them (trailing defaults are left out), to a Collective without its view."""
 
 
-HINT = "It was checked on torch 2.13: install that version, or run without the guard."
+HINT = "Install a torch that it was run with (docs/compatibility.md), or run without the guard."
 
 _RedOpType: Any = dist.ReduceOp.RedOpType if dist.is_available() else None
 _REDUCE_OPS: dict[Any, str] = {}
@@ -135,6 +145,12 @@ def reduce_op_name(kind: Any) -> str:
     return known
 
 
+def _reduce_op_of(op: Any) -> str | None:
+    """Of what an operator is given; where torch does not tell, what the caller has noted, and else None."""
+    kind = op.op() if operators_tell_reduce_op else told().reduce_op
+    return None if kind is None else reduce_op_name(kind)
+
+
 # One reader per operator; its arguments as in `ARGUMENTS`.
 
 
@@ -142,13 +158,13 @@ def _read_all_reduce(
     tensors: Any, group: Any, op: Any, sparse: Any = None, async_op: bool = True, timeout: int = -1
 ) -> Collective:
     call = Collective("all_reduce", tensors, tensors)
-    call.reduce_op, call.blocking = reduce_op_name(op.op()), not async_op
+    call.reduce_op, call.blocking = _reduce_op_of(op), not async_op
     return call
 
 
 def _read_coalesced(tensors: Any, group: Any, op: Any, async_op: bool = True, timeout: int = -1) -> Collective:
     call = Collective("all_reduce_coalesced", tensors, tensors)
-    call.reduce_op, call.blocking = reduce_op_name(op.op()), not async_op
+    call.reduce_op, call.blocking = _reduce_op_of(op), not async_op
     return call
 
 
@@ -164,7 +180,7 @@ def _read_reduce(
     tensors: Any, group: Any, op: Any, root: int, root_tensor: int = 0, async_op: bool = True, timeout: int = -1
 ) -> Collective:
     call = Collective("reduce", tensors, tensors)
-    call.reduce_op, call.root, call.blocking = reduce_op_name(op.op()), root, not async_op
+    call.reduce_op, call.root, call.blocking = _reduce_op_of(op), root, not async_op
     return call
 
 
@@ -190,7 +206,7 @@ def _read_reduce_scatter(
     outputs: Any, inputs: Any, group: Any, op: Any, async_op: bool = True, timeout: int = -1
 ) -> Collective:
     call = Collective("reduce_scatter", inputs[0] if inputs else (), outputs)
-    call.reduce_op, call.blocking = reduce_op_name(op.op()), not async_op
+    call.reduce_op, call.blocking = _reduce_op_of(op), not async_op
     return call
 
 
@@ -198,7 +214,7 @@ def _read_reduce_scatter_base(
     output: Any, input: Any, group: Any, op: Any, async_op: bool = True, timeout: int = -1
 ) -> Collective:
     call = Collective("reduce_scatter_tensor", [input], [output])
-    call.reduce_op, call.blocking = reduce_op_name(op.op()), not async_op
+    call.reduce_op, call.blocking = _reduce_op_of(op), not async_op
     return call
 
 
@@ -206,7 +222,7 @@ def _read_reduce_scatter_coalesced(
     outputs: Any, inputs: Any, group: Any, op: Any, async_op: bool = True, timeout: int = -1
 ) -> Collective:
     call = Collective("reduce_scatter_tensor_coalesced", inputs, outputs)
-    call.reduce_op, call.blocking = reduce_op_name(op.op()), not async_op
+    call.reduce_op, call.blocking = _reduce_op_of(op), not async_op
     return call
 
 
@@ -312,6 +328,7 @@ OPERATORS: dict[str, Reader] = {
 }
 
 _NEWER = frozenset({"gather_into_tensor_"})  # since torch 2.14
+_ASYNC_OP = "async_op"
 
 ARGUMENTS = {
     "allreduce_": "tensors process_group reduce_op sparse_indices async_op timeout",
@@ -349,16 +366,28 @@ def overload(name: str) -> Any:
         return None
 
 
+def arguments_of(name: str) -> list[str]:
+    """The arguments of ``c10d::name`` on this torch, which may lack ``async_op``. Raises `ConfigError` on others."""
+    expected = ARGUMENTS[name].split()
+    found = overload(name)
+    names = [] if found is None else operator_arguments(found)
+    if names not in (expected, [one for one in expected if one != _ASYNC_OP]):
+        raise ConfigError(
+            f"torch {torch.__version__} has no c10d::{name}({', '.join(expected)}), which the guard observes. {HINT}"
+        )
+    return names
+
+
+def lacks_async_op(name: str) -> bool:
+    """Whether this torch does not say whether the caller of ``c10d::name`` waits for it."""
+    return _ASYNC_OP in ARGUMENTS[name].split() and _ASYNC_OP not in arguments_of(name)
+
+
 def check_operators() -> None:
     """Raises `ConfigError` where they are not what this file knows."""
-    for name, expected in ARGUMENTS.items():
-        found = overload(name)
-        names = [] if found is None else [argument.name for argument in schema(found).arguments]
-        if names != expected.split() and (found is not None or name not in _NEWER):
-            raise ConfigError(
-                f"torch {torch.__version__} has no c10d::{name}({', '.join(expected.split())}), which the guard "
-                f"observes. {HINT}"
-            )
+    for name in ARGUMENTS:
+        if name not in _NEWER or overload(name) is not None:
+            arguments_of(name)
     for name in operator_names("c10d") - OPERATORS.keys():
         if any("ProcessGroup" in str(argument.type) for argument in schema(overload(name)).arguments):
             raise ConfigError(

@@ -15,9 +15,10 @@ speed, ``dist.all_reduce`` of a plain tensor in host memory, has a door of its o
 
 The first `subscribe` of a process compares c10d's operators and their arguments with what `c10d_operators` knows, and
 tries a collective of a group of one: a torch that it would observe by half is refused (``ConfigError``), and where only
-the door does not work, all_reduce goes the longer way. Run on torch 2.13, gloo. The operators of 2.14 and 2.15 were
-read in their wheels, not run. Their official hooks (``ProcessGroup.register_pre_hook``) tell neither reduce op, splits,
-peer nor tag, so they cannot take the place of these kernels; they fire below them, and go on working.
+the door does not work, all_reduce goes the longer way. Run on gloo, on the versions in docs/compatibility.md; what the
+operators of older ones do not tell is noted in `c10d_callers`. The official hooks since torch 2.14
+(``ProcessGroup.register_pre_hook``) tell neither reduce op, splits, peer nor tag, so they cannot take the place of
+these kernels; they fire below them, and go on working.
 """
 
 from __future__ import annotations
@@ -31,14 +32,16 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from ddpstats._observe.c10d_callers import CallerNotes, told
 from ddpstats._observe.c10d_operators import (
-    ARGUMENTS,
     HINT,
     HOST,
     OPERATORS,
     Collective,
     Reader,
+    arguments_of,
     check_operators,
+    lacks_async_op,
     overload,
     reduce_op_name,
     view_of,
@@ -51,6 +54,7 @@ from ddpstats._observe.torch_compat import (
     hide_from_dynamo,
     keys_of_device,
     next_kernel,
+    operators_tell_reduce_op,
     profiler_enabled,
     schema,
     unbox_group,
@@ -79,6 +83,7 @@ class Subscriber(Protocol):
 _subscribers: list[Subscriber] = []
 _waited: list[tuple[Subscriber, Callable[[Any], None]]] = []
 _kernels: Kernels | None = None
+_notes: CallerNotes | None = None
 _original_wait: Any = None
 _original_all_reduce: Any = None
 _has_door: bool | None = None  # None: not tried in this process
@@ -117,12 +122,14 @@ def is_installed() -> bool:
 
 
 def _install() -> None:
-    global _kernels, _original_wait, _has_door
+    global _kernels, _notes, _original_wait, _has_door
     if not dist.is_available():
         raise ConfigError("this build of torch has no torch.distributed: there are no collectives to observe")
     check_operators()
     known = {name: reader for name, reader in OPERATORS.items() if overload(name) is not None}
     _kernels = Kernels("c10d", "BackendSelect", {name: _kernel(name, reader) for name, reader in known.items()})
+    if not operators_tell_reduce_op or any(map(lacks_async_op, known)):
+        _notes = CallerNotes()
     _original_wait = vars(dist.Work)["wait"]
     dist.Work.wait = _wait  # type: ignore[method-assign]
     if _has_door is not False:
@@ -132,9 +139,12 @@ def _install() -> None:
 
 
 def _uninstall() -> None:
-    global _kernels
+    global _kernels, _notes
     assert _kernels is not None
     _close_door()
+    if _notes is not None:
+        _notes.remove()
+        _notes = None
     dist.Work.wait = _original_wait  # type: ignore[method-assign]
     _kernels.remove()
     _kernels = None
@@ -157,15 +167,15 @@ def _try_out() -> None:
     """Whether a collective of a group of one, which is local, is seen: by the kernels, and by the door."""
     global _has_door
     try:
-        group = group_of_one("ddpstats-probe")
+        with group_of_one("ddpstats-probe") as only:
+            _has_door = unseen(lambda: _sees(only[0], _AllreduceOptions())) is None
+            if not _has_door:
+                _close_door()
+            why = unseen(lambda: _sees(only[0]))
     except Exception:  # no gloo: nothing to try it on, and nothing in host memory to be quick for
         _close_door()
         _has_door = False
         return
-    _has_door = unseen(lambda: _sees(group, _AllreduceOptions())) is None
-    if not _has_door:
-        _close_door()
-    why = unseen(lambda: _sees(group))  # torch 2.9 and older do not tell which reduce op it is
     if why is not None:
         _has_door = None
         _uninstall()
@@ -181,7 +191,8 @@ def _sees(group: Any, *options: Any) -> bool:
             group.allreduce([torch.zeros(1, device="cpu")], *options).wait()
     finally:
         _subscribers.remove(probe)
-    return seen == ["all_reduce by sum", "issued", "waited for"]
+    by = "sum" if operators_tell_reduce_op or options else None  # without options nobody notes it
+    return seen == [f"all_reduce by {by}", "issued", "waited for"]
 
 
 class _Probe:
@@ -246,9 +257,10 @@ def wait_within(work: Any, seconds: float) -> bool:
 
 def _kernel(name: str, reader: Reader) -> Callable[..., Any]:
     redispatch = next_kernel(overload(name))
-    names = ARGUMENTS[name].split()
+    names = arguments_of(name)
     group_at = names.index("process_group")
     timeout_at = names.index("timeout") if "timeout" in names else -1
+    read = _with_caller(reader, timeout_at) if lacks_async_op(name) else reader
     defaults = [argument.default_value for argument in schema(overload(name)).arguments]
 
     def kernel(*args: Any) -> Any:
@@ -256,7 +268,7 @@ def _kernel(name: str, reader: Reader) -> Callable[..., Any]:
         keys = _keys_of(args[0]) or _keys_of(args[1]) or _CPU
         if view.is_ours:
             return redispatch(keys, *args)
-        call = reader(*args)
+        call = read(*args)
         call.view = view
         for subscriber in _subscribers:
             subscriber.before(call)
@@ -270,6 +282,16 @@ def _kernel(name: str, reader: Reader) -> Callable[..., Any]:
         return result
 
     return kernel
+
+
+def _with_caller(reader: Reader, timeout_at: int) -> Reader:
+    """For an operator that has no ``async_op``, which stands before the timeout, or last."""
+
+    def read(*args: Any) -> Collective:
+        known = args if timeout_at < 0 else args[:timeout_at]
+        return reader(*known, async_op=not told().is_blocking)
+
+    return read
 
 
 def _with_timeout(args: tuple[Any, ...], at: int, timeout_ms: int) -> tuple[Any, ...]:

@@ -85,6 +85,11 @@ def schema(operator: Any) -> Any:
     return operator._schema
 
 
+def operator_arguments(operator: Any) -> list[str]:
+    """The names of its arguments; torch 2.6 spells ``async_op`` in two ways."""
+    return ["async_op" if one.name == "asyncOp" else one.name for one in schema(operator).arguments]
+
+
 def next_kernel(operator: Any) -> Callable[..., Any]:
     """Runs an operator's overload from the dispatch keys that are its first argument; lets go of the GIL.
 
@@ -437,6 +442,26 @@ def groups_made() -> int:
 # From an argument or result of a c10d operator to the process group and the work that it stands for.
 unbox_group: Callable[[Any], Any] = _find("distributed.ProcessGroup.unbox", "no collective is observed")
 unbox_work: Callable[[Any], Any] = _find("distributed.Work.unbox", "no collective is observed")
+
+
+def _operators_tell_reduce_op() -> bool:
+    """Whether the reduce op that a c10d operator is given can be read. Its class is no module of torch's."""
+    try:
+        return hasattr(torch.classes.c10d.ReduceOp(), "op")
+    except (AttributeError, RuntimeError):
+        return False
+
+
+operators_tell_reduce_op = dist.is_available() and _operators_tell_reduce_op()
+if not operators_tell_reduce_op:
+    _lacking["torch.classes.c10d.ReduceOp.op"] = "nobody knows the reduce op of a collective that C++ code issues"
+
+# The methods of ProcessGroup that issue what has a reduce op, or what a caller may wait for.
+group_methods = (
+    "allreduce", "allreduce_coalesced", "reduce", "reduce_scatter", "_reduce_scatter_base",
+    "reduce_scatter_tensor_coalesced", "broadcast", "allgather", "_allgather_base", "allgather_coalesced",
+    "allgather_into_tensor_coalesced", "gather", "scatter", "alltoall", "alltoall_base", "barrier",
+)  # fmt: skip
 
 backend_of: Callable[[Any, torch.device], Any] = _find(
     "distributed.ProcessGroup._get_backend", "no collective is observed",

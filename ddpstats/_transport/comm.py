@@ -28,7 +28,16 @@ import torch.distributed as dist
 
 from ddpstats._base.rank_names import members
 from ddpstats._base.wording import first_line
-from ddpstats._transport.gloo_group import OWN_GROUP, default_store, gloo_backend, group_around, init_method, store_of
+from ddpstats._transport.gloo_group import (
+    OWN_GROUP,
+    default_store,
+    gloo_backend,
+    group_around,
+    init_method,
+    own_connection,
+    part_of,
+    store_of,
+)
 from ddpstats._transport.store import STORE_ERRORS, BoundedStore
 from ddpstats.errors import ConfigError
 
@@ -101,7 +110,12 @@ class GlooComm:
         self.ranks = group_ranks(group)
         self.rank = dist.get_rank()
         self.watch: Watch = watch
-        self._group: Any = _connected_group(store, self.ranks.index(self.rank), len(self.ranks), timeout_sec, watch)
+        self._group: Any
+        # Kept to be the last to go: it ends without the GIL, which its threads may be waiting for; torch 2.6's group
+        # would end it with the GIL.
+        self._backend: Any
+        position = self.ranks.index(self.rank)
+        self._group, self._backend = _connected_group(store, position, len(self.ranks), timeout_sec, watch)
         self._sum, self._max = dist.AllreduceOptions(), dist.AllreduceOptions()
         self._sum.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
         self._max.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
@@ -154,14 +168,17 @@ class GlooComm:
         except RuntimeError as error:
             raise CommFailed(first_line(error)) from None
         except BaseException:  # nobody waits any more, by `watch` or by an interrupt, while the operation goes on
-            _abandoned.append((arguments, work, self._group))  # the memory it may still write to
+            _abandoned.append((arguments, work, self._group, self._backend))  # the memory it may still write to
             raise
 
     def close(self) -> None:
         self._group = None  # ends with its last user, and that may be an operation that never ended
+        self._backend = None
 
 
-def _connected_group(store: BoundedStore, rank: int, size: int, timeout_sec: float, watch: Watch) -> Any:
+def _connected_group(store: BoundedStore, rank: int, size: int, timeout_sec: float, watch: Watch) -> tuple[Any, Any]:
+    """The group, and its backend."""
+
     def connect(raw: Any, prefix: str) -> tuple[Any, Any]:
         met = dist.distributed_c10d.PrefixStore(prefix + "gloo", raw)
         return met, gloo_backend(met, rank, size, timeout_sec)
@@ -174,7 +191,7 @@ def _connected_group(store: BoundedStore, rank: int, size: int, timeout_sec: flo
     except CommFailed:
         store.renew()
         raise
-    return group_around(backend, met, rank, size, OWN_GROUP)
+    return group_around(backend, met, rank, size, OWN_GROUP), backend
 
 
 def _options(name: str, timeout_sec: float) -> Any:
@@ -262,13 +279,13 @@ def group_store(group: dist.ProcessGroup) -> BoundedStore:
     """
     refuse_fake(group)
     store = store_of(group)
-    rank, group_words = dist.get_rank(), describe_group(group)
+    rank, name, group_words = dist.get_rank(), group.group_name, describe_group(group)
 
     def connect() -> Any:
-        connected = _own_connection(store)
+        connected = own_connection(store, name)
         with _as_config_error(group_words):
             generation = connected.add(f"ddpstats/generation/{rank}", 1)
-            part = dist.distributed_c10d.PrefixStore(f"ddpstats/{generation}", connected)
+            part = part_of(connected, f"ddpstats/{generation}")
             _try_out(part, rank)
         return part
 
@@ -290,23 +307,14 @@ def world_store(prefix: str, limit_sec: float | None = None) -> BoundedStore:
         store, rank = default_store(), dist.get_rank()
 
         def connect() -> Any:
-            connected = _own_connection(store)
+            # Who waits in a TCPStore keeps all users of that object waiting: two groups could wait for each other.
+            connected = own_connection(store, "world")
             with _as_config_error("the default group"):
                 _try_out(dist.distributed_c10d.PrefixStore("ddpstats/world", connected), rank)
             return connected
 
         _connections[world] = BoundedStore(connect, address=_address(store), host_rank=_host_rank())
     return _connections[world].part(prefix, limit_sec)
-
-
-def _own_connection(store: Any) -> Any:
-    """Who waits in a TCPStore keeps all other users of that object waiting: two groups could wait for each other."""
-    try:
-        return store.clone()
-    except dist.DistError:
-        raise
-    except (AttributeError, NotImplementedError, RuntimeError):  # an older torch, or a store written in Python
-        return store
 
 
 def _try_out(store: Any, rank: int) -> None:

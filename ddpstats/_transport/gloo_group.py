@@ -5,6 +5,8 @@
   use of a group raises ``AttributeError``), without the others the group has no name.
 - ``ProcessGroup.get_group_store`` (newer than torch 2.6), or ``distributed_c10d._world``: the store that a group met
   on. Without either the first use of a group raises `ConfigError`.
+- ``Store.clone`` (newer than torch 2.6): another connection to the same store. Without it one is made to a `TCPStore`'s
+  host and port, and any other store is shared with the program.
 - ``distributed_c10d._get_default_store``: the store of all ranks. Without it, that of the default group.
 - ``distributed_c10d._default_pg_init_method``: whether torch made that store. Without it nobody is known to serve it,
   and the death of rank 0 is called a store that does not answer.
@@ -12,6 +14,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -45,10 +49,20 @@ def group_around(backend: Any, store: Any, rank: int, size: int, name: str) -> A
     return made
 
 
-def group_of_one(name: str) -> Any:
-    """A group with one rank, this one, to try on this torch what works. Local; some milliseconds."""
+@contextmanager
+def group_of_one(name: str) -> Iterator[list[Any]]:
+    """A group with one rank, this one, to try on this torch what works: the one entry of a list. Local; milliseconds.
+
+    In a list, for the group has to end before its backend does, which ends without the GIL. torch 2.6's group would end
+    it with the GIL, for which gloo's threads may be waiting.
+    """
     stores: Any = dist  # whose annotations do not name this class
-    return group_around(gloo_backend(stores.HashStore(), 0, 1, 10.0), stores.HashStore(), 0, 1, name)
+    backend = gloo_backend(stores.HashStore(), 0, 1, 10.0)
+    only = [group_around(backend, stores.HashStore(), 0, 1, name)]
+    try:
+        yield only
+    finally:
+        only.clear()
 
 
 def store_of(group: dist.ProcessGroup) -> Any:
@@ -59,8 +73,48 @@ def store_of(group: dist.ProcessGroup) -> Any:
         return dist.distributed_c10d._world.pg_map[group][1]
     except (AttributeError, KeyError, IndexError, TypeError):
         raise ConfigError(
-            f"torch {torch.__version__} does not tell the store of a process group; ddpstats is checked on torch 2.13"
+            f"torch {torch.__version__} does not tell the store of a process group, and without it nothing can be "
+            "reduced. Install a torch that ddpstats was run with: docs/compatibility.md"
         ) from None
+
+
+def own_connection(store: Any, name: str) -> Any:
+    """A connection of our own to the store of the group of that name; the store itself where there is none to be had.
+
+    Raises what connecting raises.
+    """
+    try:
+        return store.clone()
+    except dist.DistError:
+        raise
+    except (AttributeError, NotImplementedError, RuntimeError):  # an older torch, or a store written in Python
+        innermost = store
+        while hasattr(innermost, "underlying_store"):
+            innermost = innermost.underlying_store
+        if not hasattr(innermost, "libuvBackend"):
+            return store
+        return part_of(_client_of(innermost), name)  # torch does not tell the prefixes above
+
+
+def part_of(store: Any, prefix: str) -> Any:
+    """The keys of ``store`` that begin with ``prefix``. Its ``clone()`` is the same over another connection."""
+    kind: Any = dist.distributed_c10d.PrefixStore
+    if hasattr(kind, "clone"):
+        return kind(prefix, store)
+
+    class Part(kind):  # type: ignore[misc]
+        def clone(self) -> Any:
+            return part_of(store.clone() if hasattr(store, "clone") else _client_of(store), prefix)
+
+    return Part(prefix, store)
+
+
+def _client_of(server: Any) -> Any:
+    """Another connection to a `TCPStore`; any other store is given back."""
+    if not hasattr(server, "libuvBackend"):
+        return server
+    where, timeout, libuv = (server.host, server.port), server.timeout, server.libuvBackend
+    return type(server)(*where, None, False, timeout, wait_for_workers=False, use_libuv=libuv)
 
 
 def default_store() -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -107,8 +108,14 @@ def operand_unit(result: Tensor) -> float:
     """The same for what operands may be rounded to: users may allow float32 to be multiplied with fewer bits."""
     if result.dtype != torch.float32:
         return 0.0
-    kind = torch.backends.cuda if result.is_cuda else torch.backends.mkldnn
-    return _PRECISIONS.get(kind.matmul.fp32_precision, 2.0**-8)
+    return _PRECISIONS.get(_precision_of(torch.backends.cuda if result.is_cuda else torch.backends.mkldnn), 2.0**-8)
+
+
+def _precision_of(backend: Any) -> str:
+    try:
+        return str(backend.matmul.fp32_precision)
+    except AttributeError:  # older torch has one setting for all backends
+        return {"highest": "ieee", "high": "tf32"}.get(torch.get_float32_matmul_precision(), "bf16")
 
 
 _PRECISIONS = {"ieee": 0.0, "none": 0.0, "tf32": 2.0**-11}

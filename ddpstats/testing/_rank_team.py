@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import pickle
 import select
@@ -9,6 +10,7 @@ import socket
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in __all__
 
@@ -147,12 +149,28 @@ class RankTeam:
         return RankOutcome(process.rank, None, error, "", process.exit_code)
 
 
+_libuv_takes_listeners = True
+
+
 def serve_store() -> TCPStore:
     """A store's server in this process, on a free port of the loopback interface only. Each team has its own."""
+    global _libuv_takes_listeners
     listener = socket.create_server(("127.0.0.1", 0), backlog=512)
-    port = listener.getsockname()[1]
     # Left to itself TCPStore would listen on every interface. It owns the descriptor from here on.
-    return TCPStore("127.0.0.1", port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
+    serve: Any = functools.partial(
+        cast(Any, TCPStore),
+        *listener.getsockname(),
+        None,
+        True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+    if _libuv_takes_listeners:
+        try:
+            return serve()
+        except NotImplementedError:  # torch 2.6; said once, for c10d writes to the standard error as well
+            _libuv_takes_listeners = False
+    return serve(use_libuv=False)
 
 
 def _in_step(states: Sequence[GroupState | None]) -> bool:

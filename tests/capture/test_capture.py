@@ -13,6 +13,7 @@ import torch
 from ddpstats import BundleError, ConfigError, NaNCapture, RankMissing, cli
 from ddpstats._rerun.serialize import from_plain
 from ddpstats.testing import RankPool, run_ranks
+from tests.capabilities import shards_on_cpu
 from tests.capture import capture_runs as runs
 from tests.capture.capture_runs import Plan
 from tests.threads import lasting_threads
@@ -174,6 +175,7 @@ def test_a_scaler_that_skips_again_and_again_is_one(two_ranks: RankPool, tmp_pat
     assert "for the 3th time in a row" in first[2].message
 
 
+@shards_on_cpu
 def test_sharded_gradients_are_told_without_a_culprit(two_ranks: RankPool, tmp_path: Path) -> None:
     first, second = two_ranks.run(runs.sharded, str(tmp_path)).values()
     assert first == second

@@ -14,8 +14,11 @@ import pytest
 from ddpstats.cli import main
 from ddpstats.dump.format._files import open_rank
 from ddpstats.testing import run_ranks
+from tests.capabilities import shards_on_cpu
 from tests.dump import collect_runs as runs
 from tests.dump.collecting import data
+
+pytestmark = shards_on_cpu  # one of the models is sharded, and all are run at once
 
 ROOT = Path(__file__).parents[2]
 

@@ -35,9 +35,8 @@ from ddpstats.guard._failure_agreement import FailureAgreement
 from ddpstats.guard._records import RecordWriter, read_records
 from ddpstats.guard._report import diagnose
 from ddpstats.guard._status import MISMATCH, MISSING, RankStatus
-from ddpstats.testing import PerRank, RankPool, run_ranks
+from ddpstats.testing import RankPool, run_ranks
 from tests.guard import runs
-from tests.integrations.test_espnet import both
 
 
 @pytest.mark.parametrize("mode", ["strict", "step"])
@@ -78,16 +77,6 @@ def test_warn_says_it_once_and_goes_on(two_ranks: RankPool) -> None:
 
 def test_off_touches_nothing(two_ranks: RankPool) -> None:
     assert two_ranks.run(runs.off).values() == [False, False]
-
-
-def test_unmodified_espnet_trainer(two_ranks: RankPool) -> None:
-    scripts = both({"loss": 1.0, "snr_loss": 2.0}, {"loss": 1.0, "l1_loss": 3.0})
-    told = two_ranks.run(runs.real_espnet, PerRank(scripts)).values()
-    two_ranks.restart()
-    assert told[0] == told[1]
-    assert "'snr_loss'" in told[0]
-    assert "'l1_loss'" in told[0]
-    assert two_ranks.run(runs.real_espnet, PerRank(both({"loss": 1.0}, {"loss": 2.0}))).values() == ["silent"] * 2
 
 
 def test_memory_is_bounded_by_the_ring() -> None:
@@ -322,7 +311,8 @@ def _python(code: str, **variables: str) -> str:
 
 def test_the_switch_for_all_of_ddpstats_is_one_for_the_guard_too() -> None:
     code = "import ddpstats; from ddpstats._observe import collectives; print(collectives.is_installed())"
-    assert _python(code, DDPSTATS_GUARD="step") == "True\n"
+    # On torch up to 2.10 gloo itself writes a line of each group that is made.
+    assert _python(code, DDPSTATS_GUARD="step").splitlines()[-1] == "True"
     assert _python(code, DDPSTATS_GUARD="step", DDPSTATS_DISABLE="1") == "False\n"
 
 

@@ -25,6 +25,7 @@ from ddpstats.sentinel._matmul import ChecksumWindow
 from ddpstats.sentinel._matmul_checksum import MatmulFault, doubtful_rows, faults_in
 from ddpstats.sentinel._matmul_kernels import Product
 from ddpstats.testing import BitFlip, RankPool, inject_bit_flips
+from tests.capabilities import flips_products, takes_kernels_away
 from tests.sentinel import matmul_runs as runs
 
 INF, NAN = float("inf"), float("nan")
@@ -228,13 +229,19 @@ def test_products_in_less_than_float32_are_no_fault_where_the_user_allows_them()
     rough = (left.bfloat16().float() @ right.bfloat16().float()).clone()
     product = Product("mm", rough, left, right, None, 1.0, 1.0, lambda: rough)
     assert faults_of(product) != []
-    settings: Any = torch.backends.mkldnn
-    settings = settings.matmul
-    before, settings.fp32_precision = settings.fp32_precision, "bf16"
+    settings = getattr(torch.backends.mkldnn, "matmul", None)
+    if settings is None:  # older torch has one setting for all backends
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("medium")
+    else:
+        before, settings.fp32_precision = settings.fp32_precision, "bf16"
     try:
         assert faults_of(product) == []
     finally:
-        settings.fp32_precision = before
+        if settings is None:
+            torch.set_float32_matmul_precision(before)
+        else:
+            settings.fp32_precision = before
 
 
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1.0), (torch.bfloat16, 0.85)])
@@ -406,6 +413,7 @@ def test_training_under_ddp_gives_the_same_bits_with_the_window_open(two_ranks: 
         assert (window.faults, window.problem) == ([], None)
 
 
+@flips_products
 def test_the_rank_that_computed_it_wrong_finds_it(two_ranks: RankPool) -> None:
     wrong = BitFlip("1.qkv", "matmul", 7, 30, 0, rank=1)
     first, second = two_ranks.run(runs.train_ddp_with_a_flip, wrong).values()
@@ -415,6 +423,7 @@ def test_the_rank_that_computed_it_wrong_finds_it(two_ranks: RankPool) -> None:
     assert fault.got == second["applied"][0].after
 
 
+@flips_products
 @pytest.mark.parametrize("sticky", [False, True])
 def test_a_flip_inside_the_operator_is_found_and_told_transient_or_sticky(sticky: bool) -> None:
     model = nn.Linear(8, 8)
@@ -433,6 +442,7 @@ def test_a_fault_after_the_operator_is_not_seen() -> None:
     assert window.faults == []
 
 
+@flips_products
 def test_a_product_of_a_backward_pass_is_marked() -> None:
     class Backward(torch.autograd.Function):
         @staticmethod
@@ -454,6 +464,7 @@ def test_a_product_of_a_backward_pass_is_marked() -> None:
     assert [fault.backward for fault in window.faults] == [True]
 
 
+@flips_products
 def test_sixteen_faults_are_kept_and_all_are_counted() -> None:
     model = nn.Linear(2, 20)
     with ChecksumWindow() as window:
@@ -479,6 +490,7 @@ def tidied(monkeypatch: pytest.MonkeyPatch) -> None:
     ChecksumWindow.tidy()
 
 
+@takes_kernels_away
 @pytest.mark.usefixtures("tidied")
 def test_closing_and_tidying_leaves_nothing_behind() -> None:
     before = registrations()
@@ -590,6 +602,7 @@ def waited(child: int) -> int:
     return os.waitpid(child, 0)[1]
 
 
+@flips_products
 def test_what_was_taken_is_not_found_again() -> None:
     model = nn.Linear(8, 8)
     window = ChecksumWindow()

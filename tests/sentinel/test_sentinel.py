@@ -12,6 +12,7 @@ from torch import nn
 from ddpstats import ConfigError, InvalidStats, Sentinel, SentinelAlarm
 from ddpstats.sentinel import _layers
 from ddpstats.testing import BitFlip, PerRank, RankPool, run_ranks
+from tests.capabilities import flips_products
 from tests.sentinel import sentinel_runs as runs
 from tests.sentinel.sentinel_runs import Plan, alarm_of, trained
 
@@ -226,6 +227,7 @@ def test_a_peer_finds_a_fault_before_the_reduce(four_ranks: RankPool, wrap: str)
     assert "Rank 2 was wrong once and right once" in text
 
 
+@flips_products
 def test_the_matmul_checksum_opens_after_an_alarm_and_names_the_rank(two_ranks: RankPool) -> None:
     flips = [
         BitFlip("blocks.1.down", "activation_gradient", element=3, bit=EXPONENT, step=2, rank=0),
@@ -243,6 +245,7 @@ def test_the_matmul_checksum_opens_after_an_alarm_and_names_the_rank(two_ranks: 
         assert "computed again, it is right: a transient fault" in second[3]
 
 
+@flips_products
 def test_the_window_shuts_again(two_ranks: RankPool) -> None:
     flips = [BitFlip("blocks.0.up", "matmul", element=7, bit=27, step=step, rank=1) for step in (2, 3)]
     found = two_ranks.run(runs.in_a_window, 2, flips).values()

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ddpstats import ConfigError
 from ddpstats.testing import BitFlip, RankPool, _flip_places, inject_bit_flips
+from tests.capabilities import flips_products
 from tests.testing import bit_flip_runs as runs
 
 WEIGHT, HEAD = "0.weight", "2.weight"
@@ -102,6 +103,7 @@ def test_a_weight_that_autograd_has_saved_can_be_flipped() -> None:
 # -- when -------------------------------------------------------------------------------------------------------------
 
 
+@flips_products
 def test_a_transient_flip_happens_once_in_its_step() -> None:
     for where in ("weight", "gradient", "reduced_gradient"):
         found = runs.train(runs.make_model(), [BitFlip(WEIGHT, where, 5, 20, 1)], micro_batches=2)
@@ -208,6 +210,7 @@ def test_a_gradient_differs_in_one_bit_of_one_parameter(clean: dict[str, Any]) -
         assert same(ours, {name: one for name, one in theirs.items() if name != HEAD})
 
 
+@flips_products
 def test_a_matmul_is_flipped_in_the_first_product_of_the_module() -> None:
     class Twice(nn.Module):
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -222,6 +225,7 @@ def test_a_matmul_is_flipped_in_the_first_product_of_the_module() -> None:
         assert torch.equal(second, given @ given @ given)
 
 
+@flips_products
 def test_several_flips_in_one_matmul_all_happen() -> None:
     model, x = nn.Linear(3, 3), torch.ones(2, 3)
     with inject_bit_flips(model, [BitFlip("", "matmul", 0, 31, 0), BitFlip("", "matmul", 5, 31, 0)]):
@@ -229,6 +233,7 @@ def test_several_flips_in_one_matmul_all_happen() -> None:
     assert flipped_bits(out, model(x)) == {0: 1 << 31, 5: 1 << 31}
 
 
+@flips_products
 def test_no_random_numbers_are_drawn() -> None:
     model, before = runs.make_model(), (torch.get_rng_state(), random.getstate())
     with inject_bit_flips(model, [BitFlip("0", "matmul", 0, 3, 0), BitFlip(HEAD, "gradient", 0, 3, 0)]) as faults:
@@ -312,6 +317,7 @@ def test_a_parameter_put_in_place_of_the_one_at_entry_is_flipped(where: Any) -> 
         assert not one._post_accumulate_grad_hooks
 
 
+@flips_products
 def test_a_copy_of_the_model_has_no_faults_and_brings_none(every_kind: list[BitFlip]) -> None:
     model = runs.make_model()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -328,6 +334,7 @@ def test_a_copy_of_the_model_has_no_faults_and_brings_none(every_kind: list[BitF
         assert same(dict(model.named_parameters()), before)
 
 
+@flips_products
 def test_other_modules_and_threads_multiply_as_ever_in_the_block() -> None:
     model, x = nn.Sequential(nn.Linear(33, 17), nn.Linear(17, 5)), torch.randn(9, 33)
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
@@ -448,6 +455,7 @@ def test_a_torch_that_does_not_say_when_a_backward_pass_ends_is_refused(monkeypa
         raise AssertionError("the block ran")
 
 
+@flips_products
 def test_a_bit_beyond_an_activations_dtype_is_refused_when_it_is_applied() -> None:
     model = runs.make_model(torch.bfloat16)
     for where in ("activation", "matmul"):
@@ -483,6 +491,7 @@ def every_kind() -> list[BitFlip]:
     return parameters + modules
 
 
+@flips_products
 def test_nothing_stays_after_the_block(every_kind: list[BitFlip]) -> None:
     model = runs.make_model()
     hooks, kernels = everything_hooked(model), registrations()
@@ -498,6 +507,7 @@ def test_nothing_stays_after_the_block(every_kind: list[BitFlip]) -> None:
     assert len(faults.applied) == count
 
 
+@flips_products
 def test_nothing_stays_after_an_exception_in_the_middle_of_a_module(every_kind: list[BitFlip]) -> None:
     model = runs.make_model()
     hooks, kernels = everything_hooked(model), registrations()
@@ -507,6 +517,7 @@ def test_nothing_stays_after_an_exception_in_the_middle_of_a_module(every_kind: 
     assert registrations() == kernels
 
 
+@flips_products
 def test_a_kernel_of_ours_is_there_from_the_entry_to_the_end_of_the_block() -> None:
     kernels = registrations()
     model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
@@ -523,6 +534,7 @@ def test_a_kernel_of_ours_is_there_from_the_entry_to_the_end_of_the_block() -> N
         assert registrations() == kernels
 
 
+@flips_products
 def test_other_threads_may_multiply_while_the_module_runs() -> None:
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(BESIDE)], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")

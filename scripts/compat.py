@@ -1,0 +1,318 @@
+"""Runs a part of the tests with other versions than the pinned ones, and writes the outcome into docs/compatibility.md.
+
+    scripts/launch.sh compat torch==2.16.0               # a release of torch
+    scripts/launch.sh compat torch==2.13.0 python=3.12   # the pinned torch, another Python
+    scripts/launch.sh compat lightning==2.5.5            # a library: its integration's tests, with the pinned torch
+    scripts/launch.sh compat                             # every line "run ..." of tests/compatibility.txt
+
+1. A virtual environment is made in a temporary folder, and uv installed in it.
+2. What is named is installed with what it asks for itself, in today's versions: what somebody gets who installs it
+   today. The rest of what the tests need is put on top of that, in the versions of constraints.txt.
+3. The tests run that tests/compatibility.txt lists for the named libraries, or for torch where none is named.
+4. The row in the table whose first cell is these arguments is replaced, or a new one appended; the folder is removed.
+
+Without arguments, rows that stand already for this version of ddpstats are skipped, so that the matrix can be
+interrupted and started again. The exit status is 0 where all was installed and no test failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import configparser
+import datetime
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+LIMIT_SEC = 3600
+HEADER = "| `launch.sh compat ...` | Python | torch | libraries | passed | skipped | failed | ddpstats | date |"
+
+
+class CannotRun(Exception):
+    """These versions cannot be put together here; the message says which step failed."""
+
+
+class Row(NamedTuple):
+    asked: str
+    python: str
+    torch: str
+    libraries: str
+    passed: str
+    skipped: str
+    failed: str
+    ddpstats: str
+    date: str
+
+    def line(self) -> str:
+        return f"| {' | '.join(self)} |"
+
+
+# -- what is to be run -------------------------------------------------------------------------------------------------
+
+
+class Plan(NamedTuple):
+    """tests/compatibility.txt: the tests of each library, and the arguments of each run of the matrix."""
+
+    tests: Mapping[str, Sequence[str]]
+    runs: Sequence[Sequence[str]]
+
+
+def read_plan(text: str) -> Plan:
+    tests: dict[str, list[str]] = {}
+    runs = []
+    for line in text.splitlines():
+        first, *rest = line.partition("#")[0].split() or [""]
+        if first == "run":
+            runs.append(rest)
+        elif first:
+            tests.setdefault(normal(first), []).extend(rest)
+    return Plan(tests, runs)
+
+
+def normal(name: str) -> str:
+    """A project's name as registries compare it, of a requirement as well: "PyTorch_Lightning>=2" -> ..."""
+    return re.sub(r"[-_.]+", "-", re.split(r"[^\w.-]", name.strip())[0]).lower()
+
+
+class Asked(NamedTuple):
+    """The arguments of one run: a Python, where one is named, and packages."""
+
+    python: str | None
+    packages: Sequence[str]
+
+    def text(self) -> str:
+        python = [] if self.python is None else [f"python={self.python}"]
+        return "`" + " ".join([*self.packages, *python]) + "`"
+
+    def libraries(self) -> list[str]:
+        return [name for name in map(normal, self.packages) if name != "torch"]
+
+
+def asked_for(arguments: Sequence[str], plan: Plan) -> Asked:
+    """Raises `CannotRun` for what is no NAME==VERSION, and for a library that has no tests."""
+    python = None
+    packages = []
+    for one in arguments:
+        name, _, version = one.partition("=")
+        if name == "python" and re.fullmatch(r"=?\d+\.\d+", version):
+            python = version.lstrip("=")
+        elif not re.fullmatch(r"[\w.-]+==[\w.+!]+", one):
+            raise CannotRun(f"{one!r} is neither NAME==VERSION nor python=3.12")
+        elif normal(one) not in plan.tests:
+            raise CannotRun(f"no tests are listed for {normal(one)!r}, only for {', '.join(plan.tests)}")
+        else:
+            packages.append(one)
+    return Asked(python, packages)
+
+
+# -- the environment ---------------------------------------------------------------------------------------------------
+
+
+def interpreter(version: str | None) -> str:
+    """Of that version, by its usual name, also as pyenv has it."""
+    if version is None:
+        return os.environ.get("PYTHON", sys.executable)
+    of_pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    for candidate in (f"python{version}", *map(str, of_pyenv.glob(f"{version}.*/bin/python"))):
+        try:
+            subprocess.run([candidate, "-c", ""], check=True, capture_output=True)
+        except (OSError, subprocess.CalledProcessError):  # no such file, or a shim with no Python behind it
+            continue
+        return candidate
+    raise CannotRun(f"there is no python{version} on the PATH")
+
+
+def environment() -> dict[str, str]:
+    """For uv and the tests: uv has pip's index and folders of wheels, and what is compiled once stays."""
+    environ = {key: value for key, value in os.environ.items() if key not in ("VIRTUAL_ENV", "PYTHONDONTWRITEBYTECODE")}
+    for name in ("INDEX_URL", "EXTRA_INDEX_URL", "FIND_LINKS"):
+        if f"PIP_{name}" in environ:
+            environ.setdefault(f"UV_{name}", environ[f"PIP_{name}"])
+    return environ | {"PYTHONPATH": str(ROOT)}
+
+
+def requirements(tests: Sequence[str]) -> tuple[list[str], bool]:
+    """What the tests need beside what is named, by tests/libraries.txt; and whether espnet is among it."""
+    config = configparser.RawConfigParser()
+    config.read(ROOT / "setup.cfg")
+    extras = {"testing"}
+    for line in (ROOT / "tests" / "libraries.txt").read_text().splitlines():
+        path, *needed = line.partition("#")[0].split() or [""]
+        if any(path == test.partition("::")[0] for test in tests):
+            extras.update(needed)
+    lists = [config["options"]["install_requires"]] + [config["options.extras_require"][one] for one in sorted(extras)]
+    found = [line.strip() for text in lists for line in text.splitlines()]
+    return [line for line in found if line and not line.startswith("#")], "espnet" in extras
+
+
+def install(python: str, folder: Path, asked: Asked, tests: Sequence[str]) -> dict[str, str]:
+    """Into the environment of ``python``. Returns the versions of everything that is there."""
+
+    def pip(*arguments: str) -> str:
+        return run([python, "-m", "uv", "pip", *arguments], environ, capture=arguments[0] == "freeze")
+
+    def installed() -> dict[str, str]:
+        pairs = (line.split("==") for line in pip("freeze").splitlines() if "==" in line)
+        return {normal(name): version for name, version in pairs}
+
+    environ = {"UV_CACHE_DIR": str(folder / "cache")} | environment() | {"VIRTUAL_ENV": str(folder / "venv")}
+    run([python, "-m", "pip", "install", "--quiet", "uv"], environ)
+    constraints = (ROOT / "constraints.txt").read_text().splitlines()
+    named = [one for one in asked.packages if normal(one) != "espnet"]
+    if "torch" not in map(normal, named):
+        named += [line for line in constraints if normal(line) == "torch"]
+    pip("install", "--quiet", *named)
+    there = installed()
+    kept = [f"{name}=={version}" for name, version in there.items()]
+    kept += [line for line in constraints if line[:1] not in ("", "#") and normal(line) not in there]
+    (folder / "constraints.txt").write_text("\n".join(kept) + "\n")
+    wanted, with_espnet = requirements(tests)
+    wanted = ["setuptools", *(one for one in wanted if normal(one) not in there)]
+    pip("install", "--quiet", "--constraint", str(folder / "constraints.txt"), *wanted)
+    if with_espnet:  # setup.cfg says why without what it asks for
+        pip(
+            "install",
+            "--quiet",
+            "--no-deps",
+            *([one for one in asked.packages if normal(one) == "espnet"] or ["espnet"]),
+        )
+    return installed()
+
+
+def run(command: Sequence[str], environ: Mapping[str, str], capture: bool = False) -> str:
+    done = subprocess.run(command, env=environ, text=True, stdout=subprocess.PIPE if capture else None)
+    if done.returncode != 0:
+        raise CannotRun(f"{' '.join(command[1:])} ended with {done.returncode}")
+    return done.stdout or ""
+
+
+# -- one run -----------------------------------------------------------------------------------------------------------
+
+
+def row_of(asked: Asked, plan: Plan, folder: Path, options: Sequence[str]) -> Row:
+    """Make the environment in ``folder``, and run the tests there."""
+    tests = [test for name in asked.libraries() or ["torch"] for test in plan.tests[name]]
+    run([interpreter(asked.python), "-m", "venv", str(folder / "venv")], os.environ)
+    python = str(folder / "venv" / "bin" / "python")
+    versions = install(python, folder, asked, tests)
+    report = folder / "report.xml"
+    command = [python, "-m", "pytest", *tests, "-n", "2", "--dist", "loadfile", f"--junitxml={report}", *options]
+    path = f"{Path(python).parent}{os.pathsep}{os.environ['PATH']}"
+    say(f"{asked.text()}: {len(tests)} files of tests, with torch {versions.get('torch')}")
+    try:
+        subprocess.run(command, env=environment() | {"PATH": path}, cwd=ROOT, timeout=LIMIT_SEC)
+    except subprocess.TimeoutExpired:
+        raise CannotRun(f"the tests did not end within {LIMIT_SEC} s") from None
+    if not report.exists():
+        raise CannotRun("pytest wrote no report")
+    passed, skipped, failed = counts(report.read_text())
+    return Row(
+        asked.text(),
+        run([python, "-c", "import platform; print(platform.python_version())"], environment(), capture=True).strip(),
+        versions.get("torch", "-"),
+        ", ".join(f"{name} {versions.get(name, '-')}" for name in asked.libraries()) or "-",
+        str(passed),
+        str(skipped),
+        f"**{failed}**" if failed else "0",
+        own_version(),
+        datetime.date.today().isoformat(),
+    )
+
+
+def counts(report: str) -> tuple[int, int, int]:
+    """(passed, skipped, failed) of a report in JUnit's XML; an error counts as a failure."""
+    suites = list(ElementTree.fromstring(report).iter("testsuite"))
+    total, skipped, failures, errors = (
+        sum(int(suite.get(key, "0")) for suite in suites) for key in ("tests", "skipped", "failures", "errors")
+    )
+    return total - skipped - failures - errors, skipped, failures + errors
+
+
+def own_version() -> str:
+    found = re.search(r'__version__ = "(.+)"', (ROOT / "ddpstats" / "_base" / "version.py").read_text())
+    assert found is not None
+    return found[1]
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+
+def rows_of(page: str) -> list[Row]:
+    lines = page.splitlines()
+    if HEADER not in lines:
+        return []
+    found = []
+    for line in lines[lines.index(HEADER) + 2 :]:
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) != len(Row._fields):
+            break
+        found.append(Row(*cells))
+    return found
+
+
+def with_row(page: str, row: Row) -> str:
+    """The page with this row in the place of the one that has the same first cell, or below all others."""
+    lines = page.splitlines()
+    if HEADER not in lines:
+        lines += ["", HEADER, "|" + "---|" * len(Row._fields)]
+    rows = rows_of("\n".join(lines))
+    begin = lines.index(HEADER) + 2
+    kept = [row if one.asked == row.asked else one for one in rows]
+    lines[begin : begin + len(rows)] = [one.line() for one in (kept if row in kept else [*kept, row])]
+    return "\n".join(lines) + "\n"
+
+
+def say(text: str) -> None:
+    print(f"compat: {text}", file=sys.stderr, flush=True)
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="scripts/launch.sh compat", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("wanted", nargs="*", metavar="NAME==VERSION", help="also python=3.12; none: the whole matrix")
+    parser.add_argument("--keep", action="store_true", help="leave the environment, and say where it is")
+    parser.add_argument("--pytest", action="append", default=[], metavar="OPTION", help="one more option for pytest")
+    parser.add_argument(
+        "--table", type=Path, default=ROOT / "docs" / "compatibility.md", help="the page with the table"
+    )
+    parser.add_argument("--plan", type=Path, default=ROOT / "tests" / "compatibility.txt", help="tests and matrix")
+    given = parser.parse_args(arguments)
+    plan = read_plan(given.plan.read_text())
+    page = given.table.read_text() if given.table.exists() else "# Compatibility\n"
+    standing = {row.asked for row in rows_of(page) if row.ddpstats == own_version()}
+    status = 0
+    for wanted in [given.wanted] if given.wanted else plan.runs:
+        folder = Path(tempfile.mkdtemp(prefix="ddpstats-compat-"))
+        try:
+            asked = asked_for(wanted, plan)
+            if not given.wanted and asked.text() in standing:
+                say(f"{asked.text()}: stands in the table")
+                continue
+            row = row_of(asked, plan, folder, given.pytest)
+        except CannotRun as error:
+            say(f"{' '.join(wanted)}: {error}")
+            status = 1
+            continue
+        finally:
+            if given.keep:
+                say(f"the environment is {folder / 'venv'}")
+            else:
+                shutil.rmtree(folder)
+        page = given.table.read_text() if given.table.exists() else page
+        given.table.write_text(with_row(page, row))
+        say(row.line())
+        status = status or int(row.failed != "0")
+    return status
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,17 @@
+"""Marks of tests that ask for what an older torch lacks: they skip there, and say what it is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ddpstats._observe.torch_compat import kernel_at, lacking, next_node_number
+
+flips_products = pytest.mark.skipif(kernel_at is None, reason=f"bits of products cannot be flipped: {lacking()}")
+takes_kernels_away = pytest.mark.skipif(kernel_at is None, reason=f"kernels that were parked stay: {lacking()}")
+shards_on_cpu = pytest.mark.skipif(
+    not hasattr(torch.cpu.Stream, "record_event"), reason="this torch cannot shard modules on the CPU (FSDP2)"
+)
+numbers_nodes = pytest.mark.skipif(
+    next_node_number() == -1, reason=f"a replay does not tell the module of a backward operation: {lacking()}"
+)

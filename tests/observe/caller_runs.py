@@ -1,0 +1,44 @@
+"""What ranks of `test_c10d_callers` run: collectives under a torch that is told not to tell their reduce op."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddpstats._observe import c10d_callers, c10d_operators, collectives
+from ddpstats._observe.c10d_operators import Collective
+
+
+class Seen:
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, str | None, bool]] = []
+
+    def before(self, call: Collective) -> None:
+        self.calls.append((call.op, call.reduce_op, call.blocking))
+
+    def after(self, call: Collective, work: Any) -> None:
+        pass
+
+    def waiting(self, work: Any, limited: bool) -> bool:
+        return False
+
+
+def reduced_by() -> tuple[list[tuple[str, str | None, bool]], bool]:
+    """What is seen of each, and whether all of `ProcessGroup` is as it was afterwards."""
+    for module in (c10d_operators, collectives):
+        vars(module)["operators_tell_reduce_op"] = False
+    before, seen = dict(vars(dist.ProcessGroup)), Seen()
+    ones, parts = torch.ones(2), [torch.ones(1), torch.ones(1)]
+    collectives.subscribe(seen)
+    try:
+        dist.all_reduce(ones, dist.ReduceOp.MAX)
+        dist.reduce(ones, 0, dist.ReduceOp.MIN)
+        dist.reduce_scatter(torch.ones(1), parts, async_op=True).wait()
+        world: Any = dist.group.WORLD
+        world.allreduce(ones).wait()  # C++ fills in what was not given
+        assert c10d_callers.told() == c10d_callers.Told()
+    finally:
+        collectives.unsubscribe(seen)
+    return seen.calls, before == dict(vars(dist.ProcessGroup))
