@@ -9,8 +9,7 @@ import select
 import socket
 import time
 import weakref
-from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Mapping, Sequence
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in __all__
 
@@ -157,13 +156,10 @@ def serve_store() -> TCPStore:
     global _libuv_takes_listeners
     listener = socket.create_server(("127.0.0.1", 0), backlog=512)
     # Left to itself TCPStore would listen on every interface. It owns the descriptor from here on.
-    serve: Any = functools.partial(
-        cast(Any, TCPStore),
-        *listener.getsockname(),
-        None,
-        True,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
+    address, port = listener.getsockname()
+    made: Callable[..., TCPStore] = TCPStore
+    serve = functools.partial(
+        made, address, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach()
     )
     if _libuv_takes_listeners:
         try:
