@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from ddpstats._agreement.gather import gather_trees
 from ddpstats._agreement.tree_codec import CannotEncode
@@ -25,10 +26,11 @@ _NAMING = ("prefix", "postfix", "_from_collection")
 _NAMING_AT = ""  # no member can have this name
 
 
-class Elsewhere:
+class Elsewhere(nn.Module):
     """In place of a member that this rank does not have."""
 
     def __init__(self, result: Any, naming: Mapping[str, Any] = MappingProxyType({})) -> None:
+        super().__init__()
         self._result = result
         vars(self).update(naming)
 
@@ -63,7 +65,7 @@ def everyones_members(
         by_group: who has which member, alike on all ranks of a group.
         result_of: what a member of this rank gives; local. Where it raises, every rank raises `InvalidStats`.
     """
-    own = dict(collection._modules)
+    own = dict(nn.ModuleDict.items(collection))  # a collection's own items() name and copy them
     everyones = _everyones(own, call, by_group, result_of)
     try:
         _fill(collection, everyones)
@@ -106,5 +108,6 @@ def _device_of(members: dict[str, Any]) -> torch.device:
 
 
 def _fill(collection: Any, members: dict[str, Any]) -> None:
-    collection._modules.clear()
-    collection._modules.update(members)
+    nn.ModuleDict.clear(collection)
+    for name, member in members.items():
+        nn.Module.add_module(collection, name, member)

@@ -124,7 +124,7 @@ def _probe() -> str | None:
     if len(held) != 1 or not isinstance(held[0], torch.Tensor) or not held[0].item() == metric.compute().item() == 2.0:
         return f"keeps other states in a SumMetric of 2.0: {dict(zip(states, held, strict=True))}"
     several = MetricCollection({"a": metric})
-    several._modules["b"] = Elsewhere(3.0)  # type: ignore[assignment]
+    several.add_module("b", Elsewhere(3.0))
     found = several.compute()
     return None if found == {"a": 2.0, "b": 3.0} else f"computes {found} for members that are a = 2.0 and b = 3.0"
 

@@ -244,6 +244,7 @@ def test_a_version_that_differs_in_what_is_relied_on_is_left_alone(monkeypatch: 
     monkeypatch.setattr(collection, "_get_cache", lambda result_metric: None)
     with pytest.warns(UserWarning, match=r"has _ResultCollection\._get_cache\(result_metric\) where"):
         ours.install()
+    ours.uninstall()  # the other of the two packages was patched
     monkeypatch.undo()
     assert all(value is before[name] for name, value in runs.objects().items())
 
