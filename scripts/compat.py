@@ -188,7 +188,12 @@ def install(python: str, folder: Path, asked: Asked, tests: Sequence[str]) -> di
 
 
 def run(command: Sequence[str], environ: Mapping[str, str], capture: bool = False) -> str:
-    done = subprocess.run(command, env=environ, text=True, stdout=subprocess.PIPE if capture else None)
+    try:
+        done = subprocess.run(
+            command, env=environ, text=True, stdout=subprocess.PIPE if capture else None, timeout=LIMIT_SEC
+        )
+    except subprocess.TimeoutExpired:
+        raise CannotRun(f"{' '.join(command[1:])} did not end within {LIMIT_SEC} s") from None
     if done.returncode != 0:
         raise CannotRun(f"{' '.join(command[1:])} ended with {done.returncode}")
     return done.stdout or ""

@@ -144,7 +144,8 @@ class Verdicts:
         agreement = self.agreement
         others = [rank for rank in group.view.ranks if rank != group.view.rank]
         with agreement.glancing():
-            gone = {rank: left for rank, left in agreement.left().items() if rank in others}
+            left_so_far = {} if agreement.is_lost else agreement.left()  # who died is known without the store
+            gone = {rank: left for rank, left in left_so_far.items() if rank in others}
             if any(left.get("counts", {}).get(group.name, 0) < seq for left in gone.values()):
                 return True
             return bool(agreement.dead([rank for rank in others if rank not in gone]))

@@ -15,7 +15,7 @@ from typing import Any
 from ddpstats._base import config
 from ddpstats.errors import ConfigError
 
-ESPNET_VERSION = "202511"  # the newest that was tested; no extra can bring it (setup.cfg says why)
+ESPNET_VERSION = "202511"  # that CI runs; no extra can bring it (setup.cfg says why)
 
 
 class Patches:

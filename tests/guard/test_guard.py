@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -16,8 +18,8 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in 
 
 from ddpstats import ConfigError, cli, label
 from ddpstats._observe import c10d_operators, collectives
-from ddpstats._transport.roster import Roster
-from ddpstats._transport.store import bounded
+from ddpstats._transport.roster import ProcessId, Roster
+from ddpstats._transport.store import StoreSilent, bounded
 from ddpstats.guard import collective_guard
 from ddpstats.guard._diagnosis import find
 from ddpstats.guard._events import (
@@ -35,6 +37,7 @@ from ddpstats.guard._failure_agreement import FailureAgreement
 from ddpstats.guard._records import RecordWriter, read_records
 from ddpstats.guard._report import diagnose
 from ddpstats.guard._status import MISMATCH, MISSING, RankStatus
+from ddpstats.guard._verdicts import Verdicts
 from ddpstats.testing import RankPool, run_ranks
 from tests.guard import runs
 
@@ -420,3 +423,28 @@ def test_who_waits_elsewhere_is_seen_by_the_second_that_waits() -> None:
     assert other.another_waits_elsewhere(event(3, "broadcast"))
     for agreement in (one, other):
         agreement.close()
+
+
+def test_a_rank_that_died_is_known_where_the_store_is_silent() -> None:
+    child = subprocess.Popen(["sleep", "60"])
+    try:
+        started = int(Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[19])
+        peer = dataclasses.replace(ProcessId.mine(), pid=child.pid, started=started)
+        agreement = agreement_of(Roster(bounded(HashStore()), 0, range(2), {1: peer}))
+        view = SimpleNamespace(ranks=(0, 1), rank=0)
+        settings = SimpleNamespace(warn=False, timeout_sec=60.0)
+        verdicts: Any = Verdicts(SimpleNamespace(agreement=agreement), None, settings)  # type: ignore[arg-type]
+
+        def silent(*question: Any) -> Any:
+            raise StoreSilent("no answer in time")
+
+        with mock.patch.object(agreement.store._connection, "ask", silent):
+            assert agreement.alarm() is None
+            assert not verdicts._cannot_come(SimpleNamespace(view=view, name="0"), 1)
+            child.kill()
+            child.wait(10)
+            assert verdicts._cannot_come(SimpleNamespace(view=view, name="0"), 1)
+        agreement.close()
+    finally:
+        child.kill()
+        child.wait(10)
