@@ -13,35 +13,36 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from ddpstats.testing._rank_main import RankSpec
-from ddpstats.testing._rank_process import rank_environ
-from ddpstats.testing._rank_server import Forked, RankServer
+from tests.warm_python import Server
 
-PRELOADED = ("torch._dynamo", "numpy", "pytest")
-"""What optimizers and DDP import at their first use, and the tests' own modules. Nothing of ddpstats: programs are also
-about how it is imported."""
+PRELOADED = ("torch._dynamo", "torch.distributed.launcher.api", "pytest")
+"""What optimizers and DDP import at their first use, torchrun, and the tests' own modules."""
 
 
 @functools.cache
-def server() -> RankServer:
+def server() -> Server:
     """This session's. Made when it is first needed: libraries that tests import set variables of the environment."""
-    return RankServer(rank_environ(RankSpec(0, 1, 0, 0, 0, 0), {}), PRELOADED)
+    return Server(PRELOADED)
+
+
+def python() -> str:
+    """For a command in place of `sys.executable`: what it costs to start is a tenth. With OMP_NUM_THREADS=1."""
+    return server().executable if sys.platform == "linux" else sys.executable
 
 
 def start(
     command: Sequence[str], environ: Mapping[str, str], out: IO[Any], err: IO[Any], cwd: str | Path = "."
-) -> subprocess.Popen[bytes] | Forked:
-    """``python COMMAND...``, the path of a program and its arguments, in a session of its own."""
-    if server().serves(environ):
-        return server().start_script(command, environ, out.fileno(), err.fileno(), os.path.abspath(cwd))
-    whole = [sys.executable, *command]
-    return subprocess.Popen(whole, env=dict(environ), stdout=out, stderr=err, cwd=cwd, start_new_session=True)
+) -> subprocess.Popen[bytes]:
+    """``python COMMAND...``, in a session of its own; it imports what can be imported here."""
+    paths = [environ.get("PYTHONPATH", ""), *map(os.path.abspath, sys.path)]
+    own = {**environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    return subprocess.Popen([python(), *command], env=own, stdout=out, stderr=err, cwd=cwd, start_new_session=True)
 
 
 def run(
     command: Sequence[str], *, timeout: float, cwd: str | Path = ".", **environ: str
 ) -> subprocess.CompletedProcess[str]:
-    """As `subprocess.run` with captured text, of ``python COMMAND...``; ``environ`` comes on top of this process's."""
+    """As `subprocess.run` with captured text, of `start`; ``environ`` comes on top of this process's."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         process = start(command, {**os.environ, "OMP_NUM_THREADS": "1", **environ}, out, err, cwd)
         try:

@@ -8,17 +8,15 @@ start none where they are told to use one, and no accelerator is touched.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import gc
 import importlib
 import json
 import os
 import select
-import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 MAX_BYTES = 1 << 20  # of a request: an environment, above all
@@ -38,12 +36,10 @@ def serve(fd: int) -> tuple[dict[str, Any], list[int]] | None:
                 os.close(ready)
                 pid, status = os.waitpid(pids.pop(ready), 0)
                 if not _tell(server, {"pid": pid, "exit_code": os.waitstatus_to_exitcode(status)}):
-                    _kill(pids.values())
                     return None
                 continue
             message, fds, _, _ = socket.recv_fds(server, MAX_BYTES, MAX_FDS)
             if not message:
-                _kill(pids.values())
                 return None
             pid = os.fork()
             if pid == 0:
@@ -58,15 +54,7 @@ def serve(fd: int) -> tuple[dict[str, Any], list[int]] | None:
             pids[end] = pid
             poll.register(end, select.POLLIN)
             if not _tell(server, {"pid": pid, "exit_code": None}):
-                _kill(pids.values())
                 return None
-
-
-def _kill(pids: Iterable[int]) -> None:
-    """What the parent has left running: a script does not know whose it is."""
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)
 
 
 def _tell(server: socket.socket, answer: dict[str, Any]) -> bool:
@@ -104,18 +92,6 @@ def end() -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
-
-
-def as_script(arguments: Sequence[str]) -> Any:
-    """Be ``python ARGUMENTS``, up to the first line of the program, whose code is returned: for `__main__` to run."""
-    sys.argv[:] = arguments
-    sys.path.insert(0, os.path.dirname(os.path.abspath(arguments[0])))
-    program = vars(sys.modules["__main__"])
-    for name in [name for name in program if not name.startswith("__")]:
-        del program[name]
-    program["__file__"] = arguments[0]
-    with open(arguments[0], "rb") as file:
-        return compile(file.read(), arguments[0], "exec")
 
 
 def main(fd: int, preload: Sequence[str]) -> tuple[dict[str, Any], list[int]]:

@@ -20,7 +20,6 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 _FORKED = Path(__file__).with_name("_forked_python.py")
 _READ_AT_START = (
@@ -81,12 +80,9 @@ class RankServer:
             "names = {'__name__': '_forked_python'}\n"
             f"exec(compile({_FORKED.read_text()!r}, {str(_FORKED)!r}, 'exec'), names)\n"
             f"request, fds = names['main']({theirs.fileno()}, {self._preload!r})\n"
-            "if 'script' in request:\n"
-            "    exec(names['as_script'](request['script']))\n"
-            "else:\n"
-            "    from ddpstats.testing._rank_main import RankSpec, main\n"
-            "    main(RankSpec(*request['spec'], *fds[2:]))\n"
-            "    names['end']()\n"
+            "from ddpstats.testing._rank_main import RankSpec, main\n"
+            "main(RankSpec(*request['spec'], *fds[2:]))\n"
+            "names['end']()\n"
         )
         with theirs:
             self._process = subprocess.Popen(
@@ -109,21 +105,10 @@ class RankServer:
 
     def start(self, spec: Sequence[int], environ: Mapping[str, str], stderr_fd: int, fds: Sequence[int]) -> Forked:
         """A rank: ``fds`` follow the numbers of ``spec``. Raises `ServerGone`."""
-        return self._fork({"spec": list(spec)}, environ, [1, stderr_fd, *fds], os.getcwd())
-
-    def start_script(
-        self, script: Sequence[str], environ: Mapping[str, str], out_fd: int, stderr_fd: int, cwd: str
-    ) -> Forked:
-        """What ``python SCRIPT ARGS...`` would start in ``cwd``, in a session of its own. Raises `ServerGone`."""
-        return self._fork({"script": list(script)}, environ, [out_fd, stderr_fd], cwd)
-
-    def _fork(
-        self, what: Mapping[str, Sequence[Any]], environ: Mapping[str, str], fds: Sequence[int], cwd: str
-    ) -> Forked:
-        request = {**what, "environ": dict(environ), "paths": _paths(), "cwd": cwd}
+        request = {"spec": list(spec), "environ": dict(environ), "paths": _paths(), "cwd": os.getcwd()}
         with self._lock:
             try:
-                socket.send_fds(self._connected(), [json.dumps(request).encode()], fds)
+                socket.send_fds(self._connected(), [json.dumps(request).encode()], [1, stderr_fd, *fds])
                 while (pid := self._read(START_TIMEOUT_SEC)) is None:
                     pass
             except (ServerGone, OSError) as error:
@@ -172,7 +157,7 @@ class RankServer:
         self.close()
 
     def close(self) -> None:
-        """End the server; scripts that it has started end with it, ranks do not. Idempotent."""
+        """End the server; the ranks that it has started do not end with it. Idempotent."""
         self._closed = True
         if self._socket is not None and self._process is not None:
             self._socket.close()

@@ -19,6 +19,7 @@ import pytest
 
 from ddpstats.demo import demo as demo_module, report as report_module
 from ddpstats.demo.report import Collectives, RankReport
+from tests.scripts import python
 
 LIMIT_SEC = 180
 TRUE = {"l1_loss[0]": 0.0505, "l1_loss[1]": 0.023, "snr_loss[0]": -1.572, "snr_loss[1]": -2.468, "snr_loss[2]": -2.041}
@@ -167,11 +168,11 @@ def finish(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
 
 
 def demo(start: Start, *args: str, **settings: str) -> subprocess.CompletedProcess[str]:
-    return finish(start(sys.executable, "-m", "ddpstats", "demo", *args, **settings))
+    return finish(start(python(), "-m", "ddpstats", "demo", *args, **{"OMP_NUM_THREADS": "1", **settings}))
 
 
 def test_two_ranks(start: Start) -> None:
-    done = demo(start, DDPSTATS_GUARD="strict")
+    done = finish(start(sys.executable, "-m", "ddpstats", "demo", DDPSTATS_GUARD="strict"))
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == report_module.as_text([report(0), report(1)], colour=False) + "\n"
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +10,13 @@ import pytest
 
 from ddpstats import cli
 from examples import attention_mask, memory_stomp
+from tests import scripts
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def run_example(name: str, *arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / name), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
+    done = scripts.run([str(ROOT / "examples" / name), *arguments], timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -1,8 +1,4 @@
-"""Programs as files, run to their end as torchrun runs them: by torchrun itself, or forked with what it tells a rank.
-
-torchrun and each rank of it import torch, which takes longer than all that such a program does. A forked one has the
-same environment, is `__main__`, and ends as an interpreter ends; torchrun's own part is in those that it starts.
-"""
+"""Programs as files, run to their end as torchrun runs them: by torchrun itself, or with what it tells a rank."""
 
 from __future__ import annotations
 
@@ -13,7 +9,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -22,9 +17,8 @@ from typing import IO, Protocol
 
 from ddpstats.testing._rank_main import RankSpec
 from ddpstats.testing._rank_process import rank_environ
-from ddpstats.testing._rank_server import Forked
 from ddpstats.testing._rank_team import serve_store
-from tests.scripts import start
+from tests.scripts import python, start
 
 LIMIT_SEC = 150
 _TERM_AFTER_SEC = 3.0  # torchrun does so within a tenth, and what a rank ends with then is chance
@@ -54,7 +48,7 @@ class Run(Protocol):
 
 def by_torchrun(script: str, *args: str, ranks: int = 2, **env: str) -> Ended:
     """``torchrun SCRIPT ARGS...``. The statuses are of those ranks that did not end in 0."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", script]
+    command = [python(), "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", script]
     own = {**os.environ, "OMP_NUM_THREADS": "1", **env}
     return of_torchrun(
         subprocess.run([*command, *args], capture_output=True, text=True, timeout=LIMIT_SEC, check=False, env=own)
@@ -114,7 +108,7 @@ def _run(command: list[str], environs: list[dict[str, str]]) -> Ended:
         return Ended(statuses, *("".join(map(_text, column)) for column in zip(*files, strict=True)))
 
 
-def _watch(processes: Sequence[subprocess.Popen[bytes] | Forked]) -> None:
+def _watch(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     """Until all have ended. As torchrun does, end the others when one has failed."""
     deadline, failed_at = time.monotonic() + LIMIT_SEC, 0.0
     while None in (statuses := [process.poll() for process in processes]):
@@ -127,7 +121,7 @@ def _watch(processes: Sequence[subprocess.Popen[bytes] | Forked]) -> None:
         time.sleep(0.02)
 
 
-def _end(processes: Sequence[subprocess.Popen[bytes] | Forked]) -> None:
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     for process in processes:
         if process.poll() is None:
             os.kill(process.pid, signal.SIGTERM)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
-import sys
 import textwrap
 import time
 from pathlib import Path
@@ -22,6 +20,7 @@ from ddpstats.guard._records import read_records
 from ddpstats.guard._spoken import read, words_of
 from ddpstats.guard._summary import Tally, last_line
 from ddpstats.guard._telling import was_told
+from tests import scripts
 from tests.guard.programs import COMMAND, LIMIT_SEC, Ended, Run, alone, by_torchrun, forked, of_torchrun
 
 HEAD = """
@@ -281,9 +280,7 @@ def test_a_command_of_ours_compares_nothing_and_need_not_say_so(rank: dict[str, 
 
 
 def ddpstats(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
-    own = {**os.environ, "OMP_NUM_THREADS": "1", **env}
-    command = [sys.executable, "-m", "ddpstats", *args]
-    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SEC, check=False, env=own)
+    return scripts.run(["-m", "ddpstats", *args], timeout=LIMIT_SEC, **env)
 
 
 @pytest.mark.parametrize("more", [(), ("--nproc", "2")])

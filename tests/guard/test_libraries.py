@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 
+from tests import scripts
 from tests.needs import needs
 
 TORCHMETRICS = """
@@ -107,14 +105,8 @@ def test_no_false_alarm(library: str, tmp_path: Path) -> None:
     needs(library)
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(PROGRAMS[library]))
-    done = subprocess.run(
-        [sys.executable, "-m", "ddpstats", "run", "--nproc", "2", "--guard", "strict", str(script), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"},
-    )
+    command = ["-m", "ddpstats", "run", "--nproc", "2", "--guard", "strict", str(script), str(tmp_path)]
+    done = scripts.run(command, timeout=150, TQDM_DISABLE="1")
     assert (done.returncode, done.stdout.count("done")) == (0, 2), done.stderr[-3000:]
     # neither our logger nor our error; the bare name may be part of a path
     assert "ddpstats." not in done.stderr, done.stderr[-3000:]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 
 from ddpstats.guard._records import read_records
+from tests import scripts
 from tests.guard.programs import COMMAND, alone, forked
 from tests.needs import needs
 
@@ -32,15 +32,8 @@ def script(tmp_path: Path) -> Any:
     return write
 
 
-def python(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
-    own = {**os.environ, "OMP_NUM_THREADS": "1", **env}
-    return subprocess.run(
-        [sys.executable, *args], capture_output=True, text=True, timeout=LIMIT_SEC, check=False, env=own
-    )
-
-
 def ddpstats(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
-    return python("-m", "ddpstats", *args, **env)
+    return scripts.run(["-m", "ddpstats", *args], timeout=LIMIT_SEC, **env)
 
 
 SEED = """
@@ -68,7 +61,7 @@ def test_unmodified_espnet_code_is_stopped_and_both_keys_are_named(script: Any) 
 def test_under_torchrun(script: Any) -> None:
     needs("espnet2")
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "ddpstats", "run"]
-    done = python(*torchrun, "--guard", "step", script(SEED))
+    done = scripts.run([*torchrun, "--guard", "step", script(SEED)], timeout=LIMIT_SEC)
     assert done.returncode != 0
     assert "'snr_loss[0]'" in done.stderr
 
@@ -91,7 +84,10 @@ ORDINARY = """
 @pytest.mark.parametrize("how", ["pass", "exit", "raise"])
 def test_a_script_notices_no_difference(script: Any, how: str) -> None:
     path = script(ORDINARY)
-    plain, under = python(path, how, "--json"), ddpstats("run", path, how, "--json")
+    plain, under = (
+        subprocess.run([sys.executable, *words, path, how, "--json"], capture_output=True, text=True, timeout=LIMIT_SEC)
+        for words in ([], ["-m", "ddpstats", "run"])
+    )
     assert (under.returncode, under.stdout) == (plain.returncode, plain.stdout)
     ours = [line for line in under.stderr.splitlines() if line.startswith("ddpstats run: ")]
     assert _unmarked(under.stderr) == _unmarked(plain.stderr)
@@ -164,12 +160,14 @@ def test_the_environment_variable_is_enough(script: Any) -> None:
     assert 0 not in done.statuses
     assert "'snr_loss[0]'" in done.stderr
     assert "went on" not in done.stdout, "99 barriers are more than check_every"
-    refused = python("-c", "import ddpstats", DDPSTATS_GUARD="sometimes")
+    refused = scripts.run(["-c", "import ddpstats"], timeout=LIMIT_SEC, DDPSTATS_GUARD="sometimes")
     assert "legal values: strict, step, record, off" in refused.stderr
 
 
 def test_the_environment_variable_alone_runs_nothing_of_ours() -> None:
-    done = python("-c", "import sys; print('ddpstats' in sys.modules)", DDPSTATS_GUARD="strict")
+    done = scripts.run(
+        ["-c", "import sys; print('ddpstats' in sys.modules)"], timeout=LIMIT_SEC, DDPSTATS_GUARD="strict"
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "False\n", "")
 
 

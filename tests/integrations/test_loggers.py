@@ -20,6 +20,7 @@ import ddpstats
 from ddpstats import ConfigError, reduce_stats
 from ddpstats.integrations import loggers
 from ddpstats.testing import RankPool, count_collectives
+from tests import scripts
 from tests.needs import needs
 
 ROOT = Path(__file__).parents[2]
@@ -140,15 +141,8 @@ def test_hugging_face_trainer_on_two_ranks(tmp_path: Path) -> None:
             torch.distributed.destroy_process_group()
         """)
     )
-    done = subprocess.run(
-        [sys.executable, "-m", "ddpstats", "run", "--nproc", "2", "--guard", "off", str(script), str(tmp_path / "out")],
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TENSORBOARD_LOGGING_DIR": str(tmp_path / "events")},
-    )
+    command = ["-m", "ddpstats", "run", "--nproc", "2", "--guard", "off", str(script), str(tmp_path / "out")]
+    done = scripts.run(command, timeout=150, TENSORBOARD_LOGGING_DIR=str(tmp_path / "events"))
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     for rank in (0, 1):
         assert (tmp_path / "out" / f"history{rank}").read_text() == "[(1.0, -1.0), (1.0, -1.0)]"

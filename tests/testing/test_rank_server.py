@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pathlib
 import random
-import re
 import signal
 import subprocess
 import sys
@@ -22,7 +21,6 @@ from ddpstats.testing import RankPool, run_ranks
 from ddpstats.testing._rank_main import RankSpec
 from ddpstats.testing._rank_process import rank_environ
 from ddpstats.testing._rank_server import RankServer
-from tests.scripts import start
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked on Linux alone")
 ROOT = pathlib.Path(__file__).parents[2]
@@ -127,44 +125,6 @@ def test_what_it_prints_goes_where_the_parent_prints(server: RankServer, capfd: 
     assert capfd.readouterr().out == "said by a rank\n"
 
 
-SCRIPT = """
-import atexit, os, sys, threading
-
-def said(*what):
-    print(*what, sorted(name for name in globals() if not name.startswith("__")))
-
-print(__name__, sys.modules["__main__"].__file__ == __file__, sys.argv, sys.path[0], os.environ["OF_THE_SCRIPT"])
-print(os.getsid(0) == os.getpid(), "ddpstats" in sys.modules)
-atexit.register(said, "at exit")
-threading.Timer(0.2, said, ["in a thread"]).start()
-raise SystemExit(4) if sys.argv[1:] else ValueError("of the script")
-"""
-
-
-@pytest.mark.parametrize("arguments", [[], ["an argument"]])
-def test_a_forked_script_is_what_python_runs(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
-) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    monkeypatch.chdir(tmp_path)
-    environ = {**rank_environ(RankSpec(0, 1, 0, 0, 0, 0), {}), "OF_THE_SCRIPT": "2"}
-    command = [str(script), *arguments]
-    fresh = subprocess.run(
-        [sys.executable, *command], env=environ, start_new_session=True, capture_output=True, text=True, timeout=60
-    )
-    with (tmp_path / "out").open("w+") as out, (tmp_path / "err").open("w+") as err:
-        code = start(command, environ, out, err).wait(60)
-    assert (code, (tmp_path / "out").read_text()) == (fresh.returncode, fresh.stdout)
-    told = (tmp_path / "err").read_text()
-    assert _without_the_runner(told) == _without_the_runner(fresh.stderr)
-    assert ("ValueError: of the script" in told) == (not arguments)
-
-
-def _without_the_runner(traceback: str) -> str:
-    return re.sub(r'  File "<(string|frozen runpy)>", line .*\n', "", traceback)
-
-
 def test_a_server_that_is_killed_costs_its_ranks_and_no_more(own_server: RankServer) -> None:
     with RankPool(2) as pool:
         first = pool.run(parent).values()
@@ -187,11 +147,8 @@ def test_nothing_outlives_a_parent_that_is_killed(tmp_path: pathlib.Path) -> Non
             from ddpstats.testing._rank_server import RankServer
 
             environ = rank_environ(RankSpec(0, 1, 0, 0, 0, 0), {})
-            sleeper = os.path.join(os.path.dirname(__file__), "sleeper.py")
-            open(sleeper, "w").write("import time; time.sleep(1000)")
             with RankServer(environ) as server, RankPool(2) as pool:
-                forked = server.start_script([sleeper], environ, 2, 2, os.getcwd())
-                print(*pool.run(os.getpid).values(), server._process.pid, forked.pid, flush=True)
+                print(*pool.run(os.getpid).values(), server._process.pid, flush=True)
                 os.kill(os.getpid(), signal.SIGKILL)
             """
         )
@@ -200,7 +157,7 @@ def test_nothing_outlives_a_parent_that_is_killed(tmp_path: pathlib.Path) -> Non
     done = subprocess.run([sys.executable, script], env=environ, capture_output=True, text=True, timeout=120)
     assert done.returncode == -signal.SIGKILL, done.stderr
     pids = [int(pid) for pid in done.stdout.split()]
-    assert len(pids) == 4
+    assert len(pids) == 3
     deadline = time.monotonic() + 20
     while any(map(is_running, pids)):
         assert time.monotonic() < deadline, pids

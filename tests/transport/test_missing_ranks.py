@@ -24,6 +24,7 @@ from ddpstats._transport import comm
 from ddpstats.errors import RankMissing
 from ddpstats.testing import RankDied, RankOutcomes, RankPool, die, run_ranks, run_threads, sleep_past
 from ddpstats.testing._threads import ThreadGroup
+from tests.scripts import python
 
 LIMIT_SEC = 100.0
 LONG_SEC = 40.0  # a timeout that a test never lives to see
@@ -337,6 +338,7 @@ import os, signal, sys, time
 import torch.distributed as dist
 from ddpstats import StatsReducer
 from ddpstats.errors import RankMissing
+from tests.scripts import python
 
 rank, world_size, path, how = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
 dist.init_process_group("gloo", init_method="file://" + path, rank=rank, world_size=world_size)
@@ -356,7 +358,7 @@ except RankMissing as error:
 @pytest.mark.parametrize("how", ["dies", "sleeps"])
 def test_a_process_ends_although_operations_are_pending(how: str, tmp_path: pathlib.Path) -> None:
     """The waits that were given up have limits of minutes, or peers that never answer; the exit waits for neither."""
-    command = [sys.executable, "-c", ENDING_RANK]
+    command = [python(), "-c", ENDING_RANK]
     environ = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(sys.path),

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from ddpstats.testing import run_ranks
+from tests.scripts import python
 from tests.transport.store_host_rank import GUARDED, TIMEOUT_SEC, forked
 
 LIMIT_SEC = 150.0
@@ -43,7 +44,7 @@ def told_by_survivors(phase: str, victim: int, world_size: int = 3, launched: bo
             environ.update(RANK=str(rank), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
             environ.update(WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
         command = [
-            sys.executable,
+            sys.executable if launched else python(),  # whose environment /proc shows
             "-m",
             "tests.transport.store_host_rank",
             str(rank),

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.hosts import NEAR, ip
+from tests.scripts import python
 from tests.transport.two_hosts_rank import TIMEOUT_SEC
 
 LIMIT_SEC = 100.0
@@ -27,7 +28,7 @@ def told_by_both(hosts: tuple[str, str, str, str], phase: str, ranks: int, direc
         space, link = (near, here) if rank == 0 else (far, there)
         environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "GLOO_SOCKET_IFNAME": link}
         environ.update(OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="FATAL")
-        command = ["ip", "netns", "exec", space, sys.executable, "-m", "tests.transport.two_hosts_rank"]
+        command = ["ip", "netns", "exec", space, python(), "-m", "tests.transport.two_hosts_rank"]
         command += [str(rank), str(ranks), NEAR, "29511", phase, str(directory)]
         processes.append(subprocess.Popen(command, stdout=-1, stderr=-1, text=True, env=environ))
     try:
