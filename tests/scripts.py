@@ -30,6 +30,11 @@ def python() -> str:
     return server().executable if sys.platform == "linux" else sys.executable
 
 
+def without_gloo(stdout: str) -> str:
+    """Up to 2.10, torch's gloo writes a line to stdout for each group that is made."""
+    return "".join(line for line in stdout.splitlines(keepends=True) if not line.startswith("[Gloo] Rank "))
+
+
 def start(
     command: Sequence[str], environ: Mapping[str, str], out: IO[Any], err: IO[Any], cwd: str | Path = "."
 ) -> subprocess.Popen[bytes]:
