@@ -3,12 +3,13 @@
     scripts/launch.sh compat torch==2.16.0               # a release of torch
     scripts/launch.sh compat torch==2.13.0 python=3.12   # the pinned torch, another Python
     scripts/launch.sh compat lightning==2.5.5            # a library: its integration's tests, with the pinned torch
+    scripts/launch.sh compat torch==2.13.0 device=cuda   # on a machine that has a GPU: the tests of tests/gpu
     scripts/launch.sh compat                             # every line "run ..." of tests/compatibility.txt
 
 1. A virtual environment is made in a temporary folder, and uv installed in it.
 2. What is named is installed with what it asks for itself, in today's versions: what somebody gets who installs it
    today. The rest of what the tests need is put on top of that, in the versions of constraints.txt.
-3. The tests run that tests/compatibility.txt lists for the named libraries, or for torch where none is named.
+3. The tests run that tests/compatibility.txt lists for the named libraries or the device, or else for torch.
 4. The row in the table whose first cell is these arguments is replaced, or a new one appended; the folder is removed.
 
 Without arguments, rows that stand already for this version of ddpstats are skipped, so that the matrix can be
@@ -83,34 +84,42 @@ def normal(name: str) -> str:
 
 
 class Asked(NamedTuple):
-    """The arguments of one run: a Python, where one is named, and packages."""
+    """The arguments of one run: a Python and a device, where one is named, and packages."""
 
     python: str | None
     packages: Sequence[str]
+    device: str | None = None
 
     def text(self) -> str:
-        python = [] if self.python is None else [f"python={self.python}"]
-        return "`" + " ".join([*self.packages, *python]) + "`"
+        named = {"python": self.python, "device": self.device}
+        return "`" + " ".join([*self.packages, *(f"{key}={one}" for key, one in named.items() if one)]) + "`"
 
     def libraries(self) -> list[str]:
         return [name for name in map(normal, self.packages) if name != "torch"]
 
+    def tests(self, plan: Plan) -> list[str]:
+        return [
+            test for name in [*self.libraries(), *filter(None, [self.device])] or ["torch"] for test in plan.tests[name]
+        ]
+
 
 def asked_for(arguments: Sequence[str], plan: Plan) -> Asked:
     """Raises `CannotRun` for what is no NAME==VERSION, and for a library that has no tests."""
-    python = None
+    python = device = None
     packages = []
     for one in arguments:
         name, _, version = one.partition("=")
         if name == "python" and re.fullmatch(r"=?\d+\.\d+", version):
             python = version.lstrip("=")
+        elif one == "device=cuda":
+            device = version
         elif not re.fullmatch(r"[\w.-]+==[\w.+!]+", one):
-            raise CannotRun(f"{one!r} is neither NAME==VERSION nor python=3.12")
+            raise CannotRun(f"{one!r} is neither NAME==VERSION nor python=3.12 nor device=cuda")
         elif normal(one) not in plan.tests:
             raise CannotRun(f"no tests are listed for {normal(one)!r}, only for {', '.join(plan.tests)}")
         else:
             packages.append(one)
-    return Asked(python, packages)
+    return Asked(python, packages, device)
 
 
 # -- the environment ---------------------------------------------------------------------------------------------------
@@ -204,10 +213,13 @@ def run(command: Sequence[str], environ: Mapping[str, str], capture: bool = Fals
 
 def row_of(asked: Asked, plan: Plan, folder: Path, options: Sequence[str]) -> Row:
     """Make the environment in ``folder``, and run the tests there."""
-    tests = [test for name in asked.libraries() or ["torch"] for test in plan.tests[name]]
+    tests = asked.tests(plan)
     run([interpreter(asked.python), "-m", "venv", str(folder / "venv")], os.environ)
     python = str(folder / "venv" / "bin" / "python")
     versions = install(python, folder, asked, tests)
+    libraries = [f"{name} {versions.get(name, '-')}" for name in asked.libraries()]
+    if asked.device:
+        libraries.append(gpu_of(python))
     report = folder / "report.xml"
     command = [python, "-m", "pytest", *tests, "-n", "2", "--dist", "loadfile", f"--junitxml={report}", *options]
     path = f"{Path(python).parent}{os.pathsep}{os.environ['PATH']}"
@@ -223,13 +235,22 @@ def row_of(asked: Asked, plan: Plan, folder: Path, options: Sequence[str]) -> Ro
         asked.text(),
         run([python, "-c", "import platform; print(platform.python_version())"], environment(), capture=True).strip(),
         versions.get("torch", "-"),
-        ", ".join(f"{name} {versions.get(name, '-')}" for name in asked.libraries()) or "-",
+        ", ".join(libraries) or "-",
         str(passed),
         str(skipped),
         f"**{failed}**" if failed else "0",
         own_version(),
         datetime.date.today().isoformat(),
     )
+
+
+def gpu_of(python: str) -> str:
+    """Its name, as torch in that environment has it."""
+    code = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')"
+    name = run([python, "-c", code], environment(), capture=True).strip()
+    if not name:
+        raise CannotRun("torch finds no GPU here")
+    return name
 
 
 def counts(report: str) -> tuple[int, int, int]:
@@ -283,7 +304,9 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="scripts/launch.sh compat", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("wanted", nargs="*", metavar="NAME==VERSION", help="also python=3.12; none: the whole matrix")
+    parser.add_argument(
+        "wanted", nargs="*", metavar="NAME==VERSION", help="also python=3.12, device=cuda; none: the whole matrix"
+    )
     parser.add_argument("--keep", action="store_true", help="leave the environment, and say where it is")
     parser.add_argument("--pytest", action="append", default=[], metavar="OPTION", help="one more option for pytest")
     parser.add_argument(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import ddpstats
 from tests.needs import ROOT, table
@@ -21,6 +22,7 @@ PLAN = """\
 # tests, and the matrix
 torch      tests/test_package.py tests/demo
 lightning  tests/integrations/test_lightning.py
+cuda       tests/gpu
 run torch==2.6.0
 run lightning==2.4.0  # with the pinned torch
 """
@@ -88,7 +90,7 @@ def fake(tmp_path: Path) -> Fake:
 def test_the_plan_names_tests_that_are_there_and_runs_that_can_be_asked_for() -> None:
     plan = COMPAT["read_plan"]((ROOT / "tests" / "compatibility.txt").read_text())
     for library, tests in plan.tests.items():
-        assert library == "torch" or library in {extra for extras in table().values() for extra in extras}
+        assert library in ("torch", "cuda") or library in {extra for extras in table().values() for extra in extras}
         for test in tests:
             assert (ROOT / test.partition("::")[0]).exists(), test
     texts = [COMPAT["asked_for"](run, plan).text() for run in plan.runs]
@@ -100,6 +102,7 @@ def test_the_plan_names_tests_that_are_there_and_runs_that_can_be_asked_for() ->
     [
         (["torch==2.6.0"], "`torch==2.6.0`"),
         (["python=3.12", "lightning==2.4.0"], "`lightning==2.4.0 python=3.12`"),
+        (["torch==2.13.0", "device=cuda"], "`torch==2.13.0 device=cuda`"),
         (["python==3.12"], "` python=3.12`".replace(" ", "")),
     ],
 )
@@ -108,7 +111,7 @@ def test_arguments(arguments: list[str], text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "argument", ["torch", "torch=2.6", "torch>=2.6", "python=3", "somebody==1.0", "--", "torch== 2"]
+    "argument", ["torch", "torch=2.6", "torch>=2.6", "python=3", "somebody==1.0", "--", "torch== 2", "device=tpu"]
 )
 def test_other_arguments_are_refused(argument: str) -> None:
     with pytest.raises(COMPAT["CannotRun"], match=r"is neither NAME==VERSION nor|no tests are listed for 'somebody'"):
@@ -162,6 +165,15 @@ def test_the_matrix_goes_on_where_it_was_interrupted(fake: Fake) -> None:
     fake.page.write_text(fake.page.read_text().replace(f"| {ddpstats.__version__} |", "| 0.0.1 |"))
     fake.run()
     assert fake.asked.read_text().count("-m pytest") == 2  # of another version of ddpstats: again
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here is a GPU")
+def test_a_gpu_that_is_not_there_writes_no_row(fake: Fake) -> None:
+    done = fake.run("torch==2.13.0", "device=cuda")
+    assert done.returncode == 1
+    assert "torch==2.13.0 device=cuda: torch finds no GPU here" in done.stderr
+    assert "pytest tests" not in fake.asked.read_text()
+    assert not fake.page.exists()
 
 
 def test_the_environment_is_kept_where_that_is_asked_for(fake: Fake) -> None:
