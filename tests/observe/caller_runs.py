@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -35,7 +36,8 @@ def reduced_by() -> tuple[list[tuple[str, str | None, bool]], bool]:
     try:
         dist.all_reduce(ones, dist.ReduceOp.MAX)
         dist.reduce(ones, 0, dist.ReduceOp.MIN)
-        dist.reduce_scatter(torch.ones(1), parts, async_op=True).wait()
+        with contextlib.suppress(RuntimeError):  # which torch 2.6 gives with gloo
+            dist.reduce_scatter(torch.ones(1), parts, async_op=True).wait()
         world: Any = dist.group.WORLD
         world.allreduce(ones).wait()  # C++ fills in what was not given
         assert c10d_callers.told() == c10d_callers.Told()
