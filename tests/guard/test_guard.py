@@ -307,7 +307,7 @@ def test_a_fault_elsewhere_raises_after_a_doubt(two_ranks: RankPool, mode: str) 
 
 def _python(code: str, **variables: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env={**os.environ, **variables}
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=150, env={**os.environ, **variables}
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
