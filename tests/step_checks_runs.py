@@ -1,0 +1,212 @@
+"""What runs on the ranks of `test_step_checks`: a training loop with the checks by their own calls, or in one."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import ddpstats
+from ddpstats import (
+    CollectiveMismatch,
+    DdpstatsError,
+    NaNCapture,
+    Sentinel,
+    SentinelAlarm,
+    StepChecks,
+    collective_guard,
+)
+from ddpstats.guard import _exchange
+from ddpstats.testing import count_collectives
+
+EVERY = ("guard", "capture", "sentinel")
+FAULTY_STEP, FAULTY_RANK = 2, 1
+
+
+@dataclass
+class Plan:
+    """How to train.
+
+    ``parts``: which checks. ``together``: in one call. ``faults``: what goes wrong in `FAULTY_STEP` on `FAULTY_RANK`.
+    ``over_the_store``: the guard without shared memory, as between hosts: it sees other operations at the step only.
+    """
+
+    dirpath: str
+    parts: tuple[str, ...] = EVERY
+    together: bool = True
+    faults: tuple[str, ...] = ()
+    steps: int = 4
+    micro_batches: int = 1
+    guard: dict[str, Any] = field(default_factory=dict)
+    capture: dict[str, Any] = field(default_factory=lambda: {"on_nonfinite": "skip"})
+    sentinel: dict[str, Any] = field(default_factory=lambda: {"mode": 2})
+    over_the_store: bool = False
+    wrap: str = "ddp"
+
+
+@dataclass
+class Outcome:
+    """Of one rank. ``said``: (step, check, what it said), where that was anything but all is well, in this order."""
+
+    said: list[tuple[int, str, Any]] = field(default_factory=list)
+    raised: list[tuple[int, str]] = field(default_factory=list)
+    collectives: list[int] = field(default_factory=list)
+    seen_by_guard: int = 0
+    compared: int = 0
+    parameters: list[Tensor] = field(default_factory=list)
+    random: Tensor = field(default_factory=lambda: torch.empty(0))
+
+
+def model_of(wrap: str) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Dropout(0.2), nn.Linear(8, 8), nn.LayerNorm(8))
+    return model if wrap == "alone" else DistributedDataParallel(model)
+
+
+def batch_of(step: int, micro: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + 100 * _rank() + micro)
+    return torch.randn(4, 6, generator=generator)
+
+
+def train(plan: Plan) -> Outcome:
+    """Every rank must call."""
+    outcome = Outcome()
+    model = model_of(plan.wrap)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    torch.manual_seed(100 + _rank())
+    with contextlib.ExitStack() as stack:
+        if plan.over_the_store:
+            stack.enter_context(mock.patch.object(_exchange._Shared, "of", side_effect=OSError("none here")))
+        try:
+            checks = Checks(plan, model, optimizer, stack)
+            for step in range(plan.steps):
+                _backward(plan, checks, model, step)
+                with count_collectives() as seen:
+                    goes_on = checks.step(step, outcome)
+                outcome.collectives.append(seen.total)
+                if goes_on:
+                    optimizer.step()
+                optimizer.zero_grad()
+        except _Ended:
+            pass
+        if checks.guard is not None:
+            outcome.seen_by_guard = checks.guard.counters.collectives
+            outcome.compared = checks.guard.counters.compared
+            if outcome.said and outcome.said[-1][1] == "guard":
+                checks.guard.abandon()  # its last comparison has nothing to add
+    outcome.parameters = [parameter.detach().clone() for parameter in model.parameters()]
+    outcome.random = torch.get_rng_state()
+    return outcome
+
+
+class _Ended(Exception):
+    """The program was told to end."""
+
+
+class Checks:
+    """Those of a plan, entered."""
+
+    def __init__(
+        self, plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer, stack: contextlib.ExitStack
+    ) -> None:
+        self.guard: collective_guard | None = None
+        self.capture: NaNCapture | None = None
+        self.sentinel: Sentinel | None = None
+        if "guard" in plan.parts:
+            self.guard = stack.enter_context(collective_guard(**{"mode": "step", "timeout_sec": 20, **plan.guard}))
+        if "capture" in plan.parts:
+            self.capture = stack.enter_context(
+                NaNCapture(plan.dirpath, model=model, optimizer=optimizer, **plan.capture)
+            )
+        if "sentinel" in plan.parts:
+            self.sentinel = stack.enter_context(Sentinel(model, **plan.sentinel))
+        self.together: StepChecks | None = None
+        if plan.together and plan.parts:
+            self.together = StepChecks(capture=self.capture, sentinel=self.sentinel, guard=self.guard)
+
+    def step(self, step: int, outcome: Outcome) -> bool:
+        """Whether the optimizer may take the step."""
+        try:
+            if self.together is None:
+                return self._apart(step, outcome)
+            verdicts = self.together.step()
+        except SentinelAlarm as alarm:
+            outcome.raised.append((step, type(alarm).__name__))
+            outcome.said.append((step, "sentinel", str(alarm)))
+            return False
+        except CollectiveMismatch as error:
+            outcome.said.append((step, "guard", _error(error)))
+            raise _Ended from error
+        except DdpstatsError as error:
+            outcome.said.append((step, "error", _error(error)))
+            raise _Ended from error
+        if verdicts.capture is not None and not verdicts.capture.ok:
+            outcome.said.append((step, "capture", _plain(verdicts.capture)))
+        if verdicts.sentinel is not None and not verdicts.sentinel.ok:
+            outcome.said.append((step, "sentinel", verdicts.sentinel.message))
+        return verdicts.ok
+
+    def _apart(self, step: int, outcome: Outcome) -> bool:
+        ok = True
+        if self.guard is not None:
+            self.guard.step()
+        if self.capture is not None:
+            verdict = self.capture.check()
+            if not verdict.ok:
+                outcome.said.append((step, "capture", _plain(verdict)))
+                ok = False
+        if self.sentinel is not None:
+            ok = self.sentinel.step().ok and ok
+        return ok
+
+
+def _backward(plan: Plan, checks: Checks, model: nn.Module, step: int) -> None:
+    is_bad = step == FAULTY_STEP and _rank() == FAULTY_RANK
+    for micro in range(plan.micro_batches):
+        batch = batch_of(step, micro)
+        if is_bad and "nan" in plan.faults:
+            batch[1, 2] = torch.nan
+        with contextlib.ExitStack() as stack:
+            for part in (checks.capture, checks.sentinel):
+                if part is not None:
+                    stack.enter_context(part.micro_batch(batch))
+            if isinstance(model, DistributedDataParallel) and micro < plan.micro_batches - 1:
+                stack.enter_context(model.no_sync())
+            loss = (model(batch) * torch.arange(8.0)).square().mean()
+            (loss * 1e12 if is_bad and "huge" in plan.faults else loss).backward()  # type: ignore[no-untyped-call]
+    if is_bad and "flip" in plan.faults:
+        with torch.no_grad():
+            next(model.parameters()).view(-1)[3] += 1e-3
+    if dist.is_initialized():
+        _reduce(plan, is_bad)
+
+
+def _reduce(plan: Plan, is_bad: bool) -> None:
+    """What the program reduces by itself."""
+    op = dist.ReduceOp.MAX if is_bad and "op" in plan.faults else dist.ReduceOp.SUM
+    dist.all_reduce(torch.ones(1), op=op)
+    with ddpstats.label("b" if is_bad and "label" in plan.faults else "a"):
+        dist.all_reduce(torch.ones(1))
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _error(error: Exception) -> tuple[str, str]:
+    return type(error).__name__, str(error)
+
+
+def _plain(verdict: Any) -> dict[str, Any]:
+    """A verdict, apart from when and where its bundle was written."""
+    found = asdict(verdict) | {"bundle": verdict.bundle is not None}
+    found["message"] = re.sub(r"\S*/capture-\S+", "...", verdict.message)
+    return found
