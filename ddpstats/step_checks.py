@@ -138,13 +138,13 @@ class StepChecks:
 
 def _check_parts(capture: Any, sentinel: Any, guard: Any) -> None:
     """Raises `ConfigError` for what has no such question; without importing what may not be used."""
-    for name, part, method in (
-        ("capture", capture, "check"),
-        ("sentinel", sentinel, "check_matmuls"),
-        ("guard", guard, "_question"),
+    for name, part, method, wanted in (
+        ("capture", capture, "check", "NaNCapture"),
+        ("sentinel", sentinel, "check_matmuls", "Sentinel"),
+        ("guard", guard, "_question", "collective_guard"),
     ):
         if part is not None and not hasattr(part, method):
-            raise ConfigError(f"StepChecks({name}=...) is of type {type(part).__name__}, which is none")
+            raise ConfigError(f"StepChecks({name}=...): a ddpstats.{wanted} is needed, not a {type(part).__name__}")
     if capture is None and sentinel is None and guard is None:
         raise ConfigError("StepChecks() checks nothing: pass at least one of capture=, sentinel= and guard=")
 

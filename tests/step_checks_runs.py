@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -25,7 +27,7 @@ from ddpstats import (
     collective_guard,
 )
 from ddpstats.guard import _exchange
-from ddpstats.testing import count_collectives
+from ddpstats.testing import count_collectives, die
 
 EVERY = ("guard", "capture", "sentinel")
 FAULTY_STEP, FAULTY_RANK = 2, 1
@@ -181,7 +183,7 @@ def _backward(plan: Plan, checks: Checks, model: nn.Module, step: int) -> None:
             if isinstance(model, DistributedDataParallel) and micro < plan.micro_batches - 1:
                 stack.enter_context(model.no_sync())
             loss = (model(batch) * torch.arange(8.0)).square().mean()
-            (loss * 1e12 if is_bad and "huge" in plan.faults else loss).backward()  # type: ignore[no-untyped-call]
+            (loss * 1e12 if is_bad and "huge" in plan.faults else loss).backward()
     if is_bad and "flip" in plan.faults:
         with torch.no_grad():
             next(model.parameters()).view(-1)[3] += 1e-3
@@ -210,3 +212,188 @@ def _plain(verdict: Any) -> dict[str, Any]:
     found = asdict(verdict) | {"bundle": verdict.bundle is not None}
     found["message"] = re.sub(r"\S*/capture-\S+", "...", verdict.message)
     return found
+
+
+# -- ranks that do not do the same ------------------------------------------------------------------------------------
+
+
+def heard(call: Any) -> tuple[str, str]:
+    """What a call raises: its class and its text."""
+    try:
+        call()
+    except DdpstatsError as error:
+        return _error(error)
+    return "nothing", ""
+
+
+def unlike(dirpath: str, how: str) -> tuple[tuple[str, str], bool]:
+    """What the second step raises where rank 1 does something else; and whether the third is judged again."""
+    with contextlib.ExitStack() as stack:
+        plan = Plan(dirpath, parts=("capture", "sentinel"))
+        checks, model = _entered(plan, stack)
+        assert checks.capture is not None
+        together = checks.together
+        assert together is not None
+        _backward(plan, checks, model, 0)
+        together.step()
+        model.zero_grad()
+        _backward(plan, checks, model, 1)
+        if _rank() != FAULTY_RANK:
+            found = heard(together.step)
+        elif how == "another part":
+            found = heard(StepChecks(capture=checks.capture).step)
+        elif how == "its own call":
+            found = heard(checks.capture.check)
+        elif how == "another number of calls":
+            found = heard(lambda: ddpstats.reduce_stats({"loss": 1.0}))
+        elif how == "inside of a micro-batch":
+            with checks.capture.micro_batch(batch_of(1, 1)):
+                found = heard(together.step)
+        else:
+            raise AssertionError(how)
+        model.zero_grad()
+        _backward(plan, checks, model, 2)
+        return found, together.step().ok
+
+
+def closed_on_one_rank(dirpath: str) -> tuple[str, str]:
+    with contextlib.ExitStack() as stack:
+        plan = Plan(dirpath, parts=("sentinel",))
+        checks, model = _entered(plan, stack)
+        assert checks.together is not None
+        assert checks.sentinel is not None
+        _backward(plan, checks, model, 0)
+        checks.together.step()
+        if _rank() == FAULTY_RANK:
+            checks.sentinel.close()
+        return heard(checks.together.step)
+
+
+def other_settings(dirpath: str) -> tuple[str, str]:
+    with contextlib.ExitStack() as stack:
+        plan = Plan(dirpath, capture={"keep": 1 + _rank()})
+        checks, model = _entered(plan, stack)
+        assert checks.together is not None
+        _backward(plan, checks, model, 0)
+        return heard(checks.together.step)
+
+
+def another_mode() -> tuple[str, str]:
+    with collective_guard("step" if _rank() else "strict", timeout_sec=5) as guard:
+        found = heard(StepChecks(guard=guard).step)
+        guard.abandon()
+        return found
+
+
+def in_a_group_of_some(fault: str) -> list[tuple[str, str]]:
+    """What each step raises where two of three ranks differ in the second one, in a group of their own."""
+    some = dist.new_group([0, 1])
+    with collective_guard("step", timeout_sec=10) as guard:
+        checks = StepChecks(guard=guard)
+        found = []
+        for step in range(3):
+            if _rank() < 2 and step < 2:
+                with ddpstats.label("b" if _rank() and step and fault == "label" else "a"):
+                    dist.all_reduce(torch.ones(1), group=some)
+            found.append(heard(checks.step))
+        guard.abandon()
+        return found
+
+
+def warned(dirpath: str) -> tuple[list[str], list[int], int]:
+    """on_mismatch="warn": the lines, the collectives of each step, and those that were compared."""
+    said: list[str] = []
+    plan = Plan(dirpath, faults=("label",), steps=6, guard={"on_mismatch": "warn"})
+    with logged(said):
+        outcome = train(plan)
+    return said, outcome.collectives, outcome.compared
+
+
+@contextlib.contextmanager
+def logged(said: list[str]) -> Iterator[None]:
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.levelno >= logging.WARNING:
+                said.append(record.getMessage())
+
+    listener = Listener()
+    logging.getLogger("ddpstats").addHandler(listener)
+    try:
+        yield
+    finally:
+        logging.getLogger("ddpstats").removeHandler(listener)
+
+
+def alternating(dirpath: str) -> tuple[list[bool], list[int], int, int]:
+    """Own calls and the common one take turns."""
+    said, numbers = [], []
+    with contextlib.ExitStack() as stack:
+        plan = Plan(dirpath, guard={"check_every": 3})
+        checks, model = _entered(plan, stack)
+        assert checks.together is not None
+        assert checks.capture is not None
+        assert checks.sentinel is not None
+        assert checks.guard is not None
+        for step in range(8):
+            _backward(plan, checks, model, step)
+            if step % 4 < 2:
+                verdicts = checks.together.step()
+                said.append(verdicts.ok)
+                assert verdicts.capture is not None
+                assert verdicts.sentinel is not None
+                numbers += [verdicts.capture.step, verdicts.sentinel.step]
+            else:
+                checks.guard.step()
+                numbers += [checks.capture.check().step, checks.sentinel.step().step]
+            model.zero_grad()
+        counters = checks.guard.counters
+        return said, numbers, counters.collectives, counters.compared
+
+
+def dies(dirpath: str) -> tuple[str, str]:
+    """Rank 1 is killed before a step."""
+    with contextlib.ExitStack() as stack:
+        plan = Plan(dirpath, wrap="alone", guard={"timeout_sec": 20})
+        checks, model = _entered(plan, stack)
+        assert checks.together is not None
+        for step in range(2):
+            _backward(plan, checks, model, step)
+            if step == 1 and _rank() == FAULTY_RANK:
+                die()
+            found = heard(checks.together.step)
+        assert checks.guard is not None
+        checks.guard.abandon()
+        return found
+
+
+def comes_late(seconds: float) -> tuple[str, float]:
+    """The guard's timeout is the shorter one: what the others raise, and after how long."""
+    with collective_guard("step", timeout_sec=3) as guard:
+        checks = StepChecks(guard=guard)
+        checks.step()
+        if _rank() == FAULTY_RANK:
+            time.sleep(seconds)
+        started = time.monotonic()
+        found, _ = heard(checks.step)
+        guard.abandon()
+        return found, time.monotonic() - started
+
+
+def refused(dirpath: str) -> list[tuple[str, str]]:
+    """What `StepChecks` itself refuses, on rank 0 of two."""
+    some, model = dist.new_group([0]), nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
+    if _rank():
+        return []
+    with NaNCapture(dirpath, model=model, group=some) as capture, Sentinel(model, mode=1) as sentinel:
+        guard = collective_guard("step")
+        return [
+            heard(lambda: StepChecks(capture=capture, sentinel=sentinel)),
+            heard(lambda: StepChecks(capture=capture, guard=guard)),
+            heard(lambda: StepChecks(capture=sentinel)),  # type: ignore[arg-type]
+            heard(StepChecks),
+        ]
+
+
+def _entered(plan: Plan, stack: contextlib.ExitStack) -> tuple[Checks, nn.Module]:
+    model = model_of(plan.wrap)
+    return Checks(plan, model, torch.optim.SGD(model.parameters(), lr=0.05), stack), model
