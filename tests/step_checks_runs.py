@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ddpstats
 from ddpstats import (
@@ -397,3 +398,30 @@ def refused(dirpath: str) -> list[tuple[str, str]]:
 def _entered(plan: Plan, stack: contextlib.ExitStack) -> tuple[Checks, nn.Module]:
     model = model_of(plan.wrap)
     return Checks(plan, model, torch.optim.SGD(model.parameters(), lr=0.05), stack), model
+
+
+class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Those that run inside; a number that is read from a tensor is one."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def operators(dirpath: str, parts: tuple[str, ...], together: bool) -> tuple[list[str], list[str]]:
+    """Of a step's checks, after the first ones: what is computed and read, and collectives."""
+    names: list[str] = []
+    with contextlib.ExitStack() as stack:
+        checks, model = _entered(plan := Plan(dirpath, parts, together), stack)
+        for step in range(3):
+            _backward(plan, checks, model, step)
+            with Operators() as seen:
+                assert checks.step(step, Outcome())
+            names = sorted(seen.names)
+            model.zero_grad()
+    ours = [name for name in names if name.startswith("c10d.")]
+    return [name for name in names if name not in ours], ours

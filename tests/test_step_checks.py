@@ -119,6 +119,18 @@ def test_training_is_bit_identical_with_it(two_ranks: RankPool, tmp_path: Path) 
         assert torch.equal(one.random, other.random)
 
 
+@pytest.mark.parametrize("parts", SUBSETS, ids="+".join)
+def test_nothing_more_is_computed_or_read_than_by_the_own_calls(
+    two_ranks: RankPool, tmp_path: Path, parts: tuple[str, ...]
+) -> None:
+    """On whatever device: no operator, so no number that is read from one."""
+    (together, ours), _ = two_ranks.run(runs.operators, str(tmp_path), parts, True).values()
+    (apart, _), _ = two_ranks.run(runs.operators, str(tmp_path), parts, False).values()
+    assert together == apart
+    assert ours == ["c10d.allreduce_.default"]
+    assert ("aten._local_scalar_dense.default" in together) == ("capture" in parts)
+
+
 def test_own_calls_go_on_working(two_ranks: RankPool, tmp_path: Path) -> None:
     for said, numbers, collectives, compared in two_ranks.run(runs.alternating, str(tmp_path)).values():
         assert said == [True] * 4
