@@ -29,6 +29,7 @@ from ddpstats import (
 )
 from ddpstats.guard import _exchange
 from ddpstats.testing import count_collectives, die
+from tests.capture.capture_runs import Unreadable
 
 EVERY = ("guard", "capture", "sentinel")
 FAULTY_STEP, FAULTY_RANK = 2, 1
@@ -230,7 +231,7 @@ def heard(call: Any) -> tuple[str, str]:
 def unlike(dirpath: str, how: str) -> tuple[tuple[str, str], bool]:
     """What the second step raises where rank 1 does something else; and whether the third is judged again."""
     with contextlib.ExitStack() as stack:
-        plan = Plan(dirpath, parts=("capture", "sentinel"))
+        plan = Plan(dirpath, parts=("capture", "sentinel"), sentinel={"mode": 2, "digest_every_steps": 3})
         checks, model = _entered(plan, stack)
         assert checks.capture is not None
         together = checks.together
@@ -250,11 +251,81 @@ def unlike(dirpath: str, how: str) -> tuple[tuple[str, str], bool]:
         elif how == "inside of a micro-batch":
             with checks.capture.micro_batch(batch_of(1, 1)):
                 found = heard(together.step)
+        elif how == "inside of the sentinel's":
+            assert checks.sentinel is not None
+            with checks.sentinel.micro_batch(batch_of(1, 1)):
+                found = heard(together.step)
+        elif how == "a step that is none":
+            found = heard(lambda: together.step(step=-1))
+        elif how == "a gradient that cannot be read":
+            gradient = next(model.parameters())
+            assert isinstance(gradient.grad, Tensor)
+            gradient.grad = gradient.grad.as_subclass(Unreadable)
+            found = heard(together.step)
+            gradient.grad = None
         else:
             raise AssertionError(how)
-        model.zero_grad()
-        _backward(plan, checks, model, 2)
-        return found, together.step().ok
+        ok = True
+        for step in range(2, 5):  # with digests in one of them, on all ranks the same
+            model.zero_grad()
+            _backward(plan, checks, model, step)
+            ok = together.step().ok and ok
+        return found, ok
+
+
+def raises_in_its_micro_batch(dirpath: str) -> tuple[str, str]:
+    with contextlib.ExitStack() as stack:
+        plan = Plan(dirpath, parts=("capture", "sentinel"), wrap="alone")
+        checks, model = _entered(plan, stack)
+        assert checks.capture is not None
+        assert checks.together is not None
+        _backward(plan, checks, model, 0)
+        checks.together.step()
+        try:
+            with checks.capture.micro_batch(batch_of(1, 0)):
+                if _rank() == FAULTY_RANK:
+                    raise ValueError("label 17 of 3")
+        except ValueError as error:
+            return type(error).__name__, str(error)
+        return heard(checks.together.step)
+
+
+def scaled(dirpath: str, together: bool) -> list[tuple[str, bool, int]]:
+    """Under a GradScaler whose scale is too large at first; rank 1 has no batch in the last step."""
+    model = model_of("alone")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**123, growth_interval=1000)
+    found: list[tuple[str, bool, int]] = []
+    with (
+        NaNCapture(dirpath, model=model, optimizer=optimizer, scaler=scaler) as capture,
+        Sentinel(model, mode=2, scaler=scaler) as sentinel,
+    ):
+        checks = StepChecks(capture=capture, sentinel=sentinel)
+        for step in range(6):
+            batch = batch_of(step, 0)
+            if step < 5 or _rank() != FAULTY_RANK:
+                with capture.micro_batch(batch), sentinel.micro_batch(batch):
+                    scaler.scale(model(batch).square().sum()).backward()
+            _reduce_gradients(model)
+            scaler.unscale_(optimizer)
+            with count_collectives() as seen:
+                if together:
+                    verdicts = checks.step()
+                    verdict, ok = verdicts.capture, verdicts.sentinel is not None and verdicts.sentinel.ok
+                else:
+                    verdict, ok = capture.check(), sentinel.step().ok
+            assert verdict is not None
+            found.append((verdict.kind, ok, seen.total))
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    return found
+
+
+def _reduce_gradients(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        dist.all_reduce(parameter.grad)
 
 
 def closed_on_one_rank(dirpath: str) -> tuple[str, str]:

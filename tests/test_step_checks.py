@@ -174,6 +174,9 @@ def test_without_a_process_group(tmp_path: Path) -> None:
                 "rank 1: ConfigError: NaNCapture.check()",
             ],
         ),
+        ("inside of the sentinel's", "InvalidStats", ["rank 1: ConfigError: Sentinel.step() inside micro_batch()"]),
+        ("a step that is none", "InvalidStats", ["rank 1: ConfigError: NaNCapture.check(step=-1): a whole number"]),
+        ("a gradient that cannot be read", "InvalidStats", ["rank 1: ZeroDivisionError: not this one"]),
     ],
 )
 def test_ranks_that_do_something_else_are_named_on_all(
@@ -185,6 +188,25 @@ def test_ranks_that_do_something_else_are_named_on_all(
     assert kind == error
     assert all(line in text for line in lines), text
     assert is_judged_again
+
+
+def test_a_rank_that_raises_in_its_micro_batch_is_named_by_the_others(two_ranks: RankPool, tmp_path: Path) -> None:
+    (kind, text), second = two_ranks.run(runs.raises_in_its_micro_batch, str(tmp_path)).values()
+    two_ranks.restart()
+    assert kind == "RankMissing"
+    assert "rank 1 raised in step 1, micro-batch 0: ValueError: label 17 of 3" in text
+    assert second == ("ValueError", "label 17 of 3")
+
+
+def test_under_a_grad_scaler_and_without_a_batch(two_ranks: RankPool, tmp_path: Path) -> None:
+    together = two_ranks.run(runs.scaled, str(tmp_path), True).values()
+    apart = two_ranks.run(runs.scaled, str(tmp_path), False).values()
+    kinds = [(kind, ok) for kind, ok, _ in together[0]]
+    assert together[0] == together[1]
+    assert kinds == [(kind, ok) for kind, ok, _ in apart[0]]
+    assert kinds[0] == ("scaler_skip", True)
+    assert kinds[-1] == ("ok", True)
+    assert together[0][-1][2] == 1
 
 
 def test_a_part_that_is_closed_on_one_rank(two_ranks: RankPool, tmp_path: Path) -> None:

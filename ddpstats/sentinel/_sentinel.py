@@ -200,15 +200,17 @@ class Sentinel(StepWatch):
             elif self._problem is not None:  # in mode 0 nothing follows in which the others could hear of it
                 raise self._problem
         finally:
-            self._drop()
+            self._problem = None
+            if self._layers is not None:
+                self._layers.next_step()
         self._step += 1
         return self.verdict
 
     def _drop(self) -> None:
-        """The step is over, whatever became of it."""
+        """The step was not judged, on any rank, also where it was not looked at: it does not count."""
         self._problem = None
         if self._layers is not None:
-            self._layers.next_step()
+            self._layers.drop_step()
 
     def _alarm(self, verdict: SentinelVerdict) -> SentinelAlarm | None:
         """What every rank raises over that verdict, if anything."""
