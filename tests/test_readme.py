@@ -124,7 +124,6 @@ READERS = {
     'ddpstats.integrations.install("espnet")': ("", ["espnet2"], ""),
     "capture = ddpstats.NaNCapture": (PROGRAM, [], ""),
     "sentinel = ddpstats.Sentinel(ddp, mode=2, digest": (PAIRS, [], ""),
-    "sentinel = ddpstats.Sentinel(ddp, mode=2)": (PROGRAM, [], ""),
     "dump = ddpstats.StatsDump": (CONFIG, [], ""),
     "def mean_of": ("", [], "2 passed"),
     "for key in stats": (PROGRAM, [], ""),
@@ -135,6 +134,7 @@ READERS = {
     "with NaNCaptureCallback": (TRANSFORMERS, ["transformers"], ""),
     'with capture("captures")': (ESPNET, ["espnet2"], ""),
     "reducer = StatsReducer": ("", [], ""),
+    "sentinel = ddpstats.Sentinel(ddp, mode=2)": (PROGRAM, [], ""),
 }
 
 
