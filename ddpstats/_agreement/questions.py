@@ -56,6 +56,7 @@ def ask_all(
         Exception: what an answer raises. Questions after it get none.
     """
     channel = channel_of(group)
+    channel.refuse_inside()  # before anything is looked at: the step under way is still to be answered
     asked: deque[Question] = deque()
     try:
         numbers, cause = _asked(questions, step, asked)

@@ -138,7 +138,7 @@ def _refuse_failures(statuses: Statuses, group_name: str) -> None:
     name = statuses[0][0].name
     first, last = {
         GATHER: (f"{name}: values that cannot be gathered:", "Nothing was gathered."),
-        ASK: (f"{name} cannot judge the step:", "Nothing of it was judged, on no rank."),
+        ASK: (f"{name} cannot judge the step:", "Nothing of it was judged on any rank."),
     }.get(statuses[0][0].call, ("stats that cannot be reduced:", "Nothing was reduced; the reducer goes on working."))
     lines = [first]
     for failure, ranks in failed[:_SHOWN_FAILURES]:

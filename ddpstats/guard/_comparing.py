@@ -70,8 +70,8 @@ class Comparing:
         if group.seq % check_every == 0:
             self._post_digests(group)  # settled when all have posted it, and at `step` at the latest
 
-    def _post_digests(self, group: Group, digests: _Digests | None = None) -> None:
-        seq, note = digests or _digests_of(group)
+    def _post_digests(self, group: Group) -> None:
+        seq, note = _digests_of(group)
         group.checked_at[group.posted + 1] = seq
         self._post(group, group.posted + 1, note, seq)
 

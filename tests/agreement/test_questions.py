@@ -155,3 +155,17 @@ def test_as_many_numbers_as_have_room_in_every_buffer() -> None:
     found, refused = of_ranks(run, 1)[0]
     assert found == [float(agreement._MOST_NUMBERS)]
     assert isinstance(refused, AssertionError)
+
+
+def test_inside_of_another_call_nothing_is_looked_at() -> None:
+    def run(group: ThreadGroup) -> Any:
+        question = Recorded()
+
+        def handler(_: agreement.Agreement) -> Any:  # as a signal's, in the middle of a call
+            return asked(group, "q", [question])
+
+        return group.channel.run(handler, 10.0)[0], question.log
+
+    for found, log in of_ranks(run, 1):
+        assert "was asked for in the middle of another one" in str(found)
+        assert log == []
