@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         recursive_sum as recursive_sum,
     )
     from ddpstats.sentinel import Sentinel as Sentinel
+    from ddpstats.step_checks import StepChecks as StepChecks, StepVerdicts as StepVerdicts
 
 _HOMES = {
     "_reduction.markers": ("All", "Any", "Max", "Mean", "Min", "Sum"),
@@ -76,6 +77,7 @@ _HOMES = {
         "reduce_stats",
     ),
     "sentinel": ("Sentinel",),
+    "step_checks": ("StepChecks", "StepVerdicts"),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 

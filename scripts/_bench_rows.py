@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from _bench_calls import Measured
+from _bench_checks import ChecksCosts
 from _bench_costs import ImportCost, Memory
 from _bench_guard import Samples, ratio
 from _bench_loop import Spread, Timings
@@ -24,6 +25,8 @@ GUARD_REACH = {
 LABEL_REACH = {"nothing to find": 4.0, "a dict's walk": 30.0}  # microseconds
 SENTINEL_REACH = 1.01, 1.005, 1.005, 1.3  # layers 1 to 4
 CAPTURE_REACH = 1.01
+CHECKS_REACH = {"plain": 1.06, "bare": 1.02}  # of all checks in one call
+CHECKS_COLLECTIVES = 1
 DUMP_REACH = {"idle": 1.01, "L0": 2.0, "L1": 8.0, "mix": 10.0}
 DUMP_ASYNC_REACH = 1.0
 INTEGRATION_REACH = {"lightning": 3.0, "torchmetrics": 3.0, "torcheval": 3.0}
@@ -47,6 +50,7 @@ class Findings:
     capture: dict[int, tuple[Timings, dict[str, float]]] = field(default_factory=dict)
     """Milliseconds of a step -> ("plain", "capture" -> seconds; part -> microseconds)."""
     sentinel: dict[int, Costs] = field(default_factory=dict)  # milliseconds of a step -> costs
+    checks: ChecksCosts | None = None
     dump: Timings | None = None  # a step of each kind
     ddp_step: Samples = field(default_factory=dict)
     detail: dict[str, Samples] = field(default_factory=dict)  # "plain", "DETAIL" -> size -> seconds
@@ -103,6 +107,7 @@ def rows_of(found: Findings) -> list[Row]:
         + _guard_rows(found)
         + _capture_rows(found)
         + _sentinel_rows(found)
+        + _checks_rows(found)
         + _dump_rows(found)
         + _integration_rows(found)
     )
@@ -165,6 +170,23 @@ def _sentinel_rows(found: Findings) -> list[Row]:
         rows.append(Row(f"{what}: plain", 1e3 * costs.median("plain"), unit="ms"))
         for (layer, (times, quartiles)), reach in zip(costs.ratios().items(), SENTINEL_REACH, strict=True):
             rows.append(Row(f"{what}: {layer} / plain", times, reach, quartiles=quartiles))
+    return rows
+
+
+def _checks_rows(found: Findings) -> list[Row]:
+    if found.checks is None:
+        return []
+    what = "checks, a DDP step of 24 layers"
+    rows = [Row(f"{what}: plain", 1e3 * Spread.of(found.checks.samples["plain"]).median, unit="ms")]
+    for name in found.checks.samples:
+        for to in ("plain", "bare"):
+            if name not in ("plain", to):
+                spread = found.checks.ratio(name, to)
+                reach = CHECKS_REACH[to] if name == "together" else None
+                rows.append(Row(f"{what}: {name} / {to}", spread.median, reach, quartiles=spread))
+    for name in ("apart", "together"):
+        reach = CHECKS_COLLECTIVES if name == "together" else None
+        rows.append(Row(f"{what}: our collectives, {name}", found.checks.collectives[name], reach, unit=""))
     return rows
 
 

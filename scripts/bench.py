@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from _bench_calls import Measured, measure
 from _bench_capture import STEPS_MS as CAPTURE_STEPS_MS, capture_costs
+from _bench_checks import STEP_MS as CHECKS_STEP_MS, checks_costs
 from _bench_costs import import_cost, memory, payload_on_thread, payloads
 from _bench_dump import SEQUENCES as DUMP_SEQUENCES, dump_costs
 from _bench_guard import BURST as GUARD_BURST, ddp_step_costs, guard_costs, label_costs, plain_costs
@@ -68,6 +69,8 @@ class Plan:
     sentinel: Budget  # of each length of a step
     sentinel_steps_ms: Sequence[int]
     sentinel_width: int
+    checks_step_ms: int
+    checks_rounds: int
     dump: Budget
     dump_layers: int
     dump_sequences: int
@@ -95,6 +98,8 @@ FULL = Plan(
     sentinel=Budget(60.0, at_least=10),
     sentinel_steps_ms=SENTINEL_STEPS_MS,
     sentinel_width=SENTINEL_WIDTH,
+    checks_step_ms=CHECKS_STEP_MS,
+    checks_rounds=20,
     dump=Budget(60.0, at_least=6),
     dump_layers=4,
     dump_sequences=DUMP_SEQUENCES,
@@ -118,6 +123,8 @@ QUICK = Plan(
     sentinel=_TWO_ROUNDS,
     sentinel_steps_ms=(10,),
     sentinel_width=32,
+    checks_step_ms=5,
+    checks_rounds=2,
     dump=_TWO_ROUNDS,
     dump_layers=1,
     dump_sequences=1,
@@ -161,6 +168,8 @@ def run(plan: Plan, say: Progress) -> Findings:
         step_ms: _on_ranks(sentinel_costs, 2, step_ms, plan.sentinel_width, plan.sentinel)
         for step_ms in plan.sentinel_steps_ms
     }
+    say("all checks together")
+    found.checks = _on_ranks(checks_costs, 2, plan.checks_step_ms, plan.checks_rounds)
     say("dump")
     found.dump = _on_ranks(dump_costs, 1, plan.dump_layers, plan.dump_sequences, plan.dump)
     for library in plan.integrations:

@@ -43,6 +43,9 @@ def test_quick_run_reports_every_row_and_writes_json(tmp_path: Path) -> None:
         "import ddpstats: loads torch",
         "sentinel, a DDP step of 10 ms and more: layer 1, 25 checkpoints / plain",
         "sentinel, a DDP step of 10 ms and more: layer 4, window open / plain",
+        "checks, a DDP step of 24 layers: apart, stats / plain",
+        "checks, a DDP step of 24 layers: together / bare",
+        "checks, a DDP step of 24 layers: our collectives, together",
         "dump, a step of a small transformer: idle / plain",
         "dump, a step of a small transformer: mix, async / sync",
     ):

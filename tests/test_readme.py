@@ -123,7 +123,7 @@ READERS = {
     "averages =": (PROGRAM, [], ""),
     'ddpstats.integrations.install("espnet")': ("", ["espnet2"], ""),
     "capture = ddpstats.NaNCapture": (PROGRAM, [], ""),
-    "sentinel = ddpstats.Sentinel": (PAIRS, [], ""),
+    "sentinel = ddpstats.Sentinel(ddp, mode=2, digest": (PAIRS, [], ""),
     "dump = ddpstats.StatsDump": (CONFIG, [], ""),
     "def mean_of": ("", [], "2 passed"),
     "for key in stats": (PROGRAM, [], ""),
@@ -134,6 +134,7 @@ READERS = {
     "with NaNCaptureCallback": (TRANSFORMERS, ["transformers"], ""),
     'with capture("captures")': (ESPNET, ["espnet2"], ""),
     "reducer = StatsReducer": ("", [], ""),
+    "sentinel = ddpstats.Sentinel(ddp, mode=2)": (PROGRAM, [], ""),
 }
 
 

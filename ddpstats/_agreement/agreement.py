@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from array import array
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar
 
 from ddpstats._agreement.codec import fingerprint
-from ddpstats._agreement.lanes import FLAG, HEADER_LANES, Buffer, Seal, capacity_for
+from ddpstats._agreement.lanes import HEADER_LANES, Buffer, Seal, capacity_for
 from ddpstats._agreement.status import (
     AGREED_BYTES,
     Failure,
@@ -37,6 +39,7 @@ MAX_ROUNDS = 4
 """How often a call is tried again after ranks have agreed anew."""
 
 _MAX_SITES = 1024
+_MOST_NUMBERS = capacity_for(HEADER_LANES) - HEADER_LANES
 _MAX_PAYLOAD_BYTES = 1 << 30
 _MAX_MEETING_BYTES = 1 << 24  # of what all ranks tell all ranks, numbers included
 _OTHER_POLICY_BYTES = 16  # by so much the name of one policy may be longer than that of another
@@ -117,14 +120,25 @@ class Agreement:
 
     def decide(self, call: Call, flag: bool | Failure, counters: Counters) -> float:
         """How many ranks' flags are set. Every rank must call."""
+        return self.ask(call, flag if isinstance(flag, Failure) else [[float(flag)]], counters)[0]
+
+    def ask(self, call: Call, numbers: Sequence[Sequence[float]] | Failure, counters: Counters) -> list[float]:
+        """The sum of each number over all ranks; one list after the other. Every rank must call, with as many.
+
+        At most `_MOST_NUMBERS`: they find room in the smallest buffer, which all groups have.
+        """
         counters.calls += 1
         site, seal = self._nothing, self.seal(call, self._nothing)
-        failure = flag if isinstance(flag, Failure) else None
+        failure = numbers if isinstance(numbers, Failure) else None
         room = seal.room if failure is None else seal.room_with(failure.extra_bytes)
-        self.buffer.seal(seal, room, stale=False, failed=failure is not None, flag=float(flag is True))
+        self.buffer.seal(seal, room, stale=False, failed=failure is not None)
+        given = array("d", () if isinstance(numbers, Failure) else [one for part in numbers for one in part])
+        end = HEADER_LANES + len(given)
+        assert len(given) <= _MOST_NUMBERS
+        self.buffer.lanes[HEADER_LANES:end] = given
         if not self.sum(call, site, counters):
             self.tell(call, status_of(call, site, failure, stale=False), counters)
-        return self.buffer.lane(FLAG)
+        return list(self.buffer.lanes[HEADER_LANES:end])
 
     # -- the one collective -------------------------------------------------------------------------------------------
 

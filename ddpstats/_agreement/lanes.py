@@ -7,10 +7,11 @@
           9      ranks that failed to prepare
          10      ranks that are partial: some slot without a plain, finite value of the call's weight
          11      weight of the call
-         12      flag of any_rank / all_ranks
+         12      0
          13..15  how many ranks need which room for all that they hold: nine counts, three to a lane
          16..    weighted sums | weights | codes, one lane per slot each, back to back;
-                 in a gather of little: each rank's bytes, two to a lane, back to back
+                 in a gather of little: each rank's bytes, two to a lane, back to back;
+                 of questions: their numbers
 
 A sum alone does not prove that all ranks sent the same x: the sum of x and the sum of x squared do, since W ranks with
 sums S1 and S2 agree exactly where S1 = W x and S2 = W x squared (the variance is zero). Both stay exact in float64 for
@@ -29,7 +30,7 @@ from functools import cached_property
 
 import torch
 
-STALE, FAILED, PARTIAL, WEIGHT, FLAG, ROOM = 8, 9, 10, 11, 12, 13
+STALE, FAILED, PARTIAL, WEIGHT, ROOM = 8, 9, 10, 11, 13
 _CONTROL_LANES = 10
 HEADER_LANES = 16
 _BYTES = 8
@@ -104,11 +105,10 @@ class Buffer:
         stale: bool,
         failed: bool,
         weight: float = 0.0,
-        flag: float = 0.0,
     ) -> None:
         """Write the control lanes. A call that is stale or failed needs nothing else."""
         self.lanes[0:STALE] = seal.lanes
-        _LANES_8_TO_15.pack_into(self._raw, STALE * _BYTES, stale, failed, 1.0, weight, flag, *room)
+        _LANES_8_TO_15.pack_into(self._raw, STALE * _BYTES, stale, failed, 1.0, weight, 0.0, *room)
 
     def is_agreed(self, seal: Seal) -> bool:
         """After the sum: whether all ranks made the same call, and none is stale or failed."""

@@ -16,6 +16,9 @@ from ddpstats.errors import InvalidStats, ProtocolMismatch
 GATHER = "gather"
 """The kind of a gather's calls: they have no stats, and a name that says what is gathered."""
 
+ASK = "ask"
+"""The kind of calls that ask questions: no stats, and a name that is the call in words."""
+
 AGREED_BYTES = 8
 _MAX_ERROR_CHARS = 2000
 _SHOWN_FAILURES = 8
@@ -120,7 +123,7 @@ def _refuse_different_calls(statuses: Statuses, group_name: str) -> None:
 
 
 def _call_text(status: Status) -> str:
-    if status.call == GATHER:
+    if status.call in (GATHER, ASK):
         return str(status.name)
     if status.call != "reduce_stats":
         return f"{status.call}()"
@@ -132,13 +135,17 @@ def _refuse_failures(statuses: Statuses, group_name: str) -> None:
     failed = [(status.failure, ranks) for status, ranks in statuses if status.failure is not None]
     if not failed:
         return
-    gathers = statuses[0][0].call == GATHER
-    lines = [f"{statuses[0][0].name}: values that cannot be gathered:" if gathers else "stats that cannot be reduced:"]
+    name = statuses[0][0].name
+    first, last = {
+        GATHER: (f"{name}: values that cannot be gathered:", "Nothing was gathered."),
+        ASK: (f"{name} cannot judge the step:", "Nothing of it was judged on any rank."),
+    }.get(statuses[0][0].call, ("stats that cannot be reduced:", "Nothing was reduced; the reducer goes on working."))
+    lines = [first]
     for failure, ranks in failed[:_SHOWN_FAILURES]:
         where = f" at {failure.path!r}" if failure.path else ""
         lines.append(f"  {ranks_text(ranks)}{where}: {failure.message}")
     if len(failed) > _SHOWN_FAILURES:
         lines.append(f"  and {sum(len(ranks) for _, ranks in failed[_SHOWN_FAILURES:])} more ranks")
-    lines.append("Nothing was gathered." if gathers else "Nothing was reduced; the reducer goes on working.")
+    lines.append(last)
     involved = [rank for _, ranks in failed for rank in ranks]
     raise InvalidStats("\n".join(lines), ranks=involved, path=failed[0][0].path or None, group=group_name)

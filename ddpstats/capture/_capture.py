@@ -2,8 +2,8 @@
 
 1. `micro_batch` keeps the batch and the random state (`step_record`) and watches the gradients as they arrive, before
    they are reduced (`_observe.gradients`).
-2. `check` makes one small all_reduce: on how many ranks was something not finite, now or before the reduce? On none:
-   the step is forgotten.
+2. `check` asks of all ranks (`_ask`), alone or with others in one all_reduce: on how many was something not finite, now
+   or before the reduce? On none: the step is forgotten.
 3. Otherwise all ranks tell what they saw, come to one verdict (`_verdict`), write their parts of a bundle (`_publish`),
    and with ``attribute=True`` look for the cause by running the step again (`_attribution`).
 4. A rank that raises inside `micro_batch` will not come to `check`: it says so through the store (`_peers`), and writes
@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -24,7 +24,7 @@ from typing import Any, get_args
 import torch
 
 from ddpstats._agreement.channel import channel_of
-from ddpstats._agreement.decide import count_ranks
+from ddpstats._agreement.questions import ask_all
 from ddpstats._base.arguments import check_choice, check_count, refuse_differences
 from ddpstats._base.compiled import breaks_graph
 from ddpstats._base.rank_names import ranks_text
@@ -162,15 +162,28 @@ class NaNCapture(StepWatch):
         """
         self._refuse_to_judge()
         if step is not None:
+            checked_step(step, self._method)
+        verdict: CaptureVerdict = ask_all(f"{self._method}()", [self], step, self._group)[0]
+        return verdict
+
+    # -- as a question, by itself or among others ----------------------------------------------------------------------
+
+    def _ask(self, step: int | None) -> tuple[float, float]:
+        """(whether settings are still to be agreed on, whether this rank saw anything wrong)"""
+        self._refuse_to_judge()
+        if step is not None:
             self._step = checked_step(step, self._method)
-        if not self._agreed:
-            self._agree_on_settings()
-        count, _ = count_ranks(self._method, self._look(), self._group)
+        return float(not self._agreed), float(self._look())
+
+    def _answer(self, sums: Sequence[float], group: Any) -> CaptureVerdict:
+        strangers, seen = sums
         try:
-            verdict = self._settle() if count else CaptureVerdict(self._step)
+            if strangers:
+                self._agree_on_settings()
+            verdict = self._settle() if seen else CaptureVerdict(self._step)
         finally:
-            self._forget()
-        if not count:
+            self._drop()
+        if not seen:
             self._scaler_skips, self._captured_before = 0, False
         self._step += 1
         return verdict
@@ -298,7 +311,7 @@ class NaNCapture(StepWatch):
             raise self._problem
         return {"report": report_of(self._watch, self._scaler, self._step).to_tree()}
 
-    def _forget(self) -> None:
+    def _drop(self) -> None:
         """The step is over, whatever became of it."""
         self._problem = None
         self._record.clear()

@@ -6,18 +6,31 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 from ddpstats._transport.store import STORE_ERRORS, StoreSilent
 from ddpstats.guard._events import MASK, Event, roll, same_labels
-from ddpstats.guard._exchange import Note, Overrun, agree
+from ddpstats.guard._exchange import Note, Overrun, agree, share
+from ddpstats.guard._failure_agreement import Alarm
 from ddpstats.guard._messages import MessageComparing
 from ddpstats.guard._session import Group, Session, Settings, Standing
 from ddpstats.guard._spoken import words_of
 from ddpstats.guard._verdicts import Silenced, Verdicts, alarm_of
 
 _END = Note(0x454E44, 0)  # posted in place of a collective by a rank that leaves
+
+
+Told = dict[str, list[Any]]
+"""A group -> its name, words and ranks, the number of the last collective, and the note about all until then."""
+
+
+class _Digests(NamedTuple):
+    """Of all that a rank has done in a group until the collective of number ``seq``."""
+
+    seq: int
+    note: Note
 
 
 class Comparing:
@@ -27,6 +40,7 @@ class Comparing:
         self.session, self._standing, self._strict = session, standing, settings.mode == "strict"
         self.verdicts = Verdicts(session, standing, settings)
         self.messages = MessageComparing(session, self.verdicts)
+        self._asked: list[tuple[Group, _Digests]] = []
 
     def foretell(self, group: Group, event: Event) -> None:
         """Say what is about to be issued, where the other ranks of this host see it even if gloo aborts this process.
@@ -57,10 +71,9 @@ class Comparing:
             self._post_digests(group)  # settled when all have posted it, and at `step` at the latest
 
     def _post_digests(self, group: Group) -> None:
-        note = Note(roll(group.rolling, group.seq), group.balance & MASK, group.labels)
-        group.labels = 0  # each comparison has the labels since the one before: those that may differ do so once
-        group.checked_at[group.posted + 1] = group.seq
-        self._post(group, group.posted + 1, note, group.seq)
+        seq, note = _digests_of(group)
+        group.checked_at[group.posted + 1] = seq
+        self._post(group, group.posted + 1, note, seq)
 
     def _post(self, group: Group, number: int, note: Note, seq: int) -> None:
         """Post this rank's note of that number, about its collectives up to ``seq``; never waits."""
@@ -156,6 +169,31 @@ class Comparing:
         for group in groups:
             self.settle(group, group.posted)
 
+    def ask(self) -> int:
+        """`step` by a sum over all ranks: what this one adds to it. It is 0 modulo 2**64 if all agree. Never waits.
+
+        Raises where what was posted before is seen to differ.
+        """
+        groups = self.session.groups()
+        for group in groups:
+            self._settle_ready(group)
+        self._asked = [(group, _digests_of(group, strict=self._strict)) for group in groups]
+        return sum(_share(group, digests) for group, digests in self._asked if digests.seq > group.proved) & MASK
+
+    def told(self) -> Told:
+        """What was asked, in full."""
+        return {
+            f"{group.name} of {group.view.ranks}": [group.name, group.words, list(group.view.ranks), seq, *note]
+            for group, (seq, note) in self._asked
+        }
+
+    def take_agreed(self) -> None:
+        """All ranks had asked the same, so what was posted before is there, too."""
+        asked, self._asked = self._asked, []
+        for group, digests in asked:
+            self.settle(group, group.posted)
+            group.agreed, group.proved = max(group.agreed, digests.seq), digests.seq
+
     def post_ends(self) -> None:
         """Say that nothing more will come; never waits."""
         for group in self.session.groups():
@@ -182,3 +220,33 @@ class Comparing:
             yield
         finally:
             self.verdicts.ends_by = None
+
+
+def _digests_of(group: Group, strict: bool = False) -> _Digests:
+    rolling = roll(group.rolling, group.seq)
+    if strict:  # where labels and balances are compared one by one
+        return _Digests(group.seq, Note(rolling))
+    note = Note(rolling, group.balance & MASK, group.labels)
+    group.labels = 0  # each comparison has the labels since the one before: those that may differ do so once
+    return _Digests(group.seq, note)
+
+
+def _share(group: Group, digests: _Digests) -> int:
+    ranks = group.view.ranks
+    return share(group.name, ranks.index(group.view.rank), len(ranks), digests.note)
+
+
+def alarms_of(told: Iterable[Told]) -> list[Alarm]:
+    """What ranks that tell this are to come to a verdict on. Pure: the same, and in one order, on every rank."""
+    entries: dict[str, list[list[Any]]] = {}
+    for one in told:
+        for group, entry in one.items():
+            entries.setdefault(group, []).append(entry)
+    alarms = []
+    for _, held in sorted(entries.items()):
+        name, words, ranks = held[0][:3]
+        notes = [Note(*entry[4:]) for entry in held]
+        same = len(held) == len(ranks) and agree(notes)
+        if not same or len({note.label for note in notes}) > 1:
+            alarms.append(Alarm(name, words, tuple(ranks), max(entry[3] for entry in held), until=False, doubt=same))
+    return alarms

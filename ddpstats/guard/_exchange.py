@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from ddpstats._transport.roster import ProcessId
 from ddpstats._transport.store import GLANCE_SEC, StoreSilent, bounded
-from ddpstats.guard._events import MASK
+from ddpstats.guard._events import MASK, stable_hash
 
 NOTES_KEPT = 512  # per rank; who is further behind than that is compared by a later one
 _WORDS = 6  # number, digest, balance, label, rolling, check word
@@ -64,6 +64,24 @@ def agree(notes: Sequence[Note]) -> bool:
     if any(note.digest != first.digest or note.rolling != first.rolling for note in notes):
         return False
     return sum(note.balance for note in notes) & MASK == 0
+
+
+def share(name: str, index: int, size: int, note: Note) -> int:
+    """What a rank adds to a sum over ranks that proves that all notes of a group are the same, labels included.
+
+    Each two neighbours in the ring of places cancel out what stands for their notes, if these are equal: the sum is 0
+    modulo 2**64. A difference goes unseen once in 2**64. Shares of several groups may be added up in one sum.
+
+    Args:
+        name: of the group; the same on all of its ranks, and another one for each group.
+        index, size: of this rank in the group, and of the group.
+    """
+    told = f"{name}\0{note.digest}\0{note.rolling}\0{note.label}\0"
+    return (
+        stable_hash(f"{told}{index}")
+        - stable_hash(f"{told}{(index - 1) % size}")
+        + note.balance * (stable_hash(name) | 1)
+    ) & MASK
 
 
 class Overrun(Exception):

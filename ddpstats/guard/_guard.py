@@ -41,6 +41,7 @@ from ddpstats.guard._comparing import Comparing
 from ddpstats.guard._ending import AFTER_ERROR_SEC
 from ddpstats.guard._session import Settings
 from ddpstats.guard._status import LEFT
+from ddpstats.guard._step_question import StepQuestion
 from ddpstats.guard._summary import RECORDED, TO_RUN, GuardCounters, Tally, last_line
 from ddpstats.guard._verdicts import Unfinished, is_broken
 from ddpstats.guard._watching import Watching, how_left
@@ -281,6 +282,11 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
             raise standing.verdict.with_traceback(None)
         if comparing is not None and not standing.silent and not self._watching.is_over():
             comparing.step()
+
+    def _question(self) -> StepQuestion:
+        """`step` as one of several questions that all ranks ask together."""
+        watching = self._watching
+        return StepQuestion(None if watching.is_over() else watching.comparing, watching.standing)
 
     @property
     def counters(self) -> GuardCounters:

@@ -93,6 +93,7 @@ class Group:
         self.labels = 0  # digest of all its labels
         self.balance = 0
         self.agreed = 0  # the last number up to which all ranks are known to have done the same
+        self.proved = 0  # the same, by a question to all ranks: so they all have the same number here
         self.checked_at: dict[int, int] = {}  # step: note -> the number up to which it goes
         self.has_ended = False  # strict: its end was posted, as if it were a collective
         self.sent = self.received = self.received_well = 0  # messages

@@ -59,6 +59,14 @@ class Verdicts:
             if self._standing.silent:
                 raise Silenced
 
+    def catch_up(self) -> None:
+        """Come to the verdicts of all alarms that are on: of groups, too, which this rank is no member of."""
+        try:
+            while self.agreement.alarm() is not None:
+                self.poll_alarm()
+        except Silenced:
+            pass
+
     def await_verdict(self, alarm: Alarm) -> None:
         """Come to the verdict that all ranks come to; raise or log it."""
         has_time = not alarm.until and self.ends_by is None  # a difference was seen, and nobody has waited for it

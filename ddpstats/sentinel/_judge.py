@@ -1,7 +1,7 @@
 """One step, judged by all ranks together, on a sentinel that is on.
 
 1. This rank looks at its own values, and logs them.
-2. One small all_reduce: on how many ranks is something wrong? Always, on every rank.
+2. One all_reduce, which is the caller's: on how many ranks is something wrong? Always, on every rank.
 3. Where that says so, all ranks tell what they saw, and a micro-batch that can be is run again, there and on a peer.
 4. In the steps in which they are due, digests of replicas are compared, and micro-batches run on peers.
 5. What all that comes to is learnt and said; it is the same on every rank.
@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ddpstats._agreement.decide import count_ranks
 from ddpstats._base.rank_names import ranks_text
 from ddpstats.errors import ConfigError
 from ddpstats.sentinel._alarms import Check, alarm_tree, fault_tree, matmul_finding, threshold_finding
@@ -33,24 +32,34 @@ class Judge:
 
     Args:
         gathered: every rank's tree by global rank; collective.
-        where: global rank -> host, process and device, in words.
         rank: this one, global.
+
+    Attributes:
+        where: global rank -> host, process and device, in words; known once all ranks have told.
     """
 
-    def __init__(self, layers: Layers, group: Any, gathered: Gathered, where: Mapping[int, str], rank: int) -> None:
+    def __init__(self, layers: Layers, gathered: Gathered, rank: int) -> None:
         self._layers, self._options = layers, layers.options
-        self._group, self._gathered, self._where, self._rank = group, gathered, where, rank
+        self._gathered, self._rank = gathered, rank
+        self.where: Mapping[int, str] = {}
+        self._errors: list[Check] = []
+        self._problem: Exception | None = None
         self._first_alarm: SentinelVerdict | None = None
         self._alarmed: frozenset[int] = frozenset()  # ranks whose thresholds raised an alarm in the step before
 
-    def judge(self, step: int, problem: Exception | None) -> SentinelVerdict:
-        """Collective. ``problem``: what went wrong on this rank before; every rank hears of it, as `InvalidStats`."""
-        layers = self._layers
-        errors, problem = self._look(step, problem)
-        count, _ = count_ranks(
-            "Sentinel.step", problem is not None or bool(errors) or layers.window.has_news, self._group
-        )
-        findings, notes = self._settled(errors, problem) if count else ([], [])
+    def look(self, step: int, problem: Exception | None) -> bool:
+        """Whether this rank has anything to say of the step. Local.
+
+        ``problem``: what went wrong here before; every rank hears of it, as `InvalidStats`.
+        """
+        self._errors, self._problem = self._level_1(step, problem)
+        return self._problem is not None or bool(self._errors) or self._layers.window.has_news
+
+    def judge(self, step: int, seen: bool) -> SentinelVerdict:
+        """After `look`. Collective. ``seen``: whether some rank has anything to say."""
+        layers, errors, problem = self._layers, self._errors, self._problem
+        self._errors, self._problem = [], None
+        findings, notes = self._settled(errors, problem) if seen else ([], [])
         is_new = not findings
         if layers.compares_digests and layers.replicas is not None:
             found = layers.replicas.compare(self._gathered)
@@ -64,7 +73,7 @@ class Judge:
             notes += self._window_notes()
         return self._concluded(SentinelVerdict(step, tuple(findings), tuple(notes)))
 
-    def _look(self, step: int, problem: Exception | None) -> tuple[list[Check], Exception | None]:
+    def _level_1(self, step: int, problem: Exception | None) -> tuple[list[Check], Exception | None]:
         """This rank's values of level 1."""
         try:
             checks = self._layers.thresholds.look(step)
@@ -113,7 +122,7 @@ class Judge:
         return explain_alarm(
             self._gathered,
             layers.reruns,
-            tuple(self._where),
+            tuple(self.where),
             self._rank,
             owner,
             micro_batch,
@@ -154,19 +163,19 @@ class Judge:
         # Alarms of layer 1 have lines of their own, on their rank: what else there is to say is said once.
         says_more = verdict.layers != ("thresholds",) or bool(verdict.notes)
         verdict = replace(verdict, notes=(*verdict.notes, *self._advice(verdict, mode)))
-        if says_more and self._rank == min(self._where):
+        if says_more and self._rank == min(self.where):
             _logger.error("%s", verdict.message)
         self._first_alarm = self._first_alarm or verdict
         return verdict
 
     def _advice(self, verdict: SentinelVerdict, mode: int) -> list[str]:
         culprits = verdict.culprit_ranks
-        lines = [f"Rank {rank} is {self._where[rank]}." for rank in culprits[:_SHOWN_RANKS]]
+        lines = [f"Rank {rank} is {self.where[rank]}." for rank in culprits[:_SHOWN_RANKS]]
         if self._first_alarm is not None and mode == 1:
             first = self._first_alarm
             where = f" on {ranks_text(first.culprit_ranks)}" if first.culprit_ranks else ""
             lines.append(f"The first alarm was at step {first.step}{where}; this may follow from it.")
-        if mode >= 2 and culprits and len(culprits) < len(self._where):
+        if mode >= 2 and culprits and len(culprits) < len(self.where):
             lines.append(
                 f"No rank has applied this step. Test the device of {ranks_text(culprits)}, or go on without it, from "
                 "this step or a checkpoint before it."

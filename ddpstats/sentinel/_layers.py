@@ -187,14 +187,18 @@ class Layers:
     def next_step(self) -> None:
         """The step is judged: let go of it."""
         self._steps += 1
-        if self.record is not None:
-            self.record.clear()
         if self._window_steps:
             self._window_steps -= 1
             if not self._window_steps:
                 self.window.close()
         else:
             self.window.tidy()
+        self.drop_step()
+
+    def drop_step(self) -> None:
+        """Let go of a step that nobody has judged: the next one is in its place."""
+        if self.record is not None:
+            self.record.clear()
         self._expect()
 
     def closing(self) -> list[Callable[[], None]]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from ddpstats._agreement.questions import ask_all
 from ddpstats._base.arguments import check_count, refuse_differences
 from ddpstats._base.compiled import breaks_graph
 from ddpstats._rerun.micro_batch import Running, StepWatch, checked_step
@@ -142,29 +143,14 @@ class Sentinel(StepWatch):
             ProtocolMismatch, RankMissing: as `ddpstats.StatsReducer`.
         """
         self._refuse_to_judge()
-        try:
-            self._step = self._step if step is None else checked_step(step, self._method)
-        except ConfigError as problem:  # of this rank alone, and the others are about to wait
-            self._problem = problem
-        if not self._agreed:
-            self._agree()
-        self.verdict = SentinelVerdict(self._step)
-        if self._layers is not None and self._judge is not None:
-            try:
-                self.verdict = self._judge.judge(self._step, self._problem)
-            finally:
-                self._problem = None
-                self._layers.next_step()
-        elif self._problem is not None:  # in mode 0 nothing follows in which the others could hear of it
-            bad_step, self._problem = self._problem, None
-            raise bad_step
-        self._step += 1
-        if not self.verdict.ok and self._options.settings.mode >= 2:
-            verdict = self.verdict
-            raise SentinelAlarm(
-                verdict.message, step=verdict.step, layers=verdict.layers, culprit_ranks=verdict.culprit_ranks
-            )
-        return self.verdict
+        if self._layers is None and self._agreed:
+            self._ask(step)
+            return self._answer((0.0, 0.0), self._group)
+        verdict: SentinelVerdict = ask_all(f"{self._method}()", [self], step, self._group)[0]
+        alarm = self._alarm(verdict)
+        if alarm is not None:
+            raise alarm
+        return verdict
 
     def check_matmuls(self, steps: int) -> None:
         """Open the window of layer 4 now, for so many steps: without an alarm. Every rank must call, or none. Local."""
@@ -188,7 +174,51 @@ class Sentinel(StepWatch):
             except Exception as problem:  # the program's own error comes first; every rank hears of this one in `step`
                 self._problem = problem
 
-    # -- one step -----------------------------------------------------------------------------------------------------
+    # -- one step, as a question, by itself or among others ------------------------------------------------------------
+
+    def _ask(self, step: int | None) -> tuple[float, float]:
+        """(whether settings are still to be agreed on, whether this rank has something to say)"""
+        self._refuse_to_judge()
+        try:
+            self._step = self._step if step is None else checked_step(step, self._method)
+        except ConfigError as problem:  # of this rank alone, and the others are about to wait
+            self._problem = problem
+        seen = False
+        if self._layers is not None:
+            self._judge = self._judge or Judge(self._layers, self._gathered, self._rank)
+            seen = self._judge.look(self._step, self._problem)
+        return float(not self._agreed), float(seen)
+
+    def _answer(self, sums: Sequence[float], group: Any) -> SentinelVerdict:
+        strangers, seen = sums
+        self.verdict = SentinelVerdict(self._step)
+        try:
+            if strangers:
+                self._agree()
+            if self._judge is not None:
+                self.verdict = self._judge.judge(self._step, bool(seen))
+            elif self._problem is not None:  # in mode 0 nothing follows in which the others could hear of it
+                raise self._problem
+        finally:
+            self._problem = None
+            if self._layers is not None:
+                self._layers.next_step()
+        self._step += 1
+        return self.verdict
+
+    def _drop(self) -> None:
+        """The step was not judged, on any rank, also where it was not looked at: it does not count."""
+        self._problem = None
+        if self._layers is not None:
+            self._layers.drop_step()
+
+    def _alarm(self, verdict: SentinelVerdict) -> SentinelAlarm | None:
+        """What every rank raises over that verdict, if anything."""
+        if verdict.ok or self._options.settings.mode < 2:
+            return None
+        return SentinelAlarm(
+            verdict.message, step=verdict.step, layers=verdict.layers, culprit_ranks=verdict.culprit_ranks
+        )
 
     def _agree(self) -> None:
         """Once, in every mode: a rank that is off would leave the others waiting."""
@@ -199,9 +229,8 @@ class Sentinel(StepWatch):
         advice = "Every rank must make it alike, and have the same environment variables."
         refuse_differences(options, "Sentinel", advice)
         self._agreed = True
-        if self._layers is not None:
-            where = {rank: tree["where"] for rank, tree in told.items()}
-            self._judge = Judge(self._layers, self._group, self._gathered, where, self._rank)
+        if self._judge is not None:
+            self._judge.where = {rank: tree["where"] for rank, tree in told.items()}
 
 
 def _release(closing: Sequence[Callable[[], None]]) -> None:

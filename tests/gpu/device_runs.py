@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpstats
-from ddpstats import CollectiveMismatch, Max, NaNCapture, Sentinel, SentinelAlarm, collective_guard
+from ddpstats import CollectiveMismatch, Max, NaNCapture, Sentinel, SentinelAlarm, StepChecks, collective_guard
 from ddpstats.testing import BitFlip, inject_bit_flips
 
 t = torch.tensor
@@ -153,6 +154,36 @@ def watched(device: str, dtype: torch.dtype, flips: list[BitFlip]) -> Any:
             optimizer.zero_grad()
             faults.step()
     return said
+
+
+def judged(device: str, dirpath: str, together: bool) -> Any:
+    """Three steps under all checks, in one call or three: is all well, and how often does a step wait for the card?"""
+    ddp = DistributedDataParallel(make_model(device))
+    waits, ok = [], []
+    with (
+        NaNCapture(dirpath, model=ddp) as capture,
+        Sentinel(ddp, mode=2) as sentinel,
+        collective_guard("step") as guard,
+    ):
+        checks = StepChecks(capture=capture, sentinel=sentinel, guard=guard)
+        for step in range(3):
+            batch = batch_of(step, dist.get_rank(), device)
+            with capture.micro_batch(batch), sentinel.micro_batch(batch):
+                ddp(batch).square().mean().backward()
+            if device == "cuda":
+                torch.cuda.set_sync_debug_mode("warn")
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                if together:
+                    ok.append(checks.step().ok)
+                else:
+                    guard.step()
+                    ok.append(capture.check().ok and sentinel.step().ok)
+            if device == "cuda":
+                torch.cuda.set_sync_debug_mode("default")
+            waits.append(sum("synchroniz" in str(one.message) for one in caught))
+            ddp.zero_grad()
+    return ok, waits[1:]  # the first step agrees on settings, and sets up what the device needs
 
 
 # -- one rank, and its backend ----------------------------------------------------------------------------------------

@@ -84,6 +84,16 @@ def test_the_sentinel_finds_a_flipped_bit(two_ranks: RankPool, device: str, dtyp
     assert "3.weight" in said[-1]
 
 
+def test_checks_in_one_call_wait_for_the_card_no_more_than_by_their_own(
+    two_ranks: RankPool, device: str, tmp_path: Path
+) -> None:
+    apart = alike(two_ranks.run(runs.judged, device, str(tmp_path), False).values())
+    together = alike(two_ranks.run(runs.judged, device, str(tmp_path), True).values())
+    assert together == apart
+    assert together[0] == [True] * 3
+    assert all(waits > 0 for waits in together[1]) == (device == "cuda")
+
+
 def test_one_rank_with_the_backend_of_the_device(device: str, tmp_path: Path) -> None:
     backend = "nccl" if device == "cuda" else "gloo"
     assert run_ranks(runs.alone, 1, device, backend, str(tmp_path)).values() == [

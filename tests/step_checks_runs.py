@@ -1,0 +1,498 @@
+"""What runs on the ranks of `test_step_checks`: a training loop with the checks by their own calls, or in one."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ddpstats
+from ddpstats import (
+    CollectiveMismatch,
+    DdpstatsError,
+    NaNCapture,
+    Sentinel,
+    SentinelAlarm,
+    StepChecks,
+    collective_guard,
+)
+from ddpstats.guard import _exchange
+from ddpstats.testing import count_collectives, die
+from tests.capture.capture_runs import Unreadable
+
+EVERY = ("guard", "capture", "sentinel")
+FAULTY_STEP, FAULTY_RANK = 2, 1
+
+
+@dataclass
+class Plan:
+    """How to train.
+
+    ``parts``: which checks. ``together``: in one call. ``faults``: what goes wrong in `FAULTY_STEP` on `FAULTY_RANK`.
+    ``over_the_store``: the guard without shared memory, as between hosts: it sees other operations at the step only.
+    """
+
+    dirpath: str
+    parts: tuple[str, ...] = EVERY
+    together: bool = True
+    faults: tuple[str, ...] = ()
+    steps: int = 4
+    micro_batches: int = 1
+    guard: dict[str, Any] = field(default_factory=dict)
+    capture: dict[str, Any] = field(default_factory=lambda: {"on_nonfinite": "skip"})
+    sentinel: dict[str, Any] = field(default_factory=lambda: {"mode": 2})
+    over_the_store: bool = False
+    wrap: str = "ddp"
+
+
+@dataclass
+class Outcome:
+    """Of one rank. ``said``: (step, check, what it said), where that was anything but all is well, in this order."""
+
+    said: list[tuple[int, str, Any]] = field(default_factory=list)
+    raised: list[tuple[int, str]] = field(default_factory=list)
+    collectives: list[int] = field(default_factory=list)
+    seen_by_guard: int = 0
+    compared: int = 0
+    parameters: list[Tensor] = field(default_factory=list)
+    random: Tensor = field(default_factory=lambda: torch.empty(0))
+
+
+def model_of(wrap: str) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Dropout(0.2), nn.Linear(8, 8), nn.LayerNorm(8))
+    return model if wrap == "alone" else DistributedDataParallel(model)
+
+
+def batch_of(step: int, micro: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + 100 * _rank() + micro)
+    return torch.randn(4, 6, generator=generator)
+
+
+def train(plan: Plan) -> Outcome:
+    """Every rank must call."""
+    outcome = Outcome()
+    model = model_of(plan.wrap)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    torch.manual_seed(100 + _rank())
+    with contextlib.ExitStack() as stack:
+        if plan.over_the_store:
+            stack.enter_context(mock.patch.object(_exchange._Shared, "of", side_effect=OSError("none here")))
+        try:
+            checks = Checks(plan, model, optimizer, stack)
+            for step in range(plan.steps):
+                _backward(plan, checks, model, step)
+                with count_collectives() as seen:
+                    goes_on = checks.step(step, outcome)
+                outcome.collectives.append(seen.total)
+                if goes_on:
+                    optimizer.step()
+                optimizer.zero_grad()
+        except _Ended:
+            pass
+        if checks.guard is not None:
+            outcome.seen_by_guard = checks.guard.counters.collectives
+            outcome.compared = checks.guard.counters.compared
+            if outcome.said and outcome.said[-1][1] == "guard":
+                checks.guard.abandon()  # its last comparison has nothing to add
+    outcome.parameters = [parameter.detach().clone() for parameter in model.parameters()]
+    outcome.random = torch.get_rng_state()
+    return outcome
+
+
+class _Ended(Exception):
+    """The program was told to end."""
+
+
+class Checks:
+    """Those of a plan, entered."""
+
+    def __init__(
+        self, plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer, stack: contextlib.ExitStack
+    ) -> None:
+        self.guard: collective_guard | None = None
+        self.capture: NaNCapture | None = None
+        self.sentinel: Sentinel | None = None
+        if "guard" in plan.parts:
+            self.guard = stack.enter_context(collective_guard(**{"mode": "step", "timeout_sec": 20, **plan.guard}))
+        if "capture" in plan.parts:
+            self.capture = stack.enter_context(
+                NaNCapture(plan.dirpath, model=model, optimizer=optimizer, **plan.capture)
+            )
+        if "sentinel" in plan.parts:
+            self.sentinel = stack.enter_context(Sentinel(model, **plan.sentinel))
+        self.together: StepChecks | None = None
+        if plan.together and plan.parts:
+            self.together = StepChecks(capture=self.capture, sentinel=self.sentinel, guard=self.guard)
+
+    def step(self, step: int, outcome: Outcome) -> bool:
+        """Whether the optimizer may take the step."""
+        try:
+            if self.together is None:
+                return self._apart(step, outcome)
+            verdicts = self.together.step()
+        except SentinelAlarm as alarm:
+            outcome.raised.append((step, type(alarm).__name__))
+            outcome.said.append((step, "sentinel", str(alarm)))
+            return False
+        except CollectiveMismatch as error:
+            outcome.said.append((step, "guard", _error(error)))
+            raise _Ended from error
+        except DdpstatsError as error:
+            outcome.said.append((step, "error", _error(error)))
+            raise _Ended from error
+        if verdicts.capture is not None and not verdicts.capture.ok:
+            outcome.said.append((step, "capture", _plain(verdicts.capture)))
+        if verdicts.sentinel is not None and not verdicts.sentinel.ok:
+            outcome.said.append((step, "sentinel", verdicts.sentinel.message))
+        return verdicts.ok
+
+    def _apart(self, step: int, outcome: Outcome) -> bool:
+        ok = True
+        if self.guard is not None:
+            self.guard.step()
+        if self.capture is not None:
+            verdict = self.capture.check()
+            if not verdict.ok:
+                outcome.said.append((step, "capture", _plain(verdict)))
+                ok = False
+        if self.sentinel is not None:
+            ok = self.sentinel.step().ok and ok
+        return ok
+
+
+def _backward(plan: Plan, checks: Checks, model: nn.Module, step: int) -> None:
+    is_bad = step == FAULTY_STEP and _rank() == FAULTY_RANK
+    for micro in range(plan.micro_batches):
+        batch = batch_of(step, micro)
+        if is_bad and "nan" in plan.faults:
+            batch[1, 2] = torch.nan
+        with contextlib.ExitStack() as stack:
+            for part in (checks.capture, checks.sentinel):
+                if part is not None:
+                    stack.enter_context(part.micro_batch(batch))
+            if isinstance(model, DistributedDataParallel) and micro < plan.micro_batches - 1:
+                stack.enter_context(model.no_sync())
+            loss = (model(batch) * torch.arange(8.0)).square().mean()
+            (loss * 1e12 if is_bad and "huge" in plan.faults else loss).backward()
+    if is_bad and "flip" in plan.faults:
+        with torch.no_grad():
+            next(model.parameters()).view(-1)[3] += 1e-3
+    if dist.is_initialized():
+        _reduce(plan, is_bad)
+
+
+def _reduce(plan: Plan, is_bad: bool) -> None:
+    """What the program reduces by itself."""
+    op = dist.ReduceOp.MAX if is_bad and "op" in plan.faults else dist.ReduceOp.SUM
+    dist.all_reduce(torch.ones(1), op=op)
+    with ddpstats.label("b" if is_bad and "label" in plan.faults else "a"):
+        dist.all_reduce(torch.ones(1))
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _error(error: Exception) -> tuple[str, str]:
+    return type(error).__name__, str(error)
+
+
+def _plain(verdict: Any) -> dict[str, Any]:
+    """A verdict, apart from when and where its bundle was written."""
+    found = asdict(verdict) | {"bundle": verdict.bundle is not None}
+    found["message"] = re.sub(r"\S*/capture-\S+", "...", verdict.message)
+    return found
+
+
+# -- ranks that do not do the same ------------------------------------------------------------------------------------
+
+
+def heard(call: Any) -> tuple[str, str]:
+    """What a call raises: its class and its text."""
+    try:
+        call()
+    except DdpstatsError as error:
+        return _error(error)
+    return "nothing", ""
+
+
+def unlike(dirpath: str, how: str) -> tuple[tuple[str, str], bool]:
+    """What the second step raises where rank 1 does something else; and whether the third is judged again."""
+    with contextlib.ExitStack() as stack:
+        plan = Plan(dirpath, parts=("capture", "sentinel"), sentinel={"mode": 2, "digest_every_steps": 3})
+        checks, model = _entered(plan, stack)
+        assert checks.capture is not None
+        together = checks.together
+        assert together is not None
+        _backward(plan, checks, model, 0)
+        together.step()
+        model.zero_grad()
+        _backward(plan, checks, model, 1)
+        if _rank() != FAULTY_RANK:
+            found = heard(together.step)
+        elif how == "another part":
+            found = heard(StepChecks(capture=checks.capture).step)
+        elif how == "its own call":
+            found = heard(checks.capture.check)
+        elif how == "another number of calls":
+            found = heard(lambda: ddpstats.reduce_stats({"loss": 1.0}))
+        elif how == "inside of a micro-batch":
+            with checks.capture.micro_batch(batch_of(1, 1)):
+                found = heard(together.step)
+        elif how == "inside of the sentinel's":
+            assert checks.sentinel is not None
+            with checks.sentinel.micro_batch(batch_of(1, 1)):
+                found = heard(together.step)
+        elif how == "a step that is none":
+            found = heard(lambda: together.step(step=-1))
+        elif how == "a gradient that cannot be read":
+            gradient = next(model.parameters())
+            assert isinstance(gradient.grad, Tensor)
+            gradient.grad = gradient.grad.as_subclass(Unreadable)
+            found = heard(together.step)
+            gradient.grad = None
+        else:
+            raise AssertionError(how)
+        ok = True
+        for step in range(2, 5):  # with digests in one of them, on all ranks the same
+            model.zero_grad()
+            _backward(plan, checks, model, step)
+            ok = together.step().ok and ok
+        return found, ok
+
+
+def raises_in_its_micro_batch(dirpath: str) -> tuple[str, str]:
+    with contextlib.ExitStack() as stack:
+        plan = Plan(dirpath, parts=("capture", "sentinel"), wrap="alone")
+        checks, model = _entered(plan, stack)
+        assert checks.capture is not None
+        assert checks.together is not None
+        _backward(plan, checks, model, 0)
+        checks.together.step()
+        try:
+            with checks.capture.micro_batch(batch_of(1, 0)):
+                if _rank() == FAULTY_RANK:
+                    raise ValueError("label 17 of 3")
+        except ValueError as error:
+            return type(error).__name__, str(error)
+        return heard(checks.together.step)
+
+
+def scaled(dirpath: str, together: bool) -> list[tuple[str, bool, int]]:
+    """Under a GradScaler whose scale is too large at first; rank 1 has no batch in the last step."""
+    model = model_of("alone")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**123, growth_interval=1000)
+    found: list[tuple[str, bool, int]] = []
+    with (
+        NaNCapture(dirpath, model=model, optimizer=optimizer, scaler=scaler) as capture,
+        Sentinel(model, mode=2, scaler=scaler) as sentinel,
+    ):
+        checks = StepChecks(capture=capture, sentinel=sentinel)
+        for step in range(6):
+            batch = batch_of(step, 0)
+            if step < 5 or _rank() != FAULTY_RANK:
+                with capture.micro_batch(batch), sentinel.micro_batch(batch):
+                    scaler.scale(model(batch).square().sum()).backward()
+            _reduce_gradients(model)
+            scaler.unscale_(optimizer)
+            with count_collectives() as seen:
+                if together:
+                    verdicts = checks.step()
+                    verdict, ok = verdicts.capture, verdicts.sentinel is not None and verdicts.sentinel.ok
+                else:
+                    verdict, ok = capture.check(), sentinel.step().ok
+            assert verdict is not None
+            found.append((verdict.kind, ok, seen.total))
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    return found
+
+
+def _reduce_gradients(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        dist.all_reduce(parameter.grad)
+
+
+def closed_on_one_rank(dirpath: str) -> tuple[str, str]:
+    with contextlib.ExitStack() as stack:
+        plan = Plan(dirpath, parts=("sentinel",))
+        checks, model = _entered(plan, stack)
+        assert checks.together is not None
+        assert checks.sentinel is not None
+        _backward(plan, checks, model, 0)
+        checks.together.step()
+        if _rank() == FAULTY_RANK:
+            checks.sentinel.close()
+        return heard(checks.together.step)
+
+
+def other_settings(dirpath: str) -> tuple[str, str]:
+    with contextlib.ExitStack() as stack:
+        plan = Plan(dirpath, capture={"keep": 1 + _rank()})
+        checks, model = _entered(plan, stack)
+        assert checks.together is not None
+        _backward(plan, checks, model, 0)
+        return heard(checks.together.step)
+
+
+def another_mode() -> tuple[str, str]:
+    with collective_guard("step" if _rank() else "strict", timeout_sec=5) as guard:
+        found = heard(StepChecks(guard=guard).step)
+        guard.abandon()
+        return found
+
+
+def in_a_group_of_some(fault: str) -> list[tuple[str, str]]:
+    """What each step raises where two of three ranks differ in the second one, in a group of their own."""
+    some = dist.new_group([0, 1])
+    with collective_guard("step", timeout_sec=10) as guard:
+        checks = StepChecks(guard=guard)
+        found = []
+        for step in range(3):
+            if _rank() < 2 and step < 2 and (fault, step, _rank()) != ("missing", 1, 1):
+                with ddpstats.label("b" if _rank() and step and fault == "label" else "a"):
+                    dist.all_reduce(torch.ones(1), group=some, async_op=fault == "missing")
+            found.append(heard(checks.step))
+        guard.abandon()
+        return found
+
+
+def warned(dirpath: str) -> tuple[list[str], list[int], int]:
+    """on_mismatch="warn": the lines, the collectives of each step, and those that were compared."""
+    said: list[str] = []
+    plan = Plan(dirpath, faults=("label",), steps=6, guard={"on_mismatch": "warn"})
+    with logged(said):
+        outcome = train(plan)
+    return said, outcome.collectives, outcome.compared
+
+
+@contextlib.contextmanager
+def logged(said: list[str]) -> Iterator[None]:
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.levelno >= logging.WARNING:
+                said.append(record.getMessage())
+
+    listener = Listener()
+    logging.getLogger("ddpstats").addHandler(listener)
+    try:
+        yield
+    finally:
+        logging.getLogger("ddpstats").removeHandler(listener)
+
+
+def alternating(dirpath: str) -> tuple[list[bool], list[int], int, int]:
+    """Own calls and the common one take turns."""
+    said, numbers = [], []
+    with contextlib.ExitStack() as stack:
+        plan = Plan(dirpath, guard={"check_every": 3})
+        checks, model = _entered(plan, stack)
+        assert checks.together is not None
+        assert checks.capture is not None
+        assert checks.sentinel is not None
+        assert checks.guard is not None
+        for step in range(8):
+            _backward(plan, checks, model, step)
+            if step % 4 < 2:
+                verdicts = checks.together.step()
+                said.append(verdicts.ok)
+                assert verdicts.capture is not None
+                assert verdicts.sentinel is not None
+                numbers += [verdicts.capture.step, verdicts.sentinel.step]
+            else:
+                checks.guard.step()
+                numbers += [checks.capture.check().step, checks.sentinel.step().step]
+            model.zero_grad()
+        counters = checks.guard.counters
+        return said, numbers, counters.collectives, counters.compared
+
+
+def dies(dirpath: str) -> tuple[str, str]:
+    """Rank 1 is killed before a step."""
+    with contextlib.ExitStack() as stack:
+        plan = Plan(dirpath, wrap="alone", guard={"timeout_sec": 20})
+        checks, model = _entered(plan, stack)
+        assert checks.together is not None
+        for step in range(2):
+            _backward(plan, checks, model, step)
+            if step == 1 and _rank() == FAULTY_RANK:
+                die()
+            found = heard(checks.together.step)
+        assert checks.guard is not None
+        checks.guard.abandon()
+        return found
+
+
+def comes_late(seconds: float) -> tuple[str, float]:
+    """The guard's timeout is the shorter one: what the others raise, and after how long."""
+    with collective_guard("step", timeout_sec=3) as guard:
+        checks = StepChecks(guard=guard)
+        checks.step()
+        if _rank() == FAULTY_RANK:
+            time.sleep(seconds)
+        started = time.monotonic()
+        found, _ = heard(checks.step)
+        guard.abandon()
+        return found, time.monotonic() - started
+
+
+def refused(dirpath: str) -> list[tuple[str, str]]:
+    """What `StepChecks` itself refuses, on rank 0 of two."""
+    some, model = dist.new_group([0]), nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
+    if _rank():
+        return []
+    with NaNCapture(dirpath, model=model, group=some) as capture, Sentinel(model, mode=1) as sentinel:
+        guard = collective_guard("step")
+        return [
+            heard(lambda: StepChecks(capture=capture, sentinel=sentinel)),
+            heard(lambda: StepChecks(capture=capture, guard=guard)),
+            heard(lambda: StepChecks(capture=sentinel)),  # type: ignore[arg-type]
+            heard(StepChecks),
+        ]
+
+
+def _entered(plan: Plan, stack: contextlib.ExitStack) -> tuple[Checks, nn.Module]:
+    model = model_of(plan.wrap)
+    return Checks(plan, model, torch.optim.SGD(model.parameters(), lr=0.05), stack), model
+
+
+class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Those that run inside; a number that is read from a tensor is one."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def operators(dirpath: str, parts: tuple[str, ...], together: bool) -> tuple[list[str], list[str]]:
+    """Of a step's checks, after the first ones: what is computed and read, and collectives."""
+    names: list[str] = []
+    with contextlib.ExitStack() as stack:
+        checks, model = _entered(plan := Plan(dirpath, parts, together), stack)
+        for step in range(3):
+            _backward(plan, checks, model, step)
+            with Operators() as seen:
+                assert checks.step(step, Outcome())
+            names = sorted(seen.names)
+            model.zero_grad()
+    ours = [name for name in names if name.startswith("c10d.")]
+    return [name for name in names if name not in ours], ours

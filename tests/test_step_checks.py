@@ -1,0 +1,279 @@
+"""NaN capture, sentinel and guard in one all_reduce a step: what they say is what they say by their own calls."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ddpstats import ConfigError, NaNCapture, StepChecks, collective_guard
+from ddpstats.testing import RankPool
+from tests import step_checks_runs as runs
+from tests.step_checks_runs import EVERY, Outcome, Plan
+
+SUBSETS = [parts for count in (1, 2, 3) for parts in itertools.combinations(EVERY, count)]
+
+
+def trained(pool: RankPool, plan: Plan) -> list[Outcome]:
+    outcomes: list[Outcome] = pool.run(runs.train, plan).values()
+    assert all(one.said == outcomes[0].said for one in outcomes)  # in the same words
+    return outcomes
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.view(torch.int32), other.view(torch.int32))  # a NaN, too
+
+
+def test_a_step_is_one_collective(two_ranks: RankPool, tmp_path: Path) -> None:
+    for one in trained(two_ranks, Plan(str(tmp_path))):
+        assert one.said == []
+        assert one.collectives[1:] == [1, 1, 1]
+        assert one.collectives[0] > 1  # connect, and agree on settings
+        assert one.compared == one.seen_by_guard
+
+
+# -- the same verdicts ------------------------------------------------------------------------------------------------
+
+FAULTS: dict[str, tuple[str, ...]] = {
+    "nothing": (),
+    "a NaN": ("nan",),
+    "a gradient out of range": ("huge",),
+    "a flipped weight": ("flip",),
+    "another operation": ("op",),
+    "another label": ("label",),
+    "a NaN and another label": ("nan", "label"),
+}
+
+
+@pytest.mark.parametrize("faults", FAULTS.values(), ids=FAULTS)
+@pytest.mark.parametrize("parts", SUBSETS, ids="+".join)
+def test_verdicts_are_those_of_the_own_calls(
+    two_ranks: RankPool, tmp_path: Path, parts: tuple[str, ...], faults: tuple[str, ...]
+) -> None:
+    options: dict[str, Any] = {
+        "faults": faults,
+        "over_the_store": "op" in faults,  # on one host that is seen before the step
+        "sentinel": {"mode": 2, "digest_every_steps": 1 if "flip" in faults else 0},
+    }
+    apart = trained(two_ranks, Plan(str(tmp_path / "apart"), parts, False, **options))
+    together = trained(two_ranks, Plan(str(tmp_path / "together"), parts, True, **options))
+    assert [one.said for one in together] == [one.said for one in apart]
+    assert_heard(parts, faults, together[0])
+    for one, other in zip(together, apart, strict=True):
+        assert all(same_bits(a, b) for a, b in zip(one.parameters, other.parameters, strict=True))
+        assert torch.equal(one.random, other.random)
+        assert (one.seen_by_guard, one.compared) == (other.seen_by_guard, other.compared)
+
+
+def assert_heard(parts: tuple[str, ...], faults: tuple[str, ...], outcome: Outcome) -> None:
+    """So that two that say nothing are not taken for two that say the same."""
+    heard = [check for step, check, _ in outcome.said if step == runs.FAULTY_STEP]
+    if "guard" in parts and {"op", "label"} & set(faults):
+        assert heard == ["guard"]
+        return
+    nan = "nan" in faults
+    expected = ["capture"] if nan and "capture" in parts else []
+    expected += ["sentinel"] if "sentinel" in parts and (nan or {"huge", "flip"} & set(faults)) else []
+    assert heard == expected
+
+
+def test_where_the_capture_says_skip_the_alarm_is_told_and_not_raised(two_ranks: RankPool, tmp_path: Path) -> None:
+    for policy, raised in (("skip", False), ("continue", True)):
+        plan = Plan(str(tmp_path / policy), faults=("nan",), capture={"on_nonfinite": policy})
+        for one in trained(two_ranks, plan):
+            assert one.raised == ([(2, "SentinelAlarm")] if raised else [])
+
+
+def test_digests_of_replicas_are_compared_in_their_steps(two_ranks: RankPool, tmp_path: Path) -> None:
+    plan = Plan(str(tmp_path), sentinel={"mode": 2, "digest_every_steps": 3}, steps=7)
+    for one in trained(two_ranks, plan):
+        assert one.said == []
+        assert [count == 1 for count in one.collectives[1:]] == [True, False, True, True, False, True]
+
+
+@pytest.mark.parametrize(
+    "guard", [{"mode": "strict"}, {"mode": "step", "check_every": 2}, {"mode": "record"}, {"mode": "off"}]
+)
+@pytest.mark.parametrize("faults", [(), ("nan",)], ids=["nothing", "a NaN"])
+def test_guards_of_all_modes(
+    two_ranks: RankPool, tmp_path: Path, guard: dict[str, Any], faults: tuple[str, ...]
+) -> None:
+    guard = {**guard, "record_dir": str(tmp_path)}
+    options: dict[str, Any] = {"guard": guard, "faults": faults, "micro_batches": 3}
+    apart = trained(two_ranks, Plan(str(tmp_path / "apart"), together=False, **options))
+    together = trained(two_ranks, Plan(str(tmp_path / "together"), **options))
+    for one, other in zip(together, apart, strict=True):
+        assert one.said == other.said
+        assert (one.seen_by_guard, one.compared) == (other.seen_by_guard, other.compared)
+        assert one.collectives[1:2] == [1]
+
+
+def test_training_is_bit_identical_with_it(two_ranks: RankPool, tmp_path: Path) -> None:
+    with_it = trained(two_ranks, Plan(str(tmp_path), micro_batches=2))
+    without = trained(two_ranks, Plan(str(tmp_path), parts=(), micro_batches=2))
+    for one, other in zip(with_it, without, strict=True):
+        assert all(same_bits(a, b) for a, b in zip(one.parameters, other.parameters, strict=True))
+        assert torch.equal(one.random, other.random)
+
+
+@pytest.mark.parametrize("parts", SUBSETS, ids="+".join)
+def test_nothing_more_is_computed_or_read_than_by_the_own_calls(
+    two_ranks: RankPool, tmp_path: Path, parts: tuple[str, ...]
+) -> None:
+    """On whatever device: no operator, so no number that is read from one."""
+    (together, ours), _ = two_ranks.run(runs.operators, str(tmp_path), parts, True).values()
+    (apart, _), _ = two_ranks.run(runs.operators, str(tmp_path), parts, False).values()
+    assert together == apart
+    assert ours == ["c10d.allreduce_.default"]
+    assert ("aten._local_scalar_dense.default" in together) == ("capture" in parts)
+
+
+def test_own_calls_go_on_working(two_ranks: RankPool, tmp_path: Path) -> None:
+    for said, numbers, collectives, compared in two_ranks.run(runs.alternating, str(tmp_path)).values():
+        assert said == [True] * 4
+        assert numbers == [step for step in range(8) for _ in range(2)]
+        assert collectives == compared
+
+
+def test_without_a_process_group(tmp_path: Path) -> None:
+    outcome = runs.train(Plan(str(tmp_path), wrap="alone", faults=("nan",)))
+    assert outcome.said == []
+    assert outcome.collectives == [0] * 4
+    with collective_guard("step") as guard, NaNCapture(tmp_path, model=torch.nn.Linear(1, 1)) as capture:
+        checks = StepChecks(capture=capture, guard=guard)
+        with pytest.raises(ConfigError, match=r"NaNCapture.check\(\) inside micro_batch\(\)"), capture.micro_batch(1):
+            checks.step()
+        with pytest.raises(ConfigError, match=r"check\(step=-1\): a whole number"):
+            checks.step(step=-1)
+        verdict = checks.step(step=7).capture
+        assert verdict is not None
+        assert verdict.step == 7
+
+
+# -- ranks that do not do the same ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "lines"),
+    [
+        (
+            "another part",
+            "ProtocolMismatch",
+            ["rank 0: StepChecks.step() of NaNCapture, Sentinel", "rank 1: StepChecks.step() of NaNCapture"],
+        ),
+        ("its own call", "ProtocolMismatch", ["rank 0: StepChecks.step() of NaNCapture", "rank 1: NaNCapture.check()"]),
+        ("another number of calls", "ProtocolMismatch", ["rank 1: reduce_stats, without a name"]),
+        (
+            "inside of a micro-batch",
+            "InvalidStats",
+            [
+                "StepChecks.step() of NaNCapture, Sentinel cannot judge the step",
+                "rank 1: ConfigError: NaNCapture.check()",
+            ],
+        ),
+        ("inside of the sentinel's", "InvalidStats", ["rank 1: ConfigError: Sentinel.step() inside micro_batch()"]),
+        ("a step that is none", "InvalidStats", ["rank 1: ConfigError: NaNCapture.check(step=-1): a whole number"]),
+        ("a gradient that cannot be read", "InvalidStats", ["rank 1: ZeroDivisionError: not this one"]),
+    ],
+)
+def test_ranks_that_do_something_else_are_named_on_all(
+    two_ranks: RankPool, tmp_path: Path, how: str, error: str, lines: list[str]
+) -> None:
+    first, second = two_ranks.run(runs.unlike, str(tmp_path), how).values()
+    assert first == second
+    (kind, text), is_judged_again = first
+    assert kind == error
+    assert all(line in text for line in lines), text
+    assert is_judged_again
+
+
+def test_a_rank_that_raises_in_its_micro_batch_is_named_by_the_others(two_ranks: RankPool, tmp_path: Path) -> None:
+    (kind, text), second = two_ranks.run(runs.raises_in_its_micro_batch, str(tmp_path)).values()
+    two_ranks.restart()
+    assert kind == "RankMissing"
+    assert "rank 1 raised in step 1, micro-batch 0: ValueError: label 17 of 3" in text
+    assert second == ("ValueError", "label 17 of 3")
+
+
+def test_under_a_grad_scaler_and_without_a_batch(two_ranks: RankPool, tmp_path: Path) -> None:
+    together = two_ranks.run(runs.scaled, str(tmp_path), True).values()
+    apart = two_ranks.run(runs.scaled, str(tmp_path), False).values()
+    kinds = [(kind, ok) for kind, ok, _ in together[0]]
+    assert together[0] == together[1]
+    assert kinds == [(kind, ok) for kind, ok, _ in apart[0]]
+    assert kinds[0] == ("scaler_skip", True)
+    assert kinds[-1] == ("ok", True)
+    assert together[0][-1][2] == 1
+
+
+def test_a_part_that_is_closed_on_one_rank(two_ranks: RankPool, tmp_path: Path) -> None:
+    first, second = two_ranks.run(runs.closed_on_one_rank, str(tmp_path)).values()
+    assert first == second
+    assert first[0] == "InvalidStats"
+    assert "rank 1: ConfigError: Sentinel.step() after close()" in first[1]
+
+
+def test_settings_that_differ_are_named_at_the_first_step(two_ranks: RankPool, tmp_path: Path) -> None:
+    first, second = two_ranks.run(runs.other_settings, str(tmp_path)).values()
+    assert first == second
+    assert first[0] == "ConfigError"
+    assert "rank 0: keep=1\n  rank 1: keep=2" in first[1]
+
+
+def test_guards_of_different_modes(two_ranks: RankPool) -> None:
+    first, second = two_ranks.run(runs.another_mode).values()
+    assert first == second
+    assert first[0] == "ProtocolMismatch"
+    assert "rank 0: StepChecks.step() of collective_guard('strict')" in first[1]
+
+
+def test_a_mismatch_in_a_group_of_some_is_raised_on_all(three_ranks: RankPool) -> None:
+    outcomes = three_ranks.run(runs.in_a_group_of_some, "label").values()
+    assert outcomes[0] == outcomes[1] == outcomes[2]
+    assert [kind for kind, _ in outcomes[0]] == ["nothing", "CollectiveMismatch", "CollectiveMismatch"]
+    assert "of 2 ranks do not run the same collective" in outcomes[0][1][1]
+    assert [kind for kind, _ in three_ranks.run(runs.in_a_group_of_some, "nothing").values()[2]] == ["nothing"] * 3
+
+
+def test_a_collective_that_only_some_have_issued_is_told_on_all(three_ranks: RankPool) -> None:
+    outcomes = three_ranks.run(runs.in_a_group_of_some, "missing").values()
+    three_ranks.restart()
+    assert outcomes[0] == outcomes[1] == outcomes[2]
+    assert [kind for kind, _ in outcomes[0]] == ["nothing", "RankMissing", "RankMissing"]
+    assert "rank 1" in outcomes[0][1][1]
+
+
+def test_warn_says_it_once_and_goes_on(two_ranks: RankPool, tmp_path: Path) -> None:
+    for said, collectives, compared in two_ranks.run(runs.warned, str(tmp_path)).values():
+        assert len(said) == 1
+        assert "the label" in said[0]
+        assert [count == 1 for count in collectives[1:]] == [True, False, True, True, True]
+        assert compared > 0
+
+
+def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
+    with RankPool(3, timeout_sec=60) as pool:
+        outcomes = pool.run(runs.dies, str(tmp_path))
+    told = [outcome.value for outcome in outcomes if outcome.rank != runs.FAULTY_RANK]
+    assert told[0] == told[1]
+    assert told[0][0] == "RankMissing"
+    assert "rank 1: the process is gone" in told[0][1]
+
+
+def test_the_shortest_timeout_holds(two_ranks: RankPool) -> None:
+    first, second = two_ranks.run(runs.comes_late, 8.0).values()
+    two_ranks.restart()
+    assert first[0] == second[0] == "RankMissing"
+    assert first[1] < 7
+
+
+def test_what_cannot_be_one_all_reduce_is_refused(two_ranks: RankPool, tmp_path: Path) -> None:
+    groups, guard, kind, none = two_ranks.run(runs.refused, str(tmp_path)).values()[0]
+    assert {found[0] for found in (groups, guard, kind, none)} == {"ConfigError"}
+    assert "Give both the same group=" in groups[1]
+    assert "call guard.step() on every rank" in guard[1]
+    assert "a ddpstats.NaNCapture is needed, not a Sentinel" in kind[1]
+    assert "pass at least one of capture=, sentinel= and guard=" in none[1]
