@@ -28,22 +28,22 @@ class Comparing:
         self.verdicts = Verdicts(session, standing, settings)
         self.messages = MessageComparing(session, self.verdicts)
 
-    def foretell(self, group: Group, event: Event) -> None:
+    def foretell(self, group: Group, event: Event, seq: int) -> None:
         """Say what is about to be issued, where the other ranks of this host see it even if gloo aborts this process.
 
         Raises where a neighbour in the group has said something else; never waits.
         """
         assert group.exchange is not None
-        if group.exchange.tell(event.seq, event.digest, words_of(event)):
-            self.verdicts.await_verdict(alarm_of(group, event.seq, doubt=True))
+        if group.exchange.tell(seq, event.digest, words_of(event)):
+            self.verdicts.await_verdict(alarm_of(group, seq, doubt=True))
 
     # -- notes --------------------------------------------------------------------------------------------------------
 
-    def post(self, group: Group, event: Event) -> None:
+    def post(self, group: Group, event: Event, seq: int) -> None:
         """strict: say what is about to be issued."""
         group.rolling = roll(group.rolling, event.digest)
         note = Note(event.digest, event.balance, event.word, group.rolling)
-        self._post(group, event.seq, note, event.seq)
+        self._post(group, seq, note, seq)
 
     def take_in(self, group: Group, event: Event, check_every: int) -> None:
         """step: roll what is about to be issued into the digests, and compare these now and then."""
@@ -82,7 +82,7 @@ class Comparing:
     def settle_what_is_ready(self) -> None:
         """Compare what all ranks have posted by now; never waits."""
         for group in list(self.session.named.values()):
-            if group.exchange is not None and group.exchange.is_quick:
+            if group.settled < group.posted and group.exchange is not None and group.exchange.is_quick:
                 self._settle_ready(group)
 
     def _settle_ready(self, group: Group) -> None:
@@ -110,6 +110,9 @@ class Comparing:
         """Compare the next note with those of all ranks. False where a warning has ended all comparing."""
         assert group.exchange is not None
         number = group.settled + 1
+        if self._strict and group.exchange.all_alike(number):
+            group.settled = group.agreed = number
+            return True
         seq = number if self._strict else group.seq
         try:
             notes = group.exchange.look(number)

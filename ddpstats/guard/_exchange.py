@@ -139,6 +139,10 @@ class Exchange:
             return None  # not one of ours
         return [Note(*_NOTE.unpack(payload)) for payload in payloads]
 
+    def all_alike(self, seq: int) -> bool:
+        """Whether all ranks have posted the very note that this one has, and no balance is open. False says nothing."""
+        return self._all_here and self._shared is not None and self._shared.all_alike(seq)
+
     def _check_overrun(self, seq: int) -> None:
         """Raise `Overrun` if some rank has deleted its note from the store already."""
         for index in range(self._size):
@@ -276,6 +280,18 @@ class _Shared:
             notes.append(note)
             at += NOTES_KEPT * _WORDS
         return notes
+
+    def all_alike(self, seq: int) -> bool:
+        size, at = _WORDS * _BYTES, seq % NOTES_KEPT * _WORDS * _BYTES
+        mine = at + self._index * NOTES_KEPT * size
+        note = self._map[mine : mine + size]
+        if self._words[mine // _BYTES] != seq or self._words[mine // _BYTES + 2]:
+            return False
+        for _ in range(self._size):
+            if self._map[at : at + size] != note:
+                return False
+            at += NOTES_KEPT * size
+        return True
 
     def has_note(self, index: int, seq: int) -> bool:
         return self._words[(index * NOTES_KEPT + seq % NOTES_KEPT) * _WORDS] >= seq

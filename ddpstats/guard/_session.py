@@ -129,7 +129,8 @@ class Session:
         with self._reaching_store():
             told = world_store("ddpstats/run", limit_sec).post("token", token)
             self.run = told.decode(errors="replace")
-        self._groups: weakref.WeakKeyDictionary[GroupView, Group] = weakref.WeakKeyDictionary()
+        self._groups: dict[GroupView, Group] = {}
+        self.find = self._groups.get
         self._lives: Counter[str] = Counter()  # a group may be destroyed, and another made under its name
         self._forgotten = Tally()
         self.is_concluded = False
@@ -166,9 +167,6 @@ class Session:
             lines.append(f"The store, which ranks compare through, does not answer: {why}")
             raise RankMissing("\n".join(lines), missing_ranks=missing) from error
 
-    def find(self, view: GroupView) -> Group | None:
-        return self._groups.get(view)
-
     def meet(self, view: GroupView) -> Group:
         """First sight of a group. Nobody is waited for: ranks may see their groups in different order."""
         self._forget_destroyed()
@@ -196,6 +194,7 @@ class Session:
         destroyed = [name for name, group in self.named.items() if not group.view.is_alive()]
         for name in destroyed[:-_KEPT_DESTROYED]:
             group = self.named.pop(name)
+            self._groups.pop(group.view, None)
             self._forgotten += self._tally_of(group)
             if group.exchange is not None:
                 group.exchange.close()

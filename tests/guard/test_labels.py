@@ -530,7 +530,7 @@ def test_siblings_are_those_of_the_container_now() -> None:
             items(stats)
 
     labels_of(changing)
-    sizes = [len(found.levels[0].siblings) for found in _found if found is not None]
+    sizes = [len(found.levels[0].names) for found in _found if found is not None]
     assert sizes == [3] * 3 + [4] * 4 + [5] * 5
 
 

@@ -19,14 +19,14 @@ def evidence_of(found: Inferred) -> Evidence:
     """Of the innermost name, and through it of those further out."""
     evidence: Evidence | None = None
     for level in range(len(found.levels) - 1, -1, -1):
-        named = found.levels[level]
+        key, beside = found.keys[level], found.levels[level]
         evidence = Evidence(
-            named.key,
-            named.siblings[:_MAX_NAMES],
-            named.source,
+            key,
+            beside.names[:_MAX_NAMES],
+            beside.source,
             _fate(found.chain, level),
-            _spelled(found.chain, named.key),
-            named.aliases,
+            _spelled(found.chain, key),
+            beside.aliases.get(key, ()),
             found.beside,
             found.chain.is_known,
             evidence,
