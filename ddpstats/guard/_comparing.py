@@ -17,6 +17,7 @@ from ddpstats.guard._session import Group, Session, Settings, Standing
 from ddpstats.guard._spoken import words_of
 from ddpstats.guard._verdicts import Silenced, Verdicts, alarm_of
 
+_MAX_PENDING = 64
 _END = Note(0x454E44, 0)  # posted in place of a collective by a rank that leaves
 
 
@@ -46,17 +47,25 @@ class Comparing:
         self._post(group, seq, note, seq)
 
     def take_in(self, group: Group, event: Event, check_every: int) -> None:
-        """step: roll what is about to be issued into the digests, and compare these now and then."""
+        """step: note what is about to be issued, and compare the digests now and then."""
         assert group.exchange is not None
-        group.rolling = roll(group.rolling, event.digest)
-        group.labels = roll(group.labels, event.word)
-        group.balance += event.balance
+        group.pending.append(event)
         if group.settled < group.posted and (group.exchange.is_quick or group.seq % 8 == 0):
             self._settle_ready(group)
         if group.seq % check_every == 0:
             self._post_digests(group)  # settled when all have posted it, and at `step` at the latest
+        elif len(group.pending) >= _MAX_PENDING:
+            self._roll_pending(group)
+
+    def _roll_pending(self, group: Group) -> None:
+        while group.pending:
+            event = group.pending.popleft()
+            group.rolling = roll(group.rolling, event.digest)
+            group.labels = roll(group.labels, event.word)
+            group.balance += event.balance
 
     def _post_digests(self, group: Group) -> None:
+        self._roll_pending(group)
         note = Note(roll(group.rolling, group.seq), group.balance & MASK, group.labels)
         group.labels = 0  # each comparison has the labels since the one before: those that may differ do so once
         group.checked_at[group.posted + 1] = group.seq

@@ -11,6 +11,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, NoReturn
 
 from ddpstats._base.rank_names import ranks_text
@@ -24,6 +25,7 @@ from ddpstats.guard._status import DOUBT, MISMATCH, MISSING, NOTHING, GuardFindi
 from ddpstats.guard._telling import gave_up, printed_once, signal_deferred
 
 _SLICE_SEC = 0.2
+_SLICE = timedelta(seconds=_SLICE_SEC)
 _WAITS_IN = ("ddpstats.", "torch._", "torch.autograd", "torch.distributed", "torch.nn.parallel", "torch.ops")
 _BROKEN = re.compile(r"connection (closed|reset)|timed out|broken pipe", re.IGNORECASE)
 
@@ -94,12 +96,12 @@ class Verdicts:
     def wait_for(self, work: Any, group: Group, entry: Entry) -> None:
         """Wait for a collective that was issued, looking up between slices."""
         try:
-            if collectives.wait_within(work, _SLICE_SEC):
+            if collectives.wait_within(work, _SLICE):
                 return
             event = event_of(entry)
             watch = self.watch(group, event.seq, self.deadline() - _SLICE_SEC, waited_for=event)
             with self._standing.waiting(group, event.seq):
-                while not collectives.wait_within(work, _SLICE_SEC):
+                while not collectives.wait_within(work, _SLICE):
                     watch()
         except Silenced:
             return  # the caller waits on, as without a guard

@@ -14,7 +14,7 @@ from typing import Any
 
 from ddpstats._observe.user_frames import user_frame
 from ddpstats.guard.labels._fate import Fate
-from ddpstats.guard.labels._places import Asked, CallText, ReadyRoute, ReadyStep, place_of
+from ddpstats.guard.labels._places import MAX_FRAMES, Asked, CallText, ReadyRoute, ReadyStep, activation, place_of
 from ddpstats.guard.labels._reading import (
     MISSING,
     PLAIN_DICTS,
@@ -25,15 +25,13 @@ from ddpstats.guard.labels._reading import (
     kind_of,
 )
 from ddpstats.guard.labels._siblings import Containers, Siblings
-from ddpstats.guard.labels._source import COMPREHENSION_NAMES, Function
+from ddpstats.guard.labels._source import Function
 from ddpstats.guard.labels._spelled import Spelled
 from ddpstats.guard.labels._trace import Route, Step
 
-_MAX_FRAMES = 60
 _MAX_CHAINS = 8192
 _MAX_LABELS = 4096
 _MAX_LABEL_CHARS = 200
-_COMPREHENSIONS = frozenset(COMPREHENSION_NAMES.values())
 # Functions of this name reduce stats under their keys: espnet's, detectron2's, DETR's, and copies of them.
 REDUCES_NAMED = frozenset(
     {
@@ -80,19 +78,24 @@ class Inferred:
 
 @dataclass(slots=True)
 class _Found:
-    """What was found so far. ``keys``: all of them, from the tensor outwards; ``names``: those that are names."""
+    """What was found so far. ``keys``: all of them, from the tensor outwards; ``names``: those that are names, each with
+    its container; ``steps``: as of a `Chain`, whose places are ``named_at``."""
 
-    keys: tuple[str, ...] = ()
     places: tuple[CallText, ...] = ()
-    names: tuple[tuple[str, Step, int, Any], ...] = ()  # key, step, place, container
+    keys: tuple[str, ...] = ()
+    names: tuple[tuple[str, Any], ...] = ()
+    steps: tuple[tuple[Step, int], ...] = ()
+    named_at: tuple[CallText, ...] = ()
     fresh: bool = False
     beside: bool = False
     is_known: bool = False
 
     def add(self, key: str, step: Step, container: Any) -> None:
         """A key that is a name."""
-        self.keys = *self.keys, key
-        self.names = *self.names, (key, step, len(self.places) - 1, container)
+        self.keys += (key,)
+        self.names += ((key, container),)
+        self.steps += ((step, len(self.places) - 1),)
+        self.named_at = self.places
 
 
 Passed = tuple[FrameType | None, Any]
@@ -105,11 +108,13 @@ _labels: dict[tuple[Any, ...], Inferred] = {}
 def infer(tensor: Any, frame: FrameType) -> Inferred | None:
     """The label of ``tensor`` in the collective that ``frame`` is calling; None where the text gives it no name."""
     try:
-        frames = _activation(frame)
-        place = place_of(frames, None)
-        found = _follow(place, frames, (None, tensor), _Found(), 0) if place.routes else None
+        place = place_of(frame, None)
+        if not place.routes and place.file is not None:
+            return None
+        frames = activation(frame)
+        found = _follow(place, frames, (None, tensor), _Found(), 0)
         if found is None and place.file is None:
-            found = _without_source(tensor, frames)
+            found = _without_source(tensor, frames, place)
         return None if found is None else _inferred(found)
     except RecursionError:  # the program's own stack is nearly used up: nothing is left for a message either
         return None
@@ -119,29 +124,24 @@ def infer(tensor: Any, frame: FrameType) -> Inferred | None:
 
 
 def _inferred(found: _Found) -> Inferred:
-    chain = _chain_of(found)
-    levels = tuple(
-        [reader.siblings(name[3], name[0]) for reader, name in zip(chain.containers, found.names, strict=True)]
-    )
+    chain = _chains.get((found.named_at, found.steps)) or _new_chain(found)
+    levels = tuple([last.siblings(*name) for last, name in zip(chain.containers, found.names, strict=True)])
     key = chain, found.keys, levels, found.beside
     label = _labels.get(key)
     if label is None:
         if len(_labels) >= _MAX_LABELS:
             _labels.clear()
-        names = tuple(name[0] for name in found.names)
+        names = tuple(name for name, _ in found.names)
         label = _labels[key] = Inferred(_spell(found.keys), names, levels, chain, found.beside)
     return label
 
 
-def _chain_of(found: _Found) -> Chain:
-    places = found.places[: found.names[-1][2] + 1]
-    key = *places, *[name[1] for name in found.names]
-    chain = _chains.get(key)
-    if chain is None:
-        if len(_chains) > _MAX_CHAINS:
-            _chains.clear()
-        steps = tuple((step, at) for _, step, at, _ in found.names)
-        chain = _chains[key] = Chain(places, steps, found.fresh, found.is_known, tuple(Containers() for _ in steps))
+def _new_chain(found: _Found) -> Chain:
+    if len(_chains) > _MAX_CHAINS:
+        _chains.clear()
+    containers = tuple(Containers() for _ in found.steps)
+    chain = Chain(found.named_at, found.steps, found.fresh, found.is_known, containers)
+    _chains[found.named_at, found.steps] = chain
     return chain
 
 
@@ -155,28 +155,12 @@ def _spell(keys: tuple[str, ...]) -> str:
 # -- following a route ------------------------------------------------------------------------------------------------
 
 
-def _activation(frame: FrameType) -> tuple[FrameType, ...]:
-    """The frames of one activation: comprehensions, which have frames of their own before 3.12, and their owner."""
-    if frame.f_code.co_name not in _COMPREHENSIONS:
-        return (frame,)
-    frames, owner = [frame], frame.f_back
-    for _ in range(_MAX_FRAMES):
-        if owner is None:
-            break
-        if frames[-1].f_code in owner.f_code.co_consts:
-            frames.append(owner)
-            if owner.f_code.co_name not in _COMPREHENSIONS:
-                break
-        owner = owner.f_back
-    return tuple(frames)
-
-
 def _follow(
     place: CallText, frames: tuple[FrameType, ...], passed: Passed | None, found: _Found, depth: int
 ) -> _Found | None:
     """Follow the routes of one activation, and those of its callers; None where none comes to a name."""
     best = found if found.names else None
-    if depth > _MAX_FRAMES:
+    if depth > MAX_FRAMES:
         return best
     for ready in place.routes:
         taken = _take(ready, place, frames, passed, found, depth)
@@ -193,12 +177,14 @@ def _take(
 ) -> _Found | None:
     route = ready.asked.route
     now = _Found(
-        before.keys,
         (*before.places, place),
+        before.keys,
         before.names,
+        before.steps,
+        before.named_at,
         before.fresh or (not before.names and route.fresh),
         before.beside,
-        before.is_known or frames[-1].f_code.co_name in REDUCES_NAMED,
+        before.is_known or place.owner.co_name in REDUCES_NAMED,
     )
     if ready.steps:
         variables = Variables(frames)
@@ -237,7 +223,7 @@ def _read(ready: ReadyStep, variables: Variables, passed: Passed | None, found: 
             container = ready.container(variables)
         found.add(text, ready.step, container)
     elif type(number) is int:
-        found.keys = *found.keys, f"[{number}]"
+        found.keys += (f"[{number}]",)
 
 
 def _leave(asked: Asked, owner: FrameType, found: _Found, depth: int) -> _Found | None:
@@ -256,8 +242,8 @@ def _leave(asked: Asked, owner: FrameType, found: _Found, depth: int) -> _Found 
                 found.beside = True
                 return found
     if outer is not None:
-        frames = _activation(outer)
-        further = _follow(place_of(frames, asked), frames, passed, found, depth + 1)
+        place = place_of(outer, asked)
+        further = _follow(place, activation(outer), passed, found, depth + 1) if place.routes else None
         if further is not None:
             return further
     return found if found.names else None
@@ -277,7 +263,7 @@ def _value_of(passed: Passed | None) -> Any:
         variables.give_back()
 
 
-def _without_source(tensor: Any, frames: tuple[FrameType, ...]) -> _Found | None:
+def _without_source(tensor: Any, frames: tuple[FrameType, ...], place: CallText) -> _Found | None:
     """The key of a dict of the frame that has this very tensor, where a variable holds the key or the tensor."""
     variables = Variables(frames)
     held = variables.values()
@@ -285,7 +271,9 @@ def _without_source(tensor: Any, frames: tuple[FrameType, ...]) -> _Found | None
         for container in [value for value in held if kind_of(value) in PLAIN_DICTS]:
             text = key_text(key := key_by_identity(container, tensor))
             if text is not None and any(value is tensor or value is key for value in held):
-                return _Found((text,), (place_of(frames, None),), ((text, _BESIDE, 0, container),), beside=True)
+                found = _Found((place,), beside=True)
+                found.add(text, _BESIDE, container)
+                return found
         return None
     finally:
         held.clear()
@@ -298,7 +286,7 @@ def _frame_of_scope(frame: FrameType, route: Route) -> FrameType | None:
     name = scope.name if isinstance(scope, (ast.FunctionDef, ast.AsyncFunctionDef)) else "<module>"
     if isinstance(scope, ast.Lambda):
         name = "<lambda>"
-    for _ in range(_MAX_FRAMES):
+    for _ in range(MAX_FRAMES):
         if here is None:
             return None
         code = here.f_code

@@ -106,8 +106,13 @@ class Variables:
 
 def _variables_of(frames: Sequence[FrameType]) -> list[tuple[FrameType, dict[str, Any]]]:
     """Of those that may be read. Code that was executed may have been given something else than a dict."""
-    read = [(frame, frame.f_locals) for frame in frames if is_readable(frame)]
-    return [(frame, variables) for frame, variables in read if type(variables) in _KINDS_OF_VARIABLES]
+    read: list[tuple[FrameType, dict[str, Any]]] = []
+    for frame in frames:
+        if is_readable(frame):
+            variables = frame.f_locals
+            if type(variables) in _KINDS_OF_VARIABLES:
+                read.append((frame, variables))
+    return read
 
 
 def is_readable(frame: FrameType) -> bool:
@@ -243,10 +248,11 @@ def key_text(value: Any) -> str | None:
 
     What wrappers of a model put before the names of its parameters is left out.
     """
-    kind = kind_of(value)
+    kind = type(value)
     if kind is str:
         text = _WRAPPERS.sub("", value) if "." in value else value
-        return text[:_MAX_CHARS] if _HAS_LETTER.search(text) else None  # "_" names nothing
+        return text[:_MAX_CHARS] if text[:1].isalnum() or _HAS_LETTER.search(text) else None  # "_" names nothing
+    kind = kind_of(value)
     sort = _sorts.get(kind)
     if sort is None:
         if len(_sorts) > 1024:
@@ -287,6 +293,8 @@ def _sort_of(kind: type) -> str:
 
 def entries_of(container: Any) -> Any:
     """A dict that holds what the container holds under names; None for what has none, or hides them in code."""
+    if type(container) is dict:
+        return container
     kind = kind_of(container)
     if kind in PLAIN_DICTS:
         return container

@@ -53,7 +53,7 @@ class Containers:
         # One tuple, for several threads may be at this place.
         self._last: tuple[tuple[int, int, int], tuple[str, ...] | None, Siblings] = (0, 0, 0), None, _NONE
 
-    def siblings(self, container: Any, name: str) -> Siblings:
+    def siblings(self, name: str, container: Any) -> Siblings:
         """Of ``name`` in ``container``."""
         if container is MISSING:
             return _NONE
