@@ -107,28 +107,28 @@ class Watching:
 
     def before(self, call: Collective) -> None:
         """Describe, record, and where possible compare, before anything moves."""
-        if self.standing.verdict is not None:
-            raise self.standing.verdict.with_traceback(None)
-        if not call.blocking and self._settings.compares and not self.standing.silent:
+        standing = self.standing
+        if standing.verdict is not None:
+            raise standing.verdict.with_traceback(None)
+        if not call.blocking and self._settings.compares and not standing.silent:
             call.timeout_ms = self._timeout_ms
-        self._take_in(call)
-
-    def _take_in(self, call: Collective) -> None:
+        is_message = call.is_p2p
         with self._lock:
-            group = self._group_of(call.view)
+            group = None if self.session is None else self.session.find(call.view)
+            if group is None:
+                group = self._meet(call.view)
             event = self._describe(call, group)
-            is_message = call.is_p2p
             if not is_message:
                 group.seq += 1
             seq = group.seq
             entry = event, seq, time.time()
             self.ring.append(entry)
-            self.standing.collectives += 1
+            standing.collectives += 1
             if self._writer is not None:
                 self._writer.write_event(event_of(entry))
         call.subscriber_state = group, entry, self._begin_message(entry, group) if is_message else None
         comparing = self.comparing
-        if is_message or self.standing.silent or group.exchange is None or comparing is None:
+        if is_message or standing.silent or group.exchange is None or comparing is None:
             return
         if self._mode == "step" or not call.blocking:
             comparing.foretell(group, event, seq)
@@ -209,7 +209,7 @@ class Watching:
         """What is known of the call but its number and its time: the same object for all calls that are alike."""
         parts = parts_of(call)
         pieces = pieces_of(call) if parts[0] in PIECEWISE else NO_PIECES
-        frame, by_torch, is_api = calling_frame(4)
+        frame, by_torch, is_api = calling_frame(3)
         found: str | Inferred | None = current_label()
         if found is None and by_torch:
             found = BY_TORCH
@@ -250,11 +250,8 @@ class Watching:
             told=partial(evidence_of, found) if isinstance(found, Inferred) else None,
         )
 
-    def _group_of(self, view: GroupView) -> Group:
+    def _meet(self, view: GroupView) -> Group:
         session = self.session
-        group = None if session is None else session.find(view)
-        if group is not None:
-            return group
         if session is None or session.is_over():
             session = self.begin()
         group = session.meet(view)

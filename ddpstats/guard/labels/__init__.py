@@ -46,6 +46,5 @@ def label(name: str) -> Iterator[None]:
         _current.reset(token)
 
 
-def current_label() -> str | None:
-    """The label that is set here, or None."""
-    return _current.get()
+# The label that is set here, or None.
+current_label = _current.get

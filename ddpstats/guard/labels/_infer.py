@@ -78,8 +78,8 @@ class Inferred:
 
 @dataclass(slots=True)
 class _Found:
-    """What was found so far. ``keys``: all of them, from the tensor outwards; ``names``: those that are names, each with
-    its container; ``steps``: as of a `Chain`, whose places are ``named_at``."""
+    """What was found so far. ``keys``: all of them, from the tensor outwards; ``names``: those that are names, each
+    with its container; ``steps``: as of a `Chain`, whose places are ``named_at``."""
 
     places: tuple[CallText, ...] = ()
     keys: tuple[str, ...] = ()
@@ -204,8 +204,11 @@ def _read(ready: ReadyStep, variables: Variables, passed: Passed | None, found: 
     container: Any = MISSING
     text: str | None = None
     number: Any = None
+    tensor = passed[1] if passed is not None and passed[0] is None else MISSING
     for reader in ready.names:
         value = reader(variables)
+        if value is tensor:
+            continue
         part = key_text(value)
         if part is not None:
             text = part if text is None or text == part else f"{text},{part}"
