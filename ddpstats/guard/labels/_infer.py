@@ -26,7 +26,6 @@ from ddpstats.guard.labels._reading import (
 )
 from ddpstats.guard.labels._siblings import Containers, Siblings
 from ddpstats.guard.labels._source import Function
-from ddpstats.guard.labels._spelled import Spelled
 from ddpstats.guard.labels._trace import Route, Step
 
 _MAX_CHAINS = 8192
@@ -61,7 +60,6 @@ class Chain:
     is_known: bool
     containers: tuple[Containers, ...]
     fates: dict[int, Fate] = field(default_factory=dict)
-    spelled: dict[str, Spelled] = field(default_factory=dict)
 
 
 @dataclass(eq=False, slots=True)

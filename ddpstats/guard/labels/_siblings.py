@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ddpstats._base.bounded_cache import BoundedCache
 from ddpstats.guard.labels._reading import (
     MISSING,
     PLAIN_DICTS,
@@ -24,23 +25,22 @@ from ddpstats.guard.labels._reading import (
 )
 
 _MAX_KEPT = 4096
+_MAX_NAMES = 1 << 16  # in all of them
 
 
 @dataclass(frozen=True, eq=False)
 class Siblings:
-    """The names in a container, in its order, and the container's class. ``aliases``: of tensors with several names.
-
-    ``later``: the names but the first.
-    """
+    """The names in a container, in its order, and the container's class. ``aliases``: of tensors with several names."""
 
     names: tuple[str, ...] = ()
     source: str = ""
     aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    later: frozenset[str] = frozenset()
 
+
+_Last = tuple[tuple[int, int, int], tuple[str, ...] | None, Siblings, frozenset[str]]
 
 _NONE = Siblings()
-_kept: dict[tuple[Any, ...], Siblings] = {}
+_kept: BoundedCache[tuple[Any, ...], Siblings] = BoundedCache(_MAX_KEPT, _MAX_NAMES)
 
 
 class Containers:
@@ -49,9 +49,9 @@ class Containers:
     __slots__ = ("_last",)
 
     def __init__(self) -> None:
-        # Its id, its size, the id of its first key; its keys, where they are texts alone and no two have one value.
-        # One tuple, for several threads may be at this place.
-        self._last: tuple[tuple[int, int, int], tuple[str, ...] | None, Siblings] = (0, 0, 0), None, _NONE
+        # Its id, its size, the id of its first key; its keys, where they are texts alone and no two have one value; its
+        # names but the first. One tuple, for several threads may be at this place.
+        self._last: _Last = (0, 0, 0), None, _NONE, frozenset()
 
     def siblings(self, name: str, container: Any) -> Siblings:
         """Of ``name`` in ``container``."""
@@ -62,13 +62,14 @@ class Containers:
             now = id(container), _size(container), 0
         else:
             now = id(container), dict.__len__(entries), id(next(dict.__iter__(entries), None))
-        before, keys_before, read = self._last
-        if now == before and name in read.later:
+        before, keys_before, read, later = self._last
+        if now == before and name in later:
             return read
-        keys = None if entries is None else _texts_alone(entries)
+        keys = _texts_alone(container) if type(container) is dict else None
         if keys is None or keys != keys_before:
             read = _read(container, entries, name)
-        self._last = now, keys, read
+            later = frozenset(read.names).difference(read.names[:1])
+        self._last = now, keys, read, later
         return read
 
 
@@ -76,13 +77,13 @@ def _size(container: Any) -> int:
     return len(container if kind_of(container) in (list, tuple) else instance_dict(container) or ())
 
 
-def _texts_alone(entries: Any) -> tuple[str, ...] | None:
+def _texts_alone(container: dict[Any, Any]) -> tuple[str, ...] | None:
     """The keys of a dict; None where one is no text, or two have the same value."""
-    keys = tuple(dict.__iter__(entries))
+    keys = tuple(container)
     for key in keys:
         if type(key) is not str:
             return None
-    return keys if len(set(map(id, dict.values(entries)))) == len(keys) else None
+    return keys if len(set(map(id, container.values()))) == len(keys) else None
 
 
 def _read(container: Any, entries: Any, name: str) -> Siblings:
@@ -98,7 +99,5 @@ def _same(names: tuple[str, ...], source: str, aliases: dict[str, tuple[str, ...
     key = names, source, *aliases.items()
     found = _kept.get(key)
     if found is None:
-        if len(_kept) >= _MAX_KEPT:
-            _kept.clear()
-        found = _kept[key] = Siblings(names, source, aliases, frozenset(names).difference(names[:1]))
+        found = _kept.put(key, Siblings(names, source, aliases), len(names))
     return found
