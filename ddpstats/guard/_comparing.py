@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from ddpstats._transport.store import STORE_ERRORS, StoreSilent
 from ddpstats.guard._events import MASK, Event, roll, same_labels
@@ -58,11 +58,12 @@ class Comparing:
             self._roll_pending(group)
 
     def _roll_pending(self, group: Group) -> None:
-        while group.pending:
-            event = group.pending.popleft()
-            group.rolling = roll(group.rolling, event.digest)
-            group.labels = roll(group.labels, event.word)
-            group.balance += event.balance
+        with suppress(IndexError):  # there are no more, or another thread has taken the last
+            while True:
+                event = group.pending.popleft()
+                group.rolling = roll(group.rolling, event.digest)
+                group.labels = roll(group.labels, event.word)
+                group.balance += event.balance
 
     def _post_digests(self, group: Group) -> None:
         self._roll_pending(group)

@@ -36,8 +36,8 @@ _SALT = 0xD1B54A32D192ED03
 _SPINS = 2000
 _LONGEST_POLL_SEC = 0.005
 _NOTE = struct.Struct("<4Q")
-_POSTED = struct.Struct("=6Q")
-_TOLD = struct.Struct("=4Q")
+_POSTED = struct.Struct("@6Q")  # "@": word by word, and none by halves
+_TOLD = struct.Struct("@4Q")
 _NOWHERE = bytes(16)
 EVENT_BYTES = 992  # of one event in words
 _EVENTS_TOLD = 8  # per rank

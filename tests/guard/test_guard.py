@@ -89,6 +89,19 @@ def test_memory_is_bounded_by_the_ring() -> None:
         assert used < 10 << 20
 
 
+@pytest.mark.parametrize("mode", ["step", "strict"])
+def test_calls_that_are_alike_are_one_event_with_many_numbers(two_ranks: RankPool, mode: str) -> None:
+    for events, kept, lines in two_ranks.run(runs.events_of_walks, mode).values():
+        assert events == [(1, "ctc"), (2, "att"), (3, "ctc"), (4, "att")]
+        assert kept == 2
+        assert lines == {"dist.all_reduce(stats[key])"}
+
+
+def test_groups_that_are_gone_are_forgotten(two_ranks: RankPool) -> None:
+    for named, known in two_ranks.run(runs.groups_that_come_and_go, 80).values():
+        assert known == named < 80
+
+
 def test_shared_memory_has_no_name_and_no_descriptor_is_left(two_ranks: RankPool) -> None:
     two_ranks.run(runs.descriptors, "strict").values()
     before = two_ranks.run(runs.descriptors, "strict").values()
