@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -91,30 +92,36 @@ class Collective:
 
 # -- groups -----------------------------------------------------------------------------------------------------------
 
-_views: weakref.WeakKeyDictionary[Any, GroupView] = weakref.WeakKeyDictionary()
+_views: dict[int, GroupView] = {}  # by the id of the group, while it is there
 
 
 def view_of(group: Any) -> GroupView:
     """The view of a process group; always the same one."""
-    view = _views.get(group)
-    if view is None:
+    view = _views.get(id(group))
+    if view is None or view.group() is not group:
         try:
             ranks = tuple(dist.get_process_group_ranks(group))
         except (KeyError, ValueError, RuntimeError):
             ranks = tuple(range(group.size()))  # a group that torch's registry does not know
         rank = group.rank()
         ours = group.group_desc == OWN_GROUP
-        view = _views[group] = GroupView(
+        view = _views[id(group)] = GroupView(
             group.group_name,
             group.group_desc,
             ranks,
             ranks[rank],
             ours,
             not ours and _has_host(group),
-            weakref.ref(group),
+            weakref.ref(group, partial(_forget, id(group))),
             is_registered(group),
         )
     return view
+
+
+def _forget(number: int, reference: Any) -> None:
+    view = _views.get(number)
+    if view is not None and view.group is reference:
+        del _views[number]
 
 
 def _has_host(group: Any) -> bool:

@@ -241,10 +241,10 @@ def _timedelta(seconds: float) -> timedelta:
     return timedelta(seconds=seconds)
 
 
-def wait_within(work: Any, seconds: float) -> bool:
+def wait_within(work: Any, limit: timedelta) -> bool:
     """Wait for ``work``; False if it goes on. Raises what the backend raises if it failed."""
     try:
-        (_original_wait or dist.Work.wait)(work, _timedelta(seconds))
+        (_original_wait or dist.Work.wait)(work, limit)
     except RuntimeError:
         if work.is_completed():
             raise

@@ -170,7 +170,7 @@ def calling_frame(depth: int) -> tuple[FrameType | None, bool, bool]:
         plan = _plans.get(id(frame.f_code)) or plan_of(frame)
         if not plan.internal:
             break
-        by_torch, is_api = by_torch or plan.by_itself, plan.is_api
+        by_torch, is_api = plan.by_itself or by_torch, plan.is_api
         frame = frame.f_back
     return frame, by_torch or frame is None, is_api
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 from ddpstats._transport.store import STORE_ERRORS, StoreSilent
@@ -19,6 +19,7 @@ from ddpstats.guard._session import Group, Session, Settings, Standing
 from ddpstats.guard._spoken import words_of
 from ddpstats.guard._verdicts import Silenced, Verdicts, alarm_of
 
+_MAX_PENDING = 64
 _END = Note(0x454E44, 0)  # posted in place of a collective by a rank that leaves
 
 
@@ -42,33 +43,33 @@ class Comparing:
         self.messages = MessageComparing(session, self.verdicts)
         self._asked: list[tuple[Group, _Digests]] = []
 
-    def foretell(self, group: Group, event: Event) -> None:
+    def foretell(self, group: Group, event: Event, seq: int) -> None:
         """Say what is about to be issued, where the other ranks of this host see it even if gloo aborts this process.
 
         Raises where a neighbour in the group has said something else; never waits.
         """
         assert group.exchange is not None
-        if group.exchange.tell(event.seq, event.digest, words_of(event)):
-            self.verdicts.await_verdict(alarm_of(group, event.seq, doubt=True))
+        if group.exchange.tell(seq, event.digest, words_of(event)):
+            self.verdicts.await_verdict(alarm_of(group, seq, doubt=True))
 
     # -- notes --------------------------------------------------------------------------------------------------------
 
-    def post(self, group: Group, event: Event) -> None:
+    def post(self, group: Group, event: Event, seq: int) -> None:
         """strict: say what is about to be issued."""
         group.rolling = roll(group.rolling, event.digest)
         note = Note(event.digest, event.balance, event.word, group.rolling)
-        self._post(group, event.seq, note, event.seq)
+        self._post(group, seq, note, seq)
 
     def take_in(self, group: Group, event: Event, check_every: int) -> None:
-        """step: roll what is about to be issued into the digests, and compare these now and then."""
+        """step: note what is about to be issued, and compare the digests now and then."""
         assert group.exchange is not None
-        group.rolling = roll(group.rolling, event.digest)
-        group.labels = roll(group.labels, event.word)
-        group.balance += event.balance
+        group.pending.append(event)
         if group.settled < group.posted and (group.exchange.is_quick or group.seq % 8 == 0):
             self._settle_ready(group)
         if group.seq % check_every == 0:
             self._post_digests(group)  # settled when all have posted it, and at `step` at the latest
+        elif len(group.pending) >= _MAX_PENDING:
+            _roll_pending(group)
 
     def _post_digests(self, group: Group) -> None:
         seq, note = _digests_of(group)
@@ -95,7 +96,7 @@ class Comparing:
     def settle_what_is_ready(self) -> None:
         """Compare what all ranks have posted by now; never waits."""
         for group in list(self.session.named.values()):
-            if group.exchange is not None and group.exchange.is_quick:
+            if group.settled < group.posted and group.exchange is not None and group.exchange.is_quick:
                 self._settle_ready(group)
 
     def _settle_ready(self, group: Group) -> None:
@@ -123,6 +124,9 @@ class Comparing:
         """Compare the next note with those of all ranks. False where a warning has ended all comparing."""
         assert group.exchange is not None
         number = group.settled + 1
+        if self._strict and group.exchange.all_alike(number):
+            group.settled = group.agreed = number
+            return True
         seq = number if self._strict else group.seq
         try:
             notes = group.exchange.look(number)
@@ -222,7 +226,17 @@ class Comparing:
             self.verdicts.ends_by = None
 
 
+def _roll_pending(group: Group) -> None:
+    with suppress(IndexError):  # there are no more, or another thread has taken the last
+        while True:
+            event = group.pending.popleft()
+            group.rolling = roll(group.rolling, event.digest)
+            group.labels = roll(group.labels, event.word)
+            group.balance += event.balance
+
+
 def _digests_of(group: Group, strict: bool = False) -> _Digests:
+    _roll_pending(group)
     rolling = roll(group.rolling, group.seq)
     if strict:  # where labels and balances are compared one by one
         return _Digests(group.seq, Note(rolling))

@@ -24,43 +24,40 @@ Shape = tuple[int, ...]
 _WITHOUT_TENSORS = frozenset({"barrier", "monitored_barrier"})
 _FROM_OUTPUTS = frozenset({"all_gather"})  # the list of outputs is the same on all ranks, the input is an entry of it
 _STRIDED = torch.strided
-_PIECEWISE = frozenset({"gather", "scatter", "all_to_all", "all_to_all_single"})
+PIECEWISE = frozenset({"gather", "scatter", "all_to_all", "all_to_all_single"})
+NO_PIECES = "", 0
+
+Parts = tuple[str, str | None, int | None, tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]
+"""Operation, reduce op, root, shapes, dtypes, strides: what must be equal on all ranks, as torch has it."""
 
 
-def describe(call: Collective) -> tuple[Signature, int]:
-    """What must be equal on all ranks, and the digest that stands for it."""
+def parts_of(call: Collective) -> Parts:
+    """Costs next to nothing, and is as good as the `Signature` for telling one call from another."""
     op = call.op
     if op in _WITHOUT_TENSORS:
-        return _described(op, None, None, (), (), ())
+        return op, None, None, (), (), ()
     tensors = call.outputs if op in _FROM_OUTPUTS or not call.inputs else call.inputs
-    if op in _PIECEWISE:
-        return _described(op, None, call.root, ((),), (tensors[0].dtype,), ())
+    if op in PIECEWISE:
+        return op, None, call.root, ((),), (tensors[0].dtype,), ()
     if len(tensors) == 1:
         tensor = tensors[0]
         strides = () if tensor.layout is not _STRIDED or tensor.is_contiguous() else (tensor.stride(),)
-        return _described(op, call.reduce_op, call.root, (tensor.shape,), (tensor.dtype,), strides)
+        return op, call.reduce_op, call.root, (tensor.shape,), (tensor.dtype,), strides
     shapes, dtypes = tuple(tensor.shape for tensor in tensors), tuple(tensor.dtype for tensor in tensors)
-    return _described(op, call.reduce_op, call.root, shapes, dtypes, ())
+    return op, call.reduce_op, call.root, shapes, dtypes, ()
 
 
-@lru_cache(maxsize=8192)
-def _described(
-    op: str,
-    reduce_op: str | None,
-    root: int | None,
-    shapes: tuple[Any, ...],
-    dtypes: tuple[Any, ...],
-    strides: tuple[Any, ...],
-) -> tuple[Signature, int]:
+@lru_cache(maxsize=4096)
+def signature_of(parts: Parts) -> tuple[Signature, int]:
+    """With its digest."""
+    op, reduce_op, root, shapes, dtypes, strides = parts
     names = tuple(map(dtype_name, dtypes))
     signature = Signature(op, reduce_op, root, tuple(tuple(map(int, shape)) for shape in shapes), names, strides)
     return signature, digest_of(signature)
 
 
 def pieces_of(call: Collective) -> tuple[str, int]:
-    """(the pieces in words, the balance) of a collective whose ranks pass different things; ("", 0) of all others."""
-    if call.op not in _PIECEWISE:
-        return "", 0
+    """(the pieces in words, the balance) of a collective whose ranks pass different things."""
     me = call.view.ranks.index(call.view.rank)
     sent, expected = _sent(call, me), _expected(call, me)
     words = []

@@ -2,13 +2,15 @@
 
 A `Signature` holds what ranks must have in common; its fingerprint is stable across processes, hosts and runs (never
 Python's own `hash`). An `Event` is one occurrence: where in the program, under which label, as which of its group.
+While the program runs there is one for all calls that are alike, and of each call its number and time (`Entry`).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -275,22 +277,46 @@ def events_from_dicts(given: Iterable[Mapping[str, Any]]) -> Iterator[Event]:
         yield event
 
 
+Entry = tuple[Event, int, float]
+"""An event that all calls alike share, and of one of them the number and the time."""
+
+
+def event_of(entry: Entry) -> Event:
+    event, seq, started = entry
+    return dataclasses.replace(event, seq=seq, started=started)
+
+
 class Ring:
-    """The newest events, oldest first."""
+    """The newest events, oldest first; spelled out only when somebody asks."""
 
     def __init__(self, capacity: int) -> None:
-        self._events: deque[Event] = deque(maxlen=capacity)
-        self.append = self._events.append
+        self._entries: deque[Entry] = deque(maxlen=capacity)
+        self._silenced: set[tuple[str, int]] = set()
+        self.append = self._entries.append
 
     def of(self, group: str) -> list[Event]:
         while True:
             try:
-                return [event for event in list(self._events) if event.group == group]
+                entries = [entry for entry in list(self._entries) if entry[0].group == group]
             except RuntimeError:  # another thread has added one meanwhile
                 continue
+            return [self._spelled(entry) for entry in entries]
+
+    def silence(self, group: str, numbers: Collection[int]) -> list[Event]:
+        """Compare the labels of these events no more; those of them that are here."""
+        if len(self._silenced) > (self._entries.maxlen or 0):
+            self._silenced.clear()  # of events long gone
+        self._silenced.update((group, seq) for seq in numbers)
+        return [event for event in self.of(group) if event.seq in numbers]
 
     def last(self) -> Event | None:
-        return self._events[-1] if self._events else None
+        return self._spelled(self._entries[-1]) if self._entries else None
+
+    def _spelled(self, entry: Entry) -> Event:
+        event = event_of(entry)
+        if (event.group, event.seq) in self._silenced:
+            event.word = 0
+        return event
 
     def __len__(self) -> int:
-        return len(self._events)
+        return len(self._entries)

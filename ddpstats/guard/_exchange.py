@@ -36,6 +36,8 @@ _SALT = 0xD1B54A32D192ED03
 _SPINS = 2000
 _LONGEST_POLL_SEC = 0.005
 _NOTE = struct.Struct("<4Q")
+_POSTED = struct.Struct("@6Q")  # "@": word by word, and none by halves
+_TOLD = struct.Struct("@4Q")
 _NOWHERE = bytes(16)
 EVENT_BYTES = 992  # of one event in words
 _EVENTS_TOLD = 8  # per rank
@@ -157,6 +159,10 @@ class Exchange:
             return None  # not one of ours
         return [Note(*_NOTE.unpack(payload)) for payload in payloads]
 
+    def all_alike(self, seq: int) -> bool:
+        """Whether all ranks have posted the very note that this one has, and no balance is open. False says nothing."""
+        return self._all_here and self._shared is not None and self._shared.all_alike(seq)
+
     def _check_overrun(self, seq: int) -> None:
         """Raise `Overrun` if some rank has deleted its note from the store already."""
         for index in range(self._size):
@@ -206,11 +212,7 @@ class Exchange:
         If the ranks of a host are not all about to do the same, two that are neighbours in the ring of places differ,
         and the later of the two sees it. So two looks are enough for any number of ranks.
         """
-        shared = self._shared
-        if shared is None:
-            return False
-        shared.tell(seq, digest, words)
-        return shared.neighbour_differs(seq, digest)
+        return self._shared is not None and self._shared.tell(seq, digest, words)
 
     def told_by(self, index: int) -> list[tuple[int, int, bytes]]:
         """(number, digest, words) of the last events of a rank of this host, oldest first."""
@@ -275,11 +277,8 @@ class _Shared:
             raise
 
     def write(self, seq: int, note: Note) -> None:
-        at = (self._index * NOTES_KEPT + seq % NOTES_KEPT) * _WORDS
-        words = self._words
-        words[at + 5] = 0  # not valid while it changes
-        words[at], words[at + 1], words[at + 2], words[at + 3], words[at + 4] = seq, *note
-        words[at + 5] = _check_word(seq, note)
+        at = (self._index * NOTES_KEPT + seq % NOTES_KEPT) * _WORDS * _BYTES
+        _POSTED.pack_into(self._map, at, seq, *note, _check_word(seq, note))
 
     def read_all(self, seq: int) -> list[Note] | None:
         words, notes = self._words, []
@@ -295,6 +294,18 @@ class _Shared:
             at += NOTES_KEPT * _WORDS
         return notes
 
+    def all_alike(self, seq: int) -> bool:
+        size, at = _WORDS * _BYTES, seq % NOTES_KEPT * _WORDS * _BYTES
+        mine = at + self._index * NOTES_KEPT * size
+        note = self._map[mine : mine + size]
+        if self._words[mine // _BYTES] != seq or self._words[mine // _BYTES + 2]:
+            return False
+        for _ in range(self._size):
+            if self._map[at : at + size] != note:
+                return False
+            at += NOTES_KEPT * size
+        return True
+
     def has_note(self, index: int, seq: int) -> bool:
         return self._words[(index * NOTES_KEPT + seq % NOTES_KEPT) * _WORDS] >= seq
 
@@ -302,20 +313,17 @@ class _Shared:
         """Where in the memory, in words, the events of a rank begin."""
         return self._size * NOTES_KEPT * _WORDS + index % self._size * _EVENTS_TOLD * _TOLD_STEP
 
-    def tell(self, seq: int, digest: int, given: Words) -> None:
+    def tell(self, seq: int, digest: int, given: Words) -> bool:
+        """Whether one of the two neighbours has said that its event of that number is another one."""
         slot = seq % _EVENTS_TOLD
         words, at = self._words, self._told_here + slot * _TOLD_STEP
-        words[at] = 0  # not valid while it changes
-        words[at + 1], words[at + 2], words[at + 3] = seq, digest, given.length_and_crc
         if self._told[slot] is not given:
+            words[at] = 0  # not valid while it changes
             start = (at + _TOLD_WORDS) * _BYTES
             self._map[start : start + len(given.payload)] = given.payload
             self._told[slot] = given
-        words[at] = seq ^ digest ^ given.length_and_crc ^ _SALT
-
-    def neighbour_differs(self, seq: int, digest: int) -> bool:
-        """Whether one of the two neighbours has said that its event of that number is another one."""
-        words, slot = self._words, seq % _EVENTS_TOLD
+        length_and_crc = given.length_and_crc
+        _TOLD.pack_into(self._map, at * _BYTES, seq ^ digest ^ length_and_crc ^ _SALT, seq, digest, length_and_crc)
         for place in self._neighbours:
             at = place + slot * _TOLD_STEP
             if words[at + 1] == seq and words[at + 2] != digest:

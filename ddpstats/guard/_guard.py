@@ -2,12 +2,13 @@
 
 What happens to a collective (`_watching`):
 
-1. It is described: signature, label, call site, its number in its group. It goes into the ring, and into the record if
-   there is one. step (and what is asynchronous in strict): the other ranks of this host are told in shared memory, and
-   where a neighbour has told of something else, it is not issued.
+1. It is described: signature, label, call site. All calls that are alike in these share one event; of each one, the
+   ring has the number in its group and the time, and the record, if there is one, has it all. step (and what is
+   asynchronous in strict): the other ranks of this host are told in shared memory, and where a neighbour has told of
+   something else, it is not issued.
 2. strict: its note is posted. A blocking one waits for all ranks' notes, so that nothing moves before all agree; others
    are settled when the program waits for them, or at the next blocking one of their group.
-   step: its digest is rolled into the group's; the rolling digest is compared at `step()` and every N collectives.
+   step: it is noted. At `step()` and every N collectives what was noted is rolled into a digest, and that is compared.
 3. A blocking collective is waited for, in slices, between which the rank looks for alarms and for ranks that left.
 
 What is left is compared (`conclude`) when the process group is destroyed, on leaving, and when the program of a guard

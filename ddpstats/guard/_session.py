@@ -10,7 +10,7 @@ import os
 import secrets
 import threading
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -89,6 +89,7 @@ class Group:
         self.seq = 0  # of the last collective begun
         self.posted = 0  # the last note: of a collective in strict mode, else of what was done so far
         self.settled = 0  # the last note that was compared
+        self.pending: deque[Event] = deque()  # step: what this rank did since it was last rolled into the digests
         self.rolling = 0  # digest of all that this rank did
         self.labels = 0  # digest of all its labels
         self.balance = 0
@@ -130,7 +131,8 @@ class Session:
         with self._reaching_store():
             told = world_store("ddpstats/run", limit_sec).post("token", token)
             self.run = told.decode(errors="replace")
-        self._groups: weakref.WeakKeyDictionary[GroupView, Group] = weakref.WeakKeyDictionary()
+        self._groups: dict[GroupView, Group] = {}
+        self.find = self._groups.get
         self._lives: Counter[str] = Counter()  # a group may be destroyed, and another made under its name
         self._forgotten = Tally()
         self.is_concluded = False
@@ -167,9 +169,6 @@ class Session:
             lines.append(f"The store, which ranks compare through, does not answer: {why}")
             raise RankMissing("\n".join(lines), missing_ranks=missing) from error
 
-    def find(self, view: GroupView) -> Group | None:
-        return self._groups.get(view)
-
     def meet(self, view: GroupView) -> Group:
         """First sight of a group. Nobody is waited for: ranks may see their groups in different order."""
         self._forget_destroyed()
@@ -197,6 +196,7 @@ class Session:
         destroyed = [name for name, group in self.named.items() if not group.view.is_alive()]
         for name in destroyed[:-_KEPT_DESTROYED]:
             group = self.named.pop(name)
+            self._groups.pop(group.view, None)
             self._forgotten += self._tally_of(group)
             if group.exchange is not None:
                 group.exchange.close()

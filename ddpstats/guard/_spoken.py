@@ -1,7 +1,7 @@
 """An event in a few hundred bytes, for the memory that the ranks of a host share: what a rank was about to issue.
 
 Spelling an event out costs as much as some small collectives, and a program issues the same few again and again. So
-the bytes are kept by what is in them; the number of the event, which changes with each, travels beside them.
+the bytes of an event are kept; the number, which changes with each call, travels beside them.
 """
 
 from __future__ import annotations
@@ -19,19 +19,16 @@ _MAX_KEPT = 4096
 _MAX_SHAPES = 3
 _MAX_CHARS = 200
 
-_kept: dict[tuple[Any, ...], tuple[Words, Any]] = {}
+_kept: dict[int, tuple[Words, Event]] = {}  # by the id of the event, which is kept alive
 
 
 def words_of(event: Event) -> Words:
     """The event's bytes, without its number."""
-    site = event.site
-    place = (site, 0) if isinstance(site, str) else (id(getattr(site, "code", None)), getattr(site, "line", 0))
-    key = (event.digest, event.label, place, event.group, event.pieces, event.balance)
-    found = _kept.get(key)
+    found = _kept.get(id(event))
     if found is None:
         if len(_kept) >= _MAX_KEPT:
             _kept.clear()
-        found = _kept[key] = Words.of(_spelled(event)), site  # the site keeps its code object, and so its id, alive
+        found = _kept[id(event)] = Words.of(_spelled(event)), event
     return found[0]
 
 

@@ -11,19 +11,21 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, NoReturn
 
 from ddpstats._base.rank_names import ranks_text
 from ddpstats._observe import collectives
 from ddpstats._transport.store import STORE_ERRORS, StoreSilent
 from ddpstats.errors import CollectiveMismatch, DdpstatsError, RankMissing
-from ddpstats.guard._events import Event
+from ddpstats.guard._events import Entry, Event, event_of
 from ddpstats.guard._failure_agreement import MESSAGES, Alarm, FailureAgreement
 from ddpstats.guard._session import Group, Session, Settings, Standing
 from ddpstats.guard._status import DOUBT, MISMATCH, MISSING, NOTHING, GuardFinding
 from ddpstats.guard._telling import gave_up, printed_once, signal_deferred
 
 _SLICE_SEC = 0.2
+_SLICE = timedelta(seconds=_SLICE_SEC)
 _WAITS_IN = ("ddpstats.", "torch._", "torch.autograd", "torch.distributed", "torch.nn.parallel", "torch.ops")
 _BROKEN = re.compile(r"connection (closed|reset)|timed out|broken pipe", re.IGNORECASE)
 
@@ -99,14 +101,15 @@ class Verdicts:
         """Of a wait that begins now."""
         return time.monotonic() + self.timeout_sec
 
-    def wait_for(self, work: Any, group: Group, event: Event) -> None:
+    def wait_for(self, work: Any, group: Group, entry: Entry) -> None:
         """Wait for a collective that was issued, looking up between slices."""
         try:
-            if collectives.wait_within(work, _SLICE_SEC):
+            if collectives.wait_within(work, _SLICE):
                 return
+            event = event_of(entry)
             watch = self.watch(group, event.seq, self.deadline() - _SLICE_SEC, waited_for=event)
             with self._standing.waiting(group, event.seq):
-                while not collectives.wait_within(work, _SLICE_SEC):
+                while not collectives.wait_within(work, _SLICE):
                     watch()
         except Silenced:
             return  # the caller waits on, as without a guard
@@ -114,7 +117,7 @@ class Verdicts:
             gave_up(work, group.view.group())
             raise
         except RuntimeError as error:
-            found = self.explain(event, group) if is_broken(error) else None
+            found = self.explain(event_of(entry), group) if is_broken(error) else None
             if found is None:
                 raise
             raise found from error

@@ -16,8 +16,8 @@ from ddpstats._observe.c10d_operators import Collective, GroupView
 from ddpstats._observe.user_frames import called_by_c10d, calling_frame, main_stack, site_of
 from ddpstats.guard._buckets import with_parameters
 from ddpstats.guard._comparing import Comparing
-from ddpstats.guard._describe import describe, pieces_of
-from ddpstats.guard._events import BY_TORCH, Event, Ring, label_word
+from ddpstats.guard._describe import NO_PIECES, PIECEWISE, Parts, parts_of, pieces_of, signature_of
+from ddpstats.guard._events import BY_TORCH, Entry, Event, Ring, event_of, label_word
 from ddpstats.guard._failure_agreement import MESSAGES
 from ddpstats.guard._p2p import Awaited
 from ddpstats.guard._records import RecordWriter
@@ -43,16 +43,13 @@ _REPORTED_EVENTS = 2000  # of one group
 _CONTEXT_EVENTS = 64  # before the last on which ranks agreed: which names have met there before
 _STACK_FRAMES = 6  # of the main thread, for a rank that is somewhere else
 _KEPT_WORKS = 1024  # messages that nobody ever waits for would keep their tensors
+_KEPT_EVENTS = 4096
 
 log = logging.getLogger("ddpstats")
 
 
-class _Seen(NamedTuple):
-    """What is known of a collective once it is described. ``awaited``: of a message that is still to be compared."""
-
-    group: Group
-    event: Event
-    awaited: Awaited | None = None
+_Seen = tuple[Group, Entry, Awaited | None]
+"""What is known of a collective once it is described; the last of a message that is still to be compared."""
 
 
 class _Work(NamedTuple):
@@ -63,7 +60,8 @@ class _Work(NamedTuple):
 
     def is_done(self) -> bool:
         """A message is never taken for done: its receiver still has to compare it."""
-        return self.seen.event.peer is None and self.seen.awaited is None and bool(self.work.is_completed())
+        _, (event, _, _), awaited = self.seen
+        return event.peer is None and awaited is None and bool(self.work.is_completed())
 
 
 class Watching:
@@ -84,12 +82,14 @@ class Watching:
         self._writer: RecordWriter | None = None
         self._works: dict[int, _Work] = {}
         self._silenced: set[Chain] = set()  # places whose names are each rank's own
+        self._known: dict[tuple[Any, ...], Event] = {}  # one for all calls that are alike
 
     def begin(self) -> Session:
         """Connect: on entering, at the first collective, or at the first one of another process group."""
         if self.session is not None:
             self.session.close()
             self._works.clear()
+            self._known.clear()
             self.ring = Ring(RING_EVENTS)  # numbers begin anew
             self.how_left = None
             self.standing.past += self.session.tally()
@@ -107,36 +107,44 @@ class Watching:
 
     def before(self, call: Collective) -> None:
         """Describe, record, and where possible compare, before anything moves."""
-        if self.standing.verdict is not None:
-            raise self.standing.verdict.with_traceback(None)
-        if not call.blocking and self._settings.compares and not self.standing.silent:
+        standing = self.standing
+        if standing.verdict is not None:
+            raise standing.verdict.with_traceback(None)
+        if not call.blocking and self._settings.compares and not standing.silent:
             call.timeout_ms = self._timeout_ms
-        self._take_in(call)
-
-    def _take_in(self, call: Collective) -> None:
+        is_message = call.is_p2p
         with self._lock:
-            group = self._group_of(call.view)
+            group = None if self.session is None else self.session.find(call.view)
+            if group is None:
+                group = self._meet(call.view)
             event = self._describe(call, group)
-        call.subscriber_state = _Seen(group, event)
-        group.sent += event.signature.op == "send"
-        group.received += event.signature.op == "recv"
-        if self.standing.silent or group.exchange is None or self.comparing is None:
-            return
-        if call.is_p2p:
-            call.subscriber_state = _Seen(group, event, self._begin_message(event, group))
+            if not is_message:
+                group.seq += 1
+            seq = group.seq
+            entry = event, seq, time.time()
+            self.ring.append(entry)
+            standing.collectives += 1
+            if self._writer is not None:
+                self._writer.write_event(event_of(entry))
+        call.subscriber_state = group, entry, self._begin_message(entry, group) if is_message else None
+        comparing = self.comparing
+        if is_message or standing.silent or group.exchange is None or comparing is None:
             return
         if self._mode == "step" or not call.blocking:
-            self.comparing.foretell(group, event)
+            comparing.foretell(group, event, seq)
         if self._mode == "strict":
-            self.comparing.post(group, event)
+            comparing.post(group, event, seq)
             if call.blocking:
-                self.comparing.settle(group, event.seq)
+                comparing.settle(group, seq)
         else:
-            self.comparing.take_in(group, event, self._settings.check_every)
+            comparing.take_in(group, event, self._settings.check_every)
 
-    def _begin_message(self, event: Event, group: Group) -> Awaited | None:
+    def _begin_message(self, entry: Entry, group: Group) -> Awaited | None:
         """What is to be compared when the program waits for the message, if anything."""
-        if group.messages is None or self.comparing is None:
+        event = event_of(entry)
+        group.sent += event.signature.op == "send"
+        group.received += event.signature.op == "recv"
+        if self.standing.silent or group.messages is None or self.comparing is None:
             return None
         if event.signature.op == "send":
             self.comparing.messages.post(group, event)
@@ -156,7 +164,7 @@ class Watching:
             return
         seen: _Seen = call.subscriber_state
         if call.blocking:
-            self.comparing.verdicts.wait_for(work, seen.group, seen.event)
+            self.comparing.verdicts.wait_for(work, seen[0], seen[1])
             return
         with self._lock:
             # What is done and was not waited for may never be (DDP, functional collectives wait in C++), and keeps its
@@ -175,66 +183,75 @@ class Watching:
         comparing = self.comparing
         if comparing is None or self.standing.silent:
             return False
-        entry = None
-        if not limited:
+        found = None
+        if not limited and self._works:
             with self._lock:
-                entry = self._works.pop(id(work), None)
-        if entry is None or entry.work is not work:
+                found = self._works.pop(id(work), None)
+        if found is None or found.work is not work:
             if self._mode == "strict" and self.standing.verdict is None:
                 comparing.settle_what_is_ready()
             return False
-        group, event, awaited = entry.seen
+        group, entry, awaited = found.seen
         if awaited is not None:
             comparing.messages.settle(group, awaited)
-        if event.group != group.name:
-            comparing.messages.wait_for(work, group, event)
+        if entry[0].group != group.name:
+            comparing.messages.wait_for(work, group, event_of(entry))
             return True
         if self._mode == "strict":
-            comparing.settle(group, event.seq)
+            comparing.settle(group, entry[1])
         if not self.standing.silent:
-            comparing.verdicts.wait_for(work, group, event)
+            comparing.verdicts.wait_for(work, group, entry)
         return False
 
     # -- describing ---------------------------------------------------------------------------------------------------
 
     def _describe(self, call: Collective, group: Group) -> Event:
-        pieces, balance = pieces_of(call)
+        """What is known of the call but its number and its time: the same object for all calls that are alike."""
+        parts = parts_of(call)
+        pieces = pieces_of(call) if parts[0] in PIECEWISE else NO_PIECES
         frame, by_torch, is_api = calling_frame(3)
-        name, inferred = current_label(), None
-        if name is None and by_torch:
-            name = BY_TORCH
-        elif name is None and self._settings.infer_labels and is_api and frame is not None:
-            inferred = _inferred(call, frame)
-            name = None if inferred is None else inferred.path
-        if not call.is_p2p:
-            group.seq += 1
-        signature, digest = describe(call)
-        event = Event(
-            group.name if not call.is_p2p else f"{group.name}{MESSAGES}",
-            group.seq,
-            signature,
-            name,
-            0 if inferred is not None and inferred.chain in self._silenced else label_word(name),
-            site_of(frame),
-            digest,
-            pieces,
-            balance,
-            None if call.peer is None else call.view.ranks[call.peer],
-            call.tag,
-            time.time(),
-            told=None if inferred is None else partial(evidence_of, inferred),
-        )
-        self.standing.collectives += 1
-        self.ring.append(event)
-        if self._writer is not None:
-            self._writer.write_event(event)
+        found: str | Inferred | None = current_label()
+        if found is None and by_torch:
+            found = BY_TORCH
+        elif found is None and self._settings.infer_labels and is_api and frame is not None:
+            found = _inferred(call, frame)
+        place = (0, 0) if frame is None else (id(frame.f_code), frame.f_lasti)
+        key = group, parts, pieces, call.peer, call.tag, found, place
+        event = self._known.get(key)
+        if event is None:
+            if len(self._known) >= _KEPT_EVENTS:
+                self._known.clear()
+            event = self._known[key] = self._spelled(call, group, parts, pieces, found, frame)
         return event
 
-    def _group_of(self, view: GroupView) -> Group:
+    def _spelled(
+        self,
+        call: Collective,
+        group: Group,
+        parts: Parts,
+        pieces: tuple[str, int],
+        found: str | Inferred | None,
+        frame: FrameType | None,
+    ) -> Event:
+        """Its site keeps the code object, and so the id that the event is known by, alive."""
+        signature, digest = signature_of(parts)
+        name = found.path if isinstance(found, Inferred) else found
+        return Event(
+            f"{group.name}{MESSAGES}" if call.is_p2p else group.name,
+            0,
+            signature,
+            name,
+            0 if isinstance(found, Inferred) and found.chain in self._silenced else label_word(name),
+            site_of(frame),
+            digest,
+            *pieces,
+            None if call.peer is None else call.view.ranks[call.peer],
+            call.tag,
+            told=partial(evidence_of, found) if isinstance(found, Inferred) else None,
+        )
+
+    def _meet(self, view: GroupView) -> Group:
         session = self.session
-        group = None if session is None else session.find(view)
-        if group is not None:
-            return group
         if session is None or session.is_over():
             session = self.begin()
         group = session.meet(view)
@@ -302,11 +319,11 @@ class Watching:
             group = self.session.named.get(finding.group)
             if group is not None and group.view.rank == min(group.view.ranks):
                 log.warning("%s", finding.message)
-        for event in self.ring.of(finding.group):
-            if event.seq in finding.doubts:
-                event.word = 0
-                if isinstance(event.told, partial):
-                    self._silenced.add(event.told.args[0].chain)
+        for event in self.ring.silence(finding.group, finding.doubts):
+            if isinstance(event.told, partial):
+                self._silenced.add(event.told.args[0].chain)
+        if finding.doubts:
+            self._known.clear()  # these events have their labels
 
 
 def _inferred(call: Collective, frame: FrameType) -> Inferred | None:

@@ -165,6 +165,31 @@ def many(count: int) -> tuple[int, int]:
         return len(guard._watching.ring), used
 
 
+def events_of_walks(mode: str) -> tuple[list[tuple[int, str | None]], int, set[str]]:
+    """Two walks of a dict: (number, label) of the events, how many objects hold them, and their lines."""
+    stats = {"ctc": torch.ones(1), "att": torch.ones(1)}
+    with collective_guard(mode) as guard:  # type: ignore[arg-type]
+        for _ in range(2):
+            for key in stats:
+                dist.all_reduce(stats[key])
+        ring = guard._watching.ring
+        events = ring.of(guard._watching.ring.last().group)  # type: ignore[union-attr]
+        kept = {id(event) for event, _, _ in ring._entries}
+        return [(event.seq, event.label) for event in events], len(kept), {event.source for event in events}
+
+
+def groups_that_come_and_go(count: int) -> tuple[int, int]:
+    """How many groups the guard knows at the end: by name, and in all."""
+    with collective_guard("step") as guard:
+        for _ in range(count):
+            group = dist.new_group()
+            dist.all_reduce(torch.ones(1), group=group)
+            dist.destroy_process_group(group)
+        session = guard._watching.session
+        assert session is not None
+        return len(session.named), len(session._groups)
+
+
 def two_lives(mode: str, bad: bool) -> str:
     """The program makes itself another process group inside one guard."""
     from torch._C._distributed_c10d import TCPStore

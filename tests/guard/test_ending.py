@@ -206,7 +206,8 @@ SIZES = """
     dist.all_reduce(torch.ones(4))
     if how == "at the same moment":  # neither has seen what the other says
         from ddpstats.guard import _exchange
-        _exchange._Shared.neighbour_differs = lambda *args: False
+        tell = _exchange.Exchange.tell
+        _exchange.Exchange.tell = lambda *args: tell(*args) and False
     if how == "message":
         if rank:
             dist.send(torch.ones(300), 0)

@@ -86,7 +86,21 @@ def test_off_touches_nothing(two_ranks: RankPool) -> None:
 def test_memory_is_bounded_by_the_ring() -> None:
     for events, used in run_ranks(runs.many, 2, 11_000, timeout_sec=100).values():
         assert events == 10_000
+        print("USED", used)
         assert used < 10 << 20
+
+
+@pytest.mark.parametrize("mode", ["step", "strict"])
+def test_calls_that_are_alike_are_one_event_with_many_numbers(two_ranks: RankPool, mode: str) -> None:
+    for events, kept, lines in two_ranks.run(runs.events_of_walks, mode).values():
+        assert events == [(1, "ctc"), (2, "att"), (3, "ctc"), (4, "att")]
+        assert kept == 2
+        assert lines == {"dist.all_reduce(stats[key])"}
+
+
+def test_groups_that_are_gone_are_forgotten(two_ranks: RankPool) -> None:
+    for named, known in two_ranks.run(runs.groups_that_come_and_go, 80).values():
+        assert known == named < 80
 
 
 def test_shared_memory_has_no_name_and_no_descriptor_is_left(two_ranks: RankPool) -> None:
@@ -152,7 +166,7 @@ def test_the_rolling_digest_depends_on_the_order() -> None:
 def test_the_ring_keeps_the_newest() -> None:
     ring = Ring(3)
     for seq in range(5):
-        ring.append(event(seq))
+        ring.append((event(0), seq, 0.0))
     assert [one.seq for one in ring.of("0")] == [2, 3, 4]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import dataclasses
 import enum
 import functools
@@ -15,15 +16,18 @@ import time
 import types
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from ddpstats._observe.user_frames import calling_frame, site_of
+from ddpstats.guard.labels import _infer, _siblings
 from ddpstats.guard.labels._evidence import evidence_of
 from ddpstats.guard.labels._infer import Inferred, infer
 from ddpstats.guard.labels._reading import is_readable
+from ddpstats.guard.labels._spelled import spells
 
 T = torch.Tensor
 Stats = dict[str, T]
@@ -530,7 +534,7 @@ def test_siblings_are_those_of_the_container_now() -> None:
             items(stats)
 
     labels_of(changing)
-    sizes = [len(found.levels[0].siblings) for found in _found if found is not None]
+    sizes = [len(found.levels[0].names) for found in _found if found is not None]
     assert sizes == [3] * 3 + [4] * 4 + [5] * 5
 
 
@@ -745,6 +749,96 @@ def test_text_that_is_not_the_codes_is_not_believed(tmp_path: Any) -> None:
     exec(code, namespace)
     assert labels_of(namespace["look"]) in (["a", "b"], [None, None])
     assert all(found is None or found.beside for found in _found)
+
+
+# -- what is kept from one call to the next ----------------------------------------------------------------------------
+
+
+def test_calls_that_are_alike_share_one_label() -> None:
+    def twice(stats: Stats) -> None:
+        for _ in range(2):
+            keys(stats)
+
+    assert labels_of(twice) == ["a", "b"] * 2
+    assert _found[0] is _found[2]
+    assert _found[1] is _found[3]
+
+
+def test_one_place_with_another_container_each_time() -> None:
+    """Whatever was kept of the one before: its keys, their order, its class, tensors with two names."""
+    tied = one()
+    tables: list[Any] = [
+        *({"a": one(), "b": one()}, {"b": one(), "a": one()}, {"x": one(), "b": one()}, {"a": one()}, {"a": one()}),
+        *(collections.OrderedDict(a=one(), b=one()), {"a": tied, "b": tied}, {"a": one(), "b": one()}, {1: one()}),
+    ]
+
+    def changing(stats: Stats) -> None:
+        for table in tables * 2:
+            items(table)
+
+    expected = [(key if type(key) is str else f"[{key}]", table) for table in tables * 2 for key in table]
+    assert labels_of(changing) == [label for label, _ in expected]
+    for found, (_, table) in zip(_found, expected, strict=True):
+        assert found is not None
+        (beside,) = found.levels
+        assert beside.names == tuple(key if type(key) is str else f"[{key}]" for key in table)
+        assert beside.source == type(table).__name__
+        assert bool(beside.aliases) == (table is tables[6])
+
+
+def test_one_place_called_from_others() -> None:
+    """The same instruction and the same dict, reached under a key of the caller's, and without one."""
+
+    def alternately(stats: Stats) -> None:
+        splits = {"train": stats, "valid": stats}
+        for _ in range(2):
+            items(stats)
+            for split in splits:
+                items(splits[split])
+
+    assert labels_of(alternately) == ["a", "b", "train/a", "train/b", "valid/a", "valid/b"] * 2
+
+
+def test_one_place_in_several_threads() -> None:
+    wrong: list[Any] = []
+
+    def walk(stats: Stats) -> None:
+        for key, value in stats.items():
+            found = infer(value, sys._getframe())
+            if found is None or found.path != key or found.levels[0].names != tuple(stats):
+                wrong.append((key, found))
+
+    def walks(name: str) -> None:
+        stats = {f"{name}{number}": one() for number in range(7)}
+        for _ in range(200):
+            walk(stats)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with concurrent.futures.ThreadPoolExecutor(3) as pool:
+            list(pool.map(walks, ("left", "right", "middle")))
+    finally:
+        sys.setswitchinterval(before)
+    assert not wrong
+
+
+def test_what_is_kept_of_ever_new_names_is_bounded() -> None:
+    for number in range(5000):
+        items({f"utt{number}-{part}": one() for part in ("ctc", "att")})
+    assert len(_infer._labels) <= 4096
+    assert sum(len(siblings.names) for siblings in _siblings._kept.values()) <= 1 << 16
+
+
+def test_a_name_is_spelled_once_the_module_that_has_it_is_there(tmp_path: Path, monkeypatch: Any) -> None:
+    files = frozenset({str(tmp_path / "train.py"), __file__})
+    name = "".join(["qxz", "wvj"])
+    assert spells(name, files) == spells(name, files) == ""
+    (tmp_path / "more.py").write_text(f"NAME = {name!r}\n")
+    module = types.ModuleType("more")
+    module.__file__ = str(tmp_path / "more.py")
+    monkeypatch.setitem(sys.modules, "more", module)
+    assert spells(name, files) == "whole"
 
 
 # -- programs of unusual size -----------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from ddpstats.guard.labels._calls import argument_names, names_passed
 from ddpstats.guard.labels._fate import Fate, Turn, fate_of
 from ddpstats.guard.labels._infer import Chain, Inferred
 from ddpstats.guard.labels._source import names_in
-from ddpstats.guard.labels._spelled import Spelled, spells
+from ddpstats.guard.labels._spelled import spells
 
 _MAX_NAMES = 256
 
@@ -18,15 +18,16 @@ _MAX_NAMES = 256
 def evidence_of(found: Inferred) -> Evidence:
     """Of the innermost name, and through it of those further out."""
     evidence: Evidence | None = None
+    files = frozenset(place.code.co_filename for place in found.chain.places)
     for level in range(len(found.levels) - 1, -1, -1):
-        named = found.levels[level]
+        key, beside = found.keys[level], found.levels[level]
         evidence = Evidence(
-            named.key,
-            named.siblings[:_MAX_NAMES],
-            named.source,
+            key,
+            beside.names[:_MAX_NAMES],
+            beside.source,
             _fate(found.chain, level),
-            _spelled(found.chain, named.key),
-            named.aliases,
+            spells(key, files),
+            beside.aliases.get(key, ()),
             found.beside,
             found.chain.is_known,
             evidence,
@@ -41,14 +42,6 @@ def _fate(chain: Chain, level: int) -> Fate:
     if fate is None:
         fate = chain.fates[level] = fate_of(list(_turns(chain, level)), chain.fresh)
     return fate
-
-
-def _spelled(chain: Chain, key: str) -> Spelled:
-    spelled = chain.spelled.get(key)
-    if spelled is None:
-        files = [place.code.co_filename for place in chain.places]
-        spelled = chain.spelled[key] = spells(key, files)
-    return spelled
 
 
 def _turns(chain: Chain, level: int) -> Iterator[Turn]:

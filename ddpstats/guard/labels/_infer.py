@@ -14,28 +14,23 @@ from typing import Any
 
 from ddpstats._observe.user_frames import user_frame
 from ddpstats.guard.labels._fate import Fate
-from ddpstats.guard.labels._places import Asked, CallText, ReadyRoute, ReadyStep, place_of
+from ddpstats.guard.labels._places import MAX_FRAMES, Asked, CallText, ReadyRoute, ReadyStep, activation, place_of
 from ddpstats.guard.labels._reading import (
     MISSING,
     PLAIN_DICTS,
     Variables,
-    aliases_in,
     entries_of,
-    is_module,
     key_by_identity,
     key_text,
     kind_of,
-    names_in,
-    parameter_names,
 )
-from ddpstats.guard.labels._source import COMPREHENSION_NAMES, Function
-from ddpstats.guard.labels._spelled import Spelled
+from ddpstats.guard.labels._siblings import Containers, Siblings
+from ddpstats.guard.labels._source import Function
 from ddpstats.guard.labels._trace import Route, Step
 
-_MAX_FRAMES = 60
 _MAX_CHAINS = 8192
+_MAX_LABELS = 4096
 _MAX_LABEL_CHARS = 200
-_COMPREHENSIONS = frozenset(COMPREHENSION_NAMES.values())
 # Functions of this name reduce stats under their keys: espnet's, detectron2's, DETR's, and copies of them.
 REDUCES_NAMED = frozenset(
     {
@@ -44,9 +39,6 @@ REDUCES_NAMED = frozenset(
     }
 )
 _BESIDE = Step((), None, None)
-
-Names = tuple[tuple[int, int, Any], dict[str, bool], tuple[str, ...], dict[str, tuple[str, ...]]]
-_NO_NAMES: Names = ((0, 0, None), {}, (), {})
 
 log = logging.getLogger("ddpstats")
 
@@ -58,72 +50,69 @@ log = logging.getLogger("ddpstats")
 class Chain:
     """The places that a label was found through, from the collective outwards; one object for each such chain.
 
-    ``steps``: those that gave a name, innermost first, and the index of the place of each. The rest is kept from one
-    call to the next.
+    ``steps``: those that gave a name, innermost first, and the index of the place of each; ``containers``: what each
+    took its name from. The rest is kept from one call to the next.
     """
 
     places: tuple[CallText, ...]
     steps: tuple[tuple[Step, int], ...]
     fresh: bool
     is_known: bool
-    names: dict[int, Names] = field(default_factory=dict)
+    containers: tuple[Containers, ...]
     fates: dict[int, Fate] = field(default_factory=dict)
-    spelled: dict[str, Spelled] = field(default_factory=dict)
-
-
-@dataclass(eq=False, slots=True)
-class Named:
-    """A name, and what stood beside it: the names in the same container, in its order, and the container's class.
-
-    ``aliases``: other names of this very tensor there.
-    """
-
-    key: str
-    siblings: tuple[str, ...] = ()
-    source: str = ""
-    aliases: tuple[str, ...] = ()
 
 
 @dataclass(eq=False, slots=True)
 class Inferred:
-    """A label. ``levels``: its names, innermost first. ``beside``: a name that was only passed beside the tensor."""
+    """A label; one object for all calls that are alike. ``keys``: the names in it, innermost first, each with what
+    stood beside it in its container (``levels``). ``beside``: a name that was only passed beside the tensor."""
 
     path: str
-    levels: tuple[Named, ...]
+    keys: tuple[str, ...]
+    levels: tuple[Siblings, ...]
     chain: Chain
     beside: bool = False
 
 
 @dataclass(slots=True)
 class _Found:
-    """What was found so far. ``keys``: all of them, from the tensor outwards; ``names``: those that are names."""
+    """What was found so far. ``keys``: all of them, from the tensor outwards; ``names``: those that are names, each
+    with its container; ``steps``: as of a `Chain`, whose places are ``named_at``."""
 
-    keys: list[str] = field(default_factory=list)
-    places: list[CallText] = field(default_factory=list)
-    names: list[tuple[str, Step, int, Any]] = field(default_factory=list)  # key, step, place, container
+    places: tuple[CallText, ...] = ()
+    keys: tuple[str, ...] = ()
+    names: tuple[tuple[str, Any], ...] = ()
+    steps: tuple[tuple[Step, int], ...] = ()
+    named_at: tuple[CallText, ...] = ()
     fresh: bool = False
     beside: bool = False
     is_known: bool = False
 
-    def copy(self, place: CallText) -> _Found:
-        """To go on with, in ``place``: other routes begin where this one did."""
-        places = [*self.places, place]
-        return _Found([*self.keys], places, [*self.names], self.fresh, self.beside, self.is_known)
+    def add(self, key: str, step: Step, container: Any) -> None:
+        """A key that is a name."""
+        self.keys += (key,)
+        self.names += ((key, container),)
+        self.steps += ((step, len(self.places) - 1),)
+        self.named_at = self.places
 
 
 Passed = tuple[FrameType | None, Any]
 """What was passed: a function's frame and the name of its parameter; or None and the value."""
 
-_chains: dict[tuple[int, ...], Chain] = {}
+_chains: dict[tuple[Any, ...], Chain] = {}
+_labels: dict[tuple[Any, ...], Inferred] = {}
 
 
 def infer(tensor: Any, frame: FrameType) -> Inferred | None:
     """The label of ``tensor`` in the collective that ``frame`` is calling; None where the text gives it no name."""
     try:
-        frames = _activation(frame)
-        found = _follow(frames, None, (None, tensor), _Found(), 0)
-        if found is None and place_of(frames, None).file is None:
-            found = _without_source(tensor, frames)
+        place = place_of(frame, None)
+        if not place.routes and place.file is not None:
+            return None
+        frames = activation(frame)
+        found = _follow(place, frames, (None, tensor), _Found(), 0)
+        if found is None and place.file is None:
+            found = _without_source(tensor, frames, place)
         return None if found is None else _inferred(found)
     except RecursionError:  # the program's own stack is nearly used up: nothing is left for a message either
         return None
@@ -133,48 +122,28 @@ def infer(tensor: Any, frame: FrameType) -> Inferred | None:
 
 
 def _inferred(found: _Found) -> Inferred:
-    places = found.places[: found.names[-1][2] + 1]
-    key = (*map(id, places), *[id(step) for _, step, _, _ in found.names])
-    chain = _chains.get(key)
-    if chain is None:
-        if len(_chains) > _MAX_CHAINS:
-            _chains.clear()
-        steps = tuple((step, at) for _, step, at, _ in found.names)
-        chain = _chains[key] = Chain(tuple(places), steps, found.fresh, found.is_known)
-    levels = [_named(chain, level, key, container) for level, (key, _, _, container) in enumerate(found.names)]
-    return Inferred(_spell(found.keys), tuple(levels), chain, found.beside)
+    chain = _chains.get((found.named_at, found.steps)) or _new_chain(found)
+    levels = tuple([last.siblings(*name) for last, name in zip(chain.containers, found.names, strict=True)])
+    key = chain, found.keys, levels, found.beside
+    label = _labels.get(key)
+    if label is None:
+        if len(_labels) >= _MAX_LABELS:
+            _labels.clear()
+        names = tuple(name for name, _ in found.names)
+        label = _labels[key] = Inferred(_spell(found.keys), names, levels, chain, found.beside)
+    return label
 
 
-def _named(chain: Chain, level: int, key: str, container: Any) -> Named:
-    if container is MISSING:
-        return Named(key)
-    kind = kind_of(container)
-    if kind not in PLAIN_DICTS and is_module(container):
-        entries = entries_of(container)
-        in_table = entries is not None and key in entries
-        return Named(key, names_in(container) if in_table else tuple(parameter_names(container)), "Module")
-    names = _names(chain, level, container, key)
-    return Named(key, names[2], kind.__name__, names[3].get(key, ()))
+def _new_chain(found: _Found) -> Chain:
+    if len(_chains) > _MAX_CHAINS:
+        _chains.clear()
+    containers = tuple(Containers() for _ in found.steps)
+    chain = Chain(found.named_at, found.steps, found.fresh, found.is_known, containers)
+    _chains[found.named_at, found.steps] = chain
+    return chain
 
 
-def _names(chain: Chain, level: int, container: Any, key: str) -> Names:
-    """Read again when the container may have changed since, at the latest at the first of its names."""
-    entries = entries_of(container)
-    if entries is None:
-        return ((0, 0, None), {}, names_in(container), {})
-    first = next(dict.__iter__(entries), None)
-    kept = chain.names.get(level, _NO_NAMES)
-    now = id(container), dict.__len__(entries), first
-    if kept[0][:2] == now[:2] and kept[0][2] is first and kept[1].get(key):
-        return kept
-    names = names_in(container)
-    known = dict.fromkeys(names, True)
-    known[names[0] if names else ""] = False  # the next walk begins with it
-    kept = chain.names[level] = now, known, names, aliases_in(entries)
-    return kept
-
-
-def _spell(keys: list[str]) -> str:
+def _spell(keys: tuple[str, ...]) -> str:
     text = ""
     for key in reversed(keys):
         text += key if key.startswith("[") or not text else f"/{key}"
@@ -184,29 +153,12 @@ def _spell(keys: list[str]) -> str:
 # -- following a route ------------------------------------------------------------------------------------------------
 
 
-def _activation(frame: FrameType) -> tuple[FrameType, ...]:
-    """The frames of one activation: comprehensions, which have frames of their own before 3.12, and their owner."""
-    if frame.f_code.co_name not in _COMPREHENSIONS:
-        return (frame,)
-    frames, owner = [frame], frame.f_back
-    for _ in range(_MAX_FRAMES):
-        if owner is None:
-            break
-        if frames[-1].f_code in owner.f_code.co_consts:
-            frames.append(owner)
-            if owner.f_code.co_name not in _COMPREHENSIONS:
-                break
-        owner = owner.f_back
-    return tuple(frames)
-
-
 def _follow(
-    frames: tuple[FrameType, ...], asked: Asked | None, passed: Passed | None, found: _Found, depth: int
+    place: CallText, frames: tuple[FrameType, ...], passed: Passed | None, found: _Found, depth: int
 ) -> _Found | None:
     """Follow the routes of one activation, and those of its callers; None where none comes to a name."""
-    place = place_of(frames, asked)
     best = found if found.names else None
-    if depth > _MAX_FRAMES:
+    if depth > MAX_FRAMES:
         return best
     for ready in place.routes:
         taken = _take(ready, place, frames, passed, found, depth)
@@ -222,9 +174,16 @@ def _take(
     ready: ReadyRoute, place: CallText, frames: tuple[FrameType, ...], passed: Passed | None, before: _Found, depth: int
 ) -> _Found | None:
     route = ready.asked.route
-    now = before.copy(place)
-    now.fresh = before.fresh or (not before.names and route.fresh)
-    now.is_known = before.is_known or frames[-1].f_code.co_name in REDUCES_NAMED
+    now = _Found(
+        (*before.places, place),
+        before.keys,
+        before.names,
+        before.steps,
+        before.named_at,
+        before.fresh or (not before.names and route.fresh),
+        before.beside,
+        before.is_known or place.owner.co_name in REDUCES_NAMED,
+    )
     if ready.steps:
         variables = Variables(frames)
         try:
@@ -243,8 +202,11 @@ def _read(ready: ReadyStep, variables: Variables, passed: Passed | None, found: 
     container: Any = MISSING
     text: str | None = None
     number: Any = None
+    tensor = passed[1] if passed is not None and passed[0] is None else MISSING
     for reader in ready.names:
         value = reader(variables)
+        if value is tensor:
+            continue
         part = key_text(value)
         if part is not None:
             text = part if text is None or text == part else f"{text},{part}"
@@ -260,10 +222,9 @@ def _read(ready: ReadyStep, variables: Variables, passed: Passed | None, found: 
     if text is not None:
         if container is MISSING and ready.container is not None:
             container = ready.container(variables)
-        found.names.append((text, ready.step, len(found.places) - 1, container))
-        found.keys.append(text)
+        found.add(text, ready.step, container)
     elif type(number) is int:
-        found.keys.append(f"[{number}]")
+        found.keys += (f"[{number}]",)
 
 
 def _leave(asked: Asked, owner: FrameType, found: _Found, depth: int) -> _Found | None:
@@ -278,12 +239,12 @@ def _leave(asked: Asked, owner: FrameType, found: _Found, depth: int) -> _Found 
         if found.fresh and not found.names and not route.container:
             text = key_text(_value_of(passed))
             if text is not None:  # the tensor was made from a name that the caller chose
-                found.keys.append(text)
-                found.names.append((text, _BESIDE, len(found.places) - 1, MISSING))
+                found.add(text, _BESIDE, MISSING)
                 found.beside = True
                 return found
     if outer is not None:
-        further = _follow(_activation(outer), asked, passed, found, depth + 1)
+        place = place_of(outer, asked)
+        further = _follow(place, activation(outer), passed, found, depth + 1) if place.routes else None
         if further is not None:
             return further
     return found if found.names else None
@@ -303,7 +264,7 @@ def _value_of(passed: Passed | None) -> Any:
         variables.give_back()
 
 
-def _without_source(tensor: Any, frames: tuple[FrameType, ...]) -> _Found | None:
+def _without_source(tensor: Any, frames: tuple[FrameType, ...], place: CallText) -> _Found | None:
     """The key of a dict of the frame that has this very tensor, where a variable holds the key or the tensor."""
     variables = Variables(frames)
     held = variables.values()
@@ -311,7 +272,9 @@ def _without_source(tensor: Any, frames: tuple[FrameType, ...]) -> _Found | None
         for container in [value for value in held if kind_of(value) in PLAIN_DICTS]:
             text = key_text(key := key_by_identity(container, tensor))
             if text is not None and any(value is tensor or value is key for value in held):
-                return _Found([text], [place_of(frames, None)], [(text, _BESIDE, 0, container)], beside=True)
+                found = _Found((place,), beside=True)
+                found.add(text, _BESIDE, container)
+                return found
         return None
     finally:
         held.clear()
@@ -324,7 +287,7 @@ def _frame_of_scope(frame: FrameType, route: Route) -> FrameType | None:
     name = scope.name if isinstance(scope, (ast.FunctionDef, ast.AsyncFunctionDef)) else "<module>"
     if isinstance(scope, ast.Lambda):
         name = "<lambda>"
-    for _ in range(_MAX_FRAMES):
+    for _ in range(MAX_FRAMES):
         if here is None:
             return None
         code = here.f_code

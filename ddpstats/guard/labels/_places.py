@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from types import CodeType, FrameType
 
 from ddpstats.guard.labels._reading import Reader, reader_of
-from ddpstats.guard.labels._source import SourceFile, node_at
+from ddpstats.guard.labels._source import COMPREHENSION_NAMES, SourceFile, node_at
 from ddpstats.guard.labels._trace import LabelTracer, Route, Step
 
+MAX_FRAMES = 60
 _MAX_PLACES = 8192
+_COMPREHENSIONS = frozenset(COMPREHENSION_NAMES.values())
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,15 +66,30 @@ def _tracer_of(file: SourceFile) -> LabelTracer:
     return found[1]
 
 
-def place_of(frames: tuple[FrameType, ...], asked: Asked | None) -> CallText:
-    """The place that an activation is at; ``asked``: whose route left to it, None for the collective itself."""
-    frame = frames[0]
+def activation(frame: FrameType) -> tuple[FrameType, ...]:
+    """The frames of one activation: comprehensions, which have frames of their own before 3.12, and their owner."""
+    if frame.f_code.co_name not in _COMPREHENSIONS:
+        return (frame,)
+    frames, owner = [frame], frame.f_back
+    for _ in range(MAX_FRAMES):
+        if owner is None:
+            break
+        if frames[-1].f_code in owner.f_code.co_consts:
+            frames.append(owner)
+            if owner.f_code.co_name not in _COMPREHENSIONS:
+                break
+        owner = owner.f_back
+    return tuple(frames)
+
+
+def place_of(frame: FrameType, asked: Asked | None) -> CallText:
+    """The place that a frame is at; ``asked``: whose route left to it, None for the collective itself."""
     key = id(frame.f_code), frame.f_lasti, id(asked)
     place = _places.get(key)
     if place is None or place.code is not frame.f_code:
         if len(_places) >= _MAX_PLACES:
             _places.clear()
-        place = _places[key] = _find_place(frames, asked)
+        place = _places[key] = _find_place(activation(frame), asked)
     return place
 
 

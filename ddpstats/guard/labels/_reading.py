@@ -14,6 +14,7 @@ import re
 import sys
 from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import methodcaller
 from types import FrameType, GetSetDescriptorType, MemberDescriptorType
 from typing import Any
 
@@ -78,25 +79,20 @@ class Variables:
     __slots__ = ("_frames", "_read")
 
     def __init__(self, frames: Sequence[FrameType]) -> None:
-        self._frames = frames
-        self._read: list[tuple[FrameType, dict[str, Any]]] | None = None
+        self._frames, self._read = frames, _variables_of(frames)
 
     def get(self, name: str) -> Any:
-        read = self._read
-        if read is None:
-            read = self._read = _variables_of(self._frames)
-        for _, variables in read:
+        for _, variables in self._read:
             if name in variables:
                 return variables[name]
         return dict.get(self._frames[-1].f_globals, name, MISSING)
 
     def values(self) -> list[Any]:
         """Those of the frames' own variables."""
-        self.get("")
-        return [value for _, variables in self._read or () for value in list(variables.values())]
+        return [value for _, variables in self._read for value in list(variables.values())]
 
     def give_back(self) -> None:
-        read, self._read = self._read, None
+        read, self._read = self._read, []
         while _SNAPSHOTS and read:
             frame, variables = read.pop()
             # Not the module's own dict, and not a copy that somebody else holds.
@@ -106,8 +102,13 @@ class Variables:
 
 def _variables_of(frames: Sequence[FrameType]) -> list[tuple[FrameType, dict[str, Any]]]:
     """Of those that may be read. Code that was executed may have been given something else than a dict."""
-    read = [(frame, frame.f_locals) for frame in frames if is_readable(frame)]
-    return [(frame, variables) for frame, variables in read if type(variables) in _KINDS_OF_VARIABLES]
+    read: list[tuple[FrameType, dict[str, Any]]] = []
+    for frame in frames:
+        if is_readable(frame):
+            variables = frame.f_locals
+            if type(variables) in _KINDS_OF_VARIABLES:
+                read.append((frame, variables))
+    return read
 
 
 def is_readable(frame: FrameType) -> bool:
@@ -149,8 +150,7 @@ def _looks_at_its_variables(code: Any) -> bool:
 def reader_of(expr: ast.expr | None) -> Reader:
     """A function that gives an expression's value where that takes no code of the program's, else `MISSING`."""
     if isinstance(expr, ast.Name):
-        name = expr.id
-        return lambda variables: variables.get(name)
+        return methodcaller("get", expr.id)
     if isinstance(expr, ast.Constant):
         value = expr.value
         return lambda variables: value
@@ -243,10 +243,11 @@ def key_text(value: Any) -> str | None:
 
     What wrappers of a model put before the names of its parameters is left out.
     """
-    kind = kind_of(value)
+    kind = type(value)
     if kind is str:
         text = _WRAPPERS.sub("", value) if "." in value else value
-        return text[:_MAX_CHARS] if _HAS_LETTER.search(text) else None  # "_" names nothing
+        return text[:_MAX_CHARS] if text[:1].isalnum() or _HAS_LETTER.search(text) else None  # "_" names nothing
+    kind = kind_of(value)
     sort = _sorts.get(kind)
     if sort is None:
         if len(_sorts) > 1024:
@@ -287,6 +288,8 @@ def _sort_of(kind: type) -> str:
 
 def entries_of(container: Any) -> Any:
     """A dict that holds what the container holds under names; None for what has none, or hides them in code."""
+    if type(container) is dict:
+        return container
     kind = kind_of(container)
     if kind in PLAIN_DICTS:
         return container

@@ -10,6 +10,7 @@ import ast
 import dis
 import linecache
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
@@ -68,6 +69,7 @@ def names_in(node: ast.AST) -> Iterator[ast.Name]:
     return (part for part in ast.walk(node) if isinstance(part, ast.Name))
 
 
+_parsing = threading.RLock()  # two threads at once may end in a SystemError (CPython's gh-106905)
 _files: dict[str, SourceFile | None] = {}
 _tries: dict[str, int] = {}
 
@@ -94,8 +96,9 @@ def parsed(file: str, module_globals: dict[str, Any] | None = None) -> ast.Modul
     """The syntax tree of a file; None where there is no text, or none that parses. Raises RecursionError."""
     text = "".join(linecache.getlines(file, module_globals))
     try:
-        return ast.parse(text) if text and len(text) <= _MAX_BYTES else None
-    except (SyntaxError, ValueError):
+        with _parsing:
+            return ast.parse(text) if text and len(text) <= _MAX_BYTES else None
+    except (SyntaxError, ValueError, SystemError):
         return None
 
 

@@ -1,7 +1,7 @@
 """Whether the text of the program spells a name out: then it is the program's own, and not a piece of data.
 
-Read when ranks differ, not before: all string constants, field, keyword and attribute names of the modules that are not
-installed packages, and of the packages that called the collective.
+Read when ranks differ, and in mode "step" at the first call of a label: all string constants, field, keyword and
+attribute names of the modules that are not installed packages, and of the packages that called the collective.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import ast
 import re
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from ddpstats.guard.labels._source import parsed
@@ -20,23 +20,35 @@ _MAX_CHARS = 80
 _INSTALLED = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 _Texts = tuple[frozenset[str], frozenset[str]]
 _NO_TEXTS: _Texts = (frozenset(), frozenset())
+_MAX_PROGRAMS = 64
 _texts_of: dict[str, _Texts] = {}
+_programs: dict[frozenset[str], tuple[tuple[str, ...], _Texts]] = {}  # with the modules that there were
 
 
 Spelled = Literal["whole", "parts", ""]
 
 
-def spells(name: str, files: Iterable[str]) -> Spelled:
+def spells(name: str, files: frozenset[str]) -> Spelled:
     """Whether the program's text has ``name``, or all its parts. ``files``: those that the label was found through."""
-    texts, parts = _program_texts(frozenset(files))
+    texts, parts = _program_texts(files)
     if name in texts:
         return "whole"
     words = [word for word in _SEPARATORS.split(name) if word and not word.isdigit()]
     return "parts" if words and all(word in texts or word in parts for word in words) else ""
 
 
-def _program_texts(files: frozenset[str]) -> tuple[set[str], set[str]]:
+def _program_texts(files: frozenset[str]) -> _Texts:
     """(Whole texts, and what stands between separators in them and in formatted texts.)"""
+    modules = tuple(sys.modules)
+    known = _programs.get(files)
+    if known is None or known[0] != modules:
+        if len(_programs) >= _MAX_PROGRAMS:
+            _programs.clear()
+        known = _programs[files] = modules, _read_program(files)
+    return known[1]
+
+
+def _read_program(files: frozenset[str]) -> _Texts:
     packages = {name for module in list(sys.modules.values()) if (name := _package_of(module, files)) is not None}
     read = set(files)
     for module in list(sys.modules.values()):
@@ -47,7 +59,7 @@ def _program_texts(files: frozenset[str]) -> tuple[set[str], set[str]]:
         if package not in ("torch", "ddpstats", "numpy") and (package in packages or not file.startswith(_INSTALLED)):
             read.add(file)
     both = [_texts_in(file) for file in read]
-    return set().union(*(texts for texts, _ in both)), set().union(*(parts for _, parts in both))
+    return frozenset().union(*(texts for texts, _ in both)), frozenset().union(*(parts for _, parts in both))
 
 
 def _package_of(module: Any, files: frozenset[str]) -> str | None:
