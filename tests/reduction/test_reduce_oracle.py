@@ -40,9 +40,7 @@ def told(reduced: ddpstats.Reduced) -> dict[str, Any]:
 
 def reduce_here(part: RankStats, nonfinite: Any, name: str, per_rank: bool = False) -> dict[str, Any] | str:
     try:
-        return told(
-            ddpstats.reduce_stats(part.stats, part.weight, name=name, nonfinite=nonfinite, per_rank=per_rank)
-        )
+        return told(ddpstats.reduce_stats(part.stats, part.weight, name=name, nonfinite=nonfinite, per_rank=per_rank))
     except NonFiniteStat as error:
         return str(error)
 
