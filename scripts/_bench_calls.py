@@ -128,9 +128,9 @@ def _reducing(reduce: Callable[[Any, Any], Any], held: Held, make: Callable[[flo
     weight = _weight(dist.get_rank())
 
     def body(number: int) -> object:
-        return reduce(dicts[number % _DICTS], weight)
+        return reduce(dicts[number % _DICTS], weight).values  # nested when somebody asks for them
 
-    return Variant(body, lambda reduced: reduced.values, held)
+    return Variant(body, lambda values: values, held)
 
 
 def _averaging(keys: int, average: Callable[[Any, torch.Tensor, bool], tuple[Any, torch.Tensor]]) -> Variant:

@@ -155,7 +155,7 @@ class Reduction:
             error = self._nonfinite_error(call, layout, part, placement, counters)
             self._end_call(site)
             raise error
-        means, finite = quotient(summed.sums, summed.divisor) if divide else (summed.sums.tolist(), True)
+        means, finite = quotient(summed.sums, summed.divisor) if divide else (summed.sums, True)
         overflows = [] if finite else overflown(summed.selection, means, summed.divisor, call.skips)
         if overflows:
             if self._agreement.meeting_room() is None:
@@ -178,7 +178,7 @@ class Reduction:
             self._end_call(site)
             held = [(slots, (self._agreement.comm.ranks[position],)) for position, slots in together.nonfinite()]
             raise self._nonfinite_text(layout, held)
-        means, finite = quotient(summed.sums, summed.divisor) if divide else (summed.sums.tolist(), True)
+        means, finite = quotient(summed.sums, summed.divisor) if divide else (summed.sums, True)
         mended = together.scaled_slots()
         if not finite:
             mended |= {selection.slots[i] for i in overflown(selection, means, summed.divisor, call.skips)}
@@ -206,20 +206,10 @@ class Reduction:
         return Columns(comm.ranks, comm.all_gather(mine, call.timeout_sec))
 
     def _result(
-        self, site: ReductionSite, summed: _Summed, values: list[float | bool | None], columns: Columns | None
+        self, site: ReductionSite, summed: _Summed, values: Sequence[float | bool | None], columns: Columns | None
     ) -> Reduced:
-        build = self._builder(site, summed.selection)
-        reduced = Reduced(
-            build(iter(values)),
-            summed.total,
-            site.layout,
-            summed.selection,
-            values,
-            summed.weights,
-            self._agreement.world_size,
-            build,
-            columns,
-        )
+        build, ranks = self._builder(site, summed.selection), self._agreement.world_size
+        reduced = Reduced(summed.total, site.layout, summed.selection, values, summed.weights, ranks, build, columns)
         self._end_call(site)
         return reduced
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, MutableSequence, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import repeat
@@ -48,7 +48,6 @@ class Reduced:
         total_weight: the plain sum of the weights that the ranks passed.
     """
 
-    values: Any
     total_weight: float
     _layout: Layout
     _selection: Selection
@@ -66,6 +65,10 @@ class Reduced:
 
     def __repr__(self) -> str:
         return f"Reduced(values={self.values!r}, total_weight={self.total_weight!r})"
+
+    @cached_property
+    def values(self) -> Any:
+        return self._nested(iter(self._flat))
 
     @cached_property
     def weights(self) -> Any:
@@ -137,15 +140,18 @@ def overflown(selection: Selection, means: Sequence[float], weights: float | arr
 def finish(
     layout: Layout,
     selection: Selection,
-    values: list[Any],
+    means: array[float],
     sums: array[float],
     weights: float | array[float],
     extremes: dict[int, float],
-) -> list[float | bool | None]:
-    """The values of a result from what was summed; ``values`` are those of leaves that are means, and are changed.
+) -> MutableSequence[Any]:
+    """The values of a result from what was summed; ``means`` are those of leaves that are means.
 
     All are per leaf of the selection; ``extremes`` is slot -> minimum or maximum.
     """
+    if not layout.specials and not selection.nones:
+        return means
+    values: list[float | bool | None] = list(means)
     if layout.specials:
         _apply_ops(layout, selection, values, sums, weights, extremes)
     for position in selection.nones:

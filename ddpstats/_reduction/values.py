@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ddpstats._agreement.status import Failure
-from ddpstats._agreement.vectors import are_normal, is_finite, product
+from ddpstats._agreement.vectors import are_normal, elements, is_finite, product
 from ddpstats._base import exact_sums
 from ddpstats._base.compiled import is_fake
 from ddpstats._base.exact_sums import SMALLEST, Scaled, scaled_sum
@@ -186,6 +186,8 @@ def _read_simple(flat: Flat, weight: float) -> array[float] | None:
     try:
         if reading == "numbers":
             return product(leaves, weight, len(leaves))
+        if flat.structure.one_dtype:
+            return product(elements(leaves), weight, len(leaves))
         if reading == "tensors":
             return product(map(torch.Tensor.item, leaves), weight, len(leaves))
         return product([x.item() if type(x) is torch.Tensor else x for x in leaves], weight, len(leaves))
