@@ -185,13 +185,16 @@ class Reduction:
         values = finish(layout, selection, means, summed.sums, summed.divisor, together.extremes())
         for slot in mended:
             values[selection.position_of[slot]] = together.exact(slot)
-        columns = self._columns(call, site, part, self._placement(call, site, part.structure), counters)
+        columns = self._columns(call, site, part, None, counters)
         return self._result(site, summed, values, columns)
 
     def _columns(
-        self, call: Call, site: ReductionSite, part: Part, placement: Placement, counters: Counters
+        self, call: Call, site: ReductionSite, part: Part, placement: Placement | None, counters: Counters
     ) -> Columns | None:
-        """Every rank's values, where the call asks for them: one collective. All ranks have the layout by now."""
+        """Every rank's values, where the call asks for them: one collective. All ranks have the layout by now.
+
+        ``placement`` None: the layout is a new one.
+        """
         if not call.per_rank:
             return None
         comm = self._agreement.comm
@@ -199,7 +202,7 @@ class Reduction:
         if error is not None:
             self._end_call(site)
             raise error
-        mine = column(site.layout, placement, part, call.skips)
+        mine = column(site.layout, placement or self._placement(call, site, part.structure), part, call.skips)
         if not mine:
             return Columns(comm.ranks, ())
         self._agreement.count(counters, len(mine))

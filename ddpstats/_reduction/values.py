@@ -282,6 +282,8 @@ def _combine(op: str, value: float | list[float]) -> _Read:
         return flag, 1.0, flag, None
     if op == "sum":
         summed, weight, _, scaled = _weigh(values, 1.0, [1.0] * len(values))
+        if not isinstance(value, list):
+            return summed, weight, value, scaled
         return summed, weight, summed if scaled is None else exact_sums.total([exact_sums.as_fraction(scaled)]), scaled
     if not values:
         raise ValueError(f"empty, and has no {op}")

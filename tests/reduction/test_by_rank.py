@@ -37,10 +37,15 @@ def agreed(pool: RankPool, stats: list[Any], weights: list[Any], **settings: Any
 
 def test_each_value_comes_through_to_the_bit(two_ranks: RankPool) -> None:
     held = [0.1, -0.0, 5e-324, 1.7976931348623157e308, 1 / 3, 2**53, -7]
-    stats = [{f"k{i}": value for i, value in enumerate(held)}, {"k0": t(0.1), "more": t(0.1, dtype=torch.float64)}]
+    stats: list[dict[str, Any]] = [
+        {f"k{i}": value for i, value in enumerate(held)} | {"sum": Sum(-0.0), "max": Max(-0.0)},
+        {"k0": t(0.1), "more": t(0.1, dtype=torch.float64), "sum": Sum(0.1)},
+    ]
     for weights in ([3.3, 0.7], [1e-3, 1e300], [0.3, 5e-324]):  # with the last ones products do not fit a float64
         found = agreed(two_ranks, stats, weights, name="bits")
         assert [repr(found[f"k{i}"][0]) for i in range(len(held))] == [repr(float(value)) for value in held]
+        assert repr(found["sum"]) == "(-0.0, 0.1)"
+        assert repr(found["max"]) == "(-0.0, None)"
         assert found["k0"][1] == t(0.1).item()
         assert (found["more"], found["k1"][1]) == ((None, 0.1), None)
 
