@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ddpstats._reduction.reducer import (
         Entry as Entry,
         PendingReduction as PendingReduction,
+        RankValues as RankValues,
         Reduced as Reduced,
         ReductionCounters as ReductionCounters,
         StatsReducer as StatsReducer,
@@ -71,6 +72,7 @@ _HOMES = {
     "_reduction.reducer": (
         "Entry",
         "PendingReduction",
+        "RankValues",
         "Reduced",
         "ReductionCounters",
         "StatsReducer",

@@ -7,13 +7,15 @@ issue one for the whole tree. What else differs: ranks may hold different keys, 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
-from functools import reduce
+from functools import lru_cache, reduce
 from typing import Any, NamedTuple
 
 import torch
 
 from ddpstats._agreement.channel import ALONE
+from ddpstats._agreement.vectors import as_tensor
 from ddpstats._base.compiled import breaks_graph
 from ddpstats._base.paths import Path
 from ddpstats._reduction.markers import Marker
@@ -144,18 +146,20 @@ def _total(reduced: Reduced, weight: Any) -> torch.Tensor:
     dtype = given.dtype
     if dtype == torch.bool or (not given.is_floating_point() and reduced.total_weight > torch.iinfo(dtype).max):
         dtype = torch.int64  # as torch's own sum: the total of many bools or uint8 is no longer one
-    return torch.tensor(reduced.total_weight, dtype=torch.float64, device=given.device).to(dtype)
+    if dtype.is_floating_point:
+        return as_tensor(array("d", (reduced.total_weight,)), dtype, given.device).squeeze()
+    return torch.tensor(int(reduced.total_weight), dtype=dtype, device=given.device)
 
 
 def _tensors(reduced: Reduced, obj: Any, weight: Any) -> Sequence[torch.Tensor | None]:
     """The values of ``reduced`` as 0-d tensors: one tensor per dtype, copied to the device once, and cut up there."""
     device = _device(obj, weight)
     values, places = reduced._flat, reduced._selection.by_dtypes
-    if len(places) == 1 and not reduced._selection.nones:
-        return torch.tensor(values, dtype=_promoted(next(iter(places))), device=device).unbind()
+    if len(places) == 1 and isinstance(values, array):
+        return as_tensor(values, _promoted(next(iter(places))), device).unbind()
     tensors: list[torch.Tensor | None] = [None] * len(values)
     for dtypes, chosen in places.items():
-        made = torch.tensor([values[place] for place in chosen], dtype=_promoted(dtypes), device=device)
+        made = as_tensor(array("d", [float(values[place] or 0) for place in chosen]), _promoted(dtypes), device)
         for place, tensor in zip(chosen, made.unbind(), strict=True):
             tensors[place] = tensor
     return tensors
@@ -173,5 +177,10 @@ def _device(obj: Any, weight: Any) -> torch.device:
 
 
 def _promoted(names: tuple[str, ...]) -> torch.dtype:
+    return _promoted_floats(names) or torch.get_default_dtype()
+
+
+@lru_cache(maxsize=256)
+def _promoted_floats(names: tuple[str, ...]) -> torch.dtype | None:
     floating = [FLOATS[name] for name in names if name in FLOATS]
-    return reduce(torch.promote_types, floating) if floating else torch.get_default_dtype()
+    return reduce(torch.promote_types, floating) if floating else None

@@ -7,6 +7,7 @@ Every variant says what its result has to be, and is held to that before a clock
 | bare | all_reduce of as many float64 as our own buffer has, on a gloo group of its own |
 | floats, tensors | `StatsReducer` on a dict of floats, or of 1-element tensors; every rank holds every key |
 | alternating floats, alternating tensors | the same with one half of the keys; the other rank holds the other half |
+| per rank | floats with ``per_rank=True``, and `Reduced.by_rank` read |
 | reduce_stats | the one-line function, on 1-element tensors |
 | drop-in | `ddpstats.recursive_average` on 1-element tensors |
 | espnet | one collective per leaf, as espnet 202511's `recursive_average` does it |
@@ -17,6 +18,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import math
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -63,7 +65,7 @@ def measure(keys: int, budget: Budget, everything: bool) -> Measured:
     reducer = StatsReducer()
     per_leaf, words = per_leaf_average()
     plain = _same_keys(keys, reducer)
-    variants = plain | _alternating(keys) if everything else plain
+    variants = plain | _alternating(keys) | {"per rank": _per_rank(keys)} if everything else plain
     slow = {**_one_liners(keys), "espnet": _averaging(keys, per_leaf)} if everything else {}
     for name, variant in (variants | slow).items():
         _verify(name, variant, keys)
@@ -113,6 +115,33 @@ def _alternating(keys: int) -> dict[str, Variant]:
     }
 
 
+def _per_rank(keys: int) -> Variant:
+    def held(rank: int, number: int) -> range:
+        return range(keys)
+
+    dicts = [_stats(number, held, float) for number in range(_DICTS)]
+    reducer, weight = StatsReducer(name="per rank", per_rank=True), _weight(dist.get_rank())
+
+    def body(number: int) -> object:
+        reduced = reducer(dicts[number % _DICTS], weight)
+        return reduced.values, reduced.by_rank
+
+    return Variant(body, lambda answer: answer[0], held)
+
+
+def new_keys(calls: int, keys: int) -> list[float]:
+    """Seconds of each of ``calls`` calls, each with ``keys`` keys that no rank has used before. Collective."""
+    reducer, seconds = StatsReducer(name="new keys"), []
+    for number in range(calls):
+        stats = {f"step_{number}/{key(index)}": float(index) for index in range(keys)}
+        dist.barrier()
+        started = time.perf_counter()
+        values = reducer(stats, 8.0).values
+        seconds.append(time.perf_counter() - started)
+        _require(values == stats, "new keys")
+    return seconds
+
+
 def _one_liners(keys: int) -> dict[str, Variant]:
     def held(rank: int, number: int) -> range:
         return range(keys)
@@ -128,9 +157,9 @@ def _reducing(reduce: Callable[[Any, Any], Any], held: Held, make: Callable[[flo
     weight = _weight(dist.get_rank())
 
     def body(number: int) -> object:
-        return reduce(dicts[number % _DICTS], weight)
+        return reduce(dicts[number % _DICTS], weight).values  # nested when somebody asks for them
 
-    return Variant(body, lambda reduced: reduced.values, held)
+    return Variant(body, lambda values: values, held)
 
 
 def _averaging(keys: int, average: Callable[[Any, torch.Tensor, bool], tuple[Any, torch.Tensor]]) -> Variant:

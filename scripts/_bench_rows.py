@@ -40,6 +40,7 @@ class Findings:
     """All that was measured; what was left out is missing."""
 
     timed: list[Measured] = field(default_factory=list)
+    new_keys: dict[int, list[float]] = field(default_factory=dict)  # new keys in each call -> seconds per call
     payloads: dict[str, list[int]] = field(default_factory=dict)  # "2 ranks" -> bytes, per key count
     payload_keys: Sequence[int] = ()
     memory: tuple[int, Memory] | None = None  # keys, bytes
@@ -99,8 +100,11 @@ def rows_of(found: Findings) -> list[Row]:
         rows += _against_bare(measured)
     for measured in found.timed:
         rows += _alternating(measured)
+    for measured in found.timed:
+        rows += _per_rank(measured)
     return (
         rows
+        + _new_key_rows(found)
         + _payload_rows(found)
         + _memory_rows(found)
         + _import_rows(found)
@@ -243,6 +247,21 @@ def _alternating(measured: Measured) -> list[Row]:
         )
         for kind in ("floats", "tensors")
     ]
+
+
+def _per_rank(measured: Measured) -> list[Row]:
+    if "per rank" not in measured.lean.seconds:
+        return []
+    return [_ratio_row(f"{_where(measured)}: floats, per_rank / without", measured.lean, "per rank", "floats", None)]
+
+
+def _new_key_rows(found: Findings) -> list[Row]:
+    rows = []
+    for keys, seconds in found.new_keys.items():
+        milliseconds = Spread.of([1e3 * one for one in seconds])
+        what = f"2 ranks, {len(seconds):,} calls, each with new keys: {keys}"
+        rows.append(Row(what, milliseconds.median, unit="ms", quartiles=milliseconds))
+    return rows
 
 
 def _ratio_row(what: str, timings: Timings, variant: str, to: str, reach: float | None, at_least: bool = False) -> Row:

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _bench_calls import Measured, measure
+from _bench_calls import Measured, measure, new_keys
 from _bench_capture import STEPS_MS as CAPTURE_STEPS_MS, capture_costs
 from _bench_checks import STEP_MS as CHECKS_STEP_MS, checks_costs
 from _bench_costs import import_cost, memory, payload_on_thread, payloads
@@ -60,6 +60,7 @@ class Plan:
     payload_worlds: Sequence[int]
     payload_keys: Sequence[int]  # the first is 0: the header
     payload_threads: int
+    new_key_calls: int
     memory_keys: int
     imports: int
     guard_rounds: int
@@ -89,6 +90,7 @@ FULL = Plan(
     payload_worlds=(2, 3, 4),
     payload_keys=(0, 10, 50, 1_000),
     payload_threads=64,
+    new_key_calls=1_000,
     memory_keys=100_000,
     imports=15,
     guard_rounds=40,
@@ -114,6 +116,7 @@ QUICK = Plan(
     payload_worlds=(2,),
     payload_keys=(0, 10, 50),
     payload_threads=8,
+    new_key_calls=4,
     memory_keys=200,
     imports=2,
     guard_rounds=2,
@@ -151,6 +154,8 @@ def run(plan: Plan, say: Progress) -> Findings:
             say(f"{world_size} ranks, {keys:,} keys")
             budget = plan.gated if world_size == GATED_WORLD else plan.reported
             found.timed.append(_on_ranks(measure, world_size, keys, budget, keys <= ALL_VARIANTS_UP_TO))
+    say(f"new keys in each of {plan.new_key_calls:,} calls")
+    found.new_keys = {keys: _on_ranks(new_keys, 2, plan.new_key_calls, keys) for keys in (1, 10)}
     _count_payloads(plan, found, say)
     say(f"memory, 2 ranks, {plan.memory_keys:,} keys")
     found.memory = plan.memory_keys, _on_ranks(memory, 2, plan.memory_keys)

@@ -36,6 +36,8 @@ def test_quick_run_reports_every_row_and_writes_json(tmp_path: Path) -> None:
         "2 ranks, 50 keys: drop-in, faster than per leaf",
         "2 ranks, 50 keys: floats / bare all_reduce",
         "2 ranks, 10 keys: floats, alternating / same keys",
+        "2 ranks, 50 keys: floats, per_rank / without",
+        "2 ranks, 4 calls, each with new keys: 10",
         "payload: a path, 50 keys",
         "first call, peak beside the result",
         "steady call, peak beside the result",

@@ -47,6 +47,9 @@ _HEAD = struct.Struct("<Q16s")
 _STATUS_LENGTH = struct.Struct("<I")
 
 
+SealKey = tuple[str, str | None, str, str | None]
+
+
 @dataclass(frozen=True)
 class Call:
     """What stays the same from one call of one place in the program to the next."""
@@ -55,6 +58,8 @@ class Call:
     name: str | None
     nonfinite: str
     timeout_sec: float
+    per_rank: bool = False
+    """Whether every rank gets every rank's values besides: a collective more, so all ranks must ask for it."""
 
     @cached_property
     def skips(self) -> bool:
@@ -65,8 +70,8 @@ class Call:
         return self.kind, self.name
 
     @cached_property
-    def seal_key(self) -> tuple[str, str | None, str]:
-        return self.kind, self.name, self.nonfinite
+    def seal_key(self) -> SealKey:
+        return self.kind, self.name, self.nonfinite, "per_rank" if self.per_rank else None
 
 
 @dataclass
@@ -83,7 +88,7 @@ class Counters:
 class Site:
     """What all ranks have in common for one name. This one: nothing, as a decision needs."""
 
-    seals: dict[tuple[str, str | None, str], Seal] = field(default_factory=dict, init=False)
+    seals: dict[SealKey, Seal] = field(default_factory=dict, init=False)
 
     extra_bytes: ClassVar[int] = 1
     """The least that a rank tells beside its status."""
@@ -268,6 +273,7 @@ def status_of(call: Call, site: Site, failure: Failure | None, *, stale: bool, b
         call=call.kind,
         name=call.name,
         nonfinite=call.nonfinite,
+        per_rank=call.per_rank,
         failure=failure,
         stale=stale,
         agreed=site.agreed,

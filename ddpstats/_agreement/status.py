@@ -52,6 +52,7 @@ class Status:
     stale: bool
     agreed: bytes
     body: bytes
+    per_rank: bool = False
 
 
 Statuses = Sequence[tuple[Status, tuple[int, ...]]]
@@ -63,6 +64,7 @@ def encode_status(status: Status) -> bytes:
     put_text(out, status.call)
     put_optional(out, status.name)
     put_text(out, status.nonfinite)
+    out.append(b"\1" if status.per_rank else b"\0")
     put_optional(out, None if status.failure is None else status.failure.path)
     put_text(out, "" if status.failure is None else status.failure.message[:_MAX_ERROR_CHARS])
     out.append(b"\1" if status.stale else b"\0")
@@ -76,7 +78,7 @@ def decode_status(payload: bytes) -> Status:
     version = int(reader.numbers("H", 1)[0])
     if version != PROTOCOL_VERSION:
         refuse(f"protocol version {version}, this rank speaks {PROTOCOL_VERSION}")
-    call, name, nonfinite = reader.text(), reader.optional(), reader.text()
+    call, name, nonfinite, per_rank = reader.text(), reader.optional(), reader.text(), reader.flag()
     path, message = reader.optional(), reader.text()
     return Status(
         call=call,
@@ -86,6 +88,7 @@ def decode_status(payload: bytes) -> Status:
         stale=reader.flag(),
         agreed=reader.take(AGREED_BYTES),
         body=reader.rest(),
+        per_rank=per_rank,
     )
 
 
@@ -128,7 +131,7 @@ def _call_text(status: Status) -> str:
     if status.call != "reduce_stats":
         return f"{status.call}()"
     name = "without a name" if status.name is None else f"name={status.name!r}"
-    return f"{status.call}, {name}, nonfinite={status.nonfinite!r}"
+    return f"{status.call}, {name}, nonfinite={status.nonfinite!r}" + ", per_rank=True" * status.per_rank
 
 
 def _refuse_failures(statuses: Statuses, group_name: str) -> None:

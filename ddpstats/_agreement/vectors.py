@@ -20,9 +20,21 @@ def product(values: Iterable[float], weight: float, count: int) -> array[float]:
     """``values`` times ``weight``. Raises TypeError or OverflowError for what is not a float64."""
     if count < _LARGE:
         return array("d", [value * weight for value in values])
-    result = _to_array(values)
+    result = array("d", values) if isinstance(values, array) else _to_array(values)
     _tensor(result).mul_(weight)
     return result
+
+
+def elements(tensors: list[torch.Tensor]) -> Iterable[float]:
+    """The one element of each, for `product`. The tensors are in host memory, and of one floating dtype.
+
+    Raises RuntimeError for what has no element, or more.
+    """
+    if len(tensors) < _LARGE or tensors[0].numel() != 1:
+        return map(torch.Tensor.item, tensors)
+    found = array("d", bytes(8 * len(tensors)))
+    _tensor(found).copy_(torch.stack(tensors).detach().view(-1))  # refuses tensors that differ in shape
+    return found
 
 
 def _to_array(values: Iterable[float]) -> array[float]:
@@ -46,18 +58,19 @@ def are_normal(values: array[float]) -> bool:
     return (min(map(abs, values)) if len(values) < _LARGE else _tensor(values).abs().min().item()) >= SMALLEST
 
 
-def quotient(sums: array[float], weights: float | array[float]) -> tuple[list[float], bool]:
+def quotient(sums: array[float], weights: float | array[float]) -> tuple[array[float], bool]:
     """``sums`` divided by ``weights``; NaN where the weight is 0. And whether all are finite."""
     if len(sums) >= _LARGE:
         divisor = weights if isinstance(weights, float) else _tensor(weights)
         # 0 / 0 is NaN on its own; an entry of weight 0 adds nothing, so its sum is 0.
-        divided = _tensor(sums) / divisor
-        return divided.tolist(), math.isfinite(divided.sum().item())
+        divided = array("d", bytes(8 * len(sums)))
+        torch.div(_tensor(sums), divisor, out=_tensor(divided))
+        return divided, is_finite(divided)
     if not isinstance(weights, float):
         found = [value / weight if weight else math.nan for value, weight in zip(sums, weights, strict=True)]
     else:
         found = [value / weights for value in sums] if weights else [math.nan] * len(sums)
-    return found, math.isfinite(sum(found))
+    return array("d", found), math.isfinite(sum(found))
 
 
 def add(totals: array[float], values: array[float]) -> None:
@@ -82,6 +95,22 @@ def pick(values: memoryview[float], slots: Sequence[int]) -> array[float]:
     if len(slots) == len(values):
         return array("d", values.tobytes())
     return array("d", [values[slot] for slot in slots])
+
+
+def as_tensor(values: array[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """What `torch.tensor` makes of ``values``, to the bit; without a Python number for each, where they are many."""
+    code = _CODES.get(dtype)
+    if code is None or not values:  # torch gives a NaN of half precision other bits when it converts a vector
+        return torch.tensor(values, dtype=dtype, device=device)
+    found = (
+        _tensor(values).to(dtype, copy=True)
+        if len(values) >= _LARGE
+        else torch.frombuffer(array(code, values), dtype=dtype)
+    )
+    return found if device.type == "cpu" else found.to(device)
+
+
+_CODES = {torch.float32: "f", torch.float64: "d"}
 
 
 def _tensor(values: array[float]) -> torch.Tensor:

@@ -23,6 +23,7 @@ from ddpstats._reduction.schema import (
     Leaf,
     Node,
     common_kind,
+    distinct_leaves,
     is_flat,
     leaf,
     leaf_nodes,
@@ -76,6 +77,14 @@ class Layout:
         return select(self, None)
 
     @cached_property
+    def slot_of(self) -> dict[Step, int] | None:
+        """Key -> slot, where the tree is flat: looked up for every new structure that a rank holds."""
+        root = self.root
+        if isinstance(root, Leaf) or not is_flat(root):
+            return None
+        return dict(zip(root.keys, range(marker_count(root), self.size), strict=True))
+
+    @cached_property
     def names(self) -> dict[int, str]:
         """Slot -> the one spelling of its path, for value slots and for containers that may be None."""
         paths = dict(_named_slots(self.root, 0, ()))
@@ -89,7 +98,7 @@ def _find_specials(node: Node, slot: int, found: list[tuple[int, str]]) -> int:
             found.append((slot, node.op))
         return slot + slot_count(node)
     slot += marker_count(node)
-    if is_flat(node) and all(isinstance(child, Leaf) and child.op == "mean" for child in set(node.children)):
+    if is_flat(node) and all(found.op == "mean" for found in distinct_leaves(node) or ()):
         return slot + len(node.children)
     for child in node.children:
         slot = _find_specials(child, slot, found)
@@ -132,7 +141,7 @@ def place(schema: Node, layout: Layout) -> Placement:
         return Placement(range(layout.size), array("d", [PRESENT]) * layout.size, True, False)
     slots, codes = array("q"), array("d", [0.0]) * layout.size
     try:
-        _place(schema, layout.root, 0, slots, codes, layout.unbuildable)
+        _place(schema, layout.root, 0, slots, codes, layout)
     except _Stale:
         return Placement((), array("d"), False, True)
     return Placement(slots, codes, False, False)
@@ -148,28 +157,45 @@ def _needs_marks(node: Node) -> bool:
         return node.op == "none" or len(node.dtypes) > 1
     if marker_count(node):
         return True
-    return any(map(_needs_marks, set(node.children) if is_flat(node) else node.children))
+    return any(map(_needs_marks, distinct_leaves(node) or node.children))
 
 
-def _place(
-    mine: Node, agreed: Node, slot: int, slots: array[int], codes: array[float], unbuildable: frozenset[str]
-) -> None:
+def _place(mine: Node, agreed: Node, slot: int, slots: array[int], codes: array[float], layout: Layout) -> None:
     if isinstance(mine, Leaf):
         _place_leaf(mine, agreed, slot, slots, codes)
         return
     if not mine.keys and agreed != NONE_LEAF and shape_of(mine) != shape_of(agreed):
         return  # an empty root holds no path, so it contradicts nothing
-    kind = DICT if mine.kinds[0] in unbuildable else mine.kinds[0]
+    kind = DICT if mine.kinds[0] in layout.unbuildable else mine.kinds[0]
     if isinstance(agreed, Leaf) or kind not in agreed.kinds:
         raise _Stale
     if len(agreed.kinds) > 1:
         codes[slot + agreed.nullable + agreed.kinds.index(kind)] = PRESENT
+    if agreed is layout.root and layout.slot_of is not None:
+        _place_flat(mine, agreed, layout.slot_of, slots, codes, layout)
+        return
     starts = _children_at(agreed, slot + marker_count(agreed))
     for key, child in zip(mine.keys, mine.children, strict=True):
         found = starts.get(key)
         if found is None:
             raise _Stale
-        _place(child, found[0], found[1], slots, codes, unbuildable)
+        _place(child, found[0], found[1], slots, codes, layout)
+
+
+def _place_flat(
+    mine: Container,
+    agreed: Container,
+    slot_of: dict[Step, int],
+    slots: array[int],
+    codes: array[float],
+    layout: Layout,
+) -> None:
+    first = marker_count(agreed)
+    for key, child in zip(mine.keys, mine.children, strict=True):
+        slot = slot_of.get(key)
+        if slot is None:
+            raise _Stale
+        _place(child, agreed.children[slot - first], slot, slots, codes, layout)
 
 
 def _place_leaf(mine: Leaf, agreed: Node, slot: int, slots: array[int], codes: array[float]) -> None:

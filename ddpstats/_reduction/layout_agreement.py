@@ -166,5 +166,7 @@ def _overlay_containers(base: Container, new: Container) -> Node:
     for key, child in zip(new.keys, new.children, strict=True):
         known = children.get(key)
         children[key] = child if known is None else overlay(known, child)
+    if not is_sequence(base.kinds[0]):
+        return Container(kinds, tuple(children), tuple(children.values()), nullable)
     keys = _in_order(children, base)
     return Container(kinds, keys, tuple(children[key] for key in keys), nullable)

@@ -23,6 +23,7 @@ from ddpstats._agreement.channel import Channel, channel_of
 from ddpstats._base import config
 from ddpstats._base.arguments import check_choice
 from ddpstats._base.compiled import breaks_graph
+from ddpstats._reduction.rank_values import RankValues
 from ddpstats._reduction.reduction import Reduction
 from ddpstats._reduction.result import Entry, Reduced
 from ddpstats._reduction.values import Prepared
@@ -33,6 +34,7 @@ __all__ = [
     "Entry",
     "NonFinitePolicy",
     "PendingReduction",
+    "RankValues",
     "Reduced",
     "ReductionCounters",
     "StatsReducer",
@@ -97,6 +99,9 @@ class StatsReducer:
             that path. ``"raise"``: `NonFiniteStat` on every rank. Must be the same on every rank.
         timeout_sec: limit of one call in seconds, the meeting of all ranks included; default DDPSTATS_TIMEOUT_SEC, else
             300.
+        per_rank: also `Reduced.by_rank`: which rank held what. One collective more (none for Min and Max then), in
+            which each rank gets 8 bytes of every rank for each path of the layout, at most 256 MB in all. Must be the
+            same on every rank.
 
     Raises:
         ConfigError: an argument that cannot work; on this rank, before anything is sent.
@@ -111,13 +116,16 @@ class StatsReducer:
         name: str | None = None,
         nonfinite: NonFinitePolicy = "propagate",
         timeout_sec: float | None = None,
+        per_rank: bool = False,
     ) -> None:
         check_choice("nonfinite", nonfinite, get_args(NonFinitePolicy))
+        if not isinstance(per_rank, bool):
+            raise ConfigError(f"per_rank={per_rank!r} must be True or False")
         if name is not None and not isinstance(name, str):
             raise ConfigError(f"name={name!r} must be a str or None")
         self._find_group = _reference(group)
         self._timeout_sec = config.timeout_sec(timeout_sec)
-        self._call = Call("reduce_stats", name, nonfinite, patience_sec(self._timeout_sec))
+        self._call = Call("reduce_stats", name, nonfinite, patience_sec(self._timeout_sec), per_rank)
         self._counters = Counters()
         self._closed = False
         self._worker_of: weakref.ref[Channel] | None = None
@@ -139,7 +147,8 @@ class StatsReducer:
             divided by the weight of the ranks that hold its path. Accumulated in float64.
 
         Raises:
-            InvalidStats: some rank holds a leaf, key, weight or structure that cannot be reduced; on every rank.
+            InvalidStats: some rank holds a leaf, key, weight or structure that cannot be reduced, or ``per_rank`` is
+                more than its limit; on every rank.
             SchemaConflict: ranks hold a leaf and a container, or two reduce ops, under one path; on every rank.
             ProtocolMismatch: ranks made different calls (names, policies, versions); on every rank.
             NonFiniteStat: under ``nonfinite="raise"``; on every rank.
@@ -162,7 +171,8 @@ class StatsReducer:
         """
         channel = self._usable_channel()
         self._keep_worker(channel)
-        call, given, counters = self._call, Prepared(stats, weight), self._counters
+        call, counters = self._call, self._counters
+        given = Prepared(stats, weight, per_rank=call.per_rank)
 
         def work(agreement: Agreement) -> Reduced:
             return Reduction(agreement).reduce(call, given, True, counters)
@@ -188,8 +198,8 @@ class StatsReducer:
     @breaks_graph
     def _reduce(self, stats: Any, weight: Any, *, keep_dtypes: bool = False, divide: bool = True) -> Reduced:
         """`__call__`, and what `recursive_op` needs besides: the dtypes of the leaves, and sums instead of means."""
-        channel, given = self._usable_channel(), Prepared(stats, weight, keep_dtypes)
-        call, counters = self._call, self._counters
+        channel, call, counters = self._usable_channel(), self._call, self._counters
+        given = Prepared(stats, weight, keep_dtypes, call.per_rank)
 
         def work(agreement: Agreement) -> Reduced:
             return Reduction(agreement).reduce(call, given, divide, counters)
@@ -252,7 +262,7 @@ def _release(channel: weakref.ref[Channel]) -> None:
         found.release(wait=False)
 
 
-_reducers: OrderedDict[tuple[int, str, str | None, str], StatsReducer] = OrderedDict()
+_reducers: OrderedDict[tuple[int, str, str | None, str, bool], StatsReducer] = OrderedDict()
 _reducers_lock = threading.Lock()
 
 
@@ -264,28 +274,31 @@ def reduce_stats(
     group: Any = None,
     name: str | None = None,
     nonfinite: NonFinitePolicy = "propagate",
+    per_rank: bool = False,
 ) -> Reduced:
     """Reduce nested stats over ranks, in one line. Collective: every rank of ``group`` must call.
 
     Keeps one `StatsReducer` per group and name; arguments, result, errors and an example are described there.
     """
-    return kept_reducer(group, name, nonfinite)(stats, weight)
+    return kept_reducer(group, name, nonfinite, per_rank=per_rank)(stats, weight)
 
 
-def kept_reducer(group: Any, name: str | None, nonfinite: NonFinitePolicy, kind: str = "reduce_stats") -> StatsReducer:
+def kept_reducer(
+    group: Any, name: str | None, nonfinite: NonFinitePolicy, kind: str = "reduce_stats", *, per_rank: bool = False
+) -> StatsReducer:
     """The reducer that `reduce_stats` keeps for these arguments. Local.
 
     Ranks that pair reductions of different ``kind``, the name of the public function, get `ProtocolMismatch`.
     """
-    key = (id(group), kind, name, nonfinite)
+    key = (id(group), kind, name, nonfinite, per_rank)
     try:
         kept = _reducers.get(key)
     except TypeError:  # what cannot be a key is no legal argument either
-        return StatsReducer(group=group, name=name, nonfinite=nonfinite)
+        return StatsReducer(group=group, name=name, nonfinite=nonfinite, per_rank=per_rank)
     if kept is not None and kept._serves(group):
         return kept
     with _reducers_lock:
-        made = _reducers[key] = StatsReducer(group=group, name=name, nonfinite=nonfinite)
+        made = _reducers[key] = StatsReducer(group=group, name=name, nonfinite=nonfinite, per_rank=per_rank)
         made._call = replace(made._call, kind=kind)
         while len(_reducers) > _KEPT_REDUCERS:
             _reducers.popitem(last=False)

@@ -29,13 +29,12 @@ from ddpstats._agreement.status import Failure, are_in_step
 from ddpstats._agreement.vectors import is_finite, pick, quotient
 from ddpstats._base.rank_names import ranks_text
 from ddpstats._reduction import slots
+from ddpstats._reduction.columns import Columns, column, too_large
 from ddpstats._reduction.layout import Layout, Placement, Selection, place, result_kinds, select
 from ddpstats._reduction.layout_agreement import Holdings, agree
 from ddpstats._reduction.nesting import Builder, buildable, builder
 from ddpstats._reduction.result import Reduced, finish, overflown
-from ddpstats._reduction.schema import (
-    leaf_nodes,
-)
+from ddpstats._reduction.schema import leaf_nodes
 from ddpstats._reduction.site import RETENTION_CALLS, ReductionSite, Used
 from ddpstats._reduction.summation import Share, Summation, extremes_from, extremes_of, lanes_of
 from ddpstats._reduction.tree import Structure
@@ -94,7 +93,8 @@ class Reduction:
                     return reduced
             together = self._renegotiate(call, site, prepared, placement, counters, divide, stale=agreed)
             if together is not None:
-                return self._add_up(call, site, together, divide)
+                assert isinstance(prepared, Part)
+                return self._add_up(call, site, prepared, together, counters, divide)
         raise ProtocolMismatch(
             f"the ranks of {self._group_name} do not settle on a layout for name={call.name!r}: their stats or their "
             "versions of ddpstats change from one moment to the next",
@@ -149,23 +149,28 @@ class Reduction:
     ) -> Reduced | None:
         """The result; None where a sum over ranks was too large for a float64, on every rank alike."""
         layout, summed = site.layout, self._summed(call, site)
-        extremes = self._extremes(call, layout, part, placement, counters) if layout.extremes else {}
+        alone = layout.extremes and not call.per_rank  # else they come with the values of all ranks
+        extremes = self._extremes(call, layout, part, placement, counters) if alone else {}
         if call.nonfinite == "raise" and summed.selection.nonfinite is not None:
             error = self._nonfinite_error(call, layout, part, placement, counters)
             self._end_call(site)
             raise error
-        means, finite = quotient(summed.sums, summed.divisor) if divide else (summed.sums.tolist(), True)
+        means, finite = quotient(summed.sums, summed.divisor) if divide else (summed.sums, True)
         overflows = [] if finite else overflown(summed.selection, means, summed.divisor, call.skips)
         if overflows:
             if self._agreement.meeting_room() is None:
                 raise self._overflow_error(layout.names[summed.selection.slots[overflows[0]]])
             return None
-        return self._result(
-            site, summed, finish(layout, summed.selection, means, summed.sums, summed.divisor, extremes)
-        )
+        columns = self._columns(call, site, part, placement, counters)
+        if columns is not None:
+            extremes = columns.extremes(layout.extremes)
+        values = finish(layout, summed.selection, means, summed.sums, summed.divisor, extremes)
+        return self._result(site, summed, values, columns)
 
-    def _add_up(self, call: Call, site: ReductionSite, together: Summation, divide: bool) -> Reduced:
-        """The result from what every rank told every rank: nothing more is sent."""
+    def _add_up(
+        self, call: Call, site: ReductionSite, part: Part, together: Summation, counters: Counters, divide: bool
+    ) -> Reduced:
+        """The result from what every rank told every rank: nothing more is sent, unless the call asks for columns."""
         together.write_to(self._agreement.buffer)
         layout, summed = site.layout, self._summed(call, site)
         selection = summed.selection
@@ -173,27 +178,41 @@ class Reduction:
             self._end_call(site)
             held = [(slots, (self._agreement.comm.ranks[position],)) for position, slots in together.nonfinite()]
             raise self._nonfinite_text(layout, held)
-        means, finite = quotient(summed.sums, summed.divisor) if divide else (summed.sums.tolist(), True)
+        means, finite = quotient(summed.sums, summed.divisor) if divide else (summed.sums, True)
         mended = together.scaled_slots()
         if not finite:
             mended |= {selection.slots[i] for i in overflown(selection, means, summed.divisor, call.skips)}
         values = finish(layout, selection, means, summed.sums, summed.divisor, together.extremes())
         for slot in mended:
             values[selection.position_of[slot]] = together.exact(slot)
-        return self._result(site, summed, values)
+        columns = self._columns(call, site, part, None, counters)
+        return self._result(site, summed, values, columns)
 
-    def _result(self, site: ReductionSite, summed: _Summed, values: list[float | bool | None]) -> Reduced:
-        build = self._builder(site, summed.selection)
-        reduced = Reduced(
-            build(iter(values)),
-            summed.total,
-            site.layout,
-            summed.selection,
-            values,
-            summed.weights,
-            self._agreement.world_size,
-            build,
-        )
+    def _columns(
+        self, call: Call, site: ReductionSite, part: Part, placement: Placement | None, counters: Counters
+    ) -> Columns | None:
+        """Every rank's values, where the call asks for them: one collective. All ranks have the layout by now.
+
+        ``placement`` None: the layout is a new one.
+        """
+        if not call.per_rank:
+            return None
+        comm = self._agreement.comm
+        error = too_large(site.layout, comm.ranks, call.name, self._group_name)
+        if error is not None:
+            self._end_call(site)
+            raise error
+        mine = column(site.layout, placement or self._placement(call, site, part.structure), part, call.skips)
+        if not mine:
+            return Columns(comm.ranks, ())
+        self._agreement.count(counters, len(mine))
+        return Columns(comm.ranks, comm.all_gather(mine, call.timeout_sec))
+
+    def _result(
+        self, site: ReductionSite, summed: _Summed, values: Sequence[float | bool | None], columns: Columns | None
+    ) -> Reduced:
+        build, ranks = self._builder(site, summed.selection), self._agreement.world_size
+        reduced = Reduced(summed.total, site.layout, summed.selection, values, summed.weights, ranks, build, columns)
         self._end_call(site)
         return reduced
 

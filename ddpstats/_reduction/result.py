@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, MutableSequence, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import repeat
 from typing import Any, NamedTuple
 
+from ddpstats._reduction.columns import Columns
 from ddpstats._reduction.layout import Layout, Selection
 from ddpstats._reduction.nesting import Builder, builder
+from ddpstats._reduction.rank_values import RankValues
 from ddpstats._reduction.schema import leaf_nodes
 
 
@@ -42,10 +44,10 @@ class Reduced:
         weights: the same structure; the weight each value stands for. 0 where the value is None or has none.
         present_ranks: the same structure; how many ranks held a value.
         nonfinite_ranks: the same structure; how many ranks held a NaN or an infinity.
+        by_rank: the same structure; a `RankValues` per path. None where the call did not ask for it (``per_rank``).
         total_weight: the plain sum of the weights that the ranks passed.
     """
 
-    values: Any
     total_weight: float
     _layout: Layout
     _selection: Selection
@@ -53,6 +55,7 @@ class Reduced:
     _weights: array[float] | None
     _world_size: int
     _build: Builder
+    _columns: Columns | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in vars(self).items() if key != "_build"}  # made of closures
@@ -62,6 +65,10 @@ class Reduced:
 
     def __repr__(self) -> str:
         return f"Reduced(values={self.values!r}, total_weight={self.total_weight!r})"
+
+    @cached_property
+    def values(self) -> Any:
+        return self._nested(iter(self._flat))
 
     @cached_property
     def weights(self) -> Any:
@@ -77,9 +84,17 @@ class Reduced:
         nonfinite = self._selection.nonfinite
         return self._nested(repeat(0) if nonfinite is None else iter(nonfinite))
 
+    @cached_property
+    def by_rank(self) -> Any:
+        return None if self._columns is None else self._nested(iter(self._rank_values(self._columns)))
+
     def flat(self) -> dict[str, float]:
         """Name to value for loggers: ``loss``, ``a/b``, ``l1_loss[0]``. Flags are 1.0 or 0.0, None is left out."""
         return {name: float(value) for name, value in zip(self._names(), self._flat, strict=True) if value is not None}
+
+    def flat_by_rank(self) -> dict[str, RankValues]:
+        """`by_rank` by the names of `flat`, with those of None; empty where the call did not ask for it."""
+        return {} if self._columns is None else dict(zip(self._names(), self._rank_values(self._columns), strict=True))
 
     def entries(self) -> Iterator[tuple[str, Entry]]:
         """Every path, spelled as in `flat`, with all that is known of it; in the order of the values."""
@@ -90,6 +105,14 @@ class Reduced:
         ops = [found.op for found in leaf_nodes(selection.schema)]
         rows = map(Entry, self._flat, weights, present, nonfinite, ops)
         return iter(list(zip(self._names(), rows, strict=True)))
+
+    def _rank_values(self, columns: Columns) -> list[RankValues]:
+        found: list[RankValues] = []
+        for slot, leaf in zip(self._selection.slots, leaf_nodes(self._selection.schema), strict=True):
+            values = columns.row(slot)
+            flags = [None if value is None else bool(value) for value in values] if leaf.op in ("any", "all") else None
+            found.append(RankValues(tuple(values if flags is None else flags), columns.ranks))
+        return found
 
     def _names(self) -> list[str]:
         names = self._layout.names
@@ -117,15 +140,18 @@ def overflown(selection: Selection, means: Sequence[float], weights: float | arr
 def finish(
     layout: Layout,
     selection: Selection,
-    values: list[Any],
+    means: array[float],
     sums: array[float],
     weights: float | array[float],
     extremes: dict[int, float],
-) -> list[float | bool | None]:
-    """The values of a result from what was summed; ``values`` are those of leaves that are means, and are changed.
+) -> MutableSequence[Any]:
+    """The values of a result from what was summed; ``means`` are those of leaves that are means.
 
     All are per leaf of the selection; ``extremes`` is slot -> minimum or maximum.
     """
+    if not layout.specials and not selection.nones:
+        return means
+    values: list[float | bool | None] = list(means)
     if layout.specials:
         _apply_ops(layout, selection, values, sums, weights, extremes)
     for position in selection.nones:

@@ -89,9 +89,18 @@ def marker_count(node: Node) -> int:
 
 def is_flat(node: Container) -> bool:
     """Whether the children are leaves that own one slot each: the shape that deserves C-speed paths."""
+    leaves = distinct_leaves(node)
+    return leaves is not None and all(len(leaf.dtypes) < 2 for leaf in leaves)
+
+
+def distinct_leaves(node: Container) -> set[Leaf] | None:
+    """The children, each once; None where not all are leaves."""
+    first = node.children[0] if node.children else None
+    if type(first) is Leaf and node.children.count(first) == len(node.children):
+        return {first}  # one object, as `leaf` makes them: many of them are counted faster than hashed
     if {*map(type, node.children)} - {Leaf}:
-        return False
-    return all(len(child.dtypes) < 2 for child in set(node.children) if isinstance(child, Leaf))
+        return None
+    return {child for child in node.children if isinstance(child, Leaf)}
 
 
 def slot_count(node: Node) -> int:

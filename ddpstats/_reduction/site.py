@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from dataclasses import dataclass, field
+from itertools import compress, repeat
 from typing import ClassVar
 
 from ddpstats._agreement.agreement import Site
@@ -17,9 +19,12 @@ from ddpstats._reduction.tree import Structure
 from ddpstats._reduction.wire import encode_holding, encode_schema, numbers_bytes
 
 # A slot that no rank used for this many calls of its name is dropped, so that generated key names cannot pile up; at a
-# renegotiation, unused slots beyond this multiple of the used ones are dropped as well, the longest unused first.
+# renegotiation, unused slots beyond this multiple of the used ones are dropped as well, the longest unused first. But
+# there only where an eighth of all slots can go: to drop a few of a thousand in each of many exchanges costs more than
+# to carry them to the next.
 RETENTION_CALLS = 256
 _UNUSED_PER_USED, _UNUSED_AT_LEAST = 4, 1024
+_WORTH_DROPPING = 8
 _EMPTY = encode_schema(EMPTY)
 
 
@@ -30,6 +35,8 @@ class Used:
     selection: Selection
     codes: bytes
     call: int
+    aged: int = -1
+    """The call up to which `ReductionSite.last_used` knows of it."""
 
 
 @dataclass
@@ -63,13 +70,13 @@ class ReductionSite(Site):
     def adopt(self, layout: Layout) -> None:
         """Go over to ``layout``; what was known of slots that stay is kept."""
         self._flush()
-        slots_of = _keys_of if _are_plain(self.layout.root, layout.root) else iter_slots
-        known = dict(zip(slots_of(self.layout.root), self.last_used, strict=True)) if self.layout.size else {}
-        self.last_used = (
-            array("q", [known.get(slot, self.calls) for slot in slots_of(layout.root)])
-            if known
-            else array("q", [self.calls]) * layout.size
-        )
+        are_plain = _are_plain(self.layout.root, layout.root)
+        if are_plain and _keys_of(layout.root)[: self.layout.size] == _keys_of(self.layout.root):
+            self.last_used += array("q", [self.calls]) * (layout.size - self.layout.size)  # new ones come last
+        else:
+            slots_of = _keys_of if are_plain else iter_slots
+            known = dict(zip(slots_of(self.layout.root), self.last_used, strict=True))
+            self.last_used = array("q", map(known.get, slots_of(layout.root), repeat(self.calls)))
         self.layout = layout
         self.seals.clear()
         self.placements.clear()
@@ -81,27 +88,31 @@ class ReductionSite(Site):
         self._flush()
         if self.whole_call >= oldest:
             return self.layout
-        held = bytes(call >= oldest for call in self.last_used)
-        if all(held):
+        if not self.last_used or min(self.last_used) >= oldest:
             return self.layout
+        held = bytes(map(oldest.__le__, self.last_used))
         return Layout(prune(self.layout.root, held)[0], self.layout.unbuildable)
 
     def oldest_kept(self) -> int:
         """The call such that slots unused since may go, at a renegotiation."""
         self._flush()
-        used = sum(call >= self.calls - 1 for call in self.last_used)
-        unused = sorted((call for call in self.last_used if call < self.calls - 1), reverse=True)
-        room = max(_UNUSED_AT_LEAST, _UNUSED_PER_USED * used)
-        limit = unused[room] + 1 if len(unused) > room else 0
-        return max(limit, self.calls - RETENTION_CALLS)
+        calls = sorted(self.last_used)  # almost sorted already: new slots come last
+        unused = bisect_left(calls, self.calls - 1)
+        room = max(_UNUSED_AT_LEAST, _UNUSED_PER_USED * (len(calls) - unused))
+        limit = calls[unused - 1 - room] + 1 if unused > room else 0
+        oldest = max(limit, self.calls - RETENTION_CALLS)
+        return oldest if bisect_left(calls, oldest) * _WORTH_DROPPING >= len(calls) else 0
 
     def _flush(self) -> None:
         for used in self.selections.values():
             self._age(used)
 
     def _age(self, used: Used) -> None:
-        for slot, code in enumerate(memoryview(used.codes).cast("d")):
-            if code and self.last_used[slot] < used.call:
+        if used.aged == used.call:
+            return
+        used.aged = used.call
+        for slot in compress(range(len(self.last_used)), memoryview(used.codes).cast("d")):
+            if self.last_used[slot] < used.call:
                 self.last_used[slot] = used.call
 
 

@@ -51,6 +51,8 @@ class Structure:
     schema: Node
     reading: Reading
     leaf_count: int
+    one_dtype: bool = False
+    """All leaves are tensors of one floating dtype; known only where dtypes are kept."""
 
     @cached_property
     def encoded(self) -> bytes:
@@ -90,11 +92,13 @@ _structures: BoundedCache[Hashable, Structure] = BoundedCache(max_entries=128, m
 
 def flatten(stats: Any, keep_dtypes: bool = False) -> Flat:
     """Take ``stats`` apart. Local. Raises `CannotFlatten` for a key, type or depth that cannot be reduced."""
-    if type(stats) is dict and not keep_dtypes:
-        recent = _recent.get(len(stats))
+    if type(stats) is dict:
+        recent = _recent.get((len(stats), keep_dtypes))
         if recent is not None and tuple(stats) == recent.keys:
             leaves = list(stats.values())
-            if recent.types == {*map(type, leaves)}:
+            if recent.types == {*map(type, leaves)} and (
+                not keep_dtypes or recent.dtypes == {*map(_tensor_dtype, leaves)}
+            ):
                 return Flat(recent.structure, leaves)
     return _flatten_any(stats, keep_dtypes)
 
@@ -105,14 +109,15 @@ def _flatten_any(stats: Any, keep_dtypes: bool) -> Flat:
         key: Hashable = _signature(stats, leaves, 0)
     except _Unfamiliar:
         return _walk(stats, keep_dtypes)
+    signature, dtypes = key, _dtypes_key(leaves) if keep_dtypes else None
     if keep_dtypes:
-        key = (key, _dtypes_key(leaves))
+        key = (signature, dtypes)
     known = _structures.get(key)
     if known is None:
         flat = _walk(stats, keep_dtypes)
         known, leaves = _structures.put(key, flat.structure, len(leaves) + 1), flat.leaves
-    if type(stats) is dict and not keep_dtypes and isinstance(key, tuple):
-        _remember_recent(key, known)
+    if type(stats) is dict and isinstance(signature, tuple) and (not keep_dtypes or isinstance(dtypes, torch.dtype)):
+        _remember_recent(signature, known, dtypes)
     return Flat(known, leaves)
 
 
@@ -124,18 +129,19 @@ class _Recent(NamedTuple):
 
     keys: tuple[Any, ...]
     types: frozenset[type]
+    dtypes: frozenset[Any]
     structure: Structure
 
 
-# By number of keys: the last such dict.
-_recent: BoundedCache[int, _Recent] = BoundedCache(max_entries=16, max_cost=262_144)
+# By number of keys, and whether dtypes count (then all are tensors of one): the last such dict.
+_recent: BoundedCache[tuple[int, bool], _Recent] = BoundedCache(max_entries=16, max_cost=262_144)
 
 
-def _remember_recent(signature: tuple[Any, ...], structure: Structure) -> None:
+def _remember_recent(signature: tuple[Any, ...], structure: Structure, dtype: Hashable) -> None:
     """Keep ``signature`` of `_signature` if it is that of a flat dict of interchangeable values with str keys."""
     if len(signature) == 4 and _all_str(signature[1]):
         _, keys, count, types = signature
-        _recent.put(count, _Recent(keys, types, structure), count + 1)
+        _recent.put((count, dtype is not None), _Recent(keys, types, frozenset([dtype]), structure), count + 1)
 
 
 # -- the fast look ----------------------------------------------------------------------------------------------------
@@ -196,8 +202,8 @@ _tensor_dtype = attrgetter("dtype")
 def _dtypes_key(leaves: list[Any]) -> Hashable:
     """The dtypes' part of a signature: one for all, or one per leaf."""
     if {*map(type, leaves)} == {torch.Tensor}:
-        dtypes = tuple(map(_tensor_dtype, leaves))
-        return dtypes[0] if len(set(dtypes)) == 1 else dtypes
+        different = {*map(_tensor_dtype, leaves)}
+        return different.pop() if len(different) == 1 else tuple(map(_tensor_dtype, leaves))
     return tuple(map(_dtype_of, leaves))
 
 
@@ -219,7 +225,9 @@ def _walk(stats: Any, keep_dtypes: bool) -> Flat:
     if schema is None:
         described = _kind_and_items(stats)
         schema = Container((described[0] if described else DICT,), (), ())
-    return Flat(Structure(schema, _reading(leaves), len(leaves)), leaves)
+    reading = _reading(leaves)
+    one_dtype = keep_dtypes and reading == "tensors" and _dtypes_key(leaves) in FLOATS.values()
+    return Flat(Structure(schema, reading, len(leaves), one_dtype), leaves)
 
 
 def _node(value: Any, path: Path, leaves: list[Any], above: set[int], keep_dtypes: bool) -> Node | None:

@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ddpstats._agreement.status import Failure
-from ddpstats._agreement.vectors import are_normal, is_finite, product
+from ddpstats._agreement.vectors import are_normal, elements, is_finite, product
+from ddpstats._base import exact_sums
 from ddpstats._base.compiled import is_fake
 from ddpstats._base.exact_sums import SMALLEST, Scaled, scaled_sum
 from ddpstats._base.paths import Path, format_path
@@ -50,6 +51,7 @@ class Part(NamedTuple):
     ``sums``: value times weight for means, the value itself for every other op. ``weights``: one for all leaves, or one
     each. ``weight``: what the rank adds to the total weight of the call. ``finite``: no NaN or infinity among the sums.
     ``scaled``: leaf -> its sum, where a float64 cannot hold it: values are finite, and a product is too large or small.
+    ``values``: what this rank alone would have as the result; None where nobody asked. NaN stands for no value, too.
     """
 
     structure: Structure
@@ -58,6 +60,7 @@ class Part(NamedTuple):
     weight: float
     finite: bool
     scaled: Mapping[int, Scaled] = _NOTHING
+    values: array[float] | None = None
 
     def numbers(self, divide: bool) -> Numbers:
         return Numbers(self.weight, self.sums, self.weights, self.scaled if divide else _NOTHING)
@@ -66,16 +69,16 @@ class Part(NamedTuple):
 class Prepared:
     """Stats taken apart, or the failure to do so."""
 
-    def __init__(self, stats: Any, weight: Any, keep_dtypes: bool = False) -> None:
+    def __init__(self, stats: Any, weight: Any, keep_dtypes: bool = False, per_rank: bool = False) -> None:
         self._flat: Flat | None = None
-        self._weight = weight
+        self._weight, self._per_rank = weight, per_rank
         self._copy: HostCopy | None = None
         self._part: Part | Failure
         try:
             self._flat = flatten(stats, keep_dtypes)
             self._copy = _start_copy(self._flat, weight)
             if self._copy is None:
-                self._part = _part(self._flat, weight)
+                self._part = _part(self._flat, weight, per_rank)
             else:  # what is on the host is read later, with the rest, and may change until then
                 self._flat = Flat(self._flat.structure, list(map(_taken, self._flat.leaves)))
                 self._weight = _taken(weight)
@@ -89,7 +92,7 @@ class Prepared:
         if self._copy is not None and self._flat is not None:
             try:
                 leaves, weight = self._copy.wait(self._flat.leaves, self._weight)
-                self._part = _part(Flat(self._flat.structure, leaves), weight)
+                self._part = _part(Flat(self._flat.structure, leaves), weight, self._per_rank)
             except CannotFlatten as error:
                 self._part = error.failure
             except Exception as error:
@@ -131,19 +134,21 @@ def accelerator_in_use() -> bool:
     return accelerator is not None and (accelerator.type != "cuda" or torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
-def _part(flat: Flat, weight: Any) -> Part:
+def _part(flat: Flat, weight: Any, per_rank: bool) -> Part:
     total, elements = _read_weight(weight)
     sums = None if elements is not None and len(elements) != 1 else _read_simple(flat, total)
     if sums is None:
         return _read_each(flat, total, elements)
+    values = _read_simple(flat, 1.0) if per_rank else None
     finite = is_finite(sums)
     # With a weight of 1 or more a product loses nothing that the mean would show.
     if finite and (total >= 1 or are_normal(sums)):
-        return Part(flat.structure, sums, total, total, True)
+        return Part(flat.structure, sums, total, total, True, _NOTHING, values)
     leaves = flat.leaves
     odd = [(i, v) for i, s in enumerate(sums) if not SMALLEST <= abs(s) < math.inf and (v := float(leaves[i]))]
     found = [(i, _scaled([value], [total], sums[i])) for i, value in odd]
-    return Part(flat.structure, sums, total, total, finite, {i: scaled for i, scaled in found if scaled is not None})
+    scaled = {i: own for i, own in found if own is not None}
+    return Part(flat.structure, sums, total, total, finite, scaled, values)
 
 
 def _read_weight(weight: Any) -> tuple[float, list[float] | None]:
@@ -181,6 +186,8 @@ def _read_simple(flat: Flat, weight: float) -> array[float] | None:
     try:
         if reading == "numbers":
             return product(leaves, weight, len(leaves))
+        if flat.structure.one_dtype:
+            return product(elements(leaves), weight, len(leaves))
         if reading == "tensors":
             return product(map(torch.Tensor.item, leaves), weight, len(leaves))
         return product([x.item() if type(x) is torch.Tensor else x for x in leaves], weight, len(leaves))
@@ -192,10 +199,10 @@ def _read_simple(flat: Flat, weight: float) -> array[float] | None:
 
 
 def _read_each(flat: Flat, total: float, elements: list[float] | None) -> Part:
-    sums, weights, scaled = array("d"), array("d"), dict[int, Scaled]()
-    for i, value in enumerate(flat.leaves):
+    sums, weights, values, scaled = array("d"), array("d"), array("d"), dict[int, Scaled]()
+    for i, leaf in enumerate(flat.leaves):
         try:
-            summed, weight, own = _read_leaf(value, total, elements)
+            summed, weight, value, own = _read_leaf(leaf, total, elements)
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise CannotFlatten(_path_of(flat.structure, i), f"the value is {error}") from None
         except Exception as error:  # a foreign type's own
@@ -205,15 +212,19 @@ def _read_each(flat: Flat, total: float, elements: list[float] | None) -> Part:
             scaled[i] = own
         sums.append(summed)
         weights.append(weight)
-    return Part(flat.structure, sums, weights, total, is_finite(sums), scaled)
+        values.append(value)
+    return Part(flat.structure, sums, weights, total, is_finite(sums), scaled, values)
 
 
-def _read_leaf(value: Any, total: float, elements: list[float] | None) -> tuple[float, float, Scaled | None]:
-    """(sum, weight, the sum again where a float64 cannot hold it)."""
+_Read = tuple[float, float, float, Scaled | None]
+"""The sum, the weight, this rank's own result, and the sum again where a float64 cannot hold it."""
+
+
+def _read_leaf(value: Any, total: float, elements: list[float] | None) -> _Read:
     marker = value if isinstance(value, Marker) else None
     inner = marker.value if marker is not None else value
     if is_absent(inner):
-        return 0.0, 0.0, None
+        return 0.0, 0.0, math.nan, None
     if marker is not None and marker.op != "mean":
         return _combine(marker.op, _elements(inner.compressed() if is_masked_array(inner) else inner))
     if isinstance(marker, Mean) and marker.weight is not None:
@@ -228,20 +239,21 @@ def _read_leaf(value: Any, total: float, elements: list[float] | None) -> tuple[
     return _weigh(values, total, elements)
 
 
-def _weigh(
-    value: float | list[float], total: float, elements: list[float] | None
-) -> tuple[float, float, Scaled | None]:
-    """(sum of value times weight, weight, ...): element by element for a 1-d leaf under a 1-d weight."""
+def _weigh(value: float | list[float], total: float, elements: list[float] | None) -> _Read:
+    """The sum is of value times weight: element by element for a 1-d leaf under a 1-d weight."""
     if not isinstance(value, list):
         summed = value * total if total > 0 else 0.0
-        return summed, total, _scaled([value], [total], summed) if _is_odd(summed) else None
+        return summed, total, value, _scaled([value], [total], summed) if _is_odd(summed) else None
     if elements is None or len(elements) != len(value):
         given = "the weight is a single number" if elements is None else f"the weight has {len(elements)}"
         raise ValueError(f"a 1-d tensor of {len(value)} elements, while {given}: their lengths must be equal")
     products = [v * w for v, w in zip(value, elements, strict=True) if w > 0]
     summed = sum(products) + 0.0
     odd = _is_odd(summed) or any(map(_is_odd, products))
-    return summed, total, _scaled(value, elements, summed) if odd else None
+    scaled = _scaled(value, elements, summed) if odd else None
+    if scaled is not None:
+        return summed, total, exact_sums.mean([exact_sums.as_fraction(scaled)], [total]), scaled
+    return summed, total, summed / total if total else math.nan, None
 
 
 def _is_odd(summed: float) -> bool:
@@ -260,20 +272,25 @@ def _scaled(values: list[float], weights: list[float], summed: float) -> Scaled 
     return scaled_sum(pairs)
 
 
-def _combine(op: str, value: float | list[float]) -> tuple[float, float, Scaled | None]:
+def _combine(op: str, value: float | list[float]) -> _Read:
     """One rank's own value under an op other than mean; a 1-d value is combined over its elements first."""
     values = value if isinstance(value, list) else [value]
     if op in ("any", "all"):
         if any(flag not in (0.0, 1.0) for flag in values):
             raise ValueError(f"{_shorten(value)}, which is not a flag; a flag is a bool, 0 or 1")
-        return float(any(values) if op == "any" else all(values)), 1.0, None
+        flag = float(any(values) if op == "any" else all(values))
+        return flag, 1.0, flag, None
     if op == "sum":
-        return _weigh(values, 1.0, [1.0] * len(values))
+        summed, weight, _, scaled = _weigh(values, 1.0, [1.0] * len(values))
+        if not isinstance(value, list):
+            return summed, weight, value, scaled
+        return summed, weight, summed if scaled is None else exact_sums.total([exact_sums.as_fraction(scaled)]), scaled
     if not values:
         raise ValueError(f"empty, and has no {op}")
     if any(map(math.isnan, values)):
-        return math.nan, 1.0, None
-    return min(values) if op == "min" else max(values), 1.0, None
+        return math.nan, 1.0, math.nan, None
+    extreme = min(values) if op == "min" else max(values)
+    return extreme, 1.0, extreme, None
 
 
 def _elements(value: Any) -> float | list[float]:

@@ -175,11 +175,22 @@ def _take_node(reader: Reader, depth: int) -> Node:
 
 
 def _put_keys(out: list[bytes], keys: tuple[Step, ...]) -> None:
-    texts = [utf8(key) if isinstance(key, str) else b"%d" % key for key in keys]
     out.append(struct.pack("<I", len(keys)))
+    joined = _joined(keys)
+    if joined is not None and joined.isascii():  # as many bytes as characters: all at once
+        out += (bytes(len(keys)), struct.pack(f"<{len(keys)}I", *map(len, keys)), joined.encode())  # type: ignore[arg-type]
+        return
+    texts = [utf8(key) if isinstance(key, str) else b"%d" % key for key in keys]
     out.append(bytes(isinstance(key, int) for key in keys))
     out.append(struct.pack(f"<{len(keys)}I", *map(len, texts)))
     out.extend(texts)
+
+
+def _joined(keys: tuple[Step, ...]) -> str | None:
+    try:
+        return "".join(keys)  # type: ignore[arg-type]
+    except TypeError:  # an int among them
+        return None
 
 
 def _take_keys(reader: Reader, sequence: bool) -> tuple[Step, ...]:

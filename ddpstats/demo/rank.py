@@ -3,7 +3,8 @@
 1. Watch stdin, a pipe that only the parent of all ranks holds open: when it closes, this process ends.
 2. Average by one plain all_reduce per value, in this rank's own order of keys.
 3. Average by `reduce_stats`, twice: the first call is the one in which the ranks tell each other what they hold.
-4. Write a `RankReport` as JSON.
+4. Ask which ranks are farthest from the median of one value.
+5. Write a `RankReport` as JSON.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from ddpstats._reduction.reducer import reduce_stats
-from ddpstats.demo.report import WEIGHT, Collectives, RankReport, flat, report_name, stats_of
+from ddpstats.demo.report import ASKED, WEIGHT, Collectives, RankReport, flat, report_name, stats_of
 from ddpstats.testing._faults import count_collectives
 
 _GLOO_TIMEOUT = datetime.timedelta(seconds=60)
@@ -64,7 +65,8 @@ def _measure(rank: int) -> RankReport:
     with count_collectives() as later_count:
         reduced = reduce_stats(stats, WEIGHT)
     collectives = Collectives(plain_count.total, first_count.total, later_count.total)
-    return RankReport(rank, inputs, flat(plain), reduced.flat(), collectives)
+    worst = reduce_stats(stats, WEIGHT, per_rank=True).flat_by_rank()[ASKED].worst(2)
+    return RankReport(rank, inputs, flat(plain), reduced.flat(), collectives, worst)
 
 
 def _end_with_parent() -> None:

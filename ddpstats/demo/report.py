@@ -21,6 +21,7 @@ _BATCHES: tuple[Stats, Stats] = (
     {"l1_loss": [0.057], "snr_loss": [-1.052, -3.037, -2.041]},
     {"l1_loss": [0.044, 0.023], "snr_loss": [-2.092, -1.899]},
 )
+ASKED = "snr_loss[1]"
 _FLOAT32_TOLERANCE = 1e-6
 _RED, _PLAIN = "\033[31m", "\033[0m"
 _FIX = """\
@@ -48,6 +49,8 @@ class RankReport:
     plain_all_reduce: Mapping[str, float]
     ddpstats: Mapping[str, float]
     collectives: Collectives
+    worst: Sequence[Sequence[float]]
+    """Which ranks are farthest from the median of `ASKED`, and what they hold."""
 
     @staticmethod
     def from_json(text: str) -> RankReport:
@@ -109,6 +112,7 @@ def as_text(reports: Sequence[RankReport], *, colour: bool) -> str:
         _others(len(reports)),
         _story(reports),
         _cost(reports[0].collectives),
+        _worst(reports[0].worst),
         _FIX,
     ]
     return "\n\n".join(filter(None, paragraphs))
@@ -147,6 +151,13 @@ def _cost(collectives: Collectives) -> str:
         + f", and {first} the first time, when the ranks tell each other what they hold" * (first != later),
     ]
     return "\n".join(lines)
+
+
+def _worst(worst: Sequence[Sequence[float]]) -> str:
+    if len(worst) < 2:
+        return ""
+    held = ", ".join(f"rank {rank:.0f} with {value:.4f}" for rank, value in worst)
+    return f"Which rank was it? With per_rank=True, farthest from the median of {ASKED}:\n  {held}"
 
 
 # -- the table --------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ __all__ = ["write"]
 _NOT_IN_MLFLOW = re.compile(r"[^\w\-. :/]")
 
 
-def write(writer: Any, reduced: Reduced, step: int, *, prefix: str = "") -> None:
+def write(writer: Any, reduced: Reduced, step: int, *, prefix: str = "", per_rank: bool = False) -> None:
     """Log every path of ``reduced``, named as in `Reduced.flat`, at ``step``. Local.
 
     Args:
@@ -28,9 +28,12 @@ def write(writer: Any, reduced: Reduced, step: int, *, prefix: str = "") -> None
             which passes values on to its own callbacks and counts steps itself.
         reduced: what `ddpstats.reduce_stats` returned.
         prefix: put before every name, for example ``"train/"``.
+        per_rank: also ``loss/min``, ``loss/max``, ``loss/min_rank`` and ``loss/max_rank`` of each path that some rank
+            has a number for (not NaN). For what was reduced with ``per_rank=True``.
 
     Raises:
-        ConfigError: the writer is none of these; TypeError: ``reduced`` is no `Reduced`.
+        ConfigError: the writer is none of these; ``per_rank`` of a reduction that was not, or where a path has such a
+            name already, on every rank that writes or passes None; TypeError: ``reduced`` is no `Reduced`.
 
     Example::
 
@@ -39,6 +42,7 @@ def write(writer: Any, reduced: Reduced, step: int, *, prefix: str = "") -> None
     """
     if not isinstance(reduced, Reduced):
         raise TypeError(f"a Reduced is needed, not {type(reduced).__name__}; pass what reduce_stats() returned")
+    scalars = {**reduced.flat(), **_extremes(reduced)} if per_rank else reduced.flat()
     if writer is None:
         return
     package = (writer.__name__ if isinstance(writer, ModuleType) else type(writer).__module__).partition(".")[0]
@@ -50,7 +54,22 @@ def write(writer: Any, reduced: Reduced, step: int, *, prefix: str = "") -> None
             "SummaryWriter of TensorBoard, wandb or its run, mlflow, a transformers.Trainer, None. For any other "
             "logger use reduced.flat(), a dict of floats."
         )
-    how(writer, {prefix + name: value for name, value in reduced.flat().items()}, step)
+    how(writer, {prefix + name: value for name, value in scalars.items()}, step)
+
+
+def _extremes(reduced: Reduced) -> dict[str, float]:
+    if reduced.by_rank is None:
+        raise ConfigError("nothing is known of single ranks: reduce with per_rank=True, as reduce_stats() takes it")
+    found: dict[str, float] = {}
+    for name, held in reduced.flat_by_rank().items():
+        for which, rank in (("min", held.min_rank), ("max", held.max_rank)):
+            value = None if rank is None else held.values[held.ranks.index(rank)]
+            if rank is not None and value is not None:
+                found |= {f"{name}/{which}": float(value), f"{name}/{which}_rank": float(rank)}
+    taken = sorted(found.keys() & reduced.flat().keys())
+    if taken:
+        raise ConfigError(f"per_rank=True would write {taken[0]!r} twice, since a path has that name: rename it")
+    return found
 
 
 def _inherited(writer: Any) -> Callable[[Any, dict[str, float], int], None] | None:

@@ -35,7 +35,8 @@ Start = Callable[..., "subprocess.Popen[str]"]
 def report(rank: int, ddpstats: Mapping[str, float] = TRUE) -> RankReport:
     inputs = report_module.stats_of(rank)
     plain = dict(zip(report_module.flat(inputs), BY_ORDER, strict=True))
-    return RankReport(rank, inputs, plain, ddpstats, Collectives(5, 3, 1))
+    worst = [[0, -3.0369999408721924], [1, -1.8990000486373901]]
+    return RankReport(rank, inputs, plain, ddpstats, Collectives(5, 3, 1), worst)
 
 
 def test_the_whole_text() -> None:
@@ -61,6 +62,9 @@ one added snr_loss[0] of rank 0 to l1_loss[1] of rank 1.
 Collectives for one set of averages:
   plain all_reduce  5: one for each value, and one for the weight
   ddpstats          1, and 3 the first time, when the ranks tell each other what they hold
+
+Which rank was it? With per_rank=True, farthest from the median of snr_loss[1]:
+  rank 0 with -3.0370, rank 1 with -1.8990
 
 The fix:
 
@@ -193,6 +197,8 @@ def test_two_ranks_in_json(start: Start) -> None:
         assert of["ddpstats"] == shown["by_rank"][0]["ddpstats"]
         assert of["collectives"]["plain_all_reduce"] == 5
         assert of["collectives"]["ddpstats"] == 1
+        assert [rank for rank, _ in of["worst"]] == [0, 1]
+        assert [value for _, value in of["worst"]] == pytest.approx([-3.037, -1.899], rel=1e-6)
 
 
 def test_one_rank_has_nothing_to_mix_up(start: Start) -> None:
@@ -200,6 +206,7 @@ def test_one_rank_has_nothing_to_mix_up(start: Start) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert "wrong" not in done.stdout
     assert "A single rank has nothing to mix up" in done.stdout
+    assert "Which rank" not in done.stdout
     assert "ddpstats          0\n" in done.stdout
 
 
@@ -208,6 +215,7 @@ def test_three_ranks(start: Start) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert re.search(r"^l1_loss\[1\]    0\.0230   - +-0\.6937 <- wrong   0\.0230     0\.0230$", done.stdout, re.M)
     assert "each odd rank holds" in done.stdout
+    assert "median of snr_loss[1]:\n  rank 1 with -1.8990, rank 0 with -3.0370\n" in done.stdout  # rank 0 is at it
     assert "Of the 3 ranks, every other even one gets what rank 0 gets" in done.stdout
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import ddpstats
 from ddpstats import ConfigError, reduce_stats
 from ddpstats.integrations import loggers
-from ddpstats.testing import RankPool, count_collectives
+from ddpstats.testing import PerRank, RankPool, count_collectives
 from tests import scripts
 from tests.needs import needs
 
@@ -170,6 +170,51 @@ def write_on_one_rank() -> tuple[int, int]:
 
 def test_writing_sends_nothing(two_ranks: RankPool) -> None:
     assert two_ranks.run(write_on_one_rank).values() == [(0, len(FLAT)), (0, 0)]
+
+
+class Written(dict[str, float]):
+    """A writer as TensorBoard's, into a dict."""
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        assert name not in self
+        self[name] = value
+
+
+def write_per_rank(stats: Any) -> dict[str, float]:
+    written = Written()
+    loggers.write(written, reduce_stats(stats, name="per rank", per_rank=True), 3, prefix="train/", per_rank=True)
+    return written
+
+
+def test_min_and_max_with_their_ranks_where_asked_for(two_ranks: RankPool) -> None:
+    stats = [{"loss": 1.0, "l": [math.nan, math.nan]}, {"loss": -2.0, "l": [3.0, math.nan], "on": ddpstats.Any(True)}]
+    expected = {
+        "loss": -0.5,
+        "loss/min": -2.0,
+        "loss/min_rank": 1.0,
+        "loss/max": 1.0,
+        "loss/max_rank": 0.0,
+        "l[0]": math.nan,
+        "l[0]/min": 3.0,
+        "l[0]/min_rank": 1.0,
+        "l[0]/max": 3.0,
+        "l[0]/max_rank": 1.0,
+        "l[1]": math.nan,
+        "on": 1.0,
+        "on/min": 1.0,
+        "on/min_rank": 1.0,
+        "on/max": 1.0,
+        "on/max_rank": 1.0,
+    }
+    for found in two_ranks.run(write_per_rank, PerRank(stats)).values():
+        assert same(found, {f"train/{name}": value for name, value in expected.items()})
+
+
+def test_min_and_max_that_cannot_be_written_are_refused_on_ranks_that_do_not_log() -> None:
+    with pytest.raises(ConfigError, match="reduce with per_rank=True"):
+        loggers.write(None, reduce_stats(STATS), 1, per_rank=True)
+    with pytest.raises(ConfigError, match="would write 'loss/min' twice"):
+        loggers.write(None, reduce_stats({"loss": 1.0, "loss/min": 2.0}, per_rank=True), 1, per_rank=True)
 
 
 def test_no_logger_is_imported() -> None:

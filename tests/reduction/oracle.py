@@ -18,6 +18,13 @@ Path = tuple[tuple[str, Any], ...]
 
 def expected(ranks: Sequence[RankStats], nonfinite: str = "propagate") -> tuple[Any, dict[Path, tuple[Any, ...]]]:
     """(nested values, path -> (value, weight, present ranks, non-finite ranks))."""
+    entries, kinds = _entries_and_kinds(ranks, nonfinite)
+    return _nest(entries, (), kinds), entries
+
+
+def _entries_and_kinds(
+    ranks: Sequence[RankStats], nonfinite: str
+) -> tuple[dict[Path, tuple[Any, ...]], dict[Path, set[type]]]:
     held: dict[Path, list[tuple[Any, float]]] = {}
     kinds: dict[Path, set[type]] = {}
     for rank in ranks:
@@ -31,7 +38,29 @@ def expected(ranks: Sequence[RankStats], nonfinite: str = "propagate") -> tuple[
             entries[path] = _entry(values, nonfinite)
         elif not below:
             entries[path] = (None, 0.0, 0, 0)
-    return _nest(entries, (), kinds), entries
+    return entries, kinds
+
+
+def expected_by_rank(ranks: Sequence[RankStats], nonfinite: str = "propagate") -> Any:
+    """Nested like the values: for each path the repr of what each rank holds, None where it adds nothing."""
+    rows: dict[Path, list[Any]] = {}
+    for position, rank in enumerate(ranks):
+        for path, leaf in _leaves(rank.stats, (), {}):
+            rows.setdefault(path, [None] * len(ranks))[position] = _own_value(leaf, rank.weight, nonfinite)
+    entries, kinds = _entries_and_kinds(ranks, nonfinite)
+    return _nest({path: (repr(tuple(rows[path])),) for path in entries}, (), kinds)
+
+
+def _own_value(leaf: Any, weight: float, nonfinite: str) -> Any:
+    if _is_none(leaf):
+        return None
+    op = leaf.op if isinstance(leaf, Marker) else "mean"
+    own = leaf.weight if isinstance(leaf, Mean) and leaf.weight is not None else weight
+    inner = leaf.value if isinstance(leaf, Marker) else leaf
+    number = float(inner.item() if isinstance(inner, torch.Tensor) else inner)
+    if (op == "mean" and own == 0) or (nonfinite == "skip" and not math.isfinite(number)):
+        return None
+    return bool(number) if op in ("any", "all") else number
 
 
 def _leaves(value: Any, path: Path, kinds: dict[Path, set[type]]) -> Iterator[tuple[Path, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ import torch
 import torch.distributed as dist
 
 from ddpstats import All, Any as AnyFlag, Max, Mean, Min, StatsReducer, Sum, recursive_average, reduce_stats
+from ddpstats._agreement.channel import channel_of
 from ddpstats._agreement.lanes import ROOMS, Buffer, Seal, capacity_for, room_lanes
 from ddpstats._reduction.reducer import kept_reducer
+from ddpstats._reduction.site import ReductionSite
 from ddpstats.errors import DdpstatsError, InvalidStats, NonFiniteStat, SchemaConflict
 from ddpstats.testing import RankPool, ThreadGroup, count_collectives, run_ranks, run_threads
 from tests.reduction.shapes import Point, Scores
@@ -284,3 +287,20 @@ def test_the_lanes_tell_that_there_is_no_room() -> None:
     most = tuple(lane * 131_071 for lane in room_lanes(ROOMS[2]))
     buffer.seal(Seal.of(bytes(8), 1, 0), (most[0], most[1], most[2]), stale=False, failed=False)
     assert buffer.room() == ROOMS[2]
+
+
+def test_keys_that_are_no_longer_used_are_dropped_many_at_once() -> None:
+    """Of the unused ones 1,024 stay; what is more goes when it is an eighth of the layout."""
+    sizes = []
+    with StatsReducer(name="dropped") as reducer:
+        for call in range(300):
+            reducer({f"{call}/{i}": 1.0 for i in range(10)})
+            agreement = channel_of(None)._agreement
+            assert agreement is not None
+            site = agreement.sites["reduce_stats", "dropped"]
+            assert isinstance(site, ReductionSite)
+            sizes.append(site.layout.size)
+    later = sizes[150:]
+    assert min(later) >= 1024
+    assert max(later) <= (1024 + 2 * 10) * 8 / 7 + 10
+    assert sum(after < before for before, after in pairwise(later)) <= 15

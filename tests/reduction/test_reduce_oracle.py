@@ -13,7 +13,7 @@ import ddpstats
 from ddpstats.errors import NonFiniteStat
 from ddpstats.testing import PerRank, RankPool, ThreadGroup, run_threads
 from ddpstats.testing.strategies import RankStats, uneven_stats
-from tests.reduction.oracle import expected, same
+from tests.reduction.oracle import expected, expected_by_rank, same
 
 POLICIES = ("propagate", "skip", "raise")
 SLOW = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much)
@@ -34,12 +34,13 @@ def told(reduced: ddpstats.Reduced) -> dict[str, Any]:
         "flat": reduced.flat(),
         "entries": list(reduced.entries()),
         "total": reduced.total_weight,
+        "by_rank": reduced.by_rank,
     }
 
 
-def reduce_here(part: RankStats, nonfinite: Any, name: str) -> dict[str, Any] | str:
+def reduce_here(part: RankStats, nonfinite: Any, name: str, per_rank: bool = False) -> dict[str, Any] | str:
     try:
-        return told(ddpstats.reduce_stats(part.stats, part.weight, name=name, nonfinite=nonfinite))
+        return told(ddpstats.reduce_stats(part.stats, part.weight, name=name, nonfinite=nonfinite, per_rank=per_rank))
     except NonFiniteStat as error:
         return str(error)
 
@@ -83,6 +84,30 @@ def test_real_ranks_agree_with_plain_python(pool: tuple[int, RankPool], data: st
     name = data.draw(st.sampled_from(["all examples", "some", "others"]))
     answers = ranks.run(reduce_here, PerRank(parts), policy, name).values()
     check(parts, answers, policy)
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[*SLOW, HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_real_ranks_know_what_each_rank_holds(pool: tuple[int, RankPool], data: st.DataObject) -> None:
+    world_size, ranks = pool
+    parts = data.draw(uneven_stats(world_size))
+    policy = data.draw(st.sampled_from(POLICIES))
+    name = data.draw(st.sampled_from(["all examples", "some", "others"]))  # the layouts of plain calls, too
+    answers = ranks.run(reduce_here, PerRank(parts), policy, name, per_rank=True).values()
+    check(parts, answers, policy)
+    if not isinstance(answers[0], str):
+        assert same(spelled(answers[0]["by_rank"]), expected_by_rank(parts, policy)), answers[0]["by_rank"]
+
+
+def spelled(nested: Any) -> Any:
+    """With the repr of the values of all ranks in place of a `RankValues`: it tells every bit but those of a NaN."""
+    if isinstance(nested, ddpstats.RankValues):
+        return repr(nested.values)
+    if isinstance(nested, dict):
+        return type(nested)((key, spelled(value)) for key, value in nested.items())
+    if isinstance(nested, list | tuple):
+        return type(nested)(spelled(value) for value in nested)
+    return nested
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=SLOW)

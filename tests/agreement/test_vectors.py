@@ -1,0 +1,45 @@
+"""Vectors of float64 as tensors: to the bit what torch makes of Python numbers."""
+
+from __future__ import annotations
+
+import math
+from array import array
+
+import pytest
+import torch
+
+from ddpstats._agreement.vectors import as_tensor, elements, product
+
+CPU = torch.device("cpu")
+ODD = [0.0, -0.0, math.inf, -math.inf, math.nan, -math.nan, 1e-7, 65519.9, 65520.0, 1e-40, 3.4028236e38, 1e300, 5e-324]
+AS_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def bits(values: torch.Tensor) -> torch.Tensor:
+    return values.view(AS_BITS[values.element_size()])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("count", [0, 1, 13, 255, 256, 1000])
+def test_as_torch_rounds(dtype: torch.dtype, count: int) -> None:
+    random = torch.randn(1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64).mul(9).exp()
+    numbers = array("d", (ODD + random.tolist())[:count])
+    found = as_tensor(numbers, dtype, CPU)
+    assert (found.dtype, found.shape) == (dtype, (count,))
+    assert torch.equal(bits(found), bits(torch.tensor(numbers.tolist(), dtype=dtype)))
+
+
+@pytest.mark.parametrize("count", [3, 300])
+def test_a_tensor_has_memory_of_its_own(count: int) -> None:
+    for dtype in (torch.float32, torch.float64):
+        numbers = array("d", [1.0]) * count
+        as_tensor(numbers, dtype, CPU).zero_()
+        assert sum(numbers) == count
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("count", [5, 300])
+def test_elements_times_a_weight(dtype: torch.dtype, count: int) -> None:
+    tensors = [torch.tensor([value], dtype=dtype) for value in (ODD + [i / 7 for i in range(count)])[:count]]
+    found = product(elements(tensors), 3.3, count)
+    assert repr(found.tolist()) == repr([tensor.item() * 3.3 for tensor in tensors])

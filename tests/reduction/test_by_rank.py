@@ -1,0 +1,279 @@
+"""``per_rank=True``: which rank held what, exactly, and what it costs; and that nobody else pays for it."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ddpstats
+from ddpstats import Any as AnyFlag, InvalidStats, Max, Mean, Min, NonFiniteStat, ProtocolMismatch, StatsReducer, Sum
+from ddpstats._reduction import columns
+from ddpstats.testing import PerRank, RankPool, ThreadGroup, count_collectives, run_threads
+
+t = torch.tensor
+
+
+def by_rank(stats: Any, weight: Any = 1.0, **settings: Any) -> dict[str, tuple[Any, ...]]:
+    reduced = ddpstats.reduce_stats(stats, weight, per_rank=True, **settings)
+    return {name: found.values for name, found in reduced.flat_by_rank().items()}
+
+
+def agreed(pool: RankPool, stats: list[Any], weights: list[Any], **settings: Any) -> dict[str, tuple[Any, ...]]:
+    """The one answer of all ranks; twice, with a layout that is new, and with one that is known."""
+    for _ in range(2):
+        answers = pool.run(by_rank, PerRank(stats), PerRank(weights), **settings).values()
+        assert len(set(map(repr, answers))) == 1, answers
+    return dict(answers[0])
+
+
+# -- values -----------------------------------------------------------------------------------------------------------
+
+
+def test_each_value_comes_through_to_the_bit(two_ranks: RankPool) -> None:
+    held = [0.1, -0.0, 5e-324, 1.7976931348623157e308, 1 / 3, 2**53, -7]
+    stats: list[dict[str, Any]] = [
+        {f"k{i}": value for i, value in enumerate(held)} | {"sum": Sum(-0.0), "max": Max(-0.0)},
+        {"k0": t(0.1), "more": t(0.1, dtype=torch.float64), "sum": Sum(0.1)},
+    ]
+    for weights in ([3.3, 0.7], [1e-3, 1e300], [0.3, 5e-324]):  # with the last ones products do not fit a float64
+        found = agreed(two_ranks, stats, weights, name="bits")
+        assert [repr(found[f"k{i}"][0]) for i in range(len(held))] == [repr(float(value)) for value in held]
+        assert repr(found["sum"]) == "(-0.0, 0.1)"
+        assert repr(found["max"]) == "(-0.0, None)"
+        assert found["k0"][1] == t(0.1).item()
+        assert (found["more"], found["k1"][1]) == ((None, 0.1), None)
+
+
+def test_large_stats_too(two_ranks: RankPool) -> None:
+    stats = [{f"k{i}": i / 7 + rank for i in range(400)} for rank in range(2)]  # as many as torch multiplies
+    assert agreed(two_ranks, stats, [3.3, 0.7]) == {f"k{i}": (i / 7, i / 7 + 1) for i in range(400)}
+
+
+def test_markers_lists_none_and_vectors(two_ranks: RankPool) -> None:
+    stats = [
+        {"hi": Max(3), "lo": Min(t([1.0, 5.0])), "n": Sum(t([1.0, 2.0])), "on": AnyFlag(True), "l": [1.0, None, 3.0]},
+        {"hi": Max(7), "lo": None, "n": Sum(4), "on": AnyFlag(False), "l": [2.0], "v": t([1.0, math.inf]), "o": None},
+    ]
+    found = agreed(two_ranks, stats, [t([1.0, 3.0]), t([2.0, 0.0])])
+    assert found == {
+        "hi": (3.0, 7.0),
+        "lo": (1.0, None),
+        "n": (3.0, 4.0),
+        "on": (True, False),
+        "l[0]": (1.0, 2.0),
+        "l[1]": (None, None),
+        "l[2]": (3.0, None),
+        "v": (None, 1.0),
+        "o": (None, None),
+    }
+    assert [type(value) for value in found["on"]] == [bool, bool]
+
+
+def test_a_vector_is_its_weighted_mean(two_ranks: RankPool) -> None:
+    stats = [{"a": t([1.0, 3.0])}, {"a": t([1e308, 1e308, 1e308], dtype=torch.float64)}]
+    assert agreed(two_ranks, stats, [t([1.0, 3.0]), t([1.0, 1.0, 1.0])]) == {"a": (2.5, 1e308)}
+    overflows = [{"a": Sum(t([1e308, 1e308], dtype=torch.float64))}, {"a": Sum(1.0)}]
+    assert agreed(two_ranks, overflows, [1.0, 1.0], name="sum") == {"a": (math.inf, 1.0)}
+
+
+def test_a_rank_of_weight_0_has_no_value(two_ranks: RankPool) -> None:
+    stats = [{"a": math.nan, "own": Mean(1.0, 2.0), "n": Sum(1)}, {"a": 2.0, "own": Mean(5.0, 0.0), "n": Sum(2)}]
+    assert agreed(two_ranks, stats, [0.0, 4.0]) == {"a": (None, 2.0), "own": (1.0, None), "n": (1.0, 2.0)}
+
+
+def test_the_policies(two_ranks: RankPool) -> None:
+    stats = [{"a": math.nan, "lo": Min(-math.inf)}, {"a": 2.0, "lo": Min(1.0)}]
+    found = agreed(two_ranks, stats, [1.0, 1.0], name="policies")
+    assert repr(found) == repr({"a": (math.nan, 2.0), "lo": (-math.inf, 1.0)})
+    assert agreed(two_ranks, stats, [1.0, 1.0], nonfinite="skip") == {"a": (None, 2.0), "lo": (None, 1.0)}
+    errors = two_ranks.run(by_rank, PerRank(stats), 1.0, nonfinite="raise").errors()
+    assert {type(error) for error in errors.values()} == {NonFiniteStat}
+    assert len(set(map(str, errors.values()))) == 1
+    assert agreed(two_ranks, [{"a": 1.0}] * 2, [1.0, 1.0], nonfinite="raise") == {"a": (1.0, 1.0)}
+
+
+def test_every_nan_is_a_value_and_no_other(two_ranks: RankPool) -> None:
+    """Whatever its bits: also those by which a column says that there is none."""
+    marked = torch.tensor([columns._NO_VALUE, -1], dtype=torch.int64).view(torch.float64)
+    stats = [{"a": marked[:1], "b": marked[1:]}, {"a": marked[1:], "c": [1.0]}]
+    assert repr(agreed(two_ranks, stats, [1.0, 1.0], name="nan")) == repr(
+        {"a": (math.nan, math.nan), "b": (math.nan, None), "c[0]": (None, 1.0)}
+    )
+
+
+def test_nothing_at_all(two_ranks: RankPool) -> None:
+    assert agreed(two_ranks, [{}, {}], [1.0, 1.0], name="nothing") == {}
+
+
+# -- ranks ------------------------------------------------------------------------------------------------------------
+
+
+def in_a_subgroup(value: float) -> tuple[Any, ...] | None:
+    group = dist.new_group([0, 2])
+    if dist.get_rank() == 1:
+        return None
+    found = ddpstats.reduce_stats({"a": value, f"of {value}": 1.0}, group=group, per_rank=True).by_rank["a"]
+    return found.values, found.ranks, found.min_rank, found.max_rank, found.worst(1)
+
+
+def test_ranks_are_global_in_a_subgroup(three_ranks: RankPool) -> None:
+    want = (5.0, -1.0), (0, 2), 2, 0, ((0, 5.0),)
+    assert three_ranks.run(in_a_subgroup, PerRank([5.0, 0.0, -1.0])).values() == [want, None, want]
+
+
+def test_the_rank_that_differs_is_named(four_ranks: RankPool) -> None:
+    stats = [{"loss": 1.0 + 0.01 * rank, "time": 9.0 if rank == 2 else 1.0} for rank in range(4)]
+    answers = four_ranks.run(worst_of_time, PerRank(stats)).values()
+    assert answers == [((2, 9.0),)] * 4
+
+
+def worst_of_time(stats: Any) -> Any:
+    return ddpstats.reduce_stats(stats, per_rank=True).by_rank["time"].worst(1)
+
+
+def on_a_thread(group: ThreadGroup) -> Any:
+    reduced = group.reducer(per_rank=True)({"a": [group.rank], "hi": Max(group.rank)}, weight=2.0)
+    return reduced.values, reduced.by_rank["a"][0].values, reduced.by_rank["hi"].worst(2)
+
+
+def test_64_threads() -> None:
+    ranks = tuple(map(float, range(64)))
+    answers = run_threads(on_a_thread, 64).values()
+    assert answers == [({"a": [31.5], "hi": 63.0}, ranks, ((0, 0.0), (63, 63.0)))] * 64
+
+
+def test_without_a_process_group() -> None:
+    reduced = ddpstats.reduce_stats({"a": 1.5, "hi": Max(2), "n": None}, weight=3.0, per_rank=True)
+    assert reduced.values == {"a": 1.5, "hi": 2.0, "n": None}
+    assert {name: (found.values, found.ranks) for name, found in reduced.flat_by_rank().items()} == {
+        "a": ((1.5,), (0,)),
+        "hi": ((2.0,), (0,)),
+        "n": ((None,), (0,)),
+    }
+
+
+# -- what was not asked for, and what it costs ------------------------------------------------------------------------
+
+
+def test_nothing_of_it_where_nobody_asks() -> None:
+    reduced = ddpstats.reduce_stats({"a": 1.0})
+    assert (reduced.by_rank, reduced.flat_by_rank()) == (None, {})
+
+
+def cost(reducer: StatsReducer, stats: Any) -> tuple[int, int, int]:
+    """Collectives as counted by the reducer and by torch, and bytes, of a call whose paths are known."""
+    for _ in range(2):
+        reducer(stats)
+    before = reducer.counters
+    with count_collectives() as seen:
+        reducer(stats)
+    after = reducer.counters
+    return after.collectives - before.collectives, seen.total, after.payload_bytes - before.payload_bytes
+
+
+def costs(stats: Any) -> list[tuple[int, int, int]]:
+    """Of a plain call before and after the same name was reduced per rank, and of that one."""
+    plain, asking = StatsReducer(name="cost"), StatsReducer(name="cost", per_rank=True)
+    return [cost(plain, stats), cost(asking, stats), cost(plain, stats)]
+
+
+def test_who_does_not_ask_pays_nothing(two_ranks: RankPool) -> None:
+    means = {f"k{i}": 1.0 for i in range(100)}
+    for before, asking, after in two_ranks.run(costs, means).values():
+        assert before == after
+        assert before[:2] == (1, 1)
+        assert asking == (2, 2, before[2] + 8 * 100)
+    for before, asking, after in two_ranks.run(costs, {**means, "hi": Max(1), "lo": Min(1)}).values():
+        assert before == after
+        assert asking == (2, 2, before[2] - 8 * 2 + 8 * 102)  # minima and maxima are read from what all ranks held
+
+
+def past_the_limit(group: ThreadGroup, limit: int) -> tuple[str, Any, Any]:
+    reducer = group.reducer(per_rank=True, name="much")
+    few, many = {"a": group.rank}, {f"k{i}": 1.0 for i in range(limit)}
+    with pytest.raises(InvalidStats) as caught:
+        reducer(many)
+    calls = 0
+    while True:  # until the layout has lost what nobody uses
+        with contextlib.suppress(InvalidStats):
+            return str(caught.value), caught.value.ranks, reducer(few).by_rank["a"].values
+        calls += 1
+        assert calls < 600
+
+
+@pytest.fixture
+def small_limit(monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(columns, "MAX_GATHERED_BYTES", 3 * 8 * 20)
+    return 21
+
+
+def test_more_than_the_limit_is_an_error_on_every_rank(small_limit: int) -> None:
+    """20 slots of 3 ranks; a real one takes 256 MB."""
+    answers = run_threads(past_the_limit, 3, small_limit).values()
+    assert len({text for text, _, _ in answers}) == 1
+    assert "per_rank=True would bring 504 bytes to every rank of 3 threads: 168 of each rank" in answers[0][0]
+    assert "name='much'" in answers[0][0]
+    assert [values for _, _, values in answers] == [(0.0, 1.0, 2.0)] * 3
+    assert answers[0][1] == (0, 1, 2)
+
+
+# -- ranks that differ ------------------------------------------------------------------------------------------------
+
+
+def asked_by(per_rank: bool, how: str) -> str:
+    with StatsReducer(name="differ", per_rank=per_rank, timeout_sec=30) as reducer:
+        with pytest.raises(ProtocolMismatch) as caught:
+            reducer.start({"a": 1.0}).result() if how == "start" else reducer({"a": 1.0})
+        with StatsReducer(name="differ") as plain:
+            assert plain({"a": 1.0}).values == {"a": 1.0}
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("how", ["call", "start"])
+@pytest.mark.parametrize("known", [False, True], ids=["new", "known"])
+def test_ranks_must_all_ask(two_ranks: RankPool, how: str, known: bool) -> None:
+    if known:
+        two_ranks.run(by_rank, {"a": 1.0}, name="differ")
+    texts = two_ranks.run(asked_by, PerRank([True, False]), how).values()
+    assert texts[0] == texts[1]
+    assert "  rank 0: reduce_stats, name='differ', nonfinite='propagate', per_rank=True\n" in texts[0]
+    assert "  rank 1: reduce_stats, name='differ', nonfinite='propagate'\n" in texts[0]
+
+
+# -- beside it --------------------------------------------------------------------------------------------------------
+
+
+def started(rank: int) -> tuple[Any, Any]:
+    with StatsReducer(name="started", per_rank=True) as reducer:
+        stats = {"a": torch.tensor([float(rank)]), "b": {f"of {rank}": float(rank)}}
+        pending = reducer.start(stats, weight=2.0)
+        first = pending.result()
+        second = reducer.start({"a": 1.0 + rank}).result()
+    return first.flat_by_rank()["a"].values, second.by_rank["a"].values
+
+
+def test_started_ones(two_ranks: RankPool) -> None:
+    assert two_ranks.run(started, PerRank([0, 1])).values() == [((0.0, 1.0), (1.0, 2.0))] * 2
+
+
+def sent(rank: int) -> Any:
+    reduced = ddpstats.reduce_stats({"a": float(rank), "b": [None, rank]}, per_rank=True)
+    return pickle.loads(pickle.dumps(reduced)).by_rank, reduced.by_rank
+
+
+def test_a_result_can_be_sent(two_ranks: RankPool) -> None:
+    for copied, own in two_ranks.run(sent, PerRank([1, 2])).values():
+        assert copied == own
+        assert copied["b"][1].values == (1.0, 2.0)
+
+
+def test_anything_but_a_bool_is_refused() -> None:
+    yes: Any = "yes"
+    with pytest.raises(ddpstats.ConfigError, match="per_rank='yes' must be True or False"):
+        ddpstats.reduce_stats({"a": 1.0}, per_rank=yes)
