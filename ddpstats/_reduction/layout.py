@@ -98,7 +98,7 @@ def _find_specials(node: Node, slot: int, found: list[tuple[int, str]]) -> int:
             found.append((slot, node.op))
         return slot + slot_count(node)
     slot += marker_count(node)
-    if is_flat(node) and all(found.op == "mean" for found in distinct_leaves(node) or ()):
+    if is_flat(node) and all(each.op == "mean" for each in distinct_leaves(node) or ()):
         return slot + len(node.children)
     for child in node.children:
         slot = _find_specials(child, slot, found)

@@ -8,6 +8,8 @@
    Where they would be too many bytes for every rank to have, statuses come alone; then back to 1.
 4. Numbers that float64 cannot hold (a product of value and weight, a sum over ranks) take the same way as new paths: in
    step 1 a rank that has one says "stale", in step 2 all ranks see the sum.
+5. Where the call asks for every rank's values (`per_rank`), one all_gather more brings them (`columns`), once all ranks
+   are known to have the layout; minima and maxima are then read from them.
 
 What changes here (layouts, capacity, ages) changes only after all ranks have agreed, and is computed from what all
 ranks know. So all ranks drop unused slots at the same call without a word to each other.
