@@ -92,6 +92,8 @@ def test_the_policies(two_ranks: RankPool) -> None:
     found = agreed(two_ranks, stats, [1.0, 1.0], name="policies")
     assert repr(found) == repr({"a": (math.nan, 2.0), "lo": (-math.inf, 1.0)})
     assert agreed(two_ranks, stats, [1.0, 1.0], nonfinite="skip") == {"a": (None, 2.0), "lo": (None, 1.0)}
+    large = agreed(two_ranks, [{"a": 1.5e308}, {"a": math.inf}], [1e10, 1.0], nonfinite="skip", name="large")
+    assert large == {"a": (1.5e308, None)}  # only its product with the weight is not finite
     errors = two_ranks.run(by_rank, PerRank(stats), 1.0, nonfinite="raise").errors()
     assert {type(error) for error in errors.values()} == {NonFiniteStat}
     assert len(set(map(str, errors.values()))) == 1
