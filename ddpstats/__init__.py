@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         StatsReducer as StatsReducer,
         reduce_stats as reduce_stats,
     )
+    from ddpstats._reduction.window import StatsWindow as StatsWindow
     from ddpstats.capture import NaNCapture as NaNCapture
     from ddpstats.dump import StatsDump as StatsDump
     from ddpstats.errors import (
@@ -75,6 +76,7 @@ _HOMES = {
         "StatsReducer",
         "reduce_stats",
     ),
+    "_reduction.window": ("StatsWindow",),
     "sentinel": ("Sentinel",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}

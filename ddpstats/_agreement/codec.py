@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from ddpstats.errors import ProtocolMismatch
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 
 def fingerprint(payload: bytes) -> bytes:

@@ -25,7 +25,7 @@ from ddpstats._base.arguments import check_choice
 from ddpstats._base.compiled import breaks_graph
 from ddpstats._reduction.reduction import Reduction
 from ddpstats._reduction.result import Entry, Reduced
-from ddpstats._reduction.values import Prepared
+from ddpstats._reduction.values import Given, Prepared
 from ddpstats._transport.comm import patience_sec
 from ddpstats.errors import ConfigError, DdpstatsError
 
@@ -188,7 +188,11 @@ class StatsReducer:
     @breaks_graph
     def _reduce(self, stats: Any, weight: Any, *, keep_dtypes: bool = False, divide: bool = True) -> Reduced:
         """`__call__`, and what `recursive_op` needs besides: the dtypes of the leaves, and sums instead of means."""
-        channel, given = self._usable_channel(), Prepared(stats, weight, keep_dtypes)
+        channel = self._usable_channel()
+        return self._run(channel, Prepared(stats, weight, keep_dtypes), divide=divide)
+
+    def _run(self, channel: Channel, given: Given, *, divide: bool = True) -> Reduced:
+        """The reduction of what is ``given``, on this thread."""
         call, counters = self._call, self._counters
 
         def work(agreement: Agreement) -> Reduced:

@@ -18,6 +18,24 @@ Path = tuple[tuple[str, Any], ...]
 
 def expected(ranks: Sequence[RankStats], nonfinite: str = "propagate") -> tuple[Any, dict[Path, tuple[Any, ...]]]:
     """(nested values, path -> (value, weight, present ranks, non-finite ranks))."""
+    entries, kinds = _entries(ranks, nonfinite)
+    return _nest(entries, (), kinds), entries
+
+
+def expected_of_window(by_rank: Sequence[Sequence[RankStats]], nonfinite: str = "propagate") -> dict[str, Any]:
+    """What `Reduced` must say of all adds of all ranks: nested values, weights, present and non-finite ranks."""
+    entries, kinds = _entries([add for adds in by_rank for add in adds], nonfinite)
+    of_ranks = [_entries(adds, nonfinite)[0] for adds in by_rank]
+    columns: dict[str, dict[Path, tuple[Any, ...]]] = {"values": {}, "weights": {}, "present": {}, "nonfinite": {}}
+    for path, (value, weight, *_) in entries.items():
+        here = [found[path] for found in of_ranks if path in found]
+        columns["values"][path], columns["weights"][path] = (value,), (float(weight),)
+        columns["present"][path] = (sum(entry[2] > 0 for entry in here),)
+        columns["nonfinite"][path] = (sum(entry[3] > 0 for entry in here),)
+    return {name: _nest(column, (), kinds) for name, column in columns.items()}
+
+
+def _entries(ranks: Sequence[RankStats], nonfinite: str) -> tuple[dict[Path, tuple[Any, ...]], dict[Path, set[type]]]:
     held: dict[Path, list[tuple[Any, float]]] = {}
     kinds: dict[Path, set[type]] = {}
     for rank in ranks:
@@ -31,7 +49,7 @@ def expected(ranks: Sequence[RankStats], nonfinite: str = "propagate") -> tuple[
             entries[path] = _entry(values, nonfinite)
         elif not below:
             entries[path] = (None, 0.0, 0, 0)
-    return _nest(entries, (), kinds), entries
+    return entries, kinds
 
 
 def _leaves(value: Any, path: Path, kinds: dict[Path, set[type]]) -> Iterator[tuple[Path, Any]]:
