@@ -60,29 +60,26 @@ class HostTotals:
     def _add_exactly(self, slot: int, value: Fraction) -> None:
         self.exact[slot] = self.exact.get(slot, Fraction(0)) + value
 
-    def add_rows(self, slots: Sequence[int], values: torch.Tensor, weights: Sequence[float]) -> None:
+    def add_rows(self, slots: Sequence[int], values: torch.Tensor, weights: array[float]) -> None:
         """Many adds of plain means at once: ``values`` [adds, slots], float64; ``weights``: one per add, positive."""
-        products = values * torch.tensor(weights, dtype=torch.float64, device="cpu").unsqueeze(1)
-        sums = products.sum(0)
-        odd: list[int] = []
-        if not math.isfinite(sums.sum().item()) or (min(weights) < 1 and _has_tiny(products, values)):
-            columns = ~sums.isfinite() | ((products.abs() < SMALLEST) & (values != 0)).any(0)
-            odd = columns.nonzero().flatten().tolist()
-            for column in odd:
-                for value, weight in zip(values[:, column].tolist(), weights, strict=True):
-                    summed, _, scaled = weigh(value, weight, None)
-                    self.add(slots[column], "mean", summed, weight, scaled)
-        left_out = set(odd)
-        self._add_columns([c for c in range(len(slots)) if c not in left_out] if odd else None, slots, sums, weights)
-
-    def _add_columns(
-        self, columns: list[int] | None, slots: Sequence[int], sums: torch.Tensor, weights: Sequence[float]
-    ) -> None:
-        """Sums of finite products, of these columns; None: of all."""
-        if columns is not None:
-            slots, sums = [slots[column] for column in columns], sums[columns]
-        if not len(slots):
+        by_row, total = torch.frombuffer(weights, dtype=torch.float64), math.fsum(weights)
+        sums = by_row @ values
+        if math.isfinite(sums.sum().item()) and by_row.min().item() >= 1:
+            self._add_columns(slots, sums, total)
             return
+        # A product that overflows or is not finite, or one that is too small to have all of its bits.
+        tiny = ((values * by_row.unsqueeze(1)).abs() < SMALLEST) & (values != 0)
+        odd = ~sums.isfinite() | tiny.any(0)
+        for column in odd.nonzero().flatten().tolist():
+            for value, weight in zip(values[:, column].tolist(), weights, strict=True):
+                summed, _, scaled = weigh(value, weight, None)
+                self.add(slots[column], "mean", summed, weight, scaled)
+        plain = (~odd).nonzero().flatten()
+        if len(plain):
+            self._add_columns([slots[column] for column in plain.tolist()], sums[plain], total)
+
+    def _add_columns(self, slots: Sequence[int], sums: torch.Tensor, weight: float) -> None:
+        """Sums of finite products."""
         places = _places(slots)
         mine = torch.frombuffer(self.sums, dtype=torch.float64)
         after = mine[places] + sums
@@ -91,7 +88,7 @@ class HostTotals:
         else:
             for slot, value in zip(slots, sums.tolist(), strict=True):
                 self._add_to_sum(slot, value)
-        torch.frombuffer(self.weights, dtype=torch.float64)[places] += math.fsum(weights)
+        torch.frombuffer(self.weights, dtype=torch.float64)[places] += weight
         torch.frombuffer(self.seen, dtype=torch.uint8)[places] = 1
 
 
@@ -99,11 +96,6 @@ def _places(slots: Sequence[int]) -> slice | torch.Tensor:
     if isinstance(slots, range):
         return slice(slots.start, slots.stop)
     return torch.tensor(slots, dtype=torch.int64, device="cpu")
-
-
-def _has_tiny(products: torch.Tensor, values: torch.Tensor) -> bool:
-    """Whether a product is too small for a float64 to hold all of its bits."""
-    return bool(((products.abs() < SMALLEST) & (values != 0)).any())
 
 
 def extreme(op: str, one: float, other: float) -> float:

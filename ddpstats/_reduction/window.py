@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from ddpstats._agreement.status import Failure
-from ddpstats._base.compiled import breaks_graph, refuse_without_values
+from ddpstats._base.compiled import breaks_graph, compiler_probe, never_traced, refuse_without_values
 from ddpstats._reduction.reducer import NonFinitePolicy, ReductionCounters, StatsReducer
 from ddpstats._reduction.result import Reduced
 from ddpstats._reduction.tree import CannotFlatten, Structure, are_str, flatten
@@ -36,6 +36,7 @@ from ddpstats.errors import ConfigError, DdpstatsError, InvalidStats, SchemaConf
 __all__ = ["StatsWindow"]
 
 _TURN_SEC = 30.0
+_compiles = compiler_probe()
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _DYNAMO = os.path.join(os.path.dirname(torch.__file__), "_dynamo")
 
@@ -75,7 +76,7 @@ class StatsWindow:
         self._content = WindowContent(self._reducer._call.skips)
         self._device_times = DeviceTimes()
 
-    @breaks_graph
+    @never_traced
     def add(self, stats: Any, weight: Any = 1.0) -> None:
         """Add one step's stats. Local: no collective, and no device is waited for; any rank may add what it likes.
 
@@ -91,7 +92,11 @@ class StatsWindow:
             Either says where, on this rank alone; the window is then as it was. What only a value on a device can tell
             (a negative weight, a flag that is neither 0 nor 1) is raised by `flush`, on every rank.
         """
-        self._take_turn()
+        if _compiles():
+            self._add_apart(stats, weight)
+            return
+        if not self._turn.acquire(False):
+            self._wait_for_turn()
         try:
             rows = self._recent
             if (
@@ -103,13 +108,24 @@ class StatsWindow:
             ):
                 row = rows.read(stats.values())
                 if row is not None:
-                    self._content.add_row(rows, row, weight)
+                    rows.pending.append(row)
+                    rows.weights.append(weight)
+                    if len(rows.weights) == rows.limit:
+                        self._content.sum_up(rows)
                     return
             self._add(stats, weight)
         finally:
             self._turn.release()
 
-    def _take_turn(self) -> None:
+    @breaks_graph
+    def _add_apart(self, stats: Any, weight: Any) -> None:
+        self._wait_for_turn()
+        try:
+            self._add(stats, weight)
+        finally:
+            self._turn.release()
+
+    def _wait_for_turn(self) -> None:
         if not self._turn.acquire(timeout=_TURN_SEC):
             raise ConfigError(
                 f"this StatsWindow has been busy for {_TURN_SEC:g} s: the handler of a signal, or what runs when an "
@@ -158,7 +174,7 @@ class StatsWindow:
         channel = self._reducer._usable_channel()
         channel.refuse_inside()
         refuse_without_values(f"a reduction on {channel.group_name}")
-        self._take_turn()
+        self._wait_for_turn()
         try:
             content, times = self._content, self._device_times
             self._empty()
@@ -186,7 +202,7 @@ class StatsWindow:
         return _Timed(self, name)
 
     def _add_time(self, name: str, watch: Stopwatch) -> None:
-        self._take_turn()
+        self._wait_for_turn()
         try:
             self._refuse_closed()
             if watch.on_device:

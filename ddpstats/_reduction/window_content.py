@@ -54,7 +54,7 @@ class WindowContent:
     """Since the last flush. ``skip``: the policy is ``nonfinite="skip"``."""
 
     def __init__(self, skip: bool) -> None:
-        self.adds = 0
+        self._summed_up = 0
         self._skip = skip
         self._structures: list[Structure] = []  # the first one; or that, and the last that brought a new path
         self._schema: Node = EMPTY
@@ -64,6 +64,11 @@ class WindowContent:
         self._host = HostTotals(skip)
         self._host.reserve(self._slots)
         self._devices: dict[torch.device, DeviceTotals] = {}
+
+    @property
+    def adds(self) -> int:
+        """How many there were."""
+        return self._summed_up + sum(len(rows.pending) for rows in self._rows.values())
 
     # -- adding -------------------------------------------------------------------------------------------------------
 
@@ -80,7 +85,10 @@ class WindowContent:
         row = rows.read(flat.leaves) if type(weight) in (float, int) and 0 < weight < math.inf else None
         if row is not None:
             self._keep(rows, placed)
-            self.add_row(rows, row, weight)
+            rows.pending.append(row)
+            rows.weights.append(weight)
+            if len(rows.weights) == rows.limit:
+                self.sum_up(rows)
             return rows
         with torch.inference_mode():
             read = read_leaves(flat, rows.slots, weight, _WEIGHT_SLOT)
@@ -93,17 +101,10 @@ class WindowContent:
             self._take_in(read, updates)
         return rows
 
-    def add_row(self, rows: Rows, row: Any, weight: float) -> None:
-        """One add of plain scalars."""
-        rows.pending.append((row, weight))
-        self.adds += 1
-        if len(rows.pending) >= rows.limit:
-            self._sum_up(rows)
-
     def add_time(self, name: str, seconds: float) -> None:
         """One use of a part of the step that is timed; not one of the adds. Raises `SchemaConflict`."""
         self.add(flatten({"time": {name: Mean(seconds, 1.0)}}), 0.0, None)
-        self.adds -= 1
+        self._summed_up -= 1
 
     def _place(self, structure: Structure) -> _Placed:
         """Raises `SchemaConflict`; changes nothing."""
@@ -130,7 +131,7 @@ class WindowContent:
         self._host.reserve(self._slots)
         self._rows[rows.structure] = rows
         if len(self._rows) > _MOST_ROWS:
-            self._sum_up(self._rows.popitem(last=False)[1])
+            self.sum_up(self._rows.popitem(last=False)[1])
 
     def _take_in(self, read: LeavesRead, updates: Iterable[tuple[torch.device, Update]]) -> None:
         for device, update in updates:
@@ -138,11 +139,13 @@ class WindowContent:
         for slot, op, value, weight, exact in read.host:
             self._host.add(slot, op, value, weight, exact)
         self._host.weights[_WEIGHT_SLOT] += read.weight
-        self.adds += 1
+        self._summed_up += 1
 
-    def _sum_up(self, rows: Rows) -> None:
+    def sum_up(self, rows: Rows) -> None:
+        """Make sums of the rows that are there."""
         if rows.pending:
             values, weights = rows.take()
+            self._summed_up += len(weights)
             self._host.add_rows(rows.slots, values, weights)
             self._host.weights[_WEIGHT_SLOT] += math.fsum(weights)
 
@@ -151,7 +154,7 @@ class WindowContent:
     def part(self, known: Structure | None) -> Part | Failure:
         """This rank's part of one reduction. ``known``: the structure of the last flush, to be used again."""
         for rows in self._rows.values():
-            self._sum_up(rows)
+            self.sum_up(rows)
         structure, slots = self._structure(known)
         try:
             self._read_devices(structure, slots)

@@ -13,6 +13,7 @@ Whatever a reader does not expect gives None, and the leaves are then read one b
 from __future__ import annotations
 
 import struct
+from array import array
 from collections.abc import Callable, Collection, Sequence
 from operator import attrgetter
 from typing import Any
@@ -44,19 +45,17 @@ class Rows:
     ) -> None:
         self.structure, self.slots, self.keys = structure, slots, keys
         self.read: Reader = _reader(structure, leaves)
-        self.pending: list[tuple[Row, float]] = []
+        self.pending: list[Any] = []  # of one kind, for they have one reader
+        self.weights = array("d")
         self.limit = max(1, min(_MOST_ROWS, _MOST_NUMBERS // max(structure.leaf_count, 1)))
 
-    def take(self) -> tuple[torch.Tensor, list[float]]:
+    def take(self) -> tuple[torch.Tensor, array[float]]:
         """All rows [adds, leaves] as float64 with their weights; afterwards there are none."""
-        rows = [row for row, _ in self.pending]
-        weights = [weight for _, weight in self.pending]
-        self.pending = []
-        count = self.structure.leaf_count
-        packed = [row for row in rows if isinstance(row, bytes)]
-        if len(packed) == len(rows):
-            return torch.frombuffer(bytearray(b"".join(packed)), dtype=torch.float64).view(-1, count), weights
-        return torch.stack([row for row in rows if isinstance(row, torch.Tensor)]).view(-1, count).double(), weights
+        rows, weights, shape = self.pending, self.weights, (-1, self.structure.leaf_count)
+        self.pending, self.weights = [], array("d")
+        if isinstance(rows[0], torch.Tensor):
+            return torch.stack(rows).view(shape).double(), weights
+        return torch.frombuffer(bytearray().join(rows), dtype=torch.float64).view(shape), weights
 
 
 def _reader(structure: Structure, leaves: Sequence[Any]) -> Reader:
@@ -129,14 +128,13 @@ def _stack_reader(first: torch.Tensor, count: int) -> Reader:
 
     def read(values: Collection[Any]) -> Row | None:
         try:
-            row = torch.stack(tuple(values))
-            if type(row) is not torch.Tensor or row.dtype != dtype or not row.is_cpu or row.numel() != count:
-                return None
-            if row.requires_grad:
-                row = row.detach()
-            if wholes or limit is None or torch.linalg.vector_norm(row).item() < limit:
-                return row
-            return row if {*map(_dtype_of, values)} == {dtype} else None
+            with torch.inference_mode():
+                row = torch.stack(list(values))
+                if type(row) is not torch.Tensor or row.dtype != dtype or not row.is_cpu or row.numel() != count:
+                    return None
+                if wholes or limit is None or torch.linalg.vector_norm(row).item() < limit:
+                    return row
+                return row if {*map(_dtype_of, values)} == {dtype} else None
         except Exception:
             return None
 
