@@ -60,13 +60,17 @@ class HostTotals:
     def _add_exactly(self, slot: int, value: Fraction) -> None:
         self.exact[slot] = self.exact.get(slot, Fraction(0)) + value
 
-    def add_rows(self, slots: Sequence[int], values: torch.Tensor, weights: array[float]) -> None:
-        """Many adds of plain means at once: ``values`` [adds, slots], float64; ``weights``: one per add, positive."""
-        by_row, total = torch.frombuffer(weights, dtype=torch.float64), math.fsum(weights)
+    def add_rows(self, slots: Sequence[int], values: torch.Tensor, weights: array[float]) -> float:
+        """Many adds of plain means at once: ``values`` [adds, slots], float64; ``weights``: one per add, positive.
+
+        Returns the total weight.
+        """
+        by_row = torch.frombuffer(weights, dtype=torch.float64)
+        total = by_row.sum().item()
         sums = by_row @ values
         if math.isfinite(sums.sum().item()) and by_row.min().item() >= 1:
             self._add_columns(slots, sums, total)
-            return
+            return total
         # A product that overflows or is not finite, or one that is too small to have all of its bits.
         tiny = ((values * by_row.unsqueeze(1)).abs() < SMALLEST) & (values != 0)
         odd = ~sums.isfinite() | tiny.any(0)
@@ -77,6 +81,7 @@ class HostTotals:
         plain = (~odd).nonzero().flatten()
         if len(plain):
             self._add_columns([slots[column] for column in plain.tolist()], sums[plain], total)
+        return total
 
     def _add_columns(self, slots: Sequence[int], sums: torch.Tensor, weight: float) -> None:
         """Sums of finite products."""

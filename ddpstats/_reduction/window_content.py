@@ -146,8 +146,7 @@ class WindowContent:
         if rows.pending:
             values, weights = rows.take()
             self._summed_up += len(weights)
-            self._host.add_rows(rows.slots, values, weights)
-            self._host.weights[_WEIGHT_SLOT] += math.fsum(weights)
+            self._host.weights[_WEIGHT_SLOT] += self._host.add_rows(rows.slots, values, weights)
 
     # -- flushing -----------------------------------------------------------------------------------------------------
 

@@ -84,7 +84,7 @@ def _numbers_reader(count: int) -> Reader:
     def read(values: Collection[Any]) -> Row | None:
         try:
             return pack(*values) if {*map(type, values)} <= NUMBERS else None
-        except OverflowError:
+        except struct.error:  # an integer that is too large
             return None
 
     return read

@@ -119,11 +119,9 @@ class Draw:
         return np.float32(number) if self.random.random() < 0.1 else number
 
     def tensor(self, *numbers: float) -> torch.Tensor:
-        if all(number == int(number) for number in numbers if math.isfinite(number)) and all(
-            map(math.isfinite, numbers)
-        ):
-            if self.random.random() < 0.2:
-                return torch.tensor([int(number) for number in numbers])
+        whole = all(map(math.isfinite, numbers)) and all(number == int(number) for number in numbers)
+        if whole and self.random.random() < 0.2:
+            return torch.tensor([int(number) for number in numbers])
         made = torch.tensor(numbers, dtype=DTYPES[0] if self.random.random() < 0.05 else self.random.choice(DTYPES))
         if len(numbers) == 1 and self.random.random() < 0.6:
             made = made.reshape(self.random.choice([(), (), (1, 1)]))
