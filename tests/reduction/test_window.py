@@ -40,7 +40,7 @@ def values(*adds: Any, **settings: Any) -> Any:
     return flush_of(*adds, **settings).values
 
 
-def alike(outcomes: list[Any]) -> Any:
+def alike(outcomes: Any) -> Any:
     assert outcomes[0] == outcomes[1]
     return outcomes[0]
 
@@ -139,7 +139,7 @@ def test_one_call_tells_what_many_adds_tell() -> None:
     ],
 )
 def test_from_add_to_add(adds: list[Any], want: Any) -> None:
-    found = values(*adds)
+    found: Any = values(*adds)
     assert found == want
     assert type(found) is type(want)
 
@@ -349,7 +349,7 @@ def test_subclasses_of_tensor_and_of_float() -> None:
     class Mine(torch.Tensor):
         pass
 
-    adds = [
+    adds: list[dict[str, Any]] = [
         {"a": t([1.0])},
         {"a": t([1.0]).as_subclass(Mine)},
         {"a": torch.nn.Parameter(t([1.0]))},

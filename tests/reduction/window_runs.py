@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -39,20 +40,29 @@ def make_model(device: str) -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)).to(device)
 
 
-def train(window: StatsWindow, device: str, steps: int = 3, weight: Any = 8.0) -> None:
-    """Whole training steps, each with adds of every kind."""
+def training_step(device: str) -> Callable[[StatsWindow, int, Any], None]:
+    """A whole training step, with adds of every kind."""
     model = make_model(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(steps):
-        losses = model(torch.ones(3, 4, device=device)).square().mean(1)
-        losses.mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        window.add({"loss": losses.mean(), "largest": losses.max()}, weight)
-        window.add(stats_of_a_step(losses.mean(), step), weight)
-        window.add({"sample": losses, "loss": losses.mean().detach()}, torch.ones(3, device=device))
+    inputs, weights = torch.ones(3, 4, device=device), torch.ones(3, device=device)
+
+    def step(window: StatsWindow, number: int, weight: Any) -> None:
         with window.timed("step"):
-            pass
+            losses = model(inputs).square().mean(1)
+            losses.mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        window.add({"loss": losses.mean(), "largest": losses.max()}, weight)
+        window.add(stats_of_a_step(losses.mean(), number), weight)
+        window.add({"sample": losses, "loss": losses.mean().detach()}, weights)
+
+    return step
+
+
+def train(window: StatsWindow, device: str, weight: Any = 8.0) -> None:
+    step = training_step(device)
+    for number in range(3):
+        step(window, number, weight)
 
 
 def counted() -> Any:
