@@ -145,16 +145,16 @@ def _conflict_error(conflicts: list[tuple[Path, Held]], group_name: str | None) 
     return SchemaConflict("\n".join(lines), ranks=involved, path=first, group=group_name)
 
 
-def merge_adds(known: Node, new: Node) -> Node:
+def merge_adds(*schemas: Node) -> Node:
     """One rank's own adds as one schema: as if each were a rank's, and each container of one kind, as ranks hold it.
 
-    Raises ``SchemaConflict``, on this rank alone.
+    Raises ``SchemaConflict``, on this rank alone, where the last of them does not fit the others.
     """
-    node, conflicts = _united([(known, (0,)), (new, (1,))], ())
+    node, conflicts = _united([(schema, ()) for schema in schemas], ())
     if not conflicts:
         return _with_one_kind(node)
     path = format_path(conflicts[0][0])
-    earlier, now = (describe(node) for node, _ in conflicts[0][1])
+    earlier, *_, now = (describe(node) for node, _ in conflicts[0][1])
     more = f" (and at {len(conflicts) - 1} more paths)" if len(conflicts) > 1 else ""
     raise SchemaConflict(
         f"stats that do not fit the earlier ones of this window at {path!r}{more}: {earlier} before, {now} now.\n"

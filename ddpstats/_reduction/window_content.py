@@ -1,6 +1,6 @@
 """What a window holds: everything that was added since the last flush, in memory for each path, not for each add.
 
-1. Each path has a slot. Where an add holds other paths than those before, its schema is merged into that of the window.
+1. Each path has a slot (`window_paths`).
 2. An add of plain scalars in host memory becomes one row, kept with its weight (`window_rows`); some rows later they
    are summed up together.
 3. Any other add is taken in at once: what is in host memory by `HostTotals`, what is on a device by its `DeviceTotals`.
@@ -15,39 +15,30 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ddpstats._agreement.status import Failure
 from ddpstats._agreement.vectors import is_finite
 from ddpstats._base.exact_sums import SMALLEST, Scaled, scaled
-from ddpstats._base.paths import Path, format_path
+from ddpstats._base.paths import format_path
 from ddpstats._reduction.device_totals import LEAST, NONFINITE, SEEN, SUM, WEIGHT, WRONG, DeviceTotals, Update
 from ddpstats._reduction.host_copy import HostCopy
 from ddpstats._reduction.host_totals import HostTotals
-from ddpstats._reduction.layout_agreement import merge_adds
 from ddpstats._reduction.markers import Mean
-from ddpstats._reduction.schema import EMPTY, Node, iter_leaves, leaf_nodes
+from ddpstats._reduction.schema import leaf_nodes
 from ddpstats._reduction.tree import Flat, Structure, flatten
 from ddpstats._reduction.values import ON_META, Part, path_of
 from ddpstats._reduction.window_leaves import LeavesRead, read_leaves
+from ddpstats._reduction.window_paths import WEIGHT_SLOT, Placed, WindowPaths
 from ddpstats._reduction.window_rows import Rows
 
 _MOST_ROWS = 8  # of different structures: one that is used again later begins anew
-_WEIGHT_SLOT = 0
 _NO_FLAG = "a value, on a device, is not a flag; a flag is a bool, 0 or 1"
 _NO_WEIGHT = "a weight, on a device, is negative or not finite; a weight is finite and not negative"
 _TOO_LARGE = "the sum over the adds, on a device, of values times weights is too large; use weights closer to 1"
 _TOO_HEAVY = "the weights of the adds add up to more than a float64 can hold. Divide them all by one number"
-
-
-class _Placed(NamedTuple):
-    """Where the leaves of a structure go; ``new`` are the paths that the window lacks so far."""
-
-    schema: Node
-    slots: Sequence[int]
-    new: tuple[Path, ...]
 
 
 class WindowContent:
@@ -56,14 +47,12 @@ class WindowContent:
     def __init__(self, skip: bool) -> None:
         self._summed_up = 0
         self._skip = skip
-        self._structures: list[Structure] = []  # the first one; or that, and the last that brought a new path
-        self._schema: Node = EMPTY
-        self._slot_of: dict[Path, int] = {}  # empty as long as there is one structure
-        self._slots = 1
+        self._paths = WindowPaths()
         self._rows: OrderedDict[Structure, Rows] = OrderedDict()
         self._host = HostTotals(skip)
-        self._host.reserve(self._slots)
+        self._host.reserve(self._paths.count)
         self._devices: dict[torch.device, DeviceTotals] = {}
+        self._time_slots: dict[str, int] = {}
 
     @property
     def adds(self) -> int:
@@ -80,7 +69,7 @@ class WindowContent:
         rows = self._rows.get(flat.structure)
         placed = None
         if rows is None:
-            placed = self._place(flat.structure)
+            placed = self._paths.place(flat.structure)
             rows = Rows(flat.structure, placed.slots, flat.leaves, keys)
         row = rows.read(flat.leaves) if type(weight) in (float, int) and 0 < weight < math.inf else None
         if row is not None:
@@ -91,7 +80,7 @@ class WindowContent:
                 self.sum_up(rows)
             return rows
         with torch.inference_mode():
-            read = read_leaves(flat, rows.slots, weight, _WEIGHT_SLOT)
+            read = read_leaves(flat, rows.slots, weight, WEIGHT_SLOT)
             totals = {
                 device: self._devices.get(device) or DeviceTotals(device, self._skip) for device in read.on_device
             }
@@ -103,42 +92,30 @@ class WindowContent:
 
     def add_time(self, name: str, seconds: float) -> None:
         """One use of a part of the step that is timed; not one of the adds. Raises `SchemaConflict`."""
-        self.add(flatten({"time": {name: Mean(seconds, 1.0)}}), 0.0, None)
-        self._summed_up -= 1
+        slot = self._time_slots.get(name)
+        if slot is None:
+            rows = self.add(flatten({"time": {name: Mean(seconds, 1.0)}}), 0.0, None)
+            self._time_slots[name] = rows.slots[0]
+            self._summed_up -= 1
+        else:
+            self._host.add(slot, "mean", seconds, 1.0)
 
-    def _place(self, structure: Structure) -> _Placed:
-        """Raises `SchemaConflict`; changes nothing."""
-        if not self._structures:
-            return _Placed(structure.schema, range(1, 1 + structure.leaf_count), ())
-        if not self._slot_of:
-            self._slot_of = {path: 1 + i for i, (path, _) in enumerate(iter_leaves(self._structures[0].schema))}
-        schema = merge_adds(self._schema, structure.schema)
-        paths = [path for path, _ in iter_leaves(structure.schema)]
-        new = tuple(path for path in paths if path not in self._slot_of)
-        numbers = {path: self._slots + i for i, path in enumerate(new)}
-        return _Placed(schema, [numbers.get(path) or self._slot_of[path] for path in paths], new)
-
-    def _keep(self, rows: Rows, placed: _Placed | None) -> None:
+    def _keep(self, rows: Rows, placed: Placed | None) -> None:
         if placed is None:
             self._rows.move_to_end(rows.structure)
             return
-        if not self._structures:
-            self._slots += rows.structure.leaf_count
-        self._slot_of.update({path: self._slots + i for i, path in enumerate(placed.new)})
-        self._slots += len(placed.new)
-        self._schema = placed.schema
-        self._structures = [*self._structures[:1], rows.structure]
-        self._host.reserve(self._slots)
+        self._paths.keep(rows.structure, placed)
+        self._host.reserve(self._paths.count)
         self._rows[rows.structure] = rows
         if len(self._rows) > _MOST_ROWS:
             self.sum_up(self._rows.popitem(last=False)[1])
 
     def _take_in(self, read: LeavesRead, updates: Iterable[tuple[torch.device, Update]]) -> None:
         for device, update in updates:
-            self._devices[device].apply(update, self._slots)
+            self._devices[device].apply(update, self._paths.count)
         for slot, op, value, weight, exact in read.host:
             self._host.add(slot, op, value, weight, exact)
-        self._host.weights[_WEIGHT_SLOT] += read.weight
+        self._host.weights[WEIGHT_SLOT] += read.weight
         self._summed_up += 1
 
     def sum_up(self, rows: Rows) -> None:
@@ -146,7 +123,7 @@ class WindowContent:
         if rows.pending:
             values, weights = rows.take()
             self._summed_up += len(weights)
-            self._host.weights[_WEIGHT_SLOT] += self._host.add_rows(rows.slots, values, weights)
+            self._host.weights[WEIGHT_SLOT] += self._host.add_rows(rows.slots, values, weights)
 
     # -- flushing -----------------------------------------------------------------------------------------------------
 
@@ -154,25 +131,13 @@ class WindowContent:
         """This rank's part of one reduction. ``known``: the structure of the last flush, to be used again."""
         for rows in self._rows.values():
             self.sum_up(rows)
-        structure, slots = self._structure(known)
+        structure, slots = self._paths.structure(known)
         try:
             self._read_devices(structure, slots)
             return self._part(structure, slots)
         except _CannotSum as error:
             path = () if error.leaf is None else path_of(structure, error.leaf)
             return Failure(format_path(path), str(error))
-
-    def _structure(self, known: Structure | None) -> tuple[Structure, Sequence[int]]:
-        if not self._structures:
-            return Structure(EMPTY, "general", 0), ()
-        first = self._structures[0]
-        if not self._slot_of:
-            return first, range(1, 1 + first.leaf_count)
-        slots = [self._slot_of[path] for path, _ in iter_leaves(self._schema)]
-        for structure in (first, known):  # a known one has its place in the layout already
-            if structure is not None and structure.schema == self._schema:
-                return structure, slots
-        return Structure(self._schema, "general", len(slots)), slots
 
     def _read_devices(self, structure: Structure, slots: Sequence[int]) -> None:
         """Add what the devices hold to what is in host memory."""
@@ -182,7 +147,7 @@ class WindowContent:
             raise _CannotSum(held, f"the value is {ON_META}")
         for copy in HostCopy(lanes).wait(list(lanes), None)[0] if lanes else ():
             columns: list[list[float]] = copy.t().tolist()
-            self._read_column(columns[_WEIGHT_SLOT], None, _WEIGHT_SLOT, "weight")
+            self._read_column(columns[WEIGHT_SLOT], None, WEIGHT_SLOT, "weight")
             for i, (slot, leaf) in enumerate(zip(slots, leaf_nodes(structure.schema), strict=True)):
                 if slot < len(columns):
                     self._read_column(columns[slot], i, slot, leaf.op)
@@ -203,7 +168,7 @@ class WindowContent:
             host.add(slot, op, value, column[WEIGHT])
 
     def _part(self, structure: Structure, slots: Sequence[int]) -> Part:
-        host, weight = self._host, self._host.weights[_WEIGHT_SLOT]
+        host, weight = self._host, self._host.weights[WEIGHT_SLOT]
         sums, weights = (array("d", [lane[slot] for slot in slots]) for lane in (host.sums, host.weights))
         for leaf, one in zip((None, *range(len(slots))), (weight, *weights), strict=True):
             if one == math.inf:

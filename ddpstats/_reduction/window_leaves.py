@@ -16,7 +16,7 @@ from ddpstats._base.exact_sums import Scaled
 from ddpstats._reduction.device_totals import Alike, Numbers
 from ddpstats._reduction.markers import Marker, Mean
 from ddpstats._reduction.tree import CannotFlatten, Flat, is_absent, is_masked_array
-from ddpstats._reduction.values import elements_of, path_of, read_leaf, read_weight, refuse_tensor
+from ddpstats._reduction.values import elements_of, path_of, read_leaf, read_weight, refuse_tensor, weigh
 
 # A product with a float32, and a sum of many, neither overflows nor vanishes in a float64.
 _LIGHTEST, _HEAVIEST = 1e-150, 1e150
@@ -87,6 +87,9 @@ def _read_call_weight(weight: Any) -> _CallWeight:
 
 
 def _read(slot: int, leaf: Any, call: _CallWeight, found: LeavesRead, groups: dict[Any, Any]) -> None:
+    if call.device is None and _is_plain(leaf):
+        found.host.append((slot, "mean", *weigh(float(leaf), call.total, None)))
+        return
     op = leaf.op if isinstance(leaf, Marker) else "mean"
     inner = leaf.value if isinstance(leaf, Marker) else leaf
     own = leaf.weight if isinstance(leaf, Mean) else None
@@ -112,6 +115,13 @@ def _read(slot: int, leaf: Any, call: _CallWeight, found: LeavesRead, groups: di
     values.append(value)
     if own is not None and weight is not None:
         weights.append(weight)
+
+
+def _is_plain(leaf: Any) -> bool:
+    """Whether it is a float, or a tensor of one in host memory: as most leaves are, which need no further look."""
+    if type(leaf) is not torch.Tensor:
+        return type(leaf) is float
+    return leaf.dtype.is_floating_point and _device_of(leaf) is None and leaf.numel() == 1
 
 
 def _numbers(value: Any, device: torch.device) -> Numbers:

@@ -12,6 +12,7 @@ Whatever a reader does not expect gives None, and the leaves are then read one b
 
 from __future__ import annotations
 
+import math
 import struct
 from array import array
 from collections.abc import Callable, Collection, Sequence
@@ -29,8 +30,9 @@ Reader = Callable[[Collection[Any]], Row | None]
 _STACKED_FROM = 96  # tensors of one dimension; measured on torch 2.13
 _MOST_NUMBERS = 16_384  # in the rows of one structure
 _MOST_ROWS = 512
-# Below it, integers are exact in the dtype that torch promotes them to; None: all are.
-_EXACT_BELOW = {torch.float16: 2.0**11, torch.bfloat16: 2.0**8, torch.float32: 2.0**24, torch.float64: None}
+# Below it, integers are exact in the dtype that torch promotes them to.
+_EXACT_BELOW = {torch.float16: 2.0**11, torch.bfloat16: 2.0**8, torch.float32: 2.0**24}
+_EXACT = {torch.float64, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool}
 
 _item = torch.Tensor.item
 _dtype_of = attrgetter("dtype")
@@ -69,7 +71,8 @@ def _reader(structure: Structure, leaves: Sequence[Any]) -> Reader:
     if reading == "plain":
         return _mixed_reader(count)
     first: torch.Tensor = leaves[0]
-    if first.numel() == 1 and (accelerator_in_use() or (first.dim() and count >= _STACKED_FROM)):
+    stackable = first.numel() == 1 and (first.dtype in _EXACT or first.dtype in _EXACT_BELOW)
+    if stackable and (accelerator_in_use() or (first.dim() and count >= _STACKED_FROM)):
         return _stack_reader(first, count)
     return _item_reader(count)
 
@@ -123,8 +126,7 @@ def _mixed_reader(count: int) -> Reader:
 
 def _stack_reader(first: torch.Tensor, count: int) -> Reader:
     dtype = first.dtype
-    wholes = not dtype.is_floating_point and not dtype.is_complex
-    limit = _EXACT_BELOW.get(dtype, 0.0)
+    limit = _EXACT_BELOW.get(dtype, math.inf)
 
     def read(values: Collection[Any]) -> Row | None:
         try:
@@ -132,7 +134,7 @@ def _stack_reader(first: torch.Tensor, count: int) -> Reader:
                 row = torch.stack(list(values))
                 if type(row) is not torch.Tensor or row.dtype != dtype or not row.is_cpu or row.numel() != count:
                     return None
-                if wholes or limit is None or torch.linalg.vector_norm(row).item() < limit:
+                if limit == math.inf or torch.linalg.vector_norm(row).item() < limit:
                     return row
                 return row if {*map(_dtype_of, values)} == {dtype} else None
         except Exception:
