@@ -134,7 +134,7 @@ READERS = {
     "with NaNCaptureCallback": (TRANSFORMERS, ["transformers"], ""),
     'with capture("captures")': (ESPNET, ["espnet2"], ""),
     "reducer = StatsReducer": ("", [], ""),
-    "loader = [torch.ones": ("", [], "'loss': 1.0, 'tokens': 3200.0"),
+    "loader = [torch.ones": ("", [], "'loss': 1.0, 'tokens': 1600.0"),
 }
 
 
