@@ -33,7 +33,7 @@ def add_costs(rounds: int) -> dict[int, Samples]:
         def read(stats: dict[str, torch.Tensor] = stats) -> None:
             [float(value) for value in stats.values()]
 
-        calls = {"add": add, "float": read}
+        calls: dict[str, Callable[[], None]] = {"add": add, "float": read}
         samples: Samples = {name: [] for name in calls}
         order = random.Random(0)
         for _ in range(rounds):

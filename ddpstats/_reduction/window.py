@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import threading
@@ -29,7 +28,7 @@ from ddpstats._reduction.result import Reduced
 from ddpstats._reduction.tree import CannotFlatten, Structure, are_str, flatten
 from ddpstats._reduction.values import Part
 from ddpstats._reduction.window_content import WindowContent
-from ddpstats._reduction.window_rows import Rows
+from ddpstats._reduction.window_rows import LARGEST, Rows
 from ddpstats._reduction.window_times import DeviceTimes, Stopwatch
 from ddpstats.errors import ConfigError, DdpstatsError, InvalidStats, SchemaConflict
 
@@ -104,12 +103,12 @@ class StatsWindow:
                 and type(stats) is dict
                 and tuple(stats) == rows.keys
                 and (type(weight) is float or type(weight) is int)
-                and 0 < weight < math.inf
+                and 0 < weight <= LARGEST
             ):
                 row = rows.read(stats.values())
                 if row is not None:
-                    rows.pending.append(row)
                     rows.weights.append(weight)
+                    rows.pending.append(row)
                     if len(rows.weights) == rows.limit:
                         self._content.sum_up(rows)
                     return

@@ -32,7 +32,7 @@ from ddpstats._reduction.tree import Flat, Structure, flatten
 from ddpstats._reduction.values import ON_META, Part, path_of
 from ddpstats._reduction.window_leaves import LeavesRead, read_leaves
 from ddpstats._reduction.window_paths import WEIGHT_SLOT, Placed, WindowPaths
-from ddpstats._reduction.window_rows import Rows
+from ddpstats._reduction.window_rows import LARGEST, Rows
 
 _MOST_ROWS = 8  # of different structures: one that is used again later begins anew
 _NO_FLAG = "a value, on a device, is not a flag; a flag is a bool, 0 or 1"
@@ -57,7 +57,7 @@ class WindowContent:
     @property
     def adds(self) -> int:
         """How many there were."""
-        return self._summed_up + sum(len(rows.pending) for rows in self._rows.values())
+        return self._summed_up + sum(len(rows.pending) for rows in list(self._rows.values()))
 
     # -- adding -------------------------------------------------------------------------------------------------------
 
@@ -71,11 +71,11 @@ class WindowContent:
         if rows is None:
             placed = self._paths.place(flat.structure)
             rows = Rows(flat.structure, placed.slots, flat.leaves, keys)
-        row = rows.read(flat.leaves) if type(weight) in (float, int) and 0 < weight < math.inf else None
+        row = rows.read(flat.leaves) if type(weight) in (float, int) and 0 < weight <= LARGEST else None
         if row is not None:
             self._keep(rows, placed)
-            rows.pending.append(row)
             rows.weights.append(weight)
+            rows.pending.append(row)
             if len(rows.weights) == rows.limit:
                 self.sum_up(rows)
             return rows
@@ -108,7 +108,9 @@ class WindowContent:
         self._host.reserve(self._paths.count)
         self._rows[rows.structure] = rows
         if len(self._rows) > _MOST_ROWS:
-            self.sum_up(self._rows.popitem(last=False)[1])
+            _, oldest = self._rows.popitem(last=False)
+            self.sum_up(oldest)
+            oldest.keys = None  # no add is recognised as one of these any more
 
     def _take_in(self, read: LeavesRead, updates: Iterable[tuple[torch.device, Update]]) -> None:
         for device, update in updates:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import struct
+import sys
 from array import array
 from collections.abc import Callable, Collection, Sequence
 from operator import attrgetter
@@ -30,6 +31,9 @@ Reader = Callable[[Collection[Any]], Row | None]
 _STACKED_FROM = 96  # tensors of one dimension; measured on torch 2.13
 _MOST_NUMBERS = 16_384  # in the rows of one structure
 _MOST_ROWS = 512
+LARGEST = sys.float_info.max
+"""Of the weights of a row."""
+
 # Below it, integers are exact in the dtype that torch promotes them to.
 _EXACT_BELOW = {torch.float16: 2.0**11, torch.bfloat16: 2.0**8, torch.float32: 2.0**24}
 _EXACT = {torch.float64, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool}

@@ -395,6 +395,8 @@ def test_memory_does_not_grow_with_adds() -> None:
         ({"a": 1.0}, -1.0, "", "finite and not negative"),
         ({"a": 1.0}, math.nan, "", "finite and not negative"),
         ({"a": 1.0}, "x", "", "the weight is"),
+        ({"a": 1.0}, 10**400, "", "the weight is"),
+        ({"a": 1.0}, math.inf, "", "finite and not negative"),
         ({("a",): 1.0}, 1.0, "", "a key is a str or an int"),
         ({"a": 10**400}, 1.0, "'a'", "too large"),
         ({"m": Min(t([]))}, 1.0, "'m'", "empty"),
@@ -542,6 +544,20 @@ def test_times_are_means_over_uses() -> None:
         with window.timed("late"):
             window.flush()
         assert list(window.flush().flat()) == ["time/late"]
+
+
+def test_times_among_adds_of_one_structure() -> None:
+    """More of them than structures are kept in mind, that of the adds among them."""
+    with StatsWindow() as window:
+        for number in range(20):
+            for _ in range(3):
+                window.add({"a": 1.0})
+            with window.timed(str(number)):
+                pass
+        assert window.adds == 60
+        found = window.flush()
+    assert found.weights["a"] == 60.0
+    assert len(found.values["time"]) == 20
 
 
 def test_times_that_do_not_fit() -> None:
