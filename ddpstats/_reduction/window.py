@@ -101,7 +101,7 @@ class StatsWindow:
             if (
                 rows is not None
                 and type(stats) is dict
-                and tuple(stats) == rows.keys
+                and [*stats] == rows.keys
                 and (type(weight) is float or type(weight) is int)
                 and 0 < weight <= LARGEST
             ):
@@ -138,7 +138,7 @@ class StatsWindow:
         refuse_without_values("StatsWindow.add")
         try:
             flat = flatten(stats)
-            keys = tuple(stats) if type(stats) is dict and are_str(tuple(stats)) else None
+            keys = [*stats] if type(stats) is dict and are_str(tuple(stats)) else None
             rows = self._content.add(flat, weight, keys)
         except CannotFlatten as error:
             failure = error.failure

@@ -61,7 +61,7 @@ class WindowContent:
 
     # -- adding -------------------------------------------------------------------------------------------------------
 
-    def add(self, flat: Flat, weight: Any, keys: tuple[Any, ...] | None) -> Rows:
+    def add(self, flat: Flat, weight: Any, keys: list[Any] | None) -> Rows:
         """One add. Raises `CannotFlatten` and `SchemaConflict`, and then nothing has changed.
 
         Returns where the next add of the same structure may put its row; ``keys`` as `Rows` has them.

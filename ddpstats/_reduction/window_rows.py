@@ -47,7 +47,7 @@ class Rows:
     """The rows of one structure. ``keys``: of a flat dict; by them an add of the same structure is known at once."""
 
     def __init__(
-        self, structure: Structure, slots: Sequence[int], leaves: Sequence[Any], keys: tuple[Any, ...] | None
+        self, structure: Structure, slots: Sequence[int], leaves: Sequence[Any], keys: list[Any] | None
     ) -> None:
         self.structure, self.slots, self.keys = structure, slots, keys
         self.read: Reader = _reader(structure, leaves)
