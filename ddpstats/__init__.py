@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         StatsReducer as StatsReducer,
         reduce_stats as reduce_stats,
     )
+    from ddpstats._reduction.window import StatsWindow as StatsWindow
     from ddpstats.capture import NaNCapture as NaNCapture
     from ddpstats.dump import StatsDump as StatsDump
     from ddpstats.errors import (
@@ -78,6 +79,7 @@ _HOMES = {
         "StatsReducer",
         "reduce_stats",
     ),
+    "_reduction.window": ("StatsWindow",),
     "sentinel": ("Sentinel",),
     "step_checks": ("StepChecks", "StepVerdicts"),
 }

@@ -27,6 +27,8 @@ SENTINEL_REACH = 1.01, 1.005, 1.005, 1.3  # layers 1 to 4
 CAPTURE_REACH = 1.01
 CHECKS_REACH = {"plain": 1.06, "bare": 1.02}  # of all checks in one call
 CHECKS_COLLECTIVES = 1
+WINDOW_ADD_REACH = {10: 1.0, 50: 0.7, 1_000: 0.5}
+WINDOW_FLUSH_REACH = 0.05
 DUMP_REACH = {"idle": 1.01, "L0": 2.0, "L1": 8.0, "mix": 10.0}
 DUMP_ASYNC_REACH = 1.0
 INTEGRATION_REACH = {"lightning": 3.0, "torchmetrics": 3.0, "torcheval": 3.0}
@@ -45,6 +47,8 @@ class Findings:
     payload_keys: Sequence[int] = ()
     memory: tuple[int, Memory] | None = None  # keys, bytes
     imported: ImportCost | None = None
+    window_adds: dict[int, Samples] = field(default_factory=dict)  # keys -> "add", "float" -> seconds per call
+    window_flushes: dict[int, Timings] = field(default_factory=dict)  # keys -> "window", "reduce"
     guard: dict[str, Samples] = field(default_factory=dict)  # size -> variant -> seconds per call
     labels: dict[str, list[float]] = field(default_factory=dict)  # what is walked -> seconds of the processor a label
     integrations: dict[str, Samples] = field(default_factory=dict)  # library -> "stock", "installed" -> seconds
@@ -108,6 +112,7 @@ def rows_of(found: Findings) -> list[Row]:
         + _payload_rows(found)
         + _memory_rows(found)
         + _import_rows(found)
+        + _window_rows(found)
         + _guard_rows(found)
         + _capture_rows(found)
         + _sentinel_rows(found)
@@ -130,6 +135,18 @@ def _integration_rows(found: Findings) -> list[Row]:
                 quartiles=spread,
             )
         )
+    return rows
+
+
+def _window_rows(found: Findings) -> list[Row]:
+    rows = []
+    for keys, samples in found.window_adds.items():
+        spread = Spread.of([a / b for a, b in zip(samples["add"], samples["float"], strict=True)])
+        what = f"window, add of {keys:,} tensors / float() of each"
+        rows.append(Row(what, spread.median, WINDOW_ADD_REACH.get(keys), quartiles=spread))
+    for keys, timings in found.window_flushes.items():
+        what = f"window, 50 adds of {keys:,} tensors and a flush / 50 reductions"
+        rows.append(_ratio_row(what, timings, "window", "reduce", WINDOW_FLUSH_REACH))
     return rows
 
 

@@ -40,6 +40,7 @@ from _bench_loop import Budget, Spread, Timings
 from _bench_plot import draw
 from _bench_rows import GATED_WORLD, Findings, Row, rows_of, table, times_table
 from _bench_sentinel import STEPS_MS as SENTINEL_STEPS_MS, WIDTH as SENTINEL_WIDTH, sentinel_costs
+from _bench_window import add_costs, flush_costs
 
 from ddpstats.testing import run_ranks, run_threads
 from ddpstats.testing._rank_main import RankSpec
@@ -63,6 +64,9 @@ class Plan:
     new_key_calls: int
     memory_keys: int
     imports: int
+    window_rounds: int
+    window: Budget  # of each number of keys
+    window_keys: Sequence[int]
     guard_rounds: int
     guard_burst: int  # calls in one round
     capture: Budget  # of each length of a step
@@ -93,6 +97,9 @@ FULL = Plan(
     new_key_calls=1_000,
     memory_keys=100_000,
     imports=15,
+    window_rounds=40,
+    window=Budget(8.0, at_least=16),
+    window_keys=(10, 50),
     guard_rounds=40,
     guard_burst=GUARD_BURST,
     capture=Budget(40.0, at_least=30),
@@ -119,6 +126,9 @@ QUICK = Plan(
     new_key_calls=4,
     memory_keys=200,
     imports=2,
+    window_rounds=2,
+    window=_TWO_ROUNDS,
+    window_keys=(10,),
     guard_rounds=2,
     guard_burst=4,
     capture=_TWO_ROUNDS,
@@ -159,6 +169,9 @@ def run(plan: Plan, say: Progress) -> Findings:
     _count_payloads(plan, found, say)
     say(f"memory, 2 ranks, {plan.memory_keys:,} keys")
     found.memory = plan.memory_keys, _on_ranks(memory, 2, plan.memory_keys)
+    say("window")
+    found.window_adds = _on_ranks(add_costs, 1, plan.window_rounds)
+    found.window_flushes = {keys: _on_ranks(flush_costs, 2, keys, plan.window) for keys in plan.window_keys}
     say("guard")
     found.guard = _on_ranks(guard_costs, 2, plan.guard_rounds, plan.guard_burst)
     found.ddp_step = _on_ranks(ddp_step_costs, 2, max(2, plan.guard_rounds // 2))

@@ -43,6 +43,8 @@ def test_quick_run_reports_every_row_and_writes_json(tmp_path: Path) -> None:
         "steady call, peak beside the result",
         "import ddpstats, beyond a bare interpreter",
         "import ddpstats: loads torch",
+        "window, add of 1,000 tensors / float() of each",
+        "window, 50 adds of 10 tensors and a flush / 50 reductions",
         "sentinel, a DDP step of 10 ms and more: layer 1, 25 checkpoints / plain",
         "sentinel, a DDP step of 10 ms and more: layer 4, window open / plain",
         "checks, a DDP step of 24 layers: apart, stats / plain",

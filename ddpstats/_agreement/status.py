@@ -128,7 +128,7 @@ def _refuse_different_calls(statuses: Statuses, group_name: str) -> None:
 def _call_text(status: Status) -> str:
     if status.call in (GATHER, ASK):
         return str(status.name)
-    if status.call != "reduce_stats":
+    if status.call not in ("reduce_stats", "StatsWindow.flush"):
         return f"{status.call}()"
     name = "without a name" if status.name is None else f"name={status.name!r}"
     return f"{status.call}, {name}, nonfinite={status.nonfinite!r}" + ", per_rank=True" * status.per_rank

@@ -10,6 +10,7 @@ looked for at every call, for torch may have been imported meanwhile.
 - ``torch._dynamo``: whether anything is compiled. Without it nothing is taken to be.
 - ``_torchdynamo_disable``, ``_torchdynamo_disable_msg``: what ``torch.compiler.disable`` leaves on a function. A torch
   that reads other names traces into ours.
+- ``torch._C._dynamo.eval_frame.get_eval_frame_callback``: whether what runs now is compiled. Without it it may be.
 - ``torch._C._TorchDispatchModeKey``, ``torch._C._get_dispatch_mode``: whether tensors have values. Without them nothing
   is refused, and torch's own error says that a value was asked for.
 - ``torch._subclasses.fake_tensor.FakeTensor``: the same for one tensor.
@@ -42,8 +43,23 @@ def breaks_graph(function: Callable[P, R]) -> Callable[P, R]:
             disabled = disable(function)
         return disabled(*args, **kwargs)
 
-    vars(entry).update(_torchdynamo_disable=True, _torchdynamo_disable_msg="it talks to other ranks")  # as disable does
-    return entry
+    return never_traced(entry)
+
+
+def never_traced(function: Callable[P, R]) -> Callable[P, R]:
+    """``function``, which Dynamo does not look into where it meets it."""
+    vars(function).update(
+        _torchdynamo_disable=True, _torchdynamo_disable_msg="it talks to other ranks"
+    )  # as disable does
+    return function
+
+
+def compiler_probe() -> Callable[[], object]:
+    """What says, at little cost, whether a frame that runs now would be compiled: then it is true."""
+    found: Any = getattr(sys.modules.get("torch"), "_C", None)
+    for name in ("_dynamo", "eval_frame", "get_eval_frame_callback"):
+        found = getattr(found, name, None)
+    return found or (lambda: True)
 
 
 def refuse_without_values(what: str) -> None:

@@ -16,7 +16,11 @@ Scaled = tuple[float, int]
 
 def scaled_sum(pairs: Iterable[tuple[float, float]]) -> Scaled:
     """The sum of value times weight. All must be finite."""
-    total = sum((Fraction(value) * Fraction(weight) for value, weight in pairs), Fraction(0))
+    return scaled(sum((Fraction(value) * Fraction(weight) for value, weight in pairs), Fraction(0)))
+
+
+def scaled(total: Fraction) -> Scaled:
+    """Rounded to the precision of a float64."""
     exponent = total.numerator.bit_length() - total.denominator.bit_length()
     return float(total / Fraction(2) ** exponent), exponent
 

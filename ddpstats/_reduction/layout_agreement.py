@@ -20,6 +20,7 @@ from ddpstats._reduction.schema import (
     Container,
     Leaf,
     Node,
+    common_kind,
     describe,
     is_flat,
     is_sequence,
@@ -58,11 +59,15 @@ def union(held: Held, unbuildable: Collection[str] = (), group_name: str | None 
     ``unbuildable`` are kinds that some rank cannot construct; they become plain dicts.
     Raises ``SchemaConflict`` where ranks hold a leaf and a container, a mapping and a sequence, or two reduce ops.
     """
-    conflicts: list[tuple[Path, Held]] = []
-    node = _unite(_without_idle_roots(held), (), frozenset(unbuildable), conflicts)
+    node, conflicts = _united(held, unbuildable)
     if conflicts:
         raise _conflict_error(conflicts, group_name)
     return node
+
+
+def _united(held: Held, unbuildable: Collection[str]) -> tuple[Node, list[tuple[Path, Held]]]:
+    conflicts: list[tuple[Path, Held]] = []
+    return _unite(_without_idle_roots(held), (), frozenset(unbuildable), conflicts), conflicts
 
 
 def _without_idle_roots(held: Held) -> Held:
@@ -138,6 +143,34 @@ def _conflict_error(conflicts: list[tuple[Path, Held]], group_name: str | None) 
     )
     first = format_path(conflicts[0][0]) or None
     return SchemaConflict("\n".join(lines), ranks=involved, path=first, group=group_name)
+
+
+def merge_adds(*schemas: Node) -> Node:
+    """One rank's own adds as one schema: as if each were a rank's, and each container of one kind, as ranks hold it.
+
+    Raises ``SchemaConflict``, on this rank alone, where the last of them does not fit the others.
+    """
+    node, conflicts = _united([(schema, ()) for schema in schemas], ())
+    if not conflicts:
+        return _with_one_kind(node)
+    path = format_path(conflicts[0][0])
+    earlier, *_, now = (describe(node) for node, _ in conflicts[0][1])
+    more = f" (and at {len(conflicts) - 1} more paths)" if len(conflicts) > 1 else ""
+    raise SchemaConflict(
+        f"stats that do not fit the earlier ones of this window at {path!r}{more}: {earlier} before, {now} now.\n"
+        "Give each path one structure and one reduce op, or use different keys. Nothing was added; the window goes on "
+        "working.",
+        path=path or None,
+    )
+
+
+def _with_one_kind(node: Node) -> Node:
+    if isinstance(node, Leaf):
+        return node
+    if node.nullable and not node.keys:
+        return NONE_LEAF
+    children = node.children if is_flat(node) else tuple(map(_with_one_kind, node.children))
+    return Container((common_kind(node.kinds),), node.keys, children)
 
 
 # -- 2. overlay -------------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from ddpstats._base.compiled import breaks_graph
 from ddpstats._reduction.rank_values import RankValues
 from ddpstats._reduction.reduction import Reduction
 from ddpstats._reduction.result import Entry, Reduced
-from ddpstats._reduction.values import Prepared
+from ddpstats._reduction.values import Given, Prepared
 from ddpstats._transport.comm import patience_sec
 from ddpstats.errors import ConfigError, DdpstatsError
 
@@ -198,8 +198,12 @@ class StatsReducer:
     @breaks_graph
     def _reduce(self, stats: Any, weight: Any, *, keep_dtypes: bool = False, divide: bool = True) -> Reduced:
         """`__call__`, and what `recursive_op` needs besides: the dtypes of the leaves, and sums instead of means."""
-        channel, call, counters = self._usable_channel(), self._call, self._counters
-        given = Prepared(stats, weight, keep_dtypes, call.per_rank)
+        channel = self._usable_channel()
+        return self._run(channel, Prepared(stats, weight, keep_dtypes, self._call.per_rank), divide=divide)
+
+    def _run(self, channel: Channel, given: Given, *, divide: bool = True, call: Call | None = None) -> Reduced:
+        """The reduction of what is ``given``, on this thread. ``call``: None for this reducer's own."""
+        call, counters = call or self._call, self._counters
 
         def work(agreement: Agreement) -> Reduced:
             return Reduction(agreement).reduce(call, given, divide, counters)

@@ -38,9 +38,9 @@ from ddpstats._reduction.nesting import Builder, buildable, builder
 from ddpstats._reduction.result import Reduced, finish, overflown
 from ddpstats._reduction.schema import leaf_nodes
 from ddpstats._reduction.site import RETENTION_CALLS, ReductionSite, Used
-from ddpstats._reduction.summation import Share, Summation, extremes_from, extremes_of, lanes_of
+from ddpstats._reduction.summation import Share, Summation, extremes_from, extremes_of, lanes_of, nonfinite_slots
 from ddpstats._reduction.tree import Structure
-from ddpstats._reduction.values import Part, Prepared, too_small_or_large
+from ddpstats._reduction.values import Given, Part, too_small_or_large
 from ddpstats._reduction.wire import (
     decode_holding,
     decode_numbers,
@@ -48,8 +48,8 @@ from ddpstats._reduction.wire import (
     encode_holding,
     encode_numbers,
     encode_slots,
+    more_bytes,
     numbers_bytes,
-    scaled_bytes,
 )
 from ddpstats.errors import InvalidStats, NonFiniteStat, ProtocolMismatch
 
@@ -75,7 +75,7 @@ class Reduction:
     def __init__(self, agreement: Agreement) -> None:
         self._agreement, self._group_name = agreement, agreement.group_name
 
-    def reduce(self, call: Call, given: Prepared, divide: bool, counters: Counters) -> Reduced:
+    def reduce(self, call: Call, given: Given, divide: bool, counters: Counters) -> Reduced:
         """Every rank must call. Raises what `_reduction.layout_agreement` raises, `NonFiniteStat`, and `CommFailed`.
 
         ``divide`` False leaves means as weighted sums; a matter of this rank alone.
@@ -113,7 +113,7 @@ class Reduction:
         room = self._room(seal, prepared, placement)
         self._agreement.buffer.seal(seal, room, stale=stale, failed=placement is None, weight=weight)
         if isinstance(prepared, Part) and placement is not None and not stale:
-            if placement.whole and prepared.finite and isinstance(prepared.weights, float):
+            if placement.whole and prepared.finite and isinstance(prepared.weights, float) and not prepared.mixed:
                 buffer = self._agreement.buffer
                 slots.write_whole(buffer, site.layout, prepared.sums, prepared.weights, placement.codes)
             else:
@@ -121,7 +121,9 @@ class Reduction:
         return placement
 
     def _write_partial(self, call: Call, site: ReductionSite, part: Part, placement: Placement) -> None:
-        sums, weights, codes = lanes_of(site.layout, placement, part.sums, part.weights, part.finite, call.skips)
+        sums, weights, codes = lanes_of(
+            site.layout, placement, part.sums, part.weights, part.finite, call.skips, part.mixed
+        )
         slots.write_partial(self._agreement.buffer, site.layout, placement.slots, sums, weights, codes)
 
     def _placement(self, call: Call, site: ReductionSite, structure: Structure) -> Placement:
@@ -139,10 +141,10 @@ class Reduction:
         if isinstance(prepared, Failure):
             return seal.room_with(prepared.extra_bytes)
         assert placement is not None
-        if not prepared.scaled:
+        if not prepared.scaled and not prepared.mixed:
             return placement.room
-        structure, scaled = prepared.structure, scaled_bytes(len(prepared.scaled))
-        return seal.room_with(len(structure.encoded) + numbers_bytes(structure.leaf_count) + scaled)
+        structure, more = prepared.structure, more_bytes(len(prepared.scaled), len(prepared.mixed))
+        return seal.room_with(len(structure.encoded) + numbers_bytes(structure.leaf_count) + more)
 
     # -- 2. read ------------------------------------------------------------------------------------------------------
 
@@ -289,7 +291,7 @@ class Reduction:
         self, call: Call, layout: Layout, part: Part, placement: Placement, counters: Counters
     ) -> NonFiniteStat:
         """The summed lanes told every rank that some rank is non-finite; one exchange says which, and where."""
-        mine = [slot for slot, v in zip(placement.slots, part.sums, strict=True) if not math.isfinite(v)]
+        mine = nonfinite_slots(placement, part.sums, part.mixed)
         told = self._agreement.exchange(encode_slots(mine), call, counters)
         return self._nonfinite_text(layout, [(decode_slots(payload, layout.size), ranks) for payload, ranks in told])
 

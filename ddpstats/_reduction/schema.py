@@ -129,6 +129,14 @@ def iter_leaves(node: Node, path: Path = ()) -> Iterator[tuple[Path, Leaf]]:
             yield from iter_leaves(child, (*path, step))
 
 
+def iter_nodes(node: Node, path: Path = ()) -> Iterator[tuple[Path, Node]]:
+    """Every node with its path, containers before what they hold."""
+    yield path, node
+    if isinstance(node, Container):
+        for key, child in zip(node.keys, node.children, strict=True):
+            yield from iter_nodes(child, (*path, step_into(node, key)))
+
+
 def leaf_nodes(node: Node) -> Iterator[Leaf]:
     """The leaves alone, in the order of `iter_leaves`."""
     if isinstance(node, Leaf):

@@ -23,10 +23,20 @@ from ddpstats._reduction.wire import Numbers
 
 
 def lanes_of(
-    layout: Layout, placement: Placement, sums: array[float], weights: float | array[float], finite: bool, skip: bool
+    layout: Layout,
+    placement: Placement,
+    sums: array[float],
+    weights: float | array[float],
+    finite: bool,
+    skip: bool,
+    mixed: tuple[int, ...] = (),
 ) -> tuple[array[float], float | array[float], array[float]]:
     """One rank's sums and weights per leaf, and codes per slot: what is not finite is counted, or left out."""
     codes = placement.codes
+    if mixed:
+        codes = array("d", codes)
+        for i in mixed:
+            codes[placement.slots[i]] += NONFINITE
     if not finite:
         sums, codes = array("d", sums), array("d", codes)
         weights = array("d", [weights]) * len(sums) if isinstance(weights, float) else array("d", weights)
@@ -49,6 +59,12 @@ def extremes_of(layout: Layout, placement: Placement, sums: Sequence[float], ski
         op = layout.extremes.get(slot)
         if op is not None and placement.codes[slot] == PRESENT and (math.isfinite(value) if skip else value == value):
             yield slot, -value if op == "min" else value
+
+
+def nonfinite_slots(placement: Placement, sums: Sequence[float], mixed: Sequence[int]) -> list[int]:
+    """Where one rank has a NaN or an infinity."""
+    found = [slot for slot, value in zip(placement.slots, sums, strict=True) if not math.isfinite(value)]
+    return found + [placement.slots[i] for i in mixed]
 
 
 def extremes_from(layout: Layout, largest: Iterable[float]) -> dict[int, float]:
@@ -81,7 +97,8 @@ class Share:
     @cached_property
     def is_whole(self) -> bool:
         """A plain, finite value of the call's weight for every slot."""
-        return self.placement.whole and self.finite and isinstance(self.numbers.weights, float)
+        numbers = self.numbers
+        return self.placement.whole and self.finite and isinstance(numbers.weights, float) and not numbers.mixed
 
     @cached_property
     def position_of(self) -> dict[int, int]:
@@ -117,7 +134,7 @@ class Summation:
         for share in self._shares:
             placement, numbers = share.placement, share.numbers
             sums, weights, codes = lanes_of(
-                self._layout, placement, share.sums, numbers.weights, share.finite, self._skip
+                self._layout, placement, share.sums, numbers.weights, share.finite, self._skip, numbers.mixed
             )
             if isinstance(weights, float):
                 weights = array("d", (weights,)) * len(sums)
@@ -138,8 +155,7 @@ class Summation:
     def nonfinite(self) -> Iterator[tuple[int, list[int]]]:
         """(position of the rank, slots where it is not finite)."""
         for position, share in enumerate(self._shares):
-            pairs = zip(share.placement.slots, share.sums, strict=True)
-            yield position, [slot for slot, value in pairs if not math.isfinite(value)]
+            yield position, nonfinite_slots(share.placement, share.sums, share.numbers.mixed)
 
     def scaled_slots(self) -> set[int]:
         """Where some rank's product has an exponent of its own, and no value is NaN or infinite."""

@@ -75,11 +75,11 @@ class CannotFlatten(Exception):
         self.failure = Failure(format_path(path)[:_MAX_PATH_CHARS], message)
 
 
-_NUMBERS: frozenset[type] = frozenset({float, int, bool})
-_SIMPLE: frozenset[type] = _NUMBERS | {torch.Tensor, type(None)}
+NUMBERS: frozenset[type] = frozenset({float, int, bool})
+_SIMPLE: frozenset[type] = NUMBERS | {torch.Tensor, type(None)}
 _ATOMS: set[type] = set(_SIMPLE)  # types known to be leaves
 _MASKED: set[type] = set()  # those of them that are numpy's masked arrays
-_INTERCHANGEABLE = _NUMBERS | {torch.Tensor}
+_INTERCHANGEABLE = NUMBERS | {torch.Tensor}
 _MARKERS = frozenset({Mean, Sum, Min, Max, AnyFlag, All})
 _MAPPINGS = frozenset({dict, OrderedDict, defaultdict, Counter})
 _SEQUENCES = frozenset({list, tuple})
@@ -139,7 +139,7 @@ _recent: BoundedCache[tuple[int, bool], _Recent] = BoundedCache(max_entries=16, 
 
 def _remember_recent(signature: tuple[Any, ...], structure: Structure, dtype: Hashable) -> None:
     """Keep ``signature`` of `_signature` if it is that of a flat dict of interchangeable values with str keys."""
-    if len(signature) == 4 and _all_str(signature[1]):
+    if len(signature) == 4 and are_str(signature[1]):
         _, keys, count, types = signature
         _recent.put((count, dtype is not None), _Recent(keys, types, frozenset([dtype]), structure), count + 1)
 
@@ -156,7 +156,7 @@ def _signature(stats: Any, leaves: list[Any], depth: int) -> Hashable:
     kind = type(stats)
     if kind in _MAPPINGS:
         keys, values = tuple(stats), tuple(stats.values())
-        if not _all_str(keys):  # 1, True and 1.0 are equal as keys, but not alike
+        if not are_str(keys):  # 1, True and 1.0 are equal as keys, but not alike
             keys = (keys, tuple(map(type, keys)))
     elif kind in _SEQUENCES:
         keys, values = (), tuple(stats)
@@ -176,7 +176,7 @@ def _signature(stats: Any, leaves: list[Any], depth: int) -> Hashable:
     return kind, keys, tuple(map(_atom, values))
 
 
-def _all_str(keys: tuple[Any, ...]) -> bool:
+def are_str(keys: tuple[Any, ...]) -> bool:
     try:
         "".join(keys)  # refuses anything else, and is four times as fast as looking at the types
     except TypeError:
@@ -340,7 +340,7 @@ def _kind_and_items(value: Any) -> tuple[str, Iterator[tuple[Any, Any]]] | None:
 
 def _reading(leaves: list[Any]) -> Reading:
     types = set(map(type, leaves))
-    if types <= _NUMBERS:
+    if types <= NUMBERS:
         return "numbers"
     if types == {torch.Tensor}:
         return "tensors"

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from itertools import islice
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -52,6 +52,7 @@ class Part(NamedTuple):
     each. ``weight``: what the rank adds to the total weight of the call. ``finite``: no NaN or infinity among the sums.
     ``scaled``: leaf -> its sum, where a float64 cannot hold it: values are finite, and a product is too large or small.
     ``values``: what this rank alone would have as the result; None where nobody asked. NaN stands for no value, too.
+    ``mixed``: leaves with a finite sum that had a NaN or an infinity too, in another add of a window.
     """
 
     structure: Structure
@@ -61,9 +62,17 @@ class Part(NamedTuple):
     finite: bool
     scaled: Mapping[int, Scaled] = _NOTHING
     values: array[float] | None = None
+    mixed: tuple[int, ...] = ()
 
     def numbers(self, divide: bool) -> Numbers:
-        return Numbers(self.weight, self.sums, self.weights, self.scaled if divide else _NOTHING)
+        return Numbers(self.weight, self.sums, self.weights, self.scaled if divide else _NOTHING, self.mixed)
+
+
+class Given(Protocol):
+    """What one rank brings to a reduction."""
+
+    def part(self) -> Part | Failure:
+        """Its numbers, or why there are none; never raises, so that the rank takes part in any case."""
 
 
 class Prepared:
@@ -78,7 +87,7 @@ class Prepared:
             self._flat = flatten(stats, keep_dtypes)
             self._copy = _start_copy(self._flat, weight)
             if self._copy is None:
-                self._part = _part(self._flat, weight, per_rank)
+                self._part = part_of(self._flat, weight, per_rank)
             else:  # what is on the host is read later, with the rest, and may change until then
                 self._flat = Flat(self._flat.structure, list(map(_taken, self._flat.leaves)))
                 self._weight = _taken(weight)
@@ -92,7 +101,7 @@ class Prepared:
         if self._copy is not None and self._flat is not None:
             try:
                 leaves, weight = self._copy.wait(self._flat.leaves, self._weight)
-                self._part = _part(Flat(self._flat.structure, leaves), weight, self._per_rank)
+                self._part = part_of(Flat(self._flat.structure, leaves), weight, self._per_rank)
             except CannotFlatten as error:
                 self._part = error.failure
             except Exception as error:
@@ -134,8 +143,8 @@ def accelerator_in_use() -> bool:
     return accelerator is not None and (accelerator.type != "cuda" or torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
-def _part(flat: Flat, weight: Any, per_rank: bool) -> Part:
-    total, elements = _read_weight(weight)
+def part_of(flat: Flat, weight: Any, per_rank: bool) -> Part:
+    total, elements = read_weight(weight)
     sums = None if elements is not None and len(elements) != 1 else _read_simple(flat, total)
     if sums is None:
         return _read_each(flat, total, elements)
@@ -151,10 +160,10 @@ def _part(flat: Flat, weight: Any, per_rank: bool) -> Part:
     return Part(flat.structure, sums, total, total, finite, scaled, values)
 
 
-def _read_weight(weight: Any) -> tuple[float, list[float] | None]:
+def read_weight(weight: Any) -> tuple[float, list[float] | None]:
     """The total weight, and the elements of a 1-d weight. Raises `CannotFlatten` for what cannot be a weight."""
     try:
-        value = _elements(weight) if type(weight) is not float else weight
+        value = elements_of(weight) if type(weight) is not float else weight
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         reason = str(error).partition(";")[0]  # what follows explains leaves
         raise CannotFlatten((), f"the weight is {reason}; it is a real number or a 1-d tensor") from None
@@ -202,12 +211,12 @@ def _read_each(flat: Flat, total: float, elements: list[float] | None) -> Part:
     sums, weights, values, scaled = array("d"), array("d"), array("d"), dict[int, Scaled]()
     for i, leaf in enumerate(flat.leaves):
         try:
-            summed, weight, value, own = _read_leaf(leaf, total, elements)
+            summed, weight, value, own = read_leaf(leaf, total, elements)
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-            raise CannotFlatten(_path_of(flat.structure, i), f"the value is {error}") from None
+            raise CannotFlatten(path_of(flat.structure, i), f"the value is {error}") from None
         except Exception as error:  # a foreign type's own
             what = f"the value cannot be read: {type(error).__name__}: {error}"
-            raise CannotFlatten(_path_of(flat.structure, i), what) from None
+            raise CannotFlatten(path_of(flat.structure, i), what) from None
         if own is not None:
             scaled[i] = own
         sums.append(summed)
@@ -216,30 +225,30 @@ def _read_each(flat: Flat, total: float, elements: list[float] | None) -> Part:
     return Part(flat.structure, sums, weights, total, is_finite(sums), scaled, values)
 
 
-_Read = tuple[float, float, float, Scaled | None]
+Read = tuple[float, float, float, Scaled | None]
 """The sum, the weight, this rank's own result, and the sum again where a float64 cannot hold it."""
 
 
-def _read_leaf(value: Any, total: float, elements: list[float] | None) -> _Read:
+def read_leaf(value: Any, total: float, elements: list[float] | None) -> Read:
     marker = value if isinstance(value, Marker) else None
     inner = marker.value if marker is not None else value
     if is_absent(inner):
         return 0.0, 0.0, math.nan, None
     if marker is not None and marker.op != "mean":
-        return _combine(marker.op, _elements(inner.compressed() if is_masked_array(inner) else inner))
+        return _combine(marker.op, elements_of(inner.compressed() if is_masked_array(inner) else inner))
     if isinstance(marker, Mean) and marker.weight is not None:
         try:
-            total, elements = _read_weight(marker.weight)
+            total, elements = read_weight(marker.weight)
         except CannotFlatten as error:
             raise ValueError(f"a Mean for which {error}") from None
-    values = _elements(inner)
+    values = elements_of(inner)
     if isinstance(values, list) and is_masked_array(inner) and elements is not None and len(elements) == len(values):
         elements = [0.0 if masked else weight for masked, weight in zip(mask_of(inner), elements, strict=True)]
         total = math.fsum(elements)
-    return _weigh(values, total, elements)
+    return weigh(values, total, elements)
 
 
-def _weigh(value: float | list[float], total: float, elements: list[float] | None) -> _Read:
+def weigh(value: float | list[float], total: float, elements: list[float] | None) -> Read:
     """The sum is of value times weight: element by element for a 1-d leaf under a 1-d weight."""
     if not isinstance(value, list):
         summed = value * total if total > 0 else 0.0
@@ -272,7 +281,7 @@ def _scaled(values: list[float], weights: list[float], summed: float) -> Scaled 
     return scaled_sum(pairs)
 
 
-def _combine(op: str, value: float | list[float]) -> _Read:
+def _combine(op: str, value: float | list[float]) -> Read:
     """One rank's own value under an op other than mean; a 1-d value is combined over its elements first."""
     values = value if isinstance(value, list) else [value]
     if op in ("any", "all"):
@@ -281,7 +290,7 @@ def _combine(op: str, value: float | list[float]) -> _Read:
         flag = float(any(values) if op == "any" else all(values))
         return flag, 1.0, flag, None
     if op == "sum":
-        summed, weight, _, scaled = _weigh(values, 1.0, [1.0] * len(values))
+        summed, weight, _, scaled = weigh(values, 1.0, [1.0] * len(values))
         if not isinstance(value, list):
             return summed, weight, value, scaled
         return summed, weight, summed if scaled is None else exact_sums.total([exact_sums.as_fraction(scaled)]), scaled
@@ -293,7 +302,7 @@ def _combine(op: str, value: float | list[float]) -> _Read:
     return extreme, 1.0, extreme, None
 
 
-def _elements(value: Any) -> float | list[float]:
+def elements_of(value: Any) -> float | list[float]:
     """A scalar as float, a 1-d tensor or array of another length than 1 as a list of floats; 0 where it is masked."""
     if isinstance(value, torch.Tensor):
         return _tensor_elements(value)
@@ -349,32 +358,40 @@ def _number(value: Any) -> float:
 
 
 def _tensor_elements(tensor: torch.Tensor) -> float | list[float]:
+    if tensor.is_meta and not is_fake(tensor):
+        raise ValueError(ON_META)
+    refuse_tensor(tensor)
+    if tensor.numel() == 1:
+        return float(tensor.item())
+    if tensor.is_quantized:
+        tensor = tensor.dequantize()
+    return [float(item) for item in tensor.to_dense().tolist()]
+
+
+ON_META = "on the device meta, and meta tensors have a shape but no value; pass a tensor with values"
+
+
+def refuse_tensor(tensor: torch.Tensor) -> None:
+    """Raises ValueError for what is no leaf, as far as that can be said without its value."""
     if is_fake(tensor):
         raise ValueError("a FakeTensor, which has a shape but no value; pass a tensor made outside of FakeTensorMode")
-    if tensor.is_meta:
-        raise ValueError("on the device meta, and meta tensors have a shape but no value; pass a tensor with values")
     if tensor.is_complex():
         raise ValueError("a complex tensor; log its real part, imaginary part or absolute value")
     if hasattr(tensor, "placements"):
         raise ValueError("a DTensor; pass .full_tensor() (a collective) or .to_local() of it")
     if tensor.is_nested:
         raise ValueError("a nested tensor; log each of its parts under a key of its own")
-    if tensor.numel() == 1:
-        return float(tensor.item())
-    if tensor.dim() != 1:
+    if tensor.numel() != 1 and tensor.dim() != 1:
         raise ValueError(f"a tensor of shape {tuple(tensor.shape)}; a leaf is a scalar, or 1-d like a 1-d weight")
-    if tensor.is_quantized:
-        tensor = tensor.dequantize()
-    return [float(item) for item in tensor.to_dense().tolist()]
 
 
 def too_small_or_large(part: Part) -> Failure:
     """The failure of a rank that cannot tell the others its `Part.scaled`."""
-    path = format_path(_path_of(part.structure, min(part.scaled)))
+    path = format_path(path_of(part.structure, min(part.scaled)))
     return Failure(path, "value times weight is too large or too small for a float64; use weights closer to 1")
 
 
-def _path_of(structure: Structure, index: int) -> Path:
+def path_of(structure: Structure, index: int) -> Path:
     return next(islice(iter_leaves(structure.schema), index, None))[0]
 
 

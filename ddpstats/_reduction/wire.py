@@ -40,6 +40,7 @@ class Numbers:
     sums: array[float]
     weights: float | array[float]
     scaled: Mapping[int, Scaled]
+    mixed: tuple[int, ...] = ()
 
 
 def encode_schema(node: Node) -> bytes:
@@ -71,12 +72,13 @@ def decode_holding(body: bytes) -> Holding:
 
 
 def numbers_bytes(leaves: int) -> int:
-    """The most bytes that the `Numbers` of so many leaves can have, without those of `scaled_bytes`."""
-    return 1 + 8 + 16 * max(leaves, 1) + 4
+    """The most bytes that the `Numbers` of so many leaves can have, without those of `more_bytes`."""
+    return 1 + 8 + 16 * max(leaves, 1) + 8
 
 
-def scaled_bytes(count: int) -> int:
-    return _SCALED.size * count
+def more_bytes(scaled: int, mixed: int) -> int:
+    """How many more it is with so many entries of `Numbers.scaled` and `Numbers.mixed`."""
+    return _SCALED.size * scaled + 4 * mixed
 
 
 def encode_numbers(numbers: Numbers | None) -> bytes:
@@ -88,6 +90,7 @@ def encode_numbers(numbers: Numbers | None) -> bytes:
     out = [b"\1" if one_weight else b"\2", struct.pack(f"<{len(lanes)}d", *lanes)]
     out.append(struct.pack("<I", len(numbers.scaled)))
     out += [_SCALED.pack(leaf, *numbers.scaled[leaf]) for leaf in sorted(numbers.scaled)]
+    out.append(struct.pack(f"<I{len(numbers.mixed)}I", len(numbers.mixed), *numbers.mixed))
     return b"".join(out)
 
 
@@ -114,7 +117,10 @@ def _take_numbers(reader: Reader, leaves: int, one_weight: bool) -> Numbers:
         if not last < position < leaves or not math.isfinite(mantissa) or abs(exponent) > _MAX_EXPONENT:
             refuse(f"the number {mantissa} times 2**{exponent} for leaf {position} of {leaves}")
         scaled[position], last = (mantissa, exponent), position
-    return Numbers(weight, array("d", lanes[:leaves]), weights[0] if one_weight else weights, scaled)
+    mixed = tuple(map(int, reader.numbers("I", int(reader.numbers("I", 1)[0]))))
+    if any(position >= leaves for position in mixed) or list(mixed) != sorted(set(mixed)):
+        refuse(f"leaves {mixed[:8]} of {leaves} that had values which are not finite")
+    return Numbers(weight, array("d", lanes[:leaves]), weights[0] if one_weight else weights, scaled, mixed)
 
 
 def encode_slots(slots: list[int]) -> bytes:

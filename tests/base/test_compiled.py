@@ -22,13 +22,22 @@ LIMIT_SEC = 120.0
 Calls = dict[str, Callable[[torch.Tensor], Any]]
 
 
+def through_window(window: ddpstats.StatsWindow, y: torch.Tensor) -> float:
+    window.add({"a": y.sum()})
+    window.add({"a": y.sum()})
+    found: float = window.flush().values["a"]
+    return found
+
+
 def entry_points(group: Any) -> Calls:
+    window = ddpstats.StatsWindow(group=group, timeout_sec=60)
     reducer = ddpstats.StatsReducer(group=group, timeout_sec=60)
     return {
         "reducer": lambda y: reducer({"a": y.sum()}).values["a"],
         "markers": lambda y: reducer({"s": ddpstats.Sum(y.sum()), "m": ddpstats.Mean(y.sum(), 2.0)}).values["m"],
         "start": lambda y: reducer.start({"a": y.sum()}).result().values["a"],
         "reduce_stats": lambda y: ddpstats.reduce_stats({"a": y.sum()}, group=group).values["a"],
+        "window": lambda y: through_window(window, y),
         "any_rank": lambda y: 6.0 * ddpstats.any_rank(True, group=group),
         "all_ranks": lambda y: 6.0 * ddpstats.all_ranks(True, group=group),
         "recursive_average": lambda y: ddpstats.recursive_average({"a": y.sum()}, y.sum(), True, group=group)[0]["a"],
@@ -54,6 +63,7 @@ def compiled() -> dict[str, Any]:
             graphs.append(module)
             return module.forward
 
+        torch.compiler.reset()  # else Dynamo gives up on ``step``, which has compiled it too often
         run: Any = torch.compile(step, backend=backend)
         found[name] = [run(torch.ones(3)).tolist() for _ in range(3)], len(graphs) >= 2
     return found

@@ -18,13 +18,24 @@ Path = tuple[tuple[str, Any], ...]
 
 def expected(ranks: Sequence[RankStats], nonfinite: str = "propagate") -> tuple[Any, dict[Path, tuple[Any, ...]]]:
     """(nested values, path -> (value, weight, present ranks, non-finite ranks))."""
-    entries, kinds = _entries_and_kinds(ranks, nonfinite)
+    entries, kinds = _entries(ranks, nonfinite)
     return _nest(entries, (), kinds), entries
 
 
-def _entries_and_kinds(
-    ranks: Sequence[RankStats], nonfinite: str
-) -> tuple[dict[Path, tuple[Any, ...]], dict[Path, set[type]]]:
+def expected_of_window(by_rank: Sequence[Sequence[RankStats]], nonfinite: str = "propagate") -> dict[str, Any]:
+    """What `Reduced` must say of all adds of all ranks: nested values, weights, present and non-finite ranks."""
+    entries, kinds = _entries([add for adds in by_rank for add in adds], nonfinite)
+    of_ranks = [_entries(adds, nonfinite)[0] for adds in by_rank]
+    columns: dict[str, dict[Path, tuple[Any, ...]]] = {"values": {}, "weights": {}, "present": {}, "nonfinite": {}}
+    for path, (value, weight, *_) in entries.items():
+        here = [found[path] for found in of_ranks if path in found]
+        columns["values"][path], columns["weights"][path] = (value,), (float(weight),)
+        columns["present"][path] = (sum(entry[2] > 0 for entry in here),)
+        columns["nonfinite"][path] = (sum(entry[3] > 0 for entry in here),)
+    return {name: _nest(column, (), kinds) for name, column in columns.items()}
+
+
+def _entries(ranks: Sequence[RankStats], nonfinite: str) -> tuple[dict[Path, tuple[Any, ...]], dict[Path, set[type]]]:
     held: dict[Path, list[tuple[Any, float]]] = {}
     kinds: dict[Path, set[type]] = {}
     for rank in ranks:
@@ -47,7 +58,7 @@ def expected_by_rank(ranks: Sequence[RankStats], nonfinite: str = "propagate") -
     for position, rank in enumerate(ranks):
         for path, leaf in _leaves(rank.stats, (), {}):
             rows.setdefault(path, [None] * len(ranks))[position] = _own_value(leaf, rank.weight, nonfinite)
-    entries, kinds = _entries_and_kinds(ranks, nonfinite)
+    entries, kinds = _entries(ranks, nonfinite)
     return _nest({path: (repr(tuple(rows[path])),) for path in entries}, (), kinds)
 
 

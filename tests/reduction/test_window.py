@@ -1,0 +1,638 @@
+"""`StatsWindow`: what one reduction of all adds would give, for the price of none until the flush."""
+
+from __future__ import annotations
+
+import gc
+import math
+import re
+import subprocess
+import sys
+import time
+import tracemalloc
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.autograd import forward_ad
+
+import ddpstats
+from ddpstats import All, Any as AnyFlag, Max, Mean, Min, StatsWindow, Sum
+from ddpstats._reduction import window_leaves, window_rows
+from ddpstats.errors import ConfigError, InvalidStats, NonFiniteStat, SchemaConflict
+from ddpstats.testing import RankPool
+from tests.reduction import window_runs as runs
+from tests.reduction.shapes import Point, Scores
+from tests.reduction.window_pairs import Draw, check, check_many, flushed
+
+t = torch.tensor
+THROUGH = [1, 3]  # every path through which adds of a flat dict may go: read one by one, and as rows
+
+
+def flush_of(*adds: Any, weight: Any = 1.0, **settings: Any) -> ddpstats.Reduced:
+    with StatsWindow(**settings) as window:
+        for stats in adds:
+            window.add(stats, weight)
+        return window.flush()
+
+
+def values(*adds: Any, **settings: Any) -> Any:
+    return flush_of(*adds, **settings).values
+
+
+def alike(outcomes: Any) -> Any:
+    assert outcomes[0] == outcomes[1]
+    return outcomes[0]
+
+
+@pytest.fixture
+def as_if_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every tensor takes the way of one on an accelerator. The operators are the same; only nobody has to wait here."""
+    monkeypatch.setattr(
+        window_leaves, "_device_of", lambda value: value.device if isinstance(value, torch.Tensor) else None
+    )
+    monkeypatch.setattr(window_rows, "_reader", lambda structure, leaves: window_rows._nothing)
+
+
+# -- against the oracle -----------------------------------------------------------------------------------------------
+
+
+def test_two_ranks_agree_with_plain_python(two_ranks: RankPool) -> None:
+    """Policies, markers, weights of one and several elements, None, lists and keys that come and go."""
+    assert sum(check_many(two_ranks, 2, range(first, first + 60), "pairs") for first in range(0, 180, 60)) > 1500
+
+
+def test_three_ranks_agree_with_plain_python(three_ranks: RankPool) -> None:
+    assert check_many(three_ranks, 3, range(1000, 1060), "pairs") > 500
+
+
+def test_numbers_that_are_no_tensors(two_ranks: RankPool) -> None:
+    assert check_many(two_ranks, 2, range(2000, 2060), "numbers", tensors=0.0) > 400
+
+
+def test_alone_as_if_on_a_device(as_if_on_a_device: None) -> None:
+    pairs = 0
+    for seed in range(150):
+        policy, by_rank = Draw(seed, tensors=0.9).window(1)
+        check(by_rank, [flushed(by_rank[0], policy)], policy)
+        pairs += len(by_rank[0])
+    assert pairs > 600
+
+
+@pytest.mark.parametrize("count", [1, 10, 95, 96, 1_000])
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.bool]
+)
+def test_rows_of_tensors(count: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    numbers = torch.arange(count).remainder(7).to(dtype)
+    with StatsWindow() as window:
+        for _ in range(40):
+            window.add({f"k{i}": number.reshape(shape) for i, number in enumerate(numbers)}, weight=2)
+        assert window.adds == 40
+        reduced = window.flush()
+    assert list(reduced.values.values()) == numbers.double().tolist()
+    assert set(reduced.weights.values()) == {80.0}
+
+
+def test_one_call_tells_what_many_adds_tell() -> None:
+    """Sums of many adds are as exact as one sum of them."""
+    numbers = [math.sin(i) * 10 ** (i % 7) for i in range(20_000)]
+    with StatsWindow() as window:
+        for number in numbers:
+            window.add({"a": number, "b": t([number], dtype=torch.float64)}, weight=1)
+        reduced = window.flush()
+    for value in reduced.values.values():
+        assert value == pytest.approx(math.fsum(numbers) / len(numbers), rel=1e-9)
+    assert reduced.total_weight == 20_000
+
+
+# -- keys and structures come and go ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("adds", "want"),
+    [
+        ([{"a": 1.0}, {"a": 3.0}], {"a": 2.0}),
+        ([{"a": 1.0}, {"b": 3.0}], {"a": 1.0, "b": 3.0}),
+        ([{"a": [1.0]}, {"a": [3.0, 5.0]}], {"a": [2.0, 5.0]}),
+        ([{"a": [1.0]}, {"a": (3.0,)}], {"a": [2.0]}),
+        ([{"a": Point(1.0, 2.0)}, {"a": Point(3.0, None)}], {"a": Point(2.0, 2.0)}),
+        ([{"a": Scores(1.0)}, {"a": Scores(3.0, 4.0)}], {"a": Scores(2.0, 4.0)}),
+        ([{"a": None}, {"a": {"b": 1.0}}, {"a": None}], {"a": {"b": 1.0}}),
+        ([{"a": None}, {"a": 2.0}], {"a": 2.0}),
+        ([{"a": None}, {"a": None}], {"a": None}),
+        ([{}, None], None),
+        ([{}, {}], {}),
+        ([[1.0], [2.0, 4.0]], [1.5, 4.0]),
+        ([1.0, 3.0], 2.0),
+        ([{1: 1.0}, {1: 3.0}], {1: 2.0}),
+        ([{"a": {}}, {"a": {"b": 1}}], {"a": {"b": 1.0}}),
+        ([{"a": Sum(1)}, {"a": Sum(2)}], {"a": 3.0}),
+        ([{"a": Min(1)}, {"a": Min(-2)}], {"a": -2.0}),
+        ([{"a": Max(t([1.0, 7.0]))}, {"a": Max(-2)}], {"a": 7.0}),
+        ([{"a": AnyFlag(False)}, {"a": AnyFlag(t(True))}], {"a": True}),
+        ([{"a": All(True)}, {"a": All(0)}], {"a": False}),
+        ([{"a": All(True)}, {"a": All(1)}], {"a": True}),
+        ([{"a": np.float32(1.5)}, {"a": np.ma.masked}, {"a": np.array([2.5])}], {"a": 2.0}),
+        ([{"a": Mean(1.0, weight=3)}, {"a": Mean(5.0, weight=1)}], {"a": 2.0}),
+    ],
+)
+def test_from_add_to_add(adds: list[Any], want: Any) -> None:
+    found: Any = values(*adds)
+    assert found == want
+    assert type(found) is type(want)
+
+
+def test_many_structures_in_turn() -> None:
+    """More of them than are kept in mind."""
+    with StatsWindow() as window:
+        for i in range(300):
+            window.add({f"k{j}": t([float(i)]) for j in range(30) if (i + j) % 13 == 0}, weight=1)
+        reduced = window.flush()
+    for j in range(30):
+        held = [float(i) for i in range(300) if (i + j) % 13 == 0]
+        assert reduced.values[f"k{j}"] == pytest.approx(sum(held) / len(held))
+        assert reduced.weights[f"k{j}"] == len(held)
+
+
+def test_other_stats_after_a_flush() -> None:
+    with StatsWindow() as window:
+        window.add({"a": 1.0})
+        assert window.flush().values == {"a": 1.0}
+        window.add({"a": Sum(1.0)})
+        assert window.flush().values == {"a": 1.0}
+        assert window.flush().values == {}
+
+
+# -- values that are hard to add up -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("times", THROUGH)
+@pytest.mark.parametrize("make", [float, lambda value: t([value], dtype=torch.float64)], ids=["float", "tensor"])
+@pytest.mark.parametrize(
+    ("number", "weight"), [(1e308, 8.0), (-1e308, 1e300), (0.5, 5e-324), (1e-200, 1e-200), (1.7e308, 1.0)]
+)
+def test_products_and_sums_that_a_float64_cannot_hold(times: int, make: Any, number: float, weight: float) -> None:
+    found = values(*[{"a": make(number), "b": make(1.0)}] * times, weight=weight)
+    assert found["a"] == pytest.approx(number, rel=1e-12, abs=0)
+    assert found["b"] == 1.0
+
+
+def test_sums_that_cancel() -> None:
+    assert values({"a": 1e308}, {"a": 1e308}, {"a": -1e308}, {"a": -1e308})["a"] == 0.0
+    assert values({"a": Sum(1e308)}, {"a": Sum(1e308)})["a"] == math.inf
+
+
+def test_weights_that_overflow_together() -> None:
+    with pytest.raises(InvalidStats, match="more than a float64 can hold"):
+        flush_of({"a": 1.0}, {"a": 1.0}, weight=1.7e308)
+
+
+@pytest.mark.parametrize("times", THROUGH)
+def test_nan_and_infinity(times: int) -> None:
+    adds = [{"a": math.nan, "b": t([math.inf]), "c": 2.0}] * times + [{"a": 4.0, "b": t([5.0]), "c": 2.0}]
+    propagated = flush_of(*adds)
+    assert repr(propagated.values) == repr({"a": math.nan, "b": math.inf, "c": 2.0})
+    skipped = flush_of(*adds, nonfinite="skip")
+    assert skipped.values == {"a": 4.0, "b": 5.0, "c": 2.0}
+    assert skipped.weights == {"a": 1.0, "b": 1.0, "c": times + 1.0}
+    for found in (propagated, skipped):
+        assert found.nonfinite_ranks == {"a": 1, "b": 1, "c": 0}
+        assert found.present_ranks == {"a": 1, "b": 1, "c": 1}
+    with pytest.raises(NonFiniteStat, match=r"'a': rank 0\n  'b': rank 0$"):
+        flush_of(*adds, nonfinite="raise")
+
+
+def test_an_infinity_that_a_minimum_hides_is_counted() -> None:
+    found = flush_of({"a": Min(math.inf)}, {"a": Min(3.0)})
+    assert (found.values, found.nonfinite_ranks) == ({"a": 3.0}, {"a": 1})
+    with pytest.raises(NonFiniteStat):
+        flush_of({"a": Min(math.inf)}, {"a": Min(3.0)}, nonfinite="raise")
+
+
+@pytest.mark.parametrize("count", [1, 100])
+def test_an_integer_among_floats_keeps_its_bits(count: int) -> None:
+    """Stacked with float32, it would be rounded to one."""
+    first = {f"k{i}": t([1.0]) for i in range(count)}
+    large = 2**40 + 1
+    found = values(first, first | {"k0": t([large])}, weight=1)
+    assert found["k0"] == (large + 1) / 2
+
+
+@pytest.mark.parametrize("device", ["host", "device"])
+def test_flags_and_weights_that_are_none(device: str, request: pytest.FixtureRequest) -> None:
+    """In host memory they are refused at once, on a device they are told by the flush."""
+    if device == "device":
+        request.getfixturevalue("as_if_on_a_device")
+    for stats, weight, where in (
+        ({"b": 1.0, "f": AnyFlag(t(0.5))}, 1.0, "'f'"),
+        ({"b": 1.0, "f": All(t([1.0, math.nan]))}, 1.0, "'f'"),
+        ({"b": 1.0, "m": Mean(1.0, weight=t(-1.0))}, 1.0, "'m'"),
+        ({"b": t(1.0)}, t([math.inf]), "the"),
+        ({"b": t([1.0, 1.0])}, t([1.0, -1.0]), "the"),
+    ):
+        with StatsWindow() as window:
+            if device == "device":
+                window.add(stats, weight)
+            with pytest.raises(InvalidStats, match=where) as raised:
+                window.flush() if device == "device" else window.add(stats, weight)
+        assert re.search("is not a flag|finite and not negative", str(raised.value))
+
+
+def test_weights_that_a_device_could_not_do_justice_to(as_if_on_a_device: None) -> None:
+    with pytest.raises(InvalidStats, match="'a': the value is on a device, where a weight is 0, or between"):
+        flush_of({"a": t(1.0)}, weight=1e-200)
+    assert values({"a": t(1.0), "b": t(math.nan)}, weight=0)["a"] != 1.0
+
+
+# -- local, and nothing kept ------------------------------------------------------------------------------------------
+
+
+def test_no_add_reads_a_device() -> None:
+    """Tensors of the device meta have no value: whoever asks for one gets an error from torch."""
+    window = StatsWindow(nonfinite="skip")
+    for weight in (8, 0, torch.ones(1, device="meta"), torch.ones((), device="meta")):
+        runs.train(window, "meta", weight=weight)
+    assert window.adds == 36
+    loss = torch.ones((), device="meta")
+    for read in (float, bool, torch.Tensor.item, torch.Tensor.tolist):  # the control: each would have raised
+        with pytest.raises(RuntimeError, match="meta"):
+            read(loss)
+    with pytest.raises(RuntimeError, match="meta"):
+        loss.isfinite().nonzero()
+    with pytest.raises(InvalidStats, match="meta tensors have a shape but no value"):
+        window.flush()
+    assert window.adds == 0
+
+
+def test_a_training_step_as_if_on_a_device(as_if_on_a_device: None) -> None:
+    on_device = StatsWindow()
+    runs.train(on_device, "cpu")
+    found = on_device.flush()
+    assert found.values["loss"] == pytest.approx(found.values["by host"], rel=0.2)
+    assert found.values["tokens"] == 3.0
+    assert (found.values["overflow"], found.values["finite"], found.values["none"]) == (False, True, None)
+    assert found.values["grad"]["max"] >= found.values["parts"][0] / 2 >= found.values["grad"]["min"]
+
+
+@pytest.mark.parametrize("way", ["host", "device"])
+def test_values_are_taken_at_the_add(way: str, request: pytest.FixtureRequest) -> None:
+    if way == "device":
+        request.getfixturevalue("as_if_on_a_device")
+    with StatsWindow() as window:
+        for count in (1, 200):
+            tensors = {f"k{i}": t([1.0]) for i in range(count)}
+            weight = t([2.0])
+            for add in range(3):
+                window.add(tensors, weight=2.0 if add else weight)
+                for tensor in tensors.values():
+                    tensor += 100
+                weight *= 100
+                for tensor in tensors.values():
+                    tensor -= 100
+                window.add({"own": Mean(tensors["k0"], weight=weight), "sum": Sum(tensors["k0"])})
+                tensors["k0"].fill_(1.0)
+                weight.fill_(2.0)
+            found = window.flush().values
+            assert set(found.values()) == {1.0, 3.0}
+            assert found["sum"] == 3.0
+
+
+def test_inference_tensors_in_and_out_of_inference_mode() -> None:
+    for count in (3, 200):
+        with StatsWindow() as window:
+            with torch.inference_mode():
+                inside = {f"k{i}": torch.ones(1) for i in range(count)}
+                window.add(inside)
+                window.add({"m": Max(inside["k0"])})
+            for _ in range(40):
+                window.add(inside)
+                window.add({"m": Max(inside["k0"]), "x": t(1.0, requires_grad=True)})
+            assert set(window.flush().values.values()) == {1.0}
+
+
+@pytest.mark.parametrize("way", ["host", "device"])
+def test_modes_of_torch_around_an_add(way: str, request: pytest.FixtureRequest) -> None:
+    if way == "device":
+        request.getfixturevalue("as_if_on_a_device")
+    stats = {f"k{i}": t([1.0], requires_grad=True) for i in range(120)} | {"h": t([2.5], dtype=torch.bfloat16)}
+    with StatsWindow() as window:
+        autocast = lambda: torch.autocast("cpu")  # noqa: E731
+        for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad, autocast, forward_ad.dual_level):
+            with mode():
+                window.add(stats, weight=0.7)
+                window.add({**stats, "s": Sum(3)}, weight=t(0.3))
+        with torch.device("meta"):  # the default of new tensors
+            window.add(stats, weight=1)
+        found = window.flush().values
+    assert (found.pop("h"), found.pop("s")) == (pytest.approx(2.5), 15.0)
+    assert list(found.values()) == pytest.approx([1.0] * 120)
+
+
+def test_under_transforms_of_torch_func() -> None:
+    """Their tensors are refused where they have no single value, or read; none of them stays in the window."""
+    window = StatsWindow()
+    window.add({"a": t(1.0)})
+
+    def add(value: torch.Tensor) -> torch.Tensor:
+        window.add({"a": value})
+        return value.sum()
+
+    with pytest.raises(InvalidStats):
+        torch.vmap(add)(torch.ones(3))
+    torch.func.grad(add)(torch.ones(()))
+    assert window.flush().values == {"a": 1.0}
+
+
+def test_subclasses_of_tensor_and_of_float() -> None:
+    class Mine(torch.Tensor):
+        pass
+
+    adds: list[dict[str, Any]] = [
+        {"a": t([1.0])},
+        {"a": t([1.0]).as_subclass(Mine)},
+        {"a": torch.nn.Parameter(t([1.0]))},
+        {"a": np.float64(1)},
+    ]
+    assert values(*adds) == {"a": 1.0}
+    assert values(*[{f"k{i}": one["a"] for i in range(100)} for one in adds]) == {f"k{i}": 1.0 for i in range(100)}
+
+
+def test_memory_does_not_grow_with_adds() -> None:
+    with StatsWindow() as window:
+
+        def add(times: int) -> None:
+            for i in range(times):
+                window.add({f"k{j}": t([1.0]) for j in range(5)}, weight=2)
+                window.add({"a": 1.0, "m": Max(2.0), f"x{i % 7}": 1e308}, weight=2)
+
+        add(2_000)
+        gc.collect()
+        tracemalloc.start()
+        add(2_500)
+        before = tracemalloc.get_traced_memory()[0]
+        add(5_000)
+        gc.collect()
+        grown = tracemalloc.get_traced_memory()[0] - before
+        tracemalloc.stop()
+        assert window.adds == 19_000
+        assert grown < 200_000  # what the rows of two structures may hold; 10,000 adds hold 50,000 numbers
+        assert window.flush().values["a"] == 1.0
+
+
+# -- errors -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("stats", "weight", "where", "what"),
+    [
+        ({"a": 1.0, "b": {"c": 1j}}, 1.0, "'b/c'", "complex"),
+        ({"a": t([1.0]), "b": t([1.0, 2.0])}, 1.0, "'b'", "lengths must be equal"),
+        ({"a": t([1.0]), "b": t([])}, 1.0, "'b'", "lengths must be equal"),
+        ({"a": t([1.0]), "b": t([1j])}, 1.0, "'b'", "complex"),
+        ({"a": "text"}, 1.0, "'a'", "not a leaf"),
+        ({"a": 1.0}, -1.0, "", "finite and not negative"),
+        ({"a": 1.0}, math.nan, "", "finite and not negative"),
+        ({"a": 1.0}, "x", "", "the weight is"),
+        ({"a": 1.0}, 10**400, "", "the weight is"),
+        ({"a": 1.0}, math.inf, "", "finite and not negative"),
+        ({("a",): 1.0}, 1.0, "", "a key is a str or an int"),
+        ({"a": 10**400}, 1.0, "'a'", "too large"),
+        ({"m": Min(t([]))}, 1.0, "'m'", "empty"),
+        ({"a": torch.ones(2, 2)}, 1.0, "'a'", r"shape \(2, 2\)"),
+    ],
+)
+@pytest.mark.parametrize("before", [{"a": 1.0}, {"a": t([1.0]), "b": t([1.0])}, {"z": [Max(2.0)]}])
+def test_an_add_that_fails_says_where_and_changes_nothing(
+    before: Any, stats: Any, weight: Any, where: str, what: str
+) -> None:
+    with StatsWindow() as window:
+        for _ in range(2):
+            window.add(before)
+        with pytest.raises((InvalidStats, SchemaConflict), match=what) as raised:
+            window.add(stats, weight)
+        assert where in str(raised.value)
+        assert re.search(r"Called at test_window.py:\d+ in test_an_add_that_fails", str(raised.value))
+        assert raised.value.ranks == (0,)
+        assert window.adds == 2
+        reduced = window.flush()
+        assert reduced.values == values(before)
+        assert reduced.total_weight == 2.0
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "path"),
+    [
+        ({"x": {"a": 1.0}}, {"x": {"a": Sum(1.0)}}, "x/a"),
+        ({"a": [1.0]}, {"a": {"b": 1.0}}, "a"),
+        ({"a": 1.0}, {"a": [1.0]}, "a"),
+        ({"a": 1.0}, 2.0, None),
+    ],
+)
+def test_adds_that_do_not_fit_each_other(first: Any, second: Any, path: str | None) -> None:
+    with StatsWindow() as window:
+        window.add(first)
+        with pytest.raises(SchemaConflict, match=r"before, .* now\.\n") as raised:
+            window.add(second)
+        assert raised.value.path == path
+        assert "Called at test_window.py:" in str(raised.value)
+        window.add(first)
+        assert window.flush().values == values(first)
+
+
+def test_faults_that_only_a_flush_can_see(two_ranks: RankPool) -> None:
+    conflict, none, meta, none_again, heavy, still_none, last = alike(two_ranks.run(runs.faults).values())
+    assert conflict[0] == "SchemaConflict"
+    assert conflict[2] == "a"
+    assert meta[0] == "InvalidStats"
+    assert "rank 0 at 'a': the value is on the device meta" in meta[1]
+    assert "rank 0 at 'a': the weights of the adds add up to more" in heavy[1]
+    assert (none, none_again, still_none) == (0, 0, 0)
+    assert last == {"a": 4.0}
+
+
+def test_a_flush_that_meets_another_call(two_ranks: RankPool) -> None:
+    text, adds = two_ranks.run(runs.out_of_step).values()[0]
+    assert text.startswith("ProtocolMismatch")
+    assert "StatsWindow.flush, name='x', nonfinite='propagate'" in text
+    assert adds == 0
+
+
+def test_a_rank_whose_add_failed_flushes(two_ranks: RankPool) -> None:
+    assert alike(two_ranks.run(runs.failed_add).values()) == {"a": 1.0}
+
+
+def test_an_error_before_anything_is_sent_leaves_the_window_as_it_was(two_ranks: RankPool) -> None:
+    gone, said, adds = alike(two_ranks.run(runs.closed).values())
+    assert gone == "group is gone"
+    assert "destroyed" in said
+    assert adds == "1"
+
+
+def test_a_closed_window() -> None:
+    window = StatsWindow()
+    window.add({"a": 1.0})
+    window.close()
+    window.close()
+    assert window.adds == 0
+    for call in (lambda: window.add({"a": 1.0}), window.flush):
+        with pytest.raises(ConfigError, match="closed"):
+            call()
+    with pytest.raises(ConfigError, match="nonfinite"):
+        StatsWindow(nonfinite="ignore")  # type: ignore[arg-type]
+
+
+def test_without_values() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    window = StatsWindow()
+    window.add({"a": 2.0})
+    with FakeTensorMode():
+        fake = torch.ones(1)
+        for call in (lambda: window.add({"b": 1.0}), window.flush):
+            with pytest.raises(ConfigError, match="FakeTensorMode"):
+                call()
+    with pytest.raises(InvalidStats, match="a FakeTensor"):
+        window.add({"a": fake})
+    assert window.flush().values == {"a": 2.0}
+
+
+# -- ranks ------------------------------------------------------------------------------------------------------------
+
+
+def test_collectives_are_those_of_one_reduction(two_ranks: RankPool) -> None:
+    found = alike(two_ranks.run(runs.counted).values())
+    assert found["add"] == 0
+    assert found["flush"][1:] == [1, 1, 1]
+    assert found["with a minimum"][1:] == [2, 2, 2]
+
+
+def test_a_rank_without_an_add(two_ranks: RankPool) -> None:
+    first, second, third = alike(two_ranks.run(runs.uneven).values())
+    assert first == second == ({"a": [2.0, 2.0]}, {"a": [4.0, 3.0]}, {"a": [1, 1]}, 4.0)
+    assert third == ({}, {}, {}, 0.0)
+
+
+def test_threads_that_add(two_ranks: RankPool) -> None:
+    found, weights = alike(two_ranks.run(runs.threads).values())
+    assert found == {"n": 1.0, "sum": 2 * 500 * (1.0 + 3.0)}
+    assert weights == {"n": 4000.0, "sum": 2000.0}
+
+
+def test_training_is_not_touched(two_ranks: RankPool) -> None:
+    assert alike(two_ranks.run(runs.traces).values()) == (True, True, True, True, False)
+
+
+# -- times ------------------------------------------------------------------------------------------------------------
+
+
+def test_times_are_means_over_uses() -> None:
+    with StatsWindow() as window:
+        window.add({"loss": 1.0}, weight=8)
+        for seconds in (0.0, 0.06):
+            with window.timed("data"):
+                time.sleep(seconds)
+        with pytest.raises(ZeroDivisionError), window.timed("step"):
+            raise ZeroDivisionError
+        assert window.adds == 1
+        reduced = window.flush()
+        assert 0.03 <= reduced.values["time"]["data"] < 5
+        assert reduced.weights["time"] == {"data": 2.0, "step": 1.0}
+        assert (reduced.values["loss"], reduced.total_weight) == (1.0, 8.0)
+        assert window.flush().values == {}
+        with window.timed("late"):
+            window.flush()
+        assert list(window.flush().flat()) == ["time/late"]
+
+
+def test_times_among_adds_of_one_structure() -> None:
+    """More of them than structures are kept in mind, that of the adds among them."""
+    with StatsWindow() as window:
+        for number in range(20):
+            for _ in range(3):
+                window.add({"a": 1.0})
+            with window.timed(str(number)):
+                pass
+        assert window.adds == 60
+        found = window.flush()
+    assert found.weights["a"] == 60.0
+    assert len(found.values["time"]) == 20
+
+
+def test_times_that_do_not_fit() -> None:
+    with StatsWindow() as window:
+        window.add({"time": 1.0})
+        with pytest.raises(SchemaConflict, match="'time'"), window.timed("data"):
+            pass
+        with pytest.raises(KeyError), window.timed("data"):
+            raise KeyError
+        with pytest.raises(ConfigError, match="must be a str"):
+            window.timed(1)  # type: ignore[arg-type]
+        assert window.flush().values == {"time": 1.0}
+
+
+class Event:
+    """What a CUDA event tells; ``passed`` says whether the device has come to it."""
+
+    passed = False
+    waits = 0
+
+    def query(self) -> bool:
+        return self.passed
+
+    def synchronize(self) -> None:
+        Event.waits += 1
+
+    def elapsed_time(self, other: Event) -> float:
+        return 7000.0
+
+    def record(self, stream: Any) -> None:
+        assert stream == "stream"
+
+
+def test_times_of_a_device_are_read_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order of what is asked of CUDA; that it answers so is for tests/gpu to show."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "stream")
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event())
+    with StatsWindow() as window:
+        for _ in range(3):
+            with window.timed("step"):
+                pass
+        assert Event.waits == 0
+        reduced = window.flush()
+    assert (reduced.values, reduced.weights) == ({"time": {"step": 7.0}}, {"time": {"step": 3.0}})
+    assert Event.waits == 3
+
+
+def test_cuda_is_not_initialised() -> None:
+    code = (
+        "import torch, ddpstats\n"
+        "torch.cuda._lazy_init = None  # whoever initialises it calls this\n"
+        "window = ddpstats.StatsWindow()\n"
+        "with window.timed('a'): window.add({'x': torch.ones(1)})\n"
+        "window.flush(); print(torch.cuda.is_initialized())"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert (run.stdout, run.stderr) == ("False\n", "")
+
+
+def test_which_rank_it_was(two_ranks: RankPool) -> None:
+    outcomes = two_ranks.run(runs.by_rank).values()
+    values, slowest, best, plain, text = outcomes[0]
+    assert repr(outcomes[1]) == repr(outcomes[0])
+    own, nan = values.pop("own[0]"), values.pop("own[1]")
+    assert values == {
+        "loss": ((0 * 1 + 1 * 2 + 2 * 3) / 6, (1 * 1 + 2 * 2 + 3 * 3) / 6),
+        "n": (6.0, 6.0),
+        "hot": (False, True),
+        "best": (-2.0, -1.0),
+        "whole": (False, True),
+    }
+    assert own == (None, 1e308)
+    assert (nan[0], math.isnan(nan[1])) == (None, True)
+    assert (slowest, best, plain) == (1, -2.0, None)
+    assert text.startswith("ProtocolMismatch")
+    assert "per_rank=True" in text

@@ -1,0 +1,228 @@
+"""Random adds for windows, and the same adds as the oracle takes them; what runs on ranks to reduce them.
+
+Faster than a hypothesis strategy, so that 100,000 of them are a matter of minutes:
+``python -m tests.reduction.window_pairs SEED PAIRS``.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+import ddpstats
+from ddpstats import All, Any as AnyFlag, Max, Mean, Min, StatsWindow, Sum
+from ddpstats._reduction.markers import Marker
+from ddpstats.errors import NonFiniteStat
+from ddpstats.testing import PerRank, RankPool
+from ddpstats.testing.strategies import RankStats
+from tests.reduction.oracle import expected_of_window, same
+
+POLICIES = ("propagate", "skip", "raise")
+KEYS = ["loss", "acc", "l1_loss", "a/b", "a", "b", "0", "", 0, 1, -3]
+MARKERS: dict[str, type[Marker]] = {"sum": Sum, "min": Min, "max": Max, "any": AnyFlag, "all": All}
+OPS = ["mean"] * 5 + ["own", "own", *MARKERS]
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float32, torch.float64]
+
+Add = tuple[Any, Any]
+"""Stats and weight."""
+
+
+class Draw:
+    """The adds of one seed. ``tensors``: how often a number is a tensor."""
+
+    def __init__(self, seed: int, tensors: float = 0.6) -> None:
+        self.random, self.tensors = random.Random(seed), tensors
+        self.bad = self.random.choice([0.0, 0.02, 0.3])
+
+    def window(self, ranks: int) -> tuple[str, list[list[Add]]]:
+        """A policy, and each rank's adds: parts of one tree, or the whole of it again and again."""
+        self.steady = self.random.random() < 0.4
+        self.plain = self.random.random() < 0.3
+        tree = self.tree(self.random.choice([1, 1, 2, 3]), root=True)
+        most = self.random.choice([0, 1, 3, 12, 30])
+        return self.random.choice(POLICIES), [
+            [self.add(tree) for _ in range(self.random.randint(0, most))] for _ in range(ranks)
+        ]
+
+    def tree(self, depth: int, root: bool = False) -> Any:
+        kind = self.random.choice(["dict", "dict", "OrderedDict", "list", "tuple", "leaf", "leaf"])
+        if not root and (depth == 0 or kind == "leaf"):
+            return "leaf", "mean" if self.plain else self.random.choice(OPS)
+        if not root and kind in ("list", "tuple"):
+            return kind, [self.tree(depth - 1) for _ in range(self.random.randint(0, 3))]
+        keys = self.random.sample(KEYS, self.random.randint(0, 5))
+        return ("dict" if root else kind), {key: self.tree(depth - 1) for key in keys}
+
+    def add(self, tree: Any) -> Add:
+        if self.random.random() < 0.15:
+            length = self.random.choice([1, 2, 3])
+            self.elements = [self.random.choice([0.0, 0.5, 1.0, 3.0]) for _ in range(length)]
+            return self.part(tree), torch.tensor(self.elements)
+        self.elements = []
+        weight: Any = self.random.choice([0.0, 0.5, 1.0, 1.0, 3.0, 8, 8])
+        if self.random.random() < 0.15:
+            weight = torch.tensor(weight)
+        return self.part(tree), weight
+
+    def part(self, tree: Any) -> Any:
+        kind, content = tree
+        if not self.steady and self.random.random() < 0.08:
+            return None
+        if kind == "leaf":
+            return self.leaf(content)
+        if isinstance(content, dict):
+            held = [key for key in content if self.steady or self.random.random() < 0.75]
+            if not self.steady:
+                self.random.shuffle(held)
+            items = [(key, self.part(content[key])) for key in held]
+            return dict(items) if kind == "dict" else OrderedDict(items)
+        values = [self.part(child) for child in content[: len(content) if self.steady else self.length(content)]]
+        if self.random.random() < 0.2 and not self.steady:
+            kind = self.random.choice(["list", "tuple"])
+        return values if kind == "list" else tuple(values)
+
+    def length(self, content: list[Any]) -> int:
+        return self.random.randint(0, len(content))
+
+    def leaf(self, op: str) -> Any:
+        if op in ("any", "all"):
+            return MARKERS[op](self.tensor(float(self.random.random() < 0.7)))
+        if op == "mean":
+            return self.tensor(*[self.number() for _ in self.elements or [0]]) if self.whole() else self.number_leaf()
+        if op == "own":
+            weight: Any = self.random.choice([0.0, 2.0, 5])
+            return Mean(self.number_leaf(), torch.tensor(weight) if self.random.random() < self.tensors else weight)
+        return MARKERS[op](self.number_leaf())
+
+    def whole(self) -> bool:
+        """Whether a leaf has one element for each of a 1-d weight."""
+        return bool(self.elements) and self.random.random() < 0.6
+
+    def number(self) -> float:
+        if self.random.random() < self.bad:
+            return self.random.choice([math.nan, math.inf, -math.inf])
+        return self.random.choice([0.0, 1.0, self.random.randint(-500, 500) / 8])
+
+    def number_leaf(self) -> Any:
+        number = self.number()
+        if self.random.random() < self.tensors:
+            return self.tensor(number)
+        if math.isfinite(number) and self.random.random() < 0.2:
+            return int(number)
+        return np.float32(number) if self.random.random() < 0.1 else number
+
+    def tensor(self, *numbers: float) -> torch.Tensor:
+        whole = all(map(math.isfinite, numbers)) and all(number == int(number) for number in numbers)
+        if whole and self.random.random() < 0.2:
+            return torch.tensor([int(number) for number in numbers])
+        made = torch.tensor(numbers, dtype=DTYPES[0] if self.random.random() < 0.05 else self.random.choice(DTYPES))
+        if len(numbers) == 1 and self.random.random() < 0.6:
+            made = made.reshape(self.random.choice([(), (), (1, 1)]))
+        return made.requires_grad_() if self.random.random() < 0.1 else made
+
+
+def as_scalars(add: Add) -> RankStats:
+    """One add as the oracle takes it: each leaf of several elements as one mean with a weight of its own."""
+    stats, weight = add
+    elements = weight.tolist() if isinstance(weight, torch.Tensor) and weight.dim() else None
+    return RankStats(_scalars(stats, elements), float(weight.sum() if isinstance(weight, torch.Tensor) else weight))
+
+
+def _scalars(stats: Any, elements: list[float] | None) -> Any:
+    if isinstance(stats, dict):
+        return type(stats)((key, _scalars(value, elements)) for key, value in stats.items())
+    if isinstance(stats, list | tuple):
+        return type(stats)(_scalars(value, elements) for value in stats)
+    if isinstance(stats, torch.Tensor) and stats.numel() != 1:
+        assert elements is not None
+        total = sum(elements)
+        summed = sum(value * weight for value, weight in zip(stats.tolist(), elements, strict=True) if weight > 0)
+        return Mean(summed / total if total else 0.0, total)
+    return stats
+
+
+def told(reduced: ddpstats.Reduced) -> dict[str, Any]:
+    return {
+        "values": reduced.values,
+        "weights": reduced.weights,
+        "present": reduced.present_ranks,
+        "nonfinite": reduced.nonfinite_ranks,
+        "total": reduced.total_weight,
+    }
+
+
+_kept: dict[str, StatsWindow] = {}
+
+
+def flushed(adds: Sequence[Add], policy: Any, name: str | None = None) -> dict[str, Any] | str:
+    """What one window says of these adds; a kept one under ``name``."""
+    window = _kept.get(f"{name}{policy}") or StatsWindow(name=name, nonfinite=policy, timeout_sec=60)
+    if name is not None:
+        _kept[f"{name}{policy}"] = window
+    for stats, weight in adds:
+        window.add(stats, weight)
+    assert window.adds == len(adds)
+    try:
+        return told(window.flush())
+    except NonFiniteStat as error:
+        return str(error)
+    finally:
+        assert window.adds == 0
+
+
+def many_flushed(windows: Sequence[tuple[str, Sequence[Add]]], name: str) -> list[Any]:
+    return [flushed(adds, policy, name) for policy, adds in windows]
+
+
+def check(by_rank: Sequence[Sequence[Add]], answers: Sequence[Any], policy: str) -> None:
+    assert len(set(map(repr, answers))) == 1, answers
+    scalars = [[as_scalars(add) for add in adds] for adds in by_rank]
+    wanted = expected_of_window(scalars, policy)
+    if policy == "raise" and any(_numbers(wanted["nonfinite"])):
+        assert isinstance(answers[0], str), (answers[0], wanted)
+        assert answers[0].startswith("non-finite stats")
+        return
+    answer = answers[0]
+    for what, nested in wanted.items():
+        assert same(answer[what], nested), (what, answer[what], nested, by_rank)
+    assert math.isclose(answer["total"], sum(add.weight for adds in scalars for add in adds))
+
+
+def _numbers(nested: Any) -> list[Any]:
+    if isinstance(nested, dict):
+        return [one for value in nested.values() for one in _numbers(value)]
+    if isinstance(nested, list | tuple):
+        return [one for value in nested for one in _numbers(value)]
+    return [nested] if nested is not None else []
+
+
+def check_many(pool: RankPool, ranks: int, seeds: Sequence[int], name: str, tensors: float = 0.6) -> int:
+    """Draw a window for each seed, flush it on real ranks, and compare; how many (rank, add) pairs there were."""
+    drawn = [Draw(seed, tensors).window(ranks) for seed in seeds]
+    told = pool.run(many_flushed, PerRank([[(p, w[rank]) for p, w in drawn] for rank in range(ranks)]), name).values()
+    for (policy, by_rank), *answers in zip(drawn, *told, strict=True):
+        check(by_rank, answers, policy)
+    return sum(len(adds) for _, by_rank in drawn for adds in by_rank)
+
+
+def main(first_seed: int, pairs: int, ranks: int = 2) -> None:
+    """As many pairs as asked for, from this seed on."""
+    seed, done = first_seed, 0
+    with RankPool(ranks, timeout_sec=120) as pool:
+        while done < pairs:
+            done += check_many(pool, ranks, range(seed, seed + 100), "many")
+            seed += 100
+    print(f"{done:,} (rank, add) pairs on {ranks} ranks: seeds {first_seed} to {seed - 1}")
+
+
+if __name__ == "__main__":
+    from tests.reduction import window_pairs  # ranks import what they run
+
+    window_pairs.main(int(sys.argv[1]), int(sys.argv[2]))
