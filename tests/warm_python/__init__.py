@@ -43,7 +43,8 @@ class Server:
             environ = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
             self.process = subprocess.Popen(
                 [sys.executable, "-c", _main(listener.fileno(), self.executable, preload)],
-                env={**environ, "OMP_NUM_THREADS": "1"},
+                # Without a RANK it might be a rank of a test that hides what it was started with.
+                env={**environ, "OMP_NUM_THREADS": "1", "RANK": "0"},
                 stdin=subprocess.PIPE,
                 pass_fds=(listener.fileno(),),
                 start_new_session=True,  # an interrupt from the keyboard is not for it
