@@ -9,6 +9,7 @@ the plain step with one all_reduce of 8 bytes after its backward pass.
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import statistics
 import tempfile
@@ -24,7 +25,7 @@ from _bench_loop import Spread
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpstats import NaNCapture, Sentinel, StatsReducer, StepChecks, collective_guard
+from ddpstats import NaNCapture, Sentinel, StatsReducer, StatsWindow, StepChecks, collective_guard
 from ddpstats.testing import count_collectives
 
 STEP_MS = 100
@@ -37,12 +38,16 @@ EVERY = ("guard", "capture", "sentinel")
 
 @dataclass(frozen=True)
 class Variant:
-    """``parts``: which checks. ``together``: in one call. ``stats``: reduced by a call of their own."""
+    """``parts``: which checks. ``together``: in one call. ``stats``: reduced by a call of their own.
+
+    ``window``: stats added to a window, which is flushed after the turn, and outside of the clock.
+    """
 
     parts: tuple[str, ...] = ()
     together: bool = False
     stats: bool = False
     bare: bool = False
+    window: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,7 @@ VARIANTS = {
     "apart, stats": Variant(EVERY, stats=True),
     "together": Variant(EVERY, True),
     "together, stats": Variant(EVERY, True, stats=True),
+    "together, window": Variant(EVERY, True, window=True),
 }
 
 
@@ -106,6 +112,9 @@ def _turn(variant: Variant, batch: Tensor, stack: contextlib.ExitStack) -> Calla
     if "sentinel" in variant.parts:
         sentinel = stack.enter_context(Sentinel(module, mode=2))
     calls = _calls(variant, guard, capture, sentinel, len(batch))
+    window = StatsWindow(name="bench") if variant.window else None
+    if window is not None:
+        calls.append(functools.partial(window.add, _stats(), len(batch)))
     watches: list[Any] = [part for part in (capture, sentinel) if part is not None]
 
     def step() -> None:
@@ -127,7 +136,13 @@ def _turn(variant: Variant, batch: Tensor, stack: contextlib.ExitStack) -> Calla
                 seconds.append(time.perf_counter() - started)
         return statistics.median(seconds[_WARM:])
 
-    return turn
+    def turn_and_flush() -> float:
+        found = turn()
+        if window is not None:
+            window.flush()
+        return found
+
+    return turn_and_flush
 
 
 def _calls(
@@ -149,9 +164,13 @@ def _calls(
         calls.append(_bare_all_reduce())
     if variant.stats:
         reducer = StatsReducer(name="bench")
-        stats = {f"loss_{number}": torch.ones(1) for number in range(KEYS)}
+        stats = _stats()
         calls.append(lambda: reducer(stats, batch_size))
     return calls
+
+
+def _stats() -> dict[str, Tensor]:
+    return {f"loss_{number}": torch.ones(1) for number in range(KEYS)}
 
 
 def _bare_all_reduce() -> Callable[[], object]:
