@@ -103,13 +103,12 @@ def view_of(group: Any) -> GroupView:
             ranks = tuple(dist.get_process_group_ranks(group))
         except (KeyError, ValueError, RuntimeError):
             ranks = tuple(range(group.size()))  # a group that torch's registry does not know
-        rank = group.rank()
         ours = group.group_desc == OWN_GROUP
         view = _views[id(group)] = GroupView(
             group.group_name,
             group.group_desc,
             ranks,
-            ranks[rank],
+            ranks[group.rank()],
             ours,
             not ours and _has_host(group),
             weakref.ref(group, partial(_forget, id(group))),
@@ -119,8 +118,7 @@ def view_of(group: Any) -> GroupView:
 
 
 def _forget(number: int, reference: Any) -> None:
-    view = _views.get(number)
-    if view is not None and view.group is reference:
+    if number in _views and _views[number].group is reference:
         del _views[number]
 
 
