@@ -257,9 +257,9 @@ def test_no_add_reads_a_device() -> None:
     assert window.adds == 36
     loss = torch.ones((), device="meta")
     for read in (float, bool, torch.Tensor.item, torch.Tensor.tolist):  # the control: each would have raised
-        with pytest.raises(RuntimeError, match="(?i)meta"):
+        with pytest.raises(RuntimeError, match=r"(?i)meta"):
             read(loss)
-    with pytest.raises(RuntimeError, match="(?i)meta"):
+    with pytest.raises(RuntimeError, match=r"(?i)meta"):
         loss.isfinite().nonzero()
     with pytest.raises(InvalidStats, match="meta tensors have a shape but no value"):
         window.flush()
