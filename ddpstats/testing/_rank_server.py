@@ -22,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 
 _FORKED = Path(__file__).with_name("_forked_python.py")
-_READ_AT_START = (
+READ_AT_START = (
     "PYTHON",
     "LD_",
     "OMP_",
@@ -59,7 +59,7 @@ class RankServer:
 
     def __init__(self, environ: Mapping[str, str], preload: Sequence[str] = ()) -> None:
         self._environ, self._preload = dict(environ), tuple(preload)
-        self._names_at_start: tuple[str, ...] = _READ_AT_START
+        self._names_at_start: tuple[str, ...] = READ_AT_START
         if any(name.partition(".")[0] == "ddpstats" for name in preload):
             self._names_at_start += _READ_BY_DDPSTATS
         self._at_start = self._read_at_start(environ)

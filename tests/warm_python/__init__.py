@@ -19,6 +19,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from ddpstats.testing._rank_server import READ_AT_START
+
 _HERE = Path(__file__).parent
 LIMIT_SEC = 120.0  # until the server has imported torch: minutes on a loaded machine
 
@@ -42,7 +44,7 @@ class Server:
             listener.listen(128)
             environ = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
             self.process = subprocess.Popen(
-                [sys.executable, "-c", _main(listener.fileno(), self.executable, preload)],
+                [sys.executable, "-c", _main(listener.fileno(), self.executable, preload, READ_AT_START)],
                 # Without a RANK it might be a rank of a test that hides what it was started with.
                 env={**environ, "OMP_NUM_THREADS": "1", "RANK": "0"},
                 stdin=subprocess.PIPE,

@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 
 REQUEST_BYTES = 1 << 20  # an environment, above all
 REQUEST_FDS = 64
-# Read when an interpreter or torch starts; then what of it is read later.
-READ_AT_START = ("PYTHON", "LD_", "OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "MALLOC_", "TORCH", "PYTORCH_", "CUDA_")
+# Of the variables that are read at a start: what is taken over by a fork, read later, or no more than what torch logs.
 READ_LATER = ("PYTHONPATH", "PYTHONUNBUFFERED", "TORCHELASTIC_", "TORCH_NCCL_", "TORCH_CPP_LOG_LEVEL")
 
 
@@ -34,16 +33,19 @@ class Fork(NamedTuple):
     client: socket.socket
 
 
-def read_at_start(environ: Mapping[str, str]) -> dict[str, str]:
-    names = [name for name in environ if name.startswith(READ_AT_START) and not name.startswith(READ_LATER)]
+def read_at_start(environ: Mapping[str, str], prefixes: tuple[str, ...]) -> dict[str, str]:
+    names = [name for name in environ if name.startswith(prefixes) and not name.startswith(READ_LATER)]
     return {name: environ[name] for name in names}
 
 
 class Forking:
-    """Serves until the tests end. In a fork `serve` returns what is asked for, and its descriptors."""
+    """Serves until the tests end. In a fork `serve` returns what is asked for, and its descriptors.
 
-    def __init__(self, listener: socket.socket, environ: Mapping[str, str]) -> None:
-        self._listener, self._environ = listener, environ
+    ``environ``: what this process has read at its start, of variables with these ``prefixes``.
+    """
+
+    def __init__(self, listener: socket.socket, environ: Mapping[str, str], prefixes: tuple[str, ...]) -> None:
+        self._listener, self._environ, self._prefixes = listener, environ, prefixes
         self._forks: dict[int, Fork] = {}  # by the descriptors of both
         self._poll = select.poll()
         self._poll.register(0, select.POLLIN)
@@ -87,7 +89,7 @@ class Forking:
         paths = request["environ"].get("PYTHONPATH", "").split(os.pathsep)
         customized = any(os.path.exists(os.path.join(path, "sitecustomize.py")) for path in paths if path)
         understood = bool(words) and (words[0] in ("-c", "-m") or not words[0].startswith("-"))
-        return understood and not customized and read_at_start(request["environ"]) == self._environ
+        return understood and not customized and read_at_start(request["environ"], self._prefixes) == self._environ
 
     def _reap(self, fork: Fork) -> None:
         _, status = os.waitpid(fork.pid, 0)
@@ -169,14 +171,14 @@ def program(arguments: Sequence[str], site: Sequence[str]) -> Any:
         return compile(file.read(), path, "exec")
 
 
-def main(listener_fd: int, executable: str, preload: Sequence[str]) -> Any:
+def main(listener_fd: int, executable: str, preload: Sequence[str], prefixes: tuple[str, ...]) -> Any:
     """Returns in the forks alone, what they run."""
-    site, environ = sys.path[1:], read_at_start(os.environ)  # which torch adds to
+    site, environ = sys.path[1:], read_at_start(os.environ, prefixes)  # which torch adds to
     for module in ("torch", "torch.distributed", "numpy", *preload):
         importlib.import_module(module)
     gc.collect()
     gc.freeze()  # what is shared with every process stays shared
-    request, fds = Forking(socket.socket(fileno=listener_fd), environ).serve()
+    request, fds = Forking(socket.socket(fileno=listener_fd), environ, prefixes).serve()
     become(request, fds)
     sys.executable = executable
     return program(request["arguments"], site)
