@@ -15,6 +15,12 @@ def check_choice(name: str, value: object, legal: Sequence[object]) -> None:
         raise ConfigError(f"{name}={value!r} is not understood; legal values: {', '.join(map(str, legal))}")
 
 
+def check_flag(name: str, value: object) -> None:
+    """Raises `ConfigError` for what is no bool."""
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name}={value!r} must be True or False")
+
+
 def check_count(name: str, value: object, least: int) -> None:
     """Raises `ConfigError` for what is no whole number of ``least`` or more."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:

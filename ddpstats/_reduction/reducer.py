@@ -21,7 +21,7 @@ import torch.distributed as dist
 from ddpstats._agreement.agreement import Agreement, Call, Counters
 from ddpstats._agreement.channel import Channel, channel_of
 from ddpstats._base import config
-from ddpstats._base.arguments import check_choice
+from ddpstats._base.arguments import check_choice, check_flag
 from ddpstats._base.compiled import breaks_graph
 from ddpstats._reduction.rank_values import RankValues
 from ddpstats._reduction.reduction import Reduction
@@ -119,8 +119,7 @@ class StatsReducer:
         per_rank: bool = False,
     ) -> None:
         check_choice("nonfinite", nonfinite, get_args(NonFinitePolicy))
-        if not isinstance(per_rank, bool):
-            raise ConfigError(f"per_rank={per_rank!r} must be True or False")
+        check_flag("per_rank", per_rank)
         if name is not None and not isinstance(name, str):
             raise ConfigError(f"name={name!r} must be a str or None")
         self._find_group = _reference(group)

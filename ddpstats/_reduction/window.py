@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from ddpstats._agreement.status import Failure
+from ddpstats._base.arguments import check_flag
 from ddpstats._base.compiled import breaks_graph, compiler_probe, never_traced, refuse_without_values
 from ddpstats._reduction.reducer import NonFinitePolicy, ReductionCounters, StatsReducer
 from ddpstats._reduction.result import Reduced
@@ -175,8 +176,7 @@ class StatsWindow:
             could not be at the next flush, and windows of all ranks begin at the same step. Only a `ConfigError`,
             which is raised before anything is sent, leaves the window as it was.
         """
-        if not isinstance(per_rank, bool):
-            raise ConfigError(f"per_rank={per_rank!r} must be True or False")
+        check_flag("per_rank", per_rank)
         channel = self._reducer._usable_channel()
         channel.refuse_inside()
         refuse_without_values(f"a reduction on {channel.group_name}")

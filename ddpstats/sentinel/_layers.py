@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from ddpstats._base.arguments import check_count
+from ddpstats._base.arguments import check_count, check_flag
 from ddpstats._base.rank_names import ranks_text
 from ddpstats._observe.gradients import replicas_in, unwrapped
 from ddpstats._rerun.micro_batch import scale_of
@@ -52,8 +52,7 @@ class Options:
             raise ConfigError(f"replay_fn={self.replay_fn!r} must be a function (module, batch) that returns the loss")
         if self.replay_every_steps and self.replay_fn is None:
             raise ConfigError("replay_every_steps= needs replay_fn=: a function (module, batch) that returns the loss")
-        if not isinstance(self.matmul_checksum, bool):
-            raise ConfigError(f"matmul_checksum={self.matmul_checksum!r} must be True or False")
+        check_flag("matmul_checksum", self.matmul_checksum)
         if self.scaler is not None and not (hasattr(self.scaler, "get_scale") and hasattr(self.scaler, "is_enabled")):
             raise ConfigError(f"scaler={self.scaler!r} must be a torch.amp.GradScaler")
         _check_patterns(model, self.ignore)

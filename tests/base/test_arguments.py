@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ddpstats._base.arguments import check_choice, check_count, refuse_differences
+from ddpstats._base.arguments import check_choice, check_count, check_flag, refuse_differences
 from ddpstats.errors import ConfigError
 
 
@@ -15,6 +15,13 @@ def test_a_count_is_a_whole_number_from_the_least_on(value: Any) -> None:
     check_count("keep", 1, 1)
     with pytest.raises(ConfigError, match=rf"^keep={value!r} must be a whole number, 1 or more$"):
         check_count("keep", value, 1)
+
+
+@pytest.mark.parametrize("value", [0, 1, "True", None])
+def test_a_flag_is_a_bool(value: Any) -> None:
+    check_flag("per_rank", False)
+    with pytest.raises(ConfigError, match=rf"^per_rank={value!r} must be True or False$"):
+        check_flag("per_rank", value)
 
 
 def test_a_choice_is_one_of_the_legal_values() -> None:
