@@ -23,6 +23,7 @@ from tests.needs import ROOT, needs
 LIMIT_SEC = 240.0
 TRAIN = str(ROOT / "tests" / "launchers" / "train.py")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+RAY = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_TRAIN_V2_ENABLED": "1"}
 STATS = {"loss": 1.5, "l1": 10.0, "snr": 20.0}
 
 
@@ -83,30 +84,32 @@ def ranks_of(directory: Path, outputs: Sequence[str]) -> list[dict[str, Any]]:
             "accelerate",
         ),
         ([sys.executable], "spawn"),
+        ([sys.executable], "ray"),
     ],
-    ids=["torchrun", "accelerate launch", "multiprocessing.spawn"],
+    ids=["torchrun", "accelerate launch", "multiprocessing.spawn", "Ray Train"],
 )
 def test_where_the_launcher_ends_the_others_it_names_the_one_that_was_killed(
     command: list[str], how: str, tmp_path: Path
 ) -> None:
-    if how == "accelerate":
-        needs("accelerate")
-    outputs = finish([[*command, TRAIN, str(tmp_path), how]], [{"MASTER_PORT": free_port()}], tmp_path)
+    if how in ("accelerate", "ray"):
+        needs(how)
+    outputs = finish([[*command, TRAIN, str(tmp_path), how]], [{"MASTER_PORT": free_port(), **RAY}], tmp_path)
     first, _ = ranks_of(tmp_path, outputs)
     if "missing" in first:  # it came to say so before it was ended
         assert first["missing"] == [1]
     if how == "spawn":
         assert "process 1 terminated with signal SIGKILL" in outputs[0]
+    elif how == "ray":  # it looks every two seconds
+        assert "world_rank=1" in outputs[0]
+        assert "The actor died unexpectedly" in outputs[0]
     else:
         assert "local_rank: 1" in outputs[0]
         assert "Signal 9 (SIGKILL)" in outputs[0]
 
 
-@pytest.mark.parametrize("how", ["lightning", "ray"])
-def test_where_the_launcher_lets_the_others_live_they_name_it(how: str, tmp_path: Path) -> None:
-    needs(how)
-    environ = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_TRAIN_V2_ENABLED": "1"}
-    outputs = finish([[sys.executable, TRAIN, str(tmp_path), how]], [environ], tmp_path)
+def test_where_the_launcher_lets_the_others_live_they_name_it(tmp_path: Path) -> None:
+    needs("lightning")
+    outputs = finish([[sys.executable, TRAIN, str(tmp_path), "lightning"]], [{}], tmp_path)
     first, _ = ranks_of(tmp_path, outputs)
     assert first.get("missing") == [1], outputs
     assert "rank 1: the process is gone" in first["text"]
