@@ -112,6 +112,8 @@ def parts_of(name: str, gradient: Tensor) -> dict[str, Tensor]:
 
 def elements(gradient: Tensor | None) -> Tensor:
     """What `held_values` gives, but of a sparse gradient each element once: it may hold several parts of one."""
+    if type(gradient) is Tensor and gradient.layout is torch.strided and not gradient.is_nested:  # nearly every one
+        return gradient
     return gradient.coalesce().values() if gradient is not None and is_sparse(gradient) else held_values(gradient)
 
 

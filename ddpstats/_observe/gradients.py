@@ -167,8 +167,20 @@ class GradientWatch:
         self._micro.early[place] = EarlyGradient(norms, kept, issued())
 
     def _arrived(self, parameter: Tensor) -> None:
-        micro, place = self._micro, self._place[id(parameter)]
-        self._note_task(micro)
+        micro, task = self._micro, graph_task()
+        if task not in micro.tasks:
+            self._note_task(micro, task)
+        to_look_at = micro.at_once or micro.early or not micro.passes[-1].arrived  # of most passes, the first one alone
+        if to_look_at and self._measured_before(micro, parameter):
+            return
+        if micro.at_once or _has_foreign_hooks(parameter) or is_sparse(parameter.grad):
+            self._measure([parameter])
+        else:
+            micro.waiting.append(parameter)
+
+    def _measured_before(self, micro: WatchedMicroBatch, parameter: Tensor) -> bool:
+        """Notes whether it may have been reduced. Was it, by hooks of the program's, and was it measured before them?"""
+        place = self._place[id(parameter)]
         early = micro.early.pop(place, None)
         between = {} if early is None else since(early.counts)
         if early is not None and between:
@@ -180,22 +192,19 @@ class GradientWatch:
             elif early is None and not self._replicas and gradient_hooks(parameter):
                 self._early.stay(place)
         micro.passes[-1].arrived = True
-        if early is not None and between:
-            self._take_early(parameter, place, early)
-        elif micro.at_once or _has_foreign_hooks(parameter) or is_sparse(parameter.grad):
-            self._measure([parameter])
-        else:
-            micro.waiting.append(parameter)
+        if early is None or not between:
+            return False
+        self._take_early(parameter, place, early)
+        return True
 
-    def _note_task(self, micro: WatchedMicroBatch) -> None:
-        task = graph_task()
-        if task not in micro.tasks:
-            if not micro.tasks:
-                micro.close_pass()
-                micro.passes.append(BackwardPass(micro.first))
-            micro.tasks.add(task)
-            if queue_callback is not None:
-                queue_callback(lambda: self._task_ends(micro, task))
+    def _note_task(self, micro: WatchedMicroBatch, task: int) -> None:
+        """Its first gradient arrives."""
+        if not micro.tasks:
+            micro.close_pass()
+            micro.passes.append(BackwardPass(micro.first))
+        micro.tasks.add(task)
+        if queue_callback is not None:
+            queue_callback(lambda: self._task_ends(micro, task))
 
     def _task_ends(self, micro: WatchedMicroBatch, task: int) -> None:
         self._measure_waiting()
