@@ -60,7 +60,7 @@ from ddpstats._observe.torch_compat import (
     unbox_group,
     unbox_work,
 )
-from ddpstats._transport.gloo_group import group_of_one
+from ddpstats._transport.gloo_group import done_within, group_of_one
 from ddpstats.errors import ConfigError
 
 
@@ -242,14 +242,8 @@ def _timedelta(seconds: float) -> timedelta:
 
 
 def wait_within(work: Any, limit: timedelta) -> bool:
-    """Wait for ``work``; False if it goes on. Raises what the backend raises if it failed."""
-    try:
-        (_original_wait or dist.Work.wait)(work, limit)
-    except RuntimeError:
-        if work.is_completed():
-            raise
-        return False
-    return True
+    """Wait for a collective; False if it goes on. Raises what the backend raises if it failed."""
+    return done_within(work, limit, _original_wait or dist.Work.wait)
 
 
 # -- kernels ----------------------------------------------------------------------------------------------------------

@@ -179,7 +179,7 @@ class GradientWatch:
             micro.waiting.append(parameter)
 
     def _measured_before(self, micro: WatchedMicroBatch, parameter: Tensor) -> bool:
-        """Notes whether it may have been reduced. Was it, by hooks of the program's, and was it measured before them?"""
+        """Notes whether it may have been reduced. Was it, by the program's hooks, and was it measured before them?"""
         place = self._place[id(parameter)]
         early = micro.early.pop(place, None)
         between = {} if early is None else since(early.counts)

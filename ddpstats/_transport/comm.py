@@ -31,6 +31,7 @@ from ddpstats._base.wording import first_line
 from ddpstats._transport.gloo_group import (
     OWN_GROUP,
     default_store,
+    done_within,
     gloo_backend,
     group_around,
     init_method,
@@ -158,13 +159,9 @@ class GlooComm:
         work: Any = None
         try:
             work = start(*arguments)
-            try:
-                work.wait(self._slice[1])
-            except RuntimeError:
-                if work.is_completed():
-                    raise
+            if not done_within(work, self._slice[1]):
                 self.watch()
-                wait_in_slices(lambda sec: _done_within(work, sec), timeout_sec, self.watch)
+                wait_in_slices(lambda sec: done_within(work, timedelta(seconds=sec)), timeout_sec, self.watch)
         except RuntimeError as error:
             raise CommFailed(first_line(error)) from None
         except BaseException:  # nobody waits any more, by `watch` or by an interrupt, while the operation goes on
@@ -199,17 +196,6 @@ def _options(name: str, timeout_sec: float) -> Any:
     options = getattr(dist.distributed_c10d, name)()
     options.timeout = timedelta(seconds=timeout_sec)
     return options
-
-
-def _done_within(work: Any, seconds: float) -> bool:
-    """Wait for ``work``; False if it goes on. Raises RuntimeError where it failed."""
-    try:
-        work.wait(timedelta(seconds=seconds))
-    except RuntimeError:
-        if work.is_completed():
-            raise
-        return False
-    return True
 
 
 class SoloComm:

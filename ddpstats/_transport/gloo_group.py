@@ -14,7 +14,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -63,6 +63,21 @@ def group_of_one(name: str) -> Iterator[list[Any]]:
         yield only
     finally:
         only.clear()
+
+
+def done_within(work: Any, limit: timedelta, wait: Callable[..., Any] | None = None) -> bool:
+    """Wait for a collective; False if it goes on. Raises RuntimeError, as the backend does, if it failed.
+
+    ``wait``: in place of ``work.wait``. Not for a message: one that was waited for in vain is never complete again.
+    """
+    wait = wait or dist.Work.wait
+    try:
+        wait(work, limit)
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+        wait(work, limit)  # raises why it failed; where it did not, it ended between that wait and this look
+    return True
 
 
 def store_of(group: dist.ProcessGroup) -> Any:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import time
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -44,3 +46,17 @@ def reduced_by() -> tuple[list[tuple[str, str | None, bool]], bool]:
     finally:
         collectives.unsubscribe(seen)
     return seen.calls, before == dict(vars(dist.ProcessGroup))
+
+
+def waits_in_slices(count: int) -> int:
+    """Of collectives that end about when a slice does: how many of them were looked for once more."""
+    later, limit = 0, timedelta(milliseconds=1)
+    for _ in range(count):
+        if dist.get_rank() == 1:
+            time.sleep(0.0009)
+        work = dist.all_reduce(torch.ones(1), async_op=True)
+        if not collectives.wait_within(work, limit):
+            later += 1
+            while not collectives.wait_within(work, limit):
+                pass
+    return later
