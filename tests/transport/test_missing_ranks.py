@@ -310,6 +310,22 @@ def test_a_rank_may_die_at_any_point_of_a_call() -> None:
         assert one.after_sec < (2 * SHORT_SEC + SLACK_SEC if victim == 1 else LONG_SEC / 2)
 
 
+def lose_one_before_its_values() -> Missed:
+    """The sum of all is there, on all ranks; the exchange of single ranks' values begins."""
+    reducer = StatsReducer(timeout_sec=LONG_SEC, per_rank=True)
+    assert reducer({"loss": 1.0}).flat_by_rank()["loss"].values == (1.0, 1.0, 1.0)
+    if dist.get_rank() == 1:
+        comm.GlooComm.all_gather = dying  # type: ignore[method-assign]
+    return attempt(reducer, {"loss": 1.0})
+
+
+def test_a_rank_may_die_between_the_sum_and_single_ranks_values() -> None:
+    outcomes = run_ranks(lose_one_before_its_values, 3, timeout_sec=LIMIT_SEC)
+    missed = agreed(survivors(outcomes, 1))
+    assert missed.missing == (1,)
+    assert max(one.after_sec for one in survivors(outcomes, 1)) < LONG_SEC / 2
+
+
 def exit_early() -> Missed:
     reducer = StatsReducer(timeout_sec=LONG_SEC)
     for step in range(5):
