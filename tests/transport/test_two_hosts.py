@@ -2,51 +2,63 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.hosts import NEAR, ip
+from tests.hosts import NEAR, bad_link, ip
 from tests.scripts import python
-from tests.transport.two_hosts_rank import TIMEOUT_SEC
+from tests.transport.two_hosts_rank import STEPS, TIMEOUT_SEC
 
 LIMIT_SEC = 100.0
 SLACK_SEC = 5.0
 
 
-def told_by_both(hosts: tuple[str, str, str, str], phase: str, ranks: int, directory: Path) -> list[Any]:
-    """What the ranks say: rank 0 with the store on the first host, the others on the second."""
-    near, far, here, there = hosts
-    processes = []
-    for rank in range(ranks):
-        space, link = (near, here) if rank == 0 else (far, there)
-        environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "GLOO_SOCKET_IFNAME": link}
-        environ.update(OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="FATAL")
-        command = ["ip", "netns", "exec", space, python(), "-m", "tests.transport.two_hosts_rank"]
-        command += [str(rank), str(ranks), NEAR, "29511", phase, str(directory)]
-        processes.append(subprocess.Popen(command, stdout=-1, stderr=-1, text=True, env=environ))
+def rank_on(space: str, link: str, rank: int, ranks: int, phase: str, directory: Path) -> subprocess.Popen[str]:
+    """A rank on the host that is this namespace; rank 0 is on the first one, and serves the store."""
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "GLOO_SOCKET_IFNAME": link}
+    environ.update(OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="FATAL")
+    command = ["ip", "netns", "exec", space, python(), "-m", "tests.transport.two_hosts_rank"]
+    command += [str(rank), str(ranks), NEAR, "29511", phase, str(directory)]
+    return subprocess.Popen(command, stdout=-1, stderr=-1, text=True, env=environ)
+
+
+@contextlib.contextmanager
+def ready(processes: Sequence[subprocess.Popen[str]], directory: Path) -> Iterator[None]:
+    """Inside, all ranks have come to where they say so; they end with it."""
     try:
         deadline = time.monotonic() + LIMIT_SEC
-        while len(list(directory.glob("ready*"))) < ranks:
+        while len(list(directory.glob("ready*"))) < len(processes):
             assert time.monotonic() < deadline, "the ranks do not come up"
             assert all(process.poll() is None for process in processes), [one.communicate() for one in processes]
             time.sleep(0.1)
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+def told_by_both(hosts: tuple[str, str, str, str], phase: str, ranks: int, directory: Path) -> list[Any]:
+    """What the ranks say: rank 0 with the store on the first host, the others on the second."""
+    near, far, here, there = hosts
+    processes = [rank_on(near, here, 0, ranks, phase, directory)]
+    processes += [rank_on(far, there, rank, ranks, phase, directory) for rank in range(1, ranks)]
+    with ready(processes, directory):
         if phase == "during":
             time.sleep(1.0)  # the second host waits in its reduction
         ip("-n", near, "link", "set", here, "down")
         (directory / "down").touch()
         asked = processes[1:] if phase == "during" else processes
         return [json.loads(process.communicate(timeout=LIMIT_SEC)[0] or "null") for process in asked]
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
 
 
 @pytest.mark.parametrize("phase", ["between", "during"])
@@ -100,3 +112,22 @@ def test_the_link_goes_down_before_a_call_that_watches(
     assert near["missing"] == [1], near["text"]
     assert far["missing"] == [0]
     assert "this host is cut off: the store does not answer; rank 0 of other hosts" in far["text"]
+
+
+@pytest.mark.parametrize("away_sec", [0.0, 5.0], ids=["1 % of the packets are lost", "and for 5 s all of them"])
+def test_a_bad_link_makes_it_slow_and_nothing_else(away_sec: float, tmp_path: Path) -> None:
+    """Each way takes 10 ms."""
+    with bad_link(delay_sec=0.01, loss=0.01) as link:
+        spaces = (link.near, link.far)
+        processes = [rank_on(space, link.link, rank, 2, "bad link", tmp_path) for rank, space in enumerate(spaces)]
+        with ready(processes, tmp_path):
+            if away_sec:
+                link.set("down")
+                time.sleep(away_sec)
+                link.set("up")
+            told = [process.communicate(timeout=LIMIT_SEC) for process in processes]
+    for out, err in told:
+        assert out, err
+        longest_sec, compared = json.loads(out)
+        assert longest_sec > 0.8 * away_sec
+        assert compared == STEPS

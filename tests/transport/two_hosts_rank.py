@@ -21,6 +21,7 @@ import ddpstats
 from tests.transport.store_host_rank import attempt, guarded_call
 
 TIMEOUT_SEC = 8.0
+STEPS = 40
 
 
 def call_of(phase: str, directory: Path) -> Callable[[], Any]:
@@ -34,6 +35,27 @@ def call_of(phase: str, directory: Path) -> Callable[[], Any]:
     return lambda: reducer({"a": 1.0})
 
 
+def over_a_bad_link(rank: int, directory: Path) -> tuple[float, int]:
+    """Some steps, each with its right result: seconds of the longest, and collectives that the guard compared."""
+    os.environ["DDPSTATS_TIMEOUT_SEC"] = "60"
+    reducer, window, longest_sec = ddpstats.StatsReducer(), ddpstats.StatsWindow(), 0.0
+    with ddpstats.collective_guard("step", check_every=8) as guard:
+        for step in range(STEPS):
+            started = time.monotonic()
+            if step == STEPS // 2:
+                (directory / f"ready{rank}").touch()
+            own = f"of {rank}, {step // 10}"  # a key that is new now and then
+            window.add({"loss": float(rank)})
+            found = reducer({"loss": float(step + rank), own: 1.0}).flat()
+            assert found == {"loss": step + 0.5, f"of 0, {step // 10}": 1.0, f"of 1, {step // 10}": 1.0}
+            dist.all_reduce(torch.ones(1))
+            if step % 10 == 9:
+                guard.step()
+                assert window.flush().flat() == {"loss": 0.5}
+            longest_sec = max(longest_sec, time.monotonic() - started)
+        return longest_sec, guard.counters.compared
+
+
 def main(rank: int, world_size: int, address: str, port: str, phase: str, directory: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -44,6 +66,9 @@ def main(rank: int, world_size: int, address: str, port: str, phase: str, direct
         timeout=timedelta(seconds=120),
     )
     os.environ["DDPSTATS_TIMEOUT_SEC"] = str(TIMEOUT_SEC)
+    if phase == "bad link":
+        print(json.dumps(over_a_bad_link(rank, directory)), flush=True)
+        return
     call = call_of(phase, directory)
     if phase in ("between", "during", "NaNCapture.check"):
         call()
