@@ -12,6 +12,7 @@ from typing import Any
 
 from ddpstats._reduction.result import Reduced
 from ddpstats.errors import ConfigError
+from ddpstats.integrations._scalars import scalars_of
 
 __all__ = ["write"]
 
@@ -42,7 +43,7 @@ def write(writer: Any, reduced: Reduced, step: int, *, prefix: str = "", per_ran
     """
     if not isinstance(reduced, Reduced):
         raise TypeError(f"a Reduced is needed, not {type(reduced).__name__}; pass what reduce_stats() returned")
-    scalars = {**reduced.flat(), **_extremes(reduced)} if per_rank else reduced.flat()
+    scalars = scalars_of(reduced, prefix=prefix, per_rank=per_rank)
     if writer is None:
         return
     package = (writer.__name__ if isinstance(writer, ModuleType) else type(writer).__module__).partition(".")[0]
@@ -54,22 +55,7 @@ def write(writer: Any, reduced: Reduced, step: int, *, prefix: str = "", per_ran
             "SummaryWriter of TensorBoard, wandb or its run, mlflow, a transformers.Trainer, None. For any other "
             "logger use reduced.flat(), a dict of floats."
         )
-    how(writer, {prefix + name: value for name, value in scalars.items()}, step)
-
-
-def _extremes(reduced: Reduced) -> dict[str, float]:
-    if reduced.by_rank is None:
-        raise ConfigError("nothing is known of single ranks: reduce with per_rank=True, as reduce_stats() takes it")
-    found: dict[str, float] = {}
-    for name, held in reduced.flat_by_rank().items():
-        for which, rank in (("min", held.min_rank), ("max", held.max_rank)):
-            value = None if rank is None else held.values[held.ranks.index(rank)]
-            if rank is not None and value is not None:
-                found |= {f"{name}/{which}": float(value), f"{name}/{which}_rank": float(rank)}
-    taken = sorted(found.keys() & reduced.flat().keys())
-    if taken:
-        raise ConfigError(f"per_rank=True would write {taken[0]!r} twice, since a path has that name: rename it")
-    return found
+    how(writer, scalars, step)
 
 
 def _inherited(writer: Any) -> Callable[[Any, dict[str, float], int], None] | None:
