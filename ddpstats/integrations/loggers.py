@@ -89,8 +89,8 @@ def write_window(trainer: Any, window: StatsWindow, *, prefix: str = "", per_ran
 
     Args:
         trainer: of ``lightning.pytorch`` or ``pytorch_lightning``, or a ``transformers.Trainer``. It must log in the
-            same steps on every rank: where ranks have other settings, `RankMissing` ends the run, as the flush of one
-            waits for a rank that waits for its gradients.
+            same steps on every rank, as the Trainer's own logging needs too. Lightning's ranks else end in
+            `RankMissing`, for the flush of one waits for another that waits for its gradients.
         window: made with the ``group`` and ``nonfinite`` that you want.
         prefix: put before every name, for example ``"window/"``.
         per_rank: also what `write` adds with it; one collective more.
