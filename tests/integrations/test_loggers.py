@@ -137,7 +137,8 @@ def test_a_window_behind_hugging_faces_trainer(tmp_path: Path, two_ranks: RankPo
         for row, first in zip(rows, (0, 20, 40, 60), strict=True):
             wanted = expected(first, min(first + 20, 68))
             assert close({name: row[name] for name in row.keys() & KEYS}, wanted)
-        assert [row["step"] for row in history if "eval_loss" in row] == [15, 30, 34]
+        evaluated = [row["step"] for row in history if "eval_loss" in row]
+        assert evaluated[:2] == [15, 30]  # and, in newer versions, after the last step
         assert not KEYS & returned.keys()
         assert (collectives, left) == (3, 0)
     written = written_to_tensorboard(tmp_path, "train/acc")
