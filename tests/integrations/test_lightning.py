@@ -324,7 +324,7 @@ def test_who_is_not_in_the_group_has_no_part(two_ranks: RankPool) -> None:
 @pytest.mark.parametrize("how", ["stock", "install"])
 def test_a_window_behind_a_trainer(two_ranks: RankPool, how: str) -> None:
     """Ranks add other keys, or nothing; the trainer logs each tenth step, in two epochs, and validates in between."""
-    for found in two_ranks.run(runs.windowed, how).values():
+    for found in two_ranks.run(runs.windowed, how, timeout_sec=240).values():
         rows = [(step, row) for step, row in found["rows"] if "acc" in row]
         assert [step for step, _ in rows] == [9, 19, 29, 33]
         for (_, row), first in zip(rows, (0, 20, 40, 60), strict=True):
@@ -339,7 +339,7 @@ def test_a_window_behind_a_trainer(two_ranks: RankPool, how: str) -> None:
 
 def test_windows_of_trainers_that_log_in_other_steps_are_an_error(tmp_path: Path) -> None:
     env = {"DDPSTATS_TIMEOUT_SEC": "2"}
-    run_ranks(runs.windows_at_other_steps, 2, tmp_path, env=env, timeout_sec=100)
+    run_ranks(runs.windows_at_other_steps, 2, tmp_path, env=env, timeout_sec=240)
     said = {path.name: path.read_text() for path in tmp_path.iterdir()}
     assert said["rank0"].startswith("RankMissing: ")
     assert said.get("rank1") != "nothing"

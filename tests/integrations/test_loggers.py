@@ -10,7 +10,7 @@ import subprocess
 import sys
 import textwrap
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +107,13 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         loggers.write(mlflow, reduce_stats({"a": [1.0], "a.0": 2.0}), 3)
 
 
+LIMIT_SEC = 240  # of ranks that import a trainer, on a loaded machine
+
+
+def trained(pool: RankPool, run: Callable[[str], Any], folder: Path) -> list[Any]:
+    return pool.run(run, str(folder), timeout_sec=LIMIT_SEC).values()
+
+
 def transformers_runs() -> Any:
     needs("transformers", "tensorboard")
     return importlib.import_module("tests.integrations.transformers_runs")
@@ -123,7 +130,7 @@ def written_to_tensorboard(folder: Path, name: str) -> list[tuple[int, float]]:
 
 def test_hugging_face_trainer_on_two_ranks(tmp_path: Path, two_ranks: RankPool) -> None:
     runs = transformers_runs()
-    for history in two_ranks.run(runs.reduced_in_each_step, str(tmp_path)).values():
+    for history in trained(two_ranks, runs.reduced_in_each_step, tmp_path):
         assert [(row["l1"], row["snr"]) for row in history if "l1" in row] == [(1.0, -1.0), (1.0, -1.0)]
     assert [value for _, value in written_to_tensorboard(tmp_path, "train/snr")] == [-1.0, -1.0]
 
@@ -131,7 +138,7 @@ def test_hugging_face_trainer_on_two_ranks(tmp_path: Path, two_ranks: RankPool) 
 def test_a_window_behind_hugging_faces_trainer(tmp_path: Path, two_ranks: RankPool) -> None:
     """Ranks add other keys, or nothing; the trainer logs each tenth step, and evaluates in between."""
     runs = transformers_runs()
-    for history, returned, collectives, left in two_ranks.run(runs.windowed, str(tmp_path)).values():
+    for history, returned, collectives, left in trained(two_ranks, runs.windowed, tmp_path):
         rows = [row for row in history if "acc" in row]
         assert [(row["step"], "loss" in row) for row in rows] == [(10, True), (20, True), (30, True), (34, False)]
         for row, first in zip(rows, (0, 20, 40, 60), strict=True):
@@ -147,7 +154,7 @@ def test_a_window_behind_hugging_faces_trainer(tmp_path: Path, two_ranks: RankPo
 
 
 def test_a_name_that_the_trainer_logs_itself_is_refused_on_every_rank(tmp_path: Path, two_ranks: RankPool) -> None:
-    for row, error in two_ranks.run(transformers_runs().a_name_of_the_trainer, str(tmp_path)).values():
+    for row, error in trained(two_ranks, transformers_runs().a_name_of_the_trainer, tmp_path):
         assert (row["window/loss"], row["window/loss/max"], row["window/loss/max_rank"]) == (0.5, 1.0, 1.0)
         assert error.startswith("the Trainer logs 'loss' itself")
 
