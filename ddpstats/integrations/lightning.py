@@ -180,11 +180,11 @@ def _collections(trainer: Any) -> list[tuple[Any, str]]:
 
 
 def _has_users_hook(trainer: Any, hook: str) -> bool:
-    """Whether someone other than Lightning itself might log in ``hook``."""
+    """Whether someone other than Lightning itself, or a callback of ours, might log in ``hook`` for us to combine."""
     owners = (
         getattr(getattr(one, hook, None), "__module__", None) for one in (trainer.lightning_module, *trainer.callbacks)
     )
-    return any(str(owner).partition(".")[0] not in ROOTS for owner in owners)
+    return any(str(owner).partition(".")[0] not in {*ROOTS, "ddpstats"} for owner in owners)
 
 
 # -- in place of Lightning's ------------------------------------------------------------------------------------------

@@ -15,12 +15,14 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
 import ddpstats
-from ddpstats.integrations import accelerate
+from ddpstats.integrations import accelerate, loggers
 from ddpstats.testing import count_collectives
 from tests.integrations.watching import on_group
+from tests.integrations.window_adds import added
 
 # accelerate has no types
 Accelerator: Any = importlib.import_module("accelerate").Accelerator
+tracking: Any = importlib.import_module("accelerate.tracking")
 operations: Any = importlib.import_module("accelerate.utils.operations")
 state: Any = importlib.import_module("accelerate.state")
 
@@ -44,13 +46,13 @@ class Batch(collections.UserDict[str, Any]):
 
 
 @contextlib.contextmanager
-def accelerator(install: bool = True) -> Iterator[Any]:
+def accelerator(install: bool = True, **settings: Any) -> Iterator[Any]:
     """An Accelerator with ddpstats, or stock. The rank serves other tests afterwards."""
     _reset()
     if install:
         accelerate.install()
     try:
-        yield Accelerator(cpu=True)
+        yield Accelerator(cpu=True, **settings)
     finally:
         accelerate.uninstall()
         _reset()
@@ -251,6 +253,46 @@ def counts(install: bool) -> list[tuple[int, int]]:
                 one.reduce(given), one.gather(given)
             seen.append((everywhere.total, len(own)))
     return seen
+
+
+class Kept(tracking.GeneralTracker):  # type: ignore[misc]  # a class found at run time
+    """A tracker that keeps what accelerate gives to trackers."""
+
+    name, requires_logging_directory, tracker = "kept", False, None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[int, dict[str, float]]] = []
+
+    @tracking.on_main_process  # type: ignore[untyped-decorator]  # accelerate has no types
+    def log(self, values: dict[str, float], step: int, **named: Any) -> None:
+        self.rows.append((step, values))
+
+
+def windowed() -> tuple[list[tuple[int, dict[str, float]]], list[int]]:
+    """34 steps of two batches, each tenth logged, and what is left: the rows, and the collectives of each flush."""
+    kept, collectives = Kept(), []
+    with accelerator(False, log_with=kept, gradient_accumulation_steps=2) as one, ddpstats.StatsWindow() as window:
+        one.init_trackers("project")
+        model, optimizer = torch.nn.Linear(1, 1), torch.optim.SGD
+        model, optimizer = one.prepare(model, optimizer(model.parameters(), lr=0.1))
+        step = 0
+        for index in range(68):
+            with one.accumulate(model):
+                one.backward(model(torch.ones(1, 1)).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+            stats = added(dist.get_rank(), index)
+            if stats is not None:
+                window.add(*stats)
+            if not one.sync_gradients:
+                continue
+            step += 1
+            if step % 10 == 0 or step == 34:
+                with count_collectives() as seen:
+                    loggers.write(one, window.flush(), step, prefix="train/")
+                collectives.append(seen.total)
+    return kept.rows, collectives
 
 
 class Colour(enum.Enum):

@@ -23,8 +23,9 @@ import torchmetrics
 from torch.utils.data import DataLoader
 
 import ddpstats
-from ddpstats.integrations import lightning as ours
+from ddpstats.integrations import lightning as ours, loggers
 from ddpstats.testing import count_collectives
+from tests.integrations.window_adds import added
 
 PACKAGE = "DDPSTATS_TEST_LIGHTNING"
 ROOT = os.environ.get(PACKAGE, "lightning.pytorch")
@@ -377,6 +378,68 @@ def of_validation(how: str) -> list[int]:
                 totals.append(seen.total)
             found.append(totals[1] - totals[0])
     return found
+
+
+class Adding(Logging):
+    """Adds what its batches give to a window. Has no hook of its own at the end of a batch."""
+
+    def __init__(self, window: ddpstats.StatsWindow) -> None:
+        super().__init__({"validation_step": lambda rank, i: [("v", 1.0, EPOCH)]})
+        self.window, self.batches = window, iter(range(200))
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        one = added(dist.get_rank(), next(self.batches))
+        if one is not None:
+            self.window.add(*one)
+        return super().training_step(batch, index)
+
+
+class AddingAndLooking(Adding, Scripted):
+    """Also looks at what it finds at the end of each batch."""
+
+
+def windowed(how: str) -> Found:
+    """34 steps of two batches, in two epochs, each tenth logged, and validation after each epoch.
+
+    Then 30 steps of one batch: "collectives" that the window adds to those; how many adds are "left".
+    """
+    with ddpstats.StatsWindow(name="trainer") as window:
+        with quietly(), installed(how) as extra, tempfile.TemporaryDirectory() as root:
+            model = AddingAndLooking(window)
+            settings = {"log_every_n_steps": 10, "accumulate_grad_batches": 2, "max_epochs": 2}
+            trainer = trainer_of(root, extra, **settings)
+            loggers.write_window(trainer, window)
+            trainer.fit(model, loader(34), loader(1))
+            found = {"rows": trainer.logger.rows, "seen": model.seen, "end": trainer.callback_metrics}
+        found["end"] = {name: float(value) for name, value in found["end"].items()}
+        with_window, without = (_trained(how, window, attached) for attached in (True, False))
+        window.flush()  # of the run without
+        return {**found, "collectives": with_window - without, "left": window.adds}
+
+
+def _trained(how: str, window: ddpstats.StatsWindow, attached: bool) -> int:
+    """Collectives of 30 steps."""
+    with quietly(), installed(how) as extra, tempfile.TemporaryDirectory() as root:
+        trainer = trainer_of(root, extra, log_every_n_steps=10)
+        if attached:
+            loggers.write_window(trainer, window)
+        with count_collectives() as seen:
+            trainer.fit(Adding(window), loader(30))
+        return seen.total
+
+
+def windows_at_other_steps(folder: pathlib.Path) -> None:
+    """Rank 0 logs each second step and rank 1 each third. What a rank raises is written, and ends it as a script."""
+    with quietly(), ddpstats.StatsWindow(name="trainer") as window, tempfile.TemporaryDirectory() as root:
+        trainer = trainer_of(root, [], log_every_n_steps=2 + dist.get_rank())
+        loggers.write_window(trainer, window)
+        try:
+            trainer.fit(Adding(window), loader(6))
+            said = "nothing"
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+        (folder / f"rank{dist.get_rank()}").write_text(said)
+        os._exit(1)
 
 
 class Peeking(Logging):

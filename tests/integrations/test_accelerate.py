@@ -14,6 +14,7 @@ import torch
 
 from ddpstats.integrations import accelerate
 from ddpstats.testing import RankPool
+from tests.integrations.window_adds import close, expected
 from tests.needs import imported, needs
 
 needs("accelerate")
@@ -159,6 +160,18 @@ def test_conflicts_are_raised_alike_on_every_rank(two_ranks: RankPool) -> None:
 def test_collectives_do_not_grow_with_the_keys(two_ranks: RankPool) -> None:
     assert two_ranks.run(runs.counts, True).values() == [[(2, 0), (2, 0)]] * 2
     assert two_ranks.run(runs.counts, False).values() == [[(2, 2), (80, 80)]] * 2
+
+
+def test_a_window_into_its_trackers(two_ranks: RankPool) -> None:
+    """One collective each ten steps; ranks tell each other of new keys in one more, where there are any."""
+    (rows, collectives), (others, also) = two_ranks.run(runs.windowed).values()
+    assert others == []  # accelerate's trackers write on one rank
+    assert collectives == also
+    assert collectives[1:] == [1, 1, 1]
+    assert [step for step, _ in rows] == [10, 20, 30, 34]
+    for (_, row), first in zip(rows, (0, 20, 40, 60), strict=True):
+        wanted = expected(first, min(first + 20, 68))
+        assert close(row, {f"train/{name}": value for name, value in wanted.items()})
 
 
 # -- install and uninstall --------------------------------------------------------------------------------------------

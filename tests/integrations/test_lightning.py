@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ddpstats.testing import RankPool, run_ranks
+from tests.integrations.window_adds import KEYS, close, expected
 from tests.needs import imported, needs
 
 needs("lightning", "torchmetrics")
@@ -317,3 +319,27 @@ def test_float64_stays_exact(two_ranks: RankPool) -> None:
 
 def test_who_is_not_in_the_group_has_no_part(two_ranks: RankPool) -> None:
     assert two_ranks.run(runs.outside_of_the_group).values() == [{"k": 1.0}, {}]
+
+
+@pytest.mark.parametrize("how", ["stock", "install"])
+def test_a_window_behind_a_trainer(two_ranks: RankPool, how: str) -> None:
+    """Ranks add other keys, or nothing; the trainer logs each tenth step, in two epochs, and validates in between."""
+    for found in two_ranks.run(runs.windowed, how, timeout_sec=240).values():
+        rows = [(step, row) for step, row in found["rows"] if "acc" in row]
+        assert [step for step, _ in rows] == [9, 19, 29, 33]
+        for (_, row), first in zip(rows, (0, 20, 40, 60), strict=True):
+            assert close(row, expected(first, min(first + 20, 68)))
+        assert [step for step, row in found["rows"] if row == {"v": 1.0}] == [16, 33]
+        after_the_batches = [row for where, row in found["seen"] if where == "on_train_batch_end"]
+        assert "acc" not in after_the_batches[18]
+        assert close(after_the_batches[19], expected(0, 20))
+        assert close({name: found["end"][name] for name in found["end"].keys() & KEYS}, expected(60, 68))
+        assert (found["collectives"], found["left"]) == (3, 0)
+
+
+def test_windows_of_trainers_that_log_in_other_steps_are_an_error(tmp_path: Path) -> None:
+    env = {"DDPSTATS_TIMEOUT_SEC": "2"}
+    run_ranks(runs.windows_at_other_steps, 2, tmp_path, env=env, timeout_sec=240)
+    said = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert said["rank0"].startswith("RankMissing: ")
+    assert said.get("rank1") != "nothing"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import math
 import os
 import subprocess
 import sys
 import textwrap
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import ddpstats
 from ddpstats import ConfigError, reduce_stats
 from ddpstats.integrations import loggers
 from ddpstats.testing import PerRank, RankPool, count_collectives
-from tests import scripts
+from tests.integrations.window_adds import KEYS, close, expected
 from tests.needs import needs
 
 ROOT = Path(__file__).parents[2]
@@ -106,52 +107,69 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         loggers.write(mlflow, reduce_stats({"a": [1.0], "a.0": 2.0}), 3)
 
 
-def test_hugging_face_trainer_on_two_ranks(tmp_path: Path) -> None:
+LIMIT_SEC = 240  # of ranks that import a trainer, on a loaded machine
+
+
+def trained(pool: RankPool, run: Callable[[str], Any], folder: Path) -> list[Any]:
+    return pool.run(run, str(folder), timeout_sec=LIMIT_SEC).values()
+
+
+def transformers_runs() -> Any:
     needs("transformers", "tensorboard")
-    script = tmp_path / "train.py"
-    script.write_text(
-        textwrap.dedent("""
-            import pathlib, sys, torch, transformers, ddpstats
-            from ddpstats.integrations import loggers
+    return importlib.import_module("tests.integrations.transformers_runs")
 
-            class Model(torch.nn.Module):
-                def __init__(self):
-                    super().__init__()
-                    self.layer = torch.nn.Linear(1, 1)
 
-                def forward(self, x):
-                    return {"loss": self.layer(x).square().mean()}
-
-            class Trainer(transformers.Trainer):
-                def training_step(self, *args, **kwargs):
-                    loss = super().training_step(*args, **kwargs)
-                    rank = self.args.process_index
-                    reduced = ddpstats.reduce_stats({"l1" if rank == 0 else "snr": 1.0 - 2 * rank})
-                    loggers.write(self, reduced, self.state.global_step)
-                    return loss
-
-            arguments = transformers.TrainingArguments(
-                sys.argv[1], max_steps=2, per_device_train_batch_size=1, use_cpu=True, report_to="tensorboard",
-                disable_tqdm=True, save_strategy="no", ddp_backend="gloo", logging_strategy="no",
-            )
-            trainer = Trainer(Model(), arguments, train_dataset=[{"x": torch.ones(1)}] * 8)
-            trainer.train()
-            history = [(entry["l1"], entry["snr"]) for entry in trainer.state.log_history if "l1" in entry]
-            pathlib.Path(sys.argv[1], f"history{trainer.args.process_index}").write_text(str(history))
-            torch.distributed.destroy_process_group()
-        """)
-    )
-    command = ["-m", "ddpstats", "run", "--nproc", "2", "--guard", "off", str(script), str(tmp_path / "out")]
-    done = scripts.run(command, timeout=150, TENSORBOARD_LOGGING_DIR=str(tmp_path / "events"))
-    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    for rank in (0, 1):
-        assert (tmp_path / "out" / f"history{rank}").read_text() == "[(1.0, -1.0), (1.0, -1.0)]"
+def written_to_tensorboard(folder: Path, name: str) -> list[tuple[int, float]]:
     with foreign_warnings():
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-        files = [path.parent for path in tmp_path.rglob("events.out.tfevents*")]
+        files = [path.parent for path in folder.rglob("events.out.tfevents*")]
         events = EventAccumulator(str(files[0])).Reload()
-    assert [event.value for event in events.Scalars("train/snr")] == [-1.0, -1.0]
+    return [(event.step, event.value) for event in events.Scalars(name)]
+
+
+def test_hugging_face_trainer_on_two_ranks(tmp_path: Path, two_ranks: RankPool) -> None:
+    runs = transformers_runs()
+    for history in trained(two_ranks, runs.reduced_in_each_step, tmp_path):
+        assert [(row["l1"], row["snr"]) for row in history if "l1" in row] == [(1.0, -1.0), (1.0, -1.0)]
+    assert [value for _, value in written_to_tensorboard(tmp_path, "train/snr")] == [-1.0, -1.0]
+
+
+def test_a_window_behind_hugging_faces_trainer(tmp_path: Path, two_ranks: RankPool) -> None:
+    """Ranks add other keys, or nothing; the trainer logs each tenth step, and evaluates in between."""
+    runs = transformers_runs()
+    for history, returned, collectives, left in trained(two_ranks, runs.windowed, tmp_path):
+        rows = [row for row in history if "acc" in row]
+        assert [(row["step"], "loss" in row) for row in rows] == [(10, True), (20, True), (30, True), (34, False)]
+        for row, first in zip(rows, (0, 20, 40, 60), strict=True):
+            wanted = expected(first, min(first + 20, 68))
+            assert close({name: row[name] for name in row.keys() & KEYS}, wanted)
+        evaluated = [row["step"] for row in history if "eval_loss" in row]
+        assert evaluated[:2] == [15, 30]  # and, in newer versions, after the last step
+        assert not KEYS & returned.keys()
+        assert (collectives, left) == (3, 0)
+    written = written_to_tensorboard(tmp_path, "train/acc")
+    assert [step for step, _ in written] == [10, 20, 30, 34]
+    assert written[1][1] == pytest.approx(expected(20, 40)["acc"])
+
+
+def test_a_name_that_the_trainer_logs_itself_is_refused_on_every_rank(tmp_path: Path, two_ranks: RankPool) -> None:
+    for row, error in trained(two_ranks, transformers_runs().a_name_of_the_trainer, tmp_path):
+        assert (row["window/loss"], row["window/loss/max"], row["window/loss/max_rank"]) == (0.5, 1.0, 1.0)
+        assert error.startswith("the Trainer logs 'loss' itself")
+
+
+def test_what_is_no_trainer_is_named() -> None:
+    with ddpstats.StatsWindow() as window:
+        for trainer, said in (
+            (Written(), r"a trainer of type .*Written is not known; legal: .* write\(writer, window\.flush"),
+            (type("Trainer", (), {"__module__": "lightning.pytorch", "callbacks": []})(), r"has no callback_metrics, "),
+        ):
+            with pytest.raises(ConfigError, match=said):
+                loggers.write_window(trainer, window)
+    not_a_window: Any = {}
+    with pytest.raises(TypeError, match="a StatsWindow is needed, not dict"):
+        loggers.write_window(None, not_a_window)
 
 
 def write_on_one_rank() -> tuple[int, int]:
