@@ -227,8 +227,9 @@ def test_no_bundle_at_all(tmp_path: Path) -> None:
     ("change", "said"),
     [
         (lambda m: m.update(format="zip"), "field 'format' holds 'zip', not 'ddpstats-capture'"),
-        (lambda m: m.update(version=2), "field 'version' holds 2, not 1"),
-        (lambda m: m.update(version=True), "field 'version'"),
+        (lambda m: m.update(version=2), "written by a newer ddpstats: format 2, this one reads 1; upgrade ddpstats"),
+        (lambda m: m.update(version=0), "of format 0, which is unknown"),
+        (lambda m: m.update(version=True), "of format True, which is unknown"),
         (lambda m: m.update(extra=1), "field 'extra'"),
         (lambda m: m.pop("step"), "field 'step' holds 'nothing'"),
         (lambda m: m.update(step=-1), "field 'step' holds -1"),
@@ -261,7 +262,7 @@ def test_no_bundle_at_all(tmp_path: Path) -> None:
         (lambda m: m.update(model_files={"0": "../model.pt"}), "field 'model_files'"),
         (lambda m: m.update(model_files={"0": "model-rank00007.pt"}), "model-rank00007.pt' is not"),
     ],
-    ids=range(34),
+    ids=range(35),
 )
 def test_a_manifest_with_a_wrong_field(directory: Path, change: Callable[[dict[str, Any]], object], said: str) -> None:
     changed(directory, change)

@@ -16,7 +16,7 @@ ENTRIES = [("Torch.a.0.forward", forward([tensor(1.0)], [tensor(2.0)])), ("Torch
 
 def write_lines(directory: Path, *more: str) -> Path:
     directory.mkdir(parents=True)
-    header = {"task": "statistics", "level": "L1", "dump_data_dir": None, "format": "ddpstats 1"}
+    header = {"task": "statistics", "level": "L1", "dump_data_dir": None, "ddpstats": 1}
     records = [{"name": n, "entry": e, "stack": [f"at {n}"], "parent": None} for n, e in ENTRIES]
     text = "".join(json.dumps(line) + "\n" for line in [header, *records])
     (directory / "dump.jsonl").write_text(text + "".join(more))

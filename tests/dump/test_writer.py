@@ -49,7 +49,7 @@ def test_files_are_the_same_whether_written_at_once_or_at_the_end(tmp_path: Path
 def test_lines_are_complete_records(tmp_path: Path) -> None:
     written(tmp_path, at_once=True)
     header, first, second = map(json.loads, (tmp_path / "dump.jsonl").read_text().splitlines())
-    assert header == {**HEADER, "format": "ddpstats 1"}
+    assert header == {**HEADER, "ddpstats": 1}
     assert list(first) == ["name", "entry", "stack", "parent"]
     assert first["stack"] == second["stack"] == ["a line", "another"]
 
