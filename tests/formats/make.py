@@ -44,7 +44,7 @@ def batch() -> dict[str, Any]:
 
 def write_bundle(directory: Path) -> None:
     model = Net()
-    with mock.patch.object(socket, "gethostname", lambda: "host"):
+    with mock.patch.object(socket, "gethostname", return_value="host"):
         capture = ddpstats.NaNCapture(directory, model=model)
         one = batch()
         with capture.micro_batch(one):

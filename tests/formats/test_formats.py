@@ -1,6 +1,6 @@
 """Files that an earlier ddpstats wrote are read as they were meant; those of an unknown format are refused by name.
 
-``vN`` is what `tests.formats.make` wrote when format N was today's. It stays as it is, and so does what is asserted of it.
+``vN`` is what `tests.formats.make` wrote when format N was today's. It stays as it is, and so does what is asserted.
 """
 
 from __future__ import annotations
