@@ -66,7 +66,8 @@ class Target(NamedTuple):
 @cache
 def scratch() -> Path:
     """A directory of this process, with a copy of the files of `tests/formats`."""
-    directory = Path(tempfile.mkdtemp(prefix="ddpstats-fuzz-"))
+    memory = Path("/dev/shm")
+    directory = Path(tempfile.mkdtemp(prefix="ddpstats-fuzz-", dir=memory if memory.is_dir() else None))
     shutil.copytree(FORMATS, directory / "v1")
     return directory / "v1"
 
@@ -75,6 +76,10 @@ def leave() -> None:
     """Remove what `scratch` made."""
     shutil.rmtree(scratch().parent, ignore_errors=True)
     scratch.cache_clear()
+
+
+def _behind_its_length(head: bytes) -> bytes:
+    return (struct.pack("<Q", len(head)) + head).ljust(-(-len(head) // 16) * 16 + 64, b"\0")
 
 
 # -- wire --------------------------------------------------------------------------------------------------------------
@@ -87,7 +92,7 @@ _READERS: Sequence[tuple[Callable[[bytes], Any], tuple[type[Exception], ...]]] =
     (lambda data: decode_numbers(data[1:], data[0] if data else 0), (ProtocolMismatch,)),
     (lambda data: decode_slots(data[1:], data[0] if data else 0), (ProtocolMismatch,)),
     (decode, (ProtocolMismatch,)),
-    (lambda data: decode(struct.pack("<Q", len(data)) + data.ljust(-(-len(data) // 16) * 16 + 64, b"\0")), (ProtocolMismatch,)),
+    (lambda data: decode(_behind_its_length(data)), (ProtocolMismatch,)),
     (_parse, (ValueError,)),
     (lambda data: RankStatus.unpack(data, 0), ()),
     (GuardFinding.unpack, (ValueError,)),
