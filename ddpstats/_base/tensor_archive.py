@@ -64,6 +64,7 @@ def _storages(pickled: bytes) -> Iterator[tuple[str, int]]:
     memo: dict[int, Any] = {}
     top: Any = None  # of the stack; None for what is no plain value
     since_mark: list[Any] | None = None  # what was pushed since the last mark; None where more than that was done
+    argument: Any
     for opcode, argument, _ in pickletools.genops(io.BytesIO(pickled)):
         name = opcode.name
         if name in _PUTS:

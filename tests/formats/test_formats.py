@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import shutil
 import socket
 from pathlib import Path
@@ -22,7 +23,7 @@ from ddpstats.capture._bundle import Bundle
 from ddpstats.dump._config import read_config
 from ddpstats.dump.compare._tensor_compare import load_tensor
 from ddpstats.dump.format._files import RankDump, find_ranks
-from ddpstats.errors import DdpstatsError
+from ddpstats.errors import DdpstatsError, DumpError
 from ddpstats.guard import _report
 from ddpstats.guard._records import read_records
 
@@ -133,6 +134,29 @@ def test_an_unknown_format_is_refused_by_name(
         read(root)
     assert said in str(caught.value)
     assert str(path) in str(caught.value)
+
+
+class Command:
+    """What pickle makes of it runs a command."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self._path}",)
+
+
+@pytest.mark.parametrize("is_archive", [True, False])
+def test_a_tensor_of_a_dump_that_runs_a_command(tmp_path: Path, is_archive: bool) -> None:
+    shutil.copytree(V1 / "dump", tmp_path / "dump")
+    (found,) = find_ranks(tmp_path / "dump")
+    ((_, leaf),) = next(iter(found.entries())).inputs
+    assert leaf.data_name is not None
+    path, trap = found.tensor_file(leaf.data_name), tmp_path / "it ran"
+    torch.save(Command(trap), path, _use_new_zipfile_serialization=is_archive)
+    with pytest.raises(DumpError, match="cannot be read as a tensor"):
+        load_tensor(found, leaf)
+    assert not trap.exists()
 
 
 def test_nothing_tells_of_a_machine() -> None:
