@@ -29,6 +29,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_SEC, LIMIT_MB = 10, 2048
 LONGEST_BYTES = 1 << 16
+MEMORY = Path("/dev/shm")  # a disk would be the slowest part
 ODD = (b"9" * 400, b"[" * 2000, b"NaN", b"-1", b"1e999", b"../../x", b"\x1b[2J")
 INSTRUMENTED = ["ddpstats", "json", "zipfile", "pickletools"]
 
@@ -45,13 +46,14 @@ def shown(target: str, data: bytes, what: str) -> str:
 
 def guided(name: str, seconds: float, seed: int) -> int:
     """libFuzzer in a process of its own: it ends the process. Returns 1 for a finding."""
-    with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory(prefix="fuzz-", dir=MEMORY if MEMORY.is_dir() else None) as directory:
         corpus, found = Path(directory, "corpus"), Path(directory, "found-")
         corpus.mkdir()
         options = [f"-max_total_time={int(seconds)}", f"-seed={seed}", "-print_final_stats=1"]
         options.append(f"-timeout={6 * LIMIT_SEC}")  # of the clock: the machine may be busy
         options += [f"-rss_limit_mb={LIMIT_MB}", f"-max_len={LONGEST_BYTES}", f"-artifact_prefix={found}", str(corpus)]
-        done = subprocess.run([sys.executable, __file__, name, "--inside", *options], check=False, cwd=ROOT)
+        command, env = [sys.executable, __file__, name, "--inside", *options], {**os.environ, "TMPDIR": directory}
+        done = subprocess.run(command, check=False, cwd=ROOT, env=env, timeout=seconds + 600)
         for path in sorted(Path(directory).glob("found-*")):
             print(shown(name, path.read_bytes(), path.name.partition("-")[2].partition("-")[0]))
         return int(done.returncode != 0)
