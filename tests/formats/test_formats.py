@@ -90,7 +90,7 @@ def test_records_of_format_1() -> None:
 
 def test_a_configuration() -> None:
     config = read_config(V1 / "config.json")
-    assert (config.ranks, config.steps, config.level) == ({0, 2, 3}, {1}, "L1")
+    assert (config.ranks, config.steps, config.level) == (frozenset({0, 2, 3}), frozenset({1}), "L1")
     assert (config.names, config.summary_mode) == (("linear",), "md5")
 
 

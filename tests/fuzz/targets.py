@@ -115,7 +115,7 @@ def _wire_seeds() -> list[bytes]:
     numbers = Numbers(1.0, array("d", [1.0, 2.0]), array("d", [0.5, 1.0]), {1: (0.5, 3)}, (0,))
     tree = bytes(encode({"a": torch.arange(5), "b": [1.5, "x", (None, torch.ones(2, 2))]}))
     event = {"group": "0", "seq": 3, "op": "all_reduce", "shapes": [[2]], "dtypes": ["float32"], "label": "loss"}
-    event["evidence"] = ["k", ["k", "l"], "dict", "unused", "", [], False, False, "loop", None]  # type: ignore[assignment]
+    event["evidence"] = ["k", ["k", "l"], "dict", "unused", "", [], False, False, "loop", None]
     finding = {"kind": "mismatch", "message": "m", "group": "0", "seq": 1, "missing": [1], "culprits": [], "doubts": []}
     told = {"events": [event], "balances": {"3": 1}, "count": 3, "waits_in": ["0", 3], "last": "x", "left": None}
     texts = [
