@@ -128,7 +128,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         _give_up_stdout()
         return _PIPE_CLOSED
     except DdpstatsError as error:
-        print(f"{_PROG} {given.verb}: error: {error}", file=sys.stderr)
+        from ddpstats._base.report import printable  # the text may quote a file of somebody else's
+
+        print(printable(f"{_PROG} {given.verb}: error: {error}".split("\n")), file=sys.stderr)
         return _COULD_NOT_RUN
     except KeyboardInterrupt:
         return _INTERRUPTED

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 ROOT = pathlib.Path(__file__).parents[1]
 FILE = ROOT / "tests" / "promises.md"
-README = "README.md"
+README, SECURITY = "README.md", "SECURITY.md"
 MEASURED = ("guard-scenarios.md",)  # what a script writes is no promise; so is what stands between its two markers
 PACKAGES = ("", "guard", "capture", "sentinel", "dump", "testing")
 MODULES = ("errors", "recursive_op", "testing.strategies", "integrations")
@@ -80,8 +80,13 @@ def split(text: str) -> Iterator[str]:
 
 
 def documents(root: pathlib.Path = ROOT) -> list[pathlib.Path]:
-    """README.md, then the pages of docs/."""
-    return [root / README, *sorted(page for page in (root / "docs").glob("*.md") if page.name not in MEASURED)]
+    """README.md and SECURITY.md, then the pages of docs/."""
+    security = [root / SECURITY] if (root / SECURITY).exists() else []
+    return [
+        root / README,
+        *security,
+        *sorted(page for page in (root / "docs").glob("*.md") if page.name not in MEASURED),
+    ]
 
 
 def document_sentences(text: str, name: str = README) -> Iterator[Sentence]:
@@ -307,7 +312,7 @@ def written(head: str, sentences: list[Sentence], listed: Entries) -> str:
 def _title(group: str) -> str:
     if group.startswith("ddpstats."):
         return "Docstrings"
-    return group.split(": ")[0] if group.startswith("docs/") else README
+    return group.split(": ")[0] if group.startswith(("docs/", SECURITY)) else README
 
 
 def main() -> None:

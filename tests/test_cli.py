@@ -218,3 +218,14 @@ def test_the_second_place_that_is_not_there(tmp_path: Path, capsys: pytest.Captu
         (tmp_path / "here").mkdir(exist_ok=True)
         assert cli.main(["compare", str(tmp_path / first), str(tmp_path / second)]) == 2
         assert capsys.readouterr().err.startswith("ddpstats compare: error: ")
+
+
+def test_an_error_that_quotes_a_strangers_file_cannot_command_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(args: argparse.Namespace) -> int:
+        raise ddpstats.errors.DdpstatsError("it holds \x1b[2J\nand more")
+
+    verb(monkeypatch, run)
+    assert cli.main(["greet"]) == 2
+    assert capsys.readouterr().err == "ddpstats greet: error: it holds \\x1b[2J\nand more\n"

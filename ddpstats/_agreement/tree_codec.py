@@ -19,12 +19,15 @@ from typing import Any
 import torch
 
 from ddpstats._base.paths import Index, Path, Step, format_path
+from ddpstats._base.untrusted import parse_json
 from ddpstats._base.wording import dtype_name
 from ddpstats.errors import ProtocolMismatch
 
 _LENGTH = struct.Struct("<Q")
 _ALIGN = 16
 _MAX_DEPTH = 200
+_MAX_DIMENSIONS = 1000
+_MAX_ELEMENTS = 1 << 58
 _PADDING = torch.zeros(_ALIGN, dtype=torch.uint8, device="cpu")
 _DTYPES = {
     dtype_name(dtype): dtype
@@ -75,8 +78,8 @@ def decode(payload: bytes | bytearray | memoryview) -> Any:
         raise _refusal("a head that ends too early")
     (length,) = _LENGTH.unpack_from(payload)
     try:
-        node = json.loads(bytes(payload[_LENGTH.size : _LENGTH.size + length]))
-    except (ValueError, RecursionError):
+        node = parse_json(bytes(payload[_LENGTH.size : _LENGTH.size + length]), strict=False)
+    except ValueError:
         raise _refusal("a head that is not JSON") from None
     reader = _Tensors(payload, _aligned(_LENGTH.size + length))
     tree = _build(node, reader, 0)
@@ -130,8 +133,8 @@ class _Tensors:
 
     def take(self, name: Any, shape: Any) -> torch.Tensor:
         dtype = _DTYPES.get(name) if isinstance(name, str) else None
-        if dtype is None or not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
-            raise _refusal(f"a tensor of dtype {name!r} and shape {shape!r}")
+        if dtype is None or not _is_shape(shape):
+            raise _refusal(f"a tensor of dtype {str(name)[:40]!r} and shape {str(shape)[:80]}")
         size = math.prod(shape) * dtype.itemsize
         start, self.at = self.at, _aligned(self.at + size)
         if self.at > len(self._payload):
@@ -139,6 +142,13 @@ class _Tensors:
         if size == 0:
             return torch.empty(shape, dtype=dtype, device="cpu")
         return torch.frombuffer(bytearray(self._payload[start : start + size]), dtype=dtype).reshape(shape)
+
+
+def _is_shape(shape: Any) -> bool:
+    """Also one without elements may have no more than torch can count."""
+    if not isinstance(shape, list) or len(shape) > _MAX_DIMENSIONS:
+        return False
+    return all(type(n) is int and n >= 0 for n in shape) and math.prod(n or 1 for n in shape) <= _MAX_ELEMENTS
 
 
 def _build(node: Any, tensors: _Tensors, depth: int) -> Any:

@@ -35,17 +35,29 @@ class Written:
     sha256: str
 
 
-def replace_file(path: Path, write: Callable[[BinaryIO], object]) -> Written:
-    """Let ``write`` fill a file that then takes the place of ``path``. Raises what ``write`` raises, and OSError."""
-    return _replaced(path, write, summary)
+def replace_file(path: Path, write: Callable[[BinaryIO], object], *, private: bool = False) -> Written:
+    """Let ``write`` fill a file that then takes the place of ``path``. Raises what ``write`` raises, and OSError.
+
+    ``private``: for its owner alone (mode 0600); else as any new file, by the umask.
+    """
+    return _replaced(path, write, summary, private)
 
 
-def put_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
+def put_file(path: Path, write: Callable[[BinaryIO], object], *, private: bool = False) -> None:
     """As `replace_file`, where nobody wants size and hash: the file is not read once more."""
-    _replaced(path, write, lambda _: None)
+    _replaced(path, write, lambda _: None, private)
 
 
-def _replaced(path: Path, write: Callable[[BinaryIO], object], look: Callable[[BinaryIO], _T]) -> _T:
+def make_private_directory(path: Path, *, exist_ok: bool = True) -> None:
+    """For its owner alone (mode 0700); one that is there already stays as it is. Raises OSError.
+
+    The directories above it are made as any new ones: they are the user's own place.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.mkdir(mode=0o700, exist_ok=exist_ok)
+
+
+def _replaced(path: Path, write: Callable[[BinaryIO], object], look: Callable[[BinaryIO], _T], private: bool) -> _T:
     descriptor, name = tempfile.mkstemp(prefix=f"{TEMPORARY_PREFIX}{path.name}-", dir=path.parent)
     try:
         with os.fdopen(descriptor, "w+b") as file:
@@ -53,7 +65,8 @@ def _replaced(path: Path, write: Callable[[BinaryIO], object], look: Callable[[B
             file.flush()
             os.fsync(file.fileno())
             seen = look(file)
-        os.chmod(name, 0o666 & ~_UMASK)  # mkstemp's files are for their owner only
+        if not private:
+            os.chmod(name, 0o666 & ~_UMASK)  # mkstemp's files are for their owner only
         os.replace(name, path)
     except BaseException:
         with contextlib.suppress(OSError):

@@ -71,7 +71,8 @@ class VerbReport:
 
     def show(self, as_json: bool) -> int:
         """Print it, and return the status. Files are written before: whoever reads stdout may have gone."""
-        print(json.dumps(_strict(self.data()), indent=self.indent) if as_json else self.text())
+        text = json.dumps(_strict(self.data()), indent=self.indent) if as_json else self.text()
+        print(printable(text.split("\n")))
         return self.status
 
     def write_page(self, path: Path, title: str, sections: Iterable[Section]) -> None:

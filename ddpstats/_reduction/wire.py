@@ -19,7 +19,7 @@ from ddpstats._reduction.schema import MAX_DEPTH, OPS, Container, Leaf, Node, is
 
 _UNTYPED: dict[Node, int] = {leaf(op): tag for tag, op in enumerate(OPS)}
 _CONTAINER, _NULLABLE_CONTAINER, _TYPED_LEAF = 0x20, 0x21, 0x40
-_MAX_POSITION = 1 << 28  # a result holds a list as long as the last position
+_MAX_POSITION = 1 << 24  # a result holds a list as long as the last position
 _MAX_EXPONENT = 5000  # of a sum of products of two float64
 _SCALED = struct.Struct("<Idi")
 

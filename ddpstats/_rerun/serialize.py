@@ -178,6 +178,7 @@ class _Rebuilding:
     def __init__(self, device: torch.device | None, dtype: torch.dtype | None) -> None:
         self._device, self._dtype = device, dtype
         self._things = 0
+        self._seen: set[int] = set()  # where each tensor's memory begins
 
     def rebuild(self, plain: Any, path: str, depth: int) -> Any:
         self._things += 1
@@ -204,13 +205,31 @@ class _Rebuilding:
         return [self.rebuild(content, f"{path}[{place}]", depth + 1) for place, content in enumerate(plain)]
 
     def _tensor(self, plain: dict[str, Any], path: str, depth: int) -> torch.Tensor:
-        data = checked_tensor(plain["data"], path)
+        data = self._once(checked_tensor(plain["data"], path), path)
         to_device = self._device if _flag(plain, "accelerator") else None
         copy = data.to(to_device, self._dtype if data.is_floating_point() else None, copy=True)
         return copy.requires_grad_() if _flag(plain, "requires_grad") else copy
 
+    def _once(self, data: torch.Tensor, path: str) -> torch.Tensor:
+        """Each is copied: a file in which many things are one tensor would take many times its size."""
+        place = data.untyped_storage().data_ptr()
+        if data.numel() and place in self._seen:
+            raise BundleError(f"{path}: a tensor that stands elsewhere, too; the bundle is damaged or hostile")
+        self._seen.add(place)
+        return data
+
+    def _bytes_of(self, plain: dict[str, Any], path: str) -> bytes:
+        data = self._once(checked_tensor(plain["data"], path), path)
+        if data.dtype is not torch.uint8 or data.dim() != 1:
+            raise BundleError(f"{path}: bytes should stand here, not {data.dtype} of shape {tuple(data.shape)}")
+        if not data.numel():
+            return b""
+        buffer = bytearray(data.numel())
+        torch.frombuffer(buffer, dtype=torch.uint8).copy_(data)
+        return bytes(buffer)
+
     def _bytes(self, plain: dict[str, Any], path: str, depth: int) -> bytes | bytearray:
-        data = _bytes_of(plain, path)
+        data = self._bytes_of(plain, path)
         return data if plain["kind"] == "bytes" else bytearray(data)
 
     def _complex(self, plain: dict[str, Any], path: str, depth: int) -> complex:
@@ -226,7 +245,7 @@ class _Rebuilding:
             raise BundleError(f"{path}: dtype {_cut(dtype)} is not one that ddpstats writes")
         if type(shape) is not list or len(shape) > 64 or any(type(size) is not int or size < 0 for size in shape):
             raise BundleError(f"{path}: shape {_cut(shape)} is not one")
-        array = numpy.frombuffer(_bytes_of(plain, path), dtype=numpy.dtype(dtype)).reshape(shape).copy()
+        array = numpy.frombuffer(self._bytes_of(plain, path), dtype=numpy.dtype(dtype)).reshape(shape).copy()
         return array if plain["kind"] == "array" else array[()]
 
     def _dict(self, plain: dict[str, Any], path: str, depth: int) -> dict[Any, Any]:
@@ -281,17 +300,6 @@ def _flag(plain: dict[str, Any], name: str) -> bool:
     if type(plain[name]) is not bool:
         raise TypeError(f"{name} is neither true nor false")
     return plain[name] is True
-
-
-def _bytes_of(plain: dict[str, Any], path: str) -> bytes:
-    data = checked_tensor(plain["data"], path)
-    if data.dtype is not torch.uint8 or data.dim() != 1:
-        raise BundleError(f"{path}: bytes should stand here, not {data.dtype} of shape {tuple(data.shape)}")
-    if not data.numel():
-        return b""
-    buffer = bytearray(data.numel())
-    torch.frombuffer(buffer, dtype=torch.uint8).copy_(data)
-    return bytes(buffer)
 
 
 def _is_identifier(name: Any) -> bool:

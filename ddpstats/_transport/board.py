@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-import stat
 import tempfile
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
+
+from ddpstats._base.untrusted import checked_regular, open_regular, read_at_most
+
+_MOST_BYTES = 2 << 20  # a verdict has at most half of that
 
 
 class Process(Protocol):
@@ -36,7 +39,7 @@ class Board:
         """Post ``text``, one line, unless something is there; what is there now."""
         mine = self._path.with_name(f"{self._path.name}.{os.getpid()}")
         try:
-            with open(os.open(mine, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "w") as file:
+            with open(os.open(mine, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
                 file.write(text + "\n")
             try:
                 os.link(mine, self._path)
@@ -54,18 +57,18 @@ class Board:
 
 def _lines(path: Path) -> list[str]:
     try:
-        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
-            found = os.fstat(file.fileno())
-            if found.st_uid != os.getuid() or not stat.S_ISREG(found.st_mode):
+        with open_regular(path, follow=False) as file:
+            if os.fstat(file.fileno()).st_uid != os.getuid():
                 return []
-            return file.read().decode(errors="replace").splitlines()
-    except OSError:
+            return read_at_most(file, _MOST_BYTES).decode(errors="replace").splitlines()
+    except (OSError, ValueError):
         return []
 
 
 def _leave(path: Path, others: Sequence[Process]) -> None:
     with contextlib.suppress(OSError):
-        with open(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW), "w") as file:
+        flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
+        with open(checked_regular(os.open(path, flags), path), "w") as file:
             file.write(f"{os.getpid()}\n")
         signed = _lines(path)[1:]
         if all(str(other.pid) in signed or other.is_dead() for other in others):

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ddpstats._base.untrusted import parse_json
 from ddpstats._transport.board import Board
 from ddpstats._transport.roster import ProcessId, Roster
 from ddpstats._transport.store import STORE_ERRORS, bounded, growing_polls
@@ -235,7 +236,7 @@ def _parse(payload: bytes | str) -> GroupVerdict:
     """Read a verdict from the store; raises ValueError for anything else."""
     if len(payload) > _MAX_VERDICT_BYTES:
         raise ValueError("the verdict in the store is too long to be one")
-    found = json.loads(payload)
+    found = parse_json(payload)
     if not isinstance(found, dict) or not isinstance(found.get("message"), str):
         raise ValueError("the verdict in the store is not one")
     missing = found.get("missing")

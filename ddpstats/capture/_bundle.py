@@ -10,7 +10,8 @@ Read, by `Bundle`:
 
 1. the manifest, each field looked at;
 2. of a part, the file's size and SHA-256, which the manifest names, before anything in it is looked at;
-3. the archive's own table: entries are stored as they are, so that a small file stays small;
+3. the archive's own table: entries are stored as they are, so that a small file stays small, and no tensor is larger
+   than its entry;
 4. ``torch.load(weights_only=True)``, which builds tensors and plain containers and calls nothing else;
 5. the fields of the part.
 
@@ -19,16 +20,18 @@ Read, by `Bundle`:
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import time
-import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
-from ddpstats._base.atomic_files import TEMPORARY_PREFIX, Written, replace_file, summary
+from ddpstats._base.atomic_files import TEMPORARY_PREFIX, Written, make_private_directory, replace_file, summary
+from ddpstats._base.tensor_archive import check_archive
 from ddpstats._base.wording import count_of
 from ddpstats.capture._manifest import (
     BUNDLE_NAME,
@@ -37,7 +40,7 @@ from ddpstats.capture._manifest import (
     RANK_FILE,
     Manifest as Manifest,
     bundle_name as bundle_name,
-    inside,
+    opened,
     rank_file as rank_file,
     read_manifest as read_manifest,
     write_manifest as write_manifest,
@@ -56,11 +59,10 @@ _UNDER_WAY_SEC = 3600.0
 
 def new_directory(dirpath: Path, name: str) -> Path:
     """A directory of that name, or with ``-2``, ``-3``, ... behind it, that was not there. Raises OSError."""
-    dirpath.mkdir(parents=True, exist_ok=True)
     for again in range(1, _MOST_OF_ONE_NAME):
         path = dirpath / (name if again == 1 else f"{name}-{again}")
         try:
-            path.mkdir()
+            make_private_directory(path, exist_ok=False)
         except FileExistsError:
             continue
         return path
@@ -74,7 +76,7 @@ def write_part(directory: Path, name: str, content: dict[str, Any]) -> Written:
     """
     if RANK_FILE.fullmatch(name) is None and MODEL_FILE.fullmatch(name) is None:
         raise ValueError(f"{name!r} is not the name of a file of a capture")
-    return replace_file(directory / name, lambda file: _save(content, file))
+    return replace_file(directory / name, lambda file: _save(content, file), private=True)
 
 
 def _save(content: dict[str, Any], file: BinaryIO) -> None:
@@ -166,12 +168,11 @@ class Bundle:
         return f"it was not written; ranks that are there: {present}"
 
     def _load(self, name: str) -> Any:
-        path = inside(self.path, name)
+        path = self.path / name
         try:
-            with path.open("rb") as file:
+            with opened(self.path, name) as file, _unchanged(path, file):
                 _check_content(path, file, self.manifest.files[name])
-                _check_archive(path, file)
-                file.seek(0)
+                check_archive(file)
                 return torch.load(file, weights_only=True, map_location="cpu")
         except BundleError:
             raise
@@ -183,7 +184,7 @@ class Bundle:
 
 
 def _check_content(path: Path, file: BinaryIO, said: Written) -> None:
-    size = path.stat().st_size
+    size = os.fstat(file.fileno()).st_size
     advice = "copy the bundle again, from where it was written"
     if size != said.bytes:
         raise BundleError(
@@ -194,12 +195,18 @@ def _check_content(path: Path, file: BinaryIO, said: Written) -> None:
         raise BundleError(f"{path} has the SHA-256 {found.sha256}, the manifest says {said.sha256}; {advice}")
 
 
-def _check_archive(path: Path, file: BinaryIO) -> None:
-    file.seek(0)
-    entries = zipfile.ZipFile(file).infolist()
-    stored = all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
-    if not stored or sum(entry.file_size for entry in entries) > path.stat().st_size:
-        raise BundleError(f"{path} is refused: it unpacks to more than it holds, which no capture does")
+@contextlib.contextmanager
+def _unchanged(path: Path, file: BinaryIO) -> Iterator[None]:
+    """What was checked is what was used: nobody has written to the file in between. Raises `BundleError`."""
+    before = _state(file)
+    yield
+    if _state(file) != before:
+        raise BundleError(f"{path} was changed while it was read; nothing of it is used. Read it again.")
+
+
+def _state(file: BinaryIO) -> tuple[int, int, int]:
+    found = os.fstat(file.fileno())
+    return found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def _first_line(error: Exception) -> str:

@@ -9,15 +9,17 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ddpstats._base.atomic_files import Written, replace_file
+from ddpstats._base.untrusted import NO_REGULAR_FILE, open_regular, parse_json, read_at_most, refused_version
 from ddpstats.capture._fields import MOST_RANKS, Fields, is_texts
 from ddpstats.errors import BundleError
 
@@ -95,7 +97,7 @@ def write_manifest(directory: Path, manifest: Manifest) -> Written:
     content = as_json(manifest)
     _checked(Fields(json.loads(json.dumps(content)), str(directory / MANIFEST), _OWN_FAULT))
     text = json.dumps(content, indent=1, allow_nan=False)
-    return replace_file(directory / MANIFEST, lambda file: file.write(text.encode()))
+    return replace_file(directory / MANIFEST, lambda file: file.write(text.encode()), private=True)
 
 
 def as_json(manifest: Manifest) -> dict[str, Any]:
@@ -119,41 +121,38 @@ def read_manifest(directory: Path) -> Manifest:
             f"{directory} has no {MANIFEST}, which is written last: the writing never ended (the job was killed, or "
             "the disk was full). Use an older bundle, or capture again."
         )
-    return _checked(Fields(_parsed(inside(directory, MANIFEST)), str(path)))
+    return _checked(Fields(_parsed(directory), str(path)))
 
 
-def inside(directory: Path, name: str) -> Path:
-    """The file of that name, once it is known to be a file of this directory. Raises `BundleError`."""
+def opened(directory: Path, name: str) -> BinaryIO:
+    """The file of that name, which is one of this directory itself and no link. Raises `BundleError`."""
     path = directory / name
     try:
-        resolved = path.resolve(strict=True)
-    except (OSError, RuntimeError) as error:
+        return open_regular(path, follow=False)
+    except OSError as error:
+        if error.errno == errno.ELOOP or error.strerror == NO_REGULAR_FILE:
+            raise BundleError(
+                f"{path} is not a file of its own directory but a link or a pipe; it is not read"
+            ) from None
         raise BundleError(f"{path} cannot be read: {error}; copy the whole directory, with every file") from None
-    if resolved.parent != directory.resolve() or not resolved.is_file():
-        raise BundleError(f"{path} is not a file of its own directory but leads to {resolved}; it is not read")
-    return resolved
 
 
-def _parsed(path: Path) -> Any:
-    try:
-        with path.open("rb") as file:
-            content = file.read(_MOST_BYTES + 1)
-        if len(content) > _MOST_BYTES:
-            raise ValueError(f"it has more than {_MOST_BYTES} bytes")
-        return json.loads(content.decode("utf-8"), parse_constant=_refuse_constant)
-    except (OSError, ValueError, RecursionError) as error:
-        raise BundleError(f"{path} cannot be read: {error}; it is damaged, or was not written by ddpstats") from None
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
+def _parsed(directory: Path) -> Any:
+    with opened(directory, MANIFEST) as file:
+        try:
+            return parse_json(read_at_most(file, _MOST_BYTES).decode("utf-8"))
+        except (OSError, ValueError) as error:
+            raise BundleError(
+                f"{directory / MANIFEST} cannot be read: {error}; it is damaged, or was not written by ddpstats"
+            ) from None
 
 
 def _checked(fields: Fields) -> Manifest:
     if fields.raw("format") != FORMAT:
         raise fields.wrong("format", f"{FORMAT!r}: this is not a capture of ddpstats")
-    if fields.raw("version") != VERSION or type(fields.raw("version")) is not int:
-        raise fields.wrong("version", f"{VERSION}, the one that this ddpstats reads")
+    refused = refused_version(fields.raw("version"), VERSION)
+    if refused is not None:
+        raise BundleError(f"{fields.at('version')}: {refused}")
     fields.only(("format", "version", *_FIELDS))
     ranks = _group(fields)
     files = _files(fields)

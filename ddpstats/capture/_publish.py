@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpstats._agreement.gather import gather_trees
-from ddpstats._base.atomic_files import Written
+from ddpstats._base.atomic_files import Written, make_private_directory
 from ddpstats.capture._bundle import (
     NO_PARAMETERS,
     Manifest,
@@ -165,7 +165,7 @@ class Bundling:
         """What this rank wrote, or why not."""
         rank, files = self.peers.rank, {}
         try:
-            directory.mkdir(parents=True, exist_ok=True)
+            make_private_directory(directory)
             part = source.rank_part(rank, len(self.peers.ranks), self._finding.step)
             files[rank_file(rank)] = asdict(write_part(directory, rank_file(rank), part))
             if self.model_writers[rank] == rank:

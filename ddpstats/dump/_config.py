@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn, cast
 
+from ddpstats._base.untrusted import open_regular, read_at_most
 from ddpstats._base.wording import listed
 from ddpstats.errors import ConfigError
 
@@ -40,6 +41,7 @@ _KEYS = (
 _RANGE = re.compile(r"(\d{1,18})-(\d{1,18})", re.ASCII)
 _MAX_RANGE = 1_000_000
 _MAX_DIGITS = 18
+_MOST_BYTES = 16 << 20  # of a file
 _SHOWN = 8
 _NAMES = "a list of names, or of parts of names, such as 'Functional.linear.3'"
 
@@ -321,8 +323,9 @@ EXAMPLE = '{"task": "statistics", "dump_path": "dump", "step": [0], "level": "mi
 def load(path: str) -> Mapping[str, object]:
     """The object in a JSON file. Raises `ConfigError`, which names the file and what is wrong with it."""
     try:
-        with open(path, encoding="utf-8-sig") as file:
-            given = json.load(file, object_pairs_hook=lambda pairs: _once(path, pairs))
+        with open_regular(path) as file:
+            text = read_at_most(file, _MOST_BYTES).decode("utf-8-sig")
+        given = json.loads(text, object_pairs_hook=lambda pairs: _once(path, pairs))
     except ConfigError:
         raise
     except OSError as error:

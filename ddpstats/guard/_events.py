@@ -228,7 +228,7 @@ class Event:
                 read_source=text_of(given.get("source", "")),
                 told=Evidence.from_list(given["evidence"], before) if "evidence" in given else None,
             )
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
             raise ValueError(f"not a record of a collective: {error!r}") from None
 
     def __str__(self) -> str:
@@ -275,6 +275,16 @@ def events_from_dicts(given: Iterable[Mapping[str, Any]]) -> Iterator[Event]:
         event = Event.from_dict(entry, before)
         before = event.evidence or before
         yield event
+
+
+def newest_in_a_row(events: Iterable[Event]) -> tuple[Event, ...]:
+    """Without those before a gap in the numbers: an earlier guard of the process may have left them."""
+    found: list[Event] = []
+    for event in events:
+        if found and event.seq != found[-1].seq + 1:
+            found.clear()
+        found.append(event)
+    return tuple(found)
 
 
 Entry = tuple[Event, int, float]

@@ -263,6 +263,7 @@ class _Shared:
         name, length = f"ddpstats-{secrets.token_hex(16)}", cls._length(size)
         file = os.memfd_create(name, os.MFD_CLOEXEC)
         try:
+            os.fchmod(file, 0o600)
             os.ftruncate(file, length)
             mine = f"{os.getpid()} {file} {name}"
             made = store.post(f"memory/{machine.hex()}", mine).decode()

@@ -21,6 +21,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+from ddpstats._base.untrusted import parse_json
 from ddpstats._transport.roster import Roster
 from ddpstats._transport.store import GLANCE_SEC, STORE_ERRORS, StoreSilent, growing_polls
 from ddpstats.guard._diagnosis import find, unexplained
@@ -66,10 +67,10 @@ class Alarm:
     def unpack(cls, payload: bytes) -> Alarm:
         """Raises ValueError for what `pack` did not write."""
         try:
-            group, words, ranks, seq, *flags = json.loads(payload)
+            group, words, ranks, seq, *flags = parse_json(payload)
             until, doubt, ending = map(bool, flags)
             return cls(str(group), str(words), tuple(int(rank) for rank in ranks), int(seq), until, doubt, ending)
-        except TypeError as error:
+        except (TypeError, OverflowError) as error:
             raise ValueError(f"not an alarm: {error}") from None
 
 
@@ -325,7 +326,7 @@ class FailureAgreement:
 def _parsed(told: bytes) -> dict[str, Any]:
     """How a rank left; empty for what is none of ours."""
     try:
-        found = json.loads(told)
+        found = parse_json(told)
     except ValueError:
         return {}
     return found if isinstance(found, dict) and isinstance(found.get("counts"), dict) else {}

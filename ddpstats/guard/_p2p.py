@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddpstats._base.rank_names import ranks_text
+from ddpstats._base.untrusted import parse_json
 from ddpstats._transport.store import GLANCE_SEC, StoreSilent, bounded
 from ddpstats.guard._events import Event
 from ddpstats.guard._status import LEFT, MISMATCH, MISSING, GuardFinding, RankStatus
@@ -189,6 +190,6 @@ def _read(payload: bytes) -> Event | None:
     try:
         if len(payload) > _MAX_NOTE_BYTES:
             return None
-        return Event.from_dict(json.loads(payload))
+        return Event.from_dict(parse_json(payload))
     except ValueError:
         return None

@@ -7,14 +7,19 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from ddpstats._base.untrusted import bounded_lines, checked_regular, open_regular, parse_json, refused_version
 from ddpstats.errors import ConfigError
 from ddpstats.guard._events import Event, Evidence, text_of
 
 FORMAT = 1
+_LATEST_TIME_SEC = 1e12
 _MAX_LINE_BYTES = 1 << 20
+_MAX_BYTES = 32 << 20  # of both files together
+_MAX_FILE_BYTES = 2 * _MAX_BYTES  # that are read
 
 
 class RecordWriter:
@@ -25,7 +30,7 @@ class RecordWriter:
     """
 
     def __init__(
-        self, directory: str | Path, rank: int, world_size: int, run: str = "", max_bytes: int = 32 << 20
+        self, directory: str | Path, rank: int, world_size: int, run: str = "", max_bytes: int = _MAX_BYTES
     ) -> None:
         """``run``: the same on all ranks of a program, and no other's. Its next guard goes on in the same file."""
         self._path = Path(directory) / f"rank{rank}.jsonl"
@@ -69,8 +74,11 @@ class RecordWriter:
             return False
 
     def _open(self, goes_on: bool) -> int:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | (0 if goes_on else os.O_TRUNC)
-        file = os.open(self._path, flags, 0o644)
+        # Others may write to the directory: no link of theirs leads our lines elsewhere, and no pipe holds us up.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        file = checked_regular(os.open(self._path, flags, 0o600), self._path)
+        if not goes_on:
+            os.ftruncate(file, 0)
         os.write(file, (json.dumps({**self._head, "time": time.time()}) + "\n").encode())
         self._before = None  # every file can be read by itself
         self._size = os.fstat(file).st_size
@@ -101,6 +109,13 @@ class RankRecord:
     end: Mapping[str, Any] | None
     complete: bool
 
+    @cached_property
+    def events_by_group(self) -> Mapping[str, list[Event]]:
+        found: dict[str, list[Event]] = {}
+        for event in self.events:
+            found.setdefault(event.group, []).append(event)
+        return found
+
 
 def read_records(directory: str | Path) -> list[RankRecord]:
     """The records of all ranks of the newest run, by rank; a directory may hold those of older ones.
@@ -130,7 +145,7 @@ def _read_rank(path: Path) -> RankRecord:
                 elif "ddpstats" in entry:
                     head, end, before = _checked_head(entry), None, None
                 elif "new_group" in entry:
-                    groups[text_of(entry["new_group"])] = entry
+                    groups[text_of(entry["new_group"])] = _checked_group(entry)
                 elif "end" in entry:
                     end = entry
             except (ValueError, TypeError) as error:
@@ -138,10 +153,10 @@ def _read_rank(path: Path) -> RankRecord:
     if head is None:
         raise ValueError(f"{path} does not begin as a record of ddpstats does")
     return RankRecord(
-        str(head.get("run", "")),
+        head.get("run", ""),
         float(head.get("time", 0.0)),
-        int(head["rank"]),
-        int(head["world_size"]),
+        head["rank"],
+        head["world_size"],
         groups,
         tuple(events),
         end,
@@ -150,24 +165,39 @@ def _read_rank(path: Path) -> RankRecord:
 
 
 def _checked_head(entry: Mapping[str, Any]) -> Mapping[str, Any]:
-    if entry["ddpstats"] != FORMAT:
-        raise ValueError(f"a record of format {entry['ddpstats']!r}; this version reads {FORMAT}")
-    if not all(isinstance(entry.get(key), int) for key in ("rank", "world_size")):
+    refused = refused_version(entry["ddpstats"], FORMAT)
+    if refused is not None:
+        raise ValueError(refused)
+    if not all(type(entry.get(key)) is int and entry[key] >= 0 for key in ("rank", "world_size")):
         raise ValueError("the first line tells neither rank nor world size")
+    time_is_one = type(entry.get("time", 0.0)) in (int, float) and abs(entry.get("time", 0.0)) < _LATEST_TIME_SEC
+    if type(entry.get("run", "")) is not str or not time_is_one:
+        raise ValueError("the first line tells neither run nor time")
     return entry
 
 
+def _checked_group(entry: Mapping[str, Any]) -> dict[str, Any]:
+    ranks, words = entry.get("ranks"), entry.get("words", entry["new_group"])
+    if not isinstance(ranks, list) or not ranks or not all(type(rank) is int for rank in ranks):
+        raise ValueError("a group without ranks")
+    if len(set(ranks)) != len(ranks):
+        raise ValueError("a group that has a rank twice")
+    return {"ranks": ranks, "words": text_of(words)}
+
+
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.endswith(b"\n"):
-                return  # the process was killed in the middle of it
-            if len(line) > _MAX_LINE_BYTES:
-                raise ValueError(f"{path}, line {number}: too long to be of a record")
-            try:
-                entry = json.loads(line)
-            except ValueError:
-                raise ValueError(f"{path}, line {number}: not JSON") from None
-            if not isinstance(entry, dict):
-                raise ValueError(f"{path}, line {number}: not a record")
-            yield number, entry
+    with open_regular(path) as file:
+        size, before = os.fstat(file.fileno()).st_size, 0
+        if size > _MAX_FILE_BYTES:
+            raise ValueError(f"{path}: {size:,} bytes, and no record has more than {_MAX_FILE_BYTES:,}")
+        try:
+            for line in bounded_lines(file, _MAX_LINE_BYTES):
+                if not line.endswith(b"\n"):
+                    return  # the process was killed in the middle of it
+                entry = parse_json(line)
+                if not isinstance(entry, dict):
+                    raise ValueError("not a record")
+                before += 1
+                yield before, entry
+        except ValueError as error:
+            raise ValueError(f"{path}, line {before + 1}: {error}") from None

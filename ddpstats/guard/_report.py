@@ -14,7 +14,7 @@ from typing import Any
 from ddpstats._base.report import VerbReport
 from ddpstats.errors import DdpstatsError
 from ddpstats.guard._diagnosis import find
-from ddpstats.guard._events import Event
+from ddpstats.guard._events import newest_in_a_row
 from ddpstats.guard._p2p import match_records
 from ddpstats.guard._records import RankRecord, read_records
 from ddpstats.guard._status import DOUBT, LEFT, NOTHING, GuardFinding, RankStatus
@@ -52,40 +52,29 @@ def diagnose(records: Sequence[RankRecord]) -> list[GuardFinding]:
 
 
 def _in_group(name: str, described: Mapping[str, Any], records: Sequence[RankRecord]) -> GuardFinding | None:
-    members = described.get("ranks")
-    if not isinstance(members, list):
-        return None
     by_rank = {record.rank: record for record in records}
-    statuses = [_status_of(int(rank), name, by_rank.get(int(rank))) for rank in members]
-    found = find(name, str(described.get("words", name)), statuses)
+    statuses = [_status_of(rank, name, by_rank.get(rank)) for rank in described["ranks"]]
+    found = find(name, described["words"], statuses)
     return None if found is not None and found.kind == NOTHING else found
 
 
 def _status_of(rank: int, group: str, record: RankRecord | None) -> RankStatus:
     if record is None:
         return RankStatus(rank, last=None, left="wrote no record")
-    events = [event for event in record.events if event.group == group]
+    events = record.events_by_group.get(group, [])
     left = None
     if record.end is not None:
         left = LEFT if record.end.get("end") == "left" else f"{LEFT} by {record.end.get('end')}"
     last = record.events[-1] if record.events else None
     return RankStatus(
         rank,
-        _without_gaps(events),
+        newest_in_a_row(events),
         {event.seq: event.balance for event in events if event.balance},
         events[-1].seq if events else 0,
         None,
         None if last is None else last.in_full(),
         left if left is not None else "its record ends here (the process was killed, or hangs)",
     )
-
-
-def _without_gaps(events: Sequence[Event]) -> list[Event]:
-    """The newest events that follow each other: an earlier guard of the same process may stand before them."""
-    start = len(events) - 1
-    while start > 0 and events[start - 1].seq == events[start].seq - 1:
-        start -= 1
-    return list(events[max(start, 0) :])
 
 
 def as_text(records: Sequence[RankRecord], findings: Sequence[GuardFinding]) -> str:

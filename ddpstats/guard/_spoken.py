@@ -9,9 +9,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import linecache
+import os
 from collections.abc import Iterable
 from typing import Any
 
+from ddpstats._base.untrusted import parse_json
 from ddpstats.guard._events import Event
 from ddpstats.guard._exchange import EVENT_BYTES, Words
 
@@ -56,7 +58,7 @@ def read(told: Iterable[tuple[int, int, bytes]]) -> list[Event]:
     events: list[Event] = []
     for seq, digest, payload in told:
         try:
-            event = Event.from_dict({**json.loads(payload), "seq": seq})
+            event = Event.from_dict({**parse_json(payload), "seq": seq})
         except (ValueError, TypeError):
             continue
         if events and events[-1].seq != seq - 1:
@@ -67,4 +69,6 @@ def read(told: Iterable[tuple[int, int, bytes]]) -> list[Event]:
 
 def _source(site: str) -> str:
     file, _, line = site.rpartition(" in ")[0].rpartition(":")
-    return linecache.getline(file, int(line)).strip() if line.isdigit() else ""
+    if not (line.isascii() and line.isdecimal() and os.path.isfile(file)):  # a neighbour names it: it may be a device
+        return ""
+    return linecache.getline(file, int(line)).strip()

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ddpstats.guard._events import Event, events_as_dicts, events_from_dicts
+from ddpstats._base.untrusted import parse_json
+from ddpstats.guard._events import Event, events_as_dicts, events_from_dicts, newest_in_a_row
 
 MISMATCH, MISSING, DOUBT, NOTHING = "mismatch", "missing", "doubt", "nothing"
 LEFT = "left the guard"
@@ -49,11 +50,11 @@ class RankStatus:
         try:
             if len(payload) > _MAX_BYTES:
                 raise ValueError("too long")
-            given = json.loads(payload)
+            given = parse_json(payload)
             waits_in = given["waits_in"]
             return cls(
                 rank,
-                tuple(events_from_dicts(given["events"])),
+                newest_in_a_row(events_from_dicts(given["events"])),
                 {int(seq): int(balance) for seq, balance in given["balances"].items()},
                 int(given["count"]),
                 None if waits_in is None else (str(waits_in[0]), int(waits_in[1])),
@@ -62,7 +63,7 @@ class RankStatus:
                 False,
                 _text_or_none(given["stack"]),
             )
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, LookupError, TypeError, AttributeError, OverflowError):
             return cls(rank)
 
 
@@ -88,7 +89,7 @@ class GuardFinding:
     def unpack(cls, payload: bytes) -> GuardFinding:
         """Raises ValueError for what `pack` did not write."""
         try:
-            given = json.loads(payload)
+            given = parse_json(payload)
             return cls(
                 str(given["kind"]),
                 str(given["message"]),
@@ -99,7 +100,7 @@ class GuardFinding:
                 {int(rank): Event.from_dict(event) for rank, event in given["by_rank"].items()},
                 tuple(map(int, given["doubts"])),
             )
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"not a verdict: {error!r}") from None
 
 

@@ -32,6 +32,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
+from ddpstats._base.untrusted import parse_json
 from ddpstats._transport.store import STORE_ERRORS
 from ddpstats.errors import DdpstatsError
 from ddpstats.guard._failure_agreement import FailureAgreement, wait_until
@@ -191,7 +192,7 @@ def was_told(error_file: str) -> bool:
     """Whether what torchrun found to have happened first is a verdict that a rank has printed."""
     try:
         with open(error_file, encoding="utf-8") as file:
-            return bool(json.load(file)["message"]["extraInfo"].get(_MARK))
+            return bool(parse_json(file.read())["message"]["extraInfo"].get(_MARK))
     except (OSError, ValueError, LookupError, TypeError, AttributeError):  # no rank failed, or it wrote other things
         return False
 

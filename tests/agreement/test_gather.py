@@ -113,6 +113,9 @@ def test_damaged_bytes_are_refused_or_read_as_something_legal() -> None:
     "head",
     [
         '["tensor", "float32", [4611686018427387904, 4]]',
+        '["tensor", "float32", [0, 4611686018427387904, 4611686018427387904]]',
+        '["tensor", "float32", [' + "9" * 4000 + "]]",
+        '["tensor", "float32", [' + "1, " * 100_000 + "1]]",
         '["tensor", "float32", [-1]]',
         '["tensor", "float32", [true]]',
         '["tensor", "Storage", [1]]',

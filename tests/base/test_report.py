@@ -31,6 +31,11 @@ def test_a_report_is_text_or_legal_json(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().out == 'DIFFERENT\n{"worst": ["NaN", "-Infinity"], "rank": 0}\n'
 
 
+def test_a_text_cannot_command_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    VerbReport(0, lambda: "one\x1b[2J\r\ntwo\x07", dict).show(as_json=False)
+    assert capsys.readouterr().out == "one\\x1b[2J\\r\ntwo\\x07\n"
+
+
 def test_a_page_has_the_text_and_a_table_of_each_section(tmp_path: Path) -> None:
     sections = [
         Section(["Name"], [(["<x>"], "red", 'a "b"')], "rank 0"),

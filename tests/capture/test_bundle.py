@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import stat
 import zipfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -227,8 +229,9 @@ def test_no_bundle_at_all(tmp_path: Path) -> None:
     ("change", "said"),
     [
         (lambda m: m.update(format="zip"), "field 'format' holds 'zip', not 'ddpstats-capture'"),
-        (lambda m: m.update(version=2), "field 'version' holds 2, not 1"),
-        (lambda m: m.update(version=True), "field 'version'"),
+        (lambda m: m.update(version=2), "written by a newer ddpstats: format 2, this one reads 1; upgrade ddpstats"),
+        (lambda m: m.update(version=0), "of format 0, which is unknown"),
+        (lambda m: m.update(version=True), "of format True, which is unknown"),
         (lambda m: m.update(extra=1), "field 'extra'"),
         (lambda m: m.pop("step"), "field 'step' holds 'nothing'"),
         (lambda m: m.update(step=-1), "field 'step' holds -1"),
@@ -261,7 +264,7 @@ def test_no_bundle_at_all(tmp_path: Path) -> None:
         (lambda m: m.update(model_files={"0": "../model.pt"}), "field 'model_files'"),
         (lambda m: m.update(model_files={"0": "model-rank00007.pt"}), "model-rank00007.pt' is not"),
     ],
-    ids=range(34),
+    ids=range(35),
 )
 def test_a_manifest_with_a_wrong_field(directory: Path, change: Callable[[dict[str, Any]], object], said: str) -> None:
     changed(directory, change)
@@ -273,8 +276,8 @@ def test_a_manifest_with_a_wrong_field(directory: Path, change: Callable[[dict[s
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"\xff\xfe{}", b"[1, 2]", b"{", b'{"format": NaN}', b"[" * 200_000, b"null"],
-    ids=["empty", "not UTF-8", "a list", "cut", "NaN", "deep", "null"],
+    [b"", b"\xff\xfe{}", b"[1, 2]", b"{", b'{"format": NaN}', b"[" * 200_000, b"null", b'{"step": 1, "step": 1}'],
+    ids=["empty", "not UTF-8", "a list", "cut", "NaN", "deep", "null", "a key twice"],
 )
 def test_a_manifest_that_is_none(directory: Path, content: bytes) -> None:
     (directory / "MANIFEST.json").write_bytes(content)
@@ -375,6 +378,47 @@ def test_an_archive_that_unpacks_to_more_than_it_holds(directory: Path) -> None:
     making.rewrite_manifest(directory, "rank00001.pt")
     with pytest.raises(BundleError, match="unpacks to more than it holds"):
         read_all(directory)
+
+
+def test_a_tensor_that_claims_a_petabyte(directory: Path) -> None:
+    path, claim = directory / "rank00001.pt", b"\x8a\x07\x00\x00\x00\x00\x00\x00\x04"
+    with zipfile.ZipFile(path) as archive:
+        found = {name: archive.read(name) for name in archive.namelist()}
+    (name,) = (name for name in found if name.endswith("data.pkl"))
+    honest = re.search(rb"(M..|K.)t(?=q.Q|r....Q)", found[name], re.DOTALL)
+    assert honest is not None
+    found[name] = found[name].replace(honest[0], claim + b"t", 1)
+    with zipfile.ZipFile(path, "w") as archive:
+        for one, content in found.items():
+            archive.writestr(one, content)
+    making.rewrite_manifest(directory, path.name)
+    with pytest.raises(BundleError, match=r"is refused: .* its tensor '\d+' claims [\d,]+ bytes, and has fewer"):
+        read_all(directory)
+
+
+def test_a_file_that_changes_while_it_is_read(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, load = directory / "rank00001.pt", torch.load
+
+    def changed_meanwhile(file: Any, **options: Any) -> Any:
+        with path.open("r+b") as other:
+            other.write(b"PK")
+        return load(file, **options)
+
+    monkeypatch.setattr(torch, "load", changed_meanwhile)
+    with pytest.raises(BundleError, match=r"rank00001\.pt was changed while it was read; nothing of it is used"):
+        Bundle.open(directory).rank_part(1)
+
+
+def test_only_its_owner_may_read_it(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        directory = new_directory(tmp_path / "captures", "capture-20260102T030405Z-step00000012")
+        write_part(directory, "model.pt", {})
+        write_manifest(directory, manifest())
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(path.stat().st_mode) for path in directory.iterdir()} == {0o600}
 
 
 def a_micro_batch(part: dict[str, Any]) -> dict[str, Any]:

@@ -72,7 +72,7 @@ def write_lines(root: Path, entries: dict[str, dict[str, Any]], rank: int = 0) -
     """As it lies there when the run was killed in the step: the last line is broken."""
     directory = root / "step0" / f"rank{rank}"
     directory.mkdir(parents=True)
-    lines = [json.dumps({"task": "statistics", "level": "L1", "dump_data_dir": None, "format": "ddpstats 1"})]
+    lines = [json.dumps({"task": "statistics", "level": "L1", "dump_data_dir": None, "ddpstats": 1})]
     lines += [json.dumps({"name": name, "entry": raw, "stack": [], "parent": None}) for name, raw in entries.items()]
     (directory / "dump.jsonl").write_text("\n".join(lines) + '\n{"name": "Torch.ad')
     return root / "step0"

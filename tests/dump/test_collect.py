@@ -498,7 +498,7 @@ def test_while_the_step_runs_its_entries_are_on_the_disk(tmp_path: Path) -> None
     header, *entries = lines(tmp_path)
     dump.stop()
     chosen = {"scope": [], "list": [], "data_mode": ["all"]}
-    assert header == {"task": "statistics", "level": "L1", "dump_data_dir": None, **chosen, "format": "ddpstats 1"}
+    assert header == {"task": "statistics", "level": "L1", "dump_data_dir": None, **chosen, "ddpstats": 1}
     assert [entry["name"] for entry in entries] == ["Torch.ones.0.forward", "Tensor.exp.0.forward"]
     assert data(tmp_path)["Tensor.exp.0.forward"] == entries[1]["entry"]
 

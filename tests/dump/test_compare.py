@@ -326,7 +326,7 @@ def test_ranks_are_paired_by_number(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_an_incomplete_dump_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_rank(tmp_path / "b" / "rank0", ONE, level="L1")
     (tmp_path / "a" / "rank0").mkdir(parents=True)
-    lines: list[dict[str, Any]] = [{"task": "statistics", "level": "L1", "format": "ddpstats 1"}]
+    lines: list[dict[str, Any]] = [{"task": "statistics", "level": "L1", "ddpstats": 1}]
     lines += [{"name": name, "entry": entry, "stack": [], "parent": None} for name, entry in ONE[:2]]
     (tmp_path / "a" / "rank0" / "dump.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"na')
     status, text = compare(tmp_path / "a", tmp_path / "b", capsys=capsys)

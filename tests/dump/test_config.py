@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -330,6 +331,17 @@ def test_files_that_break_the_reader(tmp_path: Path, text: str, expected: str) -
     with pytest.raises(ConfigError) as caught:
         read_config(written(tmp_path, text))
     assert expected in str(caught.value)
+
+
+def test_what_is_no_file_or_never_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for path in (pipe, Path("/dev/zero")):
+        with pytest.raises(ConfigError, match=f"{path}: cannot be read: Not a regular file"):
+            read_config(path)
+    monkeypatch.setattr("ddpstats.dump._config._MOST_BYTES", 10)
+    with pytest.raises(ConfigError, match="more than 10 bytes"):
+        read_config(written(tmp_path, '{"dump_path": "d"}'))
 
 
 def test_sources_that_are_none() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
+from ddpstats.dump.format import _files
 from ddpstats.dump.format._files import find_ranks, open_rank, ranks_without_dump, steps_in
 from ddpstats.errors import DumpError
 from tests.dump.hand_made import forward, tensor, write_rank
@@ -16,7 +18,7 @@ ENTRIES = [("Torch.a.0.forward", forward([tensor(1.0)], [tensor(2.0)])), ("Torch
 
 def write_lines(directory: Path, *more: str) -> Path:
     directory.mkdir(parents=True)
-    header = {"task": "statistics", "level": "L1", "dump_data_dir": None, "format": "ddpstats 1"}
+    header = {"task": "statistics", "level": "L1", "dump_data_dir": None, "ddpstats": 1}
     records = [{"name": n, "entry": e, "stack": [f"at {n}"], "parent": None} for n, e in ENTRIES]
     text = "".join(json.dumps(line) + "\n" for line in [header, *records])
     (directory / "dump.jsonl").write_text(text + "".join(more))
@@ -134,6 +136,27 @@ def test_a_damaged_file_is_named(text: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "dump.json").write_text(text)
     with pytest.raises(DumpError, match=rf"dump.json: .*({words})"):
         list(open_rank(tmp_path).entries())
+
+
+def test_a_line_without_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_files, "LARGEST_VALUE_BYTES", 100)
+    (tmp_path / "dump.jsonl").write_bytes(bytes(1000))
+    with pytest.raises(DumpError, match=r"dump.jsonl: its first line is no JSON object"):
+        open_rank(tmp_path)
+    (tmp_path / "dump.jsonl").write_bytes(b'{"task": "statistics"}\n' + bytes(1000))
+    with pytest.raises(DumpError, match=r"dump.jsonl: a line of more than 100 bytes"):
+        list(open_rank(tmp_path).entries())
+
+
+def test_a_pipe_is_no_dump(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "dump.json")
+    with pytest.raises(DumpError, match="no dump here"):
+        open_rank(tmp_path)
+    write_rank(tmp_path / "rank0", ENTRIES)
+    opened = open_rank(tmp_path / "rank0")
+    (tmp_path / "dump.json").rename(tmp_path / "rank0" / "dump.json")  # after it was looked at
+    with pytest.raises(OSError, match="Not a regular file"):
+        list(opened.entries())
 
 
 @pytest.mark.parametrize("name", ["../secret.pt", "/etc/passwd", "a/b.pt", "..", "", "a\0b", "link.pt"])

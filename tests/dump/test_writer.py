@@ -46,10 +46,24 @@ def test_files_are_the_same_whether_written_at_once_or_at_the_end(tmp_path: Path
     assert json.loads(texts[0]["construct.json"]) == dict(zip(names, ["Module.root.Net.forward.0", None], strict=True))
 
 
+def test_only_its_owner_may_look_into_it(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        written(tmp_path / "step0" / "rank0", at_once=True).finish()
+    finally:
+        os.umask(before)
+    assert (tmp_path / "step0" / "rank0").stat().st_mode & 0o777 == 0o700
+
+
+def test_dump_json_says_its_format(tmp_path: Path) -> None:
+    written(tmp_path / "rank0", at_once=False).finish()
+    assert json.loads((tmp_path / "rank0" / "dump.json").read_text())["ddpstats"] == 1
+
+
 def test_lines_are_complete_records(tmp_path: Path) -> None:
     written(tmp_path, at_once=True)
     header, first, second = map(json.loads, (tmp_path / "dump.jsonl").read_text().splitlines())
-    assert header == {**HEADER, "format": "ddpstats 1"}
+    assert header == {**HEADER, "ddpstats": 1}
     assert list(first) == ["name", "entry", "stack", "parent"]
     assert first["stack"] == second["stack"] == ["a line", "another"]
 

@@ -182,6 +182,14 @@ def test_what_cannot_be_stored_is_named(batch: Any, path: str, said: str) -> Non
     assert caught.value.path == path
 
 
+def test_a_tensor_that_stands_there_twice_comes_back_twice() -> None:
+    one = torch.arange(3.0)
+    first, second, empty, other = from_plain(to_plain([one, one, one[:0], one[:0]]))
+    assert first.tolist() == second.tolist() == [0.0, 1.0, 2.0]
+    assert first.data_ptr() != second.data_ptr()
+    assert empty.shape == other.shape == (0,)
+
+
 def test_a_batch_that_holds_itself() -> None:
     batch: list[Any] = []
     batch.append(batch)
@@ -194,6 +202,9 @@ def deep(levels: int) -> Any:
     for _ in range(levels):
         plain = [plain]
     return plain
+
+
+ONE = {"kind": "tensor", "data": torch.ones(4, dtype=torch.uint8), "accelerator": False, "requires_grad": False}
 
 
 def doubled(times: int) -> Any:
@@ -231,10 +242,12 @@ def doubled(times: int) -> Any:
         {"kind": "namedtuple", "name": "a", "fields": ["x", "x"], "items": [1, 2]},
         {"kind": "namedtuple", "name": "a", "fields": ["__import__('os')"], "items": [1]},
         {"kind": "object", "name": "a", "fields": ["x"], "items": []},
+        [ONE, ONE],
+        [{"kind": "bytes", "data": ONE["data"]}, ONE],
         deep(200),
         doubled(40),
     ],
-    ids=range(27),
+    ids=range(29),
 )
 def test_what_no_capture_writes_is_refused(plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ddpstats._rerun.serialize._MOST_THINGS", 10_000)

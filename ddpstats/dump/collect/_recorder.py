@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ddpstats._base.atomic_files import make_private_directory
 from ddpstats._observe.no_dispatch import no_dispatch_no_grad
 from ddpstats._observe.torch_compat import graph_task, in_backward
 from ddpstats._observe.user_frames import is_in_checkpoint
@@ -352,7 +353,7 @@ class Problems:
             return []
         log = self._directory / ERRORS
         try:
-            self._directory.mkdir(parents=True, exist_ok=True)
+            make_private_directory(self._directory)
             with log.open("a", encoding="utf-8") as file:
                 file.write("\n".join(self._kept) + "\n")
             where = f"see {log}"

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from ddpstats._base.report import printable
+from ddpstats._base.tensor_archive import check_archive
+from ddpstats._base.untrusted import open_regular
 from ddpstats.dump.compare._rules import KEPT_RUNS, Closeness, RunCollector, Runs
 from ddpstats.dump.format._entries import DumpLeaf
 from ddpstats.dump.format._files import RankDump
@@ -29,10 +31,9 @@ def load_tensor(dump: RankDump, leaf: DumpLeaf) -> Tensor:
     assert leaf.data_name is not None
     path = dump.tensor_file(leaf.data_name)
     try:
-        try:
-            tensor = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except RuntimeError:  # not a zip file: written by an older torch
-            tensor = torch.load(path, map_location="cpu", weights_only=True)
+        with open_regular(path, follow=False) as file:
+            check_archive(file)
+        tensor = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # whatever a damaged or hostile file makes torch raise
         reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
         raise DumpError(

@@ -18,13 +18,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from ddpstats._base.report import printable
+from ddpstats._base.untrusted import bounded_lines, open_regular, refused_version
 from ddpstats._base.wording import listed
 from ddpstats.dump.format._entries import DumpEntry
-from ddpstats.dump.format._names import CONSTRUCT, DUMP, LINES, STACK, TENSORS
-from ddpstats.dump.format._scan import Member, Progress, Scanner, parse
+from ddpstats.dump.format._names import CONSTRUCT, DUMP, FORMAT, LINES, STACK, TENSORS, VERSION
+from ddpstats.dump.format._scan import LARGEST_VALUE_BYTES, Member, Progress, Scanner, parse
 from ddpstats.errors import DumpError
 
 _RANK = re.compile(r"rank(\d*)")
@@ -69,7 +70,7 @@ class RankDump:
 
     def reread(self, kind: type[Member], key: str, offset: int, size: int) -> Member:
         """A member of which only the place was kept."""
-        with self.path.open("rb") as file:
+        with open_regular(self.path) as file:
             file.seek(offset)
             return kind(key, file.read(size).decode("latin-1"), offset)
 
@@ -257,11 +258,16 @@ def sayable_errors() -> Iterator[None]:
 
 
 def header(path: Path) -> dict[str, Any]:
-    """What stands before the entries."""
+    """What stands before the entries. Raises `DumpError`, also for a format that this ddpstats does not read."""
     if path.suffix == ".jsonl":
-        return _lines_header(path)
-    with _object_in(path) as scanner:
-        return {member.key: _parsed(member, path) for member in scanner.members(stop_at="data")}
+        found = _lines_header(path)
+    else:
+        with _object_in(path) as scanner:
+            found = {member.key: _parsed(member, path) for member in scanner.members(stop_at="data")}
+    refused = refused_version(found[VERSION], FORMAT) if VERSION in found else None  # other tools' dumps have none
+    if refused is not None:
+        raise DumpError(f"{path}: {refused}", path=str(path))
+    return found
 
 
 def read_stacks(path: Path) -> dict[str, list[str]]:
@@ -308,7 +314,7 @@ def damaged(path: Path, problem: str) -> DumpError:
 
 @contextlib.contextmanager
 def _object_in(path: Path, progress: Progress | None = None) -> Iterator[Scanner]:
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         scanner = Scanner(file, path, progress)
         scanner.enter()
         yield scanner
@@ -340,10 +346,9 @@ def _parsed(member: Member, path: Path) -> Any:
 
 
 def _lines_header(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        line = file.readline()
     try:
-        header = parse(line.decode("latin-1"))
+        with open_regular(path) as file:
+            header = parse(next(bounded_lines(file, LARGEST_VALUE_BYTES), b"").decode("latin-1"))
     except ValueError:
         header = None
     if not isinstance(header, dict):
@@ -353,9 +358,9 @@ def _lines_header(path: Path) -> dict[str, Any]:
 
 def _records(path: Path, progress: Progress | None = None) -> Iterator[tuple[dict[str, Any], str, int]]:
     """The lines of a dump.jsonl after the first, parsed, with their text and place. A broken last line is left out."""
-    with path.open("rb") as file:
-        offset = len(file.readline())
-        for line in file:
+    with open_regular(path) as file:
+        offset = len(file.readline(LARGEST_VALUE_BYTES))
+        for line in _bounded(file, path):
             text = line.decode("latin-1")
             try:
                 record = parse(text)
@@ -369,6 +374,13 @@ def _records(path: Path, progress: Progress | None = None) -> Iterator[tuple[dic
             offset += len(line)
             if progress is not None:
                 progress(len(line))
+
+
+def _bounded(file: BinaryIO, path: Path) -> Iterator[bytes]:
+    try:
+        yield from bounded_lines(file, LARGEST_VALUE_BYTES)
+    except ValueError as error:
+        raise damaged(path, str(error)) from None
 
 
 def _lines(path: Path, progress: Progress | None) -> Iterator[Member]:

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 DUMP, LINES, STACK, CONSTRUCT, ERRORS = "dump.json", "dump.jsonl", "stack.json", "construct.json", "dump_error_info.log"
 TENSORS = "dump_tensor_data"
 
+VERSION, FORMAT = "ddpstats", 1  # the key before the entries that says which format it is, and the one of today
+
 _LONGEST, _LONGEST_PATH = 230, 100
 
 

@@ -19,10 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
+from ddpstats._base.untrusted import parse_json
 from ddpstats.errors import DumpError
 
 _CHUNK_BYTES = 1 << 20
-_LARGEST_VALUE_BYTES = 256 << 20  # one entry of this size is not a dump, and would be read again and again
+LARGEST_VALUE_BYTES = 64 << 20  # one entry of this size is not a dump, and would be read again and again
 
 _LONGEST_INDENT = 64
 _LONGEST_TOKEN = 64  # that is no string and no number: what the decoder calls wrong may be one cut in two
@@ -52,10 +53,7 @@ class Member:
 
 def parse(text: str) -> Any:
     """JSON in Latin-1 characters, each a byte of UTF-8. Raises ValueError."""
-    try:
-        return json.loads(text if text.isascii() else text.encode("latin-1").decode("utf-8"))
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+    return parse_json(text if text.isascii() else text.encode("latin-1").decode("utf-8"), strict=False)
 
 
 class Scanner:
@@ -154,7 +152,7 @@ class Scanner:
         """
         self._peek()
         match = _KEY.match(self._buffer, self._at)
-        while (match is None or match.end() == len(self._buffer)) and self._fill():
+        while (match is None or match.end() == len(self._buffer)) and self._fill(keep=True):
             match = _KEY.match(self._buffer, self._at)
         if match is None:
             self._fail_at_end_of_file_or_here("a key in double quotes and a colon were expected here")
@@ -250,8 +248,8 @@ class Scanner:
     def _fill(self, *, keep: bool = False) -> bool:
         """Read on; what lies before the place's line goes. Twice as much each time while a value has no end."""
         pending = len(self._buffer) - self._at
-        if pending > _LARGEST_VALUE_BYTES:
-            self.fail(f"one value is larger than {_LARGEST_VALUE_BYTES:,} bytes, which no dump holds")
+        if pending > LARGEST_VALUE_BYTES:
+            self.fail(f"one value is larger than {LARGEST_VALUE_BYTES:,} bytes, which no dump holds")
         size = max(_CHUNK_BYTES, pending) if keep else _CHUNK_BYTES
         chunk = self._file.read(size)
         if not chunk:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddpstats._base.atomic_files import TEMPORARY_PREFIX
+from ddpstats._base.atomic_files import TEMPORARY_PREFIX, make_private_directory
 from ddpstats._observe.torch_compat import without_tensor_classes
 from ddpstats.dump.format._names import file_name
 
@@ -59,7 +59,7 @@ class TensorFiles:
         if tensor.is_meta:
             return
         plain = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)  # not the whole storage
-        self.directory.mkdir(parents=True, exist_ok=True)
+        make_private_directory(self.directory)
         unfinished = self.directory / f"{TEMPORARY_PREFIX}{file}"[:_LONGEST_NAME]
         torch.save(plain, unfinished)
         os.replace(unfinished, self.directory / file)  # without waiting for the disk: there are too many of them

@@ -23,10 +23,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ddpstats._base.atomic_files import put_file
-from ddpstats.dump.format._names import CONSTRUCT, DUMP, LINES, STACK
-
-FORMAT = "ddpstats 1"
+from ddpstats._base.atomic_files import make_private_directory, put_file
+from ddpstats.dump.format._names import CONSTRUCT, DUMP, FORMAT, LINES, STACK, VERSION
 
 encode: Callable[[Any], str] = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 
@@ -42,7 +40,7 @@ class StepWriter:
 
     def __init__(self, directory: Path, header: Mapping[str, Any], *, at_once: bool) -> None:
         self.directory = directory
-        self._header = dict(header)
+        self._header = {**header, VERSION: FORMAT}
         self._at_once = at_once
         self._file: int | None = None
         self._added: list[tuple[str, int, str | None]] = []  # of each entry its name, its stack and its parent
@@ -82,7 +80,7 @@ class StepWriter:
         lines = self.directory / LINES
         has_lines = self._file is not None
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
+            make_private_directory(self.directory)
             if not self._is_claimed:
                 os.close(self._create())
             put_file(self.directory / STACK, lambda file: file.write(self._stack_text()))
@@ -133,10 +131,10 @@ class StepWriter:
         if self._are_lines_left:
             self._file, self._are_lines_left = os.open(self.directory / LINES, _FLAGS), False
             return
-        self.directory.mkdir(parents=True, exist_ok=True)
+        make_private_directory(self.directory)
         file = self._file = self._create()
         self._offset = 0
-        self._put(file, encode({**self._header, "format": FORMAT}).encode() + b"\n")
+        self._put(file, encode(self._header).encode() + b"\n")
         before, self._entries = self._entries, []
         with self._finished() as dump:
             for (name, stack, parent), text in zip(self._added, _texts(before, dump), strict=True):
@@ -225,4 +223,4 @@ def _texts(entries: list[tuple[int, int] | bytes], file: int | None) -> Iterator
             yield text
 
 
-_FLAGS = os.O_RDWR | os.O_APPEND | getattr(os, "O_CLOEXEC", 0)
+_FLAGS = os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | getattr(os, "O_CLOEXEC", 0)

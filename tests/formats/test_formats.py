@@ -1,0 +1,166 @@
+"""Files that an earlier ddpstats wrote are read as they were meant; those of an unknown format are refused by name.
+
+``vN`` is what `tests.formats.make` wrote when format N was today's. It stays as it is, and so does what is asserted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shutil
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ddpstats._rerun.random_state import RandomState
+from ddpstats._rerun.serialize import from_plain
+from ddpstats.capture._bundle import Bundle
+from ddpstats.dump._config import read_config
+from ddpstats.dump.compare._tensor_compare import load_tensor
+from ddpstats.dump.format._files import RankDump, find_ranks
+from ddpstats.errors import DdpstatsError, DumpError
+from ddpstats.guard import _report
+from ddpstats.guard._records import read_records
+
+HERE = Path(__file__).parent
+V1 = HERE / "v1"
+NAMES = ["Tensor.sqrt.0.forward", "Module.root.Net.forward.0", "Tensor.sqrt.0.backward"]
+
+
+def test_a_bundle_of_format_1() -> None:
+    bundle = Bundle.open(V1 / "captures")
+    manifest, part = bundle.manifest, bundle.rank_part(0)
+    assert (manifest.reason, manifest.complete, manifest.ranks) == ("nonfinite", True, (0,))
+    assert (manifest.culprit_ranks, manifest.parameters) == ((0,), {0: ["weight"]})
+    assert "NaN in weight, first in micro-batch 0 of 1" in manifest.message
+    (micro,) = part.micro_batches
+    batch = from_plain(micro.batch)
+    assert batch["x"].tolist() == [1.0, -1.0]
+    assert batch["names"] == ["a", "b"]
+    assert RandomState.from_plain(micro.random).torch_cpu.dtype is torch.uint8
+    assert part.gradients is not None
+    assert [math.isnan(one) for one in part.gradients["weight"].tolist()] == [False, True]
+    assert (part.parameter_names, list(part.buffers)) == (["weight"], ["seen"])
+    assert bundle.model_part(0)["parameters"]["weight"].tolist() == [2.0, 3.0]
+
+
+def dump(name: str) -> RankDump:
+    (found,) = find_ranks(V1 / name)
+    return found
+
+
+def test_a_dump_of_format_1() -> None:
+    found = dump("dump")
+    assert (found.complete, found.task, found.level, found.step, found.rank) == (True, "tensor", "mix", 0, None)
+    entries = {entry.name: entry for entry in found.entries()}
+    assert list(entries) == NAMES
+    ((path, leaf),) = entries[NAMES[0]].inputs
+    assert (path, leaf.shape, leaf.max, leaf.min, leaf.nan_count) == ("input.0", (2,), 2.0, -3.0, 0)
+    ((_, made),) = entries[NAMES[0]].outputs
+    assert (made.nan_count, made.first_bad) == (1, (1,))
+    assert load_tensor(found, leaf).tolist() == [2.0, -3.0]
+    assert found.stack_of(NAMES[0])[1].startswith("File train.py, line 2, in step")
+    assert found.parent_of(NAMES[0]) == NAMES[1]
+
+
+def test_what_a_process_of_format_1_left_that_ended_inside_a_step() -> None:
+    found = dump("killed")
+    assert (found.complete, found.task) == (False, "statistics")
+    assert [entry.name for entry in found.entries()] == NAMES
+    assert found.stack_of(NAMES[0])[1].startswith("File train.py, line 2, in step")
+
+
+def test_records_of_format_1() -> None:
+    records = read_records(V1 / "records")
+    assert [(one.rank, one.world_size, one.complete, one.end is not None) for one in records] == [
+        (0, 2, True, True),
+        (1, 2, True, True),
+    ]
+    assert [event.signature.op for event in records[1].events] == ["all_reduce", "broadcast"]
+    assert [event.label for event in records[1].events] == ["loss", "loss"]
+    (finding,) = _report.diagnose(records)
+    assert "What differs: the shape" in finding.message
+    assert "tests/formats/make.py:" in finding.message
+
+
+def test_a_configuration() -> None:
+    config = read_config(V1 / "config.json")
+    assert (config.ranks, config.steps, config.level) == (frozenset({0, 2, 3}), frozenset({1}), "L1")
+    assert (config.names, config.summary_mode) == (("linear",), "md5")
+
+
+def rewritten(path: Path, key: str, value: Any) -> None:
+    """Another version in the first object of a file."""
+    first, newline, rest = path.read_text().partition("\n") if path.suffix == ".jsonl" else (path.read_text(), "", "")
+    path.write_text(json.dumps({**json.loads(first), key: value}) + newline + rest)
+
+
+def open_records(directory: Path) -> None:
+    _report.run(argparse.Namespace(directory=directory, json=False))
+
+
+@pytest.mark.parametrize(
+    ("version", "said"),
+    [
+        (2, "written by a newer ddpstats: format 2, this one reads 1; upgrade ddpstats"),
+        (0, "of format 0, which is unknown: this ddpstats reads 1"),
+        ("1", "of format 1, which is unknown"),
+    ],
+    ids=["newer", "older", "no number"],
+)
+@pytest.mark.parametrize(
+    ("files", "key", "read"),
+    [
+        ("captures/*/MANIFEST.json", "version", lambda root: Bundle.open(next((root / "captures").iterdir()))),
+        ("dump/*/*/dump.json", "ddpstats", lambda root: find_ranks(root / "dump")),
+        ("killed/*/*/dump.jsonl", "ddpstats", lambda root: find_ranks(root / "killed")),
+        ("records/rank1.jsonl", "ddpstats", lambda root: open_records(root / "records")),
+    ],
+    ids=["bundle", "dump", "lines", "record"],
+)
+def test_an_unknown_format_is_refused_by_name(
+    tmp_path: Path, files: str, key: str, read: Any, version: Any, said: str
+) -> None:
+    root = tmp_path / "v1"
+    shutil.copytree(V1, root)
+    (path,) = root.glob(files)
+    rewritten(path, key, version)
+    with pytest.raises(DdpstatsError) as caught:
+        read(root)
+    assert said in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+class Command:
+    """What pickle makes of it runs a command."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self._path}",)
+
+
+@pytest.mark.parametrize("is_archive", [True, False])
+def test_a_tensor_of_a_dump_that_runs_a_command(tmp_path: Path, is_archive: bool) -> None:
+    shutil.copytree(V1 / "dump", tmp_path / "dump")
+    (found,) = find_ranks(tmp_path / "dump")
+    ((_, leaf),) = next(iter(found.entries())).inputs
+    assert leaf.data_name is not None
+    path, trap = found.tensor_file(leaf.data_name), tmp_path / "it ran"
+    torch.save(Command(trap), path, _use_new_zipfile_serialization=is_archive)
+    with pytest.raises(DumpError, match="cannot be read as a tensor"):
+        load_tensor(found, leaf)
+    assert not trap.exists()
+
+
+def test_nothing_tells_of_a_machine() -> None:
+    for path in V1.rglob("*"):
+        content = path.read_bytes() if path.is_file() else b""
+        for place in (str(HERE.parents[1]), str(Path.home()) + "/", socket.gethostname()):
+            assert place.encode() not in content, path

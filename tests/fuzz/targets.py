@@ -1,0 +1,277 @@
+"""What reads the bytes of others, as functions of bytes alone: for `scripts/fuzz.py`, and for `test_fuzz`.
+
+Each target takes any bytes, lets our readers have them, and returns. A reader may refuse with the error of ours that it
+documents; anything else that it raises is a finding. The first byte chooses among the readers of a target. Seeds are
+what honest writers write: the files of `tests/formats`, and messages of every kind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import io
+import json
+import shutil
+import struct
+import tempfile
+import zipfile
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ddpstats._agreement.codec import PROTOCOL_VERSION
+from ddpstats._agreement.status import Status, decode_status, encode_status
+from ddpstats._agreement.tree_codec import decode, encode
+from ddpstats._reduction.schema import Container, leaf
+from ddpstats._reduction.wire import (
+    Numbers,
+    decode_holding,
+    decode_numbers,
+    decode_schema,
+    decode_slots,
+    encode_holding,
+    encode_numbers,
+    encode_schema,
+)
+from ddpstats._rerun.random_state import RandomState
+from ddpstats._rerun.runner import Runner, RunSettings
+from ddpstats._rerun.serialize import from_plain
+from ddpstats._transport.mailbox import _parse
+from ddpstats.capture._bundle import Bundle
+from ddpstats.dump._config import read_config
+from ddpstats.dump.compare import _compare
+from ddpstats.dump.compare._tensor_compare import load_tensor
+from ddpstats.dump.format._files import open_rank
+from ddpstats.dump.origin import _nan_origin
+from ddpstats.errors import BundleError, ConfigError, DdpstatsError, DumpError, ProtocolMismatch
+from ddpstats.guard import _report, _spoken
+from ddpstats.guard._failure_agreement import Alarm
+from ddpstats.guard._p2p import _read
+from ddpstats.guard._status import GuardFinding, RankStatus
+
+FORMATS = Path(__file__).parents[1] / "formats" / "v1"
+CPU = torch.device("cpu")
+
+
+class Target(NamedTuple):
+    run: Callable[[bytes], None]
+    seeds: Callable[[], list[bytes]]
+
+
+@cache
+def scratch() -> Path:
+    """A directory of this process, with a copy of the files of `tests/formats`."""
+    directory = Path(tempfile.mkdtemp(prefix="fuzz-"))
+    shutil.copytree(FORMATS, directory / "v1")
+    return directory / "v1"
+
+
+def leave() -> None:
+    """Remove what `scratch` made."""
+    shutil.rmtree(scratch().parent, ignore_errors=True)
+    scratch.cache_clear()
+
+
+def _behind_its_length(head: bytes) -> bytes:
+    return (struct.pack("<Q", len(head)) + head).ljust(-(-len(head) // 16) * 16 + 64, b"\0")
+
+
+# -- wire --------------------------------------------------------------------------------------------------------------
+
+_READERS: Sequence[tuple[Callable[[bytes], Any], tuple[type[Exception], ...]]] = (
+    (decode_schema, (ProtocolMismatch,)),
+    (decode_holding, (ProtocolMismatch,)),
+    (decode_status, (ProtocolMismatch,)),
+    (lambda data: decode_status(struct.pack("<H", PROTOCOL_VERSION) + data), (ProtocolMismatch,)),
+    (lambda data: decode_numbers(data[1:], data[0] if data else 0), (ProtocolMismatch,)),
+    (lambda data: decode_slots(data[1:], data[0] if data else 0), (ProtocolMismatch,)),
+    (decode, (ProtocolMismatch,)),
+    (lambda data: decode(_behind_its_length(data)), (ProtocolMismatch,)),
+    (_parse, (ValueError,)),
+    (lambda data: RankStatus.unpack(data, 0), ()),
+    (GuardFinding.unpack, (ValueError,)),
+    (Alarm.unpack, (ValueError,)),
+    (_read, ()),
+    (lambda data: _spoken.read([(1, 0, data)]), ()),
+)
+
+
+def wire(data: bytes) -> None:
+    """What a rank hears of another one, in a collective, through the store or in shared memory."""
+    read, legal = _READERS[data[0] % len(_READERS)] if data else _READERS[0]
+    with contextlib.suppress(*legal):
+        read(data[1:])
+
+
+def _wire_seeds() -> list[bytes]:
+    inner = Container(("list", "tuple"), (0, 2), (leaf("max"), leaf("mean", ("torch.float16",))), True)
+    schema = encode_schema(Container(("dict",), ("a", "b/c", 3), (leaf("mean"), inner, leaf("none"))))
+    status = encode_status(Status("reduce_stats", "train", "raise", None, True, bytes(8), schema))
+    numbers = Numbers(1.0, array("d", [1.0, 2.0]), array("d", [0.5, 1.0]), {1: (0.5, 3)}, (0,))
+    tree = bytes(encode({"a": torch.arange(5), "b": [1.5, "x", (None, torch.ones(2, 2))]}))
+    event = {"group": "0", "seq": 3, "op": "all_reduce", "shapes": [[2]], "dtypes": ["float32"], "label": "loss"}
+    event["evidence"] = ["k", ["k", "l"], "dict", "unused", "", [], False, False, "loop", None]
+    finding = {"kind": "mismatch", "message": "m", "group": "0", "seq": 1, "missing": [1], "culprits": [], "doubts": []}
+    told = {"events": [event], "balances": {"3": 1}, "count": 3, "waits_in": ["0", 3], "last": "x", "left": None}
+    texts = [
+        {"missing": [1, 2], "message": "text"},
+        {**told, "stack": None},
+        {**finding, "by_rank": {"0": event}},
+        ["0", "words", [0, 1], 3, True, False, False],
+        event,
+        event,
+    ]
+    parts = [schema, encode_holding(("namedtuple:X",), schema), status, status[2:], b"\2" + encode_numbers(numbers)]
+    parts += [b"\5" + struct.pack("<2I", 0, 4), tree, tree[8 : 8 + struct.unpack_from("<Q", tree)[0]]]
+    return [bytes([kind]) + part for kind, part in enumerate([*parts, *(json.dumps(one).encode() for one in texts)])]
+
+
+# -- bundle ------------------------------------------------------------------------------------------------------------
+
+
+def bundle(data: bytes) -> None:
+    """A manifest; a part of a bundle; or the pickle in one. The manifest says of the last two that they are right."""
+    (directory,) = (scratch() / "captures").iterdir()
+    kind, content = (data[0] % 4 if data else 0), data[1:]
+    name = ("MANIFEST.json", "rank00000.pt", "rank00000.pt", "model.pt")[kind]
+    if kind > 1:
+        content = _archived(FORMATS / "captures" / directory.name / name, content)
+    original = FORMATS / "captures" / directory.name
+    (directory / name).write_bytes(content)
+    if kind:
+        manifest = json.loads((original / "MANIFEST.json").read_text())
+        manifest["files"][name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        (directory / "MANIFEST.json").write_text(json.dumps(manifest))
+    try:
+        with contextlib.suppress(BundleError):
+            _use(Bundle.open(directory))
+    finally:
+        for one in ("MANIFEST.json", name):
+            shutil.copyfile(original / one, directory / one)
+
+
+def _use(opened: Bundle) -> None:
+    """As a replay does, up to where the user's own code would run."""
+    for rank in opened.manifest.ranks_present[:4]:
+        with contextlib.suppress(BundleError):
+            opened.model_part(rank)
+        part = opened.rank_part(rank)
+        runner = Runner(torch.nn.Identity(), lambda module, batch: batch, "step", RunSettings(CPU), "rank 0")
+        before = RandomState.take(CPU)
+        for micro in part.micro_batches:
+            from_plain(micro.batch)
+            try:
+                with runner.as_kept(micro):
+                    pass
+            finally:
+                before.restore()
+
+
+def _archived(original: Path, pickled: bytes) -> bytes:
+    """The archive with another pickle in it."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(original) as source, zipfile.ZipFile(out, "w") as made:
+        for entry in source.infolist():
+            is_pickle = entry.filename.endswith("data.pkl")
+            made.writestr(entry.filename, pickled if is_pickle else source.read(entry))
+    return out.getvalue()
+
+
+def _pickle_in(path: Path) -> bytes:
+    with zipfile.ZipFile(path) as archive:
+        return archive.read(next(one for one in archive.namelist() if one.endswith("data.pkl")))
+
+
+def _bundle_seeds() -> list[bytes]:
+    (directory,) = (FORMATS / "captures").iterdir()
+    part, model = directory / "rank00000.pt", directory / "model.pt"
+    manifest = (directory / "MANIFEST.json").read_bytes()
+    return [b"\0" + manifest, b"\1" + part.read_bytes(), b"\2" + _pickle_in(part), b"\3" + _pickle_in(model)]
+
+
+# -- dump --------------------------------------------------------------------------------------------------------------
+
+_TENSOR = "Tensor.sqrt.0.forward.input.0.pt"
+_DUMPS = (("dump", "dump.json"), ("killed", "dump.jsonl"), ("dump", "stack.json"), ("dump", "construct.json"))
+
+
+def dump(data: bytes) -> None:
+    """A file of a dump: each entry is walked, the NaN is looked for, and it is compared with what it was."""
+    kind, content = (data[0] % 5 if data else 0), data[1:]
+    where, name = _DUMPS[kind] if kind < len(_DUMPS) else ("dump", f"dump_tensor_data/{_TENSOR}")
+    good, bad = FORMATS / where / "step0" / "rank", scratch() / where / "step0" / "rank"
+    (bad / name).write_bytes(content)
+    try:
+        for read in (_walk, _origin, lambda path: _compared(path, good)):
+            with contextlib.suppress(DumpError):
+                read(bad)
+    finally:
+        shutil.copyfile(good / name, bad / name)
+
+
+def _walk(path: Path) -> None:
+    opened = open_rank(path)
+    for entry in opened.entries():
+        opened.stack_of(entry.name), opened.parent_of(entry.name), opened.place_of(entry.name)
+        for _, one in entry.values(nulls=True):
+            _ = (one.is_finite, one.has_nan, one.dtype, one.shape)
+            if one.is_tensor and one.data_name is not None:
+                load_tensor(opened, one)
+
+
+def _origin(path: Path) -> None:
+    with quiet():
+        _nan_origin.run(argparse.Namespace(directory=str(path), json=False))
+
+
+def _compared(path: Path, good: Path) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--json", action="store_true")
+    _compare.add_arguments(parser)
+    with quiet(), contextlib.suppress(ConfigError):
+        _compare.run(parser.parse_args([str(path), str(good)]))
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        yield
+
+
+def _dump_seeds() -> list[bytes]:
+    files = [FORMATS / where / "step0" / "rank" / name for where, name in _DUMPS]
+    files.append(FORMATS / "dump" / "step0" / "rank" / "dump_tensor_data" / _TENSOR)
+    return [bytes([kind]) + path.read_bytes() for kind, path in enumerate(files)]
+
+
+# -- record, config ----------------------------------------------------------------------------------------------------
+
+
+def record(data: bytes) -> None:
+    """One rank's record, beside another rank's that is as it was written."""
+    directory = scratch() / "records"
+    (directory / "rank0.jsonl").write_bytes(data)
+    with quiet(), contextlib.suppress(DdpstatsError):
+        _report.run(argparse.Namespace(directory=str(directory), json=bool(data[:1] > b"\x7f")))
+
+
+def config(data: bytes) -> None:
+    """The file that `ddpstats.StatsDump` is given."""
+    path = scratch() / "config.json"
+    path.write_bytes(data)
+    with contextlib.suppress(ConfigError):
+        read_config(path)
+
+
+TARGETS = {
+    "wire": Target(wire, _wire_seeds),
+    "bundle": Target(bundle, _bundle_seeds),
+    "dump": Target(dump, _dump_seeds),
+    "record": Target(record, lambda: [(FORMATS / "records" / "rank0.jsonl").read_bytes()]),
+    "config": Target(config, lambda: [(FORMATS / "config.json").read_bytes()]),
+}

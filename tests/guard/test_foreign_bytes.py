@@ -1,0 +1,186 @@
+"""Records on disk, and what ranks tell each other, as somebody with bad intentions would write them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in __all__
+
+from ddpstats.errors import ConfigError, DdpstatsError
+from ddpstats.guard import _report, _spoken
+from ddpstats.guard._exchange import Exchange
+from ddpstats.guard._failure_agreement import Alarm
+from ddpstats.guard._records import RecordWriter
+from ddpstats.guard._status import GuardFinding, RankStatus
+
+HEAD = {"ddpstats": 1, "run": "x", "rank": 0, "world_size": 2, "time": 1.0}
+EVENT: dict[str, Any] = {"group": "0", "seq": 1, "op": "all_reduce", "shapes": [[2]], "dtypes": ["float32"]}
+
+
+def report(directory: Path) -> int:
+    return _report.run(argparse.Namespace(directory=str(directory), json=False))
+
+
+def lines(*entries: Any) -> bytes:
+    return b"".join((one if isinstance(one, bytes) else json.dumps(one).encode()) + b"\n" for one in entries)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"\n", "line 1: Expecting value"),
+        (b"[" * 200_000 + b"\n", "line 1: it is nested too deeply"),
+        (lines(HEAD, b"\xff\xfe"), "line 2: "),
+        (lines(HEAD, [1]), "line 2: not a record"),
+        (lines(HEAD, b'{"op": "x", "op": "y"}'), "line 2: the key 'op' stands there twice"),
+        (lines(HEAD, b'{"seq": NaN}'), "line 2: NaN is no JSON"),
+        (
+            lines(HEAD, b'{"group": "0", "op": "x", "seq": 1e999}'),
+            "line 2: not a record of a collective: Over",
+        ),
+        (lines(HEAD, {**EVENT, "shapes": [[2], [3]]}), "line 2: not a record of a collective"),
+        (lines({**HEAD, "time": []}), "line 1: the first line tells neither run nor time"),
+        (lines({**HEAD, "time": 10**400}), "line 1: the first line tells neither run nor time"),
+        (lines({**HEAD, "rank": True}), "line 1: the first line tells neither rank nor world size"),
+        (lines({**HEAD, "rank": -1}), "line 1: the first line tells neither rank nor world size"),
+        (lines(HEAD, {"new_group": "0", "ranks": ["x"]}), "line 2: a group without ranks"),
+        (lines(HEAD, {"new_group": "0", "ranks": [0, 0]}), "line 2: a group that has a rank twice"),
+        (lines(HEAD, {"new_group": "0", "ranks": [0], "words": 3}), "line 2: text is needed"),
+        (lines(HEAD, b" " * (2 << 20)), "line 2: a line of more than 1,048,576 bytes"),
+    ],
+    ids=range(16),
+)
+def test_a_record_that_is_none(content: bytes, said: str, tmp_path: Path) -> None:
+    (tmp_path / "rank0.jsonl").write_bytes(content)
+    with pytest.raises(DdpstatsError) as caught:
+        report(tmp_path)
+    assert said in str(caught.value)
+    assert str(tmp_path / "rank0.jsonl") in str(caught.value)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")], ids=["pipe", "device"])
+def test_what_is_no_file_is_neither_read_nor_written_to(make: Callable[[Path], object], tmp_path: Path) -> None:
+    make(tmp_path / "rank0.jsonl")
+    with pytest.raises(DdpstatsError, match=r"Not a regular file.*rank0\.jsonl"):
+        report(tmp_path)
+    with pytest.raises(ConfigError, match="rank 0 cannot write its record"):
+        RecordWriter(tmp_path, 0, 1, "run")
+
+
+def test_a_file_that_claims_a_terabyte(tmp_path: Path) -> None:
+    with (tmp_path / "rank0.jsonl").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(DdpstatsError, match=r"rank0\.jsonl: 1,099,511,627,776 bytes, and no record has more than"):
+        report(tmp_path)
+
+
+def test_no_link_leads_a_record_elsewhere(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("keep me")
+    (tmp_path / "rank0.jsonl").symlink_to(precious)
+    with pytest.raises(ConfigError, match="rank 0 cannot write its record"):
+        RecordWriter(tmp_path, 0, 1)
+    assert precious.read_text() == "keep me"
+
+
+def test_only_its_owner_may_read_a_record(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        RecordWriter(tmp_path, 0, 1).close()
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "rank0.jsonl").stat().st_mode) == 0o600
+
+
+def test_a_record_cannot_command_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    group = {"new_group": "0", "words": "\x1b[2Ja group", "ranks": [0, 1]}
+    for rank, op in enumerate(("all_reduce", "broadcast")):
+        (tmp_path / f"rank{rank}.jsonl").write_bytes(lines({**HEAD, "rank": rank}, group, {**EVENT, "op": op}))
+    assert report(tmp_path) == 1
+    printed = capsys.readouterr().out
+    assert "\\x1b[2Ja group" in printed
+    assert "\x1b" not in printed
+
+
+FINDING = {"kind": "mismatch", "message": "", "group": "", "seq": 1, "missing": [], "culprits": [], "doubts": []}
+
+
+@pytest.mark.parametrize(
+    ("read", "told"),
+    [
+        (GuardFinding.unpack, {**FINDING, "by_rank": {"0": {**EVENT, "seq": "x"}}}),
+        (GuardFinding.unpack, {**FINDING, "by_rank": 3}),
+        (GuardFinding.unpack, b"[" * 100_000),
+        (GuardFinding.unpack, json.dumps({**FINDING, "by_rank": {}}).replace('"seq": 1', '"seq": 1e999').encode()),
+        (Alarm.unpack, b'["0", "w", [0], 1e999, true, true, true]'),
+        (Alarm.unpack, b"[" * 100_000),
+        (Alarm.unpack, ["0", "w", 3, 1, True, True, True]),
+        (Alarm.unpack, ["0"]),
+    ],
+    ids=range(8),
+)
+def test_what_is_no_verdict_and_no_alarm(read: Callable[[bytes], Any], told: Any) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        read(told if isinstance(told, bytes) else json.dumps(told).encode())
+
+
+STATUS: dict[str, Any] = {
+    "events": [],
+    "balances": {},
+    "count": 1,
+    "waits_in": None,
+    "last": None,
+    "left": None,
+    "stack": None,
+}
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        b"[" * 100_000,
+        {**STATUS, "waits_in": []},
+        json.dumps(STATUS).replace("1", "1e999").encode(),
+        {**STATUS, "events": 3},
+    ],
+    ids=["deep", "waits nowhere", "infinite", "no events"],
+)
+def test_of_a_rank_that_tells_nonsense_nothing_is_known(told: Any) -> None:
+    payload = told if isinstance(told, bytes) else json.dumps(told).encode()
+    assert RankStatus.unpack(payload, 3) == RankStatus(3)
+
+
+def test_numbers_far_apart_are_not_counted_through() -> None:
+    """Ranks compare number by number: from 1 to 10**18 that would never end."""
+    told = {**STATUS, "events": [EVENT, {**EVENT, "seq": 10**18}]}
+    status = RankStatus.unpack(json.dumps(told).encode(), 0)
+    assert [event.seq for event in status.events] == [10**18]
+
+
+def spoken_at(site: str) -> bytes:
+    return json.dumps({**EVENT, "site": site}).encode()
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [b"[" * 990, b"{}", b"3", spoken_at("/dev/zero:1 in f"), spoken_at("x:² in f")],
+    ids=["deep", "empty", "a number", "a device", "no line"],
+)
+def test_words_of_a_neighbour(payload: bytes) -> None:
+    assert [event.source for event in _spoken.read([(1, 0, payload)])] in ([], [""])
+
+
+def test_the_memory_that_ranks_share_is_their_users_alone() -> None:
+    exchange = Exchange(HashStore(), 0, 2)
+    try:
+        assert exchange._shared is not None
+        assert stat.S_IMODE(os.fstat(exchange._shared._file).st_mode) == 0o600
+    finally:
+        exchange.close()
