@@ -1,4 +1,4 @@
-"""Training programs of all kinds, as their authors would write them. Only ``watch`` knows whether anything of ours runs."""
+"""Training programs of all kinds, as their authors would write them; only ``watch`` knows whether ours runs."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """What runs on the ranks of `test_interference`: a program once without anything of ours, then twice with all of it.
 
-``python -m tests.interference.runs STEPS [BACKEND [NAME ...]]`` runs all programs on two ranks, and says where they differ.
+``python -m tests.interference.runs STEPS [BACKEND [NAME ...]]`` runs all programs, or these, on two ranks, and says where
+they differ.
 """
 
 from __future__ import annotations
