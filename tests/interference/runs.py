@@ -1,7 +1,7 @@
 """What runs on the ranks of `test_interference`: a program once without anything of ours, then twice with all of it.
 
-``python -m tests.interference.runs STEPS [BACKEND [NAME ...]]`` runs all programs, or these, on two ranks, and says where
-they differ.
+``python -m tests.interference.runs STEPS [BACKEND [NAME ...]]`` runs all programs, or these, on two ranks, and says
+where they differ.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def _random() -> bytes:
 def _surroundings(program: Program) -> tuple[Any, ...]:
     """What else a program could miss when all is over."""
     return (
-        ("hooks", sum(_hooks_of(part.module) for part in program.parts)),
+        ("hooks", sum(hooks_of(part.module) for part in program.parts)),
         ("threads", sorted(thread.name for thread in threading.enumerate() if not thread.name.startswith("ddpstats"))),
         ("grad mode", torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
         ("dtype", torch.get_default_dtype(), torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()),
@@ -176,7 +176,7 @@ def _surroundings(program: Program) -> tuple[Any, ...]:
     )
 
 
-def _hooks_of(module: nn.Module) -> int:
+def hooks_of(module: nn.Module) -> int:
     count = sum(
         len(one._forward_hooks) + len(one._forward_pre_hooks) + len(one._backward_hooks) for one in module.modules()
     )

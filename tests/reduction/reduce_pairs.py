@@ -1,7 +1,7 @@
 """Random reductions against the oracle, on real ranks and on threads.
 
-``python -m tests.reduction.reduce_pairs SEED COUNT`` takes COUNT reductions from SEED on, on 1 to 8 ranks in turn; every
-second turn the ranks are threads.
+``python -m tests.reduction.reduce_pairs SEED COUNT`` takes COUNT reductions from SEED on, on 1 to 8 ranks in turn: real
+ones, and threads.
 """
 
 from __future__ import annotations
@@ -66,12 +66,13 @@ def check_many(run: Runner, ranks: int, seeds: Sequence[int]) -> None:
     answers = run([[(policy, per_rank, *adds[rank]) for policy, per_rank, adds in drawn] for rank in range(ranks)])
     for seed, one, *told_by_ranks in zip(seeds, drawn, *answers, strict=True):
         try:
-            _check_one(*one, told_by_ranks)
+            check_one(*one, told_by_ranks)
         except AssertionError as error:
             raise AssertionError(f"seed {seed} on {ranks} ranks: {error}") from None
 
 
-def _check_one(policy: str, per_rank: bool, adds: Sequence[Add], answers: Sequence[Any]) -> None:
+def check_one(policy: str, per_rank: bool, adds: Sequence[Add], answers: Sequence[Any]) -> None:
+    """``answers``: of `on_this_rank`, of all ranks or some. Raises AssertionError."""
     check([[add] for add in adds], [answer for answer, _ in answers], policy)
     assert len(set(map(repr, (by_rank for _, by_rank in answers)))) == 1
     by_rank = answers[0][1]
