@@ -84,7 +84,7 @@ def check_one(policy: str, per_rank: bool, adds: Sequence[Add], answers: Sequenc
 
 
 def of_pool(pool: RankPool, name: str) -> Runner:
-    return lambda parts: pool.run(on_this_rank, PerRank(parts), name).values()
+    return lambda parts: pool.run(on_this_rank, PerRank(parts), name, timeout_sec=240).values()
 
 
 def of_threads(parts: Sequence[Sequence[Part]]) -> Sequence[Sequence[Any]]:

@@ -126,7 +126,8 @@ class Draw:
             return self.tensor(number)
         if math.isfinite(number) and self.random.random() < 0.2:
             return int(number)
-        return np.float32(number) if self.random.random() < 0.1 else number
+        fits = not 3e38 < abs(number) < math.inf  # else numpy warns
+        return np.float32(number) if self.random.random() < 0.1 and fits else number
 
     def tensor(self, *numbers: float) -> torch.Tensor:
         whole = all(map(math.isfinite, numbers)) and all(number == int(number) for number in numbers)
