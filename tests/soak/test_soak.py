@@ -60,9 +60,9 @@ def test_of_a_few_samples_nothing_can_be_said(soak: Any) -> None:
 
 def test_four_ranks_stay_flat_and_right(soak: Any) -> None:
     """Bounded by rounds, not by time: what it costs is the same on a slow machine."""
-    soaked = soak.soak(60, 4, 7, most_rounds=24, at_once=3)
+    soaked = soak.soak(60, 4, 7, most_rounds=16, at_once=2)
     assert soaked.wrong == []
-    assert soaked.done == {"reductions": 24, "windows": 24, "conflicts": 5, "groups": 4, "watched steps": 12}
+    assert soaked.done == {"reductions": 16, "windows": 16, "conflicts": 3, "groups": 2, "watched steps": 8}
     assert soak.grown(soaked.samples, 16.0) == []
 
 
