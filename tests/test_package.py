@@ -31,7 +31,6 @@ PURE = [
     "errors",
     "_base.version",
     "_base.atomic_files",
-    "_observe.module_hooks",
     "capture._fields",
     "capture._manifest",
     "sentinel._settings",

@@ -51,6 +51,7 @@ from ddpstats._observe.torch_compat import (
     graph_task,
     in_backward,
     queue_callback,
+    without_compile,
 )
 
 
@@ -95,9 +96,8 @@ class GradientWatch:
         if self._replicas is None:
             self._replicas = replicas_in(self._module)
             inner = unwrapped(self._module)
-            self._handles.append(
-                inner.register_forward_pre_hook(ForwardBegins(inner, self, GradientWatch._forward_begins))
-            )
+            hook = ForwardBegins(inner, self, GradientWatch._forward_begins, inner is not self._module)
+            self._handles.append(inner.register_forward_pre_hook(hook))
         self._early.update()
         if self.arrivals and not self._replicas:
             self.arrivals[-1].note_reduction()
@@ -350,7 +350,8 @@ def replicas_in(module: nn.Module) -> list[nn.parallel.DistributedDataParallel]:
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The module inside a DistributedDataParallel; any other module itself."""
-    inner = module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module
+    """The module inside a DistributedDataParallel, also where that was compiled; any other module itself."""
+    replica = without_compile(module)
+    inner = replica.module if isinstance(replica, nn.parallel.DistributedDataParallel) else module
     assert isinstance(inner, nn.Module)
     return inner

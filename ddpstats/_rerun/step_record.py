@@ -33,6 +33,7 @@ from torch.nn.modules.module import (
 )
 
 from ddpstats._base.containers import is_endless, set_fields, walk
+from ddpstats._observe.gradients import unwrapped
 from ddpstats._observe.module_hooks import ForwardBegins
 from ddpstats._observe.torch_compat import copy_each, version_of
 from ddpstats._rerun.module_state import buffer_places, device_of
@@ -71,26 +72,27 @@ class MicroBatch:
 
 
 class StepRecord:
-    """The current optimizer step of ``module``, on this rank. Local.
+    """The current optimizer step of ``model``, on this rank. Local.
 
     Args:
-        module: inside any DistributedDataParallel: its forward pass is the moment at which buffers are as they count.
+        model: as it is trained.
 
     Attributes:
+        module: inside any DistributedDataParallel: its forward pass is the moment at which buffers are as they count.
         micro_batches: since `clear`.
         buffers: name -> copy, as before the step; the next step overwrites it.
         copies: whether batches are copied, because one was changed in place; the caller may set it.
     """
 
-    def __init__(self, module: torch.nn.Module) -> None:
-        self.module = module
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.module = module = unwrapped(model)
         self.micro_batches: list[MicroBatch] = []
         self.buffers: dict[str, torch.Tensor] | None = None
         self.copies = False
         self._current: MicroBatch | None = None
         self._copies = BufferCopies(module)
         self._handle = module.register_forward_pre_hook(
-            ForwardBegins(module, self, StepRecord._about_to_run), prepend=True
+            ForwardBegins(module, self, StepRecord._about_to_run, module is not model), prepend=True
         )
 
     @property

@@ -29,7 +29,7 @@ from ddpstats._base.arguments import check_choice, check_count, refuse_differenc
 from ddpstats._base.compiled import breaks_graph
 from ddpstats._base.rank_names import ranks_text
 from ddpstats._observe.gradient_norms import any_bad
-from ddpstats._observe.gradients import GradientWatch, unwrapped
+from ddpstats._observe.gradients import GradientWatch
 from ddpstats._rerun.micro_batch import Running, StepWatch, checked_step
 from ddpstats._rerun.serialize import CannotStore, to_plain
 from ddpstats._rerun.step_record import MicroBatch, StepRecord
@@ -117,7 +117,7 @@ class NaNCapture(StepWatch):
         self._max_scaler_skips, self._store_batch = max_scaler_skips, store_batch
         self._step_fn = step_fn if attribute else None
         self._watch = GradientWatch(model)
-        self._record = StepRecord(unwrapped(model))
+        self._record = StepRecord(model)
         self._source = PartSource(self._watch, self._record, optimizer, scheduler, scaler, store_batch)
         self._peers = Peers(channel_of(group))
         self._scaler_skips = 0

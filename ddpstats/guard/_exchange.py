@@ -123,8 +123,9 @@ class Exchange:
             keys = [f"host/{index}" for index in range(self._size)]
             if not self._store.check(keys):
                 return False
+            hosts = set(self._store.multi_get(keys))  # may raise: then it is not known yet
             self._hosts_known = True
-            self._all_here = self._shared is not None and len(set(self._store.multi_get(keys))) == 1
+            self._all_here = self._shared is not None and len(hosts) == 1
             if self._shared is not None:
                 self._shared.drop_file()
         return True

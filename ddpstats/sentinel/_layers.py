@@ -122,7 +122,7 @@ class Layers:
         if self.options.digest_every_steps:
             self.replicas = Replicas(model, self.options.ignore)
         if self.options.replay_fn is not None:
-            self.record = StepRecord(unwrapped(model))
+            self.record = StepRecord(model)
             self.reruns = Reruns(self.record, self.options.replay_fn, self.thresholds.checkpoints, scale)
             if self.options.replay_every_steps:
                 self.peer_replay = PeerReplay(model, self.reruns, ranks, rank)

@@ -250,7 +250,7 @@ class Unit:
         """The next forward pass copies the buffers. Only until then there is a hook: compiled modules mind them."""
         self.forget()
         self._handle = self.module.register_forward_pre_hook(
-            ForwardBegins(self.module, self, Unit._about_to_run), prepend=True
+            ForwardBegins(self.module, self, Unit._about_to_run, self._replica is not None), prepend=True
         )
 
     def taken(self) -> dict[str, Tensor] | None:

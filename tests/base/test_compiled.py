@@ -162,3 +162,21 @@ def test_nothing_of_ours_imports_dynamo() -> None:
     code = "import sys, ddpstats; ddpstats.reduce_stats({'a': 1.0}); ddpstats.any_rank(True); "
     code += "assert 'torch._dynamo' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=LIMIT_SEC)
+
+
+@pytest.mark.parametrize(("how", "whole"), [("a step function", True), ("a step function", False), ("in place", False)])
+def test_a_capture_leaves_a_compiled_program_as_it_is(tmp_path: Path, how: str, whole: bool) -> None:
+    """Its hook on the forward pass is traced with it."""
+    torch.compiler.reset()
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2))
+    if how == "in place":
+        model.compile(backend="eager")
+    function: Any = lambda x: model(x).sum()  # noqa: E731
+    step = function if how == "in place" else torch.compile(function, backend="eager", fullgraph=whole)
+    with ddpstats.NaNCapture(tmp_path, model=model) as capture:
+        for bad in (False, True, False):
+            x = torch.full((3, 2), torch.nan) if bad else torch.ones(3, 2)
+            with capture.micro_batch(x):
+                step(x).backward()
+            assert capture.check().ok is not bad
+            model.zero_grad()

@@ -279,3 +279,14 @@ def test_a_scaled_sum_is_rounded_once(held: list[tuple[float, float]]) -> None:
     mantissa, exponent = exact_sums.scaled_sum(held)
     assert abs(exact_sums.as_fraction((mantissa, exponent)) - exact) <= abs(exact) * Fraction(1, 2**52)
     assert abs(exponent) < 5000
+
+
+@pytest.mark.parametrize(
+    "leaf", [torch.tensor(TINY, dtype=torch.float64), torch.tensor([-1e-310], dtype=torch.float64)]
+)
+def test_a_product_out_of_range_of_what_wants_a_gradient_is_exact_and_quiet(leaf: torch.Tensor) -> None:
+    torch.set_warn_always(True)  # else this would depend on the tests before: torch says it once in a process
+    try:
+        assert reduce_stats({"x": leaf.requires_grad_()}, 0.5).values == {"x": leaf.item()}
+    finally:
+        torch.set_warn_always(False)

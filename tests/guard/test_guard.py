@@ -214,6 +214,21 @@ def test_a_note_comes_through_shared_memory() -> None:
         other.close()
 
 
+def test_ranks_of_one_host_meet_in_its_memory_also_where_the_store_was_silent_when_one_first_asked() -> None:
+    store: Any = bounded(HashStore())
+    one, other = Exchange(store, 0, 2), Exchange(store, 1, 2)
+    try:
+        with mock.patch.object(type(store), "multi_get", side_effect=StoreSilent("late")), pytest.raises(StoreSilent):
+            one.look(1)
+        assert other.look(1) is None
+        other.post(1, Note(7))  # into the memory alone
+        one.post(1, Note(7))
+        assert one.look(1) == [Note(7), Note(7)]
+    finally:
+        one.close()
+        other.close()
+
+
 def test_memory_that_is_gone_is_not_written_to(tmp_path: Path) -> None:
     store: Any = torch._C._distributed_c10d.HashStore()
     one = Exchange(store, 0, 2)

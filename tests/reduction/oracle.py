@@ -1,12 +1,13 @@
-"""What a reduction must give, in plain Python: path by path, without buffers, layouts or collectives."""
+"""What a reduction must give, exactly, in plain Python: path by path, without buffers, layouts or collectives."""
 
 from __future__ import annotations
 
 import math
+import sys
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,6 +15,13 @@ from ddpstats._reduction.markers import Marker, Mean
 from ddpstats.testing.strategies import RankStats
 
 Path = tuple[tuple[str, Any], ...]
+
+
+class Exact(NamedTuple):
+    """What a reduction computes, and so rounds. ``value``: None is NaN; ``scale``: of the magnitudes it is made of."""
+
+    value: Fraction | None
+    scale: Fraction
 
 
 def expected(ranks: Sequence[RankStats], nonfinite: str = "propagate") -> tuple[Any, dict[Path, tuple[Any, ...]]]:
@@ -29,7 +37,7 @@ def expected_of_window(by_rank: Sequence[Sequence[RankStats]], nonfinite: str = 
     columns: dict[str, dict[Path, tuple[Any, ...]]] = {"values": {}, "weights": {}, "present": {}, "nonfinite": {}}
     for path, (value, weight, *_) in entries.items():
         here = [found[path] for found in of_ranks if path in found]
-        columns["values"][path], columns["weights"][path] = (value,), (float(weight),)
+        columns["values"][path], columns["weights"][path] = (value,), (Exact(Fraction(weight), Fraction(weight)),)
         columns["present"][path] = (sum(entry[2] > 0 for entry in here),)
         columns["nonfinite"][path] = (sum(entry[3] > 0 for entry in here),)
     return {name: _nest(column, (), kinds) for name, column in columns.items()}
@@ -52,14 +60,14 @@ def _entries(ranks: Sequence[RankStats], nonfinite: str) -> tuple[dict[Path, tup
     return entries, kinds
 
 
-def expected_by_rank(ranks: Sequence[RankStats], nonfinite: str = "propagate") -> Any:
-    """Nested like the values: for each path the repr of what each rank holds, None where it adds nothing."""
+def expected_by_rank(ranks: Sequence[RankStats], nonfinite: str = "propagate", spell: Callable[..., Any] = repr) -> Any:
+    """Nested like the values: for each path what each rank holds, None where it adds nothing; as ``spell`` has it."""
     rows: dict[Path, list[Any]] = {}
     for position, rank in enumerate(ranks):
         for path, leaf in _leaves(rank.stats, (), {}):
             rows.setdefault(path, [None] * len(ranks))[position] = _own_value(leaf, rank.weight, nonfinite)
     entries, kinds = _entries(ranks, nonfinite)
-    return _nest({path: (repr(tuple(rows[path])),) for path in entries}, (), kinds)
+    return _nest({path: (spell(tuple(rows[path])),) for path in entries}, (), kinds)
 
 
 def _own_value(leaf: Any, weight: float, nonfinite: str) -> Any:
@@ -68,10 +76,17 @@ def _own_value(leaf: Any, weight: float, nonfinite: str) -> Any:
     op = leaf.op if isinstance(leaf, Marker) else "mean"
     own = leaf.weight if isinstance(leaf, Mean) and leaf.weight is not None else weight
     inner = leaf.value if isinstance(leaf, Marker) else leaf
-    number = float(inner.item() if isinstance(inner, torch.Tensor) else inner)
+    number = _number(inner)
     if (op == "mean" and own == 0) or (nonfinite == "skip" and not math.isfinite(number)):
         return None
+    if isinstance(number, Fraction):
+        return Exact(number, abs(number))
     return bool(number) if op in ("any", "all") else number
+
+
+def _number(value: Any) -> float | Fraction:
+    """A Fraction is a number that a rank does not hold but computes."""
+    return value if isinstance(value, Fraction) else float(value.item() if isinstance(value, torch.Tensor) else value)
 
 
 def _leaves(value: Any, path: Path, kinds: dict[Path, set[type]]) -> Iterator[tuple[Path, Any]]:
@@ -100,27 +115,30 @@ def _entry(values: list[tuple[Any, float]], nonfinite: str) -> tuple[Any, ...]:
     for leaf, weight in values:
         own = leaf.weight if isinstance(leaf, Mean) and leaf.weight is not None else weight
         inner = leaf.value if isinstance(leaf, Marker) else leaf
-        number = float(inner.item() if isinstance(inner, torch.Tensor) else inner)
-        rows.append((number, float(own) if op == "mean" else 1.0))
+        rows.append((_number(inner), Fraction(float(own)) if op == "mean" else Fraction(1)))
     bad = sum(not math.isfinite(number) for number, weight in rows if weight > 0)
     if nonfinite == "skip":
         rows = [(number, weight) for number, weight in rows if weight == 0 or math.isfinite(number)]
-    total = sum(weight for _, weight in rows)
-    return _value(op, [row for row in rows if row[1] > 0], total), total, len(rows), bad
+    total = sum((weight for _, weight in rows), Fraction(0))
+    return _value(op, [row for row in rows if row[1] > 0]), total, len(rows), bad
 
 
-def _value(op: str, rows: list[tuple[float, float]], total: float) -> Any:
+def _value(op: str, rows: list[tuple[Any, Fraction]]) -> Any:
     numbers = [number for number, _ in rows]
     if not numbers:
         return math.nan
+    if op in ("mean", "sum") and not all(map(math.isfinite, numbers)):
+        return sum(number for number in numbers if not math.isfinite(number))
     if op == "mean":
-        return sum(number * weight for number, weight in rows) / total
+        return Exact(*exact_mean(rows))
     if op == "any":
         return any(numbers)
     if op == "all":
         return all(numbers)
     if op == "sum":
-        return sum(numbers)
+        return Exact(
+            sum(map(Fraction, numbers), Fraction(0)), sum((abs(Fraction(one)) for one in numbers), Fraction(0))
+        )
     if any(map(math.isnan, numbers)):
         return math.nan
     return min(numbers) if op == "min" else max(numbers)
@@ -145,7 +163,12 @@ def _nest(entries: dict[Path, tuple[Any, ...]], path: Path, kinds: dict[Path, se
 
 
 def same(left: Any, right: Any) -> bool:
-    """Equal structures and types, floats up to rounding, NaN equal to NaN; the order of keys does not count here."""
+    """Equal structures, types and numbers, NaN equal to NaN; the order of keys does not count here.
+
+    Where ``right`` has an `Exact`, ``left`` has it up to rounding.
+    """
+    if isinstance(right, Exact):
+        return type(left) is float and is_near(left, *right)
     if type(left) is not type(right):
         return False
     if isinstance(left, dict):
@@ -153,11 +176,11 @@ def same(left: Any, right: Any) -> bool:
     if isinstance(left, list | tuple):
         return len(left) == len(right) and all(map(same, left, right))
     if isinstance(left, float) and not isinstance(left, bool):
-        return (math.isnan(left) and math.isnan(right)) or math.isclose(left, right, rel_tol=1e-9, abs_tol=1e-9)
+        return (math.isnan(left) and math.isnan(right)) or left == right
     return bool(left == right)
 
 
-def exact_mean(held: Sequence[tuple[float, float]]) -> tuple[Fraction | None, Fraction]:
+def exact_mean(held: Sequence[tuple[Any, Any]]) -> tuple[Fraction | None, Fraction]:
     """(the mean of the (value, weight), or None where the weight is 0; the same mean of the absolute values)."""
     rows = [(Fraction(value), Fraction(weight)) for value, weight in held]
     total = sum((weight for _, weight in rows), Fraction(0))
@@ -168,7 +191,11 @@ def exact_mean(held: Sequence[tuple[float, float]]) -> tuple[Fraction | None, Fr
 
 
 def is_near(found: float, exact: Fraction | None, scale: Fraction) -> bool:
-    """Within 2**-49 of ``scale``, which is not smaller than ``exact``, or within some of the smallest float64."""
+    """Within 2**-49 of ``scale``, which is not smaller than ``exact``, or within some of the smallest float64; infinite
+    where that is too large for a float64.
+    """
     if exact is None:
         return math.isnan(found)
+    if math.isinf(found):
+        return abs(exact) >= Fraction(sys.float_info.max) * (1 - Fraction(1, 2**49)) and (found > 0) == (exact > 0)
     return math.isfinite(found) and abs(Fraction(found) - exact) <= scale / 2**49 + 4 * Fraction(5e-324)

@@ -13,6 +13,7 @@ import ddpstats
 from ddpstats.errors import NonFiniteStat
 from ddpstats.testing import PerRank, RankPool, ThreadGroup, run_threads
 from ddpstats.testing.strategies import RankStats, uneven_stats
+from tests.reduction import reduce_pairs
 from tests.reduction.oracle import expected, expected_by_rank, same
 
 POLICIES = ("propagate", "skip", "raise")
@@ -121,3 +122,35 @@ def test_64_threads_agree_with_plain_python(parts: list[RankStats], policy: str)
 def test_one_process_without_a_group_agrees_with_plain_python(parts: list[RankStats], policy: str) -> None:
     assert not dist.is_initialized()
     check(parts, [reduce_here(parts[0], policy, "alone")], policy)
+
+
+# -- of any exponents, against fractions: tests/reduction/reduce_pairs.py ---------------------------------------------
+
+
+def test_real_ranks_against_fractions(pool: tuple[int, RankPool]) -> None:
+    """Weights of one and several elements, tensors of all dtypes, markers, None, lists, and keys that come and go."""
+    world_size, ranks = pool
+    for first in range(1000 * world_size, 1000 * world_size + 300, 100):
+        reduce_pairs.check_many(reduce_pairs.of_pool(ranks, "pairs"), world_size, range(first, first + 100))
+
+
+@pytest.mark.parametrize("ranks", range(1, 9))
+def test_threads_against_fractions(ranks: int) -> None:
+    reduce_pairs.check_many(reduce_pairs.of_threads, ranks, range(ranks, 800, 8))
+
+
+def test_an_answer_that_is_off_by_some_bits_is_not_taken_for_right() -> None:
+    def spoilt(parts: Sequence[Sequence[reduce_pairs.Part]]) -> list[list[Any]]:
+        answers = [list(one) for one in reduce_pairs.of_threads(parts)]
+        for one in answers:
+            values = one[0][0]["values"]
+            one[0][0]["values"] = {key: v * (1 + 2.0**-45) if type(v) is float else v for key, v in values.items()}
+        return answers
+
+    found = 0
+    for seed in range(20):
+        try:
+            reduce_pairs.check_many(spoilt, 2, [seed])
+        except (AssertionError, TypeError):  # an error's text has no values
+            found += 1
+    assert found > 5

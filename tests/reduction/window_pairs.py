@@ -11,6 +11,7 @@ import random
 import sys
 from collections import OrderedDict
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from ddpstats._reduction.markers import Marker
 from ddpstats.errors import NonFiniteStat
 from ddpstats.testing import PerRank, RankPool
 from ddpstats.testing.strategies import RankStats
-from tests.reduction.oracle import expected_of_window, same
+from tests.reduction.oracle import exact_mean, expected_of_window, same
 
 POLICIES = ("propagate", "skip", "raise")
 KEYS = ["loss", "acc", "l1_loss", "a/b", "a", "b", "0", "", 0, 1, -3]
@@ -35,10 +36,10 @@ Add = tuple[Any, Any]
 
 
 class Draw:
-    """The adds of one seed. ``tensors``: how often a number is a tensor."""
+    """The adds of one seed. ``tensors``: how often a number is a tensor; ``wild``: how often it has any exponent."""
 
-    def __init__(self, seed: int, tensors: float = 0.6) -> None:
-        self.random, self.tensors = random.Random(seed), tensors
+    def __init__(self, seed: int, tensors: float = 0.6, wild: float = 0.0) -> None:
+        self.random, self.tensors, self.wild = random.Random(seed), tensors, wild
         self.bad = self.random.choice([0.0, 0.02, 0.3])
 
     def window(self, ranks: int) -> tuple[str, list[list[Add]]]:
@@ -50,6 +51,13 @@ class Draw:
         return self.random.choice(POLICIES), [
             [self.add(tree) for _ in range(self.random.randint(0, most))] for _ in range(ranks)
         ]
+
+    def reduction(self, ranks: int) -> tuple[str, bool, list[Add]]:
+        """A policy, whether single ranks' values are asked for, and what each rank reduces."""
+        self.steady, self.plain = self.random.random() < 0.4, self.random.random() < 0.2
+        tree = self.tree(self.random.choice([1, 1, 2, 3]), root=True)
+        adds = [self.add(tree) for _ in range(ranks)]
+        return self.random.choice(POLICIES), self.random.random() < 0.3, adds
 
     def tree(self, depth: int, root: bool = False) -> Any:
         kind = self.random.choice(["dict", "dict", "OrderedDict", "list", "tuple", "leaf", "leaf"])
@@ -108,6 +116,8 @@ class Draw:
     def number(self) -> float:
         if self.random.random() < self.bad:
             return self.random.choice([math.nan, math.inf, -math.inf])
+        if self.random.random() < self.wild:
+            return self.random.uniform(-1, 1) * 2.0 ** self.random.choice([0, 0, 3, 60, 140, 1023, -60, -1060])
         return self.random.choice([0.0, 1.0, self.random.randint(-500, 500) / 8])
 
     def number_leaf(self) -> Any:
@@ -116,11 +126,12 @@ class Draw:
             return self.tensor(number)
         if math.isfinite(number) and self.random.random() < 0.2:
             return int(number)
-        return np.float32(number) if self.random.random() < 0.1 else number
+        fits = not 3e38 < abs(number) < math.inf  # else numpy warns
+        return np.float32(number) if self.random.random() < 0.1 and fits else number
 
     def tensor(self, *numbers: float) -> torch.Tensor:
         whole = all(map(math.isfinite, numbers)) and all(number == int(number) for number in numbers)
-        if whole and self.random.random() < 0.2:
+        if whole and self.random.random() < 0.2 and max(map(abs, numbers)) < 2**53:
             return torch.tensor([int(number) for number in numbers])
         made = torch.tensor(numbers, dtype=DTYPES[0] if self.random.random() < 0.05 else self.random.choice(DTYPES))
         if len(numbers) == 1 and self.random.random() < 0.6:
@@ -143,8 +154,10 @@ def _scalars(stats: Any, elements: list[float] | None) -> Any:
     if isinstance(stats, torch.Tensor) and stats.numel() != 1:
         assert elements is not None
         total = sum(elements)
-        summed = sum(value * weight for value, weight in zip(stats.tolist(), elements, strict=True) if weight > 0)
-        return Mean(summed / total if total else 0.0, total)
+        held = [(value, weight) for value, weight in zip(stats.tolist(), elements, strict=True) if weight > 0]
+        if not all(math.isfinite(value) for value, _ in held):
+            return Mean(sum(value for value, _ in held if not math.isfinite(value)), total)
+        return Mean(exact_mean(held)[0] or Fraction(0), total)
     return stats
 
 

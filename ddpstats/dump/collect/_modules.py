@@ -192,16 +192,17 @@ def _modules_of(model: Any) -> tuple[list[tuple[str, nn.Module]], bool]:
         named = [(str(place), one) for place, one in enumerate(model)]
     found: list[tuple[str, nn.Module]] = []
     seen: set[int] = set()
-    compiled = [list(_walk(unwrapped(one), path, found, seen)) for path, one in named]
+    compiled = [list(_walk(one, path, found, seen)) for path, one in named]
     return found, any(any(one) for one in compiled)
 
 
 def _walk(module: nn.Module, path: str, found: list[tuple[str, nn.Module]], seen: set[int]) -> Iterator[bool]:
     """Depth first, as ``named_modules``; yields whether each is compiled."""
+    is_compiled = without_compile(module) is not module
+    module = module if is_compiled else unwrapped(module)
     if id(module) in seen:
         return
     seen.add(id(module))
-    is_compiled = without_compile(module) is not module
     if compiled_call(module) or isinstance(module, torch.jit.ScriptModule):
         is_compiled = True
     else:
@@ -209,8 +210,7 @@ def _walk(module: nn.Module, path: str, found: list[tuple[str, nn.Module]], seen
     yield is_compiled
     if not is_compiled:
         for name, child in module.named_children():
-            inner = unwrapped(child)
-            yield from _walk(inner, f"{path}.{name}" if path else name, found, seen)
+            yield from _walk(child, f"{path}.{name}" if path else name, found, seen)
 
 
 # -- gradients of parameters -------------------------------------------------------------------------------------------

@@ -1,0 +1,181 @@
+"""What runs on the ranks of `soak`: rounds of random stats, windows and watched training; what the process holds."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import hashlib
+import logging
+import os
+import random
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import ddpstats
+from ddpstats import StatsReducer, Sum
+from ddpstats.errors import SchemaConflict
+from tests.interference.programs import PROGRAMS, Program
+from tests.interference.runs import hooks_of
+from tests.interference.watching import Everything
+from tests.reduction.reduce_pairs import check_one, on_this_rank
+from tests.reduction.window_pairs import Draw, check, flushed
+
+QUANTITIES = ("memory", "threads", "files", "groups", "hooks", "shared memory")
+_NAMES = ("first", "second", "third")
+_TRAIN_EVERY, _GROUP_EVERY, _CONFLICT_EVERY = 10, 7, 5
+_leaked: list[Any] = []
+
+
+@dataclass
+class Told:
+    """Of one rank. ``holds``: by quantity; memory in MiB, all others counted. ``digests``: of what rounds gave."""
+
+    holds: dict[str, float] = field(default_factory=dict)
+    digests: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    done: dict[str, int] = field(default_factory=dict)
+
+
+def rounds(seed: int, numbers: Sequence[int], directory: str, leak: Sequence[str] = ()) -> Told:
+    """Every rank must call. What is wrong is told, so that the other ranks go on."""
+    told = Told(done=dict.fromkeys(("reductions", "windows", "conflicts", "groups", "watched steps"), 0))
+    with _quiet():
+        for number in numbers:
+            _round(seed, number, Path(directory), told)
+            for what in leak:
+                _leak(what)
+    told.holds = holds()
+    return told
+
+
+def _round(seed: int, number: int, directory: Path, told: Told) -> None:
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    looks = number % ranks == rank  # ranks take turns in asking the oracle; that they agree is asked of all
+    drawn = Draw(1_000_000 * seed + 2 * number, tensors=0.5, wild=0.3).reduction(ranks)
+    policy, per_rank, adds = drawn
+    name = random.Random(number).choice(_NAMES)
+    answer = on_this_rank([(policy, per_rank, *adds[rank])], name)[0]
+    _judge(told, f"reduction {number}", answer, looks, lambda: check_one(*drawn, [answer]))
+    told.done["reductions"] += 1
+    window_policy, by_rank = Draw(1_000_000 * seed + 2 * number + 1).window(ranks)
+    found = flushed(by_rank[rank], window_policy, name)
+    _judge(told, f"window {number}", found, looks, lambda: check(by_rank, [found], window_policy))
+    told.done["windows"] += 1
+    if number % _CONFLICT_EVERY == 1:
+        _conflict(told, number)
+    if number % _GROUP_EVERY == 2:
+        _group(told, number)
+    if number % _TRAIN_EVERY == 3:
+        _train(told, directory / f"round{number}", number)
+
+
+def _judge(told: Told, what: str, answer: Any, looks: bool, ask: Any) -> None:
+    told.digests.append(hashlib.sha256(repr(answer).encode()).hexdigest())
+    if looks:
+        try:
+            ask()
+        except AssertionError as error:
+            told.wrong.append(f"{what}: {str(error)[:2000]}")
+
+
+def _conflict(told: Told, number: int) -> None:
+    """Ranks hold two reduce ops: the same error everywhere, and everything goes on."""
+    try:
+        ddpstats.reduce_stats({"x": Sum(1.0) if dist.get_rank() else 1.0}, name=_NAMES[0])
+    except SchemaConflict as error:
+        told.digests.append(str(error))
+        told.done["conflicts"] += 1
+    else:
+        told.wrong.append(f"conflict {number}: no error")
+
+
+def _group(told: Told, number: int) -> None:
+    """A group that comes and goes, with a reducer of its own."""
+    group: Any = dist.new_group()
+    with StatsReducer(group=group) as reducer:
+        values = reducer({"x": float(dist.get_rank())}).values
+    dist.destroy_process_group(group)
+    ranks = dist.get_world_size()
+    if values != {"x": (ranks - 1) / 2}:
+        told.wrong.append(f"group {number}: {values}")
+    told.done["groups"] += 1
+
+
+_program: list[Program] = []
+
+
+def _trained() -> Program:
+    """Made once: what a model of torch's own leaves behind is not asked here."""
+    if not _program:
+        torch.manual_seed(0)
+        _program.append(PROGRAMS["no_sync"]())
+    return _program[0]
+
+
+def _train(told: Told, directory: Path, number: int) -> None:
+    """Four steps with all that watches, one of them with a NaN on rank 1; then all of it is taken away."""
+    program, together = _trained(), number % 20 == 3
+    with contextlib.ExitStack() as stack:
+        watch = Everything(program.parts, directory, "step" if together else "strict", together, stack)
+        for step in range(4):
+            watch.begin()
+            watch.end(step, program.step(watch, step))
+    if watch.did["NaN told"] != 1:
+        told.wrong.append(f"training {number}: {watch.did}")
+    told.done["watched steps"] += 4
+
+
+def holds() -> dict[str, float]:
+    """What this process has of each quantity."""
+    gc.collect()
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return {
+        "memory": pages * os.sysconf("SC_PAGE_SIZE") / 2**20,
+        "threads": len(os.listdir("/proc/self/task")) - _lingering(),
+        "files": len(os.listdir("/proc/self/fd")),
+        "groups": len(dist.distributed_c10d._world.pg_map),
+        "hooks": sum(hooks_of(part.module) for program in _program for part in program.parts),
+        "shared memory": sum("/dev/shm/" in line or "/memfd:" in line for line in maps),
+    }
+
+
+def _lingering() -> int:
+    """Threads that ask the store end by themselves, some time after the last question."""
+    return sum(thread.name == "ddpstats-store" for thread in threading.enumerate())
+
+
+def _leak(what: str) -> None:
+    """On purpose, to show that it is seen."""
+    if what == "memory":
+        _leaked.append(bytearray(os.urandom(2**20)))
+    elif what == "threads":
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+    elif what == "files":
+        _leaked.append(os.open("/dev/null", os.O_RDONLY))
+    elif what == "groups":
+        _leaked.append(dist.new_group())
+    elif what == "hooks":
+        _trained().parts[0].module.register_forward_hook(lambda *_: None)
+    else:
+        _leaked.append(torch.ones(1).share_memory_())
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """What captures and sentinels say of a NaN that is wanted."""
+    logger = logging.getLogger("ddpstats")
+    logger.disabled = True
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.disabled = False
