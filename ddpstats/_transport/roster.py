@@ -1,7 +1,8 @@
 """Which processes the ranks of a group are, which of them are gone, and what one rank knows of that alone.
 
-1. Each rank writes into the store which process it is (`join`), and the others read it (`learn`) while somebody serves
-   the store.
+1. Each rank writes into the store which process it is (`join`), and the others of its host read it (`learn`) while
+   somebody serves the store. Who is on another host is all that is known of the rest: a rank that read a note of every
+   other one would ask the store for as much as there are pairs of ranks.
 2. From then on a rank of this host whose process no longer exists is known at once (`dead`), without the store.
 3. Where the store does not answer, a rank names whom it can (`known_alone`), and others who know the same name the
    same: who served the store, if nobody does any more; else whose process on this host is gone; else which ranks are on
@@ -25,7 +26,6 @@ from ddpstats._transport.store import BoundedStore, StoreGone, StoreSilent
 
 _DYING_SEC = 1.0  # a process that is killed closes its connections a moment before it is gone
 _POLL_SEC = 0.05
-_LEARNT_AT_ONCE = 16  # each rank asks for each other one: a store that many ranks share would do nothing else
 
 
 @dataclass(frozen=True)
@@ -76,34 +76,50 @@ class Roster:
         self.store, self.rank, self.ranks = store, int(rank), tuple(map(int, ranks))
         self.peers = dict(peers or {})
         self._all_started = all_started
-        self._asked_for = 0  # whose turn it is in `learn`
+        self._counted, self._unwritten = 0, list[str]()  # notes of this host; those that were not there yet
+        self._is_complete = False  # all ranks have joined, and those of this host are known
 
     def join(self) -> None:
         """Say which process this rank is."""
-        self.store.set(f"here/{self.rank}", ProcessId.mine().pack())
+        store, here = self.store, ProcessId.mine()
+        place = _place(here)
+        store.set(f"here/{self.rank}", here.pack())
+        store.set(f"{place}/{store.add(place, 1)}", str(self.rank))
+        if store.add("here", 1) >= len(self.ranks) and not self.absent():
+            store.set("all here", "1")
 
-    def are_here(self, ranks: Iterable[int]) -> bool:
-        """Whether all of these have joined."""
-        return self.store.check([f"here/{rank}" for rank in ranks])
+    def are_all_here(self) -> bool:
+        """Whether all have joined."""
+        return self._is_complete or self.store.check(["all here"])
 
-    def learn(self, ranks: Iterable[int], most: int = _LEARNT_AT_ONCE) -> None:
-        """Which processes those of the ranks are that have joined. Waits for nobody.
+    def absent(self) -> list[int]:
+        """Who has not joined."""
+        absent = self.store.absent([f"here/{rank}" for rank in self.ranks])
+        return [int(key.removeprefix("here/")) for key in absent]
 
-        ``most``: so many are asked for one by one where not all have joined; at the next call it is the turn of others.
-        """
-        store = self.store
-        joined = [rank for rank in ranks if rank not in self.peers and rank != self.rank]
-        if not joined:
+    def learn(self) -> None:
+        """Which processes those ranks of this host are that have joined. Waits for nobody."""
+        if self._is_complete:
             return
-        if not store.check([f"here/{rank}" for rank in joined]):
-            first = self._asked_for % len(joined)
-            self._asked_for = first + most
-            some = (joined + joined)[first : first + min(most, len(joined))]
-            joined = [rank for rank in some if store.check([f"here/{rank}"])]
-        payloads = store.multi_get([f"here/{rank}" for rank in joined]) if joined else []
-        for rank, payload in zip(joined, payloads, strict=True):
+        store, place, is_complete = self.store, _place(ProcessId.mine()), self.are_all_here()
+        known = store.add(place, 0)
+        keys = [*self._unwritten, *(f"{place}/{number}" for number in range(self._counted + 1, known + 1))]
+        unwritten = store.absent(keys)
+        written = [key for key in keys if key not in unwritten]
+        ranks = [int(rank) for rank in store.multi_get(written)] if written else []
+        others = [rank for rank in ranks if rank != self.rank]
+        payloads = store.multi_get([f"here/{rank}" for rank in others]) if others else []
+        for rank, payload in zip(others, payloads, strict=True):
             if len(payload) == PROCESS_ID_BYTES:
                 self.peers[rank] = ProcessId.unpack(payload)
+        self._counted, self._unwritten, self._is_complete = known, unwritten, is_complete
+
+    def met(self, processes: Mapping[int, ProcessId]) -> None:
+        """All ranks have told which processes they are."""
+        machine = ProcessId.mine().machine
+        self.peers = {rank: process for rank, process in processes.items() if process.machine == machine}
+        self.peers.pop(self.rank, None)
+        self._is_complete = True
 
     def dead(self, ranks: Collection[int] | None = None) -> set[int]:
         """Peers of this host whose process is gone; asks no store. ``ranks``: only of these."""
@@ -126,8 +142,9 @@ class Roster:
 
     def elsewhere(self) -> set[int]:
         """Ranks that are known to be on other hosts."""
-        machine = ProcessId.mine().machine
-        return {rank for rank, process in self._known().items() if process.machine != machine}
+        machine, known = ProcessId.mine().machine, self._known()
+        rest = set(self.ranks) - known.keys() - {self.rank} if self._is_complete else set()
+        return rest | {rank for rank, process in known.items() if process.machine != machine}
 
     def _known(self) -> dict[int, ProcessId]:
         return self.peers.copy()  # another thread may be learning
@@ -171,6 +188,11 @@ class Roster:
         elif silent:
             lines.append(f"  {named(silent)}: serves the store, which does not answer")
         return lines or ["  who is missing cannot be told"]
+
+
+def _place(process: ProcessId) -> str:
+    """Where in the store the ranks of a host say who they are: how many, and below it each of them."""
+    return f"host/{process.machine.hex()}"
 
 
 def _machine() -> bytes:

@@ -285,12 +285,12 @@ class FailureAgreement:
 
     def dead(self, ranks: Collection[int]) -> set[int]:
         """Which of these ranks, on this host, have no process any more."""
-        self.roster.learn(ranks)
+        self.roster.learn()
         return self.roster.dead(ranks)
 
     def are_dead(self, ranks: Collection[int]) -> bool:
         """Whether none of them, all on this host, has a process any more."""
-        self.roster.learn(ranks)
+        self.roster.learn()
         return self.roster.are_dead(ranks)
 
     def last_known(self, rank: int, group: str) -> RankStatus:
@@ -358,7 +358,7 @@ class _Watchdog(threading.Thread):
         agreement, store = self._agreement, self._agreement.store
         while not self._stopped.wait(_WATCHDOG_SEC) and self._is_reachable():
             try:
-                agreement.roster.learn(agreement.roster.ranks)  # while there is somebody to ask
+                agreement.roster.learn()  # while there is somebody to ask
                 position = self._position()
                 if position != told:
                     store.set(f"position/{agreement.rank}", position)
