@@ -24,9 +24,10 @@ from ddpstats._transport.store import BoundedStore, bounded
 from ddpstats._transport.thread_comm import ThreadComm, ThreadWorld
 from ddpstats.errors import RankMissing
 from ddpstats.guard import _exchange
-from ddpstats.guard._exchange import Exchange, Note
+from ddpstats.guard._exchange import Exchange
 from ddpstats.guard._failure_agreement import Alarm, FailureAgreement
 from ddpstats.guard._status import RankStatus
+from ddpstats.guard._store_notes import Note
 from ddpstats.testing._threads import ThreadGroup
 
 RANKS_OF_A_HOST = 8

@@ -23,6 +23,7 @@ from ddpstats._base.rank_names import ranks_text
 from ddpstats._base.wording import first_line
 from ddpstats._transport import launcher
 from ddpstats._transport.store import BoundedStore, StoreGone, StoreSilent
+from ddpstats._transport.store_log import StoreLog
 
 _DYING_SEC = 1.0  # a process that is killed closes its connections a moment before it is gone
 _POLL_SEC = 0.05
@@ -76,17 +77,22 @@ class Roster:
         self.store, self.rank, self.ranks = store, int(rank), tuple(map(int, ranks))
         self.peers = dict(peers or {})
         self._all_started = all_started
-        self._counted, self._unwritten = 0, list[str]()  # notes of this host; those that were not there yet
+        self._log: StoreLog | None = None
         self._is_complete = False  # all ranks have joined, and those of this host are known
 
     def join(self) -> None:
         """Say which process this rank is."""
         store, here = self.store, ProcessId.mine()
-        place = _place(here)
         store.set(f"here/{self.rank}", here.pack())
-        store.set(f"{place}/{store.add(place, 1)}", str(self.rank))
+        self._of_this_host().append(str(self.rank))
         if store.add("here", 1) >= len(self.ranks) and not self.absent():
             store.set("all here", "1")
+
+    def _of_this_host(self) -> StoreLog:
+        """Where the ranks of this host say who they are."""
+        if self._log is None:
+            self._log = StoreLog(self.store, f"host/{ProcessId.mine().machine.hex()}")
+        return self._log
 
     def are_all_here(self) -> bool:
         """Whether all have joined."""
@@ -101,18 +107,14 @@ class Roster:
         """Which processes those ranks of this host are that have joined. Waits for nobody."""
         if self._is_complete:
             return
-        store, place, is_complete = self.store, _place(ProcessId.mine()), self.are_all_here()
-        known = store.add(place, 0)
-        keys = [*self._unwritten, *(f"{place}/{number}" for number in range(self._counted + 1, known + 1))]
-        unwritten = store.absent(keys)
-        written = [key for key in keys if key not in unwritten]
-        ranks = [int(rank) for rank in store.multi_get(written)] if written else []
+        store, is_complete = self.store, self.are_all_here()
+        ranks = [int(rank) for rank in self._of_this_host().unread()]
         others = [rank for rank in ranks if rank != self.rank]
         payloads = store.multi_get([f"here/{rank}" for rank in others]) if others else []
         for rank, payload in zip(others, payloads, strict=True):
             if len(payload) == PROCESS_ID_BYTES:
                 self.peers[rank] = ProcessId.unpack(payload)
-        self._counted, self._unwritten, self._is_complete = known, unwritten, is_complete
+        self._is_complete = is_complete
 
     def met(self, processes: Mapping[int, ProcessId]) -> None:
         """All ranks have told which processes they are."""
@@ -188,11 +190,6 @@ class Roster:
         elif silent:
             lines.append(f"  {named(silent)}: serves the store, which does not answer")
         return lines or ["  who is missing cannot be told"]
-
-
-def _place(process: ProcessId) -> str:
-    """Where in the store the ranks of a host say who they are: how many, and below it each of them."""
-    return f"host/{process.machine.hex()}"
 
 
 def _machine() -> bytes:
