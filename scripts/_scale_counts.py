@@ -2,6 +2,9 @@
 
 The code that runs is the real one (`ddpstats._agreement`, `_transport`, `guard`); only the wire and the store are in
 memory. So the counts are exact, and the seconds mean nothing.
+
+Of collectives, a few ranks are played, and the last of them stands for all others, which do the same: its numbers count
+so often in a sum, and its bytes stand so often in a gather (`CountingWorld`). Of the store, all ranks are played.
 """
 
 from __future__ import annotations
@@ -13,24 +16,27 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import astuple, dataclass
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in __all__
 
+from ddpstats._agreement.channel import Channel
+from ddpstats._reduction.reducer import StatsReducer
+from ddpstats._transport.mailbox import GroupVerdict, Mailbox
 from ddpstats._transport.roster import ProcessId, Roster
 from ddpstats._transport.store import BoundedStore, bounded
 from ddpstats._transport.thread_comm import ThreadComm, ThreadWorld
-from ddpstats.errors import RankMissing
 from ddpstats.guard import _exchange
 from ddpstats.guard._exchange import Exchange
 from ddpstats.guard._failure_agreement import Alarm, FailureAgreement
 from ddpstats.guard._status import RankStatus
 from ddpstats.guard._store_notes import Note
-from ddpstats.testing._threads import ThreadGroup
 
 RANKS_OF_A_HOST = 8
+PLAYED = 3  # ranks that differ in the calls below: 0, 1 and all others
 LIMIT_SEC = 900.0
 _STEADY_CALLS = 4
 _COLLECTIVES = 8  # that the guard compares
@@ -109,42 +115,47 @@ class Tally:
 
 
 class CountingStore:
-    """A store in memory that counts what it is asked."""
+    """A store in memory, with torch's methods, that counts what it is asked."""
 
     def __init__(self, tally: Tally) -> None:
-        self._store: Any = HashStore()
+        self._held: dict[str, bytes] = {}
+        self._lock = threading.Lock()  # of torch's own store each request would let go of the GIL, and wait for it
         self._tally = tally
 
     def set(self, key: str, value: str | bytes) -> None:
         self._tally.request([key], [value])
-        self._store.set(key, value)
+        self._held[key] = value.encode() if isinstance(value, str) else value
 
     def get(self, key: str) -> bytes:
-        found = bytes(self._store.get(key))
-        self._tally.request([key], [found])
-        return found
+        return self.multi_get([key])[0]
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        found = list(map(bytes, self._store.multi_get(keys)))
+        found = [self._held[key] for key in keys]
         self._tally.request(keys, found)
         return found
 
     def check(self, keys: Sequence[str]) -> bool:
         self._tally.request(keys)
-        return bool(self._store.check(keys))
+        return all(key in self._held for key in keys)
 
     def compare_set(self, key: str, expected: str, value: str) -> bytes:
-        found = bytes(self._store.compare_set(key, expected, value))
+        with self._lock:
+            if self._held.get(key, b"") == expected.encode():
+                self._held[key] = value.encode()
+            found = self._held.get(key, expected.encode())
         self._tally.request([key], [value, found])
         return found
 
     def add(self, key: str, amount: int) -> int:
         self._tally.request([key])
-        return int(self._store.add(key, amount))
+        with self._lock:
+            count = int(self._held.get(key, b"0")) + amount
+            self._held[key] = str(count).encode()
+        return count
 
     def delete_key(self, key: str) -> bool:
         self._tally.request([key])
-        return bool(self._store.delete_key(key))
+        return self._held.pop(key, None) is not None
 
 
 def counting_store(tally: Tally) -> BoundedStore:
@@ -153,15 +164,30 @@ def counting_store(tally: Tally) -> BoundedStore:
     return store
 
 
+class CountingWorld(ThreadWorld):
+    """``world_size`` ranks, of which ``played`` are threads: the last of these stands for all that are not."""
+
+    def __init__(self, world_size: int, played: int) -> None:
+        super().__init__(played)
+        self.all_ranks, self.tally = tuple(range(world_size)), Tally(played)
+        self.alike = world_size - played + 1  # ranks that the last one stands for, itself included
+
+    def comm(self, rank: int) -> ThreadComm:
+        return CountingComm(self, rank)
+
+
 class CountingComm(ThreadComm):
     """Counts what this rank hands to a collective, and what it takes out of it."""
 
     def __init__(self, world: CountingWorld, rank: int) -> None:
         super().__init__(world, rank)
-        self._tally = world.tally
+        self.ranks = world.all_ranks
+        self._tally, self._alike, self._is_last = world.tally, world.alike, rank == world.world_size - 1
 
     def all_reduce_sum(self, tensor: torch.Tensor, timeout_sec: float) -> None:
         self._count(tensor.nbytes, tensor.nbytes)
+        if self._is_last:
+            tensor *= self._alike
         super().all_reduce_sum(tensor, timeout_sec)
 
     def all_reduce_max(self, tensor: torch.Tensor, timeout_sec: float) -> None:
@@ -170,7 +196,8 @@ class CountingComm(ThreadComm):
 
     def all_gather(self, payload: bytes | bytearray, timeout_sec: float) -> Sequence[bytes | bytearray]:
         self._count(len(payload), len(payload) * len(self.ranks))
-        return super().all_gather(payload, timeout_sec)
+        *some, last = super().all_gather(payload, timeout_sec)
+        return [*some, *[last] * self._alike]
 
     def broadcast(self, payload: bytes | None, size: int, source: int, timeout_sec: float) -> bytes:
         self._count(len(payload or b""), size)
@@ -181,16 +208,6 @@ class CountingComm(ThreadComm):
         mine.collectives += 1
         mine.sent_bytes += sent
         mine.received_bytes += received
-
-
-class CountingWorld(ThreadWorld):
-    def __init__(self, world_size: int) -> None:
-        super().__init__(world_size)
-        self.tally = Tally(world_size)
-        self.store: Any = counting_store(self.tally)
-
-    def comm(self, rank: int) -> ThreadComm:
-        return CountingComm(self, rank)
 
 
 @contextmanager
@@ -210,84 +227,113 @@ def playing_hosts(tally: Tally) -> Iterator[None]:
 # -- reductions -------------------------------------------------------------------------------------------------------
 
 
-def reductions(world_size: int, keys: int, own_keys: bool = True) -> list[Phase]:
-    """Handshake, steady state, and new keys. ``own_keys``: also a call in which every rank has a new key of its own."""
-    world, phases = CountingWorld(world_size), list[Phase]()
+def reductions(world_size: int, keys: int, played: int = PLAYED) -> list[Phase]:
+    """The handshake, and calls: the first, the same again, one with a new key on one rank, one with one on each rank.
+
+    Where not all ranks are ``played``, those that are not have the same new key as the last of them.
+    """
+    world, phases = CountingWorld(world_size, played), list[Phase]()
     stats = {f"key_{number}": float(number) for number in range(keys)}
-    meet = threading.Barrier(world_size, timeout=LIMIT_SEC)
+    meet = threading.Barrier(played, timeout=LIMIT_SEC)
 
     def play(rank: int) -> None:
         world.tally.plays(rank)
-        reducer = ThreadGroup(world, rank).reducer(timeout_sec=LIMIT_SEC)
+        comm = world.comm(rank)
+        channel = Channel(world.all_ranks, rank, "threads", lambda timeout_sec, watch: comm, HashStore())
+        channel._mailbox = None  # the store is counted by itself
 
-        def phase(name: str, mine: dict[str, float], calls: int = 1) -> None:
+        def phase(name: str, call: Callable[[], object], calls: int = 1) -> None:
             for _ in range(calls):
-                reducer(mine)
+                call()
             if meet.wait() == 0:
                 phases.append(Phase(name, world_size, world.tally.taken(), calls))
             meet.wait()
 
-        phase("first call", stats)
-        phase("steady", stats, _STEADY_CALLS)
-        phase("one new key", stats | {"new": 1.0} if rank == 0 else stats)
-        if own_keys:
-            phase("own new keys", stats | {f"of_rank_{rank}": 1.0})
+        reducer = StatsReducer(group=SimpleNamespace(channel=channel), timeout_sec=LIMIT_SEC)
+        one_new = stats | {"new": 1.0} if rank == 0 else stats
+        phase("handshake", lambda: channel._shake_hands(comm, LIMIT_SEC))
+        phase("first call", lambda: reducer(stats))
+        phase("steady", lambda: reducer(stats), _STEADY_CALLS)
+        phase("one new key", lambda: reducer(one_new))
+        phase("own new keys", lambda: reducer(stats | {f"of_rank_{rank}": 1.0}))
 
-    _on_hosts(world.tally, play)
+    _on_threads(played, play)
     return phases
 
 
-def waiting(world_size: int, seconds: float, timeout_sec: float = 300.0) -> Phase:
-    """All ranks but one wait for so long for the last one, which is only late."""
-    world = CountingWorld(world_size)
-    meet = threading.Barrier(world_size, timeout=LIMIT_SEC)
-
-    def play(rank: int) -> None:
-        world.tally.plays(rank)
-        reducer = ThreadGroup(world, rank).reducer(timeout_sec=timeout_sec)
-        reducer({"loss": 1.0})
-        if meet.wait() == 0:
-            world.tally.taken()
-        meet.wait()
-        if rank == 0:
-            time.sleep(seconds)
-        reducer({"loss": 1.0})
-
-    _on_hosts(world.tally, play)
-    return Phase("waiting", world_size, world.tally.taken(), seconds=seconds)
+# -- the store --------------------------------------------------------------------------------------------------------
 
 
-def missing(world_size: int, timeout_sec: float, at_first_use: bool) -> Phase:
-    """One rank never calls; the others come to the verdict on it."""
-    world = CountingWorld(world_size)
-    meet = threading.Barrier(world_size, timeout=LIMIT_SEC)
-    said: set[str] = set()
-
-    def play(rank: int) -> None:
-        world.tally.plays(rank)
-        reducer = ThreadGroup(world, rank).reducer(timeout_sec=timeout_sec)
-        if not at_first_use:
-            reducer({"loss": 1.0})
-            if meet.wait() == 0:
-                world.tally.taken()
-            meet.wait()
-        if rank != world_size - 1:
-            try:
-                reducer({"loss": 1.0})
-            except RankMissing as error:
-                said.add(f"{error.missing_ranks} {error}")
-
-    started = time.monotonic()
-    _on_hosts(world.tally, play)
-    if len(said) != 1 or not said.pop().startswith(f"({world_size - 1},)"):
-        raise RuntimeError(f"the ranks do not name the one that is missing: {said}")
-    name = "missing at first use" if at_first_use else "missing"
-    return Phase(name, world_size, world.tally.taken(), seconds=time.monotonic() - started)
-
-
-def _on_hosts(tally: Tally, play: Callable[[int], None]) -> None:
+def meeting(world_size: int) -> Phase:
+    """All ranks come to a group for the first time, and nobody has to wait."""
+    tally = Tally(world_size)
+    store = counting_store(tally)
     with playing_hosts(tally):
-        _on_threads(len(tally.ranks), play)
+        mailboxes = [Mailbox(store, rank, range(world_size)) for rank in range(world_size)]
+        for mailbox in mailboxes:
+            tally.plays(mailbox.rank)
+            mailbox.roster.join()
+        for mailbox in mailboxes:
+            tally.plays(mailbox.rank)
+            mailbox.roster.join = lambda: None  # type: ignore[method-assign]  # it has
+            mailbox.meet(LIMIT_SEC, 1.0, _describe)
+    return Phase("first use", world_size, tally.taken())
+
+
+def missing_at_first_use(world_size: int, timeout_sec: float) -> Phase:
+    """One rank never comes."""
+
+    def play(mailbox: Mailbox) -> None:
+        if mailbox.rank:
+            _name_rank_0(mailbox.meet(timeout_sec, 1.0, _describe))
+
+    return _in_mailboxes("missing at first use", world_size, play)
+
+
+def waiting(world_size: int, looks: int) -> Phase:
+    """Ranks look so often, once a second, while they wait in a collective; for one second of it."""
+
+    def play(mailbox: Mailbox) -> None:
+        for _ in range(looks):
+            mailbox._polls_at = 0.0  # a second later
+            mailbox.poll_verdict(1)
+
+    return _in_mailboxes("waiting", world_size, play, calls=looks)
+
+
+def missing(world_size: int, timeout_sec: float) -> Phase:
+    """One rank never comes to a collective that failed."""
+
+    def play(mailbox: Mailbox) -> None:
+        if mailbox.rank:
+            _name_rank_0(mailbox.decide_verdict(1, time.monotonic() + timeout_sec, _describe))
+
+    return _in_mailboxes("missing", world_size, play)
+
+
+def _describe(missing: tuple[int, ...], dead: tuple[int, ...]) -> str:
+    return f"missing {missing}"
+
+
+def _name_rank_0(verdict: GroupVerdict | None) -> None:
+    if verdict is None or verdict.missing != (0,):
+        raise RuntimeError(f"the verdict does not name the rank that is missing: {verdict}")
+
+
+def _in_mailboxes(name: str, world_size: int, play: Callable[[Mailbox], object], calls: int = 1) -> Phase:
+    tally = Tally(world_size)
+    store, start, started = counting_store(tally), threading.Barrier(world_size, timeout=LIMIT_SEC), [0.0]
+
+    def one(rank: int) -> None:
+        tally.plays(rank)
+        mailbox = Mailbox(store, rank, range(world_size))
+        if start.wait() == 0:
+            started[0] = time.monotonic()
+        play(mailbox)
+
+    with playing_hosts(tally):
+        _on_threads(world_size, one)
+    return Phase(name, world_size, tally.taken(), calls, time.monotonic() - started[0])
 
 
 def _on_threads(world_size: int, play: Callable[[int], None]) -> None:

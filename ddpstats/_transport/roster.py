@@ -105,7 +105,7 @@ class Roster:
 
     def learn(self) -> None:
         """Which processes those ranks of this host are that have joined. Waits for nobody."""
-        if self._is_complete:
+        if self._is_complete or len(self.peers) == len(self.ranks) - 1:
             return
         store, is_complete = self.store, self.are_all_here()
         ranks = [int(rank) for rank in self._of_this_host().unread()]
