@@ -36,6 +36,7 @@ from ddpstats.guard._status import RankStatus
 from ddpstats.guard._store_notes import Note
 
 RANKS_OF_A_HOST = 8
+MOST_ON_A_HOST = 256  # a guard of more ranks than that shares no memory
 PLAYED = 3  # ranks that differ in the calls below: 0, 1 and all others
 LIMIT_SEC = 900.0
 _STEADY_CALLS = 4
@@ -51,6 +52,7 @@ class Counts:
     received_bytes: int = 0
     requests: int = 0
     keys: int = 0  # named in these requests
+    looks: int = 0  # of these requests, for a verdict
     store_bytes: int = 0  # of keys and values, both ways
 
     def __add__(self, other: Counts) -> Counts:
@@ -111,6 +113,7 @@ class Tally:
         mine = self.mine
         mine.requests += 1
         mine.keys += len(keys)
+        mine.looks += keys[0] == "verdict"
         mine.store_bytes += sum(map(len, keys)) + sum(map(len, values))
 
 
