@@ -258,10 +258,15 @@ def reductions(world_size: int, keys: int, played: int = PLAYED) -> list[Phase]:
         phase("first call", lambda: reducer(stats))
         phase("steady", lambda: reducer(stats), _STEADY_CALLS)
         phase("one new key", lambda: reducer(one_new))
-        phase("own new keys", lambda: reducer(stats | {f"of_rank_{rank}": 1.0}))
+        phase("own new keys", lambda: _reduce_own(reducer, stats | {f"of_rank_{rank}": 1.0}, keys + played))
 
     _on_threads(played, play)
     return phases
+
+
+def _reduce_own(reducer: StatsReducer, stats: dict[str, float], union: int) -> None:
+    if len(reducer(stats).values) != union:
+        raise RuntimeError("the result does not hold the keys of all ranks")
 
 
 # -- the store --------------------------------------------------------------------------------------------------------

@@ -7,9 +7,12 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
+from ddpstats._agreement import agreement
+from ddpstats._transport.store import shared_poll
 from tests import scripts
 from tests.needs import needs
 
@@ -53,6 +56,12 @@ def test_what_all_ranks_receive_of_all_ranks_is_bounded(counts: Any) -> None:
     assert told.most("collectives") <= 6
 
 
+def test_many_ranks_with_keys_of_their_own_exchange_them_at_once(counts: Any) -> None:
+    with mock.patch.object(agreement, "_MAX_MEETING_BYTES", 1):
+        told = by_name(counts.reductions(20, KEYS, played=20))["own new keys"]
+    assert told.most("collectives") == 4  # the sum, the digests, what all hold, the sum again
+
+
 def test_meeting_takes_as_many_requests_among_many_ranks(counts: Any) -> None:
     few, many = counts.meeting(FEW), counts.meeting(MANY)
     for what in ("requests", "keys"):
@@ -85,11 +94,10 @@ def test_a_comparison_between_hosts_takes_a_few_requests(counts: Any) -> None:
     assert waited.per_rank("keys") == waited.per_rank("requests"), "one key each"
 
 
-def test_the_store_is_asked_less_often_by_each_of_more_ranks(counts: Any) -> None:
-    store = importlib.import_module("ddpstats._transport.store")
-    assert store.shared_poll(0.5, MANY) == 0.5
+def test_the_store_is_asked_less_often_by_each_of_more_ranks() -> None:
+    assert shared_poll(0.5, MANY) == 0.5
     for ranks in (5_000, 100_000):
-        assert ranks / store.shared_poll(0.05, ranks) <= 5_000
+        assert ranks / shared_poll(0.05, ranks) <= 5_000
 
 
 def test_the_script_counts_measures_and_draws(tmp_path: Path) -> None:
