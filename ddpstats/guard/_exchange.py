@@ -33,7 +33,7 @@ from ddpstats.guard._store_notes import NOTES_KEPT, Note, Overrun, StoreNotes
 _WORDS = 6  # number, digest, balance, label, rolling, check word
 _BYTES = 8
 _SALT = 0xD1B54A32D192ED03
-_SPINS = 2000
+_SPINS = 2000  # and no longer than _WATCH_SEC: on a machine with much else to do each may take a time slice
 _LONGEST_POLL_SEC = 0.005
 _WATCH_SEC = 0.05
 _POSTED = struct.Struct("@6Q")  # "@": word by word, and none by halves
@@ -153,7 +153,7 @@ class Exchange:
             if notes is not None:
                 return notes
             spins += 1
-            if spins < _SPINS and self._all_here:
+            if spins < _SPINS and self._all_here and time.monotonic() - looked < _WATCH_SEC:
                 os.sched_yield()
                 continue
             time.sleep(poll_sec)
