@@ -74,11 +74,11 @@ class Phase:
 
     def per_rank(self, what: str) -> float:
         """The mean over ranks, of one call."""
-        return sum(getattr(one, what) for one in self.ranks) / len(self.ranks) / self.calls
+        return float(sum(getattr(one, what) for one in self.ranks) / len(self.ranks) / self.calls)
 
     def most(self, what: str) -> float:
         """Of the rank that has most of it."""
-        return max(getattr(one, what) for one in self.ranks) / self.calls
+        return float(max(getattr(one, what) for one in self.ranks) / self.calls)
 
     @property
     def requests_per_sec(self) -> float:

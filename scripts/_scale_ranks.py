@@ -19,6 +19,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in __all__
 
 from ddpstats._transport import gloo_group
 
@@ -56,7 +57,7 @@ class World:
 
 def measure(world_size: int, lazy: bool = False) -> World:
     """Connect so many ranks on this machine, and reduce a little. ``lazy``: gloo connects a pair when it is used."""
-    server = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=LIMIT_SEC), wait_for_workers=False)
+    server = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=LIMIT_SEC), wait_for_workers=False)
     found = _forked(world_size, lambda rank: _play(rank, world_size, server.port, lazy))
     columns = zip(*map(astuple, found), strict=True)
     median = Connected(*map(statistics.median, columns))
@@ -65,10 +66,10 @@ def measure(world_size: int, lazy: bool = False) -> World:
 
 def store_request_us(requests: int = 5000) -> float:
     """Processor time that the process which serves a `TCPStore` takes for one request of ours."""
-    server = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=LIMIT_SEC), wait_for_workers=False)
+    server = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=LIMIT_SEC), wait_for_workers=False)
 
     def ask(rank: int) -> Connected:
-        store = dist.TCPStore("127.0.0.1", server.port, None, False, timedelta(seconds=LIMIT_SEC))
+        store = TCPStore("127.0.0.1", server.port, None, False, timedelta(seconds=LIMIT_SEC))
         for number in range(requests):
             store.check([f"key/{number}"])
         return Connected(0.0, 0.0, 0, 0, 0, 0.0, 0.0)
@@ -82,7 +83,7 @@ def _play(rank: int, world_size: int, port: int, lazy: bool) -> Connected:
     import torch
 
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=LIMIT_SEC), wait_for_workers=False)
+    store = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=LIMIT_SEC), wait_for_workers=False)
     _meet(store, "start", world_size)
     before = _private_kib(), len(os.listdir("/proc/self/fd")), _cpu_ms(), time.monotonic()
     part = dist.distributed_c10d.PrefixStore("gloo", store)

@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", metavar="PATH", help="write everything")
     parser.add_argument("--png", metavar="PATH", help="draw it (needs matplotlib)")
     args = parser.parse_args(argv)
-    phases = []
+    phases: list[counts.Phase] = []
     for world_size in args.ranks:
         phases += phases_of(world_size)
         print(f"counted {world_size} ranks", file=sys.stderr)
