@@ -42,6 +42,8 @@ _MAX_SITES = 1024
 _MOST_NUMBERS = capacity_for(HEADER_LANES) - HEADER_LANES
 _MAX_PAYLOAD_BYTES = 1 << 30
 _MAX_MEETING_BYTES = 1 << 24  # of what all ranks tell all ranks, numbers included
+_MOST_BROADCASTS = 16  # one after the other
+_MAX_TOGETHER_BYTES = 1 << 28  # of what all ranks tell all ranks instead
 _OTHER_POLICY_BYTES = 16  # by so much the name of one policy may be longer than that of another
 _HEAD = struct.Struct("<Q16s")
 _STATUS_LENGTH = struct.Struct("<I")
@@ -243,7 +245,8 @@ class Agreement:
         """Every rank's payload, each distinct one once, with the ranks that hold it.
 
         First the digests of all ranks, of fixed size; then one broadcast per distinct payload. In the usual program
-        all ranks but a few hold the same, so this stays small where gathering everything would not.
+        all ranks but a few hold the same, so this stays small where gathering everything would not. Where many hold
+        what no other does, one gather takes the place of as many broadcasts.
         """
         digest = hashlib.blake2b(payload, digest_size=16).digest()
         self.count(counters, _HEAD.size)
@@ -251,18 +254,24 @@ class Agreement:
         holders: dict[bytes, list[int]] = {}
         for position, head in enumerate(heads):
             holders.setdefault(bytes(head), []).append(position)
+        largest = max(_HEAD.unpack(head)[0] for head in holders)
+        if largest > _MAX_PAYLOAD_BYTES:
+            raise ProtocolMismatch(f"a peer announces {largest} bytes of schema; at most {_MAX_PAYLOAD_BYTES} are read")
+        everyone: Sequence[bytes | bytearray] | None = None
+        if len(holders) > _MOST_BROADCASTS and largest * self.world_size <= _MAX_TOGETHER_BYTES:
+            self.count(counters, largest)
+            everyone = self.comm.all_gather(payload.ljust(largest, b"\0"), call.timeout_sec)
         found: list[tuple[bytes, tuple[int, ...]]] = []
         for head, positions in holders.items():
-            size, expected = _HEAD.unpack(head)
-            if size > _MAX_PAYLOAD_BYTES:
-                raise ProtocolMismatch(
-                    f"a peer announces {size} bytes of schema; at most {_MAX_PAYLOAD_BYTES} are read"
-                )
-            mine = payload if self.comm.ranks[positions[0]] == self.comm.rank else None
-            self.count(counters, size)
-            received = self.comm.broadcast(mine, size, positions[0], call.timeout_sec)
+            (size, expected), first = _HEAD.unpack(head), positions[0]
+            if everyone is None:
+                self.count(counters, size)
+                mine = payload if self.comm.ranks[first] == self.comm.rank else None
+                received = self.comm.broadcast(mine, size, first, call.timeout_sec)
+            else:
+                received = bytes(everyone[first][:size])
             if hashlib.blake2b(received, digest_size=16).digest() != expected:
-                raise DamagedError(f"what {ranks_text([self.comm.ranks[positions[0]]])} sent arrived damaged")
+                raise DamagedError(f"what {ranks_text([self.comm.ranks[first]])} sent arrived damaged")
             found.append((received, tuple(self.comm.ranks[position] for position in positions)))
         return found
 

@@ -205,7 +205,7 @@ class Channel(CallOrder):
             self._comm = self._connect(max(deadline - time.monotonic(), slice_sec(timeout_sec)), self._look_for_dead)
             self._comm.watch = self._watch
         if self._mailbox is not None:
-            self._mailbox.roster.peers = self._shake_hands(self._comm, timeout_sec)
+            self._mailbox.roster.met(self._shake_hands(self._comm, timeout_sec))
         self._agreement = Agreement(self._comm, self.group_name)
         return self._agreement
 
@@ -235,7 +235,6 @@ class Channel(CallOrder):
             lines += [f"  {ranks_text(ranks)}: {text}" for text, ranks in versions.items()]
             lines.append("Install the same version of ddpstats on all of them.")
             raise ProtocolMismatch("\n".join(lines), ranks=comm.ranks, group=self.group_name)
-        del peers[int(comm.rank)]
         return peers
 
     def close(self) -> None:

@@ -4,7 +4,11 @@
 2. `poll_verdict`: a rank that has waited for a while in a collective posts that it waits, and looks for a verdict and
    for ranks that died: on one host, a process that no longer exists is known at once.
 3. `decide_verdict`: a rank whose collective failed watches who else waits. Who does not is missing. The first rank to
-   reach a conclusion writes the verdict; all others, and a late one at its next call, raise that text.
+   reach a conclusion writes the verdict; all others, and a late one at its next call, raise that text. One rank, the
+   first to come, reads the notes of all; the others look for its verdict, and take its place where none comes.
+
+One thread of one process answers the requests of all ranks. So a rank that waits asks for a few keys, not for one of
+each rank, and the more ranks there are, the less often (`store.shared_poll`).
 
 The store is a helper here, never a dependency. Where it is gone or silent, each rank says what it knows alone
 (`roster`), in words that others who know the same would choose as well. `board` keeps what the first rank of a host
@@ -23,13 +27,14 @@ from typing import Any
 from ddpstats._base.untrusted import parse_json
 from ddpstats._transport.board import Board
 from ddpstats._transport.roster import ProcessId, Roster
-from ddpstats._transport.store import STORE_ERRORS, bounded, growing_polls
+from ddpstats._transport.store import STORE_ERRORS, bounded, growing_polls, shared_poll
 from ddpstats.errors import ConfigError
 
 _POLL_SEC = 0.05
 _LOOK_SEC = 0.5  # between two looks for ranks that died before they came
 _GLANCE_SEC = 1.0
 _LEAVE_SEC = 5.0
+_YIELD_SEC = 0.5  # after the time is over: for the verdict of the rank that reads the notes of all
 _MAX_VERDICT_BYTES = 1 << 20
 
 Describe = Callable[[tuple[int, ...], tuple[int, ...]], str]
@@ -66,24 +71,27 @@ class Mailbox:
         self._describe_lost = describe_lost
         self._board: Board | None = None
         self._looked, self._absent = time.monotonic(), set[int]()
+        self._waiting_in: int | None = None  # what this rank posted
+        self._told_dead = set[int]()
+        self._polls_at = 0.0
 
     def meet(self, timeout_sec: float, slice_sec: float, describe: Describe) -> GroupVerdict | None:
         """Say that this rank is there and wait for all others; a verdict if some did not come in time, or cannot."""
         deadline = time.monotonic() + timeout_sec
         try:
-            with self.store.within(timeout_sec + slice_sec):
+            with self.store.within(timeout_sec + slice_sec + 2 * _YIELD_SEC):
                 self.roster.join()
-                for poll_sec in growing_polls(min(slice_sec, _LOOK_SEC)):
-                    if self.roster.are_here(self.ranks):
+                for poll_sec in growing_polls(shared_poll(min(slice_sec, _LOOK_SEC), len(self.ranks))):
+                    if self.roster.are_all_here():
                         break
-                    time.sleep(poll_sec)
+                    time.sleep(min(poll_sec, max(_POLL_SEC, deadline - time.monotonic())))
                     written = self.read() or self._without_the_dead(describe)
                     if written is not None:
                         return written
-                    if time.monotonic() >= deadline:
-                        missing = [rank for rank in self.ranks if not self.roster.are_here([rank])]
+                    if self._is_over(deadline, "meeting"):
+                        missing = self.roster.absent()
                         return self._write(missing, [], describe) if missing else None
-                self.roster.learn(self.ranks)
+                self.roster.learn()
                 token = self.store.post("board", secrets.token_hex(16)).decode(errors="replace")
                 self._board = Board(token, self.roster.others_here()) if token.isalnum() else None
                 return self.read()
@@ -92,6 +100,9 @@ class Mailbox:
 
     def poll_verdict(self, seq: int, limit_sec: float = _GLANCE_SEC) -> GroupVerdict | None:
         """Post that this rank waits in its ``seq``-th collective; the verdict, if one is due or written."""
+        if time.monotonic() < self._polls_at:
+            return None
+        self._polls_at = time.monotonic() + shared_poll(0.0, len(self.ranks))
         try:
             with self.store.within(limit_sec):
                 self._post_waiting(seq)
@@ -103,9 +114,9 @@ class Mailbox:
         """Peers of this host whose process is gone; told to the other hosts through the store."""
         dead = self.roster.dead()
         try:
-            with self.store.within(_GLANCE_SEC):
-                for rank in dead:
-                    self.store.set(f"dead/{rank}", "1")
+            if not dead <= self._told_dead:
+                with self.store.within(_GLANCE_SEC):
+                    self._tell_dead(dead)
         except STORE_ERRORS:
             pass
         return dead
@@ -113,13 +124,14 @@ class Mailbox:
     def decide_verdict(self, seq: int, deadline: float, describe: Describe) -> GroupVerdict:
         """The verdict on the failed ``seq``-th collective; ends at ``deadline`` (time.monotonic) at the latest."""
         try:
-            with self.store.within(max(_GLANCE_SEC, deadline - time.monotonic())):
+            with self.store.within(max(_GLANCE_SEC, deadline - time.monotonic()) + 2 * _YIELD_SEC):
                 return self._decide_verdict(seq, deadline, describe)
         except STORE_ERRORS as error:
             return self._without_store(error, describe)
 
     def _decide_verdict(self, seq: int, deadline: float, describe: Describe) -> GroupVerdict:
         self._post_waiting(seq)
+        judges = self._judges(f"waiting {seq}")
         while True:
             written = self.read()
             if written is not None:
@@ -129,10 +141,22 @@ class Mailbox:
                 time.sleep(_POLL_SEC)  # ranks of one host tend to die together
                 dead = self._dead()
                 return self._write(dead, dead, describe)
-            missing = [rank for rank in self.ranks if not self._waits(rank, seq)]
-            if not missing or time.monotonic() >= deadline:
-                return self._write(missing, [], describe)
-            time.sleep(_POLL_SEC)
+            is_over = time.monotonic() >= deadline + (0.0 if judges else _YIELD_SEC)
+            if is_over or (judges and self.store.add("waiting", 0) >= len(self.ranks)):
+                missing = self._not_waiting(seq)
+                if not missing or is_over:
+                    return self._write(missing, [], describe)
+            time.sleep(shared_poll(_POLL_SEC, len(self.ranks)))
+
+    def _judges(self, what: str) -> bool:
+        """Whether this rank is the first to come there, and reads the notes of all."""
+        mine = str(self.rank)
+        return self.store.post(f"judge/{what}", mine) == mine.encode()
+
+    def _is_over(self, deadline: float, what: str) -> bool:
+        """Whether this rank is to conclude: who is first after the deadline does, and any other a moment later."""
+        now = time.monotonic()
+        return now >= deadline and (now >= deadline + _YIELD_SEC or self._judges(what))
 
     def leave(self, describe: Describe) -> GroupVerdict:
         """Say that this rank is the one that others will miss."""
@@ -193,13 +217,24 @@ class Mailbox:
         """While ranks meet: the verdict, if one of them cannot come any more."""
         if time.monotonic() - self._looked < _LOOK_SEC:
             return None
-        self.roster.learn(self.ranks)
+        self.roster.learn()
         dead = sorted(self.gone())
         return self._write(dead, dead, describe) if dead else None
 
     def _dead(self) -> list[int]:
-        here = self.dead_peers()
-        return [rank for rank in self.ranks if rank in here or self.store.check([f"dead/{rank}"])]
+        here, told = self.dead_peers(), self.store.find("dead")
+        dead = here if told is None else here | _numbers(told)
+        return [rank for rank in self.ranks if rank in dead]
+
+    def _tell_dead(self, dead: set[int]) -> None:
+        """Add to the ranks under one key: whoever decides asks for that alone, not for a note on each rank."""
+        while True:
+            told = self.store.find("dead") or b""
+            if dead <= _numbers(told):
+                break
+            both = dead | _numbers(told)
+            self.store.replace("dead", told.decode(), json.dumps(sorted(both)))
+        self._told_dead |= dead
 
     # -- without the store --------------------------------------------------------------------------------------------
 
@@ -220,12 +255,28 @@ class Mailbox:
         return self._posted() or _parse((self._board and self._board.post(_spell(mine))) or _spell(mine))
 
     def _post_waiting(self, seq: int) -> None:
-        self.store.set(f"waiting/{self.rank}", str(seq))
+        if self._waiting_in != seq:
+            self.store.set(f"waiting/{self.rank}", str(seq))
+            if self._waiting_in is None:
+                self.store.add("waiting", 1)
+            self._waiting_in = seq
 
-    def _waits(self, rank: int, seq: int) -> bool:
+    def _not_waiting(self, seq: int) -> list[int]:
         # A peer may wait in a later collective than the one that failed here; it did take part in this one.
-        waits_in = self.store.find(f"waiting/{rank}")
-        return waits_in is not None and int(waits_in) >= seq
+        keys = {f"waiting/{rank}": rank for rank in self.ranks}
+        for key in self.store.absent(list(keys)):
+            del keys[key]
+        told = self.store.multi_get(list(keys)) if keys else []
+        waiting = {rank for rank, waits_in in zip(keys.values(), told, strict=True) if int(waits_in) >= seq}
+        return [rank for rank in self.ranks if rank not in waiting]
+
+
+def _numbers(payload: bytes) -> set[int]:
+    """The ranks that are told under one key; raises ValueError for anything else."""
+    found = json.loads(payload or b"[]")
+    if not isinstance(found, list) or not all(type(rank) is int for rank in found):
+        raise ValueError("the store names no ranks")
+    return set(found)
 
 
 def _spell(verdict: GroupVerdict) -> str:

@@ -1,7 +1,8 @@
 """Which processes the ranks of a group are, which of them are gone, and what one rank knows of that alone.
 
-1. Each rank writes into the store which process it is (`join`), and the others read it (`learn`) while somebody serves
-   the store.
+1. Each rank writes into the store which process it is (`join`), and the others of its host read it (`learn`) while
+   somebody serves the store. Who is on another host is all that is known of the rest: a rank that read a note of every
+   other one would ask the store for as much as there are pairs of ranks.
 2. From then on a rank of this host whose process no longer exists is known at once (`dead`), without the store.
 3. Where the store does not answer, a rank names whom it can (`known_alone`), and others who know the same name the
    same: who served the store, if nobody does any more; else whose process on this host is gone; else which ranks are on
@@ -22,10 +23,10 @@ from ddpstats._base.rank_names import ranks_text
 from ddpstats._base.wording import first_line
 from ddpstats._transport import launcher
 from ddpstats._transport.store import BoundedStore, StoreGone, StoreSilent
+from ddpstats._transport.store_log import StoreLog
 
 _DYING_SEC = 1.0  # a process that is killed closes its connections a moment before it is gone
 _POLL_SEC = 0.05
-_LEARNT_AT_ONCE = 16  # each rank asks for each other one: a store that many ranks share would do nothing else
 
 
 @dataclass(frozen=True)
@@ -76,34 +77,51 @@ class Roster:
         self.store, self.rank, self.ranks = store, int(rank), tuple(map(int, ranks))
         self.peers = dict(peers or {})
         self._all_started = all_started
-        self._asked_for = 0  # whose turn it is in `learn`
+        self._log: StoreLog | None = None
+        self._is_complete = False  # all ranks have joined, and those of this host are known
 
     def join(self) -> None:
         """Say which process this rank is."""
-        self.store.set(f"here/{self.rank}", ProcessId.mine().pack())
+        store, here = self.store, ProcessId.mine()
+        store.set(f"here/{self.rank}", here.pack())
+        self._of_this_host().append(str(self.rank))
+        if store.add("here", 1) >= len(self.ranks) and not self.absent():
+            store.set("all here", "1")
 
-    def are_here(self, ranks: Iterable[int]) -> bool:
-        """Whether all of these have joined."""
-        return self.store.check([f"here/{rank}" for rank in ranks])
+    def _of_this_host(self) -> StoreLog:
+        """Where the ranks of this host say who they are."""
+        if self._log is None:
+            self._log = StoreLog(self.store, f"host/{ProcessId.mine().machine.hex()}")
+        return self._log
 
-    def learn(self, ranks: Iterable[int], most: int = _LEARNT_AT_ONCE) -> None:
-        """Which processes those of the ranks are that have joined. Waits for nobody.
+    def are_all_here(self) -> bool:
+        """Whether all have joined."""
+        return self._is_complete or self.store.check(["all here"])
 
-        ``most``: so many are asked for one by one where not all have joined; at the next call it is the turn of others.
-        """
-        store = self.store
-        joined = [rank for rank in ranks if rank not in self.peers and rank != self.rank]
-        if not joined:
+    def absent(self) -> list[int]:
+        """Who has not joined."""
+        absent = self.store.absent([f"here/{rank}" for rank in self.ranks])
+        return [int(key.removeprefix("here/")) for key in absent]
+
+    def learn(self) -> None:
+        """Which processes those ranks of this host are that have joined. Waits for nobody."""
+        if self._is_complete or len(self.peers) == len(self.ranks) - 1:
             return
-        if not store.check([f"here/{rank}" for rank in joined]):
-            first = self._asked_for % len(joined)
-            self._asked_for = first + most
-            some = (joined + joined)[first : first + min(most, len(joined))]
-            joined = [rank for rank in some if store.check([f"here/{rank}"])]
-        payloads = store.multi_get([f"here/{rank}" for rank in joined]) if joined else []
-        for rank, payload in zip(joined, payloads, strict=True):
+        store, is_complete = self.store, self.are_all_here()
+        ranks = [int(rank) for rank in self._of_this_host().unread()]
+        others = [rank for rank in ranks if rank != self.rank]
+        payloads = store.multi_get([f"here/{rank}" for rank in others]) if others else []
+        for rank, payload in zip(others, payloads, strict=True):
             if len(payload) == PROCESS_ID_BYTES:
                 self.peers[rank] = ProcessId.unpack(payload)
+        self._is_complete = is_complete
+
+    def met(self, processes: Mapping[int, ProcessId]) -> None:
+        """All ranks have told which processes they are."""
+        machine = ProcessId.mine().machine
+        self.peers = {rank: process for rank, process in processes.items() if process.machine == machine}
+        self.peers.pop(self.rank, None)
+        self._is_complete = True
 
     def dead(self, ranks: Collection[int] | None = None) -> set[int]:
         """Peers of this host whose process is gone; asks no store. ``ranks``: only of these."""
@@ -126,8 +144,9 @@ class Roster:
 
     def elsewhere(self) -> set[int]:
         """Ranks that are known to be on other hosts."""
-        machine = ProcessId.mine().machine
-        return {rank for rank, process in self._known().items() if process.machine != machine}
+        machine, known = ProcessId.mine().machine, self._known()
+        rest = set(self.ranks) - known.keys() - {self.rank} if self._is_complete else set()
+        return rest | {rank for rank, process in known.items() if process.machine != machine}
 
     def _known(self) -> dict[int, ProcessId]:
         return self.peers.copy()  # another thread may be learning

@@ -39,7 +39,14 @@ _KNOCK_SEC = 0.5
 _LEAVE_SEC = 5.0  # of all threads, at the end of the process
 _LINGER_SEC = 0.05  # of a thread without a request: to start one costs more than to ask the store
 
+_LOOKS_PER_SEC = 5000  # of all ranks together at a store: one thread of one process answers them all
+
 Address = tuple[str, int]
+
+
+def shared_poll(poll_sec: float, ranks: int) -> float:
+    """How often one of so many ranks may look into the store, so that all of them together do not keep it busy."""
+    return max(poll_sec, ranks / _LOOKS_PER_SEC)
 
 
 def growing_polls(longest_sec: float) -> Iterator[float]:
@@ -322,6 +329,13 @@ class BoundedStore:
     def check(self, keys: Sequence[str]) -> bool:
         return self.use(lambda store, prefix: bool(store.check([prefix + key for key in keys])))
 
+    def absent(self, keys: Sequence[str]) -> list[str]:
+        """Those that nobody has written yet. One request where there are none, else a few for each of them."""
+        if not keys or self.check(keys):
+            return []
+        half = len(keys) // 2
+        return [*self.absent(keys[:half]), *self.absent(keys[half:])] if half else list(keys)
+
     def find(self, key: str) -> bytes | None:
         """What is there, if anything; waits for nobody to write it."""
 
@@ -332,7 +346,15 @@ class BoundedStore:
 
     def post(self, key: str, value: str) -> bytes:
         """Write ``value`` unless something is there; what is there now. So who is first says it for all."""
-        return self.use(lambda store, prefix: bytes(store.compare_set(prefix + key, "", value)))
+        return self.replace(key, "", value)
+
+    def replace(self, key: str, expected: str, value: str) -> bytes:
+        """Write ``value`` where ``expected`` is there, or nothing; what is there now."""
+        return self.use(lambda store, prefix: bytes(store.compare_set(prefix + key, expected, value)))
+
+    def add(self, key: str, amount: int) -> int:
+        """Count; what is there now. 0 only looks."""
+        return self.use(lambda store, prefix: int(store.add(prefix + key, amount)))
 
     def delete_key(self, key: str) -> bool:
         return self.use(lambda store, prefix: bool(store.delete_key(prefix + key)))

@@ -29,6 +29,7 @@ from pathlib import Path
 
 from ddpstats._agreement.channel import Channel
 from ddpstats._base.rank_names import ranks_text
+from ddpstats._transport.store import shared_poll
 from ddpstats.errors import DdpstatsError, RankMissing
 
 POLL_SEC = 1.0
@@ -69,11 +70,14 @@ class Peers:
         Raises:
             RankMissing: some rank, this one perhaps, raised in an earlier one and takes no further part.
         """
-        if not self._alone and self._ended is None and time.monotonic() - self._looked >= _LOOK_SEC:
+        if not self._alone and self._ended is None and time.monotonic() - self._looked >= self._look_sec(_LOOK_SEC):
             self._ended = self._channel.abandoned()
             self._looked = time.monotonic()
         if self._ended is not None:
             raise self._ended.with_traceback(None)
+
+    def _look_sec(self, poll_sec: float) -> float:
+        return shared_poll(poll_sec, len(self.ranks))
 
     def enter(self) -> None:
         """A micro-batch begins: this rank may soon wait for others, and a thread looks after it."""
@@ -115,7 +119,7 @@ class Peers:
             found = self._channel.abandoned()
             if found is not None or time.monotonic() > deadline:
                 return found
-            time.sleep(0.05)
+            time.sleep(self._look_sec(0.05))
 
     def is_lost_connection(self, error: BaseException) -> bool:
         """Whether that is no fault of this rank's own, but of the connection to another one."""
@@ -128,7 +132,7 @@ class Peers:
 
     def _watch(self) -> None:
         """Ends this process where it waits for a rank that has said that it will not come."""
-        while not self._stop.wait(POLL_SEC):
+        while not self._stop.wait(self._look_sec(POLL_SEC)):
             since = self._since
             if since is None or time.monotonic() - since < LONG_SEC:
                 continue

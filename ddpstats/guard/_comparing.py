@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 
 from ddpstats._transport.store import STORE_ERRORS, StoreSilent
 from ddpstats.guard._events import MASK, Event, roll, same_labels
-from ddpstats.guard._exchange import Note, Overrun, agree, share
+from ddpstats.guard._exchange import agree, share
 from ddpstats.guard._failure_agreement import Alarm
 from ddpstats.guard._messages import MessageComparing
 from ddpstats.guard._session import Group, Session, Settings, Standing
 from ddpstats.guard._spoken import words_of
+from ddpstats.guard._store_notes import Note, Overrun
 from ddpstats.guard._verdicts import Silenced, Verdicts, alarm_of
 
 _MAX_PENDING = 64

@@ -5,7 +5,7 @@ know. So ranks that use their groups in different order never wait for each othe
 
 * ranks of one host: a piece of shared memory, one ring of notes per rank. A note carries a check word over its content,
   so that one which is half written is not yet there, on any processor.
-* otherwise, and until a rank knows that all are on one host: the store.
+* otherwise, and until a rank knows that all are on one host: the store (`_store_notes`).
 
 The same memory holds the last few events of each rank in words (`tell`), written before they are issued: they outlive
 a process that gloo aborts in the middle of one, and a neighbour that comes later sees there that it would not fit.
@@ -26,16 +26,16 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from ddpstats._transport.roster import ProcessId
-from ddpstats._transport.store import GLANCE_SEC, StoreSilent, bounded
+from ddpstats._transport.store import GLANCE_SEC, StoreSilent, bounded, shared_poll
 from ddpstats.guard._events import MASK, stable_hash
+from ddpstats.guard._store_notes import NOTES_KEPT, Note, Overrun, StoreNotes
 
-NOTES_KEPT = 512  # per rank; who is further behind than that is compared by a later one
 _WORDS = 6  # number, digest, balance, label, rolling, check word
 _BYTES = 8
 _SALT = 0xD1B54A32D192ED03
-_SPINS = 2000
+_SPINS = 2000  # and no longer than _WATCH_SEC: on a machine with much else to do each may take a time slice
 _LONGEST_POLL_SEC = 0.005
-_NOTE = struct.Struct("<4Q")
+_WATCH_SEC = 0.05
 _POSTED = struct.Struct("@6Q")  # "@": word by word, and none by halves
 _TOLD = struct.Struct("@4Q")
 _NOWHERE = bytes(16)
@@ -44,20 +44,6 @@ _EVENTS_TOLD = 8  # per rank
 _TOLD_WORDS = 4  # check word, number, digest, length and CRC; then the words themselves
 _TOLD_BYTES = _TOLD_WORDS * _BYTES + EVENT_BYTES
 _TOLD_STEP = _TOLD_BYTES // _BYTES
-
-
-class Note(NamedTuple):
-    """What a rank posts.
-
-    ``digest`` must be equal on all ranks, and so must ``rolling``, which stands for all that it did before: a later
-    note proves the earlier ones that nobody read in time. Balances must add up to 0. ``label``: see
-    `_events.label_word`.
-    """
-
-    digest: int
-    balance: int = 0
-    label: int = 0
-    rolling: int = 0
 
 
 def agree(notes: Sequence[Note]) -> bool:
@@ -86,10 +72,6 @@ def share(name: str, index: int, size: int, note: Note) -> int:
     ) & MASK
 
 
-class Overrun(Exception):
-    """The note was overwritten before it was read."""
-
-
 Watch = Callable[[], None]
 """Called now and then by a rank that waits; raises to end the wait."""
 
@@ -99,6 +81,7 @@ class Exchange:
 
     def __init__(self, store: Any, index: int, size: int) -> None:
         self._store, self._index, self._size = bounded(store), index, size
+        self._in_store = StoreNotes(self._store, index, size)
         self._shared: _Shared | None = None
         self._all_here = size == 1
         self._hosts_known = size == 1
@@ -115,17 +98,19 @@ class Exchange:
                 place = machine.hex()
             except (OSError, AttributeError, ValueError):  # no memfd on this system, another user's process, or gone
                 self._shared = None
-        self._store.set(f"host/{self._index}", place)
+        if self._store.post("place", place) != place.encode():
+            self._store.set("several places", "1")
+        if self._store.add("met", 1) == self._size:
+            self._store.set("all met", "1")
 
     def _know_hosts(self) -> bool:
         """Whether it is known by now where all ranks are."""
         if not self._hosts_known:
-            keys = [f"host/{index}" for index in range(self._size)]
-            if not self._store.check(keys):
+            if not self._store.check(["all met"]):
                 return False
-            hosts = set(self._store.multi_get(keys))  # may raise: then it is not known yet
+            are_parted = self._store.check(["several places"])  # may raise: then it is not known yet
             self._hosts_known = True
-            self._all_here = self._shared is not None and len(hosts) == 1
+            self._all_here = self._shared is not None and not are_parted
             if self._shared is not None:
                 self._shared.drop_file()
         return True
@@ -140,51 +125,41 @@ class Exchange:
         if self._shared is not None:
             self._shared.write(seq, note)
         if not self._all_here:
-            self._store.set(f"note/{seq}/{self._index}", _NOTE.pack(*note))
-            if seq > NOTES_KEPT:
-                self._store.delete_key(f"note/{seq - NOTES_KEPT}/{self._index}")
+            self._in_store.post(seq, note)
 
     def look(self, seq: int) -> list[Note] | None:
-        """All ranks' notes if all are there. Raises `Overrun` where one is gone already."""
+        """What all ranks have posted if all have; each note once, and the balances added up, where it is in the store.
+
+        Raises `Overrun` where one is gone already.
+        """
         if self._all_here and self._shared is not None:
             return self._shared.read_all(seq)
         if self._size == 1 or not self._know_hosts():
             return [] if self._size == 1 else None
         if self._all_here:
             return self.look(seq)
-        keys = [f"note/{seq}/{index}" for index in range(self._size)]
-        if not self._store.check(keys):
-            return None
-        payloads = self._store.multi_get(keys)
-        if any(len(payload) != _NOTE.size for payload in payloads):
-            return None  # not one of ours
-        return [Note(*_NOTE.unpack(payload)) for payload in payloads]
+        return self._in_store.look(seq)
 
     def all_alike(self, seq: int) -> bool:
         """Whether all ranks have posted the very note that this one has, and no balance is open. False says nothing."""
         return self._all_here and self._shared is not None and self._shared.all_alike(seq)
 
-    def _check_overrun(self, seq: int) -> None:
-        """Raise `Overrun` if some rank has deleted its note from the store already."""
-        for index in range(self._size):
-            late = [f"note/{seq + NOTES_KEPT}/{index}"]
-            if self._store.check(late) and not self._store.check([f"note/{seq}/{index}"]):
-                raise Overrun
-
     def wait(self, seq: int, watch: Watch) -> list[Note]:
         """All ranks' notes; waits until they are there, or ``watch`` raises."""
         spins, poll_sec, looked = 0, 2e-5, time.monotonic()
+        longest_sec = _LONGEST_POLL_SEC if self._all_here else shared_poll(_LONGEST_POLL_SEC, self._size)
+        watch_sec = shared_poll(_WATCH_SEC, self._size)
         while True:
             notes = self.look(seq) if self._all_here else self._glance(seq)
             if notes is not None:
                 return notes
             spins += 1
-            if spins < _SPINS and self._all_here:
+            if spins < _SPINS and self._all_here and time.monotonic() - looked < _WATCH_SEC:
                 os.sched_yield()
                 continue
             time.sleep(poll_sec)
-            poll_sec = min(poll_sec * 1.5, _LONGEST_POLL_SEC)
-            if time.monotonic() - looked > 0.05:
+            poll_sec = min(max(poll_sec * 1.5, longest_sec / 64), longest_sec)
+            if time.monotonic() - looked > watch_sec:
                 watch()
                 looked = time.monotonic()
 
@@ -194,7 +169,7 @@ class Exchange:
             with self._store.within(GLANCE_SEC):
                 notes = self.look(seq)
                 if notes is None:
-                    self._check_overrun(seq)
+                    self._in_store.check_overrun(seq)
                 return notes
         except StoreSilent:
             return None
@@ -203,7 +178,7 @@ class Exchange:
         """The places in the group of those whose note is not there yet."""
         if self._all_here and self._shared is not None:
             return [index for index in range(self._size) if not self._shared.has_note(index, seq)]
-        return [index for index in range(self._size) if not self._store.check([f"note/{seq}/{index}"])]
+        return self._in_store.absent(seq)
 
     # -- what a rank is about to do, in words; on one host only -------------------------------------------------------
 

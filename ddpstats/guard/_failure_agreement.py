@@ -23,7 +23,8 @@ from typing import Any
 
 from ddpstats._base.untrusted import parse_json
 from ddpstats._transport.roster import Roster
-from ddpstats._transport.store import GLANCE_SEC, STORE_ERRORS, StoreSilent, growing_polls
+from ddpstats._transport.store import GLANCE_SEC, STORE_ERRORS, StoreSilent, growing_polls, shared_poll
+from ddpstats._transport.store_log import StoreLog
 from ddpstats.guard._diagnosis import find, unexplained
 from ddpstats.guard._events import Event
 from ddpstats.guard._status import DOUBT, MISSING, NOTHING, GuardFinding, RankStatus
@@ -104,7 +105,8 @@ class FailureAgreement:
         self._report_status, self._told_by, self._heard = report_status, told_by, heard
         self.is_lost = False  # the store does not answer any more
         self._left: dict[int, dict[str, Any]] = {}
-        self._left_last: bytes | None = None
+        self._leaving = StoreLog(self.store, "left")
+        self.look_sec = shared_poll(_WATCHDOG_SEC, len(roster.ranks))  # how often a watchdog looks
         self._waits = ""  # a key in the store
         roster.join()
         self._watchdog = _Watchdog(self, position, is_reachable)
@@ -199,15 +201,17 @@ class FailureAgreement:
         """The verdict of that number, by whichever rank."""
         mine = str(self.rank)
         judges = self.store.post(f"judge/{number}", mine) == mine.encode()
-        patience_over = time.monotonic() + _PATIENCE_SEC
+        patience_over = time.monotonic() + _PATIENCE_SEC + 2 * (self.look_sec - _WATCHDOG_SEC)
         judges_from = patience_over + _JUDGING_SEC
-        for poll_sec in growing_polls(_LONGEST_POLL_SEC):
+        for poll_sec in growing_polls(shared_poll(_LONGEST_POLL_SEC, len(alarm.ranks))):
             written = self.store.find(f"verdict/{number}")
             if written is not None:
                 return written
-            if judges or time.monotonic() > judges_from:
+            now = time.monotonic()
+            may_judge = judges or now > judges_from
+            if may_judge and (now > patience_over or self._have_reported(alarm, number)):
                 statuses = self._statuses(alarm, number)
-                if len(statuses) == len(alarm.ranks) or time.monotonic() > patience_over:
+                if len(statuses) == len(alarm.ranks) or now > patience_over:
                     return self.store.post(f"verdict/{number}", self._judge(alarm, statuses).pack())
             time.sleep(poll_sec)
         raise AssertionError("polls do not end")
@@ -215,12 +219,19 @@ class FailureAgreement:
     def report_status(self, number: int, alarm: Alarm) -> None:
         """Say what this rank knows of itself, for the verdict of that number."""
         self.store.set(f"status/{number}/{self.rank}", self._report_status(alarm.group).pack())
+        self.store.add(f"reported/{number}", 1)
+
+    def _have_reported(self, alarm: Alarm, number: int) -> bool:
+        """Whether it is worth reading the statuses of all; not certain, for a rank may report twice."""
+        gone = self.dead(alarm.ranks) | self.left().keys()
+        return self.store.add(f"reported/{number}", 0) + len(gone) >= len(alarm.ranks)
 
     def _linger(self, alarm: Alarm, number: int) -> None:
         """Rank 0 often serves the store, and what it raises next may be its end: let the others read the verdict."""
         dead = self.dead(alarm.ranks)
-        listening = [rank for rank in alarm.ranks if self.store.check([f"status/{number}/{rank}"])]
+        silent = set(self.store.absent([f"status/{number}/{rank}" for rank in alarm.ranks]))
         left = self.left()
+        listening = [rank for rank in alarm.ranks if f"status/{number}/{rank}" not in silent]
         waiting = [rank for rank in listening if rank not in dead and rank not in left]
         wait_until(lambda: self.store.check([f"read/{number}/{rank}" for rank in waiting]), _LINGER_SEC)
 
@@ -237,8 +248,8 @@ class FailureAgreement:
     def _statuses(self, alarm: Alarm, number: int) -> dict[int, RankStatus]:
         """Those that were reported, and of ranks that can report none any more what was known of them last."""
         keys = {rank: f"status/{number}/{rank}" for rank in alarm.ranks}
-        if not self.store.check(list(keys.values())):
-            keys = {rank: key for rank, key in keys.items() if self.store.check([key])}
+        silent = set(self.store.absent(list(keys.values())))
+        keys = {rank: key for rank, key in keys.items() if key not in silent}
         told = self.store.multi_get(list(keys.values())) if keys else []
         found = {rank: RankStatus.unpack(status, rank) for rank, status in zip(keys, told, strict=True)}
         for rank in self.dead([rank for rank in alarm.ranks if rank not in found]):
@@ -257,28 +268,23 @@ class FailureAgreement:
         try:
             for group, status in statuses.items():
                 self.store.set(f"words/{self.rank}/{group}", status.pack())
-            told = json.dumps({"how": how, "counts": dict(counts), "last": last})
-            self.store.set(f"left/{self.rank}", told)
-            self.store.set("left", str(self.rank))
+            self._leaving.append(json.dumps({"rank": self.rank, "how": how, "counts": dict(counts), "last": last}))
         except STORE_ERRORS:
             self.is_lost = True
 
     def say_done(self) -> None:
         """This rank needs the store no more; rank 0 waits a moment until all have said so."""
-        self.store.set(f"done/{self.rank}", "1")
+        self.store.add("done", 1)
         if self.rank == 0:
-            everyone = [f"done/{rank}" for rank in self.roster.ranks]
-            wait_until(lambda: self.store.check(everyone), _LAST_LINGER_SEC)
+            wait_until(lambda: self.store.add("done", 0) >= len(self.roster.ranks), _LAST_LINGER_SEC)
 
     def left(self) -> dict[int, dict[str, Any]]:
         """How those ranks left that have; one question to the store where no other one has since."""
-        last = self.store.find("left")
-        if last != self._left_last:
-            for rank in self.roster.ranks:
-                if rank not in self._left and (told := self.store.find(f"left/{rank}")) is not None:
-                    self._left[rank] = _parsed(told)
-            self._left_last = last
-        return {rank: left for rank, left in self._left.items() if left}
+        for told in self._leaving.unread():
+            left = _parsed(told)
+            if left:
+                self._left[left["rank"]] = left
+        return self._left.copy()
 
     def has_left(self, rank: int) -> dict[str, Any] | None:
         """How a rank left, or None."""
@@ -286,12 +292,12 @@ class FailureAgreement:
 
     def dead(self, ranks: Collection[int]) -> set[int]:
         """Which of these ranks, on this host, have no process any more."""
-        self.roster.learn(ranks)
+        self.roster.learn()
         return self.roster.dead(ranks)
 
     def are_dead(self, ranks: Collection[int]) -> bool:
         """Whether none of them, all on this host, has a process any more."""
-        self.roster.learn(ranks)
+        self.roster.learn()
         return self.roster.are_dead(ranks)
 
     def last_known(self, rank: int, group: str) -> RankStatus:
@@ -329,7 +335,8 @@ def _parsed(told: bytes) -> dict[str, Any]:
         found = parse_json(told)
     except ValueError:
         return {}
-    return found if isinstance(found, dict) and isinstance(found.get("counts"), dict) else {}
+    is_ours = isinstance(found, dict) and isinstance(found.get("counts"), dict) and type(found.get("rank")) is int
+    return found if is_ours else {}
 
 
 def wait_until(is_so: Callable[[], bool], seconds: float) -> None:
@@ -357,9 +364,9 @@ class _Watchdog(threading.Thread):
     def run(self) -> None:
         answered, told = -1, ""
         agreement, store = self._agreement, self._agreement.store
-        while not self._stopped.wait(_WATCHDOG_SEC) and self._is_reachable():
+        while not self._stopped.wait(agreement.look_sec) and self._is_reachable():
             try:
-                agreement.roster.learn(agreement.roster.ranks)  # while there is somebody to ask
+                agreement.roster.learn()  # while there is somebody to ask
                 position = self._position()
                 if position != told:
                     store.set(f"position/{agreement.rank}", position)

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from ddpstats._base.rank_names import ranks_text
 from ddpstats._observe import collectives
-from ddpstats._transport.store import STORE_ERRORS, StoreSilent
+from ddpstats._transport.store import STORE_ERRORS, StoreSilent, shared_poll
 from ddpstats.errors import CollectiveMismatch, DdpstatsError, RankMissing
 from ddpstats.guard._events import Entry, Event, event_of
 from ddpstats.guard._failure_agreement import MESSAGES, Alarm, FailureAgreement
@@ -128,7 +128,13 @@ class Verdicts:
         ``waited_for``: what it waits for was issued without being compared, so the waiting ranks compare it now.
         """
 
+        looks_at, look_sec = 0.0, shared_poll(0.0, len(group.view.ranks))
+
         def watch() -> None:
+            nonlocal looks_at
+            if time.monotonic() < looks_at:
+                return
+            looks_at = time.monotonic() + look_sec
             try:
                 look()
             except StoreSilent:

@@ -20,7 +20,7 @@ from ddpstats import ConfigError, cli, label
 from ddpstats._observe import c10d_operators, collectives
 from ddpstats._transport.roster import ProcessId, Roster
 from ddpstats._transport.store import StoreSilent, bounded
-from ddpstats.guard import collective_guard
+from ddpstats.guard import _exchange, collective_guard
 from ddpstats.guard._diagnosis import find
 from ddpstats.guard._events import (
     BY_TORCH,
@@ -32,11 +32,12 @@ from ddpstats.guard._events import (
     roll,
     same_labels,
 )
-from ddpstats.guard._exchange import Exchange, Note, agree
+from ddpstats.guard._exchange import Exchange, agree
 from ddpstats.guard._failure_agreement import FailureAgreement
 from ddpstats.guard._records import RecordWriter, read_records
 from ddpstats.guard._report import diagnose
 from ddpstats.guard._status import MISMATCH, MISSING, RankStatus
+from ddpstats.guard._store_notes import NOTES_KEPT, Note, Overrun
 from ddpstats.guard._verdicts import Verdicts
 from ddpstats.testing import RankPool, run_ranks
 from tests.guard import runs
@@ -218,7 +219,10 @@ def test_ranks_of_one_host_meet_in_its_memory_also_where_the_store_was_silent_wh
     store: Any = bounded(HashStore())
     one, other = Exchange(store, 0, 2), Exchange(store, 1, 2)
     try:
-        with mock.patch.object(type(store), "multi_get", side_effect=StoreSilent("late")), pytest.raises(StoreSilent):
+        with (
+            mock.patch.object(type(store), "check", side_effect=[True, StoreSilent("late")]),
+            pytest.raises(StoreSilent),
+        ):
             one.look(1)
         assert other.look(1) is None
         other.post(1, Note(7))  # into the memory alone
@@ -227,6 +231,38 @@ def test_ranks_of_one_host_meet_in_its_memory_also_where_the_store_was_silent_wh
     finally:
         one.close()
         other.close()
+
+
+def test_notes_come_through_the_store_and_each_different_one_once() -> None:
+    store: Any = torch._C._distributed_c10d.HashStore()
+    with mock.patch.object(_exchange._Shared, "of", side_effect=OSError("none between hosts")):
+        ranks = [Exchange(store, index, 4) for index in range(4)]
+    posted = [Note(7, 5, 1), Note(7, (1 << 64) - 5, 1), Note(7, 0, 2), Note(7, 0, 2)]
+    for rank, note in zip(ranks[:3], posted, strict=False):
+        rank.post(1, note)
+    assert ranks[0].look(1) is None
+    assert ranks[0].absent(1) == [3]
+    ranks[3].post(1, posted[3])
+    found = ranks[0].look(1) or []
+    assert sorted({note.label for note in found}) == [1, 2]
+    assert agree(found)
+    ranks[3].post(2, Note(8))
+    for rank in ranks[:3]:
+        rank.post(2, Note(9))
+    assert not agree(ranks[1].look(2) or [Note(9)])
+
+
+def test_notes_that_all_have_left_behind_are_deleted_and_missed_by_name() -> None:
+    store: Any = torch._C._distributed_c10d.HashStore()
+    with mock.patch.object(_exchange._Shared, "of", side_effect=OSError("none between hosts")):
+        ranks = [Exchange(store, index, 2) for index in range(2)]
+    for seq in range(1, NOTES_KEPT + 2):
+        for rank in ranks:
+            rank.post(seq, Note(seq))
+    assert ranks[0].wait(2, lambda: None) == [Note(2)]
+    with pytest.raises(Overrun):
+        ranks[0].wait(1, lambda: None)
+    assert not [key for key in ("note/1/0", "all/1", "posted/1") if store.check([key])]
 
 
 def test_memory_that_is_gone_is_not_written_to(tmp_path: Path) -> None:

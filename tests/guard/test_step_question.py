@@ -8,8 +8,9 @@ import pytest
 
 from ddpstats.guard._comparing import Told, alarms_of
 from ddpstats.guard._events import MASK
-from ddpstats.guard._exchange import Note, agree, share
+from ddpstats.guard._exchange import agree, share
 from ddpstats.guard._step_question import _chunks, _joined
+from ddpstats.guard._store_notes import Note
 
 
 def total(name: str, notes: list[Note]) -> int:

@@ -9,11 +9,13 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from ddpstats._transport import gloo_group
 from ddpstats._transport.comm import (
     Comm,
     CommFailed,
@@ -57,11 +59,22 @@ def _threads(world_size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
         return [answer.result(LIMIT_SEC) for answer in answers]
 
 
-@pytest.fixture(scope="module", params=["gloo-2", "gloo-3", "threads-2", "threads-3", "threads-64"])
+def _on_lazy_gloo(fn: Callable[..., Any], *args: Any) -> Any:
+    with mock.patch.object(gloo_group, "LAZY_FROM_RANKS", 2):
+        return _on_gloo(fn, *args)
+
+
+def _lazy(pool: RankPool, fn: Callable[..., Any], *args: Any) -> list[Any]:
+    return pool.run(_on_lazy_gloo, fn, *args, timeout_sec=LIMIT_SEC).values()
+
+
+@pytest.fixture(scope="module", params=["gloo-2", "gloo-3", "lazy-3", "threads-2", "threads-3", "threads-64"])
 def doorway(request: pytest.FixtureRequest) -> tuple[Doorway, int]:
     kind, size = request.param.split("-")
     if kind == "threads":
         return functools.partial(_threads, int(size)), int(size)
+    if kind == "lazy":  # groups of many ranks
+        return functools.partial(_lazy, request.getfixturevalue("three_ranks")), int(size)
     return functools.partial(_gloo, request.getfixturevalue({"2": "two_ranks", "3": "three_ranks"}[size])), int(size)
 
 

@@ -78,28 +78,45 @@ def roster_of(store: BoundedStore, rank: int) -> Roster:
 
 def test_who_has_joined_is_known_and_bytes_of_others_are_not() -> None:
     store = bounded(HashStore())
-    roster_of(store, 1).join()
+    for rank in (1, 2):
+        roster_of(store, rank).join()
     store.set("here/2", "abc")
     mine = roster_of(store, 0)
-    mine.learn(mine.ranks)
+    mine.learn()
     assert mine.peers == {1: ProcessId.mine()}
-    assert mine.are_here([1, 2])
-    assert not mine.are_here([1, 3])
+    assert not mine.are_all_here()
+    assert mine.absent() == [0, 3]
 
 
-def test_while_some_have_not_joined_so_many_are_asked_for_at_once_and_others_later() -> None:
+def test_who_joins_later_is_learnt_later_and_then_nobody_is_asked_for_any_more() -> None:
     store = bounded(HashStore())
-    for rank in range(3):
-        roster_of(store, rank).join()
     mine = roster_of(store, 0)
-    mine.learn(mine.ranks, most=1)
-    assert set(mine.peers) == {1}
-    mine.learn(mine.ranks, most=1)  # rank 3, or rank 2
-    mine.learn(mine.ranks, most=1)
-    assert set(mine.peers) == {1, 2}
-    roster_of(store, 3).join()
-    mine.learn(mine.ranks, most=1)
+    mine.join()
+    for rank in range(1, 4):
+        mine.learn()
+        assert set(mine.peers) == set(range(1, rank))
+        roster_of(store, rank).join()
+    assert mine.are_all_here()
+    mine.learn()
     assert set(mine.peers) == {1, 2, 3}
+    store.use = None  # type: ignore[assignment,method-assign]
+    mine.learn()
+
+
+def test_a_rank_that_died_while_it_joined_hides_no_other() -> None:
+    store = bounded(HashStore())
+    store.add(f"host/{ProcessId.mine().machine.hex()}", 1)  # and no more
+    roster_of(store, 1).join()
+    mine = roster_of(store, 0)
+    mine.learn()
+    assert set(mine.peers) == {1}
+
+
+def test_ranks_that_have_met_know_who_is_elsewhere() -> None:
+    mine = roster_of(bounded(HashStore()), 0)
+    mine.met({0: ProcessId.mine(), 1: ProcessId.mine(), 2: ELSEWHERE, 3: ELSEWHERE})
+    assert set(mine.peers) == {1}
+    assert mine.elsewhere() == {2, 3}
 
 
 @pytest.mark.parametrize(
