@@ -12,7 +12,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in __all__
 
@@ -202,7 +201,7 @@ def test_notes_agree_only_with_equal_digests_and_balances_that_add_up() -> None:
 
 
 def test_a_note_comes_through_shared_memory() -> None:
-    store: Any = torch._C._distributed_c10d.HashStore()
+    store: Any = bounded(HashStore())
     one, other = Exchange(store, 0, 2), Exchange(store, 1, 2)
     try:
         one.post(1, Note(7))
@@ -234,7 +233,7 @@ def test_ranks_of_one_host_meet_in_its_memory_also_where_the_store_was_silent_wh
 
 
 def test_notes_come_through_the_store_and_each_different_one_once() -> None:
-    store: Any = torch._C._distributed_c10d.HashStore()
+    store: Any = bounded(HashStore())
     with mock.patch.object(_exchange._Shared, "of", side_effect=OSError("none between hosts")):
         ranks = [Exchange(store, index, 4) for index in range(4)]
     posted = [Note(7, 5, 1), Note(7, (1 << 64) - 5, 1), Note(7, 0, 2), Note(7, 0, 2)]
@@ -253,7 +252,7 @@ def test_notes_come_through_the_store_and_each_different_one_once() -> None:
 
 
 def test_notes_that_all_have_left_behind_are_deleted_and_missed_by_name() -> None:
-    store: Any = torch._C._distributed_c10d.HashStore()
+    store: Any = bounded(HashStore())
     with mock.patch.object(_exchange._Shared, "of", side_effect=OSError("none between hosts")):
         ranks = [Exchange(store, index, 2) for index in range(2)]
     for seq in range(1, NOTES_KEPT + 2):
@@ -266,7 +265,7 @@ def test_notes_that_all_have_left_behind_are_deleted_and_missed_by_name() -> Non
 
 
 def test_memory_that_is_gone_is_not_written_to(tmp_path: Path) -> None:
-    store: Any = torch._C._distributed_c10d.HashStore()
+    store: Any = bounded(HashStore())
     one = Exchange(store, 0, 2)
     one.close()
     victims = [(tmp_path / str(number)).open("w+b") for number in range(8)]  # one of them gets the descriptor's number

@@ -87,7 +87,8 @@ def batch_of(number: int) -> Batch:
 
 
 def loss_of(module: nn.Module, batch: Batch) -> Tensor:
-    return (module(batch["x"]) * batch["factor"]).square().mean()
+    made: Tensor = module(batch["x"]) * batch["factor"]
+    return made.square().mean()
 
 
 def loss_of_words(module: nn.Module, batch: Batch) -> Tensor:
@@ -153,7 +154,7 @@ def ddp() -> Program:
 
 def ddp_with_options() -> Program:
     module = _ddp(Net(), gradient_as_bucket_view=True, bucket_cap_mb=0.001)
-    module.register_comm_hook(None, fp16_compress_hook)  # type: ignore[arg-type]
+    module.register_comm_hook(None, fp16_compress_hook)
     return trained(_sgd(module))
 
 
@@ -177,7 +178,7 @@ def fsdp2() -> Program:
 
     module, mesh = Net(), init_device_mesh("cpu", (dist.get_world_size(),))
     for one in (module.first, module.middle, module):
-        fully_shard(one, mesh=mesh)  # type: ignore[arg-type]
+        fully_shard(one, mesh=mesh)
     sharded: Any = module
 
     def synced(is_last: bool) -> Any:
@@ -252,7 +253,7 @@ def lbfgs() -> Program:
             watch.judge(0, -1)
             return float(total)
 
-        return torch.tensor(optimizer.step(closure))
+        return torch.tensor(optimizer.step(closure))  # type: ignore[no-untyped-call]
 
     return Program([part], step)
 
@@ -272,7 +273,7 @@ def two_optimizers() -> Program:
                     loss = torch.relu(1 - told[:6]).mean() + torch.relu(1 + told[6:]).mean()
                 else:
                     loss = -nets[1](made).mean() * batch["factor"]
-                loss.backward()
+                loss.backward()  # type: ignore[no-untyped-call]
             watch.judge(turn, number)
             if number != NAN_STEP:
                 parts[turn].optimizers[0].step()

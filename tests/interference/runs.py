@@ -159,7 +159,7 @@ def _random() -> bytes:
     numpy = np.random.get_state(legacy=False)
     return hashlib.blake2b(
         torch.get_rng_state().numpy().tobytes()
-        + repr((random.getstate(), numpy, numpy["state"]["key"].tolist())).encode()  # type: ignore[call-overload, index]
+        + repr((random.getstate(), numpy, numpy["state"]["key"].tolist())).encode()
     ).digest()
 
 

@@ -35,7 +35,7 @@ def reduced(part: Part, **where: Any) -> tuple[Any, Any]:
 
 def on_this_rank(parts: Sequence[Part], name: str) -> list[tuple[Any, Any]]:
     """With reducers that are kept: under one name they meet layouts of all kinds."""
-    found = []
+    found: list[tuple[Any, Any]] = []
     for policy, per_rank, stats, weight in parts:
         try:
             one = ddpstats.reduce_stats(stats, weight, name=name, nonfinite=policy, per_rank=per_rank)  # type: ignore[arg-type]
@@ -64,9 +64,9 @@ def check_many(run: Runner, ranks: int, seeds: Sequence[int]) -> None:
     """Raises AssertionError, which begins with the seed, at the first reduction that is not as the oracle has it."""
     drawn = [Draw(seed, tensors=0.5, wild=0.3).reduction(ranks) for seed in seeds]
     answers = run([[(policy, per_rank, *adds[rank]) for policy, per_rank, adds in drawn] for rank in range(ranks)])
-    for seed, one, *told_by_ranks in zip(seeds, drawn, *answers, strict=True):
+    for seed, (policy, per_rank, adds), *told_by_ranks in zip(seeds, drawn, *answers, strict=True):
         try:
-            check_one(*one, told_by_ranks)
+            check_one(policy, per_rank, adds, told_by_ranks)
         except AssertionError as error:
             raise AssertionError(f"seed {seed} on {ranks} ranks: {error}") from None
 
