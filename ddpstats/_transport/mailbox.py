@@ -29,6 +29,7 @@ _POLL_SEC = 0.05
 _LOOK_SEC = 0.5  # between two looks for ranks that died before they came
 _GLANCE_SEC = 1.0
 _LEAVE_SEC = 5.0
+_WRITE_SEC = 2.0
 _MAX_VERDICT_BYTES = 1 << 20
 
 Describe = Callable[[tuple[int, ...], tuple[int, ...]], str]
@@ -110,9 +111,12 @@ class Mailbox:
         return dead
 
     def decide_verdict(self, seq: int, deadline: float, describe: Describe) -> GroupVerdict:
-        """The verdict on the failed ``seq``-th collective; ends at ``deadline`` (time.monotonic) at the latest."""
+        """The verdict on the failed ``seq``-th collective: at ``deadline`` (time.monotonic), if not before.
+
+        A store that is slow has `_WRITE_SEC` more: what all wait for is written when the deadline has come.
+        """
         try:
-            with self.store.within(max(_GLANCE_SEC, deadline - time.monotonic())):
+            with self.store.within(max(_GLANCE_SEC, deadline - time.monotonic()) + _WRITE_SEC):
                 return self._decide_verdict(seq, deadline, describe)
         except STORE_ERRORS as error:
             return self._without_store(error, describe)
