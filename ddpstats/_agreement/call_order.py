@@ -38,7 +38,7 @@ class CallOrder:
     def run(self, work: Work[T], timeout_sec: float) -> T:
         """Run ``work`` in turn; on this thread if nothing is pending."""
         self.refuse_inside()
-        self._refuse_without_values()
+        self._refuse_here()
         idle = False
         try:
             with self._turn:
@@ -64,12 +64,13 @@ class CallOrder:
                 "it interrupts. Set a flag there, and reduce at the next step of the program."
             )
 
-    def _refuse_without_values(self) -> None:
+    def _refuse_here(self) -> None:
+        """Raises where nothing can be reduced: while torch traces the program. A subclass may know more."""
         refuse_without_values(f"a reduction on {self.group_name}")
 
     def submit(self, work: Work[T], timeout_sec: float) -> Future[T]:
         """Run ``work`` in turn on the worker thread; at once returns a future."""
-        self._refuse_without_values()
+        self._refuse_here()
         job = _Job(work, timeout_sec)
         with self._state:
             self._queue.append(job)

@@ -7,12 +7,13 @@ the channel: every later call raises the verdict on it.
 from __future__ import annotations
 
 import atexit
+import os
 import struct
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
@@ -37,7 +38,7 @@ from ddpstats._transport.comm import (
 )
 from ddpstats._transport.mailbox import GroupVerdict, Mailbox
 from ddpstats._transport.roster import PROCESS_ID_BYTES, ProcessId
-from ddpstats.errors import DdpstatsError, ProtocolMismatch, RankMissing
+from ddpstats.errors import ConfigError, DdpstatsError, ProtocolMismatch, RankMissing
 
 # The one message whose size may never change: versions with other buffers must be able to read it.
 _HELLO = struct.Struct(f"<8sH32s{PROCESS_ID_BYTES}s")
@@ -62,7 +63,7 @@ class Channel(CallOrder):
         all_started: bool = False,
     ) -> None:
         super().__init__(group_name)
-        self._ranks, self._rank = {int(member): member for member in ranks}, rank
+        self._ranks, self._rank, self._process = {int(member): member for member in ranks}, rank, os.getpid()
         self._connect = connect
         # Alone there is nobody to meet, and nobody to miss.
         self._mailbox: Mailbox | None = None
@@ -86,6 +87,16 @@ class Channel(CallOrder):
         return self._rank
 
     # -- one call -----------------------------------------------------------------------------------------------------
+
+    def _refuse_here(self) -> None:
+        super()._refuse_here()
+        if self.is_inherited and self._mailbox is not None:
+            refuse_in_fork(self._rank)
+
+    @property
+    def is_inherited(self) -> bool:
+        """Whether this process was forked from the one that made this channel."""
+        return os.getpid() != self._process
 
     def _perform(self, work: Work[T], timeout_sec: float) -> T:
         if self._error is not None:
@@ -256,11 +267,33 @@ _lock = threading.Lock()
 def _close_all() -> None:
     """At exit: a thread, gloo's or ours, that asks for the GIL while Python ends aborts the process."""
     for channel in list(_channels.values()):
-        if channel.end_worker(_EXIT_SEC):
+        if not channel.is_inherited and channel.end_worker(_EXIT_SEC):
             channel.close()
 
 
 atexit.register(_close_all)
+
+_inherited: weakref.ref[dist.ProcessGroup] | None = None
+"""The default group of the process that this one was forked from, if there was one."""
+
+
+def _in_fork() -> None:
+    global _inherited
+    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    _inherited = None if world is None else weakref.ref(world)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_fork)
+
+
+def refuse_in_fork(rank: int) -> NoReturn:
+    """Two processes on one connection would take each other's answers: the rank's own reductions would be wrong."""
+    raise ConfigError(
+        f"this process was forked from rank {rank}, as workers of a DataLoader are: it is no rank of its process "
+        "group, and the connections to the other ranks are not its own. Reduce in the rank itself: let the worker "
+        "return the values with the batch."
+    )
 
 
 def channel_of(group: Any) -> Channel:
@@ -277,6 +310,8 @@ def channel_of(group: Any) -> Channel:
     with _lock:
         channel = _channels.get(resolved)
         if channel is None:
+            if _inherited is not None and _inherited() is dist.group.WORLD:
+                refuse_in_fork(dist.get_rank())
             channel = _channels[resolved] = _new_channel(resolved)
         return channel
 

@@ -33,7 +33,7 @@ class Board:
 
     def __init__(self, token: str, others: Sequence[Process]) -> None:
         self._path = Path(tempfile.gettempdir()) / f"ddpstats-{token}"
-        weakref.finalize(self, _leave, self._path, others)
+        weakref.finalize(self, _leave, self._path, others, os.getpid())
 
     def post(self, text: str) -> str:
         """Post ``text``, one line, unless something is there; what is there now."""
@@ -65,7 +65,9 @@ def _lines(path: Path) -> list[str]:
         return []
 
 
-def _leave(path: Path, others: Sequence[Process]) -> None:
+def _leave(path: Path, others: Sequence[Process], process: int) -> None:
+    if os.getpid() != process:  # forked from it
+        return
     with contextlib.suppress(OSError):
         flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
         with open(checked_regular(os.open(path, flags), path), "w") as file:

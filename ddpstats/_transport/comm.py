@@ -39,6 +39,7 @@ from ddpstats._transport.gloo_group import (
     part_of,
     store_of,
 )
+from ddpstats._transport.launcher import attempt
 from ddpstats._transport.store import STORE_ERRORS, BoundedStore
 from ddpstats.errors import ConfigError
 
@@ -261,7 +262,8 @@ def group_store(group: dist.ProcessGroup) -> BoundedStore:
     """The store that the group met on, for what a collective cannot tell; a part of it that nobody used before.
 
     Local: connects in the background. A group that is made again under an old name finds the keys of its predecessor in
-    the store. Each rank therefore counts how often it came here; ranks that go through the same groups count alike.
+    the store. Each rank therefore counts how often it came here; ranks that go through the same groups count alike. In
+    another attempt of torchrun's they begin anew: who died had not come through the same groups.
     """
     refuse_fake(group)
     store = store_of(group)
@@ -270,8 +272,9 @@ def group_store(group: dist.ProcessGroup) -> BoundedStore:
     def connect() -> Any:
         connected = own_connection(store, name)
         with _as_config_error(group_words):
-            generation = connected.add(f"ddpstats/generation/{rank}", 1)
-            part = part_of(connected, f"ddpstats/{generation}")
+            ours = f"ddpstats{attempt()}"
+            generation = connected.add(f"{ours}/generation/{rank}", 1)
+            part = part_of(connected, f"{ours}/{generation}")
             _try_out(part, rank)
         return part
 
@@ -300,7 +303,7 @@ def world_store(prefix: str, limit_sec: float | None = None) -> BoundedStore:
             return connected
 
         _connections[world] = BoundedStore(connect, address=_address(store), host_rank=_host_rank())
-    return _connections[world].part(prefix, limit_sec)
+    return _connections[world].part(attempt() + prefix, limit_sec)
 
 
 def _try_out(store: Any, rank: int) -> None:

@@ -3,6 +3,8 @@
 A rank that died before it used anything of ours has told nobody which process it was. But torchrun, and what imitates
 it, starts each rank with RANK, LOCAL_RANK and LOCAL_WORLD_SIZE, and these stay readable in /proc as long as the process
 lives. Where they are not set, or cannot be read, nobody is called dead.
+
+torchrun also says how often it has restarted a job, whose ranks then meet on the store of the attempt before.
 """
 
 from __future__ import annotations
@@ -14,6 +16,17 @@ _JOB = (
     *("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
     *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
 )
+
+
+def attempt() -> str:
+    """What tells this attempt of the job from those before; the same on all ranks, and empty where there was none.
+
+    Each of torchrun's agents counts for itself (torch 2.13: one whose ranks were ended because those of another host
+    had died counts nothing), so on several hosts the numbers say nothing.
+    """
+    here, everywhere = os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("WORLD_SIZE")
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return f"attempt{restarts}" if here == everywhere and restarts != "0" else ""
 
 
 def ended(ranks: Iterable[int], rank: int, all_started: bool) -> set[int]:

@@ -35,6 +35,7 @@ _LOOK_SEC = 0.5  # between two looks for ranks that died before they came
 _GLANCE_SEC = 1.0
 _LEAVE_SEC = 5.0
 _YIELD_SEC = 0.5  # after the time is over: for the verdict of the rank that reads the notes of all
+_WRITE_SEC = 2.0  # for a store that is slow
 _MAX_VERDICT_BYTES = 1 << 20
 
 Describe = Callable[[tuple[int, ...], tuple[int, ...]], str]
@@ -122,9 +123,12 @@ class Mailbox:
         return dead
 
     def decide_verdict(self, seq: int, deadline: float, describe: Describe) -> GroupVerdict:
-        """The verdict on the failed ``seq``-th collective; ends at ``deadline`` (time.monotonic) at the latest."""
+        """The verdict on the failed ``seq``-th collective: at ``deadline`` (time.monotonic), if not before.
+
+        A store that is slow has `_WRITE_SEC` more: what all wait for is written when the deadline has come.
+        """
         try:
-            with self.store.within(max(_GLANCE_SEC, deadline - time.monotonic()) + 2 * _YIELD_SEC):
+            with self.store.within(max(_GLANCE_SEC, deadline - time.monotonic()) + 2 * _YIELD_SEC + _WRITE_SEC):
                 return self._decide_verdict(seq, deadline, describe)
         except STORE_ERRORS as error:
             return self._without_store(error, describe)

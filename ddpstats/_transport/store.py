@@ -16,6 +16,7 @@ for keys that are missing, and for a connection that is refused again and again)
 from __future__ import annotations
 
 import atexit
+import os
 import queue
 import socket
 import sys
@@ -156,6 +157,8 @@ def _end_all() -> None:
 
 
 atexit.register(_end_all)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_workers.clear)  # their threads are the other process's
 
 
 class _Connection:
@@ -169,7 +172,7 @@ class _Connection:
         self._connect: Callable[[], Any] | None = connect
         self._store: Any = None
         self._refusal: BaseException | None = None
-        self._worker = _Worker()
+        self._worker, self._process = _Worker(), os.getpid()
         self._running: _Request | None = self._started(self.store)
 
     def _started(self, ask: Callable[[], Any]) -> _Request:
@@ -194,6 +197,8 @@ class _Connection:
 
     def ask(self, question: Callable[[Any], T], deadline: float, watch: Callable[[], None] | None) -> T:
         """What ``question`` says of the store. Raises what it raises, what ``watch`` raises, and `StoreSilent`."""
+        if os.getpid() != self._process:  # forked from it: two processes would take each other's answers
+            raise OSError("this process was forked from the one whose connection to the store it is")
         if not self.turn.acquire(timeout=max(_LEAST_SEC, deadline - time.monotonic())):
             raise StoreSilent("no answer in time")
         try:

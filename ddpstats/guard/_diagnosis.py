@@ -47,11 +47,18 @@ _BY_HAND = (
 _ORDER = "Make all ranks issue the same collectives in the same order."
 
 
-def find(group: str, words: str, statuses: Sequence[RankStatus], until: int | None = None) -> GuardFinding | None:
+def find(
+    group: str,
+    words: str,
+    statuses: Sequence[RankStatus],
+    until: int | None = None,
+    were_absent: Sequence[int] = (),
+) -> GuardFinding | None:
     """The first thing that went wrong in ``group`` (``words`` describe it), or None if all ranks agree.
 
     ``until``: a number that every rank should have reached, and in which some rank has waited for too long. A rank that
-    is behind it, or else behind any other, or else does not wait itself, is missing.
+    is behind it, or else behind any other, or else does not wait itself, is missing: of these those that have died or
+    left by an error, if any did. If all have come meanwhile, it is those that ``were_absent`` then.
     """
     by_rank = {status.rank: status for status in statuses}
     seq, judged = first_difference(statuses)
@@ -64,7 +71,11 @@ def find(group: str, words: str, statuses: Sequence[RankStatus], until: int | No
             return _missing(group, words, by_rank, number, missing)
     absent = [rank for rank, status in by_rank.items() if status.waits_in is None]
     if until is not None and 0 < len(absent) < len(by_rank):
-        return _missing(group, words, by_rank, until, absent)
+        gone = [rank for rank in absent if by_rank[rank].dead or by_rank[rank].left not in (None, LEFT)]
+        return _missing(group, words, by_rank, until, gone or absent)
+    late = [rank for rank in were_absent if rank in by_rank]
+    if until is not None and late:
+        return _missing(group, words, by_rank, until, late)
     return _doubt(group, words, by_rank, judged) if judged else None
 
 

@@ -47,6 +47,7 @@ class Alarm:
 
     ``until``: whether all ranks should have reached ``seq`` by now. ``doubt``: it may turn out to be nothing.
     ``ending``: raised by a rank that has come to the end of its program, and waits in no collective.
+    ``absent``: who had not come when it was raised; some may come before the verdict.
     """
 
     group: str
@@ -56,21 +57,24 @@ class Alarm:
     until: bool
     doubt: bool = False
     ending: bool = False
+    absent: tuple[int, ...] = ()
 
     @property
     def is_message(self) -> bool:
         return self.group.endswith(MESSAGES)
 
     def pack(self) -> str:
-        return json.dumps([self.group, self.words, self.ranks, self.seq, self.until, self.doubt, self.ending])
+        flags = self.until, self.doubt, self.ending
+        return json.dumps([self.group, self.words, self.ranks, self.seq, self.absent, *flags])
 
     @classmethod
     def unpack(cls, payload: bytes) -> Alarm:
         """Raises ValueError for what `pack` did not write."""
         try:
-            group, words, ranks, seq, *flags = parse_json(payload)
+            group, words, ranks, seq, absent, *flags = parse_json(payload)
             until, doubt, ending = map(bool, flags)
-            return cls(str(group), str(words), tuple(int(rank) for rank in ranks), int(seq), until, doubt, ending)
+            everyone, late = (tuple(int(rank) for rank in named) for named in (ranks, absent))
+            return cls(str(group), str(words), everyone, int(seq), until, doubt, ending, late)
         except (TypeError, OverflowError) as error:
             raise ValueError(f"not an alarm: {error}") from None
 
@@ -240,7 +244,7 @@ class FailureAgreement:
         everyone = [
             statuses.get(rank) or self._last_known_status(rank, alarm.group, rank in dead) for rank in alarm.ranks
         ]
-        found = find(alarm.group, alarm.words, everyone, alarm.seq if alarm.until else None)
+        found = find(alarm.group, alarm.words, everyone, alarm.seq if alarm.until else None, alarm.absent)
         if found is None and alarm.doubt:  # labels may differ for good reasons
             return GuardFinding(NOTHING, "", alarm.group, alarm.seq)
         return found or unexplained(alarm.group, alarm.words, alarm.seq, alarm.until)

@@ -11,6 +11,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -148,7 +149,8 @@ class Verdicts:
             if ends_by is not None and time.monotonic() > ends_by:
                 raise _late(group)
             if time.monotonic() > deadline or self._cannot_come(group, seq):
-                self.await_verdict(alarm_of(group, seq, until=True, ending=ends_by is not None))
+                alarm = alarm_of(group, seq, until=True, ending=ends_by is not None)
+                self.await_verdict(replace(alarm, absent=_absent(group)))
                 raise Silenced
             if waited_for is not None and self._waits_elsewhere(waited_for):
                 self.await_verdict(alarm_of(group, seq))
@@ -165,6 +167,8 @@ class Verdicts:
             gone = {rank: left for rank, left in left_so_far.items() if rank in others}
             if any(left.get("counts", {}).get(group.name, 0) < seq for left in gone.values()):
                 return True
+            if gone and not gone.keys().isdisjoint(_absent(group)):  # it left in the middle of a call, by an error
+                return True
             return bool(agreement.dead([rank for rank in others if rank not in gone]))
 
     def _waits_elsewhere(self, event: Event) -> bool:
@@ -180,7 +184,9 @@ class Verdicts:
             return None
         alarm = self.agreement.alarm() or alarm_of(group, group.seq, until=True, doubt=True)
         try:
-            self.await_verdict(alarm)
+            # It waited until now. A rank that did not wait there is the missing one.
+            with self._standing.waiting(group, group.seq):
+                self.await_verdict(alarm)
         except DdpstatsError as found:
             return found
         return None
@@ -207,9 +213,15 @@ def alarm_of(group: Group, seq: int, until: bool = False, doubt: bool = False, e
     return Alarm(group.name, group.words, group.view.ranks, seq, until, doubt, ending)
 
 
-def _late(group: Group) -> Unfinished:
+def _absent(group: Group) -> tuple[int, ...]:
+    """Whose next note this rank waits for; nobody's, where its own is to be posted yet."""
     assert group.exchange is not None
-    late = [group.view.ranks[index] for index in group.exchange.absent(group.settled + 1)]
+    absent = tuple(group.view.ranks[index] for index in group.exchange.absent(group.settled + 1))
+    return () if group.view.rank in absent else absent
+
+
+def _late(group: Group) -> Unfinished:
+    late = _absent(group)
     who = ranks_text(late) if late else "some rank"
     return Unfinished(f"{who} had not come to the end of the program in time")
 

@@ -277,3 +277,22 @@ def test_a_dead_peer_is_still_seen_without_the_store(lost_store: Any, child: sub
     child.kill()
     child.wait(10)
     assert mailbox.dead_peers() == {1}
+
+
+class SlowStore:
+    """Each answer takes a while, as on a machine that is busy."""
+
+    def __init__(self) -> None:
+        self._store: Any = HashStore()
+
+    def __getattr__(self, name: str) -> Any:
+        time.sleep(0.3)
+        return getattr(self._store, name)
+
+
+def test_a_store_that_answers_late_still_takes_the_verdict() -> None:
+    """When the deadline comes, it is to be written yet."""
+    started = time.monotonic()
+    verdict = Mailbox(SlowStore(), 0, (0, 1)).decide_verdict(5, in_time(1.6), describe)
+    assert verdict == GroupVerdict((1,), "missing (1,), dead ()")
+    assert time.monotonic() - started < 1.6 + SLACK_SEC

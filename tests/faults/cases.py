@@ -1,0 +1,243 @@
+"""Plays a case with real processes, and says where it falls short of what is promised.
+
+1. Each rank is a process that ends by itself; its last line says what it saw.
+2. A rank that stopped is sent SIGCONT after the timeout.
+3. `shortfalls` compares: the same error on all that live, in time, naming the victim; nothing that stays behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ddpstats.capture._bundle import Bundle
+from ddpstats.dump.format._files import open_rank
+from ddpstats.errors import BundleError, DumpError
+from ddpstats.testing._rank_main import RankSpec
+from ddpstats.testing._rank_process import rank_environ
+from ddpstats.testing._rank_team import serve_store
+from tests.faults.injuries import FAULTS, Case, small_disk
+from tests.faults.phases import PHASES
+from tests.scripts import python
+
+SLACK_SEC = 5.0
+_START_SEC = 120.0
+_EXIT_SEC = 15.0  # from a rank's last word to its end
+_OVERSLEPT_SEC = 2.0  # beyond the timeout, of a rank that was stopped
+
+
+@dataclass(frozen=True)
+class Seen:
+    """``ranks``: what each rank said, None where it said nothing. ``exits``: its exit code and the seconds it took.
+
+    ``happened``: when the victim was hurt; 0 where it was not. ``stays``: processes, shared memory, files.
+    """
+
+    ranks: list[dict[str, Any] | None]
+    exits: list[tuple[int, float]]
+    stderr: list[str]
+    happened: float
+    stays: list[str]
+
+    def survivors(self, case: Case) -> list[dict[str, Any]]:
+        """What those said that were not hurt; the victim too where it takes part."""
+        return [one or {} for rank, one in enumerate(self.ranks) if not (case.ends_in_error and rank == case.victim)]
+
+    def told_after_sec(self, case: Case) -> float:
+        """From the fault until the last of those knew that it did not wait for long: the victim of a stop did."""
+        others = [one for rank, one in enumerate(self.ranks) if rank != case.victim and one]
+        return max((one["first"]["at"] for one in others), default=0.0) - self.happened
+
+
+def play(case: Case) -> Seen:
+    """Raises OSError where this machine cannot."""
+    with tempfile.TemporaryDirectory(prefix="ddpstats-fault-") as scratch, contextlib.ExitStack() as stack:
+        directory = Path(scratch)
+        disk = directory / "disk"
+        disk.mkdir()
+        if FAULTS[case.fault].on_disk:
+            stack.enter_context(small_disk(disk))
+        (disk / "tmp").mkdir()
+        processes = _started(case, directory, stack)
+        with ThreadPoolExecutor(case.ranks + 1) as pool:
+            if case.fault == "stop":
+                pool.submit(_go_on_later, case, directory)
+            said = list(pool.map(_ended, processes))
+        happened = directory / "happened"
+        return Seen(
+            [one for one, _, _ in said],
+            [exit for _, exit, _ in said],
+            [stderr for _, _, stderr in said],
+            float(happened.read_text()) if happened.exists() else 0.0,
+            [*_processes(directory), *_shared_memory(directory), *_files(case, disk)],
+        )
+
+
+def _started(case: Case, directory: Path, stack: contextlib.ExitStack) -> list[subprocess.Popen[str]]:
+    store = None if FAULTS[case.fault].serves else serve_store()
+    stack.callback(lambda: store)  # which serves until then
+    port = _free_port() if store is None else store.port
+    command = [python(), "-m", "tests.faults.rank", json.dumps(asdict(case))]
+    processes = []
+    for rank in range(case.ranks):
+        environ = rank_environ(RankSpec(rank, case.ranks, port, 0, 0, 0), {"TORCH_CPP_LOG_LEVEL": "FATAL"})
+        environ["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, sys.path))
+        if store is None:
+            environ.pop("TORCHELASTIC_USE_AGENT_STORE")
+        own = [*command, str(rank), str(port), str(directory)]
+        processes.append(subprocess.Popen(own, stdout=-1, stderr=-1, text=True, env=environ))
+    stack.callback(_kill, processes)
+    return processes
+
+
+def _kill(processes: list[subprocess.Popen[str]]) -> None:
+    for process in processes:
+        process.kill()
+        process.wait(10)
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
+
+
+def _ended(process: subprocess.Popen[str]) -> tuple[dict[str, Any] | None, tuple[int, float], str]:
+    try:
+        out, err = process.communicate(timeout=_START_SEC)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, err = process.communicate()
+    at, lines = time.monotonic(), out.splitlines()
+    found = json.loads(lines[-1]) if lines and lines[-1].startswith("{") else None
+    return found, (process.returncode, at - found["ended"] if found else 0.0), err
+
+
+def _go_on_later(case: Case, directory: Path) -> None:
+    deadline = time.monotonic() + _START_SEC
+    while not (directory / "happened").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(case.timeout_sec + _OVERSLEPT_SEC + case.ranks / 4)  # ranks do not begin to wait all at once
+    with contextlib.suppress(OSError):
+        os.kill(_pids(directory)[case.victim], signal.SIGCONT)
+
+
+def _pids(directory: Path) -> dict[int, int]:
+    return {int(path.name[3:]): int(path.read_text()) for path in directory.glob("pid*")}
+
+
+# -- what stays behind -----------------------------------------------------------------------------------------------
+
+
+def _processes(directory: Path) -> Iterator[str]:
+    """Of the sessions that ranks have led."""
+    sessions = set(_pids(directory).values())
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            fields = status.read_text().rpartition(")")[2].split()
+            if int(fields[3]) in sessions and fields[0] != "Z":
+                yield f"process {status.parent.name}"
+
+
+def _shared_memory(directory: Path) -> list[str]:
+    """With a name, which torch makes of the process's; what is ours has none, and ranks look for it themselves."""
+    pids = list(map(str, _pids(directory).values()))
+    names = [path.name for path in Path("/dev/shm").iterdir()]
+    return [f"/dev/shm/{name}" for name in names if any(pid in name.split("_") for pid in pids)]
+
+
+def _files(case: Case, disk: Path) -> Iterator[str]:
+    """Files that say of themselves that they are whole, and are not; what ranks left in the directory for scratch."""
+    for path in (disk / "tmp").iterdir():
+        yield f"{path.name} in the temporary directory"
+    writes = PHASES[case.phase].writes
+    for bundle in disk.glob("capture-*"):
+        if (why := _bundle_at_fault(bundle)) is not None:
+            yield f"{bundle.name}: {why}"
+    for rank in disk.glob("step*/rank*") if writes else ():
+        if (why := _dump_at_fault(case, rank)) is not None:
+            yield f"{rank.relative_to(disk)}: {why}"
+
+
+def _bundle_at_fault(path: Path) -> str | None:
+    try:
+        bundle = Bundle.open(path)
+    except BundleError:
+        return None  # it does not load
+    try:
+        for rank in bundle.manifest.ranks_present:
+            bundle.rank_part(rank)
+        for rank in bundle.manifest.model_files:
+            bundle.model_part(rank)
+    except BundleError as error:
+        return f"its manifest names what does not load: {error}"
+    everyone = set(bundle.manifest.ranks) == set(bundle.manifest.ranks_present)
+    return None if everyone or not bundle.manifest.complete else "complete without all ranks"
+
+
+def _dump_at_fault(case: Case, path: Path) -> str | None:
+    try:
+        dump = open_rank(path)
+    except DumpError:
+        return None
+    entries = len(list(dump.entries()))
+    return None if not dump.complete or entries >= 4 else f"complete with {entries} entries"
+
+
+# -- judging ---------------------------------------------------------------------------------------------------------
+
+
+def shortfalls(case: Case, seen: Seen) -> list[str]:
+    """Where what was seen is not what is promised."""
+    ranks = seen.survivors(case)
+    if any("first" not in one for one in ranks):
+        return [f"a rank said nothing: {seen.exits} {seen.stderr}"]
+    found = [*seen.stays, *_exits(case, seen)]
+    firsts = [one["first"] for one in ranks]
+    if case.ends_in_error:
+        found += _missed(case, seen, ranks)
+    else:
+        expected = "DumpError" if case.is_own_error else ""
+        found += [f"raised {one['raised']}: {one['text']}" for one in firsts if one["raised"] != expected]
+    if len({json.dumps([one["raised"], case.is_own_error or one["text"], one["value"]]) for one in firsts}) != 1:
+        found.append(f"not the same on all ranks: {[[one['raised'], one['text'], one['value']] for one in firsts]}")
+    return found + [f"rank leaves behind {one['left']}" for one in ranks if one["left"]]
+
+
+def _missed(case: Case, seen: Seen, ranks: list[dict[str, Any]]) -> Iterator[str]:
+    for one in ranks:
+        first = one["first"]
+        if not first["ours"] or first["missing"] != [case.victim]:
+            yield f"names {first['missing']}: {first['raised']}: {first['text']}"
+        if one["again"] is not None and one["again"]["missing"] != [case.victim]:
+            yield f"says something else when it is called again: {one['again']['raised']}: {one['again']['text']}"
+        if one["leaves"]["text"] != first["text"]:
+            yield f"leaves by something else: {one['leaves']['raised']}: {one['leaves']['text']}"
+    late = seen.ranks[case.victim]
+    if case.fault == "stop" and late is not None:  # it may have come in time for this one, and is told at the next
+        texts = [one["text"] for one in (late["first"], late["again"], late["leaves"]) if one is not None]
+        if ranks[0]["first"]["text"] not in texts:
+            yield f"the rank that was stopped hears something else: {texts}"
+    if not 0 <= seen.told_after_sec(case) <= case.limit_sec + SLACK_SEC:
+        yield f"told after {seen.told_after_sec(case):.1f} s"
+
+
+def _exits(case: Case, seen: Seen) -> Iterator[str]:
+    killed = case.fault in ("kill", "host")
+    for rank, (code, after_sec) in enumerate(seen.exits):
+        expected = -signal.SIGKILL if killed and rank == case.victim else 0
+        if code != expected:
+            yield f"rank {rank} ended with {code} after {after_sec:.1f} s: {seen.stderr[rank][-2000:]}"
+        elif after_sec > _EXIT_SEC:
+            yield f"rank {rank} took {after_sec:.1f} s to end"
