@@ -34,6 +34,9 @@ IMPORTING = {"espnet", "lightning", "torchmetrics", "transformers"}
 LONG_FILES = (
     "tests/transport/test_store_host.py",
     "tests/transport/test_two_hosts.py",
+    "tests/interference/test_interference.py",
+    "tests/faults/test_faults.py",
+    "tests/soak/test_soak.py",
     "tests/guard/test_scenarios.py",
     "tests/guard/test_guard.py",
     "tests/guard/test_ending.py",
