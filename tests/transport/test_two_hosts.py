@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -22,29 +23,40 @@ LIMIT_SEC = 100.0
 SLACK_SEC = 5.0
 
 
-def rank_on(space: str, link: str, rank: int, ranks: int, phase: str, directory: Path) -> subprocess.Popen[str]:
-    """A rank on the host that is this namespace; rank 0 is on the first one, and serves the store."""
+def rank_on(
+    space: str, link: str, rank: int, ranks: int, phase: str, directory: Path, command: Sequence[str] = ()
+) -> subprocess.Popen[str]:
+    """A rank on the host that is this namespace; rank 0 is on the first one, and serves the store.
+
+    ``command``: in place of a Python.
+    """
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "GLOO_SOCKET_IFNAME": link}
     environ.update(OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="FATAL")
-    command = ["ip", "netns", "exec", space, python(), "-m", "tests.transport.two_hosts_rank"]
+    command = ["ip", "netns", "exec", space, *(command or [python()]), "-m", "tests.transport.two_hosts_rank"]
     command += [str(rank), str(ranks), NEAR, "29511", phase, str(directory)]
     return subprocess.Popen(command, stdout=-1, stderr=-1, text=True, env=environ)
 
 
 @contextlib.contextmanager
+def ending(processes: Sequence[subprocess.Popen[str]]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+@contextlib.contextmanager
 def ready(processes: Sequence[subprocess.Popen[str]], directory: Path) -> Iterator[None]:
     """Inside, all ranks have come to where they say so; they end with it."""
-    try:
+    with ending(processes):
         deadline = time.monotonic() + LIMIT_SEC
         while len(list(directory.glob("ready*"))) < len(processes):
             assert time.monotonic() < deadline, "the ranks do not come up"
             assert all(process.poll() is None for process in processes), [one.communicate() for one in processes]
             time.sleep(0.1)
         yield
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
 
 
 def told_by_both(hosts: tuple[str, str, str, str], phase: str, ranks: int, directory: Path) -> list[Any]:
@@ -131,3 +143,19 @@ def test_a_bad_link_makes_it_slow_and_nothing_else(away_sec: float, tmp_path: Pa
         longest_sec, compared = json.loads(out)
         assert longest_sec > 0.8 * away_sec
         assert compared == STEPS
+
+
+def test_processes_with_one_number_in_two_containers_are_not_one(
+    hosts: tuple[str, str, str, str], tmp_path: Path
+) -> None:
+    """Taken for the other's, one's own number would say that the other rank is gone: it began at another time."""
+    container = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", sys.executable]
+    if shutil.which("unshare") is None:
+        pytest.skip("no unshare here, which gives a program process numbers of its own")
+    near, far, here, there = hosts
+    ranks = [rank_on(near, here, 0, 2, "own pids", tmp_path, container)]
+    time.sleep(0.1)  # so that they begin at different times, which are told in steps of 10 ms
+    ranks.append(rank_on(far, there, 1, 2, "own pids", tmp_path, container))
+    with ending(ranks):
+        told = [rank.communicate(timeout=LIMIT_SEC) for rank in ranks]
+    assert [out.strip() for out, _ in told] == ['[1, {"a": 0.5}]'] * 2, told

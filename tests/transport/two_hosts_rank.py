@@ -56,6 +56,14 @@ def over_a_bad_link(rank: int, directory: Path) -> tuple[float, int]:
         return longest_sec, guard.counters.compared
 
 
+def with_a_late_rank(rank: int) -> tuple[int, dict[str, float]]:
+    """This process's number, and a reduction for which rank 0 waits."""
+    reducer = ddpstats.StatsReducer()
+    reducer({"a": 1.0})
+    time.sleep(2.0 * rank)
+    return os.getpid(), reducer({"a": float(rank)}).flat()
+
+
 def main(rank: int, world_size: int, address: str, port: str, phase: str, directory: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -66,6 +74,9 @@ def main(rank: int, world_size: int, address: str, port: str, phase: str, direct
         timeout=timedelta(seconds=120),
     )
     os.environ["DDPSTATS_TIMEOUT_SEC"] = str(TIMEOUT_SEC)
+    if phase == "own pids":
+        print(json.dumps(with_a_late_rank(rank)), flush=True)
+        return
     if phase == "bad link":
         print(json.dumps(over_a_bad_link(rank, directory)), flush=True)
         return
