@@ -147,10 +147,10 @@ class Verdicts:
             self.poll_alarm()
             ends_by = self.ends_by
             if ends_by is not None and time.monotonic() > ends_by:
-                raise _late(group)
+                raise self._late(group)
             if time.monotonic() > deadline or self._cannot_come(group, seq):
                 alarm = alarm_of(group, seq, until=True, ending=ends_by is not None)
-                self.await_verdict(replace(alarm, absent=_absent(group)))
+                self.await_verdict(replace(alarm, absent=self._absent(group)))
                 raise Silenced
             if waited_for is not None and self._waits_elsewhere(waited_for):
                 self.await_verdict(alarm_of(group, seq))
@@ -167,9 +167,24 @@ class Verdicts:
             gone = {rank: left for rank, left in left_so_far.items() if rank in others}
             if any(left.get("counts", {}).get(group.name, 0) < seq for left in gone.values()):
                 return True
-            if gone and not gone.keys().isdisjoint(_absent(group)):  # it left in the middle of a call, by an error
+            if gone and not gone.keys().isdisjoint(self._absent(group)):  # it left in the middle of a call, by an error
                 return True
             return bool(agreement.dead([rank for rank in others if rank not in gone]))
+
+    def _absent(self, group: Group) -> tuple[int, ...]:
+        """Whose next note this rank waits for; nobody's, where its own is to be posted yet, or the store is silent."""
+        assert group.exchange is not None
+        try:
+            with self.agreement.glancing():
+                absent = tuple(group.view.ranks[index] for index in group.exchange.absent(group.settled + 1))
+        except STORE_ERRORS:
+            return ()
+        return () if group.view.rank in absent else absent
+
+    def _late(self, group: Group) -> Unfinished:
+        late = self._absent(group)
+        who = ranks_text(late) if late else "some rank"
+        return Unfinished(f"{who} had not come to the end of the program in time")
 
     def _waits_elsewhere(self, event: Event) -> bool:
         with self.agreement.glancing():
@@ -211,19 +226,6 @@ class Verdicts:
 
 def alarm_of(group: Group, seq: int, until: bool = False, doubt: bool = False, ending: bool = False) -> Alarm:
     return Alarm(group.name, group.words, group.view.ranks, seq, until, doubt, ending)
-
-
-def _absent(group: Group) -> tuple[int, ...]:
-    """Whose next note this rank waits for; nobody's, where its own is to be posted yet."""
-    assert group.exchange is not None
-    absent = tuple(group.view.ranks[index] for index in group.exchange.absent(group.settled + 1))
-    return () if group.view.rank in absent else absent
-
-
-def _late(group: Group) -> Unfinished:
-    late = _absent(group)
-    who = ranks_text(late) if late else "some rank"
-    return Unfinished(f"{who} had not come to the end of the program in time")
 
 
 def is_broken(error: BaseException) -> bool:
