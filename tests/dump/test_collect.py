@@ -310,7 +310,7 @@ def test_a_dump_is_what_the_format_says(tmp_path: Path) -> None:
     assert sorted(path.name for path in directory.iterdir()) == ["construct.json", "dump.json", "stack.json"]
     text = (directory / "dump.json").read_text()
     assert list(json.loads(text)) == [
-        "task", "level", "framework", "dump_data_dir", "scope", "list", "data_mode", "data"
+        "task", "level", "framework", "dump_data_dir", "scope", "list", "data_mode", "ddpstats", "data"
     ]  # fmt: skip
     assert text.split("\n")[1].startswith('"Torch.ones.0.forward": {')
     assert [entry.name for entry in open_rank(directory).entries()] == ["Torch.ones.0.forward", "Tensor.exp.0.forward"]
