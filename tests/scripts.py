@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import os
 import signal
 import subprocess
@@ -15,7 +16,9 @@ from typing import IO, Any
 
 from tests.warm_python import Server
 
-PRELOADED = ("torch._dynamo", "torch.distributed.launcher.api", "pytest")
+# With it comes triton, where torch has that, which complains on stderr at the end of each fork (torch 2.15).
+_DYNAMO = () if importlib.util.find_spec("triton") else ("torch._dynamo",)
+PRELOADED = (*_DYNAMO, "torch.distributed.launcher.api", "pytest")
 """What optimizers and DDP import at their first use, torchrun, and the tests' own modules."""
 
 
