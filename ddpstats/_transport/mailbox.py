@@ -91,7 +91,9 @@ class Mailbox:
                         return written
                     if self._is_over(deadline, "meeting"):
                         missing = self.roster.absent()
-                        return self._write(missing, [], describe) if missing else None
+                        if missing:
+                            return self._write(missing, [], describe)
+                        break  # who came last could not say so
                 self.roster.learn()
                 token = self.store.post("board", secrets.token_hex(16)).decode(errors="replace")
                 self._board = Board(token, self.roster.others_here()) if token.isalnum() else None

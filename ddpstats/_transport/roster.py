@@ -108,9 +108,13 @@ class Roster:
         if self._is_complete or len(self.peers) == len(self.ranks) - 1:
             return
         store, is_complete = self.store, self.are_all_here()
-        ranks = [int(rank) for rank in self._of_this_host().unread()]
-        others = [rank for rank in ranks if rank != self.rank]
-        payloads = store.multi_get([f"here/{rank}" for rank in others]) if others else []
+        try:
+            ranks = [int(rank) for rank in self._of_this_host().unread()]
+            others = [rank for rank in ranks if rank != self.rank]
+            payloads = store.multi_get([f"here/{rank}" for rank in others]) if others else []
+        except BaseException:
+            self._log, self._is_complete = None, False  # what was read is not known yet: from the start again
+            raise
         for rank, payload in zip(others, payloads, strict=True):
             if len(payload) == PROCESS_ID_BYTES:
                 self.peers[rank] = ProcessId.unpack(payload)
@@ -135,6 +139,8 @@ class Roster:
 
     def never_came(self) -> set[int]:
         """Ranks that were started on this host, ended, and have not told which process they were."""
+        if self._is_complete:  # all came; who is not among the peers is on another host
+            return set()
         return launcher.ended([rank for rank in self.ranks if rank not in self.peers], self.rank, self._all_started)
 
     def others_here(self) -> list[ProcessId]:

@@ -18,7 +18,7 @@ class StoreLog:
 
     def __init__(self, store: BoundedStore, name: str) -> None:
         self._store, self._name = store, name
-        self._counted, self._unwritten = 0, list[str]()
+        self._read = 0, list[str]()  # how far, but for these; one attribute, since two threads may be here
 
     def append(self, note: str | bytes) -> None:
         """Write a note; never waits."""
@@ -26,10 +26,11 @@ class StoreLog:
 
     def unread(self) -> list[bytes]:
         """What was written since the last time; never waits. Two threads may get the same notes."""
+        read, pending = self._read
         counted = self._store.add(self._name, 0)
-        keys = [*self._unwritten, *(f"{self._name}/{number}" for number in range(self._counted + 1, counted + 1))]
+        keys = [*pending, *(f"{self._name}/{number}" for number in range(read + 1, counted + 1))]
         unwritten = self._store.absent(keys)
         written = [key for key in keys if key not in unwritten]
         notes = self._store.multi_get(written) if written else []
-        self._counted, self._unwritten = counted, unwritten
+        self._read = counted, unwritten
         return notes

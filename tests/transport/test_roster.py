@@ -7,10 +7,12 @@ import os
 import signal
 import subprocess
 import time
+from unittest import mock
 
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in __all__
 
+from ddpstats._transport import roster as roster_module
 from ddpstats._transport.roster import PROCESS_ID_BYTES, ProcessId, Roster
 from ddpstats._transport.store import BoundedStore, StoreGone, StoreSilent, bounded
 from tests.transport.processes import LINUX, id_of
@@ -101,6 +103,28 @@ def test_who_joins_later_is_learnt_later_and_then_nobody_is_asked_for_any_more()
     assert set(mine.peers) == {1, 2, 3}
     store.use = None  # type: ignore[assignment,method-assign]
     mine.learn()
+
+
+def test_a_store_that_is_silent_for_a_moment_loses_no_rank_of_this_host() -> None:
+    store = bounded(HashStore())
+    rosters = [roster_of(store, rank) for rank in range(4)]
+    for roster in rosters:
+        roster.join()
+    answers = [[b"0", b"1", b"2", b"3"], StoreSilent("late")]
+    with mock.patch.object(store, "multi_get", side_effect=answers), pytest.raises(StoreSilent):
+        rosters[0].learn()
+    assert not rosters[0].elsewhere()
+    rosters[0].learn()
+    assert set(rosters[0].peers) == {1, 2, 3}
+
+
+def test_a_rank_that_is_elsewhere_has_come_although_its_number_is_of_this_host() -> None:
+    """Ranks that are dealt out to hosts in turn: to the launcher's variables rank 1 looks like a neighbour."""
+    mine = roster_of(bounded(HashStore()), 0)
+    with mock.patch.object(roster_module.launcher, "ended", side_effect=lambda ranks, *_: set(ranks)):
+        assert mine.never_came() == {0, 1, 2, 3}
+        mine.met({0: ProcessId.mine(), 1: ELSEWHERE, 2: ProcessId.mine(), 3: ELSEWHERE})
+        assert mine.never_came() == set()
 
 
 def test_a_rank_that_died_while_it_joined_hides_no_other() -> None:
