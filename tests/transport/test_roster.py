@@ -12,7 +12,6 @@ from unittest import mock
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in __all__
 
-from ddpstats._transport import roster as roster_module
 from ddpstats._transport.roster import PROCESS_ID_BYTES, ProcessId, Roster
 from ddpstats._transport.store import BoundedStore, StoreGone, StoreSilent, bounded
 from tests.transport.processes import LINUX, id_of
@@ -121,7 +120,7 @@ def test_a_store_that_is_silent_for_a_moment_loses_no_rank_of_this_host() -> Non
 def test_a_rank_that_is_elsewhere_has_come_although_its_number_is_of_this_host() -> None:
     """Ranks that are dealt out to hosts in turn: to the launcher's variables rank 1 looks like a neighbour."""
     mine = roster_of(bounded(HashStore()), 0)
-    with mock.patch.object(roster_module.launcher, "ended", side_effect=lambda ranks, *_: set(ranks)):
+    with mock.patch("ddpstats._transport.launcher.ended", side_effect=lambda ranks, *_: set(ranks)):
         assert mine.never_came() == {0, 1, 2, 3}
         mine.met({0: ProcessId.mine(), 1: ELSEWHERE, 2: ProcessId.mine(), 3: ELSEWHERE})
         assert mine.never_came() == set()
