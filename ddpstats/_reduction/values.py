@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from itertools import islice
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 
@@ -153,15 +153,10 @@ def part_of(flat: Flat, weight: Any, per_rank: bool) -> Part:
     # With a weight of 1 or more a product loses nothing that the mean would show.
     if finite and (total >= 1 or are_normal(sums)):
         return Part(flat.structure, sums, total, total, True, _NOTHING, values)
-    odd = [(i, v) for i, s in enumerate(sums) if not SMALLEST <= abs(s) < math.inf and (v := _plain(flat.leaves[i]))]
-    found = [(i, _scaled([value], [total], sums[i])) for i, value in odd]
+    odd = [(i, elements_of(flat.leaves[i])) for i, s in enumerate(sums) if not SMALLEST <= abs(s) < math.inf]
+    found = [(i, _scaled([cast(float, value)], [total], sums[i])) for i, value in odd if value]
     scaled = {i: own for i, own in found if own is not None}
     return Part(flat.structure, sums, total, total, finite, scaled, values)
-
-
-def _plain(leaf: Any) -> float:
-    """A plain scalar, also one that wants a gradient: ``float()`` warns of it."""
-    return float(leaf.item() if isinstance(leaf, torch.Tensor) else leaf)
 
 
 def read_weight(weight: Any) -> tuple[float, list[float] | None]:
