@@ -45,8 +45,7 @@ def recursive_sum(obj: Any, weight: torch.Tensor, distributed: bool = False, *, 
         (``weight``'s where it holds none), which share one storage per dtype. Their dtype is the promoted dtype of the
         ranks' leaves; torch's default dtype for int and bool. None where every holder has None.
 
-    Raises:
-        As `StatsReducer`.
+    Raises what `StatsReducer` raises.
     """
     summed = _reduce(obj, weight, distributed, group, divide=False)
     return _nested(summed, _tensors(summed, obj, weight))

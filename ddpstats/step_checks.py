@@ -82,11 +82,10 @@ class StepChecks:
     ) -> None:
         self._capture, self._sentinel, self._guard = capture, sentinel, guard
         _check_parts(capture, sentinel, guard)
-        watches = [part for part in (capture, sentinel) if part is not None]
-        self._group = watches[0]._group if watches else None
-        _check_groups([channel_of(part._group) for part in watches] or [channel_of(None)], guard is not None)
+        self._watches = [part for part in (capture, sentinel) if part is not None]
+        _check_groups([channel_of(part._group) for part in self._watches] or [channel_of(None)], guard is not None)
         guards = [] if guard is None else [f"collective_guard({guard.mode!r})"]
-        self._name = f"StepChecks.step() of {', '.join([*guards, *(type(part).__name__ for part in watches)])}"
+        self._name = f"StepChecks.step() of {', '.join([*guards, *(type(part).__name__ for part in self._watches)])}"
 
     @breaks_graph
     def step(self, *, step: int | None = None) -> StepVerdicts:
@@ -113,7 +112,8 @@ class StepChecks:
             RankMissing: as `ddpstats.StatsReducer`.
         """
         refuse_without_values("StepChecks.step")
-        answers = iter(ask_all(self._name, self._questions(), step, self._group, self._timeout_sec()))
+        group = self._watches[0]._group if self._watches else None
+        answers = iter(ask_all(self._name, self._questions(), step, group, self._timeout_sec()))
         if self._guard is not None:
             next(answers)
         verdicts = StepVerdicts(
@@ -129,7 +129,7 @@ class StepChecks:
     def _questions(self) -> list[Question]:
         """In the order in which they are answered."""
         guards: list[Question] = [] if self._guard is None else [self._guard._question()]
-        return [*guards, *(part for part in (self._capture, self._sentinel) if part is not None)]
+        return [*guards, *self._watches]
 
     def _timeout_sec(self) -> float:
         others = config.timeout_sec(None)

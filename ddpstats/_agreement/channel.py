@@ -19,13 +19,12 @@ import torch.distributed as dist
 
 from ddpstats._agreement.agreement import Agreement
 from ddpstats._agreement.call_order import CallOrder, Reentered, T, Work
-from ddpstats._agreement.codec import PROTOCOL_VERSION
+from ddpstats._agreement.codec import PROTOCOL_VERSION, different_versions
 from ddpstats._base.rank_names import ranks_text
 from ddpstats._base.version import __version__
 from ddpstats._transport.comm import (
     Comm,
     CommFailed,
-    GlooComm,
     SoloComm,
     Watch,
     describe_group,
@@ -36,6 +35,7 @@ from ddpstats._transport.comm import (
     resolve_group,
     slice_sec,
 )
+from ddpstats._transport.grid_comm import gloo_comm
 from ddpstats._transport.mailbox import GroupVerdict, Mailbox
 from ddpstats._transport.roster import PROCESS_ID_BYTES, ProcessId
 from ddpstats.errors import ConfigError, DdpstatsError, ProtocolMismatch, RankMissing
@@ -234,18 +234,16 @@ class Channel(CallOrder):
 
     def _shake_hands(self, comm: Comm, timeout_sec: float) -> dict[int, ProcessId]:
         mine = _HELLO.pack(_MAGIC, PROTOCOL_VERSION, __version__.encode()[:32], ProcessId.mine().pack())
-        versions: dict[str, list[int]] = {}
+        versions: dict[int, str] = {}
         peers: dict[int, ProcessId] = {}
         for rank, hello in zip(comm.ranks, comm.all_gather(mine, patience_sec(timeout_sec)), strict=True):
             magic, protocol, version, process = _HELLO.unpack(hello)
             text = f"ddpstats {version.rstrip(bytes(1)).decode(errors='replace')}, protocol {protocol}"
-            versions.setdefault(text if magic == _MAGIC else "no ddpstats", []).append(rank)
+            versions[rank] = text if magic == _MAGIC else "no ddpstats"
             peers[int(rank)] = ProcessId.unpack(process)
-        if len(versions) > 1:
-            lines = [f"ranks of {self.group_name} run different versions:"]
-            lines += [f"  {ranks_text(ranks)}: {text}" for text, ranks in versions.items()]
-            lines.append("Install the same version of ddpstats on all of them.")
-            raise ProtocolMismatch("\n".join(lines), ranks=comm.ranks, group=self.group_name)
+        if len(set(versions.values())) > 1:
+            said = different_versions(self.group_name, versions)
+            raise ProtocolMismatch(said, ranks=comm.ranks, group=self.group_name)
         return peers
 
     def close(self) -> None:
@@ -331,6 +329,6 @@ def _new_channel(group: dist.ProcessGroup) -> Channel:
         alive = reference()
         if alive is None:
             raise CommFailed("the process group was destroyed")
-        return GlooComm(alive, store, timeout_sec, watch)
+        return gloo_comm(alive, store, timeout_sec, watch)
 
     return Channel(group_ranks(group), dist.get_rank(), describe_group(group), connect, store, have_all_started())

@@ -8,11 +8,19 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Mapping
 from typing import NoReturn
 
+from ddpstats._base.rank_names import holders_lines
 from ddpstats.errors import ProtocolMismatch
 
 PROTOCOL_VERSION = 4
+
+
+def different_versions(group_words: str, by_rank: Mapping[int, str]) -> str:
+    """What ranks raise that cannot understand each other. ``by_rank``: what each runs, in words."""
+    advice = "Install the same version of ddpstats on all of them."
+    return "\n".join([f"ranks of {group_words} run different versions:", *holders_lines(by_rank), advice])
 
 
 def fingerprint(payload: bytes) -> bytes:

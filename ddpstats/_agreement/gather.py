@@ -30,7 +30,14 @@ _LENGTH = struct.Struct("<Q")
 _counters = Counters()
 
 
-def gather_trees(tree: Any, *, name: str, group: Any = None, dedicated_buffer: bool = False) -> list[Any]:
+def gather_trees(
+    tree: Any,
+    *,
+    name: str,
+    group: Any = None,
+    dedicated_buffer: bool = False,
+    timeout_sec: float | None = None,
+) -> list[Any]:
     """Every rank's ``tree``, in the order of group ranks; the caller's own one is ``tree`` itself.
 
     Collective: every rank of ``group`` must call, with the same ``name``. One collective in steady state, two where all
@@ -41,6 +48,7 @@ def gather_trees(tree: Any, *, name: str, group: Any = None, dedicated_buffer: b
             a function without arguments that returns it, for what may fail on one rank.
         dedicated_buffer: the same on every rank for one ``name``. True for what is gathered rarely, beside calls in
             every step: it takes two collectives, and leaves the buffer of those calls small.
+        timeout_sec: of the call; None: DDPSTATS_TIMEOUT_SEC, else 300.
 
     Returns:
         Tensors of other ranks are on the CPU, without grad; tuples and dicts of subclasses are plain ones.
@@ -49,7 +57,7 @@ def gather_trees(tree: Any, *, name: str, group: Any = None, dedicated_buffer: b
         InvalidStats: some rank's tree holds something else, or could not be made; on every rank.
         ProtocolMismatch, RankMissing: as `ddpstats.StatsReducer`.
     """
-    channel, timeout_sec = channel_of(group), config.timeout_sec(None)
+    channel, timeout_sec = channel_of(group), config.timeout_sec(timeout_sec)
     payload, own, cause = _prepared(tree)
     call = Call(GATHER, name, "", patience_sec(timeout_sec))
 

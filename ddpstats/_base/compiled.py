@@ -28,6 +28,8 @@ from ddpstats.errors import ConfigError
 P = ParamSpec("P")
 R = TypeVar("R")
 
+DYNAMO = "torch._dynamo"  # for who imports it early: optimizers and DDP do at their first use, for seconds
+
 
 def breaks_graph(function: Callable[P, R]) -> Callable[P, R]:
     """``function``, never traced; at the price of a look into a dict."""
@@ -37,7 +39,7 @@ def breaks_graph(function: Callable[P, R]) -> Callable[P, R]:
     def entry(*args: P.args, **kwargs: P.kwargs) -> R:
         nonlocal disabled
         if disabled is None:
-            disable = getattr(sys.modules.get("torch._dynamo"), "disable", None)
+            disable = getattr(sys.modules.get(DYNAMO), "disable", None)
             if disable is None:
                 return function(*args, **kwargs)
             disabled = disable(function)

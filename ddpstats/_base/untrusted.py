@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
+LATEST_TIME_SEC = 1e12  # since 1970; what claims to be later is no time
 NO_REGULAR_FILE = "Not a regular file but a pipe, a socket or a device"
 
 

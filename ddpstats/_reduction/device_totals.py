@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -54,6 +54,16 @@ class DeviceTotals:
         self._wide = torch.float32 if device.type == "mps" else torch.float64  # mps has no float64
         self.lanes = self._empty(0)
         self._stream: Any = None
+
+    def __deepcopy__(self, memo: object) -> DeviceTotals:
+        """In the order of the adds, and without a wait for the device."""
+        self._follow_stream()
+        made = DeviceTotals(self._device, self._skip)
+        made.lanes, made._stream = self.lanes.clone(), self._stream
+        return made
+
+    def __reduce__(self) -> NoReturn:
+        raise ConfigError(f"a StatsWindow that added up on {self._device} cannot go to another process; flush first")
 
     def _empty(self, count: int) -> torch.Tensor:
         lanes = torch.zeros(_ADDED + 1, count, dtype=self._wide, device=self._device)

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NoReturn, get_args
 
 import torch.distributed as dist
 
@@ -66,7 +66,10 @@ class ReductionCounters:
 
 
 class PendingReduction:
-    """A reduction on its way. Neither method issues a collective, so ranks may call them at different times."""
+    """A reduction on its way. Neither method issues a collective, so ranks may call them at different times.
+
+    A copy is that reduction; another process cannot have it (`ConfigError`).
+    """
 
     def __init__(self, future: Future[Reduced], channel: Channel) -> None:
         self._future, self._channel = future, channel
@@ -85,6 +88,15 @@ class PendingReduction:
             if not self._channel.worker_is_alive() and not self._future.done():
                 raise DdpstatsError("the reduction was given up: its worker thread has ended")
         return self._future.result()
+
+    def __copy__(self) -> PendingReduction:
+        return self
+
+    def __deepcopy__(self, memo: object) -> PendingReduction:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise ConfigError("a reduction on its way belongs to this process; call result(), and keep what it returns")
 
 
 class StatsReducer:
@@ -106,7 +118,8 @@ class StatsReducer:
     Raises:
         ConfigError: an argument that cannot work; on this rank, before anything is sent.
 
-    Making one is local. A context manager; `close` when done with `start`, which keeps a thread.
+    Making one is local. A context manager; `close` when done with `start`, which keeps a thread. A copy reduces over
+    its group; another process can have one that was made without ``group=``.
     """
 
     def __init__(
@@ -122,7 +135,7 @@ class StatsReducer:
         check_flag("per_rank", per_rank)
         if name is not None and not isinstance(name, str):
             raise ConfigError(f"name={name!r} must be a str or None")
-        self._find_group = _reference(group)
+        self._find_group = _GroupReference(group)
         self._timeout_sec = config.timeout_sec(timeout_sec)
         self._call = Call("reduce_stats", name, nonfinite, patience_sec(self._timeout_sec), per_rank)
         self._counters = Counters()
@@ -222,6 +235,10 @@ class StatsReducer:
         except ConfigError:
             return False
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For a copy: its calls, and the thread that `start` keeps, are counted for each reducer by itself."""
+        return {**vars(self), "_counters": replace(self._counters), "_worker_of": None, "_finalizer": None}
+
     def close(self) -> None:
         """End this reducer; what it started goes on. The last one on a group waits for that, and leaves no thread.
 
@@ -243,19 +260,26 @@ class StatsReducer:
         return channel_of(self._find_group())
 
 
-def _reference(group: Any) -> Callable[[], Any]:
+class _GroupReference:
     """``group`` when called; None for the default group. A process group belongs to torch and the caller, not to us."""
-    if group is None or not isinstance(group, dist.ProcessGroup):
-        return lambda: group
-    alive = weakref.ref(group)
 
-    def resolve() -> Any:
-        found = alive()
-        if found is None:
+    def __init__(self, group: Any) -> None:
+        self._find: Callable[[], Any] = weakref.ref(group) if isinstance(group, dist.ProcessGroup) else lambda: group
+        self._is_default = group is None
+
+    def __call__(self) -> Any:
+        found = self._find()
+        if found is None and not self._is_default:
             raise ConfigError("the process group of this reducer was destroyed")
         return found
 
-    return resolve
+    def __deepcopy__(self, memo: object) -> _GroupReference:
+        return self
+
+    def __reduce__(self) -> tuple[type[_GroupReference], tuple[None]]:
+        if not self._is_default:
+            raise ConfigError("a process group cannot go to another process; make what has group= on each rank, there")
+        return _GroupReference, (None,)
 
 
 def _release(channel: weakref.ref[Channel]) -> None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -29,13 +29,13 @@ from ddpstats._agreement.agreement import MAX_ROUNDS, Agreement, Call, Counters,
 from ddpstats._agreement.lanes import PARTIAL, WEIGHT, Seal, room_lanes
 from ddpstats._agreement.status import Failure, are_in_step
 from ddpstats._agreement.vectors import is_finite, pick, quotient
-from ddpstats._base.rank_names import ranks_text
+from ddpstats._base import marks
 from ddpstats._reduction import slots
 from ddpstats._reduction.columns import Columns, column, too_large
 from ddpstats._reduction.layout import Layout, Placement, Selection, place, result_kinds, select
 from ddpstats._reduction.layout_agreement import Holdings, agree
 from ddpstats._reduction.nesting import Builder, buildable, builder
-from ddpstats._reduction.result import Reduced, finish, overflown
+from ddpstats._reduction.result import Reduced, finish, heavy_error, nonfinite_error, overflow_error, overflown
 from ddpstats._reduction.schema import leaf_nodes
 from ddpstats._reduction.site import RETENTION_CALLS, ReductionSite, Used
 from ddpstats._reduction.summation import Share, Summation, extremes_from, extremes_of, lanes_of, nonfinite_slots
@@ -51,9 +51,10 @@ from ddpstats._reduction.wire import (
     more_bytes,
     numbers_bytes,
 )
-from ddpstats.errors import InvalidStats, NonFiniteStat, ProtocolMismatch
+from ddpstats.errors import NonFiniteStat, ProtocolMismatch
 
-_SHOWN_PATHS = 10
+heard: Callable[[str | None, Sequence[str]], None] | None = None
+"""Is told of each new layout: the name of the reduction, and the paths that the layout before lacked."""
 
 
 class _Summed(NamedTuple):
@@ -163,13 +164,14 @@ class Reduction:
         overflows = [] if finite else overflown(summed.selection, means, summed.divisor, call.skips)
         if overflows:
             if self._agreement.meeting_room() is None:
-                raise self._overflow_error(layout.names[summed.selection.slots[overflows[0]]])
+                path = layout.names[summed.selection.slots[overflows[0]]]
+                raise overflow_error(path, self._agreement.comm.ranks, self._group_name)
             return None
         columns = self._columns(call, site, part, placement, counters)
         if columns is not None:
             extremes = columns.extremes(layout.extremes)
         values = finish(layout, summed.selection, means, summed.sums, summed.divisor, extremes)
-        return self._result(site, summed, values, columns)
+        return self._result(call, site, summed, values, columns)
 
     def _add_up(
         self, call: Call, site: ReductionSite, part: Part, together: Summation, counters: Counters, divide: bool
@@ -181,7 +183,7 @@ class Reduction:
         if call.nonfinite == "raise" and selection.nonfinite is not None:
             self._end_call(site)
             held = [(slots, (self._agreement.comm.ranks[position],)) for position, slots in together.nonfinite()]
-            raise self._nonfinite_text(layout, held)
+            raise nonfinite_error(layout, held, self._group_name)
         means, finite = quotient(summed.sums, summed.divisor) if divide else (summed.sums, True)
         mended = together.scaled_slots()
         if not finite:
@@ -190,7 +192,7 @@ class Reduction:
         for slot in mended:
             values[selection.position_of[slot]] = together.exact(slot)
         columns = self._columns(call, site, part, None, counters)
-        return self._result(site, summed, values, columns)
+        return self._result(call, site, summed, values, columns)
 
     def _columns(
         self, call: Call, site: ReductionSite, part: Part, placement: Placement | None, counters: Counters
@@ -213,11 +215,20 @@ class Reduction:
         return Columns(comm.ranks, comm.all_gather(mine, call.timeout_sec))
 
     def _result(
-        self, site: ReductionSite, summed: _Summed, values: Sequence[float | bool | None], columns: Columns | None
+        self,
+        call: Call,
+        site: ReductionSite,
+        summed: _Summed,
+        values: Sequence[float | bool | None],
+        columns: Columns | None,
     ) -> Reduced:
         build, ranks = self._builder(site, summed.selection), self._agreement.world_size
         reduced = Reduced(summed.total, site.layout, summed.selection, values, summed.weights, ranks, build, columns)
         self._end_call(site)
+        if columns is not None and marks.listeners:
+            mine = columns.ranks.index(self._agreement.comm.rank)
+            of_path = reduced.flat_by_rank().items()
+            marks.tell("values", call.name or call.kind, values={name: held.values[mine] for name, held in of_path})
         return reduced
 
     def _summed(self, call: Call, site: ReductionSite) -> _Summed:
@@ -233,34 +244,8 @@ class Reduction:
             weights = pick(slots.weights_of(buffer, layout), selection.slots)
         if not math.isfinite(total) or not (weights is None or is_finite(weights)):
             self._end_call(site)
-            raise self._heavy_error(layout, selection, total, weights)
+            raise heavy_error(layout, selection, total, weights, self._agreement.comm.ranks, self._group_name)
         return _Summed(selection, pick(slots.sums_of(buffer, layout), selection.slots), weights, total)
-
-    def _overflow_error(self, path: str) -> InvalidStats:
-        return InvalidStats(
-            f"the sum over ranks of {path!r}, values times weights, is too large for a float64 on {self._group_name}.\n"
-            "Use weights closer to 1, or reduce fewer paths at once: then it is computed exactly.",
-            ranks=self._agreement.comm.ranks,
-            path=path,
-            group=self._group_name,
-        )
-
-    def _heavy_error(
-        self, layout: Layout, selection: Selection, total: float, weights: array[float] | None
-    ) -> InvalidStats:
-        """Every rank's weight is finite, and their sum is not: nothing can be divided by it."""
-        path = None
-        if math.isfinite(total) and weights is not None:
-            position = next(position for position, weight in enumerate(weights) if not math.isfinite(weight))
-            path = layout.names[selection.slots[position]]
-        where = f" of {path!r}" if path is not None else ""
-        return InvalidStats(
-            f"the weights{where} add up to more than a float64 can hold, over the ranks of {self._group_name}.\n"
-            "Divide them all by one number. Nothing was reduced; the reducer goes on working.",
-            ranks=self._agreement.comm.ranks,
-            path=path,
-            group=self._group_name,
-        )
 
     def _builder(self, site: ReductionSite, selection: Selection) -> Builder:
         build = site.builders.get(selection)
@@ -293,22 +278,8 @@ class Reduction:
         """The summed lanes told every rank that some rank is non-finite; one exchange says which, and where."""
         mine = nonfinite_slots(placement, part.sums, part.mixed)
         told = self._agreement.exchange(encode_slots(mine), call, counters)
-        return self._nonfinite_text(layout, [(decode_slots(payload, layout.size), ranks) for payload, ranks in told])
-
-    def _nonfinite_text(self, layout: Layout, held: Iterable[tuple[Sequence[int], Sequence[int]]]) -> NonFiniteStat:
-        """``held``: slots that are not finite, and on which ranks."""
-        ranks_of: dict[int, list[int]] = {}
-        for bad_slots, ranks in held:
-            for slot in bad_slots:
-                ranks_of.setdefault(slot, []).extend(ranks)
-        names = layout.names
-        lines = [f"non-finite stats (nonfinite='raise') on {self._group_name}:"]
-        lines += [f"  {names[slot]!r}: {ranks_text(ranks)}" for slot, ranks in sorted(ranks_of.items())[:_SHOWN_PATHS]]
-        if len(ranks_of) > _SHOWN_PATHS:
-            lines.append(f"  and {len(ranks_of) - _SHOWN_PATHS} more paths")
-        involved = {rank for ranks in ranks_of.values() for rank in ranks}
-        first = names[min(ranks_of)] if ranks_of else None
-        return NonFiniteStat("\n".join(lines), ranks=involved, path=first, group=self._group_name)
+        held = [(decode_slots(payload, layout.size), ranks) for payload, ranks in told]
+        return nonfinite_error(layout, held, self._group_name)
 
     def _end_call(self, site: ReductionSite) -> None:
         site.calls += 1
@@ -353,6 +324,9 @@ class Reduction:
             site.calls = 0
         layout = agree(holdings, base, self._group_name)
         self._adopt(call, site, layout)
+        if heard is not None:
+            known = set(before.names.values())
+            heard(call.name, [name for name in layout.names.values() if name not in known])
         if all_numbers is None or not _all_can_build(layout, before, holdings):
             return None
         return self._summation(call, site.layout, holdings, all_numbers)

@@ -1,20 +1,24 @@
-"""The result of one reduction."""
+"""The result of one reduction, or the error about its numbers, which every rank raises alike."""
 
 from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterator, MutableSequence, Sequence
+from collections.abc import Iterable, Iterator, MutableSequence, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import repeat
 from typing import Any, NamedTuple
 
+from ddpstats._base.rank_names import ranks_text
 from ddpstats._reduction.columns import Columns
 from ddpstats._reduction.layout import Layout, Selection
 from ddpstats._reduction.nesting import Builder, builder
 from ddpstats._reduction.rank_values import RankValues
 from ddpstats._reduction.schema import leaf_nodes
+from ddpstats.errors import InvalidStats, NonFiniteStat
+
+_SHOWN_PATHS = 10
 
 
 class Entry(NamedTuple):
@@ -181,3 +185,58 @@ def _apply_ops(
         elif op in ("min", "max"):
             # The sum is NaN exactly where some rank's value is: a backend's own answer depends on the order of ranks.
             values[position] = math.nan if math.isnan(total) else extremes[slot]
+
+
+# -- errors -----------------------------------------------------------------------------------------------------------
+
+
+def overflow_error(path: str, ranks: Sequence[int], group_name: str) -> InvalidStats:
+    """``path``: the first whose sum over ranks no float64 can hold."""
+    return InvalidStats(
+        f"the sum over ranks of {path!r}, values times weights, is too large for a float64 on {group_name}.\n"
+        "Use weights closer to 1, or reduce fewer paths at once: then it is computed exactly.",
+        ranks=ranks,
+        path=path,
+        group=group_name,
+    )
+
+
+def heavy_error(
+    layout: Layout,
+    selection: Selection,
+    total: float,
+    weights: array[float] | None,
+    ranks: Sequence[int],
+    group_name: str,
+) -> InvalidStats:
+    """Every rank's weight is finite, and their sum is not: nothing can be divided by it."""
+    path = None
+    if math.isfinite(total) and weights is not None:
+        position = next(position for position, weight in enumerate(weights) if not math.isfinite(weight))
+        path = layout.names[selection.slots[position]]
+    where = f" of {path!r}" if path is not None else ""
+    return InvalidStats(
+        f"the weights{where} add up to more than a float64 can hold, over the ranks of {group_name}.\n"
+        "Divide them all by one number. Nothing was reduced; the reducer goes on working.",
+        ranks=ranks,
+        path=path,
+        group=group_name,
+    )
+
+
+def nonfinite_error(
+    layout: Layout, held: Iterable[tuple[Sequence[int], Sequence[int]]], group_name: str
+) -> NonFiniteStat:
+    """``held``: slots that are not finite, and on which ranks."""
+    ranks_of: dict[int, list[int]] = {}
+    for bad_slots, ranks in held:
+        for slot in bad_slots:
+            ranks_of.setdefault(slot, []).extend(ranks)
+    names = layout.names
+    lines = [f"non-finite stats (nonfinite='raise') on {group_name}:"]
+    lines += [f"  {names[slot]!r}: {ranks_text(ranks)}" for slot, ranks in sorted(ranks_of.items())[:_SHOWN_PATHS]]
+    if len(ranks_of) > _SHOWN_PATHS:
+        lines.append(f"  and {len(ranks_of) - _SHOWN_PATHS} more paths")
+    involved = {rank for ranks in ranks_of.values() for rank in ranks}
+    first = names[min(ranks_of)] if ranks_of else None
+    return NonFiniteStat("\n".join(lines), ranks=involved, path=first, group=group_name)

@@ -75,6 +75,13 @@ class CannotFlatten(Exception):
         self.failure = Failure(format_path(path)[:_MAX_PATH_CHARS], message)
 
 
+def unreadable(path: Path, error: Exception) -> CannotFlatten:
+    """What to raise for a leaf whose value could not be read: by our own checks, or by a foreign type's code."""
+    ours = isinstance(error, (TypeError, ValueError, RuntimeError, OverflowError))
+    what = f"is {error}" if ours else f"cannot be read: {type(error).__name__}: {error}"
+    return CannotFlatten(path, f"the value {what}")
+
+
 NUMBERS: frozenset[type] = frozenset({float, int, bool})
 _SIMPLE: frozenset[type] = NUMBERS | {torch.Tensor, type(None)}
 _ATOMS: set[type] = set(_SIMPLE)  # types known to be leaves

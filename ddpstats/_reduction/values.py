@@ -38,6 +38,7 @@ from ddpstats._reduction.tree import (
     is_masked_array,
     is_numpy,
     mask_of,
+    unreadable,
 )
 from ddpstats._reduction.wire import Numbers
 
@@ -211,11 +212,8 @@ def _read_each(flat: Flat, total: float, elements: list[float] | None) -> Part:
     for i, leaf in enumerate(flat.leaves):
         try:
             summed, weight, value, own = read_leaf(leaf, total, elements)
-        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-            raise CannotFlatten(path_of(flat.structure, i), f"the value is {error}") from None
-        except Exception as error:  # a foreign type's own
-            what = f"the value cannot be read: {type(error).__name__}: {error}"
-            raise CannotFlatten(path_of(flat.structure, i), what) from None
+        except Exception as error:
+            raise unreadable(path_of(flat.structure, i), error) from None
         if own is not None:
             scaled[i] = own
         sums.append(summed)

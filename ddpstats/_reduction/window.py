@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 import threading
@@ -54,7 +55,10 @@ class StatsWindow:
     Raises:
         ConfigError: an argument that cannot work; on this rank, before anything is sent.
 
-    Making one is local. A context manager; leaving it, and `close`, drop what was not flushed.
+    Making one is local. A context manager; leaving it, and `close`, drop what was not flushed. A copy
+    (``copy.deepcopy`` of a module that keeps a window, as in weight averaging) is a window of its own that starts with
+    what was added so far; so is what another process gets, unless there are sums on a device or a ``group=``
+    (`ConfigError`).
     """
 
     def __init__(
@@ -90,8 +94,8 @@ class StatsWindow:
             SchemaConflict: an earlier add since the last flush has another reduce op, or another kind of container,
                 under a path.
 
-            Either says where, on this rank alone; the window is then as it was. What only a value on a device can tell
-            (a negative weight, a flag that is neither 0 nor 1) is raised by `flush`, on every rank.
+        Either says where, on this rank alone; the window is then as it was. What only a value on a device can tell
+        (a negative weight, a flag that is neither 0 nor 1) is raised by `flush`, on every rank.
         """
         if _compiles():
             self._add_apart(stats, weight)
@@ -171,10 +175,9 @@ class StatsWindow:
             ``nonfinite_ranks`` count ranks: those with a value, or a NaN or infinity, in some add. ``weights`` holds
             the weight of a mean's adds, and of every other op the number of adds.
 
-        Raises:
-            As `StatsReducer`. The window is empty afterwards, whether it returns or raises: what cannot be reduced now
-            could not be at the next flush, and windows of all ranks begin at the same step. Only a `ConfigError`,
-            which is raised before anything is sent, leaves the window as it was.
+        Raises what `StatsReducer` raises. The window is empty afterwards, whether it returns or raises: what cannot be
+        reduced now could not be at the next flush, and windows of all ranks begin at the same step. Only a
+        `ConfigError`, which is raised before anything is sent, leaves the window as it was.
         """
         check_flag("per_rank", per_rank)
         channel = self._reducer._usable_channel()
@@ -231,6 +234,21 @@ class StatsWindow:
     def counters(self) -> ReductionCounters:
         """What the flushes have done so far; a frozen copy."""
         return self._reducer.counters
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For a copy, and for another process. Waits for the devices whose time is taken."""
+        self._wait_for_turn()
+        try:
+            for name, seconds in self._device_times.finished(wait=True):
+                self._content.add_time(name, seconds)
+            state = copy.deepcopy({**vars(self), "_turn": None, "_recent": None})
+        finally:
+            self._turn.release()
+        state["_content"].sum_up_rows()
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _turn=threading.Lock())
 
     def close(self) -> None:
         """End this window, and drop what was not flushed. Local; idempotent."""

@@ -128,12 +128,17 @@ class WindowContent:
             self._summed_up += len(weights)
             self._host.weights[WEIGHT_SLOT] += self._host.add_rows(rows.slots, values, weights)
 
+    def sum_up_rows(self) -> None:
+        """Make sums of all rows: an add of a structure that was there begins anew."""
+        for rows in self._rows.values():
+            self.sum_up(rows)
+        self._rows.clear()
+
     # -- flushing -----------------------------------------------------------------------------------------------------
 
     def part(self, known: Structure | None, per_rank: bool) -> Part | Failure:
         """This rank's part of one reduction. ``known``: the structure of the last flush, to be used again."""
-        for rows in self._rows.values():
-            self.sum_up(rows)
+        self.sum_up_rows()
         structure, slots = self._paths.structure(known)
         try:
             self._read_devices(structure, slots)

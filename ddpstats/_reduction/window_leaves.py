@@ -15,7 +15,7 @@ import torch
 from ddpstats._base.exact_sums import Scaled
 from ddpstats._reduction.device_totals import Alike, Numbers
 from ddpstats._reduction.markers import Marker, Mean
-from ddpstats._reduction.tree import CannotFlatten, Flat, is_absent, is_masked_array
+from ddpstats._reduction.tree import CannotFlatten, Flat, is_absent, is_masked_array, unreadable
 from ddpstats._reduction.values import Read, elements_of, path_of, read_leaf, read_weight, refuse_tensor, weigh
 
 # A product with a float32, and a sum of many, neither overflows nor vanishes in a float64.
@@ -61,11 +61,8 @@ def read_leaves(flat: Flat, slots: Sequence[int], weight: Any, weight_slot: int)
             _read(slot, leaf, call, found, groups)
         except CannotFlatten:
             raise
-        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-            raise CannotFlatten(path_of(flat.structure, i), f"the value is {error}") from None
-        except Exception as error:  # a foreign type's own
-            what = f"the value cannot be read: {type(error).__name__}: {error}"
-            raise CannotFlatten(path_of(flat.structure, i), what) from None
+        except Exception as error:
+            raise unreadable(path_of(flat.structure, i), error) from None
     for (device, op, *_), (places, values, weights) in groups.items():
         found.on_device.setdefault(device, []).append(Alike(op, places, values, weights or [call.numbers]))
     return found

@@ -52,6 +52,8 @@ class Running(Generic[T_co]):
 class StepWatch:
     """Base of what watches one optimizer step after the other, and judges it on all ranks of ``group`` together.
 
+    A copy of one, as of a module that keeps it, is closed.
+
     Args:
         method: what judges the step, for messages: "NaNCapture.check".
     """
@@ -67,12 +69,21 @@ class StepWatch:
         self._running: Running[Any] | None = None
         self._problem: Exception | None = None  # of this rank, until every rank hears of it
         self._agreed = False  # all ranks made theirs with the same settings
-        self._closed = False
+        self._closed = ""  # why nothing can begin any more
 
     def close(self) -> None:
         """Take hooks and threads away. Local; idempotent."""
-        self._closed = True
-        self._finalizer()
+        if not self._closed:
+            self._closed = "after close()"
+            self._finalizer()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy is closed: what is watched is the model that was given, and no copy of it."""
+        kind = type(self)
+        closed = f"of a copy, which watches nothing: make a {kind.__name__} for the copied model"
+        state = {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        state.update(_method=self._method, _step=self._step, _closed=closed, _running=None, _group=None)
+        return _bare, (kind,), state
 
     def __enter__(self: W) -> W:
         return self
@@ -83,18 +94,22 @@ class StepWatch:
     def _refuse_micro_batch(self) -> None:
         """Raises `ConfigError` where none can begin now."""
         if self._closed or self._running is not None:
-            raise ConfigError(f"micro_batch() {'after close()' if self._closed else 'inside another micro_batch()'}")
+            raise ConfigError(f"micro_batch() {self._closed or 'inside another micro_batch()'}")
 
     def _refuse_to_judge(self) -> None:
         """Raises where a step cannot be judged now. Comes first: a step that is not judged is not forgotten."""
         if self._closed or self._running is not None:
-            raise ConfigError(f"{self._method}() {'after close()' if self._closed else 'inside micro_batch()'}")
+            raise ConfigError(f"{self._method}() {self._closed or 'inside micro_batch()'}")
         refuse_without_values(self._method)
 
     def _gathered(self, tree: Callable[[], Any], what: str) -> dict[int, Any]:
         """Every rank's tree, by global rank. Collective."""
         found = gather_trees(tree, name=f"{self._method}: {what}", group=self._group, dedicated_buffer=True)
         return dict(zip(self._ranks, found, strict=True))
+
+
+def _bare(kind: type[W]) -> W:
+    return kind.__new__(kind)
 
 
 def checked_step(step: Any, call: str) -> int:

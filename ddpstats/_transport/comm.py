@@ -103,21 +103,20 @@ _abandoned: list[Any] = []
 
 
 class GlooComm:
-    """Real ranks over a CPU gloo group of our own, beside the user's group."""
+    """Real ranks over a CPU gloo group of our own, beside the user's group. Every rank connects to every other one."""
 
     def __init__(
-        self, group: dist.ProcessGroup, store: BoundedStore, timeout_sec: float, watch: Watch = lambda: None
+        self, ranks: tuple[int, ...], rank: int, store: BoundedStore, timeout_sec: float, watch: Watch = lambda: None
     ) -> None:
-        """``store``: a part of the group's store where nobody met before, as `group_store` returns it."""
-        self.ranks = group_ranks(group)
-        self.rank = dist.get_rank()
+        """``store``: a part of the group's store where nobody met before."""
+        self.ranks = ranks
+        self.rank = rank
         self.watch: Watch = watch
         self._group: Any
         # Kept to be the last to go: it ends without the GIL, which its threads may be waiting for; torch 2.6's group
         # would end it with the GIL.
         self._backend: Any
-        position = self.ranks.index(self.rank)
-        self._group, self._backend = _connected_group(store, position, len(self.ranks), timeout_sec, watch)
+        self._group, self._backend = _connected_group(store, ranks.index(rank), len(ranks), timeout_sec, watch)
         self._sum, self._max = dist.AllreduceOptions(), dist.AllreduceOptions()
         self._sum.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
         self._max.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
@@ -139,19 +138,22 @@ class GlooComm:
 
     def all_gather(self, payload: bytes | bytearray, timeout_sec: float) -> Sequence[bytes | bytearray]:
         everyone = [bytearray(len(payload)) for _ in self.ranks]
-        outputs = list(map(_as_tensor, everyone))
-        mine = _as_tensor(payload if isinstance(payload, bytearray) else bytearray(payload))
+        outputs = list(map(as_tensor, everyone))
+        mine = as_tensor(payload if isinstance(payload, bytearray) else bytearray(payload))
         options = _options("AllgatherOptions", timeout_sec)
         self._finish(self._group.allgather, ([outputs], [mine], options), timeout_sec)
         return everyone
 
     def broadcast(self, payload: bytes | None, size: int, source: int, timeout_sec: float) -> bytes:
         buffer = bytearray(size if payload is None else payload)
+        self.broadcast_tensor(as_tensor(buffer), source, timeout_sec)
+        return bytes(buffer)
+
+    def broadcast_tensor(self, tensor: torch.Tensor, source: int, timeout_sec: float) -> None:
+        """The same, of a tensor of the same size and dtype on all ranks, in place."""
         options = _options("BroadcastOptions", timeout_sec)
         options.rootRank, options.rootTensor = source, 0
-        tensor = _as_tensor(buffer)
         self._finish(self._group.broadcast, ([tensor], options), timeout_sec)
-        return bytes(buffer)
 
     def _finish(self, start: Callable[..., Any], arguments: tuple[Any, ...], timeout_sec: float) -> None:
         """Start an operation and wait for its end."""
@@ -178,16 +180,15 @@ def _connected_group(store: BoundedStore, rank: int, size: int, timeout_sec: flo
     """The group, and its backend."""
 
     def connect(raw: Any, prefix: str) -> tuple[Any, Any]:
-        met = dist.distributed_c10d.PrefixStore(prefix + "gloo", raw)
+        met = part_of(raw, prefix + "gloo")
         return met, gloo_backend(met, rank, size, timeout_sec)
 
     try:
         met, backend = store.use(connect, timeout_sec, watch)
-    except STORE_ERRORS as error:
+    except BaseException as error:  # an interrupt too: the others are to hear of it
         store.renew()  # the connection belongs to what was given up, and there is something to be told
-        raise CommFailed(first_line(error)) from None
-    except CommFailed:
-        store.renew()
+        if isinstance(error, STORE_ERRORS):
+            raise CommFailed(first_line(error)) from None
         raise
     return group_around(backend, met, rank, size, OWN_GROUP), backend
 
@@ -365,7 +366,7 @@ def group_ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
     return members(dist.get_process_group_ranks(group))
 
 
-def _as_tensor(buffer: bytearray) -> torch.Tensor:
+def as_tensor(buffer: bytearray) -> torch.Tensor:
     """A view of ``buffer``: what a collective writes into it is in the bytearray."""
     if not buffer:  # `frombuffer` refuses it; a collective of nothing still is one
         return torch.empty(0, dtype=torch.uint8, device="cpu")

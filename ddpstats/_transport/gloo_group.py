@@ -7,9 +7,6 @@
   on. Without either the first use of a group raises `ConfigError`.
 - ``Store.clone`` (newer than torch 2.6): another connection to the same store. Without it one is made to a `TCPStore`'s
   host and port, and any other store is shared with the program.
-- ``ProcessGroupGloo._Options``, ``create_device``, ``create_default_device`` with ``lazy_init`` (torch 2.8): groups of
-  many ranks whose members connect to those that they talk to. Without it every rank connects to every other one, and a
-  process may not have as many files open.
 - ``distributed_c10d._get_default_store``: the store of all ranks. Without it, that of the default group.
 - ``distributed_c10d._default_pg_init_method``: whether torch made that store. Without it nobody is known to serve it,
   and the death of rank 0 is called a store that does not answer.
@@ -17,7 +14,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -31,32 +27,10 @@ from ddpstats.errors import ConfigError
 OWN_GROUP = "ddpstats"  # the name and the description of groups that carry our own collectives
 
 
-LAZY_FROM_RANKS = 512
-"""From here on a rank connects only to those that it talks to: its neighbours in gloo's ring, and a tree's. Else every
-pair is connected at the start: as many open files per process as ranks, where 1,024 is the usual limit."""
-
-
 def gloo_backend(store: Any, rank: int, size: int, timeout_sec: float) -> Any:
     """Meets the other ranks of a gloo backend at ``store``. Raises what the store and gloo raise."""
     kind: Any = dist.distributed_c10d.ProcessGroupGloo
-    devices = _lazy_devices(kind) if size >= LAZY_FROM_RANKS else []
-    if not devices:
-        return kind(store, rank, size, timedelta(seconds=timeout_sec))
-    options = kind._Options()
-    options._devices, options._threads = devices, 2 * len(devices)  # as torch does without options
-    options._timeout = timedelta(seconds=timeout_sec)
-    return kind(store, rank, size, options)
-
-
-def _lazy_devices(kind: Any) -> list[Any]:
-    """On the interfaces that torch would take; none where this torch connects every pair at the start."""
-    interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-    try:
-        if interfaces:
-            return [kind.create_device(interface=interface, lazy_init=True) for interface in interfaces]
-        return [kind.create_default_device(lazy_init=True)]
-    except (AttributeError, TypeError):
-        return []
+    return kind(store, rank, size, timedelta(seconds=timeout_sec))
 
 
 def group_around(backend: Any, store: Any, rank: int, size: int, name: str) -> Any:

@@ -148,7 +148,7 @@ class Mailbox:
                 dead = self._dead()
                 return self._write(dead, dead, describe)
             is_over = time.monotonic() >= deadline + (0.0 if judges else _YIELD_SEC)
-            if is_over or (judges and self.store.add("waiting", 0) >= len(self.ranks)):
+            if is_over or (judges and self.store.counted("waiting") >= len(self.ranks)):
                 missing = self._not_waiting(seq)
                 if not missing or is_over:
                     return self._write(missing, [], describe)

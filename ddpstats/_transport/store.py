@@ -40,6 +40,7 @@ _KNOCK_SEC = 0.5
 _LEAVE_SEC = 5.0  # of all threads, at the end of the process
 _LINGER_SEC = 0.05  # of a thread without a request: to start one costs more than to ask the store
 
+_NO_COUNT = "none"
 _LOOKS_PER_SEC = 5000  # of all ranks together at a store: one thread of one process answers them all
 
 Address = tuple[str, int]
@@ -358,8 +359,13 @@ class BoundedStore:
         return self.use(lambda store, prefix: bytes(store.compare_set(prefix + key, expected, value)))
 
     def add(self, key: str, amount: int) -> int:
-        """Count; what is there now. 0 only looks."""
+        """Count; what is there now."""
         return self.use(lambda store, prefix: int(store.add(prefix + key, amount)))
+
+    def counted(self, key: str) -> int:
+        """What `add` has counted so far. One request, and no `add` of 0: a `FileStore` would write that down."""
+        found = self.replace(key, _NO_COUNT, _NO_COUNT)  # which stands nowhere, so nothing is replaced
+        return 0 if found == _NO_COUNT.encode() else int(found)
 
     def delete_key(self, key: str) -> bool:
         return self.use(lambda store, prefix: bool(store.delete_key(prefix + key)))

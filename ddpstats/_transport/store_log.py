@@ -2,7 +2,7 @@
 
 1. `append` counts, and writes the note under the number that it got.
 2. `unread` asks for the count, and reads the notes that this reader has not read yet. So a look at which nothing is new
-   is one request, however many ranks there are, and nobody asks for a note of each rank in turn.
+   is one request that writes nothing, however many ranks there are, and nobody asks for a note of each rank in turn.
 
 A writer that dies between the two parts of 1 leaves a number without a note: it is asked for again and again, and the
 notes behind it are read all the same.
@@ -27,7 +27,7 @@ class StoreLog:
     def unread(self) -> list[bytes]:
         """What was written since the last time; never waits. Two threads may get the same notes."""
         read, pending = self._read
-        counted = self._store.add(self._name, 0)
+        counted = self._store.counted(self._name)
         keys = [*pending, *(f"{self._name}/{number}" for number in range(read + 1, counted + 1))]
         unwritten = self._store.absent(keys)
         written = [key for key in keys if key not in unwritten]

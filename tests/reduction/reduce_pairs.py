@@ -1,53 +1,64 @@
 """Random reductions against the oracle, on real ranks and on threads.
 
-``python -m tests.reduction.reduce_pairs SEED COUNT`` takes COUNT reductions from SEED on, on 1 to 8 ranks in turn: real
-ones, and threads.
+``python -m tests.reduction.reduce_pairs SEED COUNT`` takes COUNT seeds from SEED on, on 1 to 8 ranks in turn, real ones
+and threads. A seed is `OF_A_SEED` reductions.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch.distributed as dist
+
 import ddpstats
+from ddpstats import StatsReducer
 from ddpstats.errors import NonFiniteStat
-from ddpstats.testing import PerRank, RankPool, ThreadGroup, run_threads
+from ddpstats.testing import RankPool, ThreadGroup, run_threads
 from tests.reduction.oracle import expected_by_rank, same
-from tests.reduction.window_pairs import Add, Draw, as_scalars, check, told
+from tests.reduction.window_pairs import Draw, Reduction, as_scalars, check, told
 
-Part = tuple[str, bool, Any, Any]
-"""What a rank is given: a policy, whether single ranks' values are asked for, stats and weight."""
-Runner = Callable[[Sequence[Sequence[Part]]], Sequence[Sequence[Any]]]
-_AT_ONCE = 250
+Runner = Callable[[Sequence[int]], Sequence[Sequence[Any]]]
+"""Takes seeds; what `_reduced` gives, of each rank."""
+OF_A_SEED = 12
+_AT_ONCE = 25
+_ROUNDS = 80
 
 
-def reduced(part: Part, **where: Any) -> tuple[Any, Any]:
-    """What it tells, or the error's text; and what it tells of single ranks."""
-    policy, per_rank, stats, weight = part
+def drawn_by(seed: int, ranks: int, count: int = OF_A_SEED) -> Iterator[Reduction]:
+    return Draw(seed, tensors=0.5, wild=0.3).reductions(ranks, count)
+
+
+def on_this_rank(seeds: Sequence[int], name: str) -> list[tuple[Any, Any]]:
+    """With reducers that are kept: under one name they meet layouts of all kinds."""
+    reduce = functools.partial(ddpstats.reduce_stats, name=name)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    return [reduced(reduce, rank, drawn) for seed in seeds for drawn in drawn_by(seed, ranks)]
+
+
+def on_this_thread(group: ThreadGroup, seeds: Sequence[int]) -> list[tuple[Any, Any]]:
+    kept: dict[tuple[str, bool], StatsReducer] = {}
+
+    def reduce(stats: Any, weight: Any, nonfinite: Any, per_rank: bool) -> ddpstats.Reduced:
+        if (nonfinite, per_rank) not in kept:
+            kept[nonfinite, per_rank] = group.reducer(nonfinite=nonfinite, per_rank=per_rank, timeout_sec=60)
+        return kept[nonfinite, per_rank](stats, weight)
+
+    return [reduced(reduce, group.rank, drawn) for seed in seeds for drawn in drawn_by(seed, group.world_size)]
+
+
+def reduced(reduce: Callable[..., ddpstats.Reduced], rank: int, drawn: Reduction) -> tuple[Any, Any]:
+    """What it tells this rank, or the error's text; and what it tells of single ranks."""
+    policy, per_rank, adds = drawn
+    stats, weight = adds[rank]
     try:
-        found = ddpstats.StatsReducer(nonfinite=policy, per_rank=per_rank, **where)(stats, weight)  # type: ignore[arg-type]
+        found = reduce(stats, weight, nonfinite=policy, per_rank=per_rank)
     except NonFiniteStat as error:
         return str(error), None
     return told(found), _unwrapped(found.by_rank)
-
-
-def on_this_rank(parts: Sequence[Part], name: str) -> list[tuple[Any, Any]]:
-    """With reducers that are kept: under one name they meet layouts of all kinds."""
-    found: list[tuple[Any, Any]] = []
-    for policy, per_rank, stats, weight in parts:
-        try:
-            one = ddpstats.reduce_stats(stats, weight, name=name, nonfinite=policy, per_rank=per_rank)  # type: ignore[arg-type]
-        except NonFiniteStat as error:
-            found.append((str(error), None))
-        else:
-            found.append((told(one), _unwrapped(one.by_rank)))
-    return found
-
-
-def on_this_thread(group: ThreadGroup, parts: Sequence[Sequence[Part]]) -> list[tuple[Any, Any]]:
-    return [reduced(part, group=group, timeout_sec=60) for part in parts[group.rank]]
 
 
 def _unwrapped(nested: Any) -> Any:
@@ -62,17 +73,17 @@ def _unwrapped(nested: Any) -> Any:
 
 def check_many(run: Runner, ranks: int, seeds: Sequence[int]) -> None:
     """Raises AssertionError, which begins with the seed, at the first reduction that is not as the oracle has it."""
-    drawn = [Draw(seed, tensors=0.5, wild=0.3).reduction(ranks) for seed in seeds]
-    answers = run([[(policy, per_rank, *adds[rank]) for policy, per_rank, adds in drawn] for rank in range(ranks)])
-    for seed, (policy, per_rank, adds), *told_by_ranks in zip(seeds, drawn, *answers, strict=True):
+    drawn = [(seed, one) for seed in seeds for one in drawn_by(seed, ranks)]
+    for (seed, one), *told_by_ranks in zip(drawn, *run(seeds), strict=True):
         try:
-            check_one(policy, per_rank, adds, told_by_ranks)
+            check_one(one, told_by_ranks)
         except AssertionError as error:
             raise AssertionError(f"seed {seed} on {ranks} ranks: {error}") from None
 
 
-def check_one(policy: str, per_rank: bool, adds: Sequence[Add], answers: Sequence[Any]) -> None:
-    """``answers``: of `on_this_rank`, of all ranks or some. Raises AssertionError."""
+def check_one(drawn: Reduction, answers: Sequence[Any]) -> None:
+    """``answers``: what `reduced` gave, of all ranks or some. Raises AssertionError."""
+    policy, per_rank, adds = drawn
     check([[add] for add in adds], [answer for answer, _ in answers], policy)
     assert len(set(map(repr, (by_rank for _, by_rank in answers)))) == 1
     by_rank = answers[0][1]
@@ -84,31 +95,26 @@ def check_one(policy: str, per_rank: bool, adds: Sequence[Add], answers: Sequenc
 
 
 def of_pool(pool: RankPool, name: str) -> Runner:
-    return lambda parts: pool.run(on_this_rank, PerRank(parts), name, timeout_sec=240).values()
+    return lambda seeds: pool.run(on_this_rank, seeds, name, timeout_sec=240).values()
 
 
-def of_threads(parts: Sequence[Sequence[Part]]) -> Sequence[Sequence[Any]]:
-    return run_threads(on_this_thread, len(parts), parts).values()
+def of_threads(ranks: int) -> Runner:
+    return lambda seeds: run_threads(on_this_thread, ranks, seeds).values()
 
 
 def main(first_seed: int, count: int) -> None:
-    """Of real ranks one pool at a time lives."""
+    """Each world size takes about as long as the others. Of real ranks one pool at a time lives."""
     seed, started = first_seed, time.monotonic()
-    share = max(_AT_ONCE, min(20_000, count // 16))
     while seed < first_seed + count:
         for ranks in range(1, 9):
             with RankPool(ranks, timeout_sec=600) as pool:
-                for run in (of_pool(pool, "all"), of_threads):
-                    for _ in range(0, share, _AT_ONCE):
-                        if seed >= first_seed + count:
-                            break
+                for run in (of_pool(pool, "all"), of_threads(ranks)):
+                    for _ in range(_ROUNDS // ranks):
                         seeds = range(seed, min(seed + _AT_ONCE, first_seed + count))
                         check_many(run, ranks, seeds)
                         seed = seeds.stop
-            done = seed - first_seed
-            print(
-                f"seeds {first_seed} to {seed - 1}: {done:,} reductions, {time.monotonic() - started:.0f} s", flush=True
-            )
+            done, seconds = OF_A_SEED * (seed - first_seed), time.monotonic() - started
+            print(f"seeds {first_seed} to {seed - 1}: {done:,} reductions, {seconds:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -130,27 +131,28 @@ def test_one_process_without_a_group_agrees_with_plain_python(parts: list[RankSt
 def test_real_ranks_against_fractions(pool: tuple[int, RankPool]) -> None:
     """Weights of one and several elements, tensors of all dtypes, markers, None, lists, and keys that come and go."""
     world_size, ranks = pool
-    for first in range(1000 * world_size, 1000 * world_size + 300, 100):
-        reduce_pairs.check_many(reduce_pairs.of_pool(ranks, "pairs"), world_size, range(first, first + 100))
+    for first in range(1000 * world_size, 1000 * world_size + 480 // world_size, 40):
+        reduce_pairs.check_many(reduce_pairs.of_pool(ranks, "pairs"), world_size, range(first, first + 40))
 
 
 @pytest.mark.parametrize("ranks", range(1, 9))
 def test_threads_against_fractions(ranks: int) -> None:
-    reduce_pairs.check_many(reduce_pairs.of_threads, ranks, range(ranks, 800, 8))
+    reduce_pairs.check_many(reduce_pairs.of_threads(ranks), ranks, range(10_000 * ranks, 10_000 * ranks + 450 // ranks))
 
 
 def test_an_answer_that_is_off_by_some_bits_is_not_taken_for_right() -> None:
-    def spoilt(parts: Sequence[Sequence[reduce_pairs.Part]]) -> list[list[Any]]:
-        answers = [list(one) for one in reduce_pairs.of_threads(parts)]
-        for one in answers:
-            values = one[0][0]["values"]
-            one[0][0]["values"] = {key: v * (1 + 2.0**-45) if type(v) is float else v for key, v in values.items()}
+    def spoilt(seeds: Sequence[int]) -> Sequence[Sequence[Any]]:
+        answers = reduce_pairs.of_threads(2)(seeds)
+        for told, _ in itertools.chain(*answers):
+            if isinstance(told, dict) and told["values"] is not None:
+                held = told["values"].items()
+                told["values"] = {key: v * (1 + 2.0**-45) if type(v) is float else v for key, v in held}
         return answers
 
     found = 0
     for seed in range(20):
         try:
             reduce_pairs.check_many(spoilt, 2, [seed])
-        except (AssertionError, TypeError):  # an error's text has no values
+        except AssertionError:
             found += 1
     assert found > 5

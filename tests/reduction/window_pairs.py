@@ -10,7 +10,7 @@ import math
 import random
 import sys
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -33,6 +33,8 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float32, torch.flo
 
 Add = tuple[Any, Any]
 """Stats and weight."""
+Reduction = tuple[str, bool, list[Add]]
+"""A policy, whether single ranks' values are asked for, and what each rank reduces."""
 
 
 class Draw:
@@ -40,6 +42,9 @@ class Draw:
 
     def __init__(self, seed: int, tensors: float = 0.6, wild: float = 0.0) -> None:
         self.random, self.tensors, self.wild = random.Random(seed), tensors, wild
+        self.shape = random.Random(
+            ~seed
+        )  # draws what a rank leaves out and where it has elements, apart from the numbers
         self.bad = self.random.choice([0.0, 0.02, 0.3])
 
     def window(self, ranks: int) -> tuple[str, list[list[Add]]]:
@@ -52,12 +57,16 @@ class Draw:
             [self.add(tree) for _ in range(self.random.randint(0, most))] for _ in range(ranks)
         ]
 
-    def reduction(self, ranks: int) -> tuple[str, bool, list[Add]]:
-        """A policy, whether single ranks' values are asked for, and what each rank reduces."""
+    def reductions(self, ranks: int, count: int) -> Iterator[Reduction]:
+        """On one tree: as in a training, most leave out what the one before has left out."""
         self.steady, self.plain = self.random.random() < 0.4, self.random.random() < 0.2
         tree = self.tree(self.random.choice([1, 1, 2, 3]), root=True)
-        adds = [self.add(tree) for _ in range(ranks)]
-        return self.random.choice(POLICIES), self.random.random() < 0.3, adds
+        policy, per_rank = self.random.choice(POLICIES), self.random.random() < 0.3
+        for _ in range(count):
+            before = self.shape.getstate()
+            yield policy, per_rank, [self.add(tree) for _ in range(ranks)]
+            if self.random.random() < 0.8:
+                self.shape.setstate(before)
 
     def tree(self, depth: int, root: bool = False) -> Any:
         kind = self.random.choice(["dict", "dict", "OrderedDict", "list", "tuple", "leaf", "leaf"])
@@ -69,8 +78,8 @@ class Draw:
         return ("dict" if root else kind), {key: self.tree(depth - 1) for key in keys}
 
     def add(self, tree: Any) -> Add:
-        if self.random.random() < 0.15:
-            length = self.random.choice([1, 2, 3])
+        if self.shape.random() < 0.15:
+            length = self.shape.choice([1, 2, 3])
             self.elements = [self.random.choice([0.0, 0.5, 1.0, 3.0]) for _ in range(length)]
             return self.part(tree), torch.tensor(self.elements)
         self.elements = []
@@ -81,23 +90,23 @@ class Draw:
 
     def part(self, tree: Any) -> Any:
         kind, content = tree
-        if not self.steady and self.random.random() < 0.08:
+        if not self.steady and self.shape.random() < 0.08:
             return None
         if kind == "leaf":
             return self.leaf(content)
         if isinstance(content, dict):
-            held = [key for key in content if self.steady or self.random.random() < 0.75]
+            held = [key for key in content if self.steady or self.shape.random() < 0.75]
             if not self.steady:
-                self.random.shuffle(held)
+                self.shape.shuffle(held)
             items = [(key, self.part(content[key])) for key in held]
             return dict(items) if kind == "dict" else OrderedDict(items)
         values = [self.part(child) for child in content[: len(content) if self.steady else self.length(content)]]
-        if self.random.random() < 0.2 and not self.steady:
-            kind = self.random.choice(["list", "tuple"])
+        if self.shape.random() < 0.2 and not self.steady:
+            kind = self.shape.choice(["list", "tuple"])
         return values if kind == "list" else tuple(values)
 
     def length(self, content: list[Any]) -> int:
-        return self.random.randint(0, len(content))
+        return self.shape.randint(0, len(content))
 
     def leaf(self, op: str) -> Any:
         if op in ("any", "all"):
@@ -111,7 +120,7 @@ class Draw:
 
     def whole(self) -> bool:
         """Whether a leaf has one element for each of a 1-d weight."""
-        return bool(self.elements) and self.random.random() < 0.6
+        return bool(self.elements) and self.shape.random() < 0.6
 
     def number(self) -> float:
         if self.random.random() < self.bad:

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddpstats._transport import gloo_group
+from ddpstats._transport import grid_comm
 from ddpstats._transport.comm import (
     Comm,
     CommFailed,
@@ -26,6 +26,9 @@ from ddpstats._transport.comm import (
     resolve_group,
     slice_sec,
 )
+from ddpstats._transport.gloo_group import own_connection, part_of
+from ddpstats._transport.grid_comm import GridComm, gloo_comm, sides_of
+from ddpstats._transport.store import BoundedStore, bounded
 from ddpstats._transport.thread_comm import ThreadWorld
 from ddpstats.errors import ConfigError
 from ddpstats.testing import RankPool, sleep_past
@@ -41,7 +44,7 @@ Doorway = Callable[..., list[Any]]
 
 def _on_gloo(fn: Callable[..., Any], *args: Any) -> Any:
     group = dist.new_group()
-    comm = GlooComm(group, group_store(group), LONG_SEC)
+    comm = gloo_comm(group, group_store(group), LONG_SEC)
     try:
         return fn(comm, *args)
     finally:
@@ -59,22 +62,46 @@ def _threads(world_size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
         return [answer.result(LIMIT_SEC) for answer in answers]
 
 
-def _on_lazy_gloo(fn: Callable[..., Any], *args: Any) -> Any:
-    with mock.patch.object(gloo_group, "LAZY_FROM_RANKS", 2):
+def _on_grid(fn: Callable[..., Any], *args: Any) -> Any:
+    """A grid of two cells, one of which has a guest."""
+    with mock.patch.object(grid_comm, "GRID_FROM_RANKS", 3), mock.patch.object(grid_comm, "_LONGEST_SIDE", 2):
+        sides_of.cache_clear()
+        assert sides_of(3) == (2,)
         return _on_gloo(fn, *args)
 
 
-def _lazy(pool: RankPool, fn: Callable[..., Any], *args: Any) -> list[Any]:
-    return pool.run(_on_lazy_gloo, fn, *args, timeout_sec=LIMIT_SEC).values()
+def _grid(pool: RankPool, fn: Callable[..., Any], *args: Any) -> list[Any]:
+    return pool.run(_on_grid, fn, *args, timeout_sec=LIMIT_SEC).values()
 
 
-@pytest.fixture(scope="module", params=["gloo-2", "gloo-3", "lazy-3", "threads-2", "threads-3", "threads-64"])
+def _grid_of_threads(world_size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
+    """Each with gloo groups of its own."""
+    ranks, store = tuple(range(world_size)), dist.HashStore()  # type: ignore[attr-defined]
+
+    def play(rank: int) -> Any:
+        comm = GridComm(ranks, rank, bounded(store), LONG_SEC)
+        try:
+            return fn(comm, *args)
+        finally:
+            comm.close()
+
+    with ThreadPoolExecutor(world_size) as threads:
+        answers = [threads.submit(play, rank) for rank in range(world_size)]
+        return [answer.result(LIMIT_SEC) for answer in answers]
+
+
+KINDS = ["gloo-2", "gloo-3", "grid-3", "grid-13", "grid-18", "threads-2", "threads-3", "threads-64"]
+
+
+@pytest.fixture(scope="module", params=KINDS)
 def doorway(request: pytest.FixtureRequest) -> tuple[Doorway, int]:
     kind, size = request.param.split("-")
     if kind == "threads":
         return functools.partial(_threads, int(size)), int(size)
-    if kind == "lazy":  # groups of many ranks
-        return functools.partial(_lazy, request.getfixturevalue("three_ranks")), int(size)
+    if kind == "grid":
+        if size == "3":
+            return functools.partial(_grid, request.getfixturevalue("three_ranks")), int(size)
+        return functools.partial(_grid_of_threads, int(size)), int(size)
     return functools.partial(_gloo, request.getfixturevalue({"2": "two_ranks", "3": "three_ranks"}[size])), int(size)
 
 
@@ -283,6 +310,21 @@ def test_close_does_not_block_after_an_interrupt(doorway: tuple[Doorway, int]) -
     assert run(interrupted)[0] is True
 
 
+def test_a_rank_that_is_interrupted_while_it_connects_can_tell_the_others() -> None:
+    """gloo waits for them on the connection to the store, and goes on to do so."""
+    server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # type: ignore[attr-defined]
+    store = BoundedStore(lambda: part_of(own_connection(server, "test"), "test"))
+
+    def watch() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        GlooComm((0, 1), 0, store.part("meet"), 10.0, watch)
+    with store.within(5.0):
+        store.set("left", "0")
+    assert store.get("left") == b"0"
+
+
 def closed_by_one(comm: Comm) -> str | None:
     comm.all_gather(b"here", LONG_SEC)
     if comm.rank == comm.ranks[-1]:
@@ -374,7 +416,7 @@ def sums_over_overlapping_groups() -> dict[str, float]:
     sums: dict[str, float] = {}
     for name, group in pairs.items():
         if str(dist.get_rank()) in name:
-            comm = GlooComm(group, group_store(group), LONG_SEC)
+            comm = gloo_comm(group, group_store(group), LONG_SEC)
             tensor = torch.tensor([float(comm.rank)], dtype=torch.float64)
             comm.all_reduce_sum(tensor, LONG_SEC)
             sums[name] = tensor.item()
@@ -390,10 +432,10 @@ def test_groups_may_overlap(three_ranks: RankPool) -> None:
 def ways_to_meet_twice() -> list[float]:
     """Two groups of the same ranks, first used in another order on each rank: each must meet its own."""
     groups = [dist.new_group(), dist.new_group()]
-    comms: dict[int, GlooComm] = {}
+    comms: dict[int, Comm] = {}
 
     def meet(place: int) -> None:
-        comms[place] = GlooComm(groups[place], group_store(groups[place]), LONG_SEC)
+        comms[place] = gloo_comm(groups[place], group_store(groups[place]), LONG_SEC)
 
     with ThreadPoolExecutor(2) as threads:
         first = dist.get_rank() % 2

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from ddpstats import StatsReducer, any_rank
 from ddpstats._agreement import channel
-from ddpstats._transport import comm
+from ddpstats._transport import comm, grid_comm
 from ddpstats.errors import RankMissing
 from ddpstats.testing import RankDied, RankOutcomes, RankPool, die, run_ranks, run_threads, sleep_past
 from ddpstats.testing._threads import ThreadGroup
@@ -283,15 +283,17 @@ def dying(*args: Any, **kwargs: Any) -> Any:
     die()
 
 
-def lose_one_after_another() -> list[Missed]:
+def lose_one_after_another(in_grid: bool) -> list[Missed]:
     """Ranks 3, 2 and 1 die in turn, each at another point of a call; who is left goes on with a new group."""
     rank, missed = dist.get_rank(), []
+    if in_grid:  # four ranks in 2 x 2, three of which one is a guest, then two
+        grid_comm.GRID_FROM_RANKS, grid_comm._LONGEST_SIDE = 2, 2
     for victim, size in ((3, 4), (2, 3), (1, 2)):
         group = dist.new_group(list(range(size)))
         reducer = StatsReducer(group=group, timeout_sec=SHORT_SEC if victim == 1 else LONG_SEC)
         if victim == 1:  # in the middle of the first call: they have met, and are about to connect
             if rank == 1:
-                vars(channel)["GlooComm"] = dying
+                vars(channel)["gloo_comm"] = dying
         else:
             assert reducer({"loss": 1.0}).values == {"loss": 1.0}
         if rank == 3:  # before its next call
@@ -302,8 +304,9 @@ def lose_one_after_another() -> list[Missed]:
     return missed
 
 
-def test_a_rank_may_die_at_any_point_of_a_call() -> None:
-    outcomes = run_ranks(lose_one_after_another, 4, timeout_sec=LIMIT_SEC)
+@pytest.mark.parametrize("in_grid", [False, True])
+def test_a_rank_may_die_at_any_point_of_a_call(in_grid: bool) -> None:
+    outcomes = run_ranks(lose_one_after_another, 4, in_grid, timeout_sec=LIMIT_SEC)
     assert {rank: type(error) for rank, error in outcomes.errors().items()} == dict.fromkeys((1, 2, 3), RankDied)
     for one, victim in zip(outcomes[0].value, (3, 2, 1), strict=True):
         assert one.missing == (victim,)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import FileStore, PrefixStore, TCPStore  # type: ignore[attr-defined]  # not in __all__
+from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]  # not in __all__
 
 import ddpstats
+from ddpstats._transport.store import bounded
+from ddpstats._transport.store_log import StoreLog
 from ddpstats.errors import ConfigError
 from ddpstats.testing import run_ranks
 
@@ -48,6 +51,26 @@ def over(kind: str, path: str) -> list[Any]:
 def test_a_store_that_can_do_it_does(kind: str, tmp_path: Path) -> None:
     found = run_ranks(over, 2, kind, str(tmp_path / "store"), timeout_sec=LIMIT_SEC).values()
     assert found == [[{"a": 0.5}, True, {"a": 1.0}]] * 2
+
+
+@pytest.mark.parametrize("kind", ["file", "hash", "tcp"])
+def test_a_look_writes_nothing_and_finds_what_is_new(kind: str, tmp_path: Path) -> None:
+    written = tmp_path / "store"
+    stores: dict[str, Callable[[], Any]] = {
+        "file": lambda: FileStore(str(written), 1),
+        "hash": HashStore,
+        "tcp": lambda: TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False),
+    }
+    store = bounded(stores[kind]())
+    mine, theirs = StoreLog(store, "log"), StoreLog(store, "log")
+    assert (mine.unread(), store.counted("log")) == ([], 0)
+    for number in range(3):
+        theirs.append(str(number))
+        assert mine.unread() == [str(number).encode()]
+        before = written.read_bytes() if kind == "file" else b""
+        assert (mine.unread(), store.counted("log"), store.counted("nowhere")) == ([], number + 1, 0)
+        assert before == (written.read_bytes() if kind == "file" else b"")
+    assert theirs.unread() == [b"0", b"1", b"2"]
 
 
 def over_fake(with_store: bool) -> list[str]:
