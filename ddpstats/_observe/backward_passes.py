@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ddpstats._observe.gradient_norms import NO_GRADIENT
 from ddpstats._observe.own_reductions import Counts, issued, ranks_of, since
-from ddpstats._observe.torch_compat import bucket_count, has_comm_hook
+from ddpstats._observe.torch_groups import bucket_count, has_comm_hook
 
 
 @dataclass

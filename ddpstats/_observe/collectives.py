@@ -49,17 +49,14 @@ from ddpstats._observe.c10d_operators import (
 from ddpstats._observe.kernels import Kernels, unseen
 from ddpstats._observe.no_dispatch import no_dispatch_no_grad
 from ddpstats._observe.torch_compat import (
-    backend_of,
     dispatch_mode_count,
     hide_from_dynamo,
     keys_of_device,
     next_kernel,
-    operators_tell_reduce_op,
     profiler_enabled,
     schema,
-    unbox_group,
-    unbox_work,
 )
+from ddpstats._observe.torch_groups import backend_of, operators_tell_reduce_op, unbox_group, unbox_work
 from ddpstats._transport.gloo_group import done_within, group_of_one
 from ddpstats.errors import ConfigError
 

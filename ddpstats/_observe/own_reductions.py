@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ddpstats._observe.torch_compat import backends_of, collectives_issued, process_groups
+from ddpstats._observe.torch_groups import backends_of, collectives_issued, process_groups
 from ddpstats._transport.gloo_group import OWN_GROUP
 
 Counts = dict[Any, int | None]

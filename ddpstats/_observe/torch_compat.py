@@ -1,7 +1,8 @@
 """torch's private names, each once: what it is for, how it is found, what is lost where a torch has no such name.
 
-`_find` looks for a name when this file is imported; versions are never compared. A torch without it costs what `_find`
-was told, and `lacking` says so in a sentence each. What other files import from here are functions and values that work
+`find` looks for a name when this file is imported; versions are never compared. A torch without it costs what `find`
+was told, and `lacking` says so in a sentence each. Names for process groups and DDP are in `torch_groups`, which is
+imported here so that `lacking` knows of them too. What other files import from here are functions and values that work
 either way. Names that are read off an object later (of a process group, a node, a module) are looked for there.
 
 Two files below this room may not import it and have their own names: `ddpstats._base.compiled`, which is used before
@@ -12,55 +13,26 @@ once, so that a caller on a hot path pays no call of ours.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from operator import attrgetter
+from collections.abc import Callable, Iterable, Sequence
 from types import FunctionType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddpstats.errors import ConfigError
-
-_lacking: dict[str, str] = {}
-
-
-def lacking() -> dict[str, str]:
-    """Private name that this torch does not have -> what is lost without it."""
-    return dict(_lacking)
-
-
-def _find(path: str, lost: str, otherwise: Any = None) -> Any:
-    """What torch has at ``path``; ``otherwise`` where there is no such thing, and ``lost`` is what that costs."""
-    found: Any = torch
-    for name in path.split("."):
-        found = getattr(found, name, None)
-        if found is None:
-            _lacking[f"torch.{path}"] = lost
-            return otherwise
-    return found
-
-
-def _attribute(kind: str, name: str, lost: str, otherwise: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Reads attribute ``name`` of objects of a class of torch's; ``otherwise`` where that class has none."""
-    return otherwise if _find(f"{kind}.{name}", lost) is None else attrgetter(name)
-
-
-def _refuse(what: str) -> NoReturn:
-    raise ConfigError(f"torch {torch.__version__} cannot do what ddpstats needs here: {what}")
-
+from ddpstats._observe import torch_groups as torch_groups
+from ddpstats._observe.torch_names import attribute, find, lacking as lacking, note_lack, refuse
 
 # -- the dispatcher ---------------------------------------------------------------------------------------------------
 
 # Takes the kernels of a `torch.library.Library` away at a moment that we choose.
-_destroy = _find("library.Library._destroy", "no kernels are registered: no collective and no product is observed")
+_destroy = find("library.Library._destroy", "no kernels are registered: no collective and no product is observed")
 
 
 def open_library(namespace: str) -> Any:
     """A library whose kernels `close_library` can take away. Raises `ConfigError` where it could not."""
     if _destroy is None:
-        _refuse("kernels for operators of torch could not be taken away again")
+        refuse("kernels for operators of torch could not be taken away again")
     return torch.library.Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
 
 
@@ -69,7 +41,7 @@ def close_library(library: Any) -> None:
     _destroy(library)
 
 
-_all_operators = _find(
+_all_operators = find(
     "_C._dispatch_get_all_op_names", "a collective of torch that the guard does not know is not noticed", list
 )
 
@@ -101,40 +73,40 @@ def next_kernel(operator: Any) -> Callable[..., Any]:
 
 
 # How a device's kernels are found when an operator goes on below ours.
-_DispatchKeySet = _find("_C.DispatchKeySet", "no collective and no product is observed")
-_DispatchKey = _find("_C.DispatchKey", "no collective and no product is observed")
-_parse_key = _find("_C._parse_dispatch_key", "collectives of accelerators and of sparse tensors are not observed")
-_key_name = _find("_C._dispatch_key_for_device", "collectives of accelerators and of sparse tensors are not observed")
-_keys_after = _find("_C._dispatch_keyset_full_after", "no matrix product is checked")
+_DispatchKeySet = find("_C.DispatchKeySet", "no collective and no product is observed")
+_DispatchKey = find("_C.DispatchKey", "no collective and no product is observed")
+_parse_key = find("_C._parse_dispatch_key", "collectives of accelerators and of sparse tensors are not observed")
+_key_name = find("_C._dispatch_key_for_device", "collectives of accelerators and of sparse tensors are not observed")
+_keys_after = find("_C._dispatch_keyset_full_after", "no matrix product is checked")
 
 
 def keys_of_device(device: str, is_sparse: bool) -> Any:
     """The dispatch keys at which an operator reaches the kernels of a kind of device. Raises `ConfigError`."""
     if _DispatchKeySet is None or _DispatchKey is None:
-        _refuse("the dispatch keys of torch have other names")
+        refuse("the dispatch keys of torch have other names")
     if _parse_key is not None and _key_name is not None:
         return _DispatchKeySet(_parse_key(("Sparse" if is_sparse else "") + _key_name(device)))
     if device == "cpu" and not is_sparse:
         return _DispatchKeySet(_DispatchKey.CPU)
-    return _refuse(f"the dispatch key of {device} has another name")
+    return refuse(f"the dispatch key of {device} has another name")
 
 
 def keys_below(key: str) -> Any:
     """All dispatch keys that come after ``key``. Raises `ConfigError`."""
     if _keys_after is None or _DispatchKey is None:
-        _refuse("the order of the dispatch keys is not told")
+        refuse("the order of the dispatch keys is not told")
     return _keys_after(getattr(_DispatchKey, key))
 
 
 # The kernel that an operator has at a key now: to keep it while a thread may still enter it, and to call it.
-kernel_at: Callable[[str, str], Any] | None = _find(
+kernel_at: Callable[[str, str], Any] | None = find(
     "_C._dispatch_get_computed_kernel_for_dispatch_key",
     "kernels that were parked are not taken away, and bits of matrix products cannot be flipped",
 )
 
 # The classes of operators below torch's functions, and the modules that functions written in C say they are of.
 OPERATOR_CLASSES: tuple[Any, ...] = tuple(
-    filter(None, (_find(f"_ops.{name}", "in a dump, operators are named as functions are")
+    filter(None, (find(f"_ops.{name}", "in a dump, operators are named as functions are")
                   for name in ("OpOverload", "OpOverloadPacket")))
 )  # fmt: skip
 TENSOR_METHODS = "torch._tensor"
@@ -144,7 +116,7 @@ NN_FUNCTIONS = "torch._C._nn"
 # -- compiled programs ------------------------------------------------------------------------------------------------
 
 _SEEN_BY_DYNAMO = "users of torch.compile see warnings of graph breaks that functions of ours make"
-_eval_frame = _find("_C._dynamo.eval_frame", _SEEN_BY_DYNAMO)
+_eval_frame = find("_C._dynamo.eval_frame", _SEEN_BY_DYNAMO)
 
 
 def hide_from_dynamo(function: Any) -> None:
@@ -156,7 +128,7 @@ def hide_from_dynamo(function: Any) -> None:
         skip = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.SKIP)
         _eval_frame.set_code_exec_strategy(function.__code__, skip)
     except AttributeError:
-        _lacking["torch._C._dynamo.eval_frame.set_code_exec_strategy"] = _SEEN_BY_DYNAMO
+        note_lack("torch._C._dynamo.eval_frame.set_code_exec_strategy", _SEEN_BY_DYNAMO)
 
 
 def compiled_call(module: nn.Module) -> Any:
@@ -173,40 +145,40 @@ def without_compile(module: nn.Module) -> nn.Module:
 # -- modes ------------------------------------------------------------------------------------------------------------
 
 # Whether a `TorchDispatchMode` may see what we compute. Unknown: one may.
-dispatch_mode_count: Callable[[], int] = _find(
+dispatch_mode_count: Callable[[], int] = find(
     "_C._len_torch_dispatch_stack", "every all_reduce pays for the way through torch's dispatcher", lambda: 1
 )
 # Takes these modes off for as long as we compute something ourselves.
-without_dispatch_modes: Callable[[], contextlib.AbstractContextManager[Any]] = _find(
+without_dispatch_modes: Callable[[], contextlib.AbstractContextManager[Any]] = find(
     "utils._python_dispatch._disable_current_modes", "modes of the program see what a dump computes",
     contextlib.nullcontext,
 )  # fmt: skip
 # The same for `TorchFunctionMode` and for classes of tensors; with the second, for the classes alone.
-without_torch_function: Any = _find(
+without_torch_function: Any = find(
     "_C.DisableTorchFunction", "modes and tensor classes of the program see what a dump computes",
     contextlib.nullcontext,
 )  # fmt: skip
-without_tensor_classes: Any = _find(
+without_tensor_classes: Any = find(
     "_C.DisableTorchFunctionSubclass", "tensor classes of the program see that a dump saves them",
     contextlib.nullcontext,
 )  # fmt: skip
 # Whether a profiler wants to see every operator. Unknown: one may.
-profiler_enabled: Callable[[], bool] = _find(
+profiler_enabled: Callable[[], bool] = find(
     "_C._autograd._profiler_enabled", "every all_reduce pays for the way through torch's dispatcher", lambda: True
 )
 # `torch.jit.trace` records what runs.
-is_jit_tracing: Callable[[], bool] = _find(
+is_jit_tracing: Callable[[], bool] = find(
     "_C._is_tracing", "what a dump computes becomes part of a traced program", lambda: False
 )
 # Tensors inside ``torch.func`` have no value of their own.
-is_functorch_tensor: Callable[[Tensor], bool] = _find(
+is_functorch_tensor: Callable[[Tensor], bool] = find(
     "_C._functorch.is_functorch_wrapped_tensor", "inside torch.func a dump notes errors in place of numbers",
     lambda tensor: False,
 )  # fmt: skip
 
 # Of this thread's stack of `TorchFunctionMode`s: how many, each of them, the last one off, one more on.
 _function_modes = [
-    _find(f"_C.{name}", "a dump does not see what is run again in a backward pass, and stays on a stack of modes that "
+    find(f"_C.{name}", "a dump does not see what is run again in a backward pass, and stays on a stack of modes that "
           "the program took apart")
     for name in ("_len_torch_function_stack", "_get_function_stack_at", "_pop_torch_function_stack",
                  "_push_on_torch_function_stack")
@@ -240,36 +212,36 @@ def take_function_mode_off(mode: Any) -> bool:
 
 class _NoDispatchMode:
     def __init__(self) -> None:
-        _refuse("operations of a step cannot be seen one by one")
+        refuse("operations of a step cannot be seen one by one")
 
 
 # Sees every operation of a step, forward and backward; and every leaf in the arguments of one.
-DispatchMode: Any = _find(
+DispatchMode: Any = find(
     "utils._python_dispatch.TorchDispatchMode", "no origin of a value is traced in a replay", _NoDispatchMode
 )
-tree_leaves: Callable[[Any], Iterable[Any]] = _find(
+tree_leaves: Callable[[Any], Iterable[Any]] = find(
     "utils._pytree.tree_leaves", "no origin of a value is traced in a replay",
-    lambda value: _refuse("arguments of operations are not taken apart"),
+    lambda value: refuse("arguments of operations are not taken apart"),
 )  # fmt: skip
 
 
 # -- autograd ---------------------------------------------------------------------------------------------------------
 
 # From inside a backward pass: calls something at its end, after what was asked for before. DDP and FSDP use it.
-queue_callback: Callable[[Callable[[], None]], None] | None = _find(
+queue_callback: Callable[[Callable[[], None]], None] | None = find(
     "autograd.Variable._execution_engine.queue_callback", "every gradient is measured in a hook of its own"
 )
 # The number of the backward pass that this thread is in; -1 outside of any.
-graph_task: Callable[[], int] = _find(
+graph_task: Callable[[], int] = find(
     "_C._current_graph_task_id", "no thread is ever seen inside a backward pass", lambda: -1
 )
 # The node of the graph whose backward operation this thread runs.
-current_node: Callable[[], Any] = _find(
+current_node: Callable[[], Any] = find(
     "_C._current_autograd_node", "a replay does not tell the module of a backward operation", lambda: None
 )
 _WITHOUT_NUMBERS = "a replay does not tell the module of a backward operation, and a dump takes no node to be old"
-_next_number = _find("autograd._get_sequence_nr", _WITHOUT_NUMBERS)
-_has_numbers = _find("autograd.graph.Node._sequence_nr", _WITHOUT_NUMBERS) is not None and _next_number is not None
+_next_number = find("autograd._get_sequence_nr", _WITHOUT_NUMBERS)
+_has_numbers = find("autograd.graph.Node._sequence_nr", _WITHOUT_NUMBERS) is not None and _next_number is not None
 
 
 def next_node_number() -> int:
@@ -298,7 +270,7 @@ def with_engine(function: Any, engine_of: Callable[..., Any]) -> Callable[..., A
     """
     code = getattr(function, "__code__", None)
     if code is None or _ENGINE not in code.co_names or _ENGINE not in function.__globals__:
-        _lacking[f"torch.autograd.{_ENGINE}"] = "a dump does not see what is run again in a backward pass"
+        note_lack(f"torch.autograd.{_ENGINE}", "a dump does not see what is run again in a backward pass")
         return None
     names = function.__globals__
 
@@ -313,26 +285,26 @@ def with_engine(function: Any, engine_of: Callable[..., Any]) -> Callable[..., A
 # -- tensors and storages ---------------------------------------------------------------------------------------------
 
 # A number that changes with every operation in place.
-version_of: Callable[[Tensor], int] = _attribute(
+version_of: Callable[[Tensor], int] = attribute(
     "Tensor", "_version", "nobody notices that a tensor was changed in place meanwhile", lambda tensor: 0
 )
 # The hooks of `Tensor.register_hook`: a dict in the order in which they run, or None.
-gradient_hooks: Callable[[Tensor], dict[int, Any] | None] = _attribute(
+gradient_hooks: Callable[[Tensor], dict[int, Any] | None] = attribute(
     "Tensor", "_backward_hooks", "gradients are taken after hooks of the program, which may have reduced them",
     lambda tensor: None,
 )  # fmt: skip
 # Those of `Tensor.register_post_accumulate_grad_hook`.
-accumulated_hooks: Callable[[Tensor], dict[int, Any]] = _attribute(
+accumulated_hooks: Callable[[Tensor], dict[int, Any]] = attribute(
     "Tensor", "_post_accumulate_grad_hooks",
     "gradients are taken after hooks of the program, which may have reduced them", lambda tensor: {},
 )  # fmt: skip
 # What a sparse tensor stores, where it has not been coalesced.
-stored_values: Callable[[Tensor], Tensor] = _find(
+stored_values: Callable[[Tensor], Tensor] = find(
     "Tensor._values", "elements of sparse gradients are summed before they are looked at",
     lambda tensor: tensor.coalesce().values(),
 )  # fmt: skip
 # Where a storage lies: an id that is given again once the storage is gone.
-storage_id: Callable[[Any], int] = _attribute(
+storage_id: Callable[[Any], int] = attribute(
     "UntypedStorage", "_cdata", "storages are told apart by their addresses, which a storage of no bytes has not",
     lambda storage: int(storage.data_ptr()),
 )  # fmt: skip
@@ -359,8 +331,8 @@ def _copy_each(to: Sequence[Tensor], of: Sequence[Tensor]) -> None:
 
 
 # A norm of each tensor, 0-d; the values of each into another: in one call for all, which share device and dtype.
-norm_each: Callable[..., Sequence[Tensor]] = _find("_foreach_norm", "gradients are measured one by one", _norm_each)
-copy_each: Callable[[Sequence[Tensor], Sequence[Tensor]], None] = _find(
+norm_each: Callable[..., Sequence[Tensor]] = find("_foreach_norm", "gradients are measured one by one", _norm_each)
+copy_each: Callable[[Sequence[Tensor], Sequence[Tensor]], None] = find(
     "_foreach_copy_", "buffers are copied one by one", _copy_each
 )
 
@@ -371,110 +343,3 @@ copy_each: Callable[[Sequence[Tensor], Sequence[Tensor]], None] = _find(
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
     """The dict of a module's own buffers, in which another may be put in the place of one. No torch lacks it."""
     return module._buffers
-
-
-def has_comm_hook(replica: nn.parallel.DistributedDataParallel) -> bool:
-    """Whether the program reduces the gradients of this DDP itself. Unknown: it may."""
-    return bool(getattr(replica, "_comm_hooks", True))
-
-
-def bucket_count(replica: nn.parallel.DistributedDataParallel) -> float:
-    """How many collectives one of its reductions issues; infinite where torch does not tell: then any number is right.
-
-    To ask for buckets of zeros is the one way to learn how many there are now.
-    """
-    ask = getattr(replica.reducer, "_get_zeros_like_grad_buckets", None)
-    return float("inf") if ask is None else len(ask())
-
-
-_bucket_assignment = _find(
-    "distributed._compute_bucket_assignment_by_size", "no message names the parameters in a bucket of gradients"
-)
-_first_bucket_bytes = _find(
-    "distributed._DEFAULT_FIRST_BUCKET_BYTES", "no message names the parameters in a bucket of gradients"
-)
-
-
-def bucket_assignments(parameters: Sequence[Tensor], cap_bytes: int) -> Iterator[Sequence[Sequence[int]]]:
-    """The ways in which DDP may have divided ``parameters``: per bucket, their places. None where torch does not tell.
-
-    The first with DDP's own size of the first bucket, the second for where the user chose it.
-    """
-    if _bucket_assignment is None or _first_bucket_bytes is None:
-        return
-    for limits in ([_first_bucket_bytes, cap_bytes], [cap_bytes]):
-        yield _bucket_assignment(parameters, limits)[0]
-
-
-# -- process groups ---------------------------------------------------------------------------------------------------
-
-
-def process_groups() -> Iterable[Any]:
-    """Every group that this process is in. Without ``_world`` the default one alone: others count as never used."""
-    world = getattr(getattr(dist, "distributed_c10d", None), "_world", None)
-    return (dist.group.WORLD,) if world is None else world.pg_map
-
-
-def is_registered(group: Any) -> bool:
-    """Whether the program has made that group by torch's functions, and has not destroyed it.
-
-    Without ``_world`` torch's public function answers, which makes a list of all ranks.
-    """
-    world = getattr(dist.distributed_c10d, "_world", None)
-    if world is not None:
-        return group in world.pg_names
-    try:
-        return bool(dist.get_process_group_ranks(group))
-    except (KeyError, ValueError, RuntimeError):
-        return False
-
-
-def registered_name(group: Any) -> str:
-    """The name under which torch has registered a group that is written in Python."""
-    return str(dist.distributed_c10d._world.pg_names[group])
-
-
-def groups_made() -> int:
-    """How many groups without a name of their own torch has made; 0 where it does not tell."""
-    return int(getattr(getattr(dist.distributed_c10d, "_world", None), "group_count", 0))
-
-
-# From an argument or result of a c10d operator to the process group and the work that it stands for.
-unbox_group: Callable[[Any], Any] = _find("distributed.ProcessGroup.unbox", "no collective is observed")
-unbox_work: Callable[[Any], Any] = _find("distributed.Work.unbox", "no collective is observed")
-
-
-def _operators_tell_reduce_op() -> bool:
-    """Whether the reduce op that a c10d operator is given can be read. Its class is no module of torch's."""
-    try:
-        return hasattr(torch.classes.c10d.ReduceOp(), "op")
-    except (AttributeError, RuntimeError):
-        return False
-
-
-operators_tell_reduce_op = dist.is_available() and _operators_tell_reduce_op()
-if not operators_tell_reduce_op:
-    _lacking["torch.classes.c10d.ReduceOp.op"] = "nobody knows the reduce op of a collective that C++ code issues"
-
-# The methods of ProcessGroup that issue what has a reduce op, or what a caller may wait for.
-group_methods = (
-    "allreduce", "allreduce_coalesced", "reduce", "reduce_scatter", "_reduce_scatter_base",
-    "reduce_scatter_tensor_coalesced", "broadcast", "allgather", "_allgather_base", "allgather_coalesced",
-    "allgather_into_tensor_coalesced", "gather", "scatter", "alltoall", "alltoall_base", "barrier",
-)  # fmt: skip
-
-backend_of: Callable[[Any, torch.device], Any] = _find(
-    "distributed.ProcessGroup._get_backend", "no collective is observed",
-    lambda group, device: _refuse("the backends of a process group are not told"),
-)  # fmt: skip
-"""The backend of a group for a kind of device. Raises ``RuntimeError`` where it has none."""
-
-
-def backends_of(group: Any) -> Sequence[Any]:
-    """Its backends, each once. Raises ``AttributeError`` or ``RuntimeError`` where torch does not tell."""
-    return list({id(one): one for one in (backend_of(group, device) for device in group._device_types)}.values())
-
-
-def collectives_issued(issuer: Any) -> int:
-    """How many, by the number that a group or a backend gives them. Raises as `backends_of`: then it is not known."""
-    return int(issuer._get_sequence_number_for_group())

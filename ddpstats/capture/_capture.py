@@ -25,6 +25,7 @@ import torch
 
 from ddpstats._agreement.channel import channel_of
 from ddpstats._agreement.questions import ask_all
+from ddpstats._base import marks
 from ddpstats._base.arguments import check_choice, check_count, refuse_differences
 from ddpstats._base.compiled import breaks_graph
 from ddpstats._base.rank_names import ranks_text
@@ -285,6 +286,7 @@ class NaNCapture(StepWatch):
         else:
             verdict = self._captured(finding)
         self._captured_before = True
+        marks.tell(verdict.kind, verdict.message, step=verdict.step, ranks=tuple(map(int, verdict.culprit_ranks)))
         if self._peers.rank == min(self._peers.ranks):
             _logger.error("%s", verdict.message)
         return verdict

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ddpstats._base.wording import dtype_name
+
 
 @dataclass(frozen=True)
 class TensorStats:
@@ -22,7 +24,7 @@ class TensorStats:
     first: tuple[int, ...] | None
 
     def __str__(self) -> str:
-        what = f"{self.dtype.removeprefix('torch.')}{list(self.shape)}"
+        what = f"{dtype_name(self.dtype)}{list(self.shape)}"
         finite = "no finite element" if self.low is None else f"finite from {self.low:.6g} to {self.high:.6g}"
         counts = f", {self.nans} NaN, {self.infs} Inf" if self.nans or self.infs else ""
         where = f", the first at {list(self.first)}" if self.first else ""

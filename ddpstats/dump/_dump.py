@@ -82,6 +82,14 @@ class StatsDump:
         _check_path(self._config)
         _all.add(self)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy collects nothing until it is started."""
+        return {**vars(self), "_watches": [], "_recorder": None, "_is_running": False, "_left": []}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        _all.add(self)
+
     @property
     def config(self) -> DumpConfig:
         """What was read."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddpstats._observe.torch_compat import operators_tell_reduce_op
+from ddpstats._observe.torch_groups import operators_tell_reduce_op
 from ddpstats.dump import StatsDump
 from ddpstats.dump.collect._collectives import CollectiveWatch, _Pending
 from ddpstats.dump.format._files import find_ranks, open_rank

@@ -26,6 +26,7 @@ from ddpstats.dump.format._files import RankDump, find_ranks
 from ddpstats.errors import DdpstatsError, DumpError
 from ddpstats.guard import _report
 from ddpstats.guard._records import read_records
+from ddpstats.report._report import run
 
 HERE = Path(__file__).parent
 V1 = HERE / "v1"
@@ -101,7 +102,7 @@ def rewritten(path: Path, key: str, value: Any) -> None:
 
 
 def open_records(directory: Path) -> None:
-    _report.run(argparse.Namespace(directory=directory, json=False))
+    run(argparse.Namespace(directories=[directory], json=False, html=None, perfetto=None))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""torch's private names stand in `_observe.torch_compat` and the two files below it; what a torch lacks is told."""
+"""torch's private names stand in `torch_compat`, `torch_groups` and two files below; what a torch lacks is told."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ from ddpstats._observe import torch_compat
 from tests.scripts import without_gloo
 
 ROOT = Path(ddpstats.__file__).parent
-HOMES = {ROOT / "_observe" / "torch_compat.py", ROOT / "_transport" / "gloo_group.py", ROOT / "_base" / "compiled.py"}
+HOMES = {
+    *(ROOT / "_observe" / name for name in ("torch_compat.py", "torch_groups.py")),
+    *(ROOT / "_transport" / "gloo_group.py", ROOT / "_base" / "compiled.py"),
+}
 NAMES_MODULES = ROOT / "_observe" / "user_frames.py"  # in strings
 
 _PYTHONS = frozenset((

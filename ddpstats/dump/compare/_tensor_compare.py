@@ -17,6 +17,7 @@ from torch import Tensor
 from ddpstats._base.report import printable
 from ddpstats._base.tensor_archive import check_archive
 from ddpstats._base.untrusted import open_regular
+from ddpstats._base.wording import first_line
 from ddpstats.dump.compare._rules import KEPT_RUNS, Closeness, RunCollector, Runs
 from ddpstats.dump.format._entries import DumpLeaf
 from ddpstats.dump.format._files import RankDump
@@ -35,7 +36,7 @@ def load_tensor(dump: RankDump, leaf: DumpLeaf) -> Tensor:
             check_archive(file)
         tensor = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # whatever a damaged or hostile file makes torch raise
-        reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+        reason = first_line(error)[:200]
         raise DumpError(
             f"{path} cannot be read as a tensor: {reason}. Copy it again, or dump the step again; only plain tensors "
             "are read, since anything else could run code.",
@@ -79,7 +80,7 @@ def compare_saved(a: RankDump, leaf_a: DumpLeaf, b: RankDump, leaf_b: DumpLeaf) 
     try:
         return compare_tensors(tensor_a, tensor_b, leaf_a.stride)
     except (RuntimeError, MemoryError) as error:  # too large, or of a dtype that torch cannot compute with
-        reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+        reason = first_line(error)[:200]
         raise DumpError(f"{both}: {reason}. Compare them by statistics: --mode statistics.") from None
 
 

@@ -1,0 +1,152 @@
+"""torch's private names for DDP, process groups and the debug server; as `torch_compat`, whose part this is.
+
+Names that are read off an object later (of a process group, a replica) are looked for there.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ddpstats._observe.torch_names import find, note_lack, refuse
+
+# -- DistributedDataParallel ------------------------------------------------------------------------------------------
+
+
+def has_comm_hook(replica: nn.parallel.DistributedDataParallel) -> bool:
+    """Whether the program reduces the gradients of this DDP itself. Unknown: it may."""
+    return bool(getattr(replica, "_comm_hooks", True))
+
+
+def bucket_count(replica: nn.parallel.DistributedDataParallel) -> float:
+    """How many collectives one of its reductions issues; infinite where torch does not tell: then any number is right.
+
+    To ask for buckets of zeros is the one way to learn how many there are now.
+    """
+    ask = getattr(replica.reducer, "_get_zeros_like_grad_buckets", None)
+    return float("inf") if ask is None else len(ask())
+
+
+_bucket_assignment = find(
+    "distributed._compute_bucket_assignment_by_size", "no message names the parameters in a bucket of gradients"
+)
+_first_bucket_bytes = find(
+    "distributed._DEFAULT_FIRST_BUCKET_BYTES", "no message names the parameters in a bucket of gradients"
+)
+
+
+def bucket_assignments(parameters: Sequence[Tensor], cap_bytes: int) -> Iterator[Sequence[Sequence[int]]]:
+    """The ways in which DDP may have divided ``parameters``: per bucket, their places. None where torch does not tell.
+
+    The first with DDP's own size of the first bucket, the second for where the user chose it.
+    """
+    if _bucket_assignment is None or _first_bucket_bytes is None:
+        return
+    for limits in ([_first_bucket_bytes, cap_bytes], [cap_bytes]):
+        yield _bucket_assignment(parameters, limits)[0]
+
+
+# -- process groups ---------------------------------------------------------------------------------------------------
+
+
+def process_groups() -> Iterable[Any]:
+    """Every group that this process is in. Without ``_world`` the default one alone: others count as never used."""
+    world = getattr(getattr(dist, "distributed_c10d", None), "_world", None)
+    return (dist.group.WORLD,) if world is None else world.pg_map
+
+
+def is_registered(group: Any) -> bool:
+    """Whether the program has made that group by torch's functions, and has not destroyed it.
+
+    Without ``_world`` torch's public function answers, which makes a list of all ranks.
+    """
+    world = getattr(dist.distributed_c10d, "_world", None)
+    if world is not None:
+        return group in world.pg_names
+    try:
+        return bool(dist.get_process_group_ranks(group))
+    except (KeyError, ValueError, RuntimeError):
+        return False
+
+
+def registered_name(group: Any) -> str:
+    """The name under which torch has registered a group that is written in Python."""
+    return str(dist.distributed_c10d._world.pg_names[group])
+
+
+def groups_made() -> int:
+    """How many groups without a name of their own torch has made; 0 where it does not tell."""
+    return int(getattr(getattr(dist.distributed_c10d, "_world", None), "group_count", 0))
+
+
+# From an argument or result of a c10d operator to the process group and the work that it stands for.
+unbox_group: Callable[[Any], Any] = find("distributed.ProcessGroup.unbox", "no collective is observed")
+unbox_work: Callable[[Any], Any] = find("distributed.Work.unbox", "no collective is observed")
+
+
+def _operators_tell_reduce_op() -> bool:
+    """Whether the reduce op that a c10d operator is given can be read. Its class is no module of torch's."""
+    try:
+        return hasattr(torch.classes.c10d.ReduceOp(), "op")
+    except (AttributeError, RuntimeError):
+        return False
+
+
+operators_tell_reduce_op = dist.is_available() and _operators_tell_reduce_op()
+if not operators_tell_reduce_op:
+    note_lack("torch.classes.c10d.ReduceOp.op", "nobody knows the reduce op of a collective that C++ code issues")
+
+# The methods of ProcessGroup that issue what has a reduce op, or what a caller may wait for.
+group_methods = (
+    "allreduce", "allreduce_coalesced", "reduce", "reduce_scatter", "_reduce_scatter_base",
+    "reduce_scatter_tensor_coalesced", "broadcast", "allgather", "_allgather_base", "allgather_coalesced",
+    "allgather_into_tensor_coalesced", "gather", "scatter", "alltoall", "alltoall_base", "barrier",
+)  # fmt: skip
+
+backend_of: Callable[[Any, torch.device], Any] = find(
+    "distributed.ProcessGroup._get_backend", "no collective is observed",
+    lambda group, device: refuse("the backends of a process group are not told"),
+)  # fmt: skip
+"""The backend of a group for a kind of device. Raises ``RuntimeError`` where it has none."""
+
+
+def backends_of(group: Any) -> Sequence[Any]:
+    """Its backends, each once. Raises ``AttributeError`` or ``RuntimeError`` where torch does not tell."""
+    return list({id(one): one for one in (backend_of(group, device) for device in group._device_types)}.values())
+
+
+def collectives_issued(issuer: Any) -> int:
+    """How many, by the number that a group or a backend gives them. Raises as `backends_of`: then it is not known."""
+    return int(issuer._get_sequence_number_for_group())
+
+
+# -- torch's debug server ---------------------------------------------------------------------------------------------
+
+_add_endpoint = find(
+    "_C._distributed_c10d._register_handler", "the guard has no page in torch's debug server (torch.distributed.debug)"
+)
+
+
+def add_debug_endpoint(name: str, tell: Callable[[], str]) -> None:
+    """What ``tell`` returns is asked of this rank by that name, on a thread of torch's. Raises `ConfigError`."""
+    if _add_endpoint is None:
+        refuse("its debug server (torch.distributed.debug, from 2.11 on) takes no pages of others")
+
+    def answer(request: Any, response: Any) -> None:
+        response.set_content(tell(), "application/json")
+        response.set_status(200)
+
+    _add_endpoint(name, answer)
+
+
+def ask_debug_endpoint(name: str, timeout_sec: float) -> list[tuple[bool, str]]:
+    """Of each rank: whether it answered, and what. For the process that serves the pages."""
+    from torch.distributed.debug._frontend import fetch_all  # imports what torch itself does without
+
+    limit: dict[str, Any] = {"timeout": timeout_sec} if "timeout" in inspect.signature(fetch_all).parameters else {}
+    return [(answer.status_code == 200, answer.text) for answer in fetch_all(name, **limit)[1]]
