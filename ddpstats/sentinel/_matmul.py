@@ -56,7 +56,6 @@ class ChecksumWindow:
         faults: the first 16 faulty rows, in the order in which they were found.
         fault_count: how many there were.
         checked: products checked.
-        cleared: products with a doubtful row in which no element was wrong.
         problem: the first error of a check itself, such as a lack of memory; that product went unchecked.
         unchecked: products that went unchecked in this way.
     """
@@ -65,7 +64,6 @@ class ChecksumWindow:
         self.faults: list[MatmulFault] = []
         self.fault_count = 0
         self.checked = 0
-        self.cleared = 0
         self.problem: Exception | None = None
         self.unchecked = 0
 
@@ -145,10 +143,9 @@ os.register_at_fork(after_in_child=_after_fork)
 def _check(product: Product) -> None:
     """What the door shows. Must not raise: the program is in the middle of a step."""
     faults: list[MatmulFault] = []
-    count, doubtful, problem = 0, False, None
+    count, problem = 0, None
     try:
         rows = doubtful_rows(product)
-        doubtful = rows is not None
         if rows is not None:
             for fault in faults_in(product, rows):
                 count += 1
@@ -162,7 +159,6 @@ def _check(product: Product) -> None:
         for window in _windows:
             window.checked += problem is None
             window.unchecked += problem is not None
-            window.cleared += doubtful and not count and problem is None
             window.fault_count += count
             window.faults += faults[: _MOST_FAULTS - len(window.faults)]
             window.problem = window.problem or problem

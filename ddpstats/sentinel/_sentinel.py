@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from ddpstats._agreement.questions import ask_all
+from ddpstats._base import marks
 from ddpstats._base.arguments import check_count, refuse_differences
 from ddpstats._base.compiled import breaks_graph
 from ddpstats._rerun.micro_batch import Running, StepWatch, checked_step
@@ -69,6 +70,8 @@ class Sentinel(StepWatch):
             optimizer.zero_grad()
     """
 
+    _layers: Layers | None = None
+
     def __init__(
         self,
         model: nn.Module,
@@ -102,7 +105,6 @@ class Sentinel(StepWatch):
         self._options.check(model)
         self.verdict = SentinelVerdict(-1)
         super().__init__("Sentinel.step", group)
-        self._layers: Layers | None = None
         if settings.mode:  # not off
             self._layers = Layers(model, self._options, self._ranks, self._rank)
         self._judge: Judge | None = None
@@ -204,6 +206,9 @@ class Sentinel(StepWatch):
             if self._layers is not None:
                 self._layers.next_step()
         self._step += 1
+        if not self.verdict.ok:
+            found = self.verdict
+            marks.tell("sentinel", found.message, step=found.step, ranks=tuple(map(int, found.culprit_ranks)))
         return self.verdict
 
     def _drop(self) -> None:

@@ -5,8 +5,9 @@ how far its step was from repetitions of it (``distance``), and whether these we
 `measured` says what that comes to:
 
 1. Most ranks' steps repeat themselves: there is no noise, and a rank whose step does not is in doubt.
-2. Repetitions are equal to each other, and not to the step; or they are far from it: what repeats it is another step.
-3. Else that is natural noise, and there is room for some times as much.
+2. Repetitions are far from the step, or equal to each other and not as far from it as by rounding: what repeats it
+   is another step. (Compiled by Inductor, a step without DDP around it is another graph, which rounds otherwise.)
+3. Else that is natural noise, and there is room for some times as much; for rounding, for the most that it may be.
 
 Of a micro-batch in doubt several ranks run the same: they compute from the same parameters, batch and random state, so
 results that differ are somebody's fault. `judge` takes what two ranks agree on for right: a fault does not happen twice
@@ -24,6 +25,7 @@ from ddpstats.errors import ConfigError
 
 _ROOM = 8.0  # times the noise that was measured
 _MOST_NOISE = 1e-2  # of the largest norm: beyond that it is another computation
+_ROUNDING = (1e-12, 1e-4)  # the same, where each repetition gives the same bits: a sign or an order changes no norm
 
 
 @dataclass(frozen=True)
@@ -54,17 +56,21 @@ def measured(offers: Mapping[int, Mapping[str, Any]]) -> Noise | None:
     if 2 * len(unlike) <= len(known) and len(known) > 1:
         return Noise(0.0, tuple(unlike))
     largest = max(offer["distance"] for offer in known.values())
-    if any(known[rank]["repeats"] for rank in unlike) or not largest <= _MOST_NOISE:
+    repeats = any(known[rank]["repeats"] for rank in unlike)
+    least, most = _ROUNDING if repeats else (0.0, _MOST_NOISE)
+    if not least <= largest <= most:
         raise _another_step(known)
-    room = _ROOM * largest
-    return Noise(room, text=_noise_text(largest, room, known) if unlike else "")
+    room = max(_ROOM * largest, most if repeats else 0.0)  # rounding is another one in each step
+    return Noise(room, text=_noise_text(largest, room, known, repeats) if unlike else "")
 
 
-def _noise_text(largest: float, room: float, offers: Mapping[int, Mapping[str, Any]]) -> str:
+def _noise_text(largest: float, room: float, offers: Mapping[int, Mapping[str, Any]], repeats: bool) -> str:
+    what = "rounds otherwise when it is run again" if repeats else "does not repeat itself bit for bit"
+    why = "torch.compile may have made another graph of it." if repeats else _determinism_text(offers)
     return (
-        f"the step does not repeat itself bit for bit: norms of gradients differ by up to {largest:.1e} of the "
+        f"the step {what}: norms of gradients differ by up to {largest:.1e} of the "
         f"largest one. Peers' gradients are compared by their norms, with room for {room:.1e}; "
-        f"smaller faults are not seen. {_determinism_text(offers)}"
+        f"smaller faults are not seen. {why}"
     )
 
 
@@ -87,8 +93,9 @@ def _another_step(offers: Mapping[int, Mapping[str, Any]]) -> ConfigError:
         *holders_lines(by_rank),
         "It must return what backward() was called on (before a GradScaler's scale), computed from the batch that was "
         "given to micro_batch(), from random numbers drawn inside micro_batch(), and under the same autocast. An "
-        "optimizer inside the backward pass, reentrant checkpointing (it takes use_reentrant=False), and a module that "
-        "counts its forward passes make it another step, too.",
+        "optimizer inside the backward pass, reentrant checkpointing (it takes use_reentrant=False), a module that "
+        "counts its forward passes, and Inductor's own random numbers (torch._inductor.config.fallback_random = True "
+        "takes torch's) make it another step, too.",
     ]
     return ConfigError("\n".join(lines), ranks=offers)
 

@@ -31,6 +31,13 @@ def test_noise_of_most_ranks_is_measured_and_the_switches_that_are_not_set_are_n
     assert (found.room, found.doubted) == (8 * 2e-6, ())
     assert "differ by up to 2.0e-06 of the largest one" in found.text
     assert found.text.endswith(f"{SWITCH} on rank 1 may make it repeat itself.")
+    rounded = measured({0: offer(1e-6, repeats=True)})  # by another graph, otherwise in each step
+    assert rounded is not None
+    assert rounded.room == 1e-4
+    assert "the step rounds otherwise when it is run again" in rounded.text
+    noisy = measured({0: offer(1e-6, repeats=True), 1: offer(5e-5)})
+    assert noisy is not None
+    assert noisy.room == 8 * 5e-5
     found = measured({0: offer(1e-6)})
     assert found is not None
     assert "Deterministic algorithms are on" in found.text
@@ -39,7 +46,8 @@ def test_noise_of_most_ranks_is_measured_and_the_switches_that_are_not_set_are_n
 @pytest.mark.parametrize(
     ("distance", "repeats", "words"),
     [
-        (1e-6, True, "twice the same gradients, and others than in the step"),
+        (1e-300, True, "twice the same gradients, and others than in the step"),
+        (1e-3, True, "twice the same gradients, and others than in the step"),
         (0.5, False, "other gradients each time than in the step"),
         (math.inf, False, "norms differ by up to inf"),
     ],
