@@ -10,11 +10,17 @@ from typing import TYPE_CHECKING
 from ddpstats._base.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from ddpstats.guard._debug_page import debug_handler as debug_handler
     from ddpstats.guard._guard import collective_guard as collective_guard
     from ddpstats.guard._summary import GuardCounters as GuardCounters
     from ddpstats.guard.labels import label as label
 
-_HOME_OF = {"GuardCounters": "guard._summary", "collective_guard": "guard._guard", "label": "guard.labels"}
+_HOME_OF = {
+    "GuardCounters": "guard._summary",
+    "collective_guard": "guard._guard",
+    "debug_handler": "guard._debug_page",
+    "label": "guard.labels",
+}
 
 __all__ = sorted(_HOME_OF)
 __getattr__, __dir__ = lazy_names(__name__, _HOME_OF)

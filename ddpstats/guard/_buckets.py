@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ddpstats._base.wording import listed
-from ddpstats._observe.torch_compat import bucket_assignments
+from ddpstats._observe.torch_groups import bucket_assignments
 from ddpstats.guard._events import Event
 
 _SHOWN_NAMES = 6

@@ -19,8 +19,6 @@ from ddpstats._base.wording import dtype_name
 from ddpstats._observe.c10d_operators import Collective
 from ddpstats.guard._events import MASK, Signature, digest_of, stable_hash
 
-Shape = tuple[int, ...]
-
 _WITHOUT_TENSORS = frozenset({"barrier", "monitored_barrier"})
 _FROM_OUTPUTS = frozenset({"all_gather"})  # the list of outputs is the same on all ranks, the input is an entry of it
 _STRIDED = torch.strided

@@ -14,6 +14,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ddpstats._base.untrusted import LATEST_TIME_SEC
+
 MASK = (1 << 64) - 1
 _MAX_LEVELS = 64
 
@@ -211,6 +213,9 @@ class Event:
             )
             if len(signature.shapes) != len(signature.dtypes):
                 raise ValueError("as many shapes as dtypes are needed")
+            started = float(given.get("time", 0.0))
+            if not 0 <= started < LATEST_TIME_SEC:
+                raise ValueError("no time")
             label = _text_or_none(given.get("label"))
             return cls(
                 group=text_of(given["group"]),
@@ -224,7 +229,7 @@ class Event:
                 balance=int(given.get("balance", 0)),
                 peer=_int_or_none(given.get("peer")),
                 tag=_int_or_none(given.get("tag")),
-                started=float(given.get("time", 0.0)),
+                started=started,
                 read_source=text_of(given.get("source", "")),
                 told=Evidence.from_list(given["evidence"], before) if "evidence" in given else None,
             )

@@ -228,7 +228,7 @@ class FailureAgreement:
     def _have_reported(self, alarm: Alarm, number: int) -> bool:
         """Whether it is worth reading the statuses of all; not certain, for a rank may report twice."""
         gone = self.dead(alarm.ranks) | self.left().keys()
-        return self.store.add(f"reported/{number}", 0) + len(gone) >= len(alarm.ranks)
+        return self.store.counted(f"reported/{number}") + len(gone) >= len(alarm.ranks)
 
     def _linger(self, alarm: Alarm, number: int) -> None:
         """Rank 0 often serves the store, and what it raises next may be its end: let the others read the verdict."""
@@ -280,7 +280,7 @@ class FailureAgreement:
         """This rank needs the store no more; rank 0 waits a moment until all have said so."""
         self.store.add("done", 1)
         if self.rank == 0:
-            wait_until(lambda: self.store.add("done", 0) >= len(self.roster.ranks), _LAST_LINGER_SEC)
+            wait_until(lambda: self.store.counted("done") >= len(self.roster.ranks), _LAST_LINGER_SEC)
 
     def left(self) -> dict[int, dict[str, Any]]:
         """How those ranks left that have; one question to the store where no other one has since."""

@@ -45,7 +45,7 @@ from ddpstats.guard._status import LEFT
 from ddpstats.guard._step_question import StepQuestion
 from ddpstats.guard._summary import RECORDED, TO_RUN, GuardCounters, Tally, last_line
 from ddpstats.guard._verdicts import Unfinished, is_broken
-from ddpstats.guard._watching import Watching, how_left
+from ddpstats.guard._watching import GroupStatus, Watching, how_left
 
 MismatchPolicy = Literal["raise", "warn"]
 
@@ -111,6 +111,15 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
     def _reset(self) -> None:
         self._watching = Watching(self._settings)
         self._found_late: DdpstatsError | None = None  # by the last comparison
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy is not entered: one guard watches all collectives of a process."""
+        anew = {"_seen_before": (0, Tally()), "_yields": False, "_outer": None, "_watching": None, "_found_late": None}
+        return {**vars(self), **anew}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._reset()
 
     # -- entering and leaving -----------------------------------------------------------------------------------------
 
@@ -341,6 +350,11 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         if session is None:
             return f"no process group was made. {TO_RUN}"
         return f"the program runs on one rank. {TO_RUN}" if session.agreement is None else ""
+
+
+def statuses() -> dict[str, GroupStatus]:
+    """Of this rank, in each group that the active guard has met; from any thread."""
+    return _active[0]._watching.statuses() if _active else {}
 
 
 _active: list[collective_guard] = []

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -164,25 +164,32 @@ def compare_pair(sent: Event, source: int, received: Event, receiver: int) -> Gu
     return GuardFinding(MISMATCH, "\n".join(lines), received.group, received.seq, (), (), by_rank)
 
 
-def match_records(events_of: dict[int, Sequence[Event]]) -> GuardFinding | None:
+def match_records(events_of: Mapping[int, Sequence[Event]]) -> GuardFinding | None:
     """The first message, in the records of all ranks, that is not what its receiver expects."""
-    sends: dict[tuple[int, int, int | None], list[Event]] = defaultdict(list)
-    receives: dict[tuple[int, int, int | None], list[Event]] = defaultdict(list)
+    for source, sent, to, received in pair_messages(events_of):
+        found = compare_pair(events_of[source][sent], source, events_of[to][received], to)
+        if found is not None:
+            return found
+    return None
+
+
+def pair_messages(events_of: Mapping[int, Sequence[Event]]) -> Iterator[tuple[int, int, int, int]]:
+    """(sender, which of its events, receiver, which of its events) of each message that both ranks recorded."""
+    sends: dict[tuple[int, int, int | None], list[int]] = defaultdict(list)
+    receives: dict[tuple[int, int, int | None], list[int]] = defaultdict(list)
     for rank, events in events_of.items():
-        from_any = {event.tag for event in events if event.signature.op == "recv" and event.peer is None}
-        for event in events:
+        messages = [(place, event) for place, event in enumerate(events) if event.signature.op in ("send", "recv")]
+        from_any = {event.tag for _, event in messages if event.signature.op == "recv" and event.peer is None}
+        for place, event in messages:
             if event.signature.op == "recv" and event.tag in from_any:
                 continue  # nobody can count which message is which
             if event.signature.op == "send" and event.peer is not None:
-                sends[rank, event.peer, event.tag].append(event)
+                sends[rank, event.peer, event.tag].append(place)
             elif event.signature.op == "recv" and event.peer is not None:
-                receives[event.peer, rank, event.tag].append(event)
+                receives[event.peer, rank, event.tag].append(place)
     for (source, to, tag), received in receives.items():
         for one, other in zip(sends.get((source, to, tag), []), received, strict=False):
-            found = compare_pair(one, source, other, to)
-            if found is not None:
-                return found
-    return None
+            yield source, one, to, other
 
 
 def _read(payload: bytes) -> Event | None:

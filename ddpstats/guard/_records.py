@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -11,15 +13,23 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ddpstats._base.untrusted import bounded_lines, checked_regular, open_regular, parse_json, refused_version
+from ddpstats._base.marks import Mark
+from ddpstats._base.untrusted import (
+    LATEST_TIME_SEC,
+    bounded_lines,
+    checked_regular,
+    open_regular,
+    parse_json,
+    refused_version,
+)
 from ddpstats.errors import ConfigError
-from ddpstats.guard._events import Event, Evidence, text_of
+from ddpstats.guard._events import Event, Evidence, event_of, text_of
 
 FORMAT = 1
-_LATEST_TIME_SEC = 1e12
 _MAX_LINE_BYTES = 1 << 20
 _MAX_BYTES = 32 << 20  # of both files together
 _MAX_FILE_BYTES = 2 * _MAX_BYTES  # that are read
+_NUMBERED = re.compile(rb'(.*?"seq":)(0|[1-9]\d{0,15})(,.*"time":)(\d{1,12}(?:\.\d{1,12})?)([,}].*\n)', re.DOTALL)
 
 
 class RecordWriter:
@@ -35,6 +45,7 @@ class RecordWriter:
         """``run``: the same on all ranks of a program, and no other's. Its next guard goes on in the same file."""
         self._path = Path(directory) / f"rank{rank}.jsonl"
         self._limit = max_bytes // 2
+        self._turn = threading.RLock()  # a mark may come from another thread than the collectives do
         self._before: Evidence | None = None  # of the last event
         self._head = {"ddpstats": FORMAT, "run": run, "rank": rank, "world_size": world_size, "pid": os.getpid()}
         try:
@@ -48,28 +59,38 @@ class RecordWriter:
 
     def write_event(self, event: Event) -> None:
         """Append one event."""
-        self.write(event.as_dict(self._before))
-        self._before = event.evidence if event.word else self._before
+        with self._turn:
+            self.write(event.as_dict(self._before))
+            self._before = event.evidence if event.word else self._before
+
+    def write_mark(self, mark: Mark) -> None:
+        """Append what another part of ddpstats found, if that is one line that can be read again."""
+        line = _line_of(mark.as_dict())
+        if len(line) <= _MAX_LINE_BYTES:
+            self._append(line)
 
     def write(self, entry: Mapping[str, Any]) -> None:
         """Append one line. A disk that is full stops the record, not the training."""
-        line = (json.dumps(entry, separators=(",", ":")) + "\n").encode("utf-8", "surrogateescape")
-        if self._file < 0:
-            return
-        try:
-            if self._size + len(line) > self._limit:
-                os.close(self._file)
-                os.replace(self._path, self._old_path())
-                self._file = self._open(False)
-            os.write(self._file, line)
-            self._size += len(line)
-        except OSError:
-            self.close()
+        self._append(_line_of(entry))
+
+    def _append(self, line: bytes) -> None:
+        with self._turn:
+            if self._file < 0:
+                return
+            try:
+                if self._size + len(line) > self._limit:
+                    os.close(self._file)
+                    os.replace(self._path, self._old_path())
+                    self._file = self._open(False)
+                os.write(self._file, line)
+                self._size += len(line)
+            except OSError:
+                self.close()
 
     def _is_of(self, run: str) -> bool:
         """Whether the file that is there was begun by the same program."""
         try:
-            return bool(run) and next(_lines(self._path))[1].get("run") == run
+            return bool(run) and _parsed(next(_raw_lines(self._path))[1]).get("run") == run
         except (OSError, ValueError, StopIteration):
             return False
 
@@ -93,6 +114,10 @@ class RecordWriter:
             os.close(file)
 
 
+def _line_of(entry: Mapping[str, Any]) -> bytes:
+    return (json.dumps(entry, separators=(",", ":")) + "\n").encode("utf-8", "surrogateescape")
+
+
 @dataclass(frozen=True)
 class RankRecord:
     """What one rank's files hold. ``end`` is the last entry that is no event: how the rank left, if it said so.
@@ -108,6 +133,7 @@ class RankRecord:
     events: tuple[Event, ...]
     end: Mapping[str, Any] | None
     complete: bool
+    marks: tuple[Mark, ...] = ()
 
     @cached_property
     def events_by_group(self) -> Mapping[str, list[Event]]:
@@ -135,13 +161,25 @@ def _read_rank(path: Path) -> RankRecord:
     end: Mapping[str, Any] | None = None
     groups: dict[str, Mapping[str, Any]] = {}
     events: list[Event] = []
+    marks: list[Mark] = []
     before: Evidence | None = None
+    known: dict[tuple[object, ...], Event] = {}
     for source in [old, path] if old.exists() else [path]:
-        for number, entry in _lines(source):
+        for number, line in _raw_lines(source):
+            numbers, alike = _apart(line, before)
+            if (event := known.get(alike)) is not None:
+                events.append(event_of((event, int(numbers[0]), float(numbers[1]))))
+                before = event.evidence or before
+                continue
             try:
+                entry = _parsed(line)
                 if "op" in entry:
                     events.append(Event.from_dict(entry, before))
                     before = events[-1].evidence or before
+                    if numbers:
+                        known[alike] = events[-1]
+                elif "mark" in entry:
+                    marks.append(Mark.from_dict(entry))
                 elif "ddpstats" in entry:
                     head, end, before = _checked_head(entry), None, None
                 elif "new_group" in entry:
@@ -161,6 +199,7 @@ def _read_rank(path: Path) -> RankRecord:
         tuple(events),
         end,
         not old.exists(),
+        tuple(marks),
     )
 
 
@@ -170,7 +209,7 @@ def _checked_head(entry: Mapping[str, Any]) -> Mapping[str, Any]:
         raise ValueError(refused)
     if not all(type(entry.get(key)) is int and entry[key] >= 0 for key in ("rank", "world_size")):
         raise ValueError("the first line tells neither rank nor world size")
-    time_is_one = type(entry.get("time", 0.0)) in (int, float) and abs(entry.get("time", 0.0)) < _LATEST_TIME_SEC
+    time_is_one = type(entry.get("time", 0.0)) in (int, float) and abs(entry.get("time", 0.0)) < LATEST_TIME_SEC
     if type(entry.get("run", "")) is not str or not time_is_one:
         raise ValueError("the first line tells neither run nor time")
     return entry
@@ -185,19 +224,38 @@ def _checked_group(entry: Mapping[str, Any]) -> dict[str, Any]:
     return {"ranks": ranks, "words": text_of(words)}
 
 
-def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def _raw_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     with open_regular(path) as file:
-        size, before = os.fstat(file.fileno()).st_size, 0
+        size, number = os.fstat(file.fileno()).st_size, 0
         if size > _MAX_FILE_BYTES:
             raise ValueError(f"{path}: {size:,} bytes, and no record has more than {_MAX_FILE_BYTES:,}")
         try:
             for line in bounded_lines(file, _MAX_LINE_BYTES):
                 if not line.endswith(b"\n"):
                     return  # the process was killed in the middle of it
-                entry = parse_json(line)
-                if not isinstance(entry, dict):
-                    raise ValueError("not a record")
-                before += 1
-                yield before, entry
+                number += 1
+                yield number, line
         except ValueError as error:
-            raise ValueError(f"{path}, line {before + 1}: {error}") from None
+            raise ValueError(f"{path}, line {number + 1}: {error}") from None
+
+
+def _parsed(line: bytes) -> dict[str, Any]:
+    entry = parse_json(line)
+    if not isinstance(entry, dict):
+        raise ValueError("not a record")
+    return entry
+
+
+def _apart(line: bytes, before: Evidence | None) -> tuple[tuple[bytes, ...], tuple[object, ...]]:
+    """The number and the time of an event, and all else that it depends on: most lines of a record are alike there.
+
+    Without number and time where the line is not as `RecordWriter.write_event` writes it.
+    """
+    found = _NUMBERED.fullmatch(line)
+    if found is None:
+        return (), ()
+    names = []
+    while before is not None and found[5].startswith(b',"evidence"'):
+        names.append(id(before.names))  # which an event passes on to the next
+        before = before.outer
+    return (found[2], found[4]), (found[1], found[3], found[5], *names)

@@ -1,43 +1,18 @@
-"""``ddpstats report DIR``: match the records of all ranks, and say what the guard would have said.
+"""The records of all ranks, matched: what the guard would have said, in words and as JSON.
 
-Reads what ``collective_guard(record_dir=...)`` wrote, also when the processes were killed in the middle. Exit status 0
-if all ranks did the same, 1 if something was found, 2 if the records cannot be read.
+They are what ``collective_guard(record_dir=...)`` wrote, also when the processes were killed in the middle.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from ddpstats._base.report import VerbReport
-from ddpstats.errors import DdpstatsError
 from ddpstats.guard._diagnosis import find
 from ddpstats.guard._events import newest_in_a_row
 from ddpstats.guard._p2p import match_records
-from ddpstats.guard._records import RankRecord, read_records
-from ddpstats.guard._status import DOUBT, LEFT, NOTHING, GuardFinding, RankStatus
-
-_HOW_TO_RECORD = (
-    "Records are written by: torchrun ... -m ddpstats run --guard record --record-dir DIR train.py; give that DIR."
-)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("directory", metavar="DIR", help="where the ranks wrote their records")
-
-
-def run(args: argparse.Namespace) -> int:
-    """Raises `DdpstatsError` for a directory that holds no records, or damaged ones."""
-    try:
-        records = read_records(args.directory)
-    except (OSError, ValueError) as error:
-        hint = "" if any(Path(args.directory).glob("rank*.jsonl")) else f". {_HOW_TO_RECORD}"
-        raise DdpstatsError(f"{error}{hint}") from None
-    findings = diagnose(records)
-    status = 1 if any(finding.kind != DOUBT for finding in findings) else 0  # a doubt is told, as the guard warns of it
-    return VerbReport(status, lambda: as_text(records, findings), lambda: as_json(records, findings)).show(args.json)
+from ddpstats.guard._records import RankRecord
+from ddpstats.guard._status import LEFT, NOTHING, GuardFinding, RankStatus
 
 
 def diagnose(records: Sequence[RankRecord]) -> list[GuardFinding]:
@@ -92,16 +67,20 @@ def as_json(records: Sequence[RankRecord], findings: Sequence[GuardFinding]) -> 
     return {
         "world_size": records[0].world_size,
         "ranks": [{"rank": r.rank, "collectives": len(r.events), "complete": r.complete} for r in records],
-        "findings": [
-            {
-                "kind": finding.kind,
-                "group": finding.group,
-                "seq": finding.seq,
-                "missing_ranks": list(finding.missing),
-                "culprit_ranks": list(finding.culprits),
-                "by_rank": {str(rank): event.as_dict() for rank, event in finding.by_rank.items()},
-                "message": finding.message,
-            }
-            for finding in findings
-        ],
+        "findings": findings_as_json(findings),
     }
+
+
+def findings_as_json(findings: Sequence[GuardFinding]) -> list[dict[str, Any]]:
+    return [
+        {
+            "kind": finding.kind,
+            "group": finding.group,
+            "seq": finding.seq,
+            "missing_ranks": list(finding.missing),
+            "culprit_ranks": list(finding.culprits),
+            "by_rank": {str(rank): event.as_dict() for rank, event in finding.by_rank.items()},
+            "message": finding.message,
+        }
+        for finding in findings
+    ]

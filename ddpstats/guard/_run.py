@@ -3,12 +3,14 @@
 Under torchrun (``torchrun --nproc-per-node 2 -m ddpstats run train.py``) this process is a rank, and runs the script in
 itself: ``sys.argv``, ``__main__``, exit status and traceback are those of ``python train.py``. By itself, with
 ``--nproc N``, it starts torchrun on this machine, and when ranks failed and none of them has told why it reads their
-records and says it: gloo aborts a process whose peer sends another size, and nothing inside that process can.
+records and says it: gloo aborts a process whose peer sends another size, and nothing inside that process can. With
+``--watch`` it reads meanwhile what the ranks note of themselves (`_live`).
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 import os
@@ -17,9 +19,10 @@ import subprocess
 import sys
 import tempfile
 import traceback
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ddpstats._base import config
 from ddpstats.errors import ConfigError
@@ -42,6 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-labels", action="store_true", help="compare operations and shapes, not keys")
     parser.add_argument("--timeout-sec", type=float, metavar="S", help="how long a collective waits for other ranks")
     parser.add_argument("--record-dir", metavar="DIR", help="each rank's record, for `ddpstats report`")
+    parser.add_argument("--watch", action="store_true", help="with --nproc: show on stderr what each rank is doing")
+    parser.add_argument("--watch-dir", metavar="DIR", help="each rank's notes on that, for `ddpstats watch`")
     parser.add_argument(
         "--nproc", type=int, metavar="N", help="start N ranks on this machine (without: be a rank of torchrun's)"
     )
@@ -63,6 +68,13 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError(f"--nproc {args.nproc}: at least one rank is needed")
     if args.nproc is not None and "TORCHELASTIC_RUN_ID" in os.environ:
         raise ConfigError("--nproc starts ranks, and this is one of torchrun's already. Leave --nproc out.")
+    if args.watch and args.nproc is None:
+        raise ConfigError(
+            "--watch is for --nproc N, which starts the ranks. Where torchrun does, say --watch-dir DIR, and "
+            "`ddpstats watch DIR` in another terminal of that machine."
+        )
+    if args.guard == "off" and (args.watch or args.watch_dir is not None):
+        raise ConfigError("with --guard off nothing is seen that could be watched. Choose another mode.")
     if args.guard == "record" and args.record_dir is None:
         raise ConfigError("--guard record needs --record-dir DIR, where the records are written")
     if not args.module:
@@ -83,6 +95,8 @@ def _run_here(args: argparse.Namespace) -> int:
     from ddpstats.guard._ending import Ending  # imports torch, which `--help` need not
     from ddpstats.guard._guard import collective_guard
 
+    if args.watch_dir is not None:
+        _take_notes(args.watch_dir)
     guard = collective_guard(
         args.guard,
         infer_labels=not args.no_labels,
@@ -106,6 +120,24 @@ def _run_here(args: argparse.Namespace) -> int:
         ending.error = error
         return _explained(error)
     return 0
+
+
+def _take_notes(directory: str) -> None:
+    """Of what this rank does, from now on, for who watches."""
+    import torch
+    from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+    from ddpstats._reduction import reduction
+    from ddpstats.guard._live_notes import start
+
+    notes = start(directory)
+    reduction.heard = notes.renegotiated
+
+    def stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not torch.compiler.is_compiling():
+            notes.stepped(optimizer)
+
+    register_optimizer_step_post_hook(stepped)
 
 
 def _say_end(guard: collective_guard, ending: Ending) -> None:
@@ -159,17 +191,38 @@ def _launch(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="ddpstats-run-") as scratch:
         directory = args.record_dir or scratch
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.nproc}"]
-        command += ["-m", "ddpstats", "run", "--guard", args.guard, *_options_for_ranks(args, directory)]
+        command += ["-m", "ddpstats", "run", "--guard", args.guard, *_options_for_ranks(args, directory, scratch)]
         failure = str(Path(scratch) / "failure.json")  # torchrun copies there what it found to have happened first
         environ = {**os.environ, "TORCHELASTIC_ERROR_FILE": failure}
-        status = subprocess.run([*command, args.script, *args.arguments], check=False, env=environ).returncode
+        command += [args.script, *args.arguments]
+        if args.watch:
+            from ddpstats.guard._screen import run_watched
+
+            status = run_watched(command, environ, args.watch_dir or scratch)
+        else:
+            status = _run_to_its_end(command, environ)
         if status != 0 and args.guard != "off" and (args.json or not was_told(failure)):
             _explain(directory, args.json)
         return status
 
 
-def _options_for_ranks(args: argparse.Namespace, directory: str) -> list[str]:
+def _run_to_its_end(command: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Its exit status. After an interrupt, which torchrun has got from the terminal as well, it may end its ranks."""
+    from ddpstats.guard._screen import ENDING_SEC, ending_with_us
+
+    process = subprocess.Popen(command, env=environ)
+    with ending_with_us(process):
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(ENDING_SEC)
+            raise
+
+
+def _options_for_ranks(args: argparse.Namespace, directory: str, scratch: str) -> list[str]:
     options = [] if args.guard == "off" else ["--record-dir", directory]
+    options += ["--watch-dir", args.watch_dir or scratch] if args.watch or args.watch_dir else []
     options += ["--no-labels"] if args.no_labels else []
     options += [] if args.timeout_sec is None else ["--timeout-sec", str(args.timeout_sec)]
     return options + (["-m"] if args.module else [])

@@ -19,7 +19,9 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
+from ddpstats._agreement.codec import PROTOCOL_VERSION, different_versions
 from ddpstats._base import config
+from ddpstats._base.version import __version__
 from ddpstats._observe.c10d_operators import GroupView
 from ddpstats._transport.comm import refuse_fake, world_store
 from ddpstats._transport.roster import Roster
@@ -28,12 +30,14 @@ from ddpstats.errors import ConfigError, DdpstatsError, RankMissing
 from ddpstats.guard._events import Event
 from ddpstats.guard._exchange import Exchange
 from ddpstats.guard._failure_agreement import FailureAgreement, ReportStatus
+from ddpstats.guard._live_notes import LiveNotes, here
 from ddpstats.guard._p2p import Messages
 from ddpstats.guard._spoken import read
 from ddpstats.guard._status import GuardFinding
 from ddpstats.guard._summary import FROM_ANYBODY, NOT_RECEIVED, RECORDED, UNSETTLED, WITHOUT_OTHERS, Tally
 
 _KEPT_DESTROYED = 64
+_MAX_VERSION = 80  # characters
 _sessions = 0  # of this process, so far: ranks that do alike count alike
 
 
@@ -62,6 +66,7 @@ class Standing:
     collectives: int = 0
     steps: int = 0
     past: Tally = field(default_factory=Tally)  # of sessions that are over
+    live: LiveNotes | None = field(default_factory=here)
 
     def waits_in(self, name: str) -> tuple[str, int] | None:
         """Where some thread of this rank waits: in the group of that name, if one does there."""
@@ -72,10 +77,14 @@ class Standing:
     def waiting(self, group: Group, seq: int) -> Iterator[None]:
         thread = threading.get_ident()
         self.waits[thread] = group.name, seq
+        if self.live is not None:
+            self.live.waits(True)
         try:
             yield
         finally:
             self.waits.pop(thread, None)
+            if self.live is not None:
+                self.live.waits(False)
 
 
 class Group:
@@ -124,6 +133,7 @@ class Session:
         self._number, self._compares = _sessions, compares
         self._world = weakref.ref(dist.group.WORLD) if dist.group.WORLD is not None else lambda: None
         self.rank = dist.get_rank()
+        self.words = f"the default group of {dist.get_world_size()} ranks"
         limit_sec, self._timeout_sec = min(LIMIT_SEC, settings.timeout_sec), settings.timeout_sec
         self._store = world_store(prefix, limit_sec)
         self._roster = Roster(self._store, self.rank, range(dist.get_world_size()))
@@ -139,11 +149,22 @@ class Session:
         self.unfinished = ""  # why the last comparison did not go to its end
         self.named: dict[str, Group] = {}
         self.agreement: FailureAgreement | None = None
+        self.differs = ""  # why ranks cannot be compared
         if compares and dist.get_world_size() > 1:
             with self._reaching_store():
+                self.differs = self._differing_versions()
                 self.agreement = FailureAgreement(
                     self._roster, report_status, position, self._told_by, self.is_reachable, heard
                 )
+
+    def _differing_versions(self) -> str:
+        """What to say where the first rank to come runs another version: their notes mean something else."""
+        mine = f"ddpstats {__version__}, protocol {PROTOCOL_VERSION}"
+        told = self._store.post("version", f"{self.rank} {mine}").decode(errors="replace")
+        first, _, theirs = told.partition(" ")
+        if theirs == mine:
+            return ""
+        return different_versions(self.words, {int(first): theirs[:_MAX_VERSION], self.rank: mine})
 
     def is_over(self) -> bool:
         """Whether the program has destroyed the process group since."""

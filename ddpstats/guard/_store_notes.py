@@ -46,6 +46,7 @@ class StoreNotes:
 
     def __init__(self, store: BoundedStore, index: int, size: int) -> None:
         self._store, self._index, self._size = store, index, size
+        self._own: tuple[int, list[Note]] = -1, []  # what this rank was the last to sum up
 
     def post(self, seq: int, note: Note) -> None:
         """Post this rank's note; never waits."""
@@ -58,30 +59,32 @@ class StoreNotes:
             store.add(f"balance/{seq}/high", note.balance // _HALF)
         store.set(f"at/{self._index}", str(seq))
         if store.add(f"posted/{seq}", 1) == self._size:
-            store.set(f"all/{seq}", _spelled(self._summed_up(seq)))
+            self._own = seq, self._summed_up(seq, kind, told.encode())
+            store.set(f"all/{seq}", _spelled(self._own[1]))
             self._forget(seq - NOTES_KEPT)
 
-    def _summed_up(self, seq: int) -> list[Note]:
+    def _summed_up(self, seq: int, own_kind: int, own: bytes) -> list[Note]:
         notes, balance = list[Note](), 0
         for kind in range(_MAX_KINDS):
-            told = self._store.find(f"note/{seq}/{kind}")
+            told = own if kind == own_kind else self._store.find(f"note/{seq}/{kind}")
             if told is None:
                 break
             notes += _notes_of(told) or ()
         if any(note.balance for note in notes):
-            low, high = (self._store.add(f"balance/{seq}/{half}", 0) for half in ("low", "high"))
+            low, high = (self._store.counted(f"balance/{seq}/{half}") for half in ("low", "high"))
             balance = (low + high * _HALF) & MASK
         return [note._replace(balance=0 if kind else balance) for kind, note in enumerate(notes)]
 
     def _forget(self, seq: int) -> None:
+        """Of a number on which ranks differed the other notes stay: there is no next one."""
         if seq > 0:
-            kinds = range(len(self.look(seq) or ()))
-            more = (f"all/{seq}", f"posted/{seq}", f"balance/{seq}/low", f"balance/{seq}/high")
-            for key in (*(f"note/{seq}/{kind}" for kind in kinds), *more):
-                self._store.delete_key(key)
+            for key in ("note/{}/0", "all/{}", "posted/{}", "balance/{}/low", "balance/{}/high"):
+                self._store.delete_key(key.format(seq))
 
     def look(self, seq: int) -> list[Note] | None:
         """The different notes if all ranks have posted, the first with the sum of all balances; else None."""
+        if seq == self._own[0]:
+            return self._own[1]
         told = self._store.find(f"all/{seq}")
         return None if told is None else _notes_of(told)
 

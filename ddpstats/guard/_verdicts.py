@@ -18,11 +18,11 @@ from typing import Any, NoReturn
 from ddpstats._base.rank_names import ranks_text
 from ddpstats._observe import collectives
 from ddpstats._transport.store import STORE_ERRORS, StoreSilent, shared_poll
-from ddpstats.errors import CollectiveMismatch, DdpstatsError, RankMissing
+from ddpstats.errors import CollectiveMismatch, DdpstatsError, ProtocolMismatch, RankMissing
 from ddpstats.guard._events import Entry, Event, event_of
 from ddpstats.guard._failure_agreement import MESSAGES, Alarm, FailureAgreement
 from ddpstats.guard._session import Group, Session, Settings, Standing
-from ddpstats.guard._status import DOUBT, MISMATCH, MISSING, NOTHING, GuardFinding
+from ddpstats.guard._status import DOUBT, MISMATCH, MISSING, NOTHING, VERSIONS, GuardFinding
 from ddpstats.guard._telling import gave_up, printed_once, signal_deferred
 
 _SLICE_SEC = 0.2
@@ -80,6 +80,11 @@ class Verdicts:
     def publish(self, finding: GuardFinding, alarm: Alarm) -> None:
         """A verdict that this rank can give alone."""
         self._raise_or_warn(self.agreement.declare(finding, alarm), alarm)
+
+    def refuse(self) -> None:
+        """Nothing can be compared: all ranks raise why, those too that came before anybody could know."""
+        session, ranks = self._session, self.agreement.roster.ranks
+        self.publish(GuardFinding(VERSIONS, session.differs, "", 0), Alarm("", session.words, ranks, 0, until=False))
 
     @contextmanager
     def answered(self, alarm: Alarm) -> Iterator[None]:
@@ -211,6 +216,8 @@ class Verdicts:
             return
         error = _error_of(finding, alarm)
         self._session.note(finding.group, finding.seq, finding.kind == MISMATCH)
+        if self._standing.live is not None:
+            self._standing.live.alarm(finding.message)
         if self._warn and isinstance(error, CollectiveMismatch):
             self._standing.silent = True
             log.warning("%s", error)
@@ -240,6 +247,8 @@ def is_broken(error: BaseException) -> bool:
 
 
 def _error_of(finding: GuardFinding, alarm: Alarm) -> DdpstatsError:
+    if finding.kind == VERSIONS:
+        return ProtocolMismatch(finding.message, ranks=alarm.ranks, group=alarm.words)
     if finding.kind == MISMATCH:
         return CollectiveMismatch(
             finding.message,

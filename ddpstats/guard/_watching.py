@@ -6,12 +6,14 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from ddpstats._base import marks
 from ddpstats._observe.c10d_operators import Collective, GroupView
 from ddpstats._observe.user_frames import called_by_c10d, calling_frame, main_stack, site_of
 from ddpstats.guard._buckets import with_parameters
@@ -50,6 +52,10 @@ log = logging.getLogger("ddpstats")
 
 _Seen = tuple[Group, Entry, Awaited | None]
 """What is known of a collective once it is described; the last of a message that is still to be compared."""
+
+
+GroupStatus = tuple[str, str]
+"""Words for a group, and a `RankStatus` that is packed."""
 
 
 class _Work(NamedTuple):
@@ -98,9 +104,12 @@ class Watching:
         record_dir = self._settings.record_dir
         if record_dir is not None and self._writer is None:
             self._writer = RecordWriter(record_dir, session.rank, dist.get_world_size(), session.run)
+            marks.listeners.append(self._writer.write_mark)
         self.comparing = None
         if session.agreement is not None:
             self.comparing = Comparing(session, self.standing, self._settings)
+            if session.differs:
+                self.comparing.verdicts.refuse()
         return session
 
     # -- subscriber of `collectives` -----------------------------------------------------------------------------------
@@ -124,6 +133,8 @@ class Watching:
             entry = event, seq, time.time()
             self.ring.append(entry)
             standing.collectives += 1
+            if standing.live is not None:
+                standing.live.begins(group.name, group.view.ranks, event, seq)
             if self._writer is not None:
                 self._writer.write_event(event_of(entry))
         call.subscriber_state = group, entry, self._begin_message(entry, group) if is_message else None
@@ -261,6 +272,8 @@ class Watching:
 
     def leave(self, error: BaseException | None) -> None:
         """Tell the others that this rank leaves, and how; never waits."""
+        if self.standing.live is not None:
+            self.standing.live.left(how_left(error))
         if self.session is not None:
             self.session.leave(
                 how_left(error), self.ring.last(), lambda name: self._report_status(name, error is not None)
@@ -282,6 +295,8 @@ class Watching:
         if self.session is not None:
             self.session.close()
         if self._writer is not None:
+            with suppress(ValueError):  # it was closed before
+                marks.listeners.remove(self._writer.write_mark)
             self._writer.close()
         self._works.clear()
 
@@ -312,6 +327,11 @@ class Watching:
             False,
             main_stack(_STACK_FRAMES),
         )
+
+    def statuses(self) -> dict[str, GroupStatus]:
+        """Of each group: words for it, and what this rank knows of itself in it. Called by any thread."""
+        groups = {} if self.session is None else dict(self.session.named)
+        return {name: (group.words, self._report_status(name).pack()) for name, group in groups.items()}
 
     def _heard(self, finding: GuardFinding) -> None:
         """A verdict has come. Labels that may differ are not compared at their places any more, on any rank."""

@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 import ddpstats
 from ddpstats._observe import collectives
-from ddpstats.guard import _exchange, collective_guard
+from ddpstats._transport.comm import world_store
+from ddpstats.guard import _exchange, _session, collective_guard
 from tests.guard.scenarios import Told, probe
 from tests.integrations import espnet_runs
 
@@ -82,6 +83,26 @@ def warned() -> tuple[list[str], int]:
         return said, guard.counters.collectives
     finally:
         logging.getLogger("ddpstats").removeHandler(listener)
+
+
+def with_version(mode: Any, name: str, value: Any) -> tuple[str, str]:
+    """With another version on rank 1, which enters the guard when rank 0 is in it already: what is raised."""
+    if dist.get_rank() == 1:
+        vars(_session)[name] = value
+        _await_the_first()
+    try:
+        with collective_guard(mode, timeout_sec=30):
+            dist.all_reduce(torch.ones(1))
+    except ddpstats.DdpstatsError as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+def _await_the_first() -> None:
+    """Once rank 0 has entered its guard."""
+    store = world_store(f"ddpstats/guard/{_session._sessions + 1}")
+    while not store.check(["version"]):
+        time.sleep(0.01)
 
 
 def waits_alone(on_mismatch: Any) -> tuple[str, tuple[int, ...], float]:

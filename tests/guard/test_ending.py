@@ -255,9 +255,23 @@ INITIALIZED = """
 """
 
 
+TESTED = """
+    import pytest
+
+    def test_group():
+        import torch.distributed as dist
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+    if __name__ == "__main__":
+        pytest.main(["-p", "ddpstats.testing.pytest_plugin", "-p", "no:cacheprovider", __file__])
+"""
+
+
 @pytest.mark.parametrize(
     ("text", "env", "warns"),
     [
+        pytest.param(TESTED, {}, False, id="pytest"),
+        pytest.param(TESTED, {"RANK": "0", "WORLD_SIZE": "2"}, True, id="pytest on two ranks"),
         pytest.param("import ddpstats", {}, False, id="helper"),
         pytest.param("import ddpstats", {"RANK": "0", "WORLD_SIZE": "1"}, False, id="one rank"),
         pytest.param("import ddpstats", {"RANK": "0", "WORLD_SIZE": "2"}, True, id="two ranks"),

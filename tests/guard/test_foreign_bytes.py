@@ -14,18 +14,19 @@ import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in __all__
 
 from ddpstats.errors import ConfigError, DdpstatsError
-from ddpstats.guard import _report, _spoken
+from ddpstats.guard import _spoken
 from ddpstats.guard._exchange import Exchange
 from ddpstats.guard._failure_agreement import Alarm
 from ddpstats.guard._records import RecordWriter
 from ddpstats.guard._status import GuardFinding, RankStatus
+from ddpstats.report import _report
 
 HEAD = {"ddpstats": 1, "run": "x", "rank": 0, "world_size": 2, "time": 1.0}
 EVENT: dict[str, Any] = {"group": "0", "seq": 1, "op": "all_reduce", "shapes": [[2]], "dtypes": ["float32"]}
 
 
 def report(directory: Path) -> int:
-    return _report.run(argparse.Namespace(directory=str(directory), json=False))
+    return _report.run(argparse.Namespace(directories=[directory], json=False, html=None, perfetto=None))
 
 
 def lines(*entries: Any) -> bytes:
@@ -54,8 +55,12 @@ def lines(*entries: Any) -> bytes:
         (lines(HEAD, {"new_group": "0", "ranks": [0, 0]}), "line 2: a group that has a rank twice"),
         (lines(HEAD, {"new_group": "0", "ranks": [0], "words": 3}), "line 2: text is needed"),
         (lines(HEAD, b" " * (2 << 20)), "line 2: a line of more than 1,048,576 bytes"),
+        (lines(HEAD, {"mark": 1, "time": 1.0}), "line 2: a mark without kind"),
+        (lines(HEAD, {"mark": "x", "time": 1e300}), "line 2: a mark without time"),
+        (lines(HEAD, {"mark": "x", "time": 1.0, "ranks": [True]}), "line 2: a mark of no ranks"),
+        (lines(HEAD, {"mark": "x", "time": 1.0, "values": {"loss": "NaN"}}), "line 2: a mark whose value is no number"),
     ],
-    ids=range(16),
+    ids=range(20),
 )
 def test_a_record_that_is_none(content: bytes, said: str, tmp_path: Path) -> None:
     (tmp_path / "rank0.jsonl").write_bytes(content)

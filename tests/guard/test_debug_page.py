@@ -1,0 +1,58 @@
+"""The guard's page in torch's debug server: served by torch's own classes, about real ranks."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+
+import pytest
+
+from ddpstats.guard._debug_page import page_text
+from ddpstats.guard._events import Event, Signature, digest_of
+from ddpstats.guard._status import RankStatus
+from ddpstats.testing import RankPool
+from tests.needs import needs
+
+
+def test_the_page_says_where_a_rank_waits_and_under_which_label(two_ranks: RankPool) -> None:
+    needs("aiohttp")  # or requests: by which torch's server asks the ranks
+    if importlib.util.find_spec("torch.distributed.debug") is None:
+        pytest.skip("this torch has no torch.distributed.debug")
+    from tests.guard.debug_page_runs import page_while_rank_0_waits
+
+    _, page = two_ranks.run(page_while_rank_0_waits, timeout_sec=120).values()
+    assert '<a href="/ddpstats">ddpstats</a>' in page
+    assert re.search(
+        r"^(.*>)?rank 0: waits in number 2 of group .*; last: number 2 of group .*, all_reduce\(", page, re.M
+    )
+    assert "rank 1: is elsewhere in its program; last: number 1 of group" in page
+    assert "&lt;b&gt;loss" in page
+    assert "<b>" not in page
+    assert "collective number 2 of the default group of 2 ranks was not completed:" in page
+    assert "debug_page_runs.py" in page  # rank 1's stack
+
+
+def told(label: str, waits_in: tuple[str, int] | None = None, count: int = 1) -> tuple[bool, str]:
+    signature = Signature("all_reduce", "sum", None, ((),), ("float32",))
+    event = Event("0", 1, signature, label, 2 * ord(label[0]), "train.py:7 in f", digest_of(signature))
+    status = RankStatus(0, [event], {}, count, waits_in, event.in_full())
+    return True, json.dumps({"0": ["the default group", status.pack()]})
+
+
+@pytest.mark.parametrize(
+    ("answers", "said", "unsaid"),
+    [
+        ([told("snr"), told("l1")], "What differs: the label", "was not completed"),
+        ([told("snr", ("0", 2), count=2), told("snr")], "collective number 2 of the default group was not", "differs"),
+        ([told("snr", count=2), told("snr")], "rank 1: is elsewhere", "was not completed"),  # it may be about to come
+        ([told("snr"), (False, "timeout")], "rank 1: does not answer", "was not completed"),
+        ([(True, "{}"), (True, "[3]")], "rank 0: no guard is active\nrank 1: no guard is active", "group"),
+        ([(True, '{"0": ["all", "\\ud800"]}')], "rank 0: no guard is active", "group"),
+        ([(True, '{"0": 3}'), told("\x1b[2J")], "\\x1b[2J", "\x1b"),
+    ],
+)
+def test_what_the_page_says(answers: list[tuple[bool, str]], said: str, unsaid: str) -> None:
+    text = page_text(answers)
+    assert said in text
+    assert unsaid not in text

@@ -1,0 +1,324 @@
+"""What ranks note of themselves while they run, and who reads it: lines, a table on a terminal, torch's debug page."""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import termios
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ddpstats import ConfigError, DdpstatsError, cli
+from ddpstats.guard import _live, _live_notes
+from ddpstats.guard._events import Event, Signature, digest_of
+from ddpstats.guard._live import lines_of, picture_of
+from ddpstats.guard._live_notes import LiveNotes, RankNow, read_notes
+from ddpstats.guard._screen import run_watched
+from ddpstats.testing import RankPool
+from tests import scripts
+from tests.guard import live_runs, runs
+from tests.needs import needs
+
+LIMIT_SEC = 150
+SUM = Signature("all_reduce", "sum", None, ((),), ("float32",))
+EVENT = Event("0", 0, SUM, "snr", 0, "train.py:7 in <module>", digest_of(SUM))
+
+
+def noted(directory: Path, collectives: int = 2, rank: int = 0, event: Event = EVENT) -> LiveNotes:
+    notes = LiveNotes(directory, rank, 2)
+    for seq in range(1, collectives + 1):
+        notes.begins("0", (0, 1), event, seq)
+    return notes
+
+
+def shown(directory: Path) -> str:
+    return "\n".join(lines_of(picture_of(read_notes(directory))))
+
+
+# -- notes ------------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_noted_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    notes = noted(tmp_path)
+    noted(tmp_path, 1, rank=1).left("left the guard by ValueError: no data")
+    notes.stepped(EVENT)
+    notes.renegotiated("train", ["l1"])
+    notes.alarm("they\n  differ")
+    notes.waits(True)
+    monkeypatch.setattr(_live, "_LONG_SEC", -1.0)
+    assert [re.sub(r"\d+ s", "N s", line) for line in shown(tmp_path).splitlines()] == [
+        "2 of 2 ranks, step 1; rank 0 waits for rank 1",
+        "  rank 0: step 1, 2 collectives, 0 behind, waits for N s: number 2, all_reduce(float32[], sum) 'snr', "
+        "at train.py:7 in <module>",
+        "  rank 1: step 0, 1 collectives, 1 behind, left the guard by ValueError: no data (last began N s ago): "
+        "number 1, all_reduce(float32[], sum) 'snr', at train.py:7 in <module>",
+        "  renegotiations: 1; new keys of the last: 'l1' (name='train')",
+        "  ALARM: they differ",
+    ]
+
+
+def test_a_note_that_is_half_written_leaves_the_one_before(tmp_path: Path) -> None:
+    noted(tmp_path, 5)
+    path = tmp_path / "rank0.live"
+    whole = path.read_bytes()
+    at = whole.rindex(b'"numbers":[6,5,')  # the note before has 5, in the other slot
+    path.write_bytes(whole[:at] + b"#" + whole[at + 1 :])
+    (note,) = read_notes(tmp_path)
+    assert (note.collectives, note.event) == (4, dataclasses.replace(EVENT, seq=4))
+    path.write_bytes(whole.replace(b'"numbers"', b'"Numbers"'))
+    assert read_notes(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda path: path.write_bytes(b"\xff" * 100),
+        lambda path: path.write_bytes(bytes(1 << 20)),
+        lambda path: path.write_bytes(b""),
+        lambda path: path.symlink_to("/dev/zero"),
+        os.mkfifo,
+    ],
+    ids=["bytes", "large", "empty", "link", "pipe"],
+)
+def test_what_is_no_note_is_left_out(make: Callable[[Path], object], tmp_path: Path) -> None:
+    noted(tmp_path)
+    make(tmp_path / "rank1.live")
+    assert [note.rank for note in read_notes(tmp_path)] == [0]
+
+
+def test_notes_of_strangers_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(_live_notes, "FORMAT", 2)
+        noted(tmp_path)
+    with pytest.raises(DdpstatsError, match="written by a newer ddpstats: format 2, this one reads 1"):
+        read_notes(tmp_path)
+    noted(tmp_path, rank=1)
+    assert [note.rank for note in read_notes(tmp_path)] == [1]
+
+
+def test_a_program_goes_on_beside_notes_of_strangers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(_live_notes, "FORMAT", 2)
+        noted(tmp_path)
+    program = [sys.executable, "-c", "import sys; sys.exit(3)"]
+    assert run_watched(program, os.environ, str(tmp_path)) == 3
+
+
+SIGNALS_ITS_PARENT = """
+import os, signal, sys, time
+
+parent = os.getppid()
+while not int(open(f"/proc/{parent}/status").read().split("SigCgt:")[1].split()[0], 16) >> 14 & 1:
+    time.sleep(0.05)
+os.kill(parent, int(sys.argv[1]))
+time.sleep(600)
+"""
+ENDS_WITH_ITS_PROGRAM = """
+import signal, sys
+from ddpstats.guard import _screen
+
+_screen.ENDING_SEC = 0.5
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background has it ignored
+try:
+    sys.exit(-_screen.run_watched(sys.argv[2:], {}, sys.argv[1]))
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, signal.SIGTERM), (signal.SIGINT, 130)])
+def test_a_signal_to_the_launcher_alone_ends_the_program(number: int, status: int, tmp_path: Path) -> None:
+    program = [str(tmp_path), sys.executable, "-c", SIGNALS_ITS_PARENT, str(int(number))]
+    assert scripts.run(["-c", ENDS_WITH_ITS_PROGRAM, *program], timeout=LIMIT_SEC).returncode == status
+
+
+def test_notes_that_cannot_be_made_leave_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "replace", lambda *_: os.stat(tmp_path / "nowhere"))
+    with pytest.raises(ConfigError, match=r"rank 0 cannot write its notes to .*: No such file"):
+        noted(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_watching_ends_where_the_notes_are_removed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted(tmp_path)
+    monkeypatch.setattr(time, "sleep", lambda _: (tmp_path / "rank0.live").unlink())
+    assert cli.main(["watch", str(tmp_path)]) == 2
+    assert "are gone: whoever started the ranks has removed them" in capsys.readouterr().err
+
+
+def test_only_ranks_of_the_newest_run_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "getppid", lambda: 1)
+        noted(tmp_path, rank=1)
+    noted(tmp_path)
+    assert [note.rank for note in read_notes(tmp_path)] == [0]
+    assert not list(tmp_path.glob("*.live.*"))
+    assert (tmp_path / "rank0.live").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_label_cannot_command_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    noted(tmp_path, event=dataclasses.replace(EVENT, label="\x1b[2Jsnr", site="\x1b[H.py:1 in f"))
+    with _live.Lines(sys.stdout) as view:
+        view.show(picture_of(read_notes(tmp_path)))
+    printed = capsys.readouterr().out
+    assert "\x1b" not in printed
+    assert "\\x1b[H.py:1 in f" in printed
+
+
+def test_who_is_furthest_behind_comes_first_where_there_are_many() -> None:
+    ranks = [RankNow(rank, 40, groups={"all": (40, 9), "half": (20, 5)} if rank != 33 else {}) for rank in range(40)]
+    picture = picture_of(ranks)
+    assert (picture.rows[0].rank, picture.rows[0].behind) == (33, 9)  # it may be no member of the half
+    assert len(picture.rows) == 16
+    assert "24 more ranks" in picture.remarks[0]
+
+
+def test_options_that_make_no_sense(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    assert cli.main(["run", "--watch", str(script)]) == 2
+    assert "--watch is for --nproc N" in capsys.readouterr().err
+    assert cli.main(["run", "--nproc", "2", "--guard", "off", "--watch", str(script)]) == 2
+    assert "with --guard off nothing is seen" in capsys.readouterr().err
+
+
+# -- ranks ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["strict", "step"])
+def test_training_is_the_same_to_the_bit(two_ranks: RankPool, mode: str, tmp_path: Path) -> None:
+    plain = two_ranks.run(runs.trained_parameters, mode).values()
+    noted_too = two_ranks.run(live_runs.trained_and_noted, mode, str(tmp_path)).values()
+    assert [trained for trained, _ in noted_too] == plain
+    assert {event for _, event in noted_too} == {"all_reduce(float32[1], sum) 'accuracy'"}
+
+
+@pytest.mark.parametrize("mode", ["strict", "step"])
+def test_who_is_waited_for_is_seen_and_where(two_ranks: RankPool, mode: str, tmp_path: Path) -> None:
+    _, (heading, first, second, *remarks) = two_ranks.run(live_runs.waited_for, str(tmp_path), mode).values()
+    assert heading == "2 of 2 ranks, step 1; rank 0 waits for rank 1"
+    assert re.search(
+        r"0 behind, waits for \d+ s: number 2, all_reduce\(float32\[1\], sum\) 'snr', at .*live_runs", first
+    )
+    assert "1 behind, runs" in second
+    assert remarks == [f"  renegotiations: 1; new keys of the last: '{mode} 0', '{mode} 1' (name='train')"]
+
+
+STOPPED = """
+    import os, signal, torch, torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    stats = {"loss": torch.ones(1)}
+    for key in stats:
+        dist.all_reduce(stats[key])
+    optimizer.step()
+    if dist.get_rank() == 1:
+        print("process", os.getpid(), flush=True)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    dist.all_reduce(torch.ones(1 + dist.get_rank()))
+"""
+
+
+def test_a_program_is_watched_to_its_end(tmp_path: Path) -> None:
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "train.py").write_text(textwrap.dedent(STOPPED))
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path / "scratch")}
+    command = ["-m", "ddpstats", "run", "--nproc", "2", "--watch", str(tmp_path / "train.py")]
+    out, err = tmp_path / "out", tmp_path / "err"
+    with out.open("w") as stdout, err.open("w") as stderr:
+        process = scripts.start(command, environ, stdout, stderr)
+    try:
+        _until(lambda: "rank 0 waits for rank 1" in err.read_text(), err)
+        os.kill(int(out.read_text().split()[1]), signal.SIGCONT)
+        assert process.wait(LIMIT_SEC) != 0
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    told = [line.partition("ddpstats watch: ")[2] for line in err.read_text().splitlines()]
+    at = next(number for number, line in enumerate(told) if "rank 0 waits for rank 1" in line)
+    assert "step 1" in told[at]
+    assert re.search(r"waits for \d+ s: number 2, all_reduce\(float32\[1\], sum\), at .*train.py:14", told[at + 1])
+    assert re.search(r"1 behind, stopped .*: number 1, all_reduce\(float32\[1\], sum\) 'loss', at", told[at + 2])
+    assert any("ALARM: the ranks of the default group" in line for line in told)
+    assert "CollectiveMismatch" in err.read_text()
+    assert not list((tmp_path / "scratch").glob("ddpstats-run-*"))
+
+
+def _until(is_so: Callable[[], bool], file: Path) -> None:
+    deadline = time.monotonic() + LIMIT_SEC
+    while not is_so():
+        assert time.monotonic() < deadline, file.read_text()
+        time.sleep(0.1)
+
+
+# -- a terminal -------------------------------------------------------------------------------------------------------
+
+WATCHED = """
+import fcntl, signal, sys, termios
+from ddpstats.guard._screen import run_watched
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background has it ignored
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+program = "import sys, time; print('step', 1, sys.stdout.isatty()); sys.stderr.write('10%\\\\r20%'); " + sys.argv[2]
+try:
+    sys.exit(run_watched([sys.executable, "-c", program], {}, sys.argv[1]))
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+
+
+@pytest.mark.parametrize(
+    ("ends", "keys", "status"),
+    [("sys.exit(3)", b"", 3), ("sys.stderr.flush(); time.sleep(600)", b"\x03", 130)],
+    ids=["by itself", "by an interrupt"],
+)
+def test_a_table_on_a_terminal(ends: str, keys: bytes, status: int, tmp_path: Path) -> None:
+    needs("rich")
+    noted(tmp_path).alarm("\x1b[2Jdiffer")
+    ours, its = pty.openpty()
+    fcntl.ioctl(its, termios.TIOCSWINSZ, b"\x28\0\xa0\0\0\0\0\0")  # 40 lines of 160 characters
+    environ = {**os.environ, "TERM": "xterm", "PYTHONPATH": os.pathsep.join(sys.path)}
+    environ.pop("COLUMNS", None)  # GNU readline leaves it behind, and it wins over the terminal's width
+    process = subprocess.Popen(
+        [sys.executable, "-c", WATCHED, str(tmp_path), ends],
+        env=environ, stdin=its, stdout=its, stderr=its, start_new_session=True,
+    )  # fmt: skip
+    os.close(its)
+    drawn = b""
+    try:
+        deadline = time.monotonic() + LIMIT_SEC
+        while select.select([ours], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            try:
+                drawn += os.read(ours, 1 << 16)
+            except OSError:  # nobody has the other end any more
+                break
+            if keys and b"20%" in drawn and b"last collective" in drawn:
+                os.write(ours, keys)
+                keys = b""
+        assert not keys, drawn
+        assert process.wait(LIMIT_SEC) == status
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+    assert b"step 1 True" in drawn  # the program has a terminal
+    assert b"'snr'" in drawn
+    assert b"\\x1b[2Jdiffer" in drawn
+    assert b"\x1b[2J" not in drawn
+    assert drawn.rindex(b"\x1b[?25h") > drawn.rindex(b"\x1b[?25l")
