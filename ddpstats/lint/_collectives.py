@@ -1,0 +1,263 @@
+"""Which calls of a program are collectives of all ranks.
+
+Known are the functions of torch.distributed and of libraries that stand on it, methods of objects that the file makes,
+and a few methods whose names say it. A function of the same file that runs a collective whatever happens counts as one.
+A collective of a process group that is not all ranks is left out: whose turn it is in a group cannot be read here.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from ddpstats.lint._program import Function, Program, blocks_of, dotted, exits, last_name, parts_of
+
+# by operation: at which position the process group is passed
+_TORCH = {
+    **dict.fromkeys(("barrier", "monitored_barrier"), 0),
+    **dict.fromkeys(("all_reduce", "all_reduce_coalesced", "broadcast", "broadcast_object_list", "all_to_all"), 2),
+    **dict.fromkeys(("all_gather", "all_gather_object", "all_gather_coalesced", "all_gather_into_tensor"), 2),
+    **dict.fromkeys(("_all_gather_base",), 2),
+    **dict.fromkeys(("gather", "gather_object", "scatter", "scatter_object_list", "reduce"), 3),
+    **dict.fromkeys(("reduce_scatter", "reduce_scatter_tensor", "_reduce_scatter_base"), 3),
+    **dict.fromkeys(("all_to_all_single", "new_group", "new_subgroups"), 4),
+}
+_TORCH_HOMES = re.compile(
+    r"(torch\.distributed|deepspeed\.comm|deepspeed)(\.distributed_c10d|\.nn|\.nn\.functional|\.comm|"
+    r"\._functional_collectives)?"
+)
+_FUNCTIONS = {
+    "accelerate.utils": (
+        *("gather", "gather_object", "reduce", "broadcast", "broadcast_object_list"),
+        *("pad_across_processes", "wait_for_everyone"),
+    ),
+    "mmengine.dist": (*_TORCH, "all_reduce_dict", "all_reduce_params", "collect_results", "sync_random_seed"),
+    "detectron2.utils.comm": ("synchronize", "all_gather", "gather", "reduce_dict", "shared_random_seed"),
+    "torch_xla.core.xla_model": ("all_reduce", "all_gather", "mesh_reduce", "rendezvous", "reduce_scatter"),
+    "horovod.torch": ("allreduce", "allgather", "broadcast", "broadcast_object", "allgather_object", "barrier"),
+    "ddpstats": ("reduce_stats", "any_rank", "all_ranks", "recursive_average", "recursive_sum"),
+    "torch.distributed.checkpoint": ("save", "load", "async_save"),
+    "torch.nn.parallel": ("DistributedDataParallel",),
+}
+# What some module of a program itself is likely to wrap: by these names, in a module that is called after it.
+_WRAPPED = frozenset({"all_reduce", "all_gather", "all_gather_object", "barrier", "broadcast", "broadcast_object_list"})
+_WRAPPERS = re.compile(r".*(^|[._])(dist|distrib|distributed|comm)(_utils?)?")
+
+_ACCELERATOR = ("gather", "reduce", "pad_across_processes", "wait_for_everyone")
+_FABRIC = ("barrier", "all_reduce", "all_gather", "broadcast", "backward")
+_METHODS_OF_MADE = {  # by how the maker's name begins
+    "accelerate.Accelerator": _ACCELERATOR,
+    "lightning.Fabric": _FABRIC,
+    "lightning.fabric.Fabric": _FABRIC,
+    "torchmetrics.": ("compute", "sync"),
+    "ddpstats.StatsWindow": ("flush",),
+    "ddpstats.StatsReducer": ("__call__", "start"),
+    "ddpstats.StepChecks": ("step",),
+    "ddpstats.NaNCapture": ("check",),
+    "ddpstats.Sentinel": ("step",),
+}
+_METHODS_OF_NAMED = {  # by the last word of what they are called on
+    "accelerator": _ACCELERATOR,
+    "fabric": _FABRIC,
+    "strategy": ("barrier", "reduce", "broadcast", "all_gather", "reduce_boolean_decision"),
+}
+_METHODS = frozenset({"wait_for_everyone", "gather_for_metrics", "reduce_boolean_decision"})
+_LIGHTNING = frozenset({"lightning", "pytorch_lightning"})
+_ASKS_FOR_WORLD = re.compile(
+    r"(?i)is_(available|initialized|dist|distributed|parallel|multi)|world_?size|distributed|num_processes|n_?gpu|ddp"
+)
+_ASKS_FOR_RANK = re.compile(r"rank|main_process|master|zero")
+_ON_ONE_RANK = frozenset({"gather", "gather_object", "reduce", "scatter", "scatter_object_list"})  # of torch
+_OTHER_RESULTS = frozenset({"reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single", "barrier"})
+_ONLY_ONE_RANK = re.compile(r"(rank_?(zero|0)|main_process|master|on_main)(_only|_process)?(_fn)?")
+_WRAPS_MODEL = frozenset({"DistributedDataParallel", "DDP"})
+
+MAY_HOLD = re.compile(
+    rb"torch\.distributed|import distributed|all_reduce|all_gather|\bbarrier|broadcast_object|sync_dist|strategy\.|"
+    rb"horovod|[Aa]ccelerator|accelerate\.utils|wait_for_everyone|mmengine|detectron2|xla_model|[Ff]abric|"
+    rb"DistributedDataParallel|"
+    rb"torchmetrics|ddpstats"
+)
+"""Bytes that a file has where it calls a collective itself."""
+
+
+@dataclass(frozen=True, eq=False)
+class Collective:
+    """``op`` is the operation, ``call`` where it is run in this function, ``via`` the function of the file that has it.
+
+    ``is_grouped``: of a process group that may be not all ranks. ``agrees``: its result is alike on all ranks.
+    ``in_place``: the tensor that it changes.
+    """
+
+    op: str
+    call: ast.Call
+    via: str = ""
+    is_grouped: bool = False
+    agrees: bool = True
+    in_place: ast.expr | None = None
+
+    def __str__(self) -> str:
+        return f"{self.via}() runs {self.op}, which" if self.via else self.op
+
+
+class Collectives:
+    """Of one file; what is found is kept."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self._calls: dict[ast.AST, list[ast.Call]] = {}
+        self._certain_of: dict[Function, tuple[str, ...]] = {}
+        self._found: dict[ast.Call, tuple[Collective, ...]] = {}
+
+    def of(self, call: ast.Call, owner: ast.ClassDef | None) -> tuple[Collective, ...]:
+        """What a call runs; the operations, in order, where it is a function of this file."""
+        if call not in self._found:
+            self._found[call] = self._through(call, owner) or self._direct(call)
+        return self._found[call]
+
+    def among(self, nodes: Sequence[ast.AST], owner: ast.ClassDef | None) -> list[Collective]:
+        """Those of all ranks, in the order of the text."""
+        calls = (call for node in nodes for call in self._calls_in(node))
+        return [one for call in calls for one in self.of(call, owner) if not one.is_grouped]
+
+    def _calls_in(self, node: ast.AST) -> list[ast.Call]:
+        if node not in self._calls:
+            self._calls[node] = [part for part in parts_of(node) if isinstance(part, ast.Call)]
+        return self._calls[node]
+
+    def possible(self, call: ast.Call, owner: ast.ClassDef | None, seen: frozenset[str] = frozenset()) -> str:
+        """An operation that the call may run, of any group and under any condition; empty if there is none."""
+        if run := self._direct(call):
+            return run[0].op
+        function = self.program.function_called(call, owner)
+        if function is None or function.name in seen:
+            return ""
+        calls = (part for part in parts_of(*function.body) if isinstance(part, ast.Call))
+        inside = (self.possible(one, self.program.owner[function], seen | {function.name}) for one in calls)
+        return next((op for op in inside if op), "")
+
+    # -- a function of the file ---------------------------------------------------------------------------------------
+
+    def _through(self, call: ast.Call, owner: ast.ClassDef | None) -> tuple[Collective, ...]:
+        function = self.program.function_called(call, owner)
+        if function is None or is_for_one_rank(function):
+            return ()
+        ops = self._certain(function)
+        passed = any(_names_group(keyword.arg or "") for keyword in call.keywords)
+        grouped = passed or any(_names_group(last_name(one)) for one in call.args)
+        return tuple(Collective(op, call, function.name, grouped) for op in ops)
+
+    def _certain(self, function: Function) -> tuple[str, ...]:
+        """What it runs whenever there is more than one rank."""
+        if function not in self._certain_of:
+            self._certain_of[function] = ()  # of one that calls itself
+            self._certain_of[function] = tuple(self._of_block(function.body, self.program.owner[function]))
+        return self._certain_of[function]
+
+    def _of_block(self, statements: Sequence[ast.stmt], owner: ast.ClassDef | None) -> Iterator[str]:
+        for statement in statements:
+            if isinstance(statement, ast.If):
+                yield from (one.op for one in self.among([statement.test], owner))
+                branches = [list(self._of_block(block, owner)) for block in (statement.body, statement.orelse)]
+                if is_about_world(statement.test):
+                    yield from branches[0] or branches[1]
+                    continue
+                yield from branches[0] if branches[0] == branches[1] else ()
+                if any(exits([statement])):
+                    return
+            elif blocks := list(blocks_of(statement)):
+                heads = [part for part in ast.iter_child_nodes(statement) if isinstance(part, (ast.expr, ast.withitem))]
+                yield from (one.op for one in self.among(heads, owner))
+                for block in blocks[:1] if isinstance(statement, ast.Try) else blocks:
+                    yield from self._of_block(block, owner)
+            else:
+                yield from (one.op for one in self.among([statement], owner))
+                if isinstance(statement, (ast.Return, ast.Raise)):
+                    return
+
+    # -- a library's --------------------------------------------------------------------------------------------------
+
+    def _direct(self, call: ast.Call) -> tuple[Collective, ...]:
+        name = self.program.resolve(call.func)
+        home, _, op = name.rpartition(".")
+        if home and op in _TORCH and _TORCH_HOMES.fullmatch(home):
+            return self._of_torch(call, op, in_place="functional" not in home and ".nn" not in home)
+        for known, ops in _FUNCTIONS.items():
+            if op in ops and (home == known or home.startswith(f"{known}.")):
+                return (Collective(op, call, "", _may_be_grouped(call), op != "barrier"),)
+        if op in _WRAPPED and _WRAPPERS.fullmatch(home) and not home.startswith("torch."):
+            first = dotted(call.func).partition(".")[0]
+            is_module = first in self.program.imports or first in self.program.modules  # and no communicator
+            return self._of_torch(call, op) if is_module else ()
+        return self._method(call)
+
+    def _of_torch(self, call: ast.Call, op: str, in_place: bool = True) -> tuple[Collective, ...]:
+        if op == "new_group" and any(keyword.arg == "use_local_synchronization" for keyword in call.keywords):
+            return ()
+        given = [keyword.value for keyword in call.keywords if keyword.arg is None or _names_group(keyword.arg)]
+        given += [] if op.startswith("new_") else call.args[_TORCH[op] : _TORCH[op] + 1]
+        given += [one for one in call.args if _names_group(last_name(one.func if isinstance(one, ast.Call) else one))]
+        grouped = not all(ast.unparse(one) == "None" or dotted(one).endswith(".WORLD") for one in given)
+        changed = call.args[0] if call.args else next((k.value for k in call.keywords if k.arg == "tensor"), None)
+        agrees = op not in _ON_ONE_RANK and op not in _OTHER_RESULTS
+        return (Collective(op, call, "", grouped, agrees, changed if in_place else None),)
+
+    def _method(self, call: ast.Call) -> tuple[Collective, ...]:
+        if not isinstance(call.func, ast.Attribute):
+            return ()
+        op, on = call.func.attr, call.func.value
+        maker = self.program.made.get(dotted(on)) or (on if isinstance(on, ast.Call) else None)
+        made_by = self.program.resolve(maker.func) if maker else ""
+        alone = maker is not None and any(keyword.arg == "sync_on_compute" for keyword in maker.keywords)
+        known = not alone and any(op in ops and made_by.startswith(begin) for begin, ops in _METHODS_OF_MADE.items())
+        name = last_name(on).lstrip("_")
+        named = op in _METHODS_OF_NAMED.get(name, ()) and (name != "strategy" or self._has_lightning)
+        if known or named or op in _METHODS or self._is_lightnings(call, op, on) or self._is_backward(op, on):
+            return (Collective(op, call, agrees=op not in ("barrier", "wait_for_everyone", "backward")),)
+        return ()
+
+    def _is_lightnings(self, call: ast.Call, op: str, on: ast.expr) -> bool:
+        if op in ("log", "log_dict"):
+            synced = [keyword.value for keyword in call.keywords if keyword.arg == "sync_dist"]
+            alone = any(keyword.arg == "rank_zero_only" for keyword in call.keywords)
+            return not alone and any(isinstance(one, ast.Constant) and one.value is True for one in synced)
+        gathers = op == "all_gather" and dotted(on) in ("self", "pl_module")
+        return self._has_lightning and (gathers or (op == "save_checkpoint" and last_name(on) == "trainer"))
+
+    def _is_backward(self, op: str, on: ast.expr) -> bool:
+        """DistributedDataParallel reduces gradients in it."""
+        if op != "backward":
+            return False
+        return last_name(on) == "accelerator" or ("loss" in ast.unparse(on).lower() and self._wraps_model)
+
+    @property
+    def _has_lightning(self) -> bool:
+        return bool(self.program.modules & _LIGHTNING)
+
+    @cached_property
+    def _wraps_model(self) -> bool:
+        calls = (node for node in ast.walk(self.program.tree) if isinstance(node, ast.Call))
+        return any(last_name(call.func) in _WRAPS_MODEL for call in calls)
+
+
+def is_for_one_rank(function: Function) -> bool:
+    """Whether a decorator lets only one rank run it."""
+    called = (one.func if isinstance(one, ast.Call) else one for one in function.decorator_list)
+    return any(_ONLY_ONE_RANK.fullmatch(last_name(one)) for one in called)
+
+
+def is_about_world(test: ast.expr) -> bool:
+    """Whether a condition asks if there are other ranks at all."""
+    text = ast.unparse(test)
+    return bool(_ASKS_FOR_WORLD.search(text)) and not _ASKS_FOR_RANK.search(text)
+
+
+def _may_be_grouped(call: ast.Call) -> bool:
+    return any(one.arg in (None, "no_dist") or _names_group(one.arg) for one in call.keywords)
+
+
+def _names_group(name: str) -> bool:
+    return name in ("pg", "comm") or name.endswith(("group", "mesh"))

@@ -1,0 +1,364 @@
+"""Which collectives some ranks run and others do not, in one function.
+
+1. The statements are walked in order; `Origins` follows what each variable depends on.
+2. At a condition in which ranks may differ, the collectives of the two sides are compared, up to where the sides meet
+   again: what comes after an early exit is a side's own. Sides that run the same operations accuse nobody.
+3. A loop of which ranks may make different numbers of turns, an iteration in an order of its own, an exception that is
+   caught between collectives, and a context or a decorator for single ranks are found on the way.
+4. Branches that complete each other (first the others wait, then rank 0) are taken out at the end.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ddpstats.lint._collectives import Collective, Collectives, is_for_one_rank
+from ddpstats.lint._order import Order
+from ddpstats.lint._origins import SAME, Differs, Origin, Origins, is_of_rank
+from ddpstats.lint._program import COMPREHENSIONS, Function, exits, last_name, parts_of, text_of
+from ddpstats.lint._rules import DICT_ORDER, EARLY_EXIT, RANK_BRANCH, SWALLOWED_ERROR
+
+_ONE_AFTER_ANOTHER = re.compile(r".*(process|zero|rank)_first")
+_MAY_FAIL_ON_ONE = frozenset(
+    {"", "Exception", "BaseException", "RuntimeError", "ValueError", "KeyError", "OSError", "OutOfMemoryError"}
+)
+_NEGATIVE = re.compile(r"not |.*(!=|not in|> 0$)")  # a condition that is true on all ranks but one
+_TRIES_TO_START = "init_process_group"  # and goes on alone without one
+_ENDS_THE_RUN = frozenset({"exit", "_exit", "abort", "quit", "kill", "destroy_process_group"})
+_HARMLESS = re.compile(
+    r"(?i)print|log\w*|info|warning|debug|is\w+|get\w*|len|wait|str|list|range|int|float|tensor|zeros|ones"
+)
+_RANGES = ("range", "trange")
+_EXITS = (ast.Return, ast.Break, ast.Continue)
+
+
+@dataclass(frozen=True)
+class _Later:
+    """The collectives that a rank misses which leaves a block: by return, by break, by continue."""
+
+    after_return: tuple[Collective, ...] = ()
+    after_break: tuple[Collective, ...] = ()
+    after_continue: tuple[Collective, ...] = ()
+    endless: tuple[Collective, ...] = ()  # a turn's, in a loop that only an exit ends
+
+    def behind(self, rest: Sequence[Collective]) -> _Later:
+        ops = tuple(rest)
+        return _Later(ops + self.after_return, ops + self.after_break, ops + self.after_continue, self.endless)
+
+    def in_loop(self, body: Sequence[Collective], *, endless: bool = False) -> _Later:
+        ops = tuple(body)  # the others make more turns
+        return _Later(ops + self.after_return, ops, (), ops if endless else ())
+
+    def missed_by(self, exit_: ast.stmt) -> tuple[Collective, ...]:
+        if isinstance(exit_, ast.Return):
+            return self.after_return
+        return self.after_break if isinstance(exit_, ast.Break) else self.after_continue
+
+    def missed_sometimes(self, exit_: ast.stmt) -> tuple[Collective, ...]:
+        """As above; a rank that begins an endless loop's turn again, and not each time, only comes later."""
+        missed = self.missed_by(exit_)
+        return () if isinstance(exit_, ast.Continue) and missed == self.endless else missed
+
+
+@dataclass(frozen=True)
+class Accusation:
+    """At ``node``; ``test`` and ``ops`` tell whether two branches complete each other."""
+
+    rule: str
+    node: ast.AST
+    reason: str
+    test: str = ""
+    ops: tuple[str, ...] = ()
+
+
+class FlowWalk:
+    """Of one function, or of a module's own statements."""
+
+    def __init__(self, collectives: Collectives, owner: ast.ClassDef | None) -> None:
+        self._collectives = collectives
+        self._owner = owner
+        self._origins = Origins(collectives, owner)
+        self._found: list[Accusation] = []
+        self._body: Sequence[ast.stmt] = ()
+        self._order: Order
+
+    def walk(self, body: Sequence[ast.stmt], function: Function | None) -> list[Accusation]:
+        ops = self._among(body)
+        if function is not None and is_for_one_rank(function):
+            if ops:
+                self._accuse(RANK_BRANCH, ops[0], f"a decorator lets only one rank run {function.name}()")
+        elif ops or any(isinstance(one, COMPREHENSIONS) for part in body for one in ast.walk(part)):
+            self._body, self._order = body, Order(self._collectives.program, body, function)
+            self._block(body, _Later())
+        tests = {(one.ops, one.test) for one in self._found if one.rule == RANK_BRANCH and one.ops}
+        completed = [ops for ops, _ in tests]
+        return [one for one in self._found if one.rule != RANK_BRANCH or completed.count(one.ops) < 2]
+
+    def _among(self, nodes: Sequence[ast.AST]) -> list[Collective]:
+        return self._collectives.among(nodes, self._owner)
+
+    def _accuse(self, rule: str, one: Collective, why: str, test: str = "", ops: Sequence[Collective] = ()) -> None:
+        reason = f"{one} needs all ranks: {why}."
+        self._found.append(Accusation(rule, one.call, reason, test, tuple(one.op for one in ops)))
+
+    def _skips(self, exit_: ast.stmt, first: Collective, why: str) -> None:
+        skipped = f"{type(exit_).__name__.lower()} skips {first.op} (line {first.call.lineno})"
+        self._found.append(Accusation(EARLY_EXIT, exit_, f"{skipped}, which other ranks run: {why}."))
+
+    # -- statements ---------------------------------------------------------------------------------------------------
+
+    def _block(self, statements: Sequence[ast.stmt], later: _Later, *, told: bool = False) -> None:
+        """``told``: what is in it is not told again."""
+        found = len(self._found)
+        for index, statement in enumerate(statements):
+            rest = statements[index + 1 :]
+            ops = self._among(rest)
+            ends = any(isinstance(one, (ast.Return, ast.Raise)) for one in rest)  # the others leave as well
+            self._statement(statement, _Later().behind(ops) if ends else later.behind(ops))
+        if told:
+            del self._found[found:]
+
+    def _statement(self, node: ast.stmt, later: _Later) -> None:
+        if isinstance(node, ast.If):
+            self._if(node, later)
+        elif isinstance(node, (ast.For, ast.AsyncFor)):
+            self._for(node, later)
+        elif isinstance(node, ast.While):
+            self._while(node, later)
+        elif isinstance(node, ast.Try):
+            self._try(node, later)
+        elif isinstance(node, (ast.With, ast.AsyncWith)):
+            self._with(node, later)
+        elif not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            self._expressions(node)
+            self._origins.assigned_by(node)
+
+    def _expressions(self, *nodes: ast.AST) -> None:
+        """Conditions and iterations inside of expressions; then what the calls have made alike."""
+        for part in parts_of(*nodes):
+            if isinstance(part, ast.IfExp):
+                self._compare(part.test, [part.body], [part.orelse])
+            elif isinstance(part, ast.BoolOp):
+                for index, value in enumerate(part.values[:-1]):
+                    self._compare(value, part.values[index + 1 :], [])
+            elif isinstance(part, COMPREHENSIONS):
+                element = [part.key, part.value] if isinstance(part, ast.DictComp) else [part.elt]
+                for generator in part.generators:
+                    self._iteration(generator, element)
+            elif isinstance(part, ast.Call):
+                self._origins.after(part)
+
+    # -- branches -----------------------------------------------------------------------------------------------------
+
+    def _if(self, node: ast.If, later: _Later) -> None:
+        self._expressions(node.test)
+        origin = self._origins.of_condition(node.test)
+        told = isinstance(origin, Differs) and self._sides(node, origin, later)
+        before = dict(self._origins.known)
+        after: list[tuple[dict[str, Origin], bool]] = []  # with whether a collective has run
+        for side in (node.body, node.orelse):
+            self._origins.known = dict(before)
+            self._block(side, later, told=told)
+            if not (side and isinstance(side[-1], (*_EXITS, ast.Raise))):
+                after.append((self._origins.known, bool(self._among(side))))
+        # a condition that does not differ, with a collective on one side: with several ranks, it is that side
+        ran = [known for known, ran in after if ran and not isinstance(origin, Differs)]
+        self._origins.merge(ran or [known for known, _ in after] or [before])
+        self._origins.assign_under(origin, node.body + node.orelse)
+
+    def _sides(self, node: ast.If, origin: Differs, later: _Later) -> bool:
+        """Whether they do differ, which is then told."""
+        sides = [node.body, node.orelse]
+        for side in sides:
+            if (side and isinstance(side[-1], ast.Raise)) or self._ends_the_run(side) or self._hands_over(side):
+                return False
+        if origin.file and not self._is_made_behind(node, origin.file):
+            return False
+        runs = [self._among(side) for side in sides]
+        leaving = [side[-1] if side and isinstance(side[-1], _EXITS) else None for side in sides]
+        exit_ = leaving[0] or leaving[1]
+        if exit_ is not None and not all(leaving):
+            stays = leaving.index(None)
+            missed = later.missed_by(exit_)
+            runs[stays] = [*runs[stays], *missed]
+            return self._differ(runs, origin, node.test, exit_ if missed else None)
+        if self._differ(runs, origin, node.test):
+            return True
+        for one in () if exit_ else (one for side in sides for one in exits(side)):
+            if missed := later.missed_sometimes(one):
+                self._skips(one, missed[0], origin.why)
+                return True
+        return False
+
+    def _is_made_behind(self, node: ast.If, file: str) -> bool:
+        """Whether one rank alone makes the file before the next collective: a rank that looks later sees it."""
+        named = re.compile(rf"(?<!\w){re.escape(file)}(?!\w)")
+        for one in parts_of(*self._body):
+            if isinstance(one, ast.Call) and one.lineno > node.lineno and self._collectives.of(one, self._owner):
+                return False
+            if not isinstance(one, ast.If) or one.lineno <= node.lineno or not is_of_rank(self._origins.of(one.test)):
+                continue
+            calls = [part for part in parts_of(*one.body) if isinstance(part, ast.Call)]
+            if any(not _HARMLESS.fullmatch(last_name(call.func)) and named.search(ast.unparse(call)) for call in calls):
+                return True
+        return False
+
+    def _hands_over(self, side: Sequence[ast.stmt]) -> bool:
+        """Whether a function that runs a collective is defined in it: who runs it, and how often, is not seen here.
+
+        Nor whom those answer that a function serves for ever.
+        """
+        inner = [one for part in side for one in ast.walk(part) if isinstance(one, ast.FunctionDef)]
+        calls = [part for part in parts_of(*side) if isinstance(part, ast.Call)]
+        called = (self._collectives.program.function_called(call, self._owner) for call in calls)
+        serves = any(isinstance(one, ast.While) and _is_endless(one) for each in called if each for one in each.body)
+        return serves or any(self._among(one.body) for one in inner)
+
+    def _differ(
+        self, runs: Sequence[list[Collective]], origin: Differs, test: ast.expr, exit_: ast.stmt | None = None
+    ) -> bool:
+        """``exit_``: by which one of the two leaves, before collectives that are then in the other."""
+        body, orelse = ([one.op for one in run] for run in runs)
+        if body == orelse or (body and orelse and {*body} == {*orelse}):
+            return False
+        common = 0
+        while common < min(len(body), len(orelse)) and body[common] == orelse[common]:
+            common += 1
+        on_body = len(body) > common
+        longer = runs[0] if on_body else runs[1]
+        if exit_ is not None:
+            self._skips(exit_, longer[common], origin.why)
+        else:
+            tested = test if on_body else ast.UnaryOp(ast.Not(), test)
+            self._accuse(origin.rule, longer[common], origin.why, ast.unparse(tested), longer)
+        return True
+
+    def _compare(self, test: ast.expr, body: Sequence[ast.AST], orelse: Sequence[ast.AST]) -> None:
+        origin = self._origins.of_condition(test)
+        if isinstance(origin, Differs) and not origin.file:
+            self._differ([self._among(body), self._among(orelse)], origin, test)
+
+    # -- loops --------------------------------------------------------------------------------------------------------
+
+    def _for(self, node: ast.For | ast.AsyncFor, later: _Later) -> None:
+        self._expressions(node.iter)
+        self._iteration(node, node.body)
+        ops = self._among(node.body)
+        told = self._tell_turns(self._turns(node.iter), ops)
+        self._origins.assign_turn(node.target, node.iter)
+        before = dict(self._origins.known)
+        self._block(node.body, later.in_loop(ops), told=told)
+        self._origins.merge([before, self._origins.known])
+        self._block(node.orelse, later)
+
+    def _tell_turns(self, origin: Origin, ops: Sequence[Collective]) -> bool:
+        if isinstance(origin, Differs) and ops:
+            self._accuse(origin.rule, ops[0], f"ranks may make different numbers of turns, {origin.why}")
+        return isinstance(origin, Differs)
+
+    def _turns(self, iterated: ast.expr) -> Origin:
+        """Of ``range(rank, n, size)`` and ``files[rank::size]``; parts are equal where both ends move with the rank."""
+        ends: list[ast.expr | None] = []
+        if isinstance(iterated, ast.Call) and last_name(iterated.func) in _RANGES and len(iterated.args) > 1:
+            ends = [*iterated.args[:2]]
+        elif isinstance(iterated, ast.Subscript) and isinstance(iterated.slice, ast.Slice):
+            ends = [iterated.slice.lower, iterated.slice.upper]
+        differing = [origin for end in ends if end is not None and is_of_rank(origin := self._origins.of(end))]
+        if any(isinstance(one, ast.BinOp) and isinstance(one.op, ast.Mod) for one in parts_of(*self._body)):
+            return None  # padded, or known to be divisible
+        return differing[0] if len(differing) == 1 else None
+
+    def _while(self, node: ast.While, later: _Later) -> None:
+        self._expressions(node.test)
+        ops = self._among(node.body)
+        before, found = dict(self._origins.known), len(self._found)
+        self._block(node.body, later.in_loop(ops, endless=_is_true(node.test)))
+        origin = self._origins.of(node.test)  # of what a turn has left
+        if isinstance(origin, Differs):
+            del self._found[found:]
+            self._tell_turns(origin, ops)
+        self._origins.merge([before, self._origins.known])
+        self._block(node.orelse, later)
+
+    def _iteration(self, loop: ast.For | ast.AsyncFor | ast.comprehension, body: Sequence[ast.AST]) -> None:
+        """Each turn runs a collective: in which order?"""
+        calls = (part for part in parts_of(*body) if isinstance(part, ast.Call))
+        ops = ((call, self._collectives.possible(call, self._owner)) for call in calls)
+        call, op = next(((call, op) for call, op in ops if op not in ("", "backward", "log", "log_dict")), (None, ""))
+        if call and self._origins.of(loop.iter) != SAME and (why := self._order.own(loop, body, call)):
+            reason = f"{op} for each entry in the order of {why}."
+            self._found.append(Accusation(DICT_ORDER, call, reason))
+
+    # -- errors and contexts ------------------------------------------------------------------------------------------
+
+    def _try(self, node: ast.Try, later: _Later) -> None:
+        ops = self._among(node.body)
+        behind = later.behind(self._among(node.orelse))  # an exit runs what is in finally
+        for handler in node.handlers:
+            self._handler(node, handler, ops, behind)
+        before = dict(self._origins.known)
+        self._block(node.body, behind)
+        self._block(node.orelse, later)
+        known = [self._origins.known]
+        for handler in node.handlers:
+            self._origins.known = dict(before)
+            self._block(handler.body, behind)
+            known.append(self._origins.known)
+        self._origins.merge(known)
+        self._block(node.finalbody, later)
+
+    def _handler(self, node: ast.Try, handler: ast.ExceptHandler, ops: list[Collective], later: _Later) -> None:
+        kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+        broad = any(kind is None or last_name(kind) in _MAY_FAIL_ON_ONE for kind in kinds)
+        raises = any(isinstance(part, ast.Raise) for part in parts_of(*handler.body))
+        if not broad or raises or self._among(handler.body) or self._ends_the_run([*handler.body, *node.finalbody]):
+            return
+        collectives = {id(one.call) for one in ops}
+        calls = [part for part in parts_of(*node.body) if isinstance(part, ast.Call) and id(part) not in collectives]
+        risky = [call for call in calls if not _HARMLESS.fullmatch(last_name(call.func))]
+        if not risky or any(last_name(call.func) == _TRIES_TO_START for call in risky):
+            return
+        why = f"`{text_of(risky[0])}` may raise on one rank"
+        if ops and risky[0].lineno <= ops[-1].call.lineno:
+            self._accuse(SWALLOWED_ERROR, ops[-1], f"{why}, and line {handler.lineno} goes on")
+        for exit_ in () if ops else exits(handler.body):
+            if missed := later.missed_sometimes(exit_):
+                self._skips(exit_, missed[0], why)
+                return
+
+    def _ends_the_run(self, statements: Sequence[ast.stmt], depth: int = 1) -> bool:
+        """By a call, or by a function of the file that has one."""
+        calls = [part for part in parts_of(*statements) if isinstance(part, ast.Call)]
+        if any(last_name(call.func) in _ENDS_THE_RUN for call in calls):
+            return True
+        called = (self._collectives.program.function_called(call, self._owner) for call in calls if depth)
+        return any(self._ends_the_run(function.body, depth - 1) for function in called if function is not None)
+
+    def _with(self, node: ast.With | ast.AsyncWith, later: _Later) -> None:
+        items = [item.context_expr for item in node.items]
+        self._expressions(*items)
+        called = [last_name(item.func) for item in items if isinstance(item, ast.Call)]
+        first = next((name for name in called if _ONE_AFTER_ANOTHER.fullmatch(name)), None)
+        if first and (ops := self._among(node.body)):
+            self._accuse(RANK_BRANCH, ops[0], f"{first}() lets the other ranks wait until the first has left it")
+        uneven = any(name in ("Join", "join") for name in called)  # ranks without a batch run what the others do
+        self._block(node.body, later, told=uneven)
+
+
+def _is_true(test: ast.expr) -> bool:
+    return isinstance(test, ast.Constant) and bool(test.value)
+
+
+def _is_endless(loop: ast.While) -> bool:
+    return _is_true(loop.test) and all(isinstance(one, ast.Continue) for one in exits(loop.body))
+
+
+def without_completed(accused: Sequence[Accusation]) -> list[Accusation]:
+    """Without what one function does on rank 0 and another on the rest, as in ``__enter__`` and ``__exit__``."""
+    sides: dict[tuple[str, ...], set[bool]] = {}
+    for one in accused:
+        sides.setdefault(one.ops, set()).add(bool(_NEGATIVE.match(one.test)))
+    return [one for one in accused if not (one.rule == RANK_BRANCH and one.ops and len(sides[one.ops]) > 1)]

@@ -1,0 +1,91 @@
+"""``ddpstats lint PATH...``: which collectives of a program some ranks may not run, read from its text.
+
+A directory stands for the ``.py`` files in it, without those in hidden directories below it. A file that cannot be read
+or parsed is named, and the others are checked.
+
+Exit status 0 if nothing is found, 1 if something is, 2 if nothing is found and some file could not be checked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ddpstats._base.report import VerbReport, check_writable, write_file
+from ddpstats._base.wording import count_of
+from ddpstats.errors import DdpstatsError
+from ddpstats.lint._check import UnreadError, check_file
+from ddpstats.lint._rules import RULES, Finding
+from ddpstats.lint._sarif import as_sarif
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("paths", metavar="PATH", nargs="+", type=Path, help="a Python file, or a directory of them")
+    parser.add_argument("--rule", action="append", choices=list(RULES), help="look for this only; may be repeated")
+    parser.add_argument("--sarif", type=Path, metavar="FILE", help="write the findings as SARIF 2.1.0 too")
+
+
+@dataclass(frozen=True)
+class LintResult:
+    """``unread`` has the path and the reason of each file that could not be checked."""
+
+    files: int
+    findings: tuple[Finding, ...]
+    unread: tuple[tuple[str, str], ...]
+
+    @property
+    def status(self) -> int:
+        return 1 if self.findings else 2 if self.unread else 0
+
+    def as_text(self) -> str:
+        lines = [finding.as_text() for finding in self.findings]
+        lines += [f"{path}: not checked: {why}" for path, why in self.unread]
+        found = count_of(len(self.findings), "findings") if self.findings else "nothing found"
+        return "\n".join([*lines, f"{found} in {count_of(self.files, 'files')}"])
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "files": self.files,
+            "findings": [finding.as_dict() for finding in self.findings],
+            "unread": [{"path": path, "why": why} for path, why in self.unread],
+        }
+
+
+def run(args: argparse.Namespace) -> int:
+    """Raises `DdpstatsError` for a path that is not there, or an output that cannot be written."""
+    check_writable(args.sarif)
+    result = lint(args.paths, args.rule or list(RULES))
+    if args.sarif is not None:
+        log = json.dumps(as_sarif(result.findings, result.unread), indent=1)
+        write_file(args.sarif, lambda file: file.write(log))
+    return VerbReport(result.status, result.as_text, result.as_dict).show(args.json)
+
+
+def lint(paths: Sequence[Path], rules: Sequence[str] = tuple(RULES)) -> LintResult:
+    """Check files, and the files in directories. Raises `DdpstatsError` for a path that is not there."""
+    files, findings, unread = 0, list[Finding](), list[tuple[str, str]]()
+    for path in dict.fromkeys(_files(paths)):
+        files += 1
+        try:
+            findings += check_file(path)
+        except UnreadError as error:
+            unread.append((str(path), str(error)))
+    return LintResult(files, tuple(one for one in findings if one.rule in rules), tuple(unread))
+
+
+def _files(paths: Sequence[Path]) -> Iterator[Path]:
+    for path in paths:
+        if not path.exists():
+            raise DdpstatsError(f"{path}: no such file or directory.", path=str(path))
+        if not path.is_dir():
+            yield path
+            continue
+        for directory, inside, names in os.walk(path):
+            inside[:] = sorted(name for name in inside if not name.startswith("."))
+            found = (Path(directory, name) for name in sorted(names) if name.endswith(".py"))
+            yield from (one for one in found if one.is_file())

@@ -1,0 +1,122 @@
+"""In which order an iteration runs: whether it is one that ranks may not share.
+
+A set of strings has another order in each process, and a dict that of its insertions. A dict is accused where a
+function is handed it, unless the calls in the same file hand over one that they fill alike, and where its keys are
+those of such a dict or are read from the data. Other dicts, as those that a call has returned, are not known.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Sequence
+
+from ddpstats.lint._origins import names_entries
+from ddpstats.lint._program import Function, Program, dotted, last_name, parameters_of, parts_of, text_of
+
+_SHARED = re.compile(
+    r"(?i).*(param|state(_dict)?|buffers|modules|config|weights|groups|children|dataset|loader|model|optim|args|hyper)"
+)
+_PASSES_ON = frozenset({"enumerate", "list", "tuple", "tqdm"})
+_DIRECT = frozenset({"all_reduce", "all_gather", "reduce", "broadcast"})
+
+
+class Order:
+    """Of the iterations in one function, or in a module's own statements."""
+
+    def __init__(self, program: Program, body: Sequence[ast.stmt], function: Function | None) -> None:
+        self._program = program
+        self._body = body
+        self._function = function
+
+    def own(self, loop: ast.For | ast.AsyncFor | ast.comprehension, turn: Sequence[ast.AST], call: ast.Call) -> str:
+        """What gives an order that is this rank's own; empty where that is not known.
+
+        ``turn`` is the loop's body, ``call`` the one in it that runs a collective.
+        """
+        iterated = _passed_on(loop.iter)
+        is_set = isinstance(iterated, ast.Call) and dotted(iterated.func) == "set" and iterated.args
+        if is_set or isinstance(iterated, (ast.Set, ast.SetComp)):
+            return f"the set `{text_of(iterated)}`, whose strings each process hashes otherwise"
+        held = _dict_of(iterated)
+        if held is iterated and not (names_entries(held) and _is_indexed(held, turn)):
+            return ""
+        name = dotted(held)
+        known = names_entries(held) or (self._function is not None and self._is_for_any(self._function, loop, call))
+        if not known or not name or _SHARED.fullmatch(name) or not self._is_own(name, self._body, self._function, 2):
+            return ""
+        return f"the dict `{name}`, which is that of its insertions on this rank"
+
+    def _is_for_any(self, function: Function, loop: ast.For | ast.AsyncFor | ast.comprehension, call: ast.Call) -> bool:
+        """Whether it is a function for any dict: it reduces the entries themselves, or calls itself for each."""
+        entries = {one.id for one in ast.walk(loop.target) if isinstance(one, ast.Name)}
+        given = {one.id for part in call.args for one in ast.walk(part) if isinstance(one, ast.Name)}
+        name = last_name(call.func)
+        is_direct = name in _DIRECT and not entries.isdisjoint(given)
+        return not _SHARED.fullmatch(function.name) and (is_direct or name == function.name)
+
+    def _is_own(self, name: str, body: Sequence[ast.stmt], function: Function | None, depth: int) -> bool:
+        """Whether the text shows that ranks may insert other keys, or in another order."""
+        owner = self._program.owner[function] if function is not None and name.startswith("self.") else None
+        if owner is not None:
+            body = [one for method, of in self._program.owner.items() if of is owner for one in method.body]
+        is_given, sources = False, set[str]()
+        for part in parts_of(*body):
+            for target in part.targets if isinstance(part, ast.Assign) else ():
+                if dotted(target) == name and isinstance(part, ast.Assign):
+                    names = {one.id for one in ast.walk(part.value) if isinstance(one, ast.Name)}
+                    is_given |= part in body and name not in names
+                    generators = part.value.generators if isinstance(part.value, ast.DictComp) else ()
+                    sources |= {dotted(part.value), *(dotted(_dict_of(one.iter)) for one in generators)}
+                elif isinstance(target, ast.Subscript) and dotted(target.value) == name:
+                    if isinstance(target.slice, (ast.Subscript, ast.Call)):
+                        return True  # a key of the data
+                    sources |= set(_sources_of(target.slice, body))
+        if any(
+            depth and source not in ("", name) and self._is_own(source, body, function, depth - 1) for source in sources
+        ):
+            return True
+        if function is None or is_given or name not in parameters_of(function):
+            return False
+        handed = list(self._handed(function, parameters_of(function).index(name)))
+        return not handed or any(
+            depth and self._is_own(dotted(value), where, caller, depth - 1) for value, where, caller in handed
+        )
+
+    def _handed(
+        self, function: Function, position: int
+    ) -> Iterator[tuple[ast.expr, Sequence[ast.stmt], Function | None]]:
+        """What the calls in this file pass at a position, with the function that each call is in."""
+        for body, caller, owner in self._program.scopes():
+            calls = (part for part in parts_of(*body) if isinstance(part, ast.Call)) if caller is not function else ()
+            for call in calls:
+                if self._program.function_called(call, owner) is function and len(call.args) > position:
+                    yield call.args[position], body, caller
+
+
+def _sources_of(key: ast.expr, body: Sequence[ast.stmt]) -> Iterator[str]:
+    """The dicts whose keys a loop runs over that sets ``key``."""
+    loops = (part for part in parts_of(*body) if isinstance(part, ast.For) and isinstance(key, ast.Name))
+    for loop in loops:
+        if dotted(key) in {dotted(one) for one in ast.walk(loop.target)}:
+            yield dotted(_dict_of(_passed_on(loop.iter)))
+
+
+def _passed_on(iterated: ast.expr) -> ast.expr:
+    """``stats`` of ``list(stats)``."""
+    while isinstance(iterated, ast.Call) and last_name(iterated.func) in _PASSES_ON and iterated.args:
+        iterated = iterated.args[0]
+    return iterated
+
+
+def _dict_of(iterated: ast.expr) -> ast.expr:
+    """``stats`` of ``stats.items()``."""
+    if isinstance(iterated, ast.Call) and isinstance(iterated.func, ast.Attribute) and not iterated.args:
+        return iterated.func.value if iterated.func.attr in ("items", "keys", "values") else iterated
+    return iterated
+
+
+def _is_indexed(held: ast.expr, turn: Sequence[ast.AST]) -> bool:
+    """A loop over ``stats`` itself, in which ``stats[key]`` is read: it is a dict."""
+    text = ast.unparse(held)
+    return any(isinstance(part, ast.Subscript) and ast.unparse(part.value) == text for part in parts_of(*turn))

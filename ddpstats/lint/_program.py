@@ -1,0 +1,173 @@
+"""One parsed file: what its names were imported as, its functions by name, and in which class each of them is."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+_INNER = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
+_LOOPS = (ast.For, ast.AsyncFor, ast.While)
+COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+
+
+class Program:
+    """Built from the tree alone; names are resolved as if each import held for the whole file."""
+
+    def __init__(self, tree: ast.Module) -> None:
+        self.tree = tree
+        self.imports: dict[str, str] = {}
+        self.owner: dict[Function, ast.ClassDef | None] = {}
+        self.flags: dict[str, list[ast.expr]] = {}  # "self.is_main", "MAIN": the conditions that it is given
+        self.made: dict[str, ast.Call] = {}  # "self.window": the call that its value came from
+        self._collect(tree, None)
+
+    def _collect(self, node: ast.AST, owner: ast.ClassDef | None) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import):
+                self.imports.update((one.asname, one.name) for one in child.names if one.asname)
+            elif isinstance(child, ast.ImportFrom):
+                home = child.module or "."
+                self.imports.update((one.asname or one.name, f"{home}.{one.name}") for one in child.names)
+            elif isinstance(child, ast.Assign) and isinstance(child.value, ast.Call):
+                self.made.update((dotted(target), child.value) for target in child.targets if dotted(target))
+            if isinstance(child, ast.Assign) and isinstance(child.value, (ast.Compare, ast.Call, ast.Subscript)):
+                for target in child.targets:
+                    self.flags.setdefault(dotted(target), []).append(child.value)
+            if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                self.owner[child] = owner
+            inside = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+            self._collect(child, child if isinstance(child, ast.ClassDef) else None if inside else owner)
+
+    @cached_property
+    def modules(self) -> set[str]:
+        """The first words of what is imported: "torch", "lightning"."""
+        plain = (one.name for node in ast.walk(self.tree) if isinstance(node, ast.Import) for one in node.names)
+        return {name.partition(".")[0] for name in (*self.imports.values(), *plain)}
+
+    @cached_property
+    def drops_last(self) -> bool:
+        """Whether ranks have equally many samples."""
+        keywords = (node for node in ast.walk(self.tree) if isinstance(node, ast.keyword) and node.arg == "drop_last")
+        return any(isinstance(one.value, ast.Constant) and one.value.value is True for one in keywords)
+
+    @cached_property
+    def _by_name(self) -> dict[tuple[str | None, str], list[Function]]:
+        found: dict[tuple[str | None, str], list[Function]] = {}
+        for function, owner in self.owner.items():
+            found.setdefault((owner.name if owner else None, function.name), []).append(function)
+        return found
+
+    @cached_property
+    def _parameters(self) -> set[str]:
+        return {node.arg for node in ast.walk(self.tree) if isinstance(node, ast.arg)}
+
+    @cached_property
+    def _bases(self) -> dict[str, list[str]]:
+        classes = (node for node in ast.walk(self.tree) if isinstance(node, ast.ClassDef))
+        return {one.name: [dotted(base) for base in one.bases] for one in classes}
+
+    def resolve(self, called: ast.expr) -> str:
+        """``torch.distributed.all_reduce`` of ``dist.all_reduce``; empty where it is no plain name."""
+        name = dotted(called)
+        first, dot, rest = name.partition(".")
+        return self.imports.get(first, first) + dot + rest
+
+    def function_called(self, call: ast.Call, owner: ast.ClassDef | None) -> Function | None:
+        """The function of this file that a call runs, where its name is there once."""
+        name = dotted(call.func)
+        first, _, rest = name.rpartition(".")
+        if not first:
+            found = self._by_name.get((None, name), []) if name not in self._parameters else []
+        elif first in ("self", "cls") and owner is not None:
+            found = self._method(owner.name, rest, frozenset())
+        else:
+            return None
+        return found[0] if len(found) == 1 else None
+
+    def _method(self, owner: str, name: str, seen: frozenset[str]) -> list[Function]:
+        found = self._by_name.get((owner, name), [])
+        for base in self._bases.get(owner, ()) if not found and owner not in seen else ():
+            found = found or self._method(base, name, seen | {owner})
+        return found
+
+    def scopes(self) -> Iterator[tuple[Sequence[ast.stmt], Function | None, ast.ClassDef | None]]:
+        """Each body of statements that runs as one: the module's, and each function's with its class."""
+        yield self.tree.body, None, None
+        for function, owner in self.owner.items():
+            yield function.body, function, owner
+
+
+class MatchAsIf(ast.NodeTransformer):
+    """``match`` becomes ``if``, ``elif`` and ``else``, so that no other part has to know it."""
+
+    def visit_Match(self, node: ast.Match) -> ast.AST:
+        self.generic_visit(node)
+        rest: list[ast.stmt] = []
+        for case in reversed(node.cases):
+            test, pattern = node.subject, case.pattern
+            if isinstance(pattern, ast.MatchValue):
+                test = ast.Compare(node.subject, [ast.Eq()], [pattern.value])
+            if case.guard is not None:
+                test = ast.BoolOp(ast.And(), [test, case.guard])
+            is_else = case.guard is None and isinstance(pattern, ast.MatchAs) and pattern.pattern is None
+            rest = case.body if is_else else [ast.copy_location(ast.If(test, case.body, rest), node)]
+        whole = ast.If(ast.Constant(True), rest, []) if rest is node.cases[0].body else rest[0]
+        return ast.fix_missing_locations(ast.copy_location(whole, node))
+
+
+def parameters_of(function: Function) -> list[str]:
+    """In the order in which a call passes them."""
+    given = function.args
+    return [one.arg for one in (*given.posonlyargs, *given.args, *given.kwonlyargs) if one.arg not in ("self", "cls")]
+
+
+def dotted(node: ast.AST) -> str:
+    """``a.b.c`` of a plain name; empty of what is none."""
+    parts = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    return ".".join([node.id, *reversed(parts)]) if isinstance(node, ast.Name) else ""
+
+
+def last_name(node: ast.AST) -> str:
+    """``c`` of ``a().b.c`` and of ``c``; empty of what has no name."""
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def text_of(node: ast.AST, most: int = 60) -> str:
+    """The source of an expression, cut short, in one line."""
+    text = " ".join(ast.unparse(node).split())
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def parts_of(*nodes: ast.AST) -> Iterator[ast.AST]:
+    """The nodes in the order in which they run, without what is in functions and classes that they define."""
+    for node in nodes:
+        if isinstance(node, _INNER):
+            continue
+        yield from parts_of(*ast.iter_child_nodes(node))
+        yield node
+
+
+def exits(statements: Sequence[ast.stmt]) -> Iterator[ast.Return | ast.Break | ast.Continue]:
+    """What leaves these statements early, and does not belong to a loop in them."""
+    for statement in statements:
+        if isinstance(statement, (ast.Return, ast.Break, ast.Continue)):
+            yield statement
+        for block in blocks_of(statement):
+            inside = exits(block)
+            yield from (one for one in inside if isinstance(one, ast.Return) or not isinstance(statement, _LOOPS))
+
+
+def blocks_of(statement: ast.stmt) -> Iterator[list[ast.stmt]]:
+    """The blocks that a compound statement has; of a function or class none."""
+    if isinstance(statement, _INNER):
+        return
+    for field in ("body", "orelse", "finalbody"):
+        if block := getattr(statement, field, None):
+            yield block
+    for part in getattr(statement, "handlers", ()):
+        yield part.body

@@ -1,0 +1,147 @@
+"""The verb: files and directories, what cannot be read, formats, exit statuses, and comments that suppress."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from ddpstats import cli
+from ddpstats.lint._lint import lint
+from ddpstats.lint._rules import RULES
+
+FAULTY = """import torch.distributed as dist
+def save(rank):
+    if rank == 0:
+        dist.barrier()
+"""
+LEGAL = "import torch.distributed as dist\ndist.barrier()\n"
+
+
+@pytest.fixture
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Relative paths are named as they were given."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "src" / ".hidden").mkdir(parents=True)
+    (tmp_path / "src" / "faulty.py").write_text(FAULTY)
+    (tmp_path / "src" / "legal.py").write_text(LEGAL)
+    (tmp_path / "src" / ".hidden" / "faulty.py").write_text(FAULTY)
+    (tmp_path / "src" / "gone.py").symlink_to("nowhere.py")
+    (tmp_path / "src" / "notes.txt").write_text(FAULTY)
+    return tmp_path
+
+
+def test_a_finding_has_place_reason_and_fix(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["lint", "src"]) == 1
+    first, second, last = capsys.readouterr().out.splitlines()
+    assert first == "src/faulty.py:4:9: rank-branch: barrier needs all ranks: `rank` is this rank's own."
+    assert second == f"    fix: {RULES['rank-branch'].fix}"
+    assert last == "1 finding in 2 files"
+
+
+def test_nothing_found(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["lint", "src/legal.py", "src/legal.py"]) == 0
+    assert capsys.readouterr().out == "nothing found in 1 file\n"
+    assert cli.main(["lint", "src", "--rule", "dict-order"]) == 0
+
+
+def test_json(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["lint", "src", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert (found["files"], found["unread"]) == (2, [])
+    place = {"path": "src/faulty.py", "line": 4, "column": 9, "rule": "rank-branch"}
+    assert found["findings"][0].items() >= place.items()
+
+
+def test_files_that_cannot_be_read_stop_nothing(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    unread = {
+        "syntax.py": b"import torch.distributed\nif True print()\n",
+        "null.py": b"import torch.distributed\0",
+        "coding.py": b"# coding: no-such\nimport torch.distributed\n",
+        "bytes.py": b"import torch.distributed\nx = '\xff'\n",
+        "deep.py": b"import torch.distributed\nx = " + b"(" * 3000 + b"0" + b")" * 3000,
+        "chain.py": b"import torch.distributed\nx = 0" + b" + 1" * 20000,
+        "large.py": b"#" * (5 << 20),
+    }
+    for name, content in unread.items():
+        (tree / "src" / name).write_bytes(content)
+    os.mkfifo(tree / "pipe.py")
+    assert cli.main(["lint", "src", "pipe.py"]) == 1  # the faulty one is found all the same
+    shown = capsys.readouterr().out
+    assert "src/faulty.py:4:9: rank-branch" in shown
+    assert "src/syntax.py: not checked: line 2: " in shown
+    for name in [*(f"src/{name}" for name in unread), "pipe.py"]:
+        assert f"{name}: not checked: " in shown, shown
+    assert cli.main(["lint", "src/syntax.py"]) == 2  # no success of a file that was not checked
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["nowhere.py"], "nowhere.py: no such file or directory."),
+        (["src", "--sarif", "none/x.sarif"], "none/x.sarif: there is no directory none. Make it."),
+    ],
+)
+def test_it_could_not_run(tree: Path, args: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["lint", *args]) == 2
+    assert capsys.readouterr().err == f"ddpstats lint: error: {said}\n"
+
+
+def test_sarif(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tree / "src" / "syntax.py").write_text("import torch.distributed\nif True print()\n")
+    (tree / "src" / "a b.py").write_text(FAULTY)
+    assert cli.main(["lint", "src", "--sarif", "lint.sarif"]) == 1
+    log = json.loads((tree / "lint.sarif").read_text())
+    assert (log["version"], len(log["runs"])) == ("2.1.0", 1)
+    assert log["$schema"].endswith("sarif-2.1.0.json")
+    run = log["runs"][0]
+    rules = run["tool"]["driver"]["rules"]
+    assert [rule["id"] for rule in rules] == list(RULES)
+    assert all(rule["shortDescription"]["text"] and rule["help"]["text"] for rule in rules)
+    uris = []
+    for result in run["results"]:
+        assert rules[result["ruleIndex"]]["id"] == result["ruleId"] == "rank-branch"
+        assert result["level"] in ("none", "note", "warning", "error")
+        assert result["message"]["text"]
+        place = result["locations"][0]["physicalLocation"]
+        assert place["region"] == {"startLine": 4, "startColumn": 9}
+        uris.append(place["artifactLocation"]["uri"])
+    assert uris == ["src/a%20b.py", "src/faulty.py"]
+    assert run["invocations"][0]["executionSuccessful"] is False
+    assert "invalid syntax" in run["invocations"][0]["toolExecutionNotifications"][0]["message"]["text"].lower()
+
+
+def test_sarif_of_a_name_that_is_no_utf_8(tree: Path) -> None:
+    path = tree / os.fsdecode(b"caf\xe9.py")
+    path.write_text(FAULTY)
+    assert cli.main(["lint", path.name, "--sarif", "lint.sarif"]) == 1
+    place = json.loads((tree / "lint.sarif").read_text())["runs"][0]["results"][0]["locations"][0]["physicalLocation"]
+    assert place["artifactLocation"]["uri"] == "caf%E9.py"
+
+
+def test_comments(tmp_path: Path) -> None:
+    lines = [
+        "import torch.distributed as dist",
+        "def save(rank):",
+        "    if rank == 0:",
+        "        dist.barrier()  # noqa: S101  # ddpstats: ignore[rank-branch, data-branch]",
+        "def log(rank, x):",
+        "    if rank == 0:",
+        "        text = '# ddpstats: ignore[rank-branch]'",
+        "        dist.all_reduce(x)",
+    ]
+    path = tmp_path / "program.py"
+    path.write_text("\n".join(lines))
+    found = [(finding.line, finding.rule) for finding in lint([path]).findings]
+    assert found == [(4, "unused-ignore"), (8, "rank-branch")]
+
+
+def test_nothing_of_a_program_is_run(tmp_path: Path) -> None:
+    path = tmp_path / "program.py"
+    path.write_text(f"import torch.distributed\nopen({str(tmp_path / 'ran')!r}, 'w')\n")
+    assert lint([path]).status == 0
+    assert not (tmp_path / "ran").exists()
+    assert "program" not in sys.modules
