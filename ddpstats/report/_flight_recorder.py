@@ -1,0 +1,160 @@
+"""PyTorch's Flight Recorder dumps (``fr_trace``'s input) as records like ours, and joined with ours.
+
+1. A file is named by prefix and rank, as ``nccl_trace_rank_3``: a pickle, read by `_plain_pickle`, or the same as JSON.
+2. An entry becomes an event: its group, its number there, operation and shapes, and the innermost frame outside torch.
+   The recorder knows neither reduce ops, roots nor tags.
+3. Beside a record of the guard, an entry adds to the event that was recorded last before it on that rank and group:
+   both times are of one clock, and the guard writes before torch is called.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ddpstats._base.untrusted import LATEST_TIME_SEC, open_regular, parse_json, read_at_most
+from ddpstats.guard._events import Event, Signature, digest_of, text_of
+from ddpstats.guard._records import RankRecord
+from ddpstats.report._plain_pickle import plain_value
+from ddpstats.report._timeline import Span
+
+_NAME = re.compile(r"(?:[\w\-.]*[_\-.])?rank_?(\d{1,7})(?:\.json|\.pkl)?")
+_MAX_BYTES = 256 << 20
+_MOST_ENTRIES, _MOST_FRAMES, _MOST_SIZES = 1 << 20, 256, 4096
+_PEERS = re.compile(r"(send|recv) (\d{1,7})(?:->|<-)(\d{1,7})")
+_INNER = ("/torch/", "/ddpstats/_observe/")
+_MESSAGES = " (point-to-point)"
+_COMPARED = {"scatter": "output", "all_to_all": "", "all_to_all_single": "", "alltoall": "", "alltoall_base": ""}
+
+
+@dataclass(frozen=True)
+class FlightDump:
+    """One rank's file, in the form of a record. ``spans``: of its events, in their order."""
+
+    record: RankRecord
+    spans: Sequence[Span]
+
+
+def read_dumps(directory: Path) -> list[FlightDump]:
+    """By rank; none where there are no such files. Raises ValueError naming the file, and OSError."""
+    found: dict[int, FlightDump] = {}
+    for path in sorted(directory.iterdir()) if directory.is_dir() else []:
+        match = _NAME.fullmatch(path.name)
+        if match is None or not path.is_file():
+            continue
+        rank = int(match[1])
+        if rank in found:
+            raise ValueError(f"{path}: another dump of rank {rank} is in this directory: move one away")
+        try:
+            with open_regular(path) as file:
+                found[rank] = _dump(rank, _content(read_at_most(file, _MAX_BYTES)))
+        except ValueError as error:
+            raise ValueError(f"{path} is no dump of the Flight Recorder: {error}") from None
+    return [found[rank] for rank in sorted(found)]
+
+
+def joined(record: RankRecord, dump: FlightDump) -> dict[int, Span]:
+    """Place among the record's events -> what the recorder knows of it. Both are of one rank."""
+    places: dict[str, list[int]] = {}
+    for place, event in enumerate(record.events):
+        places.setdefault(event.group.removesuffix(_MESSAGES), []).append(place)
+    found: dict[int, Span] = {}
+    next_of = dict.fromkeys(places, 0)
+    for entry, span in zip(dump.record.events, dump.spans, strict=True):
+        group = entry.group.removesuffix(_MESSAGES)
+        held, at = places.get(group, []), next_of.get(group, 0)
+        while at + 1 < len(held) and record.events[held[at + 1]].started <= entry.started:
+            at += 1
+        if at < len(held) and record.events[held[at]].started <= entry.started:
+            found.setdefault(held[at], span)
+            next_of[group] = at
+    return found
+
+
+def _content(data: bytes) -> dict[str, Any]:
+    found = parse_json(data) if data[:1] == b"{" else plain_value(data)
+    if not isinstance(found, dict) or not isinstance(found.get("entries"), list):
+        raise ValueError("it has no entries")
+    if len(found["entries"]) > _MOST_ENTRIES:
+        raise ValueError(f"it has more than {_MOST_ENTRIES:,} entries")
+    return found
+
+
+def _dump(rank: int, content: Mapping[str, Any]) -> FlightDump:
+    ranks_of = dict(_groups(content.get("pg_config")))
+    found: list[tuple[Event, Span]] = []
+    words: dict[str, str] = {}
+    newest: dict[str, int] = {}
+    for number, entry in enumerate(content["entries"]):
+        try:
+            event, span = _event(entry, ranks_of)
+            words.setdefault(event.group, f"group {event.group} ({entry['process_group'][1]})"[:200])
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
+            raise ValueError(f"entry {number}: {type(error).__name__}") from None
+        if event.peer is None and newest.get(event.group, -1) >= event.seq:
+            continue  # of calls that were coalesced, and have one number, the first stands for all
+        newest[event.group] = event.seq
+        found.append((event, span))
+    events = tuple(event for event, _ in found)
+    groups = {name: {"ranks": ranks_of[name], "words": words[name]} for name in words if name in ranks_of}
+    world = max((len(ranks) for ranks in ranks_of.values()), default=0)
+    is_whole = not events or content["entries"][0].get("record_id") == 0
+    started = events[0].started if events else 0.0
+    record = RankRecord("", started, rank, max(world, rank + 1), groups, events, None, is_whole)
+    return FlightDump(record, [span for _, span in found])
+
+
+def _groups(config: Any) -> Iterator[tuple[str, list[int]]]:
+    """Name -> ranks. The default group has no name there with gloo, and "0" in the entries."""
+    for name, given in config.items() if isinstance(config, dict) else ():
+        ranks = parse_json(given["ranks"]) if isinstance(given, dict) and isinstance(given.get("ranks"), str) else None
+        if isinstance(name, str) and isinstance(ranks, list) and ranks and all(type(rank) is int for rank in ranks):
+            yield name or "0", sorted(set(ranks))
+
+
+def _event(entry: Mapping[str, Any], ranks_of: Mapping[str, Sequence[int]]) -> tuple[Event, Span]:
+    group, op = text_of(entry["process_group"][0]), text_of(entry["profiling_name"]).rpartition(":")[2]
+    message, peer = _PEERS.fullmatch(op), None
+    if message is not None:
+        op, peer = message[1], int(message[3])  # a rank of the group
+        peer = ranks_of[group][peer] if peer < len(ranks_of.get(group, ())) else peer
+    is_message = op in ("send", "recv")
+    side = _COMPARED.get(op, "input")
+    sizes = entry.get(f"{side}_sizes", [])[:_MOST_SIZES]
+    dtypes = entry.get(f"{side}_dtypes", [])[:_MOST_SIZES]
+    shapes = tuple(tuple(int(size) for size in shape) for shape in sizes)
+    kinds = tuple(map(text_of, dtypes)) if len(dtypes) == len(shapes) else ("tensor",) * len(shapes)
+    signature = Signature(op, shapes=shapes, dtypes=kinds)
+    created = _seconds(entry["time_created_ns"])
+    event = Event(
+        f"{group}{_MESSAGES}" if is_message else group,
+        int(entry["p2p_seq_id" if is_message else "collective_seq_id"]),
+        signature,
+        None,
+        0,
+        _site(entry.get("frames", [])),
+        digest_of(signature),
+        peer=peer,
+        started=created,
+    )
+    ended = _seconds(entry.get("time_discovered_completed_ns") or 0)
+    begun = _seconds(entry.get("time_discovered_started_ns") or 0) or created
+    return event, Span(text_of(entry.get("state", ""))[:40], ended - begun if ended >= begun > 0 else None)
+
+
+def _seconds(nanoseconds: Any) -> float:
+    if type(nanoseconds) is not int or not 0 <= nanoseconds < LATEST_TIME_SEC * 1e9:
+        raise ValueError("no time")
+    return nanoseconds / 1e9
+
+
+def _site(frames: Sequence[Mapping[str, Any]]) -> str:
+    """Of the innermost frame outside torch and the guard; frames begin there."""
+    for frame in frames[:_MOST_FRAMES]:
+        file = text_of(frame["filename"])
+        if not any(inner in file for inner in _INNER):
+            return f"{file[-1000:]}:{int(frame['line'])} in {text_of(frame['name'])[:200]}"
+    return ""

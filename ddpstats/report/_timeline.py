@@ -1,0 +1,271 @@
+"""What all ranks did, as one thing to print, draw and hand on. Pure: the same records give the same timeline.
+
+1. `Lane`: one rank's events as columns (time, which call, number in its group). There are many events and few calls.
+2. `Timeline.groups`: who belongs together, and the number from which on a group's ranks did different things: numbers
+   pair what ranks did until there, and nothing is known to belong together afterwards.
+3. `Timeline.messages`: which send went to which receive.
+4. `Timeline.keys`: which path each rank has, how often and since when: by the labels of its collectives, and by what it
+   put into reductions of ours.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ddpstats._base.marks import Mark
+from ddpstats.guard._events import BY_TORCH, Event
+from ddpstats.guard._p2p import pair_messages
+from ddpstats.guard._records import RankRecord
+from ddpstats.guard._status import DOUBT, GuardFinding
+
+VALUES = "values"  # the kind of mark that holds what a rank put into a reduction
+
+
+@dataclass(frozen=True)
+class CallSite:
+    """All collectives of all ranks that differ in nothing but their number and their time."""
+
+    group: str
+    what: str
+    op: str
+    label: str | None
+    site: str
+    source: str
+    is_message: bool
+
+
+@dataclass(frozen=True)
+class Span:
+    """What the Flight Recorder knows of an event: torch's word for its state, and how long it took if it has ended."""
+
+    state: str
+    seconds: float | None
+
+
+@dataclass(frozen=True)
+class Lane:
+    """One rank's events in the order in which it issued them. ``times``: seconds since 1970, never going back."""
+
+    rank: int
+    times: array[float]
+    calls: array[int]
+    seqs: array[int]
+    complete: bool
+    end: str
+    spans: Mapping[int, Span] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Group:
+    """``cut``: the first number at which its ranks are known to differ, or a rank is missing; None where they agree."""
+
+    name: str
+    words: str
+    ranks: tuple[int, ...]
+    cut: int | None = None
+
+
+@dataclass
+class Cell:
+    """How often a rank has a key, and when first and last. ``series``: (time, value), where values are known."""
+
+    count: int
+    first_time: float
+    last_time: float
+    series: list[tuple[float, float]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Key:
+    """A path, and the ranks that have it. ``place``: the group of collectives, or the name of a reduction, it is of.
+
+    ``missing``: those of ``ranks``, which take part there, that never had it.
+    """
+
+    name: str
+    place: str
+    ranks: tuple[int, ...]
+    cells: Mapping[int, Cell]
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        return tuple(rank for rank in self.ranks if rank not in self.cells)
+
+    @property
+    def differs(self) -> bool:
+        """A rank that was killed may lack the last round, and that alone is no difference."""
+        counts = [cell.count for cell in self.cells.values()]
+        return bool(self.missing) or max(counts) - min(counts) > 1
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """``began``, ``ended``: of all that has a time, seconds since 1970. ``notes``: what could not be used, and why."""
+
+    world_size: int
+    lanes: Sequence[Lane]
+    calls: Sequence[CallSite]
+    groups: Mapping[str, Group]
+    messages: Sequence[tuple[int, int, int, int]]
+    keys: Sequence[Key]
+    marks: Sequence[Mark]
+    findings: Sequence[GuardFinding]
+    began: float
+    ended: float
+    notes: Sequence[str] = ()
+
+    @property
+    def has_findings(self) -> bool:
+        """A doubt is told, and is none."""
+        return bool(self.marks) or any(finding.kind != DOUBT for finding in self.findings)
+
+    def meetings(self) -> Iterator[tuple[Group, int, list[tuple[float, int, int]]]]:
+        """(group, number, its events as (time, rank, place) by time) of what several ranks did, as is known, alike."""
+        met: dict[str, dict[int, list[tuple[float, int, int]]]] = {name: {} for name in self.groups}
+        for lane in self.lanes:
+            for place, number in enumerate(lane.calls):
+                call, seq = self.calls[number], lane.seqs[place]
+                if not call.is_message:
+                    met[call.group].setdefault(seq, []).append((lane.times[place], lane.rank, place))
+        for name, by_number in met.items():
+            group = self.groups[name]
+            for seq, events in sorted(by_number.items()):
+                if len(events) > 1 and (group.cut is None or seq < group.cut):
+                    yield group, seq, sorted(events)
+
+
+def timeline_of(
+    records: Sequence[RankRecord],
+    findings: Sequence[GuardFinding],
+    marks: Sequence[Mark] = (),
+    spans: Mapping[int, Mapping[int, Span]] | None = None,
+    notes: Sequence[str] = (),
+) -> Timeline:
+    """``marks``: of files beside the records. ``spans``: rank -> place among its events -> what is known besides."""
+    table: dict[CallSite, int] = {}
+    lanes = [_lane(record, table, (spans or {}).get(record.rank, {})) for record in records]
+    calls = list(table)
+    groups = _groups(records, findings, calls, lanes)
+    told = _once([*(mark for record in records for mark in record.marks if mark.kind != VALUES), *marks])
+    times = [time for lane in lanes if lane.times for time in (lane.times[0], lane.times[-1])]
+    times += [mark.time for mark in told]
+    return Timeline(
+        max([record.world_size for record in records] or [0]),
+        lanes,
+        calls,
+        groups,
+        list(pair_messages({record.rank: record.events for record in records})),
+        sorted([*_labels(lanes, calls, groups), *_values(records)], key=lambda key: not key.differs),
+        told,
+        findings,
+        min(times, default=0.0),
+        max(times, default=0.0),
+        notes,
+    )
+
+
+def _lane(record: RankRecord, table: dict[CallSite, int], spans: Mapping[int, Span]) -> Lane:
+    lane = Lane(record.rank, array("d"), array("L"), array("Q"), record.complete, _end_of(record), spans)
+    known: dict[tuple[object, ...], int] = {}
+    now = 0.0
+    for event in record.events:
+        key = event.group, event.digest, event.label, event.site, event.read_source, event.pieces, event.peer, event.tag
+        number = known.get(key)
+        if number is None:
+            number = known[key] = table.setdefault(_call_of(event), len(table))
+        if now < event.started < math.inf:
+            now = event.started
+        lane.times.append(now)
+        lane.calls.append(number)
+        lane.seqs.append(min(max(event.seq, 0), (1 << 53) - 1))
+    return lane
+
+
+def _call_of(event: Event) -> CallSite:
+    is_message = event.signature.op in ("send", "recv")
+    pieces = f", {event.pieces}" if event.pieces else ""
+    return CallSite(
+        event.group, f"{event}{pieces}", event.signature.op, event.label, str(event.site), event.source, is_message
+    )
+
+
+def _end_of(record: RankRecord) -> str:
+    if record.end is None:
+        return "its record ends without a word: the process was killed, or hangs"
+    return "" if record.end.get("end") == "left" else f"left by {record.end.get('end')}"
+
+
+def _groups(
+    records: Sequence[RankRecord], findings: Sequence[GuardFinding], calls: Sequence[CallSite], lanes: Sequence[Lane]
+) -> dict[str, Group]:
+    described = {name: given for record in records for name, given in record.groups.items()}
+    cuts: dict[str, int] = {}
+    for finding in findings:
+        if finding.kind != DOUBT:
+            cuts[finding.group] = min(finding.seq, cuts.get(finding.group, finding.seq))
+    everyone = tuple(lane.rank for lane in lanes)
+    return {
+        name: Group(
+            name,
+            described[name]["words"] if name in described else name,
+            tuple(described[name]["ranks"]) if name in described else everyone,
+            cuts.get(name),
+        )
+        for name in {**described, **{call.group: None for call in calls}}
+    }
+
+
+def _once(marks: Sequence[Mark]) -> list[Mark]:
+    """By time. All ranks tell of what they found together: the first of these stays."""
+    found: dict[object, Mark] = {}
+    for mark in sorted(marks, key=lambda mark: mark.time):
+        found.setdefault((mark.kind, mark.step, mark.ranks, mark.text if mark.step is None else ""), mark)
+    return list(found.values())
+
+
+def _labels(lanes: Sequence[Lane], calls: Sequence[CallSite], groups: Mapping[str, Group]) -> list[Key]:
+    """What ranks called the tensors of their collectives; what torch issues by itself has no name of its own."""
+    rows: dict[tuple[str, str], dict[int, Cell]] = {}
+    for lane in lanes:
+        for number, (count, first, last) in _uses(lane).items():
+            call = calls[number]
+            if call.label is None or call.label == BY_TORCH or call.is_message:
+                continue
+            cells = rows.setdefault((call.label, call.group), {})
+            cell = cells.get(lane.rank)
+            before = (0, first, last) if cell is None else (cell.count, cell.first_time, cell.last_time)
+            cells[lane.rank] = Cell(before[0] + count, min(before[1], first), max(before[2], last))
+    return [Key(name, groups[group].words, groups[group].ranks, cells) for (name, group), cells in rows.items()]
+
+
+def _uses(lane: Lane) -> dict[int, tuple[int, float, float]]:
+    """Call -> how often, first, last."""
+    firsts: dict[int, float] = {}
+    lasts: dict[int, float] = {}
+    counts: dict[int, int] = {}
+    for call, time in zip(lane.calls, lane.times, strict=True):
+        firsts.setdefault(call, time)
+        lasts[call] = time
+        counts[call] = counts.get(call, 0) + 1
+    return {call: (count, firsts[call], lasts[call]) for call, count in counts.items()}
+
+
+def _values(records: Sequence[RankRecord]) -> list[Key]:
+    """What ranks put into reductions that were asked for each rank's values."""
+    rows: dict[tuple[str, str], dict[int, Cell]] = {}
+    takers: dict[str, list[int]] = {}
+    for record in records:
+        for mark in (mark for mark in record.marks if mark.kind == VALUES):
+            if record.rank not in takers.setdefault(mark.text, []):
+                takers[mark.text].append(record.rank)
+            for name, value in mark.values.items():
+                cells = rows.setdefault((name, mark.text), {})
+                if value is None:
+                    continue
+                cell = cells.setdefault(record.rank, Cell(0, mark.time, mark.time))
+                cell.count, cell.last_time = cell.count + 1, mark.time
+                cell.series.append((mark.time, value))
+    return [Key(name, f"reduction {place!r}", tuple(takers[place]), cells) for (name, place), cells in rows.items()]

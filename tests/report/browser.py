@@ -1,0 +1,135 @@
+"""A headless Chromium that shows one page, driven over its DevTools pipe: no library, no port."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import select
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_NAMES = ("chromium", "chromium-browser", "chromium-headless-shell", "google-chrome", "chrome")
+_LIMIT_SEC = 120.0
+_OPTIONS = (
+    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+    "--disable-component-update --disable-sync --disable-extensions --mute-audio --remote-debugging-pipe"
+)
+
+
+class Browser:
+    """One page. ``problems``: what it wrote to the console as an error or a warning, and exceptions that nobody caught.
+
+    ``requests``: every address that it asked for.
+    """
+
+    def __init__(self, to: int, answers: int) -> None:
+        self._to, self._answers, self._number, self._rest = to, answers, 0, b""
+        self._session: str | None = None
+        self.problems: list[str] = []
+        self.requests: list[str] = []
+
+    def open(self, page: Path, *, dark: bool = False, size: tuple[int, int] = (1400, 1000)) -> None:
+        """Show it, and wait until it says that it is ready."""
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Runtime", "Log", "Page", "Network"):
+            self.call(f"{domain}.enable")
+        metrics = {"width": size[0], "height": size[1], "deviceScaleFactor": 1, "mobile": False}
+        self.call("Emulation.setDeviceMetricsOverride", **metrics)
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.call("Emulation.setEmulatedMedia", features=[scheme])
+        self.call("Page.navigate", url=page.as_uri())
+        deadline = time.monotonic() + _LIMIT_SEC
+        while self.run("document.documentElement?.dataset.ready") != "yes":
+            assert time.monotonic() < deadline, self.problems
+            time.sleep(0.1)
+
+    def run(self, script: str) -> Any:
+        """The value of an expression in the page."""
+        found = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in found, found
+        return found["result"].get("value")
+
+    def press(self, *keys: str) -> None:
+        """Each key, and then two frames: everything that it asked for is drawn."""
+        for key in keys:
+            text = {"text": key} if len(key) == 1 else {}
+            self.call("Input.dispatchKeyEvent", type="keyDown", key=key, **text)
+            self.call("Input.dispatchKeyEvent", type="keyUp", key=key)
+        self.run("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(0))))")
+
+    def screenshot(self, path: Path, *, whole: bool = False) -> None:
+        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", captureBeyondViewport=whole)["data"]))
+
+    def call(self, method: str, **params: Any) -> Any:
+        self._number += 1
+        message = {"id": self._number, "method": method, "params": params}
+        if self._session is not None:
+            message["sessionId"] = self._session
+        os.write(self._to, json.dumps(message).encode() + b"\0")
+        while True:
+            told = self._next()
+            self._take(told)
+            if told.get("id") == self._number:
+                assert "error" not in told, told
+                return told["result"]
+
+    def _take(self, told: dict[str, Any]) -> None:
+        given = told.get("params", {})
+        if told.get("method") == "Runtime.exceptionThrown":
+            self.problems.append(str(given["exceptionDetails"]))
+        elif told.get("method") == "Runtime.consoleAPICalled" and given["type"] in ("error", "warning", "assert"):
+            self.problems.append(str(given["args"]))
+        elif told.get("method") == "Log.entryAdded" and given["entry"]["level"] in ("error", "warning"):
+            self.problems.append(str(given["entry"]))
+        elif told.get("method") == "Network.requestWillBeSent":
+            self.requests.append(given["request"]["url"])
+
+    def _next(self) -> dict[str, Any]:
+        while b"\0" not in self._rest:
+            assert select.select([self._answers], [], [], _LIMIT_SEC)[0], "the browser does not answer"
+            more = os.read(self._answers, 1 << 20)
+            assert more, "the browser has ended"
+            self._rest += more
+        one, _, self._rest = self._rest.partition(b"\0")
+        found: dict[str, Any] = json.loads(one)
+        return found
+
+
+@contextmanager
+def browser(directory: Path) -> Iterator[Browser]:
+    """Skips the test where no Chromium is installed. ``directory``: an empty one, for what it writes."""
+    program = next((path for name in _NAMES if (path := shutil.which(name)) is not None), None)
+    if program is None:
+        pytest.skip(f"no Chromium here ({', '.join(_NAMES)}): `apt-get install chromium` installs it")
+    (theirs_in, to), (answers, theirs_out) = os.pipe(), os.pipe()
+    # Chromium reads its commands from file 3 and writes to file 4
+    command = f'exec 3<&{theirs_in} 4>&{theirs_out}; exec "$0" "$@"'
+    process = subprocess.Popen(
+        ["bash", "-c", command, program, *_OPTIONS.split(), f"--user-data-dir={directory}"],
+        pass_fds=(theirs_in, theirs_out),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    os.close(theirs_in)
+    os.close(theirs_out)
+    try:
+        yield Browser(to, answers)
+    finally:
+        os.close(to)  # it ends when nobody commands it
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, 9)
+            process.wait(20)
+        os.close(answers)

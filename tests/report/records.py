@@ -1,0 +1,46 @@
+"""Records of ranks that never ran, by the code that writes those of ranks that do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ddpstats._base.marks import Mark
+from ddpstats.guard._events import Event, Signature, digest_of, label_word
+from ddpstats.guard._records import RecordWriter
+
+BEGAN = 1795380798.0
+
+
+def event(
+    seq: int, label: str | None, rank: int = 0, *, op: str = "all_reduce", group: str = "0", **more: object
+) -> Event:
+    """The seed's loop: the number in its group, and the key that it has reached there."""
+    signature = Signature(op, "sum" if op == "all_reduce" else None, None, ((1,),), ("float32",))
+    given: dict[str, object] = {
+        "site": "train.py:31 in reduce_stats",
+        "read_source": "dist.all_reduce(stats[key])",
+        "started": BEGAN + seq * 1e-3 + rank * 2e-5,
+        **more,
+    }
+    return Event(group, seq, signature, label, label_word(label), digest=digest_of(signature), **given)  # type: ignore[arg-type]
+
+
+def write(
+    directory: Path, ranks: int, rounds: int, keys: tuple[str, ...] = ("loss", "acc"), *, parts: bool = True
+) -> Path:
+    """``rounds`` over ``keys`` on every rank; ``parts``: the last rank has another last key in its last round."""
+    for rank in range(ranks):
+        writer = RecordWriter(directory, rank, ranks, "run")
+        writer.write({"new_group": "0", "words": f"the default group of {ranks} ranks", "ranks": list(range(ranks))})
+        seq = 0
+        for turn in range(rounds):
+            for key in keys:
+                seq += 1
+                is_other = parts and (rank, turn, key) == (ranks - 1, rounds - 1, keys[-1])
+                told = {"site": "train.py:34 in reduce_stats"} if is_other else {}
+                writer.write_event(event(seq, "snr_loss" if is_other else key, rank, **told))
+            values = {"loss": 1.0 / (turn + 1) + 0.1 * rank, "acc": None if rank == 1 and ranks > 1 else turn / rounds}
+            writer.write_mark(Mark("values", "train", BEGAN + seq * 1e-3, values=values))
+        writer.write({"end": "left"})
+        writer.close()
+    return directory

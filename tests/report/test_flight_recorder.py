@@ -1,0 +1,129 @@
+"""Flight Recorder dumps of strangers: a pickle is read as plain values, or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddpstats.errors import DdpstatsError
+from ddpstats.report._plain_pickle import plain_value
+from ddpstats.report._sources import read_timeline
+
+PLAIN = {"a": [1, -1, 255, 1 << 40, -(1 << 70), 1.5, True, None], "b": ("x", (), ("é" * 300,)), "c": {1: {}}}
+
+
+class Evil:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("touch /tmp/was-run",)
+
+
+def entry(seq: int, op: str = "nccl:all_reduce", size: int = 4, **more: Any) -> dict[str, Any]:
+    return {
+        "record_id": seq - 1,
+        "process_group": ["0", "default_pg"],
+        "collective_seq_id": seq,
+        "p2p_seq_id": 0,
+        "profiling_name": op,
+        "time_created_ns": 1795391109_000000000 + seq * 1000,
+        "time_discovered_started_ns": 1795391109_000000000 + seq * 1000 + 100,
+        "time_discovered_completed_ns": 1795391109_000000000 + seq * 1000 + 600,
+        "input_sizes": [[size]],
+        "input_dtypes": ["Float"],
+        "output_sizes": [[size]],
+        "output_dtypes": ["Float"],
+        "state": "completed",
+        "frames": [
+            {"name": "all_reduce", "filename": "/site-packages/torch/distributed/distributed_c10d.py", "line": 1},
+            {"name": "step", "filename": "/job/train.py", "line": 7},
+        ],
+        **more,
+    }
+
+
+def dump(*entries: Any) -> dict[str, Any]:
+    config = {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1]"}}
+    return {"version": "2.10", "pg_config": config, "entries": list(entries)}
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_plain_values(protocol: int) -> None:
+    assert plain_value(pickle.dumps(PLAIN, protocol)) == PLAIN
+    shared = ["x"]
+    assert plain_value(pickle.dumps([shared, shared], protocol)) == [["x"], ["x"]]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pickle.dumps(Evil()),
+        pickle.dumps([Evil()], 2),
+        pickle.dumps({1, 2}),
+        pickle.dumps(b"bytes"),
+        pickle.dumps({(1, 2): 3}),
+        pickle.dumps(PLAIN)[:-1],
+        b"",
+        b".",
+        b"\x80\x02]q\xffh\x00.",
+        b"\x80\x02X\xff\xff\xff\x7fabc.",
+        b"\x80\x02(t(u.",
+        b"\x80\x02K\x01K\x02a.",
+    ],
+    ids=range(12),
+)
+def test_all_else_is_refused(data: bytes) -> None:
+    with pytest.raises(ValueError, match=r"plain values|ends too early|key that is"):
+        plain_value(data)
+
+
+def test_a_large_memo_takes_no_memory() -> None:
+    assert plain_value(b"\x80\x02]r\xff\xff\xff\xff.") == []
+
+
+def test_a_mismatch_by_shape_and_json_beside_pickle(tmp_path: Path) -> None:
+    mine, yours = dump(entry(1), entry(2, size=5)), dump(entry(1), entry(2, size=6))
+    (tmp_path / "nccl_trace_rank_0").write_bytes(pickle.dumps(mine))
+    (tmp_path / "nccl_trace_rank_1.json").write_text(json.dumps(yours))
+    timeline = read_timeline([tmp_path])
+    assert [(finding.seq, finding.kind) for finding in timeline.findings] == [(2, "mismatch")]
+    assert "at /job/train.py:7 in step" in timeline.findings[0].message
+    assert [lane.spans[0].seconds for lane in timeline.lanes] == [pytest.approx(5e-7, abs=3e-7)] * 2
+
+
+def test_messages_and_calls_of_one_number(tmp_path: Path) -> None:
+    coalesced = [entry(1), entry(1), entry(2)]
+    for rank, op in ((0, "nccl:send 0->1"), (1, "nccl:recv 1<-0")):
+        content = dump(*coalesced, entry(3, op, p2p_seq_id=1, is_p2p=True))
+        (tmp_path / f"trace_rank_{rank}").write_bytes(pickle.dumps(content))
+    timeline = read_timeline([tmp_path])
+    assert timeline.findings == []
+    assert timeline.messages == [(0, 2, 1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"\x80\x04N.", "has no entries"),
+        (b"{}", "has no entries"),
+        (b"{", "Expecting"),
+        (pickle.dumps(dump({})), "entry 0: KeyError"),
+        (pickle.dumps(dump(entry(1, time_created_ns=-1))), "entry 0: ValueError"),
+        (pickle.dumps(dump(entry(1, frames=[7]))), "entry 0: TypeError"),
+        (pickle.dumps(dump(Evil())), "more than plain values"),
+        (
+            b"\x80\x02}X\x07\0\0\0entries]}X\r\0\0\0process_group" + b"]" * 10**5 + b"a" * (10**5 - 1) + b"sas.",
+            "entry 0",
+        ),
+    ],
+    ids=range(8),
+)
+def test_what_is_no_dump_is_named(content: bytes, said: str, tmp_path: Path) -> None:
+    (tmp_path / "nccl_trace_rank_0").write_bytes(content)
+    with pytest.raises(DdpstatsError, match="nccl_trace_rank_0 is no dump of the Flight Recorder") as caught:
+        read_timeline([tmp_path])
+    assert said in str(caught.value)
+    assert not Path("/tmp/was-run").exists()

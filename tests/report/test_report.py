@@ -1,0 +1,170 @@
+"""``ddpstats report``: real ranks, and what their records become: text, JSON, a trace."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddpstats import cli
+from ddpstats._base.marks import Mark
+from ddpstats.guard._events import Event, Evidence
+from ddpstats.guard._records import RecordWriter, read_records
+from ddpstats.report._sources import read_timeline
+from ddpstats.testing import run_ranks
+from tests.formats.make import NAMES
+from tests.report import records, runs
+
+FORMATS = Path(__file__).parents[1] / "formats" / "v1"
+
+
+@pytest.fixture(scope="module")
+def parted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two real ranks recorded, with PyTorch's Flight Recorder beside."""
+    directory = tmp_path_factory.mktemp("parted")
+    run_ranks(runs.parted, 2, str(directory), env={"TORCH_FR_BUFFER_SIZE": "100"}).values()
+    return directory
+
+
+def test_text_and_json_have_the_same(parted: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["report", str(parted)]) == 1
+    text = capsys.readouterr().out
+    assert cli.main(["report", str(parted), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["findings"][0]["message"] in text
+    both = found["findings"][0]["by_rank"]
+    assert [both[rank]["label"] for rank in "01"] == ["l1_loss", "snr_loss"]
+    assert both["0"]["source"] == "dist.all_reduce(stats[key])"
+    assert "runs.py" in both["0"]["site"]
+    assert [(mark["mark"], mark["step"], mark["ranks"]) for mark in found["marks"]] == [("sentinel", 3, [1])]
+    assert "sentinel on rank 1, step 3:\n  rank 1: a gradient is far from normal" in text
+    missing = {(key["key"], key["place"]): key["missing_ranks"] for key in found["keys"]}
+    place = "the default group of 2 ranks"
+    assert missing == {
+        ("l1_loss", place): [1],
+        ("snr_loss", place): [0],
+        ("loss", place): [],
+        ("loss", "reduction 'train'"): [],
+        ("only", "reduction 'train'"): [0],
+    }
+    assert "'only' (reduction 'train'): rank 1: 1 time" in text
+    assert "not on rank 0" in text
+    values = {key["place"]: key["by_rank"] for key in found["keys"] if key["key"] == "loss"}["reduction 'train'"]
+    assert [values[rank]["series"][0][1] for rank in "01"] == [0.0, 1.0]
+
+
+def test_the_flight_recorder_adds_to_the_records(parted: Path) -> None:
+    timeline = read_timeline([parted])
+    for lane in timeline.lanes:
+        ops = [timeline.calls[call].op for call in lane.calls]
+        assert ops == ["all_reduce", "all_reduce"]
+        assert sorted(lane.spans) == [0, 1]
+        assert {span.state for span in lane.spans.values()} <= {"scheduled", "started", "completed"}
+
+
+def test_flight_recorder_dumps_alone(parted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for rank in range(2):
+        name = f"fr_trace_rank_{rank}"
+        (tmp_path / name).write_bytes((parted / name).read_bytes())
+    timeline = read_timeline([tmp_path])
+    assert not timeline.has_findings  # it knows no labels: equal operations and shapes are all that it sees
+    assert timeline.groups["0"].ranks == (0, 1)
+    sites = [call.site for call in timeline.calls if call.group == "0"]
+    assert all("runs.py" in site for site in sites), sites
+    assert cli.main(["report", str(tmp_path)]) == 0
+    assert "read from Flight Recorder dumps" in capsys.readouterr().out
+
+
+def test_the_trace_joins_what_belongs_together(parted: Path, tmp_path: Path) -> None:
+    assert cli.main(["report", str(parted), "--perfetto", str(tmp_path / "trace.json")]) == 1
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    of: dict[str, list[dict[str, Any]]] = {}
+    for event in events:
+        of.setdefault(event["ph"], []).append(event)
+    assert [event["args"]["name"] for event in of["M"] if event["name"] == "thread_name"] == ["rank 0", "rank 1"]
+    assert sorted((event["tid"], event["name"]) for event in of["X"]) == [
+        (0, "l1_loss"),
+        (0, "loss"),
+        (1, "loss"),
+        (1, "snr_loss"),
+    ]
+    assert [(start["id"], start["name"]) for start in of["s"]] == [(1, "0/1")]  # and no arrow where they parted
+    assert {start["tid"] for start in of["s"]} | {end["tid"] for end in of["f"]} == {0, 1}
+    starts = {(event["tid"], event["ts"]) for event in of["X"]}
+    assert all((event["tid"], event["ts"]) in starts for event in (*of["s"], *of["f"]))
+    assert sorted((event["cat"], event["tid"]) for event in of["i"]) == [("finding", 0), ("finding", 1), ("mark", 1)]
+
+
+def test_a_file_that_only_sounds_like_a_dump(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    records.write(tmp_path, 2, 1, parts=False)
+    (tmp_path / "metrics_rank_0.json").write_text("{}")
+    assert cli.main(["report", str(tmp_path)]) == 0
+    assert "note: Flight Recorder dumps are left out: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("time", [math.inf, math.nan, -1.0])
+def test_what_has_no_time_is_no_event(time: float) -> None:
+    """A browser could not read it."""
+    with pytest.raises(ValueError, match="not a record of a collective"):
+        Event.from_dict({**records.event(1, None).as_dict(), "time": time})
+
+
+def test_messages_pair_by_their_order(tmp_path: Path) -> None:
+    for rank, ops in ((0, ("send", "send")), (1, ("recv", "recv"))):
+        writer = RecordWriter(tmp_path, rank, 2, "run")
+        for number, op in enumerate(ops):
+            writer.write_event(
+                records.event(0, None, rank, op=op, peer=1 - rank, tag=0, started=records.BEGAN + number)
+            )
+        writer.write({"end": "left"})
+        writer.close()
+    timeline = read_timeline([tmp_path])
+    assert timeline.messages == [(0, 0, 1, 0), (0, 1, 1, 1)]
+    assert list(timeline.meetings()) == []
+
+
+def test_bundles_and_dumps_are_on_the_same_axis(capsys: pytest.CaptureFixture[str]) -> None:
+    places = [str(FORMATS / NAMES[name]) for name in ("records", "bundle", "dump")]
+    assert cli.main(["report", *places, "--json"]) == 1
+    marks = json.loads(capsys.readouterr().out)["marks"]
+    assert sorted((mark["mark"], mark["step"], mark["ranks"]) for mark in marks) == [
+        ("dump", 0, [0]),
+        ("nonfinite", 0, [0]),
+    ]
+    assert cli.main(["report", places[1]]) == 1
+    assert capsys.readouterr().out.startswith("No record of collectives.\n")
+
+
+def test_a_mark_is_what_it_was(tmp_path: Path) -> None:
+    told = Mark("values", "train", 5.5, None, (), {"a": 1.0, "b": math.inf, "c": -math.inf, "d": None, "e": math.nan})
+    writer = RecordWriter(tmp_path, 0, 1, "run")
+    writer.write_mark(told)
+    writer.write_mark(Mark("sentinel", "x" * (2 << 20)))  # no reader would take such a line
+    writer.close()
+    (read,) = read_records(tmp_path)[0].marks
+    assert math.isnan(read.values["e"] or 0.0)
+    assert {**read.values, "e": None} == {**told.values, "e": None}
+    assert (read.kind, read.text, read.time, read.step, read.ranks) == ("values", "train", 5.5, None, ())
+
+
+def test_events_that_are_alike_are_read_as_if_each_stood_alone(tmp_path: Path) -> None:
+    """Evidence leans on that of the event before: equal lines may stand for unequal events."""
+    names = [("a", "b"), ("a", "b"), ("c",), ("a", "b"), ("c",), ("c",)] * 3
+    given = [
+        records.event(seq, of[0], told=Evidence(of[0], of, outer=Evidence("o", of + of)))
+        for seq, of in enumerate(names)
+    ]
+    writer = RecordWriter(tmp_path, 0, 1, "run")
+    for one in given:
+        writer.write_event(one)
+    writer.close()
+    assert list(read_records(tmp_path)[0].events) == given
+
+
+def test_a_file_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    records.write(tmp_path, 2, 1)
+    assert cli.main(["report", str(tmp_path), "--html", str(tmp_path / "nowhere" / "x.html")]) == 2
+    assert "there is no directory" in capsys.readouterr().err
