@@ -7,6 +7,9 @@
   product, before or after the reduce, once or stuck.
 - `ddpstats.testing.strategies`: hypothesis strategies for stats that differ between ranks (needs
   ``ddpstats[testing]``).
+- ``@pytest.mark.ranks(2)``: a test of pytest's on real ranks (`ddpstats.testing.pytest_plugin`).
+
+Names are loaded when first used: pytest imports this package for its plugin, and need not import torch with it.
 
 Functions and their results travel between the parent and its own children by pickle, over private pipes; nothing from
 outside ever gets there.
@@ -14,23 +17,48 @@ outside ever gets there.
 
 from __future__ import annotations
 
-from ddpstats.testing._bit_flips import inject_bit_flips as inject_bit_flips
-from ddpstats.testing._faults import (
-    CollectiveCount as CollectiveCount,
-    count_collectives as count_collectives,
-    die as die,
-    sleep_past as sleep_past,
-)
-from ddpstats.testing._flip_fault import AppliedFlip as AppliedFlip, BitFlip as BitFlip, FlipInjector as FlipInjector
-from ddpstats.testing._rank_outcomes import (
-    RankDied as RankDied,
-    RankError as RankError,
-    RankNotRun as RankNotRun,
-    RankOutcome as RankOutcome,
-    RankOutcomes as RankOutcomes,
-    RanksFailed as RanksFailed,
-    RankTimedOut as RankTimedOut,
-    RankUnpicklable as RankUnpicklable,
-)
-from ddpstats.testing._ranks import PerRank as PerRank, RankPool as RankPool, run_ranks as run_ranks
-from ddpstats.testing._threads import ThreadGroup as ThreadGroup, run_threads as run_threads
+from typing import TYPE_CHECKING
+
+from ddpstats._base.lazy import lazy_names as _lazy_names
+
+if TYPE_CHECKING:
+    from ddpstats.testing._bit_flips import inject_bit_flips as inject_bit_flips
+    from ddpstats.testing._faults import (
+        CollectiveCount as CollectiveCount,
+        count_collectives as count_collectives,
+        die as die,
+        sleep_past as sleep_past,
+    )
+    from ddpstats.testing._flip_fault import (
+        AppliedFlip as AppliedFlip,
+        BitFlip as BitFlip,
+        FlipInjector as FlipInjector,
+    )
+    from ddpstats.testing._rank_outcomes import (
+        RankDied as RankDied,
+        RankError as RankError,
+        RankNotRun as RankNotRun,
+        RankOutcome as RankOutcome,
+        RankOutcomes as RankOutcomes,
+        RanksFailed as RanksFailed,
+        RankTimedOut as RankTimedOut,
+        RankUnpicklable as RankUnpicklable,
+    )
+    from ddpstats.testing._ranks import PerRank as PerRank, RankPool as RankPool, run_ranks as run_ranks
+    from ddpstats.testing._threads import ThreadGroup as ThreadGroup, run_threads as run_threads
+
+_HOMES = {
+    "_bit_flips": ("inject_bit_flips",),
+    "_faults": ("CollectiveCount", "count_collectives", "die", "sleep_past"),
+    "_flip_fault": ("AppliedFlip", "BitFlip", "FlipInjector"),
+    "_rank_outcomes": (
+        *("RankDied", "RankError", "RankNotRun", "RankOutcome", "RankOutcomes"),
+        *("RanksFailed", "RankTimedOut", "RankUnpicklable"),
+    ),
+    "_ranks": ("PerRank", "RankPool", "run_ranks"),
+    "_threads": ("ThreadGroup", "run_threads"),
+}
+_HOME_OF = {name: f"testing.{module}" for module, names in _HOMES.items() for name in names}
+
+__all__ = sorted(_HOME_OF)
+__getattr__, __dir__ = _lazy_names(__name__, _HOME_OF)

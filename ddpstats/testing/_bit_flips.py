@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ddpstats._base.wording import listed
 from ddpstats._observe.gradients import unwrapped
 from ddpstats.errors import ConfigError
 from ddpstats.testing import _flip_places as places
@@ -109,9 +110,8 @@ def _validate(flip: BitFlip, module: nn.Module, world_size: int | None) -> None:
 
 def _named(flip: BitFlip, kind: str, found: dict[str, Any]) -> Any:
     if flip.name not in found:
-        names = [repr(name) for name in found]
-        more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
-        raise ConfigError(f"{flip}: there is no such {kind}; there are {', '.join(names[:_SHOWN_NAMES])}{more}")
+        names = listed(map(repr, found), _SHOWN_NAMES)
+        raise ConfigError(f"{flip}: there is no such {kind}; there are {names}")
     return found[flip.name]
 
 

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # not in __all__
 
-from ddpstats._observe.torch_compat import collectives_issued, groups_made
+from ddpstats._observe.torch_groups import collectives_issued, groups_made
 from ddpstats.testing._rank_wire import (
     READY,
     GroupState,
@@ -74,6 +74,7 @@ def _serve(control: socket.socket, spec: RankSpec) -> None:
 
 def _perform(request: bytes, to_join: RankSpec | None) -> Reply:
     """Call what was asked for. BaseException: `SystemExit` and pytest's outcomes are answers too."""
+    environ = dict(os.environ)
     try:
         if to_join is not None:
             _join_group(to_join)
@@ -81,6 +82,10 @@ def _perform(request: bytes, to_join: RankSpec | None) -> Reply:
         value = fn(*args, **kwargs)
     except BaseException as error:
         return error_reply(error, group_state())
+    finally:
+        if os.environ != environ:  # Lightning takes WORLD_SIZE away when a fit ends
+            os.environ.clear()
+            os.environ.update(environ)
     return value_reply(value, group_state())
 
 

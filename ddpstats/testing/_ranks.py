@@ -83,11 +83,11 @@ class RankPool:
     """Ranks that stay for many calls: a call of an empty function costs well below 5 ms. Not thread-safe.
 
     The processes start with the first `run`. What `fn` leaves behind in them (modules, patches, threads, groups) is
-    there in the next run. After a run in which a rank died or timed out, the pool is killed and the next `run` starts a
-    fresh one. After a run in which a rank raised, or the ranks did not issue the same number of collectives, or the
-    default group was destroyed, the next `run` begins with a small all_reduce, which decides whether the pool still
-    works, and starts fresh ranks if not. Not noticed: a subgroup out of step, a changed directory or environment; call
-    `restart` after those.
+    there in the next run; the environment variables are as they were before. After a run in which a rank died or timed
+    out, the pool is killed and the next `run` starts a fresh one. After a run in which a rank raised, or the ranks did
+    not issue the same number of collectives, or the default group was destroyed, the next `run` begins with a small
+    all_reduce, which decides whether the pool still works, and starts fresh ranks if not. Not noticed: a subgroup out
+    of step, a changed directory; call `restart` after those.
 
     Args:
         world_size: number of ranks.

@@ -69,6 +69,13 @@ def surroundings() -> dict[str, Any]:
     }
 
 
+def leave_another_environment() -> None:
+    os.environ["DDPSTATS_TEST_VARIABLE"] = "left"
+    os.environ["RANK"] = "7"
+    del os.environ["WORLD_SIZE"]
+    raise_on_rank_1()
+
+
 def raise_on_rank_1() -> int:
     if dist.get_rank() == 1:
         raise KeyError("a key that rank 1 lacks")
@@ -287,6 +294,12 @@ def test_surroundings() -> None:
             "backend": "gloo",
             "cuda": False,
         }
+
+
+def test_the_environment_is_as_it_was_in_the_next_run(pool: RankPool) -> None:
+    before = pool.run(surroundings).values()
+    assert [one.error is None for one in pool.run(leave_another_environment)] == [True, False]
+    assert pool.run(surroundings).values() == before
 
 
 def test_arguments_by_position_by_name_and_by_rank(pool: RankPool) -> None:

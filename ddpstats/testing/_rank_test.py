@@ -1,0 +1,123 @@
+"""What a rank does with a test of pytest's: import its file, call it, and write down how it failed."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import dataclasses
+import functools
+import importlib.machinery
+import importlib.util
+import json
+import os
+import pickle
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+
+@dataclasses.dataclass(frozen=True)
+class RankTest:
+    """Which test: ``name`` of the class ``holder``, if there is one, in a file; what it is called with, each pickled.
+
+    ``guard``: arguments of `collective_guard`; None without one.
+    """
+
+    module: str
+    path: str
+    holder: str
+    name: str
+    arguments: Mapping[str, bytes]
+    guard: tuple[tuple[Any, ...], Mapping[str, Any]] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """``at``: seconds of a clock that all processes of this machine share. ``kind``: "fail", "skip" or "xfail"."""
+
+    at: float
+    kind: str
+    line: str
+    text: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        now = time.monotonic()
+        kinds = (("skip", pytest.skip.Exception), ("xfail", pytest.xfail.Exception))
+        kind = next((name for name, raised in kinds if isinstance(error, raised)), "")
+        if kind:
+            return cls(now, kind, str(error), "")
+        text = str(pytest.ExceptionInfo.from_exception(error).getrepr(style="short"))
+        said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        return cls(now, "fail", said.split("\n", 1)[0], text)
+
+    @classmethod
+    def read(cls, scratch: Path, rank: int) -> Failure | None:
+        """None where the rank wrote none."""
+        try:
+            return cls(**json.loads((scratch / f"failure{rank}").read_text()))
+        except FileNotFoundError:
+            return None
+
+
+def run_test(test: RankTest, scratch: str) -> None:
+    """Call the test. A rank on which it fails ends at once: others see that sooner than they give up waiting."""
+    __tracebackhide__ = True
+    rank = dist.get_rank()
+    output = open(Path(scratch, f"output{rank}"), "w", buffering=1)  # noqa: SIM115  # as long as the process lives
+    for descriptor in (1, 2):
+        os.dup2(output.fileno(), descriptor)
+    sys.stdout = output
+    dist.barrier()  # no rank is to fail while another still connects
+    try:
+        _call(test)
+    except BaseException as error:
+        failure = dataclasses.asdict(Failure.of(error))
+        written = Path(scratch, f"writing{rank}")
+        written.write_text(json.dumps(failure))
+        written.rename(Path(scratch, f"failure{rank}"))
+        output.flush()
+        os._exit(1)
+
+
+def _call(test: RankTest) -> None:
+    __tracebackhide__ = True
+    found: Any = _imported(test.module, test.path)
+    if test.holder:
+        found = functools.reduce(getattr, test.holder.split("."), found)()
+    arguments = {name: pickle.loads(value) for name, value in test.arguments.items()}
+    with contextlib.ExitStack() as stack:
+        if test.guard is not None:
+            from ddpstats.guard import collective_guard
+
+            stack.enter_context(collective_guard(*test.guard[0], **test.guard[1]))
+        getattr(found, test.name)(**arguments)
+
+
+def _imported(name: str, path: str) -> ModuleType:
+    """By its path: pytest has ways to import a file (``--import-mode=importlib``) that leave no name to import."""
+    spec = importlib.util.spec_from_file_location(name, path, loader=_Rewriting(name, path))
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    _Rewriting(name, path).exec_module(module)
+    return module
+
+
+class _Rewriting(importlib.machinery.SourceFileLoader):
+    """With pytest's asserts, which say what they compared."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        from _pytest.assertion.rewrite import rewrite_asserts  # pytest's own; it has none that is public
+
+        path = self.get_filename(fullname)
+        source = self.get_data(path)
+        tree = ast.parse(source, path)
+        rewrite_asserts(tree, source, path)
+        return compile(tree, path, "exec", dont_inherit=True)

@@ -1,0 +1,189 @@
+"""Marked tests of a user's own, run by a pytest of theirs: what passes, what the report says of what does not."""
+
+from __future__ import annotations
+
+import configparser
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ddpstats.testing import pytest_plugin
+
+pytest_plugins = ("pytester",)
+ROOT = Path(__file__).parents[2]
+PLUGIN = "ddpstats.testing.pytest_plugin"
+LIMIT_SEC = 200
+
+TESTS = """
+    import asyncio, os, pathlib, signal, time, unittest
+    import pytest, torch
+    import torch.distributed as dist
+    from hypothesis import given, strategies
+
+    class Config:
+        def __init__(self, lr):
+            self.lr = lr
+
+    @pytest.fixture
+    def unsent():
+        return lambda: None
+
+    @pytest.mark.ranks(2)
+    @pytest.mark.parametrize("config", [Config(0.5)], ids=["half"])
+    def test_passes(config, tmp_path):
+        (tmp_path / str(dist.get_rank())).touch()
+        dist.barrier()
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
+        assert (type(config), config.lr, os.environ["RANK"]) == (Config, 0.5, str(dist.get_rank()))
+
+    class TestClass:
+        number = 2
+
+        @pytest.mark.ranks(2)
+        @pytest.mark.collective_guard("step", infer_labels=False)
+        def test_method(self):
+            one = torch.ones(1)
+            dist.all_reduce(one)
+            assert one.item() == self.number == dist.get_world_size()
+
+    @pytest.mark.ranks(2)
+    def test_one_rank_differs():
+        print("printed by", dist.get_rank())
+        loss = 0.5
+        if dist.get_rank() == 1:
+            assert loss == 0.25
+        dist.barrier()
+
+    @pytest.mark.ranks(2)
+    @pytest.mark.collective_guard("strict")
+    def test_mismatch():
+        stats = {"loss": torch.ones(1), "snr" if dist.get_rank() else "l1": torch.ones(1)}
+        for key in stats:
+            dist.all_reduce(stats[key])
+
+    @pytest.mark.ranks(2, timeout=3)
+    def test_hangs():
+        def inner():
+            time.sleep(1000)
+        if dist.get_rank() == 1:
+            print("about to hang")
+            inner()
+
+    @pytest.mark.ranks(2)
+    def test_dies():
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.barrier()
+
+    @pytest.mark.ranks(1)
+    def test_skips():
+        pytest.skip("not here")
+
+    @pytest.mark.ranks(2)
+    def test_one_skips():
+        if dist.get_rank() == 1:
+            pytest.skip("no data")
+
+    @pytest.mark.ranks(2)
+    def test_fixture(unsent):
+        pass
+
+    @pytest.mark.ranks(2)
+    async def test_coroutine():
+        raise AssertionError
+
+    @pytest.mark.ranks(2)
+    @given(strategies.integers())
+    def test_given(number):
+        raise AssertionError
+
+    class TestCase(unittest.TestCase):
+        @pytest.mark.ranks(2)
+        def test_of_a_case(self):
+            pass
+
+    @pytest.mark.collective_guard("strict")
+    def test_guard_alone():
+        pass
+
+    @pytest.mark.ranks
+    def test_how_many():
+        pass
+
+    @pytest.mark.ranks(0)
+    def test_none():
+        pass
+"""
+
+
+@pytest.mark.parametrize("mode", ["prepend", "importlib"])
+def test_what_the_report_says(pytester: pytest.Pytester, mode: str) -> None:
+    """Also with the way to import tests that leaves no name for the ranks; then of some of them."""
+    pytester.makepyfile(test_trainer=TESTS)
+    some = ["-k", "passes or differs"] if mode == "importlib" else []
+    result = pytester.runpytest_inprocess("-p", PLUGIN, "-rs", "--strict-markers", f"--import-mode={mode}", *some)
+    lines = result.stdout
+    lines.fnmatch_lines(
+        [
+            "rank 1 failed: AssertionError: assert 0.5 == 0.25",
+            "rank 0 failed: RuntimeError: *",
+            "rank 1:",
+            "test_trainer.py:*: in test_one_rank_differs",
+            "E   assert 0.5 == 0.25",
+            "*- Captured rank 0 call -*",
+            "printed by 0",
+            "*- Captured rank 1 call -*",
+            "printed by 1",
+        ],
+        consecutive=False,
+    )
+    if some:
+        result.assert_outcomes(passed=1, failed=1, deselected=13)
+        return
+    result.assert_outcomes(passed=2, failed=8, skipped=1, errors=4)
+    for block in (
+        ["rank ? failed: CollectiveMismatch: *", "E * rank 0: all_reduce(*) 'l1'", "E * rank 1: all_reduce(*) 'snr'"],
+        ["rank 1 still ran after 3 s, and was ended", "about to hang", "*rank 1 stack*", "*in inner"],
+        ["rank 1 died: killed by SIGKILL (exit code -9)", "rank 0 failed: RuntimeError: *"],
+        ["unsent (a function) cannot be sent to ranks: *Make this one in the test itself, on each rank."],
+        ["@pytest.mark.ranks does not run coroutines: let the test call asyncio.run"],
+        ["@pytest.mark.ranks and @given: *"],
+        ["@pytest.mark.ranks is for functions, and for methods of classes that are no unittest.TestCase"],
+        ["@pytest.mark.collective_guard needs @pytest.mark.ranks(N): *"],
+        ["@pytest.mark.ranks: ranks(n, timeout=60) missing 1 required positional argument: 'n'"],
+        ["@pytest.mark.ranks: world_size must be at least 1, not 0"],
+        ["SKIPPED*: not here"],
+        ["rank 1 skipped, and not all ranks did: no data"],
+    ):
+        lines.fnmatch_lines(block)
+
+
+def test_of_very_much_output_the_end_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pytest_plugin, "_SHOWN_BYTES", 4)
+    path = tmp_path / "output0"
+    assert pytest_plugin._end_of(path) == ""
+    path.write_text("four")
+    assert pytest_plugin._end_of(path) == "four"
+    path.write_text("more than four")
+    assert pytest_plugin._end_of(path) == "(10 bytes before this are left out)\nfour"
+
+
+def test_without_a_mark_nothing_of_torch_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "test_plain.py").write_text("def test_plain():\n    pass\n")
+    code = (
+        "import sys, pytest\n"
+        f"status = pytest.main(['-p', {PLUGIN!r}, '--strict-markers', 'test_plain.py'])\n"
+        "print(int(status), {'torch', 'numpy'} & set(sys.modules))"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SEC, cwd=tmp_path, check=False)
+    assert done.stdout.endswith("\n0 set()\n"), done.stdout + done.stderr
+
+
+def test_the_entry_point_has_the_name_of_the_module() -> None:
+    """Else ``-p`` with that name would register the plugin once more, which pytest refuses."""
+    settings = configparser.ConfigParser(delimiters=["="])
+    settings.read(ROOT / "setup.cfg")
+    assert settings["options.entry_points"]["pytest11"].split() == [PLUGIN, "=", PLUGIN]
