@@ -15,11 +15,10 @@ from _scale_counts import Phase
 from _scale_ranks import World
 
 from ddpstats._agreement.agreement import _MAX_MEETING_BYTES
-from ddpstats._transport.gloo_group import LAZY_FROM_RANKS
+from ddpstats._transport.grid_comm import GRID_FROM_RANKS, sides_of
 from ddpstats._transport.store import shared_poll
 
 HELLO_BYTES = 74
-_TREE_OF = 8  # ranks in each group of a tree
 _LOOK_SEC = 1.0  # of a rank that waits
 _HEAD_BYTES = 24  # that each rank tells where all they hold would be too much
 
@@ -40,8 +39,8 @@ MEASURED = Constants(140e-6, 17.5e-6, 1.0, 12.25, 2048.0)
 
 
 def constants_of(worlds: Sequence[World], phases: Sequence[Phase], store_request_us: float) -> Constants:
-    eager = sorted((world for world in worlds if not world.lazy), key=lambda world: world.world_size)
-    few, many = eager[0], eager[-1]
+    rings = sorted((world for world in worlds if not world.grid), key=lambda world: world.world_size)
+    few, many = rings[0], rings[-1]
     more = many.median.private_kib - few.median.private_kib
     new_key = next(phase for phase in phases if phase.name == "one new key")
     steady = next(phase for phase in phases if phase.name == "steady")
@@ -59,10 +58,10 @@ def ring_hops(world_size: int) -> int:
     return 2 * (world_size - 1)
 
 
-def tree_hops(world_size: int) -> float:
-    """Of an all_reduce in groups of eight, then of the first of each, and so on; and the broadcasts on the way back."""
-    levels = max(1, math.ceil(math.log(world_size, _TREE_OF)))
-    return levels * ring_hops(_TREE_OF) + (levels - 1) * math.log2(_TREE_OF)
+def grid_hops(world_size: int) -> int:
+    """Of an all_reduce along the sides of the grid in turn, with a guest's way in and out."""
+    sides = sides_of(world_size)
+    return sum(map(ring_hops, sides)) + (3 if math.prod(sides) < world_size else 0)
 
 
 def predicted(world_size: int, constants: Constants) -> dict[str, float]:
@@ -71,17 +70,18 @@ def predicted(world_size: int, constants: Constants) -> dict[str, float]:
     if told > _MAX_MEETING_BYTES:
         told = _HEAD_BYTES * world_size + 2 * constants.room_bytes
     looks = world_size / shared_poll(_LOOK_SEC, world_size)
-    files = math.log2(world_size) + 4 if world_size >= LAZY_FROM_RANKS else world_size - 1
+    in_grid = world_size >= GRID_FROM_RANKS
+    peers = sum(side - 1 for side in sides_of(world_size)) + 1 if in_grid else world_size - 1
     return {
-        "a call, gloo's ring, ms": 1e3 * ring_hops(world_size) * constants.hop_sec,
-        "a call, a tree of groups of 8, ms": 1e3 * tree_hops(world_size) * constants.hop_sec,
+        "a call in one ring, ms": 1e3 * ring_hops(world_size) * constants.hop_sec,
+        "a call in the grid, ms": 1e3 * grid_hops(world_size) * constants.hop_sec,
         "received at a new key, MB": told / 1e6,
         "received at the handshake, MB": HELLO_BYTES * world_size / 1e6,
         "first use, the store is busy, s": constants.first_use_requests * world_size * constants.store_request_sec,
         "all wait, requests at the store per s": looks,
         "all wait, share of the store's core": looks * constants.store_request_sec,
-        "open connections of a rank": files,
-        "memory of these, MB": files * constants.connection_kib / 1024,
+        "open connections of a rank": peers,
+        "memory of these, MB": peers * constants.connection_kib / 1024,
         "if every pair were connected, MB": (world_size - 1) * constants.connection_kib / 1024,
     }
 
@@ -100,7 +100,7 @@ def draw(path: str, phases: Sequence[Phase], constants: Constants) -> None:
     _panel(middle, phases, dict(zip(("handshake", "steady", "one new key"), "osD", strict=True)), "received_bytes")
     middle.set(title="received in collectives, 50 keys", ylabel="bytes per rank and call")
     sizes = [2**power for power in range(1, 18)]
-    for name, style in (("a call, gloo's ring, ms", "-"), ("a call, a tree of groups of 8, ms", "--")):
+    for name, style in (("a call in one ring, ms", "-"), ("a call in the grid, ms", "--")):
         right.plot(sizes, [predicted(size, constants)[name] for size in sizes], style, label=name, lw=2)
     right.set(title="model: one reduction", xlabel="ranks", ylabel="ms", xscale="log", yscale="log")
     for axes in (left, middle, right):

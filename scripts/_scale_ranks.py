@@ -1,4 +1,4 @@
-"""What a gloo group costs a real rank: seconds and processor time to connect it, memory, file descriptors, one call.
+"""What our gloo groups cost a real rank: seconds and processor time to connect it, memory, file descriptors, one call.
 
 All ranks are processes of this machine, forked from this one: they have torch already, and nothing else is measured.
 """
@@ -9,6 +9,7 @@ import json
 import os
 import resource
 import select
+import socket
 import statistics
 import threading
 import time
@@ -18,10 +19,11 @@ from dataclasses import asdict, astuple, dataclass
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in __all__
 
-from ddpstats._transport import gloo_group
+from ddpstats._transport.comm import GlooComm
+from ddpstats._transport.grid_comm import GridComm
+from ddpstats._transport.store import bounded
 
 LIMIT_SEC = 240.0
 CALLS = 20
@@ -50,26 +52,24 @@ class World:
     """Medians over the ranks; ``slowest_sec``: of connecting."""
 
     world_size: int
-    lazy: bool
+    grid: bool
     median: Connected
     slowest_sec: float
 
 
-def measure(world_size: int, lazy: bool = False) -> World:
-    """Connect so many ranks on this machine, and reduce a little. ``lazy``: gloo connects a pair when it is used."""
-    server = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=LIMIT_SEC), wait_for_workers=False)
-    found = _forked(world_size, lambda rank: _play(rank, world_size, server.port, lazy))
+def measure(world_size: int, grid: bool = False) -> World:
+    """Connect so many ranks on this machine, in one gloo group or in a grid, and reduce a little."""
+    found = _forked(world_size, lambda rank, port: _play(rank, world_size, port, grid))
     columns = zip(*map(astuple, found), strict=True)
     median = Connected(*map(statistics.median, columns))
-    return World(world_size, lazy, median, max(one.connect_sec for one in found))
+    return World(world_size, grid, median, max(one.connect_sec for one in found))
 
 
 def store_request_us(requests: int = 5000) -> float:
     """Processor time that the process which serves a `TCPStore` takes for one request of ours."""
-    server = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=LIMIT_SEC), wait_for_workers=False)
 
-    def ask(rank: int) -> Connected:
-        store = TCPStore("127.0.0.1", server.port, None, False, timedelta(seconds=LIMIT_SEC))
+    def ask(rank: int, port: int) -> Connected:
+        store = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=LIMIT_SEC))
         for number in range(requests):
             store.check([f"key/{number}"])
         return Connected(0.0, 0.0, 0, 0, 0, 0.0, 0.0)
@@ -79,27 +79,25 @@ def store_request_us(requests: int = 5000) -> float:
     return 1e3 * (_cpu_ms() - before) / requests
 
 
-def _play(rank: int, world_size: int, port: int, lazy: bool) -> Connected:
+def _play(rank: int, world_size: int, port: int, grid: bool) -> Connected:
     import torch
 
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=LIMIT_SEC), wait_for_workers=False)
     _meet(store, "start", world_size)
     before = _private_kib(), len(os.listdir("/proc/self/fd")), _cpu_ms(), time.monotonic()
-    part = dist.distributed_c10d.PrefixStore("gloo", store)
-    gloo_group.LAZY_FROM_RANKS = 2 if lazy else world_size + 1
-    backend = gloo_group.gloo_backend(part, rank, world_size, LIMIT_SEC)
-    group = gloo_group.group_around(backend, part, rank, world_size, gloo_group.OWN_GROUP)
+    kind = GridComm if grid else GlooComm
+    comm = kind(tuple(range(world_size)), rank, bounded(store), LIMIT_SEC)
     connect_sec, connect_cpu_ms = time.monotonic() - before[3], _cpu_ms() - before[2]
-    tensor, options = torch.ones(_LANES, dtype=torch.float64), dist.AllreduceOptions()
+    tensor = torch.ones(_LANES, dtype=torch.float64)
     for _ in range(_WARM_CALLS):
-        group.allreduce([tensor], options).wait()
+        comm.all_reduce_sum(tensor, LIMIT_SEC)
     private_kib, files = _private_kib() - before[0], len(os.listdir("/proc/self/fd")) - before[1]
     _meet(store, "connected", world_size)
     cpu_ms, calls = _cpu_ms(), list[float]()
     for _ in range(CALLS):
         started = time.monotonic()
-        group.allreduce([tensor], options).wait()
+        comm.all_reduce_sum(tensor, LIMIT_SEC)
         calls.append(1e3 * (time.monotonic() - started))
     call_cpu_ms = (_cpu_ms() - cpu_ms) / CALLS
     _meet(store, "done", world_size)
@@ -123,9 +121,14 @@ def _private_kib() -> int:
         return sum(int(line.split()[1]) for line in file if line.startswith("Private_"))
 
 
-def _forked(world_size: int, play: Callable[[int], Connected]) -> Sequence[Connected]:
-    """What ``play`` returns on each rank, each in a process of its own; none is left behind."""
+def _forked(world_size: int, play: Callable[[int, int], Connected]) -> Sequence[Connected]:
+    """What ``play`` (of a rank, and the port of a `TCPStore`) returns, each in a process of its own; none stays.
+
+    The store begins to serve when all are forked: a process that is forked beside its thread may find a lock taken.
+    """
     ranks, told = dict[int, int](), list[Connected]()
+    listening = socket.create_server(("127.0.0.1", 0), backlog=world_size)
+    port = listening.getsockname()[1]
     try:
         for rank in range(world_size):
             mine, theirs = os.pipe()
@@ -133,11 +136,20 @@ def _forked(world_size: int, play: Callable[[int], Connected]) -> Sequence[Conne
             if pid == 0:
                 status = 1
                 with suppress(BaseException):
-                    os.write(theirs, json.dumps(asdict(play(rank))).encode())
+                    os.write(theirs, json.dumps(asdict(play(rank, port))).encode())
                     status = 0
                 os._exit(status)
             os.close(theirs)
             ranks[pid] = mine
+        _server = TCPStore(
+            "127.0.0.1",
+            port,
+            None,
+            True,
+            timedelta(seconds=LIMIT_SEC),
+            wait_for_workers=False,
+            master_listen_fd=listening.detach(),
+        )
         deadline = time.monotonic() + LIMIT_SEC
         for pipe in ranks.values():
             ready, _, _ = select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))
@@ -147,6 +159,7 @@ def _forked(world_size: int, play: Callable[[int], Connected]) -> Sequence[Conne
             told.append(Connected(**json.loads(payload)))
         return told
     finally:
+        listening.close()
         for pid, pipe in ranks.items():
             with suppress(ProcessLookupError):
                 os.kill(pid, 9)

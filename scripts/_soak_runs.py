@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import hashlib
 import logging
@@ -24,7 +25,7 @@ from ddpstats.errors import SchemaConflict
 from tests.interference.programs import PROGRAMS, Program
 from tests.interference.runs import hooks_of
 from tests.interference.watching import Everything
-from tests.reduction.reduce_pairs import check_one, on_this_rank
+from tests.reduction.reduce_pairs import check_one, drawn_by, reduced
 from tests.reduction.window_pairs import Draw, check, flushed
 
 QUANTITIES = ("memory", "threads", "files", "groups", "hooks", "shared memory")
@@ -58,11 +59,10 @@ def rounds(seed: int, numbers: Sequence[int], directory: str, leak: Sequence[str
 def _round(seed: int, number: int, directory: Path, told: Told) -> None:
     ranks, rank = dist.get_world_size(), dist.get_rank()
     looks = number % ranks == rank  # ranks take turns in asking the oracle; that they agree is asked of all
-    drawn = Draw(1_000_000 * seed + 2 * number, tensors=0.5, wild=0.3).reduction(ranks)
-    policy, per_rank, adds = drawn
+    drawn = next(drawn_by(1_000_000 * seed + 2 * number, ranks, 1))
     name = random.Random(number).choice(_NAMES)
-    answer = on_this_rank([(policy, per_rank, *adds[rank])], name)[0]
-    _judge(told, f"reduction {number}", answer, looks, lambda: check_one(*drawn, [answer]))
+    answer = reduced(functools.partial(ddpstats.reduce_stats, name=name), rank, drawn)
+    _judge(told, f"reduction {number}", answer, looks, lambda: check_one(drawn, [answer]))
     told.done["reductions"] += 1
     window_policy, by_rank = Draw(1_000_000 * seed + 2 * number + 1).window(ranks)
     found = flushed(by_rank[rank], window_policy, name)

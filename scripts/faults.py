@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -39,6 +40,7 @@ def main() -> int:
     if options.table is not None:
         write_table(options.table, read(options.results))
         return 0
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background has it ignored
     known = {_key(one["case"]) for one in read(options.results)}
     failed = 0
     try:

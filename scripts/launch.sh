@@ -118,7 +118,7 @@ install_extras() { # EXTRAS...
   local wanted
   wanted=$(requirements "$@")
   install "${pin[@]}" --requirement /dev/stdin <<<"$wanted"
-  if [[ " $* " == *" espnet "* ]]; then install "${pin[@]}" --no-deps espnet; fi # setup.cfg says why
+  if [[ " $* " == *" espnet "* ]]; then install "${pin[@]}" --no-deps espnet funasr; fi # setup.cfg says why
 }
 
 set_up_active() { # EXTRAS...
@@ -336,7 +336,7 @@ case $verb in
       exec "$python" -m ddpstats "$@"
     fi
     extras_for_tests
-    set_up "${extras[@]}" dev
+    set_up "${extras[@]}" dev docs
     PATH=$("$python" -c 'import sysconfig; print(sysconfig.get_path("scripts"))'):$PATH
     exec "$@"
     ;;

@@ -70,7 +70,7 @@ def real_table(worlds: Sequence[real.World]) -> str:
     ]
     for world in worlds:
         one = world.median
-        name = f"{world.world_size}{' lazily' if world.lazy else ''}"
+        name = f"{world.world_size}{' in a grid' if world.grid else ''}"
         numbers = (f"{world.slowest_sec:.2f}", f"{one.connect_cpu_ms:.1f}", f"{one.private_kib:.0f}")
         lines.append((name, *numbers, f"{one.files:.0f}", f"{one.call_ms:.2f}", f"{one.call_cpu_ms:.2f}"))
     return aligned(lines)
@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         phases += phases_of(world_size)
         print(f"counted {world_size} ranks", file=sys.stderr)
     print(counted_table(phases))
-    worlds = [real.measure(size, lazy) for size in args.real for lazy in (False, True)]
+    worlds = [real.measure(size, grid) for size in args.real for grid in (False, True)]
     constants = model.constants_of(worlds, phases, real.store_request_us()) if worlds else model.MEASURED
     if worlds:
         print("\n" + real_table(worlds))

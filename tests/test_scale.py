@@ -106,7 +106,7 @@ def test_the_script_counts_measures_and_draws(tmp_path: Path) -> None:
     command = [str(SCRIPTS / "scale.py"), "--ranks", "8", "--real", "2", "--json", str(written), "--png", str(drawn)]
     done = scripts.run(command, timeout=200)
     assert done.returncode == 0, done.stderr
-    for row in ("guard, verdict", "2 lazily", "a call, gloo's ring, ms"):
+    for row in ("guard, verdict", "2 in a grid", "a call in one ring, ms", "a call in the grid, ms"):
         assert row in done.stdout
     told = json.loads(written.read_text())
     assert [one["median"]["files"] > 0 for one in told["real"]] == [True, True]

@@ -38,5 +38,5 @@ def test_the_default_group_is_made_again_under_checks(tmp_path: Path) -> None:
 def test_two_hundred_subgroups_leave_nothing_behind() -> None:
     for early, late in run_ranks(runs.many_subgroups, 2, 200, timeout_sec=200.0).values():
         grown = late.pop("kilobytes") - early.pop("kilobytes")
-        assert late == early
+        assert {what: (early[what], late[what]) for what in early if late[what] > early[what]} == {}
         assert grown < 8 * 1024, f"{grown} kB for 100 groups"

@@ -49,10 +49,11 @@ from ddpstats.dump.compare._tensor_compare import load_tensor
 from ddpstats.dump.format._files import open_rank
 from ddpstats.dump.origin import _nan_origin
 from ddpstats.errors import BundleError, ConfigError, DdpstatsError, DumpError, ProtocolMismatch
-from ddpstats.guard import _report, _spoken
+from ddpstats.guard import _spoken
 from ddpstats.guard._failure_agreement import Alarm
 from ddpstats.guard._p2p import _read
 from ddpstats.guard._status import GuardFinding, RankStatus
+from ddpstats.report import _report
 
 FORMATS = Path(__file__).parents[1] / "formats" / "v1"
 CPU = torch.device("cpu")
@@ -257,7 +258,9 @@ def record(data: bytes) -> None:
     directory = scratch() / "records"
     (directory / "rank0.jsonl").write_bytes(data)
     with quiet(), contextlib.suppress(DdpstatsError):
-        _report.run(argparse.Namespace(directory=str(directory), json=bool(data[:1] > b"\x7f")))
+        _report.run(
+            argparse.Namespace(directories=[directory], json=bool(data[:1] > b"\x7f"), html=None, perfetto=None)
+        )
 
 
 def config(data: bytes) -> None:

@@ -237,6 +237,8 @@ def all_programs(steps: int, backend: str, *names: str) -> int:
 
 def set_backend(backend: str) -> None:
     programs.backend = backend
+    if backend == "inductor":  # a step that is run again is another graph, and would draw other random numbers
+        torch._inductor.config.fallback_random = True
 
 
 if __name__ == "__main__":
