@@ -18,7 +18,13 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SKIP_NOTHING = "DDPSTATS_TEST_SKIPS_NOTHING"
-_EXTRAS = {"espnet2": "espnet", "matplotlib": "bench"}  # the others are named as what is imported
+_EXTRAS = {
+    "espnet2": "espnet",
+    "matplotlib": "bench",
+    "rich": "live",
+    "aiohttp": "lightning",
+    "funasr": "espnet",
+}  # the others are named as what is imported
 
 
 def table() -> dict[str, list[str]]:

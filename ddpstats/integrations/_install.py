@@ -11,11 +11,13 @@ import difflib
 import importlib
 import importlib.util
 import sys
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import cast
 
+from ddpstats._base.wording import first_line
 from ddpstats.errors import ConfigError
 from ddpstats.integrations._patches import Patches, pip_command
 
@@ -35,6 +37,10 @@ _NOTHING_TO_PATCH = {
     "loggers": "ddpstats.integrations.loggers.write(writer, reduced, step) is called where you log",
     "transformers": "its Trainer takes ddpstats.integrations.transformers.NaNCaptureCallback",
 }
+
+PATCHABLE = tuple(_PACKAGES)
+DISTRIBUTIONS = (*_PACKAGES, *_ALIASES, "transformers")
+"""Whose versions an integration's work depends on."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +140,21 @@ def uninstall(*names: str) -> Uninstalled:
         else:
             restored.append(name)
     return Uninstalled(tuple(restored), left)
+
+
+def trial(name: str) -> str:
+    """Whether `install` would patch that library here, else why not. Local: imports it, and puts everything back."""
+    if _is_patched(name):
+        return "patched"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            left = install(name).left
+    except Exception as error:
+        return f"would be left ({type(error).__name__}: {first_line(error)})"
+    finally:
+        uninstall(name)
+    return f"would be left ({left[name]})" if name in left else "would be patched"
 
 
 def _checked(function: str, names: tuple[object, ...]) -> list[str]:

@@ -563,6 +563,32 @@ def trainers_of_one_rank() -> Any:
         return [*trainer.test(model, loader(2), verbose=False), *several]
 
 
+class Keeping(Logging):
+    """Keeps, as users do, what it trains with."""
+
+    def __init__(self, script: dict[str, Logs]) -> None:
+        super().__init__(script)
+        self.window, self.reducer = ddpstats.StatsWindow(name="train"), ddpstats.StatsReducer(name="kept")
+        self.sentinel = ddpstats.Sentinel(self, mode=2)
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        self.window.add({"loss": 1.0 + dist.get_rank()})
+        return super().training_step(batch, index)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.sentinel.step()
+
+    def on_train_epoch_end(self) -> None:
+        self.seen.append((str(self.window.adds), self.window.flush().flat()))
+        self.seen.append(("", self.reducer({"epoch": float(self.current_epoch)}).flat()))
+
+
+def averaged() -> Found:
+    """With Lightning's weight averaging, which keeps a copy of the module."""
+    averaging = pl.callbacks.StochasticWeightAveraging(swa_lrs=0.5, swa_epoch_start=1)
+    return fit({}, "stock", callbacks=[averaging], kind=Keeping, max_epochs=3)
+
+
 def without_batches(how: str, several: bool) -> dict[str, float]:
     """Rank 1 has no batch to validate: of any loader, or of the second one."""
     rank = dist.get_rank()

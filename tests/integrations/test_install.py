@@ -18,6 +18,7 @@ import pytest
 import ddpstats
 from ddpstats import ConfigError
 from ddpstats.integrations import Installed, Uninstalled, install, uninstall
+from ddpstats.integrations._install import trial
 from tests.needs import needs
 
 ROOT = Path(__file__).parents[2]
@@ -53,6 +54,8 @@ def test_one_library_is_patched_as_by_its_own_module(library: str) -> None:
     own.install()
     assert uninstall(library) == Uninstalled((library,), {})
     assert not patched(library)
+    assert trial(library) == "would be patched"
+    assert not patched(library)
 
 
 def test_several_at_once_in_the_order_that_was_asked_for() -> None:
@@ -82,6 +85,7 @@ def test_one_that_is_not_installed_is_left_with_the_command(library: str, monkey
     assert f"not installed: pip install 'ddpstats[{library}]'" in done.left[library]
     assert ("--no-deps espnet==" in done.left[library]) == (library == "espnet")
     assert str(done) == f"patched: nothing\nleft: {library} ({done.left[library]})"
+    assert trial(library) == f"would be left ({done.left[library]})"
 
 
 def test_the_others_are_patched_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

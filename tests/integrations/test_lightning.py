@@ -321,6 +321,13 @@ def test_who_is_not_in_the_group_has_no_part(two_ranks: RankPool) -> None:
     assert two_ranks.run(runs.outside_of_the_group).values() == [{"k": 1.0}, {}]
 
 
+def test_weight_averaging_copies_a_module_that_keeps_what_is_ours(two_ranks: RankPool) -> None:
+    for found in two_ranks.run(runs.averaged, timeout_sec=60).values():
+        assert found["seen"] == [
+            said for epoch in range(3) for said in (("2", {"loss": 1.5}), ("", {"epoch": float(epoch)}))
+        ]
+
+
 @pytest.mark.parametrize("how", ["stock", "install"])
 def test_a_window_behind_a_trainer(how: str) -> None:
     """Ranks add other keys, or nothing; the trainer logs each tenth step, in two epochs, and validates in between.

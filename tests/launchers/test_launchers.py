@@ -19,10 +19,11 @@ import pytest
 
 from tests.hosts import FAR, NEAR
 from tests.needs import ROOT, needs
+from tests.scripts import python
 
 LIMIT_SEC = 240.0
 TRAIN = str(ROOT / "tests" / "launchers" / "train.py")
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+TORCHRUN = ["-m", "torch.distributed.run"]
 RAY = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_TRAIN_V2_ENABLED": "1"}
 STATS = {"loss": 1.5, "l1": 10.0, "snr": 20.0}
 
@@ -78,13 +79,13 @@ def ranks_of(directory: Path, outputs: Sequence[str]) -> list[dict[str, Any]]:
         ([*TORCHRUN, "--standalone", "--nproc-per-node=2"], "environment"),
         (
             [
-                *(sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2"),
+                *("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2"),
                 *("--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no", "--main_process_port=0"),
             ],
             "accelerate",
         ),
-        ([sys.executable], "spawn"),
-        ([sys.executable], "ray"),
+        ([], "spawn"),
+        ([], "ray"),
     ],
     ids=["torchrun", "accelerate launch", "multiprocessing.spawn", "Ray Train"],
 )
@@ -93,7 +94,9 @@ def test_where_the_launcher_ends_the_others_it_names_the_one_that_was_killed(
 ) -> None:
     if how in ("accelerate", "ray"):
         needs(how)
-    outputs = finish([[*command, TRAIN, str(tmp_path), how]], [{"MASTER_PORT": free_port(), **RAY}], tmp_path)
+    interpreter = sys.executable if how == "ray" else python()  # ray starts many processes of its own
+    command = [interpreter, *command, TRAIN, str(tmp_path), how]
+    outputs = finish([command], [{"MASTER_PORT": free_port(), **RAY}], tmp_path)
     first, _ = ranks_of(tmp_path, outputs)
     if "missing" in first:  # it came to say so before it was ended
         assert first["missing"] == [1]
@@ -118,7 +121,7 @@ def test_where_the_launcher_lets_the_others_live_they_name_it(tmp_path: Path) ->
 def test_the_variables_of_slurm(tmp_path: Path) -> None:
     common = {"SLURM_NTASKS": "2", "SLURM_NODEID": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     environs = [{**common, "SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in ("0", "1")]
-    outputs = finish([[sys.executable, TRAIN, str(tmp_path), "slurm"]] * 2, environs, tmp_path)
+    outputs = finish([[python(), TRAIN, str(tmp_path), "slurm"]] * 2, environs, tmp_path)
     first, _ = ranks_of(tmp_path, outputs)
     assert first.get("missing") == [1], outputs
     assert "rank 1: the process is gone" in first["text"]
@@ -131,8 +134,10 @@ def test_torchrun_on_two_hosts(hosts: tuple[str, str, str, str], tmp_path: Path)
     near, far, here, there = hosts
     commands, environs = [], []
     for node, (space, link, address) in enumerate(((near, here, NEAR), (far, there, FAR))):
-        train = [*TORCHRUN, "--nnodes=2", f"--node-rank={node}", "--nproc-per-node=1", f"--local-addr={address}"]
-        train += [f"--master-addr={NEAR}", "--master-port=29512", TRAIN, str(tmp_path), "environment"]
+        # an interpreter of its own: a fork is on its server's host
+        train = [sys.executable, *TORCHRUN, "--nnodes=2", f"--node-rank={node}", "--nproc-per-node=1"]
+        train += [f"--local-addr={address}", f"--master-addr={NEAR}", "--master-port=29512"]
+        train += [TRAIN, str(tmp_path), "environment"]
         named = ["sh", "-c", 'hostname "$0" && exec "$@"', f"host{node}", *train]
         commands.append(["ip", "netns", "exec", space, "unshare", "--uts", *named])
         environs.append({"GLOO_SOCKET_IFNAME": link, "DDPSTATS_TIMEOUT_SEC": "8"})
