@@ -1,6 +1,8 @@
 """The numbers a distributed training run reports are the right numbers, or you get an error that names key and ranks.
 
 Names are loaded when first used, so that importing this package does not import torch.
+
+PYTEST_DONT_REWRITE: pytest, which finds a plugin here, is not to warn that this was imported before it.
 """
 
 from __future__ import annotations

@@ -60,14 +60,26 @@ _VERBS = {
   ddpstats run --nproc 2 train.py --lr 0.1                      two ranks on this machine
   torchrun --nproc-per-node 2 -m ddpstats run train.py --lr 0.1 the same, started by torchrun
   ddpstats run --nproc 2 --guard record --record-dir records train.py; ddpstats report records
+  ddpstats run --nproc 2 --watch train.py                       and show what each rank is doing
 
 exit status: the script's own""",
     ),
+    "watch": _Verb(
+        "ddpstats.guard._live",
+        "what each rank of a program that goes on is doing, and who is waited for",
+        """examples, in another terminal than `ddpstats run --nproc 2 --watch-dir notes train.py`:
+  ddpstats watch notes                        until the ranks have ended
+  ddpstats watch notes --json                 once, and now
+
+exit status: 0 no alarm, 1 an alarm, or a rank that was killed or failed, 2 it could not run""",
+    ),
     "report": _Verb(
-        "ddpstats.guard._report",
-        "what the ranks' records of their collectives say",
-        f"""example:
+        "ddpstats.report._report",
+        "where the ranks parted, from what they recorded: text, JSON, a page to look at",
+        f"""examples:
   ddpstats run --nproc 2 --guard record --record-dir records train.py; ddpstats report records
+  ddpstats report records captures --html report.html     with what NaN capture wrote, as a page
+  ddpstats report records --perfetto trace.json           for ui.perfetto.dev
 
 {_FOUND}""",
     ),
@@ -93,6 +105,24 @@ exit status: 0 reproduced, 1 not reproduced, 2 it could not run""",
         "the operation of a dump that made the first NaN",
         f"""example:
   ddpstats nan-origin dumps/now
+
+{_FOUND}""",
+    ),
+    "lint": _Verb(
+        "ddpstats.lint._lint",
+        "collectives of a program that some ranks may not run, found in its text",
+        f"""examples:
+  ddpstats lint train.py
+  ddpstats lint src --sarif lint.sarif
+
+{_FOUND}""",
+    ),
+    "doctor": _Verb(
+        "ddpstats.doctor.doctor",
+        "what differs between the ranks of a job: versions, environment, clocks, directories",
+        f"""examples:
+  torchrun --nproc-per-node 2 -m ddpstats doctor
+  ddpstats doctor --json                      this process alone
 
 {_FOUND}""",
     ),

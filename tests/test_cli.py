@@ -39,7 +39,7 @@ def test_help_names_every_verb_and_what_it_does() -> None:
     assert "ddpstats VERB --help" in done.stdout
 
 
-@pytest.mark.parametrize("args", [["--help"], ["demo", "--help"], ["--version"], ["dmeo"]])
+@pytest.mark.parametrize("args", [["--help"], ["demo", "--help"], ["doctor", "--help"], ["--version"], ["dmeo"]])
 def test_no_torch_where_no_rank_is_started(args: list[str]) -> None:
     code = (
         "import contextlib, sys, ddpstats.cli\n"
@@ -116,6 +116,8 @@ def test_arguments_that_make_no_sense(args: list[str], said: str, capsys: pytest
         (["compare"], "A", "ddpstats compare dumps/now dumps/last_week"),
         (["nan-origin"], "DIR", "ddpstats nan-origin dumps/now"),
         (["report"], "DIR", "ddpstats report records"),
+        (["watch"], "DIR", "ddpstats watch notes"),
+        (["lint"], "PATH", "ddpstats lint train.py"),
     ],
 )
 def test_what_is_missing_is_a_sentence_and_a_command(
@@ -192,6 +194,7 @@ def test_what_a_verb_raises(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     ("words", "next_words"),
     [
         (["report"], "ddpstats run --guard record --record-dir DIR"),
+        (["watch"], "ddpstats run --watch-dir DIR"),
         (["replay", "--model", "a:b", "--step", "a:b"], "NaNCapture"),
         (["compare"], "dump"),
         (["nan-origin"], "dump"),

@@ -21,12 +21,13 @@ BLOCKS = [
     for page in PAGES
     for block in re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
 ]
-COMMANDS = [
+VERBS = "run|watch|report|replay|compare|nan-origin|doctor|lint"
+COMMANDS = dict.fromkeys(
     command
     for page in PAGES
     for block in re.findall(r"^```console\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
-    for command in re.findall(r"^\$ .*?\bddpstats ((?:run|report|replay|compare|nan-origin) .*)$", block, re.MULTILINE)
-]
+    for command in re.findall(rf"^\$ .*?\bddpstats ((?:{VERBS})\b.*)$", block, re.MULTILINE)
+)
 LIMIT_SEC = 150
 README_LINES = 220
 
@@ -135,6 +136,7 @@ READERS = {
     'with capture("captures")': (ESPNET, ["espnet2"], ""),
     "reducer = StatsReducer": ("", [], ""),
     "sentinel = ddpstats.Sentinel(ddp, mode=2)": (PROGRAM, [], ""),
+    "class Trainer": ("", [], "2 passed"),
     "loader = [torch.ones": ("", [], "'loss': 1.0, 'tokens': 1600.0"),
 }
 
@@ -188,7 +190,9 @@ def test_a_block_runs_as_one_script(block: str, tmp_path: Path) -> None:
         block = f"from program import *\n{block}"
     script = tmp_path / "pasted.py"
     script.write_text(block)
-    done = scripts.run([str(script)], timeout=LIMIT_SEC, cwd=tmp_path)
+    # pytest finds the plugin by itself where the package is installed, and not where it is only on PYTHONPATH
+    plugins = {"PYTEST_PLUGINS": "ddpstats.testing.pytest_plugin"}
+    done = scripts.run([str(script)], timeout=LIMIT_SEC, cwd=tmp_path, **plugins)
     assert done.returncode == 0, done.stdout + done.stderr
     assert printed in done.stdout, done.stdout + done.stderr
 

@@ -11,7 +11,7 @@ from tests import security_runs
 PACKAGE = Path(__file__).parents[1] / "ddpstats"
 BESIDE_RUNS = ("testing", "demo")  # start ranks on this machine, and talk to them over pairs of sockets of their own
 UNPICKLES = r"^\s*(?:import|from) (?:pickle|marshal|shelve|dill|cloudpickle|joblib)\b"
-FETCHES = r"^\s*(?:import|from) (?:urllib|http|requests|httpx|ftplib|smtplib|xmlrpc)\b"
+FETCHES = r"^\s*(?:import|from) (?:urllib(?!\.parse)|http|requests|httpx|ftplib|smtplib|xmlrpc)\b"
 LISTENS = r"\.listen\(|create_server\(|socketserver"
 EXECUTES = r"(?<![.\w])(?:eval|exec)\("
 SUSPICIOUS = re.compile("|".join((UNPICKLES, FETCHES, LISTENS, EXECUTES)), re.MULTILINE)
