@@ -6,7 +6,8 @@
 2. From then on a rank of this host whose process no longer exists is known at once (`dead`), without the store.
 3. Where the store does not answer, a rank names whom it can (`known_alone`), and others who know the same name the
    same: who served the store, if nobody does any more; else whose process on this host is gone; else which ranks are on
-   other hosts, for it is then this one that is cut off.
+   other hosts, for it is then this one that is cut off. A process that lives and serves the store no more, as one whose
+   launcher ended its process group, is named last.
 """
 
 from __future__ import annotations
@@ -50,9 +51,14 @@ class ProcessId:
 
     def is_dead(self) -> bool:
         """True only where this host can know: same machine, and the process is gone or a zombie."""
-        if self.started == 0 or self.machine != _machine():
-            return False
-        return _start_time(self.pid) != self.started
+        return self._can_be_seen() and _start_time(self.pid) != self.started
+
+    def is_alive(self) -> bool:
+        """True only where this host can know."""
+        return self._can_be_seen() and _start_time(self.pid) == self.started
+
+    def _can_be_seen(self) -> bool:
+        return self.started != 0 and self.machine == _machine()
 
 
 _PROCESS_ID = struct.Struct("<16sqq")
@@ -168,22 +174,29 @@ class Roster:
         """
         among = self.ranks if ranks is None else ranks
         host, is_silent = self.store.host_rank, isinstance(error, StoreSilent)
-        deadline = time.monotonic() + (0.0 if is_silent else _DYING_SEC)
+        began = time.monotonic()
         while True:
             is_gone = isinstance(error, StoreGone) or self.store.is_gone()
             dead = (self.dead() | self.never_came()).intersection(among)
-            if dead or (is_gone and host is not None) or time.monotonic() >= deadline:
+            if host is not None and (host in dead or (is_gone and not self._is_alive(host))):
+                return (host,), (host,), "the process that served it is gone"
+            waits_for_host = is_gone and host not in (None, self.rank)
+            patience_sec = _DYING_SEC if waits_for_host or not is_silent else 0.0
+            if (dead and not waits_for_host) or time.monotonic() >= began + patience_sec:
                 break
             time.sleep(_POLL_SEC)
-        if host is not None and (is_gone or host in dead):
-            return (host,), (host,), "the process that served it is gone"
         why = "nobody serves it any more" if is_gone else first_line(error)
         if dead:
             return tuple(sorted(dead)), tuple(sorted(dead)), why
-        silent = self.elsewhere().intersection(among) if is_silent else set()
-        if is_silent and not silent and host is not None and host != self.rank:
+        silent = self.elsewhere().intersection(among) if is_silent and not is_gone else set()
+        if host is not None and not silent and (is_gone or (is_silent and host != self.rank)):
             silent = {host}
         return tuple(sorted(silent)), (), why
+
+    def _is_alive(self, rank: int) -> bool:
+        """Whether this host sees the rank's process alive: one that serves no store may have left its process group."""
+        process = ProcessId.mine() if rank == self.rank else self._known().get(rank)
+        return process is not None and process.is_alive()
 
     def told_alone(
         self, missing: Iterable[int], dead: Iterable[int], named: Callable[[set[int]], str] = ranks_text

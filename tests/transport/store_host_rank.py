@@ -201,14 +201,20 @@ def main(rank: int, world_size: int, port: int, phase: str, victim: int) -> None
     print(json.dumps(survive(todo, phase)), flush=True)
 
 
-def forked(port: int, phase: str, name: str, directory: str) -> dict[str, Any]:
-    """On a rank of `run_ranks`, which joins another default group first. ``name``: of the one call, or "" for all."""
+def serve_anew(port: int) -> int:
+    """On a rank of `run_ranks`: joins another default group, whose store rank 0 serves."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     dist.barrier()  # none leaves while another one still connects
     dist.destroy_process_group()
     os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # else rank 0 is a client as well
     os.environ["DDPSTATS_TIMEOUT_SEC"] = str(TIMEOUT_SEC)
     serve(rank, world_size, "127.0.0.1", port)
+    return rank
+
+
+def forked(port: int, phase: str, name: str, directory: str) -> dict[str, Any]:
+    """On a rank of `run_ranks`. ``name``: of the one call, or "" for all."""
+    rank = serve_anew(port)
     if phase == "bundle":
         todo = {name: bundle(name, directory)}
     elif phase in ("strict", "step"):
@@ -222,6 +228,21 @@ def forked(port: int, phase: str, name: str, directory: str) -> dict[str, Any]:
     if rank == 0 and phase != "bundle":
         end(phase)
     return survive(todo, phase)
+
+
+def left_alone(port: int) -> dict[str, Any]:
+    """Rank 1 dies, and the launcher ends rank 0's group while its reduction waits, as Ray Train does."""
+    rank = serve_anew(port)
+    with ddpstats.StatsReducer() as reducer:
+        reducer({"a": 1.0})
+        dist.barrier()
+        if rank == 1:
+            time.sleep(1.0)
+            os.kill(os.getpid(), signal.SIGKILL)
+        waiting = reducer.start({"a": 1.0})
+        time.sleep(0.3)
+        dist.destroy_process_group()
+        return attempt(waiting.result)
 
 
 if __name__ == "__main__":

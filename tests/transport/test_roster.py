@@ -142,21 +142,48 @@ def test_ranks_that_have_met_know_who_is_elsewhere() -> None:
     assert mine.elsewhere() == {2, 3}
 
 
+HERE = ProcessId.mine()
+GONE = dataclasses.replace(HERE, started=HERE.started - 1)
+GONE_LINE, SILENT_LINE = "  rank 0: the process is gone", "  rank 0: serves the store, which does not answer"
+
+
+@LINUX
 @pytest.mark.parametrize(
-    ("host", "error", "ranks", "missing", "line"),
+    ("rank", "host", "peers", "error", "ranks", "missing", "line"),
     [
-        (0, StoreGone("gone"), (1, 2), (0,), "  rank 0: the process is gone"),
-        (0, StoreSilent("no answer in time"), (1, 2, 3), (3,), "cut off: the store does not answer; rank 3 of other"),
-        (0, StoreSilent("no answer in time"), (1, 2), (0,), "  rank 0: serves the store, which does not answer"),
-        (None, StoreSilent("no answer in time"), (1, 2), (), "  who is missing cannot be told"),
+        (1, 0, {0: GONE, 2: HERE, 3: ELSEWHERE}, StoreGone("gone"), (1, 2), (0,), GONE_LINE),
+        (1, 0, {0: GONE, 2: GONE, 3: ELSEWHERE}, StoreGone("gone"), (1, 2), (0,), GONE_LINE),
+        (1, 0, {0: ELSEWHERE, 2: GONE, 3: ELSEWHERE}, StoreGone("gone"), (1, 2), (0,), GONE_LINE),
+        # rank 0 lives: it has left its process group
+        (1, 0, {0: HERE, 2: GONE, 3: ELSEWHERE}, StoreGone("gone"), (1, 2), (2,), "  rank 2: the process is gone"),
+        (0, 0, {1: HERE, 2: GONE, 3: ELSEWHERE}, StoreGone("gone"), (0, 2), (2,), "  rank 2: the process is gone"),
+        (1, 0, {0: HERE, 2: HERE, 3: ELSEWHERE}, StoreGone("gone"), (1, 2), (0,), SILENT_LINE),
+        (0, 0, {1: HERE, 2: HERE, 3: ELSEWHERE}, StoreGone("gone"), (0, 2), (0,), SILENT_LINE),
+        (
+            1,
+            0,
+            {0: HERE, 3: ELSEWHERE},
+            StoreSilent("slow"),
+            (1, 2, 3),
+            (3,),
+            "cut off: the store does not answer; rank 3",
+        ),
+        (1, 0, {0: HERE, 3: ELSEWHERE}, StoreSilent("slow"), (1, 2), (0,), SILENT_LINE),
+        (1, None, {0: HERE, 3: ELSEWHERE}, StoreSilent("slow"), (1, 2), (), "  who is missing cannot be told"),
     ],
 )
 def test_without_the_store(
-    host: int | None, error: OSError, ranks: tuple[int, ...], missing: object, line: str
+    rank: int,
+    host: int | None,
+    peers: dict[int, ProcessId],
+    error: OSError,
+    ranks: tuple[int, ...],
+    missing: tuple[int, ...],
+    line: str,
 ) -> None:
     store = bounded(HashStore())
     store.host_rank = host
-    mine = Roster(store, 1, range(4), {0: ProcessId.mine(), 2: ProcessId.mine(), 3: ELSEWHERE})
+    mine = Roster(store, rank, range(4), peers)
     found, dead, _ = mine.known_alone(error, ranks)
     assert found == missing
     assert line in "\n".join(mine.told_alone(found, dead))

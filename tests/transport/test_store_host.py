@@ -19,7 +19,7 @@ import pytest
 
 from ddpstats.testing import run_ranks
 from tests.scripts import python
-from tests.transport.store_host_rank import GUARDED, TIMEOUT_SEC, forked
+from tests.transport.store_host_rank import GUARDED, TIMEOUT_SEC, forked, left_alone
 
 LIMIT_SEC = 150.0
 SLACK_SEC = 5.0
@@ -103,6 +103,13 @@ def told_by_forked(phase: str, name: str, directory: str = "") -> list[dict[str,
     assert outcomes[0].exit_code == -9
     assert [outcome.error for outcome in outcomes[1:]] == [None, None], outcomes
     return [outcome.value for outcome in outcomes[1:]]
+
+
+def test_a_rank_that_serves_the_store_no_more_does_not_name_itself() -> None:
+    outcomes = run_ranks(left_alone, 2, free_port(), timeout_sec=60.0)
+    told = outcomes[0].value
+    assert told["missing"] == [1], told
+    assert "rank 1: the process is gone" in told["text"]
 
 
 @pytest.mark.parametrize("phase", ["before", "between"])
