@@ -44,6 +44,11 @@ def test_a_function_that_is_named_is_there(file: str, name: str) -> None:
     assert name in names_in(PACKAGE / file), f"ddpstats/{file} has no {name}"
 
 
+@pytest.mark.parametrize("name", sorted(set(re.findall(r"`([\w/.]+\.(?:py|txt|cfg|toml|html|md))`", TEXT))))
+def test_a_file_that_is_named_is_there(name: str) -> None:
+    assert (PACKAGE / name).exists() or (ROOT / name).exists()
+
+
 def test_the_test_above_can_fail() -> None:
     assert "Reduction.no_such" not in names_in(PACKAGE / "_reduction" / "reduction.py")
 

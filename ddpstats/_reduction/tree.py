@@ -21,7 +21,7 @@ from ddpstats._agreement.status import Failure
 from ddpstats._base.bounded_cache import BoundedCache
 from ddpstats._base.paths import Index, Path, Step, format_path
 from ddpstats._base.wording import dtype_name
-from ddpstats._reduction.markers import All, Any as AnyFlag, Marker, Max, Mean, Min, Sum
+from ddpstats._reduction.markers import Marker
 from ddpstats._reduction.nesting import remember_class
 from ddpstats._reduction.schema import (
     DATACLASS,
@@ -87,7 +87,6 @@ _SIMPLE: frozenset[type] = NUMBERS | {torch.Tensor, type(None)}
 _ATOMS: set[type] = set(_SIMPLE)  # types known to be leaves
 _MASKED: set[type] = set()  # those of them that are numpy's masked arrays
 _INTERCHANGEABLE = NUMBERS | {torch.Tensor}
-_MARKERS = frozenset({Mean, Sum, Min, Max, AnyFlag, All})
 _MAPPINGS = frozenset({dict, OrderedDict, defaultdict, Counter})
 _SEQUENCES = frozenset({list, tuple})
 _MAX_KEY_BITS = 1024

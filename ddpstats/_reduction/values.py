@@ -295,7 +295,7 @@ def _combine(op: str, value: float | list[float]) -> Read:
         raise ValueError(f"empty, and has no {op}")
     if any(map(math.isnan, values)):
         return math.nan, 1.0, math.nan, None
-    extreme = min(values) if op == "min" else max(values)
+    extreme = {"min": min, "max": max}[op](values)
     return extreme, 1.0, extreme, None
 
 

@@ -99,7 +99,7 @@ def of_pool(pool: RankPool, name: str) -> Runner:
 
 
 def of_threads(ranks: int) -> Runner:
-    return lambda seeds: run_threads(on_this_thread, ranks, seeds).values()
+    return lambda seeds: run_threads(on_this_thread, ranks, seeds, timeout_sec=240).values()
 
 
 def main(first_seed: int, count: int) -> None:
