@@ -5,29 +5,34 @@
 
 The faults are drawn by chance, as many from each room: a comparison, a condition, an arithmetic sign, a number or a
 truth value changed, a call or a returned value left out. The tests are those of the room (`tests/` mirrors it), those
-of the module first; the first that fails ends them. A line for each: killed, survived, or timeout (a mutant that hangs
-is found, too). What survives is a gap in the tests, or no fault at all (a limit one larger, a debug line). The same
-seed draws the same faults from the same source.
+of the module first; the first that fails ends them. A line for each: killed; survived; or unfinished, where its tests
+took longer than `LIMIT_SEC` and none had failed (each test has a limit of its own, so that one that hangs fails). What
+survives is a gap in the tests, or no fault at all (a limit one larger, a debug line). The same seed draws the same
+faults from the same source.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import repeat
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-LIMIT_SEC = 300.0
+LIMIT_SEC = 600.0
 SWAPPED: dict[type[ast.AST], type[ast.AST]] = {
     ast.Eq: ast.NotEq,
     ast.NotEq: ast.Eq,
@@ -142,9 +147,9 @@ def tests_of(mutant: Mutant, tests: Path) -> list[str]:
     return [str(file.relative_to(tests.parent)) for file in files]
 
 
-def outcome_of(mutant: Mutant, scratch: Path) -> str:
-    """ "killed", "survived" or "timeout": what the tests say of the mutant."""
-    tree = Path(tempfile.mkdtemp(dir=scratch))
+def outcome_of(mutant: Mutant, scratch: Path) -> tuple[str, float]:
+    """ "killed", "survived" or "unfinished", and after how many seconds: what the tests say of the mutant."""
+    tree, began = Path(tempfile.mkdtemp(dir=scratch)), time.monotonic()
     try:
         for part in ("ddpstats", "tests", "scripts", "examples", "docs", "setup.cfg", "README.md", "CONTRIBUTING.md"):
             copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copy2
@@ -154,24 +159,29 @@ def outcome_of(mutant: Mutant, scratch: Path) -> str:
         end = mutant.start + len(mutant.before)
         assert text[mutant.start : end] == mutant.before, mutant
         file.write_text(text[: mutant.start] + mutant.after + text[end:])
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-x",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            *tests_of(mutant, tree / "tests"),
-        ]
-        environ = {**os.environ, "PYTHONPATH": str(tree)}
-        try:
-            done = subprocess.run(command, cwd=tree, env=environ, timeout=LIMIT_SEC, capture_output=True, check=False)
-        except subprocess.TimeoutExpired:
-            return "timeout"
-        return "survived" if done.returncode == 0 else "killed"
+        return tested(tree, tests_of(mutant, tree / "tests")), time.monotonic() - began
     finally:
         shutil.rmtree(tree, ignore_errors=True)
+
+
+def tested(tree: Path, files: Sequence[str]) -> str:
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *files]
+    process = subprocess.Popen(
+        command,
+        cwd=tree,
+        env={**os.environ, "PYTHONPATH": str(tree)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        return "survived" if process.wait(LIMIT_SEC) == 0 else "killed"
+    except subprocess.TimeoutExpired:
+        return "unfinished"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def main() -> None:
@@ -181,21 +191,20 @@ def main() -> None:
     parser.add_argument(
         "--room", action="append", default=[], help="a folder of ddpstats/, may be repeated; all of them"
     )
+    parser.add_argument("--jobs", type=int, default=1, help="how many are tested at the same time (default: 1)")
     parser.add_argument("--list", action="store_true", help="print the faults and run nothing")
     options = parser.parse_args()
     mutants = drawn(ROOT / "ddpstats", options.room, options.count, options.seed)
     outcomes: Counter[str] = Counter()
-    with tempfile.TemporaryDirectory() as scratch:
-        for mutant in mutants:
-            if options.list:
-                print(mutant)
-                continue
-            began = time.monotonic()
-            outcome = outcome_of(mutant, Path(scratch))
+    if options.list:
+        print(*mutants, sep="\n")
+        return
+    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(options.jobs) as at_work:
+        tried = at_work.map(outcome_of, mutants, repeat(Path(scratch)))
+        for mutant, (outcome, seconds) in zip(mutants, tried, strict=True):
             outcomes[outcome] += 1
-            print(f"{outcome:8} {time.monotonic() - began:5.0f} s  {mutant}", flush=True)
-    if not options.list:
-        print(f"seed {options.seed}: {dict(outcomes)} of {len(mutants)}")
+            print(f"{outcome:10} {seconds:5.0f} s  {mutant}", flush=True)
+    print(f"seed {options.seed}: {dict(outcomes)} of {len(mutants)}")
 
 
 if __name__ == "__main__":
