@@ -9,7 +9,7 @@ from itertools import islice
 
 import torch
 
-from ddpstats._base.exact_sums import SMALLEST
+from ddpstats._base.exact_sums import LARGEST, SMALLEST
 
 # Below this many elements a list comprehension beats the fixed cost of torch calls (measured on torch 2.13, CPU).
 _LARGE = 256
@@ -49,6 +49,13 @@ def is_finite(values: array[float]) -> bool:
     """No NaN and no infinity. A finite sum proves it; only where the sum is not, the elements are looked at."""
     total = sum(values) if len(values) < _LARGE else _tensor(values).sum().item()
     return math.isfinite(total) or all(map(math.isfinite, values))
+
+
+def are_summable(values: array[float]) -> bool:
+    """No NaN, no infinity, and nothing so large that a sum over ranks may overflow."""
+    if len(values) >= _LARGE:
+        return bool(_tensor(values).abs().max().item() < LARGEST)
+    return math.hypot(*values) < LARGEST  # of all of them, and it does not overflow on its way
 
 
 def are_normal(values: array[float]) -> bool:

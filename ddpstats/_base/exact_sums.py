@@ -9,6 +9,8 @@ from fractions import Fraction
 
 # A product below it has lost bits, or is zero although neither factor is.
 SMALLEST = sys.float_info.min
+# From here on a sum over ranks may overflow on its way, and then hide a real infinity of the other sign.
+LARGEST = 2.0**1000
 
 Scaled = tuple[float, int]
 """A mantissa and an exponent: mantissa times 2 to the exponent, with the precision of a float64."""

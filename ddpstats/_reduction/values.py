@@ -21,10 +21,10 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 
 from ddpstats._agreement.status import Failure
-from ddpstats._agreement.vectors import are_normal, elements, is_finite, product
+from ddpstats._agreement.vectors import are_normal, are_summable, elements, is_finite, product
 from ddpstats._base import exact_sums
 from ddpstats._base.compiled import is_fake
-from ddpstats._base.exact_sums import SMALLEST, Scaled, scaled_sum
+from ddpstats._base.exact_sums import LARGEST, SMALLEST, Scaled, scaled_sum
 from ddpstats._base.paths import Path, format_path
 from ddpstats._reduction.host_copy import HostCopy
 from ddpstats._reduction.markers import Marker, Mean
@@ -150,14 +150,13 @@ def part_of(flat: Flat, weight: Any, per_rank: bool) -> Part:
     if sums is None:
         return _read_each(flat, total, elements)
     values = _read_simple(flat, 1.0) if per_rank else None
-    finite = is_finite(sums)
     # With a weight of 1 or more a product loses nothing that the mean would show.
-    if finite and (total >= 1 or are_normal(sums)):
+    if are_summable(sums) and (total >= 1 or are_normal(sums)):
         return Part(flat.structure, sums, total, total, True, _NOTHING, values)
-    odd = [(i, elements_of(flat.leaves[i])) for i, s in enumerate(sums) if not SMALLEST <= abs(s) < math.inf]
+    odd = [(i, elements_of(flat.leaves[i])) for i, s in enumerate(sums) if _is_odd(s)]
     found = [(i, _scaled([cast(float, value)], [total], sums[i])) for i, value in odd if value]
     scaled = {i: own for i, own in found if own is not None}
-    return Part(flat.structure, sums, total, total, finite, scaled, values)
+    return Part(flat.structure, sums, total, total, is_finite(sums), scaled, values)
 
 
 def read_weight(weight: Any) -> tuple[float, list[float] | None]:
@@ -263,14 +262,14 @@ def weigh(value: float | list[float], total: float, elements: list[float] | None
 
 
 def _is_odd(summed: float) -> bool:
-    """Zero, not finite, or too small to have all of its bits."""
-    return not SMALLEST <= abs(summed) < math.inf
+    """Zero, not finite, too large for a sum over ranks, or too small to have all of its bits."""
+    return not SMALLEST <= abs(summed) < LARGEST
 
 
 def _scaled(values: list[float], weights: list[float], summed: float) -> Scaled | None:
     """The sum of products, where ``summed`` or a product in it is too large or too small for a float64."""
     pairs = [(value, weight) for value, weight in zip(values, weights, strict=True) if value and weight]
-    if math.isfinite(summed):
+    if abs(summed) < LARGEST:
         if not any(weight < 1 and abs(value * weight) < SMALLEST for value, weight in pairs):
             return None  # with a weight of 1 or more a product loses nothing that the mean would show
     elif not all(math.isfinite(value) for value, _ in pairs):

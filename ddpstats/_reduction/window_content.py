@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ddpstats._agreement.status import Failure
-from ddpstats._agreement.vectors import is_finite
+from ddpstats._agreement.vectors import are_summable, is_finite
 from ddpstats._base import exact_sums
 from ddpstats._base.exact_sums import SMALLEST, Scaled, as_fraction, scaled
 from ddpstats._base.paths import format_path
@@ -193,6 +193,10 @@ class WindowContent:
                 sums[i] = math.nan  # nothing of it counts
             elif slot in host.nonfinite and math.isfinite(sums[i]):
                 mixed.append(i)
+        if not are_summable(sums):
+            for i, leaf in enumerate(leaf_nodes(structure.schema)):
+                if leaf.op in ("mean", "sum") and exact_sums.LARGEST <= abs(sums[i]) < math.inf:
+                    exact[i] = scaled(Fraction(sums[i]))
         alike = all(one == weight for one in weights)
         return Part(structure, sums, weight if alike else weights, weight, is_finite(sums), exact, mixed=tuple(mixed))
 
@@ -231,4 +235,4 @@ def _rounded(total: Fraction) -> tuple[float, Scaled | None]:
         found = float(total)
     except OverflowError:
         return 0.0, scaled(total)
-    return (found, None) if not total or abs(found) >= SMALLEST else (0.0, scaled(total))
+    return (found, None) if not total or SMALLEST <= abs(found) < exact_sums.LARGEST else (0.0, scaled(total))

@@ -222,6 +222,22 @@ def test_nonfinite_policies(two_ranks: RankPool) -> None:
 # -- containers -------------------------------------------------------------------------------------------------------
 
 
+def of_window(stats: Any) -> Any:
+    window = ddpstats.StatsWindow()
+    window.add(stats)
+    return window.flush().values
+
+
+@pytest.mark.parametrize("reduced", [values, of_window])
+@pytest.mark.parametrize("count", [2, 300])  # looked at in Python, and by torch
+def test_numbers_that_overflow_together_do_not_hide_an_infinity(
+    three_ranks: RankPool, reduced: Any, count: int
+) -> None:
+    large = {f"k{i}": 1.2e308 if i % 2 else -1.2e308 for i in range(count)}  # of a rank they add up to 0
+    infinite = {key: -math.copysign(math.inf, value) for key, value in large.items()}
+    assert three_ranks.run(reduced, PerRank([large, large, infinite])).values() == [infinite] * 3
+
+
 def test_a_sum_that_overflows_is_infinite_and_no_rank_is_counted_and_a_mean_is_right(two_ranks: RankPool) -> None:
     stats = [{"product": 1e308, "sum": Sum(1e308), "fine": 1.0}, {"product": 1.0, "sum": Sum(1e308), "fine": 2.0}]
     answers = two_ranks.run(whole, PerRank(stats), 10.0).values()
