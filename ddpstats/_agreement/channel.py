@@ -37,7 +37,7 @@ from ddpstats._transport.comm import (
 )
 from ddpstats._transport.grid_comm import gloo_comm
 from ddpstats._transport.mailbox import GroupVerdict, Mailbox
-from ddpstats._transport.roster import PROCESS_ID_BYTES, ProcessId
+from ddpstats._transport.roster import PROCESS_ID_BYTES, Lost, ProcessId
 from ddpstats.errors import ConfigError, DdpstatsError, ProtocolMismatch, RankMissing
 
 # The one message whose size may never change: versions with other buffers must be able to read it.
@@ -198,10 +198,10 @@ class Channel(CallOrder):
         )
         return "\n".join(lines)
 
-    def _verdict_without_store(self, missing: tuple[int, ...], dead: tuple[int, ...]) -> str:
+    def _verdict_without_store(self, lost: Lost) -> str:
         assert self._mailbox is not None
         lines = [f"a reduction on {self.group_name} was not completed:"]
-        lines += self._mailbox.roster.told_alone(missing, dead, self._named)
+        lines += self._mailbox.roster.told_alone(lost, self._named)
         lines.append("Look at their output and at the network first. Reductions on this group are closed.")
         return "\n".join(lines)
 

@@ -26,7 +26,7 @@ from typing import Any
 
 from ddpstats._base.untrusted import parse_json
 from ddpstats._transport.board import Board
-from ddpstats._transport.roster import ProcessId, Roster
+from ddpstats._transport.roster import Lost, ProcessId, Roster
 from ddpstats._transport.store import STORE_ERRORS, bounded, growing_polls, shared_poll
 from ddpstats.errors import ConfigError
 
@@ -53,8 +53,8 @@ class GroupVerdict:
 class Mailbox:
     """This rank's access to the group's store, a `BoundedStore` or one that needs no limit.
 
-    ``peers`` and ``all_started``: as of a `Roster`. ``describe_lost`` makes the text of a verdict without the store,
-    from the same as any other; it may say nothing that other ranks would say otherwise.
+    ``peers`` and ``all_started``: as of a `Roster`. ``describe_lost`` makes the text of a verdict without the store;
+    it may say nothing that other ranks would say otherwise.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Mailbox:
         rank: int,
         ranks: Iterable[int],
         peers: Mapping[int, ProcessId] | None = None,
-        describe_lost: Describe | None = None,
+        describe_lost: Callable[[Lost], str] | None = None,
         all_started: bool = False,
     ) -> None:
         self.store = bounded(store)
@@ -139,7 +139,7 @@ class Mailbox:
         self._post_waiting(seq)
         judges = self._judges(f"waiting {seq}")
         while True:
-            written = self.read()
+            written = self.read() or self._posted_for_all()
             if written is not None:
                 return written
             dead = self._dead()
@@ -244,6 +244,11 @@ class Mailbox:
 
     # -- without the store --------------------------------------------------------------------------------------------
 
+    def _posted_for_all(self) -> GroupVerdict | None:
+        """What another rank of this host concluded without the store, as when this one served it and was stopped."""
+        posted = self._posted()
+        return None if posted is None else _parse(self.store.post("verdict", _spell(posted)))
+
     def _posted(self) -> GroupVerdict | None:
         """What another rank of this host concluded."""
         try:
@@ -255,9 +260,10 @@ class Mailbox:
     def _without_store(self, error: BaseException, describe: Describe) -> GroupVerdict:
         if isinstance(error, ConfigError):  # it never was one that ranks can meet in
             raise error
-        missing, dead, why = self.roster.known_alone(error)
-        text = (self._describe_lost or describe)(missing, dead)
-        mine = GroupVerdict(missing, f"{text}\nThe store, which could tell who is missing, does not answer: {why}")
+        lost = self.roster.known_alone(error)
+        text = self._describe_lost(lost) if self._describe_lost else describe(lost.missing, lost.dead)
+        said = f"{text}\nThe store, which could tell who is missing, does not answer: {lost.why}"
+        mine = GroupVerdict(lost.missing, said)
         return self._posted() or _parse((self._board and self._board.post(_spell(mine))) or _spell(mine))
 
     def _post_waiting(self, seq: int) -> None:

@@ -5,9 +5,10 @@
    other one would ask the store for as much as there are pairs of ranks.
 2. From then on a rank of this host whose process no longer exists is known at once (`dead`), without the store.
 3. Where the store does not answer, a rank names whom it can (`known_alone`), and others who know the same name the
-   same: who served the store, if nobody does any more; else whose process on this host is gone; else which ranks are on
-   other hosts, for it is then this one that is cut off. A process that lives and serves the store no more, as one whose
-   launcher ended its process group, is named last.
+   same: who served the store, if nobody does any more; else whose process on this host is gone; else who serves it and
+   does not answer, if that process can be reached; else which ranks are on other hosts, for it is then this one that is
+   cut off. A process that lives and serves the store no more, as one whose launcher ended its process group, comes
+   after those whose process is gone.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import struct
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ddpstats._base.rank_names import ranks_text
 from ddpstats._base.wording import first_line
@@ -28,6 +30,7 @@ from ddpstats._transport.store_log import StoreLog
 
 _DYING_SEC = 1.0  # a process that is killed closes its connections a moment before it is gone
 _POLL_SEC = 0.05
+_UNSERVED = "nobody serves it any more"
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,19 @@ class ProcessId:
 
 _PROCESS_ID = struct.Struct("<16sqq")
 PROCESS_ID_BYTES = _PROCESS_ID.size
+
+
+class Lost(NamedTuple):
+    """What a rank knows without the store.
+
+    ``missing``: global ranks. ``dead``: those of them that are gone for certain. ``why``: why the store does not
+    answer. ``is_cut_off``: this host reaches no other one, and ``missing`` are theirs.
+    """
+
+    missing: tuple[int, ...]
+    dead: tuple[int, ...]
+    why: str
+    is_cut_off: bool = False
 
 
 class Roster:
@@ -165,10 +181,8 @@ class Roster:
 
     # -- without the store --------------------------------------------------------------------------------------------
 
-    def known_alone(
-        self, error: BaseException, ranks: Collection[int] | None = None
-    ) -> tuple[tuple[int, ...], tuple[int, ...], str]:
-        """(who is missing, who of them is dead, why the store does not answer). ``error``: how that showed.
+    def known_alone(self, error: BaseException, ranks: Collection[int] | None = None) -> Lost:
+        """What this rank knows. ``error``: how it showed that the store does not answer.
 
         ``ranks``: whom this rank waits for; all by default. Who served the store may be another one.
         """
@@ -176,35 +190,37 @@ class Roster:
         host, is_silent = self.store.host_rank, isinstance(error, StoreSilent)
         began = time.monotonic()
         while True:
-            is_gone = isinstance(error, StoreGone) or self.store.is_gone()
+            is_served = False if isinstance(error, StoreGone) else self.store.is_served()
             dead = (self.dead() | self.never_came()).intersection(among)
-            if host is not None and (host in dead or (is_gone and not self._is_alive(host))):
-                return (host,), (host,), "the process that served it is gone"
-            waits_for_host = is_gone and host not in (None, self.rank)
-            patience_sec = _DYING_SEC if waits_for_host or not is_silent else 0.0
-            if (dead and not waits_for_host) or time.monotonic() >= began + patience_sec:
+            is_left = is_served is False and host in among and host != self.rank
+            if host is not None and (host in dead or (is_left and not self._is_alive(host))):
+                return Lost((host,), (host,), _UNSERVED)
+            patience_sec = 0.0 if is_silent and is_served is not False else _DYING_SEC
+            if (dead and not is_left) or time.monotonic() >= began + patience_sec:
                 break
             time.sleep(_POLL_SEC)
-        why = "nobody serves it any more" if is_gone else first_line(error)
+        why = _UNSERVED if is_served is False else first_line(error)
         if dead:
-            return tuple(sorted(dead)), tuple(sorted(dead)), why
-        silent = self.elsewhere().intersection(among) if is_silent and not is_gone else set()
-        if host is not None and not silent and (is_gone or (is_silent and host != self.rank)):
-            silent = {host}
-        return tuple(sorted(silent)), (), why
+            return Lost(tuple(sorted(dead)), tuple(sorted(dead)), why)
+        if is_served is False:
+            return Lost((), (), why) if host is None else Lost((host,), (host,), why)
+        cut_off = self.elsewhere().intersection(among) if is_silent and is_served is None else set()
+        if cut_off:
+            return Lost(tuple(sorted(cut_off)), (), why, is_cut_off=True)
+        return Lost((host,), (), why) if is_silent and host not in (None, self.rank) else Lost((), (), why)
 
     def _is_alive(self, rank: int) -> bool:
         """Whether this host sees the rank's process alive: one that serves no store may have left its process group."""
         process = ProcessId.mine() if rank == self.rank else self._known().get(rank)
         return process is not None and process.is_alive()
 
-    def told_alone(
-        self, missing: Iterable[int], dead: Iterable[int], named: Callable[[set[int]], str] = ranks_text
-    ) -> list[str]:
+    def told_alone(self, lost: Lost, named: Callable[[set[int]], str] = ranks_text) -> list[str]:
         """What `known_alone` found, in lines that say nothing that other ranks would say otherwise."""
-        gone, silent = set(dead), set(missing) - set(dead)
-        lines = [f"  {named(gone)}: the process is gone"] if gone else []
-        if silent and silent <= self.elsewhere():
+        server = {rank for rank in lost.missing if rank == self.store.host_rank}
+        gone, silent = set(lost.dead), set(lost.missing).difference(lost.dead)
+        lines = [f"  {named(server)}: is gone, and the store with it"] if server & gone else []
+        lines += [f"  {named(gone - server)}: the process is gone"] if gone - server else []
+        if lost.is_cut_off:
             lines.append(f"  this host is cut off: the store does not answer; {named(silent)} of other hosts")
         elif silent:
             lines.append(f"  {named(silent)}: serves the store, which does not answer")

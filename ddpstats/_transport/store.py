@@ -188,7 +188,7 @@ class _Connection:
         if self._connect is not None:
             connect, self._connect = self._connect, None  # and with it the store that it came from
             try:
-                if self.is_gone():  # torch would knock until the store's own timeout is over
+                if self.is_served() is False:  # torch would knock until the store's own timeout is over
                     raise StoreGone("nobody serves it any more")
                 self._store = connect()
             except BaseException as error:
@@ -220,24 +220,24 @@ class _Connection:
             if watch is not None:
                 watch()
             if time.monotonic() >= looks_at:
-                if self.is_gone():
+                if self.is_served() is False:
                     raise StoreGone("nobody serves it any more")
                 looks += 1
                 looks_at = time.monotonic() + _LONG_SEC * 2**looks
             if time.monotonic() >= deadline:
                 raise StoreSilent("no answer in time")
 
-    def is_gone(self) -> bool:
-        """Whether it is certain that nobody serves the store any more; within a moment."""
+    def is_served(self) -> bool | None:
+        """Whether a process listens where the store is served; None where no answer comes, or that is not known."""
         if self.address is None:
-            return False
+            return None
         try:
             socket.create_connection(self.address, _KNOCK_SEC).close()
         except ConnectionRefusedError:
-            return True
-        except OSError:
             return False
-        return False
+        except OSError:
+            return None
+        return True
 
     def renew(self) -> None:
         """Leave the connection to a request that was given up, and take a new one."""
@@ -318,9 +318,9 @@ class BoundedStore:
         """Leave the connection to a request that was given up, if there is one, and take another."""
         self._connection.renew()
 
-    def is_gone(self) -> bool:
-        """Whether it is certain that nobody serves the store any more; within a moment."""
-        return self._connection.is_gone()
+    def is_served(self) -> bool | None:
+        """Whether a process listens where the store is served, as one does that is stopped; None: cannot be told."""
+        return self._connection.is_served()
 
     def set(self, key: str, value: str | bytes) -> None:
         self.use(lambda store, prefix: store.set(prefix + key, value))
@@ -365,7 +365,7 @@ class BoundedStore:
     def counted(self, key: str) -> int:
         """What `add` has counted so far. One request, and no `add` of 0: a `FileStore` would write that down."""
         found = self.replace(key, _NO_COUNT, _NO_COUNT)  # which stands nowhere, so nothing is replaced
-        return 0 if found == _NO_COUNT.encode() else int(found)
+        return 0 if found in (b"", _NO_COUNT.encode()) else int(found)
 
     def delete_key(self, key: str) -> bool:
         return self.use(lambda store, prefix: bool(store.delete_key(prefix + key)))

@@ -157,11 +157,11 @@ class FailureAgreement:
     def without_store(self, alarm: Alarm, error: BaseException) -> GuardFinding:
         """What this rank knows alone, in words that others who know the same would choose as well."""
         self.is_lost = True
-        missing, dead, why = self.roster.known_alone(error, alarm.ranks)
+        lost = self.roster.known_alone(error, alarm.ranks)
         what = "a message" if alarm.is_message else f"collective number {alarm.seq}"
-        lines = [f"{what} of {alarm.words} was not completed:", *self.roster.told_alone(missing, dead)]
-        lines.append(f"The store, which could tell who is missing, does not answer: {why}")
-        return GuardFinding(MISSING, "\n".join(lines), alarm.group, alarm.seq, missing)
+        lines = [f"{what} of {alarm.words} was not completed:", *self.roster.told_alone(lost)]
+        lines.append(f"The store, which could tell who is missing, does not answer: {lost.why}")
+        return GuardFinding(MISSING, "\n".join(lines), alarm.group, alarm.seq, lost.missing)
 
     def declare(self, finding: GuardFinding, alarm: Alarm) -> GuardFinding:
         """Make ``finding`` the verdict, unless an alarm is on already; the verdict on the one that is on."""

@@ -184,11 +184,11 @@ class Session:
         except ConfigError:
             raise
         except STORE_ERRORS as error:
-            missing, dead, why = self._roster.known_alone(error)
+            lost = self._roster.known_alone(error)
             lines = ["the collective_guard cannot compare the collectives of this group:"]
-            lines += [*self._roster.told_alone(missing, dead)]
-            lines.append(f"The store, which ranks compare through, does not answer: {why}")
-            raise RankMissing("\n".join(lines), missing_ranks=missing) from error
+            lines += self._roster.told_alone(lost)
+            lines.append(f"The store, which ranks compare through, does not answer: {lost.why}")
+            raise RankMissing("\n".join(lines), missing_ranks=lost.missing) from error
 
     def meet(self, view: GroupView) -> Group:
         """First sight of a group. Nobody is waited for: ranks may see their groups in different order."""

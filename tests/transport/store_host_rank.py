@@ -245,5 +245,22 @@ def left_alone(port: int) -> dict[str, Any]:
         return attempt(waiting.result)
 
 
+def stopped(port: int) -> dict[str, Any]:
+    """Rank 0 is stopped, and goes on when the others have given up."""
+    rank = serve_anew(port)
+    with ddpstats.StatsReducer() as reducer:
+        pid = torch.tensor(float(os.getpid()))
+        dist.broadcast(pid, 0)
+        reducer({"a": 1.0})
+        dist.barrier()
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        told = attempt(lambda: reducer({"a": 1.0}))
+        if rank == 1:
+            time.sleep(1.0)  # for the others, which give up at the same time
+            os.kill(int(pid), signal.SIGCONT)
+        return told
+
+
 if __name__ == "__main__":
     main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], int(sys.argv[5]))

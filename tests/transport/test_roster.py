@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import signal
+import socket
 import subprocess
 import time
+from collections.abc import Iterator
 from unittest import mock
 
 import pytest
@@ -144,46 +147,80 @@ def test_ranks_that_have_met_know_who_is_elsewhere() -> None:
 
 HERE = ProcessId.mine()
 GONE = dataclasses.replace(HERE, started=HERE.started - 1)
-GONE_LINE, SILENT_LINE = "  rank 0: the process is gone", "  rank 0: serves the store, which does not answer"
+GONE_LINE, SILENT_LINE = "  rank 0: is gone, and the store with it", "  rank 0: serves the store, which does not answer"
+
+
+STOPPED = StoreSilent("no answer in time")
 
 
 @LINUX
 @pytest.mark.parametrize(
-    ("rank", "host", "peers", "error", "ranks", "missing", "line"),
+    ("rank", "host", "served", "peers", "error", "ranks", "missing", "line"),
     [
-        (1, 0, {0: GONE, 2: HERE, 3: ELSEWHERE}, StoreGone("gone"), (1, 2), (0,), GONE_LINE),
-        (1, 0, {0: GONE, 2: GONE, 3: ELSEWHERE}, StoreGone("gone"), (1, 2), (0,), GONE_LINE),
-        (1, 0, {0: ELSEWHERE, 2: GONE, 3: ELSEWHERE}, StoreGone("gone"), (1, 2), (0,), GONE_LINE),
-        # rank 0 lives: it has left its process group
-        (1, 0, {0: HERE, 2: GONE, 3: ELSEWHERE}, StoreGone("gone"), (1, 2), (2,), "  rank 2: the process is gone"),
-        (0, 0, {1: HERE, 2: GONE, 3: ELSEWHERE}, StoreGone("gone"), (0, 2), (2,), "  rank 2: the process is gone"),
-        (1, 0, {0: HERE, 2: HERE, 3: ELSEWHERE}, StoreGone("gone"), (1, 2), (0,), SILENT_LINE),
-        (0, 0, {1: HERE, 2: HERE, 3: ELSEWHERE}, StoreGone("gone"), (0, 2), (0,), SILENT_LINE),
+        (1, 0, False, {0: GONE, 2: HERE, 3: ELSEWHERE}, StoreGone("gone"), (0, 1, 2), (0,), GONE_LINE),
+        (1, 0, False, {0: GONE, 2: GONE, 3: ELSEWHERE}, StoreGone("gone"), (0, 1, 2), (0,), GONE_LINE),
+        (1, 0, False, {0: ELSEWHERE, 2: GONE, 3: ELSEWHERE}, StoreGone("gone"), (0, 1, 2), (0,), GONE_LINE),
+        (1, 0, False, {0: ELSEWHERE, 2: HERE}, OSError("reset"), (0, 1, 2), (0,), GONE_LINE),
+        # rank 0 lives, and has left its process group
         (
             1,
             0,
-            {0: HERE, 3: ELSEWHERE},
-            StoreSilent("slow"),
-            (1, 2, 3),
-            (3,),
-            "cut off: the store does not answer; rank 3",
+            False,
+            {0: HERE, 2: GONE, 3: ELSEWHERE},
+            StoreGone("gone"),
+            (0, 1, 2),
+            (2,),
+            "  rank 2: the process is gone",
         ),
-        (1, 0, {0: HERE, 3: ELSEWHERE}, StoreSilent("slow"), (1, 2), (0,), SILENT_LINE),
-        (1, None, {0: HERE, 3: ELSEWHERE}, StoreSilent("slow"), (1, 2), (), "  who is missing cannot be told"),
+        (
+            0,
+            0,
+            False,
+            {1: HERE, 2: GONE, 3: ELSEWHERE},
+            StoreGone("gone"),
+            (0, 2),
+            (2,),
+            "  rank 2: the process is gone",
+        ),
+        (1, 0, False, {0: HERE, 2: HERE, 3: ELSEWHERE}, StoreGone("gone"), (0, 1, 2), (0,), GONE_LINE),
+        (0, 0, False, {1: HERE, 2: HERE, 3: ELSEWHERE}, StoreGone("gone"), (0, 2), (0,), GONE_LINE),
+        # it is in no group of this rank's
+        (1, 0, False, {2: GONE}, StoreGone("gone"), (1, 2), (2,), "  rank 2: the process is gone"),
+        (1, 0, False, {2: HERE}, StoreGone("gone"), (1, 2), (0,), GONE_LINE),
+        # stopped, on this host or another one: who listens can be reached
+        (1, 0, True, {0: HERE, 3: ELSEWHERE}, STOPPED, (0, 1, 2, 3), (0,), SILENT_LINE),
+        (1, 0, True, {0: ELSEWHERE, 3: ELSEWHERE}, STOPPED, (0, 1, 3), (0,), SILENT_LINE),
+        (1, None, True, {0: HERE, 3: ELSEWHERE}, STOPPED, (1, 2, 3), (), "  who is missing cannot be told"),
+        (1, 0, None, {0: ELSEWHERE}, STOPPED, (0, 1), (0,), "cut off: the store does not answer; rank 0 of other"),
+        (1, 0, None, {0: HERE, 3: ELSEWHERE}, STOPPED, (1, 2, 3), (3,), "cut off: the store does not answer; rank 3"),
+        (1, 0, None, {0: HERE, 3: ELSEWHERE}, STOPPED, (1, 2), (0,), SILENT_LINE),
+        (0, 0, None, {1: HERE}, STOPPED, (0, 1), (), "  who is missing cannot be told"),
+        (1, None, None, {0: HERE, 3: ELSEWHERE}, STOPPED, (1, 2), (), "  who is missing cannot be told"),
     ],
 )
 def test_without_the_store(
     rank: int,
     host: int | None,
+    served: bool | None,
     peers: dict[int, ProcessId],
     error: OSError,
     ranks: tuple[int, ...],
     missing: tuple[int, ...],
     line: str,
 ) -> None:
-    store = bounded(HashStore())
-    store.host_rank = host
-    mine = Roster(store, rank, range(4), peers)
-    found, dead, _ = mine.known_alone(error, ranks)
-    assert found == missing
-    assert line in "\n".join(mine.told_alone(found, dead))
+    with listening(served) as address:
+        store = BoundedStore(HashStore, address=address, host_rank=host)
+        mine = Roster(store, rank, range(4), peers)
+        lost = mine.known_alone(error, ranks)
+    assert lost.missing == missing
+    assert line in "\n".join(mine.told_alone(lost))
+
+
+@contextlib.contextmanager
+def listening(served: bool | None) -> Iterator[tuple[str, int] | None]:
+    """An address where somebody listens, nobody does, or of which nothing is known."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = server.getsockname()[:2]
+        if served is False:
+            server.close()
+        yield None if served is None else address

@@ -19,7 +19,7 @@ import pytest
 
 from ddpstats.testing import run_ranks
 from tests.scripts import python
-from tests.transport.store_host_rank import GUARDED, TIMEOUT_SEC, forked, left_alone
+from tests.transport.store_host_rank import GUARDED, TIMEOUT_SEC, forked, left_alone, stopped
 
 LIMIT_SEC = 150.0
 SLACK_SEC = 5.0
@@ -73,7 +73,8 @@ def check(survivors: list[dict[str, Any]], victim: int, limit_sec: float) -> Non
         assert {one["raised"] for one in told} == {"RankMissing"}, (name, told)
         assert {tuple(one["missing"]) for one in told} == {(victim,)}, (name, told)
         assert len({one["text"] for one in told}) == 1, (name, told)
-        assert f"rank {victim}: the process is gone" in told[0]["text"]
+        how = "is gone, and the store with it" if victim == 0 else "the process is gone"
+        assert f"rank {victim}: {how}" in told[0]["text"]
         assert max(one["after_sec"] for one in told) < limit_sec, (name, told)
     assert [one["left"] for one in survivors] == [[]] * len(survivors)
 
@@ -112,6 +113,13 @@ def test_a_rank_that_serves_the_store_no_more_does_not_name_itself() -> None:
     assert "rank 1: the process is gone" in told["text"]
 
 
+def test_a_rank_that_was_stopped_and_serves_the_store_is_told_what_the_others_were() -> None:
+    told = [outcome.value for outcome in run_ranks(stopped, 3, free_port(), timeout_sec=60.0)]
+    assert len({(tuple(one["missing"]), one["text"]) for one in told}) == 1, told
+    assert told[0]["missing"] == [0]
+    assert "rank 0: serves the store, which does not answer" in told[0]["text"]
+
+
 @pytest.mark.parametrize("phase", ["before", "between"])
 def test_the_host_of_the_store_dies_and_a_step_is_judged(phase: str) -> None:
     check(told_by_forked(phase, ""), 0, TIMEOUT_SEC + SLACK_SEC)
@@ -139,7 +147,7 @@ def test_the_host_of_the_store_dies_and_a_guarded_call_is_made(name: str, mode: 
             assert told["raised"] == "RankMissing", told
             if name != "recv from anybody":  # any other rank might still send
                 assert told["missing"] == [0], told
-                assert "rank 0: the process is gone" in told["text"], told
+                assert "rank 0: is gone, and the store with it" in told["text"], told
             assert told["after_sec"] < TIMEOUT_SEC + SLACK_SEC, told
         assert one["left"] == []
     if name not in ("send", "recv", "recv from anybody", "irecv", "exchange", "between survivors"):
