@@ -1,7 +1,7 @@
 """Random reductions against the oracle, on real ranks and on threads.
 
-``python -m tests.reduction.reduce_pairs SEED COUNT`` takes COUNT seeds from SEED on, on 1 to 8 ranks in turn, real ones
-and threads. A seed is `OF_A_SEED` reductions.
+``python -m tests.reduction.reduce_pairs SEED COUNT [RANKS]`` takes COUNT seeds from SEED on, on 1 to 8 ranks in turn,
+or on 1 to RANKS, real ones and threads. A seed is `OF_A_SEED` reductions.
 """
 
 from __future__ import annotations
@@ -102,11 +102,11 @@ def of_threads(ranks: int) -> Runner:
     return lambda seeds: run_threads(on_this_thread, ranks, seeds, timeout_sec=240).values()
 
 
-def main(first_seed: int, count: int) -> None:
+def main(first_seed: int, count: int, most_ranks: int = 8) -> None:
     """Each world size takes about as long as the others. Of real ranks one pool at a time lives."""
     seed, started = first_seed, time.monotonic()
     while seed < first_seed + count:
-        for ranks in range(1, 9):
+        for ranks in range(1, most_ranks + 1):
             with RankPool(ranks, timeout_sec=600) as pool:
                 for run in (of_pool(pool, "all"), of_threads(ranks)):
                     for _ in range(_ROUNDS // ranks):
@@ -120,4 +120,4 @@ def main(first_seed: int, count: int) -> None:
 if __name__ == "__main__":
     from tests.reduction import reduce_pairs  # ranks import what they run
 
-    reduce_pairs.main(int(sys.argv[1]), int(sys.argv[2]))
+    reduce_pairs.main(*map(int, sys.argv[1:]))
