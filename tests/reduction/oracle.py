@@ -24,6 +24,17 @@ class Exact(NamedTuple):
     scale: Fraction
 
 
+class Computed(Fraction):
+    """A number that a rank does not hold but computes, and so rounds. ``scale``: of the magnitudes it is made of."""
+
+    scale: Fraction
+
+    def __new__(cls, value: Fraction, scale: Fraction) -> Computed:
+        made = super().__new__(cls, value)
+        made.scale = scale
+        return made
+
+
 def expected(ranks: Sequence[RankStats], nonfinite: str = "propagate") -> tuple[Any, dict[Path, tuple[Any, ...]]]:
     """(nested values, path -> (value, weight, present ranks, non-finite ranks))."""
     entries, kinds = _entries(ranks, nonfinite)
@@ -80,12 +91,15 @@ def _own_value(leaf: Any, weight: float, nonfinite: str) -> Any:
     if (op == "mean" and own == 0) or (nonfinite == "skip" and not math.isfinite(number)):
         return None
     if isinstance(number, Fraction):
-        return Exact(number, abs(number))
+        return Exact(number, scale_of(number))
     return bool(number) if op in ("any", "all") else number
 
 
+def scale_of(value: Any) -> Fraction:
+    return value.scale if isinstance(value, Computed) else abs(Fraction(value))
+
+
 def _number(value: Any) -> float | Fraction:
-    """A Fraction is a number that a rank does not hold but computes."""
     return value if isinstance(value, Fraction) else float(value.item() if isinstance(value, torch.Tensor) else value)
 
 
@@ -182,12 +196,12 @@ def same(left: Any, right: Any) -> bool:
 
 def exact_mean(held: Sequence[tuple[Any, Any]]) -> tuple[Fraction | None, Fraction]:
     """(the mean of the (value, weight), or None where the weight is 0; the same mean of the absolute values)."""
-    rows = [(Fraction(value), Fraction(weight)) for value, weight in held]
-    total = sum((weight for _, weight in rows), Fraction(0))
+    rows = [(Fraction(value), scale_of(value), Fraction(weight)) for value, weight in held]
+    total = sum((weight for *_, weight in rows), Fraction(0))
     if not total:
         return None, Fraction(0)
-    summed = sum((value * weight for value, weight in rows), Fraction(0))
-    return summed / total, sum((abs(value) * weight for value, weight in rows), Fraction(0)) / total
+    summed = sum((value * weight for value, _, weight in rows), Fraction(0))
+    return summed / total, sum((scale * weight for _, scale, weight in rows), Fraction(0)) / total
 
 
 def is_near(found: float, exact: Fraction | None, scale: Fraction) -> bool:

@@ -23,7 +23,7 @@ from ddpstats._reduction.markers import Marker
 from ddpstats.errors import NonFiniteStat
 from ddpstats.testing import PerRank, RankPool
 from ddpstats.testing.strategies import RankStats
-from tests.reduction.oracle import exact_mean, expected_of_window, same
+from tests.reduction.oracle import Computed, exact_mean, expected_of_window, same
 
 POLICIES = ("propagate", "skip", "raise")
 KEYS = ["loss", "acc", "l1_loss", "a/b", "a", "b", "0", "", 0, 1, -3]
@@ -166,7 +166,8 @@ def _scalars(stats: Any, elements: list[float] | None) -> Any:
         held = [(value, weight) for value, weight in zip(stats.tolist(), elements, strict=True) if weight > 0]
         if not all(math.isfinite(value) for value, _ in held):
             return Mean(sum(value for value, _ in held if not math.isfinite(value)), total)
-        return Mean(exact_mean(held)[0] or Fraction(0), total)
+        mean, scale = exact_mean(held)
+        return Mean(Computed(mean or Fraction(0), scale), total)
     return stats
 
 
