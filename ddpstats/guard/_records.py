@@ -36,7 +36,8 @@ class RecordWriter:
     """One rank's events as JSON lines, whole up to the last one even if the process is killed.
 
     Two files take turns, ``rank3.jsonl`` and the older ``rank3.old.jsonl``, so a record is bounded by ``max_bytes`` and
-    never holds less than half of that. Every line is one `write` to the kernel: nothing is kept in this process.
+    never holds less than half of that. Every line is one `write` to the kernel: nothing is kept in this process but the
+    descriptions of the groups, which each new file begins with: the one that had them is deleted some day.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class RecordWriter:
         self._limit = max_bytes // 2
         self._turn = threading.RLock()  # a mark may come from another thread than the collectives do
         self._before: Evidence | None = None  # of the last event
+        self._groups: dict[str, bytes] = {}  # the lines that describe them
         self._head = {"ddpstats": FORMAT, "run": run, "rank": rank, "world_size": world_size, "pid": os.getpid()}
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -71,7 +73,17 @@ class RecordWriter:
 
     def write(self, entry: Mapping[str, Any]) -> None:
         """Append one line. A disk that is full stops the record, not the training."""
-        self._append(_line_of(entry))
+        line = _line_of(entry)
+        with self._turn:
+            self._append(line)
+            if "new_group" in entry:
+                self._keep(entry["new_group"], line)
+
+    def _keep(self, group: str, line: bytes) -> None:
+        """Who belongs to a group: nothing compares what ranks did there without that."""
+        self._groups[group] = line
+        while sum(map(len, self._groups.values())) > self._limit // 4:  # a program that makes groups for ever
+            del self._groups[next(iter(self._groups))]
 
     def _append(self, line: bytes) -> None:
         with self._turn:
@@ -100,7 +112,8 @@ class RecordWriter:
         file = checked_regular(os.open(self._path, flags, 0o600), self._path)
         if not goes_on:
             os.ftruncate(file, 0)
-        os.write(file, (json.dumps({**self._head, "time": time.time()}) + "\n").encode())
+        head = (json.dumps({**self._head, "time": time.time()}) + "\n").encode()
+        os.write(file, head + b"".join(self._groups.values()))
         self._before = None  # every file can be read by itself
         self._size = os.fstat(file).st_size
         return file

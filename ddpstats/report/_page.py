@@ -102,7 +102,9 @@ def _header(timeline: Timeline, tick: float) -> dict[str, Any]:
             ]
             for finding in timeline.findings
         ],
-        "notes": timeline.notes,
+        "verdict": timeline.verdict,
+        "has_findings": timeline.has_findings,
+        "notes": [*(f"not compared: {one}" for one in timeline.not_compared), *timeline.assumed, *timeline.notes],
     }
 
 

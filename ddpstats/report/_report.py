@@ -1,6 +1,7 @@
 """``ddpstats report DIR``: where the ranks parted, from what they recorded: as text, JSON, a page, a trace.
 
-Exit status 0 if all ranks did the same and nothing was marked, 1 if something was found, 2 if it cannot be read.
+Exit status 0 if all ranks did the same and nothing was marked, 1 if something was found or not all could be compared, 2
+if it cannot be read.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def as_text(timeline: Timeline) -> str:
-    lines = _collectives(timeline) if timeline.lanes else ["No record of collectives."]
+    lines = _collectives(timeline) if timeline.lanes else [timeline.verdict]
     notes = [f"note: {note}" for note in timeline.notes]
     return "\n".join([*lines, *_marks(timeline), *_keys(timeline), *notes])
 
@@ -61,9 +62,8 @@ def _collectives(timeline: Timeline) -> list[str]:
         cut = "" if lane.complete else " (the newest; older ones were dropped)"
         lines.append(f"  rank {lane.rank}: {len(lane.calls)} collectives{cut}")
     lines += ["", *("\n" + finding.message for finding in timeline.findings)]
-    if not timeline.findings:
-        lines.append("All ranks issued the same collectives in the same order.")
-    return lines
+    lines += [timeline.verdict] if timeline.verdict else []
+    return [*lines, *(f"not compared: {one}" for one in timeline.not_compared), *timeline.assumed]
 
 
 def _marks(timeline: Timeline) -> Iterator[str]:
@@ -114,6 +114,9 @@ def as_json(timeline: Timeline) -> dict[str, Any]:
         "findings": findings_as_json(timeline.findings),
         "marks": [mark.as_dict() for mark in timeline.marks],
         "keys": [key_as_json(key) for key in timeline.keys],
+        "verdict": timeline.verdict,
+        "not_compared": list(timeline.not_compared),
+        "assumed": list(timeline.assumed),
         "notes": list(timeline.notes),
     }
 

@@ -19,6 +19,7 @@ from ddpstats._base.marks import Mark
 from ddpstats.guard._events import BY_TORCH, Event
 from ddpstats.guard._p2p import pair_messages
 from ddpstats.guard._records import RankRecord
+from ddpstats.guard._report import assumed, not_compared
 from ddpstats.guard._status import DOUBT, GuardFinding
 
 VALUES = "values"  # the kind of mark that holds what a rank put into a reduction
@@ -103,7 +104,10 @@ class Key:
 
 @dataclass(frozen=True)
 class Timeline:
-    """``began``, ``ended``: of all that has a time, seconds since 1970. ``notes``: what could not be used, and why."""
+    """``began``, ``ended``: of all that has a time, seconds since 1970. ``notes``: what could not be used, and why.
+
+    ``not_compared``: what else ranks may have done differently. ``assumed``: which ranks were taken to belong together.
+    """
 
     world_size: int
     lanes: Sequence[Lane]
@@ -116,11 +120,28 @@ class Timeline:
     began: float
     ended: float
     notes: Sequence[str] = ()
+    not_compared: Sequence[str] = ()
+    assumed: Sequence[str] = ()
 
     @property
     def has_findings(self) -> bool:
-        """A doubt is told, and is none."""
-        return bool(self.marks) or any(finding.kind != DOUBT for finding in self.findings)
+        """A doubt is told, and is none. That not all could be compared is one: something may differ there."""
+        return bool(self.marks or self.not_compared) or any(finding.kind != DOUBT for finding in self.findings)
+
+    @property
+    def verdict(self) -> str:
+        """The sentence where no finding says more: all is well only where all was compared."""
+        if not self.lanes:
+            return "No record of collectives."
+        if self.findings:
+            return ""
+        if self.not_compared:
+            return "Nothing differs in what could be compared, which is not all."
+        if self.assumed:
+            return "All ranks that left a record issued the same collectives in the same order, as far as can be told."
+        if not any(lane.calls for lane in self.lanes):
+            return "No rank recorded a collective."
+        return "All ranks issued the same collectives in the same order."
 
     def meetings(self) -> Iterator[tuple[Group, int, list[tuple[float, int, int]]]]:
         """(group, number, its events as (time, rank, place) by time) of what several ranks did, as is known, alike."""
@@ -164,6 +185,8 @@ def timeline_of(
         min(times, default=0.0),
         max(times, default=0.0),
         notes,
+        not_compared(records),
+        assumed(records),
     )
 
 
