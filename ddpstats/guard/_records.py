@@ -7,7 +7,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -28,7 +28,9 @@ from ddpstats.guard._events import Event, Evidence, event_of, text_of
 FORMAT = 1
 _MAX_LINE_BYTES = 1 << 20
 _MAX_BYTES = 32 << 20  # of both files together
+_MOST_RANKS = 1 << 31
 _MAX_FILE_BYTES = 2 * _MAX_BYTES  # that are read
+_NAME = re.compile(r"rank(0|[1-9]\d*)\.jsonl")
 _NUMBERED = re.compile(rb'(.*?"seq":)(0|[1-9]\d{0,15})(,.*"time":)(\d{1,12}(?:\.\d{1,12})?)([,}].*\n)', re.DOTALL)
 
 
@@ -156,16 +158,52 @@ class RankRecord:
         return found
 
 
-def read_records(directory: str | Path) -> list[RankRecord]:
-    """The records of all ranks of the newest run, by rank; a directory may hold those of older ones.
+class NoRecord(ValueError):
+    """There is none, or it holds nothing yet."""
 
-    Raises ValueError, naming the file and line, for what is no record.
+
+def read_records(*directories: str | Path, notes: list[str] | None = None) -> list[RankRecord]:
+    """The records of all ranks of the newest run, by rank; directories may hold those of older ones.
+
+    ``notes`` is told what was left out. Raises ValueError, naming the file and line, for what is no record, for a rank
+    that has two, and `NoRecord` where there is none.
     """
-    found = [_read_rank(path) for path in sorted(Path(directory).glob("rank*.jsonl")) if ".old" not in path.suffixes]
+    told: list[str] = [] if notes is None else notes
+    found = [(path, record) for path in _record_files(directories, told) for record in _read_if_begun(path, told)]
     if not found:
-        raise ValueError(f"{directory} holds no rank*.jsonl, so no record of ddpstats")
-    newest = max(found, key=lambda record: record.started).run
-    return sorted((record for record in found if record.run == newest), key=lambda record: record.rank)
+        raise NoRecord(f"{', '.join(map(str, directories))} holds no rank*.jsonl, so no record of ddpstats")
+    newest = max((record for _, record in found), key=lambda record: record.started).run
+    by_rank: dict[int, tuple[Path, RankRecord]] = {}
+    for path, record in found:
+        if record.run == newest and by_rank.setdefault(record.rank, (path, record))[0] != path:
+            raise ValueError(f"{by_rank[record.rank][0]} and {path} are both of rank {record.rank}: take one away")
+    return [by_rank[rank][1] for rank in sorted(by_rank)]
+
+
+def _record_files(directories: Sequence[str | Path], notes: list[str]) -> Iterator[Path]:
+    for path in [path for directory in directories for path in sorted(Path(directory).glob("rank*.jsonl"))]:
+        if _NAME.fullmatch(path.name):
+            yield path
+        elif ".old" not in path.suffixes:
+            notes.append(f"{path} is left out: the record of a rank is called rank<number>.jsonl")
+
+
+def _read_if_begun(path: Path, notes: list[str]) -> Iterator[RankRecord]:
+    link = f", a link to {os.readlink(path)}" if path.is_symlink() else ""
+    try:
+        record = _read_rank(path)
+    except NoRecord as error:
+        notes.append(f"{path}{link} is left out: {error}")
+    except OSError as error:
+        told = {FileNotFoundError: "there is no such file", IsADirectoryError: "it is a directory, and no record"}
+        raise ValueError(f"{told.get(type(error), error.strerror)}: {path}{link}") from None
+    except ValueError as error:
+        raise ValueError(f"{error}; {path} is{link[1:]}" if link else str(error)) from None
+    else:
+        if path.name == f"rank{record.rank}.jsonl":
+            yield record
+        else:
+            notes.append(f"{path}{link} is left out: it is a record of rank {record.rank}")
 
 
 def _read_rank(path: Path) -> RankRecord:
@@ -201,6 +239,8 @@ def _read_rank(path: Path) -> RankRecord:
                     end = entry
             except (ValueError, TypeError) as error:
                 raise ValueError(f"{source}, line {number}: {error}") from None
+    if head is None and not groups and not events and not marks and end is None:
+        raise NoRecord("the process had not written a whole line when it ended")
     if head is None:
         raise ValueError(f"{path} does not begin as a record of ddpstats does")
     return RankRecord(
@@ -220,7 +260,7 @@ def _checked_head(entry: Mapping[str, Any]) -> Mapping[str, Any]:
     refused = refused_version(entry["ddpstats"], FORMAT)
     if refused is not None:
         raise ValueError(refused)
-    if not all(type(entry.get(key)) is int and entry[key] >= 0 for key in ("rank", "world_size")):
+    if not all(type(entry.get(key)) is int and 0 <= entry[key] < _MOST_RANKS for key in ("rank", "world_size")):
         raise ValueError("the first line tells neither rank nor world size")
     time_is_one = type(entry.get("time", 0.0)) in (int, float) and abs(entry.get("time", 0.0)) < LATEST_TIME_SEC
     if type(entry.get("run", "")) is not str or not time_is_one:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import time
 from pathlib import Path
 from typing import Any
 
@@ -127,3 +128,36 @@ def test_what_is_no_dump_is_named(content: bytes, said: str, tmp_path: Path) -> 
         read_timeline([tmp_path])
     assert said in str(caught.value)
     assert not Path("/tmp/was-run").exists()
+
+
+def one_list_many_times(of: str) -> list[Any]:
+    """Entries of which a small file makes many numbers: what is shared stands in a pickle once."""
+    shape, frames = [1] * 30_000, [{"name": "f", "filename": "/torch/x.py", "line": 1}] * 256
+    if of == "a shape":
+        return [entry(1, input_sizes=[shape] * 4096, input_dtypes=["Float"] * 4096)]
+    if of == "shapes":
+        shapes = [[1] * 64] * 4096
+        return [entry(seq, input_sizes=shapes) for seq in range(1, 100)]
+    if of == "frames":
+        return [entry(seq, frames=frames) for seq in range(1, 2000)]
+    if of == "a name":
+        return [entry(seq, input_dtypes=["x" * 5000] * 4096, input_sizes=[[1]] * 4096) for seq in range(1, 100)]
+    return [entry(1)] * (1 << 20)
+
+
+@pytest.mark.parametrize("of", ["a shape", "shapes", "frames", "a name", "entries"])
+def test_a_small_file_becomes_nothing_large(of: str, tmp_path: Path) -> None:
+    (tmp_path / "nccl_trace_rank_0").write_bytes(pickle.dumps(dump(*one_list_many_times(of))))
+    began = time.process_time()
+    with pytest.raises(DdpstatsError, match="is no dump of the Flight Recorder"):
+        read_timeline([tmp_path])
+    assert time.process_time() - began < 10
+
+
+def test_groups_of_one_text_are_read_once(tmp_path: Path) -> None:
+    everyone = json.dumps(list(range(50_000)))
+    content = dump(entry(1))
+    content["pg_config"] = {str(name): {"ranks": everyone} for name in range(10_000)}
+    (tmp_path / "nccl_trace_rank_0").write_bytes(pickle.dumps(content))
+    with pytest.raises(DdpstatsError, match="its groups have more than 4,194,304 members"):
+        read_timeline([tmp_path])
