@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from ddpstats import cli
 from ddpstats.errors import DdpstatsError
 from ddpstats.report._plain_pickle import plain_value
 from ddpstats.report._sources import read_timeline
@@ -93,6 +94,26 @@ def test_a_mismatch_by_shape_and_json_beside_pickle(tmp_path: Path) -> None:
     assert [(finding.seq, finding.kind) for finding in timeline.findings] == [(2, "mismatch")]
     assert "at /job/train.py:7 in step" in timeline.findings[0].message
     assert [lane.spans[0].seconds for lane in timeline.lanes] == [pytest.approx(5e-7, abs=3e-7)] * 2
+
+
+def test_states_and_durations_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hangs = {"state": "started", "time_discovered_completed_ns": None}
+    for rank in range(2):
+        content = dump(entry(1), entry(2, size=5 + rank, **(hangs if rank else {})))
+        (tmp_path / f"nccl_trace_rank_{rank}").write_bytes(pickle.dumps(content))
+    assert cli.main(["report", str(tmp_path)]) == 1
+    said = capsys.readouterr().out
+    assert "rank 0: 2 collectives; the Flight Recorder saw 2 completed\n" in said
+    assert "rank 1: 2 collectives; the Flight Recorder saw 1 completed, 1 started\n" in said
+    assert "The Flight Recorder saw it as:\n  rank 0: completed, 0.000476837 ms\n  rank 1: started\n" in said
+    assert cli.main(["report", str(tmp_path), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert [rank["states"] for rank in found["ranks"]] == [{"completed": 2}, {"completed": 1, "started": 1}]
+    told = found["findings"][0]["by_rank"]
+    assert [(told[rank]["state"], told[rank]["seconds"]) for rank in "01"] == [
+        ("completed", pytest.approx(5e-7, abs=3e-7)),
+        ("started", None),
+    ]
 
 
 def test_messages_and_calls_of_one_number(tmp_path: Path) -> None:
