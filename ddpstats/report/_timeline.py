@@ -210,18 +210,19 @@ def timeline_of(
         notes,
         not_compared(records),
         assumed(records),
-        [_places(finding, records) for finding in findings],
+        _places(findings, records),
     )
 
 
-def _places(finding: GuardFinding, records: Sequence[RankRecord]) -> dict[int, int]:
+def _places(findings: Sequence[GuardFinding], records: Sequence[RankRecord]) -> list[dict[int, int]]:
     """By the event itself: numbers begin again with each guard of a program."""
-    return {
-        record.rank: place
-        for record in records
-        for place, event in enumerate(record.events)
-        if event is finding.by_rank.get(record.rank)
-    }
+    found: list[dict[int, int]] = [{} for _ in findings]
+    for record in records:
+        about = {id(finding.by_rank.get(record.rank)): places for finding, places in zip(findings, found, strict=True)}
+        for place, event in enumerate(record.events if findings else ()):
+            if id(event) in about:
+                about[id(event)][record.rank] = place
+    return found
 
 
 def _lane(record: RankRecord, table: dict[CallSite, int], spans: Mapping[int, Span]) -> Lane:
@@ -267,7 +268,7 @@ def _groups(
     return {
         name: Group(
             name,
-            described[name]["words"] if name in described else name,
+            described[name]["words"] if name in described else f"group {name!r}",
             tuple(described[name]["ranks"]) if name in described else everyone,
             cuts.get(name),
         )
