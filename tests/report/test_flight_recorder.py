@@ -97,7 +97,7 @@ def test_a_mismatch_by_shape_and_json_beside_pickle(tmp_path: Path) -> None:
 
 
 def test_states_and_durations_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    hangs = {"state": "started", "time_discovered_completed_ns": None}
+    hangs: dict[str, Any] = {"state": "started", "time_discovered_completed_ns": None}
     for rank in range(2):
         content = dump(entry(1), entry(2, size=5 + rank, **(hangs if rank else {})))
         (tmp_path / f"nccl_trace_rank_{rank}").write_bytes(pickle.dumps(content))
