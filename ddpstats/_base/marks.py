@@ -73,8 +73,10 @@ def _finite_or_word(value: float | None) -> float | str | None:
 
 
 def _number(value: Any) -> float | None:
-    if value is None or (type(value) in (int, float, bool) and abs(value) < 1 << 1000):
-        return None if value is None else float(value)
+    if value is None:
+        return None
+    if (type(value) is float and math.isfinite(value)) or (type(value) in (int, bool) and abs(value) < 1 << 1000):
+        return float(value)
     if isinstance(value, str) and value in _NOT_FINITE:
         return _NOT_FINITE[value]
     raise ValueError("a mark whose value is no number")

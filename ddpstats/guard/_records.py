@@ -7,7 +7,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -28,7 +28,9 @@ from ddpstats.guard._events import Event, Evidence, event_of, text_of
 FORMAT = 1
 _MAX_LINE_BYTES = 1 << 20
 _MAX_BYTES = 32 << 20  # of both files together
+_MOST_RANKS = 1 << 31
 _MAX_FILE_BYTES = 2 * _MAX_BYTES  # that are read
+_NAME = re.compile(r"rank(0|[1-9]\d*)\.jsonl")
 _NUMBERED = re.compile(rb'(.*?"seq":)(0|[1-9]\d{0,15})(,.*"time":)(\d{1,12}(?:\.\d{1,12})?)([,}].*\n)', re.DOTALL)
 
 
@@ -36,7 +38,8 @@ class RecordWriter:
     """One rank's events as JSON lines, whole up to the last one even if the process is killed.
 
     Two files take turns, ``rank3.jsonl`` and the older ``rank3.old.jsonl``, so a record is bounded by ``max_bytes`` and
-    never holds less than half of that. Every line is one `write` to the kernel: nothing is kept in this process.
+    never holds less than half of that. Every line is one `write` to the kernel: nothing is kept in this process but the
+    descriptions of the groups, which each new file begins with: the one that had them is deleted some day.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class RecordWriter:
         self._limit = max_bytes // 2
         self._turn = threading.RLock()  # a mark may come from another thread than the collectives do
         self._before: Evidence | None = None  # of the last event
+        self._groups: dict[str, bytes] = {}  # the lines that describe them
         self._head = {"ddpstats": FORMAT, "run": run, "rank": rank, "world_size": world_size, "pid": os.getpid()}
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -71,7 +75,17 @@ class RecordWriter:
 
     def write(self, entry: Mapping[str, Any]) -> None:
         """Append one line. A disk that is full stops the record, not the training."""
-        self._append(_line_of(entry))
+        line = _line_of(entry)
+        with self._turn:
+            self._append(line)
+            if "new_group" in entry:
+                self._keep(entry["new_group"], line)
+
+    def _keep(self, group: str, line: bytes) -> None:
+        """Who belongs to a group: nothing compares what ranks did there without that."""
+        self._groups[group] = line
+        while sum(map(len, self._groups.values())) > self._limit // 4:  # a program that makes groups for ever
+            del self._groups[next(iter(self._groups))]
 
     def _append(self, line: bytes) -> None:
         with self._turn:
@@ -100,7 +114,8 @@ class RecordWriter:
         file = checked_regular(os.open(self._path, flags, 0o600), self._path)
         if not goes_on:
             os.ftruncate(file, 0)
-        os.write(file, (json.dumps({**self._head, "time": time.time()}) + "\n").encode())
+        head = (json.dumps({**self._head, "time": time.time()}) + "\n").encode()
+        os.write(file, head + b"".join(self._groups.values()))
         self._before = None  # every file can be read by itself
         self._size = os.fstat(file).st_size
         return file
@@ -143,16 +158,52 @@ class RankRecord:
         return found
 
 
-def read_records(directory: str | Path) -> list[RankRecord]:
-    """The records of all ranks of the newest run, by rank; a directory may hold those of older ones.
+class NoRecord(ValueError):
+    """There is none, or it holds nothing yet."""
 
-    Raises ValueError, naming the file and line, for what is no record.
+
+def read_records(*directories: str | Path, notes: list[str] | None = None) -> list[RankRecord]:
+    """The records of all ranks of the newest run, by rank; directories may hold those of older ones.
+
+    ``notes`` is told what was left out. Raises ValueError, naming the file and line, for what is no record, for a rank
+    that has two, and `NoRecord` where there is none.
     """
-    found = [_read_rank(path) for path in sorted(Path(directory).glob("rank*.jsonl")) if ".old" not in path.suffixes]
+    told: list[str] = [] if notes is None else notes
+    found = [(path, record) for path in _record_files(directories, told) for record in _read_if_begun(path, told)]
     if not found:
-        raise ValueError(f"{directory} holds no rank*.jsonl, so no record of ddpstats")
-    newest = max(found, key=lambda record: record.started).run
-    return sorted((record for record in found if record.run == newest), key=lambda record: record.rank)
+        raise NoRecord(f"{', '.join(map(str, directories))} holds no rank*.jsonl, so no record of ddpstats")
+    newest = max((record for _, record in found), key=lambda record: record.started).run
+    by_rank: dict[int, tuple[Path, RankRecord]] = {}
+    for path, record in found:
+        if record.run == newest and by_rank.setdefault(record.rank, (path, record))[0] != path:
+            raise ValueError(f"{by_rank[record.rank][0]} and {path} are both of rank {record.rank}: take one away")
+    return [by_rank[rank][1] for rank in sorted(by_rank)]
+
+
+def _record_files(directories: Sequence[str | Path], notes: list[str]) -> Iterator[Path]:
+    for path in [path for directory in directories for path in sorted(Path(directory).glob("rank*.jsonl"))]:
+        if _NAME.fullmatch(path.name):
+            yield path
+        elif ".old" not in path.suffixes:
+            notes.append(f"{path} is left out: the record of a rank is called rank<number>.jsonl")
+
+
+def _read_if_begun(path: Path, notes: list[str]) -> Iterator[RankRecord]:
+    link = f", a link to {os.readlink(path)}" if path.is_symlink() else ""
+    try:
+        record = _read_rank(path)
+    except NoRecord as error:
+        notes.append(f"{path}{link} is left out: {error}")
+    except OSError as error:
+        told = {FileNotFoundError: "there is no such file", IsADirectoryError: "it is a directory, and no record"}
+        raise ValueError(f"{told.get(type(error), error.strerror)}: {path}{link}") from None
+    except ValueError as error:
+        raise ValueError(f"{error}; {path} is{link[1:]}" if link else str(error)) from None
+    else:
+        if path.name == f"rank{record.rank}.jsonl":
+            yield record
+        else:
+            notes.append(f"{path}{link} is left out: it is a record of rank {record.rank}")
 
 
 def _read_rank(path: Path) -> RankRecord:
@@ -188,6 +239,8 @@ def _read_rank(path: Path) -> RankRecord:
                     end = entry
             except (ValueError, TypeError) as error:
                 raise ValueError(f"{source}, line {number}: {error}") from None
+    if head is None and not groups and not events and not marks and end is None:
+        raise NoRecord("the process had not written a whole line when it ended")
     if head is None:
         raise ValueError(f"{path} does not begin as a record of ddpstats does")
     return RankRecord(
@@ -207,7 +260,7 @@ def _checked_head(entry: Mapping[str, Any]) -> Mapping[str, Any]:
     refused = refused_version(entry["ddpstats"], FORMAT)
     if refused is not None:
         raise ValueError(refused)
-    if not all(type(entry.get(key)) is int and entry[key] >= 0 for key in ("rank", "world_size")):
+    if not all(type(entry.get(key)) is int and 0 <= entry[key] < _MOST_RANKS for key in ("rank", "world_size")):
         raise ValueError("the first line tells neither rank nor world size")
     time_is_one = type(entry.get("time", 0.0)) in (int, float) and abs(entry.get("time", 0.0)) < LATEST_TIME_SEC
     if type(entry.get("run", "")) is not str or not time_is_one:

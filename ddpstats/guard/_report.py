@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ddpstats._base.rank_names import ranks_text
+from ddpstats._base.wording import count_of
 from ddpstats.guard._diagnosis import find
 from ddpstats.guard._events import newest_in_a_row
 from ddpstats.guard._p2p import match_records
@@ -17,19 +19,60 @@ from ddpstats.guard._status import LEFT, NOTHING, GuardFinding, RankStatus
 
 def diagnose(records: Sequence[RankRecord]) -> list[GuardFinding]:
     """What went wrong first, per group; the group in which it happened first comes first."""
-    groups: dict[str, Mapping[str, Any]] = {}
-    for record in records:
-        groups.update(record.groups)
+    groups = {**_undescribed(records), **_described(records)}
     found = [finding for name in groups if (finding := _in_group(name, groups[name], records)) is not None]
     message = match_records({record.rank: record.events for record in records})
     found += [message] if message is not None else []
     return sorted(found, key=lambda finding: min((e.started for e in finding.by_rank.values()), default=0.0))
 
 
+def not_compared(records: Sequence[RankRecord]) -> list[str]:
+    """What ranks may have done differently without `diagnose` finding it: a sentence each."""
+    known = {record.rank for record in records}
+    asked = {rank for given in _described(records).values() for rank in given["ranks"]}
+    absent = max((record.world_size for record in records), default=0) - len(known | asked)
+    return [
+        *(
+            f"{given['words']}: nothing tells which ranks belong to it, and only {ranks_text(given['ranks'])} used it"
+            for given in _undescribed(records).values()
+            if len(given["ranks"]) == 1
+        ),
+        *([f"{count_of(absent, 'ranks')} without a record, of which no group is known"] if absent > 0 else []),
+    ]
+
+
+def assumed(records: Sequence[RankRecord]) -> list[str]:
+    """What `diagnose` took for granted where it found nothing: a sentence each."""
+    return [
+        f"{given['words']}: nothing tells which ranks belong to it; {ranks_text(given['ranks'])}, which used it, were "
+        "compared"
+        for given in _undescribed(records).values()
+        if len(given["ranks"]) > 1
+    ]
+
+
+def _described(records: Sequence[RankRecord]) -> dict[str, Mapping[str, Any]]:
+    return {name: given for record in records for name, given in record.groups.items()}
+
+
+def _undescribed(records: Sequence[RankRecord]) -> dict[str, Mapping[str, Any]]:
+    """Of what ranks did in groups that no record describes (any more): these ranks."""
+    described, found = _described(records), dict[str, list[int]]()
+    for record in records:
+        for name, events in record.events_by_group.items():
+            if name not in described and any(event.signature.op not in ("send", "recv") for event in events):
+                found.setdefault(name, []).append(record.rank)
+    return {name: {"words": f"group {name!r}", "ranks": ranks} for name, ranks in found.items()}
+
+
 def _in_group(name: str, described: Mapping[str, Any], records: Sequence[RankRecord]) -> GuardFinding | None:
     by_rank = {record.rank: record for record in records}
-    statuses = [_status_of(rank, name, by_rank.get(rank)) for rank in described["ranks"]]
-    found = find(name, described["words"], statuses)
+    statuses = [
+        _status_of(rank, name, record)
+        for rank in described["ranks"]
+        if (record := by_rank.get(rank)) is None or record.complete or name in record.events_by_group
+    ]  # what the others did there was dropped
+    found = find(name, described["words"], statuses) if statuses else None
     return None if found is not None and found.kind == NOTHING else found
 
 
@@ -58,8 +101,6 @@ def as_text(records: Sequence[RankRecord], findings: Sequence[GuardFinding]) -> 
         cut = "" if record.complete else " (the newest; older ones were dropped)"
         lines.append(f"  rank {record.rank}: {len(record.events)} collectives{cut}")
     lines += ["", *("\n" + finding.message for finding in findings)]
-    if not findings:
-        lines.append("All ranks issued the same collectives in the same order.")
     return "\n".join(lines)
 
 

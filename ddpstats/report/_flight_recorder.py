@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,8 @@ from ddpstats.report._timeline import Span
 
 _NAME = re.compile(r"(?:[\w\-.]*[_\-.])?rank_?(\d{1,7})(?:\.json|\.pkl)?")
 _MAX_BYTES = 256 << 20
-_MOST_ENTRIES, _MOST_FRAMES, _MOST_SIZES = 1 << 20, 256, 4096
+_MOST_ENTRIES, _MOST_MEMBERS, _MOST_FRAMES, _MOST_SIZES = 1 << 20, 1 << 22, 256, 4096
+_MOST_DIMENSIONS, _MOST_TEXT, _LEAST_ENTRY_BYTES = 64, 1000, 32
 _PEERS = re.compile(r"(send|recv) (\d{1,7})(?:->|<-)(\d{1,7})")
 _INNER = ("/torch/", "/ddpstats/_observe/")
 _MESSAGES = " (point-to-point)"
@@ -38,22 +39,22 @@ class FlightDump:
     spans: Sequence[Span]
 
 
-def read_dumps(directory: Path) -> list[FlightDump]:
+def read_dumps(directories: Iterable[Path]) -> list[FlightDump]:
     """By rank; none where there are no such files. Raises ValueError naming the file, and OSError."""
-    found: dict[int, FlightDump] = {}
-    for path in sorted(directory.iterdir()) if directory.is_dir() else []:
+    found: dict[int, tuple[Path, FlightDump]] = {}
+    for path in [path for directory in directories for path in sorted(directory.iterdir())]:
         match = _NAME.fullmatch(path.name)
         if match is None or not path.is_file():
             continue
         rank = int(match[1])
         if rank in found:
-            raise ValueError(f"{path}: another dump of rank {rank} is in this directory: move one away")
+            raise ValueError(f"{found[rank][0]} and {path} are both a dump of rank {rank}: take one away")
         try:
             with open_regular(path) as file:
-                found[rank] = _dump(rank, _content(read_at_most(file, _MAX_BYTES)))
+                found[rank] = path, _dump(rank, read_at_most(file, _MAX_BYTES))
         except ValueError as error:
             raise ValueError(f"{path} is no dump of the Flight Recorder: {error}") from None
-    return [found[rank] for rank in sorted(found)]
+    return [found[rank][1] for rank in sorted(found)]
 
 
 def joined(record: RankRecord, dump: FlightDump) -> dict[int, Span]:
@@ -78,19 +79,39 @@ def _content(data: bytes) -> dict[str, Any]:
     found = parse_json(data) if data[:1] == b"{" else plain_value(data)
     if not isinstance(found, dict) or not isinstance(found.get("entries"), list):
         raise ValueError("it has no entries")
-    if len(found["entries"]) > _MOST_ENTRIES:
-        raise ValueError(f"it has more than {_MOST_ENTRIES:,} entries")
+    most = min(_MOST_ENTRIES, len(data) // _LEAST_ENTRY_BYTES)
+    if len(found["entries"]) > most:
+        raise ValueError(f"it has more than {most:,} entries")
     return found
 
 
-def _dump(rank: int, content: Mapping[str, Any]) -> FlightDump:
+class _Budget:
+    """How much may be made of a file: as many parts as it has bytes. One list of a pickle may stand in many places."""
+
+    def __init__(self, size: int) -> None:
+        self._left = size
+
+    def of(self, parts: Sequence[Any]) -> Sequence[Any]:
+        self._left -= len(parts)
+        if self._left < 0:
+            raise ValueError("more parts than the file has bytes")
+        return parts
+
+    def shape(self, sizes: Sequence[Any]) -> tuple[int, ...]:
+        if len(sizes) > _MOST_DIMENSIONS:
+            raise ValueError("a shape of too many dimensions")
+        return tuple(map(_whole, self.of(sizes)))
+
+
+def _dump(rank: int, data: bytes) -> FlightDump:
+    content, budget = _content(data), _Budget(len(data))
     ranks_of = dict(_groups(content.get("pg_config")))
     found: list[tuple[Event, Span]] = []
     words: dict[str, str] = {}
     newest: dict[str, int] = {}
     for number, entry in enumerate(content["entries"]):
         try:
-            event, span = _event(entry, ranks_of)
+            event, span = _event(entry, ranks_of, budget)
             words.setdefault(event.group, f"group {event.group} ({entry['process_group'][1]})"[:200])
         except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
             raise ValueError(f"entry {number}: {type(error).__name__}") from None
@@ -109,33 +130,43 @@ def _dump(rank: int, content: Mapping[str, Any]) -> FlightDump:
 
 def _groups(config: Any) -> Iterator[tuple[str, list[int]]]:
     """Name -> ranks. The default group has no name there with gloo, and "0" in the entries."""
+    known: dict[str, Any] = {}
+    left = _MOST_MEMBERS
     for name, given in config.items() if isinstance(config, dict) else ():
-        ranks = parse_json(given["ranks"]) if isinstance(given, dict) and isinstance(given.get("ranks"), str) else None
-        if isinstance(name, str) and isinstance(ranks, list) and ranks and all(type(rank) is int for rank in ranks):
+        text = given.get("ranks") if isinstance(given, dict) else None
+        if not isinstance(name, str) or not isinstance(text, str):
+            continue
+        if text not in known:
+            known[text] = parse_json(text)
+        ranks = known[text]
+        if isinstance(ranks, list) and ranks and all(type(rank) is int for rank in ranks):
+            left -= len(ranks)
+            if left < 0:
+                raise ValueError(f"its groups have more than {_MOST_MEMBERS:,} members")
             yield name or "0", sorted(set(ranks))
 
 
-def _event(entry: Mapping[str, Any], ranks_of: Mapping[str, Sequence[int]]) -> tuple[Event, Span]:
-    group, op = text_of(entry["process_group"][0]), text_of(entry["profiling_name"]).rpartition(":")[2]
+def _event(entry: Mapping[str, Any], ranks_of: Mapping[str, Sequence[int]], budget: _Budget) -> tuple[Event, Span]:
+    group, op = _short(entry["process_group"][0]), _short(entry["profiling_name"]).rpartition(":")[2]
     message, peer = _PEERS.fullmatch(op), None
     if message is not None:
         op, peer = message[1], int(message[3])  # a rank of the group
         peer = ranks_of[group][peer] if peer < len(ranks_of.get(group, ())) else peer
     is_message = op in ("send", "recv")
     side = _COMPARED.get(op, "input")
-    sizes = entry.get(f"{side}_sizes", [])[:_MOST_SIZES]
-    dtypes = entry.get(f"{side}_dtypes", [])[:_MOST_SIZES]
-    shapes = tuple(tuple(int(size) for size in shape) for shape in sizes)
-    kinds = tuple(map(text_of, dtypes)) if len(dtypes) == len(shapes) else ("tensor",) * len(shapes)
+    sizes = budget.of(entry.get(f"{side}_sizes", [])[:_MOST_SIZES])
+    dtypes = budget.of(entry.get(f"{side}_dtypes", [])[:_MOST_SIZES])
+    shapes = tuple(map(budget.shape, sizes))
+    kinds = tuple(map(_short, dtypes)) if len(dtypes) == len(shapes) else ("tensor",) * len(shapes)
     signature = Signature(op, shapes=shapes, dtypes=kinds)
     created = _seconds(entry["time_created_ns"])
     event = Event(
         f"{group}{_MESSAGES}" if is_message else group,
-        int(entry["p2p_seq_id" if is_message else "collective_seq_id"]),
+        _whole(entry["p2p_seq_id" if is_message else "collective_seq_id"]),
         signature,
         None,
         0,
-        _site(entry.get("frames", [])),
+        _site(budget.of(entry.get("frames", [])[:_MOST_FRAMES])),
         digest_of(signature),
         peer=peer,
         started=created,
@@ -143,6 +174,18 @@ def _event(entry: Mapping[str, Any], ranks_of: Mapping[str, Sequence[int]]) -> t
     ended = _seconds(entry.get("time_discovered_completed_ns") or 0)
     begun = _seconds(entry.get("time_discovered_started_ns") or 0) or created
     return event, Span(text_of(entry.get("state", ""))[:40], ended - begun if ended >= begun > 0 else None)
+
+
+def _short(text: Any) -> str:
+    if len(text_of(text)) > _MOST_TEXT:
+        raise ValueError("a name that is too long")
+    return str(text)
+
+
+def _whole(number: Any) -> int:
+    if type(number) is not int or abs(number) >= 1 << 63:
+        raise ValueError("no whole number")
+    return number
 
 
 def _seconds(nanoseconds: Any) -> float:
@@ -153,8 +196,8 @@ def _seconds(nanoseconds: Any) -> float:
 
 def _site(frames: Sequence[Mapping[str, Any]]) -> str:
     """Of the innermost frame outside torch and the guard; frames begin there."""
-    for frame in frames[:_MOST_FRAMES]:
-        file = text_of(frame["filename"])
+    for frame in frames:
+        file = text_of(frame["filename"])[-_MOST_TEXT:]
         if not any(inner in file for inner in _INNER):
-            return f"{file[-1000:]}:{int(frame['line'])} in {text_of(frame['name'])[:200]}"
+            return f"{file}:{_whole(frame['line'])} in {text_of(frame['name'])[:200]}"
     return ""

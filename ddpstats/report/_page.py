@@ -14,19 +14,21 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import math
 import struct
 import sys
 import zlib
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
+from ddpstats.guard._status import GuardFinding
 from ddpstats.report._timeline import Cell, Key, Lane, Timeline
 
 _TEMPLATE = Path(__file__).with_name("page.html")
-_SHOWN_VALUES = 1000  # of one rank and path
+_SHOWN_VALUES = 1000  # of one rank and path; more where they are not finite
 _LARGEST, _TICK_SEC = (1 << 32) - 1, 1e-6
 _PIECE_BYTES = 3 << 18  # base64 of three bytes each needs no padding
 
@@ -89,21 +91,18 @@ def _header(timeline: Timeline, tick: float) -> dict[str, Any]:
         "keys": [_key(timeline, key) for key in timeline.keys],
         "marks": [[mark.kind, mark.text, mark.time - timeline.began, mark.step, mark.ranks] for mark in timeline.marks],
         "findings": [
-            [
-                finding.kind,
-                place_of.get(finding.group, -1),
-                finding.seq,
-                finding.message,
-                {
-                    rank: [event.started - timeline.began, rank in finding.culprits]
-                    for rank, event in finding.by_rank.items()
-                },
-                finding.missing,
-            ]
-            for finding in timeline.findings
+            _finding(finding, place_of.get(finding.group, -1), places)
+            for finding, places in zip(timeline.findings, timeline.places, strict=True)
         ],
-        "notes": timeline.notes,
+        "verdict": timeline.verdict,
+        "has_findings": timeline.has_findings,
+        "notes": [*(f"not compared: {one}" for one in timeline.not_compared), *timeline.assumed, *timeline.notes],
     }
+
+
+def _finding(finding: GuardFinding, group: int, places: Mapping[int, int]) -> list[Any]:
+    by_rank = {rank: [place, rank in finding.culprits] for rank, place in places.items()}
+    return [finding.kind, group, finding.seq, finding.message, by_rank, finding.missing]
 
 
 def _lane(lane: Lane) -> dict[str, Any]:
@@ -116,10 +115,25 @@ def _key(timeline: Timeline, key: Key) -> list[Any]:
         rank: [cell.count, cell.first_time - timeline.began, cell.last_time - timeline.began, _series(timeline, cell)]
         for rank, cell in key.cells.items()
     }
-    return [key.name, key.place, key.ranks, cells]
+    is_thinned = any(len(cell.series) > _SHOWN_VALUES for cell in key.cells.values())
+    return [key.name, key.place, key.ranks, cells, key.fewer, is_thinned]
 
 
 def _series(timeline: Timeline, cell: Cell) -> list[tuple[float, str]]:
-    """Values as text, for JSON has neither NaN nor infinities; of very many every n-th, and the last."""
-    every = max(1, len(cell.series) // _SHOWN_VALUES)
-    return [(time - timeline.began, str(value)) for time, value in [*cell.series[:-1:every], *cell.series[-1:]]]
+    """Values as text, for JSON has neither NaN nor infinities."""
+    return [(time - timeline.began, str(value)) for time, value in _thinned(cell.series)]
+
+
+def _thinned(series: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Of very many the first and the last, each that is not finite, and the least and the largest of each stretch."""
+    size = -(-len(series) // (_SHOWN_VALUES // 2))
+    if size <= 2:
+        return list(series)
+    kept = {0, len(series) - 1}
+    for start in range(0, len(series), size):
+        stretch = range(start, min(start + size, len(series)))
+        finite = [place for place in stretch if math.isfinite(series[place][1])]
+        kept.update(set(stretch).difference(finite))
+        if finite:
+            kept.update({min(finite, key=lambda at: series[at][1]), max(finite, key=lambda at: series[at][1])})
+    return [series[place] for place in sorted(kept)]

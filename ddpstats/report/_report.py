@@ -1,24 +1,25 @@
 """``ddpstats report DIR``: where the ranks parted, from what they recorded: as text, JSON, a page, a trace.
 
-Exit status 0 if all ranks did the same and nothing was marked, 1 if something was found, 2 if it cannot be read.
+Exit status 0 if all ranks did the same and nothing was marked, 1 if something was found or not all could be compared, 2
+if it cannot be read.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from ddpstats._base.rank_names import ranks_text
+from ddpstats._base.rank_names import holders_lines, ranks_text
 from ddpstats._base.report import VerbReport, check_writable, write_file
-from ddpstats._base.wording import count_of
+from ddpstats._base.wording import count_of, listed
 from ddpstats.guard._report import findings_as_json
 from ddpstats.report._page import page_of
 from ddpstats.report._perfetto import trace_of
 from ddpstats.report._sources import read_timeline
-from ddpstats.report._timeline import Key, Timeline
+from ddpstats.report._timeline import Cell, Key, Span, Timeline
 
 _SHOWN_KEYS, _SHOWN_MARKS, _SHOWN_COUNTS = 16, 16, 8
 
@@ -50,20 +51,32 @@ def run(args: argparse.Namespace) -> int:
 
 
 def as_text(timeline: Timeline) -> str:
-    lines = _collectives(timeline) if timeline.lanes else ["No record of collectives."]
+    lines = _collectives(timeline) if timeline.lanes else [timeline.verdict]
     notes = [f"note: {note}" for note in timeline.notes]
-    return "\n".join([*lines, *_marks(timeline), *_keys(timeline), *notes])
+    return "\n".join([*lines, *_marks(timeline), *_keys(timeline), *_values(timeline), *notes])
 
 
 def _collectives(timeline: Timeline) -> list[str]:
     lines = [f"{len(timeline.lanes)} of {timeline.world_size} ranks left a record:"]
     for lane in timeline.lanes:
         cut = "" if lane.complete else " (the newest; older ones were dropped)"
-        lines.append(f"  rank {lane.rank}: {len(lane.calls)} collectives{cut}")
-    lines += ["", *("\n" + finding.message for finding in timeline.findings)]
-    if not timeline.findings:
-        lines.append("All ranks issued the same collectives in the same order.")
-    return lines
+        states = listed((f"{count:,} {state}" for state, count in lane.states.items()), _SHOWN_COUNTS)
+        seen = f"; the Flight Recorder saw {states}" if states else ""
+        lines.append(f"  rank {lane.rank}: {len(lane.calls)} collectives{cut}{seen}")
+    lines.append("")
+    for number, finding in enumerate(timeline.findings):
+        lines += ["\n" + finding.message, *_states(timeline.spans_of(number))]
+    lines += [timeline.verdict] if timeline.verdict else []
+    return [*lines, *(f"not compared: {one}" for one in timeline.not_compared), *timeline.assumed]
+
+
+def _states(spans: Mapping[int, Span]) -> list[str]:
+    """Of the collective of a finding."""
+    told = {
+        rank: span.state + ("" if span.seconds is None else f", {span.seconds * 1e3:.6g} ms")
+        for rank, span in spans.items()
+    }
+    return ["The Flight Recorder saw it as:", *holders_lines(told)] if told else []
 
 
 def _marks(timeline: Timeline) -> Iterator[str]:
@@ -84,6 +97,23 @@ def _keys(timeline: Timeline) -> Iterator[str]:
     yield from (f"  {key.name!r} ({key.place}): {_who_has(key)}" for key in differing[:_SHOWN_KEYS])
     if len(differing) > _SHOWN_KEYS:
         yield f"  and {len(differing) - _SHOWN_KEYS:,} more, which --json and --html have"
+
+
+def _values(timeline: Timeline) -> Iterator[str]:
+    known = [key for key in timeline.keys if any(cell.series for cell in key.cells.values())]
+    if not known:
+        return
+    yield "\nLast values by rank:"
+    for key in known[:_SHOWN_KEYS]:
+        yield f"  {key.name!r} ({key.place}):"
+        yield from (f"  {line}" for line in holders_lines({rank: _last(cell) for rank, cell in key.cells.items()}))
+    if len(known) > _SHOWN_KEYS:
+        yield f"  and {len(known) - _SHOWN_KEYS:,} more, which --json and --html have"
+
+
+def _last(cell: Cell) -> str:
+    bad = f", {cell.not_finite:,} of {count_of(len(cell.series), 'values')} not finite" if cell.not_finite else ""
+    return f"{cell.series[-1][1]:.6g}{bad}"
 
 
 def _who_has(key: Key) -> str:
@@ -109,15 +139,36 @@ def as_json(timeline: Timeline) -> dict[str, Any]:
     return {
         "world_size": timeline.world_size,
         "ranks": [
-            {"rank": lane.rank, "collectives": len(lane.calls), "complete": lane.complete} for lane in timeline.lanes
+            {
+                "rank": lane.rank,
+                "collectives": len(lane.calls),
+                "complete": lane.complete,
+                "states": lane.states,
+            }
+            for lane in timeline.lanes
         ],
-        "findings": findings_as_json(timeline.findings),
+        "findings": _findings_as_json(timeline),
         "marks": [mark.as_dict() for mark in timeline.marks],
         "keys": [key_as_json(key) for key in timeline.keys],
+        "verdict": timeline.verdict,
+        "not_compared": list(timeline.not_compared),
+        "assumed": list(timeline.assumed),
         "notes": list(timeline.notes),
     }
 
 
+def _findings_as_json(timeline: Timeline) -> list[dict[str, Any]]:
+    found = findings_as_json(timeline.findings)
+    for number, finding in enumerate(found):
+        for rank, span in timeline.spans_of(number).items():
+            finding["by_rank"][str(rank)] |= {"state": span.state, "seconds": span.seconds}
+    return found
+
+
 def key_as_json(key: Key) -> dict[str, Any]:
-    by_rank = {str(rank): vars(cell) for rank, cell in sorted(key.cells.items())}
-    return {"key": key.name, "place": key.place, "missing_ranks": list(key.missing), "by_rank": by_rank}
+    by_rank = {
+        str(rank): {**vars(cell), "not_finite": cell.not_finite} if cell.series else vars(cell)
+        for rank, cell in sorted(key.cells.items())
+    }
+    ranks = {"missing_ranks": list(key.missing), "fewer_ranks": list(key.fewer)}
+    return {"key": key.name, "place": key.place, **ranks, "by_rank": by_rank}

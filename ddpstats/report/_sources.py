@@ -1,12 +1,12 @@
 """Everything in some directories that a report can be made of: records, Flight Recorder dumps, bundles, stats dumps.
 
-Whatever is there is used; what is in the way of one part is told and leaves out that part, but a damaged record is an
-error: a report without a rank would say that this rank is missing.
+Whatever is there is used; what is in the way of one part is told and leaves out that part. A damaged record is an
+error: a report without a rank would say that this rank is missing. One that had only just begun is none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -17,10 +17,10 @@ from ddpstats.dump.origin._explain import verdict
 from ddpstats.dump.origin._first_nan import find_origins
 from ddpstats.dump.origin._rank_scan import scan_rank
 from ddpstats.errors import DdpstatsError
-from ddpstats.guard._records import RankRecord, read_records
+from ddpstats.guard._records import NoRecord, RankRecord, read_records
 from ddpstats.guard._report import diagnose
 from ddpstats.report._flight_recorder import FlightDump, joined, read_dumps
-from ddpstats.report._timeline import Timeline, timeline_of
+from ddpstats.report._timeline import Span, Timeline, timeline_of
 
 _HOW_TO_RECORD = (
     "Records are written by: torchrun ... -m ddpstats run --guard record --record-dir DIR train.py; give that DIR."
@@ -30,7 +30,8 @@ _HOW_TO_RECORD = (
 def read_timeline(directories: Sequence[Path]) -> Timeline:
     """Raises `DdpstatsError` where there is nothing, or a record is damaged."""
     notes: list[str] = []
-    records = _records(directories)
+    directories = _distinct(directories)
+    records = _records(directories, notes)
     try:
         flights = _flights(directories)
     except DdpstatsError as error:
@@ -40,48 +41,56 @@ def read_timeline(directories: Sequence[Path]) -> Timeline:
         notes.append(f"Flight Recorder dumps are left out: {error}")
     marks = [mark for directory in directories for mark in (*_bundles(directory, notes), *_dumps(directory, notes))]
     if not records and not flights and not marks:
-        raise DdpstatsError(f"{_none_here(directories)}, so no record of ddpstats. {_HOW_TO_RECORD}")
-    spans = {}
-    if records and flights:
-        by_rank = {record.rank: record for record in records}
-        spans = {rank: joined(by_rank[rank], dump) for dump in flights if (rank := dump.record.rank) in by_rank}
-        alone = [dump.record.rank for dump in flights if dump.record.rank not in by_rank]
-        notes += [
-            f"rank {rank}: its Flight Recorder dump is not used, for it has no record beside it" for rank in alone
-        ]
-        added = sum(map(len, spans.values()))
-        notes.append(
-            f"{added:,} events are joined with the Flight Recorder's, of {sum(len(d.spans) for d in flights):,}"
+        none_here = (
+            f"{', '.join(map(str, directories))} holds no rank*.jsonl, so no record of ddpstats. {_HOW_TO_RECORD}"
         )
-    elif flights:
+        raise DdpstatsError("\n".join(notes) or none_here)
+    if records:
+        spans = _joined(records, flights, notes)
+    else:
         records = [dump.record for dump in flights]
         spans = {dump.record.rank: dict(enumerate(dump.spans)) for dump in flights}
-        notes.append("read from Flight Recorder dumps: without labels, reduce ops, roots and tags")
-    return timeline_of(records, diagnose(records) if records else [], marks, spans, notes)
+        notes += ["read from Flight Recorder dumps: without labels, reduce ops, roots and tags"] * bool(flights)
+    return timeline_of(records, diagnose(records), marks, spans, notes)
 
 
-def _none_here(directories: Sequence[Path]) -> str:
-    return f"{', '.join(map(str, directories))} holds no rank*.jsonl"
+def _joined(
+    records: Sequence[RankRecord], flights: Sequence[FlightDump], notes: list[str]
+) -> dict[int, Mapping[int, Span]]:
+    """Rank -> place among its events -> what the Flight Recorder adds."""
+    by_rank = {record.rank: record for record in records}
+    spans = {rank: joined(by_rank[rank], dump) for dump in flights if (rank := dump.record.rank) in by_rank}
+    alone = [dump.record.rank for dump in flights if dump.record.rank not in by_rank]
+    notes += [f"rank {rank}: its Flight Recorder dump is not used, for it has no record beside it" for rank in alone]
+    if flights:
+        of = sum(len(dump.spans) for dump in flights)
+        notes.append(f"{sum(map(len, spans.values())):,} events are joined with the Flight Recorder's, of {of:,}")
+    return dict(spans)
 
 
-def _records(directories: Iterable[Path]) -> list[RankRecord]:
-    """Of the one directory that has some."""
-    found: list[RankRecord] = []
+def _distinct(directories: Iterable[Path]) -> list[Path]:
+    """Each once, however often it was given."""
     for directory in directories:
-        if not any(directory.glob("rank*.jsonl")):
-            continue
-        if found:
-            raise DdpstatsError(f"{directory} holds records too: give one directory with records at a time")
-        try:
-            found = read_records(directory)
-        except (OSError, ValueError) as error:
-            raise DdpstatsError(str(error)) from None
-    return found
+        if not directory.exists():
+            raise DdpstatsError(f"there is no directory {directory}")
+        if not directory.is_dir():
+            raise DdpstatsError(f"{directory} is a file: give the directory that it is in")
+    return list({directory.resolve(): directory for directory in directories}.values())
+
+
+def _records(directories: Sequence[Path], notes: list[str]) -> list[RankRecord]:
+    """Of all directories together: each host may have written to its own."""
+    try:
+        return read_records(*directories, notes=notes)
+    except NoRecord:
+        return []
+    except (OSError, ValueError) as error:
+        raise DdpstatsError(str(error)) from None
 
 
 def _flights(directories: Iterable[Path]) -> list[FlightDump]:
     try:
-        return [dump for directory in directories for dump in read_dumps(directory)]
+        return read_dumps(directories)
     except (OSError, ValueError) as error:
         raise DdpstatsError(str(error)) from None
 

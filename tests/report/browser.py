@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from tests.needs import SKIP_NOTHING
+
 _NAMES = ("chromium", "chromium-browser", "chromium-headless-shell", "google-chrome", "chrome")
 _LIMIT_SEC = 120.0
 _OPTIONS = (
@@ -66,6 +68,27 @@ class Browser:
             self.call("Input.dispatchKeyEvent", type="keyUp", key=key)
         self.run("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(0))))")
 
+    def drag(self, *points: tuple[float, float]) -> None:
+        """The button goes down at the first point, moves through all, and goes up at the last; one point is a click."""
+        self._pointer("mouseMoved", *points[0])
+        self._pointer("mousePressed", *points[0], button="left", buttons=1, clickCount=1)
+        for point in points[1:]:
+            self._pointer("mouseMoved", *point, button="left", buttons=1)
+        self._pointer("mouseReleased", *points[-1], button="left", clickCount=1)
+        self.press()
+
+    def wheel(self, at: tuple[float, float], by: float) -> None:
+        self._pointer("mouseWheel", *at, deltaX=0, deltaY=by)
+        self.press()
+
+    def click(self, selector: str) -> None:
+        box = f"document.querySelector('{selector}').getBoundingClientRect()"
+        x, y = self.run(f"[{box}.x + {box}.width / 2, {box}.y + {box}.height / 2]")
+        self.drag((x, y))
+
+    def _pointer(self, kind: str, x: float, y: float, **more: Any) -> None:
+        self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **more)
+
     def screenshot(self, path: Path, *, whole: bool = False) -> None:
         path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", captureBeyondViewport=whole)["data"]))
 
@@ -106,10 +129,13 @@ class Browser:
 
 @contextmanager
 def browser(directory: Path) -> Iterator[Browser]:
-    """Skips the test where no Chromium is installed. ``directory``: an empty one, for what it writes."""
+    """Where no Chromium is installed the test is skipped, or fails if none may be. ``directory``: an empty one."""
     program = next((path for name in _NAMES if (path := shutil.which(name)) is not None), None)
     if program is None:
-        pytest.skip(f"no Chromium here ({', '.join(_NAMES)}): `apt-get install chromium` installs it")
+        reason = f"no Chromium here ({', '.join(_NAMES)}): `apt-get install chromium` installs it"
+        if os.environ.get(SKIP_NOTHING):
+            pytest.fail(f"{reason}; {SKIP_NOTHING} is set, so nothing may be skipped for that")
+        pytest.skip(reason)
     (theirs_in, to), (answers, theirs_out) = os.pipe(), os.pipe()
     # Chromium reads its commands from file 3 and writes to file 4
     command = f'exec 3<&{theirs_in} 4>&{theirs_out}; exec "$0" "$@"'

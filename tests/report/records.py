@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from ddpstats._base.marks import Mark
@@ -23,6 +24,28 @@ def event(
         **more,
     }
     return Event(group, seq, signature, label, label_word(label), digest=digest_of(signature), **given)  # type: ignore[arg-type]
+
+
+def write_rank(
+    directory: Path,
+    rank: int,
+    ranks: int,
+    events: Iterable[Event],
+    *,
+    marks: Iterable[Mark] = (),
+    end: str | None = "left",
+    max_bytes: int = 32 << 20,
+) -> None:
+    """``end`` None: the process was killed. ``max_bytes``: of a few KB, older events are dropped."""
+    writer = RecordWriter(directory, rank, ranks, "run", max_bytes)
+    writer.write({"new_group": "0", "words": f"the default group of {ranks} ranks", "ranks": list(range(ranks))})
+    for one in events:
+        writer.write_event(one)
+    for mark in marks:
+        writer.write_mark(mark)
+    if end is not None:
+        writer.write({"end": end})
+    writer.close()
 
 
 def write(

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ddpstats import cli
 from ddpstats.errors import DdpstatsError
 from ddpstats.report._plain_pickle import plain_value
 from ddpstats.report._sources import read_timeline
@@ -94,6 +96,26 @@ def test_a_mismatch_by_shape_and_json_beside_pickle(tmp_path: Path) -> None:
     assert [lane.spans[0].seconds for lane in timeline.lanes] == [pytest.approx(5e-7, abs=3e-7)] * 2
 
 
+def test_states_and_durations_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hangs: dict[str, Any] = {"state": "started", "time_discovered_completed_ns": None}
+    for rank in range(2):
+        content = dump(entry(1), entry(2, size=5 + rank, **(hangs if rank else {})))
+        (tmp_path / f"nccl_trace_rank_{rank}").write_bytes(pickle.dumps(content))
+    assert cli.main(["report", str(tmp_path)]) == 1
+    said = capsys.readouterr().out
+    assert "rank 0: 2 collectives; the Flight Recorder saw 2 completed\n" in said
+    assert "rank 1: 2 collectives; the Flight Recorder saw 1 completed, 1 started\n" in said
+    assert "The Flight Recorder saw it as:\n  rank 0: completed, 0.000476837 ms\n  rank 1: started\n" in said
+    assert cli.main(["report", str(tmp_path), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert [rank["states"] for rank in found["ranks"]] == [{"completed": 2}, {"completed": 1, "started": 1}]
+    told = found["findings"][0]["by_rank"]
+    assert [(told[rank]["state"], told[rank]["seconds"]) for rank in "01"] == [
+        ("completed", pytest.approx(5e-7, abs=3e-7)),
+        ("started", None),
+    ]
+
+
 def test_messages_and_calls_of_one_number(tmp_path: Path) -> None:
     coalesced = [entry(1), entry(1), entry(2)]
     for rank, op in ((0, "nccl:send 0->1"), (1, "nccl:recv 1<-0")):
@@ -127,3 +149,36 @@ def test_what_is_no_dump_is_named(content: bytes, said: str, tmp_path: Path) -> 
         read_timeline([tmp_path])
     assert said in str(caught.value)
     assert not Path("/tmp/was-run").exists()
+
+
+def one_list_many_times(of: str) -> list[Any]:
+    """Entries of which a small file makes many numbers: what is shared stands in a pickle once."""
+    shape, frames = [1] * 30_000, [{"name": "f", "filename": "/torch/x.py", "line": 1}] * 256
+    if of == "a shape":
+        return [entry(1, input_sizes=[shape] * 4096, input_dtypes=["Float"] * 4096)]
+    if of == "shapes":
+        shapes = [[1] * 64] * 4096
+        return [entry(seq, input_sizes=shapes) for seq in range(1, 100)]
+    if of == "frames":
+        return [entry(seq, frames=frames) for seq in range(1, 2000)]
+    if of == "a name":
+        return [entry(seq, input_dtypes=["x" * 5000] * 4096, input_sizes=[[1]] * 4096) for seq in range(1, 100)]
+    return [entry(1)] * (1 << 20)
+
+
+@pytest.mark.parametrize("of", ["a shape", "shapes", "frames", "a name", "entries"])
+def test_a_small_file_becomes_nothing_large(of: str, tmp_path: Path) -> None:
+    (tmp_path / "nccl_trace_rank_0").write_bytes(pickle.dumps(dump(*one_list_many_times(of))))
+    began = time.process_time()
+    with pytest.raises(DdpstatsError, match="is no dump of the Flight Recorder"):
+        read_timeline([tmp_path])
+    assert time.process_time() - began < 10
+
+
+def test_groups_of_one_text_are_read_once(tmp_path: Path) -> None:
+    everyone = json.dumps(list(range(50_000)))
+    content = dump(entry(1))
+    content["pg_config"] = {str(name): {"ranks": everyone} for name in range(10_000)}
+    (tmp_path / "nccl_trace_rank_0").write_bytes(pickle.dumps(content))
+    with pytest.raises(DdpstatsError, match="its groups have more than 4,194,304 members"):
+        read_timeline([tmp_path])

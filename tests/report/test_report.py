@@ -139,7 +139,8 @@ def test_bundles_and_dumps_are_on_the_same_axis(capsys: pytest.CaptureFixture[st
 
 
 def test_a_mark_is_what_it_was(tmp_path: Path) -> None:
-    told = Mark("values", "train", 5.5, None, (), {"a": 1.0, "b": math.inf, "c": -math.inf, "d": None, "e": math.nan})
+    values = {"a": 1.0, "b": math.inf, "c": -math.inf, "d": None, "e": math.nan, "f": 1.7e308, "g": -1e302}
+    told = Mark("values", "train", 5.5, None, (), values)
     writer = RecordWriter(tmp_path, 0, 1, "run")
     writer.write_mark(told)
     writer.write_mark(Mark("sentinel", "x" * (2 << 20)))  # no reader would take such a line
@@ -148,6 +149,12 @@ def test_a_mark_is_what_it_was(tmp_path: Path) -> None:
     assert math.isnan(read.values["e"] or 0.0)
     assert {**read.values, "e": None} == {**told.values, "e": None}
     assert (read.kind, read.text, read.time, read.step, read.ranks) == ("values", "train", 5.5, None, ())
+
+
+@pytest.mark.parametrize("value", ["1e999", "1" + "0" * 400, "[1]", '"1"'])
+def test_what_is_no_number_is_no_value(value: str) -> None:
+    with pytest.raises(ValueError, match="a mark whose value is no number"):
+        Mark.from_dict({"mark": "values", "time": 1.0, "values": {"loss": json.loads(value)}})
 
 
 def test_events_that_are_alike_are_read_as_if_each_stood_alone(tmp_path: Path) -> None:

@@ -1,0 +1,151 @@
+"""Keys by ranks, and values by rank: which differ, of records that hold less than all, and how they are drawn."""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ddpstats import cli
+from ddpstats._base.marks import Mark
+from ddpstats.guard._status import GuardFinding
+from ddpstats.report._page import _thinned
+from ddpstats.report._sources import read_timeline
+from ddpstats.report._timeline import Key
+from tests import formats
+from tests.report import records
+from tests.report.browser import Browser, browser
+from tests.report.test_page import chart, no_problem, page
+
+__all__ = ["no_problem"]  # for every test here
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Browser]:
+    with tempfile.TemporaryDirectory() as directory, browser(Path(directory)) as found:
+        yield found
+
+
+def keys_of(directory: Path) -> dict[str, Key]:
+    return {key.name: key for key in read_timeline([directory]).keys}
+
+
+def values(seq: int, rank: int = 0, **given: float | None) -> Mark:
+    return Mark("values", "train", records.BEGAN + seq * 1e-3 + rank * 1e-5, values=given)
+
+
+def test_dropped_lines_make_no_difference(tmp_path: Path) -> None:
+    """One rank's lines are longer than the other's, so their files are full at different times."""
+    for rank in range(2):
+        site = "train.py:31 in reduce_stats" + "_of_this_rank" * rank
+        events = [records.event(seq, ("loss", "acc")[seq % 2], rank, site=site) for seq in range(1, 801)]
+        marks = [values(seq, rank, norm=float(seq)) for seq in range(1, 801)]
+        records.write_rank(tmp_path, rank, 2, events, marks=marks, max_bytes=150_000)
+    timeline = read_timeline([tmp_path])
+    first, second = (len(lane.calls) for lane in timeline.lanes)
+    assert abs(first - second) > 4
+    assert max(first, second) < 800
+    assert [key.name for key in timeline.keys if key.differs] == []
+    counts = {key.name: {rank: cell.count for rank, cell in key.cells.items()} for key in timeline.keys}
+    assert all(of[0] == of[1] > 20 for of in counts.values()), counts
+
+
+def test_a_key_that_differs_after_what_was_dropped(tmp_path: Path) -> None:
+    for rank in range(2):
+        labels = ["other" if (rank, seq) in ((1, 700), (1, 702)) else "loss" for seq in range(1, 801)]
+        events = [records.event(seq, label, rank) for seq, label in enumerate(labels, 1)]
+        records.write_rank(tmp_path, rank, 2, events, max_bytes=60_000)
+    found = keys_of(tmp_path)
+    assert (found["other"].missing, found["loss"].fewer) == ((0,), (1,))
+
+
+@pytest.mark.parametrize(("end", "fewer"), [("left", (1,)), (None, ())])
+def test_the_last_round_may_lack_only_where_the_process_was_killed(
+    end: str | None, fewer: tuple[int, ...], tmp_path: Path
+) -> None:
+    for rank in range(2):
+        events = [records.event(seq, "loss", rank) for seq in range(1, 11 - rank)]
+        marks = [values(seq, norm=1.0) for seq in range(1, 11 - rank)]
+        records.write_rank(tmp_path, rank, 2, events, marks=marks, end=end if rank else "left")
+    found = keys_of(tmp_path)
+    assert [found[name].fewer for name in ("loss", "norm")] == [fewer, fewer]
+
+
+def test_a_rank_without_a_record_lacks_no_key(tmp_path: Path) -> None:
+    records.write_rank(tmp_path, 0, 2, [records.event(1, "loss")])
+    assert keys_of(tmp_path)["loss"].differs is False
+
+
+def test_a_key_that_no_rank_has_is_none(tmp_path: Path) -> None:
+    for rank in range(2):
+        records.write_rank(tmp_path, rank, 2, [], marks=[values(1, loss=1.0, none=None)])
+    assert list(keys_of(tmp_path)) == ["loss"]
+
+
+def test_text_has_the_last_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for rank, last in enumerate((0.25, math.inf)):
+        marks = [values(1, loss=1.0), values(2, loss=math.nan if rank else 2.0), values(3, loss=last)]
+        records.write_rank(tmp_path, rank, 2, [records.event(1, "x", rank)], marks=marks)
+    assert cli.main(["report", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "'loss' (reduction 'train'):\n    rank 0: 0.25\n    rank 1: inf, 2 of 3 values not finite\n" in said
+    assert cli.main(["report", str(tmp_path), "--json"]) == 0
+    (found,) = (key for key in json.loads(capsys.readouterr().out)["keys"] if key["key"] == "loss")
+    assert [found["by_rank"][rank]["not_finite"] for rank in "01"] == [0, 2]
+
+
+def test_thinning_keeps_what_stands_out() -> None:
+    series = [(float(place), math.sin(place / 500)) for place in range(100_001)]
+    for place, value in ((1001, math.nan), (50_003, 1e9), (50_004, -1e9), (77_777, math.inf)):
+        series[place] = float(place), value
+    kept = _thinned(series)
+    assert len(kept) < 1200
+    assert [time for time, _ in kept] == sorted({time for time, _ in kept})
+    assert {series[place] for place in (0, 50_003, 50_004, 77_777, 100_000)} <= set(kept)
+    assert [time for time, value in kept if not math.isfinite(value)] == [1001.0, 77_777.0]
+    assert _thinned(series[:900]) == series[:900]
+
+
+def test_the_chart_is_within_its_picture(tmp_path: Path, chromium: Browser) -> None:
+    """Values that come long after the last collective; NaN and a peak among very many."""
+    for rank in range(2):
+        marks = [values(5_000 + seq, rank, loss=1.0 + seq, v=1.0) for seq in range(3_000)]
+        marks[1001] = values(6_001, rank, loss=math.nan if rank else 1e6, v=2.0)
+        records.write_rank(tmp_path, rank, 2, [records.event(1, None, rank)], marks=marks)
+    chromium.open(page(read_timeline([tmp_path]), tmp_path / "page.html"))
+    chart(chromium, "loss")
+    picture = "document.querySelector('#values svg')"
+    wide = chromium.run(f"{picture}.viewBox.baseVal.width")
+    points = chromium.run(
+        f"[...{picture}.querySelectorAll('polyline')].map(line => Array.from(line.points, one => [one.x, one.y]))"
+    )
+    assert len(points) == 2
+    assert all(0 <= x <= wide and 0 <= y <= 240 for line in points for x, y in line)
+    assert [min(y for _, y in line) for line in points] == [pytest.approx(20), pytest.approx(219.4, abs=0.5)]
+    assert "nan on rank 1" in chromium.run(f"{picture}.textContent")
+    assert "Of very many values some" in chromium.run("document.querySelector('#values').textContent")
+
+
+def test_the_page_says_that_all_is_well_only_where_it_is(tmp_path: Path, chromium: Browser) -> None:
+    said = "document.querySelector('#summary').textContent"
+    alike, killed = tmp_path / "alike", tmp_path / "killed"
+    records.write(alike, 2, 3, parts=False)
+    records.write_rank(killed, 0, 2, [])
+    (killed / "rank0.jsonl").write_text((killed / "rank0.jsonl").read_text().replace('"ranks":[0,1]', '"ranks":[0]'))
+    agreed = read_timeline([alike])
+    doubt = GuardFinding("doubt", "names differ", "0", 1)
+    for timeline, all_is_well, nothing in (
+        (agreed, True, True),
+        (replace(agreed, findings=[doubt], places=[{}]), False, True),
+        (read_timeline([killed]), False, False),
+        (read_timeline([Path(formats.__file__).parent / "v1" / "captures"]), False, False),
+    ):
+        chromium.open(page(timeline, tmp_path / "page.html"))
+        assert ("All ranks issued the same collectives" in chromium.run(said)) == all_is_well
+        assert chromium.run("document.title").endswith("nothing found" if nothing else "something found")
+        assert timeline.verdict in chromium.run(said)

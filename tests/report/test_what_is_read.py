@@ -1,0 +1,109 @@
+"""Which files of which directories become a report, which are left out and named, and which are refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddpstats import cli
+from ddpstats.guard._records import RecordWriter
+from tests.report import records
+from tests.report.test_flight_recorder import dump, entry
+
+
+def apart(directory: Path, ranks: int = 2) -> list[str]:
+    """Records of which each rank has written its own to another directory, as two hosts do."""
+    places = []
+    for rank in range(ranks):
+        place = directory / f"host{rank}"
+        records.write_rank(place, rank, ranks, [records.event(seq, "loss", rank) for seq in (1, 2)])
+        places.append(str(place))
+    return places
+
+
+def error_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    assert cli.main(["report", *arguments]) == 2
+    return capsys.readouterr().err
+
+
+def test_hosts_are_read_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    places = apart(tmp_path)
+    older = RecordWriter(places[1], 3, 4, "older")
+    older.close()
+    content = (tmp_path / "host1" / "rank3.jsonl").read_text()
+    (tmp_path / "host1" / "rank3.jsonl").write_text(content.replace(str(json.loads(content)["time"]), "5.0"))
+    assert cli.main(["report", *places, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [(rank["rank"], rank["collectives"]) for rank in found["ranks"]] == [(0, 2), (1, 2)]
+    assert found["world_size"] == 2
+    assert cli.main(["report", places[0], places[0] + "/", places[1]]) == 0  # one of them twice
+
+
+def test_a_rank_that_is_there_twice_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    places = apart(tmp_path)
+    shutil.copy(tmp_path / "host0" / "rank0.jsonl", tmp_path / "host1")
+    said = error_of(places, capsys)
+    assert all(f"{place}/rank0.jsonl" in said for place in places)
+    for place in places:
+        (Path(place) / "nccl_trace_rank_1").write_bytes(pickle.dumps(dump(entry(1))))
+        for path in Path(place).glob("*.jsonl"):
+            path.unlink()
+    said = error_of(places, capsys)
+    assert all(f"{place}/nccl_trace_rank_1" in said for place in places)
+
+
+def test_a_copy_under_another_name_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    records.write(tmp_path, 2, 1, parts=False)
+    for name in ("rank1 (copy).jsonl", "rank2.jsonl"):
+        shutil.copy(tmp_path / "rank1.jsonl", tmp_path / name)
+    assert cli.main(["report", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("2 of 2 ranks left a record:")
+    assert "rank1 (copy).jsonl is left out: the record of a rank is called rank<number>.jsonl" in said
+    assert "rank2.jsonl is left out: it is a record of rank 1" in said
+
+
+@pytest.mark.parametrize("size", [0, 20])
+def test_a_rank_that_had_just_begun_is_left_out(size: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    records.write(tmp_path, 2, 3)
+    os.truncate(tmp_path / "rank1.jsonl", size)
+    assert cli.main(["report", str(tmp_path)]) == 1
+    said = capsys.readouterr().out
+    assert "rank1.jsonl is left out: the process had not written a whole line when it ended" in said
+    assert "rank 1: wrote no record" in said
+    os.truncate(tmp_path / "rank0.jsonl", size)
+    assert "rank0.jsonl is left out: " in error_of([str(tmp_path)], capsys)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda path: path.symlink_to("/etc/passwd"), "line 1: .*rank1.jsonl is a link to /etc/passwd"),
+        (lambda path: path.symlink_to("/nowhere"), "there is no such file: .*rank1.jsonl, a link to /nowhere"),
+        (lambda path: path.mkdir(), "it is a directory, and no record: .*rank1.jsonl"),
+    ],
+    ids=["link", "dangling", "directory"],
+)
+def test_what_is_no_record_is_named(
+    make: Callable[[Path], Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records.write(tmp_path, 1, 1)
+    make(tmp_path / "rank1.jsonl")
+    told = error_of([str(tmp_path)], capsys)
+    assert "Errno" not in told
+    assert re.search(said, told)
+
+
+def test_a_directory_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "there is no directory" in error_of([str(tmp_path / "nowhere")], capsys)
+    (tmp_path / "file").write_text("")
+    assert "is a file: give the directory that it is in" in error_of([str(tmp_path / "file")], capsys)
+    assert "holds no rank*.jsonl" in error_of([str(tmp_path)], capsys)
