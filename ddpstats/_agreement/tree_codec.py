@@ -28,6 +28,7 @@ _ALIGN = 16
 _MAX_DEPTH = 200
 _MAX_DIMENSIONS = 1000
 _MAX_ELEMENTS = 1 << 58
+_TOO_LARGE = f"which cannot be sent to other ranks: it has more than {_MAX_DIMENSIONS} dimensions or too many elements"
 _PADDING = torch.zeros(_ALIGN, dtype=torch.uint8, device="cpu")
 _DTYPES = {
     dtype_name(dtype): dtype
@@ -114,6 +115,8 @@ def _dense(tensor: torch.Tensor, path: Path) -> torch.Tensor:
     if not can_encode(tensor):
         kind = f"{tensor.layout}, {tensor.dtype}, on {tensor.device}"
         raise CannotEncode(format_path(path), f"a tensor ({kind}), which cannot be sent to other ranks")
+    if not _is_shape(list(tensor.shape)):
+        raise CannotEncode(format_path(path), f"a tensor of shape {str(list(tensor.shape))[:80]}, {_TOO_LARGE}")
     plain = tensor.detach()
     if plain.is_conj() or plain.is_neg():
         plain = plain.resolve_conj().resolve_neg()

@@ -78,6 +78,7 @@ def test_tensors_have_memory_of_their_own() -> None:
         ({"a": {True: 1}}, "a"),
         ({"s": torch.ones(2).to_sparse()}, "s"),
         ({"m": torch.ones(2, device="meta")}, "m"),
+        ({"e": [torch.empty(0, 2**30, 2**30)]}, "e[0]"),
     ],
 )
 def test_what_cannot_be_sent_is_named(tree: Any, path: str) -> None:
@@ -179,9 +180,11 @@ def test_the_own_tree_keeps_its_graph(two_ranks: RankPool) -> None:
 def test_every_rank_gets_the_same_error_and_goes_on(two_ranks: RankPool) -> None:
     first, second = two_ranks.run(runs.errors_then_success).values()
     assert first == second
-    unsendable, unmade, names, reduction, decision, fine = first
+    unsendable, uncountable, unmade, names, reduction, decision, fine = first
     assert unsendable.startswith("InvalidStats (1,) a[1]: ")
     assert "type object" in unsendable
+    assert uncountable.startswith("InvalidStats (1,) [0]: ")
+    assert "a tensor of shape [0, 1073741824, 1073741824]" in uncountable
     assert unmade.startswith(
         "InvalidStats (0,) None: x: values that cannot be gathered:\n  rank 0: ZeroDivisionError: "
     )
