@@ -243,10 +243,13 @@ def by_rank() -> tuple[Any, ...]:
         return values, found.by_rank["loss"].max_rank, found.values["best"], plain.by_rank, text
 
 
-class WithoutCompareSet(dist.Store):
+stores: Any = dist  # whose annotations do not name these classes
+
+
+class WithoutCompareSet(stores.Store):  # type: ignore[misc]
     """Cannot do what ddpstats needs."""
 
-    def __init__(self, inner: dist.Store) -> None:
+    def __init__(self, inner: Any) -> None:
         super().__init__()
         self._inner = inner
 
@@ -254,16 +257,16 @@ class WithoutCompareSet(dist.Store):
         self._inner.set(key, value)
 
     def get(self, key: str) -> bytes:
-        return self._inner.get(key)
+        return bytes(self._inner.get(key))
 
     def add(self, key: str, amount: int) -> int:
-        return self._inner.add(key, amount)
+        return int(self._inner.add(key, amount))
 
     def wait(self, keys: list[str], *timeout: Any) -> None:
         self._inner.wait(keys, *timeout)
 
     def check(self, keys: list[str]) -> bool:
-        return self._inner.check(keys)
+        return bool(self._inner.check(keys))
 
     def set_timeout(self, timeout: Any) -> None:
         self._inner.set_timeout(timeout)
@@ -273,7 +276,7 @@ def refused_and_flushed_later(path: str) -> tuple[str, int, Any]:
     """Over a store that cannot do what is needed, then without a group: the error, how many adds are left, values."""
     rank = dist.get_rank()
     dist.destroy_process_group()
-    dist.init_process_group("gloo", store=WithoutCompareSet(dist.FileStore(path, 2)), rank=rank, world_size=2)
+    dist.init_process_group("gloo", store=WithoutCompareSet(stores.FileStore(path, 2)), rank=rank, world_size=2)
     with StatsWindow(timeout_sec=10) as window:
         window.add({"loss": 1.0})
         window.add({"loss": t(3.0)})
