@@ -174,8 +174,9 @@ def _are_strides(strides: Any, shape: list[int]) -> bool:
         return False
     if not all(type(n) is int and 0 <= n <= _MAX_ELEMENTS for n in strides):
         return False
-    reach = sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) + 1
-    return reach == math.prod(shape) > 0
+    reach: int = sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) + 1
+    size: int = math.prod(shape)
+    return reach == size > 0
 
 
 def _build(node: Any, tensors: _Tensors, depth: int) -> Any:
