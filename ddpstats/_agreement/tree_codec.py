@@ -3,8 +3,11 @@
 ::
 
     8 bytes         length of the head
-    head            JSON: the structure, plain values as they are, tensors as dtype and shape
-    for each tensor its elements in row-major order, starting at a multiple of 16 bytes
+    head            JSON: the structure, plain values as they are, tensors as dtype and shape, and strides where they
+                    are others than those of row-major order and fill memory without a gap, as of channels_last
+    for each tensor its elements in row-major order, or as they lie there, starting at a multiple of 16 bytes
+
+Strides travel because kernels differ by them, and with them the last bits of what comes of a tensor.
 
 Whatever `decode` is given comes from another process: `ProtocolMismatch` where it is not exactly what `encode` writes.
 """
@@ -28,6 +31,7 @@ _ALIGN = 16
 _MAX_DEPTH = 200
 _MAX_DIMENSIONS = 1000
 _MAX_ELEMENTS = 1 << 58
+_TOO_LARGE = f"which cannot be sent to other ranks: it has more than {_MAX_DIMENSIONS} dimensions or too many elements"
 _PADDING = torch.zeros(_ALIGN, dtype=torch.uint8, device="cpu")
 _DTYPES = {
     dtype_name(dtype): dtype
@@ -93,8 +97,9 @@ def _describe(value: Any, path: Path, tensors: list[torch.Tensor]) -> Any:
     if len(path) > _MAX_DEPTH:
         raise CannotEncode(format_path(path), f"nested deeper than {_MAX_DEPTH}")
     if isinstance(value, torch.Tensor):
-        tensors.append(_dense(value, path))
-        return ["tensor", _NAMES[value.dtype], list(value.shape)]
+        dense = _dense(value, path)
+        tensors.append(dense)
+        return ["tensor", _NAMES[value.dtype], list(value.shape), *_other_strides(dense)]
     if isinstance(value, dict):
         wrong = [key for key in value if type(key) not in (str, int)]
         if wrong:
@@ -114,14 +119,25 @@ def _dense(tensor: torch.Tensor, path: Path) -> torch.Tensor:
     if not can_encode(tensor):
         kind = f"{tensor.layout}, {tensor.dtype}, on {tensor.device}"
         raise CannotEncode(format_path(path), f"a tensor ({kind}), which cannot be sent to other ranks")
+    if not _is_shape(list(tensor.shape)):
+        raise CannotEncode(format_path(path), f"a tensor of shape {str(list(tensor.shape))[:80]}, {_TOO_LARGE}")
     plain = tensor.detach()
     if plain.is_conj() or plain.is_neg():
         plain = plain.resolve_conj().resolve_neg()
-    return (plain if plain.is_cpu else plain.cpu()).contiguous()
+    plain = plain if plain.is_cpu else plain.cpu()
+    return plain if _other_strides(plain) else plain.contiguous()
+
+
+def _other_strides(tensor: torch.Tensor) -> list[list[int]]:
+    """Those of one block of memory in another order than row-major; else nothing. A dimension of 1 has some, too."""
+    shape, strides = list(tensor.shape), list(tensor.stride())
+    in_order = tensor.permute(sorted(range(len(shape)), key=lambda place: -strides[place]))
+    is_other = strides != list(torch.empty(shape, device="meta").stride())
+    return [strides] if is_other and in_order.is_contiguous() and _are_strides(strides, shape) else []
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a contiguous tensor: a view. One element may have any stride and count as contiguous."""
+    """The bytes of one block of memory: a view. One element may have any stride and count as contiguous."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
@@ -131,9 +147,9 @@ class _Tensors:
     def __init__(self, payload: bytes | bytearray | memoryview, at: int) -> None:
         self._payload, self.at = payload, at
 
-    def take(self, name: Any, shape: Any) -> torch.Tensor:
+    def take(self, name: Any, shape: Any, strides: Any = None) -> torch.Tensor:
         dtype = _DTYPES.get(name) if isinstance(name, str) else None
-        if dtype is None or not _is_shape(shape):
+        if dtype is None or not _is_shape(shape) or not (strides is None or _are_strides(strides, shape)):
             raise _refusal(f"a tensor of dtype {str(name)[:40]!r} and shape {str(shape)[:80]}")
         size = math.prod(shape) * dtype.itemsize
         start, self.at = self.at, _aligned(self.at + size)
@@ -141,7 +157,8 @@ class _Tensors:
             raise _refusal("tensors that end too early")
         if size == 0:
             return torch.empty(shape, dtype=dtype, device="cpu")
-        return torch.frombuffer(bytearray(self._payload[start : start + size]), dtype=dtype).reshape(shape)
+        flat = torch.frombuffer(bytearray(self._payload[start : start + size]), dtype=dtype)
+        return flat.reshape(shape) if strides is None else flat.as_strided(shape, strides)
 
 
 def _is_shape(shape: Any) -> bool:
@@ -151,11 +168,22 @@ def _is_shape(shape: Any) -> bool:
     return all(type(n) is int and n >= 0 for n in shape) and math.prod(n or 1 for n in shape) <= _MAX_ELEMENTS
 
 
+def _are_strides(strides: Any, shape: list[int]) -> bool:
+    """Of a tensor with elements: each of them lies in its memory, and none outside."""
+    if not isinstance(strides, list) or len(strides) != len(shape):
+        return False
+    if not all(type(n) is int and 0 <= n <= _MAX_ELEMENTS for n in strides):
+        return False
+    reach: int = sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) + 1
+    size: int = math.prod(shape)
+    return reach == size > 0
+
+
 def _build(node: Any, tensors: _Tensors, depth: int) -> Any:
     if not isinstance(node, list) or not node or depth > _MAX_DEPTH + 1:
         raise _refusal("a structure that it cannot have written")
     kind, *rest = node
-    if kind == "tensor" and len(rest) == 2:
+    if kind == "tensor" and len(rest) in (2, 3):
         return tensors.take(*rest)
     if kind == "value" and len(rest) == 1 and _is_plain(rest[0]):
         return rest[0]

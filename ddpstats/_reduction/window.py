@@ -177,7 +177,8 @@ class StatsWindow:
 
         Raises what `StatsReducer` raises. The window is empty afterwards, whether it returns or raises: what cannot be
         reduced now could not be at the next flush, and windows of all ranks begin at the same step. Only a
-        `ConfigError`, which is raised before anything is sent, leaves the window as it was.
+        `ConfigError` that is raised before anything is sent leaves the window as it was; what another thread has added
+        meanwhile then takes its place.
         """
         check_flag("per_rank", per_rank)
         channel = self._reducer._usable_channel()
@@ -192,8 +193,20 @@ class StatsWindow:
         given = _Flushed(content, times, self._last_structure, per_rank)
         try:
             return self._reducer._run(channel, given, call=self._per_rank_call if per_rank else None)
+        except ConfigError:
+            if not given.is_taken:
+                self._put_back(content, times)
+            raise
         finally:
             self._last_structure = given.structure
+
+    def _put_back(self, content: WindowContent, times: DeviceTimes) -> None:
+        self._wait_for_turn()
+        try:
+            if self.adds == 0:
+                self._content, self._device_times, self._recent = content, times, None
+        finally:
+            self._turn.release()
 
     def timed(self, name: str) -> AbstractContextManager[None]:
         """Add the seconds spent inside, as a mean over its uses: ``time/NAME``. Local; not counted in `adds`.
@@ -298,9 +311,11 @@ class _Flushed:
 
     def __init__(self, content: WindowContent, times: DeviceTimes, structure: Structure | None, per_rank: bool) -> None:
         self._content, self._times, self.structure, self._per_rank = content, times, structure, per_rank
+        self.is_taken = False
 
     def part(self) -> Part | Failure:
-        """Waits for the devices; never raises."""
+        """Waits for the devices; never raises. From here on this rank takes part."""
+        self.is_taken = True
         try:
             for name, seconds in self._times.finished(wait=True):
                 self._content.add_time(name, seconds)

@@ -59,6 +59,11 @@ class GradientDigests:
         """What `to_tree` made."""
         return cls(tree["digests"], tree["norms"])
 
+    @property
+    def is_zero(self) -> bool:
+        """Whether no parameter has a gradient other than zero."""
+        return not bool((self.norms > 0).logical_or(self.norms.isnan()).any())
+
     def is_same(self, other: GradientDigests, noise: float) -> bool:
         """Bit for bit where ``noise`` is 0; else norms that differ by no more than that part of the largest one."""
         return not bool(self.differs(other, noise).any())

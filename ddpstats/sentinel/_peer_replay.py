@@ -5,7 +5,8 @@
 1. Each rank has digests of its own gradients of the step's first micro-batch, taken before the reduce
    (`_gradient_digests`). At the first time it also runs that micro-batch once more itself, and on a difference twice:
    does the step repeat itself bit for bit? Where it does not, that is natural noise, or the function that repeats it
-   is another step (`_vote`): from then on gradients are compared by their norms, with room for the noise.
+   is another step (`_vote`): from then on gradients are compared by their norms, with room for the noise. Gradients
+   that are all zero say nothing.
 2. As many ranks as fit into `MOST_BYTES` hand out their micro-batch (all of them where batches are small), beginning
    with another rank each time, and those buffers that ranks do not have alike. The next rank runs it, and all tell what
    came of it.
@@ -34,7 +35,7 @@ from ddpstats.sentinel._digest import digests
 from ddpstats.sentinel._gradient_digests import GradientDigests, LocalGradients
 from ddpstats.sentinel._rerun import Reruns
 from ddpstats.sentinel._verdict import Gathered, SentinelFinding
-from ddpstats.sentinel._vote import Run, judge, measured
+from ddpstats.sentinel._vote import MOST_NOISE, Run, judge, measured, rounding_room
 
 MOST_BYTES = 64 << 20  # of all batches that are handed out at a time: every rank receives them
 _SHOWN_NAMES = 5
@@ -85,8 +86,16 @@ class PeerReplay:
         answers = gathered(lambda: self._answers(packets, checker), "what came of them")
         _refuse(answers)
         first = {owner: _witness(answers[rank], owner) for owner, rank in checker.items()}
-        doubted += [owner for owner in chosen if not self._same(_witness(packets[owner], "original"), first[owner])]
-        return self._settled(gathered, doubted[0], packets, first) if doubted else None
+        steps = {owner: _witness(packets[owner], "original") for owner in chosen}
+        doubted += [owner for owner in chosen if not self._same(steps[owner], first[owner])]
+        if not doubted:
+            return None
+        is_compiled = any(offer["compiled"] for offer in offers.values())
+        room = max(self._noise or 0.0, MOST_NOISE if is_compiled else 0.0)
+        beyond = {owner for owner in doubted if not steps[owner].is_same(first[owner], room)}
+        owner = next((one for one in doubted if one in beyond), doubted[0])
+        runs = self._run_again(gathered, owner, packets, first)
+        return self._settled(owner, runs, room, is_compiled=is_compiled, is_common=2 * len(beyond) > len(chosen) > 1)
 
     def _offer(self, kept: list[dict[str, Any]]) -> dict[str, Any]:
         """What can be handed out, or why nothing can; it goes into ``kept``."""
@@ -108,15 +117,16 @@ class PeerReplay:
             "buffers": digests(buffers).cpu(),
             "buffer_bytes": [tensor_bytes(buffer) for buffer in buffers],
             "loose": _loose_switches(self._reruns.device),
+            "compiled": self._reruns.is_compiled,
             **(self._repeated(own, original) if self._noise is None else {"distance": None}),
         }
 
     def _repeated(self, own: dict[str, Any], original: GradientDigests) -> dict[str, Any]:
-        """How far the step's own repetition is from it, and from another one."""
+        """How far the step's own repetition is from it, and from another one. Two times nothing says nothing."""
         travelled = {"plain": own, "buffers": {}}
         runs = [self._reruns.run(travelled).witness]
         if original.is_same(runs[0], 0.0):
-            return {"distance": 0.0}
+            return {"distance": None if original.is_zero else 0.0}
         runs.append(self._reruns.run(travelled).witness)
         return {
             "distance": max(_LEAST, *(original.distance(one) for one in runs)),
@@ -176,14 +186,14 @@ class PeerReplay:
     def _say(self, text: str) -> None:
         warnings.warn(f"Sentinel, peer replay: {text}", stacklevel=2)
 
-    def _settled(
+    def _run_again(
         self,
         gathered: Gathered,
         owner: int,
         packets: Mapping[int, dict[str, Any]],
         first: Mapping[int, GradientDigests],
-    ) -> SentinelFinding | None:
-        """Run it again on up to three ranks. Collective."""
+    ) -> list[Run]:
+        """Once more on up to three ranks; with the step, and what came of it before. Collective."""
         deciding = from_rank_on(self._ranks, owner)[:3]
         checker = deciding[1 % len(deciding)]
         mine = {owner: self._rank} if self._rank in deciding else {}
@@ -191,27 +201,36 @@ class PeerReplay:
         _refuse(answers)
         runs = [Run(owner, "in the step", _witness(packets[owner], "original"))]
         runs += [Run(rank, "again", _witness(answers[rank], owner)) for rank in deciding]
-        runs.append(Run(checker, "before", first[owner]))
-        found = judge(owner, runs, self._same)
-        if found.is_noise:
-            self._noise = None  # measured anew at the next time
+        return [*runs, Run(checker, "before", first[owner])]
+
+    def _settled(
+        self, owner: int, runs: Sequence[Run], room: float, *, is_compiled: bool, is_common: bool
+    ) -> SentinelFinding | None:
+        """Who is wrong; what is nobody's fault is said, and learnt. ``room``: for noise, and for rounding."""
+        rounded = (lambda one, other: one.is_same(other, room)) if is_compiled else None
+        found = judge(owner, runs, self._same, rounded=rounded, is_common=is_common)
+        if found.is_noise or found.is_rounding:
+            results = [run.result for run in runs]
+            furthest = max(one.distance(other) for one, other in itertools.combinations(results, 2))
+            known = max(self._noise or 0.0, rounding_room(furthest))
+            self._noise = known if found.is_rounding else None  # None: measured anew at the next time
             self._say(found.text)
             return None
-        names = self._differing([run.result for run in runs])
+        names = self._differing([run.result for run in runs], room)
         return SentinelFinding("peer replay", found.culprit_ranks, names[0], f"{found.text}\n{_names_text(names)}")
 
-    def _differing(self, results: Sequence[GradientDigests]) -> list[str]:
-        """Parameters whose gradient is not the same in all of them, beyond the noise. Never empty."""
+    def _differing(self, results: Sequence[GradientDigests], room: float) -> list[str]:
+        """Parameters whose gradient is not the same in all of them, with that room. Never empty."""
         names = self._reruns.names
         if any(len(one.digests) != len(names) for one in results):
             return ["(ranks do not have as many parameters that want a gradient)"]
         pairs = itertools.combinations(results, 2)
-        differs = torch.stack([one.differs(other, self._noise or 0.0) for one, other in pairs]).any(0).tolist()
+        differs = torch.stack([one.differs(other, room) for one, other in pairs]).any(0).tolist()
         return [name for name, one in zip(names, differs, strict=True) if one] or ["(none)"]
 
 
 def _nothing(why: str) -> dict[str, Any]:
-    return {"bytes": -1, "buffers": None, "distance": None, "why": why}
+    return {"bytes": -1, "buffers": None, "distance": None, "compiled": False, "why": why}
 
 
 def _travelling(told: Sequence[Tensor | None]) -> list[int] | None:

@@ -37,6 +37,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ddpstats._base.compiled import has_compiled
 from ddpstats._rerun.module_state import put_back, set_buffers
 from ddpstats._rerun.numerics_settings import as_in, switches
 from ddpstats._rerun.runner import Cause, Runner, RunSettings, alone, attempt, cause_of, from_rank_on
@@ -78,6 +79,11 @@ class Reruns:
     def device(self) -> torch.device:
         """Where the module is."""
         return self._record.device
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether other programs than the one of before may run at any time: of torch.compile, or of TorchScript."""
+        return has_compiled() or any(isinstance(one, torch.jit.ScriptModule) for one in self._record.module.modules())
 
     @property
     def names(self) -> list[str]:

@@ -9,9 +9,25 @@ how far its step was from repetitions of it (``distance``), and whether these we
    is another step. (Compiled by Inductor, a step without DDP around it is another graph, which rounds otherwise.)
 3. Else that is natural noise, and there is room for some times as much; for rounding, for the most that it may be.
 
+What all that says holds for the steps that were measured. A program that was compiled may get other graphs at any time,
+on one rank alone: for other shapes, or because a loss that was 0 is no longer. Where anything was compiled
+(``compiled``) a difference that may be rounding is nobody's fault, whoever it seems to be of.
+
 Of a micro-batch in doubt several ranks run the same: they compute from the same parameters, batch and random state, so
 results that differ are somebody's fault. `judge` takes what two ranks agree on for right: a fault does not happen twice
-in the same bits.
+in the same bits. What it says of a step, its repetition on its own rank, and those on peers (same letter: same bits):
+
+=====  ======  ==========  ========================================================================================
+step   again   peers       verdict
+=====  ======  ==========  ========================================================================================
+a      a       b, b        its rank, each time; with one peer: undecided
+a      b       b, b        its rank, once; nobody where most ranks' steps are unlike their repetitions: all at once is
+                           no fault, the program has begun to do something that is not repeated
+a      b       c, c        its rank, each time
+a      a       b, a        the peer
+a      b       c, d        nobody: noise
+any of these, compiled, within the room for rounding: nobody. Beyond it letters are told apart by that room.
+=====  ======  ==========  ========================================================================================
 """
 
 from __future__ import annotations
@@ -24,8 +40,9 @@ from ddpstats._base.rank_names import holders_lines, ranks_text
 from ddpstats.errors import ConfigError
 
 _ROOM = 8.0  # times the noise that was measured
-_MOST_NOISE = 1e-2  # of the largest norm: beyond that it is another computation
+MOST_NOISE = 1e-2  # of the largest norm: beyond that it is another computation. Compiled bfloat16 comes to 2e-3
 _ROUNDING = (1e-12, 1e-4)  # the same, where each repetition gives the same bits: a sign or an order changes no norm
+Offers = Mapping[int, Mapping[str, Any]]  # what ranks told
 
 
 @dataclass(frozen=True)
@@ -43,7 +60,7 @@ class Noise:
     text: str = ""
 
 
-def measured(offers: Mapping[int, Mapping[str, Any]]) -> Noise | None:
+def measured(offers: Offers) -> Noise | None:
     """``offers``: what ranks told; None where no rank could tell its ``distance``.
 
     Raises:
@@ -52,19 +69,36 @@ def measured(offers: Mapping[int, Mapping[str, Any]]) -> Noise | None:
     known = {rank: offer for rank, offer in offers.items() if offer["distance"] is not None}
     if not known:
         return None
-    unlike = [rank for rank, offer in known.items() if offer["distance"] != 0.0]
-    if 2 * len(unlike) <= len(known) and len(known) > 1:
-        return Noise(0.0, tuple(unlike))
-    largest = max(offer["distance"] for offer in known.values())
-    repeats = any(known[rank]["repeats"] for rank in unlike)
-    least, most = _ROUNDING if repeats else (0.0, _MOST_NOISE)
+    most = MOST_NOISE if any(offer["compiled"] for offer in offers.values()) else 0.0
+    doubted = tuple(rank for rank, offer in known.items() if offer["distance"] > most)
+    if 2 * len(doubted) > len(known) or len(known) == 1:
+        doubted = ()  # it is the step
+    return _noise_of({rank: offer for rank, offer in known.items() if rank not in doubted}, doubted)
+
+
+def _noise_of(offers: Offers, doubted: tuple[int, ...]) -> Noise:
+    """Of the ranks that are not in doubt."""
+    unlike = [offer for offer in offers.values() if offer["distance"] != 0.0]
+    if not unlike:
+        return Noise(0.0, doubted)
+    largest = max(offer["distance"] for offer in unlike)
+    if 2 * len(unlike) <= len(offers):  # compiled, else they were in doubt
+        room = rounding_room(largest)
+        return Noise(room, doubted, _noise_text(largest, room, offers, repeats=True))
+    repeats = any(offer["repeats"] for offer in unlike)
+    least, most = _ROUNDING if repeats else (0.0, MOST_NOISE)
     if not least <= largest <= most:
-        raise _another_step(known)
+        raise _another_step(offers)
     room = max(_ROOM * largest, most if repeats else 0.0)  # rounding is another one in each step
-    return Noise(room, text=_noise_text(largest, room, known, repeats) if unlike else "")
+    return Noise(room, doubted, _noise_text(largest, room, offers, repeats))
 
 
-def _noise_text(largest: float, room: float, offers: Mapping[int, Mapping[str, Any]], repeats: bool) -> str:
+def rounding_room(distance: float) -> float:
+    """What to leave room for, where one difference was taken for rounding."""
+    return min(max(_ROOM * distance, _ROUNDING[1]), MOST_NOISE)
+
+
+def _noise_text(largest: float, room: float, offers: Offers, repeats: bool) -> str:
     what = "rounds otherwise when it is run again" if repeats else "does not repeat itself bit for bit"
     why = "torch.compile may have made another graph of it." if repeats else _determinism_text(offers)
     return (
@@ -74,7 +108,7 @@ def _noise_text(largest: float, room: float, offers: Mapping[int, Mapping[str, A
     )
 
 
-def _determinism_text(offers: Mapping[int, Mapping[str, Any]]) -> str:
+def _determinism_text(offers: Offers) -> str:
     """The switches come first: what they leave open is measured."""
     missing: dict[str, list[int]] = {}
     for rank, offer in offers.items():
@@ -85,7 +119,7 @@ def _determinism_text(offers: Mapping[int, Mapping[str, Any]]) -> str:
     return " ".join(f"{switch} on {ranks_text(ranks)} may make it repeat itself." for switch, ranks in missing.items())
 
 
-def _another_step(offers: Mapping[int, Mapping[str, Any]]) -> ConfigError:
+def _another_step(offers: Offers) -> ConfigError:
     by_rank = {rank: _distance_text(offer) for rank, offer in offers.items()}
     lines = [
         "Sentinel, peer replay: replay_fn is not the step that was trained. Run again from the same state on the same "
@@ -122,17 +156,38 @@ class Judgement:
 
     Attributes:
         culprit_ranks: empty where the runs do not tell.
-        is_noise: hardly a run is like another one: that is not a fault of one rank.
+        is_noise: hardly a run is like another one, or no step like its repetitions: that is not a fault of one rank.
+        is_rounding: runs differ, and by no more than programs do that were compiled otherwise.
     """
 
     culprit_ranks: tuple[int, ...]
     text: str
     is_noise: bool = False
+    is_rounding: bool = False
 
 
-def judge(owner: int, runs: Sequence[Run], same: Callable[[Any, Any], bool]) -> Judgement:
-    """``owner``: whose micro-batch it is. ``same``: whether two results are equal."""
-    classes = _classes(runs, same)
+def judge(
+    owner: int,
+    runs: Sequence[Run],
+    same: Callable[[Any, Any], bool],
+    *,
+    rounded: Callable[[Any, Any], bool] | None = None,
+    is_common: bool = False,
+) -> Judgement:
+    """Who is wrong, if anybody.
+
+    Args:
+        owner: whose micro-batch it is.
+        runs: the first one is the step itself.
+        same: whether two results are equal.
+        rounded: whether they are equal but for rounding; None where nothing was compiled.
+        is_common: whether most of the micro-batches that were run are in doubt.
+    """
+    classes = _classes(runs, rounded or same)
+    if rounded and len(classes) == 1:
+        return Judgement((), _rounding_text(owner, runs), is_rounding=True)
+    if is_common and len(classes) == 2 and len(classes[0]) == 1:
+        return Judgement((), _all_at_once_text(owner), is_noise=True)
     right = max(classes, key=lambda runs: (len({run.rank for run in runs}), len(runs)))
     agreeing = sorted({run.rank for run in right})
     lines = [f"the micro-batch of rank {owner}, run {len(runs)} times:"]
@@ -144,6 +199,23 @@ def judge(owner: int, runs: Sequence[Run], same: Callable[[Any, Any], bool]) -> 
     culprits = tuple(sorted({run.rank for run in wrong}))
     lines.append(f"Right by majority: {ranks_text(agreeing)}. {_kinds(wrong, right)}")
     return Judgement(culprits, "\n".join(lines))
+
+
+def _rounding_text(owner: int, runs: Sequence[Run]) -> str:
+    return (
+        f"the micro-batch of rank {owner}, run {len(runs)} times, does not give the same gradients each time. Programs "
+        "that torch.compile made round otherwise from one to the next, and their norms differ by no more than that may "
+        f"come to ({MOST_NOISE:g} of the largest one), so it is nobody's fault. From now on peers' gradients are "
+        "compared by their norms, with room for it; smaller faults are not seen."
+    )
+
+
+def _all_at_once_text(owner: int) -> str:
+    return (
+        f"most ranks' steps are not what comes of running them again, which every rank finds alike (of rank {owner}'s, "
+        "to begin with). That is no fault of one rank: from this step on the program does something that replay_fn "
+        "does not. It is measured anew at the next time."
+    )
 
 
 def _classes(runs: Sequence[Run], same: Callable[[Any, Any], bool]) -> list[list[Run]]:

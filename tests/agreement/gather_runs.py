@@ -40,6 +40,7 @@ def errors_then_success() -> list[str]:
             found.append(f"{type(error).__name__} {error.ranks} {error.path}: {error}")
 
     attempt(lambda: gather_trees({"a": [1, object() if rank == 1 else 2]}, name="x"))
+    attempt(lambda: gather_trees([torch.empty(0, 2**30, 2**30) if rank == 1 else 2], name="x"))
     attempt(lambda: gather_trees(lambda: 1 / rank, name="x"))
     attempt(lambda: gather_trees(1, name="x" if rank == 0 else "y"))
     attempt(lambda: gather_trees(1, name="x") if rank == 0 else ddpstats.reduce_stats({"a": 1.0}))

@@ -71,6 +71,31 @@ def test_tensors_have_memory_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(
+    ("tensor", "keeps"),
+    [
+        (torch.arange(120).reshape(2, 3, 4, 5).to(memory_format=torch.channels_last), True),
+        (torch.arange(20).reshape(2, 1, 2, 5).to(memory_format=torch.channels_last), True),
+        (torch.arange(6).reshape(2, 3).t(), True),
+        (torch.arange(24).reshape(2, 3, 4).permute(2, 0, 1)[1:], False),
+        (torch.arange(24)[::2], False),
+        (torch.arange(3).expand(4, 3), False),
+        (torch.empty(0, 3, 4, 5).to(memory_format=torch.channels_last), False),
+        (torch.arange(1).as_strided((1, 1), (7, 9)), True),
+        (torch.arange(6).as_strided((1, 2, 3), (2**62, 1, 2)), False),
+        (torch.arange(3).as_strided((1, 3), (2**62, 1)), False),
+    ],
+    ids=[
+        *("channels last", "one channel", "transposed", "cut", "every other", "expanded", "empty", "one element"),
+        *("transposed, a stride without limit", "a stride without limit"),
+    ],
+)
+def test_strides_travel_where_memory_has_no_gaps(tensor: torch.Tensor, keeps: bool) -> None:
+    found = decode(encode({"t": tensor, "after": torch.ones(3)}))
+    assert same(found, {"t": tensor, "after": torch.ones(3)})
+    assert found["t"].stride() == (tensor.stride() if keeps else torch.empty(tensor.shape).stride())
+
+
+@pytest.mark.parametrize(
     ("tree", "path"),
     [
         ({"a": [1, object()]}, "a[1]"),
@@ -78,6 +103,7 @@ def test_tensors_have_memory_of_their_own() -> None:
         ({"a": {True: 1}}, "a"),
         ({"s": torch.ones(2).to_sparse()}, "s"),
         ({"m": torch.ones(2, device="meta")}, "m"),
+        ({"e": [torch.empty(0, 2**30, 2**30)]}, "e[0]"),
     ],
 )
 def test_what_cannot_be_sent_is_named(tree: Any, path: str) -> None:
@@ -119,6 +145,14 @@ def test_damaged_bytes_are_refused_or_read_as_something_legal() -> None:
         '["tensor", "float32", [-1]]',
         '["tensor", "float32", [true]]',
         '["tensor", "Storage", [1]]',
+        '["tensor", "uint8", [2, 3], [3]]',
+        '["tensor", "uint8", [2, 3], [3, 2]]',
+        '["tensor", "uint8", [2, 3], [0, 1]]',
+        '["tensor", "uint8", [2, 3], [-1, 3]]',
+        '["tensor", "uint8", [2, 3], [true, 2]]',
+        '["tensor", "uint8", [1, 3], [' + "9" * 30 + ", 1]]",
+        '["tensor", "uint8", [0, 3], [1, 1]]',
+        '["tensor", "uint8", [2, 3], {}]',
         '["dict", [["a", ["value", 1]], ["a", ["value", 2]]]]',
         '["dict", [[1.5, ["value", 1]]]]',
         '["value", [1]]',
@@ -179,9 +213,11 @@ def test_the_own_tree_keeps_its_graph(two_ranks: RankPool) -> None:
 def test_every_rank_gets_the_same_error_and_goes_on(two_ranks: RankPool) -> None:
     first, second = two_ranks.run(runs.errors_then_success).values()
     assert first == second
-    unsendable, unmade, names, reduction, decision, fine = first
+    unsendable, uncountable, unmade, names, reduction, decision, fine = first
     assert unsendable.startswith("InvalidStats (1,) a[1]: ")
     assert "type object" in unsendable
+    assert uncountable.startswith("InvalidStats (1,) [0]: ")
+    assert "a tensor of shape [0, 1073741824, 1073741824]" in uncountable
     assert unmade.startswith(
         "InvalidStats (0,) None: x: values that cannot be gathered:\n  rank 0: ZeroDivisionError: "
     )

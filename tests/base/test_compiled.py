@@ -180,3 +180,20 @@ def test_a_capture_leaves_a_compiled_program_as_it_is(tmp_path: Path, how: str, 
                 step(x).backward()
             assert capture.check().ok is not bad
             model.zero_grad()
+
+
+def test_whether_anything_was_compiled() -> None:
+    code = (
+        "import sys, torch\n"
+        "from ddpstats._base.compiled import has_compiled\n"
+        "told = [has_compiled()]\n"
+        "model = torch.nn.Linear(2, 1); optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "model(torch.ones(2)).sum().backward(); optimizer.step()\n"
+        "import torch._dynamo\n"
+        "told.append(has_compiled())\n"
+        "called = torch.compile(model, backend='eager'); told.append(has_compiled())\n"
+        "called(torch.ones(2)); torch._dynamo.reset(); told.append(has_compiled())\n"
+        "del torch._dynamo.utils.counters; told.append(has_compiled())\n"
+        "assert told == [False, False, False, True, True], told\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=LIMIT_SEC)

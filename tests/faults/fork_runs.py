@@ -67,7 +67,7 @@ def forked(first_use: bool) -> list[Any]:
         lambda: kept({"loss": 100.0}).values,
         lambda: kept.start({"loss": 100.0}).result().values,
         lambda: ddpstats.any_rank(True),
-        lambda: window.flush().values,
+        lambda: f"{said(window.flush)} Adds: {window.adds}",
     ]
     found = [in_fork(call, sys.exit) for call in calls]
     return [found, [reduce() for _ in range(3)], kept({"loss": 1.0}).values]

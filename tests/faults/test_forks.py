@@ -17,6 +17,7 @@ def test_a_forked_process_is_told_so_and_the_rank_goes_on(first_use: bool) -> No
         for text, status in told:
             assert text.startswith(REFUSED.format(rank)), told
             assert status == 0
+        assert told[-1][0].endswith("Adds: 1")  # of the window, which keeps them
         assert later == [{"loss": 0.5}] * 3
         assert kept == {"loss": 1.0}
 

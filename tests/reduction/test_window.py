@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import tracemalloc
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ import ddpstats
 from ddpstats import All, Any as AnyFlag, Max, Mean, Min, StatsWindow, Sum
 from ddpstats._reduction import window_leaves, window_rows
 from ddpstats.errors import ConfigError, InvalidStats, NonFiniteStat, SchemaConflict
-from ddpstats.testing import RankPool
+from ddpstats.testing import RankPool, run_ranks
 from tests.reduction import window_runs as runs
 from tests.reduction.shapes import Point, Scores
 from tests.reduction.window_pairs import Draw, check, check_many, flushed
@@ -636,3 +637,10 @@ def test_which_rank_it_was(two_ranks: RankPool) -> None:
     assert (slowest, best, plain) == (1, -2.0, None)
     assert text.startswith("ProtocolMismatch")
     assert "per_rank=True" in text
+
+
+def test_what_a_refused_flush_held_is_still_there(tmp_path: Path) -> None:
+    path = str(tmp_path / "store")
+    for text, adds, values in run_ranks(runs.refused_and_flushed_later, 2, path, timeout_sec=60).values():
+        assert "cannot do what ddpstats needs" in text
+        assert (adds, values) == (2, [4.0, 1.0])

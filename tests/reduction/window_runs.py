@@ -241,3 +241,54 @@ def by_rank() -> tuple[Any, ...]:
         assert found.by_rank is not None
         values = {path: own.values for path, own in found.flat_by_rank().items()}
         return values, found.by_rank["loss"].max_rank, found.values["best"], plain.by_rank, text
+
+
+stores: Any = dist  # whose annotations do not name these classes
+
+
+class WithoutCompareSet(stores.Store):  # type: ignore[misc]
+    """Cannot do what ddpstats needs."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self._inner = inner
+
+    def set(self, key: str, value: Any) -> None:
+        self._inner.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        return bytes(self._inner.get(key))
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._inner.add(key, amount))
+
+    def wait(self, keys: list[str], *timeout: Any) -> None:
+        self._inner.wait(keys, *timeout)
+
+    def check(self, keys: list[str]) -> bool:
+        return bool(self._inner.check(keys))
+
+    def set_timeout(self, timeout: Any) -> None:
+        self._inner.set_timeout(timeout)
+
+
+def refused_and_flushed_later(path: str) -> tuple[str, int, Any]:
+    """Over a store that cannot do what is needed, then without a group: the error, how many adds are left, values."""
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=WithoutCompareSet(stores.FileStore(path, 2)), rank=rank, world_size=2)
+    with StatsWindow(timeout_sec=10) as window:
+        window.add({"loss": 1.0})
+        window.add({"loss": t(3.0)})
+        with window.timed("data"):
+            pass
+        try:
+            window.flush()
+            text = "none"
+        except ConfigError as error:
+            text = str(error)
+        adds = window.adds
+        dist.destroy_process_group()
+        window.add({"loss": 8.0})
+        found = window.flush()
+        return text, adds, [found.values["loss"], found.weights["time"]["data"]]

@@ -277,3 +277,20 @@ def with_a_mask(steps: int) -> tuple[Told, int]:
     with count_collectives() as seen:
         told = trained(model, steps, loss_of, run)
     return told, seen.bytes_by_op.total()
+
+
+def with_channels_last() -> Told:
+    """Batches in another order of memory than the weights: another kernel, which rounds otherwise."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(
+        nn.Sequential(nn.Conv2d(3, 17, 3), nn.GELU(), nn.Conv2d(17, 9, 3), nn.Flatten(), nn.Linear(729, 1))
+    )
+
+    def run(step: int, sentinel: Sentinel) -> None:
+        model.zero_grad()
+        torch.manual_seed(10 * step + dist.get_rank())
+        x = torch.randn(7, 3, 13, 13).to(memory_format=torch.channels_last)
+        with sentinel.micro_batch(x):
+            loss_of(model, x).backward()  # type: ignore[no-untyped-call]
+
+    return trained(model, 2, loss_of, run)

@@ -315,6 +315,12 @@ def test_only_buffers_that_differ_travel_and_all_where_some_rank_has_none() -> N
     assert _travelling([told[0], told[0][:2]]) is None
 
 
+def test_a_batch_travels_in_the_order_in_which_its_memory_lies(three_ranks: RankPool) -> None:
+    for told in three_ranks.run(replay_runs.with_channels_last).values():
+        assert (told.ok, told.error) == ([True] * 2, "")
+        assert not any("peer replay" in one for one in told.warnings)
+
+
 def test_buffers_that_travel_count_as_room() -> None:
     offer: dict[str, Any] = {"bytes": 10, "buffer_bytes": [60 << 20, 1]}
     offers = {0: offer, 1: offer, 2: {"bytes": -1}}

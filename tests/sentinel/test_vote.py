@@ -13,8 +13,10 @@ from ddpstats.sentinel._vote import Judgement, Noise, Run, judge, measured
 SWITCH = "torch.use_deterministic_algorithms(True)"
 
 
-def offer(distance: float | None, *, repeats: bool = False, loose: tuple[str, ...] = ()) -> dict[str, Any]:
-    return {"distance": distance, "repeats": repeats, "loose": list(loose)}
+def offer(
+    distance: float | None, *, repeats: bool = False, loose: tuple[str, ...] = (), compiled: bool = False
+) -> dict[str, Any]:
+    return {"distance": distance, "repeats": repeats, "loose": list(loose), "compiled": compiled}
 
 
 def test_nothing_is_learnt_where_no_rank_could_tell() -> None:
@@ -57,6 +59,39 @@ def test_what_does_not_resemble_the_step_is_another_one(distance: float, repeats
         measured({0: offer(distance, repeats=repeats), 1: offer(distance, repeats=repeats)})
 
 
+def rounding(distance: float) -> dict[str, Any]:
+    return offer(distance, repeats=True, compiled=True)
+
+
+@pytest.mark.parametrize(
+    ("offers", "room", "doubted"),
+    [
+        ([rounding(0.0), rounding(2e-7)], 1e-4, ()),
+        ([rounding(0.0), rounding(1e-300), rounding(0.0)], 1e-4, ()),
+        ([rounding(0.0), rounding(8e-4), rounding(0.0)], 64e-4, ()),
+        ([rounding(0.0), rounding(8e-3), rounding(0.0)], 1e-2, ()),
+        ([rounding(0.0), rounding(2e-2), rounding(0.0)], 0.0, (1,)),
+        ([rounding(0.0), rounding(2e-7), rounding(0.5), rounding(0.0)], 1e-4, (2,)),
+        ([rounding(3e-7), rounding(2e-7), rounding(0.5)], 1e-4, (2,)),
+        ([rounding(0.0), offer(2e-7, compiled=True)], 1e-4, ()),
+        ([rounding(0.0), offer(2e-7, repeats=True)], 1e-4, ()),
+        ([offer(None), rounding(2e-7)], 1e-4, ()),
+        ([offer(0.0), offer(2e-7, repeats=True)], 0.0, (1,)),
+    ],
+    ids=[
+        *("one of two", "hardly", "in bfloat16", "at most", "beyond", "one rounds and one is wrong", "most round"),
+        *("without repeating", "compiled on another rank", "the others have nothing", "not compiled"),
+    ],
+)
+def test_where_something_was_compiled_what_may_be_rounding_puts_no_rank_in_doubt(
+    offers: list[dict[str, Any]], room: float, doubted: tuple[int, ...]
+) -> None:
+    found = measured(dict(enumerate(offers)))
+    assert found is not None
+    assert (found.room, found.doubted) == (room, doubted)
+    assert bool(found.text) == (room > 0)
+
+
 def judged(*runs: tuple[int, str]) -> Judgement:
     """(rank, result) of rank 0's micro-batch, in the order in which they were run."""
     return judge(0, [Run(rank, f"time {place}", result) for place, (rank, result) in enumerate(runs)], str.__eq__)
@@ -93,3 +128,47 @@ def test_two_ranks_that_each_repeat_themselves_are_not_told_apart() -> None:
 def test_runs_that_are_all_different_are_noise_and_nobodys_fault(runs: list[tuple[int, str]]) -> None:
     found = judged(*runs)
     assert (found.culprit_ranks, found.is_noise) == ((), True)
+
+
+NEAR = 0.25  # what is taken for rounding in the table
+CASES = {
+    # The step, again on its rank, on the next one before and again, on the third one: who is wrong, and if compiled?
+    "the same": ((1.0, 1.0, 1.0, 1.0, 1.0), (), ()),
+    "the step alone, nearby": ((1.1, 1.0, 1.0, 1.0, 1.0), (0,), ()),
+    "the step alone, far": ((9.0, 1.0, 1.0, 1.0, 1.0), (0,), (0,)),
+    "its rank, nearby": ((1.1, 1.1, 1.0, 1.0, 1.0), (0,), ()),
+    "its rank, far": ((9.0, 9.0, 1.0, 1.0, 1.0), (0,), (0,)),
+    "its rank in two ways, nearby": ((1.1, 1.2, 1.0, 1.0, 1.0), (0,), ()),
+    "its rank in two ways, far": ((9.0, 1.2, 1.0, 1.0, 1.0), (0,), (0,)),
+    "the next one, nearby": ((1.0, 1.0, 1.1, 1.1, 1.0), (1,), ()),
+    "the next one, far": ((1.0, 1.0, 9.0, 9.0, 1.0), (1,), (1,)),
+    "the next one once, nearby": ((1.0, 1.0, 1.1, 1.0, 1.0), (1,), ()),
+    "the next one once, far": ((1.0, 1.0, 9.0, 1.0, 1.0), (1,), (1,)),
+    "all otherwise, nearby": ((1.1, 1.0, 1.2, 1.2, 1.15), (), ()),
+    "all otherwise, far": ((9.0, 1.0, 1.2, 1.2, 1.1), (), (0,)),
+    "all otherwise": ((9.0, 1.0, 3.0, 3.0, 5.0), (), ()),
+}
+
+
+@pytest.mark.parametrize(("results", "culprits", "if_compiled"), CASES.values(), ids=CASES.keys())
+def test_the_table_of_cases(
+    results: tuple[float, ...], culprits: tuple[int, ...], if_compiled: tuple[int, ...]
+) -> None:
+    step, again, before, there, third = results
+    runs = [Run(0, "in the step", step), Run(0, "again", again), Run(1, "again", there), Run(2, "again", third)]
+    runs.append(Run(1, "before", before))
+    bits = judge(0, runs, float.__eq__)
+    assert bits.culprit_ranks == culprits
+    compiled = judge(0, runs, float.__eq__, rounded=lambda one, other: abs(one - other) < NEAR)
+    assert compiled.culprit_ranks == if_compiled
+    assert compiled.is_rounding == (max(results) - min(results) < NEAR)
+
+
+def test_most_steps_unlike_their_repetitions_are_nobodys_fault_and_what_one_rank_repeats_is() -> None:
+    def found(*results: str) -> Judgement:
+        runs = [Run(rank, "", result) for rank, result in zip((0, 0, 1, 2, 1), results, strict=True)]
+        return judge(0, runs, str.__eq__, is_common=True)
+
+    assert (found(*"xaaaa").culprit_ranks, found(*"xaaaa").is_noise) == ((), True)
+    assert found(*"xxaaa").culprit_ranks == (0,)
+    assert found(*"aaxax").culprit_ranks == (1,)

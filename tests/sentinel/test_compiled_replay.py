@@ -1,0 +1,84 @@
+"""Peer replay of programs that torch.compile has made others of: rounding is nobody's fault, a fault is found."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ddpstats._rerun.step_record import StepRecord
+from ddpstats.sentinel._rerun import Reruns
+from ddpstats.testing import run_ranks
+from tests.sentinel import compiled_runs as runs, replay_runs
+from tests.sentinel.compiled_runs import Program
+
+LIMIT_SEC = 120.0
+
+
+def told_by(program: Program, ranks: int) -> list[tuple[list[bool], str, list[str]]]:
+    """Of each rank: what the steps were, the error, and the warnings of peer replay."""
+    outcomes: list[replay_runs.Told] = run_ranks(runs.run, ranks, program, timeout_sec=LIMIT_SEC).values()
+    return [(told.ok, told.error, [one for one in told.warnings if "peer replay" in one]) for told in outcomes]
+
+
+@pytest.mark.parametrize(
+    ("program", "ranks"),
+    [
+        (Program(zero_ranks=(0, 1, 2), zero_until=1, compiled_from=0), 3),
+        (Program(zero_ranks=(0,), compiled_from=0), 2),
+        (Program(zero_ranks=(0,), compiled_from=0), 3),
+        (Program(compiled_from=2), 3),
+        (Program(compiled_from=2), 2),
+        (Program(compiled_ranks=(1,)), 3),
+        (Program(compiled_ranks=(0, 2), compiled_from=1), 3),
+    ],
+    ids=["a loss of 0 at first", "masked", "masked, of three", "later", "later, of two", "one rank", "two ranks"],
+)
+def test_what_rounds_otherwise_is_nobodys_fault_and_is_said_once(program: Program, ranks: int) -> None:
+    for ok, error, warnings in told_by(program, ranks):
+        assert (ok, error) == ([True] * 4, "")
+        assert len(warnings) == 1
+        assert "rounds otherwise when it is run again" in warnings[0] or "it is nobody's fault" in warnings[0]
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        Program(compiled_from=0, fault=(2, 0)),
+        Program(compiled_from=0, fault=(1, 2)),
+        Program(compiled_from=2, fault=(2, 2)),
+        Program(zero_ranks=(0, 1, 2), zero_until=1, compiled_from=0, fault=(1, 1)),
+        Program(compiled_ranks=(1,), fault=(1, 0)),
+        Program(compiled_ranks=(0, 2), fault=(1, 3)),
+    ],
+    ids=["at the first time", "later", "while it begins to round", "after a loss of 0", "inside", "elsewhere"],
+)
+def test_a_fault_beyond_rounding_is_found_in_a_compiled_program(program: Program) -> None:
+    rank, step = program.fault
+    for ok, error, _ in told_by(program, 3):
+        assert len(ok) == step
+        assert f"Rank {rank} was wrong once and right once" in error
+        assert f"step {step}, found by the sentinel" in error
+
+
+def test_what_most_steps_do_and_replay_fn_does_not_is_nobodys_fault() -> None:
+    for ok, error, warnings in told_by(Program(factor_from=2), 3):
+        assert ok == [True] * 3
+        assert "replay_fn is not the step that was trained" in error  # at the next time
+        assert len(warnings) == 1
+        assert "most ranks' steps are not what comes of running them again" in warnings[0]
+
+
+def test_gradients_that_are_all_zero_teach_nothing() -> None:
+    for ok, error, warnings in told_by(Program(zero_ranks=(0, 1, 2)), 3):
+        assert (ok, error, warnings) == ([True] * 4, "", [])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_torchscript_is_a_program_that_may_become_another() -> None:
+    model = replay_runs.Small()
+    model.first = torch.jit.script(model.first)  # type: ignore[assignment]
+    record = StepRecord(model)
+    try:
+        assert Reruns(record, replay_runs.loss_of, None, lambda: 1.0).is_compiled
+    finally:
+        record.close()
