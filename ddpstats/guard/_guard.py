@@ -361,5 +361,18 @@ _active: list[collective_guard] = []
 _said: set[str] = set()
 
 
+def _in_fork() -> None:
+    """What an active guard writes to is the other process's, which goes on. In this one nobody has entered a guard."""
+    for guard in _active:
+        guard._watching.disown()
+        guard._outer = None
+        guard._reset()
+    _active.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_fork)
+
+
 def _text_or_none(path: str | Path | None) -> str | None:
     return None if path is None else str(path)

@@ -46,7 +46,7 @@ class LiveNotes:
             with os.fdopen(file, "w+b") as opened:
                 opened.write(bytes(2 * _SLOT_BYTES))  # on a disk that is full this fails now, and no write later
                 opened.flush()
-                self._map = mmap.mmap(file, 2 * _SLOT_BYTES)
+                self._map: mmap.mmap | bytearray = mmap.mmap(file, 2 * _SLOT_BYTES)
             os.replace(new, path)  # not the same file: a process before this one may still write to that
         except OSError as error:
             with suppress(OSError):
@@ -101,6 +101,10 @@ class LiveNotes:
         """This rank has left the guard."""
         self._tell("left", how)
 
+    def disown(self) -> None:
+        """In a process that was forked from the rank: the file is the rank's, and nobody sees what is noted here."""
+        self._map = bytearray(2 * _SLOT_BYTES)
+
     def _tell(self, name: str, text: str) -> None:
         self._texts[name] = text[:_TEXT_CHARS]
         self._rest = self._spelled()
@@ -137,6 +141,17 @@ def start(directory: str | Path) -> LiveNotes:
 def here() -> LiveNotes | None:
     """Those of this process, if somebody wants any."""
     return _here
+
+
+def _in_fork() -> None:
+    global _here
+    if _here is not None:
+        _here.disown()
+        _here = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_fork)
 
 
 # -- what another process reads ---------------------------------------------------------------------------------------

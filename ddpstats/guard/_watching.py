@@ -85,6 +85,7 @@ class Watching:
         self.session: Session | None = None
         self.comparing: Comparing | None = None
         self.how_left: str | None = None
+        self._is_inherited = False  # by a process that was forked from the guarded one
         self._writer: RecordWriter | None = None
         self._works: dict[int, _Work] = {}
         self._silenced: set[Chain] = set()  # places whose names are each rank's own
@@ -116,6 +117,8 @@ class Watching:
 
     def before(self, call: Collective) -> None:
         """Describe, record, and where possible compare, before anything moves."""
+        if self._is_inherited:
+            return
         standing = self.standing
         if standing.verdict is not None:
             raise standing.verdict.with_traceback(None)
@@ -299,6 +302,12 @@ class Watching:
                 marks.listeners.remove(self._writer.write_mark)
             self._writer.close()
         self._works.clear()
+
+    def disown(self) -> None:
+        """In a process that was forked from the guarded one: see nothing any more, and touch nothing of that one's."""
+        self._is_inherited, self.comparing = True, None
+        if self._writer is not None:
+            marks.listeners.remove(self._writer.write_mark)
 
     # -- telling the others -------------------------------------------------------------------------------------------
 
