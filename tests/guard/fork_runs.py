@@ -6,15 +6,15 @@ import logging
 import os
 import sys
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from ddpstats._base import marks
 from ddpstats._transport.gloo_group import group_of_one
-from ddpstats.guard import _live_notes, collective_guard
+from ddpstats.guard import collective_guard
 from ddpstats.guard._live_notes import LiveNotes, read_notes
+from tests.guard.live_runs import noting
 
 LIMIT_SEC = 30.0
 
@@ -22,8 +22,7 @@ LIMIT_SEC = 30.0
 def forked_inside(mode: Any, directory: str) -> tuple[int, str, int, tuple[int, int]]:
     """What the forked process ended with; of this rank: how it says to have left, its steps, what the guard counted."""
     rank = os.getpid()
-    with mock.patch.object(_live_notes, "_here", None):
-        notes = _live_notes.start(directory)
+    with noting(directory) as notes:
         try:
             with collective_guard(mode, record_dir=directory, timeout_sec=LIMIT_SEC) as guard:
                 dist.all_reduce(torch.ones(1))
