@@ -66,9 +66,10 @@ def picture_of(notes: Sequence[RankNow]) -> Picture:
     last = max(notes, key=lambda note: note.renegotiations)
     if last.renegotiations:
         remarks.append(f"renegotiations: {last.renegotiations}; new keys of the last: {last.new_keys}")
-    told = not_held_lines({note.rank: note.not_held for note in notes})
-    told += [f"ALARM: {alarm}" for alarm in dict.fromkeys(alarm for note in notes for alarm in note.alarms)]
-    return Picture(heading, shown, remarks + told, late, ([note.rank for note in notes], words, told))
+    remarks += not_held_lines({note.rank: note.not_held for note in notes})
+    alarms = list(dict.fromkeys(alarm for note in notes for alarm in note.alarms))
+    remarks += [f"ALARM: {alarm}" for alarm in alarms]
+    return Picture(heading, shown, remarks, late, ([note.rank for note in notes], words, alarms))
 
 
 def _row(note: RankNow, behind: int, several_groups: bool) -> Row:
