@@ -58,13 +58,18 @@ class Mark:
         )
 
 
+VALUES = "values"
+
 Listener = Callable[[Mark], None]
 listeners: list[Listener] = []
+finding_listeners: list[Listener] = []
+"""Are told of what was found, and not of values, which nobody need then work out."""
 
 
 def tell(kind: str, text: str = "", **known: Any) -> None:
     """Hand a mark of now to every listener. ``known``: the other fields of `Mark`. Local; nothing waits."""
-    for listener in tuple(listeners):
+    told = listeners if kind == VALUES else [*listeners, *finding_listeners]
+    for listener in tuple(told):
         listener(Mark(kind, text, time.time(), **known))
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -30,7 +30,7 @@ from ddpstats._agreement.lanes import PARTIAL, WEIGHT, Seal, room_lanes
 from ddpstats._agreement.status import Failure, are_in_step
 from ddpstats._agreement.vectors import is_finite, pick, quotient
 from ddpstats._base import marks
-from ddpstats._reduction import slots
+from ddpstats._reduction import held_keys, slots
 from ddpstats._reduction.columns import Columns, column, too_large
 from ddpstats._reduction.layout import Layout, Placement, Selection, place, result_kinds, select
 from ddpstats._reduction.layout_agreement import Holdings, agree
@@ -52,9 +52,6 @@ from ddpstats._reduction.wire import (
     numbers_bytes,
 )
 from ddpstats.errors import NonFiniteStat, ProtocolMismatch
-
-heard: Callable[[str | None, Sequence[str]], None] | None = None
-"""Is told of each new layout: the name of the reduction, and the paths that the layout before lacked."""
 
 
 class _Summed(NamedTuple):
@@ -171,7 +168,7 @@ class Reduction:
         if columns is not None:
             extremes = columns.extremes(layout.extremes)
         values = finish(layout, summed.selection, means, summed.sums, summed.divisor, extremes)
-        return self._result(call, site, summed, values, columns)
+        return self._result(call, site, part, summed, values, columns)
 
     def _add_up(
         self, call: Call, site: ReductionSite, part: Part, together: Summation, counters: Counters, divide: bool
@@ -192,7 +189,7 @@ class Reduction:
         for slot in mended:
             values[selection.position_of[slot]] = together.exact(slot)
         columns = self._columns(call, site, part, None, counters)
-        return self._result(call, site, summed, values, columns)
+        return self._result(call, site, part, summed, values, columns)
 
     def _columns(
         self, call: Call, site: ReductionSite, part: Part, placement: Placement | None, counters: Counters
@@ -218,17 +215,20 @@ class Reduction:
         self,
         call: Call,
         site: ReductionSite,
+        part: Part,
         summed: _Summed,
         values: Sequence[float | bool | None],
         columns: Columns | None,
     ) -> Reduced:
         build, ranks = self._builder(site, summed.selection), self._agreement.world_size
         reduced = Reduced(summed.total, site.layout, summed.selection, values, summed.weights, ranks, build, columns)
+        if held_keys.listeners:
+            site.held_keys.take(call.name, site.layout, part.structure)
         self._end_call(site)
         if columns is not None and marks.listeners:
             mine = columns.ranks.index(self._agreement.comm.rank)
             of_path = reduced.flat_by_rank().items()
-            marks.tell("values", call.name or call.kind, values={name: held.values[mine] for name, held in of_path})
+            marks.tell(marks.VALUES, call.name or call.kind, values={name: held.values[mine] for name, held in of_path})
         return reduced
 
     def _summed(self, call: Call, site: ReductionSite) -> _Summed:
@@ -324,9 +324,11 @@ class Reduction:
             site.calls = 0
         layout = agree(holdings, base, self._group_name)
         self._adopt(call, site, layout)
-        if heard is not None:
+        if held_keys.listeners:
             known = set(before.names.values())
-            heard(call.name, [name for name in layout.names.values() if name not in known])
+            new_keys = [name for name in layout.names.values() if name not in known]
+            for listener in tuple(held_keys.listeners):
+                listener.renegotiated(call.name, new_keys)
         if all_numbers is None or not _all_can_build(layout, before, holdings):
             return None
         return self._summation(call, site.layout, holdings, all_numbers)

@@ -12,6 +12,7 @@ from ddpstats._agreement.agreement import Site
 from ddpstats._base.bounded_cache import BoundedCache
 from ddpstats._base.paths import Step
 from ddpstats._reduction import slots
+from ddpstats._reduction.held_keys import HeldKeys
 from ddpstats._reduction.layout import Layout, Placement, Selection, prune
 from ddpstats._reduction.nesting import Builder
 from ddpstats._reduction.schema import EMPTY, Container, Node, is_flat, is_sequence, iter_slots, marker_count
@@ -55,6 +56,7 @@ class ReductionSite(Site):
         self.placements: BoundedCache[Structure, Placement] = BoundedCache(64, 262_144)
         self.selections: BoundedCache[bytes, Used] = BoundedCache(16, 65_536, self._age)
         self.builders: BoundedCache[Selection, Builder] = BoundedCache(16, 65_536)
+        self.held_keys = HeldKeys()
 
     @property
     def agreed(self) -> bytes:

@@ -1,6 +1,7 @@
 """A page of the guard's in torch's debug server (``torch.distributed.debug``): labels, differences, where ranks wait.
 
-1. Every rank adds an endpoint to torch's own server of that rank: its status in each group.
+1. Every rank adds an endpoint to torch's own server of that rank: its status in each group,
+   and what has been told there since `debug_handler` was called: alarms, and keys that the rank holds no more.
 2. Rank 0's server of pages asks all ranks for that, and finds the differences as the guard does.
 
 The page is plain text in torch's frame; what torch dumps now and then (``dump_dir``) is the same text.
@@ -9,7 +10,8 @@ The page is plain text in torch's frame; what torch dumps now and then (``dump_d
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ddpstats._base.report import printable
@@ -18,6 +20,7 @@ from ddpstats._observe.torch_groups import add_debug_endpoint, ask_debug_endpoin
 from ddpstats.guard import _guard
 from ddpstats.guard._diagnosis import find
 from ddpstats.guard._status import DOUBT, MISMATCH, RankStatus
+from ddpstats.guard._tidings import Tidings, not_held_lines
 
 _ENDPOINT = "ddpstats"
 _TEMPLATE = """
@@ -30,11 +33,32 @@ _TEMPLATE = """
 def debug_handler() -> GuardPage:
     """The guard's page, for ``torch.distributed.debug.start_debug_server(handlers=[..., debug_handler()])``.
 
-    To be called on all ranks. The page shows what the `collective_guard` that is active when somebody looks has seen.
+    To be called on all ranks. The page shows what the `collective_guard` that is active when somebody looks has seen,
+    and from this call on alarms of capture and sentinel, and keys that a rank has stopped holding in our reductions.
     Raises `ConfigError` on a torch that has no such server.
     """
-    add_debug_endpoint(_ENDPOINT, lambda: json.dumps(_guard.statuses()))
+    add_debug_endpoint(_ENDPOINT, _answer)
+    global _tidings
+    if _tidings is None:
+        _tidings = Tidings()
+        _tidings.listen()
     return GuardPage()
+
+
+_tidings: Tidings | None = None
+
+
+def _answer() -> str:
+    told = _tidings or Tidings()
+    return json.dumps({"groups": _guard.statuses(), "not_held": told.not_held, "alarms": told.alarms})
+
+
+class _Answer(NamedTuple):
+    """Of one rank. ``groups``: name -> words for it, and a `RankStatus` that is packed."""
+
+    groups: Mapping[str, tuple[str, bytes]] = MappingProxyType({})
+    not_held: str = ""
+    alarms: tuple[str, ...] = ()
 
 
 class _Route(NamedTuple):
@@ -76,13 +100,16 @@ def page_text(answers: list[tuple[bool, str]]) -> str:
     """``answers``: of each rank, by rank, whether it answered, and what."""
     lines: list[str] = []
     groups: dict[tuple[str, str], list[RankStatus]] = {}
-    for rank, (is_there, text) in enumerate(answers):
-        held = _read(text) if is_there else {}
+    told = [_read(text) if is_there else _Answer() for is_there, text in answers]
+    for rank, (is_there, _) in enumerate(answers):
         lines.append(f"rank {rank}: {'no guard is active' if is_there else 'does not answer'}")
-        for name, (words, packed) in held.items():
+        for name, (words, packed) in told[rank].groups.items():
             status = RankStatus.unpack(packed, rank)
             groups.setdefault((name, words), []).append(status)
             lines[-1] = f"rank {rank}: {_doing(status)}"
+    remarks = not_held_lines({rank: answer.not_held for rank, answer in enumerate(told)})
+    remarks += [f"ALARM: {alarm}" for alarm in dict.fromkeys(alarm for answer in told for alarm in answer.alarms)]
+    lines += ["", *remarks] if remarks else []
     for (name, words), found in groups.items():
         finding = find(name, words, found)
         waited = any(status.waits_in is not None for status in found)
@@ -98,9 +125,11 @@ def _doing(status: RankStatus) -> str:
     return f"{status.left or 'is elsewhere in its program'}; {last}"
 
 
-def _read(text: str) -> dict[str, tuple[str, bytes]]:
+def _read(text: str) -> _Answer:
     """Empty for what `debug_handler` did not write."""
     try:
-        return {str(name): (str(words), str(status).encode()) for name, (words, status) in parse_json(text).items()}
-    except (ValueError, TypeError, AttributeError):
-        return {}
+        given = parse_json(text)
+        groups = {str(name): (str(words), str(status).encode()) for name, (words, status) in given["groups"].items()}
+        return _Answer(groups, str(given["not_held"]), tuple(map(str, given["alarms"])))
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return _Answer()

@@ -104,6 +104,7 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         every = check_every if mode == "step" else _NEVER
         self._settings = Settings(mode, on_mismatch == "warn", infer_labels, every, self._timeout_sec, record_dir)
         self._seen_before = 0, Tally()  # it gave way to another guard
+        self._has_record = False
         self._yields = False  # to a guard of the program's own, and comes back after it
         self._outer: collective_guard | None = None
         self._reset()
@@ -134,6 +135,7 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
             self._outer.abandon()
         self._reset()
         collectives.subscribe(self._watching)
+        self._watching.recording.listen()
         _ending.before_destroying(self._at_destroy)
         _active.append(self)
         try:
@@ -236,6 +238,8 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         return self._found_late
 
     def _at_destroy(self, group: Any) -> None:
+        if group is dist.group.WORLD:
+            self._watching.recording.begin_early()
         if self.has_begun and not self._watching.is_over() and group is dist.group.WORLD:
             error = sys.exc_info()[1]
             try:
@@ -277,6 +281,7 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         _ending.before_destroying(None)
         _active.remove(self)
         self._watching.close()
+        self._has_record |= self._watching.recording.writer is not None
         if self._outer is not None:
             outer, self._outer = self._outer, None
             outer.__enter__()
@@ -323,9 +328,8 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         if (str(session.rank) if session is not None else os.environ.get("RANK", "0")) != "0":
             return None
         collectives, tally = self._seen_before if self._yields else self._counted()
-        amiss, line = last_line(
-            self._counters(collectives, tally), self._nothing(), self._verdict_name(), _text_or_none(self._record_dir)
-        )
+        record_dir = str(self._record_dir) if self._has_record else None
+        amiss, line = last_line(self._counters(collectives, tally), self._nothing(), self._verdict_name(), record_dir)
         return logging.WARNING if amiss else logging.INFO, line
 
     def say_end(self) -> None:
@@ -361,5 +365,14 @@ _active: list[collective_guard] = []
 _said: set[str] = set()
 
 
-def _text_or_none(path: str | Path | None) -> str | None:
-    return None if path is None else str(path)
+def _in_fork() -> None:
+    """What an active guard writes to is the other process's, which goes on. In this one nobody has entered a guard."""
+    for guard in _active:
+        guard._watching.disown()
+        guard._outer = None
+        guard._reset()
+    _active.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_fork)

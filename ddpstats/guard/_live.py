@@ -18,6 +18,7 @@ from ddpstats._base.report import VerbReport, printable
 from ddpstats.errors import DdpstatsError
 from ddpstats.guard._live_notes import RankNow, read_notes
 from ddpstats.guard._status import LEFT
+from ddpstats.guard._tidings import not_held_lines
 
 EVERY_SEC = 0.5
 _LINES_EVERY_SEC = 10.0
@@ -54,7 +55,7 @@ def picture_of(notes: Sequence[RankNow]) -> Picture:
     for note in notes:
         for name, held in (note.groups or {}).items():
             furthest[name] = max(held, furthest.get(name, held))
-    rows = [_row(note, _behind(note, furthest)) for note in notes]
+    rows = [_row(note, _behind(note, furthest), len(furthest) > 1) for note in notes]
     shown = rows if len(rows) <= _SHOWN_RANKS else sorted(rows, key=lambda row: -row.behind)[:_SHOWN_RANKS]
     words = [_word(note) for note in notes]
     waits = [note.rank for note, word in zip(notes, words, strict=True) if word == "waits"]
@@ -65,17 +66,19 @@ def picture_of(notes: Sequence[RankNow]) -> Picture:
     last = max(notes, key=lambda note: note.renegotiations)
     if last.renegotiations:
         remarks.append(f"renegotiations: {last.renegotiations}; new keys of the last: {last.new_keys}")
-    alarms = list(dict.fromkeys(" ".join(note.alarm.split()) for note in notes if note.alarm))
+    remarks += not_held_lines({note.rank: note.not_held for note in notes})
+    alarms = list(dict.fromkeys(alarm for note in notes for alarm in note.alarms))
     remarks += [f"ALARM: {alarm}" for alarm in alarms]
     return Picture(heading, shown, remarks, late, ([note.rank for note in notes], words, alarms))
 
 
-def _row(note: RankNow, behind: int) -> Row:
+def _row(note: RankNow, behind: int, several_groups: bool) -> Row:
     word, now = _word(note), time.monotonic()
     if note.event is None:
         return Row(note.rank, note.steps, note.collectives, behind, word, "", "")
     since = f"for {now - note.waits_since:.0f} s" if word == "waits" else f"(last began {now - note.begun:.0f} s ago)"
-    last = f"number {note.event.seq}, {note.event}"
+    of_group = f" of group {note.event.group!r}" if several_groups else ""
+    last = f"number {note.event.seq}{of_group}, {note.event}" if note.event.peer is None else str(note.event)
     return Row(note.rank, note.steps, note.collectives, behind, f"{word} {since}", last, str(note.event.site))
 
 
@@ -165,4 +168,4 @@ def _left_out(directory: str, notes: list[RankNow]) -> list[RankNow]:
 
 
 def _status(notes: Sequence[RankNow]) -> int:
-    return int(any(note.alarm or (note.process == "gone" and note.left != LEFT) for note in notes))
+    return int(any(note.alarms or (note.process == "gone" and note.left != LEFT) for note in notes))

@@ -20,22 +20,23 @@ from pathlib import Path
 from typing import Any
 
 from ddpstats._base.untrusted import open_regular, parse_json, read_at_most, refused_version
-from ddpstats._base.wording import listed
 from ddpstats._transport.roster import ProcessId
 from ddpstats.errors import ConfigError, DdpstatsError
 from ddpstats.guard._events import Event, stable_hash
 from ddpstats.guard._spoken import words_of
+from ddpstats.guard._tidings import Tidings, clipped
 
-FORMAT = 1
+FORMAT = 2
 _LENGTH_AND_CRC = struct.Struct("@2Q")
 _SLOT_BYTES = 1 << 16  # room for texts that are nothing but escapes; a note has some 700
-_TEXT_CHARS = 1000
 _MOST_GROUPS = 16  # the first that the rank meets
-_SHOWN_KEYS = 5
 
 
 class LiveNotes:
-    """Those of this process, from now until it ends. Raises `ConfigError` where the file cannot be made."""
+    """Those of this process, from now until it ends. Raises `ConfigError` where the file cannot be made.
+
+    ``tidings``: what stands in them besides, once it listens.
+    """
 
     def __init__(self, directory: str | Path, rank: int, world_size: int) -> None:
         path = Path(directory) / f"rank{rank}.live"
@@ -46,7 +47,7 @@ class LiveNotes:
             with os.fdopen(file, "w+b") as opened:
                 opened.write(bytes(2 * _SLOT_BYTES))  # on a disk that is full this fails now, and no write later
                 opened.flush()
-                self._map = mmap.mmap(file, 2 * _SLOT_BYTES)
+                self._map: mmap.mmap | bytearray = mmap.mmap(file, 2 * _SLOT_BYTES)
             os.replace(new, path)  # not the same file: a process before this one may still write to that
         except OSError as error:
             with suppress(OSError):
@@ -54,12 +55,13 @@ class LiveNotes:
             raise ConfigError(f"rank {rank} cannot write its notes to {directory}: {error.strerror}") from None
         process = {"process": ProcessId.mine().pack().hex(), "parent": os.getppid(), "started": time.monotonic()}
         self._head = {"live": FORMAT, "rank": rank, "world_size": world_size, **process}
-        self._texts = {"alarm": "", "left": "", "new_keys": ""}
+        self._left = ""
+        self.tidings = Tidings(self._retell)
         self._rest = self._spelled()
         self._event, self._groups = b"null", dict[bytes, int]()
         self._group_keys: dict[str, bytes] = {}
         self._steps: dict[int, int] = {}  # of each optimizer
-        self._number = self._collectives = self._seq = self._most_steps = self._renegotiations = 0
+        self._number = self._collectives = self._seq = self._most_steps = 0
         self._begun = self._waits_since = 0.0
         self._write()
 
@@ -73,8 +75,8 @@ class LiveNotes:
             self._groups[key] = seq
         self._collectives += 1
         self._seq, self._event, self._begun = seq, words_of(event).payload, time.monotonic()
-        if self._texts["left"]:
-            self._tell("left", "")
+        if self._left:
+            self.left("")
         self._write()
 
     def waits(self, does: bool) -> None:
@@ -88,28 +90,27 @@ class LiveNotes:
         self._most_steps = max(self._most_steps, steps)
         self._write()
 
-    def renegotiated(self, name: str | None, new_keys: Collection[str]) -> None:
-        """The ranks have exchanged what they hold in a reduction of that name."""
-        self._renegotiations += 1
-        self._tell("new_keys", f"{listed(map(repr, new_keys), _SHOWN_KEYS) or 'none'} (name={name!r})")
-
     def alarm(self, message: str) -> None:
         """A verdict of the guard's."""
-        self._tell("alarm", message)
+        self.tidings.alarm("guard", message)
 
     def left(self, how: str) -> None:
         """This rank has left the guard."""
-        self._tell("left", how)
+        self._left = clipped(how)
+        self._retell()
 
-    def _tell(self, name: str, text: str) -> None:
-        self._texts[name] = text[:_TEXT_CHARS]
+    def disown(self) -> None:
+        """In a process that was forked from the rank: the file is the rank's, and nobody sees what is noted here."""
+        self._map = bytearray(2 * _SLOT_BYTES)
+
+    def _retell(self) -> None:
         self._rest = self._spelled()
         self._write()
 
     def _write(self) -> None:
         self._number += 1
         note = b'{"numbers":[%d,%d,%d,%d,%d,%d,%d],"groups":{%b},"event":%b%b' % (
-            *(self._number, self._collectives, self._seq, self._most_steps, self._renegotiations),
+            *(self._number, self._collectives, self._seq, self._most_steps, self.tidings.renegotiations),
             *(self._begun * 1000, self._waits_since * 1000),
             b",".join([b"%b%d]" % held for held in self._groups.items()]),
             self._event,
@@ -121,7 +122,9 @@ class LiveNotes:
 
     def _spelled(self) -> bytes:
         """What seldom changes: the end of a note."""
-        return b"," + json.dumps({"head": self._head, "texts": self._texts}).encode()[1:]
+        told = self.tidings
+        texts = {"left": self._left, "new_keys": told.new_keys, "not_held": told.not_held, "alarms": told.alarms}
+        return b"," + json.dumps({"head": self._head, "texts": texts}).encode()[1:]
 
 
 _here: LiveNotes | None = None
@@ -131,12 +134,24 @@ def start(directory: str | Path) -> LiveNotes:
     """Of this process, whose rank torchrun has told. Raises `ConfigError` where they cannot be written."""
     global _here
     _here = LiveNotes(directory, int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)))
+    _here.tidings.listen()
     return _here
 
 
 def here() -> LiveNotes | None:
     """Those of this process, if somebody wants any."""
     return _here
+
+
+def _in_fork() -> None:
+    global _here
+    if _here is not None:
+        _here.disown()
+        _here = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_fork)
 
 
 # -- what another process reads ---------------------------------------------------------------------------------------
@@ -160,9 +175,10 @@ class RankNow:
     waits_since: float = 0.0
     groups: Mapping[str, tuple[int, int]] | None = None
     event: Event | None = None
-    alarm: str = ""
     left: str = ""
     new_keys: str = ""
+    not_held: str = ""
+    alarms: tuple[str, ...] = ()
 
 
 def read_notes(directory: str | Path) -> list[RankNow]:
@@ -215,7 +231,10 @@ def _rank_now(note: Mapping[str, Any]) -> RankNow:
         waits_since,
         {name: (int(size), int(number)) for name, (size, number) in note["groups"].items()},
         None if note["event"] is None else Event.from_dict({**note["event"], "seq": seq}),
-        *(str(texts[name]) for name in ("alarm", "left", "new_keys")),
+        str(texts["left"]),
+        str(texts["new_keys"]),
+        str(texts["not_held"]),
+        tuple(map(str, texts["alarms"])),
     )
 
 

@@ -127,11 +127,9 @@ def _take_notes(directory: str) -> None:
     import torch
     from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-    from ddpstats._reduction import reduction
     from ddpstats.guard._live_notes import start
 
     notes = start(directory)
-    reduction.heard = notes.renegotiated
 
     def stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not torch.compiler.is_compiling():

@@ -87,6 +87,11 @@ class Standing:
                 self.live.waits(False)
 
 
+def run_name(limit_sec: float) -> str:
+    """Of this program: the same on all its ranks. One question to the store, which raises what that raises."""
+    return world_store("ddpstats/run", limit_sec).post("token", secrets.token_hex(8)).decode(errors="replace")
+
+
 class Group:
     """What the guard knows of one process group."""
 
@@ -137,10 +142,8 @@ class Session:
         limit_sec, self._timeout_sec = min(LIMIT_SEC, settings.timeout_sec), settings.timeout_sec
         self._store = world_store(prefix, limit_sec)
         self._roster = Roster(self._store, self.rank, range(dist.get_world_size()))
-        token = secrets.token_hex(8)
         with self._reaching_store():
-            told = world_store("ddpstats/run", limit_sec).post("token", token)
-            self.run = told.decode(errors="replace")
+            self.run = run_name(limit_sec)
         self._groups: dict[GroupView, Group] = {}
         self.find = self._groups.get
         self._lives: Counter[str] = Counter()  # a group may be destroyed, and another made under its name

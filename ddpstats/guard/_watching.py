@@ -6,14 +6,10 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
-
-from ddpstats._base import marks
 from ddpstats._observe.c10d_operators import Collective, GroupView
 from ddpstats._observe.user_frames import called_by_c10d, calling_frame, main_stack, site_of
 from ddpstats.guard._buckets import with_parameters
@@ -22,7 +18,7 @@ from ddpstats.guard._describe import NO_PIECES, PIECEWISE, Parts, parts_of, piec
 from ddpstats.guard._events import BY_TORCH, Entry, Event, Ring, event_of, label_word
 from ddpstats.guard._failure_agreement import MESSAGES
 from ddpstats.guard._p2p import Awaited
-from ddpstats.guard._records import RecordWriter
+from ddpstats.guard._recording import Recording
 from ddpstats.guard._session import Group, Session, Settings, Standing
 from ddpstats.guard._status import DOUBT, LEFT, GuardFinding, RankStatus
 from ddpstats.guard._summary import Tally
@@ -85,7 +81,8 @@ class Watching:
         self.session: Session | None = None
         self.comparing: Comparing | None = None
         self.how_left: str | None = None
-        self._writer: RecordWriter | None = None
+        self._is_inherited = False  # by a process that was forked from the guarded one
+        self.recording = Recording(settings.record_dir)
         self._works: dict[int, _Work] = {}
         self._silenced: set[Chain] = set()  # places whose names are each rank's own
         self._known: dict[tuple[Any, ...], Event] = {}  # one for all calls that are alike
@@ -101,10 +98,7 @@ class Watching:
             self.standing.past += self.session.tally()
         session = Session(self._settings, self._report_status, self._position, self._heard)
         self.session = session
-        record_dir = self._settings.record_dir
-        if record_dir is not None and self._writer is None:
-            self._writer = RecordWriter(record_dir, session.rank, dist.get_world_size(), session.run)
-            marks.listeners.append(self._writer.write_mark)
+        self.recording.begin(session.run)
         self.comparing = None
         if session.agreement is not None:
             self.comparing = Comparing(session, self.standing, self._settings)
@@ -116,6 +110,8 @@ class Watching:
 
     def before(self, call: Collective) -> None:
         """Describe, record, and where possible compare, before anything moves."""
+        if self._is_inherited:
+            return
         standing = self.standing
         if standing.verdict is not None:
             raise standing.verdict.with_traceback(None)
@@ -135,8 +131,8 @@ class Watching:
             standing.collectives += 1
             if standing.live is not None:
                 standing.live.begins(group.name, group.view.ranks, event, seq)
-            if self._writer is not None:
-                self._writer.write_event(event_of(entry))
+            if self.recording.writer is not None:
+                self.recording.writer.write_event(event_of(entry))
         call.subscriber_state = group, entry, self._begin_message(entry, group) if is_message else None
         comparing = self.comparing
         if is_message or standing.silent or group.exchange is None or comparing is None:
@@ -266,20 +262,21 @@ class Watching:
         if session is None or session.is_over():
             session = self.begin()
         group = session.meet(view)
-        if self._writer is not None:
-            self._writer.write({"new_group": group.name, "words": group.words, "ranks": list(view.ranks)})
+        if self.recording.writer is not None:
+            self.recording.writer.write({"new_group": group.name, "words": group.words, "ranks": list(view.ranks)})
         return group
 
     def leave(self, error: BaseException | None) -> None:
         """Tell the others that this rank leaves, and how; never waits."""
+        self.recording.begin_early()
         if self.standing.live is not None:
             self.standing.live.left(how_left(error))
         if self.session is not None:
             self.session.leave(
                 how_left(error), self.ring.last(), lambda name: self._report_status(name, error is not None)
             )
-        if self._writer is not None:
-            self._writer.write({"end": "left" if error is None else type(error).__name__, "time": time.time()})
+        if self.recording.writer is not None:
+            self.recording.writer.write({"end": "left" if error is None else type(error).__name__, "time": time.time()})
 
     def tally(self) -> Tally:
         """What was compared so far, over all sessions."""
@@ -294,11 +291,13 @@ class Watching:
         """Local and idempotent."""
         if self.session is not None:
             self.session.close()
-        if self._writer is not None:
-            with suppress(ValueError):  # it was closed before
-                marks.listeners.remove(self._writer.write_mark)
-            self._writer.close()
+        self.recording.close()
         self._works.clear()
+
+    def disown(self) -> None:
+        """In a process that was forked from the guarded one: see nothing any more, and touch nothing of that one's."""
+        self._is_inherited, self.comparing = True, None
+        self.recording.stop_listening()
 
     # -- telling the others -------------------------------------------------------------------------------------------
 

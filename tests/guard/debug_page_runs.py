@@ -12,23 +12,28 @@ from torch._C._distributed_c10d import _WorkerServer
 from torch.distributed.debug._frontend import FrontendServer
 from torch.distributed.debug._store import tcpstore_client
 
-from ddpstats.guard import collective_guard, debug_handler
+from ddpstats.guard import _debug_page, collective_guard, debug_handler
+from tests.guard.live_runs import find_things
 
 LIMIT_SEC = 60.0
 
 
-def page_while_rank_0_waits() -> str:
+def page_while_rank_0_waits(captures: str) -> str:
     """As `torch.distributed.debug.start_debug_server` does, on free ports and in this process; rank 1 asks."""
     rank, store = dist.get_rank(), tcpstore_client()
     page = debug_handler()
     server = _WorkerServer("127.0.0.1", 0)
     store.set(f"rank{rank}", f"http://127.0.0.1:{server.port}")
+    find_things(captures, "page")
     with collective_guard("step", timeout_sec=LIMIT_SEC):
         stats = {"<b>loss": torch.ones(1)}
         for key in stats:
             dist.all_reduce(stats[key])
         text = _page(page, store) if rank else ""
         dist.all_reduce(torch.ones(1))
+    assert _debug_page._tidings is not None
+    _debug_page._tidings.close()
+    _debug_page._tidings = None
     store.wait(["asked"])
     server.shutdown()
     return text

@@ -2,44 +2,95 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 import ddpstats
-from ddpstats._reduction import reduction
+from ddpstats._reduction.held_keys import ROUNDS
 from ddpstats.guard import _live_notes, collective_guard
 from ddpstats.guard._live import lines_of, picture_of
-from ddpstats.guard._live_notes import read_notes
+from ddpstats.guard._live_notes import LiveNotes, read_notes
 from tests.guard import runs
 
 LIMIT_SEC = 60.0
 
 
+@contextmanager
+def noting(directory: str) -> Iterator[LiveNotes]:
+    """As under `ddpstats run --watch-dir`."""
+    with mock.patch.object(_live_notes, "_here", None):
+        notes = _live_notes.start(directory)
+        try:
+            yield notes
+        finally:
+            notes.tidings.close()
+
+
 def trained_and_noted(mode: str, directory: str) -> tuple[Any, str]:
     """What `runs.trained_parameters` gives, and what this rank's note says then."""
-    with mock.patch.object(_live_notes, "_here", None):
-        _live_notes.start(directory)
+    with noting(directory):
         trained = runs.trained_parameters(mode)
     return trained, str(read_notes(directory)[dist.get_rank()].event)
 
 
 def waited_for(directory: str, mode: Any) -> list[str]:
     """Rank 1 looks from outside, and comes once rank 0 is seen to wait for it."""
-    with mock.patch.object(_live_notes, "_here", None), mock.patch.object(reduction, "heard", None):
-        notes = _live_notes.start(directory)
-        reduction.heard = notes.renegotiated
-        with collective_guard(mode, timeout_sec=LIMIT_SEC):
+    with noting(directory) as notes, collective_guard(mode, timeout_sec=LIMIT_SEC):
+        dist.all_reduce(torch.ones(1))
+        ddpstats.reduce_stats({f"{mode} {dist.get_rank()}": 1.0}, name="train")
+        notes.stepped(object())
+        lines = _lines_until_late(directory) if dist.get_rank() else []
+        with ddpstats.label("snr"):
             dist.all_reduce(torch.ones(1))
-            ddpstats.reduce_stats({f"{mode} {dist.get_rank()}": 1.0}, name="train")
-            notes.stepped(object())
-            lines = _lines_until_late(directory) if dist.get_rank() else []
-            with ddpstats.label("snr"):
-                dist.all_reduce(torch.ones(1))
     return lines
+
+
+def told_of(directory: str, name: str) -> list[str]:
+    """What is shown once `find_things` has run on all ranks; their notes stay."""
+    with noting(directory):
+        find_things(f"{directory}/captures", name)
+        dist.barrier()
+        lines = lines_of(picture_of(read_notes(directory)))
+        dist.barrier()
+    return lines
+
+
+def last_of_groups(directory: str) -> tuple[str, str]:
+    """How this rank's last collective is shown: of the only group, and of a second one."""
+    with noting(directory), collective_guard("step", timeout_sec=LIMIT_SEC):
+        shown = []
+        for group in (None, None, dist.new_group([0, 1])):
+            dist.all_reduce(torch.ones(1), group=group)
+            shown.append(lines_of(picture_of(read_notes(directory)))[1 + dist.get_rank()])
+            ddpstats.any_rank(False)  # none goes on before all have looked
+    return shown[1], shown[2]
+
+
+def find_things(captures: str, name: str) -> None:
+    """Rank 1 stops holding a key, has a gradient that is not finite, and then other parameters than rank 0."""
+    rank = dist.get_rank()
+    for step in range(3 * ROUNDS):
+        has_both = step < ROUNDS - 1 or rank == 0
+        ddpstats.reduce_stats({"loss": 1.0, **({"<snr>": 2.0} if has_both else {})}, name=name)
+    model = DistributedDataParallel(torch.nn.Linear(1, 1))
+    with ddpstats.NaNCapture(captures, model=model) as capture:
+        with capture.micro_batch(None):
+            model(torch.full((1, 1), math.nan if rank else 1.0)).sum().backward()
+        capture.check()
+    model.zero_grad()
+    with ddpstats.Sentinel(model, mode=1, digest_every_steps=1) as sentinel:
+        for parameter in model.parameters() if rank else ():
+            parameter.data.add_(1.0)
+        model(torch.ones(1, 1)).sum().backward()
+        sentinel.step()
 
 
 def _lines_until_late(directory: str) -> list[str]:

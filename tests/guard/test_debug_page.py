@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -15,13 +16,15 @@ from ddpstats.testing import RankPool
 from tests.needs import needs
 
 
-def test_the_page_says_where_a_rank_waits_and_under_which_label(two_ranks: RankPool) -> None:
+def test_the_page_says_where_a_rank_waits_under_which_label_and_what_was_told(
+    two_ranks: RankPool, tmp_path: Path
+) -> None:
     needs("aiohttp")  # or requests: by which torch's server asks the ranks
     if importlib.util.find_spec("torch.distributed.debug") is None:
         pytest.skip("this torch has no torch.distributed.debug")
     from tests.guard.debug_page_runs import page_while_rank_0_waits
 
-    _, page = two_ranks.run(page_while_rank_0_waits, timeout_sec=120).values()
+    _, page = two_ranks.run(page_while_rank_0_waits, str(tmp_path), timeout_sec=120).values()
     assert '<a href="/ddpstats">ddpstats</a>' in page
     assert re.search(
         r"^(.*>)?rank 0: waits in number 2 of group .*; last: number 2 of group .*, all_reduce\(", page, re.M
@@ -31,13 +34,16 @@ def test_the_page_says_where_a_rank_waits_and_under_which_label(two_ranks: RankP
     assert "<b>" not in page
     assert "collective number 2 of the default group of 2 ranks was not completed:" in page
     assert "debug_page_runs.py" in page  # rank 1's stack
+    assert "not held any more by rank 1: &#39;&lt;snr&gt;&#39; (name=&#39;page&#39;)" in page
+    assert page.count("ALARM: step 0: the gradients of rank 1 are not finite") == 1
+    assert page.count("ALARM: step 0, found by the sentinel: [replica digests] replicas differ") == 1
 
 
 def told(label: str, waits_in: tuple[str, int] | None = None, count: int = 1) -> tuple[bool, str]:
     signature = Signature("all_reduce", "sum", None, ((),), ("float32",))
     event = Event("0", 1, signature, label, 2 * ord(label[0]), "train.py:7 in f", digest_of(signature))
     status = RankStatus(0, [event], {}, count, waits_in, event.in_full())
-    return True, json.dumps({"0": ["the default group", status.pack()]})
+    return True, json.dumps({"groups": {"0": ["the default group", status.pack()]}, "not_held": "", "alarms": []})
 
 
 @pytest.mark.parametrize(
@@ -48,8 +54,9 @@ def told(label: str, waits_in: tuple[str, int] | None = None, count: int = 1) ->
         ([told("snr", count=2), told("snr")], "rank 1: is elsewhere", "was not completed"),  # it may be about to come
         ([told("snr"), (False, "timeout")], "rank 1: does not answer", "was not completed"),
         ([(True, "{}"), (True, "[3]")], "rank 0: no guard is active\nrank 1: no guard is active", "group"),
-        ([(True, '{"0": ["all", "\\ud800"]}')], "rank 0: no guard is active", "group"),
-        ([(True, '{"0": 3}'), told("\x1b[2J")], "\\x1b[2J", "\x1b"),
+        ([(True, '{"groups": {"0": ["all", "\\ud800"]}}')], "rank 0: no guard is active", "group"),
+        ([(True, '{"groups": {}, "not_held": "", "alarms": 3}')], "rank 0: no guard is active", "ALARM"),
+        ([(True, '{"groups": {"0": 3}}'), told("\x1b[2J")], "\\x1b[2J", "\x1b"),
     ],
 )
 def test_what_the_page_says(answers: list[tuple[bool, str]], said: str, unsaid: str) -> None:

@@ -53,7 +53,8 @@ def test_what_is_noted_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     notes = noted(tmp_path)
     noted(tmp_path, 1, rank=1).left("left the guard by ValueError: no data")
     notes.stepped(EVENT)
-    notes.renegotiated("train", ["l1"])
+    notes.tidings.renegotiated("train", ["l1"])
+    notes.tidings.stopped_holding("train", ["snr", "l2"])
     notes.alarm("they\n  differ")
     notes.waits(True)
     monkeypatch.setattr(_live, "_LONG_SEC", -1.0)
@@ -64,6 +65,7 @@ def test_what_is_noted_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         "  rank 1: step 0, 1 collectives, 1 behind, left the guard by ValueError: no data (last began N s ago): "
         "number 1, all_reduce(float32[], sum) 'snr', at train.py:7 in <module>",
         "  renegotiations: 1; new keys of the last: 'l1' (name='train')",
+        "  not held any more by rank 0: 'snr', 'l2' (name='train')",
         "  ALARM: they differ",
     ]
 
@@ -99,9 +101,9 @@ def test_what_is_no_note_is_left_out(make: Callable[[Path], object], tmp_path: P
 
 def test_notes_of_strangers_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(_live_notes, "FORMAT", 2)
+        patched.setattr(_live_notes, "FORMAT", 3)
         noted(tmp_path)
-    with pytest.raises(DdpstatsError, match="written by a newer ddpstats: format 2, this one reads 1"):
+    with pytest.raises(DdpstatsError, match="written by a newer ddpstats: format 3, this one reads 2"):
         read_notes(tmp_path)
     noted(tmp_path, rank=1)
     assert [note.rank for note in read_notes(tmp_path)] == [1]
@@ -109,7 +111,7 @@ def test_notes_of_strangers_are_refused(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_a_program_goes_on_beside_notes_of_strangers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(_live_notes, "FORMAT", 2)
+        patched.setattr(_live_notes, "FORMAT", 3)
         noted(tmp_path)
     program = [sys.executable, "-c", "import sys; sys.exit(3)"]
     assert run_watched(program, os.environ, str(tmp_path)) == 3
@@ -217,6 +219,27 @@ def test_who_is_waited_for_is_seen_and_where(two_ranks: RankPool, mode: str, tmp
     assert remarks == [f"  renegotiations: 1; new keys of the last: '{mode} 0', '{mode} 1' (name='train')"]
 
 
+NOT_HELD = "not held any more by rank 1: '<snr>' (name='{}')"
+NOT_FINITE = "ALARM: step 0: the gradients of rank 1 are not finite"
+DIVERGED = "ALARM: step 0, found by the sentinel: [replica digests] replicas differ"
+
+
+def test_what_ranks_hold_no_more_and_what_all_wings_found_is_seen(two_ranks: RankPool, tmp_path: Path) -> None:
+    for lines in two_ranks.run(live_runs.told_of, str(tmp_path), "lines").values():
+        _, _, _, renegotiations, not_held, *alarms = (line.strip() for line in lines)
+        assert renegotiations.startswith("renegotiations: 1;")
+        assert not_held == NOT_HELD.format("lines")
+        first, second = alarms
+        assert first.startswith(NOT_FINITE)
+        assert second.startswith(DIVERGED)
+
+
+def test_numbers_are_of_a_group_where_there_are_several(two_ranks: RankPool, tmp_path: Path) -> None:
+    for alone, beside in two_ranks.run(live_runs.last_of_groups, str(tmp_path)).values():
+        assert re.search(r": number 2, all_reduce\(", alone)
+        assert re.search(r": number 1 of group '[^']+', all_reduce\(", beside)
+
+
 STOPPED = """
     import os, signal, torch, torch.distributed as dist
 
@@ -289,14 +312,32 @@ except KeyboardInterrupt:
     ids=["by itself", "by an interrupt"],
 )
 def test_a_table_on_a_terminal(ends: str, keys: bytes, status: int, tmp_path: Path) -> None:
-    needs("rich")
     noted(tmp_path).alarm("\x1b[2Jdiffer")
+    drawn = _drawn_beside(tmp_path, ends, keys, status)
+    assert b"step 1 True" in drawn  # the program has a terminal
+    assert b"'snr'" in drawn
+    assert b"\\x1b[2Jdiffer" in drawn
+    assert b"\x1b[2J" not in drawn
+    assert drawn.rindex(b"\x1b[?25h") > drawn.rindex(b"\x1b[?25l")
+
+
+def test_the_table_has_what_all_wings_found(two_ranks: RankPool, tmp_path: Path) -> None:
+    needs("rich")
+    two_ranks.run(live_runs.told_of, str(tmp_path), "table").values()
+    drawn = _drawn_beside(tmp_path, "sys.exit(0)", b"", 0).decode()
+    for text in (NOT_HELD.format("table"), NOT_FINITE, DIVERGED):
+        assert text in drawn
+
+
+def _drawn_beside(directory: Path, ends: str, keys: bytes, status: int) -> bytes:
+    """What comes to a terminal, while a program that ``ends`` runs beside the notes of ``directory``."""
+    needs("rich")
     ours, its = pty.openpty()
     fcntl.ioctl(its, termios.TIOCSWINSZ, b"\x28\0\xa0\0\0\0\0\0")  # 40 lines of 160 characters
     environ = {**os.environ, "TERM": "xterm", "PYTHONPATH": os.pathsep.join(sys.path)}
     environ.pop("COLUMNS", None)  # GNU readline leaves it behind, and it wins over the terminal's width
     process = subprocess.Popen(
-        [sys.executable, "-c", WATCHED, str(tmp_path), ends],
+        [sys.executable, "-c", WATCHED, str(directory), ends],
         env=environ, stdin=its, stdout=its, stderr=its, start_new_session=True,
     )  # fmt: skip
     os.close(its)
@@ -317,8 +358,4 @@ def test_a_table_on_a_terminal(ends: str, keys: bytes, status: int, tmp_path: Pa
         process.kill()
         process.wait()
         os.close(ours)
-    assert b"step 1 True" in drawn  # the program has a terminal
-    assert b"'snr'" in drawn
-    assert b"\\x1b[2Jdiffer" in drawn
-    assert b"\x1b[2J" not in drawn
-    assert drawn.rindex(b"\x1b[?25h") > drawn.rindex(b"\x1b[?25l")
+    return drawn

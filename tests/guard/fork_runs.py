@@ -1,0 +1,60 @@
+"""What runs on the ranks of `test_fork`: a process that rank 0 forks inside of a guard, and that leaves it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddpstats._base import marks
+from ddpstats._transport.gloo_group import group_of_one
+from ddpstats.guard import collective_guard
+from ddpstats.guard._live_notes import LiveNotes, read_notes
+from tests.guard.live_runs import noting
+
+LIMIT_SEC = 30.0
+
+
+def forked_inside(mode: Any, directory: str) -> tuple[int, str, int, tuple[int, int]]:
+    """What the forked process ended with; of this rank: how it says to have left, its steps, what the guard counted."""
+    rank = os.getpid()
+    with noting(directory) as notes:
+        try:
+            with collective_guard(mode, record_dir=directory, timeout_sec=LIMIT_SEC) as guard:
+                dist.all_reduce(torch.ones(1))
+                status = _ended_after(_fork(guard, notes)) if dist.get_rank() == 0 else 0
+                found = read_notes(directory)[dist.get_rank()]
+                dist.all_reduce(torch.ones(1))
+                guard.step()
+        except BaseException as error:
+            if os.getpid() != rank:
+                os._exit(0 if isinstance(error, SystemExit) else 9)
+            raise
+    return status, found.left, found.steps, (guard.counters.collectives, guard.counters.compared)
+
+
+def _fork(guard: collective_guard, notes: LiveNotes) -> int:
+    """In the forked process all that a guard notes happens once more, before it ends as a program does."""
+    pid = os.fork()
+    if pid == 0:
+        logging.getLogger("ddpstats").addHandler(_Silence())
+        with group_of_one("of the forked process") as only:
+            only[0].allreduce([torch.ones(1)]).wait()
+        guard.step()
+        notes.stepped(guard)
+        marks.tell("sentinel", "found by the forked process")
+        sys.exit(0)
+    return pid
+
+
+class _Silence(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        os._exit(8)
+
+
+def _ended_after(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

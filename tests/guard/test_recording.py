@@ -1,0 +1,94 @@
+"""When a record begins: before the first collective, and without one."""
+
+from __future__ import annotations
+
+import subprocess
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddpstats.guard._records import read_records
+from ddpstats.testing import RankPool
+from tests import scripts
+from tests.guard import recording_runs
+
+LIMIT_SEC = 120
+
+
+def ddpstats(*args: str) -> subprocess.CompletedProcess[str]:
+    return scripts.run(["-m", "ddpstats", *args], timeout=LIMIT_SEC)
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Any:
+    def write(text: str) -> str:
+        path = tmp_path / "train.py"
+        path.write_text(textwrap.dedent(text))
+        return str(path)
+
+    return write
+
+
+REDUCES = """
+    import ddpstats, torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    for step in range(3):
+        ddpstats.reduce_stats({"loss": 1.0, **({"only": 1.0} if dist.get_rank() else {})}, per_rank={}, name="train")
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("per_rank", [True, False])
+def test_a_program_of_our_reductions_alone_leaves_a_record(script: Any, tmp_path: Path, per_rank: bool) -> None:
+    directory = str(tmp_path / "records")
+    program = script(REDUCES.replace("per_rank={}", f"per_rank={per_rank}"))
+    done = ddpstats("run", "--nproc", "2", "--guard", "record", "--record-dir", directory, program)
+    assert done.returncode == 0, done.stderr
+    assert "0 collectives seen, nothing was compared: mode 'record' compares nothing while it runs." in done.stderr
+    assert f"Next: ddpstats report {directory}\n" in done.stderr
+    records = read_records(directory)
+    assert [(record.rank, record.world_size) for record in records] == [(0, 2), (1, 2)]
+    assert [[mark.kind for mark in record.marks] for record in records] == [["values"] * 3 * per_rank] * 2
+    assert [record.end is not None and record.end["end"] for record in records] == ["left", "left"]
+    report = ddpstats("report", directory)
+    assert report.returncode == 0
+    assert ("'only' (reduction 'train'): rank 1: 3 times" in report.stdout) == per_rank
+
+
+@pytest.mark.parametrize("mode", ["strict", "step", "record"])
+def test_what_was_found_before_the_first_collective_is_in_the_record(
+    two_ranks: RankPool, mode: str, tmp_path: Path
+) -> None:
+    found = two_ranks.run(recording_runs.found_first, mode, str(tmp_path)).values()
+    assert found == [[[("nonfinite", (0, 1))]] * 2] * 2
+
+
+EARLY = """
+    import sys, torch, torch.distributed as dist
+    from ddpstats.guard import collective_guard
+    from tests.guard.recording_runs import not_finite
+
+    with collective_guard("record", record_dir=sys.argv[1]):
+        not_finite(sys.argv[1] + "/captures")
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.all_reduce(torch.ones(1))
+"""
+
+
+def test_what_was_found_before_there_was_a_process_group_is_in_the_record(tmp_path: Path) -> None:
+    done = scripts.run(["-c", textwrap.dedent(EARLY), str(tmp_path)], timeout=LIMIT_SEC)
+    assert done.returncode == 0, done.stderr
+    (record,) = read_records(tmp_path)
+    assert [mark.kind for mark in record.marks] == ["nonfinite"]
+    assert len(record.events) == 1
+
+
+def test_where_there_is_no_record_none_is_pointed_to(script: Any, tmp_path: Path) -> None:
+    directory = tmp_path / "records"
+    done = ddpstats("run", "--guard", "record", "--record-dir", str(directory), script("print(1)"))
+    assert "0 collectives seen, nothing was compared" in done.stderr
+    assert "Next:" not in done.stderr
+    assert not directory.exists()
