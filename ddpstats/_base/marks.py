@@ -58,7 +58,7 @@ class Mark:
         )
 
 
-VALUES = "values"
+VALUES = "values"  # the kind of mark that holds what a rank put into a reduction
 
 Listener = Callable[[Mark], None]
 listeners: list[Listener] = []

@@ -16,14 +16,12 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ddpstats._base.marks import Mark
+from ddpstats._base.marks import VALUES, Mark
 from ddpstats.guard._events import BY_TORCH, Event
 from ddpstats.guard._p2p import pair_messages
 from ddpstats.guard._records import RankRecord
 from ddpstats.guard._report import assumed, not_compared
 from ddpstats.guard._status import DOUBT, GuardFinding
-
-VALUES = "values"  # the kind of mark that holds what a rank put into a reduction
 
 
 @dataclass(frozen=True)
