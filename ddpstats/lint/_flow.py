@@ -31,7 +31,7 @@ _ENDS_THE_RUN = frozenset({"exit", "_exit", "abort", "quit", "kill", "destroy_pr
 _HARMLESS = re.compile(
     r"(?i)print|log\w*|info|warning|debug|is\w+|get\w*|len|wait|str|list|range|int|float|tensor|zeros|ones"
 )
-_RANGES = ("range", "trange")
+RANGES = ("range", "trange")
 _EXITS = (ast.Return, ast.Break, ast.Continue)
 
 
@@ -262,7 +262,7 @@ class FlowWalk:
     def _turns(self, iterated: ast.expr) -> Origin:
         """Of ``range(rank, n, size)`` and ``files[rank::size]``; parts are equal where both ends move with the rank."""
         ends: list[ast.expr | None] = []
-        if isinstance(iterated, ast.Call) and last_name(iterated.func) in _RANGES and len(iterated.args) > 1:
+        if isinstance(iterated, ast.Call) and last_name(iterated.func) in RANGES and len(iterated.args) > 1:
             ends = [*iterated.args[:2]]
         elif isinstance(iterated, ast.Subscript) and isinstance(iterated.slice, ast.Slice):
             ends = [iterated.slice.lower, iterated.slice.upper]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 _INNER = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
+_EQUAL_PARTS = re.compile(r"\w*Distributed(Batch)?Sampler|prepare(_data_?loader)?|setup_dataloaders")
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 
@@ -47,10 +49,12 @@ class Program:
         return {name.partition(".")[0] for name in (*self.imports.values(), *plain)}
 
     @cached_property
-    def drops_last(self) -> bool:
-        """Whether ranks have equally many samples."""
-        keywords = (node for node in ast.walk(self.tree) if isinstance(node, ast.keyword) and node.arg == "drop_last")
-        return any(isinstance(one.value, ast.Constant) and one.value.value is True for one in keywords)
+    def has_equal_parts(self) -> bool:
+        """Whether the file sees to it that ranks have equally many samples: their mean is then the mean."""
+        nodes = list(ast.walk(self.tree))
+        keywords = (node for node in nodes if isinstance(node, ast.keyword) and node.arg == "drop_last")
+        drops = any(isinstance(one.value, ast.Constant) and one.value.value is True for one in keywords)
+        return drops or any(_EQUAL_PARTS.fullmatch(last_name(node)) for node in nodes)
 
     @cached_property
     def _by_name(self) -> dict[tuple[str | None, str], list[Function]]:

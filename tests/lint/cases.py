@@ -703,6 +703,7 @@ def step(loss, history):
     shown = loss.detach()
     dist.all_reduce(shown)
     history.append(loss.item())
+    print(shown)
 
 # helper_in_place: aliased-reduce
 import torch.distributed as dist
@@ -2420,6 +2421,74 @@ def save(rank):
         # the others wait in serve()   ddpstats: this is prose
         # ddpstats: ignore[rank-branch]
         dist.barrier()
+
+# equal_parts_by_the_sampler: legal
+import torch, torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler
+def validate(model, dataset):
+    batches = DataLoader(dataset, sampler=DistributedSampler(dataset, shuffle=False))
+    total_loss, num_samples = 0.0, 0
+    for x in batches:
+        total_loss += model(x).item()
+        num_samples += len(x)
+    loss = torch.tensor(total_loss / num_samples)
+    dist.all_reduce(loss)
+    loss /= dist.get_world_size()
+
+# parts_that_accelerate_prepared: legal
+import torch
+import torch.distributed as dist
+def validate(accelerator, model, batches):
+    batches = accelerator.prepare(batches)
+    losses = [model(x).item() for x in batches]
+    loss = torch.tensor(sum(losses) / len(losses))
+    dist.all_reduce(loss, op=dist.ReduceOp.AVG)
+
+# mean_over_a_fixed_number_of_steps: legal
+import numpy as np
+import torch, torch.distributed as dist
+def train(step, steps, epochs):
+    for epoch in range(epochs):
+        losses = []
+        for _ in range(steps):
+            losses.append(step())
+        mean = torch.tensor(np.mean(losses))
+        dist.all_reduce(mean)
+        mean /= dist.get_world_size()
+
+# mean_by_a_loader_in_a_loop_of_epochs: mean-of-means
+import numpy as np
+import torch, torch.distributed as dist
+def train(step, loader, epochs):
+    for epoch in range(epochs):
+        losses = [step(x) for x in loader]
+        mean = torch.tensor(np.mean(losses))
+        dist.all_reduce(mean)
+        mean /= dist.get_world_size()
+
+# count_that_was_reduced: legal
+import torch.distributed as dist
+def loss_of(loss_sum, num_tokens):
+    dist.all_reduce(num_tokens, op=dist.ReduceOp.AVG)
+    loss = loss_sum / num_tokens
+    dist.all_reduce(loss, op=dist.ReduceOp.AVG)
+    return loss
+
+# shape_of_the_second_name: legal
+import torch.distributed as dist
+def f(preds):
+    t = preds
+    dist.all_reduce(t)
+    assert t is preds and len(preds) and preds.size(0)
+    return t.view(preds.shape)
+
+# reduced_for_its_second_name: legal
+import torch.distributed as dist
+def f(loss):
+    buffer = loss
+    dist.all_reduce(buffer)
+    buffer /= dist.get_world_size()
+    print("mean of all ranks", loss.item())
 
 # unused_comment: unused-ignore
 import torch.distributed as dist
