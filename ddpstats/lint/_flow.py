@@ -92,6 +92,7 @@ class FlowWalk:
                 self._accuse(RANK_BRANCH, ops[0], f"a decorator lets only one rank run {function.name}()")
         elif ops or any(isinstance(one, COMPREHENSIONS) for part in body for one in ast.walk(part)):
             self._body, self._order = body, Order(self._collectives.program, body, function)
+            self._origins.enter(body, function)
             self._block(body, _Later())
         tests = {(one.ops, one.test) for one in self._found if one.rule == RANK_BRANCH and one.ops}
         completed = [ops for ops, _ in tests]

@@ -314,6 +314,13 @@ def step(loss):
 
 # loss_above: data-branch
 import torch.distributed as dist
+def step(model, batch):
+    loss = model(batch).mean()
+    if loss > 10:
+        dist.all_reduce(loss)
+
+# given_loss_above: missed data-branch
+import torch.distributed as dist
 def step(loss):
     if loss > 10:
         dist.all_reduce(loss)
@@ -379,6 +386,12 @@ def fit(loss, grad):
         dist.all_reduce(grad)
 
 # reduce_stats_under_a_key: data-branch
+from ddpstats import reduce_stats
+def log(metrics):
+    if "wer" in metrics:
+        reduce_stats({"wer": metrics["wer"]})
+
+# reduce_stats_under_a_name: missed data-branch
 from ddpstats import reduce_stats
 def log(stats, metrics):
     if "wer" in metrics:
@@ -2489,6 +2502,104 @@ def f(loss):
     dist.all_reduce(buffer)
     buffer /= dist.get_world_size()
     print("mean of all ranks", loss.item())
+
+# made_elsewhere: legal
+import torch.distributed as dist
+from .utils import ddp_mean
+def fit(model, loader, trainer):
+    for epoch in range(9):
+        loss = ddp_mean(run(model, loader))
+        if loss > 10 or loss.item() > 9:
+            return
+        loss = trainer.train_step(loader)
+        if loss < 0.01:
+            break
+        dist.barrier()
+
+# losses_of_the_configuration: legal
+import torch, torch.distributed as dist
+class Criterion(torch.nn.Module):
+    def __init__(self, losses, metrics, w_kl_loss=0.0):
+        self.losses = losses
+        self.metrics = [one for one in metrics]
+        self.outputs = torch.nn.ModuleList([torch.nn.L1Loss()])
+        self.w_kl_loss = w_kl_loss
+    def forward(self, n):
+        if len(self.losses) > 0 or self.w_kl_loss > 0 or len(self.outputs) > 0:
+            dist.all_reduce(n)
+        if len(self.metrics) == 0:
+            return n
+        dist.all_reduce(n)
+
+# own_list_of_the_class: early-exit
+import torch.distributed as dist
+class Loop:
+    def __init__(self):
+        self.outputs = []
+    def step(self, batch):
+        self.outputs.append(batch)
+    def end(self, x):
+        if len(self.outputs) == 0:
+            return
+        dist.all_reduce(x)
+
+# names_of_metrics: legal
+import torch.distributed as dist
+def evaluate(model, loader, metrics, losses=("loss", "acc")):
+    feats = run(model, loader)
+    if "fid" in metrics or "acc" in losses or len(losses) == 0:
+        dist.all_reduce(feats)
+
+# keys_of_the_text: legal
+import lightning as L
+class Model(L.LightningModule):
+    def training_step(self, batch, i):
+        metrics = {"loss": self.net(batch)}
+        if self.hparams.acc:
+            metrics["acc"] = acc(batch)
+        if "acc" in metrics:
+            self.log("acc", metrics["acc"], sync_dist=True)
+
+# rank_of_a_decomposition: legal
+import torch.distributed as dist
+class State:
+    def __init__(self, rank: int = 4):
+        self.rank = rank
+def hook(state, bucket):
+    if state.rank > 0:
+        dist.all_reduce(bucket)
+
+# rank_as_a_size: legal
+import torch, torch.distributed as dist
+def factors(n, rank):
+    left = torch.randn(n, rank)
+    if rank > 8:
+        dist.all_reduce(left)
+
+# result_taken_apart: legal
+import torch, torch.distributed as dist
+def f(loss, acc):
+    packed = torch.stack([loss, acc])
+    dist.all_reduce(packed)
+    acc, loss = packed.unbind()
+    if loss.item() > 10:
+        return
+    (part,) = torch.split(packed, 2)
+    if torch.isnan(torch.nan_to_num(torch.cat([part, packed])).sum()):
+        return
+    loss = torch.stack([packed, packed]).mean()
+    if torch.isnan(loss.reshape(-1)) or loss > 3:
+        return
+    dist.barrier()
+
+# tensor_filled_by_the_batch: early-exit
+import torch, torch.distributed as dist
+def f(model, batch):
+    losses = torch.zeros(3)
+    losses[0] = model(batch)
+    if torch.isnan(losses.sum()):
+        return
+    dist.barrier()
 
 # unused_comment: unused-ignore
 import torch.distributed as dist
