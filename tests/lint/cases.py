@@ -2601,6 +2601,81 @@ def f(model, batch):
         return
     dist.barrier()
 
+# groups_by_other_names: legal
+import torch.distributed as dist, torch.distributed.nn
+import horovod.torch as hvd
+import torch_xla.core.xla_model as xm
+import lightning as L
+def f(x, rank, few, everybody):
+    if rank < 4:
+        torch.distributed.nn.all_gather(x, few)
+        hvd.allreduce(x, process_set=everybody)
+        xm.all_reduce("sum", [x], groups=[[0, 1, 2, 3]])
+class Model(L.LightningModule):
+    def training_step(self, batch, i):
+        if self.global_rank < 2:
+            self.log("x", 1.0, sync_dist=True, sync_dist_group=self.first)
+
+# functional_of_all_ranks: rank-branch
+import torch.distributed as dist, torch.distributed.nn
+def f(x, rank):
+    if rank < 4:
+        torch.distributed.nn.all_reduce(x, dist.ReduceOp.SUM)
+
+# metrics_that_sync_otherwise: legal
+from torchmetrics import Accuracy, MetricCollection
+import torch.distributed as dist
+def f(rank, x, g):
+    if rank == 0:
+        alone = MetricCollection([Accuracy(task="binary", sync_on_compute=False)])
+        gathered = Accuracy(task="binary", distributed_available_fn=lambda: False)
+        grouped = Accuracy(task="binary", process_group=g)
+        print(alone.compute(), gathered.compute(), grouped.compute())
+
+# strategy_of_no_trainer: legal
+import lightning
+def choose(strategy, rank):
+    if rank == 0:
+        strategy.reduce("x")
+
+# backward_of_other_models: legal
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+def head_alone(head, loader):
+    if dist.get_rank() == 0:
+        for x, y in loader:
+            loss = head(x, y)
+            loss.backward()
+    dist.barrier()
+def train(model, probe, batch):
+    model = DDP(model)
+    loss = model(batch)
+    loss.backward()
+    probe_loss = probe(batch)
+    if probe_loss > 1:
+        probe_loss.backward()
+
+# backward_without_sync: legal
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+def train(model, batches):
+    model = DDP(model)
+    with model.no_sync():
+        for batch in batches:
+            loss = model(batch)
+            if torch.isnan(loss):
+                continue
+            loss.backward()
+    for p in model.parameters():
+        dist.all_reduce(p.grad)
+
+# own_object_that_is_called: rank-branch
+import ddpstats
+reducer = ddpstats.StatsReducer()
+def f(rank, stats):
+    if rank == 0:
+        reducer(stats)
+
 # unused_comment: unused-ignore
 import torch.distributed as dist
 def save(rank):
