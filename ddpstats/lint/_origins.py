@@ -76,17 +76,15 @@ class Origins:
         self._owner = owner
         self._owned_by = owner.name if owner else ""
         self._given: dict[str, list[ast.expr]] = {}  # what a variable was assigned
-        self._read_by_key, self._open = set[str](), set[str]()
+        self._read_by_key = set[str]()
         self.known: dict[str, Origin] = {}  # by the text of a variable: "flag", "self.flag", "stats['loss']"
 
     def enter(self, body: Sequence[ast.stmt], function: Function | None) -> None:
-        """Which variables are read by key, which get keys that the text does not tell, and parameters' defaults."""
+        """Which variables are read by key, and which parameters have a constant for their default."""
         for part in parts_of(*body):
-            if isinstance(part, ast.Subscript):
-                is_open = isinstance(part.ctx, ast.Store) and not isinstance(part.slice, ast.Constant)
-                (self._open if is_open else self._read_by_key).add(ast.unparse(part.value))
-            elif isinstance(part, ast.Attribute) and part.attr in ("items", "keys", "values", "get"):
-                self._read_by_key.add(ast.unparse(part.value))
+            is_dicts = isinstance(part, ast.Attribute) and part.attr in ("items", "keys", "values", "get")
+            if isinstance(part, (ast.Attribute, ast.Subscript)) and (is_dicts or isinstance(part, ast.Subscript)):
+                self._read_by_key.add(dotted(part.value))
         if function is not None:
             self._owned_by += function.name
             given = function.args
@@ -258,11 +256,10 @@ class Origins:
         return found[0] if found[1] == SAME else None  # the ranks of a group
 
     def _has_own_keys(self, held: ast.Name) -> bool:
-        """Whether it is a dict, and neither of configuration nor with keys that the text names."""
+        """Whether it is a dict, and neither of configuration nor written down in the text."""
         given = self._given.get(held.id, [])
-        told = bool(given) and all(isinstance(one, ast.Dict) for one in given) and held.id not in self._open
-        configured = any(_CONFIGURED.search(ast.unparse(one)) for one in given)
-        return held.id in self._read_by_key and not (told or configured or self._may_be_alike(held))
+        told = any(isinstance(one, ast.Dict) or _CONFIGURED.search(ast.unparse(one)) for one in given)
+        return held.id in self._read_by_key and not told and not self._may_be_alike(held)
 
     # -- where a value came from --------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 _WITHOUT_RANKS = frozenset({"torch", "numpy", "tqdm", *sys.stdlib_module_names})
 _SHAPED = frozenset({"Linear", "zeros", "ones", "empty", "rand", "randn"})
+_EXITS = frozenset({"exit", "_exit", "SystemExit"})
 _FILLS = frozenset({"append", "extend", "add", "update", "insert", "setdefault"})
 
 
@@ -91,6 +92,14 @@ class Program:
             elif isinstance(node, ast.Call) and last_name(node.func) in _SHAPED and len(node.args) > 1:
                 found.update(map(last_name, node.args))
         return found
+
+    @cached_property
+    def statuses(self) -> set[str]:
+        """Variables, and functions of the file, whose value it exits with: of ``sys.exit(main())`` main."""
+        ends = (node for node in ast.walk(self.tree) if isinstance(node, ast.Call) and last_name(node.func) in _EXITS)
+        values = [part for call in ends for one in call.args for part in ast.walk(one)]
+        names = {last_name(one) for one in values} - {""}
+        return names | {last_name(self.made[name].func) for name in names & self.made.keys()}
 
     def is_elsewhere(self, call: ast.Call) -> bool:
         """Whether it is a function of another file of the program, or of a library that may know ranks."""

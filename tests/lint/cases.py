@@ -2676,6 +2676,157 @@ def f(rank, stats):
     if rank == 0:
         reducer(stats)
 
+# status_of_main: legal
+import sys, logging
+import torch.distributed as dist
+def main():
+    try:
+        train()
+        dist.barrier()
+    except Exception:
+        logging.exception("failed")
+        return 1
+    return 0
+if __name__ == "__main__":
+    sys.exit(main())
+
+# status_set_first: legal
+import sys
+import torch.distributed as dist
+def run():
+    code = 0
+    try:
+        train()
+        dist.barrier()
+    except Exception:
+        code = 1
+    raise SystemExit(code)
+
+# skipped_as_out_of_memory: swallowed-error
+from torch.nn.parallel import DistributedDataParallel as DDP
+def train(model, loader):
+    model = DDP(model)
+    for batch in loader:
+        try:
+            loss = model(batch)
+            loss.backward()
+        except RuntimeError as error:
+            if "out of memory" in str(error):
+                continue
+            raise
+
+# left_as_out_of_memory: early-exit
+import torch.distributed as dist
+def train(model, loader):
+    for batch in loader:
+        try:
+            loss = model(batch)
+        except RuntimeError as error:
+            if "out of memory" in str(error):
+                print("skip")
+                continue
+            else:
+                raise error
+        dist.all_reduce(loss)
+
+# skipped_where_alone: legal
+import torch.distributed as dist
+def train(model, loader, world_size):
+    for batch in loader:
+        try:
+            loss = model(batch)
+        except RuntimeError as error:
+            if world_size == 1 and "out of memory" in str(error):
+                continue
+            raise
+        dist.all_reduce(loss)
+
+# agreed_out_of_memory: legal
+import torch, torch.distributed as dist
+def train(model, loader):
+    for batch in loader:
+        bad = torch.zeros(1)
+        try:
+            loss = model(batch)
+        except RuntimeError as error:
+            if "out of memory" in str(error):
+                bad.fill_(1)
+            else:
+                raise
+        dist.all_reduce(bad)
+
+# keys_compared_before: legal
+import torch.distributed as dist
+def reduce_losses(losses):
+    all_keys = [None] * dist.get_world_size()
+    dist.all_gather_object(all_keys, list(losses))
+    if any(keys != all_keys[0] for keys in all_keys):
+        raise ValueError("ranks have other keys")
+    for name, value in losses.items():
+        dist.all_reduce(value)
+
+# dict_by_its_keyword: legal
+import torch.distributed as dist
+def reduce_dict(losses):
+    for value in losses.values():
+        dist.all_reduce(value)
+class Reducer:
+    def reduce(self, losses):
+        for value in losses.values():
+            dist.all_reduce(value)
+reducer = Reducer()
+def train(model, batch):
+    out = model(batch)
+    reduce_dict(losses={"ce": out.ce, "kl": out.kl})
+    reducer.reduce({"ce": out.ce, "kl": out.kl})
+
+# sorted_before: legal
+import torch.distributed as dist
+def reduce_dict(losses):
+    losses = dict(sorted(losses.items()))
+    for value in losses.values():
+        dist.all_reduce(value)
+
+# set_of_numbers: legal
+import torch.distributed as dist
+def f(t, ranks):
+    for i in set(range(4)):
+        dist.all_reduce(t[i])
+    for i in {2, 4}:
+        dist.all_reduce(t[i])
+    for i in set(ranks):
+        dist.broadcast(t, src=i)
+
+# set_of_strings: dict-order
+import torch.distributed as dist
+def f(table):
+    for key in {"loss", "acc"}:
+        dist.all_reduce(table[key])
+
+# answered_in_another_file: legal
+import torch.distributed as dist
+from . import follow
+from .worker import receive_from_master
+def share(x, rank):
+    if rank == 0:
+        dist.broadcast(x, 0)
+    else:
+        x = receive_from_master()
+    return x
+def main(rank, prompts, model):
+    if rank != 0:
+        follow.worker_loop(model)
+        return
+    for prompt in prompts:
+        dist.broadcast_object_list([prompt], 0)
+
+# padded_files: legal
+import torch.distributed as dist
+def f(files, rank, world):
+    files = pad_to_multiple(files, world)
+    for i in range(rank, len(files), world):
+        dist.barrier()
+
 # unused_comment: unused-ignore
 import torch.distributed as dist
 def save(rank):
