@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import ast
 import re
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 
 from ddpstats.lint._program import Function, Program, blocks_of, dotted, exits, last_name, parts_of
 
@@ -77,6 +79,10 @@ _ONLY_ONE_RANK = re.compile(r"(rank_?(zero|0)|main_process|master|on_main)(_only
 _LEAVES_UNSYNCED = re.compile(r"no_(backward_)?sync|require_backward_grad_sync|accumulate")
 _WRAPS_MODEL = frozenset({"DistributedDataParallel", "DDP"})
 
+_MOST_OPS = 100  # of one function, which others call in turn
+MOST_SEC = 30.0  # of this process, for one file
+_EACH = 1000  # questions between two looks at the clock, which is slow in places
+
 MAY_HOLD = re.compile(
     rb"torch\.distributed|import distributed|all_reduce|all_gather|\bbarrier|broadcast_object|sync_dist|strategy\.|"
     rb"horovod|[Aa]ccelerator|accelerate\.utils|wait_for_everyone|mmengine|detectron2|xla_model|[Ff]abric|"
@@ -105,17 +111,26 @@ class Collective:
         return f"{self.via}() runs {self.op}, which" if self.via else self.op
 
 
+class TooLongError(Exception):
+    """To look for a file's collectives takes longer than anybody waits."""
+
+
 class Collectives:
     """Of one file; what is found is kept."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
+        self._end, self._asked = time.process_time() + MOST_SEC, 0
         self._calls: dict[ast.AST, list[ast.Call]] = {}
         self._certain_of: dict[Function, tuple[str, ...]] = {}
+        self._possible_of: dict[Function, str] = {}
         self._found: dict[ast.Call, tuple[Collective, ...]] = {}
 
     def of(self, call: ast.Call, owner: ast.ClassDef | None) -> tuple[Collective, ...]:
-        """What a call runs; the operations, in order, where it is a function of this file."""
+        """What a call runs; the operations, in order, where it is a function of this file. Raises `TooLongError`."""
+        self._asked += 1
+        if self._asked % _EACH == 0 and time.process_time() > self._end:
+            raise TooLongError
         if call not in self._found:
             self._found[call] = self._through(call, owner) or self._direct(call)
         return self._found[call]
@@ -130,16 +145,17 @@ class Collectives:
             self._calls[node] = [part for part in parts_of(node) if isinstance(part, ast.Call)]
         return self._calls[node]
 
-    def possible(self, call: ast.Call, owner: ast.ClassDef | None, seen: frozenset[str] = frozenset()) -> str:
+    def possible(self, call: ast.Call, owner: ast.ClassDef | None) -> str:
         """An operation that the call may run, of any group and under any condition; empty if there is none."""
         if run := self._direct(call):
             return run[0].op
         function = self.program.function_called(call, owner)
-        if function is None or function.name in seen:
-            return ""
-        calls = (part for part in parts_of(*function.body) if isinstance(part, ast.Call))
-        inside = (self.possible(one, self.program.owner[function], seen | {function.name}) for one in calls)
-        return next((op for op in inside if op), "")
+        if function is not None and function not in self._possible_of:
+            self._possible_of[function] = ""  # of one that calls itself
+            calls = (part for part in parts_of(*function.body) if isinstance(part, ast.Call))
+            inside = (self.possible(one, self.program.owner[function]) for one in calls)
+            self._possible_of[function] = next((op for op in inside if op), "")
+        return self._possible_of[function] if function is not None else ""
 
     # -- a function of the file ---------------------------------------------------------------------------------------
 
@@ -156,7 +172,8 @@ class Collectives:
         """What it runs whenever there is more than one rank."""
         if function not in self._certain_of:
             self._certain_of[function] = ()  # of one that calls itself
-            self._certain_of[function] = tuple(self._of_block(function.body, self.program.owner[function]))
+            ops = self._of_block(function.body, self.program.owner[function])
+            self._certain_of[function] = tuple(islice(ops, _MOST_OPS))
         return self._certain_of[function]
 
     def _of_block(self, statements: Sequence[ast.stmt], owner: ast.ClassDef | None) -> Iterator[str]:
@@ -245,7 +262,7 @@ class Collectives:
     @cached_property
     def _backwards(self) -> dict[ast.Call, bool]:
         """Those outside of no_sync(), with whether a wrapped model has made the loss, as far as its function shows."""
-        made = [node for node in ast.walk(self.program.tree) if isinstance(node, ast.Assign)]
+        made = [node for node in self.program.nodes if isinstance(node, ast.Assign)]
         wraps = [node for node in made if not _WRAPS_MODEL.isdisjoint(_names_in(node.value))]
         wrapped = {last_name(target) for node in wraps for target in node.targets}
         found: dict[ast.Call, bool] = {}

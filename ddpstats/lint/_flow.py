@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from ddpstats.lint._collectives import Collective, Collectives, is_about_world, is_for_one_rank
 from ddpstats.lint._order import Order
 from ddpstats.lint._origins import SAME, Differs, Origin, Origins, is_of_rank
-from ddpstats.lint._program import COMPREHENSIONS, Function, exits, last_name, parts_of, text_of
+from ddpstats.lint._program import COMPREHENSIONS, Function, blocks_of, exits, last_name, parts_of, text_of
 from ddpstats.lint._rules import DICT_ORDER, EARLY_EXIT, RANK_BRANCH, SWALLOWED_ERROR
 
 _ONE_AFTER_ANOTHER = re.compile(r".*(process|zero|rank)_first")
@@ -117,11 +117,12 @@ class FlowWalk:
     def _block(self, statements: Sequence[ast.stmt], later: _Later, *, told: bool = False) -> None:
         """``told``: what is in it is not told again."""
         found = len(self._found)
+        leaves = [index for index, one in enumerate(statements) if isinstance(one, (ast.Return, ast.Raise))]
+        rest = self._among(statements)
         for index, statement in enumerate(statements):
-            rest = statements[index + 1 :]
-            ops = self._among(rest)
-            ends = any(isinstance(one, (ast.Return, ast.Raise)) for one in rest)  # the others leave as well
-            self._statement(statement, _Later().behind(ops) if ends else later.behind(ops))
+            rest = rest[len(self._among([statement])) :]
+            others = _Later() if leaves and index < leaves[-1] else later  # the others leave as well
+            self._statement(statement, others.behind(rest) if any(blocks_of(statement)) else later)
         if told:
             del self._found[found:]
 

@@ -50,18 +50,21 @@ class Program:
             self._collect(child, child if isinstance(child, ast.ClassDef) else None if inside else owner)
 
     @cached_property
+    def nodes(self) -> list[ast.AST]:
+        return list(ast.walk(self.tree))
+
+    @cached_property
     def modules(self) -> set[str]:
         """The first words of what is imported: "torch", "lightning"."""
-        plain = (one.name for node in ast.walk(self.tree) if isinstance(node, ast.Import) for one in node.names)
+        plain = (one.name for node in self.nodes if isinstance(node, ast.Import) for one in node.names)
         return {name.partition(".")[0] for name in (*self.imports.values(), *plain)}
 
     @cached_property
     def has_equal_parts(self) -> bool:
         """Whether the file sees to it that ranks have equally many samples: their mean is then the mean."""
-        nodes = list(ast.walk(self.tree))
-        keywords = (node for node in nodes if isinstance(node, ast.keyword) and node.arg == "drop_last")
+        keywords = (node for node in self.nodes if isinstance(node, ast.keyword) and node.arg == "drop_last")
         drops = any(isinstance(one.value, ast.Constant) and one.value.value is True for one in keywords)
-        return drops or any(_EQUAL_PARTS.fullmatch(last_name(node)) for node in nodes)
+        return drops or any(_EQUAL_PARTS.fullmatch(last_name(node)) for node in self.nodes)
 
     @cached_property
     def configured(self) -> set[str]:
@@ -82,7 +85,7 @@ class Program:
     def sizes(self) -> set[str]:
         """Parameters that are a size, by their default or in the shape of a tensor: ``rank`` of a decomposition."""
         found = set[str]()
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, ast.arguments):
                 named = [*node.posonlyargs, *node.args]
                 pairs = zip(named[len(named) - len(node.defaults) :], node.defaults, strict=True)
@@ -96,7 +99,7 @@ class Program:
     @cached_property
     def statuses(self) -> set[str]:
         """Variables, and functions of the file, whose value it exits with: of ``sys.exit(main())`` main."""
-        ends = (node for node in ast.walk(self.tree) if isinstance(node, ast.Call) and last_name(node.func) in _EXITS)
+        ends = (node for node in self.nodes if isinstance(node, ast.Call) and last_name(node.func) in _EXITS)
         values = [part for call in ends for one in call.args for part in ast.walk(one)]
         names = {last_name(one) for one in values} - {""}
         return names | {last_name(self.made[name].func) for name in names & self.made.keys()}
@@ -115,11 +118,11 @@ class Program:
 
     @cached_property
     def _parameters(self) -> set[str]:
-        return {node.arg for node in ast.walk(self.tree) if isinstance(node, ast.arg)}
+        return {node.arg for node in self.nodes if isinstance(node, ast.arg)}
 
     @cached_property
     def _bases(self) -> dict[str, list[str]]:
-        classes = (node for node in ast.walk(self.tree) if isinstance(node, ast.ClassDef))
+        classes = (node for node in self.nodes if isinstance(node, ast.ClassDef))
         return {one.name: [dotted(base) for base in one.bases] for one in classes}
 
     def resolve(self, called: ast.expr) -> str:
