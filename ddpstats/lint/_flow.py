@@ -31,6 +31,7 @@ _ENDS_THE_RUN = frozenset({"exit", "_exit", "abort", "quit", "kill", "destroy_pr
 _HARMLESS = re.compile(
     r"(?i)print|log\w*|info|warning|debug|is\w+|get\w*|len|wait|str|list|range|int|float|tensor|zeros|ones"
 )
+_LEADS = re.compile(r"broadcast|scatter")  # which the others may await elsewhere, of a leader that may fail before
 _MAKES_EVEN = re.compile(r"(?i)pad|drop|trunc|even|divisible|multiple|ceil")
 RANGES = ("range", "trange")
 _EXITS = (ast.Return, ast.Break, ast.Continue)
@@ -280,11 +281,9 @@ class FlowWalk:
         elif isinstance(iterated, ast.Subscript) and isinstance(iterated.slice, ast.Slice):
             ends = [iterated.slice.lower, iterated.slice.upper]
         differing = [origin for end in ends if end is not None and is_of_rank(origin := self._origins.of(end))]
-        parts = list(parts_of(*self._body)) if differing else []
-        divided = any(isinstance(one, ast.BinOp) and isinstance(one.op, ast.Mod) for one in parts)
-        if divided or any(_MAKES_EVEN.search(last_name(one)) for one in parts):
-            return None  # padded, or known to be divisible
-        return differing[0] if len(differing) == 1 else None
+        parts = parts_of(*self._body if len(differing) == 1 else ())
+        even = (isinstance(getattr(one, "op", None), ast.Mod) or _MAKES_EVEN.search(last_name(one)) for one in parts)
+        return differing[0] if len(differing) == 1 and not any(even) else None  # padded, or known to be divisible
 
     def _while(self, node: ast.While, later: _Later) -> None:
         self._expressions(node.test)
@@ -347,7 +346,7 @@ class FlowWalk:
         if ops and risky[0].lineno <= ops[-1].call.lineno:
             self._accuse(SWALLOWED_ERROR, ops[-1], f"{why}, and line {handler.lineno} goes on")
         for exit_ in () if ops else exits(handler.body):
-            if missed := later.missed_sometimes(exit_):
+            if (missed := later.missed_sometimes(exit_)) and not _LEADS.match(missed[0].op):
                 self._skips(exit_, missed[0], why)
                 return
 

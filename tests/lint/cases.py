@@ -2820,6 +2820,17 @@ def main(rank, prompts, model):
     for prompt in prompts:
         dist.broadcast_object_list([prompt], 0)
 
+# leader_that_may_fail: legal
+import pickle
+import torch.distributed as dist
+def predict(model, shards, out):
+    try:
+        pickle.dumps(shards)
+    except Exception:
+        return model(shards)
+    dist.scatter_object_list(out, shards)
+    return out
+
 # padded_files: legal
 import torch.distributed as dist
 def f(files, rank, world):
