@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from ddpstats.lint._collectives import Collective, Collectives, is_about_world, is_for_one_rank
 from ddpstats.lint._order import Order
 from ddpstats.lint._origins import SAME, Differs, Origin, Origins, is_of_rank
-from ddpstats.lint._program import COMPREHENSIONS, Function, blocks_of, exits, last_name, parts_of, text_of
+from ddpstats.lint._program import COMPREHENSIONS, RANGES, Function, blocks_of, exits, last_name, parts_of, text_of
 from ddpstats.lint._rules import DICT_ORDER, EARLY_EXIT, RANK_BRANCH, SWALLOWED_ERROR
 
 _ONE_AFTER_ANOTHER = re.compile(r".*(process|zero|rank)_first")
@@ -33,7 +33,6 @@ _HARMLESS = re.compile(
 )
 _LEADS = re.compile(r"broadcast|scatter")  # which the others may await elsewhere, of a leader that may fail before
 _MAKES_EVEN = re.compile(r"(?i)pad|drop|trunc|even|divisible|multiple|ceil")
-RANGES = ("range", "trange")
 _EXITS = (ast.Return, ast.Break, ast.Continue)
 
 
@@ -343,7 +342,8 @@ class FlowWalk:
         if not risky or any(last_name(call.func) == _TRIES_TO_START for call in risky):
             return
         why = f"`{text_of(risky[0])}` may raise on one rank"
-        if ops and risky[0].lineno <= ops[-1].call.lineno:
+        retries = later.endless or isinstance((node.orelse or node.body)[-1], ast.Break)  # it only comes later
+        if ops and not retries and risky[0].lineno <= ops[-1].call.lineno:
             self._accuse(SWALLOWED_ERROR, ops[-1], f"{why}, and line {handler.lineno} goes on")
         for exit_ in () if ops else exits(handler.body):
             if (missed := later.missed_sometimes(exit_)) and not _LEADS.match(missed[0].op):

@@ -113,7 +113,8 @@ def _is_set_of_strings(iterated: ast.expr) -> bool:
     if isinstance(iterated, ast.Call) and dotted(iterated.func) != "set":
         return False
     if isinstance(held, (ast.Set, ast.List, ast.Tuple)) and (held is not iterated or isinstance(held, ast.Set)):
-        return any(isinstance(one, ast.Constant) and isinstance(one.value, str) for one in held.elts)
+        strings = (one for one in held.elts if isinstance(one, ast.Constant) and isinstance(one.value, str))
+        return len(held.elts) > 1 and any(strings)
     is_set = held is not iterated or isinstance(held, ast.SetComp)
     return is_set and bool(_STRINGS.search(ast.unparse(held)))
 

@@ -10,6 +10,7 @@ from functools import cached_property
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 _INNER = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
+RANGES = ("range", "trange")
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _EQUAL_PARTS = re.compile(r"\w*Distributed(Batch)?Sampler|prepare(_data_?loader)?|setup_dataloaders")
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)

@@ -7,9 +7,9 @@ import re
 from collections.abc import Iterator, Sequence
 
 from ddpstats.lint._collectives import Collective, Collectives
-from ddpstats.lint._flow import RANGES, Accusation
+from ddpstats.lint._flow import Accusation
 from ddpstats.lint._origins import names_data
-from ddpstats.lint._program import Function, dotted, last_name, parameters_of, parts_of, text_of
+from ddpstats.lint._program import RANGES, Function, dotted, last_name, parameters_of, parts_of, text_of
 from ddpstats.lint._rules import ALIASED_REDUCE, MEAN_OF_MEANS
 
 _IN_PLACE = frozenset({"all_reduce", "reduce"})

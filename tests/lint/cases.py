@@ -2831,6 +2831,37 @@ def predict(model, shards, out):
     dist.scatter_object_list(out, shards)
     return out
 
+# tried_again: legal
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+def train(model, loader):
+    model = DDP(model)
+    for batch in loader:
+        while True:
+            try:
+                loss = model(batch)
+                loss.backward()
+                done()
+            except RuntimeError as error:
+                if "out of memory" in str(error):
+                    continue
+                raise
+            break
+def share(path):
+    for attempt in range(3):
+        try:
+            x = read(path)
+            dist.broadcast(x, src=0)
+            break
+        except OSError:
+            print("again")
+
+# set_of_one: legal
+import torch.distributed as dist
+def f(table):
+    for key in {"loss"}:
+        dist.all_reduce(table[key])
+
 # padded_files: legal
 import torch.distributed as dist
 def f(files, rank, world):
