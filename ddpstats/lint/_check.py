@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ddpstats._base.untrusted import open_regular, read_at_most
 from ddpstats._base.wording import first_line
-from ddpstats.lint._collectives import MAY_HOLD, Collectives
+from ddpstats.lint._collectives import MAY_HOLD, Collectives, TooLongError
 from ddpstats.lint._flow import Accusation, FlowWalk, without_completed
 from ddpstats.lint._ignores import without_ignored
 from ddpstats.lint._program import MatchAsIf, Program
@@ -28,6 +28,8 @@ class UnreadError(Exception):
 
 def check_file(path: Path) -> list[Finding]:
     """What is found in one file, in the order of its lines. Raises `UnreadError`."""
+    if path.suffix != ".py":
+        raise UnreadError("its name does not end in .py")
     try:
         with open_regular(path) as file:
             content = read_at_most(file, _MOST_BYTES)
@@ -49,6 +51,8 @@ def check_file(path: Path) -> list[Finding]:
         return check_tree(tree, text, str(path))
     except RecursionError:
         raise UnreadError("it is nested too deeply") from None
+    except TooLongError:
+        raise UnreadError("it takes too long") from None
 
 
 def parsed(text: str) -> ast.Module:
@@ -60,14 +64,16 @@ def parsed(text: str) -> ast.Module:
 
 
 def check_tree(tree: ast.Module, text: str, path: str) -> list[Finding]:
-    """``path`` is what findings name. Raises RecursionError."""
+    """``path`` is what findings name. Raises RecursionError and `TooLongError`."""
     program = Program(tree)
     collectives = Collectives(program)
     accused, found = list[Accusation](), set()
     for body, function, owner in program.scopes():
         accused += FlowWalk(collectives, owner).walk(body, function)
         accused += value_accusations(body, collectives, owner)
+    lines = text.split("\n")
     for one in without_completed(accused):
-        line, column = getattr(one.node, "lineno", 1), getattr(one.node, "col_offset", 0) + 1
-        found.add(Finding(path, line, column, one.rule, re.sub(r"\s+", " ", one.reason)))
+        line, last = getattr(one.node, "lineno", 1), getattr(one.node, "end_lineno", 1)
+        before = lines[line - 1].encode()[: getattr(one.node, "col_offset", 0)].decode()  # ast counts bytes
+        found.add(Finding(path, line, len(before) + 1, one.rule, re.sub(r"\s+", " ", one.reason), last))
     return sorted(without_ignored(sorted(found), text, path))

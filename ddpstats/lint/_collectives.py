@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import ast
 import re
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 
 from ddpstats.lint._program import Function, Program, blocks_of, dotted, exits, last_name, parts_of
 
@@ -65,6 +67,7 @@ _METHODS_OF_NAMED = {  # by the last word of what they are called on
     "strategy": ("barrier", "reduce", "broadcast", "all_gather", "reduce_boolean_decision"),
 }
 _METHODS = frozenset({"wait_for_everyone", "gather_for_metrics", "reduce_boolean_decision"})
+_SYNCS_OTHERWISE = frozenset({"sync_on_compute", "process_group", "distributed_available_fn", "dist_sync_fn"})
 _LIGHTNING = frozenset({"lightning", "pytorch_lightning"})
 _ASKS_FOR_WORLD = re.compile(
     r"(?i)is_(available|initialized|dist|distributed|parallel|multi)|world_?size|distributed|num_processes|n_?gpu|ddp"
@@ -73,7 +76,12 @@ _ASKS_FOR_RANK = re.compile(r"rank|main_process|master|zero")
 _ON_ONE_RANK = frozenset({"gather", "gather_object", "reduce", "scatter", "scatter_object_list"})  # of torch
 _OTHER_RESULTS = frozenset({"reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single", "barrier"})
 _ONLY_ONE_RANK = re.compile(r"(rank_?(zero|0)|main_process|master|on_main)(_only|_process)?(_fn)?")
+_LEAVES_UNSYNCED = re.compile(r"no_(backward_)?sync|require_backward_grad_sync|accumulate")
 _WRAPS_MODEL = frozenset({"DistributedDataParallel", "DDP"})
+
+_MOST_OPS = 100  # of one function, which others call in turn
+MOST_SEC = 30.0  # of this process, for one file
+_EACH = 1000  # questions between two looks at the clock, which is slow in places
 
 MAY_HOLD = re.compile(
     rb"torch\.distributed|import distributed|all_reduce|all_gather|\bbarrier|broadcast_object|sync_dist|strategy\.|"
@@ -103,17 +111,26 @@ class Collective:
         return f"{self.via}() runs {self.op}, which" if self.via else self.op
 
 
+class TooLongError(Exception):
+    """To look for a file's collectives takes longer than anybody waits."""
+
+
 class Collectives:
     """Of one file; what is found is kept."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
+        self._end, self._asked = time.process_time() + MOST_SEC, 0
         self._calls: dict[ast.AST, list[ast.Call]] = {}
         self._certain_of: dict[Function, tuple[str, ...]] = {}
+        self._possible_of: dict[Function, str] = {}
         self._found: dict[ast.Call, tuple[Collective, ...]] = {}
 
     def of(self, call: ast.Call, owner: ast.ClassDef | None) -> tuple[Collective, ...]:
-        """What a call runs; the operations, in order, where it is a function of this file."""
+        """What a call runs; the operations, in order, where it is a function of this file. Raises `TooLongError`."""
+        self._asked += 1
+        if self._asked % _EACH == 0 and time.process_time() > self._end:
+            raise TooLongError
         if call not in self._found:
             self._found[call] = self._through(call, owner) or self._direct(call)
         return self._found[call]
@@ -128,16 +145,17 @@ class Collectives:
             self._calls[node] = [part for part in parts_of(node) if isinstance(part, ast.Call)]
         return self._calls[node]
 
-    def possible(self, call: ast.Call, owner: ast.ClassDef | None, seen: frozenset[str] = frozenset()) -> str:
+    def possible(self, call: ast.Call, owner: ast.ClassDef | None) -> str:
         """An operation that the call may run, of any group and under any condition; empty if there is none."""
         if run := self._direct(call):
             return run[0].op
         function = self.program.function_called(call, owner)
-        if function is None or function.name in seen:
-            return ""
-        calls = (part for part in parts_of(*function.body) if isinstance(part, ast.Call))
-        inside = (self.possible(one, self.program.owner[function], seen | {function.name}) for one in calls)
-        return next((op for op in inside if op), "")
+        if function is not None and function not in self._possible_of:
+            self._possible_of[function] = ""  # of one that calls itself
+            calls = (part for part in parts_of(*function.body) if isinstance(part, ast.Call))
+            inside = (self.possible(one, self.program.owner[function]) for one in calls)
+            self._possible_of[function] = next((op for op in inside if op), "")
+        return self._possible_of[function] if function is not None else ""
 
     # -- a function of the file ---------------------------------------------------------------------------------------
 
@@ -154,7 +172,8 @@ class Collectives:
         """What it runs whenever there is more than one rank."""
         if function not in self._certain_of:
             self._certain_of[function] = ()  # of one that calls itself
-            self._certain_of[function] = tuple(self._of_block(function.body, self.program.owner[function]))
+            ops = self._of_block(function.body, self.program.owner[function])
+            self._certain_of[function] = tuple(islice(ops, _MOST_OPS))
         return self._certain_of[function]
 
     def _of_block(self, statements: Sequence[ast.stmt], owner: ast.ClassDef | None) -> Iterator[str]:
@@ -184,7 +203,7 @@ class Collectives:
         name = self.program.resolve(call.func)
         home, _, op = name.rpartition(".")
         if home and op in _TORCH and _TORCH_HOMES.fullmatch(home):
-            return self._of_torch(call, op, in_place="functional" not in home and ".nn" not in home)
+            return self._of_torch(call, op, in_place=not re.search(r"functional|\.nn", home))
         for known, ops in _FUNCTIONS.items():
             if op in ops and (home == known or home.startswith(f"{known}.")):
                 return (Collective(op, call, "", _may_be_grouped(call), op != "barrier"),)
@@ -198,7 +217,8 @@ class Collectives:
         if op == "new_group" and any(keyword.arg == "use_local_synchronization" for keyword in call.keywords):
             return ()
         given = [keyword.value for keyword in call.keywords if keyword.arg is None or _names_group(keyword.arg)]
-        given += [] if op.startswith("new_") else call.args[_TORCH[op] : _TORCH[op] + 1]
+        last = _TORCH[op] + 1  # those that return the result have it elsewhere, behind numbers and operations
+        given += [] if op.startswith("new_") else call.args[last - 1 : last] if in_place else _no_numbers(call.args[1:])
         given += [one for one in call.args if _names_group(last_name(one.func if isinstance(one, ast.Call) else one))]
         grouped = not all(ast.unparse(one) == "None" or dotted(one).endswith(".WORLD") for one in given)
         changed = call.args[0] if call.args else next((k.value for k in call.keywords if k.arg == "tensor"), None)
@@ -206,41 +226,61 @@ class Collectives:
         return (Collective(op, call, "", grouped, agrees, changed if in_place else None),)
 
     def _method(self, call: ast.Call) -> tuple[Collective, ...]:
-        if not isinstance(call.func, ast.Attribute):
-            return ()
-        op, on = call.func.attr, call.func.value
+        op, on = "__call__", call.func  # of an object that the file has made, or a method
+        if isinstance(on, ast.Attribute) and dotted(on) not in self.program.made:
+            op, on = on.attr, on.value
         maker = self.program.made.get(dotted(on)) or (on if isinstance(on, ast.Call) else None)
         made_by = self.program.resolve(maker.func) if maker else ""
-        alone = maker is not None and any(keyword.arg == "sync_on_compute" for keyword in maker.keywords)
+        keywords = [one.arg for one in ast.walk(maker) if isinstance(one, ast.keyword)] if maker else []
+        alone = not _SYNCS_OTHERWISE.isdisjoint(keywords)
         known = not alone and any(op in ops and made_by.startswith(begin) for begin, ops in _METHODS_OF_MADE.items())
+        if known and op == "__call__":
+            return (Collective(made_by.rpartition(".")[2], call),)
         name = last_name(on).lstrip("_")
-        named = op in _METHODS_OF_NAMED.get(name, ()) and (name != "strategy" or self._has_lightning)
-        if known or named or op in _METHODS or self._is_lightnings(call, op, on) or self._is_backward(op, on):
-            return (Collective(op, call, agrees=op not in ("barrier", "wait_for_everyone", "backward")),)
+        is_lightnings = self._has_lightning and isinstance(on, ast.Attribute)
+        named = op in _METHODS_OF_NAMED.get(name, ()) and (name != "strategy" or is_lightnings)
+        if op == "backward":
+            reduces = self._backwards.get(call)  # None of one that does not
+            is_sure = reduces is not None and (reduces or named or known or name == "accelerator")
+            return (Collective(op, call, agrees=False),) if is_sure else ()
+        if known or named or op in _METHODS or self._is_lightnings(call, op, on):
+            return (Collective(op, call, agrees=op not in ("barrier", "wait_for_everyone")),)
         return ()
 
     def _is_lightnings(self, call: ast.Call, op: str, on: ast.expr) -> bool:
         if op in ("log", "log_dict"):
             synced = [keyword.value for keyword in call.keywords if keyword.arg == "sync_dist"]
-            alone = any(keyword.arg == "rank_zero_only" for keyword in call.keywords)
+            alone = any(keyword.arg in ("rank_zero_only", "sync_dist_group") for keyword in call.keywords)
             return not alone and any(isinstance(one, ast.Constant) and one.value is True for one in synced)
         gathers = op == "all_gather" and dotted(on) in ("self", "pl_module")
         return self._has_lightning and (gathers or (op == "save_checkpoint" and last_name(on) == "trainer"))
-
-    def _is_backward(self, op: str, on: ast.expr) -> bool:
-        """DistributedDataParallel reduces gradients in it."""
-        if op != "backward":
-            return False
-        return last_name(on) == "accelerator" or ("loss" in ast.unparse(on).lower() and self._wraps_model)
 
     @property
     def _has_lightning(self) -> bool:
         return bool(self.program.modules & _LIGHTNING)
 
     @cached_property
-    def _wraps_model(self) -> bool:
-        calls = (node for node in ast.walk(self.program.tree) if isinstance(node, ast.Call))
-        return any(last_name(call.func) in _WRAPS_MODEL for call in calls)
+    def _backwards(self) -> dict[ast.Call, bool]:
+        """Those outside of no_sync(), with whether a wrapped model has made the loss, as far as its function shows."""
+        made = [node for node in self.program.nodes if isinstance(node, ast.Assign)]
+        wraps = [node for node in made if not _WRAPS_MODEL.isdisjoint(_names_in(node.value))]
+        wrapped = {last_name(target) for node in wraps for target in node.targets}
+        found: dict[ast.Call, bool] = {}
+        for body, _, _ in self.program.scopes():
+            nodes = list(parts_of(*body))
+            if any(_LEAVES_UNSYNCED.fullmatch(last_name(node)) for node in nodes):
+                continue
+            given: dict[str, set[str]] = {}
+            for node in (one for one in nodes if isinstance(one, ast.Assign)):
+                for name in _names_in(*node.targets):
+                    given.setdefault(name, set()).update(_names_in(node.value))
+            for call in (one for one in nodes if isinstance(one, ast.Call) and last_name(one.func) == "backward"):
+                names, new = set[str](), _names_in(call)
+                while new:
+                    names |= new
+                    new = {source for name in new for source in given.get(name, ())} - names
+                found[call] = not wrapped.isdisjoint(names)
+        return found
 
 
 def is_for_one_rank(function: Function) -> bool:
@@ -255,9 +295,18 @@ def is_about_world(test: ast.expr) -> bool:
     return bool(_ASKS_FOR_WORLD.search(text)) and not _ASKS_FOR_RANK.search(text)
 
 
+def _names_in(*nodes: ast.AST) -> set[str]:
+    return {last_name(one) for node in nodes for one in ast.walk(node)} - {""}
+
+
 def _may_be_grouped(call: ast.Call) -> bool:
-    return any(one.arg in (None, "no_dist") or _names_group(one.arg) for one in call.keywords)
+    named = [*(one.arg for one in call.keywords), *map(last_name, call.args)]
+    return any(one in (None, "no_dist", "groups") or _names_group(one) for one in named)
 
 
 def _names_group(name: str) -> bool:
-    return name in ("pg", "comm") or name.endswith(("group", "mesh"))
+    return name in ("pg", "comm") or name.endswith(("group", "mesh", "process_set"))
+
+
+def _no_numbers(arguments: Sequence[ast.expr]) -> list[ast.expr]:
+    return [one for one in arguments if not isinstance(one, ast.Constant) and "ReduceOp" not in dotted(one)]

@@ -15,10 +15,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ddpstats.lint._collectives import Collective, Collectives, is_for_one_rank
+from ddpstats.lint._collectives import Collective, Collectives, is_about_world, is_for_one_rank
 from ddpstats.lint._order import Order
 from ddpstats.lint._origins import SAME, Differs, Origin, Origins, is_of_rank
-from ddpstats.lint._program import COMPREHENSIONS, Function, exits, last_name, parts_of, text_of
+from ddpstats.lint._program import COMPREHENSIONS, RANGES, Function, blocks_of, exits, last_name, parts_of, text_of
 from ddpstats.lint._rules import DICT_ORDER, EARLY_EXIT, RANK_BRANCH, SWALLOWED_ERROR
 
 _ONE_AFTER_ANOTHER = re.compile(r".*(process|zero|rank)_first")
@@ -31,7 +31,8 @@ _ENDS_THE_RUN = frozenset({"exit", "_exit", "abort", "quit", "kill", "destroy_pr
 _HARMLESS = re.compile(
     r"(?i)print|log\w*|info|warning|debug|is\w+|get\w*|len|wait|str|list|range|int|float|tensor|zeros|ones"
 )
-_RANGES = ("range", "trange")
+_LEADS = re.compile(r"broadcast|scatter")  # which the others may await elsewhere, of a leader that may fail before
+_MAKES_EVEN = re.compile(r"(?i)pad|drop|trunc|even|divisible|multiple|ceil")
 _EXITS = (ast.Return, ast.Break, ast.Continue)
 
 
@@ -83,6 +84,7 @@ class FlowWalk:
         self._origins = Origins(collectives, owner)
         self._found: list[Accusation] = []
         self._body: Sequence[ast.stmt] = ()
+        self._function: Function | None = None
         self._order: Order
 
     def walk(self, body: Sequence[ast.stmt], function: Function | None) -> list[Accusation]:
@@ -91,7 +93,9 @@ class FlowWalk:
             if ops:
                 self._accuse(RANK_BRANCH, ops[0], f"a decorator lets only one rank run {function.name}()")
         elif ops or any(isinstance(one, COMPREHENSIONS) for part in body for one in ast.walk(part)):
+            self._function = function
             self._body, self._order = body, Order(self._collectives.program, body, function)
+            self._origins.enter(body, function)
             self._block(body, _Later())
         tests = {(one.ops, one.test) for one in self._found if one.rule == RANK_BRANCH and one.ops}
         completed = [ops for ops, _ in tests]
@@ -113,11 +117,12 @@ class FlowWalk:
     def _block(self, statements: Sequence[ast.stmt], later: _Later, *, told: bool = False) -> None:
         """``told``: what is in it is not told again."""
         found = len(self._found)
+        leaves = [index for index, one in enumerate(statements) if isinstance(one, (ast.Return, ast.Raise))]
+        rest = self._among(statements)
         for index, statement in enumerate(statements):
-            rest = statements[index + 1 :]
-            ops = self._among(rest)
-            ends = any(isinstance(one, (ast.Return, ast.Raise)) for one in rest)  # the others leave as well
-            self._statement(statement, _Later().behind(ops) if ends else later.behind(ops))
+            rest = rest[len(self._among([statement])) :]
+            others = _Later() if leaves and index < leaves[-1] else later  # the others leave as well
+            self._statement(statement, others.behind(rest) if any(blocks_of(statement)) else later)
         if told:
             del self._found[found:]
 
@@ -173,6 +178,8 @@ class FlowWalk:
         """Whether they do differ, which is then told."""
         sides = [node.body, node.orelse]
         for side in sides:
+            if self._is_answered_elsewhere(side) and is_of_rank(origin):
+                return False
             if (side and isinstance(side[-1], ast.Raise)) or self._ends_the_run(side) or self._hands_over(side):
                 return False
         if origin.file and not self._is_made_behind(node, origin.file):
@@ -216,6 +223,12 @@ class FlowWalk:
         called = (self._collectives.program.function_called(call, self._owner) for call in calls)
         serves = any(isinstance(one, ast.While) and _is_endless(one) for each in called if each for one in each.body)
         return serves or any(self._among(one.body) for one in inner)
+
+    def _is_answered_elsewhere(self, side: Sequence[ast.stmt]) -> bool:
+        """Whether a function of another file may run there what the other side runs."""
+        calls = (part for part in parts_of(*side) if isinstance(part, ast.Call))
+        elsewhere = (call for call in calls if self._collectives.program.is_elsewhere(call))
+        return not self._among(side) and any(not _HARMLESS.fullmatch(last_name(call.func)) for call in elsewhere)
 
     def _differ(
         self, runs: Sequence[list[Collective]], origin: Differs, test: ast.expr, exit_: ast.stmt | None = None
@@ -262,14 +275,14 @@ class FlowWalk:
     def _turns(self, iterated: ast.expr) -> Origin:
         """Of ``range(rank, n, size)`` and ``files[rank::size]``; parts are equal where both ends move with the rank."""
         ends: list[ast.expr | None] = []
-        if isinstance(iterated, ast.Call) and last_name(iterated.func) in _RANGES and len(iterated.args) > 1:
+        if isinstance(iterated, ast.Call) and last_name(iterated.func) in RANGES and len(iterated.args) > 1:
             ends = [*iterated.args[:2]]
         elif isinstance(iterated, ast.Subscript) and isinstance(iterated.slice, ast.Slice):
             ends = [iterated.slice.lower, iterated.slice.upper]
         differing = [origin for end in ends if end is not None and is_of_rank(origin := self._origins.of(end))]
-        if any(isinstance(one, ast.BinOp) and isinstance(one.op, ast.Mod) for one in parts_of(*self._body)):
-            return None  # padded, or known to be divisible
-        return differing[0] if len(differing) == 1 else None
+        parts = parts_of(*self._body if len(differing) == 1 else ())
+        even = (isinstance(getattr(one, "op", None), ast.Mod) or _MAKES_EVEN.search(last_name(one)) for one in parts)
+        return differing[0] if len(differing) == 1 and not any(even) else None  # padded, or known to be divisible
 
     def _while(self, node: ast.While, later: _Later) -> None:
         self._expressions(node.test)
@@ -288,9 +301,16 @@ class FlowWalk:
         calls = (part for part in parts_of(*body) if isinstance(part, ast.Call))
         ops = ((call, self._collectives.possible(call, self._owner)) for call in calls)
         call, op = next(((call, op) for call, op in ops if op not in ("", "backward", "log", "log_dict")), (None, ""))
-        if call and self._origins.of(loop.iter) != SAME and (why := self._order.own(loop, body, call)):
+        is_same = self._origins.of(loop.iter) == SAME and not isinstance(loop.iter, ast.Set)
+        if call and not (is_same or self._is_agreed(loop.iter)) and (why := self._order.own(loop, body, call)):
             reason = f"{op} for each entry in the order of {why}."
             self._found.append(Accusation(DICT_ORDER, call, reason))
+
+    def _is_agreed(self, iterated: ast.expr) -> bool:
+        """Whether ranks have sent each other what is iterated, as lists of keys, before."""
+        names = {one.id for one in ast.walk(iterated) if isinstance(one, ast.Name)}
+        sent = (one.call for one in self._among(self._body) if "object" in one.op and one.call.lineno < iterated.lineno)
+        return any(isinstance(part, ast.Name) and part.id in names for call in sent for part in ast.walk(call))
 
     # -- errors and contexts ------------------------------------------------------------------------------------------
 
@@ -313,8 +333,8 @@ class FlowWalk:
     def _handler(self, node: ast.Try, handler: ast.ExceptHandler, ops: list[Collective], later: _Later) -> None:
         kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
         broad = any(kind is None or last_name(kind) in _MAY_FAIL_ON_ONE for kind in kinds)
-        raises = any(isinstance(part, ast.Raise) for part in parts_of(*handler.body))
-        if not broad or raises or self._among(handler.body) or self._ends_the_run([*handler.body, *node.finalbody]):
+        ends = self._tells_status(handler) or self._ends_the_run([*handler.body, *node.finalbody])
+        if not broad or ends or _raises(handler) or self._among(handler.body):
             return
         collectives = {id(one.call) for one in ops}
         calls = [part for part in parts_of(*node.body) if isinstance(part, ast.Call) and id(part) not in collectives]
@@ -322,12 +342,20 @@ class FlowWalk:
         if not risky or any(last_name(call.func) == _TRIES_TO_START for call in risky):
             return
         why = f"`{text_of(risky[0])}` may raise on one rank"
-        if ops and risky[0].lineno <= ops[-1].call.lineno:
+        retries = later.endless or isinstance((node.orelse or node.body)[-1], ast.Break)  # it only comes later
+        if ops and not retries and risky[0].lineno <= ops[-1].call.lineno:
             self._accuse(SWALLOWED_ERROR, ops[-1], f"{why}, and line {handler.lineno} goes on")
         for exit_ in () if ops else exits(handler.body):
-            if missed := later.missed_sometimes(exit_):
+            if (missed := later.missed_sometimes(exit_)) and not _LEADS.match(missed[0].op):
                 self._skips(exit_, missed[0], why)
                 return
+
+    def _tells_status(self, handler: ast.ExceptHandler) -> bool:
+        """Whether it sets what the file exits with: ``return 1`` of a main that sys.exit() runs, or ``code = 1``."""
+        names = {last_name(one) for one in parts_of(*handler.body) if isinstance(getattr(one, "ctx", None), ast.Store)}
+        if self._function is not None and any(isinstance(one, ast.Return) for one in exits(handler.body)):
+            names.add(self._function.name)
+        return not names.isdisjoint(self._collectives.program.statuses)
 
     def _ends_the_run(self, statements: Sequence[ast.stmt], depth: int = 1) -> bool:
         """By a call, or by a function of the file that has one."""
@@ -346,6 +374,14 @@ class FlowWalk:
             self._accuse(RANK_BRANCH, ops[0], f"{first}() lets the other ranks wait until the first has left it")
         uneven = any(name in ("Join", "join") for name in called)  # ranks without a batch run what the others do
         self._block(node.body, later, told=uneven)
+
+
+def _raises(handler: ast.ExceptHandler) -> bool:
+    """Whether it raises, and not only where the error's text is another one."""
+    asks = [one for one in handler.body if isinstance(one, ast.If) and f"str({handler.name})" in ast.unparse(one.test)]
+    skips = [one.body for one in asks if isinstance(one.body[-1], _EXITS) and not is_about_world(one.test)]
+    raises = any(isinstance(part, ast.Raise) for part in parts_of(*handler.body))
+    return raises and all(any(isinstance(part, ast.Raise) for part in parts_of(*body)) for body in skips)
 
 
 def _is_true(test: ast.expr) -> bool:

@@ -1,4 +1,4 @@
-"""Comments that suppress findings: ``# ddpstats: ignore[rule-name]``, on the line of a finding or on a line before it.
+"""Comments that suppress findings: ``# ddpstats: ignore[rule-name]``, on a line of what is found, or on the one before.
 
 Several rules stand with commas between them. A comment that suppresses nothing is a finding itself.
 """
@@ -21,9 +21,9 @@ def without_ignored(findings: Iterable[Finding], text: str, path: str) -> Iterat
     used: set[tuple[int, str]] = set()
     for finding in findings:
         line, column, rules, own_line = 0, 0, frozenset[str](), False
-        for line in (finding.line, finding.line - 1):
+        for line in (*range(finding.line, finding.last_line + 1), finding.line - 1):
             column, rules, own_line = wanted.get(line, (0, frozenset(), False))
-            if finding.rule in rules and (own_line or line == finding.line):
+            if finding.rule in rules and (own_line or line >= finding.line):
                 used.add((line, finding.rule))
                 break
         else:

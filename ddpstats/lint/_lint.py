@@ -1,7 +1,7 @@
 """``ddpstats lint PATH...``: which collectives of a program some ranks may not run, read from its text.
 
 A directory stands for the ``.py`` files in it, without those in hidden directories below it. A file that cannot be read
-or parsed is named, and the others are checked.
+or is no such file, or has a word of a collective and cannot be parsed, is named, and the others are checked.
 
 Exit status 0 if nothing is found, 1 if something is, 2 if nothing is found and some file could not be checked.
 """
@@ -11,13 +11,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ddpstats._base.report import VerbReport, check_writable, write_file
-from ddpstats._base.wording import count_of
+from ddpstats._base.wording import count_of, first_line
 from ddpstats.errors import DdpstatsError
 from ddpstats.lint._check import UnreadError, check_file
 from ddpstats.lint._rules import RULES, Finding
@@ -80,9 +81,12 @@ def lint(paths: Sequence[Path], rules: Sequence[str] = tuple(RULES)) -> LintResu
 
 def _files(paths: Sequence[Path]) -> Iterator[Path]:
     for path in paths:
-        if not path.exists():
-            raise DdpstatsError(f"{path}: no such file or directory.", path=str(path))
-        if not path.is_dir():
+        try:
+            is_dir = stat.S_ISDIR(path.stat().st_mode)
+        except (OSError, ValueError) as error:  # also of a name that is too long, or has a null in it
+            why = getattr(error, "strerror", None) or first_line(error)
+            raise DdpstatsError(f"{path}: {why[:1].lower()}{why[1:]}.", path=str(path)) from None
+        if not is_dir:
             yield path
             continue
         for directory, inside, names in os.walk(path):

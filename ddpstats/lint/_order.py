@@ -17,6 +17,7 @@ from ddpstats.lint._program import Function, Program, dotted, last_name, paramet
 _SHARED = re.compile(
     r"(?i).*(param|state(_dict)?|buffers|modules|config|weights|groups|children|dataset|loader|model|optim|args|hyper)"
 )
+_STRINGS = re.compile(r"(?i)name|keys?\b|lang|word|tags?\b|\.split\(|\bstr\(")
 _PASSES_ON = frozenset({"enumerate", "list", "tuple", "tqdm"})
 _DIRECT = frozenset({"all_reduce", "all_gather", "reduce", "broadcast"})
 
@@ -35,8 +36,7 @@ class Order:
         ``turn`` is the loop's body, ``call`` the one in it that runs a collective.
         """
         iterated = _passed_on(loop.iter)
-        is_set = isinstance(iterated, ast.Call) and dotted(iterated.func) == "set" and iterated.args
-        if is_set or isinstance(iterated, (ast.Set, ast.SetComp)):
+        if _is_set_of_strings(iterated):
             return f"the set `{text_of(iterated)}`, whose strings each process hashes otherwise"
         held = _dict_of(iterated)
         if held is iterated and not (names_entries(held) and _is_indexed(held, turn)):
@@ -64,6 +64,8 @@ class Order:
         for part in parts_of(*body):
             for target in part.targets if isinstance(part, ast.Assign) else ():
                 if dotted(target) == name and isinstance(part, ast.Assign):
+                    if "sorted(" in ast.unparse(part.value):
+                        return False
                     names = {one.id for one in ast.walk(part.value) if isinstance(one, ast.Name)}
                     is_given |= part in body and name not in names
                     generators = part.value.generators if isinstance(part.value, ast.DictComp) else ()
@@ -78,20 +80,23 @@ class Order:
             return True
         if function is None or is_given or name not in parameters_of(function):
             return False
-        handed = list(self._handed(function, parameters_of(function).index(name)))
+        handed = list(self._handed(function, name))
         return not handed or any(
-            depth and self._is_own(dotted(value), where, caller, depth - 1) for value, where, caller in handed
+            depth and dotted(value) and self._is_own(dotted(value), where, caller, depth - 1)
+            for value, where, caller in handed
         )
 
-    def _handed(
-        self, function: Function, position: int
-    ) -> Iterator[tuple[ast.expr, Sequence[ast.stmt], Function | None]]:
-        """What the calls in this file pass at a position, with the function that each call is in."""
+    def _handed(self, function: Function, name: str) -> Iterator[tuple[ast.expr, Sequence[ast.stmt], Function | None]]:
+        """What the calls in this file pass as a parameter, with the function that each call is in."""
+        position = parameters_of(function).index(name)
+        is_method = self._program.owner[function] is not None
         for body, caller, owner in self._program.scopes():
             calls = (part for part in parts_of(*body) if isinstance(part, ast.Call)) if caller is not function else ()
             for call in calls:
-                if self._program.function_called(call, owner) is function and len(call.args) > position:
-                    yield call.args[position], body, caller
+                is_its = is_method and isinstance(call.func, ast.Attribute) and call.func.attr == function.name
+                if is_its or self._program.function_called(call, owner) is function:
+                    passed = [*call.args[position : position + 1], *(k.value for k in call.keywords if k.arg == name)]
+                    yield from ((value, body, caller) for value in passed)
 
 
 def _sources_of(key: ast.expr, body: Sequence[ast.stmt]) -> Iterator[str]:
@@ -100,6 +105,18 @@ def _sources_of(key: ast.expr, body: Sequence[ast.stmt]) -> Iterator[str]:
     for loop in loops:
         if dotted(key) in {dotted(one) for one in ast.walk(loop.target)}:
             yield dotted(_dict_of(_passed_on(loop.iter)))
+
+
+def _is_set_of_strings(iterated: ast.expr) -> bool:
+    """As far as it shows: a set of numbers has the same order in each process."""
+    held = iterated.args[0] if isinstance(iterated, ast.Call) and iterated.args else iterated
+    if isinstance(iterated, ast.Call) and dotted(iterated.func) != "set":
+        return False
+    if isinstance(held, (ast.Set, ast.List, ast.Tuple)) and (held is not iterated or isinstance(held, ast.Set)):
+        strings = (one for one in held.elts if isinstance(one, ast.Constant) and isinstance(one.value, str))
+        return len(held.elts) > 1 and any(strings)
+    is_set = held is not iterated or isinstance(held, ast.SetComp)
+    return is_set and bool(_STRINGS.search(ast.unparse(held)))
 
 
 def _passed_on(iterated: ast.expr) -> ast.expr:

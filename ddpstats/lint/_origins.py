@@ -10,13 +10,14 @@ Judged by names that the field uses and by calls, and carried through the variab
 from __future__ import annotations
 
 import ast
+import builtins
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from ddpstats.lint._collectives import Collectives, is_about_world
-from ddpstats.lint._program import COMPREHENSIONS, dotted, last_name, text_of
+from ddpstats.lint._program import COMPREHENSIONS, Function, dotted, last_name, parts_of, text_of
 from ddpstats.lint._rules import DATA_BRANCH, RANK_BRANCH
 
 
@@ -43,7 +44,7 @@ _RANK = re.compile(
 _RANK_VARIABLES = frozenset({"RANK", "LOCAL_RANK", "SLURM_PROCID", "SLURM_LOCALID", "OMPI_COMM_WORLD_RANK"})
 # what a rank has read or computed for itself
 _OTHER_RANK = re.compile(r"n?dim(ension)?\b|len\(|matrix_rank|\.index\(")  # of a tensor, a matrix, in a list
-_ADAPTERS = re.compile(r"(?i)lora|adapter|low_?rank|svd")
+_ADAPTERS = re.compile(r"(?i)lora|adapter|low_?rank|svd|power_?sgd|tucker|decompos")
 _CONFIGURED = re.compile(r"(?i)args|config|cfg|opts?\b|hparams|split\(")
 _DATA = re.compile(
     r"(?i).*?(^|_)(batch(es)?|samples?|loss(es)?|preds?|predictions?|outputs?|results?|stats?|metrics?|logits|labels?|"
@@ -51,6 +52,7 @@ _DATA = re.compile(
 )
 _LOSS = re.compile(r"(?i)(?!.*(val|valid|eval|test|best|avg|mean|global|reduced|dev|sync)_).*?(^|_)loss(es)?")
 _ENTRIES = re.compile(r"(?i).*?(^|_)(stats?|metrics|losses|loss_dict|log_vars|logs|results|scores|meters|totals)")
+_COMPUTES = re.compile(r"\w*$|(self|torch|F)\.|.*(model|net|module|criterion)\.")  # a call of this rank's own
 _ALIKE = re.compile(r"(?i).*(grad|param|weight|norm|step|epoch|buffer|version|config|args|group|world|count|scale|lr)")
 _SYNCED = re.compile(r"(?i)all_?reduce|broadcast|bcast|_reduce$|reduce_|sync|agree|gather|across")
 _ALIKE_RESULT = re.compile(r"(?i)eval|valid|average|avg|train_batch")  # of a function of another file
@@ -73,8 +75,23 @@ class Origins:
         self._collectives = collectives
         self._owner = owner
         self._owned_by = owner.name if owner else ""
-        self._given: dict[str, str] = {}  # the text that a variable was last assigned
+        self._given: dict[str, list[ast.expr]] = {}  # what a variable was assigned
+        self._read_by_key = set[str]()
         self.known: dict[str, Origin] = {}  # by the text of a variable: "flag", "self.flag", "stats['loss']"
+
+    def enter(self, body: Sequence[ast.stmt], function: Function | None) -> None:
+        """Which variables are read by key, and which parameters have a constant for their default."""
+        for part in parts_of(*body):
+            is_dicts = isinstance(part, ast.Attribute) and part.attr in ("items", "keys", "values", "get")
+            if isinstance(part, (ast.Attribute, ast.Subscript)) and (is_dicts or isinstance(part, ast.Subscript)):
+                self._read_by_key.add(dotted(part.value))
+        if function is not None:
+            self._owned_by += function.name
+            given = function.args
+            named = [*given.posonlyargs, *given.args][-len(given.defaults) or None :] if given.defaults else []
+            for one, default in zip(named, given.defaults, strict=False):
+                if isinstance(default, (ast.Tuple, ast.List)) and self.of(default) == SAME:
+                    self.known[one.arg] = SAME
 
     # -- variables ----------------------------------------------------------------------------------------------------
 
@@ -102,8 +119,8 @@ class Origins:
                 self._assign_value(one, its)
             return
         origin = self.of(value)
-        self._given[ast.unparse(target)] = given = ast.unparse(value)
-        if _RANK.fullmatch(last_name(target)) and _OTHER_RANK.search(given):
+        self._given.setdefault(ast.unparse(target), []).append(value)
+        if _RANK.fullmatch(last_name(target)) and _OTHER_RANK.search(ast.unparse(value)):
             origin = SAME
         self.assign(target, origin if origin == SAME or not isinstance(target, ast.Tuple) else None)
 
@@ -180,7 +197,8 @@ class Origins:
         return None
 
     def _of_name(self, node: ast.Name | ast.Attribute, text: str) -> Origin:
-        if _RANK.fullmatch(last_name(node)) and not _ADAPTERS.search(self._owned_by + text):
+        is_other = last_name(node) in self._collectives.program.sizes or _ADAPTERS.search(self._owned_by + text)
+        if _RANK.fullmatch(last_name(node)) and not is_other:
             return Differs(RANK_BRANCH, f"`{text_of(node)}` is this rank's own")
         given = self._collectives.program.flags.get(text, [])
         if (text.startswith("self.") or text.isupper()) and len(given) == 1:
@@ -226,17 +244,48 @@ class Origins:
         if isinstance(operator, (ast.In, ast.NotIn)):
             return self._of_membership(other, found)
         for side, origin in zip(sides, found, strict=True):
-            if is_order and origin is None and _LOSS.fullmatch(last_name(side)):
+            if is_order and origin is None and _LOSS.fullmatch(last_name(side)) and self._is_seen_made(side):
                 return Differs(DATA_BRANCH, f"`{text_of(side)}` is this rank's own loss")
         return _combined(found)
 
     def _of_membership(self, held: ast.expr, found: list[Origin]) -> Origin:
         if isinstance(found[1], Differs) or (found[1] == SAME and found[0] == SAME):
             return found[1]
-        configured = _CONFIGURED.search(self._given.get(ast.unparse(held), ""))
-        if found[1] is None and isinstance(held, ast.Name) and names_entries(held) and not configured:
+        if found[1] is None and isinstance(held, ast.Name) and names_entries(held) and self._has_own_keys(held):
             return Differs(DATA_BRANCH, f"`{text_of(held)}` has the keys that this rank has met")
         return found[0] if found[1] == SAME else None  # the ranks of a group
+
+    def _has_own_keys(self, held: ast.Name) -> bool:
+        """Whether it is a dict, and neither of configuration nor written down in the text."""
+        given = self._given.get(held.id, [])
+        told = any(isinstance(one, ast.Dict) or _CONFIGURED.search(ast.unparse(one)) for one in given)
+        return held.id in self._read_by_key and not told and not self._may_be_alike(held)
+
+    # -- where a value came from --------------------------------------------------------------------------------------
+
+    def _makers(self, node: ast.expr) -> Iterator[ast.Call]:
+        """The calls that made a value, through what was assigned here, arithmetic, and what changes its form only."""
+        parts, seen = [node], set[str]()
+        while parts:
+            part = parts.pop()
+            text = ast.unparse(part)
+            if isinstance(part, ast.Call) and last_name(part.func) not in _THROUGH:
+                yield part
+            elif text not in seen:
+                seen.add(text)
+                inside = [one for one in ast.iter_child_nodes(part) if isinstance(one, ast.expr)]
+                parts += self._given.get(text) or inside
+
+    def _may_be_alike(self, node: ast.expr) -> bool:
+        """Whether a function of another file made it, or one that may run a collective."""
+        makers = list(self._makers(node))
+        elsewhere = self._collectives.program.is_elsewhere
+        return any(elsewhere(one) or self._collectives.possible(one, self._owner) for one in makers)
+
+    def _is_seen_made(self, node: ast.expr) -> bool:
+        """Whether the text shows that this rank made it: with a model, or with a function that runs no collective."""
+        named = [dotted(one.func) for one in self._makers(node)]
+        return bool(named) and all(map(_COMPUTES.match, named)) and not self._may_be_alike(node)
 
     # -- calls --------------------------------------------------------------------------------------------------------
 
@@ -268,10 +317,13 @@ class Origins:
             return None if is_of_rank(origin) else origin  # a progress bar on one rank is as long
         if on is not None and name in _NUMBERS:
             return self._of_own_value(on, text)
-        if name not in _THROUGH:
-            return None
         is_method = on is not None and dotted(on) not in ("torch", "np", "numpy", "math")
-        return self.of(on) if on is not None and is_method else _combined([self.of(one) for one in call.args])
+        found = self.of(on) if on is not None and is_method else _combined([self.of(one) for one in call.args])
+        if name in _THROUGH:
+            return found
+        known = is_method or full.startswith(("torch.", "numpy.", "math.")) or hasattr(builtins, full)
+        made = not is_method and all(isinstance(one, ast.Constant) for one in call.args)  # to be filled later
+        return SAME if known and found == SAME and not made else None
 
     def _of_own_value(self, node: ast.expr, text: str, *, anything: bool = False) -> Origin:
         """Of a number that is read from a tensor or a container."""
@@ -279,7 +331,9 @@ class Origins:
         if origin is not None:
             return origin
         name = last_name(node)
-        if _ALIKE.search(ast.unparse(node)) or not (anything or _DATA.fullmatch(name)):
+        if _ALIKE.search(ast.unparse(node)) or not (anything or _DATA.fullmatch(name)) or self._may_be_alike(node):
+            return None
+        if ast.unparse(node) in self._collectives.program.configured:
             return None
         return Differs(DATA_BRANCH, f"`{text}` is of this rank's own data")
 

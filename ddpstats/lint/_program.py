@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import ast
+import re
+import sys
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 _INNER = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
+RANGES = ("range", "trange")
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
+_EQUAL_PARTS = re.compile(r"\w*Distributed(Batch)?Sampler|prepare(_data_?loader)?|setup_dataloaders")
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+
+
+_WITHOUT_RANKS = frozenset({"torch", "numpy", "tqdm", *sys.stdlib_module_names})
+_SHAPED = frozenset({"Linear", "zeros", "ones", "empty", "rand", "randn"})
+_EXITS = frozenset({"exit", "_exit", "SystemExit"})
+_FILLS = frozenset({"append", "extend", "add", "update", "insert", "setdefault"})
 
 
 class Program:
@@ -28,7 +38,7 @@ class Program:
             if isinstance(child, ast.Import):
                 self.imports.update((one.asname, one.name) for one in child.names if one.asname)
             elif isinstance(child, ast.ImportFrom):
-                home = child.module or "."
+                home = "." * child.level + (child.module or "")
                 self.imports.update((one.asname or one.name, f"{home}.{one.name}") for one in child.names)
             elif isinstance(child, ast.Assign) and isinstance(child.value, ast.Call):
                 self.made.update((dotted(target), child.value) for target in child.targets if dotted(target))
@@ -41,16 +51,64 @@ class Program:
             self._collect(child, child if isinstance(child, ast.ClassDef) else None if inside else owner)
 
     @cached_property
+    def nodes(self) -> list[ast.AST]:
+        return list(ast.walk(self.tree))
+
+    @cached_property
     def modules(self) -> set[str]:
         """The first words of what is imported: "torch", "lightning"."""
-        plain = (one.name for node in ast.walk(self.tree) if isinstance(node, ast.Import) for one in node.names)
+        plain = (one.name for node in self.nodes if isinstance(node, ast.Import) for one in node.names)
         return {name.partition(".")[0] for name in (*self.imports.values(), *plain)}
 
     @cached_property
-    def drops_last(self) -> bool:
-        """Whether ranks have equally many samples."""
-        keywords = (node for node in ast.walk(self.tree) if isinstance(node, ast.keyword) and node.arg == "drop_last")
-        return any(isinstance(one.value, ast.Constant) and one.value.value is True for one in keywords)
+    def has_equal_parts(self) -> bool:
+        """Whether the file sees to it that ranks have equally many samples: their mean is then the mean."""
+        keywords = (node for node in self.nodes if isinstance(node, ast.keyword) and node.arg == "drop_last")
+        drops = any(isinstance(one.value, ast.Constant) and one.value.value is True for one in keywords)
+        return drops or any(_EQUAL_PARTS.fullmatch(last_name(node)) for node in self.nodes)
+
+    @cached_property
+    def configured(self) -> set[str]:
+        """Attributes that a constructor sets: from what it is given, or to what no other method changes."""
+        given, made, changed = set[str](), set[str](), set[str]()
+        for function in self.owner:
+            parameters = set(parameters_of(function))
+            for part in parts_of(*function.body):
+                targets = part.targets if isinstance(part, ast.Assign) else _changed_by(part)
+                if function.name != "__init__":
+                    changed.update(ast.unparse(one.value if isinstance(one, ast.Subscript) else one) for one in targets)
+                elif isinstance(part, ast.Assign):
+                    named = {one.id for one in ast.walk(part.value) if isinstance(one, ast.Name)}
+                    (given if named & parameters else made).update(map(ast.unparse, targets))
+        return given | (made - changed)
+
+    @cached_property
+    def sizes(self) -> set[str]:
+        """Parameters that are a size, by their default or in the shape of a tensor: ``rank`` of a decomposition."""
+        found = set[str]()
+        for node in self.nodes:
+            if isinstance(node, ast.arguments):
+                named = [*node.posonlyargs, *node.args]
+                pairs = zip(named[len(named) - len(node.defaults) :], node.defaults, strict=True)
+                found.update(one.arg for one, default in pairs if _is_size(default))
+            elif isinstance(node, ast.AnnAssign) and node.value is not None and _is_size(node.value):
+                found.add(last_name(node.target))
+            elif isinstance(node, ast.Call) and last_name(node.func) in _SHAPED and len(node.args) > 1:
+                found.update(map(last_name, node.args))
+        return found
+
+    @cached_property
+    def statuses(self) -> set[str]:
+        """Variables, and functions of the file, whose value it exits with: of ``sys.exit(main())`` main."""
+        ends = (node for node in self.nodes if isinstance(node, ast.Call) and last_name(node.func) in _EXITS)
+        values = [part for call in ends for one in call.args for part in ast.walk(one)]
+        names = {last_name(one) for one in values} - {""}
+        return names | {last_name(self.made[name].func) for name in names & self.made.keys()}
+
+    def is_elsewhere(self, call: ast.Call) -> bool:
+        """Whether it is a function of another file of the program, or of a library that may know ranks."""
+        first = dotted(call.func).partition(".")[0]
+        return first in self.imports and self.imports[first].partition(".")[0] not in _WITHOUT_RANKS
 
     @cached_property
     def _by_name(self) -> dict[tuple[str | None, str], list[Function]]:
@@ -61,11 +119,11 @@ class Program:
 
     @cached_property
     def _parameters(self) -> set[str]:
-        return {node.arg for node in ast.walk(self.tree) if isinstance(node, ast.arg)}
+        return {node.arg for node in self.nodes if isinstance(node, ast.arg)}
 
     @cached_property
     def _bases(self) -> dict[str, list[str]]:
-        classes = (node for node in ast.walk(self.tree) if isinstance(node, ast.ClassDef))
+        classes = (node for node in self.nodes if isinstance(node, ast.ClassDef))
         return {one.name: [dotted(base) for base in one.bases] for one in classes}
 
     def resolve(self, called: ast.expr) -> str:
@@ -115,6 +173,17 @@ class MatchAsIf(ast.NodeTransformer):
             rest = case.body if is_else else [ast.copy_location(ast.If(test, case.body, rest), node)]
         whole = ast.If(ast.Constant(True), rest, []) if rest is node.cases[0].body else rest[0]
         return ast.fix_missing_locations(ast.copy_location(whole, node))
+
+
+def _changed_by(part: ast.AST) -> list[ast.expr]:
+    if isinstance(part, (ast.AugAssign, ast.AnnAssign)):
+        return [part.target]
+    func = part.func if isinstance(part, ast.Call) else None
+    return [func.value] if isinstance(func, ast.Attribute) and func.attr in _FILLS else []
+
+
+def _is_size(default: ast.expr) -> bool:
+    return isinstance(default, ast.Constant) and type(default.value) is int and default.value > 0
 
 
 def parameters_of(function: Function) -> list[str]:

@@ -61,13 +61,14 @@ RULES = {
 
 @dataclass(frozen=True, order=True)
 class Finding:
-    """``line`` and ``column`` count from 1; ``reason`` is a sentence about this place."""
+    """``line`` and ``column`` count from 1, in characters; ``reason`` is a sentence about this place."""
 
     path: str
     line: int
     column: int
     rule: str
     reason: str
+    last_line: int = 0
 
     @property
     def fix(self) -> str:

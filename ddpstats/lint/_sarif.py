@@ -33,7 +33,7 @@ def as_sarif(findings: Iterable[Finding], unread: Iterable[tuple[str, str]]) -> 
     ]
     run = {
         "tool": {"driver": {"name": "ddpstats", "version": __version__, "rules": rules}},
-        "columnKind": "utf16CodeUnits",
+        "columnKind": "unicodeCodePoints",
         "invocations": [{"executionSuccessful": not notes, "toolExecutionNotifications": notes}],
         "results": [_result(finding) for finding in findings],
     }

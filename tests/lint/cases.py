@@ -314,6 +314,13 @@ def step(loss):
 
 # loss_above: data-branch
 import torch.distributed as dist
+def step(model, batch):
+    loss = model(batch).mean()
+    if loss > 10:
+        dist.all_reduce(loss)
+
+# given_loss_above: missed data-branch
+import torch.distributed as dist
 def step(loss):
     if loss > 10:
         dist.all_reduce(loss)
@@ -379,6 +386,12 @@ def fit(loss, grad):
         dist.all_reduce(grad)
 
 # reduce_stats_under_a_key: data-branch
+from ddpstats import reduce_stats
+def log(metrics):
+    if "wer" in metrics:
+        reduce_stats({"wer": metrics["wer"]})
+
+# reduce_stats_under_a_name: missed data-branch
 from ddpstats import reduce_stats
 def log(stats, metrics):
     if "wer" in metrics:
@@ -703,6 +716,7 @@ def step(loss, history):
     shown = loss.detach()
     dist.all_reduce(shown)
     history.append(loss.item())
+    print(shown)
 
 # helper_in_place: aliased-reduce
 import torch.distributed as dist
@@ -2419,6 +2433,440 @@ def save(rank):
     if rank == 0:
         # the others wait in serve()   ddpstats: this is prose
         # ddpstats: ignore[rank-branch]
+        dist.barrier()
+
+# equal_parts_by_the_sampler: legal
+import torch, torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler
+def validate(model, dataset):
+    batches = DataLoader(dataset, sampler=DistributedSampler(dataset, shuffle=False))
+    total_loss, num_samples = 0.0, 0
+    for x in batches:
+        total_loss += model(x).item()
+        num_samples += len(x)
+    loss = torch.tensor(total_loss / num_samples)
+    dist.all_reduce(loss)
+    loss /= dist.get_world_size()
+
+# parts_that_accelerate_prepared: legal
+import torch
+import torch.distributed as dist
+def validate(accelerator, model, batches):
+    batches = accelerator.prepare(batches)
+    losses = [model(x).item() for x in batches]
+    loss = torch.tensor(sum(losses) / len(losses))
+    dist.all_reduce(loss, op=dist.ReduceOp.AVG)
+
+# mean_over_a_fixed_number_of_steps: legal
+import numpy as np
+import torch, torch.distributed as dist
+def train(step, steps, epochs):
+    for epoch in range(epochs):
+        losses = []
+        for _ in range(steps):
+            losses.append(step())
+        mean = torch.tensor(np.mean(losses))
+        dist.all_reduce(mean)
+        mean /= dist.get_world_size()
+
+# mean_by_a_loader_in_a_loop_of_epochs: mean-of-means
+import numpy as np
+import torch, torch.distributed as dist
+def train(step, loader, epochs):
+    for epoch in range(epochs):
+        losses = [step(x) for x in loader]
+        mean = torch.tensor(np.mean(losses))
+        dist.all_reduce(mean)
+        mean /= dist.get_world_size()
+
+# count_that_was_reduced: legal
+import torch.distributed as dist
+def loss_of(loss_sum, num_tokens):
+    dist.all_reduce(num_tokens, op=dist.ReduceOp.AVG)
+    loss = loss_sum / num_tokens
+    dist.all_reduce(loss, op=dist.ReduceOp.AVG)
+    return loss
+
+# shape_of_the_second_name: legal
+import torch.distributed as dist
+def f(preds):
+    t = preds
+    dist.all_reduce(t)
+    assert t is preds and len(preds) and preds.size(0)
+    return t.view(preds.shape)
+
+# reduced_for_its_second_name: legal
+import torch.distributed as dist
+def f(loss):
+    buffer = loss
+    dist.all_reduce(buffer)
+    buffer /= dist.get_world_size()
+    print("mean of all ranks", loss.item())
+
+# made_elsewhere: legal
+import torch.distributed as dist
+from .utils import ddp_mean
+def fit(model, loader, trainer):
+    for epoch in range(9):
+        loss = ddp_mean(run(model, loader))
+        if loss > 10 or loss.item() > 9:
+            return
+        loss = trainer.train_step(loader)
+        if loss < 0.01:
+            break
+        dist.barrier()
+
+# losses_of_the_configuration: legal
+import torch, torch.distributed as dist
+class Criterion(torch.nn.Module):
+    def __init__(self, losses, metrics, w_kl_loss=0.0):
+        self.losses = losses
+        self.metrics = [one for one in metrics]
+        self.outputs = torch.nn.ModuleList([torch.nn.L1Loss()])
+        self.w_kl_loss = w_kl_loss
+    def forward(self, n):
+        if len(self.losses) > 0 or self.w_kl_loss > 0 or len(self.outputs) > 0:
+            dist.all_reduce(n)
+        if len(self.metrics) == 0:
+            return n
+        dist.all_reduce(n)
+
+# own_list_of_the_class: early-exit
+import torch.distributed as dist
+class Loop:
+    def __init__(self):
+        self.outputs = []
+    def step(self, batch):
+        self.outputs.append(batch)
+    def end(self, x):
+        if len(self.outputs) == 0:
+            return
+        dist.all_reduce(x)
+
+# names_of_metrics: legal
+import torch.distributed as dist
+def evaluate(model, loader, metrics, losses=("loss", "acc")):
+    feats = run(model, loader)
+    if "fid" in metrics or "acc" in losses or len(losses) == 0:
+        dist.all_reduce(feats)
+
+# keys_of_the_text: legal
+import lightning as L
+class Model(L.LightningModule):
+    def training_step(self, batch, i):
+        metrics = {"loss": self.net(batch)}
+        if self.hparams.acc:
+            metrics["acc"] = acc(batch)
+        if "acc" in metrics:
+            self.log("acc", metrics["acc"], sync_dist=True)
+
+# rank_of_a_decomposition: legal
+import torch.distributed as dist
+class State:
+    def __init__(self, rank: int = 4):
+        self.rank = rank
+def hook(state, bucket):
+    if state.rank > 0:
+        dist.all_reduce(bucket)
+
+# rank_as_a_size: legal
+import torch, torch.distributed as dist
+def factors(n, rank):
+    left = torch.randn(n, rank)
+    if rank > 8:
+        dist.all_reduce(left)
+
+# result_taken_apart: legal
+import torch, torch.distributed as dist
+def f(loss, acc):
+    packed = torch.stack([loss, acc])
+    dist.all_reduce(packed)
+    acc, loss = packed.unbind()
+    if loss.item() > 10:
+        return
+    (part,) = torch.split(packed, 2)
+    if torch.isnan(torch.nan_to_num(torch.cat([part, packed])).sum()):
+        return
+    loss = torch.stack([packed, packed]).mean()
+    if torch.isnan(loss.reshape(-1)) or loss > 3:
+        return
+    dist.barrier()
+
+# tensor_filled_by_the_batch: early-exit
+import torch, torch.distributed as dist
+def f(model, batch):
+    losses = torch.zeros(3)
+    losses[0] = model(batch)
+    if torch.isnan(losses.sum()):
+        return
+    dist.barrier()
+
+# groups_by_other_names: legal
+import torch.distributed as dist, torch.distributed.nn
+import horovod.torch as hvd
+import torch_xla.core.xla_model as xm
+import lightning as L
+def f(x, rank, few, everybody):
+    if rank < 4:
+        torch.distributed.nn.all_gather(x, few)
+        hvd.allreduce(x, process_set=everybody)
+        xm.all_reduce("sum", [x], groups=[[0, 1, 2, 3]])
+class Model(L.LightningModule):
+    def training_step(self, batch, i):
+        if self.global_rank < 2:
+            self.log("x", 1.0, sync_dist=True, sync_dist_group=self.first)
+
+# functional_of_all_ranks: rank-branch
+import torch.distributed as dist, torch.distributed.nn
+def f(x, rank):
+    if rank < 4:
+        torch.distributed.nn.all_reduce(x, dist.ReduceOp.SUM)
+
+# metrics_that_sync_otherwise: legal
+from torchmetrics import Accuracy, MetricCollection
+import torch.distributed as dist
+def f(rank, x, g):
+    if rank == 0:
+        alone = MetricCollection([Accuracy(task="binary", sync_on_compute=False)])
+        gathered = Accuracy(task="binary", distributed_available_fn=lambda: False)
+        grouped = Accuracy(task="binary", process_group=g)
+        print(alone.compute(), gathered.compute(), grouped.compute())
+
+# strategy_of_no_trainer: legal
+import lightning
+def choose(strategy, rank):
+    if rank == 0:
+        strategy.reduce("x")
+
+# backward_of_other_models: legal
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+def head_alone(head, loader):
+    if dist.get_rank() == 0:
+        for x, y in loader:
+            loss = head(x, y)
+            loss.backward()
+    dist.barrier()
+def train(model, probe, batch):
+    model = DDP(model)
+    loss = model(batch)
+    loss.backward()
+    probe_loss = probe(batch)
+    if probe_loss > 1:
+        probe_loss.backward()
+
+# backward_without_sync: legal
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+def train(model, batches):
+    model = DDP(model)
+    with model.no_sync():
+        for batch in batches:
+            loss = model(batch)
+            if torch.isnan(loss):
+                continue
+            loss.backward()
+    for p in model.parameters():
+        dist.all_reduce(p.grad)
+
+# own_object_that_is_called: rank-branch
+import ddpstats
+reducer = ddpstats.StatsReducer()
+def f(rank, stats):
+    if rank == 0:
+        reducer(stats)
+
+# status_of_main: legal
+import sys, logging
+import torch.distributed as dist
+def main():
+    try:
+        train()
+        dist.barrier()
+    except Exception:
+        logging.exception("failed")
+        return 1
+    return 0
+if __name__ == "__main__":
+    sys.exit(main())
+
+# status_set_first: legal
+import sys
+import torch.distributed as dist
+def run():
+    code = 0
+    try:
+        train()
+        dist.barrier()
+    except Exception:
+        code = 1
+    raise SystemExit(code)
+
+# skipped_as_out_of_memory: swallowed-error
+from torch.nn.parallel import DistributedDataParallel as DDP
+def train(model, loader):
+    model = DDP(model)
+    for batch in loader:
+        try:
+            loss = model(batch)
+            loss.backward()
+        except RuntimeError as error:
+            if "out of memory" in str(error):
+                continue
+            raise
+
+# left_as_out_of_memory: early-exit
+import torch.distributed as dist
+def train(model, loader):
+    for batch in loader:
+        try:
+            loss = model(batch)
+        except RuntimeError as error:
+            if "out of memory" in str(error):
+                print("skip")
+                continue
+            else:
+                raise error
+        dist.all_reduce(loss)
+
+# skipped_where_alone: legal
+import torch.distributed as dist
+def train(model, loader, world_size):
+    for batch in loader:
+        try:
+            loss = model(batch)
+        except RuntimeError as error:
+            if world_size == 1 and "out of memory" in str(error):
+                continue
+            raise
+        dist.all_reduce(loss)
+
+# agreed_out_of_memory: legal
+import torch, torch.distributed as dist
+def train(model, loader):
+    for batch in loader:
+        bad = torch.zeros(1)
+        try:
+            loss = model(batch)
+        except RuntimeError as error:
+            if "out of memory" in str(error):
+                bad.fill_(1)
+            else:
+                raise
+        dist.all_reduce(bad)
+
+# keys_compared_before: legal
+import torch.distributed as dist
+def reduce_losses(losses):
+    all_keys = [None] * dist.get_world_size()
+    dist.all_gather_object(all_keys, list(losses))
+    if any(keys != all_keys[0] for keys in all_keys):
+        raise ValueError("ranks have other keys")
+    for name, value in losses.items():
+        dist.all_reduce(value)
+
+# dict_by_its_keyword: legal
+import torch.distributed as dist
+def reduce_dict(losses):
+    for value in losses.values():
+        dist.all_reduce(value)
+class Reducer:
+    def reduce(self, losses):
+        for value in losses.values():
+            dist.all_reduce(value)
+reducer = Reducer()
+def train(model, batch):
+    out = model(batch)
+    reduce_dict(losses={"ce": out.ce, "kl": out.kl})
+    reducer.reduce({"ce": out.ce, "kl": out.kl})
+
+# sorted_before: legal
+import torch.distributed as dist
+def reduce_dict(losses):
+    losses = dict(sorted(losses.items()))
+    for value in losses.values():
+        dist.all_reduce(value)
+
+# set_of_numbers: legal
+import torch.distributed as dist
+def f(t, ranks):
+    for i in set(range(4)):
+        dist.all_reduce(t[i])
+    for i in {2, 4}:
+        dist.all_reduce(t[i])
+    for i in set(ranks):
+        dist.broadcast(t, src=i)
+
+# set_of_strings: dict-order
+import torch.distributed as dist
+def f(table):
+    for key in {"loss", "acc"}:
+        dist.all_reduce(table[key])
+
+# answered_in_another_file: legal
+import torch.distributed as dist
+from . import follow
+from .worker import receive_from_master
+def share(x, rank):
+    if rank == 0:
+        dist.broadcast(x, 0)
+    else:
+        x = receive_from_master()
+    return x
+def main(rank, prompts, model):
+    if rank != 0:
+        follow.worker_loop(model)
+        return
+    for prompt in prompts:
+        dist.broadcast_object_list([prompt], 0)
+
+# leader_that_may_fail: legal
+import pickle
+import torch.distributed as dist
+def predict(model, shards, out):
+    try:
+        pickle.dumps(shards)
+    except Exception:
+        return model(shards)
+    dist.scatter_object_list(out, shards)
+    return out
+
+# tried_again: legal
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+def train(model, loader):
+    model = DDP(model)
+    for batch in loader:
+        while True:
+            try:
+                loss = model(batch)
+                loss.backward()
+                done()
+            except RuntimeError as error:
+                if "out of memory" in str(error):
+                    continue
+                raise
+            break
+def share(path):
+    for attempt in range(3):
+        try:
+            x = read(path)
+            dist.broadcast(x, src=0)
+            break
+        except OSError:
+            print("again")
+
+# set_of_one: legal
+import torch.distributed as dist
+def f(table):
+    for key in {"loss"}:
+        dist.all_reduce(table[key])
+
+# padded_files: legal
+import torch.distributed as dist
+def f(files, rank, world):
+    files = pad_to_multiple(files, world)
+    for i in range(rank, len(files), world):
         dist.barrier()
 
 # unused_comment: unused-ignore

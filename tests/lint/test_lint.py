@@ -12,6 +12,7 @@ import pytest
 from ddpstats import cli
 from ddpstats.lint._lint import lint
 from ddpstats.lint._rules import RULES
+from ddpstats.lint._sarif import as_sarif
 
 FAULTY = """import torch.distributed as dist
 def save(rank):
@@ -82,6 +83,8 @@ def test_files_that_cannot_be_read_stop_nothing(tree: Path, capsys: pytest.Captu
     ("args", "said"),
     [
         (["nowhere.py"], "nowhere.py: no such file or directory."),
+        (["x" * 5000], f"{'x' * 5000}: file name too long."),
+        (["a\0b.py"], r"a\x00b.py: embedded null byte."),
         (["src", "--sarif", "none/x.sarif"], "none/x.sarif: there is no directory none. Make it."),
     ],
 )
@@ -137,6 +140,45 @@ def test_comments(tmp_path: Path) -> None:
     path.write_text("\n".join(lines))
     found = [(finding.line, finding.rule) for finding in lint([path]).findings]
     assert found == [(4, "unused-ignore"), (8, "rank-branch")]
+
+
+def test_a_comment_behind_a_call_of_several_lines(tmp_path: Path) -> None:
+    path = tmp_path / "program.py"
+    path.write_text(FAULTY.replace("dist.barrier()", "dist.barrier(\n        )  # ddpstats: ignore[rank-branch]"))
+    assert lint([path]).findings == ()
+
+
+def test_columns_are_characters(tmp_path: Path) -> None:
+    path = tmp_path / "program.py"
+    path.write_text("import torch.distributed as dist\ndef f(rank):\n    if rank == 0: s = 'é😀'; dist.barrier()\n")
+    (finding,) = lint([path]).findings
+    assert finding.column == path.read_text().splitlines()[2].index("dist") + 1
+    assert as_sarif([finding], [])["runs"][0]["columnKind"] == "unicodeCodePoints"
+
+
+def test_a_notebook_is_not_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "train.ipynb"
+    path.write_text('{"cells": ["import torch.distributed"]}')
+    assert cli.main(["lint", str(path)]) == 2
+    assert "train.ipynb: not checked: its name does not end in .py" in capsys.readouterr().out
+
+
+def test_time_does_not_explode(tmp_path: Path) -> None:
+    """Each function calls the next one twice; and one function has thousands of collectives."""
+    calls = "".join(f"def f{i}(x):\n    f{i + 1}(x)\n    f{i + 1}(x)\n" for i in range(60))
+    (tmp_path / "calls.py").write_text(f"{FAULTY}{calls}def f60(x):\n    dist.all_reduce(x)\n")
+    (tmp_path / "long.py").write_text(FAULTY + "        dist.all_reduce(rank)\n        y = rank + 1\n" * 3000)
+    found = lint([tmp_path])
+    assert [finding.line for finding in found.findings] == [4, 4]
+    assert not found.unread
+
+
+def test_a_file_that_takes_too_long_is_not_checked(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ddpstats.lint._collectives.MOST_SEC", -1.0)
+    (tree / "src" / "faulty.py").write_text(FAULTY + "        dist.all_reduce(rank)\n" * 1000)
+    found = lint([tree / "src" / "faulty.py"])
+    assert found.status == 2
+    assert found.unread[0][1] == "it takes too long"
 
 
 def test_nothing_of_a_program_is_run(tmp_path: Path) -> None:
