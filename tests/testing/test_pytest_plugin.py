@@ -63,6 +63,22 @@ TESTS = """
         for key in stats:
             dist.all_reduce(stats[key])
 
+    @pytest.mark.ranks(2)
+    @pytest.mark.collective_guard("strict")
+    @pytest.mark.parametrize("then_skips", [False, True])
+    def test_mismatch_is_caught(then_skips):
+        try:
+            dist.all_reduce(torch.ones(2 + dist.get_rank()))
+        except Exception:
+            print("caught by", dist.get_rank())
+        if then_skips:
+            pytest.skip("no step was taken")
+
+    @pytest.mark.ranks(2)
+    @pytest.mark.collective_guard("strict", on_mismatch="warn")
+    def test_mismatch_is_warned_of():
+        dist.all_reduce(torch.ones(1), dist.ReduceOp.MAX if dist.get_rank() else dist.ReduceOp.SUM)
+
     @pytest.mark.ranks(2, timeout=3)
     def test_hangs():
         def inner():
@@ -117,6 +133,14 @@ TESTS = """
         pass
 """
 
+CAUGHT = [
+    "rank ? failed: CollectiveMismatch: *",
+    "rank ? failed: CollectiveMismatch: *",
+    "E * rank 0: all_reduce(float32[[]2], sum)*",
+    "caught by 0",
+    "caught by 1",
+]
+
 
 @pytest.mark.parametrize("mode", ["prepend", "importlib"])
 def test_what_the_report_says(pytester: pytest.Pytester, mode: str) -> None:
@@ -140,11 +164,13 @@ def test_what_the_report_says(pytester: pytest.Pytester, mode: str) -> None:
         consecutive=False,
     )
     if some:
-        result.assert_outcomes(passed=1, failed=1, deselected=13)
+        result.assert_outcomes(passed=1, failed=1, deselected=16)
         return
-    result.assert_outcomes(passed=2, failed=8, skipped=1, errors=4)
+    result.assert_outcomes(passed=3, failed=10, skipped=1, errors=4)
     for block in (
         ["rank ? failed: CollectiveMismatch: *", "E * rank 0: all_reduce(*) 'l1'", "E * rank 1: all_reduce(*) 'snr'"],
+        ["*_ test_mismatch_is_caught?False? _*", *CAUGHT],
+        ["*_ test_mismatch_is_caught?True? _*", *CAUGHT],
         ["rank 1 still ran after 3 s, and was ended", "about to hang", "*rank 1 stack*", "*in inner"],
         ["rank 1 died: killed by SIGKILL (exit code -9)", "rank 0 failed: RuntimeError: *"],
         ["unsent (a function) cannot be sent to ranks: *Make this one in the test itself, on each rank."],
