@@ -38,23 +38,28 @@ class RankTest:
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """``at``: seconds of a clock that all processes of this machine share. ``kind``: "fail", "skip" or "xfail"."""
+    """``at``: seconds of a clock that all processes of this machine share. ``kind``: "fail", "skip" or "xfail".
+
+    ``classes``: the exception's, each as MODULE:QUALNAME, the most special one first.
+    """
 
     at: float
     kind: str
     line: str
     text: str
+    classes: list[str]
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
         now = time.monotonic()
+        classes = [f"{one.__module__}:{one.__qualname__}" for one in type(error).__mro__]
         kinds = (("skip", pytest.skip.Exception), ("xfail", pytest.xfail.Exception))
         kind = next((name for name, raised in kinds if isinstance(error, raised)), "")
         if kind:
-            return cls(now, kind, str(error), "")
+            return cls(now, kind, str(error), "", classes)
         text = str(pytest.ExceptionInfo.from_exception(error).getrepr(style="short"))
         said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        return cls(now, "fail", said.split("\n", 1)[0], text)
+        return cls(now, "fail", said.split("\n", 1)[0], text, classes)
 
     @classmethod
     def read(cls, scratch: Path, rank: int) -> Failure | None:

@@ -102,6 +102,19 @@ TESTS = """
         if dist.get_rank() == 1:
             pytest.skip("no data")
 
+    class Own(Exception):
+        pass
+
+    @pytest.mark.ranks(2)
+    @pytest.mark.xfail(raises=Own, strict=True)
+    def test_raises_what_is_expected():
+        raise type("Special", (Own,), {})("on both")
+
+    @pytest.mark.ranks(2)
+    @pytest.mark.xfail(raises=(KeyError, Own))
+    def test_raises_something_else():
+        raise ValueError("on both") if dist.get_rank() else KeyError("on one")
+
     @pytest.mark.ranks(2)
     def test_fixture(unsent):
         pass
@@ -147,7 +160,7 @@ def test_what_the_report_says(pytester: pytest.Pytester, mode: str) -> None:
     """Also with the way to import tests that leaves no name for the ranks; then of some of them."""
     pytester.makepyfile(test_trainer=TESTS)
     some = ["-k", "passes or differs"] if mode == "importlib" else []
-    result = pytester.runpytest_inprocess("-p", PLUGIN, "-rs", "--strict-markers", f"--import-mode={mode}", *some)
+    result = pytester.runpytest_inprocess("-p", PLUGIN, "-rfs", "--strict-markers", f"--import-mode={mode}", *some)
     lines = result.stdout
     lines.fnmatch_lines(
         [
@@ -164,9 +177,9 @@ def test_what_the_report_says(pytester: pytest.Pytester, mode: str) -> None:
         consecutive=False,
     )
     if some:
-        result.assert_outcomes(passed=1, failed=1, deselected=16)
+        result.assert_outcomes(passed=1, failed=1, deselected=18)
         return
-    result.assert_outcomes(passed=3, failed=10, skipped=1, errors=4)
+    result.assert_outcomes(passed=3, failed=11, skipped=1, xfailed=1, errors=4)
     for block in (
         ["rank ? failed: CollectiveMismatch: *", "E * rank 0: all_reduce(*) 'l1'", "E * rank 1: all_reduce(*) 'snr'"],
         ["*_ test_mismatch_is_caught?False? _*", *CAUGHT],
@@ -180,7 +193,8 @@ def test_what_the_report_says(pytester: pytest.Pytester, mode: str) -> None:
         ["@pytest.mark.collective_guard needs @pytest.mark.ranks(N): *"],
         ["@pytest.mark.ranks: ranks(n, timeout=60) missing 1 required positional argument: 'n'"],
         ["@pytest.mark.ranks: world_size must be at least 1, not 0"],
-        ["SKIPPED*: not here"],
+        ["FAILED *::test_raises_something_else - Failed: *"],
+        ["SKIPPED [[]1] test_trainer.py:*: not here"],
         ["rank 1 skipped, and not all ranks did: no data"],
     ):
         lines.fnmatch_lines(block)
