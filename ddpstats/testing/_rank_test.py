@@ -121,11 +121,42 @@ def _call_guarded(call: Callable[[], object], arguments: tuple[Any, ...], named:
 
 def _imported(name: str, path: str) -> ModuleType:
     """By its path: pytest has ways to import a file (``--import-mode=importlib``) that leave no name to import."""
+    parent = name.rpartition(".")[0]
+    if parent and Path(path).name != "__init__.py":
+        _import_package(parent, Path(path).parent)
     spec = importlib.util.spec_from_file_location(name, path, loader=_Rewriting(name, path))
     assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
+    module = _begun(spec)
     _Rewriting(name, path).exec_module(module)
+    return module
+
+
+def _import_package(name: str, directory: Path) -> None:
+    """For imports relative to it. By its path as well: another package of that name may be found first."""
+    if name in sys.modules:
+        return
+    parent = name.rpartition(".")[0]
+    if parent:
+        _import_package(parent, directory.parent)
+    init, places = directory / "__init__.py", [str(directory)]
+    spec = importlib.util.spec_from_file_location(name, init, submodule_search_locations=places)
+    if not init.is_file():
+        spec = importlib.machinery.ModuleSpec(name, None, is_package=True)
+        spec.submodule_search_locations = places
+    assert spec is not None
+    module = _begun(spec)
+    if init.is_file():
+        assert spec.loader is not None
+        spec.loader.exec_module(module)
+
+
+def _begun(spec: importlib.machinery.ModuleSpec) -> ModuleType:
+    """Where imports look for it; its text has not run yet."""
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    parent, _, own = spec.name.rpartition(".")
+    if parent in sys.modules:
+        setattr(sys.modules[parent], own, module)
     return module
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import configparser
+import os
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -198,6 +200,37 @@ def test_what_the_report_says(pytester: pytest.Pytester, mode: str) -> None:
         ["rank 1 skipped, and not all ranks did: no data"],
     ):
         lines.fnmatch_lines(block)
+
+
+@pytest.mark.parametrize("mode", ["prepend", "importlib"])
+def test_relative_imports_find_the_package_of_the_test(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    """Also where PYTHONPATH has another one of its name, and in a directory that is no package."""
+    test = """
+        import pytest
+        from .helper import VALUE
+        from . import helper
+
+        @pytest.mark.ranks(2)
+        @pytest.mark.parametrize("made", [helper.Made()])
+        def test_relative(made):
+            assert (VALUE, helper.VALUE, type(made)) == ("own", "own", helper.Made)
+    """
+    helper = "VALUE = 'own'\nclass Made:\n    pass"
+    files = {"checks/__init__": "", "checks/inner/__init__": "from .. import helper as outer"}
+    files |= {"other/checks/__init__": "", "other/checks/helper": "VALUE = 'another'"}
+    places = ["checks", "checks/inner"] + ["plain"] * (mode == "importlib")
+    for place in places:
+        files |= {f"{place}/helper": helper, f"{place}/test_{place.replace('/', '_')}": test}
+    for name, text in files.items():
+        path = pytester.path / "project" / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(text))
+    monkeypatch.setenv("PYTHONPATH", str(pytester.path / "project" / "other"), prepend=os.pathsep)
+    what = ["project/checks"] + ["project/plain"] * (mode == "importlib")
+    result = pytester.runpytest_subprocess("-p", PLUGIN, f"--import-mode={mode}", "--rootdir=project", *what)
+    result.assert_outcomes(passed=len(places))
 
 
 def test_of_very_much_output_the_end_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
