@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ddpstats._base import config
 from ddpstats._base.version import __version__
-from ddpstats.doctor.report import Told
+from ddpstats.doctor.report import EXISTS, Told
 from ddpstats.errors import ConfigError
 from ddpstats.integrations._install import DISTRIBUTIONS, PATCHABLE, trial
 
@@ -35,12 +35,20 @@ def of_this_rank(directory: Path, try_libraries: bool) -> Told:
     """``try_libraries``: import each library that an integration patches, and try whether it would."""
     environment = {name: os.environ[name] for name in sorted(os.environ) if _is_listed(name)}  # libraries add to it
     return {
-        "place": {"host": socket.gethostname(), "directory": str(directory)},
+        "place": {"host": socket.gethostname(), "directory": str(directory), EXISTS: _exists(directory)},
         "versions": dict(_versions()),
         "integrations": {name: trial(name) for name in PATCHABLE} if try_libraries else {},
         "environment": environment,
         "timeouts": _timeouts(),
     }
+
+
+def _exists(directory: Path) -> str:
+    try:
+        os.stat(os.path.join(directory, ""))  # with a slash at its end, a file is none
+    except OSError as error:
+        return f"no ({error.strerror})"
+    return "yes"
 
 
 def _versions() -> Iterator[tuple[str, str]]:

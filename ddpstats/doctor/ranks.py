@@ -5,7 +5,8 @@
 2. gloo connects the ranks. Where it cannot, each rank puts into the store why, and that is reported.
 3. Round trips are timed. Rank 0 asks each other rank for its clock several times, as NTP does: the answer was given
    between question and receipt, so the quickest one says most.
-4. Rank 0 makes a file of a random name, and all look for it. What was measured comes together by `gather_trees`.
+4. Rank 0 makes a file of a random name, and all look for it. Where it cannot, each rank says whether it can, and which
+   directory that is. What was measured comes together by `gather_trees`.
 5. Rank 0, which may serve the store, waits until the others need it no more.
 """
 
@@ -15,6 +16,7 @@ import contextlib
 import os
 import secrets
 import signal
+import socket
 import statistics
 import sys
 import time
@@ -142,10 +144,11 @@ class _Job:
             "all_reduce of 8 bytes": _median_ms(lambda: dist.all_reduce(number)),
         }
         clocks = [[0.0, 0.0], *filter(None, map(self._clock, range(1, self._size)))]
-        with _file(directory) if self._rank == 0 else contextlib.nullcontext(["", ""]) as file:
-            name, why_none = gather_trees(file, name="ddpstats doctor: file", timeout_sec=self._timeout_sec)[0]
-            cannot = f"unknown: rank 0 cannot write there ({why_none})"
-            mine["same directory"] = cannot if why_none else _seen(directory / name)
+        with _file(directory) if self._rank == 0 else contextlib.nullcontext(["", ""]) as (made, _):
+            file = {"name": made, "host": socket.gethostname(), "device": _device(directory)}
+            of_rank_0 = gather_trees(file, name="ddpstats doctor: file", timeout_sec=self._timeout_sec)[0]
+            name = of_rank_0["name"]
+            mine["same directory"] = _seen(directory / name) if name else _without_file(directory, of_rank_0)
             told = gather_trees(mine, name="ddpstats doctor", timeout_sec=self._timeout_sec)
         return [{**one, CLOCK: clock} for one, clock in zip(told, clocks, strict=self._rank == 0)]
 
@@ -222,6 +225,25 @@ def _file(directory: Path) -> Iterator[list[str]]:
         with contextlib.suppress(OSError):
             path.unlink()
         signal.signal(signal.SIGTERM, before)
+
+
+def _without_file(directory: Path, of_rank_0: dict[str, Any]) -> str:
+    """What this rank can do there, and what may be compared: of other hosts the inode, for devices are theirs alone."""
+    try:
+        inode = directory.stat().st_ino
+    except OSError as error:
+        return f"no ({error.strerror})"
+    with _file(directory) as (name, why_none):
+        can = "can write there" if name else f"cannot write there ({why_none})"
+    is_another = socket.gethostname() == of_rank_0["host"] and of_rank_0["device"] not in ("", _device(directory))
+    return f"unknown: {can}, inode {inode}{' of another device than on rank 0' if is_another else ''}"
+
+
+def _device(directory: Path) -> str:
+    try:
+        return str(directory.stat().st_dev)
+    except OSError:
+        return ""
 
 
 def _seen(path: Path) -> str:

@@ -15,6 +15,7 @@ Told = dict[str, dict[str, Any]]
 
 CLOCK = "clock minus rank 0's"
 UNCONNECTED = "no connection"
+EXISTS = "directory exists"
 
 _MAY_DIFFER = frozenset(
     {"host", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"}
@@ -56,6 +57,8 @@ def _is_marked(name: str, by_rank: Sequence[Any]) -> bool:
         return bool(_skewed(by_rank))
     if name == UNCONNECTED:
         return True
+    if name == EXISTS:
+        return set(by_rank) != {"yes"}
     return name not in _MAY_DIFFER and not any(isinstance(one, float) for one in by_rank) and len(set(by_rank)) > 1
 
 

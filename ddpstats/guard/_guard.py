@@ -260,6 +260,11 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         """Whether there was a process group."""
         return self._watching.session is not None
 
+    @property
+    def verdict(self) -> DdpstatsError | None:
+        """What was raised as the guard's finding; it stays here where the program has caught it."""
+        return self._watching.standing.verdict
+
     def preemptible(self) -> collective_guard:
         """This guard, made to give way to one that the program itself enters: for those that nobody wrote into it."""
         self._yields = True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import dataclasses
 import functools
 import importlib.machinery
@@ -13,7 +12,7 @@ import os
 import pickle
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
@@ -39,23 +38,28 @@ class RankTest:
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """``at``: seconds of a clock that all processes of this machine share. ``kind``: "fail", "skip" or "xfail"."""
+    """``at``: seconds of a clock that all processes of this machine share. ``kind``: "fail", "skip" or "xfail".
+
+    ``classes``: the exception's, each as MODULE:QUALNAME, the most special one first.
+    """
 
     at: float
     kind: str
     line: str
     text: str
+    classes: list[str]
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
         now = time.monotonic()
+        classes = [f"{one.__module__}:{one.__qualname__}" for one in type(error).__mro__]
         kinds = (("skip", pytest.skip.Exception), ("xfail", pytest.xfail.Exception))
         kind = next((name for name, raised in kinds if isinstance(error, raised)), "")
         if kind:
-            return cls(now, kind, str(error), "")
+            return cls(now, kind, str(error), "", classes)
         text = str(pytest.ExceptionInfo.from_exception(error).getrepr(style="short"))
         said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        return cls(now, "fail", said.split("\n", 1)[0], text)
+        return cls(now, "fail", said.split("\n", 1)[0], text, classes)
 
     @classmethod
     def read(cls, scratch: Path, rank: int) -> Failure | None:
@@ -92,21 +96,67 @@ def _call(test: RankTest) -> None:
     if test.holder:
         found = functools.reduce(getattr, test.holder.split("."), found)()
     arguments = {name: pickle.loads(value) for name, value in test.arguments.items()}
-    with contextlib.ExitStack() as stack:
-        if test.guard is not None:
-            from ddpstats.guard import collective_guard
+    call = functools.partial(getattr(found, test.name), **arguments)
+    if test.guard is None:
+        call()
+    else:
+        _call_guarded(call, *test.guard)
 
-            stack.enter_context(collective_guard(*test.guard[0], **test.guard[1]))
-        getattr(found, test.name)(**arguments)
+
+def _call_guarded(call: Callable[[], object], arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+    """Of a test that fails by itself, that is told; else what the guard has found, which the test may have caught."""
+    __tracebackhide__ = True
+    from ddpstats.guard import collective_guard
+
+    guard = collective_guard(*arguments, **named)
+    try:
+        with guard:
+            call()
+    except (pytest.skip.Exception, pytest.xfail.Exception):
+        if guard.verdict is None:
+            raise
+    if guard.verdict is not None:
+        raise guard.verdict
 
 
 def _imported(name: str, path: str) -> ModuleType:
     """By its path: pytest has ways to import a file (``--import-mode=importlib``) that leave no name to import."""
+    parent = name.rpartition(".")[0]
+    if parent and Path(path).name != "__init__.py":
+        _import_package(parent, Path(path).parent)
     spec = importlib.util.spec_from_file_location(name, path, loader=_Rewriting(name, path))
     assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
+    module = _begun(spec)
     _Rewriting(name, path).exec_module(module)
+    return module
+
+
+def _import_package(name: str, directory: Path) -> None:
+    """For imports relative to it. By its path as well: another package of that name may be found first."""
+    if name in sys.modules:
+        return
+    parent = name.rpartition(".")[0]
+    if parent:
+        _import_package(parent, directory.parent)
+    init, places = directory / "__init__.py", [str(directory)]
+    spec = importlib.util.spec_from_file_location(name, init, submodule_search_locations=places)
+    if not init.is_file():
+        spec = importlib.machinery.ModuleSpec(name, None, is_package=True)
+        spec.submodule_search_locations = places
+    assert spec is not None
+    module = _begun(spec)
+    if init.is_file():
+        assert spec.loader is not None
+        spec.loader.exec_module(module)
+
+
+def _begun(spec: importlib.machinery.ModuleSpec) -> ModuleType:
+    """Where imports look for it; its text has not run yet."""
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    parent, _, own = spec.name.rpartition(".")
+    if parent in sys.modules:
+        setattr(sys.modules[parent], own, module)
     return module
 
 

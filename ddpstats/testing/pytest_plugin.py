@@ -14,13 +14,15 @@ set. That is for the ranks, which begin a guard of their own: pytest's process h
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
+import operator
 import pickle
 import sys
 import tempfile
 import unittest
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 
@@ -119,7 +121,7 @@ def _run(item: pytest.Function, world_size: int, timeout_sec: float) -> None:
         ends = [_End(outcome, Path(scratch)) for outcome in outcomes]
     for end in ends:
         end.add_sections(item)
-    _judge(ends)
+    _judge(ends, any("raises" in mark.kwargs for mark in item.iter_markers("xfail")))
 
 
 def _pickled(item: pytest.Function) -> dict[str, bytes]:
@@ -185,16 +187,47 @@ def _end_of(path: Path) -> str:
     return f"({left_out:,} bytes before this are left out)\n{text}" if left_out else text
 
 
-def _judge(ends: list[_End]) -> None:
+class _Raised(pytest.fail.Exception):  # type: ignore[misc, name-defined]
+    """A failure that is an instance of what the ranks raised, too: ``xfail(raises=...)`` asks `isinstance`."""
+
+    raised: type[BaseException]
+    __class__ = property(operator.attrgetter("raised"))
+
+
+_Raised.__qualname__, _Raised.__module__ = pytest.fail.Exception.__qualname__, "builtins"  # shown as pytest's own
+
+
+def _judge(ends: list[_End], is_expected: bool) -> None:
+    """``is_expected``: a mark says which exception the test raises."""
     bad = sorted((end for end in ends if end.error is not None), key=lambda end: end.turn)
     if not bad:
         return
     failures = [(end.rank, end.failure) for end in bad if end.failure]
     kinds = {failure.kind for _, failure in failures}
-    if len(failures) == len(ends) and kinds in ({"skip"}, {"xfail"}):
-        getattr(pytest, kinds.pop())(failures[0][1].line)
+    if len(failures) == len(ends) and kinds == {"skip"}:
+        raise pytest.skip.Exception(failures[0][1].line, _use_item_location=True)
+    if len(failures) == len(ends) and kinds == {"xfail"}:
+        pytest.xfail(failures[0][1].line)
     texts = [f"\nrank {rank}:\n{failure.text}" for rank, failure in failures[:1] if failure.text]
-    _fail("\n".join([*map(str, bad), *texts]))
+    text = "\n".join([*map(str, bad), *texts])
+    raised = _common_class([failure.classes for _, failure in failures]) if len(failures) == len(bad) else None
+    if raised is None or not is_expected:
+        _fail(text)
+    failed = _Raised(text, pytrace=False)
+    failed.raised = raised
+    raise failed
+
+
+def _common_class(classes: list[list[str]]) -> type[BaseException] | None:
+    """The most special one, of those that this process has as well: it has what a mark of the test names."""
+    for place in classes[0]:
+        module, _, qualname = place.partition(":")
+        if all(place in others for others in classes):
+            with contextlib.suppress(AttributeError):  # made in a function, or in a module that only ranks import
+                found: Any = functools.reduce(getattr, qualname.split("."), sys.modules.get(module))
+                if isinstance(found, type) and issubclass(found, BaseException):
+                    return found
+    return None
 
 
 def _fail(text: str) -> NoReturn:

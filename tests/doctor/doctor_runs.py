@@ -42,3 +42,8 @@ def doctor_without_rank_1(when: str, *arguments: str) -> Ended:
             die()
         vars(ranks)["_seen"] = lambda path: die()
     return doctor(*arguments)
+
+
+if __name__ == "__main__":  # as torchrun starts it: DIR, and where each rank runs
+    os.chdir(sys.argv[2 + int(os.environ["RANK"])])
+    sys.exit(cli.main(["doctor", "--no-libraries", "--json", "--dir", sys.argv[1]]))

@@ -19,6 +19,8 @@ from tests import scripts
 from tests.doctor.doctor_runs import Ended, doctor, doctor_without_rank_1
 
 LIMIT_SEC = 240.0
+CANNOT = "cannot write there (No such file or directory)"
+NOWHERE = "no (No such file or directory)"
 
 
 def found(ended: Ended) -> dict[str, Any]:
@@ -206,4 +208,45 @@ def test_a_rank_that_is_killed_is_named(when: str, tmp_path: Path) -> None:
 def test_a_directory_that_cannot_be_written_is_told() -> None:
     first, _ = run_ranks(doctor, 2, "--json", "--dir", "/proc", timeout_sec=LIMIT_SEC).values()
     assert first.status == 0
-    assert found(first)["measured"]["same directory"]["value"].startswith("unknown: rank 0 cannot write there (")
+    seen = found(first)["measured"]["same directory"]
+    assert seen == {"marked": False, "value": f"unknown: {CANNOT}, inode {os.stat('/proc').st_ino}"}
+
+
+@pytest.mark.parametrize(
+    ("directory", "there_is", "differences", "seen"),
+    [
+        (
+            ".",
+            None,
+            ["same directory"],
+            [f"unknown: {CANNOT}", "unknown: can write there, inode {} of another device "],
+        ),
+        ("checkpoints", "checkpoints", ["directory exists", "same directory"], [NOWHERE, "unknown: can write there, "]),
+        ("checkpoints", None, ["directory exists"], [NOWHERE, NOWHERE]),
+    ],
+)
+def test_rank_0_cannot_write_into_a_directory(
+    directory: str, there_is: str | None, differences: list[str], seen: list[str], tmp_path: Path
+) -> None:
+    """Of one path on both ranks: it goes through where each runs, which for rank 0 is a place that nobody writes to."""
+    if there_is is not None:
+        (tmp_path / there_is).mkdir()
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "tests.doctor.doctor_runs"]
+    done = scripts.run([*torchrun, f"/proc/self/cwd/{directory}", "/proc", str(tmp_path)], timeout=LIMIT_SEC)
+    assert done.returncode == 1, done.stderr
+    shown = json.loads(done.stdout)
+    assert [name.partition(": ")[2] for name in shown["differences"]] == differences
+    row = shown["measured"]["same directory"]
+    for text, start in zip(row.get("by_rank") or [row["value"]] * 2, seen, strict=True):
+        assert text.startswith(start.format(tmp_path.stat().st_ino))
+    assert [path.name for path in tmp_path.rglob("*")] == [there_is] * (there_is is not None)
+
+
+def test_a_directory_that_is_none_is_marked_without_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    (tmp_path / "file").touch()
+    for name, why in (("nowhere", "No such file or directory"), ("file", "Not a directory")):
+        assert cli.main(["doctor", "--no-libraries", "--dir", str(tmp_path / name)]) == 1
+        assert f"  ! directory exists: no ({why})\n" in capsys.readouterr().out

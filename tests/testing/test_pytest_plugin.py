@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import configparser
+import os
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -63,6 +65,22 @@ TESTS = """
         for key in stats:
             dist.all_reduce(stats[key])
 
+    @pytest.mark.ranks(2)
+    @pytest.mark.collective_guard("strict")
+    @pytest.mark.parametrize("then_skips", [False, True])
+    def test_mismatch_is_caught(then_skips):
+        try:
+            dist.all_reduce(torch.ones(2 + dist.get_rank()))
+        except Exception:
+            print("caught by", dist.get_rank())
+        if then_skips:
+            pytest.skip("no step was taken")
+
+    @pytest.mark.ranks(2)
+    @pytest.mark.collective_guard("strict", on_mismatch="warn")
+    def test_mismatch_is_warned_of():
+        dist.all_reduce(torch.ones(1), dist.ReduceOp.MAX if dist.get_rank() else dist.ReduceOp.SUM)
+
     @pytest.mark.ranks(2, timeout=3)
     def test_hangs():
         def inner():
@@ -85,6 +103,19 @@ TESTS = """
     def test_one_skips():
         if dist.get_rank() == 1:
             pytest.skip("no data")
+
+    class Own(Exception):
+        pass
+
+    @pytest.mark.ranks(2)
+    @pytest.mark.xfail(raises=Own, strict=True)
+    def test_raises_what_is_expected():
+        raise type("Special", (Own,), {})("on both")
+
+    @pytest.mark.ranks(2)
+    @pytest.mark.xfail(raises=(KeyError, Own))
+    def test_raises_something_else():
+        raise ValueError("on both") if dist.get_rank() else KeyError("on one")
 
     @pytest.mark.ranks(2)
     def test_fixture(unsent):
@@ -117,13 +148,21 @@ TESTS = """
         pass
 """
 
+CAUGHT = [
+    "rank ? failed: CollectiveMismatch: *",
+    "rank ? failed: CollectiveMismatch: *",
+    "E * rank 0: all_reduce(float32[[]2], sum)*",
+    "caught by 0",
+    "caught by 1",
+]
+
 
 @pytest.mark.parametrize("mode", ["prepend", "importlib"])
 def test_what_the_report_says(pytester: pytest.Pytester, mode: str) -> None:
     """Also with the way to import tests that leaves no name for the ranks; then of some of them."""
     pytester.makepyfile(test_trainer=TESTS)
     some = ["-k", "passes or differs"] if mode == "importlib" else []
-    result = pytester.runpytest_inprocess("-p", PLUGIN, "-rs", "--strict-markers", f"--import-mode={mode}", *some)
+    result = pytester.runpytest_inprocess("-p", PLUGIN, "-rfs", "--strict-markers", f"--import-mode={mode}", *some)
     lines = result.stdout
     lines.fnmatch_lines(
         [
@@ -140,11 +179,13 @@ def test_what_the_report_says(pytester: pytest.Pytester, mode: str) -> None:
         consecutive=False,
     )
     if some:
-        result.assert_outcomes(passed=1, failed=1, deselected=13)
+        result.assert_outcomes(passed=1, failed=1, deselected=18)
         return
-    result.assert_outcomes(passed=2, failed=8, skipped=1, errors=4)
+    result.assert_outcomes(passed=3, failed=11, skipped=1, xfailed=1, errors=4)
     for block in (
         ["rank ? failed: CollectiveMismatch: *", "E * rank 0: all_reduce(*) 'l1'", "E * rank 1: all_reduce(*) 'snr'"],
+        ["*_ test_mismatch_is_caught?False? _*", *CAUGHT],
+        ["*_ test_mismatch_is_caught?True? _*", *CAUGHT],
         ["rank 1 still ran after 3 s, and was ended", "about to hang", "*rank 1 stack*", "*in inner"],
         ["rank 1 died: killed by SIGKILL (exit code -9)", "rank 0 failed: RuntimeError: *"],
         ["unsent (a function) cannot be sent to ranks: *Make this one in the test itself, on each rank."],
@@ -154,10 +195,42 @@ def test_what_the_report_says(pytester: pytest.Pytester, mode: str) -> None:
         ["@pytest.mark.collective_guard needs @pytest.mark.ranks(N): *"],
         ["@pytest.mark.ranks: ranks(n, timeout=60) missing 1 required positional argument: 'n'"],
         ["@pytest.mark.ranks: world_size must be at least 1, not 0"],
-        ["SKIPPED*: not here"],
+        ["FAILED *::test_raises_something_else - Failed: *"],
+        ["SKIPPED [[]1] test_trainer.py:*: not here"],
         ["rank 1 skipped, and not all ranks did: no data"],
     ):
         lines.fnmatch_lines(block)
+
+
+@pytest.mark.parametrize("mode", ["prepend", "importlib"])
+def test_relative_imports_find_the_package_of_the_test(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    """Also where PYTHONPATH has another one of its name, and in a directory that is no package."""
+    test = """
+        import pytest
+        from .helper import VALUE
+        from . import helper
+
+        @pytest.mark.ranks(2)
+        @pytest.mark.parametrize("made", [helper.Made()])
+        def test_relative(made):
+            assert (VALUE, helper.VALUE, type(made)) == ("own", "own", helper.Made)
+    """
+    helper = "VALUE = 'own'\nclass Made:\n    pass"
+    files = {"checks/__init__": "", "checks/inner/__init__": "from .. import helper as outer"}
+    files |= {"other/checks/__init__": "", "other/checks/helper": "VALUE = 'another'"}
+    places = ["checks", "checks/inner"] + ["plain"] * (mode == "importlib")
+    for place in places:
+        files |= {f"{place}/helper": helper, f"{place}/test_{place.replace('/', '_')}": test}
+    for name, text in files.items():
+        path = pytester.path / "project" / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(text))
+    monkeypatch.setenv("PYTHONPATH", str(pytester.path / "project" / "other"), prepend=os.pathsep)
+    what = ["project/checks"] + ["project/plain"] * (mode == "importlib")
+    result = pytester.runpytest_subprocess("-p", PLUGIN, f"--import-mode={mode}", "--rootdir=project", *what)
+    result.assert_outcomes(passed=len(places))
 
 
 def test_of_very_much_output_the_end_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
