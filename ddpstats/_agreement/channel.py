@@ -99,8 +99,7 @@ class Channel(CallOrder):
         return os.getpid() != self._process
 
     def _perform(self, work: Work[T], timeout_sec: float) -> T:
-        if self._error is not None:
-            raise self._error.with_traceback(None)
+        self.refuse_closed()
         started = time.monotonic()
         try:
             return work(self._agreement or self._first_use(timeout_sec))
@@ -123,6 +122,11 @@ class Channel(CallOrder):
             self._leave(error)
             raise
         raise self._broken(verdict)
+
+    def refuse_closed(self) -> None:
+        """Raises the verdict that closed this channel, if one did."""
+        if self._error is not None:
+            raise self._error.with_traceback(None)
 
     def abandon(self, message: str) -> RankMissing | None:
         """This rank takes no further part: every other rank raises ``message``, here and at every later call. Local.

@@ -41,7 +41,7 @@ def debug_handler() -> GuardPage:
     global _tidings
     if _tidings is None:
         _tidings = Tidings()
-        _tidings.listen()
+        _tidings.subscribe()
     return GuardPage()
 
 

@@ -135,7 +135,7 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
             self._outer.abandon()
         self._reset()
         collectives.subscribe(self._watching)
-        self._watching.recording.listen()
+        self._watching.recording.subscribe()
         _ending.before_destroying(self._at_destroy)
         _active.append(self)
         try:

@@ -134,7 +134,7 @@ def start(directory: str | Path) -> LiveNotes:
     """Of this process, whose rank torchrun has told. Raises `ConfigError` where they cannot be written."""
     global _here
     _here = LiveNotes(directory, int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)))
-    _here.tidings.listen()
+    _here.tidings.subscribe()
     return _here
 
 

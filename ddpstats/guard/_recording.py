@@ -37,7 +37,7 @@ class Recording:
         self._tries = _TRIES
         self._turn = threading.RLock()  # a mark may come from another thread than the first collective
 
-    def listen(self) -> None:
+    def subscribe(self) -> None:
         """Take from now on what other parts tell."""
         if self._directory is not None:
             marks.listeners.append(self._take)

@@ -23,7 +23,7 @@ _TEXT_BYTES = 6000  # as JSON: a text may be nothing but escapes
 
 
 class Tidings:
-    """From `listen` until `close`. ``changed`` is called after each change, in the thread that told of it."""
+    """From `subscribe` until `close`. ``changed`` is called after each change, in the thread that told of it."""
 
     def __init__(self, changed: Callable[[], None] = lambda: None) -> None:
         self.renegotiations = 0
@@ -32,7 +32,7 @@ class Tidings:
         self._not_held: dict[str | None, str] = {}  # name of a reduction -> keys
         self._changed = changed
 
-    def listen(self) -> None:
+    def subscribe(self) -> None:
         marks.finding_listeners.append(self._found)
         held_keys.listeners.append(self)
 

@@ -72,9 +72,9 @@ def _distinct(directories: Iterable[Path]) -> list[Path]:
     """Each once, however often it was given."""
     for directory in directories:
         if not directory.exists():
-            raise DdpstatsError(f"there is no directory {directory}")
+            raise DdpstatsError(f"{directory}: there is no such directory. {_HOW_TO_RECORD}")
         if not directory.is_dir():
-            raise DdpstatsError(f"{directory} is a file: give the directory that it is in")
+            raise DdpstatsError(f"{directory} is a file: give the directory that it is in. {_HOW_TO_RECORD}")
     return list({directory.resolve(): directory for directory in directories}.values())
 
 

@@ -191,11 +191,11 @@ def too_many(value: float, weight: float) -> Any:
 
 
 def test_a_large_layout_is_right_or_refused(two_ranks: RankPool) -> None:
-    for value, weight, words in ((0.5, TINY, "too large or too small"), (1e308, 1.0, "too large for a float64")):
+    for value, weight in ((0.5, TINY), (1e308, 1.0)):
         answers = two_ranks.run(too_many, value, weight, timeout_sec=60).values()
         assert answers[0] == answers[1]
         assert answers[0].startswith("InvalidStats: ")
-        assert words in answers[0]
+        assert "too large or too small to be added up" in answers[0]
         assert "'x'" in answers[0]
 
 

@@ -103,7 +103,7 @@ def test_what_is_no_record_is_named(
 
 
 def test_a_directory_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "there is no directory" in error_of([str(tmp_path / "nowhere")], capsys)
+    assert "there is no such directory" in error_of([str(tmp_path / "nowhere")], capsys)
     (tmp_path / "file").write_text("")
     assert "is a file: give the directory that it is in" in error_of([str(tmp_path / "file")], capsys)
     assert "holds no rank*.jsonl" in error_of([str(tmp_path)], capsys)
