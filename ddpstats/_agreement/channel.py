@@ -99,7 +99,8 @@ class Channel(CallOrder):
         return os.getpid() != self._process
 
     def _perform(self, work: Work[T], timeout_sec: float) -> T:
-        self.refuse_closed()
+        if self._error is not None:
+            raise self._error.with_traceback(None)
         started = time.monotonic()
         try:
             return work(self._agreement or self._first_use(timeout_sec))
@@ -122,11 +123,6 @@ class Channel(CallOrder):
             self._leave(error)
             raise
         raise self._broken(verdict)
-
-    def refuse_closed(self) -> None:
-        """Raises the verdict that closed this channel, if one did."""
-        if self._error is not None:
-            raise self._error.with_traceback(None)
 
     def abandon(self, message: str) -> RankMissing | None:
         """This rank takes no further part: every other rank raises ``message``, here and at every later call. Local.

@@ -57,7 +57,6 @@ def ask_all(
     """
     channel = channel_of(group)
     channel.refuse_inside()  # before anything is looked at: the step under way is still to be answered
-    channel.refuse_closed()  # before a part looks for itself who is missing, and finds who has not been told yet
     asked: deque[Question] = deque()
     try:
         numbers, cause = _asked(questions, step, asked)

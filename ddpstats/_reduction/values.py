@@ -381,16 +381,11 @@ def refuse_tensor(tensor: torch.Tensor) -> None:
         raise ValueError(f"a tensor of shape {tuple(tensor.shape)}; a leaf is a scalar, or 1-d like a 1-d weight")
 
 
-_TOO_FAR = (
-    "too large or too small to be added up in a float64, and there are too many paths to add it up exactly: scale the "
-    "value, or use weights closer to 1"
-)
-
-
 def too_small_or_large(part: Part) -> Failure:
     """The failure of a rank that cannot tell the others its `Part.scaled`."""
     path = format_path(path_of(part.structure, min(part.scaled)))
-    return Failure(path, f"value times weight is {_TOO_FAR}")
+    why = "value times weight is too large or too small to be added up with so many paths"
+    return Failure(path, f"{why}; scale the value, or use weights closer to 1")
 
 
 def path_of(structure: Structure, index: int) -> Path:

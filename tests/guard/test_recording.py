@@ -21,16 +21,6 @@ def ddpstats(*args: str) -> subprocess.CompletedProcess[str]:
     return scripts.run(["-m", "ddpstats", *args], timeout=LIMIT_SEC)
 
 
-@pytest.fixture
-def script(tmp_path: Path) -> Any:
-    def write(text: str) -> str:
-        path = tmp_path / "train.py"
-        path.write_text(textwrap.dedent(text))
-        return str(path)
-
-    return write
-
-
 REDUCES = """
     import ddpstats, torch.distributed as dist
 

@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -20,16 +19,6 @@ from tests.guard.programs import COMMAND, alone, forked
 from tests.needs import needs
 
 LIMIT_SEC = 120
-
-
-@pytest.fixture
-def script(tmp_path: Path) -> Any:
-    def write(text: str) -> str:
-        path = tmp_path / "train.py"
-        path.write_text(textwrap.dedent(text))
-        return str(path)
-
-    return write
 
 
 def ddpstats(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
