@@ -306,8 +306,8 @@ case $verb in
     exec "$python" -m ddpstats demo "$@"
     ;;
   test)
-    # Three files at a time, also on two cores: some tests do nothing but wait for a timeout.
-    workers=(--numprocesses 3 --dist loadfile --no-loadscope-reorder) # in the order of tests/conftest.py
+    # Four files at a time, also on two cores: some tests do nothing but wait for a timeout.
+    workers=(--numprocesses 4 --dist loadfile --no-loadscope-reorder) # in the order of tests/conftest.py
     if [[ ${1:-} == --quick ]]; then
       shift
       sample_of_tests

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 import pytest
 
 from tests.scripts import python, server
+from tests.warm_python import ENDS_WHOLE
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="programs are forked on Linux alone")
 
@@ -145,3 +146,44 @@ def test_a_signal_ends_it(number: signal.Signals, more: list[str], code: int) ->
 def test_a_server_that_starts_threads_would_leave_them_behind() -> None:
     subprocess.run([python(), "-c", ""], env=environ(), timeout=60, check=True)
     assert len(os.listdir(f"/proc/{server().process.pid}/task")) == 1
+
+
+ENDS = """
+import atexit, ctypes, sys, threading
+libc = ctypes.CDLL(None)
+libc.strdup.restype = ctypes.c_void_p
+told = ctypes.c_void_p(libc.strdup(b"of C"))
+libc.__cxa_atexit(ctypes.cast(libc.puts, ctypes.c_void_p), told, None)  # after the interpreter has taken itself apart
+sys.stdout.write("no end of line")
+"""
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        "",
+        "sys.exit()",
+        "sys.exit(0)",
+        "sys.exit(-1)",
+        "sys.exit(300)",
+        "sys.exit('why')",
+        "raise KeyboardInterrupt",
+        "atexit.register(sys.exit, 5)",
+        "threading.Thread(target=sys.exit, args=(5,)).start()",
+        "sys.stdout.close()",
+        "sys.kept = type('Kept', (), {'__del__': lambda self, end=__import__('os')._exit: end(7)})()",
+        "sys.excepthook = lambda *what: print('hooked'); raise OSError",
+    ],
+)
+def test_it_ends_as_it_would_but_for_what_is_taken_apart(end: str) -> None:
+    """KeyboardInterrupt and a stdout that fails have Python end the process."""
+    ended = []
+    for executable, more in ((sys.executable, {}), (python(), {}), (python(), {ENDS_WHOLE: "1"})):
+        command = [executable, "-c", ENDS + end]
+        done = subprocess.run(command, env=environ(**more), capture_output=True, text=True, timeout=60)
+        ended.append((done.returncode, done.stdout, done.stderr.strip().rpartition("\n")[2]))
+    whole, fast, as_whole = ended
+    assert as_whole == whole
+    assert fast in (whole, (whole[0], whole[1].removesuffix("of C\n"), whole[2]))
+    if not end:
+        assert fast != whole

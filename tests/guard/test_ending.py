@@ -22,6 +22,7 @@ from ddpstats.guard._summary import Tally, last_line
 from ddpstats.guard._telling import was_told
 from tests import scripts
 from tests.guard.programs import COMMAND, LIMIT_SEC, Ended, Run, alone, by_torchrun, forked, of_torchrun
+from tests.warm_python import ENDS_WHOLE
 
 HEAD = """
     import sys
@@ -85,6 +86,12 @@ def train(tmp_path: Path) -> Any:
         return str(path)
 
     return write
+
+
+@pytest.fixture(autouse=True)
+def ends_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These programs are about their ends."""
+    monkeypatch.setenv(ENDS_WHOLE, "1")
 
 
 @pytest.mark.parametrize(

@@ -32,11 +32,17 @@ def drawn_by(seed: int, ranks: int, count: int = OF_A_SEED) -> Iterator[Reductio
     return Draw(seed, tensors=0.5, wild=0.3).reductions(ranks, count)
 
 
+@functools.lru_cache(maxsize=1)
+def drawn_by_all(seeds: Sequence[int], ranks: int) -> list[tuple[int, Reduction]]:
+    """(seed, reduction) of these seeds: threads need not draw what all of them know."""
+    return [(seed, drawn) for seed in seeds for drawn in drawn_by(seed, ranks)]
+
+
 def on_this_rank(seeds: Sequence[int], name: str) -> list[tuple[Any, Any]]:
     """With reducers that are kept: under one name they meet layouts of all kinds."""
     reduce = functools.partial(ddpstats.reduce_stats, name=name)
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    return [reduced(reduce, rank, drawn) for seed in seeds for drawn in drawn_by(seed, ranks)]
+    return [reduced(reduce, rank, drawn) for _, drawn in drawn_by_all(seeds, ranks)]
 
 
 def on_this_thread(group: ThreadGroup, seeds: Sequence[int]) -> list[tuple[Any, Any]]:
@@ -47,7 +53,7 @@ def on_this_thread(group: ThreadGroup, seeds: Sequence[int]) -> list[tuple[Any, 
             kept[nonfinite, per_rank] = group.reducer(nonfinite=nonfinite, per_rank=per_rank, timeout_sec=60)
         return kept[nonfinite, per_rank](stats, weight)
 
-    return [reduced(reduce, group.rank, drawn) for seed in seeds for drawn in drawn_by(seed, group.world_size)]
+    return [reduced(reduce, group.rank, drawn) for _, drawn in drawn_by_all(seeds, group.world_size)]
 
 
 def reduced(reduce: Callable[..., ddpstats.Reduced], rank: int, drawn: Reduction) -> tuple[Any, Any]:
@@ -73,7 +79,7 @@ def _unwrapped(nested: Any) -> Any:
 
 def check_many(run: Runner, ranks: int, seeds: Sequence[int]) -> None:
     """Raises AssertionError, which begins with the seed, at the first reduction that is not as the oracle has it."""
-    drawn = [(seed, one) for seed in seeds for one in drawn_by(seed, ranks)]
+    drawn = drawn_by_all(seeds, ranks)  # before the threads ask for it
     for (seed, one), *told_by_ranks in zip(drawn, *run(seeds), strict=True):
         try:
             check_one(one, told_by_ranks)

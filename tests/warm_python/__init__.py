@@ -5,6 +5,10 @@ of itself, hands it descriptors, directory, environment and network, passes sign
 the fork starts with its own `sys.executable` comes from the server, too: torchrun's ranks, say. What a fork cannot be
 (an option, or a variable that torch reads when it is imported, or a `sitecustomize`) becomes an interpreter of its own.
 
+A fork ends as an interpreter does: its threads are waited for, its last words said, its exit functions run, its status
+told. But it is not taken apart after that, which costs six times what the fork did. A program about that sets
+`ENDS_WHOLE`.
+
 Other than for a fresh interpreter, its parent is the server, and /proc has the server's environment of it.
 """
 
@@ -21,6 +25,8 @@ from pathlib import Path
 
 from ddpstats.testing._rank_server import READ_AT_START
 
+ENDS_WHOLE = "WARM_PYTHON_ENDS_WHOLE"
+"""A variable of the environment: the program's interpreter is taken apart at its end, too."""
 _HERE = Path(__file__).parent
 LIMIT_SEC = 120.0  # until the server has imported torch: minutes on a loaded machine
 
@@ -44,7 +50,7 @@ class Server:
             listener.listen(128)
             environ = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
             self.process = subprocess.Popen(
-                [sys.executable, "-c", _main(listener.fileno(), self.executable, preload, READ_AT_START)],
+                [sys.executable, "-c", _main(listener.fileno(), self.executable, preload, READ_AT_START, ENDS_WHOLE)],
                 # Without a RANK it might be a rank of a test that hides what it was started with.
                 env={**environ, "OMP_NUM_THREADS": "1", "RANK": "0"},
                 stdin=subprocess.PIPE,
@@ -65,5 +71,6 @@ def _main(*arguments: object) -> str:
     return (
         "names = {'__name__': 'server'}\n"
         f"exec(compile({server.read_text()!r}, {str(server)!r}, 'exec'), names)\n"
-        f"exec(names['main']{arguments!r})"
+        "with names['End']():\n"
+        f"    exec(names['main']{arguments!r})"
     )

@@ -5,6 +5,7 @@ Run by name (`python -c`), for the `__main__` of the process is that of the fork
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import fcntl
@@ -171,7 +172,40 @@ def program(arguments: Sequence[str], site: Sequence[str]) -> Any:
         return compile(file.read(), path, "exec")
 
 
-def main(listener_fd: int, executable: str, preload: Sequence[str], prefixes: tuple[str, ...]) -> Any:
+class End:
+    """Around a fork's program: leaves where the interpreter would begin to take itself apart.
+
+    Its exit function is the first that is registered, so the last that runs. A program that keeps something in `sys` is
+    taken apart: that may be there to be the last that goes.
+    """
+
+    status: int | None = None  # that the process ends with; None: it ends as Python has it end
+    whole = False
+
+    def __enter__(self) -> None:
+        self._in_sys = {*vars(sys), "last_exc", "last_type", "last_value", "last_traceback"}
+        atexit.register(self._leave)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        if error is None:
+            self.status = 0
+        elif isinstance(error, SystemExit):
+            self.status = error.code & 0xFF if isinstance(error.code, int) else int(error.code is not None)
+        elif not isinstance(error, KeyboardInterrupt):  # which ends by its signal
+            self.status = 1
+
+    def _leave(self) -> None:
+        if self.status is None or End.whole or vars(sys).keys() - self._in_sys:
+            return
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        except Exception:  # of which Python makes a status of its own
+            return
+        os._exit(self.status)
+
+
+def main(listener_fd: int, executable: str, preload: Sequence[str], prefixes: tuple[str, ...], ends_whole: str) -> Any:
     """Returns in the forks alone, what they run."""
     site, environ = sys.path[1:], read_at_start(os.environ, prefixes)  # which torch adds to
     for module in ("torch", "torch.distributed", "numpy", *preload):
@@ -180,5 +214,6 @@ def main(listener_fd: int, executable: str, preload: Sequence[str], prefixes: tu
     gc.freeze()  # what is shared with every process stays shared
     request, fds = Forking(socket.socket(fileno=listener_fd), environ, prefixes).serve()
     become(request, fds)
+    End.whole = ends_whole in os.environ
     sys.executable = executable
     return program(request["arguments"], site)
