@@ -81,31 +81,31 @@ class Ending:
     """Of this process. ``error``: what the program ended with, where `sys.excepthook` is not asked."""
 
     def __init__(self, guard: collective_guard, say: Callable[[], None]) -> None:
-        self._guard, self._say, self._process = guard, say, os.getpid()
+        self.guard, self._say, self._process = guard, say, os.getpid()
         self.error: BaseException | None = None
         self.status = 0  # what the program asked for
 
     def begin(self) -> None:
-        self._guard.__enter__()
+        self.guard.__enter__()
         atexit.register(self._end)
 
     def cancel(self) -> None:
         """This is no program to guard. Idempotent."""
         atexit.unregister(self._end)
-        self._guard.abandon()
+        self.guard.abandon()
 
     def _end(self) -> None:
         if os.getpid() != self._process:
             return  # a fork of the program
         error = self.error or getattr(sys, "last_value", None)
-        found = self._guard.verdict_at_end(error)
+        found = self.guard.verdict_at_end(error)
         if found is not None:
             tell(found, lambda: print(spelled(found), file=sys.stderr))
             ignore_sigterm()
             if error is None and self.status == 0:
                 end_with(1)
         with contextlib.suppress(DdpstatsError):
-            self._guard.abandon(error)
+            self.guard.abandon(error)
         self._say()
 
 
@@ -145,12 +145,12 @@ _of_environment: Ending | None = None
 
 
 def start() -> None:
-    """Begin as DDPSTATS_GUARD and DDPSTATS_RECORD_DIR say. Raises ``ConfigError`` for values that make no sense."""
+    """Begin once, as DDPSTATS_GUARD and DDPSTATS_RECORD_DIR say. Raises ``ConfigError`` for what makes no sense."""
     from ddpstats.guard._guard import collective_guard  # which asks this module to tell it of its end
 
     global _of_environment
     mode = config.guard_mode()
-    if mode == "off" or config.disabled():
+    if mode == "off" or config.disabled() or _of_environment is not None:
         return
     guard = collective_guard(mode, record_dir=config.record_dir()).preemptible()
 
@@ -161,6 +161,12 @@ def start() -> None:
     _of_environment = Ending(guard, say)
     _of_environment.begin()
     remember_status(_of_environment)
+
+
+def found() -> DdpstatsError | None:
+    """What the guard of DDPSTATS_GUARD has found in a program that comes to its end now, also if that has caught it."""
+    guard = None if _of_environment is None else _of_environment.guard
+    return None if guard is None else guard.verdict_at_end(None) or guard.verdict
 
 
 def cancel() -> None:

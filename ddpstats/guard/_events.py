@@ -236,6 +236,10 @@ class Event:
         except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
             raise ValueError(f"not a record of a collective: {error!r}") from None
 
+    @property
+    def is_message(self) -> bool:
+        return self.signature.op in ("send", "recv")
+
     def __str__(self) -> str:
         named = f" {self.label!r}" if self.label else ""
         peer = f" with rank {self.peer}, tag {self.tag}" if self.peer is not None else ""

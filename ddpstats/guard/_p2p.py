@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from ddpstats._base.rank_names import ranks_text
 from ddpstats._base.untrusted import parse_json
 from ddpstats._transport.store import GLANCE_SEC, StoreSilent, bounded
 from ddpstats.guard._events import Event
+from ddpstats.guard._records import RankRecord
 from ddpstats.guard._status import LEFT, MISMATCH, MISSING, GuardFinding, RankStatus
 
 _LONGEST_POLL_SEC = 0.005
@@ -164,31 +165,35 @@ def compare_pair(sent: Event, source: int, received: Event, receiver: int) -> Gu
     return GuardFinding(MISMATCH, "\n".join(lines), received.group, received.seq, (), (), by_rank)
 
 
-def match_records(events_of: Mapping[int, Sequence[Event]]) -> GuardFinding | None:
+def match_records(records: Sequence[RankRecord]) -> GuardFinding | None:
     """The first message, in the records of all ranks, that is not what its receiver expects."""
-    for source, sent, to, received in pair_messages(events_of):
+    events_of = {record.rank: record.events for record in records}
+    for source, sent, to, received in pair_messages(records):
         found = compare_pair(events_of[source][sent], source, events_of[to][received], to)
         if found is not None:
             return found
     return None
 
 
-def pair_messages(events_of: Mapping[int, Sequence[Event]]) -> Iterator[tuple[int, int, int, int]]:
-    """(sender, which of its events, receiver, which of its events) of each message that both ranks recorded."""
-    sends: dict[tuple[int, int, int | None], list[int]] = defaultdict(list)
-    receives: dict[tuple[int, int, int | None], list[int]] = defaultdict(list)
-    for rank, events in events_of.items():
-        messages = [(place, event) for place, event in enumerate(events) if event.signature.op in ("send", "recv")]
-        from_any = {event.tag for _, event in messages if event.signature.op == "recv" and event.peer is None}
+def pair_messages(records: Sequence[RankRecord]) -> Iterator[tuple[int, int, int, int]]:
+    """(sender, which of its events, receiver, which of its events) of each message that both ranks recorded.
+
+    Not of ranks that have dropped older lines: nobody can count how many messages these were.
+    """
+    sends: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    receives: dict[tuple[int, int, str, int | None], list[int]] = defaultdict(list)
+    for rank, events in ((record.rank, record.events) for record in records if record.complete):
+        messages = [(place, event) for place, event in enumerate(events) if event.is_message]
+        from_any = {(e.group, e.tag) for _, e in messages if e.signature.op == "recv" and e.peer is None}
         for place, event in messages:
-            if event.signature.op == "recv" and event.tag in from_any:
+            if event.signature.op == "recv" and (event.group, event.tag) in from_any:
                 continue  # nobody can count which message is which
             if event.signature.op == "send" and event.peer is not None:
-                sends[rank, event.peer, event.tag].append(place)
+                sends[rank, event.peer, event.group, event.tag].append(place)
             elif event.signature.op == "recv" and event.peer is not None:
-                receives[event.peer, rank, event.tag].append(place)
-    for (source, to, tag), received in receives.items():
-        for one, other in zip(sends.get((source, to, tag), []), received, strict=False):
+                receives[event.peer, rank, event.group, event.tag].append(place)
+    for (source, to, group, tag), received in receives.items():
+        for one, other in zip(sends.get((source, to, group, tag), []), received, strict=False):
             yield source, one, to, other
 
 

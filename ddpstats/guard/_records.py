@@ -181,10 +181,12 @@ def read_records(*directories: str | Path, notes: list[str] | None = None) -> li
 
 
 def _record_files(directories: Sequence[str | Path], notes: list[str]) -> Iterator[Path]:
-    for path in [path for directory in directories for path in sorted(Path(directory).glob("rank*.jsonl"))]:
+    """By the newer of a rank's two files, which a process that was killed between them has not begun."""
+    found = [path for directory in directories for path in sorted(Path(directory).glob("rank*.jsonl"))]
+    for path in dict.fromkeys(path.with_name(path.name.replace(".old.", ".")) for path in found):
         if _NAME.fullmatch(path.name):
             yield path
-        elif ".old" not in path.suffixes:
+        else:
             notes.append(f"{path} is left out: the record of a rank is called rank<number>.jsonl")
 
 
@@ -215,7 +217,8 @@ def _read_rank(path: Path) -> RankRecord:
     marks: list[Mark] = []
     before: Evidence | None = None
     known: dict[tuple[object, ...], Event] = {}
-    for source in [old, path] if old.exists() else [path]:
+    sources = [source for source in (old, path) if os.path.lexists(source)]
+    for source in sources:
         for number, line in _raw_lines(source):
             numbers, alike = _apart(line, before)
             if (event := known.get(alike)) is not None:
@@ -251,7 +254,7 @@ def _read_rank(path: Path) -> RankRecord:
         groups,
         tuple(events),
         end,
-        not old.exists(),
+        old not in sources,
         tuple(marks),
     )
 

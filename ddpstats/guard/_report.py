@@ -21,7 +21,7 @@ def diagnose(records: Sequence[RankRecord]) -> list[GuardFinding]:
     """What went wrong first, per group; the group in which it happened first comes first."""
     groups = {**_undescribed(records), **_described(records)}
     found = [finding for name in groups if (finding := _in_group(name, groups[name], records)) is not None]
-    message = match_records({record.rank: record.events for record in records})
+    message = match_records(records)
     found += [message] if message is not None else []
     return sorted(found, key=lambda finding: min((e.started for e in finding.by_rank.values()), default=0.0))
 
@@ -31,6 +31,9 @@ def not_compared(records: Sequence[RankRecord]) -> list[str]:
     known = {record.rank for record in records}
     asked = {rank for given in _described(records).values() for rank in given["ranks"]}
     absent = max((record.world_size for record in records), default=0) - len(known | asked)
+    cut = [
+        record.rank for record in records if not record.complete and any(event.is_message for event in record.events)
+    ]
     return [
         *(
             f"{given['words']}: nothing tells which ranks belong to it, and only {ranks_text(given['ranks'])} used it"
@@ -38,6 +41,7 @@ def not_compared(records: Sequence[RankRecord]) -> list[str]:
             if len(given["ranks"]) == 1
         ),
         *([f"{count_of(absent, 'ranks')} without a record, of which no group is known"] if absent > 0 else []),
+        *([f"messages of {ranks_text(cut)}: older ones were dropped, and nobody can count them"] if cut else []),
     ]
 
 
@@ -60,7 +64,7 @@ def _undescribed(records: Sequence[RankRecord]) -> dict[str, Mapping[str, Any]]:
     described, found = _described(records), dict[str, list[int]]()
     for record in records:
         for name, events in record.events_by_group.items():
-            if name not in described and any(event.signature.op not in ("send", "recv") for event in events):
+            if name not in described and not all(event.is_message for event in events):
                 found.setdefault(name, []).append(record.rank)
     return {name: {"words": f"group {name!r}", "ranks": ranks} for name, ranks in found.items()}
 

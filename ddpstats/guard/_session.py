@@ -196,14 +196,16 @@ class Session:
     def meet(self, view: GroupView) -> Group:
         """First sight of a group. Nobody is waited for: ranks may see their groups in different order."""
         self._forget_destroyed()
+        self._lives[view.name] += 1
+        session, life = self._number, self._lives[view.name]
         exchange = messages = None
         if self._compares and len(view.ranks) > 1:
-            part = self._store.part(f"group/{view.name}/{self._lives[view.name]}", self._timeout_sec)
-            self._lives[view.name] += 1
+            part = self._store.part(f"group/{view.name}/{life}", self._timeout_sec)
             with self._reaching_store():
                 exchange = Exchange(part, view.ranks.index(view.rank), len(view.ranks))
             messages = Messages(part, view.rank)
-        name = view.name if self._number == 1 else f"{view.name} of session {self._number}"
+        # Numbers begin again with each of these: nothing of one is ever compared, or shown, as if it were the other's.
+        name = view.name + f" of session {session}" * (session > 1) + f" of life {life}" * (life > 1)
         group = self._groups[view] = self.named[name] = Group(name, view, exchange, messages)
         return group
 

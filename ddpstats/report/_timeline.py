@@ -199,7 +199,7 @@ def timeline_of(
         lanes,
         calls,
         groups,
-        list(pair_messages({record.rank: record.events for record in records})),
+        list(pair_messages(records)),
         sorted([*_labels(lanes, calls, groups, killed), *_values(records, killed)], key=lambda key: not key.differs),
         told,
         findings,
@@ -241,10 +241,15 @@ def _lane(record: RankRecord, table: dict[CallSite, int], spans: Mapping[int, Sp
 
 
 def _call_of(event: Event) -> CallSite:
-    is_message = event.signature.op in ("send", "recv")
     pieces = f", {event.pieces}" if event.pieces else ""
     return CallSite(
-        event.group, f"{event}{pieces}", event.signature.op, event.label, str(event.site), event.source, is_message
+        event.group,
+        f"{event}{pieces}",
+        event.signature.op,
+        event.label,
+        str(event.site),
+        event.source,
+        event.is_message,
     )
 
 

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # not in __all__
 
+from ddpstats._base import config
 from ddpstats._observe.torch_groups import collectives_issued, groups_made
 from ddpstats.testing._rank_wire import (
     READY,
@@ -57,6 +58,10 @@ def main(spec: RankSpec) -> None:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, file=spec.stack_fd, all_threads=True)
     torch.set_num_threads(1)
+    if os.environ.get(config.GUARD):  # of a server that has imported ddpstats, this process begins it for itself
+        from ddpstats.guard import _ending
+
+        _ending.start()
     with socket.socket(fileno=spec.control_fd) as control:
         _serve(control, spec)
     if dist.is_initialized():

@@ -2,8 +2,7 @@
 
 An interpreter that imports torch costs seconds of a core, and a test with real ranks little else. Inside of
 ``with RankServer(...)``, `run_ranks` and `RankPool` of this process ask the server for their processes. What an
-interpreter, torch or a preloaded ddpstats reads from the environment when it starts has to be the server's, or a fresh
-one is started.
+interpreter or torch reads from the environment when it starts has to be the server's, or a fresh one is started.
 """
 
 from __future__ import annotations
@@ -21,6 +20,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
+from ddpstats._base import config
+
 _FORKED = Path(__file__).with_name("_forked_python.py")
 READ_AT_START = (
     "PYTHON",
@@ -37,7 +38,6 @@ READ_AT_START = (
 )
 # sys.path is handed on as it is; what torchrun tells a rank is for the process group and for the rank's end
 _NOT_READ = ("PYTHONPATH", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE")
-_READ_BY_DDPSTATS = ("DDPSTATS_GUARD",)
 _ANSWER_BYTES = 4096
 START_TIMEOUT_SEC = 120.0  # until every rank has imported torch: minutes on a loaded machine, so not the caller's limit
 
@@ -59,9 +59,6 @@ class RankServer:
 
     def __init__(self, environ: Mapping[str, str], preload: Sequence[str] = ()) -> None:
         self._environ, self._preload = dict(environ), tuple(preload)
-        self._names_at_start: tuple[str, ...] = READ_AT_START
-        if any(name.partition(".")[0] == "ddpstats" for name in preload):
-            self._names_at_start += _READ_BY_DDPSTATS
         self._at_start = self._read_at_start(environ)
         self._owner_pid = os.getpid()
         self._closed = False
@@ -87,7 +84,7 @@ class RankServer:
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", code],
-                env=self._environ,
+                env={name: value for name, value in self._environ.items() if name != config.GUARD},  # of ranks alone
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,  # an interrupt from the keyboard is not for it
@@ -100,7 +97,7 @@ class RankServer:
         return here and self._read_at_start(environ) == self._at_start
 
     def _read_at_start(self, environ: Mapping[str, str]) -> dict[str, str]:
-        names = [name for name in environ if name.startswith(self._names_at_start) and name not in _NOT_READ]
+        names = [name for name in environ if name.startswith(READ_AT_START) and name not in _NOT_READ]
         return {name: environ[name] for name in names}
 
     def start(self, spec: Sequence[int], environ: Mapping[str, str], stderr_fd: int, fds: Sequence[int]) -> Forked:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import functools
 import importlib.machinery
@@ -19,6 +20,9 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+
+from ddpstats.errors import DdpstatsError
+from ddpstats.guard import _ending, collective_guard
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,28 +99,31 @@ def _call(test: RankTest) -> None:
     found: Any = _imported(test.module, test.path)
     if test.holder:
         found = functools.reduce(getattr, test.holder.split("."), found)()
-    arguments = {name: pickle.loads(value) for name, value in test.arguments.items()}
-    call = functools.partial(getattr(found, test.name), **arguments)
+    given = {name: pickle.loads(value) for name, value in test.arguments.items()}
+    call = functools.partial(getattr(found, test.name), **given)
     if test.guard is None:
-        call()
+        _call_guarded(call, contextlib.nullcontext(), _ending.found)
     else:
-        _call_guarded(call, *test.guard)
+        arguments, named = test.guard
+        guard = collective_guard(*arguments, **named)
+        _call_guarded(call, guard, lambda: guard.verdict)
 
 
-def _call_guarded(call: Callable[[], object], arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-    """Of a test that fails by itself, that is told; else what the guard has found, which the test may have caught."""
+def _call_guarded(
+    call: Callable[[], object],
+    guard: contextlib.AbstractContextManager[Any],
+    found: Callable[[], DdpstatsError | None],
+) -> None:
+    """Of a test that fails by itself, that is told; else what its guard has found, which the test may have caught."""
     __tracebackhide__ = True
-    from ddpstats.guard import collective_guard
-
-    guard = collective_guard(*arguments, **named)
     try:
         with guard:
             call()
     except (pytest.skip.Exception, pytest.xfail.Exception):
-        if guard.verdict is None:
+        if found() is None:
             raise
-    if guard.verdict is not None:
-        raise guard.verdict
+    if (verdict := found()) is not None:
+        raise verdict
 
 
 def _imported(name: str, path: str) -> ModuleType:

@@ -82,3 +82,8 @@ def test_where_there_is_no_record_none_is_pointed_to(script: Any, tmp_path: Path
     assert "0 collectives seen, nothing was compared" in done.stderr
     assert "Next:" not in done.stderr
     assert not directory.exists()
+
+
+def test_a_group_that_was_made_again_under_its_name_is_another(two_ranks: RankPool, tmp_path: Path) -> None:
+    """Else what ranks did in the first would be joined with the second, and its differences never told."""
+    assert two_ranks.run(recording_runs.made_again, str(tmp_path)).values() == [[[1, 2, 3], [1, 2]]] * 2

@@ -83,6 +83,16 @@ def test_a_rank_that_had_just_begun_is_left_out(size: int, tmp_path: Path, capsy
     assert "rank0.jsonl is left out: " in error_of([str(tmp_path)], capsys)
 
 
+def test_a_rank_that_was_killed_between_its_two_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The older one has all that there is, and nobody knows whether there was another before it."""
+    records.write(tmp_path, 2, 3)
+    (tmp_path / "rank1.jsonl").rename(tmp_path / "rank1.old.jsonl")
+    assert cli.main(["report", str(tmp_path)]) == 1
+    said = capsys.readouterr().out
+    assert "  rank 1: 6 collectives (the newest; older ones were dropped)" in said
+    assert "'snr_loss'" in said
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [

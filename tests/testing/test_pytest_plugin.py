@@ -202,6 +202,44 @@ def test_what_the_report_says(pytester: pytest.Pytester, mode: str) -> None:
         lines.fnmatch_lines(block)
 
 
+OF_THE_ENVIRONMENT = """
+    import ddpstats, pytest, torch
+    import torch.distributed as dist
+
+    def reduce(differs):
+        dist.all_reduce(torch.ones(1), dist.ReduceOp.MAX if differs and dist.get_rank() else dist.ReduceOp.SUM)
+
+    @pytest.mark.ranks(2)
+    @pytest.mark.parametrize("then_skips", [False, True])
+    def test_mismatch_is_caught(then_skips):
+        try:
+            reduce(True)
+            dist.barrier()
+        except ddpstats.CollectiveMismatch:
+            print("caught by", dist.get_rank())
+        if then_skips:
+            pytest.skip("no step was taken")
+
+    @pytest.mark.ranks(2)
+    def test_is_expected():
+        reduce(False)
+        with pytest.raises(ddpstats.CollectiveMismatch), ddpstats.collective_guard("strict"):
+            reduce(True)
+"""
+
+
+@pytest.mark.parametrize("guard", ["strict", "step"])
+def test_the_guard_of_the_environment_fails_a_test_as_the_mark_does(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, guard: str
+) -> None:
+    monkeypatch.setenv("DDPSTATS_GUARD", guard)
+    pytester.makepyfile(test_trainer=OF_THE_ENVIRONMENT)
+    result = pytester.runpytest_subprocess("-p", PLUGIN)
+    result.assert_outcomes(passed=1, failed=2)
+    assert str(result.stdout).count("rank 0 failed: CollectiveMismatch: ") == 2
+    assert "What differs: the reduce op." in str(result.stdout)
+
+
 @pytest.mark.parametrize("mode", ["prepend", "importlib"])
 def test_relative_imports_find_the_package_of_the_test(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, mode: str

@@ -16,7 +16,9 @@ from typing import Any
 import numpy
 import pytest
 import torch
+import torch.distributed as dist
 
+from ddpstats.guard import _guard
 from ddpstats.testing import RankPool, run_ranks
 from ddpstats.testing._rank_main import RankSpec
 from ddpstats.testing._rank_process import rank_environ
@@ -42,6 +44,13 @@ def own_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[RankServer]:
 
 def parent() -> int:
     return os.getppid()
+
+
+def guards() -> tuple[int, list[str], int]:
+    """This rank's parent, and the modes and collectives of its guards."""
+    dist.all_reduce(torch.ones(1))
+    guards = _guard._active
+    return os.getppid(), [guard.mode for guard in guards], sum(guard.counters.compared for guard in guards)
 
 
 def surroundings() -> dict[str, Any]:
@@ -105,9 +114,18 @@ def test_what_is_read_when_a_process_starts_needs_a_fresh_one(server: RankServer
         {"PYTHONHASHSEED": "1"},
         {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"},
         {"OMP_NUM_THREADS": "2"},
-        {"DDPSTATS_GUARD": "off"},
     ):
         assert run_ranks(parent, 1, env=env).values() == [os.getpid()]
+
+
+@pytest.mark.parametrize("name", ["server", "own_server"])
+def test_a_forked_rank_begins_the_guard_of_its_environment(name: str, request: pytest.FixtureRequest) -> None:
+    """Also where the server has imported ddpstats: a guard that had begun there would leave the fork."""
+    server: RankServer = request.getfixturevalue(name)
+    for mode, modes in (("strict", ["strict"]), ("off", [])):
+        found = run_ranks(guards, 2, env={"DDPSTATS_GUARD": mode}).values()
+        assert server._process is not None
+        assert found == [(server._process.pid, modes, 1 if modes else 0)] * 2
 
 
 def test_ranks_draw_numbers_of_their_own(server: RankServer) -> None:
