@@ -168,10 +168,6 @@ def _gathered_up(reduced: Any) -> dict[Any, Any]:
 # -- _parse_losses, of mmdetection 2 and what else stands on mmcv 1 ---------------------------------------------------
 
 
-def _takes_losses(parameters: list[inspect.Parameter]) -> bool:
-    return [parameter.name for parameter in parameters] in (["self", "losses"], ["losses"])
-
-
 def _probe_parse_losses(function: Function, owner: type | None) -> str | None:
     for ranks in (1, 2):
         values = torch.tensor([2.0, 4.0, 1.0, 3.0], requires_grad=True)
@@ -208,14 +204,6 @@ def _mean(value: Any) -> Any:
 
 
 # -- write_metrics, of detectron2's trainers --------------------------------------------------------------------------
-
-
-def _takes_metrics(parameters: list[inspect.Parameter]) -> bool:
-    return [parameter.name for parameter in parameters if parameter.name != "cur_iter"] == [
-        "loss_dict",
-        "data_time",
-        "prefix",
-    ]
 
 
 def _probe_write_metrics(function: Function, owner: type | None) -> str | None:
@@ -270,10 +258,6 @@ def _write(
 # -- MetricsTracker.reduce, of icefall --------------------------------------------------------------------------------
 
 
-def _takes_device(parameters: list[inspect.Parameter]) -> bool:
-    return [parameter.name for parameter in parameters] == ["self", "device"]
-
-
 def _probe_tracker(function: Function, owner: type | None) -> str | None:
     if owner is None or not issubclass(owner, dict):
         return "is no method of a dict"
@@ -299,6 +283,12 @@ def _align_tracker(original: Function) -> Function:
 
 # -- the table, and what probes have in common ------------------------------------------------------------------------
 
+
+def _named(*legal: str) -> Callable[[list[inspect.Parameter]], bool]:
+    """Whether parameters have just these names."""
+    return lambda parameters: ", ".join(parameter.name for parameter in parameters) in legal
+
+
 KNOWN = (
     Known(
         ("recursive_average",),
@@ -315,15 +305,21 @@ KNOWN = (
         lambda original: _align_recursive(original, False),
     ),
     Known(("reduce_dict",), "(input_dict, average=True)", _takes_average, _probe_reduce_dict, _align_reduce_dict),
-    Known(("_parse_losses",), "([self,] losses)", _takes_losses, _probe_parse_losses, _align_parse_losses),
+    Known(
+        ("_parse_losses",),
+        "([self,] losses)",
+        _named("losses", "self, losses"),
+        _probe_parse_losses,
+        _align_parse_losses,
+    ),
     Known(
         ("write_metrics",),
         "(loss_dict, data_time[, cur_iter], prefix)",
-        _takes_metrics,
+        _named("loss_dict, data_time, prefix", "loss_dict, data_time, cur_iter, prefix"),
         _probe_write_metrics,
         _align_write_metrics,
     ),
-    Known(("reduce",), "(self, device)", _takes_device, _probe_tracker, _align_tracker),
+    Known(("reduce",), "(self, device)", _named("self, device"), _probe_tracker, _align_tracker),
 )
 
 

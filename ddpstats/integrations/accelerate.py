@@ -98,7 +98,8 @@ def install() -> None:
         stock gives rank 0 a=21, b=12; after install() every rank has a=11, b=22
     """
     if _patches.wanted(_RELIED_ON):
-        operations, accelerator = _operations(), _accelerator_class()
+        operations = importlib.import_module("accelerate.utils.operations")
+        accelerator = importlib.import_module("accelerate.accelerator").Accelerator
         _patches.replace_everywhere("accelerate", operations.gather, _gathering(operations.gather))
         _patches.replace_everywhere("accelerate", operations.reduce, _reducing(operations.reduce))
         _patches.replace(accelerator, "gather_for_metrics", _gathering_for_metrics(accelerator.gather_for_metrics))
@@ -215,12 +216,15 @@ class _Combination:
                 raise self._invalid(rank, path, content)
         families = {rank: "list" if kind == "tuple" else kind for rank, (kind, _) in held.items()}
         if len(set(families.values())) > 1:
-            raise self._conflict({rank: _describe(node) for rank, node in held.items()}, path)
+            spelled = {rank: _leaf_text(it) if kind == "leaf" else f"a {kind}" for rank, (kind, it) in held.items()}
+            raise self._conflict(spelled, path)
         contents = {rank: content for rank, (_, content) in held.items()}
         kind = next(iter(held.values()))[0]
         if kind == "leaf":
             try:
-                return self._combine({rank: _on_cpu(leaf) for rank, leaf in contents.items()})
+                return self._combine(
+                    {rank: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf for rank, leaf in contents.items()}
+                )
             except _Unfit as unfit:
                 raise self._conflict(unfit.by_rank, path) from None
         by_key: dict[Any, dict[int, Node]] = {}
@@ -304,15 +308,6 @@ def _is_plain(key: Any) -> bool:
     return key is None or type(key) in (bool, int, float, str)
 
 
-def _on_cpu(leaf: Any) -> Any:
-    return leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf
-
-
-def _describe(node: Node) -> str:
-    kind, content = node
-    return _leaf_text(content) if kind == "leaf" else f"a {kind}"
-
-
 def _leaf_text(leaf: Any) -> str:
     return f"a tensor of shape {tuple(leaf.shape)}" if isinstance(leaf, torch.Tensor) else "a number"
 
@@ -322,7 +317,8 @@ def _leaf_text(leaf: Any) -> str:
 
 def _gathered(held: Held, samples: int | None = None) -> torch.Tensor:
     """Along dimension 0, in the order of ranks; ``samples`` of them unless each rank holds a number."""
-    parts = {rank: _with_a_dimension(_tensor(leaf)) for rank, leaf in held.items()}
+    tensors = {rank: _tensor(leaf) for rank, leaf in held.items()}
+    parts = {rank: tensor if tensor.ndim else tensor[None] for rank, tensor in tensors.items()}
     # A rank without any sample often has torch.tensor([]), whatever shape and dtype the others have.
     parts = {rank: part for rank, part in parts.items() if part.shape != (0,)} or parts
     if len({part.shape[1:] for part in parts.values()}) > 1:
@@ -367,18 +363,6 @@ def _tensor(leaf: Any) -> torch.Tensor:
     if isinstance(leaf, torch.Tensor):
         return leaf
     return torch.tensor(leaf, dtype={bool: torch.bool, int: torch.int64, float: torch.float64}[type(leaf)])
-
-
-def _with_a_dimension(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor[None] if tensor.ndim == 0 else tensor
-
-
-def _operations() -> Any:
-    return importlib.import_module("accelerate.utils.operations")
-
-
-def _accelerator_class() -> Any:
-    return importlib.import_module("accelerate.accelerator").Accelerator
 
 
 def _state() -> Any:

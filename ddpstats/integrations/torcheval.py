@@ -336,15 +336,16 @@ class _Gathered:
         return SchemaConflict("\n".join(lines), ranks=by_rank, path=spelled, group=group)
 
 
+_KINDS: dict[type, str] = {
+    type(None): "no such state",
+    torch.Tensor: "a tensor",
+    list: "a list of tensors",
+    tuple: "a dict of tensors",
+}
+
+
 def _kind(node: Any) -> str:
-    if node is None:
-        return "no such state"
-    kinds: list[tuple[Any, str]] = [
-        (torch.Tensor, "a tensor"),
-        (list, "a list of tensors"),
-        (tuple, "a dict of tensors"),
-    ]
-    return next((text for kind, text in kinds if isinstance(node, kind)), "a number")
+    return next((text for kind, text in _KINDS.items() if isinstance(node, kind)), "a number")
 
 
 def _doubts(path: tuple[str, ...], nodes: dict[int, Any]) -> Iterator[_Doubt]:

@@ -45,8 +45,8 @@ import torch.distributed as dist
 
 from ddpstats._agreement.gather import gather_trees
 from ddpstats._transport.comm import group_ranks
+from ddpstats.integrations._partial_members import Elsewhere, Holders, everyones_members, holders_of
 from ddpstats.integrations._patches import Patches
-from ddpstats.integrations._torchmetrics_members import Elsewhere, Holders, everyones_members, holders_of
 from ddpstats.integrations._torchmetrics_states import (
     Held,
     by_name,
@@ -158,7 +158,7 @@ def _compute_with(original: Callable[..., dict[str, Any]]) -> Callable[..., dict
     def compute(self: Any) -> dict[str, Any]:
         found: dict[tuple[int, Any], Held] = {}
         holders: dict[Any, Holders] = {}
-        for group, syncing in _by_group(_computing(self), or_world=not len(self)).items():
+        for group, syncing in _by_group(_syncing(self, "_to_sync", _delegates), or_world=not len(self)).items():
             metrics = {name: metric for _, name, metric in syncing}
             members = {name: member for member, name, _ in syncing}
             trees = gather_trees(
@@ -190,7 +190,7 @@ def _forward_with(original: Callable[..., dict[str, Any]]) -> Callable[..., dict
         results: dict[int, tuple[Any, deque[Any]]] = {}
         holders: dict[Any, Holders] = {}
         try:
-            for group, syncing in _by_group(_stepping(self)).items():
+            for group, syncing in _by_group(_syncing(self, "dist_sync_on_step", _itself)).items():
                 members = {name: member for _, name, member in syncing}
                 headings = {name: heading_of(member, has_own_way(member)) for name, member in members.items()}
                 trees = gather_trees(headings, name=_collection_name(self), group=group)
@@ -231,24 +231,16 @@ Syncing = tuple[str, str, Any]
 """Name of a member, and a metric that syncs for it with that metric's own name: the member, or one inside of it."""
 
 
-def _computing(collection: Any) -> Iterator[tuple[Syncing, Any]]:
-    """What syncs in `compute`, and its group; for what delegates to other metrics, those."""
+def _syncing(
+    collection: Any, flag: str, of_member: Callable[[str, Any], dict[str, Any]]
+) -> Iterator[tuple[Syncing, Any]]:
+    """What has ``flag`` of the metrics that each member gives, and its group."""
     for name, member in collection.items(keep_base=True, copy_state=False):
-        for inner_name, metric in _delegates(name, member).items():
-            yield from _if_syncing((name, inner_name, metric), "_to_sync")
-
-
-def _stepping(collection: Any) -> Iterator[tuple[Syncing, Any]]:
-    """What syncs in `forward`, and its group."""
-    for name, member in collection.items(keep_base=True, copy_state=False):
-        yield from _if_syncing((name, name, member), "dist_sync_on_step")
-
-
-def _if_syncing(named: Syncing, flag: str) -> Iterator[tuple[Syncing, Any]]:
-    for one in leaves_of(named[2]):
-        if getattr(one, flag) and callable(one.distributed_available_fn) and one.distributed_available_fn():
-            yield named, _group_of(one)
-            return
+        for inner_name, metric in of_member(name, member).items():
+            for one in leaves_of(metric):
+                if getattr(one, flag) and callable(one.distributed_available_fn) and one.distributed_available_fn():
+                    yield (name, inner_name, metric), _group_of(one)
+                    break
 
 
 def _by_group(syncing: Iterator[tuple[Syncing, Any]], or_world: bool = False) -> dict[Any, list[Syncing]]:
@@ -262,7 +254,13 @@ def _by_group(syncing: Iterator[tuple[Syncing, Any]], or_world: bool = False) ->
     return {group: found[group] for group in sorted(found, key=lambda one: (group_ranks(one), one.group_name))}
 
 
+def _itself(name: str, metric: Any) -> dict[str, Any]:
+    """A member steps by itself, whatever is inside of it."""
+    return {name: metric}
+
+
 def _delegates(name: str, metric: Any) -> dict[str, Any]:
+    """What is computed for a member: for one that delegates to other metrics, those."""
     if not is_wrapper(metric) or type(metric).compute.__module__ not in _DELEGATING:
         return {name: metric}
     found: dict[str, Any] = {}
