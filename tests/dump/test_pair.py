@@ -23,9 +23,9 @@ class Listed:
     def members(self, progress: Progress | None = None) -> Iterator[Member]:
         return iter(self._members)
 
-    def reread(self, kind: type[Member], key: str, offset: int, size: int) -> Member:
+    def reread(self, key: str, offset: int, size: int) -> Member:
         self.reread_count += 1
-        return kind(key, f"{offset}", offset)
+        return Member(key, f"{offset}", offset)
 
 
 NAMES = st.lists(st.sampled_from("abcdefgh"), max_size=30)

@@ -95,11 +95,9 @@ class _Walk:
             candidate.settle(self._gradients)
 
     def _note_recorded(self, entry: DumpEntry, direction: str) -> None:
-        recorded = self.found.recorded
-        if (direction, "input") not in recorded and entry.inputs:
-            recorded.add((direction, "input"))
-        if (direction, "output") not in recorded and entry.outputs:
-            recorded.add((direction, "output"))
+        for part, leaves in (("input", entry.inputs), ("output", entry.outputs)):
+            if leaves:
+                self.found.recorded.add((direction, part))
 
     # -- calls --------------------------------------------------------------------------------------------------------
 
@@ -191,7 +189,9 @@ class _Walk:
         candidate.masked = masked
         self._keep(candidate)
         for bad in made:
-            self._supersede(entry, bad)
+            trace = self._traces.find(bad.leaf)
+            if trace is not None and self._is_around(trace.maker, entry):
+                trace.close()  # a module that was written before what is in it has had its output from there
             self._trace(candidate, entry.name, bad.leaf, kind != "uninitialised", keeps_in_place(name))
         if name.direction == "backward":
             self._reach([candidate, *(one for one in self.found.candidates if one.name == name.forward)])
@@ -203,12 +203,6 @@ class _Walk:
             if trace is None or self._is_around(trace.maker, entry):
                 return False
         return True
-
-    def _supersede(self, entry: DumpEntry, bad: NonFiniteTensor) -> None:
-        """A module that was written before what is in it has had its output from there."""
-        trace = self._traces.find(bad.leaf)
-        if trace is not None and self._is_around(trace.maker, entry):
-            trace.close()
 
     def _is_around(self, outer: str, entry: DumpEntry) -> bool:
         return outer.startswith("Module.") and outer in ancestors(entry.name, self.found.dump)
