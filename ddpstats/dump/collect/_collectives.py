@@ -26,7 +26,7 @@ from typing import Any
 from torch import Tensor
 
 from ddpstats._observe import collectives
-from ddpstats._observe.c10d_operators import Collective, GroupView
+from ddpstats._observe.c10d_operators import Collective
 from ddpstats._observe.torch_compat import graph_task, queue_callback
 from ddpstats.dump.collect._recorder import OpenEntry, Recorder
 
@@ -208,7 +208,12 @@ def _future_of(work: Any) -> Any:
 
 def described(call: Collective) -> dict[str, object]:
     """What a collective's entry has among its ``input_kwargs``; ranks are global ones."""
-    found: dict[str, object] = {"group": group_leaf(call.view)}
+    group = {
+        "type": "torch.ProcessGroup",
+        "group_ranks": list(call.view.ranks),
+        "group_id": f"{zlib.crc32(call.view.name.encode()):08x}",
+    }
+    found: dict[str, object] = {"group": group}
     if call.reduce_op is not None:
         found["op"] = {"type": "str", "value": call.reduce_op}
     if call.root is not None:
@@ -222,11 +227,3 @@ def described(call: Collective) -> dict[str, object]:
 
 def _int(value: int) -> dict[str, object]:
     return {"type": "int", "value": value}
-
-
-def group_leaf(view: GroupView) -> dict[str, object]:
-    return {
-        "type": "torch.ProcessGroup",
-        "group_ranks": list(view.ranks),
-        "group_id": f"{zlib.crc32(view.name.encode()):08x}",
-    }

@@ -145,15 +145,16 @@ class _Sums:
         self.elements += x.numel()
         nonfinite = same & ~x.isfinite()  # equal there, and would make every sum NaN
         x, y = x.masked_fill(nonfinite, 0), y.masked_fill(nonfinite, 0)
+        square = float(x.abs().square().sum())
+        self.squares_a += square
         if bool(same.all()):
-            square = float(x.abs().square().sum())
-            self._add_squares(square, square, square)
+            self.products += square
+            self.squares_b += square
             self.within_one += x.numel()
             self.within_five += x.numel()
             return
-        self._add_squares(
-            float((x * y.conj()).real.sum()), float(x.abs().square().sum()), float(y.abs().square().sum())
-        )
+        self.products += float((x * y.conj()).real.sum())
+        self.squares_b += float(y.abs().square().sum())
         apart = (x - y).abs().masked_fill(same, 0)
         relative = (apart / y.abs()).masked_fill(same, 0)  # a reference of 0 gives infinity
         self.squared_distance += float(apart.square().sum())
@@ -161,11 +162,6 @@ class _Sums:
         self.max_relative = _larger(self.max_relative, float(relative.max()))
         self.within_one += int((relative < 0.001).sum())
         self.within_five += int((relative < 0.005).sum())
-
-    def _add_squares(self, product: float, square_a: float, square_b: float) -> None:
-        self.products += product
-        self.squares_a += square_a
-        self.squares_b += square_b
 
     def result(self, runs: Runs) -> Closeness:
         count = max(1, self.elements)
