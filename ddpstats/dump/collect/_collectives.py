@@ -135,22 +135,17 @@ class CollectiveWatch:
 
     def after(self, call: Collective, work: Any) -> None:
         try:
-            self._issued(call, work)
+            with self._lock:
+                entry = self._issuing.pop(id(call), None)
+            self.poll()
+            if entry is not None and (work is None or not call.outputs):
+                self._end(entry, call.outputs)
+            elif entry is not None:
+                with self._lock:
+                    self._pending[id(work)] = _Pending(work, entry, list(call.outputs), _future_of(work))
+                self._poll_after_backward()
         except Exception as error:  # what is raised here would look like the collective's fault
             self._recorder.note_error(call.op, error)
-
-    def _issued(self, call: Collective, work: Any) -> None:
-        with self._lock:
-            entry = self._issuing.pop(id(call), None)
-        self.poll()
-        if entry is None:
-            return
-        if work is None or not call.outputs:
-            self._end(entry, call.outputs)
-            return
-        with self._lock:
-            self._pending[id(work)] = _Pending(work, entry, list(call.outputs), _future_of(work))
-        self._poll_after_backward()
 
     def waiting(self, work: Any, limited: bool) -> bool:
         return False

@@ -79,9 +79,7 @@ class ModuleWatch:
         self._gradients.clear()
         self._running.clear()
 
-    def forget(self) -> None:
-        """In a process that was forked from the one that collects."""
-        self.stop()
+    forget = stop  # in a process that was forked from the one that collects
 
     def _watch_parameters(self, module: nn.Module, base: str) -> None:
         wanting = {name: one for name, one in module.named_parameters(recurse=False) if one.requires_grad}

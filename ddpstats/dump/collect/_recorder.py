@@ -256,11 +256,8 @@ class Recorder:
             self._problems.safely(str(self.directory), self._files.flush)
             self._problems.safely(str(self.directory), finish)
             self.leaves.release()
-        self._tell()
-
-    def _tell(self) -> None:
         for sentence in self._problems.sentences([*self._dropped(), *self._selection.problems()]):
-            warnings.warn(f"ddpstats: {sentence}", stacklevel=5)
+            warnings.warn(f"ddpstats: {sentence}", stacklevel=4)
 
     def _dropped(self) -> list[str]:
         first, self.leaves.first_dropped = self.leaves.first_dropped, None

@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from operator import attrgetter
-from typing import Literal, Protocol
+from typing import Literal
 
 from ddpstats.dump.compare._comparer import EntryComparer
 from ddpstats.dump.compare._rows import Row
@@ -229,13 +229,6 @@ def _statistics_counts(a: list[str], b: list[str], tolerance: float) -> tuple[in
 _WINDOW = 4096  # entries that one dump may have more than the other in one place, before pairs come late
 
 
-class MemberSource(Protocol):
-    def members(self, progress: Progress | None = None) -> Iterator[Member]: ...
-
-    def reread(self, key: str, offset: int, size: int) -> Member:
-        """The member of which only the place was kept."""
-
-
 @dataclass(frozen=True, slots=True)
 class Pair:
     """What two dumps have under one NAME; None for the one that lacks it.
@@ -252,8 +245,8 @@ class Pair:
 class _Waiting:
     """Members of one dump whose partner has not come: NAME -> places."""
 
-    def __init__(self, source: MemberSource) -> None:
-        self._source = source
+    def __init__(self, dump: RankDump) -> None:
+        self._dump = dump
         self._places: dict[str, deque[tuple[int, int, int]]] = {}
 
     def __len__(self) -> int:
@@ -272,7 +265,7 @@ class _Waiting:
         index, offset, size = places.popleft()
         if not places:
             del self._places[key]
-        return index, self._source.reread(key, offset, size)
+        return index, self._dump.reread(key, offset, size)
 
     def all(self) -> Iterator[tuple[int, Member]]:
         order = sorted((place[0], key) for key, places in self._places.items() for place in places)
@@ -282,7 +275,7 @@ class _Waiting:
             yield taken
 
 
-def pairs(a: MemberSource, b: MemberSource, progress: Progress | None = None) -> Iterator[Pair]:
+def pairs(a: RankDump, b: RankDump, progress: Progress | None = None) -> Iterator[Pair]:
     """All entries of both, by NAME; nearly in the order of A. Raises what reading raises."""
     of_a, of_b = _Waiting(a), _Waiting(b)
     theirs = enumerate(b.members(progress))
