@@ -116,6 +116,7 @@ class CaptureSteps:
         """End the micro-batch, take all hooks away. Idempotent."""
         self.end()
         capture, self._capture = self._capture, None
+        self._model = self._scaler = None
         if capture is not None:
             capture.close()
 

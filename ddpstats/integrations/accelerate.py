@@ -66,7 +66,7 @@ from ddpstats._base.paths import Index, Path, format_path
 from ddpstats._base.rank_names import holders_lines, ranks_text
 from ddpstats._transport.comm import describe_group, group_ranks, resolve_group
 from ddpstats.errors import InvalidStats, SchemaConflict
-from ddpstats.integrations._patches import Patches
+from ddpstats.integrations._patches import Patches, in_place_of
 
 __all__ = ["install", "uninstall"]
 
@@ -100,9 +100,9 @@ def install() -> None:
     if _patches.wanted(_RELIED_ON):
         operations = importlib.import_module("accelerate.utils.operations")
         accelerator = importlib.import_module("accelerate.accelerator").Accelerator
-        _patches.replace_everywhere("accelerate", operations.gather, _gathering(operations.gather))
-        _patches.replace_everywhere("accelerate", operations.reduce, _reducing(operations.reduce))
-        _patches.replace(accelerator, "gather_for_metrics", _gathering_for_metrics(accelerator.gather_for_metrics))
+        for theirs, ours in ((operations.gather, _gather), (operations.reduce, _reduce)):
+            _patches.replace_everywhere("accelerate", theirs, in_place_of(theirs, ours))
+        _patches.wrap(accelerator, "gather_for_metrics", _gather_for_metrics)
 
 
 def uninstall() -> None:
@@ -113,34 +113,24 @@ def uninstall() -> None:
 # -- in place of accelerate's -----------------------------------------------------------------------------------------
 
 
-def _gathering(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def gather(tensor: Any) -> Any:
-        return _combined(tensor, "accelerate.gather", _gathered) if _is_ours(tensor) else original(tensor)
-
-    return gather
+def _gather(original: Callable[..., Any], tensor: Any) -> Any:
+    return _combined(tensor, "accelerate.gather", _gathered) if _is_ours(tensor) else original(tensor)
 
 
-def _reducing(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
-        if not _is_ours(tensor):
-            return original(tensor, reduction, scale)
-        return _combined(tensor, f"accelerate.reduce, {reduction!r}", lambda held: _reduced(held, reduction))
-
-    return reduce
+def _reduce(original: Callable[..., Any], tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
+    if not _is_ours(tensor):
+        return original(tensor, reduction, scale)
+    return _combined(tensor, f"accelerate.reduce, {reduction!r}", lambda held: _reduced(held, reduction))
 
 
-def _gathering_for_metrics(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def gather_for_metrics(self: Any, input_data: Any, use_gather_object: bool = False) -> Any:
-        # Lists and tuples are accelerate's business: of tensors, it comes to `gather`; of objects, it is right.
-        if use_gather_object or not isinstance(input_data, Mapping) or not _is_ours(input_data):
-            return original(self, input_data, use_gather_object)
-        samples = _samples_left(self.gradient_state)
-        return _combined(input_data, "accelerate.gather", lambda held: _gathered(held, samples))
-
-    return gather_for_metrics
+def _gather_for_metrics(
+    original: Callable[..., Any], self: Any, input_data: Any, use_gather_object: bool = False
+) -> Any:
+    # Lists and tuples are accelerate's business: of tensors, it comes to `gather`; of objects, it is right.
+    if use_gather_object or not isinstance(input_data, Mapping) or not _is_ours(input_data):
+        return original(self, input_data, use_gather_object)
+    samples = _samples_left(self.gradient_state)
+    return _combined(input_data, "accelerate.gather", lambda held: _gathered(held, samples))
 
 
 def _is_ours(value: Any) -> bool:

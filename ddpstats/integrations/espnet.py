@@ -23,7 +23,6 @@ the step that the Reporter of a rank counts too many when another rank runs out 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from itertools import groupby
 from typing import Any
@@ -82,7 +81,7 @@ def install() -> None:
         for name, ours in _OURS.items():
             for package in _PACKAGES:
                 _patches.replace_everywhere(package, getattr(theirs, name), ours)
-        _patches.replace(reporter.SubReporter, "register", _registering(reporter.SubReporter.register))
+        _patches.wrap(reporter.SubReporter, "register", _register)
 
 
 def uninstall() -> None:
@@ -132,16 +131,12 @@ _OURS: dict[str, Callable[..., Any]] = {
 }
 
 
-def _registering(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def register(self: Any, stats: Any, weight: Any = None) -> None:
-        if not isinstance(stats, AveragedStats) or not stats:
-            original(self, stats, weight)
-            return
-        for own, rows in groupby(stats.rows(), key=lambda row: row[2]):
-            original(self, {name: value for name, value, _ in rows}, weight if own is None else own)
-
-    return register
+def _register(original: Callable[..., Any], self: Any, stats: Any, weight: Any = None) -> None:
+    if not isinstance(stats, AveragedStats) or not stats:
+        original(self, stats, weight)
+        return
+    for own, rows in groupby(stats.rows(), key=lambda row: row[2]):
+        original(self, {name: value for name, value, _ in rows}, weight if own is None else own)
 
 
 def _probe(theirs: Any) -> str | None:
