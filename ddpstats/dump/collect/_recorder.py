@@ -195,11 +195,8 @@ class Recorder:
     def _drain(self) -> None:
         """An error of the device costs numbers, and no entry."""
         if self.leaves.waiting:
-            try:
-                with no_dispatch_no_grad():
-                    self.leaves.settle()
-            except Exception as error:
-                self.note_error("reading the device", error)
+            with no_dispatch_no_grad():
+                self._problems.safely("reading the device", self.leaves.settle)
         queue, self._queue = self._queue, []
         for entry in queue:
             self._add(entry)

@@ -250,7 +250,8 @@ def mode_of(dumps: Sequence[RankDump], given: Mode | None) -> Mode:
     if given is None:
         held = [_held(dump) for dump in dumps]
         return next((mode for mode in MODES if all(mode in modes for modes in held)), "statistics")
-    if given in _SIGNS and not any(_has(dump, given) for dump in dumps):
+    texts = (member.text for dump in dumps for member in dump.members())
+    if given in _SIGNS and not any(map(_SIGNS[given].search, texts)):
         what, advice = _WHAT[given]
         raise DumpError(
             f"--mode {given}: there are no {what} in {dumps[0].path}, nor in {dumps[-1].path}. {advice}, or leave "
@@ -258,10 +259,6 @@ def mode_of(dumps: Sequence[RankDump], given: Mode | None) -> Mode:
             path=str(dumps[0].path),
         )
     return given
-
-
-def _has(dump: RankDump, mode: Mode) -> bool:
-    return any(_SIGNS[mode].search(member.text) for member in dump.members())
 
 
 def _held(dump: RankDump) -> set[Mode]:

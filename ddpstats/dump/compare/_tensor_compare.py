@@ -242,21 +242,18 @@ def find_leaf(dump: RankDump, name: str) -> DumpLeaf:
         if name.startswith(f"{member.key}."):
             leaves = {f"{member.key}.{path}": leaf for path, leaf in dump.entry(member).leaves()}
             if name in leaves:
-                return _saved(dump, name, leaves[name])
+                if leaves[name].data_name is None:
+                    raise DumpError(
+                        f"{dump.path}: {name} was not saved. Dump with task tensor, or name it in "
+                        "statistics.tensor_list.",
+                        path=str(dump.path),
+                    )
+                return leaves[name]
             near += leaves
     known = f"It has {', '.join(near[:8])}" if near else "A name is that of an entry and of a tensor in it"
     raise DumpError(
         f"{dump.path} has no tensor {name}. {known}, like Functional.linear.0.forward.output.0.", path=str(dump.path)
     )
-
-
-def _saved(dump: RankDump, name: str, leaf: DumpLeaf) -> DumpLeaf:
-    if leaf.data_name is None:
-        raise DumpError(
-            f"{dump.path}: {name} was not saved. Dump with task tensor, or name it in statistics.tensor_list.",
-            path=str(dump.path),
-        )
-    return leaf
 
 
 def compare_pair(a: RankDump, name_a: str, b: RankDump, name_b: str) -> TensorPair:

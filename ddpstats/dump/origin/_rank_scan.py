@@ -144,7 +144,8 @@ class _Walk:
                 trace.perhaps = arrived
             else:
                 self._keep(arrived)
-                counts = not entry_has_outputs(self.found, name)
+                direction = "backward" if name.direction == "backward" else "forward"
+                counts = (direction, "output") not in self.found.recorded  # this dump has no outputs of such entries
                 trace = self._trace(arrived, entry.name, bad.leaf, counts)
         elif trace.perhaps is not None and is_weighted:
             self._keep(trace.perhaps)
@@ -280,11 +281,6 @@ class _Walk:
         trace = Trace(cause, maker, leaf.storage_id, counts, requires_grad, self._gradients, kept).opened()
         self._traces.add(leaf, trace)
         return trace
-
-
-def entry_has_outputs(found: RankScan, name: Name) -> bool:
-    """Whether this dump has outputs at all, of entries such as this."""
-    return ("backward" if name.direction == "backward" else "forward", "output") in found.recorded
 
 
 def _is_number(leaf: DumpLeaf) -> bool:
