@@ -138,9 +138,7 @@ class StatsDump:
         self._take_left()
         if not self._is_running:
             return
-        self._uninstall()
-        if self._recorder is not None:
-            self._recorder.close()
+        self._uninstall().close()
 
     @breaks_graph
     def step(self) -> None:
@@ -195,7 +193,9 @@ class StatsDump:
                 self._begin(modules)
             if self._config.level != "L0":
                 if dist.is_available() and dist.is_initialized():
-                    self._begin(_collectives(recorder))
+                    from ddpstats.dump.collect._collectives import CollectiveWatch
+
+                    self._begin(CollectiveWatch(recorder))
                 self._begin(CallWatch(recorder))
         except BaseException:
             self._uninstall()
@@ -207,17 +207,20 @@ class StatsDump:
         self._watches.append(watch)
         watch.start()
 
-    def _uninstall(self) -> None:
+    def _uninstall(self) -> Recorder:
+        """Returns what has collected the step so far."""
         self._is_running = False
         _running.discard(self)
         watches, self._watches = self._watches, []
-        assert self._recorder is not None
+        recorder = self._recorder
+        assert recorder is not None
         for watch in reversed(watches):
             try:
                 if watch.stop() is False:
                     self._left.append(watch)
             except Exception as error:
-                self._recorder.note_error("stopping", error)
+                recorder.note_error("stopping", error)
+        return recorder
 
     def _take_left(self) -> None:
         if self._left:
@@ -243,19 +246,6 @@ class StatsDump:
                 stacklevel=5,
             )
 
-    def _exit(self) -> None:
-        if self._is_running and self._recorder is not None:
-            self._uninstall()
-            self._recorder.break_off()
-
-
-def _collectives(recorder: Recorder) -> Any:
-    from ddpstats.dump.collect._collectives import CollectiveWatch
-
-    watch = CollectiveWatch(recorder)
-    recorder.poll = watch.poll
-    return watch
-
 
 _running: set[StatsDump] = set()
 _all: WeakSet[StatsDump] = WeakSet()
@@ -264,7 +254,7 @@ _all: WeakSet[StatsDump] = WeakSet()
 @atexit.register
 def _at_exit() -> None:
     for dump in list(_running):
-        dump._exit()
+        dump._uninstall().break_off()
 
 
 def _in_forked() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from ddpstats._base.wording import listed
 from ddpstats.dump._config import DumpConfig
@@ -16,8 +16,8 @@ class DumpSelection:
 
     def __init__(self, config: DumpConfig) -> None:
         self._scope, self._modes = config.scope, config.data_mode
-        self._patterns = [_pattern(name) for name in config.names]
-        self._inside = [] if config.level == "L1" else [_pattern(n) for n in config.names if n.startswith("Module.")]
+        self._patterns = [pattern_of(name) for name in config.names]
+        self._inside = [] if config.level == "L1" else [pattern_of(n) for n in config.names if n.startswith("Module.")]
         self._begun, self._ending = config.scope is None, False
         self._names = config.names
         self._unmatched = set(range(len(config.names)))
@@ -66,18 +66,7 @@ class DumpSelection:
         return found
 
 
-class Patterns:
-    """Parts of names, as in ``list`` and ``tensor_list``."""
-
-    def __init__(self, parts: Iterable[str]) -> None:
-        self._patterns = [_pattern(part) for part in parts]
-
-    def are_in(self, name: str) -> bool:
-        """Whether one of them is."""
-        return any(pattern.search(name) for pattern in self._patterns)
-
-
-def _pattern(part: str) -> re.Pattern[str]:
+def pattern_of(part: str) -> re.Pattern[str]:
     """``part`` anywhere in a name; a number at its end is the whole number: "linear.1" is not in "linear.10"."""
     return re.compile(re.escape(part) + (r"(?!\d)" if part[-1:].isdigit() else ""))
 

@@ -1,6 +1,6 @@
 """`NaNCapture` for trainers that call hooks, where no ``with`` statement can stand around a micro-batch.
 
-`CaptureSteps` is one `NaNCapture` with its running micro-batch.
+`CaptureSteps` is a `NaNCapture` with its running micro-batch; `TrainerCapture` is what our callbacks have in common.
 
 Trainers weight the model's loss, divide it by the number of micro-batches, or by tokens that they counted on all ranks,
 before ``backward()``; a replay has the model and its batch alone. So `note_loss` puts a hook on the loss that the model
@@ -20,34 +20,47 @@ import torch
 from ddpstats._observe.gradients import unwrapped
 from ddpstats._rerun.step_record import MicroBatch
 from ddpstats.capture import CaptureVerdict, NaNCapture
+from ddpstats.capture._verdict import Policy
 from ddpstats.errors import RankMissing
 
 _logger = logging.getLogger("ddpstats")
 
 
 class CaptureSteps:
-    """One rank's capture and its running micro-batch.
+    """One rank's capture and its running micro-batch. Before `start`, and after `close`, all of it does nothing.
+
+    Args:
+        dirpath, settings: as `NaNCapture`.
 
     Attributes:
         verdict: the last one that was not ok; of several in a row the first, which has the bundle.
         micro: the micro-batch that is running; None between them.
     """
 
-    def __init__(self, dirpath: str | Path, model: torch.nn.Module, scaler: Any, settings: Mapping[str, Any]) -> None:
-        self.capture = NaNCapture(dirpath, model=model, scaler=scaler, **settings)
+    def __init__(self, dirpath: Path, settings: Mapping[str, Any]) -> None:
         self.verdict: CaptureVerdict | None = None
         self.micro: MicroBatch | None = None
-        self._scaler = scaler
-        self._model = unwrapped(model)
+        self._dirpath, self._settings = dirpath, settings
+        self._capture: NaNCapture | None = None
+        self._model: Any = None
+        self._scaler: Any = None
         self._running: Any = None
         self._was_ok = True
 
-    def begin(self, batch: Any) -> MicroBatch:
+    def start(self, model: torch.nn.Module, scaler: Any, **states: Any) -> None:
+        """Training begins, with these optimizers and schedulers; what was before is over."""
+        self.close()
+        self._capture = NaNCapture(self._dirpath, model=model, scaler=scaler, **{**states, **self._settings})
+        self._model, self._scaler = unwrapped(model), scaler
+        self.verdict, self._was_ok = None, True
+
+    def begin(self, batch: Any) -> MicroBatch | None:
         """A micro-batch begins; the one before it is over."""
         self.end()
-        running = self.capture.micro_batch(batch)
-        self.micro = running.__enter__()
-        self._running = running
+        if self._capture is not None:
+            running = self._capture.micro_batch(batch)
+            self.micro = running.__enter__()
+            self._running = running
         return self.micro
 
     def end(self, error: BaseException | None = None) -> RankMissing | None:
@@ -70,10 +83,12 @@ class CaptureSteps:
         if running is not None:
             running.discard()
 
-    def check(self) -> CaptureVerdict:
+    def check(self) -> CaptureVerdict | None:
         """End the micro-batch and judge the step; one that is to be left out has no gradients any more. Collective."""
         self.end()
-        verdict = self.capture.check()
+        if self._capture is None:
+            return None
+        verdict = self._capture.check()
         if self._was_ok and not verdict.ok:
             self.verdict = verdict
         self._was_ok = verdict.ok
@@ -100,7 +115,33 @@ class CaptureSteps:
     def close(self) -> None:
         """End the micro-batch, take all hooks away. Idempotent."""
         self.end()
-        self.capture.close()
+        capture, self._capture = self._capture, None
+        self._model = self._scaler = None
+        if capture is not None:
+            capture.close()
+
+
+class TrainerCapture:
+    """One trainer's `CaptureSteps`, with the arguments and the verdict that users see."""
+
+    def __init__(
+        self,
+        dirpath: str | Path,
+        *,
+        on_nonfinite: Policy = "stop",
+        keep: int = 3,
+        store_batch: bool = True,
+        **settings: Any,
+    ) -> None:
+        super().__init__()
+        self.dirpath = Path(dirpath)
+        settings.update(on_nonfinite=on_nonfinite, keep=keep, store_batch=store_batch)
+        self._steps = CaptureSteps(self.dirpath, settings)
+
+    @property
+    def verdict(self) -> CaptureVerdict | None:
+        """The last one that was not ok."""
+        return self._steps.verdict
 
 
 def explain(error: BaseException, reason: RankMissing | None) -> None:

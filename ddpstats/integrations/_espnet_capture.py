@@ -24,38 +24,35 @@ from typing import Any
 
 import torch
 
-from ddpstats.capture import CaptureVerdict
 from ddpstats.capture._verdict import Policy
 from ddpstats.errors import ConfigError, NonFiniteStat
-from ddpstats.integrations._capture_steps import CaptureSteps
+from ddpstats.integrations._capture_steps import CaptureSteps, TrainerCapture
 from ddpstats.integrations._patches import Patches, pip_command
 
 _patches = Patches("espnet")
 
 _PARAMETERS = "model, iterator, optimizers, schedulers, scaler, reporter, summary_writer, options, distributed_option"
-_RELIED_ON = (f"espnet2.train.trainer:Trainer.train_one_epoch({_PARAMETERS})",)
+_TRAINER = "espnet2.train.trainer"
+_RELIED_ON = (f"{_TRAINER}:Trainer.train_one_epoch({_PARAMETERS})",)
 
 
-class Capturing:
+class Capturing(TrainerCapture):
     """What `capture` yields.
 
     Attributes:
         verdict: the last one that was not ok; of several in a row the first, which has the bundle. None if all were.
     """
 
-    def __init__(self, dirpath: str | Path, settings: Mapping[str, Any]) -> None:
-        self._dirpath, self._settings = dirpath, settings
-        self._steps: CaptureSteps | None = None
-        self._model: Any = None
-
-    @property
-    def verdict(self) -> CaptureVerdict | None:
-        return None if self._steps is None else self._steps.verdict
+    _model: Any = None
 
     def epoch(self, original: Callable[..., Any], trainer: Any, arguments: Mapping[str, Any]) -> Any:
         """One epoch of the trainer, watched."""
-        steps = self._steps_of(arguments)
-        with _watching(arguments["model"], steps):
+        model, steps = arguments["model"], self._steps
+        if model is not self._model:  # an epoch's last gradients belong to the next epoch's first step
+            self._model = model
+            states = {"optimizer": list(arguments["optimizers"]), "scheduler": list(arguments["schedulers"])}
+            steps.start(model, arguments["scaler"], **states)
+        with _watching(model, steps):
             try:
                 result = original(trainer, **arguments)
             except BaseException as error:
@@ -68,9 +65,8 @@ class Capturing:
 
     def clip(self, original: Callable[..., Any], parameters: Any, *args: Any, **named: Any) -> Any:
         """The trainer's call of ``clip_grad_norm_``: before it, the step is judged."""
-        steps = self._steps
-        assert steps is not None
-        verdict = steps.check()
+        verdict = self._steps.check()
+        assert verdict is not None
         if verdict.should_stop:
             first = verdict.parameters[0] if verdict.parameters else None
             raise NonFiniteStat(verdict.message, ranks=verdict.culprit_ranks, path=first)
@@ -79,17 +75,7 @@ class Capturing:
         return torch.full_like(norm, torch.nan) if verdict.should_skip else norm
 
     def close(self) -> None:
-        if self._steps is not None:
-            self._steps.close()
-
-    def _steps_of(self, arguments: Mapping[str, Any]) -> CaptureSteps:
-        """One capture per model: an epoch's last gradients belong to the next epoch's first step."""
-        if self._steps is None or self._model is not arguments["model"]:
-            self.close()
-            self._model = arguments["model"]
-            states = {"optimizer": list(arguments["optimizers"]), "scheduler": list(arguments["schedulers"])}
-            self._steps = CaptureSteps(self._dirpath, self._model, arguments["scaler"], {**states, **self._settings})
-        return self._steps
+        self._steps.close()
 
 
 @contextlib.contextmanager
@@ -128,9 +114,9 @@ def capture(
     """
     if _patches.installed:
         raise ConfigError("ddpstats.integrations.espnet.capture() inside another one: a trainer has one capture")
-    capturing = Capturing(dirpath, {"on_nonfinite": on_nonfinite, "keep": keep, "store_batch": store_batch, **settings})
+    capturing = Capturing(dirpath, on_nonfinite=on_nonfinite, keep=keep, store_batch=store_batch, **settings)
     if not _patches.disabled():
-        _trainer_module()
+        espnet_module(_TRAINER)
     if _patches.wanted(_RELIED_ON):
         _patch(capturing)
     try:
@@ -155,7 +141,7 @@ def step(model: Any, batch: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _patch(capturing: Capturing) -> None:
-    module = _trainer_module()
+    module = espnet_module(_TRAINER)
     # the class's own entry: a classmethod, whose function takes the class that the epoch was asked of
     original = vars(module.Trainer)["train_one_epoch"].__func__
     signature = inspect.signature(original)
@@ -193,26 +179,22 @@ def _watching(model: Any, steps: CaptureSteps) -> Iterator[None]:
     def after(module: Any, args: Any, output: Any) -> None:
         steps.note_loss(_loss_in(output))
 
-    handles = [
+    with (
         model.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
         model.register_forward_hook(after),
-    ]
-    try:
+    ):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _loss_in(output: Any) -> Any:
     return output["loss"] if isinstance(output, Mapping) else output[0]
 
 
-def _trainer_module() -> Any:
+def espnet_module(name: str) -> Any:
     try:
-        return importlib.import_module("espnet2.train.trainer")
+        return importlib.import_module(name)
     except ImportError as error:
         raise ConfigError(
-            f"ddpstats.integrations.espnet needs espnet, but espnet2.train.trainer cannot be imported: {error}. "
+            f"ddpstats.integrations.espnet needs espnet, but {name} cannot be imported: {error}. "
             f"{pip_command('espnet')}"
         ) from error

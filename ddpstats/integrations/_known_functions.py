@@ -121,15 +121,12 @@ def _probe_reduce_dict(function: Function, owner: type | None) -> str | None:
     return None
 
 
-def _align_reduce_dict(original: Function) -> Function:
-    def reduce_dict(call: dict[str, Any]) -> dict[Any, Any]:
-        given, average = call.values()
-        leaves, weight = _spread(given), torch.ones(1, device="cpu")
-        if not average:
-            return _gathered_up(recursive_op.recursive_sum(leaves, weight, True))
-        return _gathered_up(recursive_op.recursive_average(leaves, weight, True)[0])
-
-    return _replacing(original, reduce_dict)
+def _reduce_dict(call: dict[str, Any]) -> dict[Any, Any]:
+    given, average = call.values()
+    leaves, weight = _spread(given), torch.ones(1, device="cpu")
+    if not average:
+        return _gathered_up(recursive_op.recursive_sum(leaves, weight, True))
+    return _gathered_up(recursive_op.recursive_average(leaves, weight, True)[0])
 
 
 _SHAPE = "ddpstats: a tensor of shape "
@@ -168,10 +165,6 @@ def _gathered_up(reduced: Any) -> dict[Any, Any]:
 # -- _parse_losses, of mmdetection 2 and what else stands on mmcv 1 ---------------------------------------------------
 
 
-def _takes_losses(parameters: list[inspect.Parameter]) -> bool:
-    return [parameter.name for parameter in parameters] in (["self", "losses"], ["losses"])
-
-
 def _probe_parse_losses(function: Function, owner: type | None) -> str | None:
     for ranks in (1, 2):
         values = torch.tensor([2.0, 4.0, 1.0, 3.0], requires_grad=True)
@@ -186,15 +179,12 @@ def _probe_parse_losses(function: Function, owner: type | None) -> str | None:
     return None
 
 
-def _align_parse_losses(original: Function) -> Function:
-    def parse_losses(call: dict[str, Any]) -> tuple[Any, Any]:
-        means = {name: _mean(value) for name, value in call["losses"].items()}
-        loss = sum(value for name, value in means.items() if "loss" in name and isinstance(value, Tensor))
-        averages = OrderedDict(reduce_stats({**means, "loss": loss}, name="_parse_losses").values)
-        averages.move_to_end("loss")
-        return loss, averages
-
-    return _replacing(original, parse_losses)
+def _parse_losses(call: dict[str, Any]) -> tuple[Any, Any]:
+    means = {name: _mean(value) for name, value in call["losses"].items()}
+    loss = sum(value for name, value in means.items() if "loss" in name and isinstance(value, Tensor))
+    averages = OrderedDict(reduce_stats({**means, "loss": loss}, name="_parse_losses").values)
+    averages.move_to_end("loss")
+    return loss, averages
 
 
 def _mean(value: Any) -> Any:
@@ -208,14 +198,6 @@ def _mean(value: Any) -> Any:
 
 
 # -- write_metrics, of detectron2's trainers --------------------------------------------------------------------------
-
-
-def _takes_metrics(parameters: list[inspect.Parameter]) -> bool:
-    return [parameter.name for parameter in parameters if parameter.name != "cur_iter"] == [
-        "loss_dict",
-        "data_time",
-        "prefix",
-    ]
 
 
 def _probe_write_metrics(function: Function, owner: type | None) -> str | None:
@@ -236,16 +218,13 @@ def _probe_write_metrics(function: Function, owner: type | None) -> str | None:
     return None
 
 
-def _align_write_metrics(original: Function) -> Function:
-    def write_metrics(call: dict[str, Any]) -> None:
-        stats = {"losses": call["loss_dict"], "data_time": Max(call["data_time"])}
-        reduced = reduce_stats(stats, name="write_metrics")
-        losses, weights = reduced.values.get("losses", {}), reduced.weights.get("losses", {})
-        # What DDP trains on: the mean of the ranks' own totals. A key that only some have counts for those.
-        total = sum(value * weights[key] for key, value in losses.items()) / reduced.total_weight
-        _write(original, call, losses, total, reduced.values["data_time"], is_main=dist.get_rank() == 0)
-
-    return _replacing(original, write_metrics)
+def _write_metrics(original: Function, call: dict[str, Any]) -> None:
+    stats = {"losses": call["loss_dict"], "data_time": Max(call["data_time"])}
+    reduced = reduce_stats(stats, name="write_metrics")
+    losses, weights = reduced.values.get("losses", {}), reduced.weights.get("losses", {})
+    # What DDP trains on: the mean of the ranks' own totals. A key that only some have counts for those.
+    total = sum(value * weights[key] for key, value in losses.items()) / reduced.total_weight
+    _write(original, call, losses, total, reduced.values["data_time"], is_main=dist.get_rank() == 0)
 
 
 def _write(
@@ -270,10 +249,6 @@ def _write(
 # -- MetricsTracker.reduce, of icefall --------------------------------------------------------------------------------
 
 
-def _takes_device(parameters: list[inspect.Parameter]) -> bool:
-    return [parameter.name for parameter in parameters] == ["self", "device"]
-
-
 def _probe_tracker(function: Function, owner: type | None) -> str | None:
     if owner is None or not issubclass(owner, dict):
         return "is no method of a dict"
@@ -288,16 +263,19 @@ def _probe_tracker(function: Function, owner: type | None) -> str | None:
     return None
 
 
-def _align_tracker(original: Function) -> Function:
-    def reduce(call: dict[str, Any]) -> None:
-        tracker = call["self"]
-        sums = reduce_stats({key: Sum(value) for key, value in tracker.items()}, name="MetricsTracker.reduce").values
-        tracker.update(sums or {})
-
-    return _replacing(original, reduce)
+def _reduce_tracker(call: dict[str, Any]) -> None:
+    tracker = call["self"]
+    sums = reduce_stats({key: Sum(value) for key, value in tracker.items()}, name="MetricsTracker.reduce").values
+    tracker.update(sums or {})
 
 
 # -- the table, and what probes have in common ------------------------------------------------------------------------
+
+
+def _named(*legal: str) -> Callable[[list[inspect.Parameter]], bool]:
+    """Whether parameters have just these names."""
+    return lambda parameters: ", ".join(parameter.name for parameter in parameters) in legal
+
 
 KNOWN = (
     Known(
@@ -314,16 +292,34 @@ KNOWN = (
         lambda function, owner: _probe_recursive(function, False),
         lambda original: _align_recursive(original, False),
     ),
-    Known(("reduce_dict",), "(input_dict, average=True)", _takes_average, _probe_reduce_dict, _align_reduce_dict),
-    Known(("_parse_losses",), "([self,] losses)", _takes_losses, _probe_parse_losses, _align_parse_losses),
+    Known(
+        ("reduce_dict",),
+        "(input_dict, average=True)",
+        _takes_average,
+        _probe_reduce_dict,
+        lambda original: _replacing(original, _reduce_dict),
+    ),
+    Known(
+        ("_parse_losses",),
+        "([self,] losses)",
+        _named("losses", "self, losses"),
+        _probe_parse_losses,
+        lambda original: _replacing(original, _parse_losses),
+    ),
     Known(
         ("write_metrics",),
         "(loss_dict, data_time[, cur_iter], prefix)",
-        _takes_metrics,
+        _named("loss_dict, data_time, prefix", "loss_dict, data_time, cur_iter, prefix"),
         _probe_write_metrics,
-        _align_write_metrics,
+        lambda original: _replacing(original, functools.partial(_write_metrics, original)),
     ),
-    Known(("reduce",), "(self, device)", _takes_device, _probe_tracker, _align_tracker),
+    Known(
+        ("reduce",),
+        "(self, device)",
+        _named("self, device"),
+        _probe_tracker,
+        lambda original: _replacing(original, _reduce_tracker),
+    ),
 )
 
 

@@ -17,18 +17,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from ddpstats.capture import CaptureVerdict
-from ddpstats.capture._verdict import Policy
-from ddpstats.integrations._capture_steps import CaptureSteps, explain
+from ddpstats.integrations._capture_steps import TrainerCapture, explain
 from ddpstats.integrations._lightning_copies import Callback
 
 
-class DdpstatsNaNCapture(Callback):  # type: ignore[misc]  # a class found at run time
+class DdpstatsNaNCapture(TrainerCapture, Callback):  # type: ignore[misc]  # a class found at run time
     """`ddpstats.NaNCapture` in a Lightning trainer: every rank's trainer, or none.
 
     With ``on_nonfinite="stop"`` no rank applies the step, and every rank's trainer stops after this batch: as with
@@ -64,69 +61,44 @@ class DdpstatsNaNCapture(Callback):  # type: ignore[misc]  # a class found at ru
         stopper.verdict     # rank 0 and rank 1: culprit_ranks (1,), where rank 1's batch made the NaN
     """
 
-    def __init__(
-        self,
-        dirpath: str | Path,
-        *,
-        on_nonfinite: Policy = "stop",
-        keep: int = 3,
-        store_batch: bool = True,
-        **settings: Any,
-    ) -> None:
-        super().__init__()
-        self.dirpath = Path(dirpath)
-        self.verdict: CaptureVerdict | None = None
-        self._settings = {"on_nonfinite": on_nonfinite, "keep": keep, "store_batch": store_batch, **settings}
-        self._steps: CaptureSteps | None = None
-        self._batch: Any = None
+    _batch: Any = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self._close()
         model = trainer.strategy.model
-        states = {
-            "optimizer": list(trainer.optimizers),
-            "scheduler": [config.scheduler for config in trainer.lr_scheduler_configs],
-        }
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
-        module = pl_module if model is None else model
-        self._steps = CaptureSteps(self.dirpath, module, scaler, {**states, **self._settings})
+        self._steps.start(
+            pl_module if model is None else model,
+            getattr(trainer.precision_plugin, "scaler", None),
+            optimizer=list(trainer.optimizers),
+            scheduler=[config.scheduler for config in trainer.lr_scheduler_configs],
+        )
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if self._steps is not None:
-            self._batch = batch
-            self._steps.begin(batch)
+        self._batch = batch
+        self._steps.begin(batch)
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: torch.Tensor) -> None:
-        steps = self._steps
-        if steps is None:
-            return
-        if steps.micro is None:  # once more in this batch: after a manual step, or a closure that is called repeatedly
-            steps.begin(self._batch)
+        micro = self._steps.micro
+        if micro is None:  # once more in this batch: after a manual step, or a closure that is called repeatedly
+            self._steps.begin(self._batch)
         elif pl_module.automatic_optimization:
-            steps.micro.loss = loss.detach()
+            micro.loss = loss.detach()
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        if self._steps is None:
-            return
         verdict = self._steps.check()
-        self.verdict = self._steps.verdict
-        if verdict.should_stop:
+        if verdict is not None and verdict.should_stop:
             trainer.should_stop = True
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self._batch = None
-        if self._steps is not None:
-            self._steps.end()
+        self._steps.end()
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         # The module's own on_train_batch_start may return -1: no batch is run, and on_train_batch_end is not called.
         self._batch = None
-        if self._steps is not None:
-            self._steps.discard()
+        self._steps.discard()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        if self._steps is not None:
-            explain(exception, self._steps.end(exception))
+        explain(exception, self._steps.end(exception))
         self._close()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
@@ -136,9 +108,8 @@ class DdpstatsNaNCapture(Callback):  # type: ignore[misc]  # a class found at ru
         self._close()
 
     def _close(self) -> None:
-        steps, self._steps, self._batch = self._steps, None, None
-        if steps is not None:
-            steps.close()
+        self._batch = None
+        self._steps.close()
 
 
 def step(module: Any, batch: Any) -> Any:

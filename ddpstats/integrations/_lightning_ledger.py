@@ -109,7 +109,8 @@ def _tree(results: Any, ledger: Ledger, *, epoch: bool) -> dict[str, Any]:
     }
 
     def put(kind: str, metric: Any, value: Any) -> None:
-        section = _section(kind, getattr(metric, "audience", ""))
+        audience = getattr(metric, "audience", "")
+        section = f"{kind} of ranks {audience}" if audience else kind
         tree.setdefault(section, {}).setdefault(metric.meta.fx, {})[metric.meta.name] = value
 
     for place, (key, metric) in enumerate(results.items()):
@@ -140,10 +141,6 @@ def _description(metric: Any) -> dict[str, float]:
     meta = metric.meta
     flags = {flag: getattr(meta, flag) for flag in (*_SHOWN_ONCE, *_ALIKE) if flag not in _MARKERS}
     return {**flags, **{op: op == meta.sync.op for op in _MARKERS}, "float64": metric.is_float64}
-
-
-def _section(kind: str, audience: str) -> str:
-    return f"{kind} of ranks {audience}" if audience else kind
 
 
 # -- what it hears ----------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ddpstats.integrations._lightning_copies import Callback
-from ddpstats.integrations._scalars import WindowScalars
+from ddpstats.integrations.loggers import WindowScalars
 
 
 def attach(trainer: Any, scalars: WindowScalars) -> None:

@@ -83,6 +83,10 @@ class Patches:
         setattr(owner, name, new)
         self._undo.append(lambda: setattr(owner, name, old))
 
+    def wrap(self, owner: Any, name: str, ours: Callable[..., Any]) -> None:
+        """Bind ``name``, a function, to ``ours``; see `in_place_of`."""
+        self.replace(owner, name, in_place_of(getattr(owner, name), ours))
+
     def replace_everywhere(self, package: str | None, old: Any, new: Any) -> list[str]:
         """Bind every name in the modules of ``package`` that is bound to ``old`` now; undone also in later modules.
 
@@ -99,6 +103,16 @@ class Patches:
         """Put the very objects back."""
         while self._undo:
             self._undo.pop()()
+
+
+def in_place_of(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+    """``ours``, which takes the original before its arguments, with the original's name and documentation."""
+
+    @functools.wraps(original)
+    def call(*args: Any, **named: Any) -> Any:
+        return ours(original, *args, **named)
+
+    return call
 
 
 def difference(relied_on: Iterable[str]) -> str | None:

@@ -66,7 +66,7 @@ from ddpstats._base.paths import Index, Path, format_path
 from ddpstats._base.rank_names import holders_lines, ranks_text
 from ddpstats._transport.comm import describe_group, group_ranks, resolve_group
 from ddpstats.errors import InvalidStats, SchemaConflict
-from ddpstats.integrations._patches import Patches
+from ddpstats.integrations._patches import Patches, in_place_of
 
 __all__ = ["install", "uninstall"]
 
@@ -98,10 +98,11 @@ def install() -> None:
         stock gives rank 0 a=21, b=12; after install() every rank has a=11, b=22
     """
     if _patches.wanted(_RELIED_ON):
-        operations, accelerator = _operations(), _accelerator_class()
-        _patches.replace_everywhere("accelerate", operations.gather, _gathering(operations.gather))
-        _patches.replace_everywhere("accelerate", operations.reduce, _reducing(operations.reduce))
-        _patches.replace(accelerator, "gather_for_metrics", _gathering_for_metrics(accelerator.gather_for_metrics))
+        operations = importlib.import_module("accelerate.utils.operations")
+        accelerator = importlib.import_module("accelerate.accelerator").Accelerator
+        for theirs, ours in ((operations.gather, _gather), (operations.reduce, _reduce)):
+            _patches.replace_everywhere("accelerate", theirs, in_place_of(theirs, ours))
+        _patches.wrap(accelerator, "gather_for_metrics", _gather_for_metrics)
 
 
 def uninstall() -> None:
@@ -112,34 +113,24 @@ def uninstall() -> None:
 # -- in place of accelerate's -----------------------------------------------------------------------------------------
 
 
-def _gathering(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def gather(tensor: Any) -> Any:
-        return _combined(tensor, "accelerate.gather", _gathered) if _is_ours(tensor) else original(tensor)
-
-    return gather
+def _gather(original: Callable[..., Any], tensor: Any) -> Any:
+    return _combined(tensor, "accelerate.gather", _gathered) if _is_ours(tensor) else original(tensor)
 
 
-def _reducing(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
-        if not _is_ours(tensor):
-            return original(tensor, reduction, scale)
-        return _combined(tensor, f"accelerate.reduce, {reduction!r}", lambda held: _reduced(held, reduction))
-
-    return reduce
+def _reduce(original: Callable[..., Any], tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
+    if not _is_ours(tensor):
+        return original(tensor, reduction, scale)
+    return _combined(tensor, f"accelerate.reduce, {reduction!r}", lambda held: _reduced(held, reduction))
 
 
-def _gathering_for_metrics(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def gather_for_metrics(self: Any, input_data: Any, use_gather_object: bool = False) -> Any:
-        # Lists and tuples are accelerate's business: of tensors, it comes to `gather`; of objects, it is right.
-        if use_gather_object or not isinstance(input_data, Mapping) or not _is_ours(input_data):
-            return original(self, input_data, use_gather_object)
-        samples = _samples_left(self.gradient_state)
-        return _combined(input_data, "accelerate.gather", lambda held: _gathered(held, samples))
-
-    return gather_for_metrics
+def _gather_for_metrics(
+    original: Callable[..., Any], self: Any, input_data: Any, use_gather_object: bool = False
+) -> Any:
+    # Lists and tuples are accelerate's business: of tensors, it comes to `gather`; of objects, it is right.
+    if use_gather_object or not isinstance(input_data, Mapping) or not _is_ours(input_data):
+        return original(self, input_data, use_gather_object)
+    samples = _samples_left(self.gradient_state)
+    return _combined(input_data, "accelerate.gather", lambda held: _gathered(held, samples))
 
 
 def _is_ours(value: Any) -> bool:
@@ -215,12 +206,15 @@ class _Combination:
                 raise self._invalid(rank, path, content)
         families = {rank: "list" if kind == "tuple" else kind for rank, (kind, _) in held.items()}
         if len(set(families.values())) > 1:
-            raise self._conflict({rank: _describe(node) for rank, node in held.items()}, path)
+            spelled = {rank: _leaf_text(it) if kind == "leaf" else f"a {kind}" for rank, (kind, it) in held.items()}
+            raise self._conflict(spelled, path)
         contents = {rank: content for rank, (_, content) in held.items()}
         kind = next(iter(held.values()))[0]
         if kind == "leaf":
             try:
-                return self._combine({rank: _on_cpu(leaf) for rank, leaf in contents.items()})
+                return self._combine(
+                    {rank: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf for rank, leaf in contents.items()}
+                )
             except _Unfit as unfit:
                 raise self._conflict(unfit.by_rank, path) from None
         by_key: dict[Any, dict[int, Node]] = {}
@@ -304,15 +298,6 @@ def _is_plain(key: Any) -> bool:
     return key is None or type(key) in (bool, int, float, str)
 
 
-def _on_cpu(leaf: Any) -> Any:
-    return leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf
-
-
-def _describe(node: Node) -> str:
-    kind, content = node
-    return _leaf_text(content) if kind == "leaf" else f"a {kind}"
-
-
 def _leaf_text(leaf: Any) -> str:
     return f"a tensor of shape {tuple(leaf.shape)}" if isinstance(leaf, torch.Tensor) else "a number"
 
@@ -322,7 +307,8 @@ def _leaf_text(leaf: Any) -> str:
 
 def _gathered(held: Held, samples: int | None = None) -> torch.Tensor:
     """Along dimension 0, in the order of ranks; ``samples`` of them unless each rank holds a number."""
-    parts = {rank: _with_a_dimension(_tensor(leaf)) for rank, leaf in held.items()}
+    tensors = {rank: _tensor(leaf) for rank, leaf in held.items()}
+    parts = {rank: tensor if tensor.ndim else tensor[None] for rank, tensor in tensors.items()}
     # A rank without any sample often has torch.tensor([]), whatever shape and dtype the others have.
     parts = {rank: part for rank, part in parts.items() if part.shape != (0,)} or parts
     if len({part.shape[1:] for part in parts.values()}) > 1:
@@ -367,18 +353,6 @@ def _tensor(leaf: Any) -> torch.Tensor:
     if isinstance(leaf, torch.Tensor):
         return leaf
     return torch.tensor(leaf, dtype={bool: torch.bool, int: torch.int64, float: torch.float64}[type(leaf)])
-
-
-def _with_a_dimension(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor[None] if tensor.ndim == 0 else tensor
-
-
-def _operations() -> Any:
-    return importlib.import_module("accelerate.utils.operations")
-
-
-def _accelerator_class() -> Any:
-    return importlib.import_module("accelerate.accelerator").Accelerator
 
 
 def _state() -> Any:

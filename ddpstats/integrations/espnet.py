@@ -23,20 +23,21 @@ the step that the Reporter of a rank counts too many when another rank runs out 
 
 from __future__ import annotations
 
-import functools
-import importlib
 from collections.abc import Callable, Iterator, Mapping
 from itertools import groupby
-from types import ModuleType
 from typing import Any
 
 import torch
 
 from ddpstats._base.paths import Step
 from ddpstats._reduction.markers import Sum
-from ddpstats.errors import ConfigError
-from ddpstats.integrations._espnet_capture import Capturing as Capturing, capture as capture, step as step
-from ddpstats.integrations._patches import Patches, pip_command
+from ddpstats.integrations._espnet_capture import (
+    Capturing as Capturing,
+    capture as capture,
+    espnet_module,
+    step as step,
+)
+from ddpstats.integrations._patches import Patches
 from ddpstats.recursive_op import LeafAverage, average_with_weights, recursive_divide, recursive_sum
 
 __all__ = ["AveragedStats", "Capturing", "capture", "install", "step", "uninstall"]
@@ -74,13 +75,13 @@ def install() -> None:
     """
     if _patches.installed or _patches.disabled():
         return
-    theirs, reporter = _import("espnet2.torch_utils.recursive_op"), _import("espnet2.train.reporter")
-    version = str(getattr(_import("espnet2"), "__version__", "of no version"))
+    theirs, reporter = espnet_module("espnet2.torch_utils.recursive_op"), espnet_module("espnet2.train.reporter")
+    version = str(getattr(espnet_module("espnet2"), "__version__", "of no version"))
     if _patches.wanted(_RELIED_ON, lambda: _probe(theirs), version):
         for name, ours in _OURS.items():
             for package in _PACKAGES:
                 _patches.replace_everywhere(package, getattr(theirs, name), ours)
-        _patches.replace(reporter.SubReporter, "register", _registering(reporter.SubReporter.register))
+        _patches.wrap(reporter.SubReporter, "register", _register)
 
 
 def uninstall() -> None:
@@ -130,29 +131,12 @@ _OURS: dict[str, Callable[..., Any]] = {
 }
 
 
-def _registering(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def register(self: Any, stats: Any, weight: Any = None) -> None:
-        if not isinstance(stats, AveragedStats) or not stats:
-            original(self, stats, weight)
-            return
-        for own, rows in groupby(stats.rows(), key=lambda row: row[2]):
-            original(self, {name: value for name, value, _ in rows}, weight if own is None else own)
-
-    return register
-
-
-# -- finding and replacing --------------------------------------------------------------------------------------------
-
-
-def _import(name: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise ConfigError(
-            f"ddpstats.integrations.espnet needs espnet, but {name} cannot be imported: {error}. "
-            f"{pip_command('espnet')}"
-        ) from error
+def _register(original: Callable[..., Any], self: Any, stats: Any, weight: Any = None) -> None:
+    if not isinstance(stats, AveragedStats) or not stats:
+        original(self, stats, weight)
+        return
+    for own, rows in groupby(stats.rows(), key=lambda row: row[2]):
+        original(self, {name: value for name, value, _ in rows}, weight if own is None else own)
 
 
 def _probe(theirs: Any) -> str | None:

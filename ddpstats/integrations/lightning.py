@@ -35,9 +35,9 @@ costs a few collectives a run. A rank that is out of batches, or never had one, 
 
 from __future__ import annotations
 
-import functools
 import importlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,7 +56,7 @@ from ddpstats.integrations._lightning_points import (
     loader_ends,
     step_point,
 )
-from ddpstats.integrations._patches import Patches
+from ddpstats.integrations._patches import Patches, in_place_of
 
 __all__ = ["DdpstatsCallback", "DdpstatsNaNCapture", "install", "step", "uninstall"]
 
@@ -119,7 +119,7 @@ def _hold(user: int) -> bool:
     """Whether some copy of Lightning is patched now, on behalf of ``user``."""
     for library, patches in _patches.items():
         root = ROOTS[library]
-        if patches.wanted([f"{root}.{one}" for one in _RELIED_ON], functools.partial(_probe, root)):
+        if patches.wanted([f"{root}.{one}" for one in _RELIED_ON], partial(_probe, root)):
             _patch(patches, root)
     is_held = any(patches.installed for patches in _patches.values())
     if is_held:
@@ -197,58 +197,45 @@ def _patch(patches: Patches, root: str) -> None:
     call = importlib.import_module(f"{root}.trainer.call")
     evaluation = importlib.import_module(f"{root}.loops.evaluation_loop")._EvaluationLoop
     fit = importlib.import_module(f"{root}.loops.fit_loop")._FitLoop
-    for owner, name, replacement in (
+    for owner, name, ours in (
         (result._ResultMetric, "to", _to),
-        (result._ResultCollection, "log", _log),
         (call, "_call_callback_hooks", _call_callback_hooks),
-        (connector, "on_batch_end", _after(late_point)),
-        (connector, "on_epoch_end", _after(lambda self: epoch_point(self.trainer, self.trainer._results))),
-        (fit, "on_advance_end", _after(lambda self: epoch_point(self.trainer, self.epoch_loop._results))),
+        (connector, "on_batch_end", partial(_after, late_point)),
+        (connector, "on_epoch_end", partial(_after, lambda self: epoch_point(self.trainer, self.trainer._results))),
+        (fit, "on_advance_end", partial(_after, lambda self: epoch_point(self.trainer, self.epoch_loop._results))),
         (evaluation, "run", _run),
-        (evaluation, "on_run_start", _after(evaluation_starts)),
-        (evaluation, "_store_dataloader_outputs", _after(loader_ends)),
-        (evaluation, "on_run_end", _after(evaluation_ends)),
+        (evaluation, "on_run_start", partial(_after, evaluation_starts)),
+        (evaluation, "_store_dataloader_outputs", partial(_after, loader_ends)),
+        (evaluation, "on_run_end", partial(_after, evaluation_ends)),
     ):
-        original = getattr(owner, name)
-        patches.replace(owner, name, functools.wraps(original)(replacement(original)))
-    original = result._ResultCollection._get_cache
-    patches.replace(
-        result._ResultCollection, "_get_cache", staticmethod(functools.wraps(original)(_get_cache(original)))
-    )
-
-
-def _after(point: Callable[[Any], None]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """The method, after ``point``."""
-
-    def replacement(original: Callable[..., Any]) -> Callable[..., Any]:
-        def method(self: Any) -> Any:
-            point(self)
-            return original(self)
-
-        return method
-
-    return replacement
-
-
-def _log(original: Callable[..., None]) -> Callable[..., None]:
-    def log(self: Any, fx: str, name: str, value: Any, **settings: Any) -> None:
-        ledger = ledger_of(self)
-        if ledger is None:
-            original(self, fx, name, value, **settings)
-            return
-        index = self.dataloader_idx if settings.get("add_dataloader_idx", True) else None
-        key = f"{fx}.{name}" if index is None else f"{fx}.{name}.{index}"
-        if getattr(self.get(key), "adopted", False):
-            del self[key]  # it only held what others logged; this rank's own settings count now
-        group = settings.get("sync_dist_group")
-        mine = settings.get("sync_dist") and not settings.get("rank_zero_only") and isinstance(value, torch.Tensor)
-        if not mine:
-            original(self, fx, name, value, **settings)
-        elif group is not dist.GroupMember.NON_GROUP_MEMBER:  # who is no member has no part in it
-            _log_ours(original, self, ledger, key, (fx, name, value), settings)
-
+        patches.wrap(owner, name, ours)
+    collection = result._ResultCollection
+    patches.replace(collection, "_get_cache", staticmethod(in_place_of(collection._get_cache, _get_cache)))
     disable: Callable[..., Any] = torch.compiler.disable
-    return disable(log)  # type: ignore[no-any-return]
+    patches.replace(collection, "log", disable(in_place_of(collection.log, _log)))
+
+
+def _after(point: Callable[[Any], None], original: Callable[..., Any], self: Any) -> Any:
+    """The method, after ``point``."""
+    point(self)
+    return original(self)
+
+
+def _log(original: Callable[..., Any], self: Any, fx: str, name: str, value: Any, **settings: Any) -> None:
+    ledger = ledger_of(self)
+    if ledger is None:
+        original(self, fx, name, value, **settings)
+        return
+    index = self.dataloader_idx if settings.get("add_dataloader_idx", True) else None
+    key = f"{fx}.{name}" if index is None else f"{fx}.{name}.{index}"
+    if getattr(self.get(key), "adopted", False):
+        del self[key]  # it only held what others logged; this rank's own settings count now
+    group = settings.get("sync_dist_group")
+    mine = settings.get("sync_dist") and not settings.get("rank_zero_only") and isinstance(value, torch.Tensor)
+    if not mine:
+        original(self, fx, name, value, **settings)
+    elif group is not dist.GroupMember.NON_GROUP_MEMBER:  # who is no member has no part in it
+        _log_ours(original, self, ledger, key, (fx, name, value), settings)
 
 
 def _log_ours(
@@ -268,49 +255,37 @@ def _log_ours(
         ledger.logs_steps = True
 
 
-def _to(original: Callable[..., Any]) -> Callable[..., Any]:
-    def to(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if len(args) == 1 and not kwargs and is_ours(self) and self.value.device == args[0]:
-            return self  # Lightning walks through all attributes, at every log of every key
-        return original(self, *args, **kwargs)
-
-    return to
+def _to(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    if len(args) == 1 and not kwargs and is_ours(self) and self.value.device == args[0]:
+        return self  # Lightning walks through all attributes, at every log of every key
+    return original(self, *args, **kwargs)
 
 
-def _get_cache(original: Callable[..., Any]) -> Callable[..., Any]:
-    def get_cache(result_metric: Any, on_step: bool) -> Any:
-        if is_ours(result_metric) and not on_step and result_metric._computed is None:
-            return None  # to compute it here would be a collective of the ranks that happen to look
-        return original(result_metric, on_step)
-
-    return get_cache
+def _get_cache(original: Callable[..., Any], result_metric: Any, on_step: bool) -> Any:
+    if is_ours(result_metric) and not on_step and result_metric._computed is None:
+        return None  # to compute it here would be a collective of the ranks that happen to look
+    return original(result_metric, on_step)
 
 
-def _call_callback_hooks(original: Callable[..., None]) -> Callable[..., None]:
-    def call_callback_hooks(trainer: Any, hook_name: str, *args: Any, **kwargs: Any) -> None:
-        if hook_name == "setup" and 0 in _users:
-            _begin(trainer)
-        elif hook_name in ("on_train_batch_end", "on_validation_batch_end", "on_test_batch_end"):
-            step_point(trainer)
-        elif hook_name == "on_train_epoch_end" and kwargs.get("monitoring_callbacks"):
-            epoch_point(trainer, trainer._results)  # for what the other hooks of this name logged
-        try:
-            original(trainer, hook_name, *args, **kwargs)
-        finally:
-            if hook_name in ("teardown", "on_exception"):
-                _end(trainer)
-
-    return call_callback_hooks
+def _call_callback_hooks(original: Callable[..., Any], trainer: Any, hook_name: str, *args: Any, **kwargs: Any) -> None:
+    if hook_name == "setup" and 0 in _users:
+        _begin(trainer)
+    elif hook_name in ("on_train_batch_end", "on_validation_batch_end", "on_test_batch_end"):
+        step_point(trainer)
+    elif hook_name == "on_train_epoch_end" and kwargs.get("monitoring_callbacks"):
+        epoch_point(trainer, trainer._results)  # for what the other hooks of this name logged
+    try:
+        original(trainer, hook_name, *args, **kwargs)
+    finally:
+        if hook_name in ("teardown", "on_exception"):
+            _end(trainer)
 
 
-def _run(original: Callable[..., Any]) -> Callable[..., Any]:
-    def run(self: Any) -> Any:
-        outputs = original(self)
-        if ledger_of(self._results) is not None and self.skip and any_rank(False):
-            answer_for_no_batches(self)
-        return outputs
-
-    return run
+def _run(original: Callable[..., Any], self: Any) -> Any:
+    outputs = original(self)
+    if ledger_of(self._results) is not None and self.skip and any_rank(False):
+        answer_for_no_batches(self)
+    return outputs
 
 
 def _probe(root: str) -> str | None:

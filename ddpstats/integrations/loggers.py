@@ -19,7 +19,6 @@ from typing import Any, NamedTuple, TypeVar
 from ddpstats._reduction.result import Reduced
 from ddpstats._reduction.window import StatsWindow
 from ddpstats.errors import ConfigError
-from ddpstats.integrations._scalars import WindowScalars, scalars_of
 
 __all__ = ["write", "write_window"]
 
@@ -55,7 +54,7 @@ def write(writer: Any, reduced: Reduced, step: int, *, prefix: str = "", per_ran
     """
     if not isinstance(reduced, Reduced):
         raise TypeError(f"a Reduced is needed, not {type(reduced).__name__}; pass what reduce_stats() returned")
-    scalars = scalars_of(reduced, prefix=prefix, per_rank=per_rank)
+    scalars = _scalars_of(reduced, prefix=prefix, per_rank=per_rank)
     if writer is None:
         return
     is_summary_writer = callable(getattr(writer, "add_scalar", None))
@@ -128,13 +127,56 @@ def _of_library(one: Any, ways: dict[str, _Way]) -> _Way | None:
     return next((ways[package] for package in packages if package in ways), None)
 
 
+# -- what loggers get of a reduction, a number for each name; and of a window, whenever a trainer logs -----------------
+
+
+def _scalars_of(reduced: Reduced, *, prefix: str, per_rank: bool) -> dict[str, float]:
+    """Every path under its name; with ``per_rank`` also its minimum, its maximum and their ranks."""
+    scalars = {**reduced.flat(), **_extremes(reduced)} if per_rank else reduced.flat()
+    return {prefix + name: value for name, value in scalars.items()}
+
+
+class WindowScalars:
+    """A window's scalars by the step of a trainer, which every rank's trainer counts alike."""
+
+    def __init__(self, window: StatsWindow, *, prefix: str, per_rank: bool) -> None:
+        self._window, self._prefix, self._per_rank = window, prefix, per_rank
+        self._flushed_at: int | None = None
+
+    def flush(self, step: int) -> dict[str, float]:
+        """What was added since the last flush. Collective."""
+        self._flushed_at = step
+        reduced = self._window.flush(per_rank=self._per_rank)
+        return _scalars_of(reduced, prefix=self._prefix, per_rank=self._per_rank)
+
+    def rest(self, step: int) -> dict[str, float]:
+        """What training left behind at its last ``step``: nothing where that was flushed. Collective else."""
+        found = {} if step == self._flushed_at else self.flush(step)
+        self._flushed_at = None  # the trainer may train again, and count from 0
+        return found
+
+
+def _extremes(reduced: Reduced) -> dict[str, float]:
+    if reduced.by_rank is None:
+        raise ConfigError("nothing is known of single ranks: reduce with per_rank=True, as reduce_stats() takes it")
+    found: dict[str, float] = {}
+    for name, held in reduced.flat_by_rank().items():
+        for which, rank in (("min", held.min_rank), ("max", held.max_rank)):
+            value = None if rank is None else held.values[held.ranks.index(rank)]
+            if rank is not None and value is not None:
+                found |= {f"{name}/{which}": float(value), f"{name}/{which}_rank": float(rank)}
+    taken = sorted(found.keys() & reduced.flat().keys())
+    if taken:
+        raise ConfigError(f"per_rank=True would write {taken[0]!r} twice, since a path has that name: rename it")
+    return found
+
+
+# -- the ways of each library ------------------------------------------------------------------------------------------
+
+
 def _to_tensorboard(writer: Any, scalars: dict[str, float], step: int) -> None:
     for name, value in scalars.items():
         writer.add_scalar(name, value, step)
-
-
-def _to_wandb(run: Any, scalars: dict[str, float], step: int) -> None:
-    run.log(scalars, step=step)
 
 
 def _to_mlflow(mlflow: Any, scalars: dict[str, float], step: int) -> None:
@@ -145,20 +187,12 @@ def _to_mlflow(mlflow: Any, scalars: dict[str, float], step: int) -> None:
     mlflow.log_metrics({spelled[name]: value for name, value in scalars.items()}, step=step)
 
 
-def _to_accelerate(accelerator: Any, scalars: dict[str, float], step: int) -> None:
-    accelerator.log(scalars, step=step)
-
-
-def _to_trainer(trainer: Any, scalars: dict[str, float], step: int) -> None:
-    trainer.log(scalars)
-
-
 _WRITERS: dict[str, Callable[[Any, dict[str, float], int], None]] = {
     "tensorboard": _to_tensorboard,
-    "wandb": _to_wandb,
+    "wandb": lambda run, scalars, step: run.log(scalars, step=step),
     "mlflow": _to_mlflow,
-    "accelerate": _to_accelerate,
-    "transformers": _to_trainer,
+    "accelerate": lambda accelerator, scalars, step: accelerator.log(scalars, step=step),
+    "transformers": lambda trainer, scalars, step: trainer.log(scalars),
 }
 
 

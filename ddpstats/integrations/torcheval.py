@@ -88,22 +88,16 @@ def uninstall() -> None:
 
 
 def _get_synced_metric(metric: Any, process_group: Any = None) -> Any:
-    if _alone(process_group):
-        return metric
     return _synced({_SINGLE: metric}, process_group, "torcheval.get_synced_metric")[_SINGLE]
 
 
 def _get_synced_metric_collection(metric_collection: MutableMapping[str, Any], process_group: Any = None) -> Any:
-    if _alone(process_group):
-        return metric_collection
     return _synced(metric_collection, process_group, "torcheval.get_synced_metric_collection")
 
 
 def _sync_and_compute_collection(metrics: MutableMapping[str, Any], process_group: Any = None) -> dict[str, Any]:
-    synced = metrics
-    if not _alone(process_group):
-        call = "torcheval.get_synced_metric_collection"  # of which it is a part in stock, so ranks may call either
-        synced = _synced(metrics, process_group, call, computing=True)
+    call = "torcheval.get_synced_metric_collection"  # of which it is a part in stock, so ranks may call either
+    synced = _synced(metrics, process_group, call, computing=True)
     return {name: metric.compute() for name, metric in synced.items()}
 
 
@@ -122,11 +116,13 @@ def _alone(group: Any) -> bool:
     return world_size == 1
 
 
-def _synced(metrics: Mapping[str, Any], group: Any, call: str, computing: bool = False) -> dict[str, Any]:
+def _synced(metrics: Mapping[str, Any], group: Any, call: str, computing: bool = False) -> Mapping[str, Any]:
     """Each of ``metrics`` merged with its namesakes on the other ranks, and the members that only others have.
 
     ``computing``: raise `InvalidStats`, on every rank, if one that some rank lacks cannot be computed.
     """
+    if _alone(group):
+        return metrics
     gathered = gather_trees(lambda: _prepared(metrics), name=call, group=group)
     process_group = resolve_group(group)
     assert process_group is not None
@@ -336,15 +332,16 @@ class _Gathered:
         return SchemaConflict("\n".join(lines), ranks=by_rank, path=spelled, group=group)
 
 
+_KINDS: dict[type, str] = {
+    type(None): "no such state",
+    torch.Tensor: "a tensor",
+    list: "a list of tensors",
+    tuple: "a dict of tensors",
+}
+
+
 def _kind(node: Any) -> str:
-    if node is None:
-        return "no such state"
-    kinds: list[tuple[Any, str]] = [
-        (torch.Tensor, "a tensor"),
-        (list, "a list of tensors"),
-        (tuple, "a dict of tensors"),
-    ]
-    return next((text for kind, text in kinds if isinstance(node, kind)), "a number")
+    return next((text for kind, text in _KINDS.items() if isinstance(node, kind)), "a number")
 
 
 def _doubts(path: tuple[str, ...], nodes: dict[int, Any]) -> Iterator[_Doubt]:

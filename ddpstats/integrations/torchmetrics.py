@@ -45,8 +45,8 @@ import torch.distributed as dist
 
 from ddpstats._agreement.gather import gather_trees
 from ddpstats._transport.comm import group_ranks
+from ddpstats.integrations._partial_members import Elsewhere, Holders, everyones_members, holders_of
 from ddpstats.integrations._patches import Patches
-from ddpstats.integrations._torchmetrics_members import Elsewhere, Holders, everyones_members, holders_of
 from ddpstats.integrations._torchmetrics_states import (
     Held,
     by_name,
@@ -104,9 +104,9 @@ def install() -> None:
     if _patches.wanted(_RELIED_ON, _probe):
         from torchmetrics import Metric, MetricCollection
 
-        _patches.replace(Metric, "_sync_dist", _sync_dist_with(Metric._sync_dist))
-        _patches.replace(MetricCollection, "compute", _compute_with(MetricCollection.compute))
-        _patches.replace(MetricCollection, "forward", _forward_with(MetricCollection.forward))
+        _patches.wrap(Metric, "_sync_dist", _sync_dist)
+        _patches.wrap(MetricCollection, "compute", _compute)
+        _patches.wrap(MetricCollection, "forward", _forward)
 
 
 def uninstall() -> None:
@@ -132,86 +132,72 @@ def _probe() -> str | None:
 # -- in place of torchmetrics' ----------------------------------------------------------------------------------------
 
 
-def _sync_dist_with(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def _sync_dist(self: Any, dist_sync_fn: Any = None, process_group: Any = None) -> None:
-        group = _group_of(self, process_group)
-        if group is dist.GroupMember.NON_GROUP_MEMBER:
-            return  # outside of its group a metric keeps its own state
-        theirs = {} if dist_sync_fn is None else {"dist_sync_fn": dist_sync_fn}
-        if not (is_default(dist_sync_fn) and _is_shared(group)):
-            original(self, **theirs, process_group=process_group)
-            return
-        held = _gathered.get((id(self), group)) or exchange(type(self).__qualname__, lambda: entry_of(self), group)
-        if any(entry["own_way"] for _, entry in held):
-            original(self, **theirs, process_group=process_group)
-            return
-        for state, reduction in self._reductions.items():
-            states = [entry["states"][state] for _, entry in held]
-            setattr(self, state, reduced(states, reduction, getattr(self, state), self))
-
-    return _sync_dist
+def _sync_dist(original: Callable[..., Any], self: Any, dist_sync_fn: Any = None, process_group: Any = None) -> None:
+    group = _group_of(self, process_group)
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        return  # outside of its group a metric keeps its own state
+    theirs = {} if dist_sync_fn is None else {"dist_sync_fn": dist_sync_fn}
+    if not (is_default(dist_sync_fn) and _is_shared(group)):
+        original(self, **theirs, process_group=process_group)
+        return
+    held = _gathered.get((id(self), group)) or exchange(type(self).__qualname__, lambda: entry_of(self), group)
+    if any(entry["own_way"] for _, entry in held):
+        original(self, **theirs, process_group=process_group)
+        return
+    for state, reduction in self._reductions.items():
+        states = [entry["states"][state] for _, entry in held]
+        setattr(self, state, reduced(states, reduction, getattr(self, state), self))
 
 
-def _compute_with(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    @functools.wraps(original)
-    def compute(self: Any) -> dict[str, Any]:
-        found: dict[tuple[int, Any], Held] = {}
-        holders: dict[Any, Holders] = {}
-        for group, syncing in _by_group(_computing(self), or_world=not len(self)).items():
-            metrics = {name: metric for _, name, metric in syncing}
-            members = {name: member for member, name, _ in syncing}
-            trees = gather_trees(
-                functools.partial(entries_of, metrics, members), name=_collection_name(self), group=group
-            )
+def _compute(original: Callable[..., dict[str, Any]], self: Any) -> dict[str, Any]:
+    found: dict[tuple[int, Any], Held] = {}
+    holders: dict[Any, Holders] = {}
+    for group, syncing in _by_group(_syncing(self, "_to_sync", _delegates), or_world=not len(self)).items():
+        metrics = {name: metric for _, name, metric in syncing}
+        members = {name: member for member, name, _ in syncing}
+        trees = gather_trees(functools.partial(entries_of, metrics, members), name=_collection_name(self), group=group)
+        gathered = by_name(trees, group)
+        holders[group] = holders_of(gathered)
+        for name, held in gathered.items():
+            if name not in metrics:
+                continue
+            if not all(entry["cached"] for _, entry in held):  # no rank may keep an older result than the others
+                metrics[name]._computed = None
+            if not any(entry["own_way"] for _, entry in held):
+                found[id(metrics[name]), group] = held
+    _gathered.update(found)
+    try:
+        with everyones_members(self, _collection_name(self), holders, lambda member: member.compute()):
+            return original(self)
+    finally:
+        for key in found:
+            _gathered.pop(key, None)
+
+
+def _forward(original: Callable[..., dict[str, Any]], self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    results: dict[int, tuple[Any, deque[Any]]] = {}
+    holders: dict[Any, Holders] = {}
+    try:
+        for group, syncing in _by_group(_syncing(self, "dist_sync_on_step", _itself)).items():
+            members = {name: member for _, name, member in syncing}
+            headings = {name: heading_of(member, has_own_way(member)) for name, member in members.items()}
+            trees = gather_trees(headings, name=_collection_name(self), group=group)
             gathered = by_name(trees, group)
             holders[group] = holders_of(gathered)
             for name, held in gathered.items():
-                if name not in metrics:
+                if name not in members:
+                    exchange(held[0][1]["class"], None, group)
                     continue
-                if not all(entry["cached"] for _, entry in held):  # no rank may keep an older result than the others
-                    metrics[name]._computed = None
-                if not any(entry["own_way"] for _, entry in held):
-                    found[id(metrics[name]), group] = held
-        _gathered.update(found)
-        try:
-            with everyones_members(self, _collection_name(self), holders, lambda member: member.compute()):
-                return original(self)
-        finally:
-            for key in found:
-                _gathered.pop(key, None)
-
-    return compute
-
-
-def _forward_with(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    @functools.wraps(original)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        results: dict[int, tuple[Any, deque[Any]]] = {}
-        holders: dict[Any, Holders] = {}
-        try:
-            for group, syncing in _by_group(_stepping(self)).items():
-                members = {name: member for _, name, member in syncing}
-                headings = {name: heading_of(member, has_own_way(member)) for name, member in members.items()}
-                trees = gather_trees(headings, name=_collection_name(self), group=group)
-                gathered = by_name(trees, group)
-                holders[group] = holders_of(gathered)
-                for name, held in gathered.items():
-                    if name not in members:
-                        exchange(held[0][1]["class"], None, group)
-                        continue
-                    member = members[name]
-                    result = member.forward(*args, **member._filter_kwargs(**kwargs))
-                    results.setdefault(id(member), (member, deque()))[1].append(result)
-            for member, answers in results.values():
-                member.forward = functools.partial(_answer, answers)
-            with everyones_members(self, _collection_name(self), holders, lambda member: results[id(member)][1][-1]):
-                return original(self, *args, **kwargs)
-        finally:
-            for member, _ in results.values():
-                vars(member).pop("forward", None)  # the class's own is back
-
-    return forward
+                member = members[name]
+                result = member.forward(*args, **member._filter_kwargs(**kwargs))
+                results.setdefault(id(member), (member, deque()))[1].append(result)
+        for member, answers in results.values():
+            member.forward = functools.partial(_answer, answers)
+        with everyones_members(self, _collection_name(self), holders, lambda member: results[id(member)][1][-1]):
+            return original(self, *args, **kwargs)
+    finally:
+        for member, _ in results.values():
+            vars(member).pop("forward", None)  # the class's own is back
 
 
 def _collection_name(collection: Any) -> str:
@@ -231,24 +217,16 @@ Syncing = tuple[str, str, Any]
 """Name of a member, and a metric that syncs for it with that metric's own name: the member, or one inside of it."""
 
 
-def _computing(collection: Any) -> Iterator[tuple[Syncing, Any]]:
-    """What syncs in `compute`, and its group; for what delegates to other metrics, those."""
+def _syncing(
+    collection: Any, flag: str, of_member: Callable[[str, Any], dict[str, Any]]
+) -> Iterator[tuple[Syncing, Any]]:
+    """What has ``flag`` of the metrics that each member gives, and its group."""
     for name, member in collection.items(keep_base=True, copy_state=False):
-        for inner_name, metric in _delegates(name, member).items():
-            yield from _if_syncing((name, inner_name, metric), "_to_sync")
-
-
-def _stepping(collection: Any) -> Iterator[tuple[Syncing, Any]]:
-    """What syncs in `forward`, and its group."""
-    for name, member in collection.items(keep_base=True, copy_state=False):
-        yield from _if_syncing((name, name, member), "dist_sync_on_step")
-
-
-def _if_syncing(named: Syncing, flag: str) -> Iterator[tuple[Syncing, Any]]:
-    for one in leaves_of(named[2]):
-        if getattr(one, flag) and callable(one.distributed_available_fn) and one.distributed_available_fn():
-            yield named, _group_of(one)
-            return
+        for inner_name, metric in of_member(name, member).items():
+            for one in leaves_of(metric):
+                if getattr(one, flag) and callable(one.distributed_available_fn) and one.distributed_available_fn():
+                    yield (name, inner_name, metric), _group_of(one)
+                    break
 
 
 def _by_group(syncing: Iterator[tuple[Syncing, Any]], or_world: bool = False) -> dict[Any, list[Syncing]]:
@@ -262,7 +240,13 @@ def _by_group(syncing: Iterator[tuple[Syncing, Any]], or_world: bool = False) ->
     return {group: found[group] for group in sorted(found, key=lambda one: (group_ranks(one), one.group_name))}
 
 
+def _itself(name: str, metric: Any) -> dict[str, Any]:
+    """A member steps by itself, whatever is inside of it."""
+    return {name: metric}
+
+
 def _delegates(name: str, metric: Any) -> dict[str, Any]:
+    """What is computed for a member: for one that delegates to other metrics, those."""
     if not is_wrapper(metric) or type(metric).compute.__module__ not in _DELEGATING:
         return {name: metric}
     found: dict[str, Any] = {}

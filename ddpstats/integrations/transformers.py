@@ -18,7 +18,6 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -26,10 +25,8 @@ import torch
 
 from ddpstats._rerun.numerics_settings import Autocast
 from ddpstats._rerun.step_record import MicroBatch
-from ddpstats.capture import CaptureVerdict
-from ddpstats.capture._verdict import Policy
 from ddpstats.errors import ConfigError
-from ddpstats.integrations._capture_steps import CaptureSteps
+from ddpstats.integrations._capture_steps import TrainerCapture
 
 try:
     from transformers import TrainerCallback
@@ -41,7 +38,7 @@ except ImportError as error:
 __all__ = ["NaNCaptureCallback", "step"]
 
 
-class NaNCaptureCallback(TrainerCallback):
+class NaNCaptureCallback(TrainerCapture, TrainerCallback):
     """`ddpstats.NaNCapture` in Hugging Face's Trainer: every rank's Trainer, or none. Tested with transformers 5.23.
 
     With ``on_nonfinite="stop"`` no rank applies the step, and every rank's Trainer stops after it, as if training was
@@ -77,21 +74,8 @@ class NaNCaptureCallback(TrainerCallback):
         stopper.verdict     # rank 0 and rank 1: culprit_ranks (1,), where rank 1's batch made the NaN
     """
 
-    def __init__(
-        self,
-        dirpath: str | Path,
-        *,
-        on_nonfinite: Policy = "stop",
-        keep: int = 3,
-        store_batch: bool = True,
-        **settings: Any,
-    ) -> None:
-        self.dirpath = Path(dirpath)
-        self.verdict: CaptureVerdict | None = None
-        self._settings = {"on_nonfinite": on_nonfinite, "keep": keep, "store_batch": store_batch, **settings}
-        self._steps: CaptureSteps | None = None
-        self._began = False  # a micro-batch, in the forward pass that is running
-        self._handles: list[Any] = []
+    _began = False  # a micro-batch, in the forward pass that is running
+    _handles: tuple[Any, ...] = ()
 
     def __enter__(self) -> NaNCaptureCallback:
         return self
@@ -99,7 +83,7 @@ class NaNCaptureCallback(TrainerCallback):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        reason = None if self._steps is None else self._steps.end(error)
+        reason = self._steps.end(error)
         self._close()
         if reason is not None:
             raise reason from error
@@ -109,24 +93,19 @@ class NaNCaptureCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **named: Any) -> None:
         self._close()
         model, optimizer = named["model"], named["optimizer"]
-        states = {"optimizer": optimizer, "scheduler": named["lr_scheduler"]}
         scaler = getattr(optimizer, "scaler", None)
-        self._steps = CaptureSteps(self.dirpath, model, scaler, {**states, **self._settings})
-        self._handles = [
+        self._steps.start(model, scaler, optimizer=optimizer, scheduler=named["lr_scheduler"])
+        self._handles = (
             model.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True),
             model.register_forward_hook(self._after_forward, always_call=True),
-        ]
+        )
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
-        if self._steps is not None:
-            self._steps.end()
+        self._steps.end()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **named: Any) -> None:
-        if self._steps is None:
-            return
         verdict = self._steps.check()
-        self.verdict = self._steps.verdict
-        if verdict.should_stop:
+        if verdict is not None and verdict.should_stop:
             control.should_training_stop = True
 
     def on_train_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
@@ -136,27 +115,27 @@ class NaNCaptureCallback(TrainerCallback):
 
     def _before_forward(self, module: torch.nn.Module, args: Any, named: dict[str, Any]) -> None:
         steps = self._steps
-        if steps is not None and steps.micro is None and module.training and torch.is_grad_enabled():
+        if steps.micro is None and module.training and torch.is_grad_enabled():
             micro = steps.begin(named)
-            self._began = True
-            _note_autocast(micro, module)
+            self._began = micro is not None
+            if micro is not None:
+                _note_autocast(micro, module)
 
     def _after_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        steps, began, self._began = self._steps, self._began, False
-        if steps is None or not began:
+        began, self._began = self._began, False
+        if not began:
             return
         error = sys.exc_info()[1]
         if output is None and error is not None:
-            steps.end(error)
+            self._steps.end(error)
         else:
-            steps.note_loss(_loss_in(output))
+            self._steps.note_loss(_loss_in(output))
 
     def _close(self) -> None:
         for handle in self._handles:
             handle.remove()
-        steps, self._steps, self._began, self._handles = self._steps, None, False, []
-        if steps is not None:
-            steps.close()
+        self._began, self._handles = False, ()
+        self._steps.close()
 
 
 def step(model: Any, batch: Mapping[str, Any]) -> torch.Tensor:

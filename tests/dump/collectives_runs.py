@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,11 @@ class Recorder:
 
     def __init__(self) -> None:
         self.seen: list[Seen] = []
+        self._counts: Counter[object] = Counter()
+
+    def number(self, what: object) -> int:
+        self._counts[what] += 1
+        return self._counts[what] - 1
 
     def collective_begins(self, api: str, tensors: Sequence[Tensor], kwargs: Mapping[str, object]) -> object:
         if api == "all_gather":  # the one that nobody asked for
@@ -59,10 +65,14 @@ class Failing(Recorder):
         self.seen.append({"where": where, "error": str(error)})
 
 
+def watch_for(recorder: Recorder) -> CollectiveWatch:
+    return CollectiveWatch(cast(Any, recorder))
+
+
 def failing() -> tuple[list[Seen], list[float]]:
     """What a recorder that fails is told, and what the program gets meanwhile."""
     recorder = Failing()
-    watch = CollectiveWatch(recorder)
+    watch = watch_for(recorder)
     watch.start()
     tensor = torch.ones(1)
     dist.all_reduce(tensor)
@@ -75,7 +85,7 @@ def failing() -> tuple[list[Seen], list[float]]:
 
 def watched(rank: int, run: Callable[[int], None]) -> list[Seen]:
     recorder = Recorder()
-    watch = CollectiveWatch(recorder)
+    watch = watch_for(recorder)
     watch.start()
     try:
         run(rank)

@@ -8,7 +8,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ddpstats.dump.compare._rules import RunCollector, Runs
+import torch
+
+from ddpstats.dump.compare._rules import Runs
+from ddpstats.dump.compare._tensor_compare import RunCollector
 
 NAN, INF = math.nan, math.inf
 WHOLE = {"scope": [], "list": [], "data_mode": ["all"]}
@@ -79,8 +82,9 @@ def write_lines(root: Path, entries: dict[str, dict[str, Any]], rank: int = 0) -
 
 
 def runs_of(positions: Iterable[int], elements: int, item_bytes: int) -> Runs:
-    """Runs of ascending positions."""
+    """Runs of these positions."""
     collector = RunCollector()
-    for position in positions:
-        collector.add(position, position + 1)
+    differs = torch.zeros(elements, dtype=torch.bool)
+    differs[list(positions)] = True
+    collector.add(differs, 0)
     return collector.result(elements, item_bytes)

@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from ddpstats._observe.torch_groups import operators_tell_reduce_op
 from ddpstats.dump import StatsDump
-from ddpstats.dump.collect._collectives import CollectiveWatch, _Pending
+from ddpstats.dump.collect._collectives import _Pending
+from ddpstats.dump.collect._recorder import OpenEntry
 from ddpstats.dump.format._files import find_ranks, open_rank
 from ddpstats.dump.origin._first_nan import find_origins
 from ddpstats.dump.origin._nan_origin import read
@@ -166,9 +167,9 @@ def test_a_work_that_cannot_say_whether_it_is_done_stops_nothing(monkeypatch: py
             raise RuntimeError("no such thing")
 
     recorder = runs.Failing()
-    watch = CollectiveWatch(recorder)
-    watch._pending[1] = _Pending(Broken(), "token", [], None)
-    watch._pending[2] = _Pending(Broken(), "token", [], None)
+    watch = runs.watch_for(recorder)
+    for key in (1, 2):
+        watch._pending[key] = _Pending(Broken(), OpenEntry("name", {}, 0, None), [], None)
     watch.poll()
     assert not watch._pending
     assert [told["error"] for told in recorder.seen].count("no such thing") == 2

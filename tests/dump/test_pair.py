@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
 from ddpstats.dump.compare import _two_dumps
-from ddpstats.dump.compare._two_dumps import pairs
+from ddpstats.dump.compare._two_dumps import Pair, pairs
 from ddpstats.dump.format._scan import Member, Progress
 
 
@@ -23,9 +24,13 @@ class Listed:
     def members(self, progress: Progress | None = None) -> Iterator[Member]:
         return iter(self._members)
 
-    def reread(self, kind: type[Member], key: str, offset: int, size: int) -> Member:
+    def reread(self, key: str, offset: int, size: int) -> Member:
         self.reread_count += 1
-        return kind(key, f"{offset}", offset)
+        return Member(key, f"{offset}", offset)
+
+
+def joined(a: Listed, b: Listed) -> list[Pair]:
+    return list(pairs(cast(Any, a), cast(Any, b)))
 
 
 NAMES = st.lists(st.sampled_from("abcdefgh"), max_size=30)
@@ -36,7 +41,7 @@ NAMES = st.lists(st.sampled_from("abcdefgh"), max_size=30)
 def test_every_entry_comes_once_with_its_partner(a: list[str], b: list[str], window: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_two_dumps, "_WINDOW", window)
-        found = list(pairs(Listed(a), Listed(b)))
+        found = joined(Listed(a), Listed(b))
     assert sorted(pair.a.offset for pair in found if pair.a) == list(range(len(a)))
     assert sorted(pair.b.offset for pair in found if pair.b) == list(range(len(b)))
     both = [(pair.a, pair.b) for pair in found if pair.a and pair.b]
@@ -50,13 +55,13 @@ def test_every_entry_comes_once_with_its_partner(a: list[str], b: list[str], win
 def test_equal_orders_keep_nothing() -> None:
     names = [str(number) for number in range(1000)]
     a, b = Listed(names), Listed(names)
-    assert [(pair.index, pair.a == pair.b) for pair in pairs(a, b)] == [(index, True) for index in range(1000)]
+    assert [(pair.index, pair.a == pair.b) for pair in joined(a, b)] == [(index, True) for index in range(1000)]
     assert a.reread_count == b.reread_count == 0
 
 
 def test_one_entry_more_does_not_cost_reading_everything_twice() -> None:
     names = [str(number) for number in range(20_000)]
     a, b = Listed(["new", *names]), Listed(names)
-    found = list(pairs(a, b))
+    found = joined(a, b)
     assert [pair.index for pair in found if pair.b is None] == [0]
     assert b.reread_count <= _two_dumps._WINDOW

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ddpstats.dump.compare._rules import difference, is_accurate, is_over, statistics_color, tensor_color
+from ddpstats.dump.compare._rules import Closeness, Runs, difference, is_over, statistics_color, tensor_color
 
 NAN, INF = math.nan, math.inf
 
@@ -49,7 +49,8 @@ def test_over() -> None:
     ],
 )
 def test_accurate(cosine: float, max_abs: float, accurate: bool) -> None:
-    assert is_accurate(cosine, max_abs) is accurate
+    close = Closeness(cosine, 0.0, max_abs, 0.0, 1.0, 1.0, Runs(1, 1, 1, 1, ((0, 1),), 4))
+    assert close.accurate is accurate
 
 
 @pytest.mark.parametrize(

@@ -173,12 +173,3 @@ def test_equal_stacks_have_one_number() -> None:
     assert books[0][0].startswith(f"File {__file__}, line ")
     assert books[0][0].endswith(", in call,\n    return book.here()")
     assert len(StackBook(new)._lines(None)) == 0
-
-
-def test_in_another_process_a_step_is_not_opened_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    writer = StepWriter(tmp_path, {"level": "L1"}, at_once=True)
-    writer.finish()
-    process = os.getpid()
-    monkeypatch.setattr(os, "getpid", lambda: process + 1)
-    writer.reopen()
-    assert (tmp_path / "dump.json").exists()

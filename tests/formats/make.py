@@ -69,7 +69,7 @@ def write_dumps(finished: Path, killed: Path) -> None:
             dump.stop()
             dump.step()
         else:
-            dump._exit()  # as at the end of a process that ends inside a step
+            dump._uninstall().break_off()  # as at the end of a process that ends inside a step
 
 
 def recorded(directory: str) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from ddpstats._base.containers import set_fields
 
 DEEPEST = 8
 MOST_ITEMS = 1_000  # that are no tensors, in one entry: a list of a million numbers is data, and no argument
@@ -41,7 +42,7 @@ def named_parts(value: Any) -> dict[Any, Any] | None:
         return value
     if not hasattr(type(value), "__dataclass_fields__"):
         return None
-    return {one.name: getattr(value, one.name) for one in dataclasses.fields(value) if hasattr(value, one.name)}
+    return {name: getattr(value, name) for name in set_fields(value)}
 
 
 @functools.cache

@@ -19,32 +19,18 @@ from __future__ import annotations
 
 import threading
 import zlib
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
-from weakref import WeakKeyDictionary
+from typing import Any
 
 from torch import Tensor
 
 from ddpstats._observe import collectives
-from ddpstats._observe.c10d_operators import Collective, GroupView
+from ddpstats._observe.c10d_operators import Collective
 from ddpstats._observe.torch_compat import graph_task, queue_callback
+from ddpstats.dump.collect._recorder import OpenEntry, Recorder
 
 _TO_ROOT = frozenset({"reduce", "gather", "gather_into_tensor"})
-
-
-class Recording(Protocol):
-    """What is needed of a step's recorder."""
-
-    def collective_begins(self, api: str, tensors: Sequence[Tensor], kwargs: Mapping[str, object]) -> object:
-        """Take the inputs; returns a token, or None if this collective is not wanted."""
-
-    def collective_ends(self, token: object, outputs: Sequence[Tensor], *, is_incomplete: bool = False) -> None:
-        """Take the outputs, and write the entry, which says so where the collective is not done."""
-
-    def note_error(self, where: str, error: BaseException) -> None:
-        """Something of ours failed; the program goes on."""
 
 
 @dataclass(eq=False)
@@ -52,7 +38,7 @@ class _Pending:
     """An issued collective whose outputs are not taken yet. Keeps ``work`` alive, so that its id stays its own."""
 
     work: Any
-    token: object
+    entry: OpenEntry
     outputs: Sequence[Tensor]
     future: Any
     is_broken: bool = False
@@ -77,23 +63,19 @@ class _Pending:
         return False
 
 
-# A step may be collected in pieces, each with a watch of its own: they count on.
-_counts: WeakKeyDictionary[Recording, Counter[tuple[object, ...]]] = WeakKeyDictionary()
-
-
 class CollectiveWatch:
     """Shows a step's collectives to its recorder, from `start` to `stop`."""
 
-    def __init__(self, recorder: Recording) -> None:
+    def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._tokens: dict[int, object] = {}  # of collectives that are just being issued
+        self._issuing: dict[int, OpenEntry] = {}  # of collectives that are just being issued
         self._pending: dict[int, _Pending] = {}
-        self._counts = _counts.setdefault(recorder, Counter())
         self._lock = threading.RLock()
         self._backward = -1  # the last backward pass with a collective in it
 
     def start(self) -> None:
         """Raises ``ConfigError`` on a torch whose collectives cannot be observed."""
+        self._recorder.poll = self.poll
         collectives.subscribe(self, self._has_waited)
 
     def stop(self) -> None:
@@ -101,16 +83,16 @@ class CollectiveWatch:
         collectives.unsubscribe(self)
         self.poll()
         with self._lock:
-            left = [*self._tokens.values(), *(pending.token for pending in self._pending.values())]
-            self._tokens, self._pending = {}, {}
-        for token in left:
-            self._end(token, (), is_incomplete=True)
+            left = [*self._issuing.values(), *(pending.entry for pending in self._pending.values())]
+            self._issuing, self._pending = {}, {}
+        for entry in left:
+            self._end(entry, (), is_incomplete=True)
 
     def forget(self) -> None:
         """In a process that was forked from the one that collects: its works are not this one's to ask."""
         self._lock = threading.RLock()  # another thread may have held it
         collectives.unsubscribe(self)
-        self._tokens, self._pending = {}, {}
+        self._issuing, self._pending = {}, {}
 
     def poll(self) -> None:
         """Take the outputs of what has completed meanwhile. Cheap where nothing is pending; call it often."""
@@ -134,46 +116,36 @@ class CollectiveWatch:
     # -- subscriber of `collectives` -----------------------------------------------------------------------------------
 
     def before(self, call: Collective) -> None:
-        token = None
+        entry = None
         try:
             self.poll()
-            about = described(call) | {"seq": _int(self._next(call))}
-            token = self._recorder.collective_begins(call.op, list(call.inputs), about)
+            of_group: tuple[object, ...] = (call.view.name, call.op, call.peer) if call.is_p2p else (call.view.name,)
+            with self._lock:
+                number = self._recorder.number(of_group)
+            about = described(call) | {"seq": _int(number)}
+            entry = self._recorder.collective_begins(call.op, list(call.inputs), about)
         except Exception as error:  # what is raised here would stop the collective
             self._recorder.note_error(call.op, error)
         with self._lock:
-            raised = self._tokens.pop(id(call), None)  # of one that never came to `after`, and is no more
-            if token is not None:
-                self._tokens[id(call)] = token
+            raised = self._issuing.pop(id(call), None)  # of one that never came to `after`, and is no more
+            if entry is not None:
+                self._issuing[id(call)] = entry
         if raised is not None:
             self._end(raised, (), is_incomplete=True)
 
-    def _next(self, call: Collective) -> int:
-        key: tuple[object, ...] = (call.view.name,)
-        if call.is_p2p:
-            key = call.view.name, call.op, call.peer
-        with self._lock:
-            self._counts[key] += 1
-            return self._counts[key] - 1
-
     def after(self, call: Collective, work: Any) -> None:
         try:
-            self._issued(call, work)
+            with self._lock:
+                entry = self._issuing.pop(id(call), None)
+            self.poll()
+            if entry is not None and (work is None or not call.outputs):
+                self._end(entry, call.outputs)
+            elif entry is not None:
+                with self._lock:
+                    self._pending[id(work)] = _Pending(work, entry, list(call.outputs), _future_of(work))
+                self._poll_after_backward()
         except Exception as error:  # what is raised here would look like the collective's fault
             self._recorder.note_error(call.op, error)
-
-    def _issued(self, call: Collective, work: Any) -> None:
-        with self._lock:
-            token = self._tokens.pop(id(call), None)
-        self.poll()
-        if token is None:
-            return
-        if work is None or not call.outputs:
-            self._end(token, call.outputs)
-            return
-        with self._lock:
-            self._pending[id(work)] = _Pending(work, token, list(call.outputs), _future_of(work))
-        self._poll_after_backward()
 
     def waiting(self, work: Any, limited: bool) -> bool:
         return False
@@ -182,7 +154,7 @@ class CollectiveWatch:
         with self._lock:
             pending = self._pending.pop(id(work), None)
         if pending is not None:
-            self._end(pending.token, pending.outputs)
+            self._end(pending.entry, pending.outputs)
         self.poll()
 
     def _poll_after_backward(self) -> None:
@@ -213,11 +185,11 @@ class CollectiveWatch:
 
     def _take(self, pending: _Pending) -> None:
         has_failed = pending.has_failed()
-        self._end(pending.token, () if has_failed else pending.outputs, is_incomplete=has_failed)
+        self._end(pending.entry, () if has_failed else pending.outputs, is_incomplete=has_failed)
 
-    def _end(self, token: object, outputs: Sequence[Tensor], *, is_incomplete: bool = False) -> None:
+    def _end(self, entry: OpenEntry, outputs: Sequence[Tensor], *, is_incomplete: bool = False) -> None:
         try:
-            self._recorder.collective_ends(token, list(outputs), is_incomplete=is_incomplete)
+            self._recorder.collective_ends(entry, list(outputs), is_incomplete=is_incomplete)
         except Exception as error:
             self._recorder.note_error("a collective's outputs", error)
 
@@ -231,7 +203,12 @@ def _future_of(work: Any) -> Any:
 
 def described(call: Collective) -> dict[str, object]:
     """What a collective's entry has among its ``input_kwargs``; ranks are global ones."""
-    found: dict[str, object] = {"group": group_leaf(call.view)}
+    group = {
+        "type": "torch.ProcessGroup",
+        "group_ranks": list(call.view.ranks),
+        "group_id": f"{zlib.crc32(call.view.name.encode()):08x}",
+    }
+    found: dict[str, object] = {"group": group}
     if call.reduce_op is not None:
         found["op"] = {"type": "str", "value": call.reduce_op}
     if call.root is not None:
@@ -245,11 +222,3 @@ def described(call: Collective) -> dict[str, object]:
 
 def _int(value: int) -> dict[str, object]:
     return {"type": "int", "value": value}
-
-
-def group_leaf(view: GroupView) -> dict[str, object]:
-    return {
-        "type": "torch.ProcessGroup",
-        "group_ranks": list(view.ranks),
-        "group_id": f"{zlib.crc32(view.name.encode()):08x}",
-    }

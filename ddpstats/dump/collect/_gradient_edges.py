@@ -7,7 +7,7 @@ The only file of the dump that touches autograd's nodes.
 3. The gradient of an input is what flows along the edges that lead to it. From the outputs' nodes we walk back through
    the nodes that are newer than 1 to those that have such an edge, and hook these: what they hand on along the edge is
    one contribution; several are summed. Each is this call's own share, not what other users of the input add.
-4. When the last one has come the entry is written (`_DumpedPass`). What never comes, because nobody needs that output,
+4. When the last one has come the entry is written (`_Watch.flush`). What never comes, because nobody needs that output,
    is missing in what is written at the end of the step. A second backward pass over it makes an entry of its own.
 
 Not seen: the gradient of an input that is returned as it is, and of a view that the call changes in place.
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -141,6 +141,8 @@ class _Watch:
         counts: of what the call gave and took.
         expected: how many hooks a pass comes to.
         single: the arguments to which one edge alone leads.
+        entry: of the pass that runs, in autograd's ``task``; ``left`` of its hooks have not come.
+        sums: of the gradients of arguments to which several edges lead.
     """
 
     recorder: Recorder
@@ -151,43 +153,27 @@ class _Watch:
     expected: int
     single: set[int]
     passes: int = 0
-    now: _DumpedPass | None = None
+    entry: OpenEntry | None = None
+    is_wanted: bool = False
+    task: int = -1
+    left: int = 0
+    sums: dict[int, Tensor] = field(default_factory=dict)
 
-    def outputs(self, places: list[tuple[int, int]], gradients: Any) -> None:
-        current = self._current()
-        if current.is_wanted and self.recorder.wants_input:
+    def outputs(self, entry: OpenEntry, places: list[tuple[int, int]], gradients: Any) -> None:
+        if self.recorder.wants_input:
             for place, number in places:
-                current.put("input", place, gradients[number])
-        self._came(current)
+                self._put(entry, "input", place, gradients[number])
 
-    def inputs(self, edges: list[tuple[int, list[int]]], gradients: Any) -> None:
-        current = self._current()
-        if current.is_wanted and self.recorder.wants_output:
+    def inputs(self, entry: OpenEntry, edges: list[tuple[int, list[int]]], gradients: Any) -> None:
+        if self.recorder.wants_output:
             for number, places in edges:
-                if places[0] in self.single:
-                    current.put("output", places[0], gradients[number])
-                else:
-                    current.add(places[0], gradients[number])
-        self._came(current)
+                place, gradient = places[0], gradients[number]
+                if place in self.single:
+                    self._put(entry, "output", place, gradient)
+                elif gradient is not None:
+                    self.sums[place] = self.sums[place] + gradient if place in self.sums else gradient
 
-    def _current(self) -> _DumpedPass:
-        task = graph_task()
-        if self.now is not None and self.now.task != task:
-            self.now.flush()
-            self.now = None
-        if self.now is None:
-            name = f"{self.name}.{self.passes}" if self.passes else self.name
-            self.passes += 1
-            self.now = _DumpedPass(self, name, task)
-        return self.now
-
-    def _came(self, current: _DumpedPass) -> None:
-        current.left -= 1
-        if current.left == 0:
-            current.flush()
-            self.now = None
-
-    def run(self, what: Callable[[Any, Any], None], places: Any, gradients: Any, _: Any = None) -> None:
+    def run(self, what: Callable[[OpenEntry, Any, Any], None], places: Any, gradients: Any, _: Any = None) -> None:
         """The hooks: before a node that made outputs, whose gradients arrive there; and after one that has an edge to
         an input, which hands on there a share of the input's gradient, and is given what arrived at it as well."""
         recorder = self.recorder
@@ -196,44 +182,44 @@ class _Watch:
         try:
             with recorder.lock, no_dispatch_no_grad():
                 recorder.backward_runs()
-                what(places, gradients)
+                entry = self._of_this_pass()
+                if self.is_wanted:
+                    what(entry, places, gradients)
+                self.left -= 1
+                if self.left == 0:
+                    self.flush()
         except Exception as error:
             recorder.note_error(self.name, error)
 
-
-class _DumpedPass:
-    """One backward pass of one call, while it runs."""
-
-    __slots__ = ("_recorder", "_sums", "entry", "is_wanted", "left", "task")
-
-    def __init__(self, watch: _Watch, name: str, task: int) -> None:
-        recorder = self._recorder = watch.recorder
-        self.task, self.left = task, watch.expected
-        self.is_wanted = recorder.wants_backward_now(name, watch.parents)
+    def _of_this_pass(self) -> OpenEntry:
+        recorder, task = self.recorder, graph_task()
+        if self.entry is not None:
+            if self.task == task:
+                return self.entry
+            self.flush()
+        name = f"{self.name}.{self.passes}" if self.passes else self.name
+        self.passes += 1
+        self.task, self.left = task, self.expected
+        self.is_wanted = recorder.wants_backward_now(name, self.parents)
         raw: dict[str, Any] = {
-            "input": [None] * (watch.counts[0] * recorder.wants_input),
-            "output": [None] * (watch.counts[1] * recorder.wants_output),
+            "input": [None] * (self.counts[0] * recorder.wants_input),
+            "output": [None] * (self.counts[1] * recorder.wants_output),
         }
-        parent = backward_of(watch.parents[-1]) if watch.parents else None
-        self.entry = OpenEntry(name, raw, watch.stack, parent)
-        self._sums: dict[int, Tensor] = {}
+        parent = backward_of(self.parents[-1]) if self.parents else None
+        entry = self.entry = OpenEntry(name, raw, self.stack, parent)
         recorder.opened(id(self), self)
+        return entry
 
-    def put(self, what: str, place: int, gradient: Any) -> None:
+    def _put(self, entry: OpenEntry, what: str, place: int, gradient: Any) -> None:
         # each at its own moment: nothing is reused between them
-        self.entry.raw[what][place] = self._recorder.leaves_of(self.entry.name).of(gradient, f"{what}.{place}")
-
-    def add(self, place: int, gradient: Tensor | None) -> None:
-        if gradient is not None:
-            before = self._sums.get(place)
-            self._sums[place] = gradient if before is None else before + gradient
+        entry.raw[what][place] = self.recorder.leaves_of(entry.name).of(gradient, f"{what}.{place}")
 
     def flush(self) -> None:
-        recorder = self._recorder
-        recorder.closed(id(self))
-        if self.is_wanted:
+        entry, self.entry = self.entry, None
+        self.recorder.closed(id(self))
+        if entry is not None and self.is_wanted:
             with no_dispatch_no_grad():
-                for place, total in self._sums.items():
-                    self.put("output", place, total)
-            self._sums.clear()
-            recorder.write(self.entry)
+                for place, total in self.sums.items():
+                    self._put(entry, "output", place, total)
+            self.sums.clear()
+            self.recorder.write(entry)

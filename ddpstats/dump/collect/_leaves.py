@@ -57,6 +57,7 @@ _DEVICE_BYTES = 512  # the smallest block of CUDA's allocator
 _SCALAR_BYTES = 300
 _OUR_KEYS = ("nan_count", "inf_count", "first_bad")
 _UNKNOWN = dict.fromkeys(STATISTICS)
+_numbers = itertools.count(1)  # of storages
 
 
 @dataclass
@@ -97,7 +98,7 @@ class TensorSummaries:
     note_error: Callable[[str, Exception], None]
     held_bytes: int = 0
     first_dropped: str | None = None
-    _storages: StorageNumbers = field(default_factory=lambda: StorageNumbers())
+    _storages: dict[int, tuple[int, StorageWeakRef]] = field(default_factory=dict)
     _deferred: list[_Deferred] = field(default_factory=list)
     _streams: dict[torch.device, Any] = field(default_factory=dict)
     _copies: CopiesInFlight = field(default_factory=lambda: CopiesInFlight())
@@ -155,7 +156,7 @@ class TensorSummaries:
     def _fits(self, values: Tensor, name: str, is_saved: bool) -> bool:
         if self.max_bytes is None:
             return True
-        needed = _HOST_BYTES + (_DEVICE_BYTES if not _is_on_host(values) else 0)
+        needed = _HOST_BYTES + (0 if _is_on_host(values) else _DEVICE_BYTES)
         if is_saved:
             needed += without_repeats(values)[0].numel() * values.element_size()
         return self._take(needed, name)
@@ -222,11 +223,18 @@ class TensorSummaries:
                 "storage_offset": size_of(tensor.storage_offset()),
                 "storage_ptr": storage.data_ptr(),
                 "storage_bytes": size_of(storage.nbytes()),
-                "storage_id": self._storages.number(storage),
+                "storage_id": self._number_of(storage),
                 "stream": _current_stream(tensor.device),
             }
         except Exception:  # no storage of its own: sparse, wrapped, fake
             return {"device": text(tensor.device)}
+
+    def _number_of(self, storage: torch.UntypedStorage) -> int:
+        """An address is given again when memory is freed, the number is not: what names a storage is held, weakly."""
+        key = storage_id(storage)
+        if key not in self._storages:
+            self._storages[key] = next(_numbers), StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        return self._storages[key][0]
 
 
 class EntryLeaves:
@@ -277,7 +285,7 @@ class EntryLeaves:
 
 
 def _is_on_host(values: Tensor) -> bool:
-    return values.device.type == "cpu"
+    return values.is_cpu
 
 
 def _stacked(numbers: list[Tensor]) -> Tensor:
@@ -333,23 +341,3 @@ class CopiesInFlight:
         """``event`` happens when the copy is no longer needed."""
         self._copies.setdefault(device, deque()).append((event, size))
         self._bytes[device] = self._bytes.get(device, 0) + size
-
-
-_numbers = itertools.count(1)
-
-
-class StorageNumbers:
-    """A number for every storage; an address is given again when memory is freed, the number is not.
-
-    A storage is held weakly: its memory is given back, but what names it stays ours.
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[int, StorageWeakRef]] = {}
-
-    def number(self, storage: torch.UntypedStorage) -> int:
-        key = storage_id(storage)
-        found = self._known.get(key)
-        if found is None:
-            found = self._known[key] = next(_numbers), StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-        return found[0]

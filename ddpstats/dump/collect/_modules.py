@@ -20,6 +20,8 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,19 +51,19 @@ class ModuleWatch:
     def __init__(self, recorder: Recorder, model: Any) -> None:
         self._recorder = recorder
         self._modules, self.has_compiled = _modules_of(model)
-        self._handles: list[Any] = []
+        self._hooks = ExitStack()
         self._gradients: dict[int, ParameterGradients] = {}  # by id: a module need not have a hash
-        self._unhooked: list[Tensor] = []  # parameters that had no hook before
         self._running: list[_RunningModule] = []
         self._thread = threading.get_ident()
 
     def start(self) -> None:
+        hooks = self._hooks
         try:
             for path, module in self._modules:
                 base = module_base(path, type(without_compile(module)).__name__)
-                before, after = _PreHook(self, base), _PostHook(self)
-                self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-                self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
+                before, after = _Hook(self, partial(self.forward_begins, base)), _Hook(self, self.forward_ends)
+                hooks.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
+                hooks.enter_context(module.register_forward_hook(after, with_kwargs=True, always_call=True))
                 if self._recorder.wants_backward:
                     self._watch_parameters(module, base)
             if any(one.sharded for one in self._gradients.values()):
@@ -72,19 +74,12 @@ class ModuleWatch:
 
     def stop(self) -> None:
         """Idempotent."""
-        handles, self._handles = self._handles, []
-        for handle in handles:
-            handle.remove()
-        unhooked, self._unhooked = self._unhooked, []
-        for parameter in unhooked:
-            leave_no_hooks(parameter)
+        self._hooks.close()
         self._recorder.on_backward = None
         self._gradients.clear()
         self._running.clear()
 
-    def forget(self) -> None:
-        """In a process that was forked from the one that collects."""
-        self.stop()
+    forget = stop  # in a process that was forked from the one that collects
 
     def _watch_parameters(self, module: nn.Module, base: str) -> None:
         wanting = {name: one for name, one in module.named_parameters(recurse=False) if one.requires_grad}
@@ -92,8 +87,8 @@ class ModuleWatch:
         for name, parameter in wanting.items():
             hook = ParameterHook(gradients, name, self.is_seen)
             if gradient_hooks(parameter) is None:
-                self._unhooked.append(parameter)
-            self._handles.append(parameter.register_hook(hook))  # type: ignore[no-untyped-call]
+                self._hooks.callback(leave_no_hooks, parameter)
+            self._hooks.enter_context(parameter.register_hook(hook))  # type: ignore[no-untyped-call]
 
     def is_seen(self) -> bool:
         """Whether this thread is the one that started the dump, or runs a backward pass for it."""
@@ -118,7 +113,7 @@ class ModuleWatch:
 
     # -- a forward pass -----------------------------------------------------------------------------------------------
 
-    def forward_begins(self, module: nn.Module, base: str, args: Any, kwargs: Any) -> None:
+    def forward_begins(self, base: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         recorder = self._recorder
         if module is self._modules[0][1] and any(running.module is module for running in self._running):
             self._running.clear()  # left by an interruption: a whole model is not inside of itself
@@ -131,8 +126,8 @@ class ModuleWatch:
         running.begins(args, kwargs, module)
         recorder.parents.append(name)
 
-    def forward_ends(self, module: nn.Module, result: Any, error: BaseException | None) -> None:
-        recorder = self._recorder
+    def forward_ends(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+        recorder, error = self._recorder, sys.exc_info()[1]
         if not any(running.module is module for running in self._running):
             return  # a hook of the program has raised before ours
         while True:  # those on top of it were left by an error
@@ -156,22 +151,15 @@ class _RunningModule(ForwardPass):
         self.module, self.handled = module, id(sys.exc_info()[1])
 
 
-class _PreHook(ModuleHook):
-    def __init__(self, watch: ModuleWatch, base: str) -> None:
-        self._watch, self._base = watch, base
+class _Hook(ModuleHook):
+    """Before a module's forward pass, or after it."""
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def __init__(self, watch: ModuleWatch, tell: Callable[..., None]) -> None:
+        self._watch, self._tell = watch, tell
+
+    def __call__(self, *seen: Any) -> None:
         if not is_tracing() and self._watch.is_seen():
-            self._watch.forward_begins(module, self._base, args, kwargs)
-
-
-class _PostHook(ModuleHook):
-    def __init__(self, watch: ModuleWatch) -> None:
-        self._watch = watch
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-        if not is_tracing() and self._watch.is_seen():
-            self._watch.forward_ends(module, result, sys.exc_info()[1])
+            self._tell(*seen)
 
 
 def _is_of_the_program() -> bool:

@@ -28,7 +28,7 @@ from ddpstats._observe.no_dispatch import no_dispatch_no_grad
 from ddpstats._observe.torch_compat import graph_task, in_backward
 from ddpstats._observe.user_frames import is_in_checkpoint
 from ddpstats.dump._config import ALL_MODES, DumpConfig
-from ddpstats.dump._selection import DumpSelection, Patterns
+from ddpstats.dump._selection import DumpSelection, pattern_of
 from ddpstats.dump.collect._leaves import TensorSummaries
 from ddpstats.dump.collect._stacks import StackBook
 from ddpstats.dump.format._names import ERRORS, TENSORS, backward_of
@@ -78,7 +78,7 @@ class Recorder:
         self.creates_graph = False
         self.on_backward: Callable[[], None] | None = None
         self._task = -1
-        self._counts: Counter[str] = Counter()
+        self._counts: Counter[object] = Counter()
         self.wants_input, self.wants_output = "input" in config.data_mode, "output" in config.data_mode
         self.wants_backward = "backward" in config.data_mode
         self._selection = DumpSelection(config)
@@ -87,7 +87,7 @@ class Recorder:
         self._open: dict[int, Any] = {}  # of backward passes and parameters' gradients that have begun
         self._problems = Problems(directory)
         self.note, self.note_error = self._problems.note, self._problems.note_error
-        self._tensor_names = Patterns(config.tensor_names)
+        self._tensor_names = [pattern_of(part) for part in config.tensor_names]
         saves = bool(config.task == "tensor" or config.tensor_names)
         data_dir = directory / TENSORS
         header = {
@@ -111,10 +111,10 @@ class Recorder:
         self.leaves_of = self.leaves.of_entry
 
     def _saves(self, name: str) -> bool:
-        return self.config.task == "tensor" or self._tensor_names.are_in(name)
+        return self.config.task == "tensor" or any(part.search(name) for part in self._tensor_names)
 
-    def number(self, what: str) -> int:
-        """Of a call that begins: how often this was called since the step began."""
+    def number(self, what: object) -> int:
+        """Of a call that begins: how often this was called since the step began, in whatever piece of it."""
         self._counts[what] += 1
         return self._counts[what] - 1
 
@@ -195,11 +195,8 @@ class Recorder:
     def _drain(self) -> None:
         """An error of the device costs numbers, and no entry."""
         if self.leaves.waiting:
-            try:
-                with no_dispatch_no_grad():
-                    self.leaves.settle()
-            except Exception as error:
-                self.note_error("reading the device", error)
+            with no_dispatch_no_grad():
+                self._problems.safely("reading the device", self.leaves.settle)
         queue, self._queue = self._queue, []
         for entry in queue:
             self._add(entry)
@@ -256,11 +253,8 @@ class Recorder:
             self._problems.safely(str(self.directory), self._files.flush)
             self._problems.safely(str(self.directory), finish)
             self.leaves.release()
-        self._tell()
-
-    def _tell(self) -> None:
         for sentence in self._problems.sentences([*self._dropped(), *self._selection.problems()]):
-            warnings.warn(f"ddpstats: {sentence}", stacklevel=5)
+            warnings.warn(f"ddpstats: {sentence}", stacklevel=4)
 
     def _dropped(self) -> list[str]:
         first, self.leaves.first_dropped = self.leaves.first_dropped, None
@@ -273,8 +267,8 @@ class Recorder:
 
     # -- collectives --------------------------------------------------------------------------------------------------
 
-    def collective_begins(self, api: str, tensors: Sequence[Tensor], kwargs: Mapping[str, object]) -> object:
-        """A collective is about to run: the numbers of ``tensors`` now. A token for `collective_ends`; None: unwanted.
+    def collective_begins(self, api: str, tensors: Sequence[Tensor], kwargs: Mapping[str, object]) -> OpenEntry | None:
+        """A collective is about to run: the numbers of ``tensors`` now. For `collective_ends`; None: unwanted.
 
         Args:
             api: such as ``all_reduce``.
@@ -291,14 +285,12 @@ class Recorder:
                 entry.raw["input_kwargs"] = dict(kwargs)
             return entry
 
-    def collective_ends(self, token: object, outputs: Sequence[Tensor], *, is_incomplete: bool = False) -> None:
-        """The collective of ``token`` has its result in ``outputs``, or never has one: the entry is written."""
-        if not isinstance(token, OpenEntry):
-            return
+    def collective_ends(self, entry: OpenEntry, outputs: Sequence[Tensor], *, is_incomplete: bool = False) -> None:
+        """The collective of ``entry`` has its result in ``outputs``, or never has one: the entry is written."""
         if is_incomplete:
-            token.raw["incomplete"] = True
+            entry.raw["incomplete"] = True
         with self.lock:
-            self.write_with_output(token, outputs)
+            self.write_with_output(entry, outputs)
 
 
 def _empty(entry: OpenEntry) -> None:

@@ -40,7 +40,8 @@ class StackBook:
             place = id(frame.f_code)
             shown = is_shown.get(place)
             if shown is None:
-                shown = self._judge(frame)
+                self._codes.append(frame.f_code)
+                shown = is_shown[place] = not plan_of(frame).internal
             if shown:
                 add(place)
                 add(frame.f_lasti)
@@ -49,12 +50,6 @@ class StackBook:
         if found is None:
             found = self._numbers[tuple(key)] = self._new(self._lines(sys._getframe(1)))
         return found
-
-    def _judge(self, frame: FrameType) -> bool:
-        code = frame.f_code
-        self._codes.append(code)
-        shown = self._is_shown[id(code)] = not plan_of(frame).internal
-        return shown
 
     def _lines(self, frame: FrameType | None) -> list[str]:
         lines: list[str] = []

@@ -14,9 +14,11 @@ Statistics that are equal do not prove equal tensors: dump with summary_mode md5
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from ddpstats._base.rank_names import ranks_text
@@ -122,12 +124,8 @@ class BetweenRanks:
     def add(self, found: RankDifference) -> None:
         self.lacking += bool(found.missing)
         self.different += not found.missing
-        self.divergences.append(found)
-        if len(self.divergences) > 2 * KEPT_DIVERGENCES:
-            self.trim()
-
-    def trim(self) -> None:
-        self.divergences = sorted(self.divergences, key=lambda one: one.index)[:KEPT_DIVERGENCES]
+        insort(self.divergences, found, key=attrgetter("index"))
+        del self.divergences[KEPT_DIVERGENCES:]
 
 
 @dataclass(slots=True)
@@ -179,7 +177,6 @@ def compare_ranks(
             _judge(found, parts, by_rank, digest)
         else:
             _lacking(found, parts)
-    found.trim()
     return found
 
 

@@ -60,6 +60,7 @@ def run(args: argparse.Namespace) -> int:
     """Raises `DumpError` for what cannot be read, or does not belong together."""
     check_options(args)
     check_writable(args.csv, args.html)
+    args.tolerance = TOLERANCE if args.tolerance is None else args.tolerance
     with sayable_errors():
         if args.tensor:
             return _run_tensor(args)
@@ -98,17 +99,13 @@ def _run_two(args: argparse.Namespace) -> int:
     only = [[rank_of(dump) for dump in dumps if all(dump not in pair for pair in both)] for dumps in (ranks_a, ranks_b)]
     empty = [f"{side}: {name}" for side, path in (("A", args.a), ("B", args.b)) for name in _empty(path, args.step)]
     comparison = DumpComparison(
-        mode, _tolerance(args), args.exact, compared, tuple(only[0]), tuple(only[1]), tuple(empty)
+        mode, args.tolerance, args.exact, compared, tuple(only[0]), tuple(only[1]), tuple(empty)
     )
     status, text = NOTHING if comparison.nothing else int(comparison.differs), _comparison.as_text(comparison)
     report = VerbReport(status, lambda: text, lambda: _comparison.as_json(comparison))
     if args.html is not None:
         report.write_page(args.html, f"{args.a} compared with {args.b}", _comparison.page_sections(comparison))
     return report.show(args.json)
-
-
-def _tolerance(args: argparse.Namespace) -> float:
-    return TOLERANCE if args.tolerance is None else float(args.tolerance)
 
 
 def _empty(path: Path, step: int | None) -> list[str]:
@@ -145,7 +142,7 @@ def _check_alike(both: Sequence[tuple[RankDump, RankDump]], any_step: bool) -> N
 
 
 def _compare(a: RankDump, b: RankDump, mode: Mode, args: argparse.Namespace, *, many: bool) -> RankComparison:
-    comparer = EntryComparer(mode, _tolerance(args), _tensors(a, b) if mode == "tensor" else None)
+    comparer = EntryComparer(mode, args.tolerance, _tensors(a, b) if mode == "tensor" else None)
     found = PairedDumps()
     with ProgressBar(a.bytes + b.bytes) as bar:
         rows = compare_dumps(a, b, comparer, found, is_short=args.csv is None, progress=bar.add)
@@ -253,7 +250,8 @@ def mode_of(dumps: Sequence[RankDump], given: Mode | None) -> Mode:
     if given is None:
         held = [_held(dump) for dump in dumps]
         return next((mode for mode in MODES if all(mode in modes for modes in held)), "statistics")
-    if given in _SIGNS and not any(_has(dump, given) for dump in dumps):
+    texts = (member.text for dump in dumps for member in dump.members())
+    if given in _SIGNS and not any(map(_SIGNS[given].search, texts)):
         what, advice = _WHAT[given]
         raise DumpError(
             f"--mode {given}: there are no {what} in {dumps[0].path}, nor in {dumps[-1].path}. {advice}, or leave "
@@ -261,10 +259,6 @@ def mode_of(dumps: Sequence[RankDump], given: Mode | None) -> Mode:
             path=str(dumps[0].path),
         )
     return given
-
-
-def _has(dump: RankDump, mode: Mode) -> bool:
-    return any(_SIGNS[mode].search(member.text) for member in dump.members())
 
 
 def _held(dump: RankDump) -> set[Mode]:

@@ -192,15 +192,15 @@ def _statistics(row: Row, leaf_a: DumpLeaf, leaf_b: DumpLeaf) -> bool:
         _say(row, "the checksums differ" if key == "md5" else f"{key} is {a[key]} in A and {b[key]} in B")
     one_sided = False
     for side, missing in (("A", 0), ("B", 1)):
-        lacking = [key for key, pair in zip(STATISTICS, known, strict=True) if _lacks(pair, missing)]
+        lacking = [
+            key
+            for key, pair in zip(STATISTICS, known, strict=True)
+            if pair[missing] is None and pair[1 - missing] is not None
+        ]
         if lacking:
             one_sided = row.unequal = True
             _say(row, f"{side} has no {', '.join(lacking)}")
     return not one_sided or any(pair[0] is not None for pair in row.differences)
-
-
-def _lacks(pair: tuple[float | None, float | None], side: int) -> bool:
-    return pair[side] is None and pair[1 - side] is not None
 
 
 def _highlight(rows: list[Row], mode: Mode) -> None:

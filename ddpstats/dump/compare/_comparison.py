@@ -11,7 +11,7 @@ from ddpstats._base.report import Section, printable
 from ddpstats._base.wording import count_of
 from ddpstats.dump.compare._rows import Mode, Row, as_dict, cells, columns
 from ddpstats.dump.compare._two_dumps import PairedDumps
-from ddpstats.dump.format._entries import STATISTICS, DumpLeaf
+from ddpstats.dump.format._entries import STATISTICS
 from ddpstats.dump.format._files import RankDump, notes_of
 
 _SHOWN_ROWS = 20
@@ -151,14 +151,8 @@ def _verdict(comparison: DumpComparison) -> str:
 
 def _others(comparison: DumpComparison, others: int) -> str:
     """What is unequal beside the tensors that were compared with one another."""
-    alone = [
-        f"{count:,} only in {side}"
-        for side, count in (
-            ("A", comparison.total("only_a")),
-            ("B", comparison.total("only_b")),
-        )
-        if count
-    ]
+    counts = {"A": comparison.total("only_a"), "B": comparison.total("only_b")}
+    alone = [f"{count:,} only in {side}" for side, count in counts.items() if count]
     where = f" (entries: {', '.join(alone)})" if alone else ""
     return f"Beside them {others:,} values differ or have no counterpart{where}."
 
@@ -226,17 +220,13 @@ def _values(row: Row, mode: Mode) -> list[str]:
         return [f"      md5 {row.a.md5} in A, {row.b.md5} in B"]
     lines = [f"      {'':5} {'A':>24} {'B':>24} {'relative':>12}"]
     for key, (_, relative) in zip(STATISTICS, row.differences, strict=True):
-        known = [_number(leaf, key) for leaf in (row.a, row.b)]
+        given = [leaf.raw.get(key) for leaf in (row.a, row.b)]
+        known = ["none" if value is None else repr(value) for value in given]
         lines.append(f"      {key:5} {known[0]:>24} {known[1]:>24} {'' if relative is None else f'{relative:12.4g}'}")
     if row.closeness is not None:
         close = row.closeness
         lines.append(f"      cosine {close.cosine:.9g}, largest absolute difference {close.max_abs:.6g}")
     return [line.rstrip() for line in lines]
-
-
-def _number(leaf: DumpLeaf, key: str) -> str:
-    value = leaf.raw.get(key)
-    return "none" if value is None else repr(value)
 
 
 def _short(row: Row) -> str:

@@ -83,43 +83,6 @@ class Runs:
         return f"{where}: contiguous, {_size(stop - start, self.item_bytes)}{speaks}"
 
 
-class RunCollector:
-    """Collects runs that come in ascending order, in pieces: those that touch are joined."""
-
-    def __init__(self) -> None:
-        self._first: list[tuple[int, int]] = []
-        self._open: tuple[int, int] | None = None
-        self._count = self._differing = self._largest = 0
-
-    def add(self, start: int, stop: int) -> None:
-        """One run, [start, stop), behind all before."""
-        if self._open is not None and self._open[1] == start:
-            self._open = (self._open[0], stop)
-            return
-        self._close()
-        self._open = (start, stop)
-
-    def add_unlisted(self, count: int, differing: int, largest: int) -> None:
-        """Runs of which only the numbers are kept; they touch neither the one before nor the one after."""
-        self._close()
-        self._count += count
-        self._differing += differing
-        self._largest = max(self._largest, largest)
-
-    def result(self, elements: int, item_bytes: int) -> Runs:
-        self._close()
-        return Runs(elements, self._differing, self._count, self._largest, tuple(self._first), item_bytes)
-
-    def _close(self) -> None:
-        if self._open is None:
-            return
-        start, stop = self._open
-        self._open = None
-        self.add_unlisted(1, stop - start, stop - start)
-        if len(self._first) < KEPT_RUNS:
-            self._first.append((start, stop))
-
-
 def _words(start: int, stop: int) -> str:
     return f"element {start}" if stop - start == 1 else f"elements {start}..{stop - 1}"
 
@@ -183,7 +146,10 @@ class Closeness:
 
     @property
     def accurate(self) -> bool:
-        return is_accurate(self.cosine, self.max_abs)
+        """The known tool's verdict on two tensors; NaN is never accurate."""
+        if self.cosine != self.cosine or self.max_abs != self.max_abs:
+            return False
+        return not ((self.cosine < 0.99 and self.max_abs > 0.001) or self.cosine < 0.9 or self.max_abs > 1)
 
 
 def difference(a: float | None, b: float | None) -> Difference:
@@ -211,13 +177,6 @@ def is_near_zero(*leaves: DumpLeaf) -> bool:
         if leaf.mean is None or not extremes or not abs(leaf.mean) <= _NEAR_ZERO * max(extremes):
             return False
     return True
-
-
-def is_accurate(cosine: float, max_abs: float) -> bool:
-    """The known tool's verdict on two tensors; NaN is never accurate."""
-    if cosine != cosine or max_abs != max_abs:
-        return False
-    return not ((cosine < 0.99 and max_abs > 0.001) or cosine < 0.9 or max_abs > 1)
 
 
 def statistics_color(

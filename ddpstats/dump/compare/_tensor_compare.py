@@ -18,7 +18,7 @@ from ddpstats._base.report import printable
 from ddpstats._base.tensor_archive import check_archive
 from ddpstats._base.untrusted import open_regular
 from ddpstats._base.wording import first_line
-from ddpstats.dump.compare._rules import KEPT_RUNS, Closeness, RunCollector, Runs
+from ddpstats.dump.compare._rules import KEPT_RUNS, Closeness, Runs
 from ddpstats.dump.format._entries import DumpLeaf
 from ddpstats.dump.format._files import RankDump
 from ddpstats.dump.format._tensor_files import checksum, is_dense
@@ -101,7 +101,7 @@ def compare_tensors(a: Tensor, b: Tensor, stride: Sequence[int] | None = None) -
         same = (x == y) | (x.isnan() & y.isnan())
         if _is_whole(raw_x) and _is_whole(raw_y):  # float64 has not all numbers of int64
             same &= raw_x.to(torch.int64) == raw_y.to(torch.int64)
-        _add_runs(collector, ~same, start)
+        collector.add(~same, start)
         sums.add(x, y, same)
     runs = replace(
         collector.result(a.numel(), a.element_size()),
@@ -124,14 +124,9 @@ def _is_whole(block: Tensor) -> bool:
     return not block.is_floating_point() and not block.is_complex()
 
 
-def _flipped_bits(a: Tensor, b: Tensor) -> int:
-    one, other = (int.from_bytes(_bytes(element), "little") for element in (a, b))
-    return (one ^ other).bit_count()
-
-
-def _bytes(element: Tensor) -> bytes:
-    plain = element.reshape(1).resolve_conj().resolve_neg().contiguous()
-    return bytes(plain.view(torch.uint8).tolist())
+def _flipped_bits(*elements: Tensor) -> int:
+    one, other = (element.reshape(1).resolve_conj().resolve_neg().view(torch.uint8) for element in elements)
+    return sum(byte.bit_count() for byte in (one ^ other).tolist())
 
 
 def _wide(block: Tensor) -> Tensor:
@@ -150,15 +145,16 @@ class _Sums:
         self.elements += x.numel()
         nonfinite = same & ~x.isfinite()  # equal there, and would make every sum NaN
         x, y = x.masked_fill(nonfinite, 0), y.masked_fill(nonfinite, 0)
+        square = float(x.abs().square().sum())
+        self.squares_a += square
         if bool(same.all()):
-            square = float(x.abs().square().sum())
-            self._add_squares(square, square, square)
+            self.products += square
+            self.squares_b += square
             self.within_one += x.numel()
             self.within_five += x.numel()
             return
-        self._add_squares(
-            float((x * y.conj()).real.sum()), float(x.abs().square().sum()), float(y.abs().square().sum())
-        )
+        self.products += float((x * y.conj()).real.sum())
+        self.squares_b += float(y.abs().square().sum())
         apart = (x - y).abs().masked_fill(same, 0)
         relative = (apart / y.abs()).masked_fill(same, 0)  # a reference of 0 gives infinity
         self.squared_distance += float(apart.square().sum())
@@ -166,11 +162,6 @@ class _Sums:
         self.max_relative = _larger(self.max_relative, float(relative.max()))
         self.within_one += int((relative < 0.001).sum())
         self.within_five += int((relative < 0.005).sum())
-
-    def _add_squares(self, product: float, square_a: float, square_b: float) -> None:
-        self.products += product
-        self.squares_a += square_a
-        self.squares_b += square_b
 
     def result(self, runs: Runs) -> Closeness:
         count = max(1, self.elements)
@@ -195,20 +186,34 @@ def _larger(a: float, b: float) -> float:
     return b if b != b or b > a else a  # NaN stays: it compares as larger with nothing
 
 
-def _add_runs(collector: RunCollector, differs: Tensor, start: int) -> None:
-    if not bool(differs.any()):
-        return
-    edges = torch.diff(torch.nn.functional.pad(differs.to(torch.int8), (1, 1)))
-    starts = (edges == 1).nonzero().flatten() + start
-    stops = (edges == -1).nonzero().flatten() + start
-    listed = list(zip(starts[:KEPT_RUNS].tolist(), stops[:KEPT_RUNS].tolist(), strict=True))
-    for begin, end in listed:
-        collector.add(begin, end)
-    unlisted = (stops - starts)[KEPT_RUNS:-1]
-    if unlisted.numel():
-        collector.add_unlisted(unlisted.numel(), int(unlisted.sum()), int(unlisted.max()))
-    if starts.numel() > KEPT_RUNS:
-        collector.add(int(starts[-1]), int(stops[-1]))
+class RunCollector:
+    """Collects the runs of elements that differ, block after block: one that goes on in the next block is one run."""
+
+    def __init__(self) -> None:
+        self._first: list[tuple[int, int]] = []
+        self._last = (-1, -1)
+        self._count = self._differing = self._largest = 0
+
+    def add(self, differs: Tensor, start: int) -> None:
+        """The next block, whose first element is ``start``."""
+        if not bool(differs.any()):
+            return
+        edges = torch.diff(torch.nn.functional.pad(differs.to(torch.int8), (1, 1)))
+        starts, stops = ((edges == edge).nonzero().flatten() + start for edge in (1, -1))
+        self._differing += int((stops - starts).sum())
+        self._count += starts.numel()
+        if int(starts[0]) == self._last[1]:
+            starts[0] = self._last[0]
+            self._count -= 1
+            if self._first[-1] == self._last:
+                self._first.pop()
+        self._last = int(starts[-1]), int(stops[-1])
+        self._largest = max(self._largest, int((stops - starts).max()))
+        left = KEPT_RUNS - len(self._first)
+        self._first += zip(starts[:left].tolist(), stops[:left].tolist(), strict=True)
+
+    def result(self, elements: int, item_bytes: int) -> Runs:
+        return Runs(elements, self._differing, self._count, self._largest, tuple(self._first), item_bytes)
 
 
 def tensor_digest(dump: RankDump, leaf: DumpLeaf) -> str:
@@ -237,21 +242,18 @@ def find_leaf(dump: RankDump, name: str) -> DumpLeaf:
         if name.startswith(f"{member.key}."):
             leaves = {f"{member.key}.{path}": leaf for path, leaf in dump.entry(member).leaves()}
             if name in leaves:
-                return _saved(dump, name, leaves[name])
+                if leaves[name].data_name is None:
+                    raise DumpError(
+                        f"{dump.path}: {name} was not saved. Dump with task tensor, or name it in "
+                        "statistics.tensor_list.",
+                        path=str(dump.path),
+                    )
+                return leaves[name]
             near += leaves
     known = f"It has {', '.join(near[:8])}" if near else "A name is that of an entry and of a tensor in it"
     raise DumpError(
         f"{dump.path} has no tensor {name}. {known}, like Functional.linear.0.forward.output.0.", path=str(dump.path)
     )
-
-
-def _saved(dump: RankDump, name: str, leaf: DumpLeaf) -> DumpLeaf:
-    if leaf.data_name is None:
-        raise DumpError(
-            f"{dump.path}: {name} was not saved. Dump with task tensor, or name it in statistics.tensor_list.",
-            path=str(dump.path),
-        )
-    return leaf
 
 
 def compare_pair(a: RankDump, name_a: str, b: RankDump, name_b: str) -> TensorPair:

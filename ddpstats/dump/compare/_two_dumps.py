@@ -21,12 +21,13 @@ with the other's first, the second with the second.
 from __future__ import annotations
 
 import re
+from bisect import insort
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from heapq import heappush, heappushpop
 from itertools import islice
-from typing import Literal, Protocol
+from operator import attrgetter
+from typing import Literal
 
 from ddpstats.dump.compare._comparer import EntryComparer
 from ddpstats.dump.compare._rows import Row
@@ -61,8 +62,7 @@ class PairedDumps:
         unequal_tensors, failed_tensors: those of them that are about one of ``tensors``: the others are about values
             that are no tensors, and about entries that one side lacks.
         highlighted: rows that differ, fail or stand out in another way.
-        first_unequal: the first of them in execution order.
-        first_failed: likewise.
+        first_unequal: the first of them in execution order; `first_failed` likewise.
     """
 
     paired: int = 0
@@ -76,7 +76,6 @@ class PairedDumps:
     failed_tensors: int = 0
     highlighted: int = 0
     first_unequal: Row | None = None
-    first_failed: Row | None = None
     _failed: _Earliest = field(default_factory=lambda: _Earliest())
     _others: _Earliest = field(default_factory=lambda: _Earliest())
 
@@ -84,6 +83,10 @@ class PairedDumps:
     def rows(self) -> list[Row]:
         """The first rows that fail, and the first others that differ or stand out, in execution order."""
         return sorted([*self._failed.rows, *self._others.rows], key=lambda row: row.order)
+
+    @property
+    def first_failed(self) -> Row | None:
+        return next(iter(self._failed.rows), None)
 
     def count(self, rows: list[Row]) -> None:
         for row in rows:
@@ -93,10 +96,8 @@ class PairedDumps:
             if is_of_a_tensor(row):
                 self.unequal_tensors += row.unequal
                 self.failed_tensors += row.failed
-            if row.unequal:
-                self.first_unequal = _first(self.first_unequal, row)
-            if row.failed:
-                self.first_failed = _first(self.first_failed, row)
+            if row.unequal and (self.first_unequal is None or row.order < self.first_unequal.order):
+                self.first_unequal = row
             if row.unequal or row.failed or row.color is not None:
                 self.highlighted += 1
                 (self._failed if row.failed else self._others).add(row)
@@ -124,28 +125,15 @@ class _Earliest:
     """The rows that come first in execution order, at most `KEPT_ROWS`, whatever the order in which they are added."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[tuple[int, int, int, int], Row]] = []  # its root is the last row, and goes first
-        self._added = 0
-
-    @property
-    def rows(self) -> list[Row]:
-        return [row for _, row in sorted(self._heap, key=lambda kept: kept[0], reverse=True)]
+        self.rows: list[Row] = []
 
     def would_keep(self, index: int) -> bool:
-        return len(self._heap) < KEPT_ROWS or -index >= self._heap[0][0][0]
+        return len(self.rows) < KEPT_ROWS or index <= self.rows[-1].index
 
     def add(self, row: Row) -> None:
-        self._added += 1
-        index, only_b, place = row.order
-        order = (-index, -only_b, -place, -self._added)
-        if len(self._heap) < KEPT_ROWS:
-            heappush(self._heap, (order, row))
-        elif order > self._heap[0][0]:
-            heappushpop(self._heap, (order, row))
-
-
-def _first(one: Row | None, other: Row) -> Row:
-    return one if one is not None and one.order <= other.order else other
+        if self.would_keep(row.index):
+            insort(self.rows, row, key=attrgetter("order"))
+            del self.rows[KEPT_ROWS:]
 
 
 def compare_dumps(
@@ -241,13 +229,6 @@ def _statistics_counts(a: list[str], b: list[str], tolerance: float) -> tuple[in
 _WINDOW = 4096  # entries that one dump may have more than the other in one place, before pairs come late
 
 
-class MemberSource(Protocol):
-    def members(self, progress: Progress | None = None) -> Iterator[Member]: ...
-
-    def reread(self, kind: type[Member], key: str, offset: int, size: int) -> Member:
-        """The member of which only the place was kept."""
-
-
 @dataclass(frozen=True, slots=True)
 class Pair:
     """What two dumps have under one NAME; None for the one that lacks it.
@@ -264,9 +245,9 @@ class Pair:
 class _Waiting:
     """Members of one dump whose partner has not come: NAME -> places."""
 
-    def __init__(self, source: MemberSource) -> None:
-        self._source = source
-        self._places: dict[str, deque[tuple[int, type[Member], int, int]]] = {}
+    def __init__(self, dump: RankDump) -> None:
+        self._dump = dump
+        self._places: dict[str, deque[tuple[int, int, int]]] = {}
 
     def __len__(self) -> int:
         return len(self._places)
@@ -275,17 +256,16 @@ class _Waiting:
         return key in self._places
 
     def keep(self, index: int, member: Member) -> None:
-        place = (index, type(member), member.offset, len(member.text))
-        self._places.setdefault(member.key, deque()).append(place)
+        self._places.setdefault(member.key, deque()).append((index, member.offset, len(member.text)))
 
     def take(self, key: str) -> tuple[int, Member] | None:
         places = self._places.get(key)
         if places is None:
             return None
-        index, kind, offset, size = places.popleft()
+        index, offset, size = places.popleft()
         if not places:
             del self._places[key]
-        return index, self._source.reread(kind, key, offset, size)
+        return index, self._dump.reread(key, offset, size)
 
     def all(self) -> Iterator[tuple[int, Member]]:
         order = sorted((place[0], key) for key, places in self._places.items() for place in places)
@@ -295,7 +275,7 @@ class _Waiting:
             yield taken
 
 
-def pairs(a: MemberSource, b: MemberSource, progress: Progress | None = None) -> Iterator[Pair]:
+def pairs(a: RankDump, b: RankDump, progress: Progress | None = None) -> Iterator[Pair]:
     """All entries of both, by NAME; nearly in the order of A. Raises what reading raises."""
     of_a, of_b = _Waiting(a), _Waiting(b)
     theirs = enumerate(b.members(progress))

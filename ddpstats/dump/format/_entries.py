@@ -330,10 +330,7 @@ def _rank(entry: DumpEntry, given: dict[str, Any], key: str, place: int | None) 
 
 def _group_of(entry: DumpEntry) -> dict[str, Any]:
     """The process group among the arguments, by name or not."""
-    for _, leaf in entry.values():
-        if leaf.type.endswith("ProcessGroup"):
-            return dict(leaf.raw)
-    return {}
+    return next((dict(leaf.raw) for _, leaf in entry.values() if leaf.type.endswith("ProcessGroup")), {})
 
 
 def _plain(raw: Any) -> Any:

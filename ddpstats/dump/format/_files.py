@@ -66,13 +66,15 @@ class RankDump:
 
     def members(self, progress: Progress | None = None) -> Iterator[Member]:
         """The entries as text, in execution order, without parsing more than their ends; `entry` parses one."""
-        return _lines(self.path, progress) if self.path.suffix == ".jsonl" else _members(self.path, progress)
+        if self.complete:
+            return _members(self.path, progress)
+        return (Member(record["name"], text, offset) for record, text, offset in _records(self.path, progress))
 
-    def reread(self, kind: type[Member], key: str, offset: int, size: int) -> Member:
+    def reread(self, key: str, offset: int, size: int) -> Member:
         """A member of which only the place was kept."""
         with open_regular(self.path) as file:
             file.seek(offset)
-            return kind(key, file.read(size).decode("latin-1"), offset)
+            return Member(key, file.read(size).decode("latin-1"), offset)
 
     def entries(self, progress: Progress | None = None) -> Iterator[DumpEntry]:
         """All entries in execution order; one is in memory at a time.
@@ -86,10 +88,9 @@ class RankDump:
         return (self.entry(member) for member in self.members(progress))
 
     def entry(self, member: Member) -> DumpEntry:
-        try:
-            raw = member.value()
-        except ValueError as error:
-            raise damaged(self.path, f"{member.key} is not JSON: {error}") from None
+        raw = _parsed(member, self.path)
+        if not self.complete:  # a whole line, with the entry in it
+            raw = raw.get("entry")
         if not isinstance(raw, dict):
             raise damaged(self.path, f"{member.key} is {str(raw)[:60]!r}, and should be an object")
         return DumpEntry(member.key, raw, str(self.path))
@@ -157,7 +158,8 @@ def find_ranks(path: str | Path) -> list[RankDump]:
             f"{path} has {len(steps)} steps: {names}. Give the directory of one; compare takes --step N too.",
             path=str(path),
         )
-    ranks = _ranks_in(next(iter(steps.values())) if steps else path)
+    step = next(iter(steps.values())) if steps else path
+    ranks = [child for child in _children(step) if _RANK.fullmatch(child.name) and _file_in(child) is not None]
     if not ranks:
         raise DumpError(f"{path}: {_what_is_there(path)}", path=str(path))
     dumps = sorted(map(open_rank, ranks), key=rank_of)
@@ -213,10 +215,6 @@ def _file_in(directory: Path) -> Path | None:
 
 def _children(path: Path) -> list[Path]:
     return [child for child in path.iterdir() if child.is_dir()] if path.is_dir() else []
-
-
-def _ranks_in(step: Path) -> list[Path]:
-    return [child for child in _children(step) if _RANK.fullmatch(child.name) and _file_in(child) is not None]
 
 
 def _what_is_there(path: Path) -> str:
@@ -381,17 +379,3 @@ def _bounded(file: BinaryIO, path: Path) -> Iterator[bytes]:
         yield from bounded_lines(file, LARGEST_VALUE_BYTES)
     except ValueError as error:
         raise damaged(path, str(error)) from None
-
-
-def _lines(path: Path, progress: Progress | None) -> Iterator[Member]:
-    for record, text, offset in _records(path, progress):
-        yield _Line(record["name"], text, offset)
-
-
-class _Line(Member):
-    """A whole line; its value is the entry in it."""
-
-    __slots__ = ()
-
-    def value(self) -> Any:
-        return parse(self.text).get("entry")

@@ -47,8 +47,8 @@ API_PREFIXES = ("Tensor", "Torch", "Functional", "Distributed", "NPU", "VF", "At
 
 ROOT = "root"
 
-_API = re.compile(rf"({'|'.join(API_PREFIXES)})\.(.+)\.(\d+)\.(?:forward|(backward)(?:\.(\d+))?)")
-_MODULE = re.compile(r"Module\.(?:(.+)\.)?([^.]+)\.(forward|backward|parameters_grad)(?:\.(\d+)(?:\.(\d+))?)?")
+_API = re.compile(rf"({'|'.join(API_PREFIXES)})\.(.+)\.(\d+)\.(?:forward|(backward)(?:\.\d+)?)")
+_MODULE = re.compile(r"Module\.(?:(.+)\.)?([^.]+)\.(forward|backward|parameters_grad)(?:\.(\d+)(?:\.\d+)?)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,6 @@ class Name:
         class_name: a module's class; empty for a function.
         number: of the call in this step, from 0; None where the NAME has none.
         direction: ``forward``, ``backward``, ``parameters_grad``, or empty.
-        again: 0 for the first pass in this direction, 1 for a second backward pass of the same call.
     """
 
     full: str
@@ -71,7 +70,6 @@ class Name:
     class_name: str = ""
     number: int | None = None
     direction: str = ""
-    again: int = 0
 
     @property
     def is_module(self) -> bool:
@@ -93,10 +91,10 @@ class Name:
 def parse_name(full: str) -> Name:
     """Take a NAME apart; one of another form keeps all of it in ``api``."""
     if (match := _API.fullmatch(full)) is not None:
-        return Name(full, match[1], match[2], "", int(match[3]), match[4] or "forward", int(match[5] or 0))
+        return Name(full, match[1], match[2], "", int(match[3]), match[4] or "forward")
     if (match := _MODULE.fullmatch(full)) is not None:
         number = None if match[4] is None else int(match[4])
-        return Name(full, "Module", match[1] or "", match[2], number, match[3], int(match[5] or 0))
+        return Name(full, "Module", match[1] or "", match[2], number, match[3])
     return Name(full, "", full)
 
 

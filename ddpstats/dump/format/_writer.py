@@ -9,8 +9,7 @@ A line: ``{"name": NAME, "entry": {...}, "stack": [line, ...], "parent": NAME or
 An asynchronous step has no lines: `add` keeps the text, and nothing touches the disk before `finish`.
 
 The lines' file is also the claim on the directory: of two processes that were told to write the same one, the second
-gets FileExistsError. A disk that is full costs lines, and no entry: those whose line was not written stay in memory. In
-a process that was forked from the one that writes, everything here does nothing.
+gets FileExistsError. A disk that is full costs lines, and no entry: those whose line was not written stay in memory.
 """
 
 from __future__ import annotations
@@ -49,7 +48,6 @@ class StepWriter:
         self._offset = 0
         self._is_claimed = False
         self._are_lines_left = False  # `finish` has failed: entries are in the lines still
-        self._process = os.getpid()
         if at_once:
             self._open()
 
@@ -64,8 +62,6 @@ class StepWriter:
 
     def add(self, name: str, entry: Mapping[str, Any], stack: int, parent: str | None) -> None:
         """One entry that is complete. Raises OSError; `finish` has the entry nevertheless."""
-        if os.getpid() != self._process:
-            return
         text = encode(entry).encode()
         self._added.append((name, stack, parent))
         if self._file is None:
@@ -75,8 +71,6 @@ class StepWriter:
 
     def finish(self) -> None:
         """Put the files of the format in place. Raises OSError; after `reopen` it can be tried again."""
-        if os.getpid() != self._process:
-            return
         lines = self.directory / LINES
         has_lines = self._file is not None
         try:
@@ -99,18 +93,17 @@ class StepWriter:
 
     def reopen(self) -> None:
         """The step goes on after `finish`."""
-        if self._at_once and os.getpid() == self._process:
+        if self._at_once:
             self._open()
 
     def leave_lines(self) -> None:
         """The process ends inside the step: what there is stays as lines, which readers know as incomplete."""
-        if os.getpid() == self._process:
-            self._open()
-            self._close()
+        self._open()
+        self._close()
 
     def abandon(self) -> None:
         """Nothing was collected, and nothing will be: the claim on the directory is given back. Raises OSError."""
-        if os.getpid() == self._process and not self._added:
+        if not self._added:
             self._close()
             if self._is_claimed:
                 (self.directory / LINES).unlink(missing_ok=True)
@@ -121,7 +114,7 @@ class StepWriter:
             os.close(file)
 
     def forget(self) -> None:
-        """In a process that was forked from the one that writes: nothing here is this one's."""
+        """In a process that was forked from the one that writes: nothing here is this one's, nor used again."""
         with contextlib.suppress(OSError):
             self._close()
 

@@ -6,8 +6,7 @@ What is not in a dump cannot be found, and cannot be called finite: how much of 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ddpstats._base.rank_names import ranks_text
 from ddpstats._base.wording import listed
@@ -18,8 +17,7 @@ from ddpstats.dump.origin._first_nan import NaNOrigin
 from ddpstats.errors import DumpError
 
 
-@dataclass(frozen=True)
-class Coverage:
+class Coverage(NamedTuple):
     """What one rank's dump leaves out.
 
     Attributes:

@@ -22,6 +22,7 @@ from ddpstats.dump.format._entries import CollectiveEntry
 from ddpstats.dump.origin._candidates import Candidate, Kind, RankScan, bad_ones
 from ddpstats.dump.origin._growth import Grower, ancestors, overflowed
 
+Phase = Literal["", "before the first collective", "between collectives", "in a collective"]
 Key = tuple[str, tuple[int, ...], str, int, int]
 """Group, its ranks, what is called, and from and to whom (`_ALL` where everybody takes part)."""
 
@@ -75,7 +76,7 @@ class Findings:
     """
 
     origins: tuple[NaNOrigin, ...]
-    phase: Literal["", "before the first collective", "between collectives", "in a collective"]
+    phase: Phase
     unmatched: tuple[str, ...]
     also: tuple[tuple[int, Candidate], ...] = field(default=())
 
@@ -107,10 +108,9 @@ def find_origins(scans: Sequence[RankScan]) -> Findings:
     origins = sorted((origin for clock, origin, _ in finds if clock == first), key=lambda origin: origin.rank)
     # What nothing recorded made may have come from another rank, by a collective whose entry was written later.
     origins = [origin for origin in origins if origin.kind not in _VAGUE] or origins
-    phase: Literal["before the first collective", "between collectives", "in a collective"]
-    phase = (
-        "before the first collective" if first == (0, 1) else "between collectives" if first[1] else "in a collective"
-    )
+    phase: Phase = "between collectives" if first[1] else "in a collective"
+    if first == (0, 1):
+        phase = "before the first collective"
     return Findings(tuple(origins), phase, unmatched, _also(scans, origins))
 
 
@@ -183,7 +183,7 @@ def _walked(scans: Sequence[RankScan], of_rank: dict[int, list[_Meeting]]) -> tu
     clocks: dict[int, int] = {}
     order: list[_Meeting] = []
     while heads := [queue[0] for queue in queues.values() if queue]:
-        ready = (meeting for meeting in heads if all(_is_next(queues[rank], meeting) for rank in meeting.members))
+        ready = (meeting for meeting in heads if all(queues[rank][0] is meeting for rank in meeting.members))
         meeting = next(ready, heads[0])  # asynchronous ones may cross: then some order is as good as another
         clocks[id(meeting)] = 1 + max(now[rank] for rank in meeting.members)
         order.append(meeting)
@@ -191,10 +191,6 @@ def _walked(scans: Sequence[RankScan], of_rank: dict[int, list[_Meeting]]) -> tu
             now[rank] = clocks[id(meeting)]
             queues[rank].remove(meeting)
     return clocks, order
-
-
-def _is_next(queue: deque[_Meeting], meeting: _Meeting) -> bool:
-    return bool(queue) and queue[0] is meeting
 
 
 def _unmatched(scans: Sequence[RankScan], order: Sequence[_Meeting]) -> tuple[str, ...]:

@@ -95,11 +95,9 @@ class _Walk:
             candidate.settle(self._gradients)
 
     def _note_recorded(self, entry: DumpEntry, direction: str) -> None:
-        recorded = self.found.recorded
-        if (direction, "input") not in recorded and entry.inputs:
-            recorded.add((direction, "input"))
-        if (direction, "output") not in recorded and entry.outputs:
-            recorded.add((direction, "output"))
+        for part, leaves in (("input", entry.inputs), ("output", entry.outputs)):
+            if leaves:
+                self.found.recorded.add((direction, part))
 
     # -- calls --------------------------------------------------------------------------------------------------------
 
@@ -146,7 +144,8 @@ class _Walk:
                 trace.perhaps = arrived
             else:
                 self._keep(arrived)
-                counts = not entry_has_outputs(self.found, name)
+                direction = "backward" if name.direction == "backward" else "forward"
+                counts = (direction, "output") not in self.found.recorded  # this dump has no outputs of such entries
                 trace = self._trace(arrived, entry.name, bad.leaf, counts)
         elif trace.perhaps is not None and is_weighted:
             self._keep(trace.perhaps)
@@ -191,7 +190,9 @@ class _Walk:
         candidate.masked = masked
         self._keep(candidate)
         for bad in made:
-            self._supersede(entry, bad)
+            trace = self._traces.find(bad.leaf)
+            if trace is not None and self._is_around(trace.maker, entry):
+                trace.close()  # a module that was written before what is in it has had its output from there
             self._trace(candidate, entry.name, bad.leaf, kind != "uninitialised", keeps_in_place(name))
         if name.direction == "backward":
             self._reach([candidate, *(one for one in self.found.candidates if one.name == name.forward)])
@@ -203,12 +204,6 @@ class _Walk:
             if trace is None or self._is_around(trace.maker, entry):
                 return False
         return True
-
-    def _supersede(self, entry: DumpEntry, bad: NonFiniteTensor) -> None:
-        """A module that was written before what is in it has had its output from there."""
-        trace = self._traces.find(bad.leaf)
-        if trace is not None and self._is_around(trace.maker, entry):
-            trace.close()
 
     def _is_around(self, outer: str, entry: DumpEntry) -> bool:
         return outer.startswith("Module.") and outer in ancestors(entry.name, self.found.dump)
@@ -286,11 +281,6 @@ class _Walk:
         trace = Trace(cause, maker, leaf.storage_id, counts, requires_grad, self._gradients, kept).opened()
         self._traces.add(leaf, trace)
         return trace
-
-
-def entry_has_outputs(found: RankScan, name: Name) -> bool:
-    """Whether this dump has outputs at all, of entries such as this."""
-    return ("backward" if name.direction == "backward" else "forward", "output") in found.recorded
 
 
 def _is_number(leaf: DumpLeaf) -> bool:
