@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from ddpstats import cli
+from ddpstats.lint._collectives import _TORCH
 from ddpstats.lint._lint import lint
 from ddpstats.lint._rules import RULES
 from ddpstats.lint._sarif import as_sarif
@@ -187,3 +190,10 @@ def test_nothing_of_a_program_is_run(tmp_path: Path) -> None:
     assert lint([path]).status == 0
     assert not (tmp_path / "ran").exists()
     assert "program" not in sys.modules
+
+
+@pytest.mark.parametrize("op", sorted(op for op in _TORCH if not op.startswith("new_")))
+def test_where_torch_takes_the_group(op: str) -> None:
+    """Not of the newest torch alone: what one has taken away stays in the table."""
+    if function := getattr(dist, op, None):
+        assert list(inspect.signature(function).parameters).index("group") == _TORCH[op]
