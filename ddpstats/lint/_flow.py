@@ -202,7 +202,7 @@ class FlowWalk:
 
     def _is_made_behind(self, node: ast.If, file: str) -> bool:
         """Whether one rank alone makes the file before the next collective: a rank that looks later sees it."""
-        named = re.compile(rf"(?<!\w){re.escape(file)}(?!\w)")
+        named = re.compile(rf"(?<![\w.])(?<!dirname\(){re.escape(file)}(?!\w|\.(parent|name|stem)\b)")  # not its folder
         for one in parts_of(*self._body):
             if isinstance(one, ast.Call) and one.lineno > node.lineno and self._collectives.of(one, self._owner):
                 return False

@@ -41,7 +41,8 @@ class Program:
                 home = "." * child.level + (child.module or "")
                 self.imports.update((one.asname or one.name, f"{home}.{one.name}") for one in child.names)
             elif isinstance(child, ast.Assign) and isinstance(child.value, ast.Call):
-                self.made.update((dotted(target), child.value) for target in child.targets if dotted(target))
+                firsts = (one.elts[0] if isinstance(one, ast.Tuple) else one for one in child.targets)
+                self.made.update((dotted(first), child.value) for first in firsts if dotted(first))
             if isinstance(child, ast.Assign) and isinstance(child.value, (ast.Compare, ast.Call, ast.Subscript)):
                 for target in child.targets:
                     self.flags.setdefault(dotted(target), []).append(child.value)
