@@ -351,7 +351,7 @@ class FlowWalk:
                 return
 
     def _tells_status(self, handler: ast.ExceptHandler) -> bool:
-        """Whether it sets what the file exits with: ``return 1`` of a main that sys.exit() runs, or ``code = 1``."""
+        """Whether it sets what the file ends with: ``return 1`` of a main that sys.exit() runs, or ``code = 1``."""
         names = {last_name(one) for one in parts_of(*handler.body) if isinstance(getattr(one, "ctx", None), ast.Store)}
         if self._function is not None and any(isinstance(one, ast.Return) for one in exits(handler.body)):
             names.add(self._function.name)

@@ -36,7 +36,8 @@ class Order:
         ``turn`` is the loop's body, ``call`` the one in it that runs a collective.
         """
         iterated = _passed_on(loop.iter)
-        given = [one.value for one in parts_of(*self._body) if isinstance(one, ast.Assign) and _names(one, iterated)]
+        assigned = (one for one in parts_of(*self._body) if isinstance(one, ast.Assign))
+        given = [one.value for one in assigned if dotted(one.targets[0]) == dotted(iterated) != ""]
         if _is_set_of_strings(given[0] if len(given) == 1 else iterated, dotted(iterated)):
             return f"the set `{text_of(iterated)}`, whose strings each process hashes otherwise"
         held = _dict_of(iterated)
@@ -106,10 +107,6 @@ def _sources_of(key: ast.expr, body: Sequence[ast.stmt]) -> Iterator[str]:
     for loop in loops:
         if dotted(key) in {dotted(one) for one in ast.walk(loop.target)}:
             yield dotted(_dict_of(_passed_on(loop.iter)))
-
-
-def _names(assigned: ast.Assign, variable: ast.expr) -> bool:
-    return isinstance(variable, ast.Name) and any(dotted(one) == variable.id for one in assigned.targets)
 
 
 def _is_set_of_strings(iterated: ast.expr, name: str) -> bool:

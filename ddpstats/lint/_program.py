@@ -100,9 +100,10 @@ class Program:
 
     @cached_property
     def statuses(self) -> set[str]:
-        """Variables, and functions of the file, whose value it exits with: of ``sys.exit(main())`` main."""
+        """Variables and functions whose value the file ends with: ``raise error``, main of ``sys.exit(main())``."""
         ends = (node for node in self.nodes if isinstance(node, ast.Call) and last_name(node.func) in _EXITS)
         values = [part for call in ends for one in call.args for part in ast.walk(one)]
+        values += [node.exc for node in self.nodes if isinstance(node, ast.Raise) and node.exc is not None]
         names = {last_name(one) for one in values} - {""}
         return names | {last_name(self.made[name].func) for name in names & self.made.keys()}
 

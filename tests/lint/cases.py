@@ -2988,6 +2988,20 @@ def mean(stats):
     for name in names:
         dist.all_reduce(stats[name])
 
+# error_is_raised_later: legal
+import torch.distributed as dist
+def step(model, batch, timer):
+    failed = None
+    try:
+        loss = model(batch)
+        dist.all_reduce(loss)
+    except RuntimeError as error:
+        failed = error
+    timer.stop()
+    if failed is not None:
+        raise failed
+    return loss
+
 # unused_comment: unused-ignore
 import torch.distributed as dist
 def save(rank):
