@@ -3002,6 +3002,70 @@ def step(model, batch, timer):
         raise failed
     return loss
 
+# helper_that_may_return_first: legal
+import torch.distributed as dist
+def mean(x, enabled):
+    if not enabled:
+        return
+    dist.all_reduce(x)
+def log(x, rank):
+    if rank == 0:
+        mean(x, False)
+
+# helper_with_the_same_in_both_branches: rank-branch
+import torch.distributed as dist
+def total(x, twice):
+    if twice:
+        dist.all_reduce(x * 2)
+    else:
+        dist.all_reduce(x)
+def log(x, rank):
+    if rank == 0:
+        total(x, True)
+
+# branch_inside_of_try: rank-branch
+import torch.distributed as dist
+def save(x, rank):
+    try:
+        if rank == 0:
+            dist.barrier()
+    finally:
+        print(x)
+
+# branch_in_finally: rank-branch
+import torch.distributed as dist
+def save(x, rank):
+    try:
+        print(x)
+    finally:
+        if rank == 0:
+            dist.barrier()
+
+# branch_in_a_context: rank-branch
+import torch, torch.distributed as dist
+def save(x, rank):
+    with torch.no_grad():
+        if rank == 0:
+            dist.barrier()
+
+# return_out_of_a_loop: early-exit
+import torch.distributed as dist
+def find(items, rank):
+    for item in items:
+        if rank == 0 and item:
+            return item
+    dist.barrier()
+
+# branch_behind_a_loop_that_was_not_left: rank-branch
+import torch.distributed as dist
+def find(items, rank):
+    for item in items:
+        if item:
+            break
+    else:
+        if rank == 0:
+            dist.barrier()
+
 # unused_comment: unused-ignore
 import torch.distributed as dist
 def save(rank):
