@@ -55,6 +55,7 @@ _METHODS_OF_MADE = {  # by how the maker's name begins
     "lightning.Fabric": _FABRIC,
     "lightning.fabric.Fabric": _FABRIC,
     "torchmetrics.": ("compute", "sync"),
+    "deepspeed.initialize": ("backward", "step", "save_checkpoint", "load_checkpoint"),
     "ddpstats.StatsWindow": ("flush",),
     "ddpstats.StatsReducer": ("__call__", "start"),
     "ddpstats.StepChecks": ("step",),
@@ -75,7 +76,7 @@ _ASKS_FOR_WORLD = re.compile(
 _ASKS_FOR_RANK = re.compile(r"rank|main_process|master|zero")
 _ON_ONE_RANK = frozenset({"gather", "gather_object", "reduce", "scatter", "scatter_object_list"})  # of torch
 _OTHER_RESULTS = frozenset({"reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single", "barrier"})
-_ONLY_ONE_RANK = re.compile(r"(rank_?(zero|0)|main_process|master|on_main)(_only|_process)?(_fn)?")
+_ONLY_ONE_RANK = re.compile(r"(rank_?(zero|0)|main_process|master|on_main)(_only|_process)?(_fn)?|main_only")
 _LEAVES_UNSYNCED = re.compile(r"no_(backward_)?sync|require_backward_grad_sync|accumulate")
 _WRAPS_MODEL = frozenset({"DistributedDataParallel", "DDP"})
 

@@ -202,7 +202,7 @@ class FlowWalk:
 
     def _is_made_behind(self, node: ast.If, file: str) -> bool:
         """Whether one rank alone makes the file before the next collective: a rank that looks later sees it."""
-        named = re.compile(rf"(?<!\w){re.escape(file)}(?!\w)")
+        named = re.compile(rf"(?<![\w.])(?<!dirname\(){re.escape(file)}(?!\w|\.(parent|name|stem)\b)")  # not its folder
         for one in parts_of(*self._body):
             if isinstance(one, ast.Call) and one.lineno > node.lineno and self._collectives.of(one, self._owner):
                 return False
@@ -351,7 +351,7 @@ class FlowWalk:
                 return
 
     def _tells_status(self, handler: ast.ExceptHandler) -> bool:
-        """Whether it sets what the file exits with: ``return 1`` of a main that sys.exit() runs, or ``code = 1``."""
+        """Whether it sets what the file ends with: ``return 1`` of a main that sys.exit() runs, or ``code = 1``."""
         names = {last_name(one) for one in parts_of(*handler.body) if isinstance(getattr(one, "ctx", None), ast.Store)}
         if self._function is not None and any(isinstance(one, ast.Return) for one in exits(handler.body)):
             names.add(self._function.name)

@@ -36,7 +36,9 @@ class Order:
         ``turn`` is the loop's body, ``call`` the one in it that runs a collective.
         """
         iterated = _passed_on(loop.iter)
-        if _is_set_of_strings(iterated):
+        assigned = (one for one in parts_of(*self._body) if isinstance(one, ast.Assign))
+        given = [one.value for one in assigned if dotted(one.targets[0]) == dotted(iterated) != ""]
+        if _is_set_of_strings(given[0] if len(given) == 1 else iterated, dotted(iterated)):
             return f"the set `{text_of(iterated)}`, whose strings each process hashes otherwise"
         held = _dict_of(iterated)
         if held is iterated and not (names_entries(held) and _is_indexed(held, turn)):
@@ -107,8 +109,10 @@ def _sources_of(key: ast.expr, body: Sequence[ast.stmt]) -> Iterator[str]:
             yield dotted(_dict_of(_passed_on(loop.iter)))
 
 
-def _is_set_of_strings(iterated: ast.expr) -> bool:
-    """As far as it shows: a set of numbers has the same order in each process."""
+def _is_set_of_strings(iterated: ast.expr, name: str) -> bool:
+    """As far as it and the name of its variable show: a set of numbers has the same order in each process."""
+    if isinstance(iterated, ast.BinOp):
+        return _is_set_of_strings(iterated.left, name)
     held = iterated.args[0] if isinstance(iterated, ast.Call) and iterated.args else iterated
     if isinstance(iterated, ast.Call) and dotted(iterated.func) != "set":
         return False
@@ -116,7 +120,7 @@ def _is_set_of_strings(iterated: ast.expr) -> bool:
         strings = (one for one in held.elts if isinstance(one, ast.Constant) and isinstance(one.value, str))
         return len(held.elts) > 1 and any(strings)
     is_set = held is not iterated or isinstance(held, ast.SetComp)
-    return is_set and bool(_STRINGS.search(ast.unparse(held)))
+    return is_set and bool(_STRINGS.search(f"{name} {ast.unparse(held)}"))
 
 
 def _passed_on(iterated: ast.expr) -> ast.expr:

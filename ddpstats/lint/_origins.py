@@ -60,7 +60,8 @@ _GIVEN = frozenset({"tensor", "object_list", "tensor_list", "output_tensor"})  #
 _NAN_CHECKS = frozenset({"isnan", "isinf", "isfinite"})
 _CLOCKS = frozenset({"time.time", "time.monotonic", "time.perf_counter", "time.process_time"})
 _FILE_CHECKS = frozenset({"exists", "isfile", "isdir", "is_file", "is_dir"})
-_NUMBERS = frozenset({"item", "numel", "nelement"})
+_BATCHES = frozenset({"batch", "sample", "inputs"})
+_NUMBERS = frozenset({"item", "numel", "nelement", "any", "all", "sum", "max", "min"})  # of a tensor
 _THROUGH = frozenset(
     {"bool", "int", "float", "abs", "any", "all", "max", "min", "sum", "round", "list", "tuple", "str", "tensor"}
     | {"mean", "cpu", "detach", "long", "numpy", "clone", "to", "logical_not", "squeeze", "tolist", "view", "get"}
@@ -231,8 +232,7 @@ class Origins:
         is_order = isinstance(operator, (ast.Lt, ast.Gt, ast.LtE, ast.GtE))
         if any(isinstance(side, ast.Constant) and side.value is None for side in sides):
             names = {last_name(side) for side in sides} - {*self._given}  # what next() returned ends with the loader
-            is_batch = bool(names & {"batch", "sample", "inputs"})
-            return Differs(DATA_BRANCH, f"`{text_of(node)}` is about this rank's batch") if is_batch else None
+            return Differs(DATA_BRANCH, f"`{text_of(node)}` is about this rank's batch") if names & _BATCHES else None
         if any(isinstance(side, ast.UnaryOp) and isinstance(side.op, ast.USub) for side in sides):
             return None
         if isinstance(operator, (ast.GtE, ast.Lt)) and ast.unparse(other) == "0" and is_of_rank(found[0]):
@@ -315,9 +315,9 @@ class Origins:
         if name == "len" and key is not None:
             origin = self._of_own_value(key, text)
             return None if is_of_rank(origin) else origin  # a progress bar on one rank is as long
-        if on is not None and name in _NUMBERS:
-            return self._of_own_value(on, text)
         is_method = on is not None and dotted(on) not in ("torch", "np", "numpy", "math")
+        if on is not None and is_method and name in _NUMBERS:
+            return self._of_own_value(on, text)
         found = self.of(on) if on is not None and is_method else _combined([self.of(one) for one in call.args])
         if name in _THROUGH:
             return found
@@ -330,7 +330,9 @@ class Origins:
         origin = self.of(node)
         if origin is not None:
             return origin
-        name = last_name(node)
+        name = last_name(node.value if isinstance(node, ast.Subscript) else node)
+        if isinstance(node, ast.Subscript) and name not in _BATCHES:
+            return None
         if _ALIKE.search(ast.unparse(node)) or not (anything or _DATA.fullmatch(name)) or self._may_be_alike(node):
             return None
         if ast.unparse(node) in self._collectives.program.configured:

@@ -41,7 +41,8 @@ class Program:
                 home = "." * child.level + (child.module or "")
                 self.imports.update((one.asname or one.name, f"{home}.{one.name}") for one in child.names)
             elif isinstance(child, ast.Assign) and isinstance(child.value, ast.Call):
-                self.made.update((dotted(target), child.value) for target in child.targets if dotted(target))
+                firsts = (one.elts[0] if isinstance(one, ast.Tuple) else one for one in child.targets)
+                self.made.update((dotted(first), child.value) for first in firsts if dotted(first))
             if isinstance(child, ast.Assign) and isinstance(child.value, (ast.Compare, ast.Call, ast.Subscript)):
                 for target in child.targets:
                     self.flags.setdefault(dotted(target), []).append(child.value)
@@ -99,9 +100,10 @@ class Program:
 
     @cached_property
     def statuses(self) -> set[str]:
-        """Variables, and functions of the file, whose value it exits with: of ``sys.exit(main())`` main."""
+        """Variables and functions whose value the file ends with: ``raise error``, main of ``sys.exit(main())``."""
         ends = (node for node in self.nodes if isinstance(node, ast.Call) and last_name(node.func) in _EXITS)
         values = [part for call in ends for one in call.args for part in ast.walk(one)]
+        values += [node.exc for node in self.nodes if isinstance(node, ast.Raise) and node.exc is not None]
         names = {last_name(one) for one in values} - {""}
         return names | {last_name(self.made[name].func) for name in names & self.made.keys()}
 

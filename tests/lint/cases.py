@@ -2869,6 +2869,203 @@ def f(files, rank, world):
     for i in range(rank, len(files), world):
         dist.barrier()
 
+# folder_of_a_file_is_made: legal
+import os
+import torch.distributed as dist
+def cached(path, rank):
+    if os.path.exists(path):
+        return load(path)
+    if rank == 0:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+    dist.barrier()
+    return compute(path)
+
+# folder_of_a_path_is_made: legal
+import torch.distributed as dist
+def cached(path, rank):
+    if path.exists():
+        return load(path)
+    if rank == 0:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        probe = path.parent / f".write_test_{path.stem}"
+        probe.touch()
+    dist.barrier()
+    return compute(path)
+
+# any_of_a_mask: data-branch
+import lightning
+class Module(lightning.LightningModule):
+    def training_step(self, batch, index):
+        loss = self.net(batch["x"])
+        if batch["mask"].any():
+            self.log("masked", loss[batch["mask"]].mean(), sync_dist=True)
+        return loss.mean()
+
+# sum_of_a_mask: data-branch
+import torch.distributed as dist
+def masked(pred, target, mask):
+    count = mask.sum()
+    if count > 0:
+        dist.all_reduce(count)
+        return ((pred - target) * mask).sum() / count
+    return pred.sum() * 0
+
+# sum_of_a_mask_that_is_reduced: legal
+import torch.distributed as dist
+def masked(pred, mask):
+    count = mask.sum()
+    dist.all_reduce(count)
+    if count > 0:
+        dist.all_reduce(pred)
+
+# entry_of_metrics_that_a_trainer_has_reduced: legal
+import torch.distributed as dist
+def on_validation_end(trainer, best):
+    metrics = trainer.callback_metrics
+    if metrics["val_loss"].item() < best:
+        dist.barrier()
+
+# engine_saves_on_rank_0: rank-branch
+import deepspeed
+import torch.distributed as dist
+def train(args, model, batches):
+    engine, _, _, _ = deepspeed.initialize(args=args, model=model)
+    for batch in batches:
+        engine.backward(engine(batch))
+        engine.step()
+    if dist.get_rank() == 0:
+        engine.save_checkpoint(args.out)
+
+# engine_skips_a_batch: early-exit
+import deepspeed
+import torch
+def train(args, model, batches):
+    engine, *_ = deepspeed.initialize(args=args, model=model)
+    for batch in batches:
+        loss = engine(batch)
+        if torch.isnan(loss):
+            continue
+        engine.backward(loss)
+        engine.step()
+
+# engine_saves_on_all_ranks: legal
+import deepspeed
+import torch.distributed as dist
+def save(args, model):
+    engine, optimizer, _, _ = deepspeed.initialize(args=args, model=model)
+    engine.save_checkpoint(args.out)
+    if dist.get_rank() == 0:
+        optimizer.step()
+        print("saved")
+
+# wrapped_model_saves_on_rank_0: missed rank-branch
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+def save(net, rank):
+    model = FSDP(net)
+    if rank == 0:
+        torch.save(model.state_dict(), "model.pt")
+
+# main_only: rank-branch
+import torch.distributed as dist
+from train.ranks import main_only
+@main_only
+def log(loss):
+    dist.all_reduce(loss)
+
+# set_in_a_variable: dict-order
+import torch.distributed as dist
+def mean(here, there):
+    names = set(here) | set(there)
+    for name in names:
+        dist.all_reduce(here[name])
+
+# set_that_is_sorted_later: legal
+import torch.distributed as dist
+def mean(stats):
+    names = set(stats)
+    names = sorted(names)
+    for name in names:
+        dist.all_reduce(stats[name])
+
+# error_is_raised_later: legal
+import torch.distributed as dist
+def step(model, batch, timer):
+    failed = None
+    try:
+        loss = model(batch)
+        dist.all_reduce(loss)
+    except RuntimeError as error:
+        failed = error
+    timer.stop()
+    if failed is not None:
+        raise failed
+    return loss
+
+# helper_that_may_return_first: legal
+import torch.distributed as dist
+def mean(x, enabled):
+    if not enabled:
+        return
+    dist.all_reduce(x)
+def log(x, rank):
+    if rank == 0:
+        mean(x, False)
+
+# helper_with_the_same_in_both_branches: rank-branch
+import torch.distributed as dist
+def total(x, twice):
+    if twice:
+        dist.all_reduce(x * 2)
+    else:
+        dist.all_reduce(x)
+def log(x, rank):
+    if rank == 0:
+        total(x, True)
+
+# branch_inside_of_try: rank-branch
+import torch.distributed as dist
+def save(x, rank):
+    try:
+        if rank == 0:
+            dist.barrier()
+    finally:
+        print(x)
+
+# branch_in_finally: rank-branch
+import torch.distributed as dist
+def save(x, rank):
+    try:
+        print(x)
+    finally:
+        if rank == 0:
+            dist.barrier()
+
+# branch_in_a_context: rank-branch
+import torch, torch.distributed as dist
+def save(x, rank):
+    with torch.no_grad():
+        if rank == 0:
+            dist.barrier()
+
+# return_out_of_a_loop: early-exit
+import torch.distributed as dist
+def find(items, rank):
+    for item in items:
+        if rank == 0 and item:
+            return item
+    dist.barrier()
+
+# branch_behind_a_loop_that_was_not_left: rank-branch
+import torch.distributed as dist
+def find(items, rank):
+    for item in items:
+        if item:
+            break
+    else:
+        if rank == 0:
+            dist.barrier()
+
 # unused_comment: unused-ignore
 import torch.distributed as dist
 def save(rank):
