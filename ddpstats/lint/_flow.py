@@ -237,9 +237,8 @@ class FlowWalk:
         body, orelse = ([one.op for one in run] for run in runs)
         if body == orelse or (body and orelse and {*body} == {*orelse}):
             return False
-        common = 0
-        while common < min(len(body), len(orelse)) and body[common] == orelse[common]:
-            common += 1
+        pairs = enumerate(zip(body, orelse, strict=False))
+        common = next((at for at, (one, other) in pairs if one != other), min(len(body), len(orelse)))
         on_body = len(body) > common
         longer = runs[0] if on_body else runs[1]
         if exit_ is not None:

@@ -14,8 +14,6 @@ RANGES = ("range", "trange")
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _EQUAL_PARTS = re.compile(r"\w*Distributed(Batch)?Sampler|prepare(_data_?loader)?|setup_dataloaders")
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-
-
 _WITHOUT_RANKS = frozenset({"torch", "numpy", "tqdm", *sys.stdlib_module_names})
 _SHAPED = frozenset({"Linear", "zeros", "ones", "empty", "rand", "randn"})
 _EXITS = frozenset({"exit", "_exit", "SystemExit"})

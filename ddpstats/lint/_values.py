@@ -21,8 +21,6 @@ _OWN_MEAN = re.compile(
     r"(?i)(np|numpy|statistics)\.mean\(.*|.* / (len\(.*(loss|batch|sample|pred|result|output|score|target|utt|data).*\)"
     r"|(num_?|n_?|total_?|_)*(samples?|examples?|tokens?|count|utts?|correct|seen|total|images|frames|items))"
 )
-
-
 _LIBRARIES = frozenset({"np", "numpy", "torch", "dist", "sum", "len"})
 
 
