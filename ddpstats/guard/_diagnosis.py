@@ -56,19 +56,23 @@ def find(
 ) -> GuardFinding | None:
     """The first thing that went wrong in ``group`` (``words`` describe it), or None if all ranks agree.
 
-    ``until``: a number that every rank should have reached, and in which some rank has waited for too long. A rank that
-    is behind it, or else behind any other, or else does not wait itself, is missing: of these those that have died or
-    left by an error, if any did. If all have come meanwhile, it is those that ``were_absent`` then.
+    ``until``: a number that every rank should have reached, and in which some rank has waited for too long, or cannot
+    be joined by all any more. Missing are the ranks that died or left before it by an error; else those that are behind
+    it; else those whose process did not run; else those that are behind any other; else those that do not wait
+    themselves. If all have come meanwhile, it is those that ``were_absent`` then.
     """
     by_rank = {status.rank: status for status in statuses}
     seq, judged = first_difference(statuses)
     if seq is not None:
         return _mismatch(group, words, by_rank, seq)
-    for last in (until or 0, max(status.count for status in statuses)):
-        missing = [rank for rank, status in by_rank.items() if _reached(status, until) < last]
-        if missing:
-            number = min(by_rank[rank].count for rank in missing) + 1
-            return _missing(group, words, by_rank, number, missing)
+    if until is not None:
+        asleep = [rank for rank, status in by_rank.items() if status.slept_sec]
+        named = _lost(by_rank, until) or _behind(by_rank, until, until) or asleep
+        if named:
+            return _missing(group, words, by_rank, min(until, *(by_rank[rank].count + 1 for rank in named)), named)
+    behind = _behind(by_rank, until, max(status.count for status in statuses))
+    if behind:
+        return _missing(group, words, by_rank, min(by_rank[rank].count for rank in behind) + 1, behind)
     absent = [rank for rank, status in by_rank.items() if status.waits_in is None]
     if until is not None and 0 < len(absent) < len(by_rank):
         gone = [rank for rank in absent if by_rank[rank].dead or by_rank[rank].left not in (None, LEFT)]
@@ -77,6 +81,23 @@ def find(
     if until is not None and late:
         return _missing(group, words, by_rank, until, late)
     return _doubt(group, words, by_rank, judged) if judged else None
+
+
+def _lost(by_rank: Mapping[int, RankStatus], until: int) -> list[int]:
+    """Ranks for which no other one should have waited: others that are behind may only not have come yet.
+
+    A rank that left because it missed another one is not at fault itself.
+    """
+    behind = _behind(by_rank, until, until)
+    left = [rank for rank in behind if by_rank[rank].left not in (None, LEFT)]
+    lost = [rank for rank, status in by_rank.items() if rank in left or (status.dead and status.left is None)]
+    first = [rank for rank in lost if not by_rank[rank].missed]
+    missed = {one for rank in lost for one in by_rank[rank].missed}
+    return first or sorted(missed.intersection(by_rank)) or lost
+
+
+def _behind(by_rank: Mapping[int, RankStatus], until: int | None, last: int) -> list[int]:
+    return [rank for rank, status in by_rank.items() if _reached(status, until) < last]
 
 
 def _reached(status: RankStatus, until: int | None) -> int:
@@ -347,6 +368,8 @@ def _whereabouts(statuses: Sequence[RankStatus]) -> str:
             told.append("the process is gone" + last)
         elif status.left is not None:
             told.append(f"{status.left}" + last)
+        elif status.slept_sec:
+            told.append(f"its process did not run for {status.slept_sec:.0f} s" + last)
         elif status.waits_in is not None:
             told.append(f"waits in number {status.waits_in[1]} of group {status.waits_in[0]!r}" + last)
         else:

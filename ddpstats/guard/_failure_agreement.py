@@ -14,7 +14,6 @@ all ranks, so a rank asks of no other one by one while it waits.
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
@@ -23,11 +22,12 @@ from typing import Any
 
 from ddpstats._base.untrusted import parse_json
 from ddpstats._transport.roster import Roster
-from ddpstats._transport.store import GLANCE_SEC, STORE_ERRORS, StoreSilent, growing_polls, shared_poll
+from ddpstats._transport.store import GLANCE_SEC, STORE_ERRORS, growing_polls, shared_poll
 from ddpstats._transport.store_log import StoreLog
 from ddpstats.guard._diagnosis import find, unexplained
 from ddpstats.guard._events import Event
 from ddpstats.guard._status import DOUBT, MISSING, NOTHING, GuardFinding, RankStatus
+from ddpstats.guard._watchdog import WATCHDOG_SEC, Watchdog
 
 _PATIENCE_SEC = 4.0
 _JUDGING_SEC = 2.0  # from then on another rank judges
@@ -36,7 +36,6 @@ _LONGEST_POLL_SEC = 0.1
 _ASKING_SEC = 3.0
 _LINGER_SEC = 2.0
 _LAST_LINGER_SEC = 10.0  # all ranks have come to their end, and are about to say so
-_WATCHDOG_SEC = 0.25
 _MAX_POSITION_BYTES = 2000
 MESSAGES = " (point-to-point)"  # after the name of a group
 
@@ -110,10 +109,10 @@ class FailureAgreement:
         self.is_lost = False  # the store does not answer any more
         self._left: dict[int, dict[str, Any]] = {}
         self._leaving = StoreLog(self.store, "left")
-        self.look_sec = shared_poll(_WATCHDOG_SEC, len(roster.ranks))  # how often a watchdog looks
+        self.look_sec = shared_poll(WATCHDOG_SEC, len(roster.ranks))  # how often a watchdog looks
         self._waits = ""  # a key in the store
         roster.join()
-        self._watchdog = _Watchdog(self, position, is_reachable)
+        self._watchdog = Watchdog(self, position, is_reachable)
         self._watchdog.start()
 
     # -- alarms -------------------------------------------------------------------------------------------------------
@@ -205,7 +204,7 @@ class FailureAgreement:
         """The verdict of that number, by whichever rank."""
         mine = str(self.rank)
         judges = self.store.post(f"judge/{number}", mine) == mine.encode()
-        patience_over = time.monotonic() + _PATIENCE_SEC + 2 * (self.look_sec - _WATCHDOG_SEC)
+        patience_over = time.monotonic() + _PATIENCE_SEC + 2 * (self.look_sec - WATCHDOG_SEC)
         judges_from = patience_over + _JUDGING_SEC
         for poll_sec in growing_polls(shared_poll(_LONGEST_POLL_SEC, len(alarm.ranks))):
             written = self.store.find(f"verdict/{number}")
@@ -259,7 +258,7 @@ class FailureAgreement:
         for rank in self.dead([rank for rank in alarm.ranks if rank not in found]):
             found[rank] = self._last_known_status(rank, alarm.group, True)
         for rank in self.left():
-            if rank in alarm.ranks and rank not in found:
+            if rank in alarm.ranks and (rank not in found or found[rank].left is None):  # it left since
                 found[rank] = self._last_known_status(rank, alarm.group, False)
         return found
 
@@ -327,7 +326,12 @@ class FailureAgreement:
             str(last) if last else said.last,
             how,
             dead,
+            missed=said.missed,
         )
+
+    def slept_sec(self) -> float:
+        """How long this process did not run lately."""
+        return self._watchdog.slept_sec()
 
     def close(self) -> None:
         self._watchdog.stop()
@@ -350,44 +354,3 @@ def wait_until(is_so: Callable[[], bool], seconds: float) -> None:
         if time.monotonic() > deadline or is_so():
             return
         time.sleep(poll_sec)
-
-
-class _Watchdog(threading.Thread):
-    """Reports this rank's status while the main thread is busy elsewhere."""
-
-    def __init__(
-        self,
-        agreement: FailureAgreement,
-        position: Callable[[], str],
-        is_reachable: Callable[[], bool],
-    ) -> None:
-        super().__init__(name="ddpstats-guard", daemon=True)
-        self._agreement, self._stopped = agreement, threading.Event()
-        self._position, self._is_reachable = position, is_reachable
-
-    def run(self) -> None:
-        answered, told = -1, ""
-        agreement, store = self._agreement, self._agreement.store
-        while not self._stopped.wait(agreement.look_sec) and self._is_reachable():
-            try:
-                agreement.roster.learn()  # while there is somebody to ask
-                position = self._position()
-                if position != told:
-                    store.set(f"position/{agreement.rank}", position)
-                    told = position
-                number = agreement.verdicts
-                alarm = None if answered == number else agreement.alarm()
-                if alarm is None:
-                    continue
-                if not store.check([f"status/{number}/{agreement.rank}"]):
-                    agreement.report_status(number, alarm)
-                answered = number
-            except StoreSilent:
-                continue
-            except STORE_ERRORS:
-                return
-
-    def stop(self) -> None:
-        self._stopped.set()
-        if self is not threading.current_thread():
-            self.join(2 * _WATCHDOG_SEC + 1)

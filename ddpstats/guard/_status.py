@@ -23,6 +23,8 @@ class RankStatus:
     ``events``: of the group in question, oldest first, without gaps. ``balances``: seq -> balance, where not 0.
     ``count``: how many collectives of the group the rank began. ``waits_in``: what it waits in now: (group, seq) or
     None. ``left``: how it left the guard, if it did. ``dead``: its process is gone. ``stack``: of its main thread.
+    ``slept_sec``: how long its process did not run lately, where that was for most of the timeout. ``missed``: the
+    ranks for whose absence it left.
     """
 
     rank: int
@@ -34,6 +36,8 @@ class RankStatus:
     left: str | None = None
     dead: bool = False
     stack: str | None = None
+    slept_sec: float = 0.0
+    missed: tuple[int, ...] = ()
 
     def at(self, seq: int) -> Event | None:
         """The rank's event of that number; None if it has none, or not any more."""
@@ -63,6 +67,8 @@ class RankStatus:
                 _text_or_none(given["left"]),
                 False,
                 _text_or_none(given["stack"]),
+                float(given["slept_sec"]),
+                tuple(map(int, given["missed"])),
             )
         except (ValueError, LookupError, TypeError, AttributeError, OverflowError):
             return cls(rank)

@@ -81,6 +81,7 @@ class Watching:
         self.session: Session | None = None
         self.comparing: Comparing | None = None
         self.how_left: str | None = None
+        self._missed: tuple[int, ...] = ()  # when this rank left
         self._is_inherited = False  # by a process that was forked from the guarded one
         self.recording = Recording(settings.record_dir)
         self._works: dict[int, _Work] = {}
@@ -269,6 +270,7 @@ class Watching:
     def leave(self, error: BaseException | None) -> None:
         """Tell the others that this rank leaves, and how; never waits."""
         self.recording.begin_early()
+        self._missed = tuple(getattr(error, "missing_ranks", ()))
         if self.standing.live is not None:
             self.standing.live.left(how_left(error))
         if self.session is not None:
@@ -325,7 +327,15 @@ class Watching:
             self.how_left,
             False,
             main_stack(_STACK_FRAMES),
+            self._slept_sec(),
+            self._missed,
         )
+
+    def _slept_sec(self) -> float:
+        """How long this process did not run lately, where that is why others have waited for too long."""
+        agreement = None if self.session is None else self.session.agreement
+        slept_sec = 0.0 if agreement is None else agreement.slept_sec()
+        return slept_sec if slept_sec > self._settings.timeout_sec / 2 else 0.0
 
     def statuses(self) -> dict[str, GroupStatus]:
         """Of each group: words for it, and what this rank knows of itself in it. Called by any thread."""

@@ -17,6 +17,7 @@ CASES = [
     Case("window", "stop", 2, TIMEOUT_SEC),
     Case("guard step", "stop", 3, TIMEOUT_SEC),
     Case("guard compared", "exception", 3, TIMEOUT_SEC),
+    Case("guard compared", "stop", 4, TIMEOUT_SEC),
     Case("guard strict", "interrupt waiting", 2, TIMEOUT_SEC),
     Case("step checks", "interrupt", 2, TIMEOUT_SEC),
     Case("new keys", "host", 2, TIMEOUT_SEC),

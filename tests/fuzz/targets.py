@@ -121,7 +121,7 @@ def _wire_seeds() -> list[bytes]:
     told = {"events": [event], "balances": {"3": 1}, "count": 3, "waits_in": ["0", 3], "last": "x", "left": None}
     texts = [
         {"missing": [1, 2], "message": "text"},
-        {**told, "stack": None},
+        {**told, "stack": None, "slept_sec": 7.5, "missed": [1]},
         {**finding, "by_rank": {"0": event}},
         ["0", "words", [0, 1], 3, True, False, False],
         event,

@@ -144,6 +144,8 @@ STATUS: dict[str, Any] = {
     "last": None,
     "left": None,
     "stack": None,
+    "slept_sec": 0.0,
+    "missed": [],
 }
 
 

@@ -1,0 +1,81 @@
+"""A thread of each rank that answers for it: it reports the rank's status while the main thread is busy elsewhere.
+
+It looks a few times a second. A look that comes much too late tells that the whole process did not run: it was stopped,
+or its host had no time for it. The other ranks cannot know that, and see one more rank that waits.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ddpstats._transport.store import STORE_ERRORS, StoreSilent
+
+if TYPE_CHECKING:
+    from ddpstats.guard._failure_agreement import FailureAgreement
+
+WATCHDOG_SEC = 0.25
+_ASLEEP_SEC = 1.0  # a busy machine lets a thread wait for less
+_LATELY_SEC = 5.0  # from the end of a sleep: for as long as others may be about to judge
+
+
+class Watchdog(threading.Thread):
+    """Reports this rank's status while the main thread is busy elsewhere."""
+
+    def __init__(
+        self,
+        agreement: FailureAgreement,
+        position: Callable[[], str],
+        is_reachable: Callable[[], bool],
+    ) -> None:
+        super().__init__(name="ddpstats-guard", daemon=True)
+        self._agreement, self._stopped = agreement, threading.Event()
+        self._position, self._is_reachable = position, is_reachable
+        self._due = math.inf  # when the next look is to come; not known while it looks
+        self._slept_sec, self._woke = 0.0, -math.inf
+
+    def run(self) -> None:
+        answered, told = -1, ""
+        agreement, store = self._agreement, self._agreement.store
+        while self._is_time() and self._is_reachable():
+            try:
+                agreement.roster.learn()  # while there is somebody to ask
+                position = self._position()
+                if position != told:
+                    store.set(f"position/{agreement.rank}", position)
+                    told = position
+                number = agreement.verdicts
+                alarm = None if answered == number else agreement.alarm()
+                if alarm is None:
+                    continue
+                if not store.check([f"status/{number}/{agreement.rank}"]):
+                    agreement.report_status(number, alarm)
+                answered = number
+            except StoreSilent:
+                continue
+            except STORE_ERRORS:
+                return
+
+    def _is_time(self) -> bool:
+        """Wait for the next look; False where there is none any more."""
+        self._due = time.monotonic() + self._agreement.look_sec
+        has_ended = self._stopped.wait(self._agreement.look_sec)
+        self.slept_sec()
+        self._due = math.inf
+        return not has_ended
+
+    def slept_sec(self) -> float:
+        """How long this process did not run lately. Another thread may ask before this one has come to look."""
+        now = time.monotonic()
+        late_sec = now - self._due
+        if late_sec > _ASLEEP_SEC:
+            self._slept_sec, self._woke = late_sec, now
+        return self._slept_sec if now < self._woke + _LATELY_SEC else 0.0
+
+    def stop(self) -> None:
+        self._stopped.set()
+        if self is not threading.current_thread():
+            self.join(2 * WATCHDOG_SEC + 1)

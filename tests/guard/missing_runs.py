@@ -1,0 +1,73 @@
+"""What runs on the ranks of `test_missing`: rank 2 is interrupted in a reduction, and the others go on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in __all__
+
+import ddpstats
+from ddpstats._transport.comm import GlooComm
+from ddpstats._transport.roster import Roster
+from ddpstats._transport.store import bounded
+from ddpstats.guard._failure_agreement import FailureAgreement
+from ddpstats.guard._status import RankStatus
+
+AFTERWARDS_SEC = 2.0
+STOPPED_SEC = 3.0
+
+
+def interrupted(rank_1: str, rank_2: str) -> tuple[str, tuple[int, ...]]:
+    """Whom this rank is told to miss last, and how. Rank 0 issues one more collective under the guard.
+
+    Rank 1 "comes later" to that, or "leaves" the guard by what the reduction told it. Rank 2 "leaves" the guard by its
+    interrupt, or "stays" in it.
+    """
+    rank = dist.get_rank()
+    try:
+        with ddpstats.collective_guard("step", timeout_sec=30):
+            dist.all_reduce(torch.ones(1))
+            ddpstats.reduce_stats({"loss": 1.0})
+            try:
+                _reduce(interrupted=rank == 2)
+            except (ddpstats.RankMissing, KeyboardInterrupt):
+                if (rank, "leaves") in ((1, rank_1), (2, rank_2)):
+                    raise
+            if rank == 2 or (rank == 0) == (rank_1 == "leaves"):
+                time.sleep(AFTERWARDS_SEC * (1 + rank))
+            if rank != 2:
+                dist.all_reduce(torch.ones(1))
+    except ddpstats.RankMissing as error:
+        return str(error), error.missing_ranks
+    except KeyboardInterrupt:
+        pass
+    return "nothing", ()
+
+
+def _reduce(interrupted: bool) -> None:
+    def interrupt(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    with mock.patch.object(GlooComm, "all_reduce_sum", interrupt if interrupted else GlooComm.all_reduce_sum):
+        ddpstats.reduce_stats({"loss": 1.0})
+
+
+def stopped() -> tuple[float, float]:
+    """How long this process knows that it did not run, before and after it did not."""
+    roster = Roster(bounded(HashStore()), 0, range(2))
+    agreement = FailureAgreement(
+        roster, lambda group: RankStatus(0), str, lambda name, rank: [], lambda: True, lambda finding: None
+    )
+    before_sec = agreement.slept_sec()
+    with subprocess.Popen(["sh", "-c", f"sleep {STOPPED_SEC}; kill -CONT {os.getpid()}"]):
+        os.kill(os.getpid(), signal.SIGSTOP)
+        after_sec = agreement.slept_sec()
+    agreement.close()
+    return before_sec, after_sec
