@@ -21,7 +21,7 @@ from ddpstats.testing import RankPool, ThreadGroup, run_threads
 from tests.reduction.oracle import expected_by_rank, same
 from tests.reduction.window_pairs import Draw, Reduction, as_scalars, check, told
 
-Runner = Callable[[Sequence[int]], Sequence[Sequence[Any]]]
+Runner = Callable[[range], Sequence[Sequence[Any]]]
 """Takes seeds; what `_reduced` gives, of each rank."""
 OF_A_SEED = 12
 _AT_ONCE = 25
@@ -33,19 +33,19 @@ def drawn_by(seed: int, ranks: int, count: int = OF_A_SEED) -> Iterator[Reductio
 
 
 @functools.lru_cache(maxsize=1)
-def drawn_by_all(seeds: Sequence[int], ranks: int) -> list[tuple[int, Reduction]]:
+def drawn_by_all(seeds: range, ranks: int) -> list[tuple[int, Reduction]]:
     """(seed, reduction) of these seeds: threads need not draw what all of them know."""
     return [(seed, drawn) for seed in seeds for drawn in drawn_by(seed, ranks)]
 
 
-def on_this_rank(seeds: Sequence[int], name: str) -> list[tuple[Any, Any]]:
+def on_this_rank(seeds: range, name: str) -> list[tuple[Any, Any]]:
     """With reducers that are kept: under one name they meet layouts of all kinds."""
     reduce = functools.partial(ddpstats.reduce_stats, name=name)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     return [reduced(reduce, rank, drawn) for _, drawn in drawn_by_all(seeds, ranks)]
 
 
-def on_this_thread(group: ThreadGroup, seeds: Sequence[int]) -> list[tuple[Any, Any]]:
+def on_this_thread(group: ThreadGroup, seeds: range) -> list[tuple[Any, Any]]:
     kept: dict[tuple[str, bool], StatsReducer] = {}
 
     def reduce(stats: Any, weight: Any, nonfinite: Any, per_rank: bool) -> ddpstats.Reduced:
@@ -77,7 +77,7 @@ def _unwrapped(nested: Any) -> Any:
     return nested
 
 
-def check_many(run: Runner, ranks: int, seeds: Sequence[int]) -> None:
+def check_many(run: Runner, ranks: int, seeds: range) -> None:
     """Raises AssertionError, which begins with the seed, at the first reduction that is not as the oracle has it."""
     drawn = drawn_by_all(seeds, ranks)  # before the threads ask for it
     for (seed, one), *told_by_ranks in zip(drawn, *run(seeds), strict=True):

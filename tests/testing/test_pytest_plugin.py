@@ -234,7 +234,7 @@ def test_the_guard_of_the_environment_fails_a_test_as_the_mark_does(
 ) -> None:
     monkeypatch.setenv("DDPSTATS_GUARD", guard)
     pytester.makepyfile(test_trainer=OF_THE_ENVIRONMENT)
-    result = pytester.runpytest_subprocess("-p", PLUGIN)
+    result = pytester.runpytest_subprocess("-p", PLUGIN, "-rN")  # in a CI the summary says all of it again
     result.assert_outcomes(passed=1, failed=2)
     assert str(result.stdout).count("rank 0 failed: CollectiveMismatch: ") == 2
     assert "What differs: the reduce op." in str(result.stdout)
