@@ -135,7 +135,7 @@ def _reduce(
 
 
 def _nested(reduced: Reduced, tensors: Sequence[torch.Tensor | None]) -> Any:
-    return reduced._nested(iter(tensors))
+    return reduced._build(iter(tensors))
 
 
 def _total(reduced: Reduced, weight: Any) -> torch.Tensor:

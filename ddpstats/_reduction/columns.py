@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import struct
-import sys
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -71,7 +70,7 @@ class Columns:
         """Every rank's value in one slot; None where it has none."""
         found: list[float | None] = [values[slot] for values in self._columns]
         for position, value in enumerate(found):
-            if value != value and _bits(self._columns[position], slot) == _NO_VALUE:
+            if value != value and memoryview(self._columns[position]).cast("B").cast("q")[slot] == _NO_VALUE:
                 found[position] = None
         return found
 
@@ -82,7 +81,3 @@ class Columns:
             values = [value for value in self.row(slot) if value is not None and value == value]
             found[slot] = (min if op == "min" else max)(values, default=math.nan)
         return found
-
-
-def _bits(values: array[float], slot: int) -> int:
-    return int.from_bytes(memoryview(values).cast("B")[slot * _BYTES : (slot + 1) * _BYTES], sys.byteorder)

@@ -14,7 +14,7 @@ from functools import cached_property
 from itertools import compress
 
 from ddpstats._agreement.codec import fingerprint
-from ddpstats._base.paths import Path, Step, unique_names
+from ddpstats._base.paths import Step, unique_names
 from ddpstats._reduction.schema import (
     DICT,
     EMPTY,
@@ -25,12 +25,12 @@ from ddpstats._reduction.schema import (
     common_kind,
     distinct_leaves,
     is_flat,
+    iter_slots,
     leaf,
     leaf_nodes,
     marker_count,
     shape_of,
     slot_count,
-    step_into,
 )
 from ddpstats._reduction.wire import encode_schema
 
@@ -87,7 +87,7 @@ class Layout:
     @cached_property
     def names(self) -> dict[int, str]:
         """Slot -> the one spelling of its path, for value slots and for containers that may be None."""
-        paths = dict(_named_slots(self.root, 0, ()))
+        paths = {slot: path for slot, (path, role) in enumerate(iter_slots(self.root)) if role in ("value", "none")}
         return dict(zip(paths, unique_names(list(paths.values())), strict=True))
 
 
@@ -103,17 +103,6 @@ def _find_specials(node: Node, slot: int, found: list[tuple[int, str]]) -> int:
     for child in node.children:
         slot = _find_specials(child, slot, found)
     return slot
-
-
-def _named_slots(node: Node, slot: int, path: Path) -> list[tuple[int, Path]]:
-    if isinstance(node, Leaf):
-        return [(slot, path)]
-    named = [(slot, path)] if node.nullable else []
-    slot += marker_count(node)
-    for key, child in zip(node.keys, node.children, strict=True):
-        named += _named_slots(child, slot, (*path, step_into(node, key)))
-        slot += slot_count(child)
-    return named
 
 
 # -- 2. place ---------------------------------------------------------------------------------------------------------

@@ -187,7 +187,7 @@ class StatsReducer:
         given = Prepared(stats, weight, per_rank=call.per_rank)
 
         def work(agreement: Agreement) -> Reduced:
-            return Reduction(agreement).reduce(call, given, True, counters)
+            return Reduction(agreement, call, True, counters).reduce(given)
 
         return PendingReduction(channel.submit(work, self._timeout_sec), channel)
 
@@ -218,7 +218,7 @@ class StatsReducer:
         call, counters = call or self._call, self._counters
 
         def work(agreement: Agreement) -> Reduced:
-            return Reduction(agreement).reduce(call, given, divide, counters)
+            return Reduction(agreement, call, divide, counters).reduce(given)
 
         return channel.run(work, self._timeout_sec)
 

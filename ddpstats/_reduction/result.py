@@ -72,25 +72,25 @@ class Reduced:
 
     @cached_property
     def values(self) -> Any:
-        return self._nested(iter(self._flat))
+        return self._build(iter(self._flat))
 
     @cached_property
     def weights(self) -> Any:
-        return self._nested(repeat(self.total_weight) if self._weights is None else iter(self._weights))
+        return self._build(repeat(self.total_weight) if self._weights is None else iter(self._weights))
 
     @cached_property
     def present_ranks(self) -> Any:
         present = self._selection.present
-        return self._nested(repeat(self._world_size) if present is None else iter(present))
+        return self._build(repeat(self._world_size) if present is None else iter(present))
 
     @cached_property
     def nonfinite_ranks(self) -> Any:
         nonfinite = self._selection.nonfinite
-        return self._nested(repeat(0) if nonfinite is None else iter(nonfinite))
+        return self._build(repeat(0) if nonfinite is None else iter(nonfinite))
 
     @cached_property
     def by_rank(self) -> Any:
-        return None if self._columns is None else self._nested(iter(self._rank_values(self._columns)))
+        return None if self._columns is None else self._build(iter(self._rank_values(self._columns)))
 
     def flat(self) -> dict[str, float]:
         """Name to value for loggers: ``loss``, ``a/b``, ``l1_loss[0]``. Flags are 1.0 or 0.0, None is left out."""
@@ -121,9 +121,6 @@ class Reduced:
     def _names(self) -> list[str]:
         names = self._layout.names
         return [names[slot] for slot in self._selection.slots]
-
-    def _nested(self, values: Iterator[Any]) -> Any:
-        return self._build(values)
 
 
 def overflown(selection: Selection, means: Sequence[float], weights: float | array[float], skip: bool) -> list[int]:

@@ -117,8 +117,13 @@ def step_into(node: Container, key: Step) -> Step:
 
 def iter_leaves(node: Node, path: Path = ()) -> Iterator[tuple[Path, Leaf]]:
     """Every leaf with its path, depth first: the order of values in a result."""
+    return ((where, found) for where, found in iter_nodes(node, path) if isinstance(found, Leaf))
+
+
+def iter_nodes(node: Node, path: Path = ()) -> Iterator[tuple[Path, Node]]:
+    """Every node with its path, containers before what they hold."""
+    yield path, node
     if isinstance(node, Leaf):
-        yield path, node
         return
     sequence = is_sequence(node.kinds[0])
     for key, child in zip(node.keys, node.children, strict=True):
@@ -126,15 +131,7 @@ def iter_leaves(node: Node, path: Path = ()) -> Iterator[tuple[Path, Leaf]]:
         if type(child) is Leaf:
             yield (*path, step), child
         else:
-            yield from iter_leaves(child, (*path, step))
-
-
-def iter_nodes(node: Node, path: Path = ()) -> Iterator[tuple[Path, Node]]:
-    """Every node with its path, containers before what they hold."""
-    yield path, node
-    if isinstance(node, Container):
-        for key, child in zip(node.keys, node.children, strict=True):
-            yield from iter_nodes(child, (*path, step_into(node, key)))
+            yield from iter_nodes(child, (*path, step))
 
 
 def leaf_nodes(node: Node) -> Iterator[Leaf]:

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 
-from ddpstats._agreement.lanes import Buffer
+from ddpstats._agreement.lanes import PARTIAL, WEIGHT, Buffer
 from ddpstats._agreement.vectors import add, is_finite, spread
 from ddpstats._base import exact_sums
+from ddpstats._reduction import slots
 from ddpstats._reduction.layout import NONFINITE, PRESENT, Layout, Placement
-from ddpstats._reduction.slots import write_totals
 from ddpstats._reduction.wire import Numbers
 
 
@@ -29,17 +29,17 @@ def lanes_of(
     weights: float | array[float],
     finite: bool,
     skip: bool,
-    mixed: tuple[int, ...] = (),
-) -> tuple[array[float], float | array[float], array[float]]:
-    """One rank's sums and weights per leaf, and codes per slot: what is not finite is counted, or left out."""
+    mixed: tuple[int, ...],
+) -> tuple[array[float], array[float], array[float]]:
+    """One rank's sums, weights and codes per slot: what is not finite is counted, or left out."""
     codes = placement.codes
+    weights = array("d", (weights,)) * len(sums) if isinstance(weights, float) else weights
     if mixed:
         codes = array("d", codes)
         for i in mixed:
             codes[placement.slots[i]] += NONFINITE
     if not finite:
-        sums, codes = array("d", sums), array("d", codes)
-        weights = array("d", [weights]) * len(sums) if isinstance(weights, float) else array("d", weights)
+        sums, weights, codes = array("d", sums), array("d", weights), array("d", codes)
         for i, slot in enumerate(placement.slots):
             if not math.isfinite(sums[i]):
                 codes[slot] += NONFINITE - (PRESENT if skip else 0)
@@ -50,7 +50,7 @@ def lanes_of(
         for i, slot in enumerate(placement.slots):
             if slot in layout.extremes and not math.isnan(sums[i]):
                 sums[i] = 0.0
-    return sums, weights, codes
+    return spread(layout.size, placement.slots, sums), spread(layout.size, placement.slots, weights), codes
 
 
 def extremes_of(layout: Layout, placement: Placement, sums: Sequence[float], skip: bool) -> Iterator[tuple[int, float]]:
@@ -129,20 +129,19 @@ class Summation:
 
     def write_to(self, buffer: Buffer) -> None:
         """Leave what one all_reduce would have left."""
-        size, weight = self._layout.size, 0.0
-        totals = [array("d", bytes(8 * size)) for _ in range(3)]
+        layout, weight = self._layout, 0.0
+        sums, weights, codes = (array("d", bytes(8 * layout.size)) for _ in range(3))
         for share in self._shares:
-            placement, numbers = share.placement, share.numbers
-            sums, weights, codes = lanes_of(
-                self._layout, placement, share.sums, numbers.weights, share.finite, self._skip, numbers.mixed
+            numbers = share.numbers
+            lanes = lanes_of(
+                layout, share.placement, share.sums, numbers.weights, share.finite, self._skip, numbers.mixed
             )
-            if isinstance(weights, float):
-                weights = array("d", (weights,)) * len(sums)
-            for total, lane in zip(totals, (sums, weights), strict=False):
-                add(total, spread(size, placement.slots, lane))
-            add(totals[2], codes)
+            for total, lane in zip((sums, weights, codes), lanes, strict=True):
+                add(total, lane)
             weight += numbers.weight
-        write_totals(buffer, self._layout, weight, all(share.is_whole for share in self._shares), *totals)
+        buffer.lanes[PARTIAL] = not all(share.is_whole for share in self._shares)
+        buffer.lanes[WEIGHT] = weight
+        slots.write(buffer, layout, sums, weights, codes)
 
     def extremes(self) -> dict[int, float]:
         """Slot -> minimum or maximum."""
@@ -161,7 +160,7 @@ class Summation:
         """Where some rank's product has an exponent of its own, and no value is NaN or infinite."""
         scaled = {share.placement.slots[position] for share in self._shares for position in share.numbers.scaled}
         if scaled and not self._skip:
-            scaled.difference_update(*(slots for _, slots in self.nonfinite()))
+            scaled.difference_update(*(found for _, found in self.nonfinite()))
         return scaled
 
     def exact(self, slot: int) -> float:

@@ -72,7 +72,7 @@ class StatsWindow:
         self._reducer = StatsReducer(group=group, name=name, nonfinite=nonfinite, timeout_sec=timeout_sec)
         call = replace(self._reducer._call, kind="StatsWindow.flush")
         self._reducer._call, self._per_rank_call = call, replace(call, per_rank=True)
-        self._turn = threading.Lock()
+        self._turn = _Turn()
         self._last_structure: Structure | None = None
         self._empty()
 
@@ -101,7 +101,7 @@ class StatsWindow:
             self._add_apart(stats, weight)
             return
         if not self._turn.acquire(False):
-            self._wait_for_turn()
+            self._turn.wait()
         try:
             rows = self._recent
             if (
@@ -124,19 +124,8 @@ class StatsWindow:
 
     @breaks_graph
     def _add_apart(self, stats: Any, weight: Any) -> None:
-        self._wait_for_turn()
-        try:
+        with self._turn:
             self._add(stats, weight)
-        finally:
-            self._turn.release()
-
-    def _wait_for_turn(self) -> None:
-        if not self._turn.acquire(timeout=_TURN_SEC):
-            raise ConfigError(
-                f"this StatsWindow has been busy for {_TURN_SEC:g} s: the handler of a signal, or what runs when an "
-                "object is collected, called it in the middle of a call on the same thread. Set a flag there, and add "
-                "at the next step of the program."
-            )
 
     def _add(self, stats: Any, weight: Any) -> None:
         """The careful way."""
@@ -184,12 +173,9 @@ class StatsWindow:
         channel = self._reducer._usable_channel()
         channel.refuse_inside()
         refuse_without_values(f"a reduction on {channel.group_name}")
-        self._wait_for_turn()
-        try:
+        with self._turn:
             content, times = self._content, self._device_times
             self._empty()
-        finally:
-            self._turn.release()
         given = _Flushed(content, times, self._last_structure, per_rank)
         try:
             return self._reducer._run(channel, given, call=self._per_rank_call if per_rank else None)
@@ -201,12 +187,9 @@ class StatsWindow:
             self._last_structure = given.structure
 
     def _put_back(self, content: WindowContent, times: DeviceTimes) -> None:
-        self._wait_for_turn()
-        try:
+        with self._turn:
             if self.adds == 0:
                 self._content, self._device_times, self._recent = content, times, None
-        finally:
-            self._turn.release()
 
     def timed(self, name: str) -> AbstractContextManager[None]:
         """Add the seconds spent inside, as a mean over its uses: ``time/NAME``. Local; not counted in `adds`.
@@ -224,19 +207,17 @@ class StatsWindow:
         return _Timed(self, name)
 
     def _add_time(self, name: str, watch: Stopwatch) -> None:
-        self._wait_for_turn()
         try:
-            self._refuse_closed()
-            if watch.on_device:
-                self._device_times.append(name, watch)
-                for earlier, seconds in self._device_times.finished():
-                    self._content.add_time(earlier, seconds)
-            else:
-                self._content.add_time(name, watch.seconds())
+            with self._turn:
+                self._refuse_closed()
+                if watch.on_device:
+                    self._device_times.append(name, watch)
+                    for earlier, seconds in self._device_times.finished():
+                        self._content.add_time(earlier, seconds)
+                else:
+                    self._content.add_time(name, watch.seconds())
         except SchemaConflict as error:
             raise self._conflict(error) from None
-        finally:
-            self._turn.release()
 
     @property
     def adds(self) -> int:
@@ -250,18 +231,15 @@ class StatsWindow:
 
     def __getstate__(self) -> dict[str, Any]:
         """For a copy, and for another process. Waits for the devices whose time is taken."""
-        self._wait_for_turn()
-        try:
+        with self._turn:
             for name, seconds in self._device_times.finished(wait=True):
                 self._content.add_time(name, seconds)
             state = copy.deepcopy({**vars(self), "_turn": None, "_recent": None})
-        finally:
-            self._turn.release()
         state["_content"].sum_up_rows()
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _turn=threading.Lock())
+        vars(self).update(state, _turn=_Turn())
 
     def close(self) -> None:
         """End this window, and drop what was not flushed. Local; idempotent."""
@@ -286,6 +264,28 @@ class StatsWindow:
     def _refuse_closed(self) -> None:
         if self._reducer._closed:
             raise ConfigError("this StatsWindow is closed")
+
+
+class _Turn:
+    """A lock, of which a call that waits for itself is told."""
+
+    def __init__(self) -> None:
+        lock = threading.Lock()
+        self.acquire, self.release = lock.acquire, lock.release
+
+    def wait(self) -> None:
+        if not self.acquire(timeout=_TURN_SEC):
+            raise ConfigError(
+                f"this StatsWindow has been busy for {_TURN_SEC:g} s: the handler of a signal, or what runs when an "
+                "object is collected, called it in the middle of a call on the same thread. Set a flag there, and add "
+                "at the next step of the program."
+            )
+
+    def __enter__(self) -> None:
+        self.wait()
+
+    def __exit__(self, *exc: object) -> None:
+        self.release()
 
 
 class _Timed(AbstractContextManager[None]):

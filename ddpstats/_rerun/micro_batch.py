@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar
 
 from ddpstats._agreement.channel import channel_of
 from ddpstats._agreement.gather import gather_trees
+from ddpstats._base.arguments import refuse_differences
 from ddpstats._base.compiled import refuse_without_values
 from ddpstats.errors import ConfigError
 
@@ -58,9 +59,6 @@ class StepWatch:
         method: what judges the step, for messages: "NaNCapture.check".
     """
 
-    _finalizer: weakref.finalize[Any, Any]
-    """Takes hooks and threads away."""
-
     def __init__(self, method: str, group: Any) -> None:
         channel = channel_of(group)
         self._method, self._group = method, group
@@ -71,19 +69,28 @@ class StepWatch:
         self._agreed = False  # all ranks made theirs with the same settings
         self._closed = ""  # why nothing can begin any more
 
+    def _closes(self, *closing: Callable[[], None]) -> None:
+        """What takes hooks and threads away, at `close` or once nobody holds this; so none of it may hold this."""
+        self._finalizer = weakref.finalize(self, _close_all, closing)
+
     def close(self) -> None:
         """Take hooks and threads away. Local; idempotent."""
         if not self._closed:
             self._closed = "after close()"
             self._finalizer()
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __getstate__(self) -> dict[str, Any]:
         """A copy is closed: what is watched is the model that was given, and no copy of it."""
-        kind = type(self)
-        closed = f"of a copy, which watches nothing: make a {kind.__name__} for the copied model"
+        closed = f"of a copy, which watches nothing: make a {type(self).__name__} for the copied model"
         state = {name: value for name, value in vars(self).items() if not name.startswith("_")}
-        state.update(_method=self._method, _step=self._step, _closed=closed, _running=None, _group=None)
-        return _bare, (kind,), state
+        return {
+            **state,
+            "_method": self._method,
+            "_step": self._step,
+            "_closed": closed,
+            "_running": None,
+            "_group": None,
+        }
 
     def __enter__(self: W) -> W:
         return self
@@ -107,9 +114,21 @@ class StepWatch:
         found = gather_trees(tree, name=f"{self._method}: {what}", group=self._group, dedicated_buffer=True)
         return dict(zip(self._ranks, found, strict=True))
 
+    def _agree_on(self, settings: Mapping[str, Any], advice: str, **besides: Any) -> dict[int, Any]:
+        """Once: a verdict is the same on every rank only if all were told to do the same. Collective.
 
-def _bare(kind: type[W]) -> W:
-    return kind.__new__(kind)
+        ``advice``: as `refuse_differences`. Returns each rank's ``besides``, by global rank.
+        """
+        told = self._gathered(lambda: {"settings": settings, **besides}, "settings")
+        own = {rank: tree["settings"] for rank, tree in told.items()}
+        refuse_differences(own, self._method.partition(".")[0], advice)
+        self._agreed = True
+        return told
+
+
+def _close_all(closing: Sequence[Callable[[], None]]) -> None:
+    for close in closing:
+        close()
 
 
 def checked_step(step: Any, call: str) -> int:

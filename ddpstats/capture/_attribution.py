@@ -20,6 +20,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,7 @@ def attribute_cause(
         return None
     culprit = finding.culprit_ranks[0]
     ranks, rank, group = bundling.peers.ranks, bundling.peers.rank, bundling.group
-    runner = _Runner(module, step_fn, lambda: source.rank_part(rank, len(ranks), finding.step), source)
+    runner = _Runner(module, step_fn, source, lambda: source.rank_part(rank, len(ranks), finding.step))
     is_culprit = rank == culprit
     first = gather_trees(attempt(runner.again) if is_culprit else None, name=_NAME, group=group)
     here = first[ranks.index(culprit)]
@@ -89,31 +90,27 @@ def attribute_cause(
     return _judged(culprit, peer, here, second[culprit], None if peer is None else second[peer])
 
 
+@dataclass
 class _Runner:
-    """Runs parts of steps on copies of this rank's module. Local."""
+    """Runs parts of steps on copies of this rank's module. Local. ``content``: of this rank's own part."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        step_fn: Callable[[nn.Module, Any], Tensor],
-        content: Callable[[], dict[str, Any]],
-        source: PartSource,
-    ) -> None:
-        self._module, self._step_fn, self._content, self._source = module, step_fn, content, source
-        self._device = device_of(module)
-        self._run_sec = 0.0  # what the first run took
+    module: nn.Module
+    step_fn: Callable[[nn.Module, Any], Tensor]
+    source: PartSource
+    content: Callable[[], dict[str, Any]]
+    run_sec: float = 0.0  # what the first run took
 
     @cached_property
     def _own(self) -> RankPart:
-        return RankPart.from_content(self._content(), "the step in memory")
+        return RankPart.from_content(self.content(), "the step in memory")
 
     def again(self) -> dict[str, Any]:
         """This rank's own part, twice: the names of what was not finite, of each run."""
         patience, part = _Patience(), self._own
         started = time.monotonic()
         outcomes = [self._run(part, "captured")]
-        self._run_sec = time.monotonic() - started
-        while len(outcomes) < _RUNS and patience.allows(self._run_sec):
+        self.run_sec = time.monotonic() - started
+        while len(outcomes) < _RUNS and patience.allows(self.run_sec):
             outcomes.append(self._run(part, "captured"))
         different = [_difference(part, outcome) for outcome in outcomes]
         return {
@@ -121,7 +118,7 @@ class _Runner:
             "other_step": different[0] if all(different) else None,
             "losses_known": all(_is_known(micro.loss) for micro in part.micro_batches),
             "batch": _nonfinite_inputs(part),
-            "place": place_text(self._module),
+            "place": place_text(self.module),
         }
 
     def of_a_peer(self, part: RankPart) -> dict[str, Any]:
@@ -132,18 +129,19 @@ class _Runner:
         """This rank's part in float32 and float64: what was not finite; None where it was not run."""
         patience, found = _Patience(), dict[str, Any]()
         for precision, slower in _SLOWER.items():
-            factor = _SLOWER_GPU_FP64 if precision == "fp64" and self._device.type != "cpu" else slower
+            factor = _SLOWER_GPU_FP64 if precision == "fp64" and device_of(self.module).type != "cpu" else slower
             found[precision] = None
-            if patience.allows(factor * self._run_sec):
+            if patience.allows(factor * self.run_sec):
                 found[precision] = self._run(self._own, precision).nonfinite
                 if not found[precision]:
                     break
-        return {"run_sec": self._run_sec, **found}
+        return {"run_sec": self.run_sec, **found}
 
     def _run(self, part: RankPart, precision: str) -> Outcome:
-        with alone("step_fn", self._device):
-            model, parameters = copy.deepcopy(self._module), self._source.parameters()
-            outcome = Rerun(model, self._step_fn, part, parameters, RunSettings(self._device, precision)).run()
+        device = device_of(self.module)
+        with alone("step_fn", device):
+            model, parameters = copy.deepcopy(self.module), self.source.parameters()
+            outcome = Rerun(model, self.step_fn, part, parameters, RunSettings(device, precision)).run()
         if outcome.error is not None:
             raise outcome.error
         return outcome
@@ -264,7 +262,9 @@ def _judged(
         )
     else:
         lines = [f"Cause: software or data: {again}, and so does rank {peer}."]
-    return "\n".join([*lines, _precision_text(precise), *_batch_lines(here["batch"])])
+    found = here["batch"]
+    batch = [f"The batch itself is not finite: {listed(found, _SHOWN)}."] if found else []
+    return "\n".join([*lines, _precision_text(precise), *batch])
 
 
 def _precision_text(precise: Mapping[str, Any]) -> str:
@@ -277,7 +277,3 @@ def _precision_text(precise: Mapping[str, Any]) -> str:
         if not precise[precision]:
             return f"In {name} the gradients are finite: the numbers overflow, or lack digits, in the precision in use."
     return "Not finite in float32 and float64 either: the mathematics or the data, not the precision."
-
-
-def _batch_lines(found: list[str]) -> list[str]:
-    return [f"The batch itself is not finite: {listed(found, _SHOWN)}."] if found else []

@@ -111,7 +111,11 @@ class Bundle:
         path = Path(path)
         if path.name == MANIFEST and not path.is_dir():
             path = path.parent
-        if path.is_dir() and not _is_there(path / MANIFEST) and BUNDLE_NAME.fullmatch(path.resolve().name) is None:
+        if (
+            path.is_dir()
+            and not os.path.lexists(path / MANIFEST)
+            and BUNDLE_NAME.fullmatch(path.resolve().name) is None
+        ):
             return cls._newest(path)
         manifest = read_manifest(path)
         return cls(path, manifest, _incomplete_notes(manifest))
@@ -214,10 +218,6 @@ def _first_line(error: Exception) -> str:
     return lines[0][:300] if lines else "no reason given"
 
 
-def _is_there(path: Path) -> bool:
-    return path.exists() or path.is_symlink()
-
-
 def _incomplete_notes(manifest: Manifest) -> list[str]:
     if manifest.complete:
         return []
@@ -294,7 +294,7 @@ def _beyond_alone(found: list[tuple[Path, Manifest | None]], keep: int) -> set[P
 def _is_incomplete(path: Path, manifest: Manifest | None) -> bool:
     """And nobody is at work on it. A manifest that cannot be read is of something else, or of a later version."""
     try:
-        lacks = not _is_there(path / MANIFEST) if manifest is None else not manifest.complete
+        lacks = not os.path.lexists(path / MANIFEST) if manifest is None else not manifest.complete
         return lacks and time.time() - path.stat().st_mtime > _UNDER_WAY_SEC
     except OSError:
         return False

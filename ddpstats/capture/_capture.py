@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
@@ -26,7 +25,7 @@ import torch
 from ddpstats._agreement.channel import channel_of
 from ddpstats._agreement.questions import ask_all
 from ddpstats._base import marks
-from ddpstats._base.arguments import check_choice, check_count, refuse_differences
+from ddpstats._base.arguments import check_choice, check_count
 from ddpstats._base.compiled import breaks_graph
 from ddpstats._base.rank_names import ranks_text
 from ddpstats._observe.gradient_norms import any_bad
@@ -124,7 +123,7 @@ class NaNCapture(StepWatch):
         self._scaler_skips = 0
         self._captured_before = False  # in the step before this one
         self._batches_checked = False
-        self._finalizer = weakref.finalize(self, _release, self._watch, self._record, self._peers)
+        self._closes(self._watch.close, self._record.close, self._peers.close)
 
     @property
     def step(self) -> int:
@@ -259,17 +258,14 @@ class NaNCapture(StepWatch):
             return True
 
     def _agree_on_settings(self) -> None:
-        """Once. A verdict is the same on every rank only if all were told to do the same."""
-        mine = {
+        settings = {
             "on_nonfinite": self._policy,
             "keep": self._keep,
             "max_bytes": self._max_bytes,
             "max_scaler_skips": self._max_scaler_skips,
             "attribute": self._step_fn is not None,
         }
-        told = self._gathered(lambda: mine, "settings")
-        refuse_differences(told, "NaNCapture", "Every rank must make it alike.")
-        self._agreed = True
+        self._agree_on(settings, "Every rank must make it alike.")
 
     def _settle(self) -> CaptureVerdict:
         """Some rank saw something: all tell what, and do the same."""
@@ -338,9 +334,3 @@ def _refuse_problems(details: Mapping[int, Mapping[str, Any]]) -> None:
         lines += [f"  {ranks_text([rank])}: {text}" for rank, text in problems.items()]
         lines.append("Hand micro_batch() what can be stored, or leave batches out: NaNCapture(..., store_batch=False).")
         raise BundleError("\n".join(lines), ranks=problems)
-
-
-def _release(watch: GradientWatch, record: StepRecord, peers: Peers) -> None:
-    watch.close()
-    record.close()
-    peers.close()

@@ -67,7 +67,9 @@ def echoing(rank: int, world_size: int) -> Iterator[collections.Counter[str]]:
 def _start(rank: int, world_size: int) -> None:
     try:
         if _BACKEND.upper() not in dist.Backend.__dict__:
-            dist.Backend.register_backend(_BACKEND, _new_group, devices=["cpu", "cuda"])
+            dist.Backend.register_backend(
+                _BACKEND, lambda store, rank, size, timeout: EchoGroup(rank, size), devices=["cpu", "cuda"]
+            )
         store = dist.HashStore()  # type: ignore[attr-defined]  # exported, but not said to be
         dist.init_process_group(_BACKEND, store=store, rank=rank, world_size=world_size)
     except (AttributeError, TypeError, RuntimeError, ValueError) as error:
@@ -89,10 +91,6 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-
-
-def _new_group(store: Any, rank: int, world_size: int, timeout: Any) -> EchoGroup:
-    return EchoGroup(rank, world_size)
 
 
 class _Done(dist.Work):
@@ -198,7 +196,8 @@ class EchoGroup(dist.ProcessGroup):
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, *rest: Any, **named: Any) -> Any:
         for places in outputs:  # one list per rank
-            _copy_each(places, inputs)
+            for place, value in zip(places, inputs, strict=True):
+                _copy_to_all([place], value)
         return _done("all_gather", outputs)
 
     def all_gather_single(self, output: Any, input: Any, *rest: Any, **named: Any) -> Any:
@@ -243,8 +242,7 @@ class EchoGroup(dist.ProcessGroup):
     def recv(self, *rest: Any, **named: Any) -> Any:
         raise _no_peer("recv")
 
-    def recv_anysource(self, *rest: Any, **named: Any) -> Any:
-        raise _no_peer("recv")
+    recv_anysource = recv
 
 
 def _done(name: str, result: Any) -> _Done:
@@ -276,16 +274,6 @@ def _copy_to_all(places: Sequence[torch.Tensor], value: torch.Tensor) -> None:
             if place.shape == value.shape:
                 place.copy_(value)
             else:
-                _copy_part(place.reshape(-1) if place.is_contiguous() else place, value.reshape(-1))
-
-
-def _copy_part(place: torch.Tensor, value: torch.Tensor) -> None:
-    count = min(place.numel(), value.numel())
-    place[:count].copy_(value[:count])
-    place[count:].zero_()
-
-
-def _copy_each(places: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-    with torch.no_grad():
-        for place, value in zip(places, values, strict=True):
-            place.copy_(value)
+                flat, count = place.reshape(-1) if place.is_contiguous() else place, min(place.numel(), value.numel())
+                flat[:count].copy_(value.reshape(-1)[:count])
+                flat[count:].zero_()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
+import os
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -116,7 +117,7 @@ def read_manifest(directory: Path) -> Manifest:
         raise BundleError(
             f"{directory} {what}. Give a bundle, capture-...-step..., or the directory that NaNCapture was given."
         )
-    if not path.exists() and not path.is_symlink():
+    if not os.path.lexists(path):
         raise BundleError(
             f"{directory} has no {MANIFEST}, which is written last: the writing never ended (the job was killed, or "
             "the disk was full). Use an older bundle, or capture again."

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -154,9 +155,20 @@ class OperationTracer:
     def __post_init__(self) -> None:
         self._names = {id(module): name for name, module in self.model.named_modules()}
 
-    def watching(self) -> _Watching:
-        """A context manager, for one thread and what autograd does for it."""
-        return _Watching(self)
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """For one thread and what autograd does for it."""
+        self._modules.clear()
+        handles = [
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+        ]
+        try:
+            with _Mode(self):
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def add_source(self, what: str, tensor: Tensor) -> None:
         """A tensor that was there before the step. Infinities may be meant: a mask has them. A NaN is not."""
@@ -250,29 +262,6 @@ class OperationTracer:
     def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
         if self._modules:
             self._modules.pop()
-
-
-class _Watching:
-    """The dispatch mode and the module hooks, together."""
-
-    def __init__(self, tracer: OperationTracer) -> None:
-        self._tracer = tracer
-        self._mode = _Mode(tracer)
-        self._handles: list[Any] = []
-
-    def __enter__(self) -> None:
-        tracer = self._tracer
-        tracer._modules.clear()
-        self._handles = [
-            register_module_forward_pre_hook(tracer._enter),
-            register_module_forward_hook(tracer._leave, always_call=True),
-        ]
-        self._mode.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._mode.__exit__(*error)
-        for handle in self._handles:
-            handle.remove()
 
 
 class _Mode(DispatchMode):  # type: ignore[misc]

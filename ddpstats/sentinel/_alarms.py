@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ddpstats._base.rank_names import ranks_text
 from ddpstats.sentinel._settings import SentinelSettings
-from ddpstats.sentinel._verdict import SentinelFinding
+from ddpstats.sentinel._verdict import Layer, SentinelFinding
 
 if TYPE_CHECKING:
     from ddpstats.sentinel._matmul_checksum import MatmulFault
@@ -47,7 +47,9 @@ class Check:
 
 def error_line(check: Check, settings: SentinelSettings) -> str:
     """Of a value of level 1."""
-    return _prefix(check) + (_v3_alarm(check) if settings.detector == "v3" else _v2_alarm("L1 Error", check, settings))
+    if settings.detector == "v3":
+        return f"{_prefix(check)}A grad-norm spike may happen: {_v3_fields(check, 'abnormal value')}."
+    return _prefix(check) + _v2_alarm("L1 Error", check, settings)
 
 
 def warning_line(check: Check, settings: SentinelSettings) -> str:
@@ -98,10 +100,6 @@ def _v2_mode(settings: SentinelSettings) -> str:
     return f"npu_asd_detect = [{settings.mode}]"
 
 
-def _v3_alarm(check: Check) -> str:
-    return f"A grad-norm spike may happen: {_v3_fields(check, 'abnormal value')}."
-
-
 def _v3_fields(check: Check, value: str = "value") -> str:
     """Six significant digits: squares of gradients are far from 1."""
     state = check.state
@@ -132,16 +130,24 @@ def alarm_tree(errors: Sequence[Check]) -> dict[str, Any] | None:
 def threshold_finding(trees: Mapping[int, dict[str, Any] | None]) -> SentinelFinding | None:
     """``trees``: of `alarm_tree`, by rank."""
     found = {rank: tree for rank, tree in trees.items() if tree is not None}
-    if not found:
-        return None
-    what = "a gradient of an activation is far from normal, before any reduction of gradients"
-    lines = _lines(what, {rank: _words(tree) for rank, tree in found.items()})
+    more = []
     if len(found) == len(trees) > 1:
-        lines.append(
-            "All ranks see it: parameters, data or software first; one faulty device does not reach all at once."
-        )
-    first = found[min(found)]
-    return SentinelFinding("thresholds", tuple(sorted(found)), first["checkpoint"], "\n".join(lines), first["value"])
+        more = ["All ranks see it: parameters, data or software first; one faulty device does not reach all at once."]
+    what = "a gradient of an activation is far from normal, before any reduction of gradients"
+    told = {rank: {"name": tree["checkpoint"], "text": _words(tree), **tree} for rank, tree in found.items()}
+    return _finding("thresholds", what, told, more)
+
+
+def _finding(
+    layer: Layer, what: str, told: Mapping[int, Mapping[str, Any]], more: Sequence[str] = ()
+) -> SentinelFinding | None:
+    """``told``: name, text and value, by rank; None without any. ``more``: lines at the end."""
+    if not told:
+        return None
+    lines = [f"{ranks_text(told)}: {what}"]
+    lines += [f"  rank {rank}: {tree['text']}" for rank, tree in list(told.items())[:_SHOWN_RANKS]]
+    first = told[min(told)]
+    return SentinelFinding(layer, tuple(sorted(told)), first["name"], "\n".join([*lines, *more]), first["value"])
 
 
 def _words(tree: Mapping[str, Any]) -> str:
@@ -168,20 +174,10 @@ def fault_tree(faults: Sequence[MatmulFault], count: int) -> dict[str, Any] | No
         f"{first.op} of ({m}, {k}) with ({k}, {n}) in {first.dtype}, {where}: "
         f"element {list(first.index)} is {first.got:g} instead of {first.expected:g}; {often}{more}"
     )
-    return {"op": first.op, "text": text, "value": first.got}
+    return {"name": first.op, "text": text, "value": first.got}
 
 
 def matmul_finding(trees: Mapping[int, dict[str, Any] | None]) -> SentinelFinding | None:
     """``trees``: of `fault_tree`, by rank."""
     found = {rank: tree for rank, tree in trees.items() if tree is not None}
-    if not found:
-        return None
-    texts = {rank: tree["text"] for rank, tree in found.items()}
-    text = "\n".join(_lines("a product of matrices is not what its operands say", texts))
-    first = found[min(found)]
-    return SentinelFinding("matmul checksum", tuple(sorted(found)), first["op"], text, first["value"])
-
-
-def _lines(what: str, texts: Mapping[int, str]) -> list[str]:
-    shown = list(texts.items())[:_SHOWN_RANKS]
-    return [f"{ranks_text(texts)}: {what}", *(f"  rank {rank}: {text}" for rank, text in shown)]
+    return _finding("matmul checksum", "a product of matrices is not what its operands say", found)

@@ -153,7 +153,7 @@ def _block_of(tensor: Tensor, start: int, alone: bool, held: Mapping[int, Tensor
     if not places:
         return _Block()
     element = Element(
-        index=_unravelled(start + places[0], tensor.shape),
+        index=tuple(map(int, torch.unravel_index(torch.tensor(start + places[0], device="cpu"), tensor.shape))),
         dtype=dtype_name(tensor.dtype),
         values={rank: _value_text(row[places[0]], tensor.dtype) for rank, row in rows.items()},
         bits={rank: int.from_bytes(bytes(row[places[0]].tolist()), sys.byteorder) for rank, row in rows.items()},
@@ -169,14 +169,6 @@ def _value_text(content: Tensor, dtype: torch.dtype) -> str:
         digits = 17 if dtype is torch.float64 else 9
         return repr(number) if number == 0 or not math.isfinite(number) else f"{number:.{digits}g}"
     return repr(value.item())
-
-
-def _unravelled(place: int, shape: Sequence[int]) -> tuple[int, ...]:
-    index = []
-    for size in reversed(shape):
-        place, last = divmod(place, size)
-        index.append(last)
-    return tuple(reversed(index))
 
 
 def _digests_of_all(gathered: Gathered, what: str, tensors: Callable[[], Sequence[Tensor]]) -> list[dict[int, int]]:

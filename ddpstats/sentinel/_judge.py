@@ -92,15 +92,15 @@ class Judge:
 
         trees = self._gathered(told, "what each rank saw")
         alarms = {rank: tree["alarm"] for rank, tree in trees.items()}
-        alarm, faults, notes = threshold_finding(alarms), self._fault_finding(trees), _unchecked_notes(trees)
+        alarm, faults = threshold_finding(alarms), _fault_finding(trees)
+        notes = [f"Rank {rank}: {tree['unchecked']}" for rank, tree in trees.items() if tree["unchecked"]]
         opened = [] if alarm is None and faults is None else self._window_notes()  # before reruns, which it sees, too
         if alarm is not None:
             fresh = [rank for rank in alarm.culprit_ranks if rank not in self._alarmed]
             if fresh and self._layers.reruns is not None:
                 notes.append(self._explained(fresh[0], alarms[fresh[0]]["micro_batch"]))
                 if self._layers.window.is_open and faults is None:
-                    trees = self._gathered(self._faults, "products of the reruns")
-                    faults = self._fault_finding(trees)
+                    faults = _fault_finding(self._gathered(self._faults, "products of the reruns"))
         self._alarmed = frozenset() if alarm is None else frozenset(alarm.culprit_ranks)
         return [one for one in (alarm, faults) if one is not None], [*notes, *opened]
 
@@ -111,9 +111,6 @@ class Judge:
             "" if problem is None else f"{unchecked} products could not be checked: {type(problem).__name__}: {problem}"
         )
         return {"fault": fault_tree(faults, count), "unchecked": text}
-
-    def _fault_finding(self, trees: Mapping[int, dict[str, Any]]) -> SentinelFinding | None:
-        return matmul_finding({rank: tree["fault"] for rank, tree in trees.items()})
 
     def _explained(self, owner: int, micro_batch: int) -> str:
         """Hardware, or not? Collective."""
@@ -127,7 +124,7 @@ class Judge:
             owner,
             micro_batch,
             layers.thresholds.is_abnormal,
-            names=layers.thresholds.checkpoints.names,
+            layers.thresholds.checkpoints.names,
         )
 
     def _examined(self, has_findings: bool) -> tuple[list[SentinelFinding], list[str]]:
@@ -183,5 +180,5 @@ class Judge:
         return lines
 
 
-def _unchecked_notes(trees: Mapping[int, dict[str, Any]]) -> list[str]:
-    return [f"Rank {rank}: {tree['unchecked']}" for rank, tree in trees.items() if tree["unchecked"]]
+def _fault_finding(trees: Mapping[int, dict[str, Any]]) -> SentinelFinding | None:
+    return matmul_finding({rank: tree["fault"] for rank, tree in trees.items()})

@@ -91,10 +91,11 @@ _here = _InThisThread()
 
 def install(listener: Listener) -> None:
     """Show ``listener`` all products of this process from now on. Raises ``ConfigError`` on a torch that hides them."""
-    global _listener, _parked_at_sec
+    global _listener, _kernels, _parked_at_sec
     assert _listener is None
     if _kernels is None:
-        _register()
+        ours = {op: _kernel(op, "default") for op in _OPS} | {f"{op}.out": _kernel(op, "out") for op in _OPS}
+        _kernels, _parked_at_sec = Kernels("aten", "BackendSelect", ours, with_keys=True), time.monotonic()
     why = unseen(_sees_a_product)
     if why is not None:
         uninstall()
@@ -115,19 +116,9 @@ def uninstall() -> None:
 
 def tidy() -> None:
     """Remove our kernels where they have been parked for 5 seconds. Restores everything."""
-    if _parked_at_sec is not None and time.monotonic() - _parked_at_sec >= _PARKED_SEC:
-        _deregister()
-
-
-def _register() -> None:
     global _kernels, _parked_at_sec
-    ours = {op: _kernel(op, "default") for op in _OPS} | {f"{op}.out": _kernel(op, "out") for op in _OPS}
-    _kernels, _parked_at_sec = Kernels("aten", "BackendSelect", ours, with_keys=True), time.monotonic()
-
-
-def _deregister() -> None:
-    global _kernels, _parked_at_sec
-    if kernel_at is not None and _kernels is not None:
+    is_due = _parked_at_sec is not None and time.monotonic() - _parked_at_sec >= _PARKED_SEC
+    if is_due and kernel_at is not None and _kernels is not None:
         _kernels.remove()
         _kernels = _parked_at_sec = None
 

@@ -217,7 +217,8 @@ class PeerReplay:
             self._say(found.text)
             return None
         names = self._differing([run.result for run in runs], room)
-        return SentinelFinding("peer replay", found.culprit_ranks, names[0], f"{found.text}\n{_names_text(names)}")
+        text = f"{found.text}\nGradients that differ: {listed(names, _SHOWN_NAMES)}."
+        return SentinelFinding("peer replay", found.culprit_ranks, names[0], text)
 
     def _differing(self, results: Sequence[GradientDigests], room: float) -> list[str]:
         """Parameters whose gradient is not the same in all of them, with that room. Never empty."""
@@ -239,10 +240,6 @@ def _travelling(told: Sequence[Tensor | None]) -> list[int] | None:
     if len(known) < len(told) or any(one.shape != known[0].shape for one in known):
         return None
     return [int(place) for place in (torch.stack(known) != known[0]).any(0).nonzero()]
-
-
-def _names_text(names: Sequence[str]) -> str:
-    return f"Gradients that differ: {listed(names, _SHOWN_NAMES)}."
 
 
 def _chosen(

@@ -26,7 +26,7 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -94,7 +94,8 @@ class Replicas:
             try:
                 return self._compare(gathered)
             finally:
-                self._forget()
+                for unit in self._units or ():
+                    unit.forget()
 
     def close(self) -> None:
         """Take the hooks away. Idempotent."""
@@ -133,10 +134,9 @@ class Replicas:
         state += [entry for name, parameter in named for entry in gradient_entries(name, parameter)]
         parts = {"state": _Part(state)}
         for number, unit in enumerate(self._found_units()):
-            taken = unit.taken()
-            if taken is not None:
-                kept = [entry_of("buffer", name, copy) for name, copy in taken.items() if not self._is_left_out(name)]
-                parts[f"buffers {number}"] = _Part(kept)
+            if unit.taken is not None:
+                kept = {name: copy for name, copy in unit.taken.items() if not self._is_left_out(name)}
+                parts[f"buffers {number}"] = _Part([entry_of("buffer", name, copy) for name, copy in kept.items()])
         return parts
 
     def _is_left_out(self, name: str) -> bool:
@@ -155,10 +155,6 @@ class Replicas:
         if self._units is None:
             self._units = units_of(self._inner, replicas_in(self._model))
         return self._units
-
-    def _forget(self) -> None:
-        for unit in self._units or ():
-            unit.forget()
 
 
 class _Part:
@@ -199,16 +195,12 @@ def _size_bytes(entry: TensorEntry) -> int:
 def _sharded(model: nn.Module) -> set[int]:
     """Identities of the parameters of which each rank holds another part."""
     sharded = {id(one) for one in model.parameters() if hasattr(one, "placements") and hasattr(one, "to_local")}
-    for module in _fully_sharded(model):
-        sharded.update(map(id, module.parameters()))
+    # FSDP's first version shards plain tensors. It is there only if the program has loaded it.
+    fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
+    for module in model.modules():
+        if isinstance(module, fsdp):
+            sharded.update(map(id, module.parameters()))
     return sharded
-
-
-def _fully_sharded(model: nn.Module) -> Iterator[nn.Module]:
-    """FSDP's first version shards plain tensors. It is there only if the program has loaded it."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    kind = getattr(fsdp, "FullyShardedDataParallel", None)
-    return (module for module in model.modules() if kind is not None and isinstance(module, kind))
 
 
 def _warnings(model: nn.Module) -> tuple[str, ...]:
@@ -231,6 +223,10 @@ class Unit:
         prefix: of its names in the model.
         replica: the DistributedDataParallel around it; None where there is none.
         others: what other units see to.
+
+    Attributes:
+        taken: name in the model -> copy, of the buffers that must be equal; None where no forward pass came, or no
+            broadcast with it.
     """
 
     def __init__(
@@ -239,7 +235,7 @@ class Unit:
         self.module = module
         self._prefix, self._replica, self._others = prefix, replica, others
         self._buffers: BufferCopies | None = None
-        self._taken: dict[str, Tensor] | None = None
+        self.taken: dict[str, Tensor] | None = None
         self._handle: Any = None
 
     def ignored(self) -> set[str]:
@@ -253,14 +249,8 @@ class Unit:
             ForwardBegins(self.module, self, Unit._about_to_run, self._replica is not None), prepend=True
         )
 
-    def taken(self) -> dict[str, Tensor] | None:
-        """Name in the model -> copy, of the buffers that must be equal; None where no forward pass came, or no
-        broadcast with it.
-        """
-        return self._taken
-
     def forget(self) -> None:
-        self._taken = None
+        self.taken = None
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
@@ -281,7 +271,7 @@ class Unit:
         if self._replica is None or not self._replica.broadcast_buffers:
             left_out |= running_names(self.module)
         copies = self._buffers.take()
-        self._taken = {self._prefix + name: copy for name, copy in copies.items() if name not in left_out}
+        self.taken = {self._prefix + name: copy for name, copy in copies.items() if name not in left_out}
 
     def _misses_its_broadcast(self) -> bool:
         """After a forward pass that trained nothing: each rank has changed its buffers by itself."""

@@ -155,8 +155,7 @@ def explain_alarm(
     owner: int,
     micro_batch: int,
     is_abnormal: Callable[[Values], bool],
-    *,
-    names: Sequence[str] = (),
+    names: Sequence[str],
 ) -> str:
     """Why rank ``owner``'s micro-batch gave a value that is not normal, in words. Collective: two gathers.
 
@@ -176,7 +175,9 @@ def explain_alarm(
         if rank not in (owner, peer):
             return {}
         repeated = reruns.run(packet)
-        return {**_answer(repeated), "bad": is_abnormal(repeated.values) if rank == owner else None}
+        values = [(index, float(value)) for index, value in repeated.values]  # (checkpoint, value)
+        bad = is_abnormal(repeated.values) if rank == owner else None
+        return {"digests": repeated.witness.digests, "values": values, "bad": bad}
 
     told = gathered(lambda: attempt(answer), "the micro-batch of the alarm, once more")
     return _explanation(owner, peer, told[owner], told[peer], names)
@@ -187,12 +188,6 @@ def _packet(reruns: Reruns, micro_batch: int) -> dict[str, Any]:
     if own is None:
         return {"error": "it did not run inside micro_batch()"}
     return own if "error" in own else {"plain": own, "buffers": reruns.buffers}
-
-
-def _answer(repeated: Repeated) -> dict[str, Any]:
-    """Of one run: the gradients' digests, and a list of (checkpoint, value)."""
-    values = [(index, float(value)) for index, value in repeated.values]
-    return {"digests": repeated.witness.digests, "values": values}
 
 
 def _explanation(owner: int, peer: int, here: Mapping[str, Any], there: Mapping[str, Any], names: Sequence[str]) -> str:
@@ -216,7 +211,7 @@ def _explanation(owner: int, peer: int, here: Mapping[str, Any], there: Mapping[
     place, value, other = differing
     return (
         f"{again}, and on rank {peer} it does not: hardware of rank {owner}, or something that only "
-        f"it holds. {_name(place, names)} has {value:.4g} on rank {owner} and {other:.4g} on rank {peer}."
+        f"it holds. {names[place]} has {value:.4g} on rank {owner} and {other:.4g} on rank {peer}."
     )
 
 
@@ -241,7 +236,3 @@ def _is_about(one: float, other: float, room: float) -> bool:
     if not (math.isfinite(one) and math.isfinite(other)):
         return not (math.isfinite(one) or math.isfinite(other))
     return math.isclose(one, other, rel_tol=_RTOL, abs_tol=room)
-
-
-def _name(index: int, names: Sequence[str]) -> str:
-    return names[index] if index < len(names) else f"Checkpoint {index}"

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import warnings
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
 from ddpstats._agreement.questions import ask_all
 from ddpstats._base import marks
-from ddpstats._base.arguments import check_count, refuse_differences
+from ddpstats._base.arguments import check_count
 from ddpstats._base.compiled import breaks_graph
 from ddpstats._rerun.micro_batch import Running, StepWatch, checked_step
 from ddpstats._rerun.module_state import place_text
@@ -109,7 +108,7 @@ class Sentinel(StepWatch):
             self._layers = Layers(model, self._options, self._ranks, self._rank)
         self._judge: Judge | None = None
         self._place = f"on {place_text(model)}"
-        self._finalizer = weakref.finalize(self, _release, self._layers.closing() if self._layers else ())
+        self._closes(*(self._layers.closing() if self._layers else ()))
         for text in (*notes, *(self._layers.warnings if self._layers else ())):
             warnings.warn(f"Sentinel: {text}", stacklevel=2)
 
@@ -228,16 +227,7 @@ class Sentinel(StepWatch):
     def _agree(self) -> None:
         """Once, in every mode: a rank that is off would leave the others waiting."""
         names = self._layers.thresholds.checkpoints.names if self._layers else []
-        mine = {"options": self._options.to_tree(names), "where": self._place}
-        told = self._gathered(lambda: mine, "settings")
-        options = {rank: tree["options"] for rank, tree in told.items()}
         advice = "Every rank must make it alike, and have the same environment variables."
-        refuse_differences(options, "Sentinel", advice)
-        self._agreed = True
+        told = self._agree_on(self._options.to_tree(names), advice, where=self._place)
         if self._judge is not None:
             self._judge.where = {rank: tree["where"] for rank, tree in told.items()}
-
-
-def _release(closing: Sequence[Callable[[], None]]) -> None:
-    for close in closing:
-        close()
