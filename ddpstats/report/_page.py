@@ -107,7 +107,7 @@ def _finding(finding: GuardFinding, group: int, places: Mapping[int, int]) -> li
 
 def _lane(lane: Lane) -> dict[str, Any]:
     spans = {place: [span.state, span.seconds] for place, span in lane.spans.items()}
-    return {"rank": lane.rank, "count": len(lane.calls), "complete": lane.complete, "end": lane.end, "spans": spans}
+    return {"rank": lane.rank, "count": len(lane.calls), "complete": lane.complete, "spans": spans}
 
 
 def _key(timeline: Timeline, key: Key) -> list[Any]:

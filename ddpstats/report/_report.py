@@ -62,7 +62,8 @@ def _collectives(timeline: Timeline) -> list[str]:
         cut = "" if lane.complete else " (the newest; older ones were dropped)"
         states = listed((f"{count:,} {state}" for state, count in lane.states.items()), _SHOWN_COUNTS)
         seen = f"; the Flight Recorder saw {states}" if states else ""
-        lines.append(f"  rank {lane.rank}: {len(lane.calls)} collectives{cut}{seen}")
+        end = f"; {lane.end}" if lane.end else ""
+        lines.append(f"  rank {lane.rank}: {len(lane.calls)} collectives{cut}{seen}{end}")
     lines.append("")
     for number, finding in enumerate(timeline.findings):
         lines += ["\n" + finding.message, *_states(timeline.spans_of(number))]
@@ -143,6 +144,7 @@ def as_json(timeline: Timeline) -> dict[str, Any]:
                 "rank": lane.rank,
                 "collectives": len(lane.calls),
                 "complete": lane.complete,
+                "end": lane.end,
                 "states": lane.states,
             }
             for lane in timeline.lanes

@@ -255,7 +255,7 @@ def _call_of(event: Event) -> CallSite:
 
 def _end_of(record: RankRecord) -> str:
     if record.end is None:
-        return "its record ends without a word: the process was killed, or hangs"
+        return "its record ends without a word: the process was killed, hangs, or still runs" if record.run else ""
     return "" if record.end.get("end") == "left" else f"left by {record.end.get('end')}"
 
 

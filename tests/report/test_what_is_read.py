@@ -94,6 +94,25 @@ def test_a_rank_that_was_killed_between_its_two_files(tmp_path: Path, capsys: py
 
 
 @pytest.mark.parametrize(
+    ("end", "said"),
+    [
+        ("left", ""),
+        ("KeyboardInterrupt", "left by KeyboardInterrupt"),
+        (None, "its record ends without a word: the process was killed, hangs, or still runs"),
+    ],
+)
+def test_how_a_rank_left_is_told(
+    end: str | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank, how in enumerate(("left", end)):
+        records.write_rank(tmp_path, rank, 2, [records.event(1, "loss", rank)], end=how)
+    assert cli.main(["report", str(tmp_path)]) == 0
+    assert f"  rank 0: 1 collectives\n  rank 1: 1 collectives{'; ' if said else ''}{said}\n" in capsys.readouterr().out
+    assert cli.main(["report", str(tmp_path), "--json"]) == 0
+    assert [rank["end"] for rank in json.loads(capsys.readouterr().out)["ranks"]] == ["", said]
+
+
+@pytest.mark.parametrize(
     ("make", "said"),
     [
         (lambda path: path.symlink_to("/etc/passwd"), "line 1: .*rank1.jsonl is a link to /etc/passwd"),
