@@ -333,8 +333,7 @@ def _put_first(hooks: Any, number: int) -> None:
 
 
 def _has_foreign_hooks(parameter: Tensor) -> bool:
-    hooks = accumulated_hooks(parameter)
-    return len(hooks) > 1 and not all(isinstance(hook, _ArrivalHook) for hook in hooks.values())
+    return not all(isinstance(hook, _ArrivalHook) for hook in accumulated_hooks(parameter).values())
 
 
 def replicas_in(module: nn.Module) -> list[nn.parallel.DistributedDataParallel]:

@@ -1,0 +1,34 @@
+"""What a `BoundedCache` keeps, and what goes first."""
+
+from __future__ import annotations
+
+from ddpstats._base.bounded_cache import BoundedCache
+
+
+def test_as_many_as_it_may_hold_stay() -> None:
+    cache = BoundedCache[int, int](8, max_cost=1000)
+    for number in range(8):
+        cache.put(number, number, cost=1)
+    assert cache.values() == list(range(8))
+    assert cache.get(0) == 0  # now the one that was used last
+    cache.put(8, 8, cost=1)
+    assert cache.values() == [2, 3, 4, 5, 6, 7, 0, 8]
+
+
+def test_the_newest_four_stay_at_any_cost() -> None:
+    evicted: list[int] = []
+    cache = BoundedCache[int, int](8, 1000, evicted.append)
+    for number in range(6):
+        cache.put(number, number, cost=10**6)
+    assert (cache.values(), evicted) == ([2, 3, 4, 5], [0, 1])
+
+
+def test_the_cost_is_of_what_is_held() -> None:
+    cache = BoundedCache[int, int](8, max_cost=100)
+    for _ in range(20):
+        cache.put(0, 0, cost=60)
+    for number in range(1, 5):
+        cache.put(number, number, cost=10)
+    assert len(cache) == 5
+    cache.put(5, 5, cost=1)
+    assert cache.values() == [1, 2, 3, 4, 5]
