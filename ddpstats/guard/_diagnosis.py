@@ -58,7 +58,7 @@ def find(
 
     ``until``: a number that every rank should have reached, and in which some rank has waited for too long, or cannot
     be joined by all any more. Missing are the ranks that died or left before it by an error; else those that are behind
-    it; else those whose process did not run; else those that are behind any other; else those that do not wait
+    it; else those that ran no Python for long; else those that are behind any other; else those that do not wait
     themselves. If all have come meanwhile, it is those that ``were_absent`` then.
     """
     by_rank = {status.rank: status for status in statuses}
@@ -369,7 +369,7 @@ def _whereabouts(statuses: Sequence[RankStatus]) -> str:
         elif status.left is not None:
             told.append(f"{status.left}" + last)
         elif status.slept_sec:
-            told.append(f"its process did not run for {status.slept_sec:.0f} s" + last)
+            told.append(f"ran no Python for {status.slept_sec:.0f} s: stopped, or in a call that holds the GIL" + last)
         elif status.waits_in is not None:
             told.append(f"waits in number {status.waits_in[1]} of group {status.waits_in[0]!r}" + last)
         else:

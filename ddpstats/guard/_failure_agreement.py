@@ -330,7 +330,7 @@ class FailureAgreement:
         )
 
     def slept_sec(self) -> float:
-        """How long this process did not run lately."""
+        """How long this process ran no Python lately."""
         return self._watchdog.slept_sec()
 
     def close(self) -> None:

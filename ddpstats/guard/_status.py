@@ -23,7 +23,7 @@ class RankStatus:
     ``events``: of the group in question, oldest first, without gaps. ``balances``: seq -> balance, where not 0.
     ``count``: how many collectives of the group the rank began. ``waits_in``: what it waits in now: (group, seq) or
     None. ``left``: how it left the guard, if it did. ``dead``: its process is gone. ``stack``: of its main thread.
-    ``slept_sec``: how long its process did not run lately, where that was for most of the timeout. ``missed``: the
+    ``slept_sec``: how long its process ran no Python lately, where that was for most of the timeout. ``missed``: the
     ranks for whose absence it left.
     """
 

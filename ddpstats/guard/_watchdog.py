@@ -1,7 +1,8 @@
 """A thread of each rank that answers for it: it reports the rank's status while the main thread is busy elsewhere.
 
-It looks a few times a second. A look that comes much too late tells that the whole process did not run: it was stopped,
-or its host had no time for it. The other ranks cannot know that, and see one more rank that waits.
+It looks a few times a second. A look that comes much too late tells that no thread of Python's ran: the process
+was stopped, its host had no time for it, or one call held the GIL. The other ranks cannot know that, and see one more
+rank that waits.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class Watchdog(threading.Thread):
         return not has_ended
 
     def slept_sec(self) -> float:
-        """How long this process did not run lately. Another thread may ask before this one has come to look."""
+        """How long this process ran no Python lately. Another thread may ask before this one has come to look."""
         now = time.monotonic()
         late_sec = now - self._due
         if late_sec > _ASLEEP_SEC:

@@ -332,7 +332,7 @@ class Watching:
         )
 
     def _slept_sec(self) -> float:
-        """How long this process did not run lately, where that is why others have waited for too long."""
+        """How long this process ran no Python lately, where that is why others have waited for too long."""
         agreement = None if self.session is None else self.session.agreement
         slept_sec = 0.0 if agreement is None else agreement.slept_sec()
         return slept_sec if slept_sec > self._settings.timeout_sec / 2 else 0.0

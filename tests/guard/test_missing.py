@@ -53,7 +53,7 @@ def test_who_failed_is_named(others: list[RankStatus], named: tuple[int, ...]) -
     assert found is not None
     assert (found.kind, found.missing) == (MISSING, named), found.message
     assert found.seq == (4 if any(one.left == LEFT for one in others) else 5)
-    assert ("did not run for 7 s" in found.message) == any(one.slept_sec and one.rank in named for one in others)
+    assert ("ran no Python for 7 s" in found.message) == any(one.slept_sec and one.rank in named for one in others)
 
 
 @pytest.mark.parametrize("rank_2", ["leaves", "stays"])
