@@ -174,9 +174,16 @@ SETUPS = {
 
 
 def run(
-    name: str, order: str, bad_step: int, dirpath: str, wrap: str = "alone", micro: int = 1
+    name: str,
+    order: str,
+    bad_step: int,
+    dirpath: str,
+    wrap: str = "alone",
+    micro: int = 1,
+    bad_micro: int | None = None,
 ) -> list[CaptureVerdict]:
-    """Three steps of ``micro`` micro-batches, a NaN in the last one of the ``bad_step``-th on rank 1."""
+    """Three steps of ``micro`` micro-batches, a NaN in one of the ``bad_step``-th (by default its last) on rank 1."""
+    bad = micro - 1 if bad_micro is None else bad_micro
     torch.manual_seed(0)
     net = Net()
     module = DistributedDataParallel(net, bucket_cap_mb=0.00002) if wrap == "ddp" else net
@@ -186,12 +193,12 @@ def run(
     with NaNCapture(dirpath, model=module, on_nonfinite="skip") as capture:
         if order == "after":
             SETUPS[name](program)
-        return [_step(program, capture, bad_step == number, micro) for number in range(3)]
+        return [_step(program, capture, bad if bad_step == number else None, micro) for number in range(3)]
 
 
-def _step(program: Program, capture: NaNCapture, is_bad: bool, micro: int) -> CaptureVerdict:
+def _step(program: Program, capture: NaNCapture, bad_micro: int | None, micro: int = 1) -> CaptureVerdict:
     for place in range(micro):
-        factor = torch.nan if is_bad and place == micro - 1 and dist.get_rank() == 1 else 1.0
+        factor = torch.nan if place == bad_micro and dist.get_rank() == 1 else 1.0
         with capture.micro_batch({"factor": factor}):
             around = program.around_backward() if program.around_backward else iter([None])
             next(around)
@@ -217,7 +224,7 @@ def mended(dirpath: str) -> list[CaptureVerdict]:
     for parameter in module.parameters():
         parameter.register_hook(reduced)  # type: ignore[no-untyped-call]
     with NaNCapture(dirpath, model=module) as capture:
-        return [_step(Program(module, module), capture, True, 1)]
+        return [_step(Program(module, module), capture, 0)]
 
 
 def made_by_a_hook(dirpath: str) -> list[CaptureVerdict]:

@@ -53,6 +53,12 @@ def test_in_the_second_micro_batch(two_ranks: RankPool, tmp_path: Path, name: st
     assert_told(same_on_all(two_ranks, runs.run, name, "before", 1, str(tmp_path), "alone", 2)[1])
 
 
+@pytest.mark.parametrize("name", ["plain", "each_time", "after_accumulation", "on_the_node", "by_hand"])
+def test_in_the_first_micro_batch(two_ranks: RankPool, tmp_path: Path, name: str) -> None:
+    """In the second one every rank's gradients hold it."""
+    assert_told(same_on_all(two_ranks, runs.run, name, "before", 1, str(tmp_path), "alone", 2, 0)[1])
+
+
 @pytest.mark.parametrize("name", ["between_layers", "plain"])
 @pytest.mark.parametrize("bad_step", [0, 1, 2])
 def test_inside_of_ddp(two_ranks: RankPool, tmp_path: Path, name: str, bad_step: int) -> None:
