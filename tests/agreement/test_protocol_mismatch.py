@@ -699,6 +699,11 @@ def test_what_no_honest_peer_sends_is_refused(payload: bytes) -> None:
         decode_schema(payload)
 
 
+def test_bytes_behind_the_end_are_counted() -> None:
+    with pytest.raises(ProtocolMismatch, match="a peer sent 3 bytes too many"):
+        decode_schema(container_bytes("dict", ["k"]) + b"abc")
+
+
 @pytest.mark.parametrize("depth", [101, 1000, 100_000])
 def test_a_structure_deeper_than_any_is_refused(depth: int) -> None:
     level = container_bytes("dict", ["k"])[:-1]
