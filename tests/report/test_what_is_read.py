@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from ddpstats import cli
+from ddpstats._base.marks import Mark
 from ddpstats.guard._records import RecordWriter
 from tests.report import records
 from tests.report.test_flight_recorder import dump, entry
@@ -91,6 +92,20 @@ def test_a_rank_that_was_killed_between_its_two_files(tmp_path: Path, capsys: py
     said = capsys.readouterr().out
     assert "  rank 1: 6 collectives (the newest; older ones were dropped)" in said
     assert "'snr_loss'" in said
+
+
+def test_of_very_many_the_rest_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for rank in (0, 1):
+        events = [records.event(seq, f"key {seq} of rank {rank}", rank) for seq in range(1, 11)]
+        alarms = [Mark("sentinel", "far from normal", records.BEGAN + step, step, (rank,)) for step in range(10)]
+        values = Mark("values", "train", records.BEGAN, values={f"path {number}": 1.0 for number in range(18)})
+        records.write_rank(tmp_path, rank, 2, events, marks=[*alarms, values])
+    assert cli.main(["report", str(tmp_path)]) == 1
+    text = capsys.readouterr().out
+    assert text.count("sentinel on rank") == 16
+    assert "\nand 4 more, which --json has\n" in text
+    told = re.findall(r"and (\d+) more, which --json and --html have", text)
+    assert told == ["4", "2"]  # of 20 keys that are not alike, and of 18 paths
 
 
 @pytest.mark.parametrize(
