@@ -59,6 +59,7 @@ def stable_hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
 
 
+MESSAGES = " (point-to-point)"  # after the name of a group
 BY_TORCH = "(gradients)"  # the label of what torch's own code issues: DDP's buckets, FSDP's shards
 _BY_TORCH_WORD = 2
 

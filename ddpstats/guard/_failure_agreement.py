@@ -25,7 +25,7 @@ from ddpstats._transport.roster import Roster
 from ddpstats._transport.store import GLANCE_SEC, STORE_ERRORS, growing_polls, shared_poll
 from ddpstats._transport.store_log import StoreLog
 from ddpstats.guard._diagnosis import find, unexplained
-from ddpstats.guard._events import Event
+from ddpstats.guard._events import MESSAGES, Event
 from ddpstats.guard._status import DOUBT, MISSING, NOTHING, GuardFinding, RankStatus
 from ddpstats.guard._watchdog import WATCHDOG_SEC, Watchdog
 
@@ -37,7 +37,6 @@ _ASKING_SEC = 3.0
 _LINGER_SEC = 2.0
 _LAST_LINGER_SEC = 10.0  # all ranks have come to their end, and are about to say so
 _MAX_POSITION_BYTES = 2000
-MESSAGES = " (point-to-point)"  # after the name of a group
 
 
 @dataclass(frozen=True)

@@ -176,25 +176,44 @@ def match_records(records: Sequence[RankRecord]) -> GuardFinding | None:
 
 
 def pair_messages(records: Sequence[RankRecord]) -> Iterator[tuple[int, int, int, int]]:
-    """(sender, which of its events, receiver, which of its events) of each message that both ranks recorded.
-
-    Not of ranks that have dropped older lines: nobody can count how many messages these were.
-    """
-    sends: dict[tuple[object, ...], list[int]] = defaultdict(list)
-    receives: dict[tuple[int, int, str, int | None], list[int]] = defaultdict(list)
-    for rank, events in ((record.rank, record.events) for record in records if record.complete):
-        messages = [(place, event) for place, event in enumerate(events) if event.is_message]
-        from_any = {(e.group, e.tag) for _, e in messages if e.signature.op == "recv" and e.peer is None}
-        for place, event in messages:
-            if event.signature.op == "recv" and (event.group, event.tag) in from_any:
-                continue  # nobody can count which message is which
-            if event.signature.op == "send" and event.peer is not None:
-                sends[rank, event.peer, event.group, event.tag].append(place)
-            elif event.signature.op == "recv" and event.peer is not None:
-                receives[event.peer, rank, event.group, event.tag].append(place)
-    for (source, to, group, tag), received in receives.items():
-        for one, other in zip(sends.get((source, to, group, tag), []), received, strict=False):
+    """(sender, which of its events, receiver, which of its events) of each message that both ranks recorded."""
+    for source, sends, to, receives in _streams(records):
+        for one, other in zip(sends, receives, strict=False):
             yield source, one, to, other
+
+
+def unpaired(records: Sequence[RankRecord]) -> Iterator[tuple[RankRecord, Event, RankRecord]]:
+    """(rank, its message, the other rank, which recorded none that goes with it): the first of each stream."""
+    by_rank = {record.rank: record for record in records}
+    for source, sends, to, receives in _streams(records):
+        rank, peer, more = (source, to, sends) if len(sends) > len(receives) else (to, source, receives)
+        if len(sends) != len(receives):
+            yield by_rank[rank], by_rank[rank].events[more[min(len(sends), len(receives))]], by_rank[peer]
+
+
+def _streams(records: Sequence[RankRecord]) -> Iterator[tuple[int, list[int], int, list[int]]]:
+    """(sender, which of its events, receiver, which of its events), of all messages of one group and tag.
+
+    Not of ranks that have dropped older lines: nobody can count how many messages these were. Not where the receiver
+    takes from any rank, for then nobody can count which message is which.
+    """
+    events_of = {record.rank: record.events for record in records if record.complete}
+    from_any = {
+        (rank, event.group, event.tag)
+        for rank, events in events_of.items()
+        for event in events
+        if event.signature.op == "recv" and event.peer is None
+    }
+    found: dict[tuple[int, int, str, int | None], tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
+    for rank, events in events_of.items():
+        for place, event in enumerate(events):
+            if event.is_message and event.peer is not None:
+                sends = event.signature.op == "send"
+                source, to = (rank, event.peer) if sends else (event.peer, rank)
+                found[source, to, event.group, event.tag][not sends].append(place)
+    for (source, to, group, tag), (sent, received) in found.items():
+        if source in events_of and to in events_of and (to, group, tag) not in from_any:
+            yield source, sent, to, received
 
 
 def _read(payload: bytes) -> Event | None:

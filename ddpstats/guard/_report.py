@@ -11,8 +11,8 @@ from typing import Any
 from ddpstats._base.rank_names import ranks_text
 from ddpstats._base.wording import count_of
 from ddpstats.guard._diagnosis import find
-from ddpstats.guard._events import newest_in_a_row
-from ddpstats.guard._p2p import match_records
+from ddpstats.guard._events import MESSAGES, newest_in_a_row
+from ddpstats.guard._p2p import match_records, unmatched, unpaired
 from ddpstats.guard._records import RankRecord
 from ddpstats.guard._status import LEFT, NOTHING, GuardFinding, RankStatus
 
@@ -21,7 +21,7 @@ def diagnose(records: Sequence[RankRecord]) -> list[GuardFinding]:
     """What went wrong first, per group; the group in which it happened first comes first."""
     groups = {**_undescribed(records), **_described(records)}
     found = [finding for name in groups if (finding := _in_group(name, groups[name], records)) is not None]
-    message = match_records(records)
+    message = match_records(records) or _not_through(records)
     found += [message] if message is not None else []
     return sorted(found, key=lambda finding: min((e.started for e in finding.by_rank.values()), default=0.0))
 
@@ -47,12 +47,40 @@ def not_compared(records: Sequence[RankRecord]) -> list[str]:
 
 def assumed(records: Sequence[RankRecord]) -> list[str]:
     """What `diagnose` took for granted where it found nothing: a sentence each."""
-    return [
+    alone = [
+        f"{ranks_text([rank.rank])}: {event}, at {event.site}: {ranks_text([peer.rank])} recorded nothing that goes "
+        "with it, and both came to their end"
+        for rank, event, peer in unpaired(records)
+        if _ended_well(rank) and _ended_well(peer)
+    ]
+    return alone + [
         f"{given['words']}: nothing tells which ranks belong to it; {ranks_text(given['ranks'])}, which used it, were "
         "compared"
         for given in _undescribed(records).values()
         if len(given["ranks"]) > 1
     ]
+
+
+def _not_through(records: Sequence[RankRecord]) -> GuardFinding | None:
+    """The first message that only one rank knows of, where one of the two did not come to its end.
+
+    Else it came through: its other half was outside of the guard, or nobody waited for it. A receive comes before a
+    send, which need not wait.
+    """
+    alone = [
+        found for found in unpaired(records) if found[0].run and not (_ended_well(found[0]) and _ended_well(found[2]))
+    ]
+    if not alone:
+        return None
+    rank, event, peer = min(alone, key=lambda found: (found[1].signature.op == "send", found[1].started))
+    group = event.group.removesuffix(MESSAGES)
+    sent = [one for one in peer.events if one.signature.op == "send" and one.peer == rank.rank]
+    words = _described(records).get(group, {}).get("words", f"group {group!r}")
+    return unmatched(event, rank.rank, words, sent[-1] if sent else None, _status_of(peer.rank, event.group, peer))
+
+
+def _ended_well(record: RankRecord) -> bool:
+    return record.end is not None and record.end.get("end") == "left"
 
 
 def _described(records: Sequence[RankRecord]) -> dict[str, Mapping[str, Any]]:
@@ -86,7 +114,7 @@ def _status_of(rank: int, group: str, record: RankRecord | None) -> RankStatus:
     events = record.events_by_group.get(group, [])
     left = None
     if record.end is not None:
-        left = LEFT if record.end.get("end") == "left" else f"{LEFT} by {record.end.get('end')}"
+        left = LEFT if _ended_well(record) else f"{LEFT} by {record.end.get('end')}"
     last = record.events[-1] if record.events else None
     return RankStatus(
         rank,

@@ -19,8 +19,8 @@ from ddpstats._base.rank_names import ranks_text
 from ddpstats._observe import collectives
 from ddpstats._transport.store import STORE_ERRORS, StoreSilent, shared_poll
 from ddpstats.errors import CollectiveMismatch, DdpstatsError, ProtocolMismatch, RankMissing
-from ddpstats.guard._events import Entry, Event, event_of
-from ddpstats.guard._failure_agreement import MESSAGES, Alarm, FailureAgreement
+from ddpstats.guard._events import MESSAGES, Entry, Event, event_of
+from ddpstats.guard._failure_agreement import Alarm, FailureAgreement
 from ddpstats.guard._session import Group, Session, Settings, Standing
 from ddpstats.guard._status import DOUBT, MISMATCH, MISSING, NOTHING, VERSIONS, GuardFinding
 from ddpstats.guard._telling import gave_up, printed_once, signal_deferred

@@ -15,8 +15,7 @@ from ddpstats._observe.user_frames import called_by_c10d, calling_frame, main_st
 from ddpstats.guard._buckets import with_parameters
 from ddpstats.guard._comparing import Comparing
 from ddpstats.guard._describe import NO_PIECES, PIECEWISE, Parts, parts_of, pieces_of, signature_of
-from ddpstats.guard._events import BY_TORCH, Entry, Event, Ring, event_of, label_word
-from ddpstats.guard._failure_agreement import MESSAGES
+from ddpstats.guard._events import BY_TORCH, MESSAGES, Entry, Event, Ring, event_of, label_word
 from ddpstats.guard._p2p import Awaited
 from ddpstats.guard._recording import Recording
 from ddpstats.guard._session import Group, Session, Settings, Standing
@@ -366,4 +365,7 @@ def _inferred(call: Collective, frame: FrameType) -> Inferred | None:
 
 
 def how_left(error: BaseException | None) -> str:
-    return LEFT if error is None else f"{LEFT} by {type(error).__name__}: {str(error)[:300]}"
+    if error is None:
+        return LEFT
+    told = str(error).strip().partition("\n")[0][:300]
+    return f"{LEFT} by {type(error).__name__}" + (f": {told}" if told else "")

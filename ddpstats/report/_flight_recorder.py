@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpstats._base.untrusted import LATEST_TIME_SEC, open_regular, parse_json, read_at_most
-from ddpstats.guard._events import Event, Signature, digest_of, text_of
+from ddpstats.guard._events import MESSAGES, Event, Signature, digest_of, text_of
 from ddpstats.guard._records import RankRecord
 from ddpstats.report._plain_pickle import plain_value
 from ddpstats.report._timeline import Span
@@ -27,7 +27,6 @@ _MOST_ENTRIES, _MOST_MEMBERS, _MOST_FRAMES, _MOST_SIZES = 1 << 20, 1 << 22, 256,
 _MOST_DIMENSIONS, _MOST_TEXT, _LEAST_ENTRY_BYTES = 64, 1000, 32
 _PEERS = re.compile(r"(send|recv) (\d{1,7})(?:->|<-)(\d{1,7})")
 _INNER = ("/torch/", "/ddpstats/_observe/")
-_MESSAGES = " (point-to-point)"
 _COMPARED = {"scatter": "output", "all_to_all": "", "all_to_all_single": "", "alltoall": "", "alltoall_base": ""}
 
 
@@ -61,11 +60,11 @@ def joined(record: RankRecord, dump: FlightDump) -> dict[int, Span]:
     """Place among the record's events -> what the recorder knows of it. Both are of one rank."""
     places: dict[str, list[int]] = {}
     for place, event in enumerate(record.events):
-        places.setdefault(event.group.removesuffix(_MESSAGES), []).append(place)
+        places.setdefault(event.group.removesuffix(MESSAGES), []).append(place)
     found: dict[int, Span] = {}
     next_of = dict.fromkeys(places, 0)
     for entry, span in zip(dump.record.events, dump.spans, strict=True):
-        group = entry.group.removesuffix(_MESSAGES)
+        group = entry.group.removesuffix(MESSAGES)
         held, at = places.get(group, []), next_of.get(group, 0)
         while at + 1 < len(held) and record.events[held[at + 1]].started <= entry.started:
             at += 1
@@ -161,7 +160,7 @@ def _event(entry: Mapping[str, Any], ranks_of: Mapping[str, Sequence[int]], budg
     signature = Signature(op, shapes=shapes, dtypes=kinds)
     created = _seconds(entry["time_created_ns"])
     event = Event(
-        f"{group}{_MESSAGES}" if is_message else group,
+        f"{group}{MESSAGES}" if is_message else group,
         _whole(entry["p2p_seq_id" if is_message else "collective_seq_id"]),
         signature,
         None,

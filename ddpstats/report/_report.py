@@ -57,13 +57,16 @@ def as_text(timeline: Timeline) -> str:
 
 
 def _collectives(timeline: Timeline) -> list[str]:
-    lines = [f"{len(timeline.lanes)} of {timeline.world_size} ranks left a record:"]
+    of_run = f" of the run of {_utc(timeline.began):%Y-%m-%d %H:%M:%S} UTC" if timeline.began else ""
+    lines = [f"{len(timeline.lanes)} of {timeline.world_size} ranks left a record{of_run}:"]
     for lane in timeline.lanes:
         cut = "" if lane.complete else " (the newest; older ones were dropped)"
         states = listed((f"{count:,} {state}" for state, count in lane.states.items()), _SHOWN_COUNTS)
         seen = f"; the Flight Recorder saw {states}" if states else ""
         end = f"; {lane.end}" if lane.end else ""
-        lines.append(f"  rank {lane.rank}: {len(lane.calls)} collectives{cut}{seen}{end}")
+        messages = sum(timeline.calls[number].is_message for number in lane.calls)
+        among = f", among them {count_of(messages, 'messages')}" if messages else ""
+        lines.append(f"  rank {lane.rank}: {len(lane.calls)} collectives{among}{cut}{seen}{end}")
     lines.append("")
     for number, finding in enumerate(timeline.findings):
         lines += ["\n" + finding.message, *_states(timeline.spans_of(number))]
@@ -131,8 +134,12 @@ def _who_has(key: Key) -> str:
 
 
 def _clock(seconds: float) -> str:
-    """UTC, for ranks of several hosts."""
-    return datetime.fromtimestamp(min(seconds, 2e11), timezone.utc).strftime("%H:%M:%S.%f")[:-3]
+    return _utc(seconds).strftime("%H:%M:%S.%f")[:-3]
+
+
+def _utc(seconds: float) -> datetime:
+    """For ranks of several hosts."""
+    return datetime.fromtimestamp(min(seconds, 2e11), timezone.utc)
 
 
 def as_json(timeline: Timeline) -> dict[str, Any]:

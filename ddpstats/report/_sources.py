@@ -23,7 +23,8 @@ from ddpstats.report._flight_recorder import FlightDump, joined, read_dumps
 from ddpstats.report._timeline import Span, Timeline, timeline_of
 
 _HOW_TO_RECORD = (
-    "Records are written by: torchrun ... -m ddpstats run --guard record --record-dir DIR train.py; give that DIR."
+    "Records are written by: torchrun ... -m ddpstats run --guard record --record-dir DIR train.py; give that DIR. "
+    "A program that makes no process group leaves none."
 )
 
 

@@ -25,3 +25,49 @@ def parted(directory: str) -> str:
     assert marks.listeners == []
     (Path(directory) / f"fr_trace_rank_{rank}").write_bytes(_dump_fr_trace(True, True, False))
     return str(Path(__file__).name)
+
+
+def messages(directory: str, how: str) -> str:
+    """What rank 0 and rank 1 send each other under a guard that only records; how it went."""
+    rank = dist.get_rank()
+    there = 1 - rank
+    try:
+        with collective_guard("record", record_dir=directory):
+            dist.barrier()
+            _exchange(how, rank, there)
+            dist.barrier()
+            return "ended"
+    except RuntimeError as error:
+        return str(error)
+
+
+def _exchange(how: str, rank: int, there: int) -> None:
+    ones, room = torch.ones(3), torch.empty(3)
+    if how == "other tag":
+        dist.irecv(room, there, tag=2) if rank else dist.isend(ones, there, tag=1)
+        raise RuntimeError("it has waited for too long")
+    if how == "both receive":
+        dist.irecv(room, there)
+        raise RuntimeError("it has waited for too long")
+    if how == "one fails" and rank == 1:
+        raise RuntimeError("no data")
+    if how == "one fails":
+        dist.irecv(room, there)
+        raise RuntimeError("interrupted")
+    if how == "not received" and rank == 0:
+        dist.isend(ones, there)
+    if how == "batch":
+        sends, receives = dist.P2POp(dist.isend, ones, there, tag=1), dist.P2POp(dist.irecv, room, there, tag=1)
+        for work in dist.batch_isend_irecv([sends, receives] if rank else [receives, sends]):
+            work.wait()
+    if how == "tags crosswise":
+        rooms = {tag: torch.empty(tag) for tag in (1, 2)}
+        works = [dist.irecv(rooms[tag], there, tag=tag) for tag in (2, 1)]
+        works += [dist.isend(torch.ones(tag), there, tag=tag) for tag in (1, 2)]
+        for one in works:
+            assert one is not None
+            one.wait()
+    if how == "from anybody":
+        dist.recv(room) if rank else dist.send(ones, there)
+    if how == "objects":
+        dist.recv_object_list([None], there) if rank else dist.send_object_list([{"a": 1}], there)

@@ -67,7 +67,7 @@ def test_a_copy_under_another_name_is_left_out(tmp_path: Path, capsys: pytest.Ca
         shutil.copy(tmp_path / "rank1.jsonl", tmp_path / name)
     assert cli.main(["report", str(tmp_path)]) == 0
     said = capsys.readouterr().out
-    assert said.startswith("2 of 2 ranks left a record:")
+    assert said.startswith("2 of 2 ranks left a record of the run of 20")
     assert "rank1 (copy).jsonl is left out: the record of a rank is called rank<number>.jsonl" in said
     assert "rank2.jsonl is left out: it is a record of rank 1" in said
 
