@@ -13,7 +13,7 @@ from ddpstats.testing import run_ranks
 from tests.guard import missing_runs as runs
 
 SIGNATURE = Signature("all_reduce", "sum", None, ((1,),), ("float32",))
-FAILED, GONE = f"{LEFT} by KeyboardInterrupt: ", f"{LEFT} by RankMissing: rank 3"
+FAILED, GONE = f"{LEFT} by KeyboardInterrupt", f"{LEFT} by RankMissing: rank 3"
 
 
 def status(rank: int, count: int, waits: int | None = None, **given: object) -> RankStatus:
