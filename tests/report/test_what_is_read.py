@@ -94,6 +94,15 @@ def test_a_rank_that_was_killed_between_its_two_files(tmp_path: Path, capsys: py
     assert "'snr_loss'" in said
 
 
+def test_a_damaged_bundle_is_left_out_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    records.write(tmp_path, 2, 1, parts=False)
+    kept = next((Path(__file__).parents[1] / "formats" / "v1" / "captures").iterdir())
+    bundle = shutil.copytree(kept, tmp_path / kept.name)
+    (bundle / "manifest.json").write_text("{")
+    assert cli.main(["report", str(tmp_path)]) == 0
+    assert f"note: {bundle.name} is left out: " in capsys.readouterr().out
+
+
 def test_of_very_many_the_rest_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for rank in (0, 1):
         events = [records.event(seq, f"key {seq} of rank {rank}", rank) for seq in range(1, 11)]

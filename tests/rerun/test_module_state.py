@@ -1,0 +1,62 @@
+"""What a rerun changes in a module, and is as it was afterwards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ddpstats._rerun.module_state import put_back
+
+ONES = torch.ones(3)
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.name, self.shape, self.seen = 3, "as it was", (1, (2, None)), [0]
+        self.register_buffer("kept", torch.ones(3))
+
+
+def changed(module: Any) -> None:
+    module.calls += 1
+    module.name, module.shape = None, ()
+    module.made_by_the_rerun = 1
+    module.kept += 1
+
+
+def removed(module: Any) -> None:
+    del module.calls, module.name, module.shape, module.kept
+
+
+def replaced(module: Any) -> None:
+    module.kept = torch.zeros(5)
+    module.register_buffer("another", torch.zeros(1))
+
+
+def resized(module: Any) -> None:
+    module.kept.resize_(7).zero_()
+
+
+@pytest.mark.parametrize("change", [changed, removed, replaced, resized])
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_a_rerun_did_is_undone(change: Any, fails: bool) -> None:
+    outer: Any = nn.Sequential(Counting())
+    module = outer[0]
+    before, seen, buffer = set(vars(module)), module.seen, module.kept
+    try:
+        with put_back(outer):
+            change(module)
+            if fails:
+                raise ValueError
+    except ValueError:
+        assert fails
+    assert set(vars(module)) == before
+    assert (module.calls, module.name, module.shape) == (3, "as it was", (1, (2, None)))
+    assert module.seen is seen
+    assert module.kept is buffer
+    assert list(module.state_dict()) == ["kept"]
+    assert torch.equal(module.kept, ONES)
+    assert isinstance(module.kept, Tensor)
