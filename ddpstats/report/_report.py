@@ -57,7 +57,8 @@ def as_text(timeline: Timeline) -> str:
 
 
 def _collectives(timeline: Timeline) -> list[str]:
-    of_run = f" of the run of {_utc(timeline.began):%Y-%m-%d %H:%M:%S} UTC" if timeline.began else ""
+    began = min((lane.times[0] for lane in timeline.lanes if lane.times), default=0.0)
+    of_run = f" of the run of {_utc(began):%Y-%m-%d %H:%M:%S} UTC" if began else ""
     lines = [f"{len(timeline.lanes)} of {timeline.world_size} ranks left a record{of_run}:"]
     for lane in timeline.lanes:
         cut = "" if lane.complete else " (the newest; older ones were dropped)"

@@ -98,7 +98,7 @@ def test_a_damaged_bundle_is_left_out_and_named(tmp_path: Path, capsys: pytest.C
     records.write(tmp_path, 2, 1, parts=False)
     kept = next((Path(__file__).parents[1] / "formats" / "v1" / "captures").iterdir())
     bundle = shutil.copytree(kept, tmp_path / kept.name)
-    (bundle / "manifest.json").write_text("{")
+    (bundle / "MANIFEST.json").write_text("{")
     assert cli.main(["report", str(tmp_path)]) == 0
     assert f"note: {bundle.name} is left out: " in capsys.readouterr().out
 
