@@ -275,10 +275,10 @@ class FailureAgreement:
             self.is_lost = True
 
     def say_done(self) -> None:
-        """This rank needs the store no more; rank 0 waits a moment until all have said so."""
+        """This rank needs the store no more; rank 0 waits a moment until all that have joined have said so."""
         self.store.add("done", 1)
         if self.rank == 0:
-            wait_until(lambda: self.store.counted("done") >= len(self.roster.ranks), _LAST_LINGER_SEC)
+            wait_until(lambda: self.store.counted("done") >= self.store.counted("here"), _LAST_LINGER_SEC)
 
     def left(self) -> dict[int, dict[str, Any]]:
         """How those ranks left that have; one question to the store where no other one has since."""

@@ -40,7 +40,7 @@ from ddpstats.errors import CollectiveMismatch, ConfigError, DdpstatsError
 from ddpstats.guard import _ending
 from ddpstats.guard._comparing import Comparing
 from ddpstats.guard._ending import AFTER_ERROR_SEC
-from ddpstats.guard._session import Settings
+from ddpstats.guard._session import Settings, next_turn
 from ddpstats.guard._status import LEFT
 from ddpstats.guard._step_question import StepQuestion
 from ddpstats.guard._summary import RECORDED, TO_RUN, GuardCounters, Tally, last_line
@@ -134,6 +134,7 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
             self._outer.conclude()
             self._outer.abandon()
         self._reset()
+        next_turn()
         collectives.subscribe(self._watching)
         self._watching.recording.subscribe()
         _ending.before_destroying(self._at_destroy)
@@ -238,9 +239,11 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         return self._found_late
 
     def _at_destroy(self, group: Any) -> None:
-        if group is dist.group.WORLD:
-            self._watching.recording.begin_early()
-        if self.has_begun and not self._watching.is_over() and group is dist.group.WORLD:
+        if group is not dist.group.WORLD:
+            return
+        next_turn()
+        self._watching.recording.begin_early()
+        if self.has_begun and not self._watching.is_over():
             error = sys.exc_info()[1]
             try:
                 self.conclude(error, None if error is None else AFTER_ERROR_SEC)

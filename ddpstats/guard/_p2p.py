@@ -182,13 +182,13 @@ def pair_messages(records: Sequence[RankRecord]) -> Iterator[tuple[int, int, int
             yield source, one, to, other
 
 
-def unpaired(records: Sequence[RankRecord]) -> Iterator[tuple[RankRecord, Event, RankRecord]]:
-    """(rank, its message, the other rank, which recorded none that goes with it): the first of each stream."""
+def unpaired(records: Sequence[RankRecord]) -> Iterator[tuple[RankRecord, int, RankRecord]]:
+    """(rank, which of its events, the other rank, which recorded none that goes with it): the first of each stream."""
     by_rank = {record.rank: record for record in records}
     for source, sends, to, receives in _streams(records):
         rank, peer, more = (source, to, sends) if len(sends) > len(receives) else (to, source, receives)
         if len(sends) != len(receives):
-            yield by_rank[rank], by_rank[rank].events[more[min(len(sends), len(receives))]], by_rank[peer]
+            yield by_rank[rank], more[min(len(sends), len(receives))], by_rank[peer]
 
 
 def _streams(records: Sequence[RankRecord]) -> Iterator[tuple[int, list[int], int, list[int]]]:

@@ -48,10 +48,10 @@ def not_compared(records: Sequence[RankRecord]) -> list[str]:
 def assumed(records: Sequence[RankRecord]) -> list[str]:
     """What `diagnose` took for granted where it found nothing: a sentence each."""
     alone = [
-        f"{ranks_text([rank.rank])}: {event}, at {event.site}: {ranks_text([peer.rank])} recorded nothing that goes "
-        "with it, and both came to their end"
-        for rank, event, peer in unpaired(records)
-        if _ended_well(rank) and _ended_well(peer)
+        f"{ranks_text([rank.rank])}: {rank.events[place]}, at {rank.events[place].site}: {ranks_text([peer.rank])} "
+        "recorded nothing that goes with it"
+        for rank, place, peer in unpaired(records)
+        if not _may_wait(rank, place, peer)
     ]
     return alone + [
         f"{given['words']}: nothing tells which ranks belong to it; {ranks_text(given['ranks'])}, which used it, were "
@@ -62,13 +62,12 @@ def assumed(records: Sequence[RankRecord]) -> list[str]:
 
 
 def _not_through(records: Sequence[RankRecord]) -> GuardFinding | None:
-    """The first message that only one rank knows of, where one of the two did not come to its end.
+    """The first message that only one rank knows of, and that rank did nothing else any more.
 
-    Else it came through: its other half was outside of the guard, or nobody waited for it. A receive comes before a
-    send, which need not wait.
+    A receive comes before a send, which need not wait.
     """
     alone = [
-        found for found in unpaired(records) if found[0].run and not (_ended_well(found[0]) and _ended_well(found[2]))
+        (rank, rank.events[place], peer) for rank, place, peer in unpaired(records) if _may_wait(rank, place, peer)
     ]
     if not alone:
         return None
@@ -77,6 +76,12 @@ def _not_through(records: Sequence[RankRecord]) -> GuardFinding | None:
     sent = [one for one in peer.events if one.signature.op == "send" and one.peer == rank.rank]
     words = _described(records).get(group, {}).get("words", f"group {group!r}")
     return unmatched(event, rank.rank, words, sent[-1] if sent else None, _status_of(peer.rank, event.group, peer))
+
+
+def _may_wait(rank: RankRecord, place: int, peer: RankRecord) -> bool:
+    """Else the message came through, its other half being outside of a guard, or it was not waited for."""
+    ended_well = _ended_well(rank) and _ended_well(peer)
+    return bool(rank.run) and not ended_well and all(event.is_message for event in rank.events[place:])
 
 
 def _ended_well(record: RankRecord) -> bool:

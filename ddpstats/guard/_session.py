@@ -38,7 +38,14 @@ from ddpstats.guard._summary import FROM_ANYBODY, NOT_RECEIVED, RECORDED, UNSETT
 
 _KEPT_DESTROYED = 64
 _MAX_VERSION = 80  # characters
-_sessions = 0  # of this process, so far: ranks that do alike count alike
+_turn = 0  # how often guards of this process have begun, and process groups ended under one
+_newest = 0  # the number of the last session
+
+
+def next_turn() -> None:
+    """A guard begins, or the default group ends. Ranks come to that alike, also one that issues nothing in between."""
+    global _turn
+    _turn += 1
 
 
 class Settings(NamedTuple):
@@ -129,18 +136,17 @@ class Session:
         position: Callable[[], str],
         heard: Callable[[GuardFinding], None],
     ) -> None:
-        global _sessions
+        global _turn, _newest
         compares = settings.compares
         if compares:
             refuse_fake(dist.group.WORLD)
-        _sessions += 1
-        prefix = f"ddpstats/guard/{_sessions}"
-        self._number, self._compares = _sessions, compares
+        self._number = _turn = _newest = max(_turn, _newest + 1)
+        self._compares = compares
         self._world = weakref.ref(dist.group.WORLD) if dist.group.WORLD is not None else lambda: None
         self.rank = dist.get_rank()
         self.words = f"the default group of {dist.get_world_size()} ranks"
         limit_sec, self._timeout_sec = min(LIMIT_SEC, settings.timeout_sec), settings.timeout_sec
-        self._store = world_store(prefix, limit_sec)
+        self._store = world_store(f"ddpstats/guard/{self._number}", limit_sec)
         self._roster = Roster(self._store, self.rank, range(dist.get_world_size()))
         with self._reaching_store():
             self.run = run_name(limit_sec)

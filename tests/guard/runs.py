@@ -100,7 +100,7 @@ def with_version(mode: Any, name: str, value: Any) -> tuple[str, str]:
 
 def _await_the_first() -> None:
     """Once rank 0 has entered its guard."""
-    store = world_store(f"ddpstats/guard/{_session._sessions + 1}")
+    store = world_store(f"ddpstats/guard/{_session._turn + 1}")
     while not store.check(["version"]):
         time.sleep(0.01)
 

@@ -57,9 +57,20 @@ def test_a_message_that_nobody_received_is_told_and_is_no_finding(
     assert status == 0
     assert "rank 0: 3 collectives, among them 1 message\n  rank 1: 2 collectives\n" in text
     assert "in the same order, as far as can be told.\nrank 0: send(float32[3]) with rank 1, tag 0, at " in text
-    assert "rank 1 recorded nothing that goes with it, and both came to their end" in text
+    assert "rank 1 recorded nothing that goes with it\n" in text
     assert cli.main(["report", str(tmp_path), "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["assumed"]) == 1
+
+
+@pytest.mark.parametrize("op", ["send", "recv"])
+def test_a_rank_that_went_on_did_not_wait(op: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As with a stop message that never has to come, in a program that ends by ``os._exit``."""
+    for rank in (0, 1):
+        events = [records.event(number, None, rank) for number in (1, 2)]
+        records.write_rank(tmp_path, rank, 2, [message(1, 0, op), *events] if rank == 0 else events, end=None)
+    status, text = report(tmp_path, capsys)
+    assert (status, "has not" in text) == (0, False)
+    assert f"rank 0: {op}(float32[1]) with rank 1, tag 0, at " in text
 
 
 def message(number: int, rank: int, op: str) -> Event:

@@ -1,0 +1,39 @@
+"""What runs on the ranks of `test_sessions`: one of three does nothing that a guard sees, then all go on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from ddpstats._base.config import GuardMode
+from ddpstats.guard import collective_guard
+
+
+def gone_on(before: str, after: str, mode: GuardMode, directory: str) -> float:
+    """Of an all_reduce by all ranks, in which each gives 1."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    records = f"{directory}/records"
+    total = torch.ones(1)
+    with collective_guard(mode, record_dir=records, timeout_sec=10).preemptible():
+        dist.destroy_process_group()
+        _join(f"{directory}/first", rank, world_size)
+        group = dist.new_group([0, 1])
+        if before == "subgroup" and rank < 2:
+            dist.all_reduce(torch.ones(1), group=group)
+        elif before == "message" and rank < 2:
+            dist.recv(torch.empty(1), 0) if rank else dist.send(torch.ones(1), 1)
+        if after == "another guard":
+            with collective_guard(mode, record_dir=records, timeout_sec=10):
+                dist.all_reduce(total)
+        elif after == "another life":
+            dist.destroy_process_group()
+            _join(f"{directory}/second", rank, world_size)
+            dist.all_reduce(total)
+        dist.barrier()
+    return float(total)
+
+
+def _join(file: str, rank: int, world_size: int) -> None:
+    dist.init_process_group("gloo", init_method=Path(file).as_uri(), rank=rank, world_size=world_size)
