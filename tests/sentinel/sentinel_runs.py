@@ -178,6 +178,12 @@ def train(plan: Plan) -> Outcome:
     return outcome
 
 
+def train_without_group(plan: Plan) -> Outcome:
+    """In a process that has compiled nothing, other than that of the tests."""
+    dist.destroy_process_group()
+    return train(plan)
+
+
 # -- in the test's own process ----------------------------------------------------------------------------------------
 
 

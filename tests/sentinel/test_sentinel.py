@@ -375,7 +375,8 @@ def test_calls_in_the_wrong_place_are_refused() -> None:
 
 def test_alone_without_a_process_group_every_layer_works() -> None:
     flip = BitFlip("head.weight", "gradient", element=1, bit=20, step=2)
-    outcome = runs.train(Plan(options=EVERYTHING, wrap="alone", flips=[flip]))
+    plan = Plan(options=EVERYTHING, wrap="alone", flips=[flip])
+    (outcome,) = run_ranks(runs.train_without_group, 1, plan, timeout_sec=60).values()
     ((step, layers, culprits, text),) = outcome.alarms
     assert (step, layers, culprits) == (2, ("peer replay",), (0,))
     assert "Rank 0 was wrong once and right once" in text
