@@ -197,22 +197,22 @@ def _streams(records: Sequence[RankRecord]) -> Iterator[tuple[int, list[int], in
     Not of ranks that have dropped older lines: nobody can count how many messages these were. Not where the receiver
     takes from any rank, for then nobody can count which message is which.
     """
-    events_of = {record.rank: record.events for record in records if record.complete}
+    messages_of = {record.rank: record.messages for record in records if record.complete}
     from_any = {
         (rank, event.group, event.tag)
-        for rank, events in events_of.items()
-        for event in events
-        if event.signature.op == "recv" and event.peer is None
+        for rank, messages in messages_of.items()
+        for _, event in messages
+        if event.peer is None
     }
     found: dict[tuple[int, int, str, int | None], tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
-    for rank, events in events_of.items():
-        for place, event in enumerate(events):
-            if event.is_message and event.peer is not None:
+    for rank, messages in messages_of.items():
+        for place, event in messages:
+            if event.peer is not None:
                 sends = event.signature.op == "send"
                 source, to = (rank, event.peer) if sends else (event.peer, rank)
                 found[source, to, event.group, event.tag][not sends].append(place)
     for (source, to, group, tag), (sent, received) in found.items():
-        if source in events_of and to in events_of and (to, group, tag) not in from_any:
+        if source in messages_of and to in messages_of and (to, group, tag) not in from_any:
             yield source, sent, to, received
 
 

@@ -151,6 +151,11 @@ class RankRecord:
     marks: tuple[Mark, ...] = ()
 
     @cached_property
+    def messages(self) -> Sequence[tuple[int, Event]]:
+        """Point-to-point: place among the events, and event."""
+        return [(place, event) for place, event in enumerate(self.events) if event.is_message]
+
+    @cached_property
     def events_by_group(self) -> Mapping[str, list[Event]]:
         found: dict[str, list[Event]] = {}
         for event in self.events:

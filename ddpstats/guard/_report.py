@@ -31,9 +31,7 @@ def not_compared(records: Sequence[RankRecord]) -> list[str]:
     known = {record.rank for record in records}
     asked = {rank for given in _described(records).values() for rank in given["ranks"]}
     absent = max((record.world_size for record in records), default=0) - len(known | asked)
-    cut = [
-        record.rank for record in records if not record.complete and any(event.is_message for event in record.events)
-    ]
+    cut = [record.rank for record in records if not record.complete and record.messages]
     return [
         *(
             f"{given['words']}: nothing tells which ranks belong to it, and only {ranks_text(given['ranks'])} used it"
@@ -62,10 +60,7 @@ def assumed(records: Sequence[RankRecord]) -> list[str]:
 
 
 def _not_through(records: Sequence[RankRecord]) -> GuardFinding | None:
-    """The first message that only one rank knows of, and that rank did nothing else any more.
-
-    A receive comes before a send, which need not wait.
-    """
+    """The first message that only one rank recorded, and for which it may have waited; a receive before any send."""
     alone = [
         (rank, rank.events[place], peer) for rank, place, peer in unpaired(records) if _may_wait(rank, place, peer)
     ]
@@ -79,7 +74,10 @@ def _not_through(records: Sequence[RankRecord]) -> GuardFinding | None:
 
 
 def _may_wait(rank: RankRecord, place: int, peer: RankRecord) -> bool:
-    """Else the message came through, its other half being outside of a guard, or it was not waited for."""
+    """Whether ``rank`` may wait for ``peer`` in that message: no collective came after it, and a record breaks off.
+
+    Else it came through, its other half being outside of a guard, or it was not waited for.
+    """
     ended_well = _ended_well(rank) and _ended_well(peer)
     return bool(rank.run) and not ended_well and all(event.is_message for event in rank.events[place:])
 

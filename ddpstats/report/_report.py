@@ -7,6 +7,7 @@ if it cannot be read.
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
@@ -65,7 +66,7 @@ def _collectives(timeline: Timeline) -> list[str]:
         states = listed((f"{count:,} {state}" for state, count in lane.states.items()), _SHOWN_COUNTS)
         seen = f"; the Flight Recorder saw {states}" if states else ""
         end = f"; {lane.end}" if lane.end else ""
-        messages = sum(timeline.calls[number].is_message for number in lane.calls)
+        messages = sum(count for number, count in Counter(lane.calls).items() if timeline.calls[number].is_message)
         among = f", among them {count_of(messages, 'messages')}" if messages else ""
         lines.append(f"  rank {lane.rank}: {len(lane.calls)} collectives{among}{cut}{seen}{end}")
     lines.append("")
