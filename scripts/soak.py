@@ -36,6 +36,8 @@ from ddpstats.testing import RankPool
 BOUNDS = {"memory": 2.0, "threads": 0.5, "files": 0.5, "groups": 0.5, "hooks": 0.5, "shared memory": 0.5}
 """Memory in MiB; all others counted."""
 _AT_ONCE = 10
+_LEAST = 12
+"""Samples: of fewer nothing can be said, and what warms up is not over."""
 
 
 @dataclass
@@ -50,10 +52,10 @@ class Soaked:
 def soak(
     minutes: float, ranks: int, seed: int, most_rounds: int = 10**9, at_once: int = _AT_ONCE, leak: Sequence[str] = ()
 ) -> Soaked:
-    """Until the minutes are over, or so many rounds are done."""
+    """Until the minutes are over and enough samples taken (a busy machine gives few), or so many rounds are done."""
     soaked, number, started = Soaked(), 0, time.monotonic()
     with RankPool(ranks, timeout_sec=600) as pool, tempfile.TemporaryDirectory() as directory:
-        while number < most_rounds and time.monotonic() - started < 60 * minutes:
+        while number < most_rounds and (time.monotonic() - started < 60 * minutes or len(soaked.samples) < _LEAST):
             told = pool.run(rounds, seed, range(number, number + at_once), directory, leak).values()
             number += at_once
             _add(soaked, told, time.monotonic() - started, number)

@@ -59,10 +59,11 @@ def test_of_a_few_samples_nothing_can_be_said(soak: Any) -> None:
 
 
 def test_four_ranks_stay_flat_and_right(soak: Any) -> None:
-    """Bounded by rounds, not by time: what it costs is the same on a slow machine."""
-    soaked = soak.soak(60, 4, 7, most_rounds=16, at_once=2)
+    """However slow the machine is, and however soon the minutes are over: there are enough samples to tell."""
+    soaked = soak.soak(0, 4, 7, at_once=1)
     assert soaked.wrong == []
-    assert soaked.done == {"reductions": 16, "windows": 16, "conflicts": 3, "groups": 2, "watched steps": 8}
+    assert len(soaked.samples) == 12
+    assert soaked.done == {"reductions": 12, "windows": 12, "conflicts": 3, "groups": 2, "watched steps": 4}
     assert soak.grown(soaked.samples, 16.0) == []
 
 
