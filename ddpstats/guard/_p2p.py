@@ -119,6 +119,8 @@ def unmatched(event: Event, rank: int, words: str, last: Event | None, peer: Ran
     if not sends and last is not None and last.tag != event.tag:
         lines.append("What differs: the tag.")
     lines.append(_advice(event, rank, peer, sends))
+    if not sends and last is None:
+        lines.append("A guard sees no message that was sent before it began: if that is so here, begin it earlier.")
     missing = () if peer is None else (peer.rank,)
     return GuardFinding(MISSING, "\n".join(lines), event.group, event.seq, missing, (), {rank: event})
 

@@ -428,7 +428,7 @@ def test_a_rank_that_does_not_come_is_missing_after_the_limit_of_the_environment
 @pytest.mark.parametrize("how", ["send", "send, slow", "isend", "recv", "both send"])
 def test_a_message_without_its_other_end_says_who_is_to_do_what(mode: str, how: str) -> None:
     said = run_ranks(runs.unmet, 2, mode, how, timeout_sec=60).values()
-    head, did, site, source, other, advice = said[0].split("\n")
+    head, did, site, source, other, advice, *before = said[0].split("\n")
     waits, peer = ("0", "1") if head.startswith("(1,)") else ("1", "0")  # where both send, either comes first
     assert waits == "0" or how == "both send"
     if how == "recv":
@@ -445,6 +445,8 @@ def test_a_message_without_its_other_end_says_who_is_to_do_what(mode: str, how: 
     assert ("it has come to the end of the guarded program" in other) == (how in ("send", "isend", "recv"))
     assert f"Make rank {peer} call dist.{call} with a tensor of this shape and dtype" in advice
     assert ("let one of them receive first" in advice) == (how == "both send")
+    begin_earlier = "A guard sees no message that was sent before it began: if that is so here, begin it earlier."
+    assert before == ([begin_earlier] if how == "recv" else [])
     assert said[1] in (said[0], "silent")
 
 
