@@ -36,7 +36,7 @@ from ddpstats.testing import RankPool
 BOUNDS = {"memory": 2.0, "threads": 0.5, "files": 0.5, "groups": 0.5, "hooks": 0.5, "shared memory": 0.5}
 """Memory in MiB; all others counted."""
 _AT_ONCE = 10
-_LEAST = 12
+_LEAST = 20
 """Samples: of fewer nothing can be said, and what warms up is not over."""
 
 

@@ -62,8 +62,8 @@ def test_four_ranks_stay_flat_and_right(soak: Any) -> None:
     """However slow the machine is, and however soon the minutes are over: there are enough samples to tell."""
     soaked = soak.soak(0, 4, 7, at_once=1)
     assert soaked.wrong == []
-    assert len(soaked.samples) == 12
-    assert soaked.done == {"reductions": 12, "windows": 12, "conflicts": 3, "groups": 2, "watched steps": 4}
+    assert len(soaked.samples) == 20
+    assert soaked.done == {"reductions": 20, "windows": 20, "conflicts": 4, "groups": 3, "watched steps": 8}
     assert soak.grown(soaked.samples, 16.0) == []
 
 
