@@ -104,15 +104,16 @@ def view_of(group: Any) -> GroupView:
             ranks[group.rank()],
             ours,
             not ours and _has_host(group),
-            weakref.ref(group, partial(_forget, id(group))),
+            weakref.ref(group, partial(_forget, _views, id(group))),
             is_registered(group),
         )
     return view
 
 
-def _forget(number: int, reference: Any) -> None:
-    if number in _views and _views[number].group is reference:
-        del _views[number]
+def _forget(views: dict[int, GroupView], number: int, reference: Any) -> None:
+    """``views``: `_views`, which is gone from this module by its name when the interpreter ends."""
+    if number in views and views[number].group is reference:
+        del views[number]
 
 
 def _has_host(group: Any) -> bool:

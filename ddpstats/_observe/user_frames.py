@@ -19,7 +19,10 @@ from typing import Any, TypeVar
 _INTERNAL = ("ddpstats", "torch", "typing_extensions")
 # Parts of torch whose collectives no line of the program asks for, whichever thread they run on. (A program may call an
 # autograd function of torch's itself.)
-_BY_ITSELF = ("torch.autograd", "torch.nn.parallel", "torch.distributed.algorithms", "torch.distributed.fsdp")
+_BY_ITSELF = (
+    "torch.autograd", "torch.nn.parallel", "torch.distributed.algorithms", "torch.distributed.fsdp",
+    "torch.distributed.optim",
+)  # fmt: skip
 # Where a program's own call of a collective arrives, and our doors, for what it calls on the group itself.
 _C10D = "torch.distributed.distributed_c10d"
 _APIS = (
@@ -34,12 +37,14 @@ _STDLIB = os.path.dirname(os.__file__) + os.sep
 
 @dataclass(frozen=True)
 class CodePlan:
-    """Of a code object: whether it is no code of the program's, whether torch runs it unasked, whether it is an API."""
+    """Of a code object: whether it is no code of the program's, whether torch runs it unasked, whether it is an API, and
+    whether it is what a Python thread begins with."""
 
     code: CodeType
     internal: bool
     by_itself: bool
     is_api: bool
+    begins_thread: bool
 
 
 # By id, and the code object kept with it: its own hash goes over all of its constants, at every look.
@@ -61,7 +66,7 @@ def _plan(code: CodeType, module: str) -> CodePlan:
     internal = any(module == name or module.startswith(name + ".") for name in _INTERNAL)
     internal = internal or (code.co_filename.startswith(_STDLIB) and "-packages" not in code.co_filename)
     by_itself = module.startswith(_BY_ITSELF) and module != "torch.autograd.function"
-    return CodePlan(code, internal, by_itself, module.startswith(_APIS))
+    return CodePlan(code, internal, by_itself, module.startswith(_APIS), module == "threading")
 
 
 def user_frame(frame: FrameType | None) -> FrameType | None:
@@ -165,14 +170,15 @@ def calling_frame(depth: int) -> tuple[FrameType | None, bool, bool]:
     """The innermost frame of the program's own code, whether torch calls by itself (from autograd, DDP, C++), and
     whether the frame calls a collective itself, not something of torch's that issues one."""
     frame: FrameType | None = sys._getframe(depth)
-    by_torch, is_api = False, True
+    by_torch, is_api, outermost = False, True, None
     while frame is not None:
         plan = _plans.get(id(frame.f_code)) or plan_of(frame)
         if not plan.internal:
-            break
-        by_torch, is_api = plan.by_itself or by_torch, plan.is_api
+            return frame, by_torch, is_api
+        by_torch, is_api, outermost = plan.by_itself or by_torch, plan.is_api, plan
         frame = frame.f_back
-    return frame, by_torch or frame is None, is_api
+    is_target = outermost is not None and outermost.begins_thread  # of a thread, that a program may start itself
+    return None, by_torch or not is_target, is_api
 
 
 def site_of(frame: FrameType | None) -> CallSite | NoSite:

@@ -53,24 +53,31 @@ def find(
     statuses: Sequence[RankStatus],
     until: int | None = None,
     were_absent: Sequence[int] = (),
+    in_doubt: bool = False,
+    at_end: bool = False,
 ) -> GuardFinding | None:
     """The first thing that went wrong in ``group`` (``words`` describe it), or None if all ranks agree.
 
     ``until``: a number that every rank should have reached, and in which some rank has waited for too long, or cannot
     be joined by all any more. Missing are the ranks that died or left before it by an error; else those that are behind
     it; else those that ran no Python for long; else those that are behind any other; else those that do not wait
-    themselves. If all have come meanwhile, it is those that ``were_absent`` then.
+    themselves. If all have come meanwhile, it is those that ``were_absent`` then. ``in_doubt``: only labels differ, so
+    nobody has waited for anyone: nobody is missing. ``at_end``: ``until`` is the end that follows the last collective.
     """
     by_rank = {status.rank: status for status in statuses}
+    end = until if at_end else None
     seq, judged = first_difference(statuses)
     if seq is not None:
         return _mismatch(group, words, by_rank, seq)
+    if in_doubt and until is None:
+        return _doubt(group, words, by_rank, judged) if judged else None
     if until is not None:
         asleep = [rank for rank, status in by_rank.items() if status.slept_sec]
-        named = _lost(by_rank, until) or _behind(by_rank, until, until) or asleep
+        named = _lost(by_rank, until, end) or _behind(by_rank, end, until) or asleep
         if named:
-            return _missing(group, words, by_rank, min(until, *(by_rank[rank].count + 1 for rank in named)), named)
-    behind = _behind(by_rank, until, max(status.count for status in statuses))
+            came_to = [by_rank[rank].count for rank in named if not by_rank[rank].is_silent]
+            return _missing(group, words, by_rank, min([until, *(count + 1 for count in came_to)]), named)
+    behind = _behind(by_rank, end, max(status.count for status in statuses))
     if behind:
         return _missing(group, words, by_rank, min(by_rank[rank].count for rank in behind) + 1, behind)
     absent = [rank for rank, status in by_rank.items() if status.waits_in is None]
@@ -83,12 +90,12 @@ def find(
     return _doubt(group, words, by_rank, judged) if judged else None
 
 
-def _lost(by_rank: Mapping[int, RankStatus], until: int) -> list[int]:
+def _lost(by_rank: Mapping[int, RankStatus], until: int, end: int | None) -> list[int]:
     """Ranks for which no other one should have waited: others that are behind may only not have come yet.
 
     A rank that left because it missed another one is not at fault itself.
     """
-    behind = _behind(by_rank, until, until)
+    behind = _behind(by_rank, end, until)
     left = [rank for rank in behind if by_rank[rank].left not in (None, LEFT)]
     lost = [rank for rank, status in by_rank.items() if rank in left or (status.dead and status.left is None)]
     first = [rank for rank in lost if not by_rank[rank].missed]
@@ -96,13 +103,13 @@ def _lost(by_rank: Mapping[int, RankStatus], until: int) -> list[int]:
     return first or sorted(missed.intersection(by_rank)) or lost
 
 
-def _behind(by_rank: Mapping[int, RankStatus], until: int | None, last: int) -> list[int]:
-    return [rank for rank, status in by_rank.items() if _reached(status, until) < last]
+def _behind(by_rank: Mapping[int, RankStatus], end: int | None, last: int) -> list[int]:
+    return [rank for rank, status in by_rank.items() if _reached(status, end) < last]
 
 
-def _reached(status: RankStatus, until: int | None) -> int:
-    """The last number that the rank came to: after its last collective, its end."""
-    ended_there = status.left == LEFT and status.count + 1 == until
+def _reached(status: RankStatus, end: int | None) -> int:
+    """The last number that the rank came to: after its last collective, its end, if that is in question."""
+    ended_there = status.left == LEFT and status.count + 1 == end
     return status.count + ended_there
 
 
@@ -187,7 +194,7 @@ def _mismatch(group: str, words: str, by_rank: Mapping[int, RankStatus], seq: in
     lines += _table(parties, events)
     absent = [rank for rank in by_rank if rank not in events]
     if absent:
-        lines.append(f"  {ranks_text(absent)}: {_whereabouts([by_rank[rank] for rank in absent])}")
+        lines.append(f"  {ranks_text(absent)}: {_whereabouts([by_rank[rank] for rank in absent], seq)}")
     lines.append(_last_agreed(by_rank, seq))
     difference, likely = what_differs([events[ranks[0]] for ranks in parties]), reasons(parties, events, by_rank, seq)
     lines.append(f"What differs: {difference}.")
@@ -327,7 +334,7 @@ def _missing(
     lines = [f"collective number {seq} of {words} was not completed:"]
     lines += _table(_parties(events), events) if events else []
     for rank in missing:
-        lines.append(f"  {ranks_text([rank])}: {_whereabouts([by_rank[rank]])}")
+        lines.append(f"  {ranks_text([rank])}: {_whereabouts([by_rank[rank]], seq)}")
         stack = by_rank[rank].stack
         if stack and not by_rank[rank].dead and by_rank[rank].left is None and by_rank[rank].waits_in is None:
             lines += [f"      {line}" for line in stack.splitlines()]
@@ -360,10 +367,13 @@ def _waits_behind(status: RankStatus, group: str, seq: int) -> bool:
     return status.waits_in is not None and status.waits_in[0] == group and status.waits_in[1] < seq
 
 
-def _whereabouts(statuses: Sequence[RankStatus]) -> str:
+def _whereabouts(statuses: Sequence[RankStatus], seq: int) -> str:
+    """Of ranks that are not in number ``seq``."""
     told = []
     for status in statuses:
         last = f"; its last known collective was {status.last}" if status.last else "; no collective of it is known"
+        if status.is_silent and seq > 1:  # what its watchdog wrote is older than what the others agreed on with it
+            last = ""
         if status.dead and (status.left is None or status.left == LEFT):
             told.append("the process is gone" + last)
         elif status.left is not None:

@@ -100,7 +100,8 @@ class Evidence:
     ``spelled``: the program's text has the name, "whole" or in "parts", or "". ``is_beside``: the name was only passed
     beside the tensor. ``is_known``: a function of a name like ``reduce_dict`` called the collective. ``aliases``: other
     names of the same tensor there. ``chosen_by``: "loop" where a loop sets the name, or the text spells it out;
-    "caller" where a parameter does; else "", a single look-up. ``outer``: of the name of that container in the one
+    "sorted" where that loop walks what was sorted; "caller" where a parameter sets it; else "", a single look-up.
+    ``outer``: of the name of that container in the one
     around it.
     """
 

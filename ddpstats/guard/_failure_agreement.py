@@ -242,7 +242,8 @@ class FailureAgreement:
         everyone = [
             statuses.get(rank) or self._last_known_status(rank, alarm.group, rank in dead) for rank in alarm.ranks
         ]
-        found = find(alarm.group, alarm.words, everyone, alarm.seq if alarm.until else None, alarm.absent)
+        until = alarm.seq if alarm.until else None
+        found = find(alarm.group, alarm.words, everyone, until, alarm.absent, alarm.doubt, alarm.ending)
         if found is None and alarm.doubt:  # labels may differ for good reasons
             return GuardFinding(NOTHING, "", alarm.group, alarm.seq)
         return found or unexplained(alarm.group, alarm.words, alarm.seq, alarm.until)

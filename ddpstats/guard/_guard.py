@@ -112,6 +112,7 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
     def _reset(self) -> None:
         self._watching = Watching(self._settings)
         self._found_late: DdpstatsError | None = None  # by the last comparison
+        self._had_group = False  # which has been destroyed
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy is not entered: one guard watches all collectives of a process."""
@@ -242,6 +243,7 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         if group is not dist.group.WORLD:
             return
         next_turn()
+        self._had_group = True
         self._watching.recording.begin_early()
         if self.has_begun and not self._watching.is_over():
             error = sys.exc_info()[1]
@@ -360,7 +362,7 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
             return RECORDED
         session = self._watching.session
         if session is None:
-            return f"no process group was made. {TO_RUN}"
+            return "" if self._had_group or dist.is_initialized() else f"no process group was made. {TO_RUN}"
         return f"the program runs on one rank. {TO_RUN}" if session.agreement is None else ""
 
 

@@ -39,6 +39,11 @@ class RankStatus:
     slept_sec: float = 0.0
     missed: tuple[int, ...] = ()
 
+    @property
+    def is_silent(self) -> bool:
+        """Whether the rank itself told nothing of this group, so that its ``count`` says nothing either."""
+        return not self.events and not self.count and self.stack is None and self.left is None
+
     def at(self, seq: int) -> Event | None:
         """The rank's event of that number; None if it has none, or not any more."""
         if not self.events:

@@ -66,7 +66,7 @@ def last_line(
     seen = f"collective guard, mode {counters.mode}: {_collectives(counters.collectives)} seen"
     then = f" Next: ddpstats report {record_dir}" if record_dir is not None and counters.mode == "record" else ""
     if counters.compared == 0 and not verdict:
-        why = nothing or _reasons(counters.reasons) or "the program issued none while the guard was on"
+        why = nothing or _reasons(counters.reasons) or "the program itself issued none while the guard was on"
         return True, f"{seen}, nothing was compared: {why}.{then}"
     left = f"{counters.not_compared:,} not"
     left += f" ({_reasons(counters.reasons)})" if counters.reasons else ""

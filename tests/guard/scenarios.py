@@ -205,6 +205,12 @@ def after_many_good_ones(bad: bool) -> None:
 
 
 def in_a_thread(bad: bool) -> None:
+    if rank() == 0:  # no line of the program is on that thread's stack
+        sums = threading.Thread(target=dist.all_reduce, args=(one(),))
+        sums.start()
+        sums.join(30)
+    else:
+        dist.all_reduce(one())
     caught: list[BaseException] = []
 
     def work() -> None:
@@ -366,11 +372,17 @@ def ddp_other_parameters(bad: bool) -> None:
 
 
 def ddp_of_uneven_inputs(bad: bool) -> None:
-    """`join`: a rank that has no batches left issues from Python what the others issue in their backward pass."""
+    """`Join`: a rank that has no batches left issues from Python what the others issue in their backward pass and their
+    optimizer's step."""
+    from torch.distributed.algorithms.join import Join
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
-    with model.join():
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    with Join([model, optimizer]):
         for _ in range(2 + rank()):
             model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
     reduce_op(bad)
 
 

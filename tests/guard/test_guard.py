@@ -416,6 +416,30 @@ def test_of_guards_that_compare_nothing_the_first_says_so() -> None:
     assert _python(code).count("WARNING:ddpstats:collective guard, mode step: 0 collectives seen, nothing was") == 1
 
 
+_ONE_RANK = (
+    "import gc, logging, sys, ddpstats, torch.distributed as dist; from ddpstats._observe import c10d_operators\n"
+    "logging.basicConfig(stream=sys.stdout)\n"
+    "dist.init_process_group('gloo', rank=0, world_size=1, store=dist.HashStore())\n"
+)
+
+
+def test_a_guard_that_saw_a_process_group_and_no_collective_does_not_say_that_there_was_none() -> None:
+    said = without_gloo(_python(_ONE_RANK + "dist.destroy_process_group()", DDPSTATS_GUARD="step"))
+    assert said.endswith("nothing was compared: the program itself issued none while the guard was on.\n")
+
+
+def test_a_group_that_outlives_the_names_of_our_module_ends_without_a_word() -> None:
+    """As where the interpreter ends with a traceback that holds the group."""
+    code = (
+        "sys.unraisablehook = lambda found: print(found.exc_value)\n"
+        "kept = c10d_operators.view_of(dist.group.WORLD)\n"
+        "c10d_operators._views = None\n"
+        "dist.destroy_process_group()\n"
+        "gc.collect()"
+    )
+    assert without_gloo(_python(_ONE_RANK + code)) == ""
+
+
 @pytest.mark.parametrize("on_mismatch", ["raise", "warn"])
 def test_a_rank_that_does_not_come_is_missing_after_the_limit_of_the_environment(on_mismatch: str) -> None:
     outcomes = run_ranks(runs.waits_alone, 2, on_mismatch, env={"DDPSTATS_TIMEOUT_SEC": "2"}, timeout_sec=60)

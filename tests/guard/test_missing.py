@@ -56,6 +56,16 @@ def test_who_failed_is_named(others: list[RankStatus], named: tuple[int, ...]) -
     assert ("ran no Python for 7 s" in found.message) == any(one.slept_sec and one.rank in named for one in others)
 
 
+@pytest.mark.parametrize("stack", [None, "train.py:7 in load"])
+def test_a_rank_that_told_nothing_is_missing_where_the_others_wait(stack: str | None) -> None:
+    """Not where it began: only a rank that answers with no collective has issued none. What its watchdog wrote is old."""
+    gone = RankStatus(1, last="number 2 of group '0'", dead=stack is None, stack=stack)
+    found = find("0", "the default group", [status(0, 5, 5), gone], until=5)
+    assert found is not None
+    assert (found.seq, found.missing) == (5 if stack is None else 1, (1,))
+    assert ("number 2 of group" in found.message) == (stack is not None)
+
+
 @pytest.mark.parametrize("rank_2", ["leaves", "stays"])
 def test_who_left_because_of_another_rank_is_not_named(rank_2: str) -> None:
     (_, named), (text, missing), _ = run_ranks(runs.interrupted, 3, "leaves", rank_2, timeout_sec=60).values()

@@ -24,6 +24,7 @@ _COPIES = frozenset(
     }
 )
 _FIELDS_OF = frozenset({"vars", "asdict", "fields"})
+_SORTERS = frozenset({"sorted", "nlargest", "nsmallest", "most_common"})
 _CONSUMERS = frozenset({"map", "starmap", "filter", "reduce"})
 _STARRED_ARGUMENTS = 0x04  # the flag of a code object whose function has ``*args``
 
@@ -163,6 +164,11 @@ def _positional(call: ast.Call, position: int) -> ast.expr | OwnArgument | None:
         if isinstance(argument, ast.Starred):
             return (argument.value.id, position - index) if isinstance(argument.value, ast.Name) else argument
     return call.args[position] if position < len(call.args) else None
+
+
+def sorts(expr: ast.AST) -> bool:
+    """Whether an order that depends on what is in the container is part of it."""
+    return any(isinstance(node, ast.Call) and called_name(node) in _SORTERS for node in ast.walk(expr))
 
 
 def unwrapped(expr: ast.expr | None) -> ast.expr | None:

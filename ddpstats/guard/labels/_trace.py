@@ -24,6 +24,7 @@ from ddpstats.guard.labels._calls import (
     gets_a_collective,
     is_passed_as_function,
     mentions,
+    sorts,
     tensor_argument,
     unwrapped,
 )
@@ -33,6 +34,9 @@ _MAX_HOPS = 16
 _MAX_ROUTES = 8
 _TAKERS = frozenset({"get", "pop", "setdefault", "__getitem__"})
 _IN_PLACE = re.compile(r"[a-z]\w*[^_]_$")  # `div_`, which gives the tensor itself
+
+
+Chooser = Literal["loop", "sorted", "caller", ""]
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +52,7 @@ class Step:
     element: ast.expr | None
     container: ast.expr | None
     loop: ast.AST | None = None
-    chosen_by: Literal["loop", "caller", ""] = "loop"
+    chosen_by: Chooser = "loop"
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,7 +214,7 @@ class LabelTracer:
     def _assigned(self, binding: Binding, value: ast.expr, container: bool, fresh: bool, hops: int) -> Iterator[Route]:
         if binding.beside:
             loop = self._loop_around(binding.name) if binding.name is not None else None
-            yield from self._out(Step(binding.beside, None, None, loop), fresh, hops)
+            yield from self._out(Step(binding.beside, None, None, loop, self._chooser(value, loop)), fresh, hops)
         if container:
             yield from self.container(value, hops)
         else:
@@ -219,7 +223,9 @@ class LabelTracer:
     def _looped(self, binding: Binding, fresh: bool, hops: int) -> Iterator[Route]:
         names = binding.beside if binding.name is None else (*binding.beside, binding.name)
         source = unwrapped(binding.value)
-        yield from self._out(Step(names, binding.name, source, binding.loop), fresh, hops)
+        loop = binding.loop
+        chosen_by: Chooser = "sorted" if loop is not None and self._is_sorted(loop) else "loop"
+        yield from self._out(Step(names, binding.name, source, loop, chosen_by), fresh, hops)
 
     def _of_enclosing(self, name: str, scope: ast.AST, container: bool, fresh: bool) -> Iterator[Route]:
         for outer in self.file.around(scope):
@@ -280,9 +286,23 @@ class LabelTracer:
     def _taken(self, key: ast.expr, container: ast.expr) -> Step:
         """One element by its key: a single look-up where neither a loop nor a caller chose it, nor the text itself."""
         loop = self._loop_of(key)
-        if isinstance(key, ast.Constant) or isinstance(loop, (*Loop, ast.While)):
-            return Step((key,), None, container, loop)
-        return Step((key,), None, container, loop, "caller" if self._is_given(key) else "")
+        return Step((key,), None, container, loop, self._chooser(key, loop))
+
+    def _chooser(self, key: ast.expr, loop: ast.AST | None) -> Chooser:
+        """What sets the variables of a key, or of what it is a part of."""
+        if isinstance(key, ast.Constant):
+            return "loop"
+        if isinstance(loop, (*Loop, ast.While)):
+            return "sorted" if self._is_sorted(loop) else "loop"
+        return "caller" if self._is_given(key) else ""
+
+    def _is_sorted(self, loop: ast.AST) -> bool:
+        """Whether a loop walks what was sorted, here or where the variable was set that it walks."""
+        iterables = [loop.iter] if isinstance(loop, (ast.For, ast.AsyncFor)) else []
+        if isinstance(loop, Comprehension):
+            iterables = [generator.iter for generator in loop.generators]
+        values = [binding.value for iterable in iterables for binding in self._bindings_in(iterable)]
+        return any(value is not None and sorts(value) for value in (*iterables, *values))
 
     def _is_given(self, key: ast.expr) -> bool:
         """Whether a parameter is part of the key."""
