@@ -37,8 +37,8 @@ _STDLIB = os.path.dirname(os.__file__) + os.sep
 
 @dataclass(frozen=True)
 class CodePlan:
-    """Of a code object: whether it is no code of the program's, whether torch runs it unasked, whether it is an API, and
-    whether it is what a Python thread begins with."""
+    """Of a code object: whether it is no code of the program's, whether torch runs it unasked, whether it is an API,
+    and whether it is what a Python thread begins with."""
 
     code: CodeType
     internal: bool

@@ -58,7 +58,7 @@ def test_who_failed_is_named(others: list[RankStatus], named: tuple[int, ...]) -
 
 @pytest.mark.parametrize("stack", [None, "train.py:7 in load"])
 def test_a_rank_that_told_nothing_is_missing_where_the_others_wait(stack: str | None) -> None:
-    """Not where it began: only a rank that answers with no collective has issued none. What its watchdog wrote is old."""
+    """Not where it began: only a rank that answers with none has issued none. What its watchdog wrote is old."""
     gone = RankStatus(1, last="number 2 of group '0'", dead=stack is None, stack=stack)
     found = find("0", "the default group", [status(0, 5, 5), gone], until=5)
     assert found is not None

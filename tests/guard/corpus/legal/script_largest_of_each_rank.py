@@ -1,4 +1,4 @@
-"""Rank statistics: the largest losses of each rank's own classes are averaged place by place, whatever class they are of.
+"""Rank statistics: the largest losses of each rank are averaged place by place, of whatever class they are.
 
 Style: script: classes sorted by their value, results appended
 """
