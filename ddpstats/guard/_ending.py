@@ -9,9 +9,10 @@ that could say so. The last comparison comes
 2. else when the interpreter ends, after the program's threads, in an `atexit` handler.
 
 What is found at 1 is raised. What is found at 2, or was raised at 1 and caught, is printed, and the process ends with
-status 1 where it would have ended with 0. An exit handler cannot change the status by raising, and must not end the
-process: others, such as those that end the workers of a DataLoader, may come after it. So an object among the last that
-the interpreter takes apart ends the process, when all else is done and written.
+status 1 where it would have ended with 0; so it does where a helper thread got the error, and the program went on. An
+exit handler cannot change the status by raising, and must not end the process: others, such as those that end the
+workers of a DataLoader, may come after it. So an object among the last that the interpreter takes apart ends the
+process, when all else is done and written.
 """
 
 from __future__ import annotations
@@ -99,6 +100,8 @@ class Ending:
             return  # a fork of the program
         error = self.error or getattr(sys, "last_value", None)
         found = self.guard.verdict_at_end(error)
+        if found is None and error is None and self.guard.raised_in_helper_thread:
+            found = self.guard.verdict
         if found is not None:
             tell(found, lambda: print(spelled(found), file=sys.stderr))
             ignore_sigterm()

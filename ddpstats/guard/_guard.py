@@ -270,6 +270,11 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         """What was raised as the guard's finding; it stays here where the program has caught it."""
         return self._watching.standing.verdict
 
+    @property
+    def raised_in_helper_thread(self) -> bool:
+        """Whether that was raised in another thread than the main one."""
+        return self._watching.standing.in_helper_thread
+
     def preemptible(self) -> collective_guard:
         """This guard, made to give way to one that the program itself enters: for those that nobody wrote into it."""
         self._yields = True
@@ -354,7 +359,8 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         standing = self._watching.standing
         if standing.silent:
             return "a mismatch that was warned of"
-        return "" if standing.verdict is None else type(standing.verdict).__name__
+        where = ", raised in a helper thread" if standing.in_helper_thread else ""
+        return "" if standing.verdict is None else type(standing.verdict).__name__ + where
 
     def _nothing(self) -> str:
         """Why there was nothing to compare, where that is known."""

@@ -10,6 +10,7 @@ import os
 import secrets
 import threading
 import weakref
+import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -68,6 +69,7 @@ class Standing:
     """How far a guard has come, over all its sessions."""
 
     verdict: DdpstatsError | None = None
+    in_helper_thread: bool = False  # where the verdict was raised: a program may never look at what a thread ended with
     silent: bool = False  # a mismatch was warned of: nothing is compared any more
     waits: dict[int, tuple[str, int]] = field(default_factory=dict)  # thread -> the (group, number) that it waits in
     collectives: int = 0
@@ -206,7 +208,9 @@ class Session:
         session, life = self._number, self._lives[view.name]
         exchange = messages = None
         if self._compares and len(view.ranks) > 1:
-            part = self._store.part(f"group/{view.name}/{life}", self._timeout_sec)
+            # Ranks that make their groups in different order have different groups of one name: they must not meet.
+            members = zlib.crc32(repr(view.ranks).encode())
+            part = self._store.part(f"group/{view.name}/{members:08x}/{life}", self._timeout_sec)
             with self._reaching_store():
                 exchange = Exchange(part, view.ranks.index(view.rank), len(view.ranks))
             messages = Messages(part, view.rank)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -227,6 +228,7 @@ class Verdicts:
                 f"{ranks_text(finding.missing)} had ended without a last comparison (killed, or in an error)"
             )
         self._standing.verdict = error
+        self._standing.in_helper_thread = threading.current_thread() is not threading.main_thread()
         printed_once(error, self.agreement, alarm.ranks)
         raise error
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from ddpstats._base.config import GuardMode
+from ddpstats._observe.c10d_operators import view_of
 from ddpstats.guard import collective_guard
+from ddpstats.guard._exchange import Note
 
 
 def gone_on(before: str, after: str, mode: GuardMode, directory: str) -> float:
@@ -33,6 +36,20 @@ def gone_on(before: str, after: str, mode: GuardMode, directory: str) -> float:
             dist.all_reduce(total)
         dist.barrier()
     return float(total)
+
+
+def of_one_name(alike: bool) -> bool:
+    """Whether two ranks meet in a group of one name; not ``alike``: it has other members on rank 1."""
+    with collective_guard("strict", timeout_sec=10) as guard:
+        dist.barrier()
+        session = guard._watching.session
+        assert session is not None
+        ranks = (0, 1) if alike or dist.get_rank() == 0 else (1, 0)
+        exchange = session.meet(replace(view_of(dist.group.WORLD), name="pair", ranks=ranks)).exchange
+        assert exchange is not None
+        exchange.post(1, Note(7))
+        dist.barrier()
+        return exchange.look(1) is not None
 
 
 def _join(file: str, rank: int, world_size: int) -> None:

@@ -246,6 +246,22 @@ def test_where_sizes_differ_both_calls_are_named(train: Any, run: Run, how: str)
     assert "label(" not in done.stderr + done.first
 
 
+IN_A_THREAD = """
+    from concurrent.futures import ThreadPoolExecutor
+    background = ThreadPoolExecutor(1)
+    background.submit(dist.all_reduce, torch.ones(1), dist.ReduceOp.MAX if rank else dist.ReduceOp.SUM)
+    background.shutdown()
+    print("the loss")
+"""
+
+
+def test_an_error_in_a_thread_that_nobody_looks_at_ends_the_program_with_status_1(train: Any) -> None:
+    done = forked(train(HEAD, IN_A_THREAD), "", DDPSTATS_GUARD="strict")
+    assert done.statuses == [1, 1], done.stderr
+    assert "the loss" in done.stdout
+    assert done.stderr.count("What differs: the reduce op.") == 1
+
+
 @pytest.mark.parametrize("mode", ["step", "record"])
 def test_a_guard_that_compared_nothing_says_so(train: Any, tmp_path: Path, mode: str) -> None:
     directory = str(tmp_path / "records")

@@ -66,6 +66,22 @@ def test_a_rank_that_told_nothing_is_missing_where_the_others_wait(stack: str | 
     assert ("number 2 of group" in found.message) == (stack is not None)
 
 
+def test_nobody_is_missing_where_only_labels_differ_and_ranks_have_as_many_in_flight_as_they_like() -> None:
+    assert find("0", "the default group", [status(0, 6), status(1, 2)], in_doubt=True) is None
+    found = find("0", "the default group", [status(0, 6), status(1, 2)])
+    assert found is not None
+    assert found.missing == (1,)
+
+
+@pytest.mark.parametrize(("at_end", "missing"), [(False, (1,)), (True, (2,))])
+def test_a_rank_that_came_to_its_end_did_not_come_to_a_collective(at_end: bool, missing: tuple[int, ...]) -> None:
+    others = [status(0, 4, 5, left=LEFT), status(2, 3)] if at_end else [status(0, 5, 5), status(2, 5, 5)]
+    statuses = [others[0], status(1, 4, 5, left=LEFT), others[1]]
+    found = find("0", "the default group", statuses, until=5, at_end=at_end)
+    assert found is not None
+    assert found.missing == missing
+
+
 @pytest.mark.parametrize("rank_2", ["leaves", "stays"])
 def test_who_left_because_of_another_rank_is_not_named(rank_2: str) -> None:
     (_, named), (text, missing), _ = run_ranks(runs.interrupted, 3, "leaves", rank_2, timeout_sec=60).values()

@@ -21,3 +21,9 @@ def test_a_rank_that_did_nothing_under_the_first(
     outcomes = run_ranks(runs.gone_on, 3, before, after, mode, str(tmp_path), timeout_sec=60)
     assert outcomes.values() == [3.0] * 3
     assert cli.main(["report", str(tmp_path / "records")]) == 0, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_ranks_that_made_their_groups_in_other_orders_do_not_meet(alike: bool) -> None:
+    """torch calls such groups alike, and may connect ranks of different ones."""
+    assert run_ranks(runs.of_one_name, 2, alike, timeout_sec=60).values() == [alike] * 2
