@@ -2,7 +2,8 @@
 
 To add a verb, add a line to ``_VERBS``. Its module has two functions: ``add_arguments(parser)``, and ``run(args)``,
 which returns the exit status. The module is imported when its verb is given, so that ``ddpstats --help`` stays quick.
-Every verb has ``--json``, and then writes one JSON object to stdout, and nothing else.
+Every verb has ``--json``, and then writes one JSON object to stdout, and nothing else; but for ``run``, whose stdout is
+the script's.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ class _Verb(NamedTuple):
     module: str
     help: str
     more: str = ""  # below the options of its --help: examples, and the exit status
+    json: str = "print one JSON object instead of text for people"
 
 
 class _VerbParser(argparse.ArgumentParser):
@@ -62,7 +64,8 @@ _VERBS = {
   ddpstats run --nproc 2 --guard record --record-dir records train.py; ddpstats report records
   ddpstats run --nproc 2 --watch train.py                       and show what each rank is doing
 
-exit status: the script's own""",
+exit status: the script's own; with --nproc torchrun's: 1 where a rank ended with any other than 0""",
+        json="with --nproc, where ranks failed: the diagnosis as a line of JSON on stderr, where there is one",
     ),
     "watch": _Verb(
         "ddpstats.guard._live",
@@ -129,7 +132,10 @@ exit status: 0 reproduced, 1 not reproduced, 2 it could not run""",
     "demo": _Verb(
         "ddpstats.demo.demo",
         "wrong averages, then right ones, on real ranks of this machine",
-        "exit status: 0 it ran, 2 it could not",
+        """example:
+  ddpstats demo --ranks 4
+
+exit status: 0 it ran, 2 it could not""",
     ),
 }
 
@@ -226,6 +232,6 @@ def _verb_parser(name: str, module: _VerbModule) -> argparse.ArgumentParser:
         epilog=_VERBS[name].more,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text for people")
+    parser.add_argument("--json", action="store_true", help=_VERBS[name].json)
     module.add_arguments(parser)
     return parser

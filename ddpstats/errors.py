@@ -14,8 +14,9 @@
     ├── BundleError          a capture that is incomplete, damaged or hostile (capture)
     └── DumpError            a dump that cannot be written or read (dump)
 
-All ranks that are alive raise the same error, with the same text, for the same event. A `ConfigError` that is
-one rank's own is raised there alone.
+All ranks that are alive raise the same error, with the same text, for what they find in a call that they make
+together. What one rank finds by itself is raised there alone: a `ConfigError`, unless said otherwise, what
+`StatsWindow.add` refuses, and what is wrong with a file.
 """
 
 from __future__ import annotations
@@ -43,15 +44,24 @@ class DdpstatsError(Exception):
 
 
 class ConfigError(DdpstatsError, ValueError):
-    """Raised when an argument, an environment variable or an installation cannot work; on this rank only."""
+    """Raised when an argument, an environment variable or an installation cannot work.
+
+    On this rank only, unless said otherwise.
+    """
 
 
 class InvalidStats(DdpstatsError, ValueError):
-    """Raised on every rank when some rank's stats or weight cannot be reduced; the reducer goes on working."""
+    """Raised on every rank when some rank's stats or weight cannot be reduced; the reducer goes on working.
+
+    `StatsWindow.add` raises it on this rank only.
+    """
 
 
 class SchemaConflict(DdpstatsError):
-    """Raised on every rank when ranks hold a leaf and a container, or two reduce ops, under one path in one call."""
+    """Raised on every rank when ranks hold a leaf and a container, or two reduce ops, under one path in one call.
+
+    `StatsWindow.add` raises it on this rank only, where an earlier add of the window differs so.
+    """
 
 
 class ProtocolMismatch(DdpstatsError):

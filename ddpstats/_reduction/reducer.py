@@ -28,6 +28,7 @@ from ddpstats._reduction.reduction import Reduction
 from ddpstats._reduction.result import Entry, Reduced
 from ddpstats._reduction.values import Given, Prepared
 from ddpstats._transport.comm import patience_sec
+from ddpstats._transport.store import rest
 from ddpstats.errors import ConfigError, DdpstatsError
 
 __all__ = [
@@ -240,12 +241,15 @@ class StatsReducer:
         return {**vars(self), "_counters": replace(self._counters), "_worker_of": None, "_finalizer": None}
 
     def close(self) -> None:
-        """End this reducer; what it started goes on. The last one on a group waits for that, and leaves no thread.
+        """End this reducer; what it started goes on. The last one on a group waits for that, and leaves no thread of
+        Python's.
 
-        Local; idempotent.
+        Local; idempotent. What gloo needs for the group, threads in C++ and a port that listens, stays until
+        ``destroy_process_group``.
         """
         self._closed = True
         self._give_up_worker()
+        rest()
 
     def __enter__(self) -> StatsReducer:
         return self

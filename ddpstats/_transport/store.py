@@ -143,9 +143,25 @@ class _Worker:
         if thread is not None:
             thread.join(max(0.0, deadline - time.monotonic()))
 
+    def rest(self, deadline: float) -> None:
+        """Let the thread end now that lingers after its last request; the next request starts another."""
+        with self._lock:
+            thread = self._thread
+            if thread is None or thread is threading.current_thread():
+                return
+            self._requests.put(None)
+        thread.join(max(0.0, deadline - time.monotonic()))
+
 
 _workers: weakref.WeakSet[_Worker] = weakref.WeakSet()
 _is_ending = False
+
+
+def rest() -> None:
+    """Let the threads end that have nothing to ask, and would do so in a moment. Never waits for an answer for long."""
+    deadline = time.monotonic() + 2 * _LINGER_SEC
+    for worker in list(_workers):
+        worker.rest(deadline)
 
 
 def _end_all() -> None:

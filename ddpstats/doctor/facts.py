@@ -58,7 +58,7 @@ def _versions() -> Iterator[tuple[str, str]]:
     yield "CUDA", torch.version.cuda or "none"
     nccl: Any = torch.cuda.nccl
     yield "NCCL", ".".join(map(str, nccl.version())) if dist.is_nccl_available() else "none"
-    for name in DISTRIBUTIONS:
+    for name in ("numpy", *DISTRIBUTIONS):
         try:
             yield name, metadata.version(name)
         except metadata.PackageNotFoundError:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ddpstats._base.lazy import lazy_names
+from ddpstats._base.lazy import lazy_names as _lazy_names
 
 if TYPE_CHECKING:
     from ddpstats.dump._dump import StatsDump as StatsDump
@@ -15,4 +15,4 @@ if TYPE_CHECKING:
 _HOME_OF = {"StatsDump": "dump._dump"}
 
 __all__ = sorted(_HOME_OF)
-__getattr__, __dir__ = lazy_names(__name__, _HOME_OF)
+__getattr__, __dir__ = _lazy_names(__name__, _HOME_OF)

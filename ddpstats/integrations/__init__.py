@@ -7,7 +7,7 @@ for copies of such functions in a program's own tree. The modules have the libra
 
 from __future__ import annotations
 
-from ddpstats._base.lazy import lazy_names
+from ddpstats._base.lazy import lazy_names as _lazy_names
 from ddpstats.integrations._install import (
     Installed as Installed,
     Uninstalled as Uninstalled,
@@ -19,4 +19,4 @@ _MODULES = frozenset(
     {"accelerate", "espnet", "functions", "lightning", "loggers", "torcheval", "torchmetrics", "transformers"}
 )
 
-__getattr__, __dir__ = lazy_names(__name__, {}, _MODULES)
+__getattr__, __dir__ = _lazy_names(__name__, {}, _MODULES)

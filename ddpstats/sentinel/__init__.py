@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ddpstats._base.lazy import lazy_names
+from ddpstats._base.lazy import lazy_names as _lazy_names
 
 if TYPE_CHECKING:
     from ddpstats.sentinel._matmul import ChecksumWindow as ChecksumWindow
@@ -23,4 +23,4 @@ _HOME_OF = {
 }
 
 __all__ = sorted(_HOME_OF)
-__getattr__, __dir__ = lazy_names(__name__, _HOME_OF)
+__getattr__, __dir__ = _lazy_names(__name__, _HOME_OF)

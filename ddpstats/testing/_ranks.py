@@ -54,7 +54,7 @@ def run_ranks(
         world_size: number of ranks.
         args, kwargs: anything that pickles; a `PerRank` gives each rank its own value.
         timeout_sec: seconds from the moment all ranks are ready: starting and importing torch has a limit of its own,
-            `START_TIMEOUT_SEC`.
+            120 seconds.
         env: environment variables for the ranks, on top of the parent's and of torchrun's.
 
     Returns:

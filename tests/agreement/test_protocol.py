@@ -11,10 +11,12 @@ import torch.distributed as dist
 
 import ddpstats
 from ddpstats import All, Max, Min, StatsReducer, Sum
-from ddpstats._agreement.agreement import Agreement, Call
+from ddpstats._agreement.agreement import Agreement, Call, Counters
 from ddpstats._agreement.lanes import capacity_for
 from ddpstats._reduction.layout import Layout
+from ddpstats._reduction.reduction import Reduction
 from ddpstats._reduction.site import ReductionSite
+from ddpstats._reduction.values import Prepared
 from ddpstats._reduction.wire import encode_schema
 from ddpstats._transport.comm import SoloComm
 from ddpstats.testing import RankPool
@@ -99,9 +101,19 @@ def test_the_example_of_the_page_is_what_both_send() -> None:
         "lanes": ", ".join(f"{lane:.0f}" for lane in lanes),
         "status": status.hex(),
         "numbers": second_rank.numbers_bytes(second_rank.numbers_of({"loss": 0.5}, 8.0)).hex(),
+        "slots": ", ".join(f"{lane:.0f}" for lane in _lanes_of_slots({"loss": 0.5, "acc": 0.25}, 8.0)),
     }
     ours = Agreement(SoloComm(), "").seal(Call("reduce_stats", "train", "propagate", 1.0), ReductionSite())
     assert list(ours.lanes) == lanes
     assert Layout().fingerprint == agreed
     assert encode_schema(Layout().root) == second_rank.schema_bytes(second_rank.EMPTY)
     assert [capacity_for(n) for n in (16, 64, 65, 2000)] == [second_rank.capacity_for(n) for n in (16, 64, 65, 2000)]
+
+
+def _lanes_of_slots(stats: Any, weight: float) -> list[float]:
+    """What a rank writes from lane 16 on, on the layout of these stats: alone, the sum over ranks is what it wrote."""
+    agreement, counters = Agreement(SoloComm(), ""), Counters()
+    for _ in range(2):  # the first call makes the layout
+        call = Call("reduce_stats", "train", "propagate", TIMEOUT_SEC)
+        Reduction(agreement, call, True, counters).reduce(Prepared(stats, weight, False, False))
+    return list(agreement.buffer.lanes[16 : 16 + 3 * len(stats)])

@@ -122,6 +122,17 @@ def test_where_gloo_aborts_the_process_the_records_tell_why(script: Any, tmp_pat
     assert found["findings"][0]["by_rank"]["1"]["shapes"] == [[300000]]
 
 
+def test_what_json_of_run_prints(script: Any) -> None:
+    """Its stdout is the script's. With --nproc the status is torchrun's own."""
+    done = ddpstats("run", "--nproc", "2", "--json", "--guard", "strict", script(ABORT))
+    assert (done.returncode, done.stdout) == (1, "")
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("{")]
+    assert json.loads(line)["findings"][0]["seq"] == 2
+    done = ddpstats("run", "--nproc", "2", "--json", script("import sys; sys.exit(7)"))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert not [line for line in done.stderr.splitlines() if line.startswith("{")]
+
+
 KILLED = """
     import os, signal, sys, torch, torch.distributed as dist
 

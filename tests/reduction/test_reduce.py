@@ -219,7 +219,35 @@ def test_nonfinite_policies(two_ranks: RankPool) -> None:
     assert math.isnan(agreed(two_ranks, nowhere, nonfinite="skip")["x"])
 
 
+def collectives_of_refusals() -> list[int]:
+    stats = {"x": math.nan if dist.get_rank() == 0 else 1.0}
+    found = []
+    with StatsReducer(name="refused", nonfinite="raise") as reducer:
+        for _ in range(2):
+            before = reducer.counters.collectives
+            with pytest.raises(NonFiniteStat, match="'x': rank 0"):
+                reducer(stats)
+            found.append(reducer.counters.collectives - before)
+    return found
+
+
+def test_after_an_exchange_of_numbers_nothing_is_sent_to_say_where_it_is_not_finite(two_ranks: RankPool) -> None:
+    """The first call exchanges them; in the second the sum tells that there is one, and three more tell where."""
+    assert two_ranks.run(collectives_of_refusals).values() == [[2, 4]] * 2
+
+
 # -- containers -------------------------------------------------------------------------------------------------------
+
+
+def empty_after(before: Any, stats: Any, name: str) -> Any:
+    reduce_stats(before, name=name)
+    return reduce_stats(stats, name=name).values
+
+
+def test_stats_that_are_empty_everywhere_are_of_the_kind_of_earlier_calls(two_ranks: RankPool) -> None:
+    assert two_ranks.run(empty_after, [1.0], PerRank([{}, []]), "list").values() == [[], []]
+    assert two_ranks.run(empty_after, {"a": 1.0}, [], "dict").values() == [{}, {}]
+    assert two_ranks.run(empty_after, [], [], "nothing").values() == [{}, {}]
 
 
 def of_window(stats: Any) -> Any:
@@ -516,7 +544,7 @@ def threads_left() -> list[str]:
         pending = [one.start({"a": 1.0}), two.start({"a": 1.0})]
         assert any(thread.name == "ddpstats" for thread in threading.enumerate())
         assert [each.result().values for each in pending] == [{"a": 1.0}] * 2
-    return [thread.name for thread in threading.enumerate() if thread.name == "ddpstats"]
+    return [thread.name for thread in threading.enumerate() if thread.name in ("ddpstats", "ddpstats-store")]
 
 
 def test_the_last_close_leaves_no_thread(two_ranks: RankPool) -> None:
