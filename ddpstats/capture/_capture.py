@@ -290,7 +290,7 @@ class NaNCapture(StepWatch):
     def _captured(self, finding: CaptureFinding) -> CaptureVerdict:
         """Write a bundle, look for the cause, and say all of it."""
         # By itself, once all ranks are known to be fit: it may gather parameters over the program's own group.
-        details = self._gathered(lambda: {"when": int(time.time()), **self._source.summary()}, "what each rank holds")
+        details = self._gathered(lambda: {"when": time.time(), **self._source.summary()}, "what each rank holds")
         bundling = Bundling(self.dirpath, self._keep, self._max_bytes, self._group, self._peers, finding, details)
         bundling.write_parts(self._source)
         verdict = bundling.finish(finding.verdict(self._policy, bundling.directory, bundling.notes()))

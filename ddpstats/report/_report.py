@@ -136,7 +136,9 @@ def _who_has(key: Key) -> str:
 
 
 def _clock(seconds: float) -> str:
-    return _utc(seconds).strftime("%H:%M:%S.%f")[:-3]
+    """With milliseconds, unless it is a whole second: bundles had no more before."""
+    when = _utc(seconds)
+    return when.strftime("%H:%M:%S.%f")[:-3] if when.microsecond else when.strftime("%H:%M:%S")
 
 
 def _utc(seconds: float) -> datetime:

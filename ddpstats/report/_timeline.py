@@ -15,6 +15,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from ddpstats._base.marks import VALUES, Mark
 from ddpstats.guard._events import BY_TORCH, Event
@@ -22,6 +23,8 @@ from ddpstats.guard._p2p import pair_messages
 from ddpstats.guard._records import RankRecord
 from ddpstats.guard._report import assumed, not_compared
 from ddpstats.guard._status import DOUBT, GuardFinding
+
+_time_of = attrgetter("time")
 
 
 @dataclass(frozen=True)
@@ -191,7 +194,8 @@ def timeline_of(
     calls = list(table)
     groups = _groups(records, findings, calls, lanes)
     killed = frozenset(record.rank for record in records if record.end is None)
-    told = _once([*(mark for record in records for mark in record.marks if mark.kind != VALUES), *marks])
+    recorded = [mark for record in records for mark in record.marks if mark.kind != VALUES]
+    told = _once(recorded, marks)
     times = [time for lane in lanes if lane.times for time in (lane.times[0], lane.times[-1])]
     times += [mark.time for mark in (*told, *(mark for record in records for mark in record.marks))]
     return Timeline(
@@ -279,12 +283,15 @@ def _groups(
     }
 
 
-def _once(marks: Sequence[Mark]) -> list[Mark]:
-    """By time. All ranks tell of what they found together: the first of these stays."""
+def _once(recorded: Sequence[Mark], beside: Sequence[Mark]) -> list[Mark]:
+    """By time. All ranks tell of what they found together: the first of these stays.
+
+    A record's own before that of a file ``beside``, whose time may be of another clock, and in whole seconds.
+    """
     found: dict[object, Mark] = {}
-    for mark in sorted(marks, key=lambda mark: mark.time):
+    for mark in (*sorted(recorded, key=_time_of), *sorted(beside, key=_time_of)):
         found.setdefault((mark.kind, mark.step, mark.ranks, mark.text if mark.step is None else ""), mark)
-    return list(found.values())
+    return sorted(found.values(), key=_time_of)
 
 
 def _labels(

@@ -68,6 +68,7 @@ def test_the_culprit_is_named_before_the_reduce(two_ranks: RankPool, tmp_path: P
     assert "The gradients of rank 0 were finite." in bad["message"]
     assert_equal_replicas(outcomes)
     manifest = manifest_of(bad["bundle"])
+    assert "." in manifest["created_utc"]  # with the fraction of its second
     assert manifest["complete"]
     assert manifest["ranks_present"] == [0, 1]
     assert manifest["culprit_ranks"] == [1]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 
 from ddpstats import cli
 from ddpstats._base.marks import Mark
+from ddpstats.capture._manifest import read_manifest
 from ddpstats.guard._events import Event, Evidence
 from ddpstats.guard._records import RecordWriter, read_records
 from ddpstats.report._sources import read_timeline
@@ -169,6 +172,19 @@ def test_bundles_and_dumps_are_on_the_same_axis(capsys: pytest.CaptureFixture[st
     ]
     assert cli.main(["report", places[1]]) == 1
     assert capsys.readouterr().out.startswith("No record of collectives.\n")
+
+
+def test_what_a_record_says_of_when_wins_over_a_bundle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The bundle has whole seconds, as all had once."""
+    bundle = FORMATS / NAMES["bundle"]
+    manifest = read_manifest(next(bundle.iterdir()))
+    second = datetime.fromisoformat(manifest.created_utc).timestamp()
+    mark = Mark("nonfinite", "a verdict", second + 0.2435, manifest.step, manifest.culprit_ranks)
+    records.write_rank(tmp_path, 0, 1, [records.event(1, "loss")], marks=[mark])
+    assert cli.main(["report", str(tmp_path), str(bundle)]) == 1
+    assert re.findall(r"(\S+)  nonfinite on", capsys.readouterr().out) == ["20:52:55.243"]
+    assert cli.main(["report", str(bundle)]) == 1
+    assert "\n20:52:55  nonfinite on" in capsys.readouterr().out
 
 
 def test_a_mark_is_what_it_was(tmp_path: Path) -> None:
