@@ -9,11 +9,13 @@ import functools
 import importlib.machinery
 import importlib.util
 import json
+import logging
 import os
 import pickle
 import sys
 import time
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
@@ -29,7 +31,8 @@ from ddpstats.guard import _ending, collective_guard
 class RankTest:
     """Which test: ``name`` of the class ``holder``, if there is one, in a file; what it is called with, each pickled.
 
-    ``guard``: arguments of `collective_guard`; None without one.
+    ``guard``: arguments of `collective_guard`; None without one. ``filters``: of warnings, that hold in the test: each
+    pickled, and what `warnings.filterwarnings` takes.
     """
 
     module: str
@@ -38,13 +41,19 @@ class RankTest:
     name: str
     arguments: Mapping[str, bytes]
     guard: tuple[tuple[Any, ...], Mapping[str, Any]] | None
+    filters: Sequence[bytes]
+
+
+def class_names(found: type) -> list[str]:
+    """It and those that it is made from, each as MODULE:QUALNAME, the most special one first."""
+    return [f"{one.__module__}:{one.__qualname__}" for one in found.__mro__]
 
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
     """``at``: seconds of a clock that all processes of this machine share. ``kind``: "fail", "skip" or "xfail".
 
-    ``classes``: the exception's, each as MODULE:QUALNAME, the most special one first.
+    ``classes``: the exception's `class_names`.
     """
 
     at: float
@@ -56,7 +65,7 @@ class Failure:
     @classmethod
     def of(cls, error: BaseException) -> Failure:
         now = time.monotonic()
-        classes = [f"{one.__module__}:{one.__qualname__}" for one in type(error).__mro__]
+        classes = class_names(type(error))
         kinds = (("skip", pytest.skip.Exception), ("xfail", pytest.xfail.Exception))
         kind = next((name for name, raised in kinds if isinstance(error, raised)), "")
         if kind:
@@ -84,7 +93,7 @@ def run_test(test: RankTest, scratch: str) -> None:
     sys.stdout = output
     dist.barrier()  # no rank is to fail while another still connects
     try:
-        _call(test)
+        _call(test, Path(scratch, f"warnings{rank}"))
     except BaseException as error:
         failure = dataclasses.asdict(Failure.of(error))
         written = Path(scratch, f"writing{rank}")
@@ -94,19 +103,53 @@ def run_test(test: RankTest, scratch: str) -> None:
         os._exit(1)
 
 
-def _call(test: RankTest) -> None:
+def _call(test: RankTest, warned: Path) -> None:
     __tracebackhide__ = True
     found: Any = _imported(test.module, test.path)
     if test.holder:
         found = functools.reduce(getattr, test.holder.split("."), found)()
     given = {name: pickle.loads(value) for name, value in test.arguments.items()}
     call = functools.partial(getattr(found, test.name), **given)
-    if test.guard is None:
-        _call_guarded(call, contextlib.nullcontext(), _ending.found)
-    else:
-        arguments, named = test.guard
-        guard = collective_guard(*arguments, **named)
-        _call_guarded(call, guard, lambda: guard.verdict)
+    with _warnings_into(warned, test.filters):
+        if test.guard is None:
+            _call_guarded(call, contextlib.nullcontext(), _ending.found)
+        else:
+            arguments, named = test.guard
+            guard = collective_guard(*arguments, **named)
+            _call_guarded(call, guard, lambda: guard.verdict)
+
+
+@contextlib.contextmanager
+def _warnings_into(path: Path, filters: Sequence[bytes]) -> Iterator[None]:
+    """A line for each, at once: the rank may be ended. Also of what our own logger warns of, whatever the filters say.
+
+    A filter of a class that this rank has not is of no use here.
+    """
+    __tracebackhide__ = True
+    with path.open("w", buffering=1) as file, warnings.catch_warnings():
+        warnings.resetwarnings()
+        for pickled in filters:
+            with contextlib.suppress(ImportError, AttributeError):
+                action, message, category, module, lineno = pickle.loads(pickled)
+                warnings.filterwarnings(action, message, category, module, lineno, append=True)
+
+        def write(
+            message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: Any, **__: Any
+        ) -> None:
+            print(json.dumps([str(message), class_names(category), filename, lineno]), file=file)
+
+        def of_logger(record: logging.LogRecord) -> bool:
+            if record.levelno >= logging.WARNING:
+                write(record.getMessage(), UserWarning, record.pathname, record.lineno)
+            return True
+
+        warnings.showwarning = write
+        logger = logging.getLogger("ddpstats")
+        logger.addFilter(of_logger)
+        try:
+            yield
+        finally:
+            logger.removeFilter(of_logger)
 
 
 def _call_guarded(

@@ -5,7 +5,9 @@
 1. Fixtures and parameters are made in pytest's process, and sent to each rank by pickle.
 2. Each rank imports the test's file and calls the test (`_rank_test`). What it prints goes to a file of its own.
 3. A rank whose test fails writes down how and when, and ends: the others, which may wait for it, then fail soon.
-4. The report has what failed first, a line for each other rank, and sections of what each rank printed.
+4. The filters of warnings that hold in the test hold on the ranks. What they let pass is issued again in pytest's
+   process, for its summary of warnings.
+5. The report has what failed first, a line for each other rank, and sections of what each rank printed.
 
 Nothing of ddpstats that imports torch is imported before the first test with the mark runs, unless DDPSTATS_GUARD is
 set. That is for the ranks, which begin a guard of their own: pytest's process has none, unless it is a rank itself.
@@ -16,11 +18,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import json
 import operator
 import pickle
+import re
 import sys
 import tempfile
 import unittest
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -41,6 +47,7 @@ _PRELOADED = (
     "ddpstats.testing._rank_test",
     "ddpstats.guard._guard",
 )
+_KNOWN = ("builtins", "torch", "pytest", "ddpstats")  # whose warnings keep their category
 _NOT_SENT = (
     "Fixtures and parameters reach the ranks by pickle: plain values, tensors, tmp_path, objects of importable "
     "classes. Make this one in the test itself, on each rank."
@@ -85,6 +92,10 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 
 def _asked(n: int, *, timeout: float = _TIMEOUT_SEC) -> tuple[int, float]:
+    if type(n) is not int:
+        raise TypeError(f"n must be a whole number, not {n!r}")
+    if type(timeout) not in (int, float):
+        raise TypeError(f"timeout must be a number of seconds, not {timeout!r}")
     return n, timeout
 
 
@@ -112,6 +123,7 @@ def _run(item: pytest.Function, world_size: int, timeout_sec: float) -> None:
         name=item.originalname,
         arguments=_pickled(item),
         guard=None if guard is None else (guard.args, guard.kwargs),
+        filters=list(_filters()),
     )
     with tempfile.TemporaryDirectory(prefix="ddpstats-ranks-") as scratch:
         try:
@@ -121,6 +133,7 @@ def _run(item: pytest.Function, world_size: int, timeout_sec: float) -> None:
         ends = [_End(outcome, Path(scratch)) for outcome in outcomes]
     for end in ends:
         end.add_sections(item)
+        end.warn()
     _judge(ends, any("raises" in mark.kwargs for mark in item.iter_markers("xfail")))
 
 
@@ -136,6 +149,20 @@ def _pickled(item: pytest.Function) -> dict[str, bytes]:
     return sent
 
 
+def _filters() -> Iterator[bytes]:
+    """Those of warnings that hold now: of the command line, the configuration, marks and fixtures. By their order."""
+    for action, message, category, module, lineno in warnings.filters:
+        with contextlib.suppress(pickle.PicklingError, AttributeError):  # a class of a function: no rank has that one
+            yield pickle.dumps((action, _pattern(message), category, _pattern(module), lineno))
+
+
+def _pattern(given: re.Pattern[str] | str | None) -> str:
+    """Of a part of a filter. Python's own filters have names there."""
+    if isinstance(given, re.Pattern):
+        return given.pattern
+    return f"{re.escape(given)}\\Z" if given else ""
+
+
 class _End:
     """How the test ended on one rank."""
 
@@ -148,6 +175,7 @@ class _End:
         self.error = outcome.error
         self.stack = outcome.error.stack if isinstance(outcome.error, RankTimedOut) else ""
         self.output = _end_of(scratch / f"output{outcome.rank}")
+        self.warned = list(_warnings_in(scratch / f"warnings{outcome.rank}"))
 
     @property
     def turn(self) -> tuple[int, float]:
@@ -160,6 +188,13 @@ class _End:
         for what, text in (("", self.output), (" stack", self.stack)):
             if text:
                 item.add_report_section("call", f"rank {self.rank}{what}", text)
+
+    def warn(self) -> None:
+        """In this process, of what the rank's filters let pass."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            for message, names, filename, lineno in self.warned:
+                warnings.warn_explicit(f"rank {self.rank}: {message}", _category(names), filename, lineno)
 
     def __str__(self) -> str:
         """In one line."""
@@ -185,6 +220,23 @@ def _end_of(path: Path) -> str:
     except FileNotFoundError:
         return ""
     return f"({left_out:,} bytes before this are left out)\n{text}" if left_out else text
+
+
+def _warnings_in(path: Path) -> Iterator[tuple[str, list[str], str, int]]:
+    """Of very many the first."""
+    with contextlib.suppress(FileNotFoundError), path.open(errors="replace") as file:
+        for line in file.read(_SHOWN_BYTES).splitlines(keepends=True):
+            if line.endswith("\n"):
+                yield json.loads(line)
+
+
+def _category(names: list[str]) -> type[Warning]:
+    """The most special one that is Python's, torch's, pytest's or ours. Others may be made from more than a text."""
+    for module, _, name in (place.partition(":") for place in names):
+        found = vars(sys.modules[module]).get(name) if module in sys.modules else None
+        if module.partition(".")[0] in _KNOWN and isinstance(found, type) and issubclass(found, Warning):
+            return found
+    return UserWarning
 
 
 class _Raised(pytest.fail.Exception):  # type: ignore[misc, name-defined]

@@ -202,6 +202,76 @@ def test_what_the_report_says(pytester: pytest.Pytester, mode: str) -> None:
         lines.fnmatch_lines(block)
 
 
+WARNING = """
+    import os, signal, warnings, pytest, torch
+    import torch.distributed as dist
+
+    class Own(DeprecationWarning):
+        pass
+
+    @pytest.mark.ranks(2)
+    def test_warns():
+        warnings.warn(Own("old, says " + str(dist.get_rank())))
+        warnings.warn("not to be heard")
+
+    @pytest.mark.ranks(2)
+    @pytest.mark.filterwarnings("error")
+    def test_marked():
+        warnings.warn("careful")
+
+    @pytest.mark.ranks(2)
+    @pytest.mark.filterwarnings("error::test_trainer.Own")
+    def test_marked_with_its_own():
+        warnings.warn(Own("careful"))
+
+    @pytest.mark.ranks(1)
+    def test_dies():
+        warnings.warn("last words")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    @pytest.mark.ranks(2)
+    @pytest.mark.collective_guard("strict", on_mismatch="warn")
+    def test_mismatch():
+        dist.all_reduce(torch.ones(1), dist.ReduceOp.MAX if dist.get_rank() else dist.ReduceOp.SUM)
+
+    @pytest.mark.ranks("2")
+    def test_of_a_text():
+        pass
+
+    @pytest.mark.ranks(1, timeout="2")
+    def test_until_a_text():
+        pass
+"""
+
+
+def test_filters_of_warnings_reach_the_ranks_and_their_warnings_the_summary(pytester: pytest.Pytester) -> None:
+    pytester.makeini("[pytest]\nfilterwarnings = ignore:not to be")
+    pytester.makepyfile(test_trainer=WARNING)
+    result = pytester.runpytest_subprocess("-p", PLUGIN)
+    result.assert_outcomes(passed=2, failed=5, warnings=5)
+    result.stdout.no_fnmatch_line("*not to be heard*")
+    for block in (
+        [
+            "*test_trainer.py:9: DeprecationWarning: rank 0: old, says 0",
+            "*test_trainer.py:9: DeprecationWarning: rank 1: old, says 1",
+            "*test_trainer.py:24: UserWarning: rank 0: last words",
+            "*UserWarning: rank 0: the ranks of the default group of 2 ranks do not run the same*",
+            "*UserWarning: rank 1: the ranks of the default group of 2 ranks do not run the same*",
+        ],
+        ["rank ? failed: UserWarning: careful"],
+        ["rank ? failed: Own: careful"],
+        ["@pytest.mark.ranks: n must be a whole number, not '2'"],
+        ["@pytest.mark.ranks: timeout must be a number of seconds, not '2'"],
+    ):
+        result.stdout.fnmatch_lines(block)
+    pytester.makeini("[pytest]\nfilterwarnings = error")
+    result = pytester.runpytest_subprocess("-p", PLUGIN, "-k", "test_warns")
+    result.stdout.fnmatch_lines("rank ? failed: Own: old, says ?")
+    on_the_line = ("-W", "error::UserWarning", "-c", os.devnull)
+    result = pytester.runpytest_subprocess("-p", PLUGIN, *on_the_line, "-k", "test_warns")
+    result.stdout.fnmatch_lines("rank ? failed: UserWarning: not to be heard")
+
+
 OF_THE_ENVIRONMENT = """
     import ddpstats, pytest, torch
     import torch.distributed as dist
