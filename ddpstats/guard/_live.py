@@ -25,6 +25,7 @@ _LINES_EVERY_SEC = 10.0
 _LINES_APART_SEC = 1.0
 _LONG_SEC = 2.0  # a shorter wait is how ranks meet
 _SHOWN_RANKS = 16
+ALARM = "ALARM: "
 
 
 class Row(NamedTuple):
@@ -68,7 +69,7 @@ def picture_of(notes: Sequence[RankNow]) -> Picture:
         remarks.append(f"renegotiations: {last.renegotiations}; new keys of the last: {last.new_keys}")
     remarks += not_held_lines({note.rank: note.not_held for note in notes})
     alarms = list(dict.fromkeys(alarm for note in notes for alarm in note.alarms))
-    remarks += [f"ALARM: {alarm}" for alarm in alarms]
+    remarks += [f"{ALARM}{alarm}" for alarm in alarms]
     return Picture(heading, shown, remarks, late, ([note.rank for note in notes], words, alarms))
 
 

@@ -22,13 +22,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
 from ddpstats._base.report import printable
+from ddpstats._base.wording import count_of
 from ddpstats.errors import DdpstatsError
-from ddpstats.guard._live import EVERY_SEC, Lines, Picture, Row, picture_of
+from ddpstats.guard._live import ALARM, EVERY_SEC, Lines, Picture, Row, picture_of
 from ddpstats.guard._live_notes import read_notes
 
 _CHUNK_BYTES = 1 << 16
 _LONGEST_TAIL = 4096
 _LOOK_SEC = 0.1
+_WIDE = 100  # of a terminal: a narrower one has no column of how many collectives there were
 ENDING_SEC = 40.0  # torchrun kills ranks that have not ended 30 s after an interrupt
 
 
@@ -64,7 +66,7 @@ class Screen:
         self._live.stop()
 
     def show(self, picture: Picture, *, is_last: bool = False) -> None:
-        self._table = _table(picture)
+        self._table = _table(picture, self._live.console, is_last=is_last)
         self.above(b"")
 
     def above(self, output: bytes) -> None:
@@ -78,21 +80,51 @@ class Screen:
             texts = (self._styled.decode_line(line.rstrip("\r")) for line in lines)
             self._live.console.print(*texts, sep="\n", soft_wrap=True)
         unfinished = [AnsiDecoder().decode_line(self._tail)] if self._tail else []
+        for text in unfinished:
+            text.no_wrap, text.overflow = True, "ellipsis"  # the table takes the lines that are left
         self._live.update(Group(*unfinished, self._table), refresh=True)
 
 
-def _table(picture: Picture) -> Any:
+def _table(picture: Picture, console: Any, *, is_last: bool = False) -> Any:
+    """As high as the terminal, less a line that the program has not ended; of the last one all is shown.
+
+    What is found stands above the ranks, and of these those first that are waited for, and then those that wait.
+    """
+    from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
-    caption = Text(printable(picture.remarks)) if picture.remarks else None
-    table = Table(title=Text(picture.heading), caption=caption, caption_justify="left", expand=True)
-    for name in Row._fields:
-        table.add_column(name.replace("_", " "), overflow="fold")
-    for row in picture.rows:
-        style = "bold red" if row.rank in picture.late else None
-        table.add_row(*(Text(printable([str(cell)])) for cell in row), style=style)
-    return table
+    width, height = console.size.width, sys.maxsize if is_last else console.size.height - 1
+    alarms = [remark for remark in picture.remarks if remark.startswith(ALARM)]
+    others = [remark for remark in picture.remarks if not remark.startswith(ALARM)]
+    above = [*_wrapped([picture.heading], console, height // 4), *_wrapped(alarms, console, height // 3)]
+    below = _wrapped(others, console, height // 4)
+    room = height - len(above) - len(below) - 1  # a line for the names of the columns
+    rows = sorted(picture.rows, key=lambda row: (row.rank not in picture.late, not _waits(row), row.rank))
+    if len(rows) > room:
+        rows = rows[: max(1, room - 1)]
+        below = [Text(f"and {count_of(len(picture.rows) - len(rows), 'more ranks')}"), *below]
+    table = Table(box=None, padding=(0, 1, 0, 0), expand=True)
+    shown = [name for name in Row._fields if width >= _WIDE or name != "collectives"]
+    for name in shown:
+        is_long = name in ("last_collective", "at")
+        table.add_column(name.replace("_", " "), no_wrap=not is_long, max_width=30 if name == "state" else None)
+    for row in rows:
+        cells = (Text(printable([str(getattr(row, name))]), no_wrap=True, overflow="ellipsis") for name in shown)
+        table.add_row(*cells, style="bold red" if row.rank in picture.late else None)
+    return Group(*above, table, *below)
+
+
+def _waits(row: Row) -> bool:
+    return row.state.startswith("waits")
+
+
+def _wrapped(texts: Sequence[str], console: Any, most: int) -> list[Any]:
+    """Their lines at the width of the terminal: of more than ``most`` the first, and what is left out is seen."""
+    from rich.text import Text
+
+    lines = [line for text in texts for line in Text(printable([text])).wrap(console, console.size.width)]
+    return lines if len(lines) <= most else [*lines[: max(0, most - 1)], Text("...")]
 
 
 # -- a program, and its ranks below it --------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
+import io
 import os
 import pty
 import re
@@ -24,7 +25,7 @@ from ddpstats.guard import _live, _live_notes
 from ddpstats.guard._events import Event, Signature, digest_of
 from ddpstats.guard._live import lines_of, picture_of
 from ddpstats.guard._live_notes import LiveNotes, RankNow, read_notes
-from ddpstats.guard._screen import run_watched
+from ddpstats.guard._screen import Screen, run_watched
 from ddpstats.testing import RankPool
 from tests import scripts
 from tests.guard import live_runs, runs
@@ -319,6 +320,35 @@ def test_a_table_on_a_terminal(ends: str, keys: bytes, status: int, tmp_path: Pa
     assert b"\\x1b[2Jdiffer" in drawn
     assert b"\x1b[2J" not in drawn
     assert drawn.rindex(b"\x1b[?25h") > drawn.rindex(b"\x1b[?25l")
+
+
+def test_on_a_small_terminal_the_late_rank_and_the_alarm_are_seen() -> None:
+    needs("rich")
+    from rich.console import Console
+    from rich.live import Live
+
+    last = ("number 4812, all_reduce(float32[25557032], sum) '(gradients)'", "train.py:214 in train_one_epoch")
+    rows = [_live.Row(rank, 120, 4812, 0, "waits for 31 s", *last) for rank in range(15)]
+    rows.append(_live.Row(15, 120, 4811, 1, "stopped (last began 33 s ago)", *last))
+    remarks = [
+        "renegotiations: 1",
+        "ALARM: step 118: the gradients of rank 1 are not finite",
+        "ALARM: long" + " s" * 900,
+    ]
+    drawn, screen = io.StringIO(), Screen(io.StringIO())
+    console = Console(file=drawn, force_terminal=True, width=80, height=24, color_system=None)
+    screen._live = Live(console=console, auto_refresh=False)
+    with screen:
+        screen.above(b"[" + b"=" * 100)  # a progress bar without an end
+        screen.show(_live.Picture("16 of 16 ranks", rows, remarks, [15], 0))
+        lines = [line.strip() for line in drawn.getvalue().splitlines()[-24:]]
+    assert lines[0].endswith("=\u2026")
+    assert lines[1:3] == ["16 of 16 ranks", remarks[1]]
+    names = lines.index("...") + 1  # of the alarm that is too long
+    assert lines[names].startswith("rank step behind state")
+    ranks = [int(line.split()[0]) for line in lines[names + 1 : -2]]
+    assert ranks == [15, *range(len(ranks) - 1)]
+    assert lines[-2:] == [f"and {16 - len(ranks)} more ranks", "renegotiations: 1"]
 
 
 def test_the_table_has_what_all_wings_found(two_ranks: RankPool, tmp_path: Path) -> None:
