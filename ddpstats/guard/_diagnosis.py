@@ -54,7 +54,6 @@ def find(
     until: int | None = None,
     were_absent: Sequence[int] = (),
     in_doubt: bool = False,
-    at_end: bool = False,
 ) -> GuardFinding | None:
     """The first thing that went wrong in ``group`` (``words`` describe it), or None if all ranks agree.
 
@@ -62,10 +61,10 @@ def find(
     be joined by all any more. Missing are the ranks that died or left before it by an error; else those that are behind
     it; else those that ran no Python for long; else those that are behind any other; else those that do not wait
     themselves. If all have come meanwhile, it is those that ``were_absent`` then. ``in_doubt``: only labels differ, so
-    nobody has waited for anyone: nobody is missing. ``at_end``: ``until`` is the end that follows the last collective.
+    nobody has waited for anyone: nobody is missing.
     """
     by_rank = {status.rank: status for status in statuses}
-    end = until if at_end else None
+    end = until if until is not None and all(status.count < until for status in statuses) else None  # no collective
     seq, judged = first_difference(statuses)
     if seq is not None:
         return _mismatch(group, words, by_rank, seq)

@@ -243,7 +243,7 @@ class FailureAgreement:
             statuses.get(rank) or self._last_known_status(rank, alarm.group, rank in dead) for rank in alarm.ranks
         ]
         until = alarm.seq if alarm.until else None
-        found = find(alarm.group, alarm.words, everyone, until, alarm.absent, alarm.doubt, alarm.ending)
+        found = find(alarm.group, alarm.words, everyone, until, alarm.absent, alarm.doubt)
         if found is None and alarm.doubt:  # labels may differ for good reasons
             return GuardFinding(NOTHING, "", alarm.group, alarm.seq)
         return found or unexplained(alarm.group, alarm.words, alarm.seq, alarm.until)

@@ -77,7 +77,7 @@ def test_nobody_is_missing_where_only_labels_differ_and_ranks_have_as_many_in_fl
 def test_a_rank_that_came_to_its_end_did_not_come_to_a_collective(at_end: bool, missing: tuple[int, ...]) -> None:
     others = [status(0, 4, 5, left=LEFT), status(2, 3)] if at_end else [status(0, 5, 5), status(2, 5, 5)]
     statuses = [others[0], status(1, 4, 5, left=LEFT), others[1]]
-    found = find("0", "the default group", statuses, until=5, at_end=at_end)
+    found = find("0", "the default group", statuses, until=5)
     assert found is not None
     assert found.missing == missing
 
