@@ -244,7 +244,7 @@ def _last_agreed(by_rank: Mapping[int, RankStatus], seq: int) -> str:
     for status in by_rank.values():
         event = status.at(seq - 1)
         if event is not None:
-            return f"Last collective on which they agreed: number {seq - 1}, {event}, at {event.site}."
+            return f"Last collective on which they agreed: number {seq - 1}, {event}{event.at}."
     return "It is the first collective of this group that is known."
 
 

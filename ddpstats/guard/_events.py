@@ -250,11 +250,18 @@ class Event:
     def in_full(self) -> str:
         """With its place in the program, and in its group."""
         number = f"number {self.seq} of group {self.group!r}, " if self.peer is None else ""
-        return f"{number}{self}, at {self.site}"
+        return f"{number}{self}{self.at}"
+
+    @property
+    def at(self) -> str:
+        """Its place in the program, behind what it is; nothing where no place is known."""
+        site = str(self.site)
+        return f", at {site}" if site else ""
 
     def site_lines(self) -> list[str]:
         """Where it was called, for a message: the place, and the text there if that is known."""
-        return [f"      at {self.site}", *([f"         {self.source}"] if self.source else [])]
+        site, source = str(self.site), self.source
+        return [*([f"      at {site}"] if site else []), *([f"         {source}"] if source else [])]
 
 
 def text_of(value: Any) -> str:

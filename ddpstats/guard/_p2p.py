@@ -113,7 +113,7 @@ def unmatched(event: Event, rank: int, words: str, last: Event | None, peer: Ran
         head = f"{here} waits for a message from {there}, which has not come ({words}):"
     lines = [head, *_told(rank, event)]
     if not sends and last is not None:
-        lines += [f"  {there}: its last message to {here} was {last}", f"      at {last.site}"]
+        lines += [f"  {there}: its last message to {here} was {last}", *last.site_lines()[:1]]
     elif peer is not None:
         lines.append(f"  {there}: {_whereabouts(peer)}")
     if not sends and last is not None and last.tag != event.tag:

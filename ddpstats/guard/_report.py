@@ -46,7 +46,7 @@ def not_compared(records: Sequence[RankRecord]) -> list[str]:
 def assumed(records: Sequence[RankRecord]) -> list[str]:
     """What `diagnose` took for granted where it found nothing: a sentence each."""
     alone = [
-        f"{ranks_text([rank.rank])}: {rank.events[place]}, at {rank.events[place].site}: {ranks_text([peer.rank])} "
+        f"{ranks_text([rank.rank])}: {rank.events[place]}{rank.events[place].at}: {ranks_text([peer.rank])} "
         "recorded nothing that goes with it"
         for rank, place, peer in unpaired(records)
         if not _may_wait(rank, place, peer)

@@ -96,6 +96,16 @@ def test_a_mismatch_by_shape_and_json_beside_pickle(tmp_path: Path) -> None:
     assert [lane.spans[0].seconds for lane in timeline.lanes] == [pytest.approx(5e-7, abs=3e-7)] * 2
 
 
+def test_of_a_place_that_is_not_known_nothing_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for rank in range(2):
+        content = dump(entry(1, frames=[]), entry(2, size=5 + rank, frames=[]))
+        (tmp_path / f"rank_{rank}.json").write_text(json.dumps(content))
+    assert cli.main(["report", str(tmp_path)]) == 1
+    said = capsys.readouterr().out
+    assert "  rank 0: all_reduce(Float[5])\n  rank 1: all_reduce(Float[6])\n" in said
+    assert "Last collective on which they agreed: number 1, all_reduce(Float[4]).\n" in said
+
+
 def test_states_and_durations_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     hangs: dict[str, Any] = {"state": "started", "time_discovered_completed_ns": None}
     for rank in range(2):
