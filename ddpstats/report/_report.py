@@ -58,7 +58,7 @@ def as_text(timeline: Timeline) -> str:
 
 
 def _collectives(timeline: Timeline) -> list[str]:
-    began = min((lane.times[0] for lane in timeline.lanes if lane.times), default=0.0)
+    began = _began(timeline)
     of_run = f" of the run of {_utc(began):%Y-%m-%d %H:%M:%S} UTC" if began else ""
     lines = [f"{len(timeline.lanes)} of {timeline.world_size} ranks left a record{of_run}:"]
     for lane in timeline.lanes:
@@ -74,6 +74,11 @@ def _collectives(timeline: Timeline) -> list[str]:
         lines += ["\n" + finding.message, *_states(timeline.spans_of(number))]
     lines += [timeline.verdict] if timeline.verdict else []
     return [*lines, *(f"not compared: {one}" for one in timeline.not_compared), *timeline.assumed]
+
+
+def _began(timeline: Timeline) -> float:
+    """The run: its first collective; 0.0 where there is none."""
+    return min((lane.times[0] for lane in timeline.lanes if lane.times), default=0.0)
 
 
 def _states(spans: Mapping[int, Span]) -> list[str]:
@@ -150,6 +155,7 @@ def as_json(timeline: Timeline) -> dict[str, Any]:
     """All but the single events, which ``--perfetto`` has."""
     return {
         "world_size": timeline.world_size,
+        "began": _began(timeline) or None,
         "ranks": [
             {
                 "rank": lane.rank,

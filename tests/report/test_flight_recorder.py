@@ -15,6 +15,7 @@ from ddpstats import cli
 from ddpstats.errors import DdpstatsError
 from ddpstats.report._plain_pickle import plain_value
 from ddpstats.report._sources import read_timeline
+from tests.report import records
 
 PLAIN = {"a": [1, -1, 255, 1 << 40, -(1 << 70), 1.5, True, None], "b": ("x", (), ("é" * 300,)), "c": {1: {}}}
 
@@ -104,6 +105,18 @@ def test_of_a_place_that_is_not_known_nothing_is_said(tmp_path: Path, capsys: py
     said = capsys.readouterr().out
     assert "  rank 0: all_reduce(Float[5])\n  rank 1: all_reduce(Float[6])\n" in said
     assert "Last collective on which they agreed: number 1, all_reduce(Float[4]).\n" in said
+
+
+def test_two_dumps_of_a_rank_are_refused_and_left_out_beside_records(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("a_rank_0.json", "b_rank_0.json"):
+        (tmp_path / name).write_text(json.dumps(dump(entry(1))))
+    assert cli.main(["report", str(tmp_path)]) == 2
+    assert "are both a dump of rank 0: take one away" in capsys.readouterr().err
+    records.write(tmp_path, 2, 1, parts=False)
+    assert cli.main(["report", str(tmp_path)]) == 0
+    assert "note: Flight Recorder dumps are left out: " in capsys.readouterr().out
 
 
 def test_states_and_durations_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

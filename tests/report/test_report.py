@@ -6,7 +6,7 @@ import json
 import math
 import re
 from dataclasses import replace
-from datetime import datetime
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ def test_text_and_json_have_the_same(parted: Path, capsys: pytest.CaptureFixture
     assert cli.main(["report", str(parted), "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert found["findings"][0]["message"] in text
+    assert f" of the run of {datetime.fromtimestamp(found['began'], timezone.utc):%Y-%m-%d %H:%M:%S} UTC:" in text
     both = found["findings"][0]["by_rank"]
     assert [both[rank]["label"] for rank in "01"] == ["l1_loss", "snr_loss"]
     assert both["0"]["source"] == "dist.all_reduce(stats[key])"
