@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 
+from ddpstats.lint._backwards import backwards_of
 from ddpstats.lint._program import Function, Program, blocks_of, dotted, exits, last_name, parts_of
 
 # by operation: at which position the process group is passed
@@ -77,8 +78,6 @@ _ASKS_FOR_RANK = re.compile(r"rank|main_process|master|zero")
 _ON_ONE_RANK = frozenset({"gather", "gather_object", "reduce", "scatter", "scatter_object_list"})  # of torch
 _OTHER_RESULTS = frozenset({"reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single", "barrier"})
 _ONLY_ONE_RANK = re.compile(r"(rank_?(zero|0)|main_process|master|on_main)(_only|_process)?(_fn)?|main_only")
-_LEAVES_UNSYNCED = re.compile(r"no_(backward_)?sync|require_backward_grad_sync|accumulate")
-_WRAPS_MODEL = frozenset({"DistributedDataParallel", "DDP"})
 
 _MOST_OPS = 100  # of one function, which others call in turn
 MOST_SEC = 30.0  # of this process, for one file
@@ -262,26 +261,7 @@ class Collectives:
 
     @cached_property
     def _backwards(self) -> dict[ast.Call, bool]:
-        """Those outside of no_sync(), with whether a wrapped model has made the loss, as far as its function shows."""
-        made = [node for node in self.program.nodes if isinstance(node, ast.Assign)]
-        wraps = [node for node in made if not _WRAPS_MODEL.isdisjoint(_names_in(node.value))]
-        wrapped = {last_name(target) for node in wraps for target in node.targets}
-        found: dict[ast.Call, bool] = {}
-        for body, _, _ in self.program.scopes():
-            nodes = list(parts_of(*body))
-            if any(_LEAVES_UNSYNCED.fullmatch(last_name(node)) for node in nodes):
-                continue
-            given: dict[str, set[str]] = {}
-            for node in (one for one in nodes if isinstance(one, ast.Assign)):
-                for name in _names_in(*node.targets):
-                    given.setdefault(name, set()).update(_names_in(node.value))
-            for call in (one for one in nodes if isinstance(one, ast.Call) and last_name(one.func) == "backward"):
-                names, new = set[str](), _names_in(call)
-                while new:
-                    names |= new
-                    new = {source for name in new for source in given.get(name, ())} - names
-                found[call] = not wrapped.isdisjoint(names)
-        return found
+        return backwards_of(self.program)
 
 
 def is_for_one_rank(function: Function) -> bool:
@@ -294,10 +274,6 @@ def is_about_world(test: ast.expr) -> bool:
     """Whether a condition asks if there are other ranks at all."""
     text = ast.unparse(test)
     return bool(_ASKS_FOR_WORLD.search(text)) and not _ASKS_FOR_RANK.search(text)
-
-
-def _names_in(*nodes: ast.AST) -> set[str]:
-    return {last_name(one) for node in nodes for one in ast.walk(node)} - {""}
 
 
 def _may_be_grouped(call: ast.Call) -> bool:

@@ -3075,6 +3075,130 @@ def save(rank):
 import torch.distributed as dist
 def save(rank):
     dist.barrier()  # ddpstats: ignore[rank-brunch]
+
+# rank_0_probes_another_model: legal
+import torch
+from torch.nn.parallel import DistributedDataParallel as DDP
+def fit(net, teacher, loader, rank):
+    model = DDP(net)
+    for x, y in loader:
+        loss = torch.nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+    if rank == 0:
+        head = torch.nn.Linear(4, 2)
+        loss = head(teacher(x)).sum()
+        loss.backward()
+
+# saliency_of_the_inner_model: legal
+from torch.nn.parallel import DistributedDataParallel as DDP
+def fit(net, x, y, rank):
+    model = DDP(net)
+    loss = (model(x) - y).abs().sum()
+    loss.backward()
+    if rank == 0:
+        x.requires_grad_()
+        score = model.module(x).max()
+        score.backward()
+
+# probe_of_detached_features: legal
+from torch.nn.parallel import DistributedDataParallel as DDP
+def fit(net, probe, x, rank):
+    model = DDP(net)
+    feats = model(x).detach()
+    if rank == 0:
+        loss = probe(feats).sum()
+        loss.backward()
+
+# probe_of_features_without_gradient: legal
+import torch
+from torch.nn.parallel import DistributedDataParallel as DDP
+def fit(net, probe, x, rank):
+    model = DDP(net)
+    with torch.no_grad():
+        feats = model(x)
+    if rank == 0:
+        probe(feats).sum().backward()
+
+# inner_model_in_a_variable: legal
+from torch.nn.parallel import DistributedDataParallel as DDP
+def fit(net, x, rank):
+    model = DDP(net)
+    inner = model.module
+    if rank == 0:
+        loss = inner(x).sum()
+        loss.backward()
+
+# inner_model_takes_the_name: legal
+from torch.nn.parallel import DistributedDataParallel as DDP
+def fit(model, x, rank):
+    model = DDP(model)
+    model(x).sum().backward()
+    model = model.module
+    if rank == 0:
+        loss = model(x).sum()
+        loss.backward()
+
+# copy_of_the_model: legal
+import copy
+from torch.nn.parallel import DistributedDataParallel as DDP
+def fit(net, x, rank):
+    local = copy.deepcopy(net)
+    model = DDP(net)
+    loss = model(x).sum()
+    loss.backward()
+    if rank == 0:
+        loss = local(x).sum()
+        loss.backward()
+
+# model_that_is_wrapped_besides: legal
+from torch.nn.parallel import DistributedDataParallel as DDP
+def fit(net, x, rank):
+    model = DDP(net)
+    if rank == 0:
+        out = net(x)
+        loss = out.sum() + out.mean()
+        loss.backward()
+    loss = model(x).sum()
+    loss.backward()
+
+# model_before_it_is_wrapped: legal
+from torch.nn.parallel import DistributedDataParallel as DDP
+def fit(model, x, rank):
+    if rank == 0:
+        model(x).sum().backward()
+    model = DDP(model)
+    model(x).sum().backward()
+
+# loss_made_anew_by_the_wrapped_model: rank-branch
+from torch.nn.parallel import DistributedDataParallel as DDP
+def fit(net, head, x, rank):
+    model = DDP(net)
+    loss = head(x).sum()
+    loss.backward()
+    loss = model(x).sum()
+    if rank == 0:
+        loss.backward()
+
+# wrapped_model_in_two_precisions: early-exit
+import torch
+from torch.nn.parallel import DistributedDataParallel as DDP
+class Trainer:
+    def __init__(self, net):
+        self.model = DDP(net)
+    def fit(self, batches, scaler, is_half):
+        model = self.model
+        for batch in batches:
+            losses = {}
+            if is_half:
+                with torch.autocast("cuda"):
+                    losses["ce"] = model(batch)
+            else:
+                losses["ce"] = model(batch)
+            loss = sum(losses.values())
+            loss /= 2
+            if torch.isnan(loss):
+                continue
+            scaler.scale(loss).backward()
 """
 
 
