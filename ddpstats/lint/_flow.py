@@ -15,7 +15,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ddpstats.lint._collectives import Collective, Collectives, is_about_world, is_for_one_rank
+from ddpstats.lint._collectives import Collective, Collectives, is_for_one_rank
+from ddpstats.lint._errors import Errors
 from ddpstats.lint._order import Order
 from ddpstats.lint._origins import SAME, Differs, Origin, Origins, is_of_rank
 from ddpstats.lint._program import COMPREHENSIONS, RANGES, Function, blocks_of, exits, last_name, parts_of, text_of
@@ -27,7 +28,6 @@ _MAY_FAIL_ON_ONE = frozenset(
 )
 _NEGATIVE = re.compile(r"not |.*(!=|not in|> 0$)")  # a condition that is true on all ranks but one
 _TRIES_TO_START = "init_process_group"  # and goes on alone without one
-_ENDS_THE_RUN = frozenset({"exit", "_exit", "abort", "quit", "kill", "destroy_process_group"})
 _HARMLESS = re.compile(
     r"(?i)print|log\w*|info|warning|debug|is\w+|get\w*|len|wait|str|list|range|int|float|tensor|zeros|ones"
 )
@@ -84,8 +84,8 @@ class FlowWalk:
         self._origins = Origins(collectives, owner)
         self._found: list[Accusation] = []
         self._body: Sequence[ast.stmt] = ()
-        self._function: Function | None = None
         self._order: Order
+        self._errors: Errors
 
     def walk(self, body: Sequence[ast.stmt], function: Function | None) -> list[Accusation]:
         ops = self._among(body)
@@ -93,8 +93,9 @@ class FlowWalk:
             if ops:
                 self._accuse(RANK_BRANCH, ops[0], f"a decorator lets only one rank run {function.name}()")
         elif ops or any(isinstance(one, COMPREHENSIONS) for part in body for one in ast.walk(part)):
-            self._function = function
-            self._body, self._order = body, Order(self._collectives.program, body, function)
+            program = self._collectives.program
+            self._body, self._order = body, Order(program, body, function)
+            self._errors = Errors(program, self._owner, function)
             self._origins.enter(body, function)
             self._block(body, _Later())
         tests = {(one.ops, one.test) for one in self._found if one.rule == RANK_BRANCH and one.ops}
@@ -180,7 +181,7 @@ class FlowWalk:
         for side in sides:
             if self._is_answered_elsewhere(side) and is_of_rank(origin):
                 return False
-            if (side and isinstance(side[-1], ast.Raise)) or self._ends_the_run(side) or self._hands_over(side):
+            if (side and isinstance(side[-1], ast.Raise)) or self._errors.end_the_run(side) or self._hands_over(side):
                 return False
         if origin.file and not self._is_made_behind(node, origin.file):
             return False
@@ -332,8 +333,7 @@ class FlowWalk:
     def _handler(self, node: ast.Try, handler: ast.ExceptHandler, ops: list[Collective], later: _Later) -> None:
         kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
         broad = any(kind is None or last_name(kind) in _MAY_FAIL_ON_ONE for kind in kinds)
-        ends = self._tells_status(handler) or self._ends_the_run([*handler.body, *node.finalbody])
-        if not broad or ends or _raises(handler) or self._among(handler.body):
+        if not broad or self._errors.are_told(node, handler) or self._among(handler.body):
             return
         collectives = {id(one.call) for one in ops}
         calls = [part for part in parts_of(*node.body) if isinstance(part, ast.Call) and id(part) not in collectives]
@@ -349,21 +349,6 @@ class FlowWalk:
                 self._skips(exit_, missed[0], why)
                 return
 
-    def _tells_status(self, handler: ast.ExceptHandler) -> bool:
-        """Whether it sets what the file ends with: ``return 1`` of a main that sys.exit() runs, or ``code = 1``."""
-        names = {last_name(one) for one in parts_of(*handler.body) if isinstance(getattr(one, "ctx", None), ast.Store)}
-        if self._function is not None and any(isinstance(one, ast.Return) for one in exits(handler.body)):
-            names.add(self._function.name)
-        return not names.isdisjoint(self._collectives.program.statuses)
-
-    def _ends_the_run(self, statements: Sequence[ast.stmt], depth: int = 1) -> bool:
-        """By a call, or by a function of the file that has one."""
-        calls = [part for part in parts_of(*statements) if isinstance(part, ast.Call)]
-        if any(last_name(call.func) in _ENDS_THE_RUN for call in calls):
-            return True
-        called = (self._collectives.program.function_called(call, self._owner) for call in calls if depth)
-        return any(self._ends_the_run(function.body, depth - 1) for function in called if function is not None)
-
     def _with(self, node: ast.With | ast.AsyncWith, later: _Later) -> None:
         items = [item.context_expr for item in node.items]
         self._expressions(*items)
@@ -373,14 +358,6 @@ class FlowWalk:
             self._accuse(RANK_BRANCH, ops[0], f"{first}() lets the other ranks wait until the first has left it")
         uneven = any(name in ("Join", "join") for name in called)  # ranks without a batch run what the others do
         self._block(node.body, later, told=uneven)
-
-
-def _raises(handler: ast.ExceptHandler) -> bool:
-    """Whether it raises, and not only where the error's text is another one."""
-    asks = [one for one in handler.body if isinstance(one, ast.If) and f"str({handler.name})" in ast.unparse(one.test)]
-    skips = [one.body for one in asks if isinstance(one.body[-1], _EXITS) and not is_about_world(one.test)]
-    raises = any(isinstance(part, ast.Raise) for part in parts_of(*handler.body))
-    return raises and all(any(isinstance(part, ast.Raise) for part in parts_of(*body)) for body in skips)
 
 
 def _is_true(test: ast.expr) -> bool:

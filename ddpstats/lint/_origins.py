@@ -233,7 +233,8 @@ class Origins:
         if any(isinstance(side, ast.Constant) and side.value is None for side in sides):
             names = {last_name(side) for side in sides} - {*self._given}  # what next() returned ends with the loader
             return Differs(DATA_BRANCH, f"`{text_of(node)}` is about this rank's batch") if names & _BATCHES else None
-        if any(isinstance(side, ast.UnaryOp) and isinstance(side.op, ast.USub) for side in sides):
+        below_zero = self._collectives.program.below_zero
+        if any(ast.unparse(side).startswith("-") or last_name(side) in below_zero for side in sides):
             return None
         if isinstance(operator, (ast.GtE, ast.Lt)) and ast.unparse(other) == "0" and is_of_rank(found[0]):
             return None

@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from typing import TypeGuard
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 _INNER = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
@@ -17,7 +18,7 @@ COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _WITHOUT_RANKS = frozenset({"torch", "numpy", "tqdm", *sys.stdlib_module_names})
 _SHAPED = frozenset({"Linear", "zeros", "ones", "empty", "rand", "randn"})
 _EXITS = frozenset({"exit", "_exit", "SystemExit"})
-_FILLS = frozenset({"append", "extend", "add", "update", "insert", "setdefault"})
+FILLS = frozenset({"append", "extend", "add", "update", "insert", "setdefault"})
 
 
 class Program:
@@ -97,11 +98,20 @@ class Program:
         return found
 
     @cached_property
+    def below_zero(self) -> set[str]:
+        """Constants that are set to a number below zero, which is no rank: ``MAIN = -1``."""
+        given = [node for node in self.nodes if isinstance(node, ast.Assign) and isinstance(node.value, ast.UnaryOp)]
+        names = {last_name(one) for node in given for one in node.targets if ast.unparse(node.value).startswith("-")}
+        return set(filter(str.isupper, names))
+
+    @cached_property
     def statuses(self) -> set[str]:
-        """Variables and functions whose value the file ends with: ``raise error``, main of ``sys.exit(main())``."""
+        """What the file ends with, or ends for: ``raise error``, ``main`` of ``sys.exit(main())``, ``assert ok``."""
         ends = (node for node in self.nodes if isinstance(node, ast.Call) and last_name(node.func) in _EXITS)
         values = [part for call in ends for one in call.args for part in ast.walk(one)]
         values += [node.exc for node in self.nodes if isinstance(node, ast.Raise) and node.exc is not None]
+        tests = [node.test for node in self.nodes if isinstance(node, ast.Assert) or _stops_if(node)]
+        values += [part for test in tests for part in ast.walk(test)]
         names = {last_name(one) for one in values} - {""}
         return names | {last_name(self.made[name].func) for name in names & self.made.keys()}
 
@@ -175,11 +185,20 @@ class MatchAsIf(ast.NodeTransformer):
         return ast.fix_missing_locations(ast.copy_location(whole, node))
 
 
+def _stops_if(node: ast.AST) -> TypeGuard[ast.If]:
+    """Whether it is ``if not ok: sys.exit(1)``, or raises."""
+    for one in node.body if isinstance(node, ast.If) else ():
+        call = one.value if isinstance(one, ast.Expr) else None
+        if isinstance(one, ast.Raise) or (isinstance(call, ast.Call) and last_name(call.func) in _EXITS):
+            return True
+    return False
+
+
 def _changed_by(part: ast.AST) -> list[ast.expr]:
     if isinstance(part, (ast.AugAssign, ast.AnnAssign)):
         return [part.target]
     func = part.func if isinstance(part, ast.Call) else None
-    return [func.value] if isinstance(func, ast.Attribute) and func.attr in _FILLS else []
+    return [func.value] if isinstance(func, ast.Attribute) and func.attr in FILLS else []
 
 
 def _is_size(default: ast.expr) -> bool:

@@ -3199,6 +3199,113 @@ class Trainer:
             if torch.isnan(loss):
                 continue
             scaler.scale(loss).backward()
+
+# exit_by_a_flag: legal
+import sys
+import torch.distributed as dist
+def run(model, x):
+    ok = True
+    try:
+        loss = model(x)
+        dist.all_reduce(loss)
+    except Exception as e:
+        print(e)
+        ok = False
+    if not ok:
+        sys.exit(1)
+    print("done")
+
+# raised_by_a_flag: legal
+import torch.distributed as dist
+class Step:
+    def run(self, model, x):
+        try:
+            loss = model(x)
+            dist.all_reduce(loss)
+        except Exception:
+            self.failed += 1
+    def end(self):
+        if self.failed > 0:
+            print("failed")
+            raise RuntimeError("a step has failed")
+
+# asserted_in_the_end: legal
+import torch.distributed as dist
+def run(model, batches):
+    problems = []
+    for x in batches:
+        try:
+            loss = model(x)
+            dist.all_reduce(loss)
+        except Exception as e:
+            problems.append(str(e))
+    assert not problems, problems
+
+# error_among_the_results: legal
+import torch.distributed as dist
+def run(model, x):
+    results = {}
+    def worker(i):
+        try:
+            loss = model(x[i])
+            dist.all_reduce(loss)
+            results[i] = (loss, None)
+        except Exception as e:
+            results[i] = (ValueError(f"shard {i}: {e}"), e)
+    worker(0)
+    last = results[0]
+    if isinstance(last[0], ValueError):
+        raise last[0] from last[1]
+    return results
+
+# error_for_another_thread: legal
+import torch.distributed as dist
+def work(model, x, done):
+    try:
+        loss = model(x)
+        dist.all_reduce(loss)
+        done.put(loss)
+    except Exception as e:
+        done.put(e)
+
+# error_that_a_test_expects: legal
+from torch.nn.parallel import DistributedDataParallel as DDP
+class Tests:
+    def test_unused_parameters(self, net, x):
+        model = DDP(net)
+        try:
+            model(x).sum().backward()
+        except RuntimeError as e:
+            self.assertIn("unused", str(e))
+
+# no_rank_is_below_zero: legal
+import torch.distributed as dist
+class Base:
+    MAIN = -1
+    def tear_down(self):
+        if self.rank != self.MAIN:
+            dist.barrier()
+
+# flag_that_ends_nothing: swallowed-error
+import torch.distributed as dist
+def run(model, x):
+    ok = True
+    try:
+        loss = model(x)
+        dist.all_reduce(loss)
+    except Exception as e:
+        error = str(e)
+        ok = False
+    if not ok:
+        print("failed", error)
+
+# default_that_is_no_rank: rank-branch
+import torch.distributed as dist
+rank = -1
+def save(x):
+    rank = dist.get_rank()
+    if rank == 0:
+        dist.barrier()
 """
 
 
