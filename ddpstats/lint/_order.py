@@ -38,7 +38,10 @@ class Order:
         iterated = _passed_on(loop.iter)
         assigned = (one for one in parts_of(*self._body) if isinstance(one, ast.Assign))
         given = [one.value for one in assigned if dotted(one.targets[0]) == dotted(iterated) != ""]
-        if _is_set_of_strings(given[0] if len(given) == 1 else iterated, dotted(iterated)):
+        source = given[0] if len(given) == 1 else iterated
+        args = source.args if isinstance(source, ast.Call) else []
+        has_keys = any(names_entries(one) and _is_indexed(one, turn) for one in args)
+        if _is_set_of_strings(source, "keys" if has_keys else dotted(iterated)):
             return f"the set `{text_of(iterated)}`, whose strings each process hashes otherwise"
         held = _dict_of(iterated)
         if held is iterated and not (names_entries(held) and _is_indexed(held, turn)):

@@ -46,16 +46,17 @@ class _Variables:
             elif isinstance(node, ast.Call) and last_name(node.func) in ("len", "id", "type"):
                 self._quiet.update(node.args)
 
-    def read_after(self, name: str, line: int) -> int:
-        """The line of the first use of a variable's value behind a line, unless it is set anew before; else 0."""
-        names = (node for node in self.named.get(name, ()) if node.lineno > line and node not in self._quiet)
-        first = min(names, key=lambda node: node.lineno, default=None)
+    def read_after(self, name: str, call: ast.Call) -> int:
+        """The line where a variable's value is first used behind a call's statement; 0 where it is set anew before."""
+        whole = next(one for one in self.nodes[self.nodes.index(call) :] if isinstance(one, ast.stmt))
+        names = (node for node in self.named.get(name, ()) if _is_before(whole, node) and node not in self._quiet)
+        first = min(names, key=lambda node: (node.lineno, node.col_offset), default=None)
         return first.lineno if first is not None and isinstance(first.ctx, ast.Load) else 0
 
     def is_used_itself(self, one: Collective) -> bool:
         """Whether what is reduced is read later by its own name; if not, it is reduced for its other name's sake."""
         names = self.named.get(dotted(one.in_place) if one.in_place else "", ())
-        behind = (node for node in names if node.lineno > (one.call.end_lineno or 0))
+        behind = (node for node in names if _is_before(one.call, node))
         return bool(one.via) or any(isinstance(node.ctx, ast.Load) for node in behind)
 
 
@@ -68,7 +69,7 @@ def value_accusations(
     for one in (one for one in run if one.op in _IN_PLACE):
         function = collectives.program.function_called(one.call, owner) if one.via else None
         for name in _also_changed(variables, one, function, collectives):
-            line = variables.read_after(name, one.call.end_lineno or 0) if names_data(name) else 0
+            line = variables.read_after(name, one.call) if names_data(name) else 0
             if line and variables.is_used_itself(one):
                 reason = f"{one.via or one.op}() changes `{name}` in place, which line {line} reads as this rank's own."
                 yield Accusation(ALIASED_REDUCE, one.call, reason)
@@ -99,12 +100,12 @@ def _also_changed(
 def _own_mean(variables: _Variables, one: Collective, run: Sequence[Collective]) -> str:
     """The text of what is reduced, where it is a mean over what this rank has, and is averaged; else empty."""
     name = dotted(one.in_place) if one.in_place else ""
-    given = [value for value in variables.given.get(name, ()) if name and value.lineno < one.call.lineno][-1:]
+    given = [value for value in variables.given.get(name, ()) if name and _is_before(value, one.call)][-1:]
     while given and isinstance(given[0], ast.Call) and last_name(given[0].func) in ("tensor", "as_tensor"):
         given = given[0].args[:1]
     if not given or not _OWN_MEAN.fullmatch(ast.unparse(given[0])) or _is_shared(given[0], variables, run):
         return ""
-    averages = re.compile(rf"{re.escape(name)} /=? .*(world_?size|num_processes|get_size\(\))|.*ReduceOp\.AVG")
+    averages = re.compile(rf"{re.escape(name)} /=? .*(world_?size|num_processes|get_size\(\))|.*\bAVG\b")
     divisions = (node for node in variables.nodes if isinstance(node, (ast.BinOp, ast.AugAssign)) or node is one.call)
     return text_of(given[0]) if any(averages.match(ast.unparse(node)) for node in divisions) else ""
 
@@ -112,11 +113,16 @@ def _own_mean(variables: _Variables, one: Collective, run: Sequence[Collective])
 def _is_shared(mean: ast.expr, variables: _Variables, run: Sequence[Collective]) -> bool:
     """Whether ranks divide by the same: a count that was reduced itself, or what a loop of fixed length has met."""
     parts = _names_in(mean)
-    if any(parts & _names_in(one.call) for one in run if one.call.lineno < mean.lineno):
+    if any(parts & _names_in(one.call) for one in run if _is_before(one.call, mean)):
         return True
-    loops = (one for one in variables.nodes if isinstance(one, ast.For) and (one.end_lineno or 0) < mean.lineno)
+    loops = (one for one in variables.nodes if isinstance(one, ast.For) and _is_before(one, mean))
     counted = (loop for loop in loops if isinstance(loop.iter, ast.Call) and last_name(loop.iter.func) in RANGES)
     return any(parts & _names_in(statement) for loop in counted for statement in loop.body)
+
+
+def _is_before(one: ast.expr | ast.stmt, other: ast.expr | ast.stmt) -> bool:
+    """Whether it ends where the other one has not begun, also on one line."""
+    return (one.end_lineno or 0, one.end_col_offset or 0) <= (other.lineno, other.col_offset)
 
 
 def _names_in(node: ast.AST) -> set[str]:

@@ -3306,6 +3306,40 @@ def save(x):
     rank = dist.get_rank()
     if rank == 0:
         dist.barrier()
+
+# set_of_a_dict: dict-order
+import torch.distributed as dist
+def reduce(losses):
+    for name in set(losses):
+        dist.all_reduce(losses[name])
+
+# set_of_ranks: legal
+import torch.distributed as dist
+def share(tensors, ranks):
+    for rank in set(ranks):
+        dist.broadcast(tensors[rank], rank)
+
+# alias_in_one_line: aliased-reduce
+import torch.distributed as dist
+def step(loss):
+    total = loss; dist.all_reduce(total); print(loss, total)
+
+# set_anew_in_one_line: legal
+import torch.distributed as dist
+def step(loss):
+    total = loss; dist.all_reduce(total); loss = total / 2; print(loss, total)
+
+# either_of_two_in_one_line: legal
+import torch.distributed as dist
+def step(loss):
+    total = loss
+    dist.all_reduce(total) if dist.is_initialized() else print(loss)
+    return total + 1
+
+# mean_in_one_line: mean-of-means
+import torch.distributed as dist
+def accuracy(correct, total):
+    accuracy = correct / total; dist.all_reduce(accuracy, op=dist.ReduceOp.AVG); return accuracy
 """
 
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import pathlib
+import re
+
+import pytest
 
 from ddpstats.lint._check import check_tree, parsed
 from tests.lint.cases import cases
 
 ROOT = pathlib.Path(__file__).parents[2]
+HEAD = "import torch, torch.distributed as dist\ndef step(model, batch, rank, loss, losses, correct, total):\n    "
 
 
 def counts() -> tuple[str, list[str]]:
@@ -27,6 +31,18 @@ def counts() -> tuple[str, list[str]]:
         f"{found} of {faulty} faulty programs found, {faulty - found} missed; {accused} of {legal} legal ones accused",
         wrong,
     )
+
+
+@pytest.mark.parametrize(
+    "rule", ["rank-branch", "data-branch", "swallowed-error", "dict-order", "aliased-reduce", "mean-of-means"]
+)
+def test_the_example_of_a_rule_in_the_docs(rule: str) -> None:
+    """As it stands there, in one line."""
+    row = re.search(rf"^\| `{rule}` \| `([^`]+)`", (ROOT / "docs" / "lint.md").read_text(), flags=re.MULTILINE)
+    assert row is not None
+    caught = "\n    except Exception: print(rank)" if rule == "swallowed-error" else ""
+    text = f"{HEAD}{row[1]}{caught}"
+    assert [finding.rule for finding in check_tree(parsed(text), text, "docs")] == [rule]
 
 
 def test_corpus() -> None:
