@@ -58,7 +58,7 @@ class LintResult:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Raises `DdpstatsError` for a path that is not there, or an output that cannot be written."""
+    """Raises `DdpstatsError` as `lint` does, and for an output that cannot be written."""
     check_writable(args.sarif)
     result = lint(args.paths, args.rule or list(RULES))
     if args.sarif is not None:
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def lint(paths: Sequence[Path], rules: Sequence[str] = tuple(RULES)) -> LintResult:
-    """Check files, and the files in directories. Raises `DdpstatsError` for a path that is not there."""
+    """Check files, and the files in directories. Raises `DdpstatsError` for a path without one."""
     files, findings, unread = 0, list[Finding](), list[tuple[str, str]]()
     for path in dict.fromkeys(_files(paths)):
         files += 1
@@ -86,10 +86,14 @@ def _files(paths: Sequence[Path]) -> Iterator[Path]:
         except (OSError, ValueError) as error:  # also of a name that is too long, or has a null in it
             why = getattr(error, "strerror", None) or first_line(error)
             raise DdpstatsError(f"{path}: {why[:1].lower()}{why[1:]}.", path=str(path)) from None
-        if not is_dir:
-            yield path
-            continue
-        for directory, inside, names in os.walk(path):
-            inside[:] = sorted(name for name in inside if not name.startswith("."))
-            found = (Path(directory, name) for name in sorted(names) if name.endswith(".py"))
-            yield from (one for one in found if one.is_file())
+        found = list(_files_below(path)) if is_dir else [path]
+        if not found:
+            raise DdpstatsError(f"{path}: there is no Python file in this directory.", path=str(path))
+        yield from found
+
+
+def _files_below(path: Path) -> Iterator[Path]:
+    for directory, inside, names in os.walk(path):
+        inside[:] = sorted(name for name in inside if not name.startswith("."))
+        found = (Path(directory, name) for name in sorted(names) if name.endswith(".py"))
+        yield from (one for one in found if one.is_file())

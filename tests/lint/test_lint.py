@@ -30,6 +30,8 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Relative paths are named as they were given."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "src" / ".hidden").mkdir(parents=True)
+    (tmp_path / "src" / "empty").mkdir()
+    (tmp_path / "src" / "empty" / "notes.txt").write_text(FAULTY)
     (tmp_path / "src" / "faulty.py").write_text(FAULTY)
     (tmp_path / "src" / "legal.py").write_text(LEGAL)
     (tmp_path / "src" / ".hidden" / "faulty.py").write_text(FAULTY)
@@ -88,6 +90,7 @@ def test_files_that_cannot_be_read_stop_nothing(tree: Path, capsys: pytest.Captu
         (["nowhere.py"], "nowhere.py: no such file or directory."),
         (["x" * 5000], f"{'x' * 5000}: file name too long."),
         (["a\0b.py"], r"a\x00b.py: embedded null byte."),
+        (["src", "src/empty"], "src/empty: there is no Python file in this directory."),
         (["src", "--sarif", "none/x.sarif"], "none/x.sarif: there is no directory none. Make it."),
     ],
 )
