@@ -233,8 +233,9 @@ class Origins:
         if any(isinstance(side, ast.Constant) and side.value is None for side in sides):
             names = {last_name(side) for side in sides} - {*self._given}  # what next() returned ends with the loader
             return Differs(DATA_BRANCH, f"`{text_of(node)}` is about this rank's batch") if names & _BATCHES else None
-        below_zero = self._collectives.program.below_zero
-        if any(ast.unparse(side).startswith("-") or last_name(side) in below_zero for side in sides):
+        names = {last_name(side) for side, origin in zip(sides, found, strict=True) if not is_of_rank(origin)}
+        unknown = any(map(str.isupper, names - self._collectives.program.numbers))  # which may be -1, and no rank
+        if any(ast.unparse(side).startswith("-") for side in sides) or (unknown and any(map(is_of_rank, found))):
             return None
         if isinstance(operator, (ast.GtE, ast.Lt)) and ast.unparse(other) == "0" and is_of_rank(found[0]):
             return None

@@ -98,11 +98,10 @@ class Program:
         return found
 
     @cached_property
-    def below_zero(self) -> set[str]:
-        """Constants that are set to a number below zero, which is no rank: ``MAIN = -1``."""
-        given = [node for node in self.nodes if isinstance(node, ast.Assign) and isinstance(node.value, ast.UnaryOp)]
-        names = {last_name(one) for node in given for one in node.targets if ast.unparse(node.value).startswith("-")}
-        return set(filter(str.isupper, names))
+    def numbers(self) -> set[str]:
+        """Names that the file imports, or sets to a constant, which is none below zero: ``MAIN = 0``."""
+        given = (node for node in self.nodes if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant))
+        return {last_name(one) for node in given for one in node.targets} | self.imports.keys()
 
     @cached_property
     def statuses(self) -> set[str]:

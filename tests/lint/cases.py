@@ -3340,6 +3340,23 @@ def step(loss):
 import torch.distributed as dist
 def accuracy(correct, total):
     accuracy = correct / total; dist.all_reduce(accuracy, op=dist.ReduceOp.AVG); return accuracy
+
+# constant_of_a_base_elsewhere: legal
+import torch.distributed as dist
+from common import Base
+class Tests(Base):
+    def tear_down(self):
+        if self.rank != self.MAIN:
+            dist.barrier()
+
+# constant_of_the_file: rank-branch
+import os
+import torch.distributed as dist
+MAIN = 0
+RANK = int(os.environ["RANK"])
+def save(x):
+    if RANK == MAIN:
+        dist.barrier()
 """
 
 
