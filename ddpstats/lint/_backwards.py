@@ -16,6 +16,7 @@ _WRAPS_MODEL = frozenset({"DistributedDataParallel", "DDP"})
 _LEAVES_UNSYNCED = re.compile(r"no_(backward_)?sync|require_backward_grad_sync|accumulate")
 _CUTS = frozenset({"detach", "item", "data", "module", "tolist", "numpy"})
 _NO_GRADIENT = re.compile(r"no_grad|inference_mode")
+_UNWRAPS = re.compile(r"\.module\b|unwrap|copy")
 _LEAVES = (ast.Return, ast.Break, ast.Continue, ast.Raise)
 
 
@@ -67,7 +68,7 @@ class _Losses:
         names = _targets(statement)
         if _wraps(value) or dotted(value) in self._models:
             self._models |= names
-        elif last_name(value) == "module":
+        elif _UNWRAPS.search(ast.unparse(value)):
             self._models -= names
         if self._is_made(value):
             self._made |= names
@@ -77,12 +78,10 @@ class _Losses:
     def _is_made(self, node: ast.AST) -> bool:
         if isinstance(node, ast.Call) and dotted(node.func) in self._models:
             return True
-        if last_name(node) in _CUTS or isinstance(node, ast.Lambda):
+        if isinstance(node, ast.Lambda) or (isinstance(node, ast.Attribute) and node.attr in _CUTS):
             return False
         if isinstance(node, ast.IfExp):
             return self._is_made(node.body) and self._is_made(node.orelse)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _CUTS:
-            return False
         return dotted(node) in self._made or any(map(self._is_made, ast.iter_child_nodes(node)))
 
 
@@ -97,7 +96,7 @@ def _sides_of(statement: ast.stmt) -> list[list[ast.stmt]]:
 
 
 def _wraps(value: ast.AST) -> bool:
-    return any(last_name(one) in _WRAPS_MODEL for one in ast.walk(value))
+    return any(isinstance(one, ast.Call) and last_name(one.func) in _WRAPS_MODEL for one in ast.walk(value))
 
 
 def _targets(statement: ast.Assign | ast.AnnAssign | ast.AugAssign) -> set[str]:

@@ -3357,6 +3357,24 @@ RANK = int(os.environ["RANK"])
 def save(x):
     if RANK == MAIN:
         dist.barrier()
+
+# unwrapped_where_it_is_wrapped: legal
+from torch.nn.parallel import DistributedDataParallel as DDP
+def fit(model, x, rank):
+    model = DDP(model)
+    model(x).sum().backward()
+    model = model.module if isinstance(model, DDP) else model
+    if rank == 0:
+        model(x).sum().backward()
+
+# unwrapped_by_accelerate: legal
+from torch.nn.parallel import DistributedDataParallel as DDP
+def fit(model, x, accelerator, rank):
+    model = DDP(model)
+    model(x).sum().backward()
+    model = accelerator.unwrap_model(model)
+    if rank == 0:
+        model(x).sum().backward()
 """
 
 
