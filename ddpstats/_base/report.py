@@ -1,7 +1,8 @@
 """What a verb of the command found: as text, as one JSON object, and in files, a table (CSV) or a page (HTML).
 
 Names in it may come from files that somebody else wrote, so what reaches a terminal, a spreadsheet program, a JSON
-parser or a browser is made harmless here. A file is there complete, or not at all.
+parser or a browser is made harmless here. A file is there complete, or not at all; where the name is that of a link, it
+is the file that the link leads to. What is there and is no regular file, a pipe or a device, is written into as it is.
 """
 
 from __future__ import annotations
@@ -118,10 +119,15 @@ def check_writable(*paths: Path | None) -> None:
             continue
         if path.is_dir():
             raise DdpstatsError(f"{path} is a directory, and should be a file. Give a name in it.", path=str(path))
-        if not path.parent.is_dir():
-            raise DdpstatsError(f"{path}: there is no directory {path.parent}. Make it.", path=str(path))
-        if not os.access(path.parent, os.W_OK | os.X_OK):
-            raise DdpstatsError(f"{path}: {path.parent} is not writable. Give another place.", path=str(path))
+        if _is_special(path):
+            if not os.access(path, os.W_OK):
+                raise DdpstatsError(f"{path} is not writable. Give another place.", path=str(path))
+            continue
+        directory = _behind_links(path).parent
+        if not directory.is_dir():
+            raise DdpstatsError(f"{path}: there is no directory {directory}. Make it.", path=str(path))
+        if not os.access(directory, os.W_OK | os.X_OK):
+            raise DdpstatsError(f"{path}: {directory} is not writable. Give another place.", path=str(path))
 
 
 def write_file(path: Path, write: Callable[[TextIO], object]) -> None:
@@ -132,9 +138,14 @@ def write_file(path: Path, write: Callable[[TextIO], object]) -> None:
             write(text)
 
     try:
-        replace_file(path, encoded)
+        if _is_special(path):
+            with open(path, "wb") as file:
+                encoded(file)
+        else:
+            replace_file(_behind_links(path), encoded)
     except OSError as error:  # of the temporary file, whose name nobody gave, or of a full disk, which has none
-        if error.filename is not None and not Path(error.filename).name.startswith(TEMPORARY_PREFIX):
+        named = Path(error.filename or path)
+        if named != path and not named.name.startswith(TEMPORARY_PREFIX):
             raise
         why = printable([f"{path} cannot be written: {error.strerror or error}."])
         raise DdpstatsError(why, path=str(path)) from None
@@ -143,6 +154,15 @@ def write_file(path: Path, write: Callable[[TextIO], object]) -> None:
 def write_table(path: Path, rows: Iterable[Sequence[Any]]) -> None:
     """A CSV file; the first row is its header. No cell can begin a formula in a spreadsheet program."""
     write_file(path, lambda file: csv.writer(file).writerows(map(harmless, row) for row in rows))
+
+
+def _is_special(path: Path) -> bool:
+    """Whether it is there, and no regular file: a rename would take a device or a pipe away from all its users."""
+    return path.exists() and not path.is_file()
+
+
+def _behind_links(path: Path) -> Path:
+    return Path(os.path.realpath(path)) if path.is_symlink() else path
 
 
 @contextlib.contextmanager

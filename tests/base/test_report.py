@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import os
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ddpstats._base.report import Section, VerbReport, harmless, printable
+from ddpstats._base.report import Section, VerbReport, check_writable, harmless, printable, write_file
+from ddpstats.errors import DdpstatsError
 
 
 def test_control_characters_are_written_out() -> None:
@@ -46,3 +49,51 @@ def test_a_page_has_the_text_and_a_table_of_each_section(tmp_path: Path) -> None
     assert "<h1>A &amp; B</h1>\n<pre>1 &lt; 2</pre>\n<h2>rank 0</h2>\n<table><tr><th>Name</th></tr>\n" in page
     assert '<tr class="red" title="a &quot;b&quot;"><td>&lt;x&gt;</td></tr>\n</table>\n' in page
     assert page.endswith("<h2>rank 1</h2>\n<p>No row differs.</p>\n</body></html>\n")
+
+
+def written(path: Path) -> None:
+    check_writable(path)
+    write_file(path, lambda file: file.write("new"))
+
+
+def test_a_file_behind_a_link_is_what_is_written(tmp_path: Path) -> None:
+    (tmp_path / "kept").mkdir()
+    for target in (tmp_path / "kept" / "there", tmp_path / "kept" / "not yet"):
+        link = tmp_path / f"link to {target.name}"
+        link.symlink_to(target)
+        (tmp_path / "kept" / "there").write_text("old")
+        written(link)
+        assert (link.is_symlink(), target.read_text()) == (True, "new")
+
+
+def test_a_link_that_leads_into_no_directory(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "none" / "file")
+    with pytest.raises(DdpstatsError, match=f"no directory {tmp_path}/none"):
+        check_writable(tmp_path / "link")
+
+
+def test_a_pipe_is_written_into_and_stays(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    read: list[str] = []
+    reader = threading.Thread(target=lambda: read.append((tmp_path / "pipe").read_text()), daemon=True)
+    reader.start()
+    written(tmp_path / "pipe")
+    reader.join(10)
+    assert ((tmp_path / "pipe").is_fifo(), read) == (True, ["new"])
+
+
+def test_a_link_to_an_open_pipe(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    (tmp_path / "link").symlink_to(f"/proc/self/fd/{writing}")
+    written(tmp_path / "link")
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        assert (pipe.read(), (tmp_path / "link").is_symlink()) == ("new", True)
+
+
+def test_a_pipe_whose_reader_has_gone(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with pytest.raises(DdpstatsError, match=r"cannot be written: Broken pipe\."):
+        write_file(Path(f"/proc/self/fd/{writing}"), lambda file: file.write("new"))
+    os.close(writing)
