@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import tracemalloc
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -27,9 +28,10 @@ SHARED = torch.arange(10.0)
         [SHARED[1:], SHARED[2:], SHARED.view(2, 5).t()],
         torch.eye(3).to_sparse(),
         [torch.nn.Parameter(torch.ones(2)), torch.zeros(0), torch.ones(3, device="meta")],
+        {"parameters": {f"layer.{i}.weight": torch.zeros(1) for i in range(20_000)}},
         {"deep": [{"a": (1, 2.5, None, True, "text", 10**30)}] * 3, "many": list(range(2000))},
     ],
-    ids=["every dtype", "shared", "sparse", "of some kinds", "plain"],
+    ids=["every dtype", "shared", "sparse", "of some kinds", "many", "plain"],
 )
 def test_what_torch_writes(content: Any, tmp_path: Path) -> None:
     torch.save(content, tmp_path / "file.pt")
@@ -119,3 +121,19 @@ def test_an_archive_behind_something_else(tmp_path: Path) -> None:
 
 def test_an_archive_without_a_pickle(tmp_path: Path) -> None:
     refuse(archive({"archive/version": b"3"}, tmp_path), "no data.pkl")
+
+
+@pytest.mark.parametrize("made", [b"N" + b"\x94" * (1 << 20), b"]" * (1 << 20), b"\x8f" * (1 << 20)])
+def test_a_pickle_of_which_much_is_made(made: bytes, tmp_path: Path) -> None:
+    path = archive({"archive/data.pkl": b"\x80\x02" + made + b"."}, tmp_path)
+    tracemalloc.start()
+    try:
+        refuse(path, "more would be made of its data.pkl than of any that torch.save writes")
+        assert tracemalloc.get_traced_memory()[1] < 64 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_pickle_too_large_to_be_read(tmp_path: Path) -> None:
+    path = archive({"archive/data.pkl": b"\x80\x02" + b"N" * (16 << 20) + b"."}, tmp_path)
+    refuse(path, r"its data\.pkl has 16,777,219 bytes, and none has more than 16,777,216")
