@@ -18,11 +18,11 @@ from typing import Any
 from ddpstats._base.untrusted import LATEST_TIME_SEC, open_regular, parse_json, read_at_most
 from ddpstats.guard._events import MESSAGES, Event, Signature, digest_of, text_of
 from ddpstats.guard._records import RankRecord
-from ddpstats.report._plain_pickle import plain_value
+from ddpstats.report._plain_pickle import check_made, plain_value
 from ddpstats.report._timeline import Span
 
 _NAME = re.compile(r"(?:[\w\-.]*[_\-.])?rank_?(\d{1,7})(?:\.json|\.pkl)?")
-_MAX_BYTES = 256 << 20
+_MAX_BYTES = 64 << 20
 _MOST_ENTRIES, _MOST_MEMBERS, _MOST_FRAMES, _MOST_SIZES = 1 << 20, 1 << 22, 256, 4096
 _MOST_DIMENSIONS, _MOST_TEXT, _LEAST_ENTRY_BYTES = 64, 1000, 32
 _PEERS = re.compile(r"(send|recv) (\d{1,7})(?:->|<-)(\d{1,7})")
@@ -75,7 +75,10 @@ def joined(record: RankRecord, dump: FlightDump) -> dict[int, Span]:
 
 
 def _content(data: bytes) -> dict[str, Any]:
-    found = parse_json(data) if data[:1] == b"{" else plain_value(data)
+    is_json = data[:1] == b"{"
+    if is_json:
+        check_made(data.count(b"[") + data.count(b"{") + data.count(b'"') // 2, len(data))
+    found = parse_json(data) if is_json else plain_value(data)
     if not isinstance(found, dict) or not isinstance(found.get("entries"), list):
         raise ValueError("it has no entries")
     most = min(_MOST_ENTRIES, len(data) // _LEAST_ENTRY_BYTES)
@@ -133,7 +136,7 @@ def _groups(config: Any) -> Iterator[tuple[str, list[int]]]:
     left = _MOST_MEMBERS
     for name, given in config.items() if isinstance(config, dict) else ():
         text = given.get("ranks") if isinstance(given, dict) else None
-        if not isinstance(name, str) or not isinstance(text, str):
+        if not isinstance(name, str) or not isinstance(text, str) or text.count("[") != 1 or "{" in text:
             continue
         if text not in known:
             known[text] = parse_json(text)

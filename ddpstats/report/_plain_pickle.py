@@ -2,7 +2,8 @@
 
 torch writes the Flight Recorder's dumps as pickles, and a pickle may run any program when it is unpickled. Only the
 opcodes of plain values are known here; every other one is refused with ValueError, and so is a key that is neither text
-nor a number. What is built takes no more memory than a few times the file.
+nor a number. What is made is counted, so that it takes at most 32 times the memory of the file, or 32 MB: one byte may
+stand for a list, but no dump has a list, a text or a place to keep one in for each four of its bytes.
 """
 
 from __future__ import annotations
@@ -26,6 +27,14 @@ _PUTS = {ord("q"): struct.Struct("<B"), ord("r"): struct.Struct("<I")}
 _GETS = {ord("h"): struct.Struct("<B"), ord("j"): struct.Struct("<I")}
 _MEMOIZE, _MARK, _STOP = 0x94, ord("("), ord(".")
 _SKIPPED = {0x80: 1, 0x95: 8}  # the protocol, and the length of a frame
+_COUNTED = frozenset((*b"}](tsu", *_TEXTS, *_TUPLES, *_PUTS, _MEMOIZE))
+_ALWAYS_MADE, _BYTES_OF_ONE = 100_000, 4
+
+
+def check_made(made: int, size: int) -> None:
+    """Raises ValueError where that many containers and texts are too many for so many bytes."""
+    if made > _ALWAYS_MADE + size // _BYTES_OF_ONE:
+        raise ValueError("more lists and texts would be made of it than of any dump")
 
 
 def plain_value(data: bytes) -> Any:
@@ -42,12 +51,16 @@ class _Reader:
         self._stack: list[Any] = []
         self._marks: list[int] = []
         self._memo: dict[int, Any] = {}
+        self._made = 0
 
     def value(self) -> Any:
         data, stack = self._data, self._stack
         while True:
             code = data[self._at]
             self._at += 1
+            if code in _COUNTED:
+                self._made += 1
+                check_made(self._made, len(data))
             if code in _TEXTS:
                 stack.append(self._bytes(self._number(_TEXTS[code])).decode("utf-8", "surrogatepass"))
             elif code in _PUTS:

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import time
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +197,37 @@ def test_a_small_file_becomes_nothing_large(of: str, tmp_path: Path) -> None:
     with pytest.raises(DdpstatsError, match="is no dump of the Flight Recorder"):
         read_timeline([tmp_path])
     assert time.process_time() - began < 10
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\x80\x02" + b"]" * (1 << 19) + b".",
+        b"\x80\x02)" + b"\x85" * (1 << 19) + b".",
+        b"\x80\x02" + b"}K\x01Ns" * (1 << 18) + b".",
+        b"\x80\x02" + b"(" * (1 << 19) + b".",
+        b"\x80\x02N" + b"\x94" * (1 << 19) + b".",
+        b'{"entries":[' + b"[]," * (420 << 10) + b"[]]}",
+        b'{"entries":[' + b'"",' * (420 << 10) + b'""]}',
+    ],
+    ids=["lists", "tuples", "dicts", "marks", "memo", "JSON lists", "JSON texts"],
+)
+def test_a_file_of_which_much_is_made_takes_little_memory(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "nccl_trace_rank_0").write_bytes(content)
+    tracemalloc.start()
+    try:
+        with pytest.raises(DdpstatsError, match="more lists and texts would be made of it than of any dump"):
+            read_timeline([tmp_path])
+        assert tracemalloc.get_traced_memory()[1] < (64 + 32) << 20  # to read up to 64 MiB, and 32 MB
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_dump_of_a_full_recorder_is_read(tmp_path: Path) -> None:
+    entries = json.loads(json.dumps([entry(seq) for seq in range(1, 5_000)]))
+    for rank, content in enumerate((pickle.dumps(dump(*entries), 2), json.dumps(dump(*entries)).encode())):
+        (tmp_path / f"nccl_trace_rank_{rank}").write_bytes(content)
+    assert [len(lane.spans) for lane in read_timeline([tmp_path]).lanes] == [4_999, 4_999]
 
 
 def test_groups_of_one_text_are_read_once(tmp_path: Path) -> None:
