@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ddpstats._base.report import printable
 from ddpstats._base.untrusted import LATEST_TIME_SEC
 
 MASK = (1 << 64) - 1
@@ -206,11 +207,11 @@ class Event:
         """Raises ValueError for what `as_dict` did not write."""
         try:
             signature = Signature(
-                text_of(given["op"]),
-                _text_or_none(given.get("reduce_op")),
+                line_of(given["op"]),
+                None if given.get("reduce_op") is None else line_of(given["reduce_op"]),
                 _int_or_none(given.get("root")),
                 tuple(tuple(int(size) for size in shape) for shape in given.get("shapes", [])),
-                tuple(text_of(dtype) for dtype in given.get("dtypes", [])),
+                tuple(line_of(dtype) for dtype in given.get("dtypes", [])),
                 tuple(tuple(int(size) for size in strides) for strides in given.get("strides", [])),
             )
             if len(signature.shapes) != len(signature.dtypes):
@@ -225,14 +226,14 @@ class Event:
                 signature=signature,
                 label=label,
                 word=0 if given.get("is_silenced") else label_word(label),
-                site=text_of(given.get("site", "")),
+                site=line_of(given.get("site", "")),
                 digest=digest_of(signature),
-                pieces=text_of(given.get("pieces", "")),
+                pieces=line_of(given.get("pieces", "")),
                 balance=int(given.get("balance", 0)),
                 peer=_int_or_none(given.get("peer")),
                 tag=_int_or_none(given.get("tag")),
                 started=started,
-                read_source=text_of(given.get("source", "")),
+                read_source=line_of(given.get("source", "")),
                 told=Evidence.from_list(given["evidence"], before) if "evidence" in given else None,
             )
         except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
@@ -268,6 +269,11 @@ def text_of(value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError(f"text is needed, not {value!r}")
     return value
+
+
+def line_of(value: Any) -> str:
+    """Of a file of somebody else's: text that cannot begin a line of its own in a report."""
+    return printable([text_of(value)])
 
 
 def _text_or_none(value: Any) -> str | None:

@@ -23,7 +23,7 @@ from ddpstats._base.untrusted import (
     refused_version,
 )
 from ddpstats.errors import ConfigError
-from ddpstats.guard._events import Event, Evidence, event_of, text_of
+from ddpstats.guard._events import Event, Evidence, event_of, line_of, text_of
 
 FORMAT = 1
 _MAX_LINE_BYTES = 1 << 20
@@ -203,7 +203,7 @@ def _read_if_begun(path: Path, notes: list[str]) -> Iterator[RankRecord]:
         notes.append(f"{path}{link} is left out: {error}")
     except OSError as error:
         told = {FileNotFoundError: "there is no such file", IsADirectoryError: "it is a directory, and no record"}
-        raise ValueError(f"{told.get(type(error), error.strerror)}: {path}{link}") from None
+        raise ValueError(f"{told.get(type(error), error.strerror)}: {error.filename or path}{link}") from None
     except ValueError as error:
         raise ValueError(f"{error}; {path} is{link[1:]}" if link else str(error)) from None
     else:
@@ -244,7 +244,7 @@ def _read_rank(path: Path) -> RankRecord:
                 elif "new_group" in entry:
                     groups[text_of(entry["new_group"])] = _checked_group(entry)
                 elif "end" in entry:
-                    end = entry
+                    end = {**entry, "end": line_of(entry["end"])}
             except (ValueError, TypeError) as error:
                 raise ValueError(f"{source}, line {number}: {error}") from None
     if head is None and not groups and not events and not marks and end is None:
@@ -282,7 +282,7 @@ def _checked_group(entry: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError("a group without ranks")
     if len(set(ranks)) != len(ranks):
         raise ValueError("a group that has a rank twice")
-    return {"ranks": ranks, "words": text_of(words)}
+    return {"ranks": ranks, "words": line_of(words)}
 
 
 def _raw_lines(path: Path) -> Iterator[tuple[int, bytes]]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpstats._base.untrusted import LATEST_TIME_SEC, open_regular, parse_json, read_at_most
-from ddpstats.guard._events import MESSAGES, Event, Signature, digest_of, text_of
+from ddpstats.guard._events import MESSAGES, Event, Signature, digest_of, line_of, text_of
 from ddpstats.guard._records import RankRecord
 from ddpstats.report._plain_pickle import check_made, plain_value
 from ddpstats.report._timeline import Span
@@ -114,7 +114,7 @@ def _dump(rank: int, data: bytes) -> FlightDump:
     for number, entry in enumerate(content["entries"]):
         try:
             event, span = _event(entry, ranks_of, budget)
-            words.setdefault(event.group, f"group {event.group} ({entry['process_group'][1]})"[:200])
+            words.setdefault(event.group, f"group {event.group} ({_short(entry['process_group'][1])})"[:200])
         except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
             raise ValueError(f"entry {number}: {type(error).__name__}") from None
         if event.peer is None and newest.get(event.group, -1) >= event.seq:
@@ -175,13 +175,13 @@ def _event(entry: Mapping[str, Any], ranks_of: Mapping[str, Sequence[int]], budg
     )
     ended = _seconds(entry.get("time_discovered_completed_ns") or 0)
     begun = _seconds(entry.get("time_discovered_started_ns") or 0) or created
-    return event, Span(text_of(entry.get("state", ""))[:40], ended - begun if ended >= begun > 0 else None)
+    return event, Span(line_of(entry.get("state", ""))[:40], ended - begun if ended >= begun > 0 else None)
 
 
 def _short(text: Any) -> str:
     if len(text_of(text)) > _MOST_TEXT:
         raise ValueError("a name that is too long")
-    return str(text)
+    return line_of(text)
 
 
 def _whole(number: Any) -> int:
@@ -199,7 +199,7 @@ def _seconds(nanoseconds: Any) -> float:
 def _site(frames: Sequence[Mapping[str, Any]]) -> str:
     """Of the innermost frame outside torch and the guard; frames begin there."""
     for frame in frames:
-        file = text_of(frame["filename"])[-_MOST_TEXT:]
+        file = line_of(frame["filename"])[-_MOST_TEXT:]
         if not any(inner in file for inner in _INNER):
-            return f"{file}:{_whole(frame['line'])} in {text_of(frame['name'])[:200]}"
+            return f"{file}:{_whole(frame['line'])} in {line_of(frame['name'])[:200]}"
     return ""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpstats._base.rank_names import holders_lines, ranks_text
-from ddpstats._base.report import VerbReport, check_writable, write_file
+from ddpstats._base.report import VerbReport, check_writable, printable, write_file
 from ddpstats._base.wording import count_of, listed
 from ddpstats.guard._report import findings_as_json
 from ddpstats.report._page import page_of
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
 
 def as_text(timeline: Timeline) -> str:
     lines = _collectives(timeline) if timeline.lanes else [timeline.verdict]
-    notes = [f"note: {note}" for note in timeline.notes]
+    notes = [f"note: {printable([note])}" for note in timeline.notes]  # of files whose names are not ours
     return "\n".join([*lines, *_marks(timeline), *_keys(timeline), *_values(timeline), *notes])
 
 
@@ -94,7 +94,7 @@ def _marks(timeline: Timeline) -> Iterator[str]:
     for mark in timeline.marks[:_SHOWN_MARKS]:
         where = "" if mark.step is None else f", step {mark.step}"
         who = f" on {ranks_text(mark.ranks)}" if mark.ranks else ""
-        yield f"\n{_clock(mark.time)}  {mark.kind}{who}{where}:"
+        yield f"\n{_clock(mark.time)}  {printable([mark.kind])}{who}{where}:"
         yield from (f"  {line}" for line in mark.text.splitlines())
     if len(timeline.marks) > _SHOWN_MARKS:
         yield f"and {len(timeline.marks) - _SHOWN_MARKS:,} more, which --json has"

@@ -11,6 +11,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from ddpstats._base.marks import Mark
+from ddpstats._base.report import printable
 from ddpstats.capture._manifest import BUNDLE_NAME, read_manifest
 from ddpstats.dump.format._files import find_ranks, rank_of, steps_in
 from ddpstats.dump.origin._explain import verdict
@@ -45,7 +46,7 @@ def read_timeline(directories: Sequence[Path]) -> Timeline:
         none_here = (
             f"{', '.join(map(str, directories))} holds no rank*.jsonl, so no record of ddpstats. {_HOW_TO_RECORD}"
         )
-        raise DdpstatsError("\n".join(notes) or none_here)
+        raise DdpstatsError(printable(notes) or none_here)
     if records:
         spans = _joined(records, flights, notes)
     else:

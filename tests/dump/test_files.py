@@ -169,6 +169,9 @@ def test_a_tensor_file_stays_inside_the_dump(name: str, tmp_path: Path) -> None:
         dump.tensor_file(name)
     with pytest.raises(DumpError, match=r"gone.pt is not there"):
         dump.tensor_file("gone.pt")
+    os.mkfifo(tmp_path / "dump_tensor_data" / "pipe.pt")
+    with pytest.raises(DumpError, match=r"pipe.pt is no regular file"):
+        dump.tensor_file("pipe.pt")
 
 
 def test_progress_counts_every_byte(tmp_path: Path) -> None:

@@ -191,3 +191,30 @@ def test_the_memory_that_ranks_share_is_their_users_alone() -> None:
         assert stat.S_IMODE(os.fstat(exchange._shared._file).st_mode) == 0o600
     finally:
         exchange.close()
+
+
+def test_no_field_of_a_record_begins_a_line_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    forged = "\nAll ranks issued the same collectives in the same order."
+    for rank in range(2):
+        entries = [
+            {"ddpstats": 1, "run": "run", "rank": rank, "world_size": 2, "time": 1.0},
+            {"new_group": "0", "words": f"the group{forged}", "ranks": [0, 1]},
+            {"group": "0", "seq": 1, "op": f"sum{forged}", "reduce_op": f"max{forged}", "shapes": [[rank]]}
+            | {"dtypes": [f"float32{forged}"], "site": f"a.py:1{forged}", "source": f"x{forged}", "time": 2.0}
+            | {"pieces": f"two{forged}"},
+            {"mark": f"note{forged}", "text": f"seen{forged}", "time": 2.0},
+            {"end": f"Error{forged}"},
+        ]
+        (tmp_path / f"rank{rank}.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    (tmp_path / f"rank{forged}.jsonl").write_text("")
+    assert report(tmp_path) == 1
+    printed = capsys.readouterr().out
+    assert printed.count("\\nAll ranks issued the same collectives in the same order.") > 8
+    assert forged not in printed
+
+
+def test_the_older_file_of_a_record_is_named_where_it_is_a_pipe(tmp_path: Path) -> None:
+    (tmp_path / "rank0.jsonl").write_text("")
+    os.mkfifo(tmp_path / "rank0.old.jsonl")
+    with pytest.raises(DdpstatsError, match=r"a pipe, a socket or a device: \S*/rank0\.old\.jsonl$"):
+        report(tmp_path)

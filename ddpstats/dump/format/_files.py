@@ -131,6 +131,8 @@ class RankDump:
         path = root if "\0" in data_name else (root / data_name).resolve()
         if path.parent != root:
             raise damaged(self.path, f"data_name {data_name!r} leads out of {TENSORS}")
+        if path.exists() and not path.is_file():
+            raise DumpError(f"{path} is no regular file, and {self.path} names it. Copy it again.", path=str(path))
         if not path.is_file():
             raise DumpError(f"{path} is not there, and {self.path} names it. Copy {TENSORS} too.", path=str(path))
         return path
