@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import difflib
 import importlib
+import io
 import os
 import re
 import sys
@@ -26,6 +27,7 @@ _COULD_NOT_RUN = 2  # argparse's own status for arguments that it cannot use
 _REQUIRED = "the following arguments are required: "  # argparse's own words
 _INTERRUPTED = 130
 _PIPE_CLOSED = 141  # as a shell tells SIGPIPE
+_RUN = "run"  # its stdout is the script's, and so are its errors
 
 
 class _Verb(NamedTuple):
@@ -55,7 +57,7 @@ class _VerbModule(Protocol):
 _FOUND = "exit status: 0 nothing found, 1 something found, 2 it could not run"
 
 _VERBS = {
-    "run": _Verb(
+    _RUN: _Verb(
         "ddpstats.guard._run",
         "a training script under the guard, unchanged",
         """examples:
@@ -143,7 +145,8 @@ exit status: 0 it ran, 2 it could not""",
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb and return its exit status; 2 if it could not run, with the reason on stderr.
 
-    141, without a word, if whoever read its output has gone (``| head``).
+    2 also where stdout cannot be written, as on a full disk; 141, without a word, if whoever read its output has gone
+    (``| head``).
 
     Args:
         argv: the words after ``ddpstats``; None takes those of this process.
@@ -156,6 +159,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = _given(argv)
     module = cast(_VerbModule, importlib.import_module(_VERBS[given.verb].module))
     args = _verb_parser(given.verb, module).parse_args(given.arguments)
+    if given.verb != _RUN:
+        _say_what_stdout_can()
     try:
         status = module.run(args)
         sys.stdout.flush()
@@ -168,8 +173,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         print(printable(f"{_PROG} {given.verb}: error: {error}".split("\n")), file=sys.stderr)
         return _COULD_NOT_RUN
+    except OSError as error:
+        if given.verb == _RUN:
+            raise
+        _give_up_stdout()
+        where = "" if error.filename is None else f"{error.filename}: "
+        print(f"{_PROG} {given.verb}: error: {ascii(f'{where}{error.strerror or error}')[1:-1]}", file=sys.stderr)
+        return _COULD_NOT_RUN
     except KeyboardInterrupt:
         return _INTERRUPTED
+
+
+def _say_what_stdout_can() -> None:
+    """A character that its encoding has not is written out."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _give_up_stdout() -> None:

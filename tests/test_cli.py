@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -15,6 +16,8 @@ import pytest
 
 import ddpstats
 from ddpstats import cli
+from ddpstats._base.marks import Mark
+from tests.report import records
 
 LIMIT_SEC = 60
 
@@ -232,3 +235,19 @@ def test_an_error_that_quotes_a_strangers_file_cannot_command_a_terminal(
     verb(monkeypatch, run)
     assert cli.main(["greet"]) == 2
     assert capsys.readouterr().err == "ddpstats greet: error: it holds \\x1b[2J\nand more\n"
+
+
+def test_an_encoding_that_lacks_a_character(tmp_path: Path) -> None:
+    records.write_rank(tmp_path, 0, 1, [records.event(1, "loss")], marks=[Mark("nonfinite", "größer — 漢", 1e9)])
+    command = [sys.executable, "-m", "ddpstats", "report", str(tmp_path)]
+    env = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT_SEC, check=False)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "gr\\xf6\\xdfer \\u2014 \\u6f22" in done.stdout
+
+
+def test_a_full_disk_is_no_finding() -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "ddpstats", "lint", __file__]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=LIMIT_SEC, check=False)
+    assert (done.returncode, done.stderr) == (2, "ddpstats lint: error: No space left on device\n")
