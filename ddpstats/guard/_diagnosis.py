@@ -64,7 +64,8 @@ def find(
     nobody has waited for anyone: nobody is missing.
     """
     by_rank = {status.rank: status for status in statuses}
-    end = until if until is not None and all(status.count < until for status in statuses) else None  # no collective
+    is_end = until is not None and all(status.count < until for status in statuses)  # nobody began such a collective
+    end = until if is_end else None
     seq, judged = first_difference(statuses)
     if seq is not None:
         return _mismatch(group, words, by_rank, seq)

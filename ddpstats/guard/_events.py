@@ -102,8 +102,7 @@ class Evidence:
     beside the tensor. ``is_known``: a function of a name like ``reduce_dict`` called the collective. ``aliases``: other
     names of the same tensor there. ``chosen_by``: "loop" where a loop sets the name, or the text spells it out;
     "sorted" where that loop walks what was sorted; "caller" where a parameter sets it; else "", a single look-up.
-    ``outer``: of the name of that container in the one
-    around it.
+    ``outer``: of the name of that container in the one around it.
     """
 
     key: str
