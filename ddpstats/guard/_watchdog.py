@@ -7,6 +7,7 @@ rank that waits.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import time
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 WATCHDOG_SEC = 0.25
 _ASLEEP_SEC = 1.0  # a busy machine lets a thread wait for less
+_ASKING_SEC = 2.0  # of all answers of the store in one look
+_LOOKING_SEC = 3.0  # of a look, where threads of Python run: now and then it knocks at the store's port, too
 _LATELY_SEC = 5.0  # from the end of a sleep: for as long as others may be about to judge
 
 
@@ -35,37 +38,42 @@ class Watchdog(threading.Thread):
         super().__init__(name="ddpstats-guard", daemon=True)
         self._agreement, self._stopped = agreement, threading.Event()
         self._position, self._is_reachable = position, is_reachable
-        self._due = math.inf  # when the next look is to come; not known while it looks
+        self._due = math.inf  # when the next look is to come, or this one to be over
         self._slept_sec, self._woke = 0.0, -math.inf
+        self._told, self._answered = "", -1  # the last position, and the last verdict that a status was for
 
     def run(self) -> None:
-        answered, told = -1, ""
+        try:
+            while self._is_time() and self._is_reachable():
+                with contextlib.suppress(StoreSilent), self._agreement.store.within(_ASKING_SEC):
+                    self._look()
+        except STORE_ERRORS:
+            pass
+        finally:
+            self._due = math.inf
+
+    def _look(self) -> None:
         agreement, store = self._agreement, self._agreement.store
-        while self._is_time() and self._is_reachable():
-            try:
-                agreement.roster.learn()  # while there is somebody to ask
-                position = self._position()
-                if position != told:
-                    store.set(f"position/{agreement.rank}", position)
-                    told = position
-                number = agreement.verdicts
-                alarm = None if answered == number else agreement.alarm()
-                if alarm is None:
-                    continue
-                if not store.check([f"status/{number}/{agreement.rank}"]):
-                    agreement.report_status(number, alarm)
-                answered = number
-            except StoreSilent:
-                continue
-            except STORE_ERRORS:
-                return
+        agreement.roster.learn()  # while there is somebody to ask
+        position = self._position()
+        if position != self._told:
+            store.set(f"position/{agreement.rank}", position)
+            self._told = position
+        number = agreement.verdicts
+        alarm = None if self._answered == number else agreement.alarm()
+        if alarm is None:
+            return
+        if not store.check([f"status/{number}/{agreement.rank}"]):
+            agreement.report_status(number, alarm)
+        self._answered = number
 
     def _is_time(self) -> bool:
         """Wait for the next look; False where there is none any more."""
+        self.slept_sec()  # in the look that is over
         self._due = time.monotonic() + self._agreement.look_sec
         has_ended = self._stopped.wait(self._agreement.look_sec)
         self.slept_sec()
-        self._due = math.inf
+        self._due = time.monotonic() + _LOOKING_SEC
         return not has_ended
 
     def slept_sec(self) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import threading
 import time
 from typing import Any
 from unittest import mock
@@ -21,7 +22,6 @@ from ddpstats.guard._failure_agreement import FailureAgreement
 from ddpstats.guard._status import RankStatus
 
 AFTERWARDS_SEC = 2.0
-STOPPED_SEC = 3.0
 
 
 def interrupted(rank_1: str, rank_2: str) -> tuple[str, tuple[int, ...]]:
@@ -59,15 +59,29 @@ def _reduce(interrupted: bool) -> None:
         ddpstats.reduce_stats({"loss": 1.0})
 
 
-def stopped() -> tuple[float, float]:
-    """How long this process knows that it did not run, before and after it did not."""
+def stopped(seconds: float, in_look: bool) -> tuple[float, float]:
+    """How long this process knows that it did not run, before and after it did not; ``in_look``: of the watchdog's."""
+    is_over = threading.Event()
+
+    def stop() -> str:
+        with subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"]):
+            os.kill(os.getpid(), signal.SIGSTOP)
+        is_over.set()
+        return ""
+
     roster = Roster(bounded(HashStore()), 0, range(2))
     agreement = FailureAgreement(
-        roster, lambda group: RankStatus(0), str, lambda name, rank: [], lambda: True, lambda finding: None
+        roster,
+        lambda group: RankStatus(0),
+        lambda: stop() if in_look and not is_over.is_set() else "",
+        lambda name, rank: [],
+        lambda: True,
+        lambda finding: None,
     )
     before_sec = agreement.slept_sec()
-    with subprocess.Popen(["sh", "-c", f"sleep {STOPPED_SEC}; kill -CONT {os.getpid()}"]):
-        os.kill(os.getpid(), signal.SIGSTOP)
-        after_sec = agreement.slept_sec()
+    if not in_look:
+        stop()
+    is_over.wait()
+    after_sec = agreement.slept_sec()
     agreement.close()
     return before_sec, after_sec
