@@ -93,7 +93,7 @@ def view_of(group: Any) -> GroupView:
     view = _views.get(id(group))
     if view is None or view.group() is not group:
         try:
-            ranks = tuple(dist.get_process_group_ranks(group))
+            ranks = tuple(map(int, dist.get_process_group_ranks(group)))  # who made it may have given numpy's
         except (KeyError, ValueError, RuntimeError):
             ranks = tuple(range(group.size()))  # a group that torch's registry does not know
         ours = group.group_desc == OWN_GROUP

@@ -47,7 +47,7 @@ def plus(before: Counts, more: Counts) -> Counts:
 
 def ranks_of(groups: Iterable[Any]) -> tuple[int, ...]:
     """The global ranks that are in any of them."""
-    return tuple(sorted({rank for group in groups for rank in dist.get_process_group_ranks(group)}))
+    return tuple(sorted({int(rank) for group in groups for rank in dist.get_process_group_ranks(group)}))
 
 
 def _sum(one: int | None, other: int | None) -> int | None:

@@ -154,10 +154,10 @@ class CallSite:
 
 
 class NoSite:
-    """C++ called, and no frame of the user's is on this thread's stack."""
+    """No frame of the user's is on this thread's stack: C++ called, or the thread's target is the collective itself."""
 
     def __str__(self) -> str:
-        return "(called from C++)"
+        return "(called by no line of the program: from C++, or as the target of a thread)"
 
     def source(self) -> str:
         return ""

@@ -22,9 +22,8 @@ import socket
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -104,7 +103,6 @@ class _Worker:
         self._lock = threading.RLock()  # re-entrant: a signal's handler may come in between
         self._requests: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        _workers.add(self)
 
     def start(self, request: _Request) -> None:
         if sys.is_finalizing():  # no other thread runs any more
@@ -115,6 +113,7 @@ class _Worker:
             if self._thread is not None and self._thread.is_alive():  # it is not in a forked process
                 return
             self._thread = threading.Thread(target=self._run, name="ddpstats-store", daemon=True)
+            _at_work.add(self)
             try:
                 self._thread.start()
             except RuntimeError:  # Python is ending, and starts no threads any more
@@ -134,17 +133,12 @@ class _Worker:
             with self._lock:
                 if self._requests.empty():
                     self._thread = None
+                    _at_work.discard(self)
                     return
 
     def end(self, deadline: float) -> None:
-        """Wait for the thread to end, but not for long: what it asked may never be answered."""
-        self._requests.put(None)
-        thread = self._thread
-        if thread is not None:
-            thread.join(max(0.0, deadline - time.monotonic()))
-
-    def rest(self, deadline: float) -> None:
-        """Let the thread end now that lingers after its last request; the next request starts another."""
+        """Let the thread end now that lingers after its last request, and wait for it, but not for long: what it asked
+        may never be answered. The next request starts another."""
         with self._lock:
             thread = self._thread
             if thread is None or thread is threading.current_thread():
@@ -153,29 +147,27 @@ class _Worker:
         thread.join(max(0.0, deadline - time.monotonic()))
 
 
-_workers: weakref.WeakSet[_Worker] = weakref.WeakSet()
+_at_work: set[_Worker] = set()  # those that have a thread; a list of it is made in one step, whatever threads do
 _is_ending = False
 
 
-def rest() -> None:
+def rest(patience_sec: float = 2 * _LINGER_SEC) -> None:
     """Let the threads end that have nothing to ask, and would do so in a moment. Never waits for an answer for long."""
-    deadline = time.monotonic() + 2 * _LINGER_SEC
-    for worker in list(_workers):
-        worker.rest(deadline)
+    deadline = time.monotonic() + patience_sec
+    for worker in list(_at_work):
+        worker.end(deadline)
 
 
 def _end_all() -> None:
     """At exit, after the modules above: a thread that asks for the GIL while Python ends aborts the process."""
     global _is_ending
     _is_ending = True
-    deadline = time.monotonic() + _LEAVE_SEC
-    for worker in list(_workers):
-        worker.end(deadline)
+    rest(_LEAVE_SEC)
 
 
 atexit.register(_end_all)
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_workers.clear)  # their threads are the other process's
+    os.register_at_fork(after_in_child=_at_work.clear)  # their threads are the other process's
 
 
 class _Connection:
@@ -184,6 +176,7 @@ class _Connection:
     def __init__(self, connect: Callable[[], Any], address: Address | None) -> None:
         """``connect`` is called once, on a thread; ``address``: where the store is served, if that is known."""
         self.address = address
+        self._doors: list[Address] = []  # what the address stands for; looked up once, for that has no limit
         self.turn = threading.RLock()  # re-entrant: a signal's handler may come in between
         self.limits = threading.local()
         self._connect: Callable[[], Any] | None = connect
@@ -204,6 +197,9 @@ class _Connection:
         if self._connect is not None:
             connect, self._connect = self._connect, None  # and with it the store that it came from
             try:
+                with suppress(OSError):
+                    found = [] if self.address is None else socket.getaddrinfo(*self.address, type=socket.SOCK_STREAM)
+                    self._doors = [one[4][:2] for one in found]
                 if self.is_served() is False:  # torch would knock until the store's own timeout is over
                     raise StoreGone("nobody serves it any more")
                 self._store = connect()
@@ -245,15 +241,15 @@ class _Connection:
 
     def is_served(self) -> bool | None:
         """Whether a process listens where the store is served; None where no answer comes, or that is not known."""
-        if self.address is None:
-            return None
-        try:
-            socket.create_connection(self.address, _KNOCK_SEC).close()
-        except ConnectionRefusedError:
-            return False
-        except OSError:
-            return None
-        return True
+        served = None
+        for door in self._doors:
+            try:
+                socket.create_connection(door, _KNOCK_SEC).close()
+            except OSError as error:
+                served = False if isinstance(error, ConnectionRefusedError) else None
+            else:
+                return True
+        return served
 
     def renew(self) -> None:
         """Leave the connection to a request that was given up, and take a new one."""
@@ -267,7 +263,7 @@ class _InThisProcess(_Connection):
     """A store in the memory of this process, which threads that play ranks share: it answers at once."""
 
     def __init__(self, store: Any) -> None:
-        self.address, self.limits, self._store = None, threading.local(), store
+        self._doors, self.limits, self._store = [], threading.local(), store
 
     def ask(self, question: Callable[[Any], T], deadline: float, watch: Callable[[], None] | None) -> T:
         return question(self._store)

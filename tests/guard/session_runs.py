@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -22,7 +23,7 @@ def gone_on(before: str, after: str, mode: GuardMode, directory: str) -> float:
     with collective_guard(mode, record_dir=records, timeout_sec=10).preemptible():
         dist.destroy_process_group()
         _join(f"{directory}/first", rank, world_size)
-        group = dist.new_group([0, 1])
+        group = dist.new_group(list(np.arange(2)))  # of numpy's integers, which torch takes
         if before == "subgroup" and rank < 2:
             dist.all_reduce(torch.ones(1), group=group)
         elif before == "message" and rank < 2:
@@ -53,4 +54,8 @@ def of_one_name(alike: bool) -> bool:
 
 
 def _join(file: str, rank: int, world_size: int) -> None:
+    """Returns when all have joined: gloo fails a rank that still connects to one that leaves already."""
     dist.init_process_group("gloo", init_method=Path(file).as_uri(), rank=rank, world_size=world_size)
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"joined by {rank}", "")
+    store.wait([f"joined by {other}" for other in range(world_size)])

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import socket
+import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]  # not in __all__
 
 import ddpstats
-from ddpstats._transport.store import bounded
+from ddpstats._transport.store import BoundedStore, bounded, rest
 from ddpstats._transport.store_log import StoreLog
 from ddpstats.errors import ConfigError
 from ddpstats.testing import run_ranks
@@ -99,3 +103,47 @@ def over_fake(with_store: bool) -> list[str]:
 def test_the_fake_backend_is_refused(with_store: bool) -> None:
     (said,) = run_ranks(over_fake, 1, with_store, timeout_sec=LIMIT_SEC).values()
     assert all("the backend 'fake'" in text for text in said)
+
+
+def test_a_name_service_that_hangs_keeps_nobody_who_looks_whether_the_store_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    server = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    store = BoundedStore(server.clone, address=("localhost", server.port))
+    store.set("key", "value")
+    look_up = socket.getaddrinfo
+
+    def hanging(host: Any, *args: Any, **options: Any) -> Any:
+        if host == "localhost":
+            time.sleep(3.0)
+        return look_up(host, *args, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", hanging)
+    began = time.monotonic()
+    assert store.is_served() is True
+    assert time.monotonic() - began < 1.0
+
+
+def test_threads_may_end_while_others_begin() -> None:
+    kept = [BoundedStore(HashStore) for _ in range(200)]
+    is_over = threading.Event()
+
+    def connect_often() -> None:
+        while not is_over.is_set():
+            kept.append(BoundedStore(HashStore))
+
+    others = [threading.Thread(target=connect_often) for _ in range(2)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for other in others:
+            other.start()
+        until = time.monotonic() + 3.0
+        while time.monotonic() < until:
+            rest(0.0)
+    finally:
+        sys.setswitchinterval(interval)
+        is_over.set()
+        for other in others:
+            other.join(10.0)
+    assert not any(other.is_alive() for other in others)
