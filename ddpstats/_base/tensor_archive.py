@@ -1,5 +1,5 @@
 """A file of ``torch.save`` looked at before torch reads it: that its tensors take no more memory than it has bytes, and
-what its pickle holds besides them no more than half a gigabyte.
+what its pickle holds besides them no more than a gigabyte.
 
 ``torch.load(weights_only=True)`` builds only tensors and plain containers, and still believes what a file says of its
 sizes. Refused here, with ValueError:
@@ -8,7 +8,8 @@ sizes. Refused here, with ValueError:
 2. An entry that is packed, or that stands there twice: a few bytes may unpack to all memory.
 3. A tensor's storage that is to be larger than its entry. Torch 2.6 takes that for granted, and reads what lies behind
    it in memory.
-4. A pickle larger than that of 100,000 tensors, or of whose bytes more is made: one byte may stand for a whole list.
+4. A pickle of more than 64 MiB, or of which more is made than of any that torch writes in as many bytes: one byte may
+   stand for a whole list.
 
 Nothing is unpickled: `_storages` goes through the opcodes as text. What names a storage must look as ``torch.save``
 writes it: a tuple of plain values, each pushed by itself.
@@ -24,13 +25,15 @@ from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 _MAGIC = b"PK\x03\x04"
-_MOST_PICKLED_BYTES = 16 << 20  # a dict of 100,000 tensors has 12 MB, and 2.1 million opcodes that make something
-_ALWAYS_MADE, _BYTES_OF_ONE = 200_000, 4
+_MOST_PICKLED_BYTES = 64 << 20
+_MOST_MADE = 8_000_000  # of a dict of 100,000 tensors 2.1 million are made, from 12 MB
+_ALWAYS_MADE, _BYTES_OF_ONE = 1000, 3  # torch writes six for an empty list and its place in the memo, but for the first
 _PUTS = ("BINPUT", "LONG_BINPUT", "PUT", "MEMOIZE")
 _GETS = ("BINGET", "LONG_BINGET", "GET")
 _NUMBERS = ("BININT", "BININT1", "BININT2", "BINFLOAT", "NONE", "NEWTRUE", "NEWFALSE")
 _PUSHES = ("BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINUNICODE", "SHORT_BINUNICODE", "GLOBAL")
-_MADE_BY = {**dict.fromkeys((*_NUMBERS, *_GETS), 0), "EMPTY_SET": 4}  # 1 by another: a list, or a place of the memo
+_FILLS = ("APPEND", "APPENDS", "SETITEM", "SETITEMS", "EMPTY_TUPLE")
+_MADE_BY = {**dict.fromkeys((*_NUMBERS, *_GETS, *_FILLS), 0), "EMPTY_SET": 4}  # any other: 1
 
 _ELEMENT_BYTES = {
     "torch ComplexDoubleStorage": 16,
@@ -61,7 +64,7 @@ def check_archive(file: BinaryIO) -> None:
         raise ValueError("it has no data.pkl")
     if pickled.file_size > _MOST_PICKLED_BYTES:
         raise ValueError(
-            f"its data.pkl has {pickled.file_size:,} bytes, and none has more than {_MOST_PICKLED_BYTES:,}"
+            f"its data.pkl has {pickled.file_size:,} bytes, and more than {_MOST_PICKLED_BYTES:,} are not read"
         )
     for name, size in _storages(archive.read(pickled)):
         if size > sizes.get(f"data/{name}", -1):
@@ -74,13 +77,13 @@ def _storages(pickled: bytes) -> Iterator[tuple[str, int]]:
     memo: dict[int, Any] = {}
     top: Any = None  # of the stack; None for what is no plain value
     since_mark: list[Any] | None = None  # what was pushed since the last mark; None where more than that was done
-    left = _ALWAYS_MADE + len(pickled) // _BYTES_OF_ONE
+    limit = left = min(_MOST_MADE, _ALWAYS_MADE + len(pickled) // _BYTES_OF_ONE)
     argument: Any
     for opcode, argument, _ in pickletools.genops(io.BytesIO(pickled)):
         name = opcode.name
         left -= _MADE_BY.get(name, 1)
         if left < 0:
-            raise ValueError("more would be made of its data.pkl than of any that torch.save writes")
+            raise ValueError(f"more than {limit:,} things would be made of its data.pkl of {len(pickled):,} bytes")
         if name in _PUTS:
             memo[len(memo) if name == "MEMOIZE" else argument] = top
         elif name in _PUSHES or name in _GETS:

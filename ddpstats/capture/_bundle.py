@@ -182,8 +182,8 @@ class Bundle:
             raise
         except Exception as error:  # whatever a damaged or hostile file makes torch raise
             raise BundleError(
-                f"{path} is refused: {type(error).__name__}: {_first_line(error)}. Nothing of it was executed. It was "
-                "not written by ddpstats, or with another version of torch."
+                f"{path} is refused: {type(error).__name__}: {_first_line(error)}. Nothing of it was executed. "
+                "Unless it is larger than is read, it was not written by ddpstats, or with another version of torch."
             ) from None
 
 
