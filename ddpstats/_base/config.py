@@ -48,6 +48,11 @@ def record_dir() -> str | None:
     return os.environ.get(RECORD_DIR) or None
 
 
+def names_timeout(given: float | None) -> bool:
+    """Whether the argument or DDPSTATS_TIMEOUT_SEC says how long to wait."""
+    return given is not None or bool(os.environ.get(TIMEOUT_SEC))
+
+
 def timeout_sec(given: float | None) -> float:
     """The timeout of one reduction in seconds: the argument, else DDPSTATS_TIMEOUT_SEC, else 300."""
     source, value = "timeout_sec", given

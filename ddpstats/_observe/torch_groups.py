@@ -150,3 +150,11 @@ def ask_debug_endpoint(name: str, timeout_sec: float) -> list[tuple[bool, str]]:
 
     limit: dict[str, Any] = {"timeout": timeout_sec} if "timeout" in inspect.signature(fetch_all).parameters else {}
     return [(answer.status_code == 200, answer.text) for answer in fetch_all(name, **limit)[1]]
+
+
+def longest_timeout_sec(group: Any) -> float:
+    """How long a collective of the group may take, as the program has set it; 0 where torch does not tell."""
+    try:
+        return float(max(backend.options._timeout.total_seconds() for backend in backends_of(group)))
+    except (AttributeError, RuntimeError, ValueError):
+        return 0.0

@@ -89,7 +89,7 @@ class Comparing:
 
     def settle(self, group: Group, until: int) -> None:
         """See that all ranks posted the same, up to that note. Waits for them."""
-        deadline = self.verdicts.deadline()
+        deadline = self.verdicts.deadline(group)
         with group.lock:
             while group.settled < until and not self._standing.silent and self._settle_one(group, deadline):
                 pass

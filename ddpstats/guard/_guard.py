@@ -67,7 +67,8 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
         on_mismatch: "raise", or "warn": the error's text as a warning of the logger "ddpstats", and no more comparing.
         infer_labels: look in the calling frames for the key under which the program reached the tensor.
         check_every: collectives of one group between two comparisons; mode "step" only.
-        timeout_sec: how long a collective may wait for other ranks; None: DDPSTATS_TIMEOUT_SEC, else 300 seconds.
+        timeout_sec: how long a collective may wait for other ranks; None: DDPSTATS_TIMEOUT_SEC, else 300 seconds, or
+            as long as the program has given the process group, where that is longer.
         record_dir: write each rank's collectives there, as JSON lines for ``ddpstats report``; any mode but "off".
 
     Raises:
@@ -102,7 +103,10 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
             raise ConfigError("mode='record' needs record_dir=, where the records are written")
         self.mode, self._record_dir, self._timeout_sec = mode, record_dir, config.timeout_sec(timeout_sec)
         every = check_every if mode == "step" else _NEVER
-        self._settings = Settings(mode, on_mismatch == "warn", infer_labels, every, self._timeout_sec, record_dir)
+        yields = not config.names_timeout(timeout_sec)
+        self._settings = Settings(
+            mode, on_mismatch == "warn", infer_labels, every, self._timeout_sec, yields, record_dir
+        )
         self._seen_before = 0, Tally()  # it gave way to another guard
         self._has_record = False
         self._yields = False  # to a guard of the program's own, and comes back after it

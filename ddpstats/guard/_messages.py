@@ -32,7 +32,7 @@ class MessageComparing:
     def settle(self, group: Group, awaited: Awaited) -> None:
         """Compare a message with what its receiver expects, before it is taken."""
         assert group.messages is not None
-        deadline, alarm = self._verdicts.deadline(), _alarm_of(group, awaited.event)
+        deadline, alarm = self._verdicts.deadline(group), _alarm_of(group, awaited.event)
 
         def watch() -> None:
             self._verdicts.poll_alarm()
@@ -54,7 +54,7 @@ class MessageComparing:
     def wait_for(self, work: Any, group: Group, event: Event) -> None:
         """Wait until a message was sent, or has come."""
         try:
-            collectives.wait_once(work, self._verdicts.timeout_sec)
+            collectives.wait_once(work, group.timeout_sec)
             return
         except RuntimeError as error:
             if not is_broken(error):

@@ -10,6 +10,7 @@ records and says it: gloo aborts a process whose peer sends another size, and no
 from __future__ import annotations
 
 import argparse
+import builtins
 import contextlib
 import json
 import logging
@@ -18,10 +19,11 @@ import runpy
 import subprocess
 import sys
 import tempfile
-import traceback
+import zipfile
 from collections.abc import Mapping, Sequence
+from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 from pathlib import Path
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ddpstats._base import config
@@ -43,7 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     modes = "strict (default), step, record, off"
     parser.add_argument("--guard", choices=_MODES, metavar="MODE", help=f"{modes}; DDPSTATS_GUARD where it is set")
     parser.add_argument("--no-labels", action="store_true", help="compare operations and shapes, not keys")
-    parser.add_argument("--timeout-sec", type=float, metavar="S", help="how long a collective waits for other ranks")
+    parser.add_argument(
+        "--timeout-sec",
+        type=float,
+        metavar="S",
+        help="how long a collective waits for other ranks (300; longer where its process group does)",
+    )
     parser.add_argument("--record-dir", metavar="DIR", help="each rank's record, for `ddpstats report`")
     parser.add_argument("--watch", action="store_true", help="with --nproc: show on stderr what each rank is doing")
     parser.add_argument("--watch-dir", metavar="DIR", help="each rank's notes on that, for `ddpstats watch`")
@@ -108,11 +115,7 @@ def _run_here(args: argparse.Namespace) -> int:
         ending.begin()
     sys.argv = [args.script, *args.arguments]
     try:
-        if args.module:
-            runpy.run_module(args.script, run_name="__main__", alter_sys=True)
-        else:
-            sys.path[0] = str(Path(args.script).resolve().parent)
-            runpy.run_path(args.script, run_name="__main__")
+        _run_as_main(args.script, args.module)
     except SystemExit as error:
         ending.status = int(error.code not in (None, 0))
         raise
@@ -120,6 +123,29 @@ def _run_here(args: argparse.Namespace) -> int:
         ending.error = error
         return _explained(error)
     return 0
+
+
+def _run_as_main(script: str, is_module: bool) -> None:
+    """As Python does, in a ``__main__`` that stays: threads that go on, and exit handlers, pickle what it defines.
+
+    ``runpy``'s public functions put the one before back.
+    """
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    vars(main)["__builtins__"] = builtins
+    if is_module:
+        runpy._run_module_as_main(script)  # type: ignore[attr-defined]
+        return
+    script = os.path.abspath(script)
+    if os.path.isdir(script) or zipfile.is_zipfile(script):
+        sys.path[0] = script
+        runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
+    else:
+        sys.path[0] = os.path.dirname(os.path.realpath(script))
+        is_compiled = script.endswith(".pyc")
+        loader: Any = (SourcelessFileLoader if is_compiled else SourceFileLoader)("__main__", script)
+        code = loader.get_code("__main__") if is_compiled else loader.source_to_code(loader.get_data(script), script)
+        vars(main).update(__file__=script, __loader__=loader, __cached__=None)
+        exec(code, vars(main))
 
 
 def _take_notes(directory: str) -> None:
@@ -166,13 +192,18 @@ def _lacks_ranks(error: BaseException) -> bool:
 
 
 def _print_as_python_does(error: BaseException) -> None:
-    """The traceback from the script's own first line on: what stands above it is not the user's."""
-    from ddpstats.guard._telling import strip
+    """By the program's own `sys.excepthook`, if it has one.
+
+    The traceback is that from the script's own first line on: what stands above it is not the user's.
+    """
+    from ddpstats.guard._telling import excepthook_of_program, strip
 
     trace = strip(error)
     while trace is not None and _is_ours(trace):
         trace = trace.tb_next
-    traceback.print_exception(type(error), error, trace if trace is not None else error.__traceback__)
+    if trace is not None:
+        error.__traceback__ = trace
+    excepthook_of_program()(type(error), error, error.__traceback__)
 
 
 def _is_ours(trace: TracebackType) -> bool:

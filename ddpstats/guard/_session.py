@@ -24,6 +24,7 @@ from ddpstats._agreement.codec import PROTOCOL_VERSION, different_versions
 from ddpstats._base import config
 from ddpstats._base.version import __version__
 from ddpstats._observe.c10d_operators import GroupView
+from ddpstats._observe.torch_groups import longest_timeout_sec
 from ddpstats._transport.comm import refuse_fake, world_store
 from ddpstats._transport.roster import Roster
 from ddpstats._transport.store import LIMIT_SEC, STORE_ERRORS
@@ -57,6 +58,7 @@ class Settings(NamedTuple):
     infer_labels: bool
     check_every: int
     timeout_sec: float
+    yields_to_groups: bool  # nobody has named a timeout: a group's own counts where it is longer
     record_dir: str | Path | None
 
     @property
@@ -104,8 +106,11 @@ def run_name(limit_sec: float) -> str:
 class Group:
     """What the guard knows of one process group."""
 
-    def __init__(self, name: str, view: GroupView, exchange: Exchange | None, messages: Messages | None) -> None:
+    def __init__(
+        self, name: str, view: GroupView, exchange: Exchange | None, messages: Messages | None, timeout_sec: float
+    ) -> None:
         self.name, self.view, self.exchange, self.messages = name, view, exchange, messages
+        self.timeout_sec = timeout_sec  # how long others are waited for
         known_as = "the default group" if view.desc == "default_pg" else f"group {view.name[:24]!r}"
         self.words = f"{known_as} of {len(view.ranks)} ranks"
         self.lock = threading.RLock()  # one thread at a time compares
@@ -143,7 +148,7 @@ class Session:
         if compares:
             refuse_fake(dist.group.WORLD)
         self._number = _turn = _newest = max(_turn, _newest + 1)
-        self._compares = compares
+        self._compares, self._yields_to_groups = compares, settings.yields_to_groups
         self._world = weakref.ref(dist.group.WORLD) if dist.group.WORLD is not None else lambda: None
         self.rank = dist.get_rank()
         self.words = f"the default group of {dist.get_world_size()} ranks"
@@ -216,7 +221,9 @@ class Session:
             messages = Messages(part, view.rank)
         # Numbers begin again with each of these: nothing of one is ever compared, or shown, as if it were the other's.
         name = view.name + f" of session {session}" * (session > 1) + f" of life {life}" * (life > 1)
-        group = self._groups[view] = self.named[name] = Group(name, view, exchange, messages)
+        own_sec = longest_timeout_sec(view.group()) if self._yields_to_groups else 0.0
+        made = Group(name, view, exchange, messages, max(self._timeout_sec, own_sec))
+        group = self._groups[view] = self.named[name] = made
         return group
 
     def groups(self) -> list[Group]:

@@ -71,6 +71,11 @@ def printed_once(error: DdpstatsError, agreement: FailureAgreement, ranks: Seque
         _hooked, sys.excepthook = sys.excepthook, _excepthook
 
 
+def excepthook_of_program() -> Callable[..., Any]:
+    """Python's own, where the program has set none."""
+    return _hooked or sys.__excepthook__ if sys.excepthook is _excepthook else sys.excepthook
+
+
 def _excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     show = _hooked or sys.__excepthook__
     if not tell(error, lambda: show(kind, error, strip(error))):

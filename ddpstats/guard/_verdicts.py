@@ -104,9 +104,9 @@ class Verdicts:
 
     # -- waiting, with a deadline and in slices -----------------------------------------------------------------------
 
-    def deadline(self) -> float:
+    def deadline(self, group: Group) -> float:
         """Of a wait that begins now."""
-        return time.monotonic() + self.timeout_sec
+        return time.monotonic() + group.timeout_sec
 
     def wait_for(self, work: Any, group: Group, entry: Entry) -> None:
         """Wait for a collective that was issued, looking up between slices."""
@@ -114,7 +114,7 @@ class Verdicts:
             if collectives.wait_within(work, _SLICE):
                 return
             event = event_of(entry)
-            watch = self.watch(group, event.seq, self.deadline() - _SLICE_SEC, waited_for=event)
+            watch = self.watch(group, event.seq, self.deadline(group) - _SLICE_SEC, waited_for=event)
             with self._standing.waiting(group, event.seq):
                 while not collectives.wait_within(work, _SLICE):
                     watch()

@@ -73,7 +73,7 @@ class Watching:
 
     def __init__(self, settings: Settings) -> None:
         self._settings, self._mode = settings, settings.mode
-        self._timeout_ms = int(settings.timeout_sec * 1000)
+        self._timeout_ms = None if settings.yields_to_groups else int(settings.timeout_sec * 1000)
         self._lock = threading.RLock()
         self.ring = Ring(RING_EVENTS)
         self.standing = Standing()

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import threading
 import time
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -15,6 +16,8 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in __all__
 
 import ddpstats
+from ddpstats._base import config
+from ddpstats._base.config import GuardMode
 from ddpstats._transport.comm import GlooComm
 from ddpstats._transport.roster import Roster
 from ddpstats._transport.store import bounded
@@ -85,3 +88,20 @@ def stopped(seconds: float, in_look: bool) -> tuple[float, float]:
     after_sec = agreement.slept_sec()
     agreement.close()
     return before_sec, after_sec
+
+
+def slow(mode: GuardMode, timeout_sec: float | None) -> str:
+    """What is raised where a rank comes 4 s late to a group that waits for a minute, and nobody else for more than 2."""
+    with mock.patch.object(config, "DEFAULT_TIMEOUT_SEC", 2.0):
+        guard = ddpstats.collective_guard(mode, timeout_sec=timeout_sec)
+    group = dist.new_group(timeout=timedelta(minutes=1))
+    try:
+        with guard:
+            for asynchronous in (False, True):
+                time.sleep(4.0 * (dist.get_rank() == 0))
+                work = dist.all_reduce(torch.ones(1), group=group, async_op=asynchronous)
+                if work is not None:
+                    work.wait()
+    except ddpstats.RankMissing as error:
+        return str(error)
+    return "nothing"

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from ddpstats._base.config import GuardMode
 from ddpstats.guard._diagnosis import find
 from ddpstats.guard._events import Event, Signature, digest_of
 from ddpstats.guard._status import LEFT, MISSING, RankStatus
@@ -103,3 +104,10 @@ def test_a_process_that_was_stopped_knows_for_how_long(seconds: float, in_look: 
     ((before_sec, after_sec),) = run_ranks(runs.stopped, 1, seconds, in_look, timeout_sec=60).values()
     assert before_sec == 0.0
     assert least_sec < after_sec < 4 * seconds
+
+
+@pytest.mark.parametrize("mode", ["strict", "step"])
+def test_a_group_that_waits_for_longer_is_waited_for_where_no_timeout_is_named(mode: GuardMode) -> None:
+    assert run_ranks(runs.slow, 2, mode, None, timeout_sec=60).values() == ["nothing"] * 2
+    for said in run_ranks(runs.slow, 2, mode, 2.0, timeout_sec=60).values():
+        assert "rank 0: did not come" in said

@@ -56,21 +56,38 @@ def test_under_torchrun(script: Any) -> None:
 
 
 ORDINARY = """
-    import sys
+    import atexit, pickle, sys, threading
 
+    class Settings:
+        pass
+
+    def save():
+        print(len(pickle.dumps(Settings())))
+
+    def save_later():
+        threading.main_thread().join()
+        save()
+
+    def tell(kind, error, trace):
+        print("told", kind, error, trace.tb_frame.f_code.co_name)
+
+    atexit.register(save)
+    threading.Thread(target=save_later).start()
     print(sys.argv[1:], __name__, sys.path[0], sys.modules["__main__"].__file__ == __file__)
 
     def fail(how):
         if how == "exit":
             sys.exit(3)
-        if how == "raise":
+        if how == "hook":
+            sys.excepthook = tell
+        if how in ("raise", "hook"):
             raise ValueError("of the script")
 
     fail(sys.argv[1])
 """
 
 
-@pytest.mark.parametrize("how", ["pass", "exit", "raise"])
+@pytest.mark.parametrize("how", ["pass", "exit", "raise", "hook"])
 def test_a_script_notices_no_difference(script: Any, how: str) -> None:
     path = script(ORDINARY)
     plain, under = (
@@ -80,7 +97,7 @@ def test_a_script_notices_no_difference(script: Any, how: str) -> None:
     assert (under.returncode, under.stdout) == (plain.returncode, plain.stdout)
     ours = [line for line in under.stderr.splitlines() if line.startswith("ddpstats run: ")]
     assert _unmarked(under.stderr) == _unmarked(plain.stderr)
-    assert len(ours) == (how != "raise")
+    assert len(ours) == (how not in ("raise", "hook"))
     assert all(
         "nothing was compared: no process group was made. Start it on ranks: `ddpstats run" in one for one in ours
     )
@@ -93,9 +110,10 @@ def _unmarked(text: str) -> str:
 
 def test_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "programme.py").write_text("import sys\nprint(__name__, sys.argv[1:])\n")
+    text = "import atexit, pickle, sys\nclass Settings: pass\nprint(__name__, __spec__.name, sys.argv[1:])\n"
+    (tmp_path / "programme.py").write_text(f"{text}atexit.register(lambda: print(pickle.dumps(Settings())[:2]))\n")
     done = alone(COMMAND, "run", "-m", "programme", "a")
-    assert (done.statuses, done.stdout) == ([0], "__main__ ['a']\n"), done.stderr
+    assert (done.statuses, done.stdout) == ([0], "__main__ programme ['a']\nb'\\x80\\x04'\n"), done.stderr
 
 
 ABORT = """

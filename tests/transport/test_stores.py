@@ -109,7 +109,7 @@ def test_a_name_service_that_hangs_keeps_nobody_who_looks_whether_the_store_is_t
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     server = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    store = BoundedStore(server.clone, address=("localhost", server.port))
+    store = BoundedStore(lambda: own_connection(server, "test"), address=("localhost", server.port))
     store.set("key", "value")
     look_up = socket.getaddrinfo
 

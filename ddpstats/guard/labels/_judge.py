@@ -67,9 +67,11 @@ def _judge(one: Event, other: Event, matched: int) -> Judgement:
         return "data"
     if beside or not matters or rewritten:
         return "doubt"
-    if set(a.names) & set(b.names):
+    are_of_modules = "Module" in (a.source, b.source)
+    are_strange = a.key not in b.names and b.key not in a.names  # each to the other rank
+    if set(a.names) & set(b.names) and not (are_of_modules and are_strange):
         return "fault" if spelled or matched >= 2 else "doubt"
-    if "Module" in (a.source, b.source) or str(one.site) != str(other.site):
+    if are_of_modules or str(one.site) != str(other.site):
         return "doubt"  # stages of a model, or two lines of the program
     if a.names and b.names:
         # Nothing in common. They can be the same stats only where the program spells out both, and they are names of
