@@ -2,7 +2,8 @@
 
 Names in it may come from files that somebody else wrote, so what reaches a terminal, a spreadsheet program, a JSON
 parser or a browser is made harmless here. A file is there complete, or not at all; where the name is that of a link, it
-is the file that the link leads to. What is there and is no regular file, a pipe or a device, is written into as it is.
+is the file that the link leads to. What is there and is no regular file, a pipe or a device, is written into as it is;
+so is the file that stdout or stderr goes to, after what is in it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import math
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -139,7 +141,7 @@ def write_file(path: Path, write: Callable[[TextIO], object]) -> None:
 
     try:
         if _is_special(path):
-            with open(path, "wb") as file:
+            with _opened(path) as file:
                 encoded(file)
         else:
             replace_file(_behind_links(path), encoded)
@@ -157,8 +159,27 @@ def write_table(path: Path, rows: Iterable[Sequence[Any]]) -> None:
 
 
 def _is_special(path: Path) -> bool:
-    """Whether it is there, and no regular file: a rename would take a device or a pipe away from all its users."""
-    return path.exists() and not path.is_file()
+    """Whether it is there, and a rename would take it away from its users: a device, a pipe, what stdout goes to."""
+    return path.exists() and (not path.is_file() or _standard_stream(path) is not None)
+
+
+def _opened(path: Path) -> BinaryIO:
+    """What is there already; for what stdout or stderr goes to, at the place that they have come to."""
+    stream = _standard_stream(path)
+    if stream is None:
+        return open(path, "wb")
+    for printed in filter(None, (sys.stdout, sys.stderr)):
+        printed.flush()
+    return os.fdopen(os.dup(stream), "wb")
+
+
+def _standard_stream(path: Path) -> int | None:
+    """The descriptor, stdout's or stderr's, by which this process writes to that file; None where neither does."""
+    for descriptor in (1, 2):
+        with contextlib.suppress(OSError):  # one may be closed
+            if os.path.samestat(os.stat(path), os.fstat(descriptor)):
+                return descriptor
+    return None
 
 
 def _behind_links(path: Path) -> Path:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -97,3 +99,38 @@ def test_a_pipe_whose_reader_has_gone(tmp_path: Path) -> None:
     with pytest.raises(DdpstatsError, match=r"cannot be written: Broken pipe\."):
         write_file(Path(f"/proc/self/fd/{writing}"), lambda file: file.write("new"))
     os.close(writing)
+
+
+_TO_STDOUT = """
+import sys
+from pathlib import Path
+from ddpstats._base.report import check_writable, write_file
+
+path = Path(sys.argv[1])
+check_writable(path)
+print("before")
+write_file(path, lambda file: file.write("file\\n"))
+print("after")
+"""
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+@pytest.mark.parametrize(
+    ("stream", "redirect", "expected"),
+    [
+        (1, ">>", "old\nbefore\nfile\nafter\n"),
+        (1, ">", "before\nfile\nafter\n"),
+        (2, "2>>", "old\nfile\n"),
+        (2, "2>", "file\n"),
+    ],
+)
+def test_the_file_that_a_stream_goes_to_keeps_what_is_in_it(
+    tmp_path: Path, by_name: bool, stream: int, redirect: str, expected: str
+) -> None:
+    log = tmp_path / "log.txt"
+    log.write_text("old\n")
+    named = log if by_name else f"/dev/fd/{stream}"
+    command = f'"$0" -c "$1" {named} {redirect} {log}'
+    subprocess.run(["sh", "-c", command, sys.executable, _TO_STDOUT], stdout=subprocess.DEVNULL, check=True, timeout=60)
+    assert log.read_text() == expected
+    assert os.listdir(tmp_path) == ["log.txt"]
