@@ -15,6 +15,7 @@ import json
 import math
 import os
 import re
+import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from ddpstats.errors import DdpstatsError
 
 # control characters, separators of lines, marks that turn the writing direction round, and halves of characters
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_MOST_LINKS = 40  # one after the other, as in Linux
 _FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")
 
 # The page needs nothing else: no script, no font, no picture from anywhere.
@@ -183,7 +185,23 @@ def _standard_stream(path: Path) -> int | None:
 
 
 def _behind_links(path: Path) -> Path:
-    return Path(os.path.realpath(path)) if path.is_symlink() else path
+    """What the name leads to. Raises `DdpstatsError` for a link that Linux would not follow (``protected_symlinks``):
+    a stranger's, in a directory such as /tmp."""
+    for _ in range(_MOST_LINKS):
+        if not path.is_symlink():
+            break
+        if _is_strangers(path):
+            why = f"{path} is a link of another user, in a directory that everybody may write to. Give another place."
+            raise DdpstatsError(why, path=str(path))
+        path = path.parent / os.readlink(path)
+    return path
+
+
+def _is_strangers(link: Path) -> bool:
+    directory = link.parent.stat()
+    is_shared = stat.S_ISVTX | stat.S_IWOTH
+    owners = (os.geteuid(), directory.st_uid)
+    return directory.st_mode & is_shared == is_shared and link.lstat().st_uid not in owners
 
 
 @contextlib.contextmanager

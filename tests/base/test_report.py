@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import os
+import stat
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +74,36 @@ def test_a_link_that_leads_into_no_directory(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "none" / "file")
     with pytest.raises(DdpstatsError, match=f"no directory {tmp_path}/none"):
         check_writable(tmp_path / "link")
+
+
+@pytest.mark.parametrize(("mode", "is_refused"), [(0o1777, True), (0o777, False), (0o1755, False)])
+def test_a_link_of_a_stranger_in_a_directory_for_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int, is_refused: bool
+) -> None:
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared").chmod(mode)
+    (tmp_path / "mine").write_text("old")
+    (tmp_path / "shared" / "theirs").symlink_to(tmp_path / "mine")
+    (tmp_path / "link").symlink_to("shared/theirs")
+    written(tmp_path / "link")
+    assert (tmp_path / "mine").read_text() == "new"
+
+    def of_another(path: Path) -> os.stat_result:
+        fields = list(os.lstat(path))
+        fields[stat.ST_UID] += path.name == "theirs"
+        return os.stat_result(fields)
+
+    monkeypatch.setattr(Path, "lstat", of_another)
+    (tmp_path / "mine").write_text("old")
+    with pytest.raises(DdpstatsError, match="theirs is a link of another user") if is_refused else nullcontext():
+        written(tmp_path / "link")
+    assert (tmp_path / "mine").read_text() == ("old" if is_refused else "new")
+
+
+def test_a_link_that_leads_to_itself(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("link")
+    written(tmp_path / "link")
+    assert (tmp_path / "link").read_text() == "new"
 
 
 def test_a_pipe_is_written_into_and_stays(tmp_path: Path) -> None:
