@@ -169,16 +169,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         _give_up_stdout()
         return _PIPE_CLOSED
     except DdpstatsError as error:
-        from ddpstats._base.report import printable  # the text may quote a file of somebody else's
-
-        print(printable(f"{_PROG} {given.verb}: error: {error}".split("\n")), file=sys.stderr)
+        _say_error(given.verb, str(error).split("\n"))
         return _COULD_NOT_RUN
     except OSError as error:
         if given.verb == _RUN:
             raise
-        _give_up_stdout()
+        _write_out_stdout()
         where = "" if error.filename is None else f"{error.filename}: "
-        print(f"{_PROG} {given.verb}: error: {ascii(f'{where}{error.strerror or error}')[1:-1]}", file=sys.stderr)
+        _say_error(given.verb, [f"{where}{error.strerror or error}"])
         return _COULD_NOT_RUN
     except KeyboardInterrupt:
         return _INTERRUPTED
@@ -188,6 +186,20 @@ def _say_what_stdout_can() -> None:
     """A character that its encoding has not is written out."""
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def _say_error(verb: str, lines: Sequence[str]) -> None:
+    from ddpstats._base.report import printable  # the text may quote a file of somebody else's
+
+    print(f"{_PROG} {verb}: error: {printable(lines)}", file=sys.stderr)
+
+
+def _write_out_stdout() -> None:
+    """What was printed before an error; the error may be that nothing can be."""
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError):
+        _give_up_stdout()
 
 
 def _give_up_stdout() -> None:

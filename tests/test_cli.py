@@ -246,6 +246,34 @@ def test_an_encoding_that_lacks_a_character(tmp_path: Path) -> None:
     assert "gr\\xf6\\xdfer \\u2014 \\u6f22" in done.stdout
 
 
+_PRINTS_AND_FAILS = """
+import sys
+from ddpstats import cli
+from ddpstats.demo import demo
+
+def run(args):
+    print("the first line")
+    open("/none/donn\u00e9es\x1b[2J\\nof two")
+
+demo.run = run
+sys.exit(cli.main(["demo"]))
+"""
+
+
+def test_what_was_printed_before_a_file_cannot_be_opened_is_there() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _PRINTS_AND_FAILS],
+        env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"} | {"PYTHONUTF8": "1"},
+        capture_output=True,
+        encoding="utf-8",
+        timeout=LIMIT_SEC,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (2, "the first line\n")
+    said = "ddpstats demo: error: /none/donn\u00e9es\\x1b[2J\\nof two: No such file or directory\n"
+    assert done.stderr == said
+
+
 def test_a_full_disk_is_no_finding() -> None:
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-m", "ddpstats", "lint", __file__]

@@ -2,7 +2,8 @@
 
 Names in it may come from files that somebody else wrote, so what reaches a terminal, a spreadsheet program, a JSON
 parser or a browser is made harmless here. A file is there complete, or not at all; where the name is that of a link, it
-is the file that the link leads to. What is there and is no regular file, a pipe or a device, is written into as it is.
+is the file that the link leads to. What is there and is no regular file, a pipe or a device, is written into as it is;
+so is the file that stdout or stderr goes to, after what is in it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import json
 import math
 import os
 import re
+import stat
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -25,6 +28,7 @@ from ddpstats.errors import DdpstatsError
 
 # control characters, separators of lines, marks that turn the writing direction round, and halves of characters
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_MOST_LINKS = 40  # one after the other, as in Linux
 _FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")
 
 # The page needs nothing else: no script, no font, no picture from anywhere.
@@ -139,7 +143,7 @@ def write_file(path: Path, write: Callable[[TextIO], object]) -> None:
 
     try:
         if _is_special(path):
-            with open(path, "wb") as file:
+            with _opened(path) as file:
                 encoded(file)
         else:
             replace_file(_behind_links(path), encoded)
@@ -157,12 +161,47 @@ def write_table(path: Path, rows: Iterable[Sequence[Any]]) -> None:
 
 
 def _is_special(path: Path) -> bool:
-    """Whether it is there, and no regular file: a rename would take a device or a pipe away from all its users."""
-    return path.exists() and not path.is_file()
+    """Whether it is there, and a rename would take it away from its users: a device, a pipe, what stdout goes to."""
+    return path.exists() and (not path.is_file() or _standard_stream(path) is not None)
+
+
+def _opened(path: Path) -> BinaryIO:
+    """What is there already; for what stdout or stderr goes to, at the place that they have come to."""
+    stream = _standard_stream(path)
+    if stream is None:
+        return open(path, "wb")
+    for printed in filter(None, (sys.stdout, sys.stderr)):
+        printed.flush()
+    return os.fdopen(os.dup(stream), "wb")
+
+
+def _standard_stream(path: Path) -> int | None:
+    """The descriptor, stdout's or stderr's, by which this process writes to that file; None where neither does."""
+    for descriptor in (1, 2):
+        with contextlib.suppress(OSError):  # one may be closed
+            if os.path.samestat(os.stat(path), os.fstat(descriptor)):
+                return descriptor
+    return None
 
 
 def _behind_links(path: Path) -> Path:
-    return Path(os.path.realpath(path)) if path.is_symlink() else path
+    """What the name leads to. Raises `DdpstatsError` for a link that Linux would not follow (``protected_symlinks``):
+    a stranger's, in a directory such as /tmp."""
+    for _ in range(_MOST_LINKS):
+        if not path.is_symlink():
+            break
+        if _is_strangers(path):
+            why = f"{path} is a link of another user, in a directory that everybody may write to. Give another place."
+            raise DdpstatsError(why, path=str(path))
+        path = path.parent / os.readlink(path)
+    return path
+
+
+def _is_strangers(link: Path) -> bool:
+    directory = link.parent.stat()
+    is_shared = stat.S_ISVTX | stat.S_IWOTH
+    owners = (os.geteuid(), directory.st_uid)
+    return directory.st_mode & is_shared == is_shared and link.lstat().st_uid not in owners
 
 
 @contextlib.contextmanager

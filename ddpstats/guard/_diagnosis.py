@@ -60,8 +60,8 @@ def find(
     ``until``: a number that every rank should have reached, and in which some rank has waited for too long, or cannot
     be joined by all any more. Missing are the ranks that died or left before it by an error; else those that are behind
     it; else those that ran no Python for long; else those that are behind any other; else those that do not wait
-    themselves. If all have come meanwhile, it is those that ``were_absent`` then. ``in_doubt``: only labels differ, so
-    nobody has waited for anyone: nobody is missing.
+    themselves. If all have come meanwhile, it is those that ``were_absent`` then. ``in_doubt``: labels differ, and that
+    alone raised the question: without ``until`` no rank has waited in vain, and none is missing.
     """
     by_rank = {status.rank: status for status in statuses}
     is_end = until is not None and all(status.count < until for status in statuses)  # nobody began such a collective

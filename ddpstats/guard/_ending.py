@@ -9,8 +9,10 @@ that could say so. The last comparison comes
 2. else when the interpreter ends, after the program's threads, in an `atexit` handler.
 
 What is found at 1 is raised. What is found at 2, or was raised at 1 and caught, is printed, and the process ends with
-status 1 where it would have ended with 0; so it does where a helper thread got the error, and the program went on. An
-exit handler cannot change the status by raising, and must not end the process: others, such as those that end the
+status 1 where it would have ended with 0. So it does where a helper thread got the error, and no code of the program
+has caught it: the thread has died of it, or it lies in a future whose ``result()`` nobody has asked for.
+
+An exit handler cannot change the status by raising, and must not end the process: others, such as those that end the
 workers of a DataLoader, may come after it. So an object among the last that the interpreter takes apart ends the
 process, when all else is done and written.
 """
@@ -29,6 +31,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch.distributed as dist
 
 from ddpstats._base import config
+from ddpstats._observe.user_frames import plan_of
 from ddpstats.errors import DdpstatsError
 from ddpstats.guard._telling import end_with, ignore_sigterm, spelled, tell
 
@@ -100,7 +103,7 @@ class Ending:
             return  # a fork of the program
         error = self.error or getattr(sys, "last_value", None)
         found = self.guard.verdict_at_end(error)
-        if found is None and error is None and self.guard.raised_in_helper_thread:
+        if found is None and error is None and self.guard.raised_in_helper_thread and _is_unseen(self.guard.verdict):
             found = self.guard.verdict
         if found is not None:
             tell(found, lambda: print(spelled(found), file=sys.stderr))
@@ -110,6 +113,13 @@ class Ending:
         with contextlib.suppress(DdpstatsError):
             self.guard.abandon(error)
         self._say()
+
+
+def _is_unseen(error: BaseException | None) -> bool:
+    """Whether no code of the program has caught it. A traceback begins with the frame that caught the error last: that
+    is one of Python's own where a thread has died of it, or a pool of threads has put it into a future."""
+    trace = error.__traceback__ if error is not None else None
+    return trace is not None and plan_of(trace.tb_frame).internal
 
 
 _CODE: Any = vars(SystemExit)["code"]

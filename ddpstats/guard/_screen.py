@@ -86,7 +86,8 @@ class Screen:
 
 
 def _table(picture: Picture, console: Any, *, is_last: bool = False) -> Any:
-    """As high as the terminal, less a line that the program has not ended; of the last one all is shown.
+    """As high as the terminal but for one line, which a line of the program that has no end yet may take; the last
+    table shows all.
 
     What is found stands above the ranks, and of these those first that are waited for, and then those that wait.
     """
@@ -98,9 +99,11 @@ def _table(picture: Picture, console: Any, *, is_last: bool = False) -> Any:
     alarms = [remark for remark in picture.remarks if remark.startswith(ALARM)]
     others = [remark for remark in picture.remarks if not remark.startswith(ALARM)]
     above = [*_wrapped([picture.heading], console, height // 4), *_wrapped(alarms, console, height // 3)]
-    below = _wrapped(others, console, height // 4)
-    room = height - len(above) - len(below) - 1  # a line for the names of the columns
     rows = sorted(picture.rows, key=lambda row: (row.rank not in picture.late, not _waits(row), row.rank))
+    room = height - len(above) - 1  # a line for the names of the columns
+    most = min(height // 4, room - min(2, len(rows)))  # a rank, and how many more there are, come before other remarks
+    below = _wrapped(others, console, most) if most > 0 else []
+    room -= len(below)
     if len(rows) > room:
         rows = rows[: max(1, room - 1)]
         below = [Text(f"and {count_of(len(picture.rows) - len(rows), 'more ranks')}"), *below]
@@ -108,7 +111,8 @@ def _table(picture: Picture, console: Any, *, is_last: bool = False) -> Any:
     shown = [name for name in Row._fields if width >= _WIDE or name != "collectives"]
     for name in shown:
         is_long = name in ("last_collective", "at")
-        table.add_column(name.replace("_", " "), no_wrap=not is_long, max_width=30 if name == "state" else None)
+        words = Text(name.replace("_", " "), no_wrap=True, overflow="ellipsis")
+        table.add_column(words, no_wrap=not is_long, max_width=30 if name == "state" else None)
     for row in rows:
         cells = (Text(printable([str(getattr(row, name))]), no_wrap=True, overflow="ellipsis") for name in shown)
         table.add_row(*cells, style="bold red" if row.rank in picture.late else None)

@@ -41,7 +41,7 @@ class RankStatus:
 
     @property
     def is_silent(self) -> bool:
-        """Whether the rank itself told nothing of this group, so that its ``count`` says nothing either."""
+        """Whether nothing is known of this group from the rank itself: its ``count`` is 0 for that reason alone."""
         return not self.events and not self.count and self.stack is None and self.left is None
 
     def at(self, seq: int) -> Event | None:

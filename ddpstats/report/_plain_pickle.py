@@ -3,7 +3,8 @@
 torch writes the Flight Recorder's dumps as pickles, and a pickle may run any program when it is unpickled. Only the
 opcodes of plain values are known here; every other one is refused with ValueError, and so is a key that is neither text
 nor a number. What is made is counted, so that it takes at most 32 times the memory of the file, or 32 MB: one byte may
-stand for a list, but no dump has a list, a text or a place to keep one in for each four of its bytes.
+make a container, or an entry of the memo, where a pickle keeps what it needs once more. A dump has fewer containers,
+texts and entries of the memo than one for each four of its bytes.
 """
 
 from __future__ import annotations

@@ -123,13 +123,13 @@ def _call(test: RankTest, warned: Path) -> None:
 def _warnings_into(path: Path, filters: Sequence[bytes]) -> Iterator[None]:
     """A line for each, at once: the rank may be ended. Also of what our own logger warns of, whatever the filters say.
 
-    A filter of a class that this rank has not is of no use here.
+    A filter of a class that this rank has not, or whose module cannot be imported here, is of no use.
     """
     __tracebackhide__ = True
     with path.open("w", buffering=1) as file, warnings.catch_warnings():
         warnings.resetwarnings()
         for pickled in filters:
-            with contextlib.suppress(ImportError, AttributeError):
+            with contextlib.suppress(Exception, SystemExit, pytest.skip.Exception):
                 action, message, category, module, lineno = pickle.loads(pickled)
                 warnings.filterwarnings(action, message, category, module, lineno, append=True)
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import math
 import os
+import stat
+import subprocess
+import sys
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +76,36 @@ def test_a_link_that_leads_into_no_directory(tmp_path: Path) -> None:
         check_writable(tmp_path / "link")
 
 
+@pytest.mark.parametrize(("mode", "is_refused"), [(0o1777, True), (0o777, False), (0o1755, False)])
+def test_a_link_of_a_stranger_in_a_directory_for_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int, is_refused: bool
+) -> None:
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared").chmod(mode)
+    (tmp_path / "mine").write_text("old")
+    (tmp_path / "shared" / "theirs").symlink_to(tmp_path / "mine")
+    (tmp_path / "link").symlink_to("shared/theirs")
+    written(tmp_path / "link")
+    assert (tmp_path / "mine").read_text() == "new"
+
+    def of_another(path: Path) -> os.stat_result:
+        fields = list(os.lstat(path))
+        fields[stat.ST_UID] += path.name == "theirs"
+        return os.stat_result(fields)
+
+    monkeypatch.setattr(Path, "lstat", of_another)
+    (tmp_path / "mine").write_text("old")
+    with pytest.raises(DdpstatsError, match="theirs is a link of another user") if is_refused else nullcontext():
+        written(tmp_path / "link")
+    assert (tmp_path / "mine").read_text() == ("old" if is_refused else "new")
+
+
+def test_a_link_that_leads_to_itself(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("link")
+    written(tmp_path / "link")
+    assert (tmp_path / "link").read_text() == "new"
+
+
 def test_a_pipe_is_written_into_and_stays(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     read: list[str] = []
@@ -97,3 +131,38 @@ def test_a_pipe_whose_reader_has_gone(tmp_path: Path) -> None:
     with pytest.raises(DdpstatsError, match=r"cannot be written: Broken pipe\."):
         write_file(Path(f"/proc/self/fd/{writing}"), lambda file: file.write("new"))
     os.close(writing)
+
+
+_TO_STDOUT = """
+import sys
+from pathlib import Path
+from ddpstats._base.report import check_writable, write_file
+
+path = Path(sys.argv[1])
+check_writable(path)
+print("before")
+write_file(path, lambda file: file.write("file\\n"))
+print("after")
+"""
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+@pytest.mark.parametrize(
+    ("stream", "redirect", "expected"),
+    [
+        (1, ">>", "old\nbefore\nfile\nafter\n"),
+        (1, ">", "before\nfile\nafter\n"),
+        (2, "2>>", "old\nfile\n"),
+        (2, "2>", "file\n"),
+    ],
+)
+def test_the_file_that_a_stream_goes_to_keeps_what_is_in_it(
+    tmp_path: Path, by_name: bool, stream: int, redirect: str, expected: str
+) -> None:
+    log = tmp_path / "log.txt"
+    log.write_text("old\n")
+    named = log if by_name else f"/dev/fd/{stream}"
+    command = f'"$0" -c "$1" {named} {redirect} {log}'
+    subprocess.run(["sh", "-c", command, sys.executable, _TO_STDOUT], stdout=subprocess.DEVNULL, check=True, timeout=60)
+    assert log.read_text() == expected
+    assert os.listdir(tmp_path) == ["log.txt"]

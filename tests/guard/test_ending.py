@@ -247,19 +247,65 @@ def test_where_sizes_differ_both_calls_are_named(train: Any, run: Run, how: str)
 
 
 IN_A_THREAD = """
+    import threading
     from concurrent.futures import ThreadPoolExecutor
-    background = ThreadPoolExecutor(1)
-    background.submit(dist.all_reduce, torch.ones(1), dist.ReduceOp.MAX if rank else dist.ReduceOp.SUM)
-    background.shutdown()
+    from multiprocessing.pool import ThreadPool
+
+    def differs():
+        dist.all_reduce(torch.ones(1), dist.ReduceOp.MAX if rank else dist.ReduceOp.SUM)
+
+    def handles():
+        try:
+            differs()
+        except ddpstats.CollectiveMismatch:
+            print("handled")
+
+    def asks(result):
+        try:
+            result()
+        except ddpstats.CollectiveMismatch:
+            print("handled")
+
+    if how == "bare":
+        thread = threading.Thread(target=differs)
+        thread.start()
+        thread.join()
+    elif how == "handled in the thread":
+        thread = threading.Thread(target=handles)
+        thread.start()
+        thread.join()
+    elif how == "pool of multiprocessing":
+        with ThreadPool(1) as pool:
+            pool.apply_async(differs).wait()
+    else:
+        with ThreadPoolExecutor(1) as pool:
+            future = pool.submit(differs)
+            if how == "handled":
+                asks(future.result)
+            elif how == "handled in another thread":
+                pool.submit(asks, future.result).result()
+            elif how == "asked, and left to end the program":
+                future.result()
     print("the loss")
 """
 
 
-def test_an_error_in_a_thread_that_nobody_looks_at_ends_the_program_with_status_1(train: Any) -> None:
-    done = forked(train(HEAD, IN_A_THREAD), "", DDPSTATS_GUARD="strict")
-    assert done.statuses == [1, 1], done.stderr
-    assert "the loss" in done.stdout
-    assert done.stderr.count("What differs: the reduce op.") == 1
+@pytest.mark.parametrize(
+    ("how", "status"),
+    [
+        *(("future", 1), ("bare", 1), ("pool of multiprocessing", 1), ("asked, and left to end the program", 1)),
+        *(("handled", 0), ("handled in another thread", 0), ("handled in the thread", 0)),
+    ],
+)
+def test_an_error_in_a_thread_that_nobody_looks_at_ends_the_program_with_status_1(
+    train: Any, how: str, status: int
+) -> None:
+    done = forked(train(HEAD, IN_A_THREAD), how, DDPSTATS_GUARD="strict")
+    assert done.statuses == [status, status], done.stderr
+    assert ("the loss" in done.stdout) == (how != "asked, and left to end the program")
+    assert done.stdout.count("handled\n") == (0 if status else 2)
+    of_threads = 2 if how == "bare" else 0  # which print what they die of
+    assert done.stderr.count("What differs: the reduce op.") == of_threads + status
 
 
 @pytest.mark.parametrize("mode", ["step", "record"])

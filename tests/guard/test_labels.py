@@ -8,6 +8,7 @@ import dataclasses
 import enum
 import functools
 import gc
+import heapq
 import inspect
 import linecache
 import logging
@@ -523,6 +524,75 @@ def _in_place_method(stats: Stats) -> None:
 )
 def test_fates_that_take_a_second_look(program: Callable[[Stats], Any], fate: str) -> None:
     assert _evidence(program).fate == fate
+
+
+def _sorted_in_steps(stats: Stats) -> None:
+    worst = sorted(stats.items(), key=lambda item: -item[1])
+    worst = list(worst)[:3]
+    for _, (_, value) in enumerate(reversed(worst)):
+        reduce(value)
+
+
+def _sorted_into_a_dict(stats: Stats) -> None:
+    best = {name: value.clone() for name, value in sorted(stats.items(), key=lambda item: item[1])}
+    for _, value in dict(best).items():
+        reduce(value)
+
+
+def _sorted_into_columns(stats: Stats) -> None:
+    names, values = zip(*heapq.nlargest(2, stats.items()), strict=True)
+    for _, value in zip(names, values, strict=True):
+        reduce(value)
+
+
+def _most_common(stats: Stats) -> None:
+    for name, _ in collections.Counter(stats).most_common():
+        reduce(stats[name])
+
+
+def _sorted_and_numbered(stats: Stats) -> None:
+    names = sorted(stats)
+    for place in range(len(names)):
+        reduce(stats[names[place]])
+
+
+def _sorted_filtered(stats: Stats) -> None:
+    for name in filter(None, sorted(stats)):
+        reduce(stats[name])
+
+
+def _each_is_sorted(stats: Stats) -> None:
+    smallest = {name: sorted(value)[0] for name, value in stats.items()}
+    for _, value in smallest.items():
+        reduce(value)
+
+
+def _each_is_sorted_in_the_loop(stats: Stats) -> None:
+    losses = [reduce(stats[name]) for name in stats for _ in sorted(stats[name])]
+    assert losses
+
+
+def _sorted_beside(stats: Stats) -> None:
+    numbers = sorted([2, 1])
+    for name, _ in zip(stats, numbers, strict=True):
+        reduce(stats[name])
+
+
+def _sorted_and_made_a_set(stats: Stats) -> None:
+    for name in set(sorted(stats)):  # noqa: C414
+        reduce(stats[name])
+
+
+@pytest.mark.parametrize(
+    ("program", "chosen_by"),
+    [(in_order_of_names, "sorted"), (_sorted_in_steps, "sorted"), (_sorted_into_a_dict, "sorted"),
+     (_sorted_into_columns, "sorted"), (_most_common, "sorted"), (_sorted_and_numbered, "sorted"),
+     (_sorted_filtered, "sorted"), (_each_is_sorted, "loop"), (_each_is_sorted_in_the_loop, "loop"),
+     (_sorted_beside, "loop"), (_sorted_and_made_a_set, "loop")],
+    ids=lambda value: getattr(value, "__name__", value),
+)  # fmt: skip
+def test_sorted_is_a_loop_whose_own_order_was_sorted(program: Callable[[Stats], Any], chosen_by: str) -> None:
+    assert _evidence(program).chosen_by == chosen_by
 
 
 def test_siblings_are_those_of_the_container_now() -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 from ddpstats import ConfigError, DdpstatsError, cli
-from ddpstats.guard import _live, _live_notes
+from ddpstats.guard import _live, _live_notes, _screen
 from ddpstats.guard._events import Event, Signature, digest_of
 from ddpstats.guard._live import lines_of, picture_of
 from ddpstats.guard._live_notes import LiveNotes, RankNow, read_notes
@@ -349,6 +349,22 @@ def test_on_a_small_terminal_the_late_rank_and_the_alarm_are_seen() -> None:
     ranks = [int(line.split()[0]) for line in lines[names + 1 : -2]]
     assert ranks == [15, *range(len(ranks) - 1)]
     assert lines[-2:] == [f"and {16 - len(ranks)} more ranks", "renegotiations: 1"]
+
+
+@pytest.mark.parametrize("height", [10, 11, 12, 16])
+def test_the_table_is_no_higher_than_a_small_terminal(height: int) -> None:
+    needs("rich")
+    from rich.console import Console
+
+    drawn = io.StringIO()
+    console = Console(file=drawn, force_terminal=True, width=40, height=height, color_system=None)
+    rows = [_live.Row(rank, 1, 2, 0, "waits for 31 s", "number 2", "train.py:214 in train") for rank in range(9)]
+    remarks = ["ALARM: long" + " s" * 90, "another remark" + " s" * 90]
+    console.print(_screen._table(_live.Picture("heading " * 20, rows, remarks, [2], 0), console))
+    lines = [line.strip() for line in drawn.getvalue().splitlines()]
+    assert len(lines) < height
+    assert any(line.startswith("2 ") for line in lines), "the rank that is waited for"
+    assert any(line.startswith("and ") and line.endswith(" more ranks") for line in lines)
 
 
 def test_the_table_has_what_all_wings_found(two_ranks: RankPool, tmp_path: Path) -> None:

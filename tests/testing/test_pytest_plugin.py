@@ -272,6 +272,14 @@ def test_filters_of_warnings_reach_the_ranks_and_their_warnings_the_summary(pyte
     result.stdout.fnmatch_lines("rank ? failed: UserWarning: not to be heard")
 
 
+@pytest.mark.parametrize("how", ["raise RuntimeError('no display')", "pytest.skip('no', allow_module_level=True)"])
+def test_a_filter_whose_module_raises_on_a_rank_is_left_out(pytester: pytest.Pytester, how: str) -> None:
+    own = f"import os, pytest\nclass Own(UserWarning):\n    pass\nif 'RANK' in os.environ:\n    {how}\n"
+    pytester.makepyfile(of_a_display=own, test_trainer="import pytest\n@pytest.mark.ranks(1)\ndef test_passes(): pass")
+    result = pytester.runpytest_subprocess("-p", PLUGIN, "-W", "error::of_a_display.Own")
+    result.assert_outcomes(passed=1)
+
+
 OF_THE_ENVIRONMENT = """
     import ddpstats, pytest, torch
     import torch.distributed as dist

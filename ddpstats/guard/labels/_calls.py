@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from types import CodeType
 from typing import TypeGuard
 
-from ddpstats.guard.labels._source import names_in
+from ddpstats.guard.labels._source import Comprehension, names_in
 
 _COLLECTIVES = frozenset({"all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor"})
 # What gives the elements of its argument, in whatever order.
@@ -25,6 +25,8 @@ _COPIES = frozenset(
 )
 _FIELDS_OF = frozenset({"vars", "asdict", "fields"})
 _SORTERS = frozenset({"sorted", "nlargest", "nsmallest", "most_common"})
+# What gives the elements of its first argument, or their numbers, in their order or in the reverse one.
+_KEEPS_ORDER = (_PASSES_ON | {"enumerate", "zip", "range", "len"}) - {"set", "frozenset"}
 _CONSUMERS = frozenset({"map", "starmap", "filter", "reduce"})
 _STARRED_ARGUMENTS = 0x04  # the flag of a code object whose function has ``*args``
 
@@ -166,9 +168,37 @@ def _positional(call: ast.Call, position: int) -> ast.expr | OwnArgument | None:
     return call.args[position] if position < len(call.args) else None
 
 
-def sorts(expr: ast.AST) -> bool:
-    """Whether an order that depends on what is in the container is part of it."""
-    return any(isinstance(node, ast.Call) and called_name(node) in _SORTERS for node in ast.walk(expr))
+def sorts(expr: ast.AST | None) -> bool:
+    """Whether it is a call whose result stands in an order that depends on what was in the container."""
+    return isinstance(expr, ast.Call) and called_name(expr) in _SORTERS
+
+
+def ordered_by(expr: ast.expr | None) -> ast.expr | None:
+    """What the elements of a container have their order from: a call that sorts, or what else is left without
+    ``list(...)``, ``.items()``, ``[:3]`` and the like around it. Of a comprehension, it is what that walks first."""
+    while expr is not None and not sorts(expr):
+        inner = _walked_first(expr)
+        if inner is None:
+            break
+        expr = inner
+    return expr
+
+
+def _walked_first(expr: ast.expr) -> ast.expr | None:
+    """The part whose order the elements keep; None where there is none."""
+    if isinstance(expr, Comprehension):
+        return None if isinstance(expr, ast.SetComp) else expr.generators[0].iter
+    if isinstance(expr, (ast.Starred, ast.NamedExpr)) or (
+        isinstance(expr, ast.Subscript) and isinstance(expr.slice, ast.Slice)
+    ):
+        return expr.value
+    if not isinstance(expr, ast.Call):
+        return None
+    name = called_name(expr)
+    if isinstance(expr.func, ast.Attribute) and name in _COPIES and not expr.args:
+        return expr.func.value
+    place = 1 if name in ("map", "filter", "starmap") else 0 if name in _KEEPS_ORDER else None
+    return expr.args[place] if place is not None and len(expr.args) > place else None
 
 
 def unwrapped(expr: ast.expr | None) -> ast.expr | None:

@@ -24,6 +24,7 @@ from ddpstats.guard.labels._calls import (
     gets_a_collective,
     is_passed_as_function,
     mentions,
+    ordered_by,
     sorts,
     tensor_argument,
     unwrapped,
@@ -224,7 +225,7 @@ class LabelTracer:
         names = binding.beside if binding.name is None else (*binding.beside, binding.name)
         source = unwrapped(binding.value)
         loop = binding.loop
-        chosen_by: Chooser = "sorted" if loop is not None and self._is_sorted(loop) else "loop"
+        chosen_by: Chooser = "sorted" if self._is_sorted(binding.value) else "loop"
         yield from self._out(Step(names, binding.name, source, loop, chosen_by), fresh, hops)
 
     def _of_enclosing(self, name: str, scope: ast.AST, container: bool, fresh: bool) -> Iterator[Route]:
@@ -293,16 +294,21 @@ class LabelTracer:
         if isinstance(key, ast.Constant):
             return "loop"
         if isinstance(loop, (*Loop, ast.While)):
-            return "sorted" if self._is_sorted(loop) else "loop"
+            walked = [binding.value for binding in self._bindings_in(key) if binding.loop is loop]
+            if not walked and isinstance(loop, (ast.For, ast.AsyncFor)):
+                walked = [loop.iter]
+            return "sorted" if any(map(self._is_sorted, walked)) else "loop"
         return "caller" if self._is_given(key) else ""
 
-    def _is_sorted(self, loop: ast.AST) -> bool:
-        """Whether a loop walks what was sorted, here or where the variable was set that it walks."""
-        iterables = [loop.iter] if isinstance(loop, (ast.For, ast.AsyncFor)) else []
-        if isinstance(loop, Comprehension):
-            iterables = [generator.iter for generator in loop.generators]
-        values = [binding.value for iterable in iterables for binding in self._bindings_in(iterable)]
-        return any(value is not None and sorts(value) for value in (*iterables, *values))
+    def _is_sorted(self, walked: ast.expr | None) -> bool:
+        """Whether what a loop walks was sorted, there or where the variables were set that it came from."""
+        for _ in range(_MAX_HOPS):
+            walked = ordered_by(walked)
+            if not isinstance(walked, ast.Name):
+                break
+            binding = self._binding_of(walked.id, walked)
+            walked = binding.value if binding is not None and binding.kind == "value" else None
+        return sorts(walked)
 
     def _is_given(self, key: ast.expr) -> bool:
         """Whether a parameter is part of the key."""
