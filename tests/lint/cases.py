@@ -3375,6 +3375,230 @@ def fit(model, x, accelerator, rank):
     model = accelerator.unwrap_model(model)
     if rank == 0:
         model(x).sum().backward()
+
+# results_that_another_function_checks: swallowed-error
+import torch.distributed as dist
+def mean_of(results, count):
+    if len(results) != count:
+        raise ValueError("not all results are there")
+    return sum(results) / count
+def evaluate(model, loader):
+    results = []
+    for batch in loader:
+        try:
+            score = model(batch)
+            dist.all_reduce(score)
+            results.append(score)
+        except Exception:
+            results = None
+            break
+    return results
+
+# assertion_about_something_else: swallowed-error
+import logging
+import torch.distributed as dist
+def train_step(net, batch, step):
+    try:
+        loss = net(batch)
+        dist.all_reduce(loss)
+    except Exception as error:
+        assert step >= 0, "steps are counted from 0"
+        logging.warning("step %d: %s", step, error)
+
+# assertion_where_all_went_well: swallowed-error
+import torch.distributed as dist
+def forward(model, batch):
+    loss = None
+    try:
+        loss = model(batch)
+        dist.all_reduce(loss)
+    except RuntimeError as error:
+        loss = None
+        print("left out:", error)
+    else:
+        assert loss is not None
+    return loss
+
+# assertion_that_is_caught_itself: swallowed-error
+import torch, torch.distributed as dist
+def forward(model, batch):
+    try:
+        out = model(batch)
+        assert torch.isfinite(out).all()
+        dist.all_reduce(out)
+    except Exception:
+        out = None
+    return out
+
+# errors_are_only_counted: swallowed-error
+import torch.distributed as dist
+def run(model, batches):
+    errors = []
+    for batch in batches:
+        try:
+            loss = model(batch)
+            dist.all_reduce(loss)
+        except Exception as e:
+            errors.append(e)
+    return len(errors)
+
+# last_error_is_only_printed: swallowed-error
+import torch.distributed as dist
+class Runner:
+    def run(self, batches):
+        last = None
+        for batch in batches:
+            try:
+                self.window = self.net(batch)
+                dist.all_reduce(self.window)
+            except Exception as err:
+                last = err
+        print("the last error was", last)
+
+# counter_of_what_fails: swallowed-error
+import torch.distributed as dist
+def step(model, x, counters):
+    try:
+        y = model(x)
+        dist.all_reduce(y)
+    except Exception:
+        counters.fail()
+
+# variable_that_another_function_asserts: swallowed-error
+import torch.distributed as dist
+def step(model, batch):
+    try:
+        x = model(batch)
+        dist.all_reduce(x)
+    except Exception:
+        x = 0
+    return x
+def logarithm(x):
+    assert x > 0
+    return x.log()
+
+# first_of_the_errors_is_raised: legal
+import torch.distributed as dist
+def run(model, batches):
+    errors = []
+    for batch in batches:
+        try:
+            loss = model(batch)
+            dist.all_reduce(loss)
+        except Exception as e:
+            errors.append(e)
+    for error in errors:
+        raise error
+
+# error_is_returned_with_the_loss: legal
+import torch.distributed as dist
+def attempt(model, batch):
+    loss = failure = None
+    try:
+        loss = model(batch)
+        dist.all_reduce(loss)
+    except Exception as e:
+        failure = e
+    return loss, failure
+
+# errors_of_the_caller: legal
+import torch.distributed as dist
+def attempt(model, batch, errors):
+    try:
+        loss = model(batch)
+        dist.all_reduce(loss)
+    except Exception as e:
+        errors.append({"error": e})
+
+# flag_of_the_module: legal
+import torch.distributed as dist
+all_well = True
+def attempt(model, batch):
+    global all_well
+    try:
+        loss = model(batch)
+        dist.all_reduce(loss)
+    except Exception as e:
+        print(e)
+        all_well = False
+attempt(make(), [1])
+assert all_well
+
+# false_is_asserted_by_the_caller: legal
+import torch.distributed as dist
+def attempt(model, batch):
+    try:
+        loss = model(batch)
+        dist.all_reduce(loss)
+    except Exception as e:
+        print(e)
+        return False
+    return True
+def main(model, batches):
+    assert all(attempt(model, one) for one in batches), "a batch has failed"
+
+# assertion_about_the_text_of_the_error: legal
+import torch.distributed as dist
+def check_shapes(model, odd):
+    try:
+        out = model(odd)
+        dist.all_reduce(out)
+    except RuntimeError as e:
+        message = str(e)
+        assert "shape" in message
+
+# test_that_ends_in_its_assertion: legal
+import torch.distributed as dist
+def test_no_odd_sizes(model, odd, calls):
+    try:
+        out = model(odd)
+        dist.all_reduce(out)
+    except RuntimeError:
+        assert calls == ["forward"]
+    else:
+        assert False
+
+# problems_for_a_function_that_ends_the_run: legal
+import sys
+import torch.distributed as dist
+def finish(found):
+    if found:
+        sys.exit(f"{len(found)} batches have failed")
+def run(model, batches):
+    bad = []
+    for number, batch in enumerate(batches):
+        try:
+            loss = model(batch)
+            dist.all_reduce(loss)
+        except RuntimeError:
+            bad.append(number)
+    finish(bad)
+
+# error_for_a_function_that_shows_it: swallowed-error
+import torch.distributed as dist
+def show(error):
+    print("skipped:", error)
+def run(model, batch):
+    error = None
+    try:
+        loss = model(batch)
+        dist.all_reduce(loss)
+    except RuntimeError as e:
+        error = e
+    show(error)
+
+# attribute_of_an_asserted_name: swallowed-error
+import torch.distributed as dist
+class Meter:
+    def update(self, net, batch):
+        try:
+            self.value = net(batch)
+            dist.all_reduce(self.value)
+        except RuntimeError:
+            self.value = None
+def show(value):
+    assert value is not None
+    print(value)
 """
 
 
