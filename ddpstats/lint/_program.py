@@ -98,10 +98,14 @@ class Program:
         return found
 
     @cached_property
-    def numbers(self) -> set[str]:
-        """Names that the file imports, or sets to a constant, which is none below zero: ``MAIN = 0``."""
-        given = (node for node in self.nodes if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant))
-        return {last_name(one) for node in given for one in node.targets} | self.imports.keys()
+    def constants(self) -> dict[str, bool]:
+        """By the last word of its name, whether the file may set it to a number below zero, which is no rank."""
+        found: dict[str, bool] = {}
+        for node in self.nodes:
+            if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
+                for name in filter(str.isupper, map(last_name, changed_by(node))):
+                    found[name] = found.get(name, False) or bool(re.search(r"-\d", ast.unparse(node.value)))
+        return found
 
     @cached_property
     def statuses(self) -> set[str]:

@@ -3599,6 +3599,73 @@ class Meter:
 def show(value):
     assert value is not None
     print(value)
+
+# constant_with_its_type: rank-branch
+import torch.distributed as dist
+MAIN: int = 0
+def save(rank):
+    if rank == MAIN:
+        dist.barrier()
+
+# last_of_the_ranks: rank-branch
+import os
+import torch.distributed as dist
+LAST = int(os.environ["WORLD_SIZE"]) - 1
+class Writer:
+    def close(self):
+        if self.rank != LAST:
+            dist.barrier()
+
+# two_constants_in_a_line: rank-branch
+import torch.distributed as dist
+READER, WRITER = 0, 1
+def hand_over(x):
+    if dist.get_rank() == WRITER:
+        dist.broadcast(x, WRITER)
+
+# constant_of_a_class_of_the_file: rank-branch
+import enum
+import torch.distributed as dist
+class Role(enum.IntEnum):
+    LEAD = 0
+    HELP = 1
+def start(rank):
+    if Role.LEAD == rank:
+        dist.barrier()
+
+# parameter_in_capitals: rank-branch
+import torch.distributed as dist
+def gather_some(x, rank, N):
+    if rank < N:
+        dist.all_reduce(x)
+
+# rank_of_the_arguments: rank-branch
+import torch.distributed as dist
+def main(args):
+    rank = dist.get_rank()
+    if rank == args.MAIN_RANK:
+        dist.barrier()
+
+# constant_with_its_type_below_zero: legal
+import torch.distributed as dist
+NOT_DISTRIBUTED: int = -1
+def save(local_rank):
+    if local_rank != NOT_DISTRIBUTED:
+        dist.barrier()
+
+# two_constants_one_below_zero: legal
+import torch.distributed as dist
+NOBODY, FIRST = -1, 0
+def save(rank):
+    if rank != NOBODY:
+        dist.barrier()
+
+# constant_of_a_class_elsewhere: legal
+import torch.distributed as dist
+import roles
+def save(rank):
+    if rank != roles.Role.ALONE:
+        dist.barrier()
 """
 
 
