@@ -3666,6 +3666,138 @@ import roles
 def save(rank):
     if rank != roles.Role.ALONE:
         dist.barrier()
+
+# gradient_is_switched_off: legal
+import torch
+from torch.nn.parallel import DistributedDataParallel as DDP
+def fit(net, probe, x, rank):
+    wrapped = DDP(net)
+    with torch.set_grad_enabled(False):
+        features = wrapped(x)
+    if rank == 0:
+        probe(features).sum().backward()
+
+# gradient_is_switched_on: rank-branch
+import torch
+from torch.nn.parallel import DistributedDataParallel as DDP
+def fit(net, probe, x, rank):
+    wrapped = DDP(net)
+    with torch.set_grad_enabled(True):
+        features = wrapped(x)
+    if rank == 0:
+        probe(features).sum().backward()
+
+# classes_are_no_gradient: legal
+import torch
+from torch.nn.parallel import DistributedDataParallel as DDP
+def fit(net, head, x, y, rank):
+    model = DDP(net)
+    out = model(x)
+    classes, hits = torch.argmax(out, 1), (out.argmax(1) == y).float()
+    if rank == 0:
+        (head(classes).sum() * hits.mean()).backward()
+
+# number_of_the_old_loss: legal
+from torch.nn.parallel import DistributedDataParallel
+class Trainer:
+    def __init__(self, net, teacher):
+        self.net = DistributedDataParallel(net)
+        self.teacher = teacher
+    def step(self, x, rank):
+        loss = self.net(x).mean()
+        loss.backward()
+        if not rank:
+            distilled = self.teacher(x.to(loss.device)).mean() * float(loss)
+            distilled.backward()
+
+# loop_over_other_models: legal
+from torch.nn.parallel import DistributedDataParallel as DDP
+def fit(net, teachers, x, rank):
+    model = DDP(net)
+    model(x).sum().backward()
+    if rank == 0:
+        for model in teachers:
+            model(x).sum().backward()
+
+# other_models_in_a_comprehension: legal
+from torch.nn.parallel import DistributedDataParallel as DDP
+def fit(net, teachers, x, rank):
+    model = DDP(net)
+    model(x).sum().backward()
+    if rank == 0:
+        sum(model(x).sum() for model in teachers).backward()
+
+# other_model_in_a_context: legal
+from torch.nn.parallel import DistributedDataParallel as DDP
+def fit(net, on_loan, x, rank):
+    model = DDP(net)
+    model(x).sum().backward()
+    if rank == 0:
+        with on_loan() as model:
+            loss = model(x).sum()
+            loss.backward()
+
+# other_model_takes_the_name: legal
+from torch.nn.parallel import DistributedDataParallel as DDP
+def fit(net, x, rank):
+    model = DDP(net)
+    model(x).sum().backward()
+    if rank == 0:
+        model = make_probe()
+        model(x).sum().backward()
+
+# loss_made_anew_without_gradient: legal
+import torch
+from torch.nn.parallel import DistributedDataParallel as DDP
+def fit(net, x, rank):
+    model = DDP(net)
+    loss = model(x).sum()
+    loss.backward()
+    with torch.no_grad():
+        loss = loss * 2
+    if rank == 0:
+        weight = torch.ones(1, requires_grad=True)
+        (weight * loss).backward()
+
+# wrapped_model_is_frozen: legal
+from torch.nn.parallel import DistributedDataParallel as DDP
+def fit(net, probe, x, rank):
+    model = DDP(net)
+    model(x).sum().backward()
+    model.requires_grad_(False)
+    features = model(x)
+    if rank == 0:
+        probe(features).sum().backward()
+
+# wrapped_where_there_are_others: rank-branch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+def fit(net, x, rank):
+    if dist.is_initialized():
+        model = DDP(net)
+    else:
+        model = net
+    loss = model(x).sum()
+    if rank == 0:
+        loss.backward()
+
+# set_anew_in_the_block_of_its_hook: legal
+import torch.distributed as dist
+def step(loss, hooks):
+    total = loss
+    with hooks(dist.all_reduce(total)):
+        loss = total.clone()
+    print(loss)
+    return total
+
+# read_in_the_block_of_its_hook: aliased-reduce
+import torch.distributed as dist
+def step(loss, hooks):
+    total = loss
+    with hooks(dist.all_reduce(total)):
+        if loss > 3:
+            loss = total.clone()
+    return total
 """
 
 
