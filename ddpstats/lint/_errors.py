@@ -12,7 +12,8 @@ from ddpstats.lint._program import Exit, Function, Program, changed_by, exits, k
 _ENDS_THE_RUN = frozenset({"exit", "_exit", "abort", "quit", "kill", "destroy_process_group"})
 _HANDS_ON = frozenset({"put", "put_nowait", "send", "set_exception"})
 _IS_TEST = re.compile(r"_?test_\w+")
-_CHECKS = re.compile(r"\b(self\.(assert[A-Z]\w*|fail)|pytest\.fail)\(")  # of a test
+_CHECKS = re.compile(r"\b(self|pytest)\.fail\(|\.(assert[A-Z]\w*|fail)\([^)]")  # of a test
+_ONLY_READS = re.compile(r"(?i)(\w*print|log|warn|write)\w*|info|debug|error|exception|critical|len|str|repr|type|bool")
 _SEVERAL = (ast.Tuple, ast.List, ast.Dict)
 
 
@@ -53,10 +54,13 @@ class Errors:
         calm = {part for one in [*node.body, *node.orelse] for part in ast.walk(one)}  # which runs without an error
         around = [part for part in ast.walk(scope) if part not in calm]
         ends = self._program.ends_of(around)
+        values = [part.value for part in around if isinstance(part, (ast.Return, ast.Assign))]
         for call in (part for part in around if isinstance(part, ast.Call)):
-            function = self._program.function_called(call, self._owner)
-            ends |= set(map(key_of, call.args)) if function and self._program.ends_of(ast.walk(function)) else set()
-        returned = {key_of(one) for part in around if isinstance(part, ast.Return) for one in _each(part.value)}
+            if function := self._program.function_called(call, self._owner):
+                ends |= set(map(key_of, call.args)) if self._program.ends_of(ast.walk(function)) else set()
+            elif not _ONLY_READS.fullmatch(last_name(call.func)):
+                values += [*call.args, *(keyword.value for keyword in call.keywords)]
+        passed = {key_of(one) for value in values for one in _each(value)}  # to whoever may raise it
         shared = {name for part in around if isinstance(part, (ast.Global, ast.Nonlocal)) for name in part.names}
         for part in parts_of(*handler.body):
             keys = set(map(key_of, changed_by(part)))
@@ -64,7 +68,7 @@ class Errors:
             given = part.args if isinstance(part, ast.Call) else [part.value] if isinstance(part, ast.Assign) else []
             keeps = any(last_name(one) == handler.name for value in given for one in _each(value))
             hands_on = isinstance(part, ast.Call) and last_name(part.func) in _HANDS_ON
-            if keys & ends or others & self._program.statuses or (keeps and (hands_on or others or keys & returned)):
+            if keys & ends or others & self._program.statuses or (keeps and (hands_on or others or keys & passed)):
                 return True
         returns = any(isinstance(one, ast.Return) for one in exits(handler.body))
         return returns and f"{getattr(scope, 'name', '')}()" in self._program.statuses

@@ -3558,6 +3558,39 @@ def test_no_odd_sizes(model, odd, calls):
     else:
         assert False
 
+# error_in_an_answer: legal
+import torch.distributed as dist
+def attempt(model, batch, answers):
+    failure = None
+    try:
+        loss = model(batch)
+        dist.all_reduce(loss)
+    except Exception as e:
+        failure = e
+    answers.reply(Answer(batch, error=failure))
+
+# error_in_a_tuple_for_a_queue: legal
+import torch.distributed as dist
+def work(number, model, batch, queue):
+    try:
+        loss = model(batch)
+        dist.all_reduce(loss)
+        output = (number, loss)
+    except Exception as e:
+        output = (number, e)
+    queue.put(output)
+
+# test_that_is_to_fail: legal
+import torch.distributed as dist
+def to_fail(case, model, odd):
+    try:
+        out = model(odd)
+        dist.all_reduce(out)
+    except Exception:
+        return
+    else:
+        case.fail("odd sizes went through")
+
 # problems_for_a_function_that_ends_the_run: legal
 import sys
 import torch.distributed as dist
