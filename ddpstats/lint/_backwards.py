@@ -1,34 +1,43 @@
 """Which calls of ``backward()`` are of what a DistributedDataParallel has made.
 
 A loss counts where the text shows that the wrapped model was called for it, on each way to the call: what went through
-``detach()`` or ``no_grad()``, or was made by ``model.module`` or by a copy, meets no other rank.
+``detach()`` or ``no_grad()``, is a number or a shape, or was made by ``model.module``, by a copy or by a model that is
+frozen, meets no other rank.
 """
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from ddpstats.lint._program import Program, blocks_of, dotted, last_name, parts_of
+from ddpstats.lint._program import Exit, Program, blocks_of, changed_by, dotted, last_name, parts_of, stored_in
 
+WITHOUT_VALUE = frozenset(
+    {"dtype", "device", "shape", "size", "ndim", "dim", "numel", "stride", "is_cuda", "layout"}
+    | {"requires_grad", "element_size", "is_floating_point", "nelement"}
+)
+"""Attributes of a tensor that say nothing of what is in it."""
 _WRAPS_MODEL = frozenset({"DistributedDataParallel", "DDP"})
 _LEAVES_UNSYNCED = re.compile(r"no_(backward_)?sync|require_backward_grad_sync|accumulate")
-_CUTS = frozenset({"detach", "item", "data", "module", "tolist", "numpy"})
-_NO_GRADIENT = re.compile(r"no_grad|inference_mode")
+_CUTS = WITHOUT_VALUE | frozenset(
+    {"detach", "detach_", "item", "data", "grad", "module", "tolist", "numpy"}
+    | {"long", "int", "bool", "argmax", "argmin"}
+)
+_CUTTING = re.compile(r"float|int|bool|len|(torch|np|numpy)\.(\w+_like|arg\w+|tensor|from_numpy)")
+_NO_GRADIENT = re.compile(r"no_grad|inference_mode|set_grad_enabled\((?!True)")
 _UNWRAPS = re.compile(r"\.module\b|unwrap|copy")
-_LEAVES = (ast.Return, ast.Break, ast.Continue, ast.Raise)
+_FREEZES = re.compile(r"(.+)\.requires_grad_\(False\)")
 
 
 def backwards_of(program: Program) -> dict[ast.Call, bool]:
     """Those outside of no_sync(), with whether a wrapped model has made the loss, as far as its function shows."""
-    assigned = [node for node in program.nodes if isinstance(node, ast.Assign) and _wraps(node.value)]
-    wrapped = {name for node in assigned for name in _targets(node)}
+    wrapped = _names_of(node for node in program.nodes if isinstance(node, ast.Assign) and _wraps(node.value))
     found: dict[ast.Call, bool] = {}
     for body, _, _ in program.scopes():
         nodes = list(parts_of(*body))
         if not any(_LEAVES_UNSYNCED.fullmatch(last_name(node)) for node in nodes):
-            own = {name for node in nodes if isinstance(node, ast.Assign) for name in _targets(node)}
+            own = _names_of(node for node in nodes if isinstance(node, ast.Assign))
             _Losses(wrapped - own, found).block(body)
     return found
 
@@ -48,27 +57,34 @@ class _Losses:
                 continue
             for call in (one for one in parts_of(statement) if isinstance(one, ast.Call)):
                 if last_name(call.func) == "backward":
-                    self._found[call] = self._is_made(call)
+                    self._found[call] = any(map(self._is_made, ast.iter_child_nodes(call)))
+                elif frozen := _FREEZES.fullmatch(ast.unparse(call)):
+                    self._models -= {frozen[1]}
             if isinstance(statement, (ast.Assign, ast.AnnAssign, ast.AugAssign)) and statement.value is not None:
                 self._assign(statement, statement.value)
 
     def _compound(self, statement: ast.stmt) -> None:
-        """Where its sides meet, what each of them has made is left."""
-        before, after = set(self._made), list[set[str]]()
+        """Behind it, a loss is made where each of its sides has made it, and a model wrapped where none unwraps it."""
+        heads = (part for part in ast.iter_child_nodes(statement) if isinstance(part, (ast.expr, ast.withitem)))
+        anew = stored_in(*heads)
+        models, made = self._models - anew, self._made - anew
+        after: list[tuple[set[str], set[str]]] = []
         for side in _sides_of(statement):
-            self._made = set(before)
+            self._models, self._made = set(models), set(made)
             self.block(side)
-            if not (side and isinstance(side[-1], _LEAVES)):
-                after.append(self._made)
-        self._made = set.intersection(*after) if after else before
+            if not (side and isinstance(side[-1], Exit | ast.Raise)):
+                after.append((self._models, self._made))
+        wrapped, kept = zip(*after or [(models, made)], strict=True)
+        self._models = set.intersection(*wrapped) | (set.union(*wrapped) - models)
+        self._made = set.intersection(*kept)
         if isinstance(statement, ast.With) and any(_NO_GRADIENT.search(ast.unparse(one)) for one in statement.items):
-            self._made &= before
+            self._made &= made - _names_of(parts_of(*statement.body))
 
     def _assign(self, statement: ast.Assign | ast.AnnAssign | ast.AugAssign, value: ast.expr) -> None:
-        names = _targets(statement)
+        names = _names_of([statement])
         if _wraps(value) or dotted(value) in self._models:
             self._models |= names
-        elif _UNWRAPS.search(ast.unparse(value)):
+        elif _UNWRAPS.search(ast.unparse(value)) or self._models.isdisjoint(map(dotted, ast.walk(value))):
             self._models -= names
         if self._is_made(value):
             self._made |= names
@@ -76,9 +92,10 @@ class _Losses:
             self._made -= names
 
     def _is_made(self, node: ast.AST) -> bool:
-        if isinstance(node, ast.Call) and dotted(node.func) in self._models:
-            return True
-        if isinstance(node, ast.Lambda) or (isinstance(node, ast.Attribute) and node.attr in _CUTS):
+        if isinstance(node, ast.Call) and (dotted(node.func) in self._models or _CUTTING.fullmatch(dotted(node.func))):
+            return dotted(node.func) in self._models
+        hides = hasattr(node, "generators") and not self._models.isdisjoint(stored_in(node))  # another of that name
+        if hides or isinstance(node, (ast.Lambda, ast.Compare)) or getattr(node, "attr", "") in _CUTS:
             return False
         if isinstance(node, ast.IfExp):
             return self._is_made(node.body) and self._is_made(node.orelse)
@@ -99,8 +116,6 @@ def _wraps(value: ast.AST) -> bool:
     return any(isinstance(one, ast.Call) and last_name(one.func) in _WRAPS_MODEL for one in ast.walk(value))
 
 
-def _targets(statement: ast.Assign | ast.AnnAssign | ast.AugAssign) -> set[str]:
-    """The variables that it sets; of ``losses["ce"]`` the dict."""
-    targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-    parts = [part for one in targets for part in (one.elts if isinstance(one, (ast.Tuple, ast.List)) else [one])]
-    return {dotted(part.value if isinstance(part, ast.Subscript) else part) for part in parts} - {""}
+def _names_of(statements: Iterable[ast.AST]) -> set[str]:
+    """The variables that they set; of ``losses["ce"]`` the dict."""
+    return {dotted(one) for node in statements if isinstance(node, ast.stmt) for one in changed_by(node)} - {""}

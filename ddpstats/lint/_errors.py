@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from ddpstats.lint._collectives import is_about_world
-from ddpstats.lint._program import FILLS, Function, Program, exits, last_name, parts_of
+from ddpstats.lint._program import Exit, Function, Program, changed_by, exits, key_of, last_name, parts_of, stored_in
 
 _ENDS_THE_RUN = frozenset({"exit", "_exit", "abort", "quit", "kill", "destroy_process_group"})
-_HANDS_ON = FILLS | {"put", "put_nowait", "send", "set_exception"}
-_EXPECTS = re.compile(r"assert\w*|fail")  # of a test, which lets all ranks run into it
+_HANDS_ON = frozenset({"put", "put_nowait", "send", "set_exception"})
+_IS_TEST = re.compile(r"_?test_\w+")
+_CHECKS = re.compile(r"\b(self|pytest)\.fail\(|\.(assert[A-Z]\w*|fail)\([^)]")  # of a test
+_ONLY_READS = re.compile(r"(?i)(\w*print|log|warn|write)\w*|info|debug|error|exception|critical|len|str|repr|type|bool")
+_SEVERAL = (ast.Tuple, ast.List, ast.Dict)
 
 
 class Errors:
@@ -24,10 +27,7 @@ class Errors:
 
     def are_told(self, node: ast.Try, handler: ast.ExceptHandler) -> bool:
         """Whether what a handler catches is raised, ends the run, is a test's own or is kept for somebody to raise."""
-        if _raises(handler) or _keeps(handler) or self._tells_status(handler):
-            return True
-        calls = (one for one in parts_of(*handler.body, *node.orelse) if isinstance(one, (ast.Call, ast.Assert)))
-        if any(isinstance(one, ast.Assert) or _EXPECTS.fullmatch(last_name(one.func)) for one in calls):
+        if _raises(handler) or self._is_expected(node, handler) or self._tells_status(node, handler):
             return True
         return self.end_the_run([*handler.body, *node.finalbody])
 
@@ -39,38 +39,49 @@ class Errors:
         called = (self._program.function_called(call, self._owner) for call in calls if depth)
         return any(self.end_the_run(function.body, depth - 1) for function in called if function is not None)
 
-    def _tells_status(self, handler: ast.ExceptHandler) -> bool:
-        """Whether it sets what the file ends with: ``return 1`` of a main that sys.exit() runs, or ``code = 1``."""
-        names = {name for part in parts_of(*handler.body) for name in _changed_by(part)}
-        if self._function is not None and any(isinstance(one, ast.Return) for one in exits(handler.body)):
-            names.add(self._function.name)
-        return not names.isdisjoint(self._program.statuses)
-
-
-def _changed_by(part: ast.AST) -> set[str]:
-    """``ok`` of ``ok = False``, ``results`` of ``results[i] = None`` and of ``results.append(None)``."""
-    if isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute):
-        return {last_name(part.func.value)} if part.func.attr in FILLS else set()
-    is_set = isinstance(getattr(part, "ctx", None), ast.Store)
-    return {last_name(part.value if isinstance(part, ast.Subscript) else part)} if is_set else set()
-
-
-def _keeps(handler: ast.ExceptHandler) -> bool:
-    """Whether the error itself, and not its text, is kept or handed on."""
-    for part in parts_of(*handler.body):
-        given = [part.value] if isinstance(part, ast.Assign) else []
-        if isinstance(part, ast.Call) and last_name(part.func) in _HANDS_ON:
-            given = part.args
-        inside = (one for value in given for one in (value.elts if isinstance(value, ast.Tuple) else [value]))
-        if handler.name and any(last_name(one) == handler.name for one in inside):
+    def _is_expected(self, node: ast.Try, handler: ast.ExceptHandler) -> bool:
+        """Whether a test runs into it, on all ranks, or an assertion is about the error or what was made of it."""
+        text = "\n".join(map(ast.unparse, [*handler.body, *node.orelse]))
+        if _CHECKS.search(text) or ("assert" in text and self._function and _IS_TEST.fullmatch(self._function.name)):
             return True
-    return False
+        own = stored_in(*handler.body) | {handler.name}
+        asserted = (one for part in parts_of(*handler.body) if isinstance(part, ast.Assert) for one in ast.walk(part))
+        return any(last_name(one) in own for one in asserted)
+
+    def _tells_status(self, node: ast.Try, handler: ast.ExceptHandler) -> bool:
+        """Whether it sets what the run ends with, as main() of ``sys.exit(main())`` does, or keeps the error itself."""
+        scope = self._function or self._program.tree
+        calm = {part for one in [*node.body, *node.orelse] for part in ast.walk(one)}  # which runs without an error
+        around = [part for part in ast.walk(scope) if part not in calm]
+        ends = self._program.ends_of(around)
+        values = [part.value for part in around if isinstance(part, (ast.Return, ast.Assign))]
+        for call in (part for part in around if isinstance(part, ast.Call)):
+            if function := self._program.function_called(call, self._owner):
+                ends |= set(map(key_of, call.args)) if self._program.ends_of(ast.walk(function)) else set()
+            elif not _ONLY_READS.fullmatch(last_name(call.func)):
+                values += [*call.args, *(keyword.value for keyword in call.keywords)]
+        passed = {key_of(one) for value in values for one in _each(value)}  # to whoever may raise it
+        shared = {name for part in around if isinstance(part, (ast.Global, ast.Nonlocal)) for name in part.names}
+        for part in parts_of(*handler.body):
+            keys = set(map(key_of, changed_by(part)))
+            others = keys - (stored_in(*scope.body) - shared)  # which are read elsewhere
+            given = part.args if isinstance(part, ast.Call) else [part.value] if isinstance(part, ast.Assign) else []
+            keeps = any(last_name(one) == handler.name for value in given for one in _each(value))
+            hands_on = isinstance(part, ast.Call) and last_name(part.func) in _HANDS_ON
+            if keys & ends or others & self._program.statuses or (keeps and (hands_on or others or keys & passed)):
+                return True
+        returns = any(isinstance(one, ast.Return) for one in exits(handler.body))
+        return returns and f"{getattr(scope, 'name', '')}()" in self._program.statuses
+
+
+def _each(value: ast.AST | None) -> Iterable[ast.AST]:
+    """What a tuple, a list or a dict has, or the value itself."""
+    return ast.iter_child_nodes(value) if isinstance(value, _SEVERAL) else [value] if value else []
 
 
 def _raises(handler: ast.ExceptHandler) -> bool:
     """Whether it raises, and not only where the error's text is another one."""
     asks = [one for one in handler.body if isinstance(one, ast.If) and f"str({handler.name})" in ast.unparse(one.test)]
-    leaves = (ast.Return, ast.Break, ast.Continue)
-    skips = [one.body for one in asks if isinstance(one.body[-1], leaves) and not is_about_world(one.test)]
+    skips = [one.body for one in asks if isinstance(one.body[-1], Exit) and not is_about_world(one.test)]
     raises = any(isinstance(part, ast.Raise) for part in parts_of(*handler.body))
     return raises and all(any(isinstance(part, ast.Raise) for part in parts_of(*body)) for body in skips)

@@ -19,7 +19,7 @@ from ddpstats.lint._collectives import Collective, Collectives, is_for_one_rank
 from ddpstats.lint._errors import Errors
 from ddpstats.lint._order import Order
 from ddpstats.lint._origins import SAME, Differs, Origin, Origins, is_of_rank
-from ddpstats.lint._program import COMPREHENSIONS, RANGES, Function, blocks_of, exits, last_name, parts_of, text_of
+from ddpstats.lint._program import COMPREHENSIONS, RANGES, Exit, Function, exits, last_name, parts_of, text_of
 from ddpstats.lint._rules import DICT_ORDER, EARLY_EXIT, RANK_BRANCH, SWALLOWED_ERROR
 
 _ONE_AFTER_ANOTHER = re.compile(r".*(process|zero|rank)_first")
@@ -33,7 +33,6 @@ _HARMLESS = re.compile(
 )
 _LEADS = re.compile(r"broadcast|scatter")  # which the others may await elsewhere, of a leader that may fail before
 _MAKES_EVEN = re.compile(r"(?i)pad|drop|trunc|even|divisible|multiple|ceil")
-_EXITS = (ast.Return, ast.Break, ast.Continue)
 
 
 @dataclass(frozen=True)
@@ -123,7 +122,7 @@ class FlowWalk:
         for index, statement in enumerate(statements):
             rest = rest[len(self._among([statement])) :]
             others = _Later() if leaves and index < leaves[-1] else later  # the others leave as well
-            self._statement(statement, others.behind(rest) if any(blocks_of(statement)) else later)
+            self._statement(statement, others.behind(rest) if hasattr(statement, "body") else later)
         if told:
             del self._found[found:]
 
@@ -168,7 +167,7 @@ class FlowWalk:
         for side in (node.body, node.orelse):
             self._origins.known = dict(before)
             self._block(side, later, told=told)
-            if not (side and isinstance(side[-1], (*_EXITS, ast.Raise))):
+            if not (side and isinstance(side[-1], Exit | ast.Raise)):
                 after.append((self._origins.known, bool(self._among(side))))
         # a condition that does not differ, with a collective on one side: with several ranks, it is that side
         ran = [known for known, ran in after if ran and not isinstance(origin, Differs)]
@@ -186,7 +185,7 @@ class FlowWalk:
         if origin.file and not self._is_made_behind(node, origin.file):
             return False
         runs = [self._among(side) for side in sides]
-        leaving = [side[-1] if side and isinstance(side[-1], _EXITS) else None for side in sides]
+        leaving = [side[-1] if side and isinstance(side[-1], Exit) else None for side in sides]
         exit_ = leaving[0] or leaving[1]
         if exit_ is not None and not all(leaving):
             stays = leaving.index(None)

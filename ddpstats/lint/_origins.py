@@ -42,6 +42,7 @@ _RANK = re.compile(
     r"|is_(main|master|chief|rank_?(zero|0)|global_zero|root_rank|world_process_zero|local_process_zero|master_ordinal))"
 )
 _RANK_VARIABLES = frozenset({"RANK", "LOCAL_RANK", "SLURM_PROCID", "SLURM_LOCALID", "OMPI_COMM_WORLD_RANK"})
+_IS_OF_A_CLASS = re.compile(r"(\w+\.)*(self|cls|[A-Z]\w*)\.[A-Z][A-Z0-9_]*")  # a constant, perhaps of another file
 # what a rank has read or computed for itself
 _OTHER_RANK = re.compile(r"n?dim(ension)?\b|len\(|matrix_rank|\.index\(")  # of a tensor, a matrix, in a list
 _ADAPTERS = re.compile(r"(?i)lora|adapter|low_?rank|svd|power_?sgd|tucker|decompos")
@@ -233,9 +234,10 @@ class Origins:
         if any(isinstance(side, ast.Constant) and side.value is None for side in sides):
             names = {last_name(side) for side in sides} - {*self._given}  # what next() returned ends with the loader
             return Differs(DATA_BRANCH, f"`{text_of(node)}` is about this rank's batch") if names & _BATCHES else None
-        names = {last_name(side) for side, origin in zip(sides, found, strict=True) if not is_of_rank(origin)}
-        unknown = any(map(str.isupper, names - self._collectives.program.numbers))  # which may be -1, and no rank
-        if any(ast.unparse(side).startswith("-") for side in sides) or (unknown and any(map(is_of_rank, found))):
+        others = (side for side, origin in zip(sides, found, strict=True) if not is_of_rank(origin))
+        constants = self._collectives.program.constants
+        no_rank = any(constants.get(last_name(one), _IS_OF_A_CLASS.fullmatch(ast.unparse(one))) for one in others)
+        if (no_rank and any(map(is_of_rank, found))) or any(ast.unparse(side).startswith("-") for side in sides):
             return None
         if isinstance(operator, (ast.GtE, ast.Lt)) and ast.unparse(other) == "0" and is_of_rank(found[0]):
             return None

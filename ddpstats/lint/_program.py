@@ -5,11 +5,11 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import TypeGuard
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+Exit = ast.Return | ast.Break | ast.Continue
 _INNER = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 RANGES = ("range", "trange")
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
@@ -17,8 +17,8 @@ _EQUAL_PARTS = re.compile(r"\w*Distributed(Batch)?Sampler|prepare(_data_?loader)
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _WITHOUT_RANKS = frozenset({"torch", "numpy", "tqdm", *sys.stdlib_module_names})
 _SHAPED = frozenset({"Linear", "zeros", "ones", "empty", "rand", "randn"})
-_EXITS = frozenset({"exit", "_exit", "SystemExit"})
-FILLS = frozenset({"append", "extend", "add", "update", "insert", "setdefault"})
+_SETS_STATUS = re.compile(r"_?exit|SystemExit|\w*raise\w*|assert\w+")
+_FILLS = frozenset({"append", "extend", "add", "update", "insert", "setdefault"})
 
 
 class Program:
@@ -74,12 +74,12 @@ class Program:
         for function in self.owner:
             parameters = set(parameters_of(function))
             for part in parts_of(*function.body):
-                targets = part.targets if isinstance(part, ast.Assign) else _changed_by(part)
+                names = map(ast.unparse, changed_by(part))
                 if function.name != "__init__":
-                    changed.update(ast.unparse(one.value if isinstance(one, ast.Subscript) else one) for one in targets)
+                    changed.update(names)
                 elif isinstance(part, ast.Assign):
                     named = {one.id for one in ast.walk(part.value) if isinstance(one, ast.Name)}
-                    (given if named & parameters else made).update(map(ast.unparse, targets))
+                    (given if named & parameters else made).update(names)
         return given | (made - changed)
 
     @cached_property
@@ -98,21 +98,38 @@ class Program:
         return found
 
     @cached_property
-    def numbers(self) -> set[str]:
-        """Names that the file imports, or sets to a constant, which is none below zero: ``MAIN = 0``."""
-        given = (node for node in self.nodes if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant))
-        return {last_name(one) for node in given for one in node.targets} | self.imports.keys()
+    def constants(self) -> dict[str, bool]:
+        """By the last word of its name, whether the file may set it to a number below zero, which is no rank."""
+        found: dict[str, bool] = {}
+        for node in self.nodes:
+            if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
+                for name in filter(str.isupper, map(last_name, changed_by(node))):
+                    found[name] = found.get(name, False) or bool(re.search(r"-\d", ast.unparse(node.value)))
+        return found
 
     @cached_property
     def statuses(self) -> set[str]:
-        """What the file ends with, or ends for: ``raise error``, ``main`` of ``sys.exit(main())``, ``assert ok``."""
-        ends = (node for node in self.nodes if isinstance(node, ast.Call) and last_name(node.func) in _EXITS)
-        values = [part for call in ends for one in call.args for part in ast.walk(one)]
-        values += [node.exc for node in self.nodes if isinstance(node, ast.Raise) and node.exc is not None]
-        tests = [node.test for node in self.nodes if isinstance(node, ast.Assert) or _stops_if(node)]
-        values += [part for test in tests for part in ast.walk(test)]
-        names = {last_name(one) for one in values} - {""}
-        return names | {last_name(self.made[name].func) for name in names & self.made.keys()}
+        """`ends_of` the whole file, and what made their values: "main()" of ``code = main()``."""
+        found = self.ends_of(self.nodes)
+        return found | {f"{last_name(self.made[name].func)}()" for name in found & self.made.keys()}
+
+    @staticmethod
+    def ends_of(nodes: Iterable[ast.AST]) -> set[str]:
+        """What a run ends with or for, as `key_of`: ``sys.exit(code)``, ``assert not problems``, ``raise error``."""
+        found = set[str]()
+        for node in nodes:
+            values: list[ast.expr] = []
+            if isinstance(node, ast.Raise):
+                raised = [node.exc, node.cause, *(node.exc.args if isinstance(node.exc, ast.Call) else ())]
+                found.update(key_of(one.value if isinstance(one, ast.Subscript) else one) for one in raised)
+            elif isinstance(node, ast.Call) and _SETS_STATUS.fullmatch(last_name(node.func)):
+                values = node.args
+            elif isinstance(node, ast.Assert) or (isinstance(node, ast.If) and any(map(_stops, node.body))):
+                values = [node.test]
+            elif isinstance(node, ast.For) and any(map(_stops, node.body)):
+                values = [node.iter]
+            found.update(key_of(part) for one in values for part in ast.walk(one))
+        return found - {""}
 
     def is_elsewhere(self, call: ast.Call) -> bool:
         """Whether it is a function of another file of the program, or of a library that may know ranks."""
@@ -184,20 +201,33 @@ class MatchAsIf(ast.NodeTransformer):
         return ast.fix_missing_locations(ast.copy_location(whole, node))
 
 
-def _stops_if(node: ast.AST) -> TypeGuard[ast.If]:
-    """Whether it is ``if not ok: sys.exit(1)``, or raises."""
-    for one in node.body if isinstance(node, ast.If) else ():
-        call = one.value if isinstance(one, ast.Expr) else None
-        if isinstance(one, ast.Raise) or (isinstance(call, ast.Call) and last_name(call.func) in _EXITS):
-            return True
-    return False
+def _stops(statement: ast.stmt) -> bool:
+    call = statement.value if isinstance(statement, ast.Expr) else None
+    is_exit = isinstance(call, ast.Call) and _SETS_STATUS.fullmatch(last_name(call.func))
+    return bool(is_exit) or isinstance(statement, ast.Raise)
 
 
-def _changed_by(part: ast.AST) -> list[ast.expr]:
+def key_of(node: ast.AST | None) -> str:
+    """A variable by its name, an attribute as ".name", a call as "name()"; empty of what is none of them."""
+    if isinstance(node, ast.Call):
+        return f"{last_name(node.func)}()"
+    return f".{node.attr}" if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def changed_by(part: ast.AST) -> list[ast.expr]:
+    """The variables that it sets or fills: ``x`` of ``x = 1``, of ``x[0] += 1`` and of ``x.append(1)``."""
+    targets = part.targets if isinstance(part, ast.Assign) else []
     if isinstance(part, (ast.AugAssign, ast.AnnAssign)):
-        return [part.target]
-    func = part.func if isinstance(part, ast.Call) else None
-    return [func.value] if isinstance(func, ast.Attribute) and func.attr in FILLS else []
+        targets = [part.target]
+    elif isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute) and part.func.attr in _FILLS:
+        targets = [part.func.value]
+    each = [one for target in targets for one in getattr(target, "elts", [target])]
+    return [one.value if isinstance(one, ast.Subscript) else one for one in each]
+
+
+def stored_in(*nodes: ast.AST) -> set[str]:
+    """The variables that are set anywhere in them, also by a loop or ``with``."""
+    return {dotted(one) for one in parts_of(*nodes) if isinstance(getattr(one, "ctx", None), ast.Store)}
 
 
 def _is_size(default: ast.expr) -> bool:
@@ -239,10 +269,10 @@ def parts_of(*nodes: ast.AST) -> Iterator[ast.AST]:
         yield node
 
 
-def exits(statements: Sequence[ast.stmt]) -> Iterator[ast.Return | ast.Break | ast.Continue]:
+def exits(statements: Sequence[ast.stmt]) -> Iterator[Exit]:
     """What leaves these statements early, and does not belong to a loop in them."""
     for statement in statements:
-        if isinstance(statement, (ast.Return, ast.Break, ast.Continue)):
+        if isinstance(statement, Exit):
             yield statement
         for block in blocks_of(statement):
             inside = exits(block)

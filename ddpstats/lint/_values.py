@@ -6,17 +6,15 @@ import ast
 import re
 from collections.abc import Iterator, Sequence
 
+from ddpstats.lint._backwards import WITHOUT_VALUE
 from ddpstats.lint._collectives import Collective, Collectives
 from ddpstats.lint._flow import Accusation
 from ddpstats.lint._origins import names_data
-from ddpstats.lint._program import RANGES, Function, dotted, last_name, parameters_of, parts_of, text_of
+from ddpstats.lint._program import RANGES, Function, blocks_of, dotted, last_name, parameters_of, parts_of, text_of
 from ddpstats.lint._rules import ALIASED_REDUCE, MEAN_OF_MEANS
 
 _IN_PLACE = frozenset({"all_reduce", "reduce"})
-_READS_NO_VALUE = frozenset(
-    {"backward", "dtype", "device", "shape", "size", "ndim", "dim", "numel", "stride", "is_cuda", "layout"}
-    | {"requires_grad", "element_size", "is_floating_point", "nelement"}
-)
+_READS_NO_VALUE = WITHOUT_VALUE | {"backward"}
 _OWN_MEAN = re.compile(
     r"(?i)(np|numpy|statistics)\.mean\(.*|.* / (len\(.*(loss|batch|sample|pred|result|output|score|target|utt|data).*\)"
     r"|(num_?|n_?|total_?|_)*(samples?|examples?|tokens?|count|utts?|correct|seen|total|images|frames|items))"
@@ -47,9 +45,15 @@ class _Variables:
                 self._quiet.update(node.args)
 
     def read_after(self, name: str, call: ast.Call) -> int:
-        """The line where a variable's value is first used behind a call's statement; 0 where it is set anew before."""
-        whole = next(one for one in self.nodes[self.nodes.index(call) :] if isinstance(one, ast.stmt))
-        names = (node for node in self.named.get(name, ()) if _is_before(whole, node) and node not in self._quiet)
+        """The line where a variable's value is first used behind a call's statement, of a compound one behind its head.
+
+        0 where it is set anew before.
+        """
+        statements = (one for one in self.nodes if isinstance(one, ast.stmt))  # those in a block before its own
+        around = next(one for one in statements if not _is_before(one, call) and not _is_before(call, one))
+        block = next(blocks_of(around), [])
+        named = [node for node in self.named.get(name, ()) if node not in self._quiet]
+        names = [node for node in named if (not _is_before(node, block[0]) if block else _is_before(around, node))]
         first = min(names, key=lambda node: (node.lineno, node.col_offset), default=None)
         return first.lineno if first is not None and isinstance(first.ctx, ast.Load) else 0
 

@@ -3375,6 +3375,462 @@ def fit(model, x, accelerator, rank):
     model = accelerator.unwrap_model(model)
     if rank == 0:
         model(x).sum().backward()
+
+# results_that_another_function_checks: swallowed-error
+import torch.distributed as dist
+def mean_of(results, count):
+    if len(results) != count:
+        raise ValueError("not all results are there")
+    return sum(results) / count
+def evaluate(model, loader):
+    results = []
+    for batch in loader:
+        try:
+            score = model(batch)
+            dist.all_reduce(score)
+            results.append(score)
+        except Exception:
+            results = None
+            break
+    return results
+
+# assertion_about_something_else: swallowed-error
+import logging
+import torch.distributed as dist
+def train_step(net, batch, step):
+    try:
+        loss = net(batch)
+        dist.all_reduce(loss)
+    except Exception as error:
+        assert step >= 0, "steps are counted from 0"
+        logging.warning("step %d: %s", step, error)
+
+# assertion_where_all_went_well: swallowed-error
+import torch.distributed as dist
+def forward(model, batch):
+    loss = None
+    try:
+        loss = model(batch)
+        dist.all_reduce(loss)
+    except RuntimeError as error:
+        loss = None
+        print("left out:", error)
+    else:
+        assert loss is not None
+    return loss
+
+# assertion_that_is_caught_itself: swallowed-error
+import torch, torch.distributed as dist
+def forward(model, batch):
+    try:
+        out = model(batch)
+        assert torch.isfinite(out).all()
+        dist.all_reduce(out)
+    except Exception:
+        out = None
+    return out
+
+# errors_are_only_counted: swallowed-error
+import torch.distributed as dist
+def run(model, batches):
+    errors = []
+    for batch in batches:
+        try:
+            loss = model(batch)
+            dist.all_reduce(loss)
+        except Exception as e:
+            errors.append(e)
+    return len(errors)
+
+# last_error_is_only_printed: swallowed-error
+import torch.distributed as dist
+class Runner:
+    def run(self, batches):
+        last = None
+        for batch in batches:
+            try:
+                self.window = self.net(batch)
+                dist.all_reduce(self.window)
+            except Exception as err:
+                last = err
+        print("the last error was", last)
+
+# counter_of_what_fails: swallowed-error
+import torch.distributed as dist
+def step(model, x, counters):
+    try:
+        y = model(x)
+        dist.all_reduce(y)
+    except Exception:
+        counters.fail()
+
+# variable_that_another_function_asserts: swallowed-error
+import torch.distributed as dist
+def step(model, batch):
+    try:
+        x = model(batch)
+        dist.all_reduce(x)
+    except Exception:
+        x = 0
+    return x
+def logarithm(x):
+    assert x > 0
+    return x.log()
+
+# first_of_the_errors_is_raised: legal
+import torch.distributed as dist
+def run(model, batches):
+    errors = []
+    for batch in batches:
+        try:
+            loss = model(batch)
+            dist.all_reduce(loss)
+        except Exception as e:
+            errors.append(e)
+    for error in errors:
+        raise error
+
+# error_is_returned_with_the_loss: legal
+import torch.distributed as dist
+def attempt(model, batch):
+    loss = failure = None
+    try:
+        loss = model(batch)
+        dist.all_reduce(loss)
+    except Exception as e:
+        failure = e
+    return loss, failure
+
+# errors_of_the_caller: legal
+import torch.distributed as dist
+def attempt(model, batch, errors):
+    try:
+        loss = model(batch)
+        dist.all_reduce(loss)
+    except Exception as e:
+        errors.append({"error": e})
+
+# flag_of_the_module: legal
+import torch.distributed as dist
+all_well = True
+def attempt(model, batch):
+    global all_well
+    try:
+        loss = model(batch)
+        dist.all_reduce(loss)
+    except Exception as e:
+        print(e)
+        all_well = False
+attempt(make(), [1])
+assert all_well
+
+# false_is_asserted_by_the_caller: legal
+import torch.distributed as dist
+def attempt(model, batch):
+    try:
+        loss = model(batch)
+        dist.all_reduce(loss)
+    except Exception as e:
+        print(e)
+        return False
+    return True
+def main(model, batches):
+    assert all(attempt(model, one) for one in batches), "a batch has failed"
+
+# assertion_about_the_text_of_the_error: legal
+import torch.distributed as dist
+def check_shapes(model, odd):
+    try:
+        out = model(odd)
+        dist.all_reduce(out)
+    except RuntimeError as e:
+        message = str(e)
+        assert "shape" in message
+
+# test_that_ends_in_its_assertion: legal
+import torch.distributed as dist
+def test_no_odd_sizes(model, odd, calls):
+    try:
+        out = model(odd)
+        dist.all_reduce(out)
+    except RuntimeError:
+        assert calls == ["forward"]
+    else:
+        assert False
+
+# error_in_an_answer: legal
+import torch.distributed as dist
+def attempt(model, batch, answers):
+    failure = None
+    try:
+        loss = model(batch)
+        dist.all_reduce(loss)
+    except Exception as e:
+        failure = e
+    answers.reply(Answer(batch, error=failure))
+
+# error_in_a_tuple_for_a_queue: legal
+import torch.distributed as dist
+def work(number, model, batch, queue):
+    try:
+        loss = model(batch)
+        dist.all_reduce(loss)
+        output = (number, loss)
+    except Exception as e:
+        output = (number, e)
+    queue.put(output)
+
+# test_that_is_to_fail: legal
+import torch.distributed as dist
+def to_fail(case, model, odd):
+    try:
+        out = model(odd)
+        dist.all_reduce(out)
+    except Exception:
+        return
+    else:
+        case.fail("odd sizes went through")
+
+# problems_for_a_function_that_ends_the_run: legal
+import sys
+import torch.distributed as dist
+def finish(found):
+    if found:
+        sys.exit(f"{len(found)} batches have failed")
+def run(model, batches):
+    bad = []
+    for number, batch in enumerate(batches):
+        try:
+            loss = model(batch)
+            dist.all_reduce(loss)
+        except RuntimeError:
+            bad.append(number)
+    finish(bad)
+
+# error_for_a_function_that_shows_it: swallowed-error
+import torch.distributed as dist
+def show(error):
+    print("skipped:", error)
+def run(model, batch):
+    error = None
+    try:
+        loss = model(batch)
+        dist.all_reduce(loss)
+    except RuntimeError as e:
+        error = e
+    show(error)
+
+# attribute_of_an_asserted_name: swallowed-error
+import torch.distributed as dist
+class Meter:
+    def update(self, net, batch):
+        try:
+            self.value = net(batch)
+            dist.all_reduce(self.value)
+        except RuntimeError:
+            self.value = None
+def show(value):
+    assert value is not None
+    print(value)
+
+# constant_with_its_type: rank-branch
+import torch.distributed as dist
+MAIN: int = 0
+def save(rank):
+    if rank == MAIN:
+        dist.barrier()
+
+# last_of_the_ranks: rank-branch
+import os
+import torch.distributed as dist
+LAST = int(os.environ["WORLD_SIZE"]) - 1
+class Writer:
+    def close(self):
+        if self.rank != LAST:
+            dist.barrier()
+
+# two_constants_in_a_line: rank-branch
+import torch.distributed as dist
+READER, WRITER = 0, 1
+def hand_over(x):
+    if dist.get_rank() == WRITER:
+        dist.broadcast(x, WRITER)
+
+# constant_of_a_class_of_the_file: rank-branch
+import enum
+import torch.distributed as dist
+class Role(enum.IntEnum):
+    LEAD = 0
+    HELP = 1
+def start(rank):
+    if Role.LEAD == rank:
+        dist.barrier()
+
+# parameter_in_capitals: rank-branch
+import torch.distributed as dist
+def gather_some(x, rank, N):
+    if rank < N:
+        dist.all_reduce(x)
+
+# rank_of_the_arguments: rank-branch
+import torch.distributed as dist
+def main(args):
+    rank = dist.get_rank()
+    if rank == args.MAIN_RANK:
+        dist.barrier()
+
+# constant_with_its_type_below_zero: legal
+import torch.distributed as dist
+NOT_DISTRIBUTED: int = -1
+def save(local_rank):
+    if local_rank != NOT_DISTRIBUTED:
+        dist.barrier()
+
+# two_constants_one_below_zero: legal
+import torch.distributed as dist
+NOBODY, FIRST = -1, 0
+def save(rank):
+    if rank != NOBODY:
+        dist.barrier()
+
+# constant_of_a_class_elsewhere: legal
+import torch.distributed as dist
+import roles
+def save(rank):
+    if rank != roles.Role.ALONE:
+        dist.barrier()
+
+# gradient_is_switched_off: legal
+import torch
+from torch.nn.parallel import DistributedDataParallel as DDP
+def fit(net, probe, x, rank):
+    wrapped = DDP(net)
+    with torch.set_grad_enabled(False):
+        features = wrapped(x)
+    if rank == 0:
+        probe(features).sum().backward()
+
+# gradient_is_switched_on: rank-branch
+import torch
+from torch.nn.parallel import DistributedDataParallel as DDP
+def fit(net, probe, x, rank):
+    wrapped = DDP(net)
+    with torch.set_grad_enabled(True):
+        features = wrapped(x)
+    if rank == 0:
+        probe(features).sum().backward()
+
+# classes_are_no_gradient: legal
+import torch
+from torch.nn.parallel import DistributedDataParallel as DDP
+def fit(net, head, x, y, rank):
+    model = DDP(net)
+    out = model(x)
+    classes, hits = torch.argmax(out, 1), (out.argmax(1) == y).float()
+    if rank == 0:
+        (head(classes).sum() * hits.mean()).backward()
+
+# number_of_the_old_loss: legal
+from torch.nn.parallel import DistributedDataParallel
+class Trainer:
+    def __init__(self, net, teacher):
+        self.net = DistributedDataParallel(net)
+        self.teacher = teacher
+    def step(self, x, rank):
+        loss = self.net(x).mean()
+        loss.backward()
+        if not rank:
+            distilled = self.teacher(x.to(loss.device)).mean() * float(loss)
+            distilled.backward()
+
+# loop_over_other_models: legal
+from torch.nn.parallel import DistributedDataParallel as DDP
+def fit(net, teachers, x, rank):
+    model = DDP(net)
+    model(x).sum().backward()
+    if rank == 0:
+        for model in teachers:
+            model(x).sum().backward()
+
+# other_models_in_a_comprehension: legal
+from torch.nn.parallel import DistributedDataParallel as DDP
+def fit(net, teachers, x, rank):
+    model = DDP(net)
+    model(x).sum().backward()
+    if rank == 0:
+        sum(model(x).sum() for model in teachers).backward()
+
+# other_model_in_a_context: legal
+from torch.nn.parallel import DistributedDataParallel as DDP
+def fit(net, on_loan, x, rank):
+    model = DDP(net)
+    model(x).sum().backward()
+    if rank == 0:
+        with on_loan() as model:
+            loss = model(x).sum()
+            loss.backward()
+
+# other_model_takes_the_name: legal
+from torch.nn.parallel import DistributedDataParallel as DDP
+def fit(net, x, rank):
+    model = DDP(net)
+    model(x).sum().backward()
+    if rank == 0:
+        model = make_probe()
+        model(x).sum().backward()
+
+# loss_made_anew_without_gradient: legal
+import torch
+from torch.nn.parallel import DistributedDataParallel as DDP
+def fit(net, x, rank):
+    model = DDP(net)
+    loss = model(x).sum()
+    loss.backward()
+    with torch.no_grad():
+        loss = loss * 2
+    if rank == 0:
+        weight = torch.ones(1, requires_grad=True)
+        (weight * loss).backward()
+
+# wrapped_model_is_frozen: legal
+from torch.nn.parallel import DistributedDataParallel as DDP
+def fit(net, probe, x, rank):
+    model = DDP(net)
+    model(x).sum().backward()
+    model.requires_grad_(False)
+    features = model(x)
+    if rank == 0:
+        probe(features).sum().backward()
+
+# wrapped_where_there_are_others: rank-branch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+def fit(net, x, rank):
+    if dist.is_initialized():
+        model = DDP(net)
+    else:
+        model = net
+    loss = model(x).sum()
+    if rank == 0:
+        loss.backward()
+
+# set_anew_in_the_block_of_its_hook: legal
+import torch.distributed as dist
+def step(loss, hooks):
+    total = loss
+    with hooks(dist.all_reduce(total)):
+        loss = total.clone()
+    print(loss)
+    return total
+
+# read_in_the_block_of_its_hook: aliased-reduce
+import torch.distributed as dist
+def step(loss, hooks):
+    total = loss
+    with hooks(dist.all_reduce(total)):
+        if loss > 3:
+            loss = total.clone()
+    return total
 """
 
 
