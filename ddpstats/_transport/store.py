@@ -199,7 +199,7 @@ class _Connection:
             try:
                 with suppress(OSError):
                     found = [] if self.address is None else socket.getaddrinfo(*self.address, type=socket.SOCK_STREAM)
-                    self._doors = [one[4][:2] for one in found]
+                    self._doors = [(str(one[4][0]), int(one[4][1])) for one in found]
                 if self.is_served() is False:  # torch would knock until the store's own timeout is over
                     raise StoreGone("nobody serves it any more")
                 self._store = connect()

@@ -91,7 +91,7 @@ def stopped(seconds: float, in_look: bool) -> tuple[float, float]:
 
 
 def slow(mode: GuardMode, timeout_sec: float | None) -> str:
-    """What is raised where a rank comes 4 s late to a group that waits for a minute, and nobody else for more than 2."""
+    """What is raised where a rank comes 4 s late to a group that waits for a minute, and others for 2 s."""
     with mock.patch.object(config, "DEFAULT_TIMEOUT_SEC", 2.0):
         guard = ddpstats.collective_guard(mode, timeout_sec=timeout_sec)
     group = dist.new_group(timeout=timedelta(minutes=1))

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]  # not in __all__
 
 import ddpstats
+from ddpstats._transport.gloo_group import own_connection
 from ddpstats._transport.store import BoundedStore, bounded, rest
 from ddpstats._transport.store_log import StoreLog
 from ddpstats.errors import ConfigError
