@@ -33,6 +33,7 @@ _CHECKPOINT = "torch.utils.checkpoint"
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _MOST_WRAPPERS = 16  # around a function of torch's
 _STDLIB = os.path.dirname(os.__file__) + os.sep
+_OF_A_GRAPH = "<eval_with_key>"  # the file of code that torch.fx makes
 
 
 @dataclass(frozen=True)
@@ -65,8 +66,15 @@ def plan_of(frame: FrameType) -> CodePlan:
 def _plan(code: CodeType, module: str) -> CodePlan:
     internal = any(module == name or module.startswith(name + ".") for name in _INTERNAL)
     internal = internal or (code.co_filename.startswith(_STDLIB) and "-packages" not in code.co_filename)
+    internal = internal or (not module and _is_generated(code.co_filename))
     by_itself = module.startswith(_BY_ITSELF) and module != "torch.autograd.function"
     return CodePlan(code, internal, by_itself, module.startswith(_APIS), module == "threading")
+
+
+def _is_generated(file: str) -> bool:
+    """Whether torch has made the code, for `torch.compile` or of a graph: it belongs to no module."""
+    directory = os.path.dirname(getattr(sys.modules.get("torch"), "__file__", None) or _OF_A_GRAPH)
+    return file.startswith((_OF_A_GRAPH, directory + os.sep))
 
 
 def user_frame(frame: FrameType | None) -> FrameType | None:

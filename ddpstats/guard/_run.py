@@ -180,7 +180,7 @@ def _explained(error: BaseException) -> int:
     sys.stdout.flush()
     if _lacks_ranks(error):
         print(f"ddpstats run: the program asks for its rank, and nobody gave it one. {TO_RUN}", file=sys.stderr)
-    elif not tell(error, lambda: _print_as_python_does(error)):
+    elif not tell(error, lambda: _print_as_python_does(error, one_rank_prints=True)):
         _print_as_python_does(error)
     sys.stderr.flush()
     return 130 if isinstance(error, KeyboardInterrupt) else 1
@@ -191,9 +191,10 @@ def _lacks_ranks(error: BaseException) -> bool:
     return isinstance(error, ValueError) and "environment variable" in str(error) and "RANK" not in os.environ
 
 
-def _print_as_python_does(error: BaseException) -> None:
+def _print_as_python_does(error: BaseException, one_rank_prints: bool = False) -> None:
     """By the program's own `sys.excepthook`, if it has one.
 
+    Torch's, which begins each line with the rank, is left out where one rank prints for all.
     The traceback is that from the script's own first line on: what stands above it is not the user's.
     """
     from ddpstats.guard._telling import excepthook_of_program, strip
@@ -203,7 +204,10 @@ def _print_as_python_does(error: BaseException) -> None:
         trace = trace.tb_next
     if trace is not None:
         error.__traceback__ = trace
-    excepthook_of_program()(type(error), error, error.__traceback__)
+    hook = excepthook_of_program()
+    if one_rank_prints and str(getattr(hook, "__module__", "")).startswith("torch."):
+        hook = sys.__excepthook__
+    hook(type(error), error, error.__traceback__)
 
 
 def _is_ours(trace: TracebackType) -> bool:
