@@ -176,7 +176,8 @@ class _Connection:
     def __init__(self, connect: Callable[[], Any], address: Address | None) -> None:
         """``connect`` is called once, on a thread; ``address``: where the store is served, if that is known."""
         self.address = address
-        self._doors: list[Address] = []  # what the address stands for; looked up once, for that has no limit
+        self._doors: list[Address] = []  # what the address stands for; looked up once, on a thread: that has no limit
+        self._are_doors_known = threading.Event()
         self.turn = threading.RLock()  # re-entrant: a signal's handler may come in between
         self.limits = threading.local()
         self._connect: Callable[[], Any] | None = connect
@@ -197,9 +198,10 @@ class _Connection:
         if self._connect is not None:
             connect, self._connect = self._connect, None  # and with it the store that it came from
             try:
-                with suppress(OSError):
+                with suppress(OSError, ValueError):
                     found = [] if self.address is None else socket.getaddrinfo(*self.address, type=socket.SOCK_STREAM)
                     self._doors = [(str(one[4][0]), int(one[4][1])) for one in found]
+                self._are_doors_known.set()
                 if self.is_served() is False:  # torch would knock until the store's own timeout is over
                     raise StoreGone("nobody serves it any more")
                 self._store = connect()
@@ -242,6 +244,7 @@ class _Connection:
     def is_served(self) -> bool | None:
         """Whether a process listens where the store is served; None where no answer comes, or that is not known."""
         served = None
+        self._are_doors_known.wait(0.0 if self.address is None else _KNOCK_SEC)
         for door in self._doors:
             try:
                 socket.create_connection(door, _KNOCK_SEC).close()
@@ -263,7 +266,8 @@ class _InThisProcess(_Connection):
     """A store in the memory of this process, which threads that play ranks share: it answers at once."""
 
     def __init__(self, store: Any) -> None:
-        self._doors, self.limits, self._store = [], threading.local(), store
+        self.address, self._doors, self._are_doors_known = None, [], threading.Event()
+        self.limits, self._store = threading.local(), store
 
     def ask(self, question: Callable[[Any], T], deadline: float, watch: Callable[[], None] | None) -> T:
         return question(self._store)

@@ -144,8 +144,7 @@ def _run_as_main(script: str, is_module: bool) -> None:
         is_compiled = script.endswith(".pyc")
         loader: Any = (SourcelessFileLoader if is_compiled else SourceFileLoader)("__main__", script)
         code = loader.get_code("__main__") if is_compiled else loader.source_to_code(loader.get_data(script), script)
-        vars(main).update(__file__=script, __loader__=loader, __cached__=None)
-        exec(code, vars(main))
+        runpy._run_code(code, vars(main), None, "__main__", script_name=script)  # type: ignore[attr-defined]
 
 
 def _take_notes(directory: str) -> None:

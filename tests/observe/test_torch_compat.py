@@ -28,7 +28,7 @@ NAMES_MODULES = ROOT / "_observe" / "user_frames.py"  # in strings
 
 _PYTHONS = frozenset((
     "_fields", "_replace", "_asdict", "_make", "_getframe", "_current_frames", "_exit", "_DummyThread",
-    "_rand", "_bit_generator", "_shutdown", "_run_exitfuncs", "_run_module_as_main",
+    "_rand", "_bit_generator", "_shutdown", "_run_exitfuncs", "_run_code", "_run_module_as_main",
 ))  # fmt: skip
 """Private names of the standard library and numpy."""
 
