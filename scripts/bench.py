@@ -15,7 +15,6 @@ as bad ones; where the rounds' quartiles show that, the verdict is "noisy".
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import datetime
 import importlib.util
@@ -43,9 +42,6 @@ from _bench_sentinel import STEPS_MS as SENTINEL_STEPS_MS, WIDTH as SENTINEL_WID
 from _bench_window import add_costs, flush_costs
 
 from ddpstats.testing import run_ranks, run_threads
-from ddpstats.testing._rank_main import RankSpec
-from ddpstats.testing._rank_process import rank_environ
-from ddpstats.testing._rank_server import RankServer
 
 _LIMIT_SEC = 240.0  # of one set of ranks: a hang ends here
 _BUSY_LOAD = 0.7
@@ -201,11 +197,6 @@ def run(plan: Plan, say: Progress) -> Findings:
     return found
 
 
-def _forked_ranks() -> RankServer:
-    """For a smoke run, which spends its time on starting ranks. What is to be timed is timed in fresh interpreters."""
-    return RankServer(rank_environ(RankSpec(0, 1, 0, 0, 0, 0), {}), ["torch._dynamo"])
-
-
 def _count_payloads(plan: Plan, found: Findings, say: Progress) -> None:
     for world_size in plan.payload_worlds:
         say(f"payload, {world_size} ranks")
@@ -301,8 +292,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     machine, say = _machine(), Progress()  # the load before we add to it
     if machine["load_average"] > _BUSY_LOAD:
         say(f"this machine is busy (load average {machine['load_average']:.1f}): ratios will be off")
-    with _forked_ranks() if args.quick else contextlib.nullcontext():
-        found = run(QUICK if args.quick else FULL, say)
+    found = run(QUICK if args.quick else FULL, say)
     rows = rows_of(found)
     print(f"{machine['cpu']}, {machine['cores']} cores, Python {machine['python']}, torch {machine['torch']}, gloo")
     print(f"per leaf: {found.timed[0].per_leaf}\n\n{table(rows)}\n\n{times_table(found)}")

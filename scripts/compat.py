@@ -60,22 +60,25 @@ class Row(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """tests/compatibility.txt: the tests of each library, and the arguments of each run of the matrix."""
+    """tests/compatibility.txt: the tests and extras of each library, and the arguments of each run of the matrix."""
 
     tests: Mapping[str, Sequence[str]]
+    extras: Mapping[str, Sequence[str]]
     runs: Sequence[Sequence[str]]
 
 
 def read_plan(text: str) -> Plan:
     tests: dict[str, list[str]] = {}
+    extras: dict[str, list[str]] = {}
     runs = []
     for line in text.splitlines():
         first, *rest = line.partition("#")[0].split() or [""]
         if first == "run":
             runs.append(rest)
         elif first:
-            tests.setdefault(normal(first), []).extend(rest)
-    return Plan(tests, runs)
+            tests.setdefault(normal(first), []).extend(word for word in rest if word[0] != "+")
+            extras.setdefault(normal(first), []).extend(word[1:] for word in rest if word[0] == "+")
+    return Plan(tests, extras, runs)
 
 
 def normal(name: str) -> str:
@@ -97,10 +100,15 @@ class Asked(NamedTuple):
     def libraries(self) -> list[str]:
         return [name for name in map(normal, self.packages) if name != "torch"]
 
+    def subjects(self) -> list[str]:
+        """Return what the tests are about, as the plan names it."""
+        return [*self.libraries(), *filter(None, [self.device])] or ["torch"]
+
     def tests(self, plan: Plan) -> list[str]:
-        return [
-            test for name in [*self.libraries(), *filter(None, [self.device])] or ["torch"] for test in plan.tests[name]
-        ]
+        return [test for name in self.subjects() for test in plan.tests[name]]
+
+    def extras(self, plan: Plan) -> list[str]:
+        return sorted({"testing", *(extra for name in self.subjects() for extra in plan.extras[name])})
 
 
 def asked_for(arguments: Sequence[str], plan: Plan) -> Asked:
@@ -148,21 +156,16 @@ def environment() -> dict[str, str]:
     return environ | {"PYTHONPATH": str(ROOT)}
 
 
-def requirements(tests: Sequence[str]) -> tuple[list[str], bool]:
-    """What the tests need beside what is named, by tests/libraries.txt; and whether espnet is among it."""
+def requirements(extras: Sequence[str]) -> list[str]:
+    """Return the requirements of the package and of these extras, as setup.cfg lists them."""
     config = configparser.RawConfigParser()
     config.read(ROOT / "setup.cfg")
-    extras = {"testing"}
-    for line in (ROOT / "tests" / "libraries.txt").read_text().splitlines():
-        path, *needed = line.partition("#")[0].split() or [""]
-        if any(path == test.partition("::")[0] for test in tests):
-            extras.update(needed)
-    lists = [config["options"]["install_requires"]] + [config["options.extras_require"][one] for one in sorted(extras)]
-    found = [line.strip() for text in lists for line in text.splitlines()]
-    return [line for line in found if line and not line.startswith("#")], "espnet" in extras
+    lists = [config["options"]["install_requires"], *(config["options.extras_require"][extra] for extra in extras)]
+    lines = [line.strip() for text in lists for line in text.splitlines()]
+    return [line for line in lines if line and not line.startswith("#")]
 
 
-def install(python: str, folder: Path, asked: Asked, tests: Sequence[str]) -> dict[str, str]:
+def install(python: str, folder: Path, asked: Asked, extras: Sequence[str]) -> dict[str, str]:
     """Into the environment of ``python``. Returns the versions of everything that is there."""
 
     def pip(*arguments: str) -> str:
@@ -183,10 +186,9 @@ def install(python: str, folder: Path, asked: Asked, tests: Sequence[str]) -> di
     kept = [f"{name}=={version}" for name, version in there.items()]
     kept += [line for line in constraints if line[:1] not in ("", "#") and normal(line) not in there]
     (folder / "constraints.txt").write_text("\n".join(kept) + "\n")
-    wanted, with_espnet = requirements(tests)
-    wanted = ["setuptools", *(one for one in wanted if normal(one) not in there)]
+    wanted = ["setuptools", *(one for one in requirements(extras) if normal(one) not in there)]
     pip("install", "--quiet", "--constraint", str(folder / "constraints.txt"), *wanted)
-    if with_espnet:  # setup.cfg says why without what it asks for
+    if "espnet" in extras:  # setup.cfg says why without what it asks for
         pip(
             "install",
             "--quiet",
@@ -216,7 +218,7 @@ def row_of(asked: Asked, plan: Plan, folder: Path, options: Sequence[str]) -> Ro
     tests = asked.tests(plan)
     run([interpreter(asked.python), "-m", "venv", str(folder / "venv")], os.environ)
     python = str(folder / "venv" / "bin" / "python")
-    versions = install(python, folder, asked, tests)
+    versions = install(python, folder, asked, asked.extras(plan))
     libraries = [f"{name} {versions.get(name, '-')}" for name in asked.libraries()]
     if asked.device:
         libraries.append(gpu_of(python))

@@ -19,10 +19,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+
 from tests.faults.cases import play, shortfalls
 from tests.faults.injuries import FAULTS, Case
 from tests.faults.phases import PHASES
-from tests.scripts import server
 
 _BEGIN, _END = "<!-- measured: begin -->", "<!-- measured: end -->"
 
@@ -43,15 +43,12 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background has it ignored
     known = {_key(one["case"]) for one in read(options.results)}
     failed = 0
-    try:
-        for ranks in options.ranks:
-            for fault in options.fault:
-                for phase in options.phase:
-                    case = Case(phase, fault, ranks, options.timeout_sec, options.late_sec)
-                    if _is_played(case) and _key(asdict(case)) not in known:
-                        failed += not _play(case, options.results)
-    finally:
-        server().close()
+    for ranks in options.ranks:
+        for fault in options.fault:
+            for phase in options.phase:
+                case = Case(phase, fault, ranks, options.timeout_sec, options.late_sec)
+                if _is_played(case) and _key(asdict(case)) not in known:
+                    failed += not _play(case, options.results)
     return 1 if failed else 0
 
 

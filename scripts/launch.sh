@@ -7,13 +7,15 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=${DDPSTATS_VENV:-$root/.venv}
 if [[ $venv != /* ]]; then venv=$PWD/$venv; fi # `test` leaves this folder
 if [[ ${PYTHON:-} == [!/]*/* ]]; then PYTHON=$PWD/$PYTHON; fi
+libraries=(accelerate bench espnet lightning live mlflow ray tensorboard torcheval torchmetrics transformers wandb)
 export PIP_NO_INPUT=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 
 usage() {
   cat <<'TEXT'
 usage: scripts/launch.sh demo [ARGS]          wrong averages, then right ones (python -m ddpstats demo)
-       scripts/launch.sh test [PYTEST ARGS]   all tests, or those that the arguments name
-       scripts/launch.sh test --quick [...]   a sample of every part, in a minute (tests/quick.txt)
+       scripts/launch.sh test [PYTEST ARGS]   the tests that need torch alone and are quick, or those that paths name
+       scripts/launch.sh test --all [...]     also the slow ones, and those of other libraries, launchers and tools
+       scripts/launch.sh test --nightly [...] also whole corpora, two hosts, all faults, long runs: hours
        scripts/launch.sh compat [NAME==VERSION ...]
                                               a part of the tests with these versions of torch, Python or a library, in an
                                               environment of its own; a row of docs/compatibility.md (compat --help)
@@ -24,8 +26,8 @@ usage: scripts/launch.sh demo [ARGS]          wrong averages, then right ones (p
 
 Each first sets up what it needs. The active environment ($VIRTUAL_ENV, $CONDA_PREFIX, else python3) is used when it has
 torch 2.6 or newer; its torch is never changed, and only `test`, `bench` and `dev` add what they lack to it. Otherwise a
-virtual environment .venv is made in the repository, with the versions of constraints.txt. `test` with paths of tests
-installs only what those need (tests/libraries.txt).
+virtual environment .venv is made in the repository, with the versions of constraints.txt. `test` installs pytest and
+hypothesis beside torch; `test --all`, `bench` and `dev` install every library that the tests know.
 
   DDPSTATS_VENV=PATH  the virtual environment to make and use, also when the active one has torch
   PYTHON=PROGRAM      the Python to start from
@@ -207,53 +209,11 @@ set_up() { # EXTRAS...
   set_up_own "$@"
 }
 
-# The extras that the named tests need, by the table that the tests hold themselves to; all of the table's where no test
-# is named. Sets $extras.
-extras_for_tests() { # PYTEST ARGUMENTS...
-  local argument previous='' named=() path needed line
+# Whether one of the arguments is a path of tests.
+names_tests() { # PYTEST ARGUMENTS...
+  local argument
   for argument; do
-    path=${argument%%::*}
-    path=${path#"$root"/}
-    path=${path#./}
-    path=${path%/}
-    case $previous in
-      # pytest's options whose value is a path, and is no test to run
-      -c | --config-file | --rootdir | --confcutdir | --basetemp | --ignore | --ignore-glob | --deselect | --junit*xml) ;;
-      *)
-        if [[ $path != -* && -e $root/$path ]]; then
-          named+=("$path")
-        elif [[ $path == tests/* ]]; then
-          fail "there is no $path in $root" "name a test, or a folder of tests, as from the repository: tests/reduction/test_layout.py"
-        fi
-        ;;
-    esac
-    previous=$argument
-  done
-  extras=(testing)
-  while read -r path line; do
-    if [[ -z $path || $path == \#* ]] || ! is_among "$path" "${named[@]+"${named[@]}"}"; then continue; fi
-    for needed in $line; do
-      if [[ " ${extras[*]} " != *" $needed "* ]]; then extras+=("$needed"); fi
-    done
-  done <"$root/tests/libraries.txt"
-}
-
-# Sets $quick to the lines of the sample.
-sample_of_tests() {
-  local line
-  quick=()
-  while read -r line; do
-    if [[ -n $line && $line != \#* ]]; then quick+=("$line"); fi
-  done <"$root/tests/quick.txt"
-}
-
-# Whether a test's path is one of those named, or below one; where none is named, or one beside the tests, it is.
-is_among() { # PATH NAMED...
-  local path=$1 one
-  shift
-  (($# > 0)) || return 0
-  for one; do
-    if [[ $one != tests/* || $path == "$one" || $path == "$one"/* ]]; then return 0; fi
+    if [[ $argument != -* && -e $root/${argument%%::*} ]]; then return 0; fi
   done
   return 1
 }
@@ -306,22 +266,28 @@ case $verb in
     exec "$python" -m ddpstats demo "$@"
     ;;
   test)
-    # Four files at a time, also on two cores: some tests do nothing but wait for a timeout.
-    workers=(--numprocesses 4 --dist loadfile --no-loadscope-reorder) # in the order of tests/conftest.py
-    if [[ ${1:-} == --quick ]]; then
-      shift
-      sample_of_tests
-      set -- "${quick[@]}" "${workers[@]}" "$@"
-    fi
-    extras_for_tests "$@"
-    set_up "${extras[@]}"
+    # Four workers, also on two cores: some tests do nothing but wait for a timeout.
+    options=(--numprocesses 4 --dist worksteal)
+    case ${1:-} in
+      --all)
+        shift
+        set_up testing "${libraries[@]}"
+        ;;
+      --nightly)
+        shift
+        set_up testing "${libraries[@]}"
+        names_tests "$@" || options+=(tests benchmarks)
+        ;;
+      *)
+        set_up testing
+        if names_tests "$@"; then options=(); else options+=(-m "not slow and not library"); fi
+        ;;
+    esac
     cd "$root"
-    (($# > 0)) || set -- "${workers[@]}"
-    exec "$python" -m pytest "$@"
+    exec "$python" -m pytest "${options[@]+"${options[@]}"}" "$@"
     ;;
   bench)
-    extras_for_tests # what is measured is what is tested
-    set_up "${extras[@]}"
+    set_up testing "${libraries[@]}" # what is measured is what is tested
     exec "$python" "$root/scripts/bench.py" "$@"
     ;;
   compat)
@@ -335,8 +301,7 @@ case $verb in
       shift
       exec "$python" -m ddpstats "$@"
     fi
-    extras_for_tests
-    set_up "${extras[@]}" dev docs
+    set_up testing "${libraries[@]}" dev docs
     PATH=$("$python" -c 'import sysconfig; print(sysconfig.get_path("scripts"))'):$PATH
     exec "$@"
     ;;

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import scripts
+from tests import programs
 
 DOCS = Path(__file__).parents[1] / "docs"
 LIMIT_SEC = 150
@@ -44,9 +44,9 @@ def test_from_a_wrong_number_to_a_right_one(tmp_path: Path, monkeypatch: pytest.
     for program, (command, output), text in zip((broken, broken, repaired), shown, ("", error, ""), strict=True):
         train.write_text(program)
         verb, *arguments = shlex.split(command)
-        done = scripts.run([*PROGRAMS[verb], *arguments], timeout=LIMIT_SEC, cwd=tmp_path)
+        done = programs.run([*PROGRAMS[verb], *arguments], timeout=LIMIT_SEC, cwd=tmp_path)
         assert (done.returncode != 0) is bool(text), done.stdout + done.stderr
-        assert scripts.without_gloo(done.stdout) == output, done.stderr
+        assert programs.without_gloo(done.stdout) == output, done.stderr
         said = done.stderr.replace(f"{tmp_path}/", "")
         assert text in said, said
 
@@ -71,6 +71,6 @@ def test_the_notebook_runs_from_its_first_cell_to_its_last(tmp_path: Path) -> No
     cells = json.loads(notebook.read_text())["cells"]
     assert not any(cell.get("outputs") or cell.get("execution_count") for cell in cells), "save it without outputs"
     (tmp_path / "run_cells.py").write_text(RUN_CELLS)
-    done = scripts.run(["run_cells.py", str(notebook)], timeout=LIMIT_SEC, cwd=tmp_path)
+    done = programs.run(["run_cells.py", str(notebook)], timeout=LIMIT_SEC, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "hold different things under 'acc'" in done.stdout

@@ -1,6 +1,5 @@
 """scripts/launch.sh: what it says when it cannot go on, and ranks started for real."""
 
-import configparser
 import os
 import re
 import runpy
@@ -13,8 +12,7 @@ from pathlib import Path
 import pytest
 
 import ddpstats
-import tests.needs
-from tests.needs import ROOT, table
+from tests.needs import ROOT, needs
 
 LAUNCH = ROOT / "scripts" / "launch.sh"
 LIMIT_SEC = 120
@@ -72,7 +70,7 @@ case "$*" in
     case "$*" in *stdin*) cat >>"$PIP_LOG" ;; esac
     test -z "$PIP_SAYS" || cat "$PIP_SAYS"
     exit "$PIP_STATUS" ;;
-  "-m pytest"*) echo "pytest ran" ; exit 0 ;;
+  "-m pytest"*) echo "pytest ran: $*" ; exit 0 ;;
 esac
 exec {sys.executable} "$@"
 """
@@ -90,78 +88,53 @@ def venv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "venv"
 
 
-def set_up_for(venv: Path, *tests: str) -> set[str]:
-    """The extras that `test` sets up."""
-    done = launch("test", *tests, DDPSTATS_VENV=str(venv))
-    assert (done.returncode, done.stdout) == (0, "pytest ran\n"), done.stderr
-    return set((venv / "ddpstats-set-up").read_text().splitlines()[1:])
-
-
-EVERYTHING = {"testing", *(extra for extras in table().values() for extra in extras)}
+LIBRARIES = {
+    *("accelerate", "bench", "espnet", "lightning", "live", "mlflow", "ray"),
+    *("tensorboard", "torcheval", "torchmetrics", "transformers", "wandb"),
+}
+QUICK = " -m pytest --numprocesses 4 --dist worksteal -m not slow and not library"
 
 
 @pytest.mark.parametrize(
-    ("tests", "extras"),
+    ("arguments", "extras", "asked"),
     [
-        ([], EVERYTHING),
-        (["-x", "-k", "lightning"], EVERYTHING),
-        (["tests"], EVERYTHING),
-        (["tests/"], EVERYTHING),
-        (["README.md"], EVERYTHING),
-        (["--ignore", "tests/reduction/test_layout.py"], EVERYTHING),
-        (["tests/reduction/test_layout.py"], {"testing"}),
-        (["./tests/reduction/test_layout.py", "-x"], {"testing"}),
-        ([str(ROOT / "tests" / "reduction" / "test_layout.py")], {"testing"}),
-        (["-x", "tests/reduction/test_layout.py::test_that_is_one[a::b]"], {"testing"}),
-        (["-k", "wire and not espnet", "tests/reduction/test_layout.py", "tests/dump", "tests/sentinel"], {"testing"}),
-        (["tests/integrations/test_torchmetrics.py"], {"testing", "torchmetrics"}),
-        (["tests/integrations/test_lightning.py::test_x"], {"testing", "lightning", "torchmetrics"}),
-        (["tests/capture"], {"testing", "accelerate", "espnet", "lightning", "transformers"}),
-        (["tests/test_bench.py", "tests/integrations/test_loggers.py"], None),
+        ([], set(), QUICK),
+        (["-x", "-k", "layout"], set(), f"{QUICK} -x -k layout"),
+        (["tests/base", "-x"], set(), " -m pytest tests/base -x"),
+        (["tests/base/test_paths.py::test_x[a::b]"], set(), " -m pytest tests/base/test_paths.py::test_x[a::b]"),
+        (["--all", "-x"], LIBRARIES, " -m pytest --numprocesses 4 --dist worksteal -x"),
+        (["--nightly"], LIBRARIES, " -m pytest --numprocesses 4 --dist worksteal tests benchmarks"),
+        (["--nightly", "benchmarks"], LIBRARIES, " -m pytest --numprocesses 4 --dist worksteal benchmarks"),
     ],
     ids=lambda one: " ".join(one) if isinstance(one, list) else "",
 )
-def test_what_the_named_tests_need_is_set_up(venv: Path, tests: list[str], extras: set[str] | None) -> None:
-    if extras is None:
-        extras = {"testing", *(extra for one in tests for extra in table()[one])}
-    assert set_up_for(venv, *tests) == extras
+def test_tier_sets_up_its_libraries_and_selects_its_tests(
+    venv: Path, arguments: list[str], extras: set[str], asked: str
+) -> None:
+    done = launch("test", *arguments, DDPSTATS_VENV=str(venv))
+    assert (done.returncode, done.stdout) == (0, f"pytest ran:{asked}\n"), done.stderr
+    assert set((venv / "ddpstats-set-up").read_text().splitlines()[1:]) == {"testing", *extras}
 
 
-def test_the_sample_has_tests_of_every_room(venv: Path) -> None:
-    lines = (ROOT / "tests" / "quick.txt").read_text().splitlines()
-    sample = [line for line in lines if not line.startswith("#")]
-    rooms = {path.parent.name.lstrip("_") for path in (ROOT / "ddpstats").glob("*/__init__.py")}
-    assert rooms == {line.split("/")[1] for line in sample if line.count("/") == 2}
-    for path, _, name in (line.partition("::") for line in sample):
-        assert re.search(rf"^def {name or 'test_'}", (ROOT / path).read_text(), re.MULTILINE), (path, name)
-    assert set_up_for(venv, "--quick") == {"testing", "accelerate"}
-
-
-def test_set_ups_add_up_and_are_quiet_where_nothing_is_to_do(venv: Path) -> None:
-    log = venv.parent / "asked"
-    assert set_up_for(venv, "tests/reduction/test_layout.py") == {"testing"}
+def test_set_ups_add_up_and_print_nothing_when_nothing_is_missing(venv: Path) -> None:
+    log, stamp = venv.parent / "asked", venv / "ddpstats-set-up"
+    launch("test", DDPSTATS_VENV=str(venv))
     asked = log.read_text()
     assert "torch>=2.6\n" in asked
     assert "numpy\n" in asked
     assert "lightning" not in asked
-    again = launch("test", "tests/base/test_paths.py", DDPSTATS_VENV=str(venv))
+    again = launch("test", DDPSTATS_VENV=str(venv))
     assert (again.returncode, again.stderr, log.read_text()) == (0, "", asked)
-    assert set_up_for(venv, "tests/integrations/test_torcheval.py") == {"testing", "torcheval"}
+    launch("test", "--all", DDPSTATS_VENV=str(venv))
     assert "torcheval>=" in log.read_text()
     asked = log.read_text()
-    assert set_up_for(venv, "tests/reduction/test_layout.py") == {"testing", "torcheval"}
+    launch("test", DDPSTATS_VENV=str(venv))
     assert log.read_text() == asked
-    (venv / "ddpstats-set-up").write_text("another setup.cfg\ntesting\ntorcheval\n")
-    assert set_up_for(venv, "tests/reduction/test_layout.py") == {"testing"}
+    assert set(stamp.read_text().splitlines()[1:]) == {"testing", *LIBRARIES}
+    stamp.write_text("another setup.cfg\ntesting\ntorcheval\n")
+    launch("test", DDPSTATS_VENV=str(venv))
     assert log.read_text() != asked
-
-
-@pytest.mark.parametrize("path", ["tests/test_layuot.py", "tests/no_folder", "tests/test_layuot.py::test_x"])
-def test_a_test_that_is_not_there_is_told_before_anything_is_installed(venv: Path, path: str) -> None:
-    done = launch("test", path, DDPSTATS_VENV=str(venv))
-    assert done.returncode == 2
-    assert f"error: there is no {path.partition('::')[0]} in" in done.stderr
-    assert not (venv.parent / "asked").exists()
+    assert stamp.read_text().splitlines()[1:] == ["testing"]
 
 
 def test_set_up_says_what_it_does_and_how_to_go_on(venv: Path) -> None:
@@ -189,26 +162,10 @@ def test_the_command_without_the_development_tools(venv: Path) -> None:
     assert (venv / "ddpstats-set-up").read_text().splitlines()[1:] == [""]  # no extra
 
 
-def test_the_table_has_files_and_extras_that_are_there() -> None:
-    known = configparser.RawConfigParser()
-    known.read(ROOT / "setup.cfg")
-    for path, extras in table().items():
-        assert (ROOT / path).is_file(), path
-        assert extras == sorted(set(extras)), path
-        assert set(extras) <= set(known["options.extras_require"]), path
-
-
-def test_a_test_skips_with_the_command_and_not_where_nothing_may_be_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(vars(tests.needs), "table", lambda: {"tests/test_launch.py": ["no_such_library"]})
-    monkeypatch.delenv(tests.needs.SKIP_NOTHING, raising=False)
-    command = "no no_such_library here: `scripts/launch.sh test tests/test_launch.py` installs it"
+def test_needs_skips_with_the_command_that_installs_the_library() -> None:
+    command = "no no_such_library here: `scripts/launch.sh test --all` installs it"
     with pytest.raises(pytest.skip.Exception, match=re.escape(command)):
-        tests.needs.needs("no_such_library")
-    monkeypatch.setenv(tests.needs.SKIP_NOTHING, "1")
-    with pytest.raises(pytest.fail.Exception, match=re.escape(command)):
-        tests.needs.needs("no_such_library")
-    with pytest.raises(AssertionError, match=r"tests/test_launch\.py needs another: tests/libraries\.txt has to say"):
-        tests.needs.needs("another")
+        needs("no_such_library")
 
 
 def test_progress_names_large_downloads_and_gives_signs_of_life() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ddpstats import cli
-from tests import scripts
+from tests import programs
 from tests.needs import needs
 
 ROOT = Path(__file__).parents[1]
@@ -192,7 +192,7 @@ def test_a_block_runs_as_one_script(block: str, tmp_path: Path) -> None:
     script.write_text(block)
     # pytest finds the plugin by itself where the package is installed, and not where it is only on PYTHONPATH
     plugins = {"PYTEST_PLUGINS": "ddpstats.testing.pytest_plugin"}
-    done = scripts.run([str(script)], timeout=LIMIT_SEC, cwd=tmp_path, **plugins)
+    done = programs.run([str(script)], timeout=LIMIT_SEC, cwd=tmp_path, environ=plugins)
     assert done.returncode == 0, done.stdout + done.stderr
     assert printed in done.stdout, done.stdout + done.stderr
 

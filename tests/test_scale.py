@@ -13,7 +13,7 @@ import pytest
 
 from ddpstats._agreement import agreement
 from ddpstats._transport.store import shared_poll
-from tests import scripts
+from tests import programs
 from tests.needs import needs
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
@@ -104,7 +104,7 @@ def test_the_script_counts_measures_and_draws(tmp_path: Path) -> None:
     needs("matplotlib")
     written, drawn = tmp_path / "scale.json", tmp_path / "scale.png"
     command = [str(SCRIPTS / "scale.py"), "--ranks", "8", "--real", "2", "--json", str(written), "--png", str(drawn)]
-    done = scripts.run(command, timeout=200)
+    done = programs.run(command, timeout=200)
     assert done.returncode == 0, done.stderr
     for row in ("guard, verdict", "2 in a grid", "a call in one ring, ms", "a call in the grid, ms"):
         assert row in done.stdout

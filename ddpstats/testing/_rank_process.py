@@ -1,8 +1,6 @@
-"""One rank's process, seen from the parent: start, send, read what came, kill, and leave nothing behind.
+"""One rank's process, seen from the parent: start it, send to it, read its answers, kill it, and leave nothing behind.
 
-Plain `subprocess`, not `multiprocessing`: the latter's spawn start leaves a resource_tracker process with the parent,
-runs the user's `__main__` again, and has no place for a rank's stderr. The two files of a rank (stderr, stacks) have no
-name in the file system, so that even a parent killed by SIGKILL leaves none.
+The two files of a rank (stderr, stacks) have no name in the file system: a parent killed by SIGKILL leaves none.
 """
 
 from __future__ import annotations
@@ -15,12 +13,11 @@ import subprocess
 import sys
 import tempfile
 import time
-import weakref
 from collections.abc import Mapping
 from typing import IO
 
-from ddpstats.testing._rank_main import RankSpec
-from ddpstats.testing._rank_server import Forked, RankServer, ServerGone
+from ddpstats.testing import _rank_main
+from ddpstats.testing._forkserver import fork
 from ddpstats.testing._rank_wire import END, FrameReader, send_frame
 
 _TAIL_BYTES = 8000
@@ -41,36 +38,19 @@ class RankProcess:
             resources.enter_context(self._control)
             self._stderr = resources.enter_context(tempfile.TemporaryFile())
             self._stack = resources.enter_context(tempfile.TemporaryFile())
-            life_fd, life_write_fd = os.pipe()
-            self._life = resources.enter_context(open(life_write_fd, "wb", buffering=0))
-            spec = RankSpec(rank, world_size, store_port, theirs.fileno(), life_fd, self._stack.fileno())
             try:
-                self._popen = self._start(spec, rank_environ(spec, env))
+                self._process = fork(
+                    _rank_main.main,
+                    *(rank, world_size, store_port),
+                    environ=rank_environ(rank, world_size, store_port, env),
+                    stdout=1,
+                    stderr=self._stderr.fileno(),
+                    control_fd=theirs.fileno(),
+                    stack_fd=self._stack.fileno(),
+                )
             finally:
                 theirs.close()
-                os.close(life_fd)
             self._resources = resources.pop_all()
-        _started.add(self)
-
-    def _start(self, spec: RankSpec, environ: dict[str, str]) -> subprocess.Popen[bytes] | Forked:
-        server = RankServer.current
-        if server is not None and server.serves(environ):
-            fds = (spec.control_fd, spec.life_fd, spec.stack_fd)
-            with contextlib.suppress(ServerGone):
-                return server.start(spec[:3], environ, self._stderr.fileno(), fds)
-        return subprocess.Popen(
-            [sys.executable, "-c", _bootstrap(spec)],
-            env=environ,
-            stdin=subprocess.DEVNULL,
-            stderr=self._stderr,
-            pass_fds=(spec.control_fd, spec.life_fd, spec.stack_fd),
-            start_new_session=True,
-        )
-
-    def disown(self) -> None:
-        """In a forked copy of the parent: let go of what tells the rank that its parent lives."""
-        self._life.close()
-        self._control.close()
 
     def fileno(self) -> int:
         """For `select`: readable when something came or the rank is gone."""
@@ -79,7 +59,7 @@ class RankProcess:
     @property
     def exit_code(self) -> int | None:
         """The exit code once the process was seen to end; negative for a signal."""
-        return self._popen.returncode
+        return self._process.returncode
 
     @property
     def frame(self) -> bytes | None:
@@ -124,7 +104,7 @@ class RankProcess:
     def ask_for_stack(self) -> None:
         """Have faulthandler write every thread's stack. Only for a rank that has said "ready"."""
         if not self._has_exited():
-            os.kill(self._popen.pid, signal.SIGUSR1)
+            os.kill(self._process.pid, signal.SIGUSR1)
 
     def stack_bytes(self) -> int:
         """How much of the stack is written by now."""
@@ -146,7 +126,7 @@ class RankProcess:
     def wait(self, deadline: float) -> None:
         """Give the rank until `deadline` (monotonic seconds) to end by itself."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._popen.wait(max(deadline - time.monotonic(), 0))
+            self._process.wait(max(deadline - time.monotonic(), 0))
             self._kill_group()
 
     def wait_for_death(self) -> None:
@@ -160,7 +140,7 @@ class RankProcess:
 
     def reap(self) -> None:
         """Wait for a killed rank."""
-        self._popen.wait()
+        self._process.wait()
 
     def release(self) -> None:
         """Close the socket, the pipe and the files. The process must have been reaped."""
@@ -168,9 +148,9 @@ class RankProcess:
 
     def _has_exited(self) -> bool:
         """Whether the process has ended; its own children are killed the moment that is first seen."""
-        if self._popen.returncode is not None:
+        if self._process.returncode is not None:
             return True
-        if self._popen.poll() is None:
+        if self._process.poll() is None:
             return False
         # The number is ours no longer, but process ids are handed out in turn: it is not reused this instant, and
         # as long as a child of the rank is left the kernel does not reuse it at all.
@@ -179,48 +159,26 @@ class RankProcess:
 
     def _kill_group(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._popen.pid, signal.SIGKILL)
+            os.killpg(self._process.pid, signal.SIGKILL)
 
 
-# A copy of the parent, as multiprocessing's fork makes it, must not keep the ranks alive when the parent is gone.
-_started: weakref.WeakSet[RankProcess] = weakref.WeakSet()
-
-
-def _disown_all() -> None:
-    for process in _started:
-        process.disown()
-
-
-os.register_at_fork(after_in_child=_disown_all)
-
-
-def rank_environ(spec: RankSpec, env: Mapping[str, str]) -> dict[str, str]:
-    """The parent's environment, what torchrun would set, and on top of both the caller's own `env`."""
+def rank_environ(rank: int, world_size: int, store_port: int, env: Mapping[str, str]) -> dict[str, str]:
+    """Return this process's environment, with what torchrun would set for the rank, and with ``env`` on top of both."""
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     return {
         **os.environ,
-        "RANK": str(spec.rank),
-        "LOCAL_RANK": str(spec.rank),
-        "WORLD_SIZE": str(spec.world_size),
-        "LOCAL_WORLD_SIZE": str(spec.world_size),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(spec.store_port),
-        # The store's server is ours: a second `init_process_group` by env:// connects to it, as under torchrun.
+        "MASTER_PORT": str(store_port),
+        # The parent serves the store: a second `init_process_group` by env:// connects to it, as under torchrun.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": loopback,
         **env,
     }
-
-
-def _bootstrap(spec: RankSpec) -> str:
-    # sys.path is handed on before the first import, so that the function's module is found as it is found here.
-    paths = [os.path.abspath(path) for path in sys.path]
-    return (
-        f"import sys; sys.path[:] = {paths!r}\n"
-        "from ddpstats.testing._rank_main import RankSpec, main\n"
-        f"main(RankSpec{tuple(spec)!r})"
-    )
 
 
 def _size_bytes(file: IO[bytes]) -> int:

@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in __all__
 
+from ddpstats.testing._forkserver import START_TIMEOUT_SEC
 from ddpstats.testing._rank_outcomes import RankDied, RankNotRun, RankOutcome, RankOutcomes, RankTimedOut
 from ddpstats.testing._rank_process import RankProcess
-from ddpstats.testing._rank_server import START_TIMEOUT_SEC
 from ddpstats.testing._rank_wire import GroupState, Reply, outcome_of
 
 _STOP_GRACE_SEC = 5.0

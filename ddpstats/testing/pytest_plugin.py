@@ -86,7 +86,6 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         world_size, timeout_sec = _asked(*mark.args, **mark.kwargs)
     except TypeError as error:
         _fail(f"@pytest.mark.ranks: {str(error).replace('_asked()', 'ranks(n, timeout=60)')}")
-    _start_server(pyfuncitem.config)
     _run(pyfuncitem, world_size, timeout_sec)
     return True
 
@@ -99,22 +98,12 @@ def _asked(n: int, *, timeout: float = _TIMEOUT_SEC) -> tuple[int, float]:
     return n, timeout
 
 
-def _start_server(config: pytest.Config) -> None:
-    """For the rest of the session, unless there is one: a rank that is forked from it need not import torch."""
-    from ddpstats.testing._rank_main import RankSpec
-    from ddpstats.testing._rank_process import rank_environ
-    from ddpstats.testing._rank_server import RankServer
-
-    if RankServer.current is None:
-        server = contextlib.ExitStack()
-        server.enter_context(RankServer(rank_environ(RankSpec(0, 1, 0, 0, 0, 0), {}), _PRELOADED))
-        config.add_cleanup(server.close)
-
-
 def _run(item: pytest.Function, world_size: int, timeout_sec: float) -> None:
+    from ddpstats.testing._forkserver import preload
     from ddpstats.testing._rank_test import RankTest, run_test
     from ddpstats.testing._ranks import run_ranks
 
+    preload(_PRELOADED)
     guard = item.get_closest_marker("collective_guard")
     test = RankTest(
         module=item.module.__name__,

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ddpstats._rerun.random_state import RandomState
-from tests import scripts
+from tests import programs
 from tests.capture import making, replay_models
 from tests.capture.making import MODELS, captured
 from tests.capture.replay_models import small, toy
@@ -120,7 +120,7 @@ def test_a_bundle_that_was_written_without_numpy(
 
 
 def _with_numpy(*args: str) -> tuple[int, str, str]:
-    done = scripts.run(args, timeout=120)
+    done = programs.run(args, timeout=120)
     return done.returncode, done.stdout, done.stderr
 
 

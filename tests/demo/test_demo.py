@@ -19,7 +19,7 @@ import pytest
 
 from ddpstats.demo import demo as demo_module, report as report_module
 from ddpstats.demo.report import Collectives, RankReport
-from tests.scripts import python, without_gloo
+from tests.programs import without_gloo
 
 LIMIT_SEC = 180
 TRUE = {"l1_loss[0]": 0.0505, "l1_loss[1]": 0.023, "snr_loss[0]": -1.572, "snr_loss[1]": -2.468, "snr_loss[2]": -2.041}
@@ -172,7 +172,7 @@ def finish(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
 
 
 def demo(start: Start, *args: str, **settings: str) -> subprocess.CompletedProcess[str]:
-    return finish(start(python(), "-m", "ddpstats", "demo", *args, **{"OMP_NUM_THREADS": "1", **settings}))
+    return finish(start(sys.executable, "-m", "ddpstats", "demo", *args, **{"OMP_NUM_THREADS": "1", **settings}))
 
 
 def test_two_ranks(start: Start) -> None:

@@ -15,7 +15,7 @@ from ddpstats import cli
 from ddpstats.doctor import facts, ranks
 from ddpstats.doctor.report import CLOCK, UNCONNECTED, Told, as_json, as_text, compared
 from ddpstats.testing import PerRank, RankDied, run_ranks
-from tests import scripts
+from tests import programs
 from tests.doctor.doctor_runs import Ended, doctor, doctor_without_rank_1
 
 LIMIT_SEC = 240.0
@@ -139,7 +139,7 @@ def test_a_directory_that_cannot_be_looked_into_is_told(tmp_path: Path, monkeypa
 
 def test_equal_ranks_under_torchrun(tmp_path: Path) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "ddpstats", "doctor"]
-    done = scripts.run([*torchrun, "--no-libraries"], timeout=LIMIT_SEC, cwd=tmp_path)
+    done = programs.run([*torchrun, "--no-libraries"], timeout=LIMIT_SEC, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("2 ranks. ")
     assert done.stdout.endswith("\nNothing differs.\n")
@@ -232,7 +232,7 @@ def test_rank_0_cannot_write_into_a_directory(
     if there_is is not None:
         (tmp_path / there_is).mkdir()
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "tests.doctor.doctor_runs"]
-    done = scripts.run([*torchrun, f"/proc/self/cwd/{directory}", "/proc", str(tmp_path)], timeout=LIMIT_SEC)
+    done = programs.run([*torchrun, f"/proc/self/cwd/{directory}", "/proc", str(tmp_path)], timeout=LIMIT_SEC)
     assert done.returncode == 1, done.stderr
     shown = json.loads(done.stdout)
     assert [name.partition(": ")[2] for name in shown["differences"]] == differences

@@ -10,13 +10,13 @@ import pytest
 
 from ddpstats import cli
 from examples import attention_mask, memory_stomp
-from tests import scripts
+from tests import programs
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def run_example(name: str, *arguments: str) -> str:
-    done = scripts.run([str(ROOT / "examples" / name), *arguments], timeout=120)
+    done = programs.run([str(ROOT / "examples" / name), *arguments], timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -13,7 +13,7 @@ import pytest
 from ddpstats.cli import main
 from ddpstats.dump.format._files import open_rank
 from ddpstats.testing import run_ranks
-from tests import scripts
+from tests import programs
 from tests.capabilities import shards_on_cpu
 from tests.dump import collect_runs as runs
 from tests.dump.collecting import data
@@ -81,7 +81,7 @@ def test_collectives_are_among_the_entries(trained: Trained, kind: str) -> None:
 
 
 def ended(how: str, path: Path) -> subprocess.CompletedProcess[str]:
-    return scripts.run(["-m", "tests.dump.collect_runs", how, str(path)], timeout=100)
+    return programs.run(["-m", "tests.dump.collect_runs", how, str(path)], timeout=100)
 
 
 def test_a_killed_process_leaves_what_it_had_collected(tmp_path: Path) -> None:

@@ -11,9 +11,7 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -25,12 +23,11 @@ from typing import Any
 from ddpstats.capture._bundle import Bundle
 from ddpstats.dump.format._files import open_rank
 from ddpstats.errors import BundleError, DumpError
-from ddpstats.testing._rank_main import RankSpec
 from ddpstats.testing._rank_process import rank_environ
 from ddpstats.testing._rank_team import serve_store
 from tests.faults.injuries import FAULTS, Case, small_disk
 from tests.faults.phases import PHASES
-from tests.scripts import python
+from tests.programs import Program, reserved_port
 
 SLACK_SEC = 5.0
 _START_SEC = 120.0
@@ -85,43 +82,30 @@ def play(case: Case) -> Seen:
         )
 
 
-def _started(case: Case, directory: Path, stack: contextlib.ExitStack) -> list[subprocess.Popen[str]]:
+def _started(case: Case, directory: Path, stack: contextlib.ExitStack) -> list[Program]:
     store = None if FAULTS[case.fault].serves else serve_store()
     stack.callback(lambda: store)  # which serves until then
-    port = _free_port() if store is None else store.port
-    command = [python(), "-m", "tests.faults.rank", json.dumps(asdict(case))]
-    processes = []
+    port = stack.enter_context(reserved_port()) if store is None else store.port
+    command = ["-m", "tests.faults.rank", json.dumps(asdict(case))]
+    programs = []
     for rank in range(case.ranks):
-        environ = rank_environ(RankSpec(rank, case.ranks, port, 0, 0, 0), {"TORCH_CPP_LOG_LEVEL": "FATAL"})
-        environ["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, sys.path))
+        environ = rank_environ(rank, case.ranks, port, {"TORCH_CPP_LOG_LEVEL": "FATAL"})
         if store is None:
             environ.pop("TORCHELASTIC_USE_AGENT_STORE")
-        own = [*command, str(rank), str(port), str(directory)]
-        processes.append(subprocess.Popen(own, stdout=-1, stderr=-1, text=True, env=environ))
-    stack.callback(_kill, processes)
-    return processes
+        program = Program([*command, str(rank), str(port), str(directory)], environ)
+        programs.append(stack.enter_context(program))
+    return programs
 
 
-def _kill(processes: list[subprocess.Popen[str]]) -> None:
-    for process in processes:
-        process.kill()
-        process.wait(10)
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
-
-
-def _ended(process: subprocess.Popen[str]) -> tuple[dict[str, Any] | None, tuple[int, float], str]:
+def _ended(program: Program) -> tuple[dict[str, Any] | None, tuple[int, float], str]:
     try:
-        out, err = process.communicate(timeout=_START_SEC)
+        status = program.wait(_START_SEC)
     except subprocess.TimeoutExpired:
-        process.kill()
-        out, err = process.communicate()
-    at, lines = time.monotonic(), out.splitlines()
+        os.kill(program.pid, signal.SIGKILL)
+        status = program.wait()
+    at, lines = time.monotonic(), program.output().splitlines()
     found = json.loads(lines[-1]) if lines and lines[-1].startswith("{") else None
-    return found, (process.returncode, at - found["ended"] if found else 0.0), err
+    return found, (status, at - found["ended"] if found else 0.0), program.errors()
 
 
 def _go_on_later(case: Case, directory: Path) -> None:

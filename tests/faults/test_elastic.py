@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from ddpstats.testing import run_ranks
-from tests import scripts
+from tests import programs
 from tests.faults import elastic_runs as runs
 
 LIMIT_SEC = 200.0
@@ -19,7 +19,9 @@ def test_torchrun_restarts_a_job_whose_rank_died(tmp_path: Path) -> None:
     """
     program = str(Path(__file__).with_name("restarted.py"))
     run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
-    done = scripts.run([*run, program, str(tmp_path), "forgets"], timeout=LIMIT_SEC, TORCH_CPP_LOG_LEVEL="FATAL")
+    done = programs.run(
+        [*run, program, str(tmp_path), "forgets"], timeout=LIMIT_SEC, environ={"TORCH_CPP_LOG_LEVEL": "FATAL"}
+    )
     told = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
     assert told["0.0"]["verdicts"] == [[1], [1]], done.stderr
     assert done.returncode == 0, (told, done.stderr)

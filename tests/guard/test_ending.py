@@ -6,6 +6,7 @@ import re
 import subprocess
 import textwrap
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,8 @@ from ddpstats.guard._records import read_records
 from ddpstats.guard._spoken import read, words_of
 from ddpstats.guard._summary import Tally, last_line
 from ddpstats.guard._telling import was_told
-from tests import scripts
-from tests.guard.programs import COMMAND, LIMIT_SEC, Ended, Run, alone, by_torchrun, forked, of_torchrun
-from tests.warm_python import ENDS_WHOLE
+from tests import programs
+from tests.programs import LIMIT_SEC, Ended, alone, by_torchrun, of_torchrun, on_ranks
 
 HEAD = """
     import sys
@@ -88,22 +88,23 @@ def train(tmp_path: Path) -> Any:
     return write
 
 
-@pytest.fixture(autouse=True)
-def ends_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These programs are about their ends."""
-    monkeypatch.setenv(ENDS_WHOLE, "1")
-
-
 @pytest.mark.parametrize(
     ("run", "how", "status"),
     [
         *((by_torchrun, "nothing more", 1), (by_torchrun, "exit 3", 3), (by_torchrun, "raise on rank 1", 1)),
-        *((forked, "nothing more", 1), (forked, "destroy", 1), (forked, "destroy, imported before", 1)),
-        *((forked, "destroy in finally", 1), (forked, "caught", 1), (forked, "at exit", 1), (forked, "exit 0", 1)),
-        *((forked, "exit 3", 3), (forked, "raise", 1), (forked, "raise on rank 1", 1)),
+        *((on_ranks, "nothing more", 1), (on_ranks, "destroy", 1), (on_ranks, "destroy, imported before", 1)),
+        *(
+            (on_ranks, "destroy in finally", 1),
+            (on_ranks, "caught", 1),
+            (on_ranks, "at exit", 1),
+            (on_ranks, "exit 0", 1),
+        ),
+        *((on_ranks, "exit 3", 3), (on_ranks, "raise", 1), (on_ranks, "raise on rank 1", 1)),
     ],
 )
-def test_a_mismatch_that_is_left_at_the_end_is_found(train: Any, run: Run, how: str, status: int) -> None:
+def test_a_mismatch_that_is_left_at_the_end_is_found(
+    train: Any, run: Callable[..., Ended], how: str, status: int
+) -> None:
     imported = "from torch.distributed import destroy_process_group as destroy\n"
     done = run(train(imported, HEAD, FAULTY, ENDS), how, DDPSTATS_GUARD="step")
     assert set(done.statuses) == {status}, done.stderr
@@ -165,7 +166,7 @@ def test_run_does_not_tell_again_what_a_rank_has_told(train: Any) -> None:
 
 @pytest.mark.parametrize("end", [ENDS, RECORDED])
 def test_a_rank_of_run_tells_it_once_and_says_so(train: Any, tmp_path: Path, end: str) -> None:
-    done = forked(COMMAND, "run", "--guard", "step", train(HEAD, FAULTY, end), "destroy")
+    done = on_ranks("-m", "ddpstats", "run", "--guard", "step", train(HEAD, FAULTY, end), "destroy")
     assert set(done.statuses) == {1}
     _is_told_once(done)
     (tmp_path / "failure").write_text(done.failure)
@@ -180,7 +181,7 @@ BY_HAND = """
 
 @pytest.mark.parametrize("mode", ["step", "strict"])
 def test_names_given_by_hand_that_differ(train: Any, mode: str) -> None:
-    done = forked(train(HEAD, BY_HAND, ENDS), "destroy", DDPSTATS_GUARD=mode)
+    done = on_ranks(train(HEAD, BY_HAND, ENDS), "destroy", DDPSTATS_GUARD=mode)
     assert set(done.statuses) == {1}
     assert "all_reduce(float32[], sum) 'snr'" in done.stderr
     assert "ddpstats.label() gave these names: give the same one on all ranks" in done.stderr, done.stderr
@@ -190,12 +191,12 @@ def test_names_given_by_hand_that_differ(train: Any, mode: str) -> None:
 @pytest.mark.parametrize(
     ("run", "how"),
     [
-        *((by_torchrun, "nothing more"), (by_torchrun, "destroy on rank 0"), (forked, "nothing more")),
-        *((forked, "destroy"), (forked, "exit 0"), (forked, "a moment later"), (forked, "destroy on rank 0")),
-        *((forked, "os._exit on rank 1"), (forked, "thread")),
+        *((by_torchrun, "nothing more"), (by_torchrun, "destroy on rank 0"), (on_ranks, "nothing more")),
+        *((on_ranks, "destroy"), (on_ranks, "exit 0"), (on_ranks, "a moment later"), (on_ranks, "destroy on rank 0")),
+        *((on_ranks, "os._exit on rank 1"), (on_ranks, "thread")),
     ],
 )
-def test_a_legal_program_ends_as_it_would(train: Any, run: Run, how: str) -> None:
+def test_a_legal_program_ends_as_it_would(train: Any, run: Callable[..., Ended], how: str) -> None:
     logged = "import logging\nlogging.basicConfig(level=logging.INFO)\n"
     done = run(train(logged, HEAD, LEGAL, ENDS), how, DDPSTATS_GUARD="step")
     assert not any(done.statuses), done.stderr
@@ -231,10 +232,10 @@ SIZES = """
     ("run", "how"),
     [
         *((by_torchrun, "blocking"), (by_torchrun, "at the same moment")),
-        *((forked, "blocking"), (forked, "async"), (forked, "at the same moment"), (forked, "message")),
+        *((on_ranks, "blocking"), (on_ranks, "async"), (on_ranks, "at the same moment"), (on_ranks, "message")),
     ],
 )
-def test_where_sizes_differ_both_calls_are_named(train: Any, run: Run, how: str) -> None:
+def test_where_sizes_differ_both_calls_are_named(train: Any, run: Callable[..., Ended], how: str) -> None:
     """Without the guard gloo aborts a process, and the other one knows only that it is gone."""
     done = run(train(HEAD, SIZES), how, DDPSTATS_GUARD="step")
     assert 1 in done.statuses or run is by_torchrun  # which ends the others as soon as the first has failed
@@ -300,7 +301,7 @@ IN_A_THREAD = """
 def test_an_error_in_a_thread_that_nobody_looks_at_ends_the_program_with_status_1(
     train: Any, how: str, status: int
 ) -> None:
-    done = forked(train(HEAD, IN_A_THREAD), how, DDPSTATS_GUARD="strict")
+    done = on_ranks(train(HEAD, IN_A_THREAD), how, DDPSTATS_GUARD="strict")
     assert done.statuses == [status, status], done.stderr
     assert ("the loss" in done.stdout) == (how != "asked, and left to end the program")
     assert done.stdout.count("handled\n") == (0 if status else 2)
@@ -311,7 +312,7 @@ def test_an_error_in_a_thread_that_nobody_looks_at_ends_the_program_with_status_
 @pytest.mark.parametrize("mode", ["step", "record"])
 def test_a_guard_that_compared_nothing_says_so(train: Any, tmp_path: Path, mode: str) -> None:
     directory = str(tmp_path / "records")
-    done = forked(train(HEAD, LEGAL), "", ranks=1, DDPSTATS_GUARD=mode, DDPSTATS_RECORD_DIR=directory)
+    done = on_ranks(train(HEAD, LEGAL), "", ranks=1, DDPSTATS_GUARD=mode, DDPSTATS_RECORD_DIR=directory)
     assert done.statuses == [0]
     why = "the program runs on one rank" if mode == "step" else "mode 'record' compares nothing while it runs"
     assert f"5 collectives seen, nothing was compared: {why}" in done.stderr
@@ -364,7 +365,7 @@ def test_a_command_of_ours_compares_nothing_and_need_not_say_so(rank: dict[str, 
 
 
 def ddpstats(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
-    return scripts.run(["-m", "ddpstats", *args], timeout=LIMIT_SEC, **env)
+    return programs.run(["-m", "ddpstats", *args], timeout=LIMIT_SEC, environ=env)
 
 
 @pytest.mark.parametrize("more", [(), ("--nproc", "2")])
@@ -479,7 +480,7 @@ def test_the_last_line() -> None:
 
 def test_a_record_says_how_the_program_ended(train: Any, tmp_path: Path) -> None:
     directory = str(tmp_path / "records")
-    forked(train(HEAD, LEGAL, ENDS), "raise", ranks=1, DDPSTATS_GUARD="record", DDPSTATS_RECORD_DIR=directory)
+    on_ranks(train(HEAD, LEGAL, ENDS), "raise", ranks=1, DDPSTATS_GUARD="record", DDPSTATS_RECORD_DIR=directory)
     (record,) = read_records(directory)
     assert record.end is not None
     assert record.end["end"] == "ValueError"

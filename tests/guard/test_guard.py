@@ -42,7 +42,7 @@ from ddpstats.guard._store_notes import NOTES_KEPT, Note, Overrun
 from ddpstats.guard._verdicts import Verdicts
 from ddpstats.testing import RankPool, run_ranks
 from tests.guard import runs
-from tests.scripts import without_gloo
+from tests.programs import without_gloo
 
 
 @pytest.mark.parametrize("mode", ["strict", "step"])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import scripts
+from tests import programs
 from tests.needs import needs
 
 TORCHMETRICS = """
@@ -106,7 +106,7 @@ def test_no_false_alarm(library: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(PROGRAMS[library]))
     command = ["-m", "ddpstats", "run", "--nproc", "2", "--guard", "strict", str(script), str(tmp_path)]
-    done = scripts.run(command, timeout=150, TQDM_DISABLE="1")
+    done = programs.run(command, timeout=150, environ={"TQDM_DISABLE": "1"})
     assert (done.returncode, done.stdout.count("done")) == (0, 2), done.stderr[-3000:]
     # neither our logger nor our error; the bare name may be part of a path
     assert "ddpstats." not in done.stderr, done.stderr[-3000:]

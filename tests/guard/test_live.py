@@ -27,9 +27,10 @@ from ddpstats.guard._live import lines_of, picture_of
 from ddpstats.guard._live_notes import LiveNotes, RankNow, read_notes
 from ddpstats.guard._screen import Screen, run_watched
 from ddpstats.testing import RankPool
-from tests import scripts
+from tests import programs
 from tests.guard import live_runs, runs
 from tests.needs import needs
+from tests.programs import Program
 
 LIMIT_SEC = 150
 SUM = Signature("all_reduce", "sum", None, ((),), ("float32",))
@@ -143,7 +144,7 @@ except KeyboardInterrupt:
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, signal.SIGTERM), (signal.SIGINT, 130)])
 def test_a_signal_to_the_launcher_alone_ends_the_program(number: int, status: int, tmp_path: Path) -> None:
     program = [str(tmp_path), sys.executable, "-c", SIGNALS_ITS_PARENT, str(int(number))]
-    assert scripts.run(["-c", ENDS_WITH_ITS_PROGRAM, *program], timeout=LIMIT_SEC).returncode == status
+    assert programs.run(["-c", ENDS_WITH_ITS_PROGRAM, *program], timeout=LIMIT_SEC).returncode == status
 
 
 def test_notes_that_cannot_be_made_leave_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,33 +262,26 @@ STOPPED = """
 def test_a_program_is_watched_to_its_end(tmp_path: Path) -> None:
     (tmp_path / "scratch").mkdir()
     (tmp_path / "train.py").write_text(textwrap.dedent(STOPPED))
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path / "scratch")}
     command = ["-m", "ddpstats", "run", "--nproc", "2", "--watch", str(tmp_path / "train.py")]
-    out, err = tmp_path / "out", tmp_path / "err"
-    with out.open("w") as stdout, err.open("w") as stderr:
-        process = scripts.start(command, environ, stdout, stderr)
-    try:
-        _until(lambda: "rank 0 waits for rank 1" in err.read_text(), err)
-        os.kill(int(out.read_text().split()[1]), signal.SIGCONT)
-        assert process.wait(LIMIT_SEC) != 0
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    told = [line.partition("ddpstats watch: ")[2] for line in err.read_text().splitlines()]
+    with Program(command, {**os.environ, "TMPDIR": str(tmp_path / "scratch")}) as program:
+        _until(lambda: "rank 0 waits for rank 1" in program.errors(), program)
+        os.kill(int(program.output().split()[1]), signal.SIGCONT)
+        done = program.finish()
+    assert done.returncode != 0
+    told = [line.partition("ddpstats watch: ")[2] for line in done.stderr.splitlines()]
     at = next(number for number, line in enumerate(told) if "rank 0 waits for rank 1" in line)
     assert "step 1" in told[at]
     assert re.search(r"waits for \d+ s: number 2, all_reduce\(float32\[1\], sum\), at .*train.py:14", told[at + 1])
     assert re.search(r"1 behind, stopped .*: number 1, all_reduce\(float32\[1\], sum\) 'loss', at", told[at + 2])
     assert any("ALARM: the ranks of the default group" in line for line in told)
-    assert "CollectiveMismatch" in err.read_text()
+    assert "CollectiveMismatch" in done.stderr
     assert not list((tmp_path / "scratch").glob("ddpstats-run-*"))
 
 
-def _until(is_so: Callable[[], bool], file: Path) -> None:
+def _until(is_so: Callable[[], bool], program: Program) -> None:
     deadline = time.monotonic() + LIMIT_SEC
     while not is_so():
-        assert time.monotonic() < deadline, file.read_text()
+        assert time.monotonic() < deadline, program.errors()
         time.sleep(0.1)
 
 

@@ -11,14 +11,14 @@ import pytest
 
 from ddpstats.guard._records import read_records
 from ddpstats.testing import RankPool
-from tests import scripts
+from tests import programs
 from tests.guard import recording_runs
 
 LIMIT_SEC = 120
 
 
 def ddpstats(*args: str) -> subprocess.CompletedProcess[str]:
-    return scripts.run(["-m", "ddpstats", *args], timeout=LIMIT_SEC)
+    return programs.run(["-m", "ddpstats", *args], timeout=LIMIT_SEC)
 
 
 REDUCES = """
@@ -69,7 +69,7 @@ EARLY = """
 
 
 def test_what_was_found_before_there_was_a_process_group_is_in_the_record(tmp_path: Path) -> None:
-    done = scripts.run(["-c", textwrap.dedent(EARLY), str(tmp_path)], timeout=LIMIT_SEC)
+    done = programs.run(["-c", textwrap.dedent(EARLY), str(tmp_path)], timeout=LIMIT_SEC)
     assert done.returncode == 0, done.stderr
     (record,) = read_records(tmp_path)
     assert [mark.kind for mark in record.marks] == ["nonfinite"]

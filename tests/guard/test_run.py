@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 
 from ddpstats.guard._records import read_records
-from tests import scripts
-from tests.guard.programs import COMMAND, alone, forked
+from tests import programs
 from tests.needs import needs
+from tests.programs import alone, on_ranks
 
 LIMIT_SEC = 120
 
 
 def ddpstats(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
-    return scripts.run(["-m", "ddpstats", *args], timeout=LIMIT_SEC, **env)
+    return programs.run(["-m", "ddpstats", *args], timeout=LIMIT_SEC, environ=env)
 
 
 SEED = """
@@ -50,7 +50,7 @@ def test_unmodified_espnet_code_is_stopped_and_both_keys_are_named(script: Any) 
 def test_under_torchrun(script: Any) -> None:
     needs("espnet2")
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "ddpstats", "run"]
-    done = scripts.run([*torchrun, "--guard", "step", script(SEED)], timeout=LIMIT_SEC)
+    done = programs.run([*torchrun, "--guard", "step", script(SEED)], timeout=LIMIT_SEC)
     assert done.returncode != 0
     assert "'snr_loss[0]'" in done.stderr
 
@@ -112,7 +112,7 @@ def test_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     text = "import atexit, pickle, sys\nclass Settings: pass\nprint(__name__, __spec__.name, sys.argv[1:])\n"
     (tmp_path / "programme.py").write_text(f"{text}atexit.register(lambda: print(pickle.dumps(Settings())[:2]))\n")
-    done = alone(COMMAND, "run", "-m", "programme", "a")
+    done = alone("-m", "ddpstats", "run", "-m", "programme", "a")
     assert (done.statuses, done.stdout) == ([0], "__main__ programme ['a']\nb'\\x80\\x04'\n"), done.stderr
 
 
@@ -163,7 +163,7 @@ KILLED = """
 
 def test_a_record_is_whole_to_the_last_event_when_the_process_is_killed(script: Any, tmp_path: Path) -> None:
     options = ["--guard", "record", "--record-dir", str(tmp_path / "records")]
-    done = forked(COMMAND, "run", *options, script(KILLED), ranks=1)
+    done = on_ranks("-m", "ddpstats", "run", *options, script(KILLED), ranks=1)
     assert done.statuses == [-signal.SIGKILL]
     (record,) = read_records(tmp_path / "records")
     assert [event.seq for event in record.events] == list(range(1, 21))
@@ -174,17 +174,19 @@ def test_the_environment_variable_is_enough(script: Any) -> None:
     text = SEED.replace("import torch,", "import ddpstats, torch,").replace(
         "print(", "[dist.barrier() for _ in range(99)]; print("
     )
-    done = forked(script(text), DDPSTATS_GUARD="step")
+    done = on_ranks(script(text), DDPSTATS_GUARD="step")
     assert 0 not in done.statuses
     assert "'snr_loss[0]'" in done.stderr
     assert "went on" not in done.stdout, "99 barriers are more than check_every"
-    refused = scripts.run(["-c", "import ddpstats"], timeout=LIMIT_SEC, DDPSTATS_GUARD="sometimes")
+    refused = programs.run(["-c", "import ddpstats"], timeout=LIMIT_SEC, environ={"DDPSTATS_GUARD": "sometimes"})
     assert "legal values: strict, step, record, off" in refused.stderr
 
 
 def test_the_environment_variable_alone_runs_nothing_of_ours() -> None:
-    done = scripts.run(
-        ["-c", "import sys; print('ddpstats' in sys.modules)"], timeout=LIMIT_SEC, DDPSTATS_GUARD="strict"
+    done = programs.run(
+        ["-c", "import sys; print('ddpstats' in sys.modules)"],
+        timeout=LIMIT_SEC,
+        environ={"DDPSTATS_GUARD": "strict"},
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "False\n", "")
 
@@ -225,6 +227,6 @@ def test_a_script_that_ends_by_sys_exit_is_compared_to_the_end(script: Any) -> N
         dist.all_reduce(torch.ones(1), op=dist.ReduceOp.MAX if dist.get_rank() else dist.ReduceOp.SUM)
         sys.exit(0)
     """
-    done = forked(COMMAND, "run", "--guard", "step", script(text))
+    done = on_ranks("-m", "ddpstats", "run", "--guard", "step", script(text))
     assert set(done.statuses) == {1}
     assert "What differs: the reduce op" in done.stderr

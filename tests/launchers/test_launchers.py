@@ -6,11 +6,6 @@ import contextlib
 import json
 import os
 import shutil
-import signal
-import socket
-import subprocess
-import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +14,7 @@ import pytest
 
 from tests.hosts import FAR, NEAR
 from tests.needs import ROOT, needs
-from tests.scripts import python
+from tests.programs import Program, reserved_port
 
 LIMIT_SEC = 240.0
 TRAIN = str(ROOT / "tests" / "launchers" / "train.py")
@@ -28,38 +23,19 @@ RAY = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_TRAIN_V
 STATS = {"loss": 1.5, "l1": 10.0, "snr": 20.0}
 
 
-def free_port() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return str(free.getsockname()[1])
-
-
-def finish(commands: Sequence[Sequence[str]], environs: Sequence[Mapping[str, str]], directory: Path) -> list[str]:
-    """What the commands write, all begun at once, each in a session of its own that ends with them."""
-    common = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(sys.path),
-        "OMP_NUM_THREADS": "1",
-        "TORCH_CPP_LOG_LEVEL": "FATAL",
-    }
-    outputs = [directory / f"output{number}" for number in range(len(commands))]
-    processes = []
-    try:
-        for command, environ, output in zip(commands, environs, outputs, strict=True):
-            with output.open("wb") as file:
-                processes.append(
-                    subprocess.Popen(
-                        command, stdout=file, stderr=file, env={**common, **environ}, start_new_session=True
-                    )
-                )
-        deadline = time.monotonic() + LIMIT_SEC
-        for process in processes:
-            process.wait(max(1.0, deadline - time.monotonic()))
-    finally:
-        for process in processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait(10)
-    return [output.read_text(errors="replace") for output in outputs]
+def outputs_of(
+    commands: Sequence[Sequence[str]],
+    environs: Sequence[Mapping[str, str]],
+    prefixes: Sequence[Sequence[str]] = ((), ()),
+) -> list[str]:
+    """Run the commands at the same time, and return what each writes."""
+    common = {**os.environ, "TORCH_CPP_LOG_LEVEL": "FATAL"}
+    with contextlib.ExitStack() as stack:
+        programs = [
+            stack.enter_context(Program(command, {**common, **environ}, prefix=prefix))
+            for command, environ, prefix in zip(commands, environs, prefixes, strict=False)
+        ]
+        return [done.stdout + done.stderr for done in [program.finish(LIMIT_SEC) for program in programs]]
 
 
 def ranks_of(directory: Path, outputs: Sequence[str]) -> list[dict[str, Any]]:
@@ -94,9 +70,8 @@ def test_where_the_launcher_ends_the_others_it_names_the_one_that_was_killed(
 ) -> None:
     if how in ("accelerate", "ray"):
         needs(how)
-    interpreter = sys.executable if how == "ray" else python()  # ray starts many processes of its own
-    command = [interpreter, *command, TRAIN, str(tmp_path), how]
-    outputs = finish([command], [{"MASTER_PORT": free_port(), **RAY}], tmp_path)
+    with reserved_port() as port:
+        outputs = outputs_of([[*command, TRAIN, str(tmp_path), how]], [{"MASTER_PORT": str(port), **RAY}])
     first, _ = ranks_of(tmp_path, outputs)
     if "missing" in first:  # it came to say so before it was ended
         assert first["missing"] == [1]
@@ -112,16 +87,17 @@ def test_where_the_launcher_ends_the_others_it_names_the_one_that_was_killed(
 
 def test_where_the_launcher_lets_the_others_live_they_name_it(tmp_path: Path) -> None:
     needs("lightning")
-    outputs = finish([[sys.executable, TRAIN, str(tmp_path), "lightning"]], [{}], tmp_path)
+    outputs = outputs_of([[TRAIN, str(tmp_path), "lightning"]], [{}])
     first, _ = ranks_of(tmp_path, outputs)
     assert first.get("missing") == [1], outputs
     assert "rank 1: the process is gone" in first["text"]
 
 
 def test_the_variables_of_slurm(tmp_path: Path) -> None:
-    common = {"SLURM_NTASKS": "2", "SLURM_NODEID": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    environs = [{**common, "SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in ("0", "1")]
-    outputs = finish([[python(), TRAIN, str(tmp_path), "slurm"]] * 2, environs, tmp_path)
+    with reserved_port() as port:
+        common = {"SLURM_NTASKS": "2", "SLURM_NODEID": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        environs = [{**common, "SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in ("0", "1")]
+        outputs = outputs_of([[TRAIN, str(tmp_path), "slurm"]] * 2, environs)
     first, _ = ranks_of(tmp_path, outputs)
     assert first.get("missing") == [1], outputs
     assert "rank 1: the process is gone" in first["text"]
@@ -132,16 +108,16 @@ def test_torchrun_on_two_hosts(hosts: tuple[str, str, str, str], tmp_path: Path)
     if shutil.which("unshare") is None:
         pytest.skip("no unshare here, which gives a program a host name of its own")
     near, far, here, there = hosts
-    commands, environs = [], []
+    commands, environs, prefixes = [], [], []
     for node, (space, link, address) in enumerate(((near, here, NEAR), (far, there, FAR))):
-        # an interpreter of its own: a fork is on its server's host
-        train = [sys.executable, *TORCHRUN, "--nnodes=2", f"--node-rank={node}", "--nproc-per-node=1"]
+        train = [*TORCHRUN, "--nnodes=2", f"--node-rank={node}", "--nproc-per-node=1"]
         train += [f"--local-addr={address}", f"--master-addr={NEAR}", "--master-port=29512"]
         train += [TRAIN, str(tmp_path), "environment"]
-        named = ["sh", "-c", 'hostname "$0" && exec "$@"', f"host{node}", *train]
-        commands.append(["ip", "netns", "exec", space, "unshare", "--uts", *named])
+        commands.append(train)
+        named = ["sh", "-c", 'hostname "$0" && exec "$@"', f"host{node}"]
+        prefixes.append(["ip", "netns", "exec", space, "unshare", "--uts", *named])
         environs.append({"GLOO_SOCKET_IFNAME": link, "DDPSTATS_TIMEOUT_SEC": "8"})
-    outputs = finish(commands, environs, tmp_path)
+    outputs = outputs_of(commands, environs, prefixes)
     first, second = ranks_of(tmp_path, outputs)
     assert (first["host"], second["host"]) == ("host0", "host1")
     assert first.get("missing") == [1], outputs

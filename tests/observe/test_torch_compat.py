@@ -17,7 +17,7 @@ from torch import nn
 
 import ddpstats
 from ddpstats._observe import torch_compat
-from tests.scripts import without_gloo
+from tests.programs import without_gloo
 
 ROOT = Path(ddpstats.__file__).parent
 HOMES = {

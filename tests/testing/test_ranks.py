@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ddpstats.testing import _forkserver, _rank_process
 from ddpstats.testing._faults import die
 from ddpstats.testing._rank_outcomes import (
     RankDied,
@@ -30,7 +31,6 @@ from ddpstats.testing._rank_outcomes import (
     RankTimedOut,
     RankUnpicklable,
 )
-from ddpstats.testing._rank_server import RankServer
 from ddpstats.testing._ranks import PerRank, RankPool, run_ranks
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -202,12 +202,6 @@ def pool() -> Iterator[RankPool]:
 
 
 @pytest.fixture
-def fresh_interpreters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ranks are children of this process, as they are outside of our own tests, and are not forked for it."""
-    monkeypatch.setattr(RankServer, "current", None)
-
-
-@pytest.fixture
 def started() -> Callable[[], set[int]]:
     """Calls give the child processes that were not there before the test (the shared pool's were)."""
     before = children()
@@ -219,15 +213,14 @@ def failed(outcomes: RankOutcomes, rank: int) -> BaseException:
 
 
 def children() -> set[int]:
-    """Every process whose parent is this one, or the one that forks ranks for it, dead but not reaped ones included."""
-    server = RankServer.current
-    forking = server._process.pid if server is not None and server._process is not None else None
+    """Return the processes of all sessions that ranks of this process lead, dead but not reaped ones included."""
+    parents = {os.getpid(), *(server._forkserver_pid for server in _forkserver._servers.values())}  # type: ignore[attr-defined]
     found = set()
     for stat in pathlib.Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            if int(_fields(stat)[1]) in (os.getpid(), forking):
+            if int(_fields(stat)[1]) in parents:
                 found.add(int(stat.parent.name))
-    return {one for one in found if one != forking}
+    return found - parents
 
 
 def in_session(sid: int) -> set[int]:
@@ -387,17 +380,31 @@ def test_a_rank_that_dies_without_a_word(how: Callable[[], Any], exit_code: int,
         outcomes.values()
 
 
-@pytest.mark.usefixtures("fresh_interpreters")
-def test_a_rank_that_cannot_start(tmp_path: pathlib.Path) -> None:
-    """One rank ends while Python starts; the other must not wait for it to the end of the limit."""
-    (tmp_path / "sitecustomize.py").write_text("import os, sys\nif os.environ['RANK'] == '1': sys.exit('no start')")
+def test_rank_killed_while_starting_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other rank must not wait for it to the end of the limit."""
+    fork = _forkserver.fork
+
+    def fork_and_kill(*args: Any, **settings: Any) -> _forkserver.Forked:
+        forked = fork(*args, **settings)
+        if settings["environ"]["RANK"] == "1":
+            os.kill(forked.pid, signal.SIGKILL)
+        return forked
+
+    monkeypatch.setattr(_rank_process, "fork", fork_and_kill)
     started = time.monotonic()
-    outcomes = run_ranks(who, 2, env={"PYTHONPATH": str(tmp_path)})
+    outcomes = run_ranks(who, 2)
     assert isinstance(failed(outcomes, 0), RankNotRun)
     assert "rank 0 was stopped before the function was called: rank 1 did not start" in str(failed(outcomes, 0))
     assert isinstance(failed(outcomes, 1), RankDied)
-    assert "no start" in str(failed(outcomes, 1))
     assert time.monotonic() - started < 20
+
+
+def test_ranks_that_cannot_start_say_why() -> None:
+    outcomes = run_ranks(who, 2, env={"DDPSTATS_GUARD": "sometimes"})
+    for error in outcomes.errors().values():
+        assert isinstance(error, RankDied)
+        assert "ConfigError: DDPSTATS_GUARD='sometimes'" in str(error)
+    assert len(outcomes.errors()) == 2
 
 
 @pytest.mark.parametrize("fn", [raise_needs_two, raise_builds_message, raise_local])
@@ -468,7 +475,6 @@ def test_a_death_is_seen_though_a_child_holds_the_socket(tmp_path: pathlib.Path)
 
 
 @LINUX
-@pytest.mark.usefixtures("fresh_interpreters")
 def test_nothing_is_left(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, started: Callable[[], set[int]]
 ) -> None:
@@ -487,7 +493,6 @@ def test_nothing_is_left(
 
 
 @LINUX
-@pytest.mark.usefixtures("fresh_interpreters")
 def test_nothing_is_left_after_a_kill(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, started: Callable[[], set[int]]
 ) -> None:
@@ -617,12 +622,10 @@ def test_resource_warnings_are_not_emitted(tmp_path: pathlib.Path) -> None:
         tmp_path,
         """
         import gc
-        from ddpstats.testing._rank_server import RankServer
-        with RankServer(os.environ | {"OMP_NUM_THREADS": "1"}):
-            run_ranks(who, 2)
-            run_ranks(hang_on_rank_1, 2, 1000, timeout_sec=0.5)
-            with RankPool(2) as other:
-                other.run(raise_on_rank_1)
+        run_ranks(who, 2)
+        run_ranks(hang_on_rank_1, 2, 1000, timeout_sec=0.5)
+        with RankPool(2) as other:
+            other.run(raise_on_rank_1)
         run_ranks(time.sleep, 1, 1000, timeout_sec=0.5)
         left = RankPool(1)
         left.run(who)  # and is left to the interpreter's end

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import pathlib
 import random
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -24,7 +23,7 @@ from ddpstats._transport import comm, grid_comm
 from ddpstats.errors import RankMissing
 from ddpstats.testing import RankDied, RankOutcomes, RankPool, die, run_ranks, run_threads, sleep_past
 from ddpstats.testing._threads import ThreadGroup
-from tests.scripts import python
+from tests.programs import Program
 
 LIMIT_SEC = 100.0
 LONG_SEC = 40.0  # a timeout that a test never lives to see
@@ -357,7 +356,6 @@ import os, signal, sys, time
 import torch.distributed as dist
 from ddpstats import StatsReducer
 from ddpstats.errors import RankMissing
-from tests.scripts import python
 
 rank, world_size, path, how = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
 dist.init_process_group("gloo", init_method="file://" + path, rank=rank, world_size=world_size)
@@ -377,23 +375,17 @@ except RankMissing as error:
 @pytest.mark.parametrize("how", ["dies", "sleeps"])
 def test_a_process_ends_although_operations_are_pending(how: str, tmp_path: pathlib.Path) -> None:
     """The waits that were given up have limits of minutes, or peers that never answer; the exit waits for neither."""
-    command = [python(), "-c", ENDING_RANK]
-    environ = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(sys.path),
-        "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": "1",
-    }
-    ranks = [
-        subprocess.Popen([*command, str(rank), "3", str(tmp_path / "store"), how], stdout=-1, text=True, env=environ)
-        for rank in range(3)
-    ]
-    try:
-        for process in ranks[:2]:
-            said, _ = process.communicate(timeout=LIMIT_SEC)
-            assert said == "(2,)\n"
-            assert process.returncode == 0
-    finally:
-        for process in ranks:
-            process.kill()
-            process.communicate()
+    with contextlib.ExitStack() as stack:
+        ranks = [
+            stack.enter_context(
+                Program(
+                    ["-c", ENDING_RANK, str(rank), "3", str(tmp_path / "store"), how],
+                    {**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
+                    fresh=True,  # how the interpreter ends is what is tested
+                )
+            )
+            for rank in range(3)
+        ]
+        for rank in ranks[:2]:
+            done = rank.finish(LIMIT_SEC)
+            assert (done.returncode, done.stdout) == (0, "(2,)\n"), done.stderr

@@ -6,11 +6,9 @@ in the same `RankMissing`, which names the rank, within the call's deadline.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import socket
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -18,53 +16,33 @@ from typing import Any
 import pytest
 
 from ddpstats.testing import run_ranks
-from tests.scripts import python
+from tests.programs import Program, environ_of, reserved_port
 from tests.transport.store_host_rank import GUARDED, TIMEOUT_SEC, forked, left_alone, stopped
 
 LIMIT_SEC = 150.0
 SLACK_SEC = 5.0
 
 
-def free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return int(listening.getsockname()[1])
-
-
 def told_by_survivors(phase: str, victim: int, world_size: int = 3, launched: bool = False) -> list[dict[str, Any]]:
     """What each survivor prints; ``launched``: the ranks are started with the variables that torchrun sets."""
-    port, scratch = free_port(), tempfile.mkdtemp()
+    scratch = tempfile.mkdtemp()
+    stack = contextlib.ExitStack()
+    port = stack.enter_context(reserved_port())
     processes = []
     for rank in range(world_size):
-        environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "GLOO_SOCKET_IFNAME": "lo"}
-        environ.update(TMPDIR=scratch, OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="FATAL")
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-            environ.pop(name, None)
+        environ = environ_of(GLOO_SOCKET_IFNAME="lo", TMPDIR=scratch, TORCH_CPP_LOG_LEVEL="FATAL")
         if launched:
             environ.update(RANK=str(rank), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
             environ.update(WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
-        command = [
-            sys.executable if launched else python(),  # whose environment /proc shows
-            "-m",
-            "tests.transport.store_host_rank",
-            str(rank),
-            str(world_size),
-            str(port),
-            phase,
-        ]
-        processes.append(subprocess.Popen([*command, str(victim)], stdout=-1, stderr=-1, text=True, env=environ))
-    try:
-        said = [process.communicate(timeout=LIMIT_SEC) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait(10)
-    assert processes[victim].returncode == -9, said[victim][1]
-    assert [process.returncode for rank, process in enumerate(processes) if rank != victim] == [0] * (world_size - 1), (
-        said
-    )
+        command = ["-m", "tests.transport.store_host_rank", *map(str, (rank, world_size, port)), phase, str(victim)]
+        # the environment that /proc shows for a launched rank is its own
+        processes.append(Program(command, environ, fresh=launched))
+        stack.push(processes[-1])
+    with stack:
+        ended = [process.finish(LIMIT_SEC) for process in processes]
+    assert [done.returncode for done in ended] == [-9 if rank == victim else 0 for rank in range(world_size)], ended
     os.rmdir(scratch)  # it is empty: what ranks of a host tell each other without the store goes with the last of them
-    return [json.loads(out) for rank, (out, _) in enumerate(said) if rank != victim]
+    return [json.loads(done.stdout) for rank, done in enumerate(ended) if rank != victim]
 
 
 def check(survivors: list[dict[str, Any]], victim: int, limit_sec: float) -> None:
@@ -100,21 +78,24 @@ def test_the_host_of_the_store_dies_under_a_guard(mode: str) -> None:
 
 def told_by_forked(phase: str, name: str, directory: str = "") -> list[dict[str, Any]]:
     """What ranks 1 and 2 of three say."""
-    outcomes = run_ranks(forked, 3, free_port(), phase, name, directory, timeout_sec=60.0)
+    with reserved_port() as port:
+        outcomes = run_ranks(forked, 3, port, phase, name, directory, timeout_sec=60.0)
     assert outcomes[0].exit_code == -9
     assert [outcome.error for outcome in outcomes[1:]] == [None, None], outcomes
     return [outcome.value for outcome in outcomes[1:]]
 
 
 def test_a_rank_that_serves_the_store_no_more_does_not_name_itself() -> None:
-    outcomes = run_ranks(left_alone, 2, free_port(), timeout_sec=60.0)
+    with reserved_port() as port:
+        outcomes = run_ranks(left_alone, 2, port, timeout_sec=60.0)
     told = outcomes[0].value
     assert told["missing"] == [1], told
     assert "rank 1: the process is gone" in told["text"]
 
 
 def test_a_rank_that_was_stopped_and_serves_the_store_is_told_what_the_others_were() -> None:
-    told = [outcome.value for outcome in run_ranks(stopped, 3, free_port(), timeout_sec=60.0)]
+    with reserved_port() as port:
+        told = [outcome.value for outcome in run_ranks(stopped, 3, port, timeout_sec=60.0)]
     assert len({(tuple(one["missing"]), one["text"]) for one in told}) == 1, told
     assert told[0]["missing"] == [0]
     assert "rank 0: serves the store, which does not answer" in told[0]["text"]

@@ -6,8 +6,6 @@ import contextlib
 import json
 import os
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.hosts import NEAR, bad_link, ip
-from tests.scripts import python
+from tests.programs import Program
 from tests.transport.two_hosts_rank import STEPS, TIMEOUT_SEC
 
 LIMIT_SEC = 100.0
@@ -24,37 +22,31 @@ SLACK_SEC = 5.0
 
 
 def rank_on(
-    space: str, link: str, rank: int, ranks: int, phase: str, directory: Path, command: Sequence[str] = ()
-) -> subprocess.Popen[str]:
-    """A rank on the host that is this namespace; rank 0 is on the first one, and serves the store.
-
-    ``command``: in place of a Python.
-    """
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "GLOO_SOCKET_IFNAME": link}
-    environ.update(OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="FATAL")
-    command = ["ip", "netns", "exec", space, *(command or [python()]), "-m", "tests.transport.two_hosts_rank"]
-    command += [str(rank), str(ranks), NEAR, "29511", phase, str(directory)]
-    return subprocess.Popen(command, stdout=-1, stderr=-1, text=True, env=environ)
+    space: str, link: str, rank: int, ranks: int, phase: str, directory: Path, container: Sequence[str] = ()
+) -> Program:
+    """A rank on the host that is this namespace; rank 0 is on the first one, and serves the store."""
+    environ = {**os.environ, "GLOO_SOCKET_IFNAME": link, "TORCH_CPP_LOG_LEVEL": "FATAL"}
+    arguments = ["-m", "tests.transport.two_hosts_rank", str(rank), str(ranks), NEAR, "29511", phase, str(directory)]
+    return Program(arguments, environ, prefix=["ip", "netns", "exec", space, *container])
 
 
 @contextlib.contextmanager
-def ending(processes: Sequence[subprocess.Popen[str]]) -> Iterator[None]:
+def ending(processes: Sequence[Program]) -> Iterator[None]:
     try:
         yield
     finally:
         for process in processes:
             process.kill()
-            process.communicate()
 
 
 @contextlib.contextmanager
-def ready(processes: Sequence[subprocess.Popen[str]], directory: Path) -> Iterator[None]:
+def ready(processes: Sequence[Program], directory: Path) -> Iterator[None]:
     """Inside, all ranks have come to where they say so; they end with it."""
     with ending(processes):
         deadline = time.monotonic() + LIMIT_SEC
         while len(list(directory.glob("ready*"))) < len(processes):
             assert time.monotonic() < deadline, "the ranks do not come up"
-            assert all(process.poll() is None for process in processes), [one.communicate() for one in processes]
+            assert all(process.poll() is None for process in processes), [process.errors() for process in processes]
             time.sleep(0.1)
         yield
 
@@ -70,7 +62,7 @@ def told_by_both(hosts: tuple[str, str, str, str], phase: str, ranks: int, direc
         ip("-n", near, "link", "set", here, "down")
         (directory / "down").touch()
         asked = processes[1:] if phase == "during" else processes
-        return [json.loads(process.communicate(timeout=LIMIT_SEC)[0] or "null") for process in asked]
+        return [json.loads(process.finish(LIMIT_SEC).stdout or "null") for process in asked]
 
 
 @pytest.mark.parametrize("phase", ["between", "during"])
@@ -137,10 +129,10 @@ def test_a_bad_link_makes_it_slow_and_nothing_else(away_sec: float, tmp_path: Pa
                 link.set("down")
                 time.sleep(away_sec)
                 link.set("up")
-            told = [process.communicate(timeout=LIMIT_SEC) for process in processes]
-    for out, err in told:
-        assert out, err
-        longest_sec, compared = json.loads(out)
+            ended = [process.finish(LIMIT_SEC) for process in processes]
+    for done in ended:
+        assert done.stdout, done.stderr
+        longest_sec, compared = json.loads(done.stdout)
         assert longest_sec > 0.8 * away_sec
         assert compared == STEPS
 
@@ -149,7 +141,7 @@ def test_processes_with_one_number_in_two_containers_are_not_one(
     hosts: tuple[str, str, str, str], tmp_path: Path
 ) -> None:
     """Taken for the other's, one's own number would say that the other rank is gone: it began at another time."""
-    container = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", sys.executable]
+    container = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
     if shutil.which("unshare") is None:
         pytest.skip("no unshare here, which gives a program process numbers of its own")
     near, far, here, there = hosts
@@ -157,5 +149,5 @@ def test_processes_with_one_number_in_two_containers_are_not_one(
     time.sleep(0.1)  # so that they begin at different times, which are told in steps of 10 ms
     ranks.append(rank_on(far, there, 1, 2, "own pids", tmp_path, container))
     with ending(ranks):
-        told = [rank.communicate(timeout=LIMIT_SEC) for rank in ranks]
-    assert [out.strip() for out, _ in told] == ['[1, {"a": 0.5}]'] * 2, told
+        ended = [rank.finish(LIMIT_SEC) for rank in ranks]
+    assert [done.stdout.strip() for done in ended] == ['[1, {"a": 0.5}]'] * 2, ended
