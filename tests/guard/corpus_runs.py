@@ -1,6 +1,6 @@
 """The corpus of small programs that labels are measured on: reading it, running it on ranks, and the table of it.
 
-A program is a file in `corpus/faulty` or `corpus/legal`. Its docstring says what happens, and in lines of their own:
+A program is a file in `benchmarks/labels/faulty` or `benchmarks/labels/legal`. Its docstring says what happens, and in lines of their own:
 
 - ``Style:`` where one sees this, the family before the first colon;
 - ``Cannot be seen:`` why nothing in the program's text tells the key, where that is so.
@@ -30,7 +30,7 @@ import ddpstats
 from ddpstats.guard import collective_guard
 from ddpstats.testing import RankPool
 
-CORPUS = Path(__file__).parent / "corpus"
+CORPUS = Path(__file__).parents[2] / "benchmarks" / "labels"
 MODES = ("strict", "step")
 WAYS = ("inference", "label()")
 COLUMNS = tuple(f"{mode}, {way}" for way in WAYS for mode in MODES)
