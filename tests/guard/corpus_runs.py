@@ -1,6 +1,7 @@
 """The corpus of small programs that labels are measured on: reading it, running it on ranks, and the table of it.
 
-A program is a file in `benchmarks/labels/faulty` or `benchmarks/labels/legal`. Its docstring says what happens, and in lines of their own:
+A program is a file in `benchmarks/labels/faulty` or `benchmarks/labels/legal`. Its docstring says what happens, and
+has lines that begin with:
 
 - ``Style:`` where one sees this, the family before the first colon;
 - ``Cannot be seen:`` why nothing in the program's text tells the key, where that is so.
