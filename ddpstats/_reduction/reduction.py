@@ -151,7 +151,8 @@ class Reduction:
     def _read(self, part: Part, placement: Placement) -> Reduced | None:
         """The result; None where a sum over ranks was too large for a float64, on every rank alike."""
         call, layout, summed = self._call, self._site.layout, self._summed()
-        alone = layout.extremes and not call.per_rank  # else they come with the values of all ranks
+        # The selection is the same on every rank. Under per_rank extremes come with the values of all ranks.
+        alone = not call.per_rank and not layout.extremes.keys().isdisjoint(summed.selection.slots)
         extremes = self._extremes(part, placement) if alone else {}
         if call.nonfinite == "raise" and summed.selection.nonfinite is not None:
             error = self._nonfinite_error(part, placement)
