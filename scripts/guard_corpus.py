@@ -1,4 +1,4 @@
-"""Run the corpus of programs that labels are measured on, on two gloo ranks, and write the table of what came of it.
+"""Run the corpus of programs that labels are measured on, on two gloo ranks, and write the table of how they end.
 
     scripts/launch.sh dev python scripts/guard_corpus.py docs/guard-labels.md
     scripts/launch.sh dev python scripts/guard_corpus.py --check
@@ -18,8 +18,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks import label_corpus as corpus
 from ddpstats.testing import RankPool
-from tests.guard import corpus_runs as corpus
 
 _BEGIN, _END = "<!-- measured: begin -->", "<!-- measured: end -->"
 
@@ -48,9 +48,9 @@ def main() -> int:
 
 
 def _check(pool: RankPool, chosen: list[corpus.Program]) -> int:
-    found = corpus.unsound(pool, chosen)
-    print("\n".join(found) or f"{len(chosen)} programs are what their folders say")
-    return 1 if found else 0
+    faults = corpus.unsound(pool, chosen)
+    print("\n".join(faults) or f"{len(chosen)} programs are what their folders say")
+    return 1 if faults else 0
 
 
 def _print(pool: RankPool, chosen: list[corpus.Program]) -> None:
@@ -58,8 +58,8 @@ def _print(pool: RankPool, chosen: list[corpus.Program]) -> None:
         by_rank = pool.run(corpus.play, [str(program.path) for program in chosen], mode, timeout_sec=120).values()
         for number, program in enumerate(chosen):
             for rank, ends in enumerate(by_rank):
-                end, said = ends[number]
-                print(f"== {program.name}, {mode}, rank {rank}: {end}\n{said or ''}")
+                end, messages = ends[number]
+                print(f"== {program.name}, {mode}, rank {rank}: {end}\n{messages or ''}")
 
 
 def _write(target: Path, lines: list[str]) -> None:

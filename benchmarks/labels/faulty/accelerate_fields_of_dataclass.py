@@ -1,6 +1,7 @@
 """Two versions of the same dataclass have their fields in another order.
 
 Style: accelerate: dataclass of meters, dataclasses.fields
+Mechanism: fields of a dataclass, read by getattr
 """
 
 import dataclasses

@@ -1,6 +1,7 @@
 """The dict that goes to the tracker is a comprehension inside the call, each value reduced on its way.
 
 Style: accelerate: accelerator.log({... for ...})
+Mechanism: a dict comprehension inside a call
 """
 
 import torch

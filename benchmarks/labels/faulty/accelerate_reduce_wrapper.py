@@ -1,6 +1,7 @@
 """A loss that one rank skipped in this batch shifts all that follow; a last one of its own makes the counts equal.
 
 Style: accelerate: accelerator.reduce in a loop over logs
+Mechanism: items() of a dict in which a rank skipped a key
 """
 
 import torch

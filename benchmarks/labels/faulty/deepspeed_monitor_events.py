@@ -1,6 +1,7 @@
 """Events are tuples (name, value, step), reduced as they are unpacked, and rank 1 skipped the loss scale.
 
 Style: Megatron: DeepSpeed's monitor.write_events of tuples
+Mechanism: a list of tuples that are unpacked
 """
 
 import torch

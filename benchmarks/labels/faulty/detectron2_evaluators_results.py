@@ -1,6 +1,7 @@
 """Results of several evaluators are nested dicts, which ranks built from evaluators in different order.
 
 Style: detectron2: DatasetEvaluators with nested results
+Mechanism: nested loops over nested dicts of floats
 """
 
 import torch

@@ -1,6 +1,7 @@
 """Losses are divided and summed in place, in the order of the heads of each rank's config.
 
 Style: detectron2: loss dict reduced in place
+Mechanism: values of a dict, divided and reduced in place
 """
 
 import torch

@@ -1,6 +1,7 @@
 """dist.reduce to rank 0, loss by loss, in the order of heads; rank 0 writes the names that it has.
 
 Style: detectron2: reduce to the root, which alone reports
+Mechanism: `reduce` to one rank
 """
 
 import torch

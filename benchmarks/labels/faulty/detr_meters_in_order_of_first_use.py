@@ -1,6 +1,7 @@
 """Meters come to be when first updated; on rank 1 the first batch had no objects, and its order is another one.
 
 Style: DETR: MetricLogger with SmoothedValue.synchronize_between_processes
+Mechanism: objects of a dict that reduce themselves in a method
 """
 
 from collections import defaultdict, deque

@@ -1,6 +1,7 @@
 """reduce_dict without its sorted(): the values are stacked in each rank's own order and summed as one vector.
 
 Style: DETR: utils.reduce_dict
+Mechanism: values stacked into one tensor
 Cannot be seen: the values are stacked into one tensor, and names stand beside it only
 """
 

@@ -1,6 +1,7 @@
 """Validation losses of several EMA models are keyed by their decay, a float.
 
 Style: diffusion: float keys
+Mechanism: float keys
 """
 
 import torch

@@ -1,6 +1,7 @@
 """Rank 1 got a batch without noise references, so it has l1_loss where rank 0 has snr_loss, and both are averaged.
 
 Style: espnet: enhancement criteria, recursive average over stats
+Mechanism: a recursive function that weights into new tensors
 """
 
 import torch

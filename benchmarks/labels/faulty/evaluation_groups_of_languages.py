@@ -1,6 +1,7 @@
 """Sentences are grouped by language as they come (itertools.groupby), and each group's score is reduced.
 
 Style: evaluation: itertools.groupby
+Mechanism: itertools.groupby
 """
 
 import itertools

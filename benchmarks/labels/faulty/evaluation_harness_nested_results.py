@@ -1,6 +1,7 @@
 """results[task][metric] is reduced by nested loops and written back; tasks were registered in another order.
 
 Style: evaluation: lm-harness-like results, stored back under two subscripts
+Mechanism: values stored back under two subscripts
 """
 
 import collections

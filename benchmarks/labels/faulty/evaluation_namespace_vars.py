@@ -1,6 +1,7 @@
 """Counts live in a SimpleNamespace; vars() gives them in the order of assignment, which a branch decides.
 
 Style: evaluation: vars() of a namespace
+Mechanism: vars() of a namespace
 """
 
 from types import SimpleNamespace

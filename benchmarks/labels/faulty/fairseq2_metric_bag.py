@@ -1,6 +1,7 @@
 """A bag takes metrics as attributes and keeps them in a dict behind __setattr__; ranks set them in different order.
 
 Style: fairseq: a metric bag with __setattr__ and __getattr__
+Mechanism: attributes that __setattr__ and __getattr__ keep in a dict
 """
 
 import torch

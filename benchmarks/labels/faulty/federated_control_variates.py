@@ -1,6 +1,7 @@
 """Control variates are reduced in place, by values() alone, and used by name afterwards.
 
 Style: federated: SCAFFOLD, loop over values()
+Mechanism: values() alone, reduced in place
 """
 
 import torch

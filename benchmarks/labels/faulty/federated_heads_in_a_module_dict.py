@@ -1,6 +1,7 @@
 """Heads of a ModuleDict are averaged by named_parameters(); the clients added them in different order.
 
 Style: federated: averaging of personal heads
+Mechanism: named_parameters() of a ModuleDict
 """
 
 import torch

@@ -1,6 +1,7 @@
 """Floating-point entries of state_dict() are averaged in its order; one client's model was loaded key by key.
 
 Style: federated: state_dict() items
+Mechanism: items of state_dict()
 """
 
 import torch

@@ -1,6 +1,7 @@
 """Losses are kept by an Enum's members; the rank that started with the discriminator has them the other way round.
 
 Style: GAN: generator and discriminator losses by enum
+Mechanism: enum members as keys
 """
 
 from enum import Enum

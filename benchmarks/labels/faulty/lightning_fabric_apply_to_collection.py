@@ -1,6 +1,7 @@
 """fabric.all_reduce() is given a whole dict, and a generic function walks it in the dict's own order.
 
 Style: Lightning: apply_to_collection with a function
+Mechanism: a function that a generic walk calls
 """
 
 from collections import OrderedDict

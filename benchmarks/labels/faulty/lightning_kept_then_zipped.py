@@ -1,6 +1,7 @@
 """Values are reduced into a list, and the list is put beside the names again.
 
 Style: Lightning: list of reduced values, zip
+Mechanism: results in a list that is zipped with the names
 """
 
 import torch

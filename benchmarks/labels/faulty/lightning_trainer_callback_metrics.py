@@ -1,6 +1,7 @@
 """A callback averages trainer.callback_metrics, reached through a chain of attributes and a property.
 
 Style: Lightning: trainer.callback_metrics in a callback
+Mechanism: a dict behind a chain of attributes
 """
 
 import torch

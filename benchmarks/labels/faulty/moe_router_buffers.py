@@ -1,6 +1,7 @@
 """Routers count tokens in buffers; named_buffers() follows the order in which layers were added on each rank.
 
 Style: MoE: register_buffer and named_buffers
+Mechanism: named_buffers() of a module
 """
 
 import torch

@@ -1,6 +1,7 @@
 """An iterator over items is advanced by next() until it is exhausted.
 
 Style: multi-task: while with next() and a default
+Mechanism: an iterator advanced by next()
 """
 
 import torch

@@ -1,6 +1,7 @@
 """A fixed list of tasks, but a KeyError skips what a rank does not have, and each rank lacks another one.
 
 Style: multi-task: try/except KeyError around the reduction
+Mechanism: keys of a constant list, of which a KeyError skips one
 """
 
 import torch

@@ -1,6 +1,7 @@
 """The loop runs over a table of benchmark functions and reduces what each returns; ranks run other benchmarks.
 
 Style: nanoGPT: dict of functions, results under their names
+Mechanism: results of functions that a dict holds
 """
 
 import torch

@@ -1,6 +1,7 @@
 """AUC by country is handed out as a read-only view; countries come in the order of each rank's traffic.
 
 Style: recommender: MappingProxyType
+Mechanism: a read-only view of a dict
 """
 
 from types import MappingProxyType

@@ -1,6 +1,7 @@
 """Metrics have keys such as ("hit", 10); rank 1 loops over the cut-offs outside.
 
 Style: recommender: keys of (metric, cut-off)
+Mechanism: tuples as keys
 """
 
 import torch

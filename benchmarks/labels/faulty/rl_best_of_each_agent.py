@@ -1,6 +1,7 @@
 """The best return of each agent is the largest of all ranks, and is kept by the agent's name.
 
 Style: RL: MAX by agent
+Mechanism: MAX, stored under the key
 """
 
 import torch

@@ -1,6 +1,7 @@
 """Metrics of actor, critic and world model are one ChainMap, whose maps were given in another order.
 
 Style: RL: ChainMap of metric dicts
+Mechanism: ChainMap
 """
 
 from collections import ChainMap

@@ -1,6 +1,7 @@
 """No loop: scalars are averaged and written line by line, and a rank without KL stopping goes through other lines.
 
 Style: RL: cleanrl-like writer.add_scalar calls in branches
+Mechanism: look-ups line by line, without a loop
 """
 
 import torch

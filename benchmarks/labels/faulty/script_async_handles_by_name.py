@@ -1,6 +1,7 @@
 """All reductions are started at once, the handles kept by name and waited for later; the ranks' orders differ.
 
 Style: script: async_op with a dict of handles
+Mechanism: asynchronous works kept by name
 """
 
 import torch

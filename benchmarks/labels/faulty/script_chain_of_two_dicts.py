@@ -1,6 +1,7 @@
 """Training and validation stats are chained; rank 1 chains them the other way round.
 
 Style: script: itertools.chain of items
+Mechanism: itertools.chain of two dicts
 """
 
 import itertools

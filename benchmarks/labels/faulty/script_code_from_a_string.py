@@ -1,6 +1,7 @@
 """The loop is code that a notebook-like runner executes from a string.
 
 Style: script: exec without source
+Mechanism: code without source text
 Cannot be seen: the code is executed from a string and has no source
 """
 

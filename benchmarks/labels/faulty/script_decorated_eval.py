@@ -1,6 +1,7 @@
 """A decorator reduces the dict that the evaluation returns; rank 1 evaluates with beam search, rank 0 greedily.
 
 Style: script: decorator that reduces a function's result
+Mechanism: a decorator that reduces a result
 """
 
 import functools

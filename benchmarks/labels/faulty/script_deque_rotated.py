@@ -1,6 +1,7 @@
 """Names wait in a deque that a rank rotated when it retried the first one.
 
 Style: script: deque of names, dict of values
+Mechanism: a deque of names
 """
 
 from collections import deque

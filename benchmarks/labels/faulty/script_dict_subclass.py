@@ -1,6 +1,7 @@
 """Stats are a dict with attribute access; ranks fill it in another order.
 
 Style: script: addict-like subclass of dict
+Mechanism: a subclass of dict
 """
 
 import torch

@@ -1,6 +1,7 @@
 """The functional all_reduce returns a new tensor, which is stored under the loop's key.
 
 Style: script: functional collectives
+Mechanism: a functional collective's new tensor, stored under the key
 """
 
 import torch

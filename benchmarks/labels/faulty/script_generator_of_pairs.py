@@ -1,6 +1,7 @@
 """A generator yields (name, reduced value) as it is drawn from; the logger builds a dict of it.
 
 Style: script: generator function that reduces
+Mechanism: a generator that yields pairs
 """
 
 import torch

@@ -1,6 +1,7 @@
 """Which metrics are reduced comes from a configuration text, that of rank 1 lists them otherwise.
 
 Style: script: names from JSON
+Mechanism: names that no program text has
 """
 
 import json

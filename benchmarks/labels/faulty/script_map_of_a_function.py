@@ -1,6 +1,7 @@
 """The reduced values come from map() over the values and are put beside the keys again.
 
 Style: script: map and zip
+Mechanism: map()
 """
 
 import torch

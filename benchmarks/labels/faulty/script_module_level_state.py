@@ -1,6 +1,7 @@
 """Meters live at the level of the module, and main only calls what uses them.
 
 Style: script: module level dict and functions
+Mechanism: global variables of the module
 """
 
 import torch

@@ -1,6 +1,7 @@
 """A closure made by a factory reduces what it is given; it is called for each name of the rank's own stats.
 
 Style: script: functools.partial and a closure
+Mechanism: functools.partial and a closure
 """
 
 import functools

@@ -1,6 +1,7 @@
 """Stats are worked off with popitem(); the last in is the first out, and the order of coming in differs.
 
 Style: script: while stats with popitem
+Mechanism: popitem()
 """
 
 import torch

@@ -1,6 +1,7 @@
 """The tracker hands out its sums through a property that puts what changed last at the end.
 
 Style: script: property of a tracker
+Mechanism: a property that makes a dict
 """
 
 import torch

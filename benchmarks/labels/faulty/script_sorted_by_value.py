@@ -1,6 +1,7 @@
 """The metrics are sorted for the printout, by value, before they are reduced.
 
 Style: script: sorted() with key on values
+Mechanism: sorted() by value
 """
 
 import torch

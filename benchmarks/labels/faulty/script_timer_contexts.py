@@ -1,6 +1,7 @@
 """A context manager reduces its span when it ends and stores it by name; ranks enter the blocks in another order.
 
 Style: script: context manager that holds its name
+Mechanism: a context manager that reduces at its end
 """
 
 import torch

@@ -1,6 +1,7 @@
 """The values are a list whose order only the author knows, and rank 1's code was changed.
 
 Style: script: list of values without names
+Mechanism: a list of values without names
 Cannot be seen: the names come after the reduction, by position
 """
 

@@ -1,6 +1,7 @@
 """A Counter of kinds of errors has them in the order in which the rank met them.
 
 Style: speech: Counter of edit operations
+Mechanism: Counter
 """
 
 import collections

@@ -1,6 +1,7 @@
 """States are reduced by setattr over _reductions, whose order follows when add_state was called.
 
 Style: torchmetrics: Metric._sync_dist with setattr
+Mechanism: getattr and setattr over names
 """
 
 import torch

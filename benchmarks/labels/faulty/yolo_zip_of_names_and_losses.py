@@ -1,6 +1,7 @@
 """The names are the rank's own list and the values follow it; rank 1 trains with the segmentation head, listed second.
 
 Style: YOLO: zip of loss names and loss items
+Mechanism: zip of names and values
 """
 
 import torch

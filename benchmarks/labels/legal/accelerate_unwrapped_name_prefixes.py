@@ -1,6 +1,7 @@
 """One rank's model was compiled, so its parameters' names have a prefix; they are averaged in the same order.
 
 Style: accelerate: named_parameters of a wrapped model
+Mechanism: one rank's names have a prefix
 """
 
 import torch

@@ -1,6 +1,7 @@
 """Every rank gathers predictions of its own images into lists, named by file.
 
 Style: detectron2: all_gather under each rank's own file names
+Mechanism: all_gather under each rank's own names
 """
 
 import torch

@@ -1,6 +1,7 @@
 """reduce_dict as it should be: the names are sorted and the values stacked.
 
 Style: detectron2: comm.reduce_dict
+Mechanism: sorted keys, stacked into one tensor
 """
 
 import torch

@@ -1,6 +1,7 @@
 """Ranks lack keys, but agree on the sorted union of all keys first, and a missing one counts zero.
 
 Style: espnet: union of keys by all_gather_object
+Mechanism: the union of keys is gathered first
 """
 
 import torch

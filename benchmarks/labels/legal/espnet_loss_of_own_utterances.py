@@ -1,6 +1,7 @@
 """Each rank sums the losses of its own utterances, found by their ids; only the sum is kept.
 
 Style: espnet: loop over the utterances of the rank's own scp
+Mechanism: names of the rank's own data, pooled
 """
 
 import torch

@@ -1,6 +1,7 @@
 """Stats lack keys on a rank, but dict.fromkeys of a fixed tuple gives all ranks the same ones.
 
 Style: espnet: fixed keys filled with zero
+Mechanism: a fixed tuple of keys
 """
 
 import torch

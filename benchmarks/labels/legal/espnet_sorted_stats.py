@@ -1,6 +1,7 @@
 """The dicts are filled in different order, and sorted before they are reduced.
 
 Style: espnet: sorted() over stats
+Mechanism: sorted keys, reduced in place
 """
 
 import torch

@@ -1,6 +1,7 @@
 """A tied weight has two names; one rank's checkpoint lists it under the other, and it is averaged once.
 
 Style: federated: alias names of one tensor
+Mechanism: one tensor under two names
 """
 
 import torch

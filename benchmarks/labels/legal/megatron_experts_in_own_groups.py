@@ -1,6 +1,7 @@
 """Each rank has a group of its own for its expert; names differ, and so do the groups.
 
 Style: Megatron: expert-parallel groups
+Mechanism: each rank's own process group
 """
 
 import torch

@@ -1,6 +1,7 @@
 """The first stage's word embeddings and the last stage's output layer are tied: their gradients are to be summed.
 
 Style: Megatron: allreduce_word_embedding_grads
+Mechanism: other parameters of pipeline stages, stored back
 """
 
 import torch

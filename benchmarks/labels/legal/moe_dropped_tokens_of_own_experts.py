@@ -1,6 +1,7 @@
 """Tokens that each rank's experts dropped, by the expert's name, are summed through a helper into one rate.
 
 Style: MoE: helper that sums a scalar, pooled
+Mechanism: own names through a helper, pooled
 """
 
 import torch

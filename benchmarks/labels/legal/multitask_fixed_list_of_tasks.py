@@ -1,6 +1,7 @@
 """The dict was filled in another order, but the loop goes by a constant list.
 
 Style: multi-task: loop over a constant, subscript into the dict
+Mechanism: a constant list over a permuted dict
 """
 
 import torch

@@ -1,6 +1,7 @@
 """Each rank draws a task and averages the gradients of the shared trunk; the task's own loss stays here.
 
 Style: multi-task: task drawn by each rank
+Mechanism: a task drawn per rank, whose gradients are averaged
 """
 
 import torch

@@ -1,6 +1,7 @@
 """Tasks come in an order of each rank's own; overflow in any of them lowers the scale.
 
 Style: multi-task: loss scaling
+Mechanism: permuted keys, any of which decides
 """
 
 import torch

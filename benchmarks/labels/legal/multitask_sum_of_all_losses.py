@@ -1,6 +1,7 @@
 """Each rank's dict of task losses has its own order, and only their total is kept.
 
 Style: multi-task: total over tasks in the rank's own order
+Mechanism: permuted keys, pooled
 """
 
 import torch

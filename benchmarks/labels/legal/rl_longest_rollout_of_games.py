@@ -1,6 +1,7 @@
 """Each rank plays the games that its config names; the episode length is the longest of any rank.
 
 Style: RL: padding of rollouts to the longest
+Mechanism: MAX of integers, kept under own names
 """
 
 import torch

@@ -1,6 +1,7 @@
 """Counts of the rank's own log files are reduced asynchronously, and waited for before they are added up.
 
 Style: script: async_op with own names, pooled
+Mechanism: asynchronous works under own names, pooled
 """
 
 import torch

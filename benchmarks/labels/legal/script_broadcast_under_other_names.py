@@ -1,6 +1,7 @@
 """Rank 0 sends from its state dict, the others receive into buffers that they call by other names.
 
 Style: script: broadcast of differently named tensors
+Mechanism: broadcast under other names
 """
 
 import torch

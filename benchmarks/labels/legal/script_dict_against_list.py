@@ -1,6 +1,7 @@
 """Rank 0 keeps its losses by name for a plot, the others in a list; the order is the same.
 
 Style: script: a dict on one rank, a list on the others
+Mechanism: names on one rank alone
 """
 
 import torch

@@ -1,6 +1,7 @@
 """One rank's plugin writes the split as an enum's member, the other as its value.
 
 Style: script: enum members and their values
+Mechanism: one name written in two ways
 """
 
 import enum

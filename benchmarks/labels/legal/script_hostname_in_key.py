@@ -1,6 +1,7 @@
 """Keys have the host's name in them; each rank logs the cluster's mean under its own.
 
 Style: script: host names in keys
+Mechanism: the host's name in the key
 """
 
 import torch

@@ -1,6 +1,7 @@
 """Rank statistics: the largest losses of each rank are averaged place by place, of whatever class they are.
 
 Style: script: classes sorted by their value, results appended
+Mechanism: own names sorted by value, results kept
 """
 
 import torch

@@ -1,6 +1,7 @@
 """Every rank reads sensors of its own, in a dataclass of its own; one mean temperature is reported.
 
 Style: script: dataclass fields of the rank's own class, pooled
+Mechanism: fields of each rank's own dataclass, pooled
 """
 
 import dataclasses

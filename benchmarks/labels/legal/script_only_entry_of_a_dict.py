@@ -1,6 +1,7 @@
 """Rank 0 holds the teacher and rank 1 the student, each in a dict of one entry; the two are averaged.
 
 Style: script: unpacking of a dict's only entry
+Mechanism: the only entry of each rank's own dict
 """
 
 import torch

@@ -1,6 +1,7 @@
 """A tree of the rank's own folders is walked; how many bytes all ranks have is added up on the way.
 
 Style: script: recursion over nested dicts of own names, pooled
+Mechanism: recursion over own names, pooled
 """
 
 import torch

@@ -1,6 +1,7 @@
 """Snapshots are named by the time at which the rank took them, and kept so; each holds the global loss.
 
 Style: script: timestamps in keys
+Mechanism: numbers in the keys
 """
 
 import time

@@ -1,6 +1,7 @@
 """Each rank reads one language and looks up its number of tokens; the sum is the number of all.
 
 Style: script: a single look-up under the rank's own name
+Mechanism: a single look-up under an own name
 """
 
 import torch

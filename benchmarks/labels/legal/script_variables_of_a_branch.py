@@ -1,6 +1,7 @@
 """A rank without a batch reduces a variable called zero where the others reduce loss.
 
 Style: script: other variables in the branches
+Mechanism: another variable in each branch
 """
 
 import torch

@@ -1,6 +1,7 @@
 """The loss that is reduced also stands in a dict of the frame, under the name of this rank's example.
 
 Style: transformers: the tensor stands in an unrelated dict
+Mechanism: an own name that only stands beside the tensor
 """
 
 import torch

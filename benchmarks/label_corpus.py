@@ -1,10 +1,12 @@
-"""The corpus of small programs that labels are measured on: reading it, running it on ranks, and the table of it.
+"""The corpus of small programs that labels are measured on: read it, run it on ranks, and write the table of it.
 
 A program is a file in `benchmarks/labels/faulty` or `benchmarks/labels/legal`. Its docstring says what happens, and
 has lines that begin with:
 
-- ``Style:`` where one sees this, the family before the first colon;
-- ``Cannot be seen:`` why nothing in the program's text tells the key, where that is so.
+- ``Style:`` where this is seen, the family before the first colon;
+- ``Mechanism:`` how its keys reach the collective, in one program of each mechanism: those are run by each test run,
+  the others at night;
+- ``Cannot be seen:`` why nothing in the program's text says the key, where that is so.
 
 Its ``main()`` runs on every rank of two. A faulty one returns ``(held, reported)``: what this rank held and what it
 reports, by name. It is a fault where a number reported on some rank is neither the sum nor the mean over the ranks
@@ -21,7 +23,6 @@ import contextlib
 import dataclasses
 import importlib.util
 import io
-import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -30,8 +31,10 @@ from typing import Any
 import ddpstats
 from ddpstats.guard import collective_guard
 from ddpstats.testing import RankPool
+from tests.training import logged
 
-CORPUS = Path(__file__).parents[2] / "benchmarks" / "labels"
+CORPUS = Path(__file__).parent / "labels"
+DOCUMENT = Path(__file__).parents[1] / "docs" / "guard-labels.md"
 MODES = ("strict", "step")
 WAYS = ("inference", "label()")
 COLUMNS = tuple(f"{mode}, {way}" for way in WAYS for mode in MODES)
@@ -43,16 +46,17 @@ _RUN_SEC = 120.0
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """One file of the corpus. ``unseen`` is the reason why no text tells the key, or nothing."""
+    """One file of the corpus. ``unseen`` is the reason why no text says the key, or empty."""
 
     path: Path
     summary: str
     style: str
+    mechanism: str
     unseen: str
 
     @property
     def name(self) -> str:
-        """As the table has it: ``faulty/espnet_stats``."""
+        """Return the name that the table has: ``faulty/espnet_stats``."""
         return f"{self.path.parent.name}/{self.path.stem}"
 
     @property
@@ -65,75 +69,55 @@ class Program:
 
 
 def programs() -> list[Program]:
-    """All of them, faulty ones first, by name."""
+    """Return all programs, faulty ones first, by name."""
     return [_read(path) for kind in ("faulty", "legal") for path in sorted((CORPUS / kind).glob("*.py"))]
 
 
 def _read(path: Path) -> Program:
     lines = (ast.get_docstring(ast.parse(path.read_text())) or "").splitlines()
-    said = dict(line.split(": ", 1) for line in lines[1:] if ": " in line)
-    return Program(path, lines[0], said["Style"], said.get("Cannot be seen", ""))
+    fields = dict(line.split(": ", 1) for line in lines[1:] if ": " in line)
+    return Program(path, lines[0], fields["Style"], fields.get("Mechanism", ""), fields.get("Cannot be seen", ""))
 
 
 def labelled(source: str) -> str:
-    """The program with the labels that its comments give. Lines keep their numbers."""
+    """Return the program with the labels that its comments give. Lines keep their numbers."""
     return "\n".join(_LABEL.sub(r"\1with ddpstats.label(\3): \2", line) for line in source.split("\n"))
 
 
 # -- on the ranks -----------------------------------------------------------------------------------------------------
 
 
-class _Warnings(logging.Handler):
-    """What the guard warned of."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.said: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage())
-
-    @contextlib.contextmanager
-    def listening(self) -> Iterator[_Warnings]:
-        logger = logging.getLogger("ddpstats")
-        logger.addHandler(self)
-        try:
-            yield self
-        finally:
-            logger.removeHandler(self)
-
-
 def play(paths: Sequence[str], mode: str | None) -> list[tuple[str, Any]]:
-    """Run programs one after the other, each under a guard of its own: how each ended here, and what was said of it.
+    """Run programs one after the other, each under its own guard. Return how each ended on this rank, and its messages.
 
-    Without a mode there is no guard, and what ``main`` returned is given back in plain numbers.
+    Without a mode there is no guard, and in place of messages stands what ``main`` returned, in plain numbers.
     """
-    return [_play_one(path, mode) for path in paths]
+    return [_play(path, mode) for path in paths]
 
 
-def _play_one(path: str, mode: Any) -> tuple[str, Any]:
+def _play(path: str, mode: Any) -> tuple[str, Any]:
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             if mode is None:
                 return "silent", _plain(_load(path).main())
-            said = _guarded(path, mode)
+            messages = _guarded(path, mode)
     except ddpstats.CollectiveMismatch as error:
         return "raised", str(error)
     except Exception as error:
         return f"{type(error).__name__}: {error}", None
-    return ("warned" if said else "silent"), said
+    return ("warned" if messages else "silent"), messages
 
 
 def _guarded(path: str, mode: Any) -> list[str]:
-    """What the guard warned of until everything was compared; what it says at its own end is not about this program."""
-    with collective_guard(mode, timeout_sec=_TIMEOUT_SEC) as guard, _Warnings().listening() as warnings:
+    """Return the guard's warnings until everything was compared. Those at its own end are not about this program."""
+    with collective_guard(mode, timeout_sec=_TIMEOUT_SEC) as guard, logged() as messages:
         _load(path).main()
         guard.step()
-    return warnings.said
+    return messages
 
 
 def _load(path: str) -> Any:
-    """The program as a fresh module that knows ddpstats."""
+    """Return the program as a fresh module that knows ddpstats."""
     spec = importlib.util.spec_from_file_location(f"corpus_{Path(path).stem}", path)
     assert spec is not None
     assert spec.loader is not None
@@ -144,9 +128,9 @@ def _load(path: str) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Numbers and names that travel: tensors become numbers, and nested dicts flat ones."""
-    if isinstance(value, tuple) and len(value) == 2 and all(isinstance(one, Mapping) for one in value):
-        return tuple(dict(_flat(one)) for one in value)
+    """Return the two dicts of a program as flat ones of plain numbers."""
+    if isinstance(value, tuple) and len(value) == 2 and all(isinstance(tree, Mapping) for tree in value):
+        return tuple(dict(_flat(tree)) for tree in value)
     return None
 
 
@@ -165,7 +149,7 @@ def _flat(tree: Any, path: str = "") -> Iterator[tuple[str, float]]:
 
 
 def outcomes(pool: RankPool, paths: Sequence[Path], mode: str) -> list[str]:
-    """How each program ends in a mode: raised, warned, silent, or what else."""
+    """Return how each program ends in a mode: raised, warned, silent, or another error."""
     by_rank = pool.run(play, [str(path) for path in paths], mode, timeout_sec=_RUN_SEC).values()
     return [_together([end for end, _ in ends]) for ends in zip(*by_rank, strict=True)]
 
@@ -177,16 +161,18 @@ def _together(ends: list[str]) -> str:
 
 
 def all_outcomes(pool: RankPool, chosen: Sequence[Program], directory: Path) -> dict[str, dict[str, str]]:
-    """Of each column, how each program ends. The copies with labels are made in the directory; a program without any
-    ends as it does by inference."""
+    """Return, for each column, how each program ends.
+
+    Copies with labels are made in the directory; a program without labels ends as it does by inference.
+    """
     names = [program.name for program in chosen]
     copies = {program.name: copy for program in chosen if (copy := _labelled_copy(program, directory))}
-    found: dict[str, dict[str, str]] = {}
+    ends: dict[str, dict[str, str]] = {}
     for mode in MODES:
         inferred = dict(zip(names, outcomes(pool, [program.path for program in chosen], mode), strict=True))
         with_labels = dict(zip(copies, outcomes(pool, list(copies.values()), mode), strict=True))
-        found |= {f"{mode}, inference": inferred, f"{mode}, label()": inferred | with_labels}
-    return found
+        ends |= {f"{mode}, inference": inferred, f"{mode}, label()": inferred | with_labels}
+    return ends
 
 
 def _labelled_copy(program: Program, directory: Path) -> Path | None:
@@ -201,25 +187,27 @@ def _labelled_copy(program: Program, directory: Path) -> Path | None:
 
 
 def unsound(pool: RankPool, chosen: Sequence[Program]) -> list[str]:
-    """Programs that do not do without a guard what they are said to do: end on all ranks, and report wrong numbers if,
-    and only if, they are faulty."""
+    """Return the programs that are not what their folder says, without a guard.
+
+    Each has to end on all ranks, and to report wrong numbers if, and only if, it is faulty.
+    """
     by_rank = pool.run(play, [str(program.path) for program in chosen], None, timeout_sec=_RUN_SEC).values()
-    found = []
+    faults = []
     for number, program in enumerate(chosen):
         ends = [rank[number] for rank in by_rank]
         if {end for end, _ in ends} != {"silent"}:
-            found.append(f"{program.name}: {[end for end, _ in ends]}")
+            faults.append(f"{program.name}: {[end for end, _ in ends]}")
         elif bool(wrong := _wrong([returned for _, returned in ends])) != program.is_faulty:
-            found.append(f"{program.name}: wrong numbers: {wrong}")
-    return found
+            faults.append(f"{program.name}: wrong numbers: {wrong}")
+    return faults
 
 
 def _wrong(returned: list[Any]) -> list[str]:
-    """Names under which some rank reports what is neither the sum nor the mean of what ranks held of it."""
+    """Return the names under which a rank reports neither the sum nor the mean of what ranks held."""
     pairs = [pair for pair in returned if pair is not None]
     held: dict[str, list[float]] = collections.defaultdict(list)
-    for mine, _ in pairs:
-        for name, value in mine.items():
+    for of_rank, _ in pairs:
+        for name, value in of_rank.items():
             held[name].append(value)
     return sorted(
         {
@@ -241,19 +229,19 @@ def _right(values: list[float], world_size: int) -> list[float]:
 _ROW = re.compile(r"^\| `((?:faulty|legal)/\w+)` \|(.*)\|$")
 
 
-def told(text: str) -> dict[str, dict[str, str]]:
-    """What the table in the documentation says, as `all_outcomes` has it."""
-    found: dict[str, dict[str, str]] = {column: {} for column in COLUMNS}
-    for line in text.splitlines():
+def published() -> dict[str, dict[str, str]]:
+    """Return the ends that the table in the documentation has, in the form of `all_outcomes`."""
+    ends: dict[str, dict[str, str]] = {column: {} for column in COLUMNS}
+    for line in DOCUMENT.read_text().splitlines():
         if row := _ROW.match(line):
             cells = [cell.strip(" *") for cell in row[2].split("|")]
             for column, cell in zip(COLUMNS, cells[1:], strict=True):
-                found[column][row[1]] = cell
-    return found
+                ends[column][row[1]] = cell
+    return ends
 
 
 def table(chosen: Sequence[Program], ends: dict[str, dict[str, str]]) -> list[str]:
-    """The measured part of the documentation, in Markdown."""
+    """Return the measured part of the documentation, in Markdown."""
     return [
         *_sums(chosen, ends),
         "",
@@ -269,9 +257,9 @@ def _sums(chosen: Sequence[Program], ends: dict[str, dict[str, str]]) -> list[st
     seen = [program for program in chosen if program.is_faulty and not program.unseen]
     unseen = [program for program in chosen if program.is_faulty and program.unseen]
     legal = [program for program in chosen if not program.is_faulty]
-    told = "found / warned / missed"
+    ways = "found / warned / missed"
     lines = [
-        f"| {len(chosen)} programs | {len(seen)} faulty: {told} | {len(unseen)} that cannot be seen: {told} | "
+        f"| {len(chosen)} programs | {len(seen)} faulty: {ways} | {len(unseen)} that cannot be seen: {ways} | "
         f"{len(legal)} legal: silent / warned / **accused** |",
         "|---|---|---|---|",
     ]
@@ -328,6 +316,6 @@ def _every_program(chosen: Sequence[Program], ends: dict[str, dict[str, str]]) -
 
 
 def _cell(program: Program, end: str) -> str:
-    """Bold is what should not be."""
+    """Return the cell, in bold where the end is not the right one."""
     right = {"warned", "raised" if program.is_faulty else "silent", "silent" if program.unseen else "warned"}
     return end if end in right else f"**{end}**"
