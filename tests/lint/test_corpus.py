@@ -1,55 +1,82 @@
-"""Each program of the corpus is accused of what it says, and of nothing else; the counts are those of docs/lint.md."""
+"""`ddpstats lint` finds the faults of benchmarks/lint at their lines, and accuses no legal program there.
+
+``# expect: RULE`` ends a line of a faulty program that the rule must name, and ``# missed: RULE`` one that lint should
+name and does not. docs/lint.md has the counts; ``python -m tests.lint.test_corpus`` prints them.
+"""
 
 from __future__ import annotations
 
-import pathlib
 import re
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from ddpstats.lint._check import check_tree, parsed
-from tests.lint.cases import cases
 
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = Path(__file__).parents[2]
+CORPUS = ROOT / "benchmarks" / "lint"
 HEAD = "import torch, torch.distributed as dist\ndef step(model, batch, rank, loss, losses, correct, total):\n    "
 
+Lines = set[tuple[int, str]]
+"""Numbers of lines, and the rule that names each."""
 
-def counts() -> tuple[str, list[str]]:
-    """One line of numbers, and what is not as it should be."""
-    wrong, found, faulty, legal, accused = [], 0, 0, 0, 0
-    for case in cases():
-        rules = {finding.rule for finding in check_tree(parsed(case.text), case.text, case.name)}
-        expected = {case.rule} - {None} if not case.missed else set()
-        faulty, legal = faulty + (case.rule is not None), legal + (case.rule is None)
-        found += case.rule in rules
-        accused += case.rule is None and bool(rules)
-        if rules != expected:
-            wrong.append(
-                f"{case.name}: {sorted(rules) or 'nothing'}, expected {sorted(map(str, expected)) or 'nothing'}"
-            )
+
+class Program(NamedTuple):
+    name: str
+    findings: Lines
+    expected: Lines
+    missed: Lines
+
+
+def programs() -> list[Program]:
+    return [_read(path) for path in sorted(CORPUS.rglob("*.py"))]
+
+
+def _read(path: Path) -> Program:
+    text = path.read_text()
+    findings = {(finding.line, finding.rule) for finding in check_tree(parsed(text), text, path.name)}
+    expected, missed = (_marked(text, mark) for mark in ("expect", "missed"))
+    return Program(path.relative_to(CORPUS).as_posix(), findings, expected, missed)
+
+
+def _marked(text: str, mark: str) -> Lines:
+    lines = enumerate(text.splitlines(), 1)
+    return {(number, rule) for number, line in lines for rule in re.findall(rf"# {mark}: ([a-z-]+)$", line)}
+
+
+def counts(corpus: list[Program]) -> str:
+    faulty = [program for program in corpus if program.name.startswith("faulty/")]
+    legal = [program for program in corpus if program.name.startswith("legal/")]
+    found = sum(bool(program.findings) for program in faulty)
+    accused = sum(bool(program.findings) for program in legal)
     return (
-        f"{found} of {faulty} faulty programs found, {faulty - found} missed; {accused} of {legal} legal ones accused",
-        wrong,
+        f"{found} of {len(faulty)} faulty programs found, {len(faulty) - found} missed; "
+        f"{accused} of {len(legal)} legal ones accused"
     )
 
 
 @pytest.mark.parametrize(
     "rule", ["rank-branch", "data-branch", "swallowed-error", "dict-order", "aliased-reduce", "mean-of-means"]
 )
-def test_the_example_of_a_rule_in_the_docs(rule: str) -> None:
-    """As it stands there, in one line."""
+def test_example_of_rule_in_docs_is_found(rule: str) -> None:
     row = re.search(rf"^\| `{rule}` \| `([^`]+)`", (ROOT / "docs" / "lint.md").read_text(), flags=re.MULTILINE)
     assert row is not None
-    caught = "\n    except Exception: print(rank)" if rule == "swallowed-error" else ""
-    text = f"{HEAD}{row[1]}{caught}"
+    handler = "\n    except Exception: print(rank)" if rule == "swallowed-error" else ""
+    text = f"{HEAD}{row[1]}{handler}"
     assert [finding.rule for finding in check_tree(parsed(text), text, "docs")] == [rule]
 
 
 def test_corpus() -> None:
-    line, wrong = counts()
+    corpus = programs()
+    wrong = [f"{name}: {findings}, not {expected}" for name, findings, expected, _ in corpus if findings != expected]
     assert not wrong, "\n".join(wrong)
+    for name, _, expected, missed in corpus:
+        kind, folder, _ = name.split("/")
+        assert {rule for _, rule in expected | missed} == ({folder} if kind == "faulty" else set()), name
+    line = counts(corpus)
     assert line in " ".join((ROOT / "docs" / "lint.md").read_text().split()), line
 
 
 if __name__ == "__main__":
-    print(*counts()[1], counts()[0], sep="\n")
+    print(counts(programs()))
