@@ -1,9 +1,8 @@
-"""scripts/launch.sh: what it says when it cannot go on, and ranks started for real."""
+"""scripts/launch.sh sets up what a verb needs, starts ranks, and names the fix where it cannot go on."""
 
 import os
 import re
 import runpy
-import socket
 import stat
 import subprocess
 import sys
@@ -13,6 +12,9 @@ import pytest
 
 import ddpstats
 from tests.needs import ROOT, needs
+from tests.programs import reserved_port
+
+pytestmark = pytest.mark.slow
 
 LAUNCH = ROOT / "scripts" / "launch.sh"
 LIMIT_SEC = 120
@@ -137,7 +139,7 @@ def test_set_ups_add_up_and_print_nothing_when_nothing_is_missing(venv: Path) ->
     assert stamp.read_text().splitlines()[1:] == ["testing"]
 
 
-def test_set_up_says_what_it_does_and_how_to_go_on(venv: Path) -> None:
+def test_set_up_prints_its_phases_and_the_next_command(venv: Path) -> None:
     done = launch("test", "tests/reduction/test_layout.py", DDPSTATS_VENV=str(venv))
     lines = done.stderr.splitlines()
     assert all(re.match(r"launch\.sh: +\d+ s  ", line) for line in lines), done.stderr
@@ -147,7 +149,7 @@ def test_set_up_says_what_it_does_and_how_to_go_on(venv: Path) -> None:
     assert "Collecting" not in done.stderr
 
 
-def test_what_pip_says_is_told_whole_where_it_fails(venv: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_of_pip_is_printed_whole_when_it_fails(venv: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_STATUS", "3")
     (venv.parent / "pip.txt").write_text("Collecting torch\nWARNING: a mirror\nno space left on device\n")
     done = launch("test", "tests/reduction/test_layout.py", DDPSTATS_VENV=str(venv))
@@ -156,7 +158,7 @@ def test_what_pip_says_is_told_whole_where_it_fails(venv: Path, monkeypatch: pyt
     assert "error: pip could not install" in done.stderr
 
 
-def test_the_command_without_the_development_tools(venv: Path) -> None:
+def test_dev_ddpstats_installs_no_development_tools(venv: Path) -> None:
     done = launch("dev", "ddpstats", "--version", DDPSTATS_VENV=str(venv))
     assert (done.returncode, done.stdout) == (0, f"ddpstats {ddpstats.__version__}\n")
     assert (venv / "ddpstats-set-up").read_text().splitlines()[1:] == [""]  # no extra
@@ -168,7 +170,7 @@ def test_needs_skips_with_the_command_that_installs_the_library() -> None:
         needs("no_such_library")
 
 
-def test_progress_names_large_downloads_and_gives_signs_of_life() -> None:
+def test_progress_names_large_downloads_and_reports_every_20_s() -> None:
     module = runpy.run_path(str(ROOT / "scripts" / "_pip_progress.py"))
     progress = module["Progress"](3.0, "a heading", 100.0)
     assert progress.line("Requirement already satisfied: numpy in /somewhere", 100.0) is None
@@ -203,20 +205,20 @@ def test_no_verb_shows_the_help_as_an_error() -> None:
 
 
 @pytest.mark.parametrize("verb", ["trian", "0", "-2", "2x", ""])
-def test_unknown_verb(verb: str) -> None:
+def test_unknown_verb_is_refused_with_the_verbs(verb: str) -> None:
     done = launch(verb)
     assert done.returncode == 2
     assert f"error: '{verb}' is neither a verb nor a number of ranks" in done.stderr
     assert "fix: use one of demo, test, compat, bench, dev" in done.stderr
 
 
-def test_ranks_without_a_script() -> None:
+def test_number_of_ranks_without_a_script_is_refused() -> None:
     done = launch("2")
     assert done.returncode == 2
     assert "fix: scripts/launch.sh 2 SCRIPT" in done.stderr
 
 
-def test_python_that_is_too_old(tmp_path: Path) -> None:
+def test_python_that_is_too_old_is_refused(tmp_path: Path) -> None:
     old = program(tmp_path / "python", "#!/bin/sh\necho 3.8 -\n")
     done = launch("demo", PYTHON=old, DDPSTATS_VENV=str(tmp_path / "venv"))
     assert done.returncode == 2
@@ -225,7 +227,7 @@ def test_python_that_is_too_old(tmp_path: Path) -> None:
     assert not (tmp_path / "venv").exists()
 
 
-def test_python_that_does_not_run(tmp_path: Path) -> None:
+def test_python_that_does_not_run_is_refused(tmp_path: Path) -> None:
     missing = str(tmp_path / "python")
     done = launch("demo", PYTHON=missing, DDPSTATS_VENV=str(tmp_path / "venv"))
     assert done.returncode == 2
@@ -233,7 +235,7 @@ def test_python_that_does_not_run(tmp_path: Path) -> None:
     assert "PYTHON=/path/to/python3.11" in done.stderr
 
 
-def test_python_without_venv(tmp_path: Path) -> None:
+def test_python_without_venv_is_refused(tmp_path: Path) -> None:
     bare = program(tmp_path / "python", '#!/bin/sh\ncase "$2" in *ensurepip*) exit 1 ;; esac\necho 3.11 -\n')
     done = launch("demo", PYTHON=bare, DDPSTATS_VENV=str(tmp_path / "venv"))
     assert done.returncode == 2
@@ -258,7 +260,7 @@ esac
 """
 
 
-def test_on_a_bare_machine_a_verb_sets_up_what_it_needs_once(tmp_path: Path) -> None:
+def test_verb_on_a_bare_machine_sets_up_what_it_needs_once(tmp_path: Path) -> None:
     bare, asked = program(tmp_path / "python", BARE), tmp_path / "asked"
     settings = {"PYTHON": bare, "DDPSTATS_VENV": str(tmp_path / "venv"), "ASKED": str(asked), "REAL": sys.executable}
     for _ in range(2):
@@ -274,7 +276,7 @@ def test_on_a_bare_machine_a_verb_sets_up_what_it_needs_once(tmp_path: Path) -> 
     assert asked.read_text().splitlines()[-1] == "-m pytest tests/reduction/test_layout.py"
 
 
-def test_pip_that_fails(tmp_path: Path) -> None:
+def test_set_up_that_failed_is_tried_again(tmp_path: Path) -> None:
     """A half-made environment has no stamp, so the next launch tries again."""
     venv = tmp_path / "venv"
     (venv / "bin").mkdir(parents=True)
@@ -286,7 +288,7 @@ def test_pip_that_fails(tmp_path: Path) -> None:
         assert "PIP_INDEX_URL" in done.stderr
 
 
-def test_a_folder_of_the_users_is_not_cleared(tmp_path: Path) -> None:
+def test_folder_that_is_no_environment_is_not_cleared(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").touch()
     done = launch("demo", PYTHON=sys.executable, DDPSTATS_VENV=str(tmp_path))
     assert done.returncode == 2
@@ -294,7 +296,7 @@ def test_a_folder_of_the_users_is_not_cleared(tmp_path: Path) -> None:
     assert (tmp_path / "thesis.tex").exists()
 
 
-def test_hosts_without_a_meeting_place() -> None:
+def test_two_hosts_without_a_rendezvous_are_refused() -> None:
     done = launch("2", "train.py", NNODES="2")
     assert done.returncode == 2
     assert "error: NNODES=2, but nothing says where the hosts meet" in done.stderr
@@ -316,7 +318,7 @@ sys.exit(int(sys.argv[2]) if rank == 1 else 0)
 
 
 @pytest.mark.parametrize("status", [0, 7])
-def test_two_ranks_and_their_exit_status(tmp_path: Path, status: int) -> None:
+def test_exit_status_is_that_of_the_failed_rank(tmp_path: Path, status: int) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     done = launch("2", str(script), str(tmp_path), str(status), "--lr=1", "two words", PYTHON=sys.executable)
@@ -325,30 +327,29 @@ def test_two_ranks_and_their_exit_status(tmp_path: Path, status: int) -> None:
         assert (tmp_path / rank).read_text() == f"2 1 {status} --lr=1 two words"
 
 
-def test_a_rank_that_is_killed(tmp_path: Path) -> None:
+def test_exit_status_of_a_killed_rank_is_128_and_the_signal(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
     done = launch("1", str(script), PYTHON=sys.executable)
     assert done.returncode == 128 + 9, done.stderr
 
 
-def test_two_hosts_that_meet_here(tmp_path: Path) -> None:
+def test_two_launchers_with_one_rendezvous_make_one_job(tmp_path: Path) -> None:
     """Two launchers on one machine stand for two hosts; both take torchrun's settings from the environment."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
-    hosts = [
-        start(
-            *("1", str(script), str(tmp_path), "0"),
-            PYTHON=sys.executable,
-            NNODES="2",
-            RDZV_ENDPOINT=endpoint,
-            RDZV_ID="test",
-            PET_LOCAL_ADDR="127.0.0.1",  # torchrun's own variable: this machine's name need not resolve
-        )
-        for _ in range(2)
-    ]
-    for done in [finish(host) for host in hosts]:
-        assert done.returncode == 0, done.stderr
+    with reserved_port() as port:
+        hosts = [
+            start(
+                *("1", str(script), str(tmp_path), "0"),
+                PYTHON=sys.executable,
+                NNODES="2",
+                RDZV_ENDPOINT=f"127.0.0.1:{port}",
+                RDZV_ID="test",
+                PET_LOCAL_ADDR="127.0.0.1",  # torchrun's own variable: this machine's name need not resolve
+            )
+            for _ in range(2)
+        ]
+        for done in [finish(host) for host in hosts]:
+            assert done.returncode == 0, done.stderr
     assert (tmp_path / "0").read_text() == (tmp_path / "1").read_text() == "2 1 0"

@@ -36,30 +36,30 @@ _COLUMNS = ("random streams before", "loss", "gradients", "parameters, buffers, 
 
 
 @dataclass
-class Told:
-    """Of one rank. ``differences``: in words, between the plain program and one that was watched in that way."""
+class Comparison:
+    """The comparison on one rank: how the program differs from the plain one, in words, for each way to watch it."""
 
     differences: dict[str, list[str]] = field(default_factory=dict)
     did: dict[str, dict[str, int]] = field(default_factory=dict)
 
 
-def compared(name: str, steps: int, directory: str, meddle: Callable[[Program], None] | None = None) -> Told:
-    """Train plainly, then in all `WAYS`. ``meddle``: what a watcher that disturbs would do in each step."""
-    told = Told()
+def compared(name: str, steps: int, directory: str, disturb: Callable[[Program], None] | None = None) -> Comparison:
+    """Train plainly, then in all `WAYS`. ``disturb`` is what a watcher that disturbs would do in each step."""
+    comparison = Comparison()
     with warnings.catch_warnings(), _quiet():
         warnings.simplefilter("ignore")
         plain, _ = _train(name, steps, None, None)
         for way, (mode, together) in WAYS.items():
             path = Path(directory) / mode
-            found, told.did[way] = _train(name, steps, (path, mode, together), meddle)
-            told.differences[way] = _differences(plain, found)
-    return told
+            found, comparison.did[way] = _train(name, steps, (path, mode, together), disturb)
+            comparison.differences[way] = _differences(plain, found)
+    return comparison
 
 
 def _train(
-    name: str, steps: int, watched: tuple[Path, Any, bool] | None, meddle: Callable[[Program], None] | None
+    name: str, steps: int, watched: tuple[Path, Any, bool] | None, disturb: Callable[[Program], None] | None
 ) -> tuple[list[tuple[Any, ...]], dict[str, int]]:
-    """A row of digests for each step, the first one before and the last one after all of it; what was done."""
+    """Return a row of digests for each step, one before the first and one after the last, and what was done."""
     torch.compiler.reset()
     _seed(0)
     program = PROGRAMS[name]()
@@ -74,8 +74,8 @@ def _train(
             watch.begin()
             loss = program.step(watch, number)
             watch.end(number, loss)
-            if meddle is not None:
-                meddle(program)
+            if disturb is not None:
+                disturb(program)
             rows.append((before, _digest([loss]), gradients.taken(), _digest(_state(program)), _random()))
         gradients.remove()
         if isinstance(watch, Everything):
@@ -228,7 +228,7 @@ def all_programs(steps: int, backend: str, *names: str) -> int:
         for name in names or PROGRAMS:
             started = time.monotonic()
             ranks = pool.run(compared, name, steps, f"{directory}/{name}").values()
-            lines = {f"{way}: {one}" for told in ranks for way, found in told.differences.items() for one in found}
+            lines = {f"{way}: {text}" for rank in ranks for way, texts in rank.differences.items() for text in texts}
             failed += bool(lines)
             print(f"{name}: {'; '.join(sorted(lines)) or 'equal'} ({time.monotonic() - started:.0f} s)", flush=True)
             print(f"    {ranks[0].did}", flush=True)

@@ -1,10 +1,9 @@
-"""Training with all of ddpstats is training without it: to the bit, whatever the program is like."""
+"""A program that trains with all of ddpstats on has the bits and random streams of a run without it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,17 +14,22 @@ from tests.interference.programs import PROGRAMS
 from tests.interference.watching import DUMPED_STEPS
 
 STEPS = 5
-MARKS = {"FSDP2": shards_on_cpu}
+QUICK = ("DDP", "no_sync")
+MARKS = {"FSDP2": [shards_on_cpu]}
+PROGRAM_PARAMETERS = [
+    pytest.param(name, marks=[*MARKS.get(name, ()), *([] if name in QUICK else [pytest.mark.slow])])
+    for name in PROGRAMS
+]
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, ())) for name in PROGRAMS])
+@pytest.mark.parametrize("name", PROGRAM_PARAMETERS)
 def test_parameters_and_random_streams_are_those_of_a_run_without(
     two_ranks: RankPool, tmp_path: Path, name: str
 ) -> None:
     two_ranks.run(runs.set_backend, "eager").values()
-    for told in two_ranks.run(runs.compared, name, STEPS, str(tmp_path), timeout_sec=240).values():
-        assert told.differences == {way: [] for way in runs.WAYS}
-        for did in told.did.values():
+    for comparison in two_ranks.run(runs.compared, name, STEPS, str(tmp_path), timeout_sec=240).values():
+        assert comparison.differences == {way: [] for way in runs.WAYS}
+        for did in comparison.did.values():
             assert_it_did_something(name, did)
 
 
@@ -40,7 +44,7 @@ def assert_it_did_something(name: str, did: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("meddle", "heard"),
+    ("disturb", "difference"),
     [
         (runs.draws_from_torch, "random streams after"),
         (runs.draws_from_python, "random streams after"),
@@ -49,9 +53,9 @@ def assert_it_did_something(name: str, did: dict[str, int]) -> None:
         (runs.leaves_a_hook, "after all: ('hooks', "),
     ],
 )
-def test_what_disturbs_a_program_is_seen(
-    two_ranks: RankPool, tmp_path: Path, meddle: Callable[..., None], heard: Any
+def test_watcher_that_disturbs_the_program_is_seen(
+    two_ranks: RankPool, tmp_path: Path, disturb: Callable[..., None], difference: str
 ) -> None:
-    for told in two_ranks.run(runs.compared, "DDP", 1, str(tmp_path), meddle).values():
-        for said in told.differences.values():
-            assert any(heard in one for one in said), said
+    for comparison in two_ranks.run(runs.compared, "DDP", 1, str(tmp_path), disturb).values():
+        for differences in comparison.differences.values():
+            assert any(difference in text for text in differences), differences

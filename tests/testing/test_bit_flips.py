@@ -1,4 +1,4 @@
-"""The bits that `inject_bit_flips` flips: which, when, on which rank, what follows from it, and that nothing stays."""
+"""`inject_bit_flips` flips the named bit, in its step, on its rank, and leaves no hook behind."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import copy
 import io
 import random
 import struct
-import subprocess
-import sys
 import textwrap
 import warnings
 from dataclasses import dataclass
@@ -19,12 +17,16 @@ from torch import Tensor, nn
 
 from ddpstats import ConfigError
 from ddpstats.testing import BitFlip, RankPool, _flip_places, inject_bit_flips
+from tests import programs
 from tests.capabilities import flips_products
 from tests.testing import bit_flip_runs as runs
 
 WEIGHT, HEAD = "0.weight", "2.weight"
-OPTIONS: list[dict[str, Any]] = [{}, {"gradient_as_bucket_view": True}, {"static_graph": True}]
-IDS = ["plain", "view", "static"]
+OPTIONS = [
+    pytest.param({}, id="plain"),
+    pytest.param({"gradient_as_bucket_view": True}, id="view", marks=pytest.mark.slow),
+    pytest.param({"static_graph": True}, id="static", marks=pytest.mark.slow),
+]
 
 
 def bits_of(tensor: Tensor) -> list[int]:
@@ -349,7 +351,7 @@ def test_other_modules_and_threads_multiply_as_ever_in_the_block() -> None:
 # -- on ranks ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=IDS)
+@pytest.mark.parametrize("options", OPTIONS)
 def test_before_the_reduce_both_ranks_get_the_same_corrupted_mean(two_ranks: RankPool, options: dict[str, Any]) -> None:
     flip = BitFlip(HEAD, "gradient", 4, 28, 1, rank=1)
     first, second = two_ranks.run(runs.train_ddp, [flip], **options).values()
@@ -361,7 +363,7 @@ def test_before_the_reduce_both_ranks_get_the_same_corrupted_mean(two_ranks: Ran
     assert [one.rank for one in second["applied"]] == [1]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=IDS)
+@pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("step", [0, 1])
 def test_after_the_reduce_only_one_rank_has_it(two_ranks: RankPool, options: dict[str, Any], step: int) -> None:
     flip = BitFlip(HEAD, "reduced_gradient", 4, 28, step, rank=1)
@@ -372,7 +374,7 @@ def test_after_the_reduce_only_one_rank_has_it(two_ranks: RankPool, options: dic
     assert [one.step for one in second["applied"]] == [step]
 
 
-@pytest.mark.parametrize("options", OPTIONS[:2], ids=IDS[:2])
+@pytest.mark.parametrize("options", OPTIONS[:2])
 def test_with_accumulation_the_reduced_gradient_is_hit_in_the_pass_that_exchanges(
     two_ranks: RankPool, options: dict[str, Any]
 ) -> None:
@@ -411,7 +413,7 @@ def test_a_weight_under_ddp_is_flipped_on_one_rank(two_ranks: RankPool) -> None:
         (BitFlip("0.weight", "weights", 0, 0, 0), "where must be one of weight, activation"),  # type: ignore[arg-type]
     ],
 )
-def test_a_flip_that_cannot_be_is_refused_at_once(flip: BitFlip, words: str) -> None:
+def test_flip_that_cannot_happen_is_refused_at_once(flip: BitFlip, words: str) -> None:
     with pytest.raises(ConfigError, match=words), inject_bit_flips(runs.make_model(), [flip]):
         raise AssertionError("the block ran")
 
@@ -492,7 +494,7 @@ def every_kind() -> list[BitFlip]:
 
 
 @flips_products
-def test_nothing_stays_after_the_block(every_kind: list[BitFlip]) -> None:
+def test_block_leaves_no_hook_and_no_kernel(every_kind: list[BitFlip]) -> None:
     model = runs.make_model()
     hooks, kernels = everything_hooked(model), registrations()
     with inject_bit_flips(model, every_kind) as faults:
@@ -508,7 +510,7 @@ def test_nothing_stays_after_the_block(every_kind: list[BitFlip]) -> None:
 
 
 @flips_products
-def test_nothing_stays_after_an_exception_in_the_middle_of_a_module(every_kind: list[BitFlip]) -> None:
+def test_exception_inside_a_module_leaves_no_hook_and_no_kernel(every_kind: list[BitFlip]) -> None:
     model = runs.make_model()
     hooks, kernels = everything_hooked(model), registrations()
     with pytest.raises(RuntimeError, match="shapes"), inject_bit_flips(model, every_kind):
@@ -518,7 +520,7 @@ def test_nothing_stays_after_an_exception_in_the_middle_of_a_module(every_kind: 
 
 
 @flips_products
-def test_a_kernel_of_ours_is_there_from_the_entry_to_the_end_of_the_block() -> None:
+def test_kernel_is_registered_from_entry_to_end_of_the_block() -> None:
     kernels = registrations()
     model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
     flips = [BitFlip("0", "matmul", 0, 0, 0), BitFlip("", "matmul", 1, 0, 0)]
@@ -534,9 +536,10 @@ def test_a_kernel_of_ours_is_there_from_the_entry_to_the_end_of_the_block() -> N
         assert registrations() == kernels
 
 
+@pytest.mark.slow
 @flips_products
 def test_other_threads_may_multiply_while_the_module_runs() -> None:
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(BESIDE)], capture_output=True, text=True, timeout=60)
+    done = programs.run(["-c", textwrap.dedent(BESIDE)])
     assert (done.returncode, done.stderr) == (0, "")
 
 

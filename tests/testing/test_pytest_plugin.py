@@ -1,22 +1,20 @@
-"""Marked tests of a user's own, run by a pytest of theirs: what passes, what the report says of what does not."""
+"""The pytest plugin runs a marked test on ranks, and its report names the ranks and errors of those that fail."""
 
 from __future__ import annotations
 
 import configparser
 import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 
 from ddpstats.testing import pytest_plugin
+from tests import programs
 
 pytest_plugins = ("pytester",)
 ROOT = Path(__file__).parents[2]
 PLUGIN = "ddpstats.testing.pytest_plugin"
-LIMIT_SEC = 200
 
 TESTS = """
     import asyncio, os, pathlib, signal, time, unittest
@@ -157,8 +155,8 @@ CAUGHT = [
 ]
 
 
-@pytest.mark.parametrize("mode", ["prepend", "importlib"])
-def test_what_the_report_says(pytester: pytest.Pytester, mode: str) -> None:
+@pytest.mark.parametrize("mode", [pytest.param("prepend", marks=pytest.mark.slow), "importlib"])
+def test_report_names_ranks_errors_output_and_stacks(pytester: pytest.Pytester, mode: str) -> None:
     """Also with the way to import tests that leaves no name for the ranks; then of some of them."""
     pytester.makepyfile(test_trainer=TESTS)
     some = ["-k", "passes or differs"] if mode == "importlib" else []
@@ -244,6 +242,7 @@ WARNING = """
 """
 
 
+@pytest.mark.slow
 def test_filters_of_warnings_reach_the_ranks_and_their_warnings_the_summary(pytester: pytest.Pytester) -> None:
     pytester.makeini("[pytest]\nfilterwarnings = ignore:not to be")
     pytester.makepyfile(test_trainer=WARNING)
@@ -272,6 +271,7 @@ def test_filters_of_warnings_reach_the_ranks_and_their_warnings_the_summary(pyte
     result.stdout.fnmatch_lines("rank ? failed: UserWarning: not to be heard")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["raise RuntimeError('no display')", "pytest.skip('no', allow_module_level=True)"])
 def test_a_filter_whose_module_raises_on_a_rank_is_left_out(pytester: pytest.Pytester, how: str) -> None:
     own = f"import os, pytest\nclass Own(UserWarning):\n    pass\nif 'RANK' in os.environ:\n    {how}\n"
@@ -306,6 +306,7 @@ OF_THE_ENVIRONMENT = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("guard", ["strict", "step"])
 def test_the_guard_of_the_environment_fails_a_test_as_the_mark_does(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, guard: str
@@ -318,6 +319,7 @@ def test_the_guard_of_the_environment_fails_a_test_as_the_mark_does(
     assert "What differs: the reduce op." in str(result.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["prepend", "importlib"])
 def test_relative_imports_find_the_package_of_the_test(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, mode: str
@@ -349,7 +351,7 @@ def test_relative_imports_find_the_package_of_the_test(
     result.assert_outcomes(passed=len(places))
 
 
-def test_of_very_much_output_the_end_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_output_is_cut_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pytest_plugin, "_SHOWN_BYTES", 4)
     path = tmp_path / "output0"
     assert pytest_plugin._end_of(path) == ""
@@ -359,19 +361,19 @@ def test_of_very_much_output_the_end_is_shown(tmp_path: Path, monkeypatch: pytes
     assert pytest_plugin._end_of(path) == "(10 bytes before this are left out)\nfour"
 
 
-def test_without_a_mark_nothing_of_torch_is_imported(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_unmarked_tests_do_not_import_torch(tmp_path: Path) -> None:
     (tmp_path / "test_plain.py").write_text("def test_plain():\n    pass\n")
     code = (
         "import sys, pytest\n"
         f"status = pytest.main(['-p', {PLUGIN!r}, '--strict-markers', 'test_plain.py'])\n"
         "print(int(status), {'torch', 'numpy'} & set(sys.modules))"
     )
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SEC, cwd=tmp_path, check=False)
+    done = programs.run(["-c", code], cwd=tmp_path, fresh=True)
     assert done.stdout.endswith("\n0 set()\n"), done.stdout + done.stderr
 
 
-def test_the_entry_point_has_the_name_of_the_module() -> None:
+def test_entry_point_has_the_name_of_the_module() -> None:
     """Else ``-p`` with that name would register the plugin once more, which pytest refuses."""
     settings = configparser.ConfigParser(delimiters=["="])
     settings.read(ROOT / "setup.cfg")

@@ -1,4 +1,4 @@
-"""`run_ranks` and `RankPool` on real processes: what comes back, what is killed, and that nothing stays behind."""
+"""`run_ranks` and `RankPool` return what ranks answer, kill late ranks, and leave no process or file behind."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from ddpstats.testing._rank_outcomes import (
     RankUnpicklable,
 )
 from ddpstats.testing._ranks import PerRank, RankPool, run_ranks
+from tests import programs
 
-ROOT = pathlib.Path(__file__).parents[2]
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="scans /proc")
 
 
@@ -268,11 +268,11 @@ def test_values_come_in_rank_order() -> None:
     assert outcomes.errors() == {}
 
 
-def test_one_rank_is_a_group_too() -> None:
+def test_one_rank_is_a_group() -> None:
     assert run_ranks(all_reduced, 1, 2.5).values() == [2.5]
 
 
-def test_surroundings() -> None:
+def test_ranks_get_environment_session_and_one_thread() -> None:
     env = {"DDPSTATS_TEST_VARIABLE": "seen"}
     for rank, seen in enumerate(run_ranks(surroundings, 2, env=env).values()):
         assert seen.pop("pid") == seen.pop("sid") != os.getsid(0)
@@ -289,7 +289,7 @@ def test_surroundings() -> None:
         }
 
 
-def test_the_environment_is_as_it_was_in_the_next_run(pool: RankPool) -> None:
+def test_environment_changed_by_a_function_is_restored_for_the_next_run(pool: RankPool) -> None:
     before = pool.run(surroundings).values()
     assert [one.error is None for one in pool.run(leave_another_environment)] == [True, False]
     assert pool.run(surroundings).values() == before
@@ -302,7 +302,7 @@ def test_arguments_by_position_by_name_and_by_rank(pool: RankPool) -> None:
     assert pool.run(all_reduced, PerRank([1.0, 2.0])).values() == [3.0, 3.0]
 
 
-def test_large_arguments_and_values(pool: RankPool) -> None:
+def test_large_arguments_and_values_travel_whole(pool: RankPool) -> None:
     blob = os.urandom(3_000_000)
     assert pool.run(add, blob, b=PerRank([b"0", b"1"])).values() == [blob + b"0", blob + b"1"]
 
@@ -310,12 +310,12 @@ def test_large_arguments_and_values(pool: RankPool) -> None:
 # What the caller gets wrong is told before anything starts.
 
 
-def test_per_rank_of_the_wrong_length() -> None:
+def test_per_rank_of_wrong_length_is_refused() -> None:
     with pytest.raises(ValueError, match="PerRank holds 3 values, but there are 2 ranks"):
         run_ranks(add, 2, PerRank([1, 2, 3]))
 
 
-def test_numbers_that_are_not_positive() -> None:
+def test_numbers_that_are_not_positive_are_refused() -> None:
     with pytest.raises(ValueError, match="world_size must be at least 1, not 0"):
         run_ranks(who, 0)
     with pytest.raises(ValueError, match="timeout_sec must be positive, not 0"):
@@ -329,9 +329,9 @@ def test_a_function_that_does_not_pickle_starts_nothing(started: Callable[[], se
     assert started() == set()
 
 
-def test_a_function_of_main(tmp_path: pathlib.Path) -> None:
-    script = script_at(tmp_path, "def mine(): pass\nrun_ranks(mine, 2)")
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, env=script_environ())
+@pytest.mark.slow
+def test_function_of_main_is_refused(tmp_path: pathlib.Path) -> None:
+    done = programs.run([script_at(tmp_path, "def mine(): pass\nrun_ranks(mine, 2)")])
     assert "ValueError: mine is defined in __main__, which the ranks do not run" in done.stderr
 
 
@@ -361,13 +361,12 @@ def test_system_exit_is_an_answer(pool: RankPool) -> None:
 @pytest.mark.parametrize(
     ("how", "exit_code", "words"),
     [
-        (die, -signal.SIGKILL, "killed by SIGKILL (exit code -9)"),
-        (os.abort, -signal.SIGABRT, "killed by SIGABRT (exit code -6)"),
-        (leave_with_3, 3, "exit code 3"),
+        pytest.param(die, -signal.SIGKILL, "killed by SIGKILL (exit code -9)", id="sigkill"),
+        pytest.param(os.abort, -signal.SIGABRT, "killed by SIGABRT (exit code -6)", id="sigabrt"),
+        pytest.param(leave_with_3, 3, "exit code 3", id="exit", marks=pytest.mark.slow),
     ],
-    ids=["sigkill", "sigabrt", "exit"],
 )
-def test_a_rank_that_dies_without_a_word(how: Callable[[], Any], exit_code: int, words: str) -> None:
+def test_rank_that_dies_is_reported_with_its_last_words(how: Callable[[], Any], exit_code: int, words: str) -> None:
     outcomes = run_ranks(end_on_rank_1, 2, how)
     assert outcomes[0].value == 7
     error = failed(outcomes, 1)
@@ -408,7 +407,7 @@ def test_ranks_that_cannot_start_say_why() -> None:
 
 
 @pytest.mark.parametrize("fn", [raise_needs_two, raise_builds_message, raise_local])
-def test_an_exception_that_cannot_be_pickled(fn: Callable[[], None], pool: RankPool) -> None:
+def test_exception_that_cannot_be_pickled_keeps_its_traceback(fn: Callable[[], None], pool: RankPool) -> None:
     outcomes = pool.run(fn)
     for rank, error in outcomes.errors().items():
         assert isinstance(error, RankUnpicklable)
@@ -418,7 +417,7 @@ def test_an_exception_that_cannot_be_pickled(fn: Callable[[], None], pool: RankP
     assert len(outcomes.errors()) == 2
 
 
-def test_a_value_that_cannot_be_pickled_or_opened(pool: RankPool) -> None:
+def test_value_that_cannot_be_pickled_or_unpickled_is_named(pool: RankPool) -> None:
     error = failed(pool.run(unpicklable_value), 1)
     assert isinstance(error, RankUnpicklable)
     assert "rank 1: the return value <function unpicklable_value.<locals>.<lambda>" in str(error)
@@ -446,6 +445,7 @@ def test_ranks_past_the_limit_are_killed_and_say_where_they_were() -> None:
     assert [one.exit_code for one in outcomes] == [-signal.SIGKILL] * 2
 
 
+@pytest.mark.slow
 def test_a_rank_that_answered_in_time_keeps_its_answer() -> None:
     """Also one whose answer is too large for the socket, and comes behind a rank that hangs."""
     outcomes = run_ranks(finish_big_on_rank_1, 2, 1000, timeout_sec=2)
@@ -454,6 +454,7 @@ def test_a_rank_that_answered_in_time_keeps_its_answer() -> None:
     assert len(outcomes[1].value) == 8_000_000
 
 
+@pytest.mark.slow
 @LINUX
 def test_the_limit_kills_a_ranks_children_too(tmp_path: pathlib.Path) -> None:
     paths = [tmp_path / "0", tmp_path / "1"]
@@ -462,6 +463,7 @@ def test_the_limit_kills_a_ranks_children_too(tmp_path: pathlib.Path) -> None:
         assert wait_until(lambda path=path: not is_running(int(path.read_text())))  # type: ignore[misc]
 
 
+@pytest.mark.slow
 @LINUX
 def test_a_death_is_seen_though_a_child_holds_the_socket(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "child"
@@ -541,30 +543,16 @@ def start():
 """
 
 
-def script_environ() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT)}
-
-
 def script_at(tmp_path: pathlib.Path, text: str) -> str:
     script = tmp_path / "script.py"
     script.write_text(IMPORTS + textwrap.dedent(text))
     return str(script)
 
 
-@contextlib.contextmanager
-def parent_process(*command: str) -> Iterator[tuple[list[int], Callable[[], list[int]]]]:
-    """A parent with ranks at work, killed at the end of the block. Yields the ranks' pids, and what reads more."""
-    with subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, env=script_environ()) as parent:
-        try:
-            assert parent.stdout is not None
-            line = parent.stdout.readline
-
-            def said() -> list[int]:
-                return list(map(int, line().split()))
-
-            yield said(), said
-        finally:
-            parent.kill()
+def printed_pids(parent: programs.Program, count: int) -> list[list[int]]:
+    """Return the process numbers in the first ``count`` lines that the parent prints."""
+    assert wait_until(lambda: parent.output().count("\n") >= count), parent.errors()
+    return [list(map(int, line.split())) for line in parent.output().splitlines()[:count]]
 
 
 @LINUX
@@ -578,15 +566,16 @@ def test_a_parent_killed_by_sigkill_leaves_no_rank(tmp_path: pathlib.Path) -> No
         pool.run(hang_with_child, PerRank(sys.argv[1:]))
         """,
     )
-    with parent_process(script, *map(str, paths)) as (pids, _):
+    with programs.Program([script, *map(str, paths)], os.environ) as parent:
+        (pids,) = printed_pids(parent, 1)
         assert wait_until(lambda: all(path.exists() and path.read_text() for path in paths)), "the ranks are at work"
-        time.sleep(0.3)
         assert list(map(is_running, pids)) == [True, True]
     pids += [int(path.read_text()) for path in paths]
     assert len(pids) == 4
     assert wait_until(lambda: not any(map(is_running, pids)))
 
 
+@pytest.mark.slow
 @LINUX
 def test_a_forked_copy_of_the_parent_neither_ends_its_ranks_nor_keeps_them_alive(tmp_path: pathlib.Path) -> None:
     script = script_at(
@@ -606,8 +595,9 @@ def test_a_forked_copy_of_the_parent_neither_ends_its_ranks_nor_keeps_them_alive
         """,
     )
     path = tmp_path / "copy"
-    with parent_process(script, str(path)) as (pids, said):
-        assert said() == pids, "the end of a copy is not the end of the ranks"
+    with programs.Program([script, str(path)], os.environ) as parent:
+        pids, pids_later = printed_pids(parent, 2)
+        assert pids_later == pids, "the end of a copy is not the end of the ranks"
         assert wait_until(lambda: path.exists() and path.read_text() != "")
     copy = int(path.read_text())
     try:
@@ -617,6 +607,7 @@ def test_a_forked_copy_of_the_parent_neither_ends_its_ranks_nor_keeps_them_alive
         os.kill(copy, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_resource_warnings_are_not_emitted(tmp_path: pathlib.Path) -> None:
     script = script_at(
         tmp_path,
@@ -633,16 +624,15 @@ def test_resource_warnings_are_not_emitted(tmp_path: pathlib.Path) -> None:
         print("done")
         """,
     )
-    command = [sys.executable, "-X", "dev", "-W", "error::ResourceWarning", script]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=script_environ())
+    done = programs.run(["-X", "dev", "-W", "error::ResourceWarning", script], fresh=True)
     assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "done")
     assert "Warning" not in done.stderr
 
 
+@pytest.mark.slow
 def test_hypothesis_is_not_imported() -> None:
     program = "import sys, ddpstats.testing._ranks, ddpstats.testing._faults; print('hypothesis' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=ROOT)
-    assert done.stdout == "False\n"
+    assert programs.run(["-c", program], fresh=True).stdout == "False\n"
 
 
 # The pool.
@@ -665,11 +655,12 @@ def unix_sockets() -> list[str]:
     return found
 
 
-def test_a_rank_is_spoken_to_over_a_socket_without_a_name() -> None:
+def test_parent_and_ranks_talk_over_sockets_without_a_name() -> None:
     assert run_ranks(unix_sockets, 2).values() == [[""]] * 2
 
 
-def test_a_pool_is_quick(pool: RankPool) -> None:
+@pytest.mark.slow
+def test_call_on_a_pool_takes_less_than_5_ms(pool: RankPool) -> None:
     pool.run(pid)
     times_sec = []
     for _ in range(50):
@@ -695,6 +686,7 @@ def test_a_group_out_of_step_is_not_used_again(fn: Callable[[], None], pool: Ran
     assert not set(pool.run(pid).values()) & set(pids)
 
 
+@pytest.mark.slow
 def test_point_to_point_calls_cost_no_restart() -> None:
     with RankPool(3, timeout_sec=30) as pool:
         pids = pool.run(pid).values()
@@ -714,6 +706,7 @@ def test_a_pool_recovers_from_a_death(pool: RankPool) -> None:
     assert pool.run(all_reduced, 1.0).values() == [2.0, 2.0]
 
 
+@pytest.mark.slow
 def test_a_pool_recovers_from_a_timeout(pool: RankPool) -> None:
     assert isinstance(failed(pool.run(hang_on_rank_1, 1000, timeout_sec=0.5), 1), RankTimedOut)
     assert pool.run(all_reduced, 1.0).values() == [2.0, 2.0]

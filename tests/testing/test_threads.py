@@ -1,4 +1,4 @@
-"""Ranks that are threads: they run at once, and one that is late is said to be so."""
+"""`run_threads` runs its ranks at the same time, and reports one that is late."""
 
 from __future__ import annotations
 
