@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import ddpstats
 from ddpstats.integrations import accelerate, loggers
 from ddpstats.testing import count_collectives
-from tests.integrations.watching import on_group
+from tests.integrations.on_ranks import Failure, failure_of, installed, of_this_rank, on_group
 from tests.integrations.window_adds import added
 
 # accelerate has no types
@@ -45,17 +45,20 @@ class Batch(collections.UserDict[str, Any]):
     """As transformers' BatchEncoding: a mapping that is no dict."""
 
 
+class Colour(enum.Enum):
+    """Keys that no wire format knows."""
+
+    RED = "red"
+    BLUE = "blue"
+
+
 @contextlib.contextmanager
 def accelerator(install: bool = True, **settings: Any) -> Iterator[Any]:
-    """An Accelerator with ddpstats, or stock. The rank serves other tests afterwards."""
+    """Yield an Accelerator with ddpstats, or stock. The rank serves other tests afterwards."""
     _reset()
-    if install:
-        accelerate.install()
-    try:
+    with installed(accelerate, install):
         yield Accelerator(cpu=True, **settings)
-    finally:
-        accelerate.uninstall()
-        _reset()
+    _reset()
 
 
 def _reset() -> None:
@@ -64,7 +67,7 @@ def _reset() -> None:
 
 
 def plain(tree: Any) -> Any:
-    """Types of containers, order of keys, dtypes and exact values."""
+    """Return a tree as types of containers, keys in their order, dtypes and exact values."""
     if isinstance(tree, (dict, collections.UserDict)):
         return (type(tree).__name__, [(key, plain(value)) for key, value in tree.items()])
     if isinstance(tree, (list, tuple)):
@@ -74,15 +77,11 @@ def plain(tree: Any) -> Any:
     return tree
 
 
-def mine(*by_rank: Any) -> Any:
-    return by_rank[dist.get_rank()]
-
-
 # -- where stock is right ---------------------------------------------------------------------------------------------
 
 
 def documented(install: bool, debug: bool = False) -> list[Any]:
-    """The examples of accelerate's docstrings, and aligned trees of all sorts."""
+    """Run the examples of accelerate's docstrings, and reduce trees of all sorts that ranks share."""
     found: list[Any] = []
     os.environ["ACCELERATE_DEBUG_MODE"] = "1" if debug else "0"
     try:
@@ -131,127 +130,110 @@ def _aligned(one: Any, rank: int) -> list[Any]:
 # -- where stock is wrong ---------------------------------------------------------------------------------------------
 
 
-def another_order(install: bool) -> Any:
-    given = mine({"a": t(1.0), "b": t(2.0)}, {"b": t(20.0), "a": t(10.0)})
-    with accelerator(install) as one:
-        reduced, gathered = one.reduce(given), one.gather(given)
-        return [
-            {key: float(value) for key, value in reduced.items()},
-            {key: value.tolist() for key, value in gathered.items()},
-        ]
+def dicts_that_differ(case: str, install: bool) -> Any:
+    with accelerator(install) as it:
+        if case == "another order":
+            tree = of_this_rank({"a": t(1.0), "b": t(2.0)}, {"b": t(20.0), "a": t(10.0)})
+            return [plain(it.reduce(tree)), plain(it.gather(tree))]
+        if case == "other keys":
+            return plain(it.reduce(of_this_rank({"a": t(1.0), "b": t(2.0)}, {"a": t(10.0), "c": t(30.0)})))
+        return plain(it.gather_for_metrics({"loss": 1.0 + dist.get_rank(), "acc": 0.5}))
 
 
-def other_keys(install: bool) -> Any:
-    given = mine({"a": t(1.0), "b": t(2.0)}, {"a": t(10.0), "c": t(30.0)})
-    with accelerator(install) as one:
-        return {key: float(value) for key, value in one.reduce(given).items()}
-
-
-def numbers(install: bool) -> Any:
-    with accelerator(install) as one:
-        return plain(one.gather_for_metrics({"loss": 1.0 + dist.get_rank(), "acc": 0.5}))
+def keys_that_are_no_texts() -> list[Any]:
+    """Gather them in another order on each rank, and one that only rank 1 has."""
+    with accelerator() as it:
+        tree: dict[Any, Any] = {Colour.RED: t([1.0]), torch.device("cpu"): t([5.0]), Colour.BLUE: t([10.0])}
+        if dist.get_rank() == 1:
+            tree = {**dict(reversed(list(tree.items()))), Colour: t([7.0])}
+        gathered = it.gather(tree)
+        lacked = [value.tolist() for key, value in gathered.items() if "<enum 'Colour'>" in str(key)]
+        return [gathered[key].tolist() for key in (Colour.RED, torch.device("cpu"), Colour.BLUE)] + lacked
 
 
 def on_three_ranks() -> dict[str, Any]:
-    with accelerator() as one:
-        keys = mine({"z": t(1.0)}, {"y": t(2.0), "z": t(3.0)}, {"x": t(4), "y": t(6.0)})
-        plain_numbers = mine({"n": 1, "f": 0.5, "b": True}, {"n": 2, "b": False}, {"n": 6, "f": 1.5})
-        nested = mine({"d": {"a": t(1.0)}, "l": [t(1.0)]}, {"l": [t(3.0), {"q": 5}]}, {"d": {"b": (t(7.0),)}})
-        rows = mine({"p": torch.ones(2, 3)}, {"p": torch.zeros(0, 3)}, {"p": torch.full((1, 3), 2.0)})
-        dtypes = mine(
-            {"i": t([1, 2]), "u": t(200, dtype=torch.uint8)}, {"i": t([0.5, 0.5])}, {"u": t(100, dtype=torch.uint8)}
-        )
-        nan = float("nan")
-        found = {
-            "keys": {kind: one.reduce(keys, kind) for kind in ("sum", "mean", "max")},
-            "gathered keys": one.gather(keys),
-            "numbers": {kind: one.reduce(plain_numbers, kind) for kind in ("sum", "mean", "max")},
-            "gathered numbers": one.gather(plain_numbers),
-            "metrics": one.gather_for_metrics(plain_numbers),
-            "nested": one.reduce(nested),
-            "rows": one.gather(rows),
-            "no samples": one.gather({"p": mine(t([]), torch.ones(1, 2, dtype=torch.int64), t([]))}),
-            "dtypes": one.reduce(dtypes),
-            "mean of int tensors": one.reduce({"i": t(dist.get_rank())}, "mean"),
-            "number and tensor": one.reduce({"x": mine(1, t(2.0), 3.5)}, "sum"),
-            "big": one.reduce({"x": t(2**62 + dist.get_rank())}, "max"),
-            "huge": one.reduce({"x": 10**30}, "sum"),
-            "nan": [one.reduce({"x": mine(1.0, nan, 2.0), "t": t(mine(nan, 1.0, 2.0))}, "max")],
-            "containers": one.reduce(mine(Output(a=t(1.0)), Output(b=t(2.0)), Output(a=t(3.0), b=t(4.0))), "mean"),
-            "default": one.reduce(collections.defaultdict(list, mine({"a": 1}, {"a": 2}, {"b": 3}))),
-            "batch": one.gather(mine(Batch(a=1), Batch(a=2), Batch())),
-            "lacked a namedtuple": one.reduce({"p": Pair(t(1.0), 2)} if dist.get_rank() else {}),
-            "lengths": one.reduce(mine([1], [1, 2], [])),
-            "low precision": one.reduce({"x": torch.full((1,), mine(256.0, 1.0, 1.0), dtype=torch.bfloat16)}),
+    with accelerator() as it:
+        keys = of_this_rank({"z": t(1.0)}, {"y": t(2.0), "z": t(3.0)}, {"x": t(4), "y": t(6.0)})
+        numbers = of_this_rank({"n": 1, "f": 0.5, "b": True}, {"n": 2, "b": False}, {"n": 6, "f": 1.5})
+        nested = of_this_rank({"d": {"a": t(1.0)}, "l": [t(1.0)]}, {"l": [t(3.0), {"q": 5}]}, {"d": {"b": (t(7.0),)}})
+        rows = of_this_rank({"p": torch.ones(2, 3)}, {"p": torch.zeros(0, 3)}, {"p": torch.full((1, 3), 2.0)})
+        outputs = of_this_rank(Output(a=t(1.0)), Output(b=t(2.0)), Output(a=t(3.0), b=t(4.0)))
+        results = {
+            "keys": {kind: it.reduce(keys, kind) for kind in ("sum", "mean", "max")},
+            "gathered keys": it.gather(keys),
+            "numbers": {kind: it.reduce(numbers, kind) for kind in ("sum", "mean", "max")},
+            "gathered numbers": it.gather(numbers),
+            "metrics": it.gather_for_metrics(numbers),
+            "nested": it.reduce(nested),
+            "rows": it.gather(rows),
+            "no samples": it.gather({"p": of_this_rank(t([]), torch.ones(1, 2, dtype=torch.int64), t([]))}),
+            "number and tensor": it.reduce({"x": of_this_rank(1, t(2.0), 3.5)}, "sum"),
+            "large": it.reduce({"x": t(2**62 + dist.get_rank())}, "max"),
+            "containers": it.reduce(outputs, "mean"),
+            "lacked a namedtuple": it.reduce({"p": Pair(t(1.0), 2)} if dist.get_rank() else {}),
+            "low precision": it.reduce({"x": torch.full((1,), of_this_rank(256.0, 1.0, 1.0), dtype=torch.bfloat16)}),
         }
-        return {name: plain(value) for name, value in found.items()}
+        return {name: plain(value) for name, value in results.items()}
 
 
 def last_batch() -> list[Any]:
-    """9 samples by 2 on 2 processes: the last batch is filled up with a copy."""
-    with accelerator() as one:
-        found = []
-        for x in one.prepare(DataLoader(torch.arange(9.0), batch_size=2)):  # type: ignore[arg-type]
-            given = {"x": x, "loss": float(x[0])} if dist.get_rank() else {"loss": float(x[0]), "x": x, "first": 1}
-            found.append(plain(one.gather_for_metrics(given)))
-        return found
+    """Gather 9 samples by 2 on 2 processes: the last batch is filled up with a copy."""
+    gathered = []
+    with accelerator() as it:
+        for x in it.prepare(DataLoader(torch.arange(9.0), batch_size=2)):  # type: ignore[arg-type]
+            loss = float(x[0])
+            tree = of_this_rank({"loss": loss, "x": x, "first": 1}, {"x": x, "loss": loss})
+            gathered.append(plain(it.gather_for_metrics(tree)))
+    return gathered
 
 
-def memory_of_its_own() -> list[Any]:
-    """Results share nothing with what was passed, and have no grad."""
-    with accelerator() as one:
-        given = {
-            f"only{dist.get_rank()}": torch.ones(2, dtype=torch.float64),
-            "w": torch.ones(2, requires_grad=True) * 2,
-        }
-        reduced, gathered = one.reduce(given), one.gather(given)
+def memory_of_results() -> list[Any]:
+    """Change the results, and return what became of what was passed, and whether they have a grad."""
+    with accelerator() as it:
+        own = f"only{dist.get_rank()}"
+        tree = {own: torch.ones(2, dtype=torch.float64), "w": torch.ones(2, requires_grad=True) * 2}
+        reduced, gathered = it.reduce(tree), it.gather(tree)
         for value in (*reduced.values(), *gathered.values()):
             value += 1
-        return [given[f"only{dist.get_rank()}"].tolist(), reduced["w"].requires_grad, gathered["w"].requires_grad]
+        return [tree[own].tolist(), reduced["w"].requires_grad, gathered["w"].requires_grad]
 
 
 # -- conflicts --------------------------------------------------------------------------------------------------------
 
 
-def conflicts() -> dict[str, tuple[str, tuple[int, ...], str | None, str]]:
-    """Per case: exception, its ranks, path and text. Then a call that works."""
-    found: dict[str, tuple[str, tuple[int, ...], str | None, str]] = {}
-    with accelerator() as one:
+def conflicts() -> dict[str, Failure]:
+    """Return what each call raises, and what one that works gives then."""
+    with accelerator() as it:
         cases = {
-            "shape": (one.reduce, mine({"m": {"a": torch.ones(2)}}, {"m": {"a": torch.ones(3)}})),
-            "number, vector": (one.reduce, mine({"a": 1}, {"a": torch.ones(1)})),
-            "trailing": (one.gather, mine([torch.ones(2, 3)], [torch.ones(2, 4)])),
-            "leaf": (one.gather, mine({"a": t(1.0)}, {"a": {"b": t(1.0)}})),
-            "list": (one.gather_for_metrics, mine({"a": t(1.0)}, [t(1.0)])),
-            "fields": (one.reduce, mine((1, 2), Pair(1, 2))),
-            "object": (one.reduce, {"a": mine(1, None)}),
-            "text": (one.gather_for_metrics, {"a": [mine("x", 1)]}),
-            "calls": mine((one.reduce, {"a": 1}), (one.gather, {"a": 1})),
-            "reductions": (mine(one.reduce, operations.reduce), {"a": 1}),
+            "shape": (it.reduce, of_this_rank({"m": {"a": torch.ones(2)}}, {"m": {"a": torch.ones(3)}})),
+            "number, vector": (it.reduce, of_this_rank({"a": 1}, {"a": torch.ones(1)})),
+            "trailing": (it.gather, of_this_rank([torch.ones(2, 3)], [torch.ones(2, 4)])),
+            "leaf": (it.gather, of_this_rank({"a": t(1.0)}, {"a": {"b": t(1.0)}})),
+            "list": (it.gather_for_metrics, of_this_rank({"a": t(1.0)}, [t(1.0)])),
+            "fields": (it.reduce, of_this_rank((1, 2), Pair(1, 2))),
+            "object": (it.reduce, {"a": of_this_rank(1, None)}),
+            "text": (it.gather_for_metrics, {"a": [of_this_rank("x", 1)]}),
+            "calls": of_this_rank((it.reduce, {"a": 1}), (it.gather, {"a": 1})),
+            "reductions": (of_this_rank(it.reduce, operations.reduce), {"a": 1}),
+            "afterwards": (it.reduce, {"a": 1}),
         }
-        for case, (call, given) in cases.items():
-            try:
-                call(given)
-            except ddpstats.DdpstatsError as error:
-                found[case] = (type(error).__name__, error.ranks, error.path, str(error))
-        found["afterwards"] = ("", (), None, str(one.reduce({"a": 1})))
-    return found
+        return {case: failure_of(*call) for case, call in cases.items()}
 
 
-# -- install, and what goes over the wire -----------------------------------------------------------------------------
+# -- what goes over the wire ------------------------------------------------------------------------------------------
 
 
 def counts(install: bool) -> list[tuple[int, int]]:
-    """Collectives in all, and on the user's own group, of a reduce and a gather: for 1 and for 40 keys."""
+    """Count collectives in all, and on the user's own group, of a reduce and a gather: of 1 key and of 40."""
     seen = []
-    with accelerator(install) as one:
+    with accelerator(install) as it:
         for size in (1, 40):
-            given = {f"k{i}": t(float(i)) for i in range(size)}
+            tree = {f"k{i}": t(float(i)) for i in range(size)}
             for _ in range(2):
-                one.reduce(given), one.gather(given)
-            with count_collectives() as everywhere, on_group(dist.group.WORLD) as own:
-                one.reduce(given), one.gather(given)
-            seen.append((everywhere.total, len(own)))
+                it.reduce(tree), it.gather(tree)
+            with count_collectives() as everywhere, on_group(dist.group.WORLD) as on_users:
+                it.reduce(tree), it.gather(tree)
+            seen.append((everywhere.total, len(on_users)))
     return seen
 
 
@@ -293,26 +275,3 @@ def windowed() -> tuple[list[tuple[int, dict[str, float]]], list[int]]:
                     loggers.write(one, window.flush(), step, prefix="train/")
                 collectives.append(seen.total)
     return kept.rows, collectives
-
-
-class Colour(enum.Enum):
-    RED = "red"
-    BLUE = "blue"
-
-
-def keys_of_other_types() -> list[Any]:
-    """Keys that no wire format knows, in another order on each rank; and one that only rank 1 has."""
-    rank = dist.get_rank()
-    with accelerator() as one:
-        given: dict[Any, Any] = {Colour.RED: t([1.0]), Colour.BLUE: t([10.0]), torch.device("cpu"): t([5.0])}
-        if rank == 1:
-            given = {**dict(reversed(list(given.items()))), Colour: t([7.0])}
-        found = one.gather(given)
-        deep: Any = t([float(rank)])
-        for _ in range(50):
-            deep = {"k": [deep]} if rank > 9 else {"k": deep}
-        nested = one.gather(deep)
-        for _ in range(50):
-            nested = nested["k"]
-        own = {key: found[key].tolist() for key in (Colour.RED, Colour.BLUE, torch.device("cpu"))}
-        return [list(own.values()), [v.tolist() for k, v in found.items() if "Colour" in str(k)][-1:], nested.tolist()]

@@ -13,14 +13,10 @@ import ddpstats
 from ddpstats.integrations import functions
 from ddpstats.testing import count_collectives
 from tests.integrations import tree_engine, tree_misc
-from tests.integrations.watching import on_group
+from tests.integrations.on_ranks import of_this_rank as mine, on_group
 from tests.needs import imported
 
 t = torch.tensor
-
-
-def mine(*by_rank: Any) -> Any:
-    return by_rank[dist.get_rank()]
 
 
 @contextlib.contextmanager

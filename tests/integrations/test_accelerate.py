@@ -1,12 +1,8 @@
-"""accelerate's real Accelerator on gloo ranks: what stock makes of dicts that differ, and what `install` does."""
+"""accelerate's Accelerator combines dicts that differ between ranks by key after `install`; stock does not."""
 
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
-import math
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -14,12 +10,17 @@ import torch
 
 from ddpstats.integrations import accelerate
 from ddpstats.testing import RankPool
+from tests import programs
 from tests.integrations.window_adds import close, expected
 from tests.needs import imported, needs
 
+pytestmark = pytest.mark.library
 needs("accelerate")
-operations: Any = imported("accelerate.utils.operations")
+imported("accelerate")
 runs: Any = importlib.import_module("tests.integrations.accelerate_runs")
+
+
+F32, F64 = "float32", "float64"
 
 
 def same(per_rank: list[Any]) -> Any:
@@ -27,7 +28,7 @@ def same(per_rank: list[Any]) -> Any:
     return per_rank[0]
 
 
-def test_documented_examples_are_the_same(two_ranks: RankPool) -> None:
+def test_documented_examples_are_the_same_as_in_stock(two_ranks: RankPool) -> None:
     stock = two_ranks.run(runs.documented, False).values()
     ours = two_ranks.run(runs.documented, True).values()
     assert ours == stock
@@ -36,31 +37,53 @@ def test_documented_examples_are_the_same(two_ranks: RankPool) -> None:
     assert two_ranks.run(runs.documented, True, debug=True).values() == stock
 
 
-def test_another_order_of_keys(two_ranks: RankPool) -> None:
-    wrong = [{"a": 21.0, "b": 12.0}, {"a": [1.0, 20.0], "b": [2.0, 10.0]}]
-    assert two_ranks.run(runs.another_order, False).values()[0] == wrong
-    right = [{"a": 11.0, "b": 22.0}, {"a": [1.0, 10.0], "b": [2.0, 20.0]}]
-    assert two_ranks.run(runs.another_order, True).values() == [right, right]
+@pytest.mark.parametrize(
+    ("case", "stock", "ours"),
+    [
+        (
+            "another order",
+            [
+                ("dict", [("a", (F32, 21.0)), ("b", (F32, 12.0))]),
+                ("dict", [("a", (F32, [1.0, 20.0])), ("b", (F32, [2.0, 10.0]))]),
+            ],
+            [
+                ("dict", [("a", (F32, 11.0)), ("b", (F32, 22.0))]),
+                ("dict", [("a", (F32, [1.0, 10.0])), ("b", (F32, [2.0, 20.0]))]),
+            ],
+        ),
+        (
+            "other keys",
+            ("dict", [("a", (F32, 11.0)), ("b", (F32, 32.0))]),
+            ("dict", [("a", (F32, 11.0)), ("b", (F32, 2.0)), ("c", (F32, 30.0))]),
+        ),
+        (
+            "numbers",
+            ("list", ["loss", "acc", "loss", "acc"]),
+            ("dict", [("loss", ("float64", [1.0, 2.0])), ("acc", ("float64", [0.5, 0.5]))]),
+        ),
+    ],
+)
+def test_dicts_that_differ_are_combined_by_key_and_not_as_in_stock(
+    two_ranks: RankPool, case: str, stock: Any, ours: Any
+) -> None:
+    assert two_ranks.run(runs.dicts_that_differ, case, False).values()[0] == stock
+    combined = two_ranks.run(runs.dicts_that_differ, case, True).values()
+    assert [sorted_keys(rank) for rank in combined] == [sorted_keys(ours)] * 2
 
 
-def test_other_keys(two_ranks: RankPool) -> None:
-    assert two_ranks.run(runs.other_keys, False).values() == [{"a": 11.0, "b": 32.0}, {"a": 11.0, "c": 32.0}]
-    assert two_ranks.run(runs.other_keys, True).values() == [{"a": 11.0, "b": 2.0, "c": 30.0}] * 2
+def sorted_keys(tree: Any) -> Any:
+    """Return what `runs.plain` gives, with the keys of dicts sorted."""
+    if isinstance(tree, list):
+        return [sorted_keys(item) for item in tree]
+    return ("dict", sorted(tree[1])) if tree[0] == "dict" else tree
 
 
-def test_a_dict_of_numbers(two_ranks: RankPool) -> None:
-    assert two_ranks.run(runs.numbers, False).values() == [("list", ["loss", "acc", "loss", "acc"])] * 2
-    ours = ("dict", [("loss", ("float64", [1.0, 2.0])), ("acc", ("float64", [0.5, 0.5]))])
-    assert two_ranks.run(runs.numbers, True).values() == [ours, ours]
+def test_keys_that_are_no_texts_are_matched(two_ranks: RankPool) -> None:
+    assert two_ranks.run(runs.keys_that_are_no_texts).values() == [[[1.0] * 2, [5.0] * 2, [10.0] * 2, [7.0]]] * 2
 
 
-def test_three_ranks_agree(three_ranks: RankPool) -> None:
+def test_three_ranks_hold_the_union_each_key_over_its_holders(three_ranks: RankPool) -> None:
     per_rank = three_ranks.run(runs.on_three_ranks).values()
-    nan, nans = [rank.pop("nan")[1][0][1] for rank in per_rank], []
-    for (_, number), (_, (_, tensor)) in nan:
-        nans += [number, tensor]
-    assert len(nans) == 6
-    assert all(map(math.isnan, nans))
     # What a rank lacked itself is in plain containers.
     lacked = [rank.pop("lacked a namedtuple") for rank in per_rank]
     pair = [("float32", 2.0), 4]
@@ -68,12 +91,11 @@ def test_three_ranks_agree(three_ranks: RankPool) -> None:
     mixed = {name: [rank.pop(name) for rank in per_rank] for name in ("nested", "containers")}
     rest = same(per_rank)
 
-    f32, f64 = "float32", "float64"
     xyz = {"sum": (4.0, 8.0, 4.0), "mean": (2.0, 4.0, 4.0), "max": (3.0, 6.0, 4)}
     for kind, (z, y, x) in xyz.items():
-        x_there = (f32, x) if kind == "mean" else ("int64", int(x))  # a mean of integers is no integer
-        assert dict(rest["keys"][1])[kind] == ("dict", [("z", (f32, z)), ("y", (f32, y)), ("x", x_there)])
-    assert rest["gathered keys"] == ("dict", [("z", (f32, [1, 3])), ("y", (f32, [2, 6])), ("x", ("int64", [4]))])
+        x_there = (F32, x) if kind == "mean" else ("int64", int(x))  # a mean of integers is no integer
+        assert dict(rest["keys"][1])[kind] == ("dict", [("z", (F32, z)), ("y", (F32, y)), ("x", x_there)])
+    assert rest["gathered keys"] == ("dict", [("z", (F32, [1, 3])), ("y", (F32, [2, 6])), ("x", ("int64", [4]))])
 
     numbers = {kind: dict(found[1]) for kind, found in rest["numbers"][1]}
     assert numbers == {
@@ -83,27 +105,21 @@ def test_three_ranks_agree(three_ranks: RankPool) -> None:
     }
     types = {kind: [type(value) for value in found.values()] for kind, found in numbers.items()}
     assert types == {"sum": [int, float, int], "mean": [float] * 3, "max": [int, float, bool]}
-    listed = ("dict", [("n", ("int64", [1, 2, 6])), ("f", (f64, [0.5, 1.5])), ("b", ("bool", [True, False]))])
+    listed = ("dict", [("n", ("int64", [1, 2, 6])), ("f", (F64, [0.5, 1.5])), ("b", ("bool", [True, False]))])
     assert rest["gathered numbers"] == rest["metrics"] == listed
 
     assert same(mixed["nested"]) == (
         "dict",
         [
-            ("d", ("dict", [("a", (f32, 1.0)), ("b", ("tuple", [(f32, 7.0)]))])),
-            ("l", ("list", [(f32, 4.0), ("dict", [("q", 5)])])),
+            ("d", ("dict", [("a", (F32, 1.0)), ("b", ("tuple", [(F32, 7.0)]))])),
+            ("l", ("list", [(F32, 4.0), ("dict", [("q", 5)])])),
         ],
     )
-    assert same(mixed["containers"]) == ("Output", [("a", (f32, 2.0)), ("b", (f32, 3.0))])
-    assert rest["rows"] == ("dict", [("p", (f32, [[1.0] * 3, [1.0] * 3, [2.0] * 3]))])
+    assert same(mixed["containers"]) == ("Output", [("a", (F32, 2.0)), ("b", (F32, 3.0))])
+    assert rest["rows"] == ("dict", [("p", (F32, [[1.0] * 3, [1.0] * 3, [2.0] * 3]))])
     assert rest["no samples"] == ("dict", [("p", ("int64", [[1, 1]]))])
-    assert rest["dtypes"] == ("dict", [("i", (f32, [1.5, 2.5])), ("u", ("uint8", 44))])  # wraps, as stock
-    assert rest["mean of int tensors"] == ("dict", [("i", (f32, 1.0))])
-    assert rest["number and tensor"] == ("dict", [("x", (f64, 6.5))])
-    assert rest["big"] == ("dict", [("x", ("int64", 2**62 + 2))])
-    assert rest["huge"] == ("dict", [("x", 3 * 10**30)])
-    assert rest["default"] == ("defaultdict", [("a", 3), ("b", 3)])
-    assert rest["batch"] == ("Batch", [("a", ("int64", [1, 2]))])
-    assert rest["lengths"] == ("list", [2, 2])
+    assert rest["number and tensor"] == ("dict", [("x", (F64, 6.5))])
+    assert rest["large"] == ("dict", [("x", ("int64", 2**62 + 2))])
     assert rest["low precision"] == ("dict", [("x", ("bfloat16", [258.0]))])  # 256 + 1 is 256 in bfloat16
 
 
@@ -114,8 +130,8 @@ def test_the_last_batch_loses_its_copies_but_no_numbers(two_ranks: RankPool) -> 
         assert [[key for key, _ in keys] for _, keys in found] == [["loss", "x", "first"]] * 3
 
 
-def test_devices() -> None:
-    """On this rank's own device what it passed, on the accelerator's what it lacked or passed as a number."""
+def test_a_result_is_on_the_ranks_device_or_else_on_the_accelerators() -> None:
+    """The accelerator's has what a rank lacked, or passed as a number. No public call shows it without a GPU."""
     combined = {"own": torch.ones(1), "number": torch.ones(1), "lacked": torch.ones(1)}
     found = accelerate._like({"number": 1, "own": torch.zeros(1)}, combined, torch.device("meta"))
     assert {key: value.device.type for key, value in found.items()} == {
@@ -125,11 +141,11 @@ def test_devices() -> None:
     }
 
 
-def test_results_share_no_memory(two_ranks: RankPool) -> None:
-    assert two_ranks.run(runs.memory_of_its_own).values() == [[[1.0, 1.0], False, False]] * 2
+def test_results_share_no_memory_with_what_was_passed(two_ranks: RankPool) -> None:
+    assert two_ranks.run(runs.memory_of_results).values() == [[[1.0, 1.0], False, False]] * 2
 
 
-def test_conflicts_are_raised_alike_on_every_rank(two_ranks: RankPool) -> None:
+def test_conflicts_are_the_same_error_on_every_rank(two_ranks: RankPool) -> None:
     found = same(two_ranks.run(runs.conflicts).values())
     assert found.pop("afterwards")[3] == "{'a': 2}"
     assert {case: value[:3] for case, value in found.items()} == {
@@ -162,7 +178,7 @@ def test_collectives_do_not_grow_with_the_keys(two_ranks: RankPool) -> None:
     assert two_ranks.run(runs.counts, False).values() == [[(2, 2), (80, 80)]] * 2
 
 
-def test_a_window_into_its_trackers(two_ranks: RankPool) -> None:
+def test_a_window_is_written_to_the_trackers(two_ranks: RankPool) -> None:
     """One collective each ten steps; ranks tell each other of new keys in one more, where there are any."""
     (rows, collectives), (others, also) = two_ranks.run(runs.windowed).values()
     assert others == []  # accelerate's trackers write on one rank
@@ -174,95 +190,22 @@ def test_a_window_into_its_trackers(two_ranks: RankPool) -> None:
         assert close(row, {f"train/{name}": value for name, value in wanted.items()})
 
 
-# -- install and uninstall --------------------------------------------------------------------------------------------
-
-
-def bound() -> dict[str, Any]:
-    utils: Any = importlib.import_module("accelerate.utils")
-    accelerator: Any = importlib.import_module("accelerate.accelerator")
-    return {
-        "utils.gather": utils.gather,
-        "utils.reduce": utils.reduce,
-        "accelerator.gather": accelerator.gather,
-        "accelerator.reduce": accelerator.reduce,
-        "operations.gather": operations.gather,
-        "operations.reduce": operations.reduce,
-        "gather_for_metrics": vars(accelerator.Accelerator)["gather_for_metrics"],
-    }
-
-
-def test_the_very_objects_come_back() -> None:
-    before = bound()
-    accelerate.install()
-    try:
-        ours = bound()
-        accelerate.install()
-        assert bound() == ours
-        assert all(ours[name] is not before[name] for name in before)
-        assert ours["utils.gather"] is ours["accelerator.gather"]
-        assert ours["utils.gather"].__doc__ == before["utils.gather"].__doc__
-    finally:
-        accelerate.uninstall()
-    accelerate.uninstall()
-    after = bound()
-    assert all(after[name] is before[name] for name in before)
-
-
-def test_the_number_of_a_version_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = bound()
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "99.0")
-    accelerate.install()
-    assert bound() != before
-    accelerate.uninstall()
-    assert bound() == before
-
-
-def test_other_signatures_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    def gather(tensor: Any, dim: int = 0) -> Any:
-        return tensor
-
-    monkeypatch.setattr(operations, "gather", gather)
-    before = bound()
-    with pytest.warns(UserWarning, match=r"has gather\(tensor, dim\) where gather\(tensor\) is relied on"):
-        accelerate.install()
-    assert bound() == before
-
-
-def test_disabled(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = bound()
-    monkeypatch.setenv("DDPSTATS_DISABLE", "1")
-    accelerate.install()
-    assert bound() == before
-
-
-def test_a_single_process_is_accelerates_own() -> None:
+def test_a_single_process_has_accelerates_own_functions() -> None:
     """In a process of its own, for accelerate's state is the process's."""
     code = """
 import torch, ddpstats.integrations.accelerate as ours
 from accelerate import Accelerator
 ours.install()
-one = Accelerator(cpu=True)
-given = {"a": torch.ones(2)}
-assert one.gather(given) is given
-assert one.gather_for_metrics({"loss": 1.0}) == {"loss": 1.0}
-assert one.reduce(given)["a"].tolist() == [1, 1]
+accelerator = Accelerator(cpu=True)
+tree = {"a": torch.ones(2)}
+assert accelerator.gather(tree) is tree
+assert accelerator.gather_for_metrics({"loss": 1.0}) == {"loss": 1.0}
+assert accelerator.reduce(tree)["a"].tolist() == [1, 1]
 try:
-    one.reduce({"loss": 1.0})
+    accelerator.reduce({"loss": 1.0})
 except TypeError as error:
     print(error)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
+    done = programs.run(["-c", code], environ=programs.environ_of())
     assert done.returncode == 0, done.stderr
     assert "Unsupported types (<class 'float'>)" in done.stdout
-
-
-def test_importing_the_integration_does_not_import_the_library() -> None:
-    code = "import sys, ddpstats.integrations.accelerate; sys.exit('accelerate' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
-
-
-def test_keys_of_any_type_and_deep_trees(two_ranks: RankPool) -> None:
-    for own, lacked, nested in two_ranks.run(runs.keys_of_other_types).values():
-        assert own == [[1.0, 1.0], [10.0, 10.0], [5.0, 5.0]]
-        assert lacked == [[7.0]]
-        assert nested == [0.0, 1.0]

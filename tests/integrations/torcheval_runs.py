@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -16,7 +14,7 @@ from torcheval.metrics import Metric, toolkit
 import ddpstats
 from ddpstats.integrations import torcheval
 from ddpstats.testing import count_collectives
-from tests.integrations.watching import on_group
+from tests.integrations.on_ranks import Failure, failure_of, installed, of_this_rank, on_group
 
 
 class Totals(Metric[dict[Any, float]]):
@@ -69,17 +67,6 @@ class Refusing(Holder):
         raise TypeError("no such state")
 
 
-@contextlib.contextmanager
-def patched(install: bool = True) -> Iterator[None]:
-    """torcheval with ddpstats, or stock."""
-    if install:
-        torcheval.install()
-    try:
-        yield
-    finally:
-        torcheval.uninstall()
-
-
 def mean(*values: float) -> Any:
     metric = metrics.Mean()
     for value in values:
@@ -130,7 +117,7 @@ def documented() -> dict[str, Metric[Any]]:
 
 def results_of_documented(install: bool) -> dict[str, Any]:
     """Value and synced states of each; alone, and as one collection."""
-    with patched(install):
+    with installed(torcheval, install):
         alone = {name: plain(toolkit.sync_and_compute(metric)) for name, metric in documented().items()}
         together = plain(toolkit.sync_and_compute_collection(documented()))
         states = {name: plain(toolkit.get_synced_state_dict(metric)) for name, metric in documented().items()}
@@ -147,7 +134,7 @@ def results_of_documented(install: bool) -> dict[str, Any]:
 def dict_keys_differ(install: bool) -> tuple[Any, Any]:
     """{a, b} on rank 0, {a, c} on rank 1: alone and in a collection."""
     mine = {"a": 1.0, "b": 2.0} if dist.get_rank() == 0 else {"a": 10.0, "c": 30.0}
-    with patched(install):
+    with installed(torcheval, install):
         together = toolkit.sync_and_compute_collection({"x": Totals(**mine)})
         return toolkit.sync_and_compute(Totals(**mine)), together["x"]
 
@@ -155,7 +142,7 @@ def dict_keys_differ(install: bool) -> tuple[Any, Any]:
 def members_differ(install: bool) -> dict[str, float]:
     rank = dist.get_rank()
     mine = {"loss": mean(1.0 + 2 * rank), f"acc_{'ab'[rank]}": mean(10.0 + 10 * rank)}
-    with patched(install):
+    with installed(torcheval, install):
         return {name: float(value) for name, value in toolkit.sync_and_compute_collection(mine).items()}
 
 
@@ -175,7 +162,7 @@ def members_of_others() -> dict[str, Any]:
     def both() -> dict[str, Any]:
         return {"all": mean(1.0), **({"some": mean(float(rank))} if rank else {})}
 
-    with patched():
+    with installed(torcheval):
         results = toolkit.sync_and_compute_collection(members)
         found = {
             "order": list(results),
@@ -200,17 +187,6 @@ def _steady(members: dict[str, Any]) -> int:
     return seen.total
 
 
-def uses_of_a_metric_elsewhere() -> list[Any]:
-    """On rank 0, a metric that only rank 1 has."""
-    with patched():
-        synced = toolkit.get_synced_metric_collection({"only": mean(3.0)} if dist.get_rank() else {})["only"]
-        found = [type(synced).__name__, float(synced.compute()), float(copy.deepcopy(synced).compute())]
-        try:
-            return [*found, str(float(synced.update(torch.tensor(5.0)).compute()))]
-        except TypeError as error:
-            return [*found, str(error).partition(", and")[0]]
-
-
 def members_that_give_nothing() -> list[Any]:
     """The last rank's member raises, or gives what cannot be sent; then its states, and a call that works."""
     rank, last = dist.get_rank(), dist.get_world_size() - 1
@@ -224,7 +200,7 @@ def members_that_give_nothing() -> list[Any]:
             return object()
 
     found: list[Any] = []
-    with patched():
+    with installed(torcheval):
         for kind in (Raising, Odd):
             try:
                 toolkit.sync_and_compute_collection({"only": kind(1.0)} if rank == last else {})
@@ -239,8 +215,8 @@ def members_that_give_nothing() -> list[Any]:
         return [*found, float(toolkit.sync_and_compute(mean(float(rank))))]
 
 
-def more_that_differs() -> dict[str, Any]:
-    """What only an installed torcheval can do, on two ranks."""
+def states_that_differ() -> dict[str, Any]:
+    """Sync lists of other lengths, metrics without data, and keys of other types."""
     rank = dist.get_rank()
     cat = metrics.Cat()
     for value in ((), (1.0, 2.0, 3.0))[rank]:
@@ -248,29 +224,25 @@ def more_that_differs() -> dict[str, Any]:
     untouched = metrics.MeanSquaredError(multioutput="raw_values")
     if rank == 1:
         untouched.update(torch.ones(2, 3), torch.zeros(2, 3))
-    keys: dict[Any, float] = ({(1, "x"): 1.0, 2.5: 2.0}, {2.5: 3.0, None: 5.0})[rank]
-    with patched():
+    keys: dict[Any, float] = of_this_rank({(1, "x"): 1.0, 2.5: 2.0}, {2.5: 3.0, None: 5.0})
+    with installed(torcheval):
         return {
             "empty list": plain(toolkit.sync_and_compute(cat)),
             "both empty": plain(toolkit.sync_and_compute(metrics.Cat())),
             "lists": plain(toolkit.sync_and_compute(Holder([torch.ones(n) for n in range(1 + 2 * rank)]))),
             "not updated": plain(toolkit.sync_and_compute(untouched)),
-            "int and float": toolkit.sync_and_compute(Holder((1, 2.5)[rank])),
-            "cat of int and float": plain(
-                toolkit.sync_and_compute(metrics.Cat().update(torch.tensor([(1, 2.5)[rank]])))
-            ),
-            "no members": toolkit.sync_and_compute_collection({"only": mean(7.0)} if rank else {}),
+            "int and float": toolkit.sync_and_compute(Holder(of_this_rank(1, 2.5))),
+            "no members": plain(toolkit.sync_and_compute_collection({"only": mean(7.0)} if rank else {})),
             "odd keys": toolkit.sync_and_compute(Totals().update(keys)),
-            "infinity": toolkit.sync_and_compute(Holder((float("inf"), 1.0)[rank])),
         }
 
 
-def in_subgroups(install: bool) -> list[Any]:
+def in_subgroups() -> list[Any]:
     """Ranks 1 and 2 of three in a group; then what a rank outside gets, and a group of one."""
     pair = dist.new_group([1, 2])
     rank = dist.get_rank()
     found: list[Any] = []
-    with patched(install):
+    with installed(torcheval):
         if rank:
             members = {"mean": mean(float(rank)), f"own{rank}": mean(5.0 * rank)}
             both = toolkit.sync_and_compute_collection(members, process_group=pair)
@@ -290,16 +262,6 @@ def in_subgroups(install: bool) -> list[Any]:
     return found
 
 
-def list_in_a_subgroup(install: bool) -> Any:
-    """Global rank 1 has an empty list, global rank 2 one tensor."""
-    pair, rank = dist.new_group([1, 2]), dist.get_rank()
-    with patched(install):
-        try:
-            return plain(toolkit.sync_and_compute(Holder([torch.tensor(2.0)] * (rank - 1)), pair)) if rank else None
-        except TypeError as error:
-            return str(error)
-
-
 def _logged_by_toolkit(call: Callable[[], Any]) -> list[str]:
     messages: list[str] = []
     handler = logging.Handler()
@@ -315,43 +277,36 @@ def _logged_by_toolkit(call: Callable[[], Any]) -> list[str]:
 # -- conflicts --------------------------------------------------------------------------------------------------------
 
 
-def conflicts() -> dict[str, tuple[str, tuple[int, ...], str | None, str]]:
-    """Per case: exception, its ranks, path and text. Then a call that works."""
+def conflicts() -> dict[str, Failure]:
+    """Return what each call raises, and what one that works gives then."""
     rank = dist.get_rank()
     tensor, vector = torch.tensor(1.0), torch.ones(2)
-
-    def two(first: Any, second: Any) -> Any:
-        return (first, second)[rank]
-
     cases: dict[str, Any] = {
-        "tensor, list": Holder(two(tensor, [tensor])),
-        "tensor, number": Holder(two(tensor, 1)),
-        "list, dict": Holder(two([tensor], {"k": tensor})),
-        "shape": {"acc": Holder(two(torch.ones(2), torch.ones(3))), "fine": mean(1.0)},
-        "classes": {"acc": metrics.MulticlassConfusionMatrix(two(3, 4))},
+        "tensor, list": Holder(of_this_rank(tensor, [tensor])),
+        "tensor, number": Holder(of_this_rank(tensor, 1)),
+        "list, dict": Holder(of_this_rank([tensor], {"k": tensor})),
+        "shape": {"acc": Holder(of_this_rank(torch.ones(2), torch.ones(3))), "fine": mean(1.0)},
+        "classes": {"acc": metrics.MulticlassConfusionMatrix(of_this_rank(3, 4))},
         "kind": {"n": metrics.Mean() if rank else _int_mean()},
-        "dict value": {"d": Holder(two({"k": vector}, {"k": tensor}))},
-        "list of other ndim": metrics.Cat().update(two(torch.ones(2), torch.ones(2, 2))),
-        "metric": {"loss": two(metrics.Mean, metrics.Sum)()},
+        "dict value": {"d": Holder(of_this_rank({"k": vector}, {"k": tensor}))},
+        "list of other ndim": metrics.Cat().update(of_this_rank(torch.ones(2), torch.ones(2, 2))),
+        "metric": {"loss": of_this_rank(metrics.Mean, metrics.Sum)()},
         "states": {"w": metrics.WindowedMeanSquaredError(enable_lifetime=bool(rank))},
         "key": Totals().update({(frozenset({1}) if rank else "k"): 1.0}),
         "name": {(1.5 if rank else "x"): mean(1.0)},
-        "own error": two(Holder, Refusing)(tensor),
+        "own error": of_this_rank(Holder, Refusing)(tensor),
+        "other call": of_this_rank({"x": mean(1.0)}, mean(1.0)),
+        "afterwards": mean(float(rank)),
     }
-    found = {}
-    with patched():
-        for case, given in cases.items():
-            sync = toolkit.sync_and_compute_collection if isinstance(given, dict) else toolkit.sync_and_compute
-            try:
-                sync(given)
-            except ddpstats.DdpstatsError as error:
-                found[case] = (type(error).__name__, error.ranks, error.path, str(error))
-        try:
-            toolkit.sync_and_compute(mean(1.0)) if rank else toolkit.sync_and_compute_collection({"x": mean(1.0)})
-        except ddpstats.DdpstatsError as error:
-            found["other call"] = (type(error).__name__, error.ranks, error.path, str(error))
-        found["afterwards"] = ("", (), None, str(float(toolkit.sync_and_compute(mean(float(rank))))))
-    return found
+    with installed(torcheval):
+        return {case: failure_of(_sync, given) for case, given in cases.items()}
+
+
+def _sync(given: Any) -> Any:
+    """Sync a metric, or a collection."""
+    if isinstance(given, dict):
+        return toolkit.sync_and_compute_collection(given)
+    return float(toolkit.sync_and_compute(given))
 
 
 def _int_mean() -> Any:
@@ -359,18 +314,6 @@ def _int_mean() -> Any:
     metric: Any = metrics.Mean()
     metric.weighted_sum = torch.tensor(3)
     return metric
-
-
-def conflict_in_a_group() -> tuple[tuple[int, ...], str | None, str]:
-    """Global ranks 1 and 2; a third one stays out."""
-    pair = dist.new_group([1, 2])
-    with patched():
-        if dist.get_rank():
-            try:
-                toolkit.sync_and_compute(Holder(1 if dist.get_rank() == 1 else torch.ones(1)), pair)
-            except ddpstats.SchemaConflict as error:
-                return error.ranks, error.path, str(error)
-    return (), None, ""
 
 
 def error_of_the_metric() -> list[str]:
@@ -383,7 +326,7 @@ def error_of_the_metric() -> list[str]:
             return super().merge_state(others)
 
     found = []
-    with patched():
+    with installed(torcheval):
         for state in (1.0, torch.ones(1 + dist.get_rank())):
             try:
                 found.append(str(plain(toolkit.sync_and_compute(Broken(state)))))
@@ -392,14 +335,14 @@ def error_of_the_metric() -> list[str]:
     return found
 
 
-# -- install, and what goes over the wire -----------------------------------------------------------------------------
+# -- what goes over the wire ------------------------------------------------------------------------------------------
 
 
 def counts(install: bool) -> list[tuple[int, int]]:
     """Collectives in all, and on the user's own group: for 1 and for 40 members, each synced twice before."""
     user = dist.group.WORLD
     seen = []
-    with patched(install):
+    with installed(torcheval, install):
         for size in (1, 40):
             members = {f"m{i}": mean(float(i)) for i in range(size)}
             for _ in range(2):

@@ -2,34 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
-import operator
-import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torchmetrics as tm
-from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassConfusionMatrix, MulticlassRecall
-from torchmetrics.wrappers import ClasswiseWrapper, MinMaxMetric, MultioutputWrapper, Running
+from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassConfusionMatrix
+from torchmetrics.wrappers import ClasswiseWrapper, MinMaxMetric, Running
 
 import ddpstats
 from ddpstats.integrations import torchmetrics
 from ddpstats.testing import count_collectives
-
-
-@contextlib.contextmanager
-def patched(install: bool = True) -> Iterator[None]:
-    """torchmetrics with ddpstats, or stock."""
-    if install:
-        torchmetrics.install()
-    try:
-        yield
-    finally:
-        torchmetrics.uninstall()
+from tests.integrations.on_ranks import installed, on_group
 
 
 class Holder(tm.Metric):
@@ -132,46 +119,34 @@ def batches(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.rand(7, 3, generator=generator), torch.randint(0, 3, (7,), generator=generator)
 
 
-def builders() -> dict[str, Callable[..., Any]]:
-    classes: dict[str, Any] = {"num_classes": 3}
-    return {
-        "mean": tm.MeanMetric,
-        "sum": tm.SumMetric,
-        "min": tm.MinMetric,
-        "max": tm.MaxMetric,
-        "cat": tm.CatMetric,
-        "running mean": lambda **k: Running(tm.MeanMetric(**k), window=2),
-        "held mean": lambda **k: Holder(torch.zeros(2), "mean", **k),
-        "held none": lambda **k: Holder(torch.zeros(2), None, **k),
-        "held custom": lambda **k: Holder(torch.zeros(2), spread, **k),
-        "held cat": lambda **k: Holder(torch.zeros(2), "cat", **k),
-        "held list": lambda **k: Holder([], None, **k),
-        "held custom list": lambda **k: Holder([], spread, **k),
-        "accuracy": lambda **k: MulticlassAccuracy(**classes, **k),
-        "confusion": lambda **k: MulticlassConfusionMatrix(**classes, **k),
-        "auroc": lambda **k: MulticlassAUROC(**classes, **k),
-        "classwise": lambda **k: ClasswiseWrapper(MulticlassAccuracy(average=None, **classes, **k)),
-        "minmax": lambda **k: MinMaxMetric(MulticlassAccuracy(**classes, **k)),
-        "mse": tm.MeanSquaredError,
-        "pearson": tm.PearsonCorrCoef,
-        "retrieval": tm.RetrievalPrecision,
-        "multioutput": lambda **k: MultioutputWrapper(tm.MeanSquaredError(**k), 3),
-        "sum of two": lambda **k: tm.MeanSquaredError(**k) + tm.MeanAbsoluteError(**k) * 2,
-    }
+CLASSES: dict[str, Any] = {"num_classes": 3}
+BUILDERS: dict[str, Callable[..., Any]] = {
+    "mean": tm.MeanMetric,
+    "max": tm.MaxMetric,
+    "cat": tm.CatMetric,
+    "running mean": lambda **k: Running(tm.MeanMetric(**k), window=2),
+    "held mean": lambda **k: Holder(torch.zeros(2), "mean", **k),
+    "held none": lambda **k: Holder(torch.zeros(2), None, **k),
+    "held custom": lambda **k: Holder(torch.zeros(2), spread, **k),
+    "held cat": lambda **k: Holder(torch.zeros(2), "cat", **k),
+    "held list": lambda **k: Holder([], None, **k),
+    "held custom list": lambda **k: Holder([], spread, **k),
+    "accuracy": lambda **k: MulticlassAccuracy(**CLASSES, **k),
+    "auroc": lambda **k: MulticlassAUROC(**CLASSES, **k),
+    "classwise": lambda **k: ClasswiseWrapper(MulticlassAccuracy(average=None, **CLASSES, **k)),
+    "pearson": tm.PearsonCorrCoef,
+    "sum of two": lambda **k: tm.MeanSquaredError(**k) + tm.MeanAbsoluteError(**k) * 2,
+}
 
 
 def inputs(name: str, step: int) -> tuple[Any, ...]:
     preds, target = batches(step)
     if name.startswith("held"):
         return (list(preds[:2, :2]) if "list" in name else preds[0, :2],)
-    if name in ("mean", "sum", "min", "max", "cat", "running mean"):
+    if name in ("mean", "max", "cat", "running mean"):
         return (preds[0],)
-    if name in ("mse", "pearson", "sum of two"):
+    if name in ("pearson", "sum of two"):
         return preds[:, 0], preds[:, 1] + preds[:, 0]
-    if name == "multioutput":
-        return preds, preds.flip(0)
-    if name == "retrieval":
-        return preds[:, 0], target > 0, target
     return preds, target
 
 
@@ -179,8 +154,8 @@ def every_metric(install: bool) -> dict[str, Any]:
     """What each metric gives in each way of using it, on inputs that differ between ranks but fit together."""
     found: dict[str, Any] = {}
     options: list[dict[str, Any]] = [{}, {"sync_on_compute": False}, {"dist_sync_on_step": True}]
-    with patched(install):
-        for name, build in builders().items():
+    with installed(torchmetrics, install):
+        for name, build in BUILDERS.items():
             for option in options:
                 found[f"{name} {option}"] = _used(name, build(**option))
         found["manual"] = _manual_sync()
@@ -206,79 +181,64 @@ def _used(name: str, metric: Any) -> list[Any]:
 def _manual_sync() -> list[Any]:
     metric = tm.CatMetric()
     metric.update(batches(0)[0][0])
-    seen: list[Any] = []
     metric.sync()
-    seen.append(plain(metric.metric_state))
-    try:
-        metric.sync()
-    except Exception as error:
-        seen.append(str(error))
+    states = [metric.metric_state]
     metric.unsync()
-    seen.append(plain(metric.metric_state))
-    with metric.sync_context():
-        seen.append(plain(metric.metric_state))
-    with metric.sync_context(should_sync=False):
-        seen.append(plain(metric.metric_state))
-    calls: list[Any] = []
+    states.append(metric.metric_state)
+    for should_sync in (True, False):
+        with metric.sync_context(should_sync=should_sync):
+            states.append(metric.metric_state)
 
     def own_sync(tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
-        calls.append(group)
         return [tensor * 2]
 
     metric.sync(dist_sync_fn=own_sync)
-    seen += [plain(metric.metric_state), len(calls)]
-    mine = held(torch.zeros(1), "sum", torch.ones(1), dist_sync_fn=own_sync)
     words = Words()
     words.update(["a", "b"])
-    itself = held(torch.zeros(1), "sum", torch.ones(1), of=ByItself)
-    return [*seen, plain(mine.compute()), plain(words.compute()), plain(itself.compute()), itself.ranks]
+    own = held(torch.zeros(1), "sum", torch.ones(1), dist_sync_fn=own_sync)
+    by_itself = held(torch.zeros(1), "sum", torch.ones(1), of=ByItself)
+    return [plain(it) for it in [*states, metric.metric_state, own.compute(), words.compute(), by_itself.compute()]]
 
 
 def every_collection(install: bool) -> list[Any]:
-    """Collections: names with prefix, compute groups found and given, nested, in steps, with results cached."""
-    classes: dict[str, Any] = {"num_classes": 3}
+    """Use collections with a prefix, compute groups found and given, nested, in steps, with results cached."""
+
+    def accuracy(**settings: Any) -> MulticlassAccuracy:
+        return MulticlassAccuracy(**CLASSES, **settings)
+
+    def all_kinds() -> dict[str, Any]:
+        return {
+            "inner": tm.MetricCollection({"x": accuracy()}, postfix="_in"),
+            "classwise": ClasswiseWrapper(accuracy(average=None)),
+            "minmax": MinMaxMetric(accuracy(average="micro")),
+            "product": accuracy() * 2,
+            "running": Running(accuracy(), window=2),
+            "step": accuracy(dist_sync_on_step=True),
+            "wrapped step": ClasswiseWrapper(accuracy(average=None, dist_sync_on_step=True)),
+            "alone": accuracy(sync_on_compute=False),
+        }
+
+    def grouped() -> dict[str, Any]:
+        return {"a": MulticlassAUROC(**CLASSES), "b": MulticlassAUROC(average=None, **CLASSES)}
+
     makers: list[Callable[[], tm.MetricCollection]] = [
-        lambda: tm.MetricCollection(
-            [MulticlassAccuracy(**classes), MulticlassRecall(**classes), MulticlassConfusionMatrix(**classes)],
-            prefix="val/",
-        ),
-        lambda: tm.MetricCollection(
-            {"a": MulticlassAUROC(**classes), "b": MulticlassAUROC(average=None, **classes)},
-            compute_groups=[["a", "b"]],
-        ),
-        lambda: tm.MetricCollection(
-            {
-                "plain": MulticlassAccuracy(average=None, **classes),
-                "of plain": ClasswiseWrapper(MulticlassAccuracy(average=None, **classes)),
-            }
-        ),
-        lambda: tm.MetricCollection(
-            {
-                "inner": tm.MetricCollection({"x": MulticlassAccuracy(**classes)}, postfix="_in"),
-                "classwise": ClasswiseWrapper(MulticlassAccuracy(average=None, **classes)),
-                "minmax": MinMaxMetric(MulticlassAccuracy(average="micro", **classes)),
-                "product": MulticlassAccuracy(**classes) * 2,
-                "running": Running(MulticlassAccuracy(**classes), window=2),
-                "step": MulticlassAccuracy(dist_sync_on_step=True, **classes),
-                "wrapped step": ClasswiseWrapper(MulticlassAccuracy(average=None, dist_sync_on_step=True, **classes)),
-                "alone": MulticlassAccuracy(sync_on_compute=False, **classes),
-            },
-            compute_groups=False,
-        ),
+        lambda: tm.MetricCollection([accuracy(), MulticlassConfusionMatrix(**CLASSES)], prefix="val/"),
+        lambda: tm.MetricCollection(grouped(), compute_groups=[["a", "b"]]),
+        lambda: tm.MetricCollection(all_kinds(), compute_groups=False),
     ]
-    found: list[Any] = []
-    with patched(install):
+    results: list[Any] = []
+    with installed(torchmetrics, install):
         for make in makers:
-            several = make()
-            several.update(*batches(0))
-            several.update(*batches(1))
-            found += [several.compute(), several.compute(), several(*batches(2)), several.compute()]
-            several.update(*batches(3))
-            found += [several.compute(), several.clone(prefix="again_").compute(), getattr(several, "metric_state", {})]
-            several.reset()
-            several.update(*batches(4))
-            found.append(several.compute())
-    return [plain(value) for value in found]
+            collection = make()
+            collection.update(*batches(0))
+            collection.update(*batches(1))
+            results += [collection.compute(), collection.compute(), collection(*batches(2)), collection.compute()]
+            collection.update(*batches(3))
+            results += [collection.compute(), collection.clone(prefix="again_").compute()]
+            collection.reset()
+            collection.update(*batches(4))
+            results.append(collection.compute())
+    return [plain(value) for value in results]
 
 
 # -- where stock is wrong ---------------------------------------------------------------------------------------------
@@ -286,7 +246,7 @@ def every_collection(install: bool) -> list[Any]:
 
 def members_differ(install: bool) -> list[Any]:
     """{loss: 1, aa: 100} on rank 0, {loss: 1, zz: 100} on rank 1."""
-    with patched(install):
+    with installed(torchmetrics, install):
         name = "zz" if dist.get_rank() else "aa"
         several = tm.MetricCollection({"loss": mean_of(1.0), name: mean_of(100.0)})
         return [{key: float(value) for key, value in several.compute().items()}]
@@ -294,7 +254,7 @@ def members_differ(install: bool) -> list[Any]:
 
 def steps_differ(install: bool) -> list[Any]:
     """The same in `forward`; the members' order differs too."""
-    with patched(install):
+    with installed(torchmetrics, install):
         rank = dist.get_rank()
         several = tm.MetricCollection([tm.SumMetric(dist_sync_on_step=True)])
         several.add_metrics({"only" + str(rank): tm.MaxMetric(dist_sync_on_step=True)})
@@ -315,87 +275,73 @@ def lists_of_two_and_three(timeout_sec: float) -> str:
 
 
 def uneven() -> dict[str, Any]:
-    """Lists and tensors of other lengths on each rank."""
+    """Compute metrics with lists and tensors of other lengths on each rank."""
     rank, size = dist.get_rank(), dist.get_world_size()
     items = [torch.tensor([10.0 * rank + i]) for i in range(2 + rank)]
-    found: dict[str, Any] = {}
-    with patched():
-        found["none"] = held([], None, items).compute()
-        found["cat"] = held([], "cat", items).compute()
-        found["custom"] = held([], spread, items).compute()
-        found["some empty"] = held([], None, items[: 2 * (rank == 1)]).compute()
-        found["some empty cat"] = held([], "cat", [torch.ones(2, 3, dtype=torch.int32)] * (rank == 1)).compute()
-        found["all empty"] = held([], None, []).compute()
-        found["all empty cat"] = held([], "cat", []).compute()
-        found["all empty custom"] = held([], spread, []).compute()
-        found["scalars"] = held([], "cat", [torch.tensor(1.0 + rank)] * rank).compute()
-        found["other shapes"] = held([], None, [torch.full((rank, 2), rank)]).compute()
-        ids = torch.full((2 + rank,), rank)
-        retrieval = tm.RetrievalPrecision(top_k=1)
-        for part in range(1 + rank):  # 1, 2, 3 list items
-            retrieval.update(torch.linspace(0, 1, 2 + rank), torch.arange(2 + rank) > 0, ids + 10 * part)
-        found["retrieval"] = retrieval.compute()
-        bad = held([], "cat", [torch.ones(2, 2), torch.ones(2, 3)] if rank == 1 else [torch.ones(1, 2)])
-        found["sizes that do not fit on one rank"] = outcome(bad.compute)[0]
-        mine = torch.ones(3, requires_grad=True)
-        graph = [held(torch.zeros(3), "sum", mine * 2), held([], "cat", [mine * 2, mine * 3])]
-        for metric in graph:
+    retrieval = tm.RetrievalPrecision(top_k=1)
+    for part in range(1 + rank):  # 1, 2, 3 list items
+        ids = torch.full((2 + rank,), rank + 10 * part)
+        retrieval.update(torch.linspace(0, 1, 2 + rank), torch.arange(2 + rank) > 0, ids)
+    metrics = {
+        "none": held([], None, items),
+        "cat": held([], "cat", items),
+        "custom": held([], spread, items),
+        "some empty": held([], None, items[: 2 * (rank == 1)]),
+        "some empty cat": held([], "cat", [torch.ones(2, 3, dtype=torch.int32)] * (rank == 1)),
+        "all empty": held([], None, []),
+        "all empty cat": held([], "cat", []),
+        "all empty custom": held([], spread, []),
+        "scalars": held([], "cat", [torch.tensor(1.0 + rank)] * rank),
+        "other shapes": held([], None, [torch.full((rank, 2), rank)]),
+        "retrieval": retrieval,
+    }
+    bad = held([], "cat", [torch.ones(2, 2), torch.ones(2, 3)] if rank == 1 else [torch.ones(1, 2)])
+    mine = torch.ones(3, requires_grad=True)
+    with installed(torchmetrics):
+        results: dict[str, Any] = {name: metric.compute() for name, metric in metrics.items()}
+        results["sizes that do not fit on one rank"] = outcome(bad.compute)[0]
+        for metric in (held(torch.zeros(3), "sum", mine * 2), held([], "cat", [mine * 2, mine * 3])):
             metric.sync()
             metric.state.sum().backward()
-        found["grad"] = mine.grad
-        found["size"] = size
-        found["f16"] = held(torch.zeros(2), "sum", torch.ones(2, dtype=torch.float16)).compute()
-    return {name: plain(value) for name, value in found.items()}
+    return {name: plain(value) for name, value in {**results, "grad": mine.grad, "size": size}.items()}
 
 
 def members_of_all_kinds() -> dict[str, Any]:
-    """Collections whose members differ between ranks in more ways."""
+    """Compute collections of which only some ranks hold compute groups, wrappers, any member, or a cached result."""
     rank = dist.get_rank()
-    found: dict[str, Any] = {}
-    preds, target = batches(0)
-    classes: dict[str, Any] = {"num_classes": 3}
+    results: dict[str, Any] = {}
 
     def accuracy() -> MulticlassAccuracy:
-        return MulticlassAccuracy(average="micro", **classes)
+        return MulticlassAccuracy(average="micro", **CLASSES)
 
-    with patched():
-        # compute groups that only one rank has
-        own: dict[str, Any] = {"acc": accuracy(), ("recall" if rank else "confusion"): accuracy()}
-        several = tm.MetricCollection(own)
-        several.update(preds, target)
-        one = accuracy()
-        one.update(preds, target)
-        found["groups"] = float(several.compute()["acc"]) == float(one.compute())
-        # wrappers that only one rank has; the metrics in them are aligned
-        wrapped: dict[str, Any] = {"loss": mean_of(float(rank))}
+    with installed(torchmetrics):
+        grouped, alone = tm.MetricCollection({"acc": accuracy(), f"own {rank}": accuracy()}), accuracy()
+        grouped.update(*batches(0))
+        alone.update(*batches(0))
+        results["groups"] = float(grouped.compute()["acc"]) == float(alone.compute())
+        members: dict[str, Any] = {"loss": mean_of(float(rank))}
         if rank == 1:
             minmax = MinMaxMetric(tm.SumMetric())
             minmax.update(3.0)
-            wrapped["a minmax"] = minmax
-            wrapped["a product"] = mean_of(5.0) * 2
-        found["wrappers"] = tm.MetricCollection(wrapped, compute_groups=False).compute()
-        # a collection without members
-        found["empty"] = tm.MetricCollection({"only": mean_of(7.0)} if rank == 1 else {}).compute()
-        # a result cached on rank 0 only
+            members |= {"a minmax": minmax, "a product": mean_of(5.0) * 2}
+        results["wrappers"] = tm.MetricCollection(members, compute_groups=False).compute()
+        results["empty"] = tm.MetricCollection({"only": mean_of(7.0)} if rank == 1 else {}).compute()
         sums = tm.MetricCollection({"sum": tm.SumMetric(), "other": tm.MeanMetric()}, compute_groups=False)
         sums.update(1.0)
         sums.compute()
         if rank:
             sums.update(1.0)
-        found["cached"] = [sums.compute()["sum"], sums.compute()["sum"]]
-        found["own state"] = sums["sum"].compute(), sums["sum"].sum_value
-        # metrics that sync by themselves, on every rank
-        found["by itself"] = tm.MetricCollection(
-            {"it": held([], None, list(torch.ones(1 + rank)), of=ByItself), "loss": mean_of(1.0)}
-        ).compute()
-    return {name: plain(value) for name, value in found.items()}
+        results["cached on rank 0"] = [sums.compute()["sum"], sums.compute()["sum"]]
+        by_itself = held([], None, list(torch.ones(1 + rank)), of=ByItself)
+        results["by itself"] = tm.MetricCollection({"it": by_itself, "loss": mean_of(1.0)}).compute()
+    return {name: plain(value) for name, value in results.items()}
 
 
 def members_of_others() -> dict[str, Any]:
     """What ranks get of members that they lack."""
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     found: dict[str, Any] = {}
-    with patched():
+    with installed(torchmetrics):
         mean: dict[str, Any] = {"mean": mean_of(float(rank))}
         if rank == last:
 
@@ -462,7 +408,7 @@ def members_that_give_nothing() -> dict[str, Any]:
             return {"x": object()}
 
     found: dict[str, Any] = {}
-    with patched(), warnings.catch_warnings():
+    with installed(torchmetrics), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # compute before update
         for name, kind in {"raises": Raising, "odd result": Odd}.items():
             only: dict[str, Any] = {"only": held(torch.zeros(1), "sum", torch.ones(1), of=kind)} if last else {}
@@ -510,14 +456,14 @@ def conflicts() -> dict[str, Any]:
     metrics["other metric"] = tm.SumMetric() if last else tm.MeanMetric()
     metrics["metric and collection"] = mean_of(1.0) if last else tm.MetricCollection({"a": mean_of(1.0)})
     metrics["afterwards"] = mean_of(float(rank))
-    with patched(), warnings.catch_warnings():
+    with installed(torchmetrics), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # compute before update
         found = {"steps": outcome(lambda: steps(1.0))}
         # `compute` is looked up here: the stock one, bound before, would stay the stock one
         return found | {name: outcome(lambda: one.compute()) for name, one in metrics.items()}  # noqa: B023
 
 
-# -- groups, collectives, patches -------------------------------------------------------------------------------------
+# -- groups and collectives --------------------------------------------------------------------------------------------
 
 
 def in_groups() -> list[Any]:
@@ -526,7 +472,7 @@ def in_groups() -> list[Any]:
     rank = dist.get_rank()
     value = 10.0**rank
     found: list[Any] = []
-    with patched():
+    with installed(torchmetrics):
         found.append([float(_summed(value, process_group=group).compute()) for group in groups])
         argument = _summed(value)
         argument.sync(process_group=groups[0])
@@ -556,41 +502,24 @@ def _five(**kwargs: Any) -> tm.MetricCollection:
 
 
 def collectives() -> list[dict[str, int]]:
-    """The collectives of one compute in steady state: stock's collection of five, ours, one metric; who issued them."""
-    users = dist.group.WORLD
-    issued: list[Any] = []
+    """Count those of one compute: of stock's collection of five, of ours, and of one metric; all, and the user's."""
 
     def counted(make: Callable[[], Any]) -> dict[str, int]:
-        with count_collectives() as seen:
-            outer = {op: vars(dist.ProcessGroup)[op] for op in ("allgather", "allreduce", "barrier")}
-            for op, call in outer.items():
-                setattr(dist.ProcessGroup, op, _noting(call, issued))
-            try:
-                make().compute()
-            finally:
-                for op, call in outer.items():
-                    setattr(dist.ProcessGroup, op, call)
-        return {**seen.by_op, "on the user's group": sum(group is users for group in issued[-seen.total :])}
+        with count_collectives() as seen, on_group(dist.group.WORLD) as on_users:
+            make().compute()
+        return {**seen.by_op, "on the user's group": len(on_users)}
 
-    with patched(False):
-        found = [counted(_five)]
-    with patched():
-        for _ in range(2):
+    with installed(torchmetrics, False):
+        counts = [counted(_five)]
+    with installed(torchmetrics):
+        for _ in range(2):  # ranks connect
             _five().compute(), mean_of(1.0).compute()
-        return [*found, counted(_five), counted(lambda: mean_of(1.0))]
-
-
-def _noting(call: Callable[..., Any], issued: list[Any]) -> Callable[..., Any]:
-    def noted(group: Any, *args: Any, **kwargs: Any) -> Any:
-        issued.append(group)
-        return call(group, *args, **kwargs)
-
-    return noted
+        return [*counts, counted(_five), counted(lambda: mean_of(1.0))]
 
 
 def shared_states_are_sent_once() -> bool:
     """Five metrics of one compute group send the list of one."""
-    with patched():
+    with installed(torchmetrics):
         sizes = []
         for count in (1, 5):
             several = tm.MetricCollection(
@@ -605,64 +534,17 @@ def shared_states_are_sent_once() -> bool:
 
 
 def alone(group: Any) -> list[Any]:
-    """Values and collectives of stock and of ours, where there is nobody else."""
-    found = []
+    """Return values and collectives of stock and of ours, where there is no other rank."""
+    results = []
     for install in (False, True):
-        with patched(install), count_collectives() as seen:
-            one = held([], None, [torch.ones(1)] * 2, process_group=group)
-            values = plain([_five(process_group=group).compute(), one.compute()])
-        found.append([values, dict(seen.by_op)])
-    return found
+        with installed(torchmetrics, install), count_collectives() as seen:
+            listed = held([], None, [torch.ones(1)] * 2, process_group=group)
+            values = plain([_five(process_group=group).compute(), listed.compute()])
+        results.append([values, dict(seen.by_op)])
+    return results
 
 
 def alone_in_a_group() -> list[Any]:
     """Each rank in a group of its own."""
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     return alone(groups[dist.get_rank()])
-
-
-def patches() -> list[Any]:
-    """Which of the methods are ours: installed twice, uninstalled, disabled."""
-    methods = [(tm.Metric, "_sync_dist"), (tm.MetricCollection, "compute"), (tm.MetricCollection, "forward")]
-    stock = [vars(owner)[name] for owner, name in methods]
-
-    def ours() -> list[bool]:
-        return [vars(owner)[name] is not one for (owner, name), one in zip(methods, stock, strict=True)]
-
-    found = []
-    try:
-        torchmetrics.install()
-        first = [vars(owner)[name] for owner, name in methods]
-        torchmetrics.install()
-        found += [ours(), operator.eq(first, [vars(owner)[name] for owner, name in methods])]
-        torchmetrics.uninstall()
-        torchmetrics.uninstall()
-        found.append(ours())
-        os.environ["DDPSTATS_DISABLE"] = "1"
-        torchmetrics.install()
-        found.append(ours())
-    finally:
-        os.environ.pop("DDPSTATS_DISABLE", None)
-        torchmetrics.uninstall()
-    return found
-
-
-def oddities(install: bool) -> list[Any]:
-    """One metric object under two names, stepping; and a reduction of the user's own that is called cat."""
-    rank = dist.get_rank()
-
-    def cat(values: Any) -> torch.Tensor:
-        return torch.cat([value.reshape(-1) for value in values])
-
-    cat.__qualname__ = "cat"
-    with patched(install):
-        twice = tm.SumMetric(dist_sync_on_step=True)
-        stepped = tm.MetricCollection({"a": twice, "b": twice}, compute_groups=False)(1.0 + rank)
-        metric = held([], cat, [])
-        metric.state = [torch.tensor([1.0 + rank]), torch.tensor([2.0 + 2 * rank])]
-        metric._update_count = 1
-        metric.sync()
-        items = sorted(metric.state.tolist())
-        metric.unsync()
-        total = twice.compute()
-        return [{name: float(value) for name, value in stepped.items()}, float(total), items]
