@@ -1,6 +1,6 @@
 """Tools to test distributed programs: real ranks, threads that act as ranks, faults, and uneven stats.
 
-- `run_ranks`, `RankPool`, `PerRank`: a function on real gloo processes, with a hard time limit and nothing left behind.
+- `run_ranks`, `RankPool`, `PerRank`: a function on real gloo processes, with a hard time limit; no rank is left behind.
 - `run_threads`: the same for reductions of this library over hundreds of ranks in one process.
 - `count_collectives`, `die`, `sleep_past`: what really went over the wire, and how ranks fail.
 - `inject_bit_flips`, `BitFlip`: what faulty hardware does, one bit of a named weight, activation, gradient or matrix

@@ -3,7 +3,8 @@
 `run_ranks` starts the ranks, calls the function once on each, and ends them. `RankPool` keeps them for many calls.
 
 1. The parent serves the rendezvous store on a port that the system picks; the ranks are its clients.
-2. Each rank starts as `python -c` in a session of its own, with the parent's `sys.path`, and says when it is ready.
+2. Each rank is forked from a process that has imported torch (`_forkserver`), in a session of its own, with the parent's
+   `sys.path`, and says when it is ready. That process ends with the parent.
 3. The function and its arguments go to each rank by pickle, the answers come back the same way, over a socket pair that
    only the two hold: nothing from outside ever reaches pickle.
 4. When the time limit passes, the ranks that still run give their stacks and are killed with all their children.
@@ -44,7 +45,7 @@ def run_ranks(
     env: Mapping[str, str] | None = None,
     **kwargs: Any,
 ) -> RankOutcomes:
-    """Call `fn(*args, **kwargs)` on `world_size` fresh ranks. Blocks until all have ended, and leaves nothing behind.
+    """Call `fn(*args, **kwargs)` on `world_size` fresh ranks. Blocks until all have ended, and leaves none of them.
 
     The default process group (gloo, on the CPU) is there when `fn` is called; `fn` finds its rank in it. OpenMP and
     torch use one thread per rank. A rank's stdout is the parent's; its stderr is kept, and shown if it dies.
