@@ -61,6 +61,21 @@ class Net(nn.Module):
         return cast("Tensor", checkpoint(self.middle, x, use_reentrant=self.reentrant))
 
 
+class Branching(Net):
+    """A `Net` that takes a further branch for some batches only; a norm's output is changed in place in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.branch = nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, _WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x[0, 0] > 0:
+            normed = self.norm(x)
+            normed += x
+            x = self.branch(normed)
+        return super().forward(x)
+
+
 class Words(nn.Module):
     """A table of words, and a layer that guesses a word: sparse gradients, or one tensor for both."""
 
@@ -156,6 +171,14 @@ def ddp_with_options() -> Program:
     module = _ddp(Net(), gradient_as_bucket_view=True, bucket_cap_mb=0.001)
     module.register_comm_hook(None, fp16_compress_hook)
     return trained(_sgd(module))
+
+
+def static_graph() -> Program:
+    return trained(_sgd(_ddp(Net(), static_graph=True), mode=3, detector="v3"))
+
+
+def unused_parameters() -> Program:
+    return trained(_sgd(_ddp(Branching(), find_unused_parameters=True)))
 
 
 def accumulation() -> Program:
@@ -288,6 +311,8 @@ def two_optimizers() -> Program:
 PROGRAMS: dict[str, Callable[[], Program]] = {
     "DDP": ddp,
     "DDP with a bucket view and a communication hook": ddp_with_options,
+    "DDP with a static graph, the sentinel in mode 3 with detector v3": static_graph,
+    "DDP with unused parameters": unused_parameters,
     "accumulation": accumulation,
     "no_sync": no_sync,
     "no DDP, gradients reduced by the program": own_reduction,

@@ -106,5 +106,5 @@ class _Checks:
         self.capture = stack.enter_context(
             NaNCapture(directory, model=part.module, optimizer=part.optimizers, on_nonfinite="skip", **cause)
         )
-        self.sentinel = stack.enter_context(Sentinel(part.module, mode=2, **part.sentinel))
+        self.sentinel = stack.enter_context(Sentinel(part.module, **{"mode": 2, **part.sentinel}))
         self.sentinel.check_matmuls(2)
