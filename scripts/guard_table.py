@@ -1,4 +1,4 @@
-"""Play every scenario of the guard's tests without it, under DETAIL and under the guard, and write what came of it.
+"""Play every scenario of the guard's tests without it, under DETAIL and under the guard, and write how each ended.
 
     scripts/launch.sh dev python scripts/guard_table.py docs/guard-scenarios.md [SCENARIO...]
 
@@ -26,7 +26,7 @@ from tests.guard import scenarios
 
 _LIMIT_SEC = 12.0
 _DETAIL = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-_TELLING = ("What differs", "Likely", "the process is gone", "did not come", "left the guard by")
+_TELLING_WORDS = ("What differs", "Likely", "the process is gone", "did not come", "left the guard by")
 
 
 def main(target: Path, chosen: Collection[str]) -> None:
@@ -114,29 +114,29 @@ def _end(outcome: Any) -> str:
 
 def _guarded(name: str, ranks: int, mode: str, bad: bool) -> str:
     outcomes = _run(ranks, {}, scenarios.probe, name, mode, bad)
-    told = [outcome.value for outcome in outcomes if outcome.value is not None]
-    ends = [_told(one) for one in told] + ["process dies"] * (len(outcomes) - len(told))
+    endings = [outcome.value for outcome in outcomes if outcome.value is not None]
+    ends = [_cell(ending) for ending in endings] + ["process dies"] * (len(outcomes) - len(endings))
     return "; ".join(dict.fromkeys(ends))
 
 
-def _told(told: scenarios.Told) -> str:
-    if told.error == "silent":
+def _cell(ending: scenarios.Ending) -> str:
+    if ending.error == "silent":
         return "silent"
-    lines = told.message.splitlines()
-    telling = [line.strip() for line in lines if any(words in line for words in _TELLING)]
-    return f"**{told.error}** {_short(' '.join(telling) or lines[0], 150)}"
+    lines = ending.message.splitlines()
+    telling = [line.strip() for line in lines if any(words in line for words in _TELLING_WORDS)]
+    return f"**{ending.error}** {_short(' '.join(telling) or lines[0], 150)}"
 
 
 def _recorded(name: str, ranks: int) -> str:
     with tempfile.TemporaryDirectory() as directory:
         _run(ranks, {}, scenarios.probe, name, "record", True, directory)
         findings = diagnose(read_records(directory))
-    return _told(scenarios.Told("found", findings[0].message)) if findings else "nothing found"
+    return _cell(scenarios.Ending("found", findings[0].message)) if findings else "nothing found"
 
 
 def _both_silent(name: str, ranks: int) -> str:
-    said = {_guarded(name, ranks, mode, False) for mode in ("strict", "step")}
-    return "; ".join(sorted(said))
+    ends = {_guarded(name, ranks, mode, False) for mode in ("strict", "step")}
+    return "; ".join(sorted(ends))
 
 
 def _short(text: str, limit: int = 90) -> str:

@@ -16,7 +16,7 @@ import ddpstats
 from ddpstats._observe import collectives
 from ddpstats._transport.comm import world_store
 from ddpstats.guard import _exchange, _session, collective_guard
-from tests.guard.scenarios import Told, probe
+from tests.guard.scenarios import Ending, probe
 from tests.integrations import espnet_runs
 
 
@@ -27,7 +27,7 @@ def descriptors(mode: str) -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def over_the_store(name: str, mode: str, bad: bool) -> Told:
+def over_the_store(name: str, mode: str, bad: bool) -> Ending:
     """Without shared memory, as between hosts."""
 
     def refuse(*args: Any) -> Any:

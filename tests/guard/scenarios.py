@@ -1,8 +1,8 @@
-"""Programs with a fault, each beside its legal twin: what ranks run, and what the guard has to say in each mode.
+"""Faulty programs, each beside its legal twin: the ranks run them, and `SCENARIOS` says how the guard has to end them.
 
 A scenario is a function of ``bad``: with True the ranks do what a correct program must not, with False the nearest
 thing that is legal, on which the guard must stay silent. Most have a counterpart in the MPI Bugs Initiative or in
-MPI-CorrBench, named in the last column of `SCENARIOS`.
+MPI-CorrBench, named in `SCENARIOS`.
 """
 
 from __future__ import annotations
@@ -10,20 +10,21 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import ddpstats
+from ddpstats._observe import collectives
 from ddpstats.guard import collective_guard
 
 Scenario = Callable[[bool], Any]
@@ -31,16 +32,16 @@ Scenario = Callable[[bool], Any]
 
 @dataclass(frozen=True)
 class Row:
-    """What a bad run ends with: the error's class, "some" where gloo raises
-    an error of its own on some ranks and the others are told, "abort" where gloo ends a process, or "silent"."""
+    """A scenario, and the error and the text of its message that every rank ends a bad run with."""
 
     play: Scenario
-    strict: str
-    step: str
-    text: str  # what the message must say
+    error: str
+    text: str
     counterpart: str
     ranks: int = 2
-    in_step: str = ""  # what the message of mode step must say, where that is something else
+    in_step: str = ""  # the text in mode step, where it is another
+    rank_1: str = ""  # the error of rank 1, where it is another, or "dies"
+    rank_1_in_step: str = ""
 
 
 def rank() -> int:
@@ -51,7 +52,7 @@ def odd(bad: bool) -> bool:
     return bad and rank() == 1
 
 
-def one(*shape: int) -> torch.Tensor:
+def ones(*shape: int) -> torch.Tensor:
     return torch.ones(*(shape or (1,)))
 
 
@@ -59,13 +60,13 @@ def one(*shape: int) -> torch.Tensor:
 
 
 def swap_of_equal_signature(bad: bool) -> None:
-    stats = {"snr": one(), "l1": one()}
+    stats = {"snr": ones(), "l1": ones()}
     for key in reversed(stats) if odd(bad) else stats:
         dist.all_reduce(stats[key])
 
 
 def swap_through_one_recursive_line(bad: bool) -> None:
-    stats = {"loss": one(), "l1_loss" if odd(bad) else "snr_loss": [one(), one()]}
+    stats = {"loss": ones(), "l1_loss" if odd(bad) else "snr_loss": [ones(), ones()]}
     _reduce_tree(stats)
 
 
@@ -81,34 +82,34 @@ def _reduce_tree(value: Any) -> Any:
 
 def named_by_the_program(bad: bool) -> None:
     with ddpstats.label("l1" if odd(bad) else "snr"):
-        dist.all_reduce(one())
+        dist.all_reduce(ones())
 
 
 def experts_of_each_rank(bad: bool) -> None:
     """Legal: modules and tensors under names of the rank's own. Bad: losses of the program's, in another order."""
-    losses = {"balance_loss": one(), "z_loss": one()}
+    losses = {"balance_loss": ones(), "z_loss": ones()}
     for name in reversed(losses) if odd(bad) else losses:
         dist.all_reduce(losses[name])
     experts = {f"expert{rank()}": torch.nn.Linear(1, 1)}
     for expert in experts.values():
         for parameter in expert.parameters():
             dist.all_reduce(parameter.data)
-    tokens = {f"expert{rank()}": one()}
+    tokens = {f"expert{rank()}": ones()}
     for tensor in tokens.values():
         dist.all_reduce(tensor)
 
 
 def named_on_one_rank(bad: bool) -> None:
     """Legal: one rank's code has names for the tensors, the other's has none, or counts them."""
-    one_of, other = {"loss": one(), "acc": one()}, [one(), one()]
+    one_of, other = {"loss": ones(), "acc": ones()}, [ones(), ones()]
     if rank() == 0:
         for name in one_of:
             dist.all_reduce(one_of[name])
         for name in one_of:
             dist.all_reduce(one_of[name])
     else:
-        dist.all_reduce(one())
-        dist.all_reduce(one())
+        dist.all_reduce(ones())
+        dist.all_reduce(ones())
         for tensor in other:
             dist.all_reduce(tensor)
     reduce_op(bad)
@@ -116,7 +117,7 @@ def named_on_one_rank(bad: bool) -> None:
 
 def shards_of_each_rank(bad: bool) -> None:
     """Legal: what is gathered, scattered or broadcast has a name of its own on each rank."""
-    mine, state = {f"shard{rank()}": one()}, {"w": one(), "b": one()}
+    mine, state = {f"shard{rank()}": ones()}, {"w": ones(), "b": ones()}
     for name in mine:
         dist.all_gather_into_tensor(torch.empty(2), mine[name])
     if rank() == 0:
@@ -127,7 +128,7 @@ def shards_of_each_rank(bad: bool) -> None:
             dist.broadcast(torch.empty(1), src=0)
     received = {"part": torch.empty(1)}
     for tensor in received.values():
-        dist.scatter(tensor, [one(), one()] if rank() == 0 else None, src=0)
+        dist.scatter(tensor, [ones(), ones()] if rank() == 0 else None, src=0)
     reduce_op(bad)
 
 
@@ -136,24 +137,24 @@ def shards_of_each_rank(bad: bool) -> None:
 
 def operation(bad: bool) -> None:
     if odd(bad):
-        dist.all_gather_into_tensor(torch.empty(2), one())
+        dist.all_gather_into_tensor(torch.empty(2), ones())
     else:
-        dist.all_reduce(one())
+        dist.all_reduce(ones())
 
 
 def barrier_against_collective(bad: bool) -> None:
     if odd(bad):
         dist.barrier()
     else:
-        dist.all_reduce(one())
+        dist.all_reduce(ones())
 
 
 def reduce_op(bad: bool) -> None:
-    dist.all_reduce(one(), op=dist.ReduceOp.MAX if odd(bad) else dist.ReduceOp.SUM)
+    dist.all_reduce(ones(), op=dist.ReduceOp.MAX if odd(bad) else dist.ReduceOp.SUM)
 
 
 def number_of_dimensions(bad: bool) -> None:
-    dist.all_reduce(one(2, 2) if odd(bad) else one(4))
+    dist.all_reduce(ones(2, 2) if odd(bad) else ones(4))
 
 
 def dtype(bad: bool) -> None:
@@ -161,7 +162,7 @@ def dtype(bad: bool) -> None:
 
 
 def shape(bad: bool) -> None:
-    dist.all_reduce(one(300_000) if odd(bad) else one(100))
+    dist.all_reduce(ones(300_000) if odd(bad) else ones(100))
 
 
 def memory_format(bad: bool) -> None:
@@ -170,7 +171,7 @@ def memory_format(bad: bool) -> None:
 
 
 def root(bad: bool) -> None:
-    dist.broadcast(one(), src=1 if odd(bad) else 0)
+    dist.broadcast(ones(), src=1 if odd(bad) else 0)
 
 
 def pieces(bad: bool) -> None:
@@ -182,7 +183,7 @@ def pieces(bad: bool) -> None:
 
 
 def coalesced(bad: bool) -> None:
-    tensors = [one(4), one(2)] if not odd(bad) else [one(2), one(4)]
+    tensors = [ones(4), ones(2)] if not odd(bad) else [ones(2), ones(4)]
     manager: Any = dist.distributed_c10d._coalescing_manager
     with manager():
         for tensor in tensors:
@@ -191,43 +192,38 @@ def coalesced(bad: bool) -> None:
 
 def extra_call(bad: bool) -> None:
     if odd(bad):
-        dist.all_reduce(one(1))
-    dist.all_reduce(one(2, 2).sum())
-    dist.all_reduce(one(1, 1))
+        dist.all_reduce(ones(1))
+    dist.all_reduce(ones(2, 2).sum())
+    dist.all_reduce(ones(1, 1))
     if not odd(bad):
-        dist.all_reduce(one(1))
+        dist.all_reduce(ones(1))
 
 
 def after_many_good_ones(bad: bool) -> None:
     for _ in range(500):
-        dist.all_reduce(one())
+        dist.all_reduce(ones())
     reduce_op(bad)
 
 
 def in_a_thread(bad: bool) -> None:
     if rank() == 0:  # no line of the program is on that thread's stack
-        sums = threading.Thread(target=dist.all_reduce, args=(one(),))
+        sums = threading.Thread(target=dist.all_reduce, args=(ones(),))
         sums.start()
         sums.join(30)
     else:
-        dist.all_reduce(one())
-    caught: list[BaseException] = []
+        dist.all_reduce(ones())
+    _in_threads([lambda: reduce_op(bad)])
 
-    def work() -> None:
-        try:
-            reduce_op(bad)
-        except BaseException as error:
-            caught.append(error)
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join(30)
-    if caught:
-        raise caught[0]
+def _in_threads(calls: Sequence[Callable[[], Any]]) -> None:
+    """Run each call in its own thread, and raise the error of one of them."""
+    with ThreadPoolExecutor(len(calls)) as threads:
+        for future in [threads.submit(call) for call in calls]:
+            future.result(30)
 
 
 def asynchronous(bad: bool) -> None:
-    work = dist.all_reduce(one(), op=dist.ReduceOp.MAX if odd(bad) else dist.ReduceOp.SUM, async_op=True)
+    work = dist.all_reduce(ones(), op=dist.ReduceOp.MAX if odd(bad) else dist.ReduceOp.SUM, async_op=True)
     work.wait()
 
 
@@ -236,64 +232,65 @@ def many_in_flight(bad: bool) -> None:
     works: list[Any] = []
     for number in range(700):
         op = dist.ReduceOp.MAX if odd(bad) and number == 3 else dist.ReduceOp.SUM
-        works.append(dist.all_reduce(one(), op=op, async_op=True))
+        works.append(dist.all_reduce(ones(), op=op, async_op=True))
     for work in works:
         work.wait()
 
 
 def waited_for_in_threads(bad: bool) -> None:
     op = dist.ReduceOp.MAX if odd(bad) else dist.ReduceOp.SUM
-    works: list[Any] = [dist.all_reduce(one(), op=op, async_op=True) for _ in range(40)]
-    caught: list[BaseException] = []
+    works: list[Any] = [dist.all_reduce(ones(), op=op, async_op=True) for _ in range(40)]
 
     def wait(some: list[Any]) -> None:
-        try:
-            for work in some:
-                work.wait()
-        except BaseException as error:
-            caught.append(error)
+        for work in some:
+            work.wait()
 
-    threads = [threading.Thread(target=wait, args=(works[start::8],)) for start in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    if caught:
-        raise caught[0]
+    _in_threads([partial(wait, works[start::8]) for start in range(8)])
 
 
-def _signal_file() -> Path:
-    """A file that all ranks of this run name alike: their parent is the same process."""
-    return Path(tempfile.gettempdir(), f"ddpstats-test-{os.getppid()}")
+_SIGNAL = "scenario goes on"
+
+
+def _signal() -> None:
+    _store().set(_SIGNAL, "")
+
+
+def _await_signal() -> None:
+    """Wait until another rank of this run has called `_signal`."""
+    while not _store().check([_SIGNAL]):
+        time.sleep(0.01)
+    _store().delete_key(_SIGNAL)
+
+
+def _store() -> dist.Store:
+    store: dist.Store = dist.distributed_c10d._get_default_store()
+    return store
 
 
 def waited_for_with_a_timeout(bad: bool) -> None:
-    """Legal: a rank looks now and then whether it is there, and the other one comes only when it is told to."""
-    work: Any = dist.all_reduce(one(), async_op=True) if rank() == 0 else None
-    if work is not None:
+    """Legal: a rank waits several times with a short limit, and the other one comes only after the first wait."""
+    if rank() == 0:
+        work: Any = dist.all_reduce(ones(), async_op=True)
         with contextlib.suppress(RuntimeError):
             work.wait(timedelta(milliseconds=300))
-        _signal_file().touch()
+        _signal()
         while not work.is_completed():
             time.sleep(0.01)
     else:
-        go = _signal_file()
-        while not go.exists():
-            time.sleep(0.01)
-        dist.all_reduce(one())
-        go.unlink()
+        _await_signal()
+        dist.all_reduce(ones())
     reduce_op(bad)
 
 
 def through_the_group_object(bad: bool) -> None:
     group: Any = dist.group.WORLD
     op = dist.ReduceOp.MAX if odd(bad) else dist.ReduceOp.SUM
-    group.allreduce([one()], op).wait()
+    group.allreduce([ones()], op).wait()
 
 
 def functional(bad: bool) -> None:
     funcol: Any = importlib.import_module("torch.distributed._functional_collectives")
-    funcol.all_reduce(one(), "max" if odd(bad) else "sum", dist.group.WORLD).sum().item()
+    funcol.all_reduce(ones(), "max" if odd(bad) else "sum", dist.group.WORLD).sum().item()
     dist.barrier()
 
 
@@ -304,7 +301,7 @@ def compiled(bad: bool) -> None:
     def graph(given: torch.Tensor, op: str) -> Any:
         return funcol.all_reduce(given, op, dist.group.WORLD) + 1
 
-    graph(one(), "max" if odd(bad) else "sum").sum().item()
+    graph(ones(), "max" if odd(bad) else "sum").sum().item()
     dist.barrier()
 
 
@@ -320,7 +317,7 @@ def compiled_with_breaks(bad: bool) -> None:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        step(one(), dist.ReduceOp.MAX if odd(bad) else dist.ReduceOp.SUM)
+        step(ones(), dist.ReduceOp.MAX if odd(bad) else dist.ReduceOp.SUM)
 
 
 # -- models -----------------------------------------------------------------------------------------------------------
@@ -347,10 +344,10 @@ def ddp_extra_collective(bad: bool) -> None:
     for _ in range(2):
         model(torch.ones(2, 4)).sum().backward()
     if odd(bad):
-        dist.all_reduce(one(20))
+        dist.all_reduce(ones(20))
     model(torch.ones(2, 4)).sum().backward()
     if not odd(bad):
-        dist.all_reduce(one(20))
+        dist.all_reduce(ones(20))
     dist.barrier()
 
 
@@ -390,7 +387,7 @@ def coalesced_count(bad: bool) -> None:
     manager: Any = dist.distributed_c10d._coalescing_manager
     with manager():
         for _ in range(3 if odd(bad) else 2):
-            dist.all_reduce(one(4))
+            dist.all_reduce(ones(4))
 
 
 def fsdp2(bad: bool) -> None:
@@ -401,7 +398,7 @@ def fsdp2(bad: bool) -> None:
     model: Any = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     fully_shard(model, mesh=mesh)
     model(torch.ones(2, 4)).sum().backward()
-    dist.all_reduce(one(), op=dist.ReduceOp.MAX if odd(bad) else dist.ReduceOp.SUM)
+    dist.all_reduce(ones(), op=dist.ReduceOp.MAX if odd(bad) else dist.ReduceOp.SUM)
 
 
 # -- groups -----------------------------------------------------------------------------------------------------------
@@ -409,14 +406,14 @@ def fsdp2(bad: bool) -> None:
 
 def wrong_group(bad: bool) -> None:
     a, b = dist.new_group([0, 1]), dist.new_group([0, 1])
-    dist.all_reduce(one(), group=b if odd(bad) else a)
+    dist.all_reduce(ones(), group=b if odd(bad) else a)
 
 
 def groups_in_different_order(bad: bool) -> None:
     """Blocking, this is a deadlock; asynchronous, it is legal."""
     a, b = dist.new_group([0, 1]), dist.new_group([0, 1])
     order = (a, b) if rank() == 0 else (b, a)
-    works = [dist.all_reduce(one(), group=group, async_op=not bad) for group in order]
+    works = [dist.all_reduce(ones(), group=group, async_op=not bad) for group in order]
     for work in works:
         if work is not None:
             work.wait()
@@ -425,7 +422,7 @@ def groups_in_different_order(bad: bool) -> None:
 def subgroup_that_others_do_not_use(bad: bool) -> None:
     pair = dist.new_group([0, 1])
     if rank() < 2:
-        dist.all_reduce(one(), op=dist.ReduceOp.MAX if odd(bad) else dist.ReduceOp.SUM, group=pair)
+        dist.all_reduce(ones(), op=dist.ReduceOp.MAX if odd(bad) else dist.ReduceOp.SUM, group=pair)
     dist.barrier()
 
 
@@ -439,20 +436,20 @@ def one_of_three_differs(bad: bool) -> None:
 def legally_uneven(bad: bool) -> None:
     """What only one rank passes, what has another size on each rank, what stands on different lines."""
     gathered = [torch.empty(2), torch.empty(2)] if rank() == 0 else None
-    dist.gather(one(2), gathered, dst=0)
-    dist.scatter(torch.empty(3), [one(3), one(3)] if rank() == 0 else None, src=0)
+    dist.gather(ones(2), gathered, dst=0)
+    dist.scatter(torch.empty(3), [ones(3), ones(3)] if rank() == 0 else None, src=0)
     objects: list[Any] = [None, None]
     dist.all_gather_object(objects, "x" * (1 + 100 * rank()))
     dist.broadcast_object_list(objects, src=0)
-    dist.all_gather([torch.empty(5), torch.empty(5)], one(5))
+    dist.all_gather([torch.empty(5), torch.empty(5)], ones(5))
     if rank() == 0:
-        dist.all_reduce(one())
+        dist.all_reduce(ones())
     else:
-        dist.all_reduce(one())
+        dist.all_reduce(ones())
     if odd(bad):
-        dist.all_reduce(one(), op=dist.ReduceOp.MIN)
+        dist.all_reduce(ones(), op=dist.ReduceOp.MIN)
     else:
-        dist.all_reduce(one())
+        dist.all_reduce(ones())
 
 
 # -- point-to-point ---------------------------------------------------------------------------------------------------
@@ -460,14 +457,14 @@ def legally_uneven(bad: bool) -> None:
 
 def message_shape(bad: bool) -> None:
     if rank() == 0:
-        dist.send(one(2, 2), dst=1)
+        dist.send(ones(2, 2), dst=1)
     else:
         dist.recv(torch.empty(4) if bad else torch.empty(2, 2), src=0)
 
 
 def message_dtype(bad: bool) -> None:
     if rank() == 0:
-        work: Any = dist.isend(one(4), dst=1)
+        work: Any = dist.isend(ones(4), dst=1)
     else:
         work = dist.irecv(torch.empty(4, dtype=torch.int32 if bad else torch.float32), src=0)
     work.wait()
@@ -475,26 +472,26 @@ def message_dtype(bad: bool) -> None:
 
 def message_tag(bad: bool) -> None:
     if rank() == 0:
-        work: Any = dist.isend(one(), dst=1, tag=5)
+        work: Any = dist.isend(ones(), dst=1, tag=5)
         if not bad:
             work.wait()
         else:
             dist.barrier()
     else:
-        dist.recv(one(), src=0, tag=6 if bad else 5)
+        dist.recv(ones(), src=0, tag=6 if bad else 5)
 
 
 def message_bytes(bad: bool) -> None:
     if rank() == 0:
-        dist.send(one(1000 if bad else 4), dst=1)
+        dist.send(ones(1000 if bad else 4), dst=1)
     else:
         dist.recv(torch.empty(4), src=0)
 
 
 def message_from_anybody(bad: bool) -> None:
     if rank() == 0:
-        dist.send(one(3), dst=1)
-        dist.send(one(5), dst=1)
+        dist.send(ones(3), dst=1)
+        dist.send(ones(5), dst=1)
     else:
         dist.recv(torch.empty(3))
         dist.recv(torch.empty(5), src=0)
@@ -504,7 +501,7 @@ def message_from_anybody(bad: bool) -> None:
 def message_between_two_of_three(bad: bool) -> None:
     """The third rank never comes to a group in which the other two only send and receive."""
     if rank() == 0:
-        dist.send(one(3), dst=1)
+        dist.send(ones(3), dst=1)
     elif rank() == 1:
         dist.recv(torch.empty(3), src=0)
     if bad:
@@ -515,102 +512,115 @@ def message_between_two_of_three(bad: bool) -> None:
 
 
 def returns_early(bad: bool) -> None:
-    dist.all_reduce(one())
+    dist.all_reduce(ones())
     if not odd(bad):
-        dist.all_reduce(one())
+        dist.all_reduce(ones())
     if not bad:
         dist.barrier()
 
 
 def raises(bad: bool) -> None:
-    dist.all_reduce(one())
+    dist.all_reduce(ones())
     if odd(bad):
         raise ZeroDivisionError("a fault of rank 1 alone")
-    dist.all_reduce(one())
+    dist.all_reduce(ones())
 
 
 def raises_what_sounds_like_gloo(bad: bool) -> None:
-    dist.all_reduce(one())
+    dist.all_reduce(ones())
     if odd(bad):
         raise RuntimeError("DataLoader timed out after 5 seconds")
-    dist.all_reduce(one())
+    dist.all_reduce(ones())
 
 
 def killed(bad: bool) -> None:
-    dist.all_reduce(one())
+    dist.all_reduce(ones())
     if odd(bad):
         os._exit(7)
-    dist.all_reduce(one())
+    dist.all_reduce(ones())
 
 
 def late(bad: bool) -> None:
-    """Legal: a rank that is slow, but comes within the timeout. Bad: one that does not."""
-    if rank() == 1:
-        time.sleep(6 if bad else 3)
-    dist.all_reduce(one())
+    """Legal: a rank that is slow, but comes within the timeout. Bad: one that comes when the other has given up."""
+    if rank() == 1 and bad:
+        _await_signal()
+    elif rank() == 1:
+        time.sleep(1)
+    try:
+        dist.all_reduce(ones())
+    finally:
+        if rank() == 0 and bad:
+            _signal()
 
 
 MISMATCH, MISSING = "CollectiveMismatch", "RankMissing"
+DIES = "dies"
 
 SCENARIOS: dict[str, Row] = {
     row.play.__name__: row
     for row in [
-        Row(swap_of_equal_signature, MISMATCH, MISMATCH, "the label", "MBI CollCallOrder", in_step="order swapped"),
-        Row(swap_through_one_recursive_line, MISMATCH, MISMATCH, "lacks key 'snr_loss'", "the seed"),
-        Row(named_by_the_program, MISMATCH, MISMATCH, "'snr'", "Horovod tensor names"),
-        Row(experts_of_each_rank, MISMATCH, MISMATCH, "z_loss", "-"),
-        Row(named_on_one_rank, MISMATCH, MISMATCH, "the reduce op", "-"),
-        Row(shards_of_each_rank, MISMATCH, MISMATCH, "the reduce op", "-"),
-        Row(operation, MISMATCH, MISMATCH, "the operation", "MBI CollCallOrder"),
-        Row(barrier_against_collective, MISMATCH, MISMATCH, "barrier()", "CorrBench MisplacedCall"),
-        Row(reduce_op, MISMATCH, MISMATCH, "the reduce op", "MBI CollOpMatching"),
-        Row(number_of_dimensions, MISMATCH, MISMATCH, "number of dimensions", "CorrBench ArgMismatch-Count"),
-        Row(dtype, MISMATCH, MISMATCH, "the dtype", "MBI CollDataMatching"),
-        Row(shape, MISMATCH, MISMATCH, "the shape", "CorrBench ArgMismatch-Count"),
-        Row(memory_format, MISMATCH, MISMATCH, "the memory format", "-"),
-        Row(root, MISMATCH, MISMATCH, "the root", "MBI CollRootMatching"),
-        Row(pieces, MISMATCH, "some", "the pieces", "Horovod alltoall_splits_error"),
-        Row(coalesced, MISMATCH, MISMATCH, "the shape", "-"),
-        Row(extra_call, MISMATCH, MISMATCH, "What differs", "MBI CollCallOrder"),
-        Row(after_many_good_ones, MISMATCH, MISMATCH, "number 501", "-"),
-        Row(in_a_thread, MISMATCH, MISMATCH, "the reduce op", "MBI CollLocalConcurrency"),
-        Row(asynchronous, MISMATCH, MISMATCH, "the reduce op", "CorrBench IBcast"),
-        Row(many_in_flight, MISMATCH, MISMATCH, "number 4 of this group", "-"),
-        Row(waited_for_in_threads, MISMATCH, MISMATCH, "the reduce op", "MBI CollLocalConcurrency"),
-        Row(waited_for_with_a_timeout, MISMATCH, MISMATCH, "the reduce op", "-"),
-        Row(through_the_group_object, MISMATCH, MISMATCH, "the reduce op", "-"),
-        Row(functional, MISMATCH, MISMATCH, "the reduce op", "-"),
-        Row(compiled, MISMATCH, MISMATCH, "the reduce op", "-"),
-        Row(compiled_with_breaks, MISMATCH, MISMATCH, "the reduce op", "-"),
-        Row(ddp_comm_hook, MISMATCH, MISMATCH, "the reduce op", "-"),
-        Row(ddp_extra_collective, MISMATCH, MISMATCH, "What differs", "-"),
-        Row(ddp_of_uneven_inputs, MISMATCH, MISMATCH, "the reduce op", "-"),
-        Row(coalesced_count, MISMATCH, MISMATCH, "the number of tensors", "-"),
-        Row(ddp_other_parameters, MISMATCH, MISMATCH, "all parameters", "-"),
-        Row(fsdp2, MISMATCH, MISMATCH, "the reduce op", "-"),
-        Row(wrong_group, MISMATCH, MISMATCH, "between groups", "MBI CollComMatching"),
-        Row(groups_in_different_order, MISMATCH, MISMATCH, "between groups", "MBI CollComMatching"),
-        Row(subgroup_that_others_do_not_use, MISMATCH, MISMATCH, "the reduce op", "-", ranks=3),
-        Row(one_of_three_differs, MISMATCH, MISMATCH, "look at rank 1 first", "-", ranks=3),
-        Row(legally_uneven, MISMATCH, MISMATCH, "the reduce op", "MBI CollCorrect"),
-        Row(message_shape, MISMATCH, MISMATCH, "the shape", "MBI P2PCallMatching"),
-        Row(message_dtype, MISMATCH, MISMATCH, "the dtype", "MBI P2PCallMatching"),
-        Row(message_bytes, MISMATCH, MISMATCH, "the shape", "MBI P2PCallMatching"),
-        Row(message_from_anybody, MISMATCH, MISMATCH, "the reduce op", "MBI P2PCallMatching"),
-        Row(message_between_two_of_three, MISMATCH, MISMATCH, "the reduce op", "-", ranks=3),
-        Row(message_tag, MISSING, MISSING, "tag 6", "MBI P2PCallMatching"),
-        Row(returns_early, MISSING, MISSING, "extra call on rank 0", "CorrBench MissingCall"),
-        Row(raises, MISSING, MISSING, "ZeroDivisionError", "CorrBench MissingCall"),
-        Row(raises_what_sounds_like_gloo, MISSING, MISSING, "DataLoader timed out", "CorrBench MissingCall"),
-        Row(killed, MISSING, MISSING, "the process is gone", "-"),
-        Row(late, MISSING, MISSING, "did not come", "-"),
+        Row(swap_of_equal_signature, MISMATCH, "the label", "MBI CollCallOrder", in_step="order swapped"),
+        Row(swap_through_one_recursive_line, MISMATCH, "lacks key 'snr_loss'", "the seed"),
+        Row(named_by_the_program, MISMATCH, "'snr'", "Horovod tensor names"),
+        Row(experts_of_each_rank, MISMATCH, "z_loss", "-"),
+        Row(named_on_one_rank, MISMATCH, "the reduce op", "-"),
+        Row(shards_of_each_rank, MISMATCH, "the reduce op", "-"),
+        Row(operation, MISMATCH, "the operation", "MBI CollCallOrder"),
+        Row(barrier_against_collective, MISMATCH, "barrier()", "CorrBench MisplacedCall"),
+        Row(reduce_op, MISMATCH, "the reduce op", "MBI CollOpMatching"),
+        Row(number_of_dimensions, MISMATCH, "number of dimensions", "CorrBench ArgMismatch-Count"),
+        Row(dtype, MISMATCH, "the dtype", "MBI CollDataMatching"),
+        Row(shape, MISMATCH, "the shape", "CorrBench ArgMismatch-Count"),
+        Row(memory_format, MISMATCH, "the memory format", "-"),
+        Row(root, MISMATCH, "the root", "MBI CollRootMatching"),
+        Row(pieces, MISMATCH, "the pieces", "Horovod alltoall_splits_error", rank_1_in_step="RuntimeError"),
+        Row(coalesced, MISMATCH, "the shape", "-"),
+        Row(extra_call, MISMATCH, "What differs", "MBI CollCallOrder"),
+        Row(after_many_good_ones, MISMATCH, "number 501", "-"),
+        Row(in_a_thread, MISMATCH, "the reduce op", "MBI CollLocalConcurrency"),
+        Row(asynchronous, MISMATCH, "the reduce op", "CorrBench IBcast"),
+        Row(many_in_flight, MISMATCH, "number 4 of this group", "-"),
+        Row(waited_for_in_threads, MISMATCH, "the reduce op", "MBI CollLocalConcurrency"),
+        Row(waited_for_with_a_timeout, MISMATCH, "the reduce op", "-"),
+        Row(through_the_group_object, MISMATCH, "the reduce op", "-"),
+        Row(functional, MISMATCH, "the reduce op", "-"),
+        Row(compiled, MISMATCH, "the reduce op", "-"),
+        Row(compiled_with_breaks, MISMATCH, "the reduce op", "-"),
+        Row(ddp_comm_hook, MISMATCH, "the reduce op", "-"),
+        Row(ddp_extra_collective, MISMATCH, "What differs", "-"),
+        Row(ddp_of_uneven_inputs, MISMATCH, "the reduce op", "-"),
+        Row(coalesced_count, MISMATCH, "the number of tensors", "-"),
+        Row(ddp_other_parameters, MISMATCH, "all parameters", "-"),
+        Row(fsdp2, MISMATCH, "the reduce op", "-"),
+        Row(wrong_group, MISMATCH, "between groups", "MBI CollComMatching"),
+        Row(groups_in_different_order, MISMATCH, "between groups", "MBI CollComMatching"),
+        Row(subgroup_that_others_do_not_use, MISMATCH, "the reduce op", "-", ranks=3),
+        Row(one_of_three_differs, MISMATCH, "look at rank 1 first", "-", ranks=3),
+        Row(legally_uneven, MISMATCH, "the reduce op", "MBI CollCorrect"),
+        Row(message_shape, MISMATCH, "the shape", "MBI P2PCallMatching"),
+        Row(message_dtype, MISMATCH, "the dtype", "MBI P2PCallMatching"),
+        Row(message_bytes, MISMATCH, "the shape", "MBI P2PCallMatching"),
+        Row(message_from_anybody, MISMATCH, "the reduce op", "MBI P2PCallMatching"),
+        Row(message_between_two_of_three, MISMATCH, "the reduce op", "-", ranks=3),
+        Row(message_tag, MISSING, "tag 6", "MBI P2PCallMatching"),
+        Row(returns_early, MISSING, "extra call on rank 0", "CorrBench MissingCall"),
+        Row(raises, MISSING, "ZeroDivisionError", "CorrBench MissingCall", rank_1="ZeroDivisionError"),
+        Row(
+            raises_what_sounds_like_gloo,
+            MISSING,
+            "DataLoader timed out",
+            "CorrBench MissingCall",
+            rank_1="RuntimeError",
+        ),
+        Row(killed, MISSING, "the process is gone", "-", rank_1=DIES),
+        Row(late, MISSING, "did not come", "-"),
     ]
 }
 
 
 @dataclass(frozen=True)
-class Told:
-    """What a rank's guard ended with."""
+class Ending:
+    """The error that a scenario ended with on a rank: the name of its class, or "silent"."""
 
     error: str
     message: str
@@ -628,25 +638,6 @@ def play_bare(name: str, bad: bool) -> str:
     return ""
 
 
-def run_scenario(name: str, mode: Any, bad: bool, timeout_sec: float = 4.0, record_dir: str | None = None) -> Told:
-    """Play a scenario under the guard, on this rank."""
-    try:
-        with collective_guard(mode, timeout_sec=timeout_sec, record_dir=record_dir) as guard:
-            SCENARIOS[name].play(bad)
-            guard.step()
-    except ddpstats.DdpstatsError as error:
-        return Told(
-            type(error).__name__,
-            str(error),
-            getattr(error, "culprit_ranks", ()),
-            getattr(error, "missing_ranks", ()),
-            tuple(getattr(error, "by_rank", {})),
-        )
-    except Exception as error:
-        return Told(f"other: {type(error).__name__}", str(error))
-    return Told("silent", "")
-
-
 # Faulty programs that end when the limit of a wait is over. In the others a wait is for a rank that does come.
 _ENDS_BY_LIMIT = {
     *("functional", "compiled_with_breaks", "ddp_comm_hook", "ddp_extra_collective", "ddp_other_parameters"),
@@ -655,17 +646,17 @@ _ENDS_BY_LIMIT = {
 }
 
 
-def _limit_sec(name: str, bad: bool) -> float:
-    if name == "late" and not bad:
-        return 6.0  # twice what the rank is late
-    return 2.0 if bad and name in _ENDS_BY_LIMIT else 20.0
-
-
-def probe(name: str, mode: Any, bad: bool, record_dir: str | None = None) -> Told:
-    """`run_scenario`, and a look at what the guard leaves behind."""
-    told = run_scenario(name, mode, bad, _limit_sec(name, bad), record_dir)
-    from ddpstats._observe import collectives
-
+def probe(name: str, mode: Any, bad: bool, record_dir: str | None = None) -> Ending:
+    """Play a scenario under the guard on this rank. The guard must leave nothing behind."""
+    limit_sec = 2.0 if bad and name in _ENDS_BY_LIMIT else 20.0
+    try:
+        with collective_guard(mode, timeout_sec=limit_sec, record_dir=record_dir) as guard:
+            SCENARIOS[name].play(bad)
+            guard.step()
+        ending = Ending("silent", "")
+    except Exception as error:
+        attributes = [tuple(getattr(error, name, ())) for name in ("culprit_ranks", "missing_ranks", "by_rank")]
+        ending = Ending(type(error).__name__, str(error), *attributes)
     assert not collectives.is_installed(), "the guard left something behind"
     assert not [t for t in threading.enumerate() if t.name.startswith("ddpstats-guard")], "a thread is left"
-    return told
+    return ending
