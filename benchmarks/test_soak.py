@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
+SCRIPTS = Path(__file__).parents[1] / "scripts"
 FLAT = {"memory": 300.0, "threads": 7.0, "files": 20.0, "groups": 1.0, "hooks": 0.0, "shared memory": 0.0}
 
 
