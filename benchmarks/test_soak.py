@@ -1,4 +1,4 @@
-"""scripts/soak.py: what grows is named, and a short soak of four ranks is right and flat."""
+"""scripts/soak.py names what grows on a rank, and a short soak of four ranks is right and flat."""
 
 from __future__ import annotations
 
@@ -10,56 +10,48 @@ import pytest
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 FLAT = {"memory": 300.0, "threads": 7.0, "files": 20.0, "groups": 1.0, "hooks": 0.0, "shared memory": 0.0}
+MEMORY_NOISE = (0.0, 0.7, -0.4, 0.2)
 
 
 @pytest.fixture
 def soak(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The ranks are given the parent's sys.path."""
+    """Return the script as a module. The ranks are given the parent's sys.path."""
     monkeypatch.syspath_prepend(str(SCRIPTS))
     return importlib.import_module("soak")
 
 
 def samples(growth: dict[str, float]) -> list[Any]:
-    """Of two ranks; ``growth``: of rank 1, per sample; memory has some noise besides."""
-    noise = (0.0, 0.7, -0.4, 0.2)
-    return [
-        (
-            float(i),
-            i,
-            [FLAT, {what: FLAT[what] + i * growth.get(what, 0.0) for what in FLAT} | _memory(i, growth, noise)],
-        )
-        for i in range(32)
-    ]
+    """Return 32 samples of two ranks. ``growth`` is that of rank 1 per sample; its memory has some noise besides."""
+    return [(float(i), i, [FLAT, _grown_rank(i, growth)]) for i in range(32)]
 
 
-def _memory(i: int, growth: dict[str, float], noise: tuple[float, ...]) -> dict[str, float]:
-    return {"memory": FLAT["memory"] + i * growth.get("memory", 0.0) + noise[i % 4]}
+def _grown_rank(i: int, growth: dict[str, float]) -> dict[str, float]:
+    rank = {what: FLAT[what] + i * growth.get(what, 0.0) for what in FLAT}
+    return {**rank, "memory": rank["memory"] + MEMORY_NOISE[i % 4]}
 
 
-def test_what_is_flat_has_not_grown(soak: Any) -> None:
-    assert soak.grown(samples({}), 2.0) == []
-    assert soak.grown(samples(dict.fromkeys(FLAT, -1.0)), 2.0) == []
+@pytest.mark.parametrize("growth", [{}, dict.fromkeys(FLAT, -1.0)], ids=["flat", "shrinking"])
+def test_flat_or_shrinking_samples_are_not_growth(soak: Any, growth: dict[str, float]) -> None:
+    assert soak.grown(samples(growth), 2.0) == []
 
 
 @pytest.mark.parametrize("what", FLAT)
-def test_what_grows_is_named(soak: Any, what: str) -> None:
-    (said,) = soak.grown(samples({what: 0.5}), 2.0)
-    assert said.startswith(f"{what} of rank 1: ")
+def test_growing_resource_is_named(soak: Any, what: str) -> None:
+    (message,) = soak.grown(samples({what: 0.5}), 2.0)
+    assert message.startswith(f"{what} of rank 1: ")
 
 
-def test_what_rose_while_it_warmed_up_has_not_grown(soak: Any) -> None:
-    found = samples({})
-    assert (
-        soak.grown([(t, n, [FLAT, {**FLAT, "threads": 1.0}]) if n < 16 else (t, n, h) for t, n, h in found], 2.0) == []
-    )
+def test_rise_during_warm_up_is_not_growth(soak: Any) -> None:
+    warming = [(t, n, [FLAT, {**FLAT, "threads": 1.0}]) if n < 16 else (t, n, ranks) for t, n, ranks in samples({})]
+    assert soak.grown(warming, 2.0) == []
 
 
-def test_of_a_few_samples_nothing_can_be_said(soak: Any) -> None:
+def test_five_samples_are_too_few_for_a_verdict(soak: Any) -> None:
     assert soak.grown(samples({})[:5], 2.0) == ["5 samples are too few to say that anything is flat"]
 
 
-def test_four_ranks_stay_flat_and_right(soak: Any) -> None:
-    """However slow the machine is, and however soon the minutes are over: there are enough samples to tell."""
+def test_four_real_ranks_are_right_and_stay_flat(soak: Any) -> None:
+    """There are enough samples for a verdict however slow the machine is, and however soon the minutes are over."""
     soaked = soak.soak(0, 4, 7, at_once=1)
     assert soaked.wrong == []
     assert len(soaked.samples) == 20
@@ -67,7 +59,7 @@ def test_four_ranks_stay_flat_and_right(soak: Any) -> None:
     assert soak.grown(soaked.samples, 16.0) == []
 
 
-def test_leaks_on_purpose_are_found_on_real_ranks(soak: Any) -> None:
+def test_deliberate_leaks_on_real_ranks_are_named(soak: Any) -> None:
     leaking = soak.soak(60, 2, 7, most_rounds=16, at_once=2, leak=list(FLAT))
     assert leaking.wrong == []
-    assert {said.partition(" of rank")[0] for said in soak.grown(leaking.samples, 2.0)} == set(FLAT)
+    assert {message.partition(" of rank")[0] for message in soak.grown(leaking.samples, 2.0)} == set(FLAT)
