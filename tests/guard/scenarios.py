@@ -262,9 +262,8 @@ def _await_signal() -> None:
     _store().delete_key(_SIGNAL)
 
 
-def _store() -> dist.Store:
-    store: dist.Store = dist.distributed_c10d._get_default_store()
-    return store
+def _store() -> Any:
+    return dist.distributed_c10d._get_default_store()
 
 
 def waited_for_with_a_timeout(bad: bool) -> None:

@@ -15,7 +15,7 @@ MODES = ("strict", "step")
 # Scenarios that the tests without a mark play in mode step, and all others in mode strict.
 UNMARKED_IN_STEP = {
     *("swap_of_equal_signature", "experts_of_each_rank", "reduce_op", "root", "extra_call", "after_many_good_ones"),
-    *("asynchronous", "many_in_flight", "waited_for_with_a_timeout", "compiled", "ddp_comm_hook", "coalesced_count"),
+    *("asynchronous", "many_in_flight", "waited_for_with_a_timeout", "functional", "ddp_comm_hook", "coalesced_count"),
     *("subgroup_that_others_do_not_use", "legally_uneven", "message_dtype", "returns_early", "raises", "late"),
 }
 # Scenarios that do not come to their end without a guard that stops them, so that no record of a bad run is whole.
