@@ -5,15 +5,21 @@ from __future__ import annotations
 import contextlib
 import secrets
 import subprocess
-import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
 
-from tests.needs import ROOT
-
 NEAR, FAR = "10.213.77.1", "10.213.77.2"
+
+
+class Hosts(NamedTuple):
+    """Two network namespaces, and the names of the link's ends in them."""
+
+    near: str
+    far: str
+    near_link: str
+    far_link: str
 
 
 def ip(*arguments: str) -> None:
@@ -21,68 +27,46 @@ def ip(*arguments: str) -> None:
 
 
 @pytest.fixture
-def hosts() -> Iterator[tuple[str, str, str, str]]:
-    """(two network namespaces, and the ends of the link between them)."""
-    with _two_spaces() as (near, far):
-        here, there = (f"{name}{secrets.token_hex(3)}" for name in ("dvn", "dvf"))
-        with _skipped_where_not_allowed():
-            ip("link", "add", here, "netns", near, "type", "veth", "peer", "name", there, "netns", far)
-            for space, link, address in ((near, here, NEAR), (far, there, FAR)):
-                ip("-n", space, "addr", "add", f"{address}/24", "dev", link)
-                ip("-n", space, "link", "set", link, "up")
-        yield near, far, here, there
-
-
-class BadLink(NamedTuple):
-    """Two network namespaces, the name that the link between them has in both, and the program that carries it."""
-
-    near: str
-    far: str
-    link: str
-    relay: subprocess.Popen[str]
-
-    def set(self, state: str) -> None:
-        """ "down" loses all packets until "up"."""
-        assert self.relay.stdin is not None
-        self.relay.stdin.write(state + "\n")
-        self.relay.stdin.flush()
+def hosts() -> Iterator[Hosts]:
+    with two_namespaces() as (near, far):
+        made = Hosts(near, far, *(f"{name}{secrets.token_hex(3)}" for name in ("dvn", "dvf")))
+        with skip_where_not_allowed():
+            ip(
+                "link",
+                "add",
+                made.near_link,
+                "netns",
+                near,
+                "type",
+                "veth",
+                "peer",
+                "name",
+                made.far_link,
+                "netns",
+                far,
+            )
+            for namespace, link, address in ((near, made.near_link, NEAR), (far, made.far_link, FAR)):
+                ip("-n", namespace, "addr", "add", f"{address}/24", "dev", link)
+                ip("-n", namespace, "link", "set", link, "up")
+        yield made
 
 
 @contextlib.contextmanager
-def bad_link(delay_sec: float, loss: float, seed: int = 0) -> Iterator[BadLink]:
-    """A link on which a packet takes so long, each way, and is lost so often. Skips where it cannot be made."""
-    link = f"dt{secrets.token_hex(3)}"
-    with _two_spaces() as (near, far), contextlib.ExitStack() as stack:
-        command = [sys.executable, "-m", "tests.relay", near, far, link, str(delay_sec), str(loss), str(seed)]
-        relay = stack.enter_context(subprocess.Popen(command, cwd=ROOT, stdin=-1, stdout=-1, stderr=-1, text=True))
-        stack.callback(relay.kill)
-        assert relay.stdout is not None
-        assert relay.stderr is not None
-        if relay.stdout.readline().strip() != "ready":
-            pytest.skip(f"no TUN device can be made here: {relay.stderr.read().strip().splitlines()[-1]}")
-        with _skipped_where_not_allowed():
-            for space, mine, other in ((near, NEAR, FAR), (far, FAR, NEAR)):
-                ip("-n", space, "addr", "add", mine, "peer", other, "dev", link)
-                ip("-n", space, "link", "set", link, "up")
-        yield BadLink(near, far, link, relay)
-
-
-@contextlib.contextmanager
-def _two_spaces() -> Iterator[list[str]]:
-    spaces = [f"{name}{secrets.token_hex(3)}" for name in ("dn", "df")]
+def two_namespaces() -> Iterator[list[str]]:
+    names = [f"{name}{secrets.token_hex(3)}" for name in ("dn", "df")]
     try:
-        with _skipped_where_not_allowed():
-            for space in spaces:
-                ip("netns", "add", space)
-                ip("-n", space, "link", "set", "lo", "up")
-        yield spaces
+        with skip_where_not_allowed():
+            for name in names:
+                ip("netns", "add", name)
+                ip("-n", name, "link", "set", "lo", "up")
+        yield names
     finally:
-        for space in spaces:
-            subprocess.run(["ip", "netns", "del", space], check=False, capture_output=True)
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
 
 
 @contextlib.contextmanager
-def _skipped_where_not_allowed() -> Iterator[None]:
+def skip_where_not_allowed() -> Iterator[None]:
     try:
         yield
     except (OSError, subprocess.CalledProcessError) as error:

@@ -1,20 +1,17 @@
-"""A process that tests may end."""
+"""Fixtures: a process that tests may end, and a clock that they move."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
 from collections.abc import Iterator
 
 import pytest
 
+from tests.programs import Program
+from tests.transport.clock import clock as clock
+
 
 @pytest.fixture
-def child() -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen([sys.executable, "-c", "import time; print(flush=True); time.sleep(600)"], stdout=-1)
-    assert process.stdout is not None
-    process.stdout.readline()
-    yield process
-    process.kill()
-    process.wait(10)
-    process.stdout.close()
+def child() -> Iterator[Program]:
+    with Program(["-c", "import time; time.sleep(600)"], os.environ, fresh=True) as program:
+        yield program

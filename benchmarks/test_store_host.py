@@ -1,0 +1,61 @@
+"""Guards, checks of a step and bundles raise `RankMissing` where the rank that serves the store is killed.
+
+The reductions are in `tests/transport/test_store_host.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import store_host_runs as runs
+from ddpstats.testing import run_ranks
+from tests.programs import reserved_port
+from tests.transport.store_host_runs import LIMIT_SEC, Survivor, check
+
+
+def survivors_of(function: Callable[..., Survivor], *args: Any) -> list[Survivor]:
+    """Run on three ranks of which rank 0 dies, and return what ranks 1 and 2 say."""
+    with reserved_port() as port:
+        outcomes = run_ranks(function, 3, port, *args, timeout_sec=60.0)
+    assert outcomes[0].exit_code == -9
+    assert [outcome.error for outcome in outcomes[1:]] == [None, None], outcomes
+    return [outcome.value for outcome in outcomes[1:]]
+
+
+@pytest.mark.parametrize("phase", ["before", "between"])
+def test_checks_of_step_after_death_of_store_host_are_rank_missing(phase: str, tmp_path: Path) -> None:
+    check(survivors_of(runs.lose_rank_0_of_checks, phase, "", str(tmp_path)), 0)
+
+
+@pytest.mark.parametrize("name", ["NaNCapture.check", "Sentinel.step", "gather_trees"])
+def test_check_of_step_during_death_of_store_host_is_rank_missing(name: str, tmp_path: Path) -> None:
+    check(survivors_of(runs.lose_rank_0_of_checks, "during", name, str(tmp_path)), 0)
+
+
+@pytest.mark.parametrize("where", ["new_directory", "write_part", "write_manifest"])
+def test_death_of_store_host_while_bundle_is_written_leaves_no_complete_bundle(where: str, tmp_path: Path) -> None:
+    check(survivors_of(runs.lose_rank_0_in_bundle, where, str(tmp_path)), 0)
+    manifests = [json.loads(path.read_text()) for path in tmp_path.glob("*/MANIFEST.json")]
+    assert not any(manifest["complete"] for manifest in manifests)
+
+
+@pytest.mark.parametrize("mode", ["strict", "step"])
+@pytest.mark.parametrize("name", sorted(runs.GUARDED))
+def test_guarded_call_after_death_of_store_host_is_rank_missing(name: str, mode: str) -> None:
+    """Messages are compared by the two ranks that they concern, so texts differ; all name the rank."""
+    survivors = survivors_of(runs.lose_rank_0_under_guard, mode, name)
+    for survivor in survivors:
+        for attempt in (survivor.first[name], survivor.again[name]):
+            assert attempt.raised == "RankMissing", attempt
+            if name != "recv from any rank":  # any other rank might still send
+                assert attempt.missing == [0], attempt
+                assert "rank 0: is gone, and the store with it" in attempt.text, attempt
+            assert attempt.after_sec < LIMIT_SEC, attempt
+        assert survivor.left == []
+    if name not in runs.MESSAGES:
+        assert survivors[0].first[name].text == survivors[1].first[name].text
