@@ -195,6 +195,22 @@ def own_reduction() -> Program:
     return trained(_sgd(Net()), 2, reduce=True)
 
 
+def hooks_that_reduce() -> Program:
+    """A frozen parameter, and a part in eval mode."""
+
+    def mean_of(gradient: Tensor) -> Tensor:
+        dist.all_reduce(gradient)
+        return gradient / dist.get_world_size()
+
+    module = Net()
+    module.batch.eval()
+    module.last.bias.requires_grad_(False)
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.register_hook(mean_of)  # type: ignore[no-untyped-call]
+    return trained(_sgd(module, replay_every_steps=0, replay_fn=None))
+
+
 def fsdp2() -> Program:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -316,6 +332,7 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "accumulation": accumulation,
     "no_sync": no_sync,
     "no DDP, gradients reduced by the program": own_reduction,
+    "no DDP, gradients reduced in hooks": hooks_that_reduce,
     "FSDP2": fsdp2,
     "autocast to bfloat16": autocast,
     "activation checkpointing": checkpointing,
