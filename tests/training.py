@@ -95,7 +95,7 @@ def train(
             with syncing(module, micro == micro_batches - 1), hooks.micro_batch(batch):
                 loss = loss_of(module, batch)
                 loss.backward()  # type: ignore[no-untyped-call]
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
         hooks.after_backward(step)
         if hooks.judge(step):
             optimizer.step()
