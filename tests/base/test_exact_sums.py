@@ -13,10 +13,9 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, example, given, settings, strategies as st
 
-from ddpstats import Max, Mean, Min, StatsReducer, Sum, recursive_average, recursive_sum, reduce_stats
-from ddpstats._base import exact_sums
+from ddpstats import Mean, StatsReducer, Sum, reduce_stats
 from ddpstats.errors import InvalidStats, NonFiniteStat
-from ddpstats.testing import PerRank, RankPool, ThreadGroup, run_threads
+from ddpstats.testing import PerRank, RankPool
 from tests.reduction.oracle import exact_mean, is_near
 
 TINY, LARGEST = 5e-324, sys.float_info.max
@@ -73,83 +72,15 @@ CASES: dict[str, tuple[list[tuple[float, float]], float]] = {
 }
 
 
-@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("case", CASES)
-def test_means_at_the_ends_of_float64(two_ranks: RankPool, case: str, policy: str) -> None:
+def test_means_at_the_ends_of_float64(two_ranks: RankPool, case: str) -> None:
     held, want = CASES[case]
     parts = PerRank([{"x": value, "y": 1.0} for value, _ in held])
-    for name in ("ends", None):
-        answers = two_ranks.run(
-            told, parts, PerRank([weight for _, weight in held]), nonfinite=policy, name=name
-        ).values()
-        assert answers[0] == answers[1]
-        values, _, nonfinite = answers[0]
-        assert values == {"x": pytest.approx(want, rel=1e-14, abs=0), "y": pytest.approx(1.0)}
-        assert nonfinite == {"x": 0, "y": 0}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_means_with_weights_of_their_own(two_ranks: RankPool, case: str) -> None:
-    held, want = CASES[case]
-    stats = [{"deep": [Mean(value, weight), 3.0], f"of {i}": 1.0} for i, (value, weight) in enumerate(held)]
-    answers = two_ranks.run(told, PerRank(stats), 2.0, name="own").values()
-    assert answers[0][0] == {"deep": [pytest.approx(want, rel=1e-14, abs=0), 3.0], "of 0": 1.0, "of 1": 1.0}
-
-
-@pytest.mark.parametrize("kind", [float, torch.tensor])
-@pytest.mark.parametrize("weight", [TINY, 1e-300, 0.5])
-def test_many_leaves_of_which_one_is_too_small(two_ranks: RankPool, kind: Any, weight: float) -> None:
-    """300: those are multiplied by torch."""
-    held = {f"k{i}": kind(float(i)) for i in range(300)} | {"small": torch.tensor(1e-310, dtype=torch.float64)}
-    values = two_ranks.run(told, held, weight).values()[0][0]
-    assert values == {key: pytest.approx(float(value), rel=1e-12) for key, value in held.items()}
-
-
-def test_elements_of_vectors(two_ranks: RankPool) -> None:
-    value = torch.tensor([1e308, 1e308, -1e308, 0.5], dtype=torch.float64)
-    for weight, want in (
-        (torch.ones(4, dtype=torch.float64), 0.25e308),
-        (torch.tensor([0.0, 0.0, 0.0, TINY], dtype=torch.float64), 0.5),
-        (torch.tensor([1e300, 1e300, 1e300, 1e300], dtype=torch.float64), 0.25e308),
-    ):
-        parts = PerRank([{"x": value, "s": 2.0}, {"x": value.flip(0), "s": 4.0}])
-        weights = PerRank([weight, weight.flip(0)])
-        assert two_ranks.run(told, parts, weights).values()[0][0] == {"x": pytest.approx(want, rel=1e-14), "s": 3.0}
-
-
-def averaged(obj: Any, weight: Any) -> Any:
-    return recursive_average(obj, weight, True), recursive_sum(obj, weight, True)
-
-
-def test_recursive_average(two_ranks: RankPool) -> None:
-    tensor = torch.tensor([0.5], dtype=torch.float64)
-    (means, weight), sums = two_ranks.run(averaged, {"x": tensor}, torch.tensor([TINY], dtype=torch.float64)).values()[
-        0
-    ]
-    assert means == {"x": torch.tensor(0.5, dtype=torch.float64)}
-    assert (weight.item(), sums["x"].item()) == (2 * TINY, 0.0)  # a sum of products is what it is: nearest to zero
-
-
-def beside(policy: str) -> tuple[Any, ...] | str:
-    rank = dist.get_rank()
-    return told(
-        {"x": 0.5 + rank, "bad": math.nan if rank else 1.0, "low": Min(rank), "high": Max(1e308), "sum": Sum(TINY)},
-        TINY,
-        nonfinite=policy,
-        name="beside",
-    )
-
-
-def test_other_leaves_of_the_same_call_are_what_they_were(two_ranks: RankPool) -> None:
-    for policy in ("propagate", "skip"):
-        values, weights_, nonfinite = two_ranks.run(beside, policy).values()[0]
-        assert values.pop("bad") == (pytest.approx(math.nan, nan_ok=True) if policy == "propagate" else 1.0)
-        assert values == {"x": 1.0, "low": 0.0, "high": 1e308, "sum": 2 * TINY}
-        assert weights_ == {"x": 2 * TINY, "bad": TINY * (1 + (policy == "propagate")), "low": 2, "high": 2, "sum": 2}
-        assert nonfinite == {"x": 0, "bad": 1, "low": 0, "high": 0, "sum": 0}
-    error = two_ranks.run(beside, "raise").values()
-    assert error[0] == error[1]
-    assert error[0].endswith("\n  'bad': rank 1")
+    answers = two_ranks.run(told, parts, PerRank([weight for _, weight in held]), name="ends").values()
+    assert answers[0] == answers[1]
+    values, _, nonfinite = answers[0]
+    assert values == {"x": pytest.approx(want, rel=1e-14, abs=0), "y": pytest.approx(1.0)}
+    assert nonfinite == {"x": 0, "y": 0}
 
 
 def test_a_sum_is_infinite_only_where_it_is_too_large(three_ranks: RankPool) -> None:
@@ -175,13 +106,6 @@ def test_weights_of_one_path_that_overflow_together_are_an_error(two_ranks: Rank
     assert answers[0].startswith("InvalidStats: the weights of 'a/x' add up")
 
 
-def test_weights_of_one_rank_that_overflow_are_an_error(two_ranks: RankPool) -> None:
-    weight = torch.tensor([1e308, 1e308], dtype=torch.float64)
-    answers = two_ranks.run(told, {"x": 1.0}, PerRank([torch.ones(2), weight])).values()
-    assert answers[0] == answers[1]
-    assert answers[0].startswith("InvalidStats: stats that cannot be reduced:\n  rank 1: the weight is")
-
-
 # -- more paths than all ranks can have of each other ------------------------------------------------------------------
 
 
@@ -190,6 +114,7 @@ def too_many(value: float, weight: float) -> Any:
     return told(stats | {"x": Mean(value, weight)}, name="many")
 
 
+@pytest.mark.slow
 def test_a_large_layout_is_right_or_refused(two_ranks: RankPool) -> None:
     for value, weight in ((0.5, TINY), (1e308, 1.0)):
         answers = two_ranks.run(too_many, value, weight, timeout_sec=60).values()
@@ -240,7 +165,7 @@ def own_pair(held: Sequence[tuple[float, float]], policy: str, kind: str) -> Any
     return told({"x": tensor, "z": 0.0}, torch.tensor([weight, 0.0], dtype=torch.float64), nonfinite=policy)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=SLOW)
+@settings(max_examples=60, deadline=None, suppress_health_check=SLOW)
 @given(held=st.tuples(pairs, pairs), policy=st.sampled_from(POLICIES), kind=st.sampled_from(["call", "own", "vector"]))
 @example(held=((1.0, 1e308), (2.0, 1e308)), policy="raise", kind="call")
 @example(held=((LARGEST, 0.7), (LARGEST, 0.7)), policy="raise", kind="own")
@@ -249,44 +174,3 @@ def test_real_ranks_against_fractions(
 ) -> None:
     answers = two_ranks.run(own_pair, held, policy, kind).values()
     check(held, answers, lambda answer: (answer[0]["x"], answer[1]["x"]))
-
-
-def in_thread(group: ThreadGroup, held: Sequence[tuple[float, float]]) -> Any:
-    value, weight = held[group.rank]
-    try:
-        reduced = group.reducer(timeout_sec=60)({"x": value}, weight)
-    except InvalidStats as error:
-        return f"InvalidStats: {error}"
-    return reduced.values["x"], reduced.weights["x"]
-
-
-@settings(max_examples=40, deadline=None, suppress_health_check=SLOW)
-@given(held=st.lists(pairs, min_size=7, max_size=7))
-def test_seven_threads_against_fractions(held: Sequence[tuple[float, float]]) -> None:
-    check(held, run_threads(in_thread, 7, held).values(), lambda answer: answer)
-
-
-@settings(max_examples=300, deadline=None)
-@given(held=pairs)
-def test_one_process_against_fractions(held: tuple[float, float]) -> None:
-    check([held], [told({"x": held[0]}, held[1])], lambda answer: (answer[0]["x"], answer[1]["x"]))
-
-
-@settings(max_examples=300)
-@given(held=st.lists(pairs, max_size=5))
-def test_a_scaled_sum_is_rounded_once(held: list[tuple[float, float]]) -> None:
-    exact = sum((Fraction(value) * Fraction(weight) for value, weight in held), Fraction(0))
-    mantissa, exponent = exact_sums.scaled_sum(held)
-    assert abs(exact_sums.as_fraction((mantissa, exponent)) - exact) <= abs(exact) * Fraction(1, 2**52)
-    assert abs(exponent) < 5000
-
-
-@pytest.mark.parametrize(
-    "leaf", [torch.tensor(TINY, dtype=torch.float64), torch.tensor([-1e-310], dtype=torch.float64)]
-)
-def test_a_product_out_of_range_of_what_wants_a_gradient_is_exact_and_quiet(leaf: torch.Tensor) -> None:
-    torch.set_warn_always(True)  # else this would depend on the tests before: torch says it once in a process
-    try:
-        assert reduce_stats({"x": leaf.requires_grad_()}, 0.5).values == {"x": leaf.item()}
-    finally:
-        torch.set_warn_always(False)

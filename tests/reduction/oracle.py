@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-import torch
-
 from ddpstats._reduction.markers import Marker, Mean
 from ddpstats.testing.strategies import RankStats
 
@@ -100,7 +98,7 @@ def scale_of(value: Any) -> Fraction:
 
 
 def _number(value: Any) -> float | Fraction:
-    return value if isinstance(value, Fraction) else float(value.item() if isinstance(value, torch.Tensor) else value)
+    return value if isinstance(value, Fraction) else float(value.item() if hasattr(value, "item") else value)
 
 
 def _leaves(value: Any, path: Path, kinds: dict[Path, set[type]]) -> Iterator[tuple[Path, Any]]:

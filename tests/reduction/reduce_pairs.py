@@ -39,10 +39,12 @@ def drawn_by_all(seeds: range, ranks: int) -> list[tuple[int, Reduction]]:
 
 
 def on_this_rank(seeds: range, name: str) -> list[tuple[Any, Any]]:
-    """With reducers that are kept: under one name they meet layouts of all kinds."""
-    reduce = functools.partial(ddpstats.reduce_stats, name=name)
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    return [reduced(reduce, rank, drawn) for _, drawn in drawn_by_all(seeds, ranks)]
+    """Reduce with reducers that are kept: under one name they meet layouts of all kinds."""
+    return [one_on_this_rank(drawn, name) for _, drawn in drawn_by_all(seeds, dist.get_world_size())]
+
+
+def one_on_this_rank(drawn: Reduction, name: str) -> tuple[Any, Any]:
+    return reduced(functools.partial(ddpstats.reduce_stats, name=name), dist.get_rank(), drawn)
 
 
 def on_this_thread(group: ThreadGroup, seeds: range) -> list[tuple[Any, Any]]:
@@ -109,7 +111,7 @@ def of_threads(ranks: int) -> Runner:
 
 
 def main(first_seed: int, count: int, most_ranks: int = 8) -> None:
-    """Each world size takes about as long as the others. Of real ranks one pool at a time lives."""
+    """Check ``count`` seeds on 1 to ``most_ranks`` ranks in turn; each world size takes about as long as the others."""
     seed, started = first_seed, time.monotonic()
     while seed < first_seed + count:
         for ranks in range(1, most_ranks + 1):
@@ -119,8 +121,8 @@ def main(first_seed: int, count: int, most_ranks: int = 8) -> None:
                         seeds = range(seed, min(seed + _AT_ONCE, first_seed + count))
                         check_many(run, ranks, seeds)
                         seed = seeds.stop
-            done, seconds = OF_A_SEED * (seed - first_seed), time.monotonic() - started
-            print(f"seeds {first_seed} to {seed - 1}: {done:,} reductions, {seconds:.0f} s", flush=True)
+            reductions, seconds = OF_A_SEED * (seed - first_seed), time.monotonic() - started
+            print(f"seeds {first_seed} to {seed - 1}: {reductions:,} reductions, {seconds:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

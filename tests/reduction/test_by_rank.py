@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import pickle
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import ddpstats
-from ddpstats import Any as AnyFlag, InvalidStats, Max, Mean, Min, NonFiniteStat, ProtocolMismatch, StatsReducer, Sum
+from ddpstats import InvalidStats, Max, Min, NonFiniteStat, ProtocolMismatch, StatsReducer, Sum
 from ddpstats._reduction import columns
 from ddpstats.testing import PerRank, RankPool, ThreadGroup, count_collectives, run_threads
 
@@ -50,43 +49,6 @@ def test_each_value_comes_through_to_the_bit(two_ranks: RankPool) -> None:
         assert (found["more"], found["k1"][1]) == ((None, 0.1), None)
 
 
-def test_large_stats_too(two_ranks: RankPool) -> None:
-    stats = [{f"k{i}": i / 7 + rank for i in range(400)} for rank in range(2)]  # as many as torch multiplies
-    assert agreed(two_ranks, stats, [3.3, 0.7]) == {f"k{i}": (i / 7, i / 7 + 1) for i in range(400)}
-
-
-def test_markers_lists_none_and_vectors(two_ranks: RankPool) -> None:
-    stats = [
-        {"hi": Max(3), "lo": Min(t([1.0, 5.0])), "n": Sum(t([1.0, 2.0])), "on": AnyFlag(True), "l": [1.0, None, 3.0]},
-        {"hi": Max(7), "lo": None, "n": Sum(4), "on": AnyFlag(False), "l": [2.0], "v": t([1.0, math.inf]), "o": None},
-    ]
-    found = agreed(two_ranks, stats, [t([1.0, 3.0]), t([2.0, 0.0])])
-    assert found == {
-        "hi": (3.0, 7.0),
-        "lo": (1.0, None),
-        "n": (3.0, 4.0),
-        "on": (True, False),
-        "l[0]": (1.0, 2.0),
-        "l[1]": (None, None),
-        "l[2]": (3.0, None),
-        "v": (None, 1.0),
-        "o": (None, None),
-    }
-    assert [type(value) for value in found["on"]] == [bool, bool]
-
-
-def test_a_vector_is_its_weighted_mean(two_ranks: RankPool) -> None:
-    stats = [{"a": t([1.0, 3.0])}, {"a": t([1e308, 1e308, 1e308], dtype=torch.float64)}]
-    assert agreed(two_ranks, stats, [t([1.0, 3.0]), t([1.0, 1.0, 1.0])]) == {"a": (2.5, 1e308)}
-    overflows = [{"a": Sum(t([1e308, 1e308], dtype=torch.float64))}, {"a": Sum(1.0)}]
-    assert agreed(two_ranks, overflows, [1.0, 1.0], name="sum") == {"a": (math.inf, 1.0)}
-
-
-def test_a_rank_of_weight_0_has_no_value(two_ranks: RankPool) -> None:
-    stats = [{"a": math.nan, "own": Mean(1.0, 2.0), "n": Sum(1)}, {"a": 2.0, "own": Mean(5.0, 0.0), "n": Sum(2)}]
-    assert agreed(two_ranks, stats, [0.0, 4.0]) == {"a": (None, 2.0), "own": (1.0, None), "n": (1.0, 2.0)}
-
-
 def test_the_policies(two_ranks: RankPool) -> None:
     stats = [{"a": math.nan, "lo": Min(-math.inf)}, {"a": 2.0, "lo": Min(1.0)}]
     found = agreed(two_ranks, stats, [1.0, 1.0], name="policies")
@@ -109,10 +71,6 @@ def test_every_nan_is_a_value_and_no_other(two_ranks: RankPool) -> None:
     )
 
 
-def test_nothing_at_all(two_ranks: RankPool) -> None:
-    assert agreed(two_ranks, [{}, {}], [1.0, 1.0], name="nothing") == {}
-
-
 # -- ranks ------------------------------------------------------------------------------------------------------------
 
 
@@ -129,43 +87,7 @@ def test_ranks_are_global_in_a_subgroup(three_ranks: RankPool) -> None:
     assert three_ranks.run(in_a_subgroup, PerRank([5.0, 0.0, -1.0])).values() == [want, None, want]
 
 
-def test_the_rank_that_differs_is_named(four_ranks: RankPool) -> None:
-    stats = [{"loss": 1.0 + 0.01 * rank, "time": 9.0 if rank == 2 else 1.0} for rank in range(4)]
-    answers = four_ranks.run(worst_of_time, PerRank(stats)).values()
-    assert answers == [((2, 9.0),)] * 4
-
-
-def worst_of_time(stats: Any) -> Any:
-    return ddpstats.reduce_stats(stats, per_rank=True).by_rank["time"].worst(1)
-
-
-def on_a_thread(group: ThreadGroup) -> Any:
-    reduced = group.reducer(per_rank=True)({"a": [group.rank], "hi": Max(group.rank)}, weight=2.0)
-    return reduced.values, reduced.by_rank["a"][0].values, reduced.by_rank["hi"].worst(2)
-
-
-def test_64_threads() -> None:
-    ranks = tuple(map(float, range(64)))
-    answers = run_threads(on_a_thread, 64).values()
-    assert answers == [({"a": [31.5], "hi": 63.0}, ranks, ((0, 0.0), (63, 63.0)))] * 64
-
-
-def test_without_a_process_group() -> None:
-    reduced = ddpstats.reduce_stats({"a": 1.5, "hi": Max(2), "n": None}, weight=3.0, per_rank=True)
-    assert reduced.values == {"a": 1.5, "hi": 2.0, "n": None}
-    assert {name: (found.values, found.ranks) for name, found in reduced.flat_by_rank().items()} == {
-        "a": ((1.5,), (0,)),
-        "hi": ((2.0,), (0,)),
-        "n": ((None,), (0,)),
-    }
-
-
 # -- what was not asked for, and what it costs ------------------------------------------------------------------------
-
-
-def test_nothing_of_it_where_nobody_asks() -> None:
-    reduced = ddpstats.reduce_stats({"a": 1.0})
-    assert (reduced.by_rank, reduced.flat_by_rank()) == (None, {})
 
 
 def cost(reducer: StatsReducer, stats: Any) -> tuple[int, int, int]:
@@ -262,17 +184,6 @@ def started(rank: int) -> tuple[Any, Any]:
 
 def test_started_ones(two_ranks: RankPool) -> None:
     assert two_ranks.run(started, PerRank([0, 1])).values() == [((0.0, 1.0), (1.0, 2.0))] * 2
-
-
-def sent(rank: int) -> Any:
-    reduced = ddpstats.reduce_stats({"a": float(rank), "b": [None, rank]}, per_rank=True)
-    return pickle.loads(pickle.dumps(reduced)).by_rank, reduced.by_rank
-
-
-def test_a_result_can_be_sent(two_ranks: RankPool) -> None:
-    for copied, own in two_ranks.run(sent, PerRank([1, 2])).values():
-        assert copied == own
-        assert copied["b"][1].values == (1.0, 2.0)
 
 
 def test_anything_but_a_bool_is_refused() -> None:

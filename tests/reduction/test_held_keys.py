@@ -1,25 +1,83 @@
-"""Keys that a rank has stopped holding, told to who listens, by ranks that reduce."""
+"""Listeners learn which keys a rank has stopped holding, and that it holds them again."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+import ddpstats
+from ddpstats._reduction import held_keys
 from ddpstats._reduction.held_keys import ROUNDS
+from ddpstats._reduction.site import RETENTION_CALLS
 from ddpstats.testing import RankPool
-from tests.reduction import held_keys_runs
+
+Told = list[tuple[str | None, list[str]]]
+
+
+class _Listener:
+    def __init__(self) -> None:
+        self.not_held: Told = []
+
+    def renegotiated(self, name: str | None, new_keys: Sequence[str]) -> None:
+        pass
+
+    def stopped_holding(self, name: str | None, keys: Sequence[str]) -> None:
+        self.not_held.append((name, list(keys)))
+
+
+@contextmanager
+def listening() -> Iterator[_Listener]:
+    listener = _Listener()
+    held_keys.listeners.append(listener)
+    try:
+        yield listener
+    finally:
+        held_keys.listeners.remove(listener)
+
+
+def held_and_not() -> Told:
+    """Rank 1 holds "snr" at first and at last; "l1" is rank 0's alone, all the time."""
+    rank = dist.get_rank()
+    with listening() as listener:
+        for step in range(4 * ROUNDS):
+            has_snr = rank == 0 or not ROUNDS <= step < 3 * ROUNDS
+            stats = {"loss": 1.0, **({"snr": 1.0} if has_snr else {}), **({} if rank else {"l1": 1.0})}
+            ddpstats.reduce_stats(stats, name="held")
+    return listener.not_held
+
+
+def in_turns() -> Told:
+    with listening() as listener:
+        for step in range(4 * ROUNDS):
+            ddpstats.reduce_stats({f"part {step % 2}": 1.0}, name="turns")
+    return listener.not_held
+
+
+def generated() -> Told:
+    """Names that were held a while ago are in no layout any more."""
+    with listening() as listener:
+        for step in range(2 * RETENTION_CALLS + ROUNDS):
+            more = {f"step {step}": 1.0} if step < 2 * ROUNDS else {}
+            reduced = ddpstats.reduce_stats({"loss": 1.0, **more}, name="generated")
+        assert reduced.values == {"loss": 1.0}
+    return listener.not_held
 
 
 def test_a_key_is_told_of_when_it_is_held_no_more_and_when_it_comes_back(two_ranks: RankPool) -> None:
-    first, second = two_ranks.run(held_keys_runs.held_and_not).values()
+    first, second = two_ranks.run(held_and_not).values()
     assert first == []
     assert second == [("held", ["snr"]), ("held", [])]
 
 
 def test_keys_that_calls_take_turns_with_are_held(two_ranks: RankPool) -> None:
-    assert two_ranks.run(held_keys_runs.in_turns).values() == [[], []]
+    assert two_ranks.run(in_turns).values() == [[], []]
 
 
 def test_what_the_layout_has_dropped_is_forgotten(two_ranks: RankPool) -> None:
     """Keys of generated names cannot pile up."""
-    for told in two_ranks.run(held_keys_runs.generated).values():
+    for told in two_ranks.run(generated).values():
         (_, first), *_, (_, last) = told
         assert first == [f"step {step}" for step in range(ROUNDS)]
         assert last == []

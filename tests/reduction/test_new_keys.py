@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from ddpstats import All, Any as AnyFlag, Max, Mean, Min, StatsReducer, Sum, recursive_average, reduce_stats
-from ddpstats._agreement.channel import channel_of
-from ddpstats._agreement.lanes import ROOMS, Buffer, Seal, capacity_for, room_lanes
-from ddpstats._reduction.reducer import kept_reducer
-from ddpstats._reduction.site import ReductionSite
-from ddpstats.errors import DdpstatsError, InvalidStats, NonFiniteStat, SchemaConflict
-from ddpstats.testing import RankPool, ThreadGroup, count_collectives, run_ranks, run_threads
+from ddpstats import All, Any as AnyFlag, Max, Mean, Min, StatsReducer, Sum
+from ddpstats.errors import DdpstatsError, InvalidStats, SchemaConflict
+from ddpstats.testing import RankPool, count_collectives
 from tests.reduction.shapes import Point, Scores
 
 EXCHANGE = {"allreduce": 1, "allgather": 1}
@@ -66,16 +60,6 @@ def test_new_keys_at_every_call_cost_two_collectives(two_ranks: RankPool, three_
         assert present == {key: 1 if key.startswith("of") else ranks for key in want}
 
 
-def on_one_rank(call: int, rank: int) -> Any:
-    return {"loss": 1.0} | ({f"new {call}": 3.0} if rank == call % 2 else {})
-
-
-def test_a_key_that_is_new_on_one_rank_only(two_ranks: RankPool) -> None:
-    answers, counts = agreed(two_ranks, "one", on_one_rank, 2.0, 6)
-    assert counts == [EXCHANGE] * 6
-    assert [values for values, *_ in answers] == [{"loss": 1.0, f"new {call}": 3.0} for call in range(6)]
-
-
 def of_all_kinds(call: int, rank: int) -> Any:
     return {
         f"sum {call}": Sum(rank + 1),
@@ -117,36 +101,6 @@ def test_the_next_call_finds_the_layout(two_ranks: RankPool) -> None:
     assert answers[0][0] == answers[1][0]
 
 
-def colliding(call: int, rank: int) -> Any:
-    return {f"a/b {call}": 1.0} if rank else {"a": {f"b {call}": 2.0}}
-
-
-def test_names_that_collide_are_escaped_alike(two_ranks: RankPool) -> None:
-    answers, counts = agreed(two_ranks, "names", colliding, 1.0, 3)
-    assert counts == [EXCHANGE] * 3
-    assert [flat for *_, flat in answers] == [{f"a/b {call}": 2.0, f"a\\/b {call}": 1.0} for call in range(3)]
-
-
-@pytest.mark.parametrize("policy", ["propagate", "skip", "raise"])
-def test_values_that_are_not_finite(two_ranks: RankPool, policy: str) -> None:
-    answers, counts = agreed(two_ranks, "nonfinite", not_finite, 1.0, 3, nonfinite=policy)
-    assert counts == [EXCHANGE] * 3
-    for call, answer in enumerate(answers):
-        if policy == "raise":
-            kind, text, path, ranks = answer
-            assert (kind, path, ranks) == (NonFiniteStat.__name__, f"x {call}", (1,))
-            assert text.split("\n")[1:] == [f"  'x {call}': rank 1", f"  'low {call}': rank 1"]
-        else:
-            assert answer[0][f"y {call}"] == 2.0
-            assert answer[0][f"x {call}"] == (1.0 if policy == "skip" else math.inf)
-            assert repr(answer[0][f"low {call}"]) == ("0.0" if policy == "skip" else "nan")
-
-
-def not_finite(call: int, rank: int) -> Any:
-    bad = rank == 1
-    return {f"x {call}": math.inf if bad else 1.0, f"low {call}": Min(math.nan if bad else 0), f"y {call}": 2.0}
-
-
 def conflicting(call: int, rank: int) -> Any:
     return {f"fine {call}": 1.0, f"x {call}": [1.0] if rank else 1.0}
 
@@ -185,7 +139,7 @@ def sized(count: int) -> tuple[int, int]:
         return reducer.counters.collectives, reducer.counters.payload_bytes
 
 
-@pytest.mark.parametrize("count", [0, 1, 10, 50, 1000, 10_000])
+@pytest.mark.parametrize("count", [0, 10, 10_000])
 def test_the_room_fits(two_ranks: RankPool, count: int) -> None:
     found = two_ranks.run(sized, count, timeout_sec=60).values()
     assert found[0] == found[1]
@@ -198,109 +152,3 @@ def test_above_the_largest_room_it_takes_four_or_more(two_ranks: RankPool) -> No
     found = two_ranks.run(sized, 45_000, timeout_sec=90).values()
     assert found[0] == found[1]
     assert found[0][0] in (4, 5)
-
-
-def uneven(sizes: list[int]) -> tuple[int, float]:
-    rank = dist.get_rank()
-    with StatsReducer(group=dist.new_group()) as reducer:
-        stats = {f"{rank} {i}": float(rank) for i in range(sizes[rank])} | {"both": 2.0 * rank}
-        values = reducer(stats).values
-        assert len(values) == sum(sizes) + 1
-        return reducer.counters.collectives, values["both"]
-
-
-def test_ranks_of_very_different_sizes(three_ranks: RankPool) -> None:
-    assert three_ranks.run(uneven, [0, 3000, 5]).values() == [(2, 2.0)] * 3
-
-
-def averaged(call: int) -> Any:
-    rank = dist.get_rank()
-    dtype = [torch.float16, torch.float32][rank]
-    before = kept_reducer(None, None, "propagate", "recursive_average").counters.collectives
-    obj = {f"x {call}": torch.tensor([1.0, 3.0], dtype=dtype), f"of {rank} {call}": torch.tensor([2, 4])}
-    found, weight = recursive_average(obj, torch.tensor([1.0, 1.0 + rank]), True)
-    after = kept_reducer(None, None, "propagate", "recursive_average").counters.collectives
-    return {key: (value.item(), str(value.dtype)) for key, value in found.items()}, weight.item(), after - before
-
-
-def test_recursive_average_keeps_its_dtypes(two_ranks: RankPool) -> None:
-    for call in range(3):
-        found = two_ranks.run(averaged, call).values()
-        assert found[0] == found[1]
-        mean = pytest.approx((1 + 3 + 1 + 6) / 5)
-        want = {f"x {call}": (mean, "torch.float32"), f"of 0 {call}": (3.0, "torch.float32")}
-        want[f"of 1 {call}"] = (pytest.approx(10 / 3), "torch.float32")
-        assert found[0] == (want, 5.0, 2)
-
-
-def in_thread(group: ThreadGroup, calls: int) -> list[Any]:
-    with group.reducer(timeout_sec=60) as reducer:
-        found: list[Any] = [reducer(fresh(call, group.rank), 2.0).values for call in range(calls)]
-        return [*found, reducer.counters.collectives]
-
-
-def test_32_ranks() -> None:
-    found = run_threads(in_thread, 32, 5).values()
-    assert len(set(map(repr, found))) == 1
-    assert found[0][-1] == 10
-    assert found[0][4]["all 4"] == 15.5
-
-
-def test_four_ranks() -> None:
-    found = run_ranks(of_each_call, 4, "four", fresh, 1.0, 3, timeout_sec=90).values()
-    assert len(set(map(repr, found))) == 1
-    assert found[0][1::2] == [EXCHANGE] * 3
-
-
-def pending(calls: int) -> list[Any]:
-    with StatsReducer(group=dist.new_group()) as reducer:
-        started = [reducer.start(fresh(call, dist.get_rank()), 2.0) for call in range(calls)]
-        return [one.result().values for one in started]
-
-
-def test_reductions_that_were_started(two_ranks: RankPool) -> None:
-    found = two_ranks.run(pending, 5).values()
-    assert found[0] == found[1]
-    assert found[0][4]["all 4"] == 0.5
-
-
-def alone() -> Any:
-    return reduce_stats({"a": 1.0, "b": Max(2)}, 3.0, name="alone").values
-
-
-def test_alone() -> None:
-    assert alone() == {"a": 1.0, "b": 2.0}
-
-
-@pytest.mark.parametrize("sizes", [[0], [1024], [1025, 3], [5, 4096, 16_384], [2**20, 1], [1] * 1000 + [70_000]])
-def test_the_lanes_tell_the_room_that_is_enough_for_all(sizes: list[int]) -> None:
-    buffer = Buffer(capacity_for(16))
-    total = [sum(lanes) for lanes in zip(*map(room_lanes, sizes), strict=True)]
-    buffer.seal(Seal.of(bytes(8), 1, 0), (total[0], total[1], total[2]), stale=False, failed=False)
-    assert buffer.room() == min(room for room in ROOMS if room >= max(sizes))
-
-
-def test_the_lanes_tell_that_there_is_no_room() -> None:
-    buffer = Buffer(capacity_for(16))
-    buffer.seal(Seal.of(bytes(8), 1, 0), room_lanes(ROOMS[-1] + 1), stale=False, failed=False)
-    assert buffer.room() is None
-    most = tuple(lane * 131_071 for lane in room_lanes(ROOMS[2]))
-    buffer.seal(Seal.of(bytes(8), 1, 0), (most[0], most[1], most[2]), stale=False, failed=False)
-    assert buffer.room() == ROOMS[2]
-
-
-def test_keys_that_are_no_longer_used_are_dropped_many_at_once() -> None:
-    """Of the unused ones 1,024 stay; what is more goes when it is an eighth of the layout."""
-    sizes = []
-    with StatsReducer(name="dropped") as reducer:
-        for call in range(300):
-            reducer({f"{call}/{i}": 1.0 for i in range(10)})
-            agreement = channel_of(None)._agreement
-            assert agreement is not None
-            site = agreement.sites["reduce_stats", "dropped"]
-            assert isinstance(site, ReductionSite)
-            sizes.append(site.layout.size)
-    later = sizes[150:]
-    assert min(later) >= 1024
-    assert max(later) <= (1024 + 2 * 10) * 8 / 7 + 10
-    assert sum(after < before for before, after in pairwise(later)) <= 15

@@ -1,16 +1,14 @@
 """Random adds for windows, and the same adds as the oracle takes them; what runs on ranks to reduce them.
 
-Faster than a hypothesis strategy, so that 100,000 of them are a matter of minutes:
-``python -m tests.reduction.window_pairs SEED PAIRS``.
+`Draw` is faster than a hypothesis strategy, so that 100,000 adds are a matter of minutes.
 """
 
 from __future__ import annotations
 
 import math
 import random
-import sys
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -23,25 +21,42 @@ from ddpstats._reduction.markers import Marker
 from ddpstats.errors import NonFiniteStat
 from ddpstats.testing import PerRank, RankPool
 from ddpstats.testing.strategies import RankStats
-from tests.reduction.oracle import Computed, exact_mean, expected_of_window, same
+from tests.reduction.oracle import Computed, Exact, exact_mean, expected_of_window, same
 
 POLICIES = ("propagate", "skip", "raise")
 KEYS = ["loss", "acc", "l1_loss", "a/b", "a", "b", "0", "", 0, 1, -3]
 MARKERS: dict[str, type[Marker]] = {"sum": Sum, "min": Min, "max": Max, "any": AnyFlag, "all": All}
 OPS = ["mean"] * 5 + ["own", "own", *MARKERS]
+OTHER_KINDS: list[Callable[[float], Any]] = [
+    np.float32,
+    np.float64,
+    lambda number: np.array(number),
+    lambda number: np.array([[number]]),
+    lambda number: torch.nn.Parameter(torch.tensor(number)),
+]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float32, torch.float64]
+
+WIDE = 120
+"""Leaves of a wide tree: more than are read one by one."""
+WIDE_IN = 0.04
 
 Add = tuple[Any, Any]
 """Stats and weight."""
 Reduction = tuple[str, bool, list[Add]]
-"""A policy, whether single ranks' values are asked for, and what each rank reduces."""
+"""A policy, whether ``per_rank`` is asked for, and what each rank reduces."""
 
 
 class Draw:
-    """The adds of one seed. ``tensors``: how often a number is a tensor; ``wild``: how often it has any exponent."""
+    """The adds of one seed.
 
-    def __init__(self, seed: int, tensors: float = 0.6, wild: float = 0.0) -> None:
-        self.random, self.tensors, self.wild = random.Random(seed), tensors, wild
+    Args:
+        tensors: how often a number is a tensor.
+        wild: how often it has any exponent.
+        masked: whether values may be arrays of ``numpy.ma``.
+    """
+
+    def __init__(self, seed: int, tensors: float = 0.6, wild: float = 0.0, masked: bool = True) -> None:
+        self.random, self.tensors, self.wild, self.masked = random.Random(seed), tensors, wild, masked
         self.shape = random.Random(
             ~seed
         )  # draws what a rank leaves out and where it has elements, apart from the numbers
@@ -69,6 +84,9 @@ class Draw:
                 self.shape.setstate(before)
 
     def tree(self, depth: int, root: bool = False) -> Any:
+        if root and self.random.random() < WIDE_IN:
+            self.plain = True
+            return "dict", {f"k{i}": self.tree(0) for i in range(WIDE)}
         kind = self.random.choice(["dict", "dict", "OrderedDict", "list", "tuple", "leaf", "leaf"])
         if not root and (depth == 0 or kind == "leaf"):
             return "leaf", "mean" if self.plain else self.random.choice(OPS)
@@ -79,7 +97,7 @@ class Draw:
 
     def add(self, tree: Any) -> Add:
         if self.shape.random() < 0.15:
-            length = self.shape.choice([1, 2, 3])
+            length = self.shape.choice([0, 1, 2, 3])
             self.elements = [self.random.choice([0.0, 0.5, 1.0, 3.0]) for _ in range(length)]
             return self.part(tree), torch.tensor(self.elements)
         self.elements = []
@@ -91,7 +109,7 @@ class Draw:
     def part(self, tree: Any) -> Any:
         kind, content = tree
         if not self.steady and self.shape.random() < 0.08:
-            return None
+            return np.ma.masked if self.masked and kind == "leaf" and self.shape.random() < 0.2 else None
         if kind == "leaf":
             return self.leaf(content)
         if isinstance(content, dict):
@@ -125,6 +143,8 @@ class Draw:
     def number(self) -> float:
         if self.random.random() < self.bad:
             return self.random.choice([math.nan, math.inf, -math.inf])
+        if self.random.random() < 0.03:
+            return float(self.random.randint(-(2**41), 2**41))  # not a float32
         if self.random.random() < self.wild:
             return self.random.uniform(-1, 1) * 2.0 ** self.random.choice([0, 0, 3, 60, 140, 1023, -60, -1060])
         return self.random.choice([0.0, 1.0, self.random.randint(-500, 500) / 8])
@@ -135,13 +155,23 @@ class Draw:
             return self.tensor(number)
         if math.isfinite(number) and self.random.random() < 0.2:
             return int(number)
-        fits = not 3e38 < abs(number) < math.inf  # else numpy warns
-        return np.float32(number) if self.random.random() < 0.1 and fits else number
+        if self.random.random() < 0.15 and not 3e38 < abs(number) < math.inf:  # else numpy warns
+            return self.random.choice(OTHER_KINDS)(number)
+        return number
+
+    def whole_dtypes(self, numbers: Sequence[float]) -> list[torch.dtype]:
+        low, high = min(numbers, default=0), max(numbers, default=0)
+        dtypes = [torch.int64]
+        dtypes += [torch.int32, torch.int16] if low >= -(2**15) and high < 2**15 else []
+        dtypes += [torch.uint8] if low >= 0 and high < 2**8 else []
+        return dtypes + ([torch.bool] if low >= 0 and high <= 1 else [])
 
     def tensor(self, *numbers: float) -> torch.Tensor:
         whole = all(map(math.isfinite, numbers)) and all(number == int(number) for number in numbers)
-        if whole and self.random.random() < 0.2 and max(map(abs, numbers)) < 2**53:
-            return torch.tensor([int(number) for number in numbers])
+        if whole and self.random.random() < 0.2 and max(map(abs, numbers), default=0) < 2**53:
+            return torch.tensor(
+                [int(number) for number in numbers], dtype=self.random.choice(self.whole_dtypes(numbers))
+            )
         made = torch.tensor(numbers, dtype=DTYPES[0] if self.random.random() < 0.05 else self.random.choice(DTYPES))
         if len(numbers) == 1 and self.random.random() < 0.6:
             made = made.reshape(self.random.choice([(), (), (1, 1)]))
@@ -168,7 +198,7 @@ def _scalars(stats: Any, elements: list[float] | None) -> Any:
             return Mean(sum(value for value, _ in held if not math.isfinite(value)), total)
         mean, scale = exact_mean(held)
         return Mean(Computed(mean or Fraction(0), scale), total)
-    return stats
+    return None if stats is np.ma.masked else stats
 
 
 def told(reduced: ddpstats.Reduced) -> dict[str, Any]:
@@ -178,6 +208,7 @@ def told(reduced: ddpstats.Reduced) -> dict[str, Any]:
         "present": reduced.present_ranks,
         "nonfinite": reduced.nonfinite_ranks,
         "total": reduced.total_weight,
+        "flat": reduced.flat(),
     }
 
 
@@ -213,6 +244,7 @@ def check(by_rank: Sequence[Sequence[Add]], answers: Sequence[Any], policy: str)
         assert answers[0].startswith("non-finite stats")
         return
     answer = answers[0]
+    assert len(answer["flat"]) == len(_numbers(wanted["values"]))
     for what, nested in wanted.items():
         assert same(answer[what], nested), (what, answer[what], nested, by_rank)
     assert math.isclose(answer["total"], sum(add.weight for adds in scalars for add in adds))
@@ -221,31 +253,15 @@ def check(by_rank: Sequence[Sequence[Add]], answers: Sequence[Any], policy: str)
 def _numbers(nested: Any) -> list[Any]:
     if isinstance(nested, dict):
         return [one for value in nested.values() for one in _numbers(value)]
-    if isinstance(nested, list | tuple):
+    if isinstance(nested, list | tuple) and not isinstance(nested, Exact):
         return [one for value in nested for one in _numbers(value)]
     return [nested] if nested is not None else []
 
 
 def check_many(pool: RankPool, ranks: int, seeds: Sequence[int], name: str, tensors: float = 0.6) -> int:
-    """Draw a window for each seed, flush it on real ranks, and compare; how many (rank, add) pairs there were."""
-    drawn = [Draw(seed, tensors).window(ranks) for seed in seeds]
+    """Draw a window for each seed, flush it on real ranks, and compare; return how many adds there were."""
+    drawn = [Draw(seed, tensors, wild=0.1).window(ranks) for seed in seeds]
     told = pool.run(many_flushed, PerRank([[(p, w[rank]) for p, w in drawn] for rank in range(ranks)]), name).values()
     for (policy, by_rank), *answers in zip(drawn, *told, strict=True):
         check(by_rank, answers, policy)
     return sum(len(adds) for _, by_rank in drawn for adds in by_rank)
-
-
-def main(first_seed: int, pairs: int, ranks: int = 2) -> None:
-    """As many pairs as asked for, from this seed on."""
-    seed, done = first_seed, 0
-    with RankPool(ranks, timeout_sec=120) as pool:
-        while done < pairs:
-            done += check_many(pool, ranks, range(seed, seed + 100), "many")
-            seed += 100
-    print(f"{done:,} (rank, add) pairs on {ranks} ranks: seeds {first_seed} to {seed - 1}")
-
-
-if __name__ == "__main__":
-    from tests.reduction import window_pairs  # ranks import what they run
-
-    window_pairs.main(int(sys.argv[1]), int(sys.argv[2]))
