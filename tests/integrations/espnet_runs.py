@@ -5,7 +5,6 @@ espnet is imported inside functions only: some tests need to install before that
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import datetime
 import importlib.util
@@ -13,7 +12,7 @@ import inspect
 import pathlib
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -22,6 +21,8 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # not in __all__
 
 from ddpstats.integrations import espnet
+from tests.integrations.on_ranks import installed
+from tests.training import rank
 
 Step = tuple[dict[str, Any], int]
 """What the model says of one batch: its stats, and its batch size, which is the weight."""
@@ -54,30 +55,19 @@ def _own(stats: dict[str, Any]) -> dict[str, float]:
     return {key: float(value) for key, value in stats.items() if not any(word in key for word in timing)}
 
 
-@contextlib.contextmanager
-def patched(install: bool) -> Iterator[None]:
-    """espnet with ddpstats, or stock."""
-    if install:
-        espnet.install()
-    try:
-        yield
-    finally:
-        espnet.uninstall()
-
-
 # -- the plain trainer ------------------------------------------------------------------------------------------------
 
 
 def train(script: Script, install: bool) -> Trained:
     """espnet's real `Trainer.run` on this rank's script."""
-    with patched(install):
+    with installed(espnet, install):
         return _train(script)
 
 
 def install_then_import(script: Script) -> tuple[Trained, bool, bool]:
     """Install before any trainer is imported; whether the trainers then got ours, and have espnet's own after all."""
     assert not [name for name in sys.modules if name.startswith("espnet2.train")]
-    with patched(True):
+    with installed(espnet):
         trained = _train(script)
         import espnet2.torch_utils.recursive_op as source
         import espnet2.train.trainer as trainer
@@ -112,7 +102,7 @@ def consumers(install: bool) -> dict[str, tuple[str, str]]:
         found = {name: getattr(module, "recursive_average", None) for name, module in modules.items()}
         return {name: one.__module__ for name, one in found.items() if one is not None}
 
-    with patched(install):
+    with installed(espnet, install):
         during = bound()
     after = bound()
     return {name: (during[name], after[name]) for name in during}
@@ -121,7 +111,7 @@ def consumers(install: bool) -> dict[str, tuple[str, str]]:
 def _train(script: Script) -> Trained:
     import espnet2.train.trainer as trainer
 
-    model = _scripted_model(script)
+    model = scripted_model(script)
     return _run(trainer.Trainer, trainer.TrainerOptions, model, [model.parameters()], script)
 
 
@@ -147,10 +137,10 @@ def _run(
             model=model,
             optimizers=optimizers,
             schedulers=schedulers,
-            train_iter_factory=_batches(script.train),
-            valid_iter_factory=_batches(script.valid),
+            train_iter_factory=batches(script.train),
+            valid_iter_factory=batches(script.valid),
             plot_attention_iter_factory=None,
-            trainer_options=_made(options_class, **_options(folder, script), **options),
+            trainer_options=made(options_class, **options_of(folder, script), **options),
             distributed_option=DistributedOption(
                 distributed=True,
                 dist_backend="gloo",
@@ -168,13 +158,13 @@ def _run(
     )
 
 
-def _made(options_class: Any, **settings: Any) -> Any:
+def made(options_class: Any, **settings: Any) -> Any:
     """Of the settings of all versions of espnet, with those that this version takes."""
     takes = inspect.signature(options_class).parameters
     return options_class(**{name: value for name, value in settings.items() if name in takes})
 
 
-def _options(folder: str, script: Script) -> dict[str, Any]:
+def options_of(folder: str, script: Script) -> dict[str, Any]:
     return {
         "ngpu": 0,
         "resume": False,
@@ -212,7 +202,7 @@ def _options(folder: str, script: Script) -> dict[str, Any]:
     }
 
 
-def _batches(script: Sequence[Sequence[Step]]) -> Any:
+def batches(script: Sequence[Sequence[Step]]) -> Any:
     """A batch carries its epoch and step, by which the model finds what the script says of it."""
     from espnet2.iterators.abs_iter_factory import AbsIterFactory
 
@@ -237,7 +227,7 @@ def _gathered(loss: torch.Tensor, stats: dict[str, Any], size: int) -> Any:
     return force_gatherable((loss, stats, size), loss.device)
 
 
-def _scripted_model(script: Script) -> Any:
+def scripted_model(script: Script) -> Any:
     from espnet2.train.abs_espnet_model import AbsESPnetModel
 
     class Model(AbsESPnetModel):  # type: ignore[misc]  # espnet has no types
@@ -249,7 +239,7 @@ def _scripted_model(script: Script) -> Any:
         def forward(self, at: torch.Tensor, utt_id: list[str]) -> Any:
             epoch, step = at.tolist()
             stats, size = _epoch_of(script.train if self.training else script.valid, epoch)[step]
-            x = torch.arange(3.0 * size).reshape(size, 3) / 10 + dist.get_rank()
+            x = torch.arange(3.0 * size).reshape(size, 3) / 10 + rank()
             return _gathered((self.linear(x) ** 2).mean(), stats, size)
 
         def collect_feats(self, **batch: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -314,7 +304,7 @@ def train_gan(script: Script, install: bool) -> Trained:
     model = Model()
     parameters = [model.generator.parameters(), model.discriminator.parameters()]
     options = {"generator_first": False, "skip_discriminator_prob": 0.0}
-    with patched(install):
+    with installed(espnet, install):
         return _run(gan_trainer.GANTrainer, gan_trainer.GANTrainerOptions, model, parameters, script, **options)
 
 
@@ -350,8 +340,8 @@ def epoch_of_uasr(train: Sequence[Step], valid: Sequence[Step], install: bool) -
     script = Script([train], [valid])
 
     def options(folder: str) -> Any:
-        every = {**_options(folder, script), "generator_first": False, "max_num_warning": 1}
-        return _made(uasr_trainer.UASRTrainerOptions, **every)
+        every = {**options_of(folder, script), "generator_first": False, "max_num_warning": 1}
+        return made(uasr_trainer.UASRTrainerOptions, **every)
 
     distributed = DistributedOption(distributed=True, dist_backend="gloo", ngpu=0)
 
@@ -373,68 +363,8 @@ def epoch_of_uasr(train: Sequence[Step], valid: Sequence[Step], install: bool) -
             model=model, iterator=batches, reporter=reporter, options=options("unused"), distributed_option=distributed
         )
 
-    with patched(install):
+    with installed(espnet, install):
         return _epoch(train_one, len(train)), _epoch(validate_one, len(valid))
-
-
-def epoch_of_deepspeed(train: Sequence[Step], valid: Sequence[Step], install: bool) -> tuple[dict[str, float], ...]:
-    """The real `train_one_epoch` and `valid_one_epoch` of `DeepSpeedTrainer`, with a stand-in for DeepSpeed's engine.
-
-    The trainer needs a CUDA device for its flag and its batches; here ``.cuda()`` leaves a tensor where it is.
-    """
-    import espnet2.train.deepspeed_trainer as deepspeed_trainer
-
-    class Engine(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.linear = torch.nn.Linear(3, 1)
-
-        def forward(self, at: torch.Tensor, utt_id: list[str]) -> Any:
-            stats, size = (train if self.training else valid)[int(at)]
-            return _gathered((self.linear(torch.ones(size, 3)) ** 2).sum(), stats, size)
-
-        def backward(self, loss: torch.Tensor) -> None:
-            loss.backward()  # type: ignore[no-untyped-call]
-
-        def step(self) -> None:
-            self.zero_grad()
-
-        def get_global_grad_norm(self) -> float:
-            return 1.0
-
-        def loss_scale(self) -> float:
-            return 1.0
-
-        def get_lr(self) -> list[float]:
-            return [0.1]
-
-    engine = Engine()
-    options = _made(
-        deepspeed_trainer.DeepSpeedTrainerOptions,
-        resume=False,
-        seed=0,
-        train_dtype=torch.float32,
-        log_interval=1,
-        output_dir="unused",
-        max_epoch=1,
-        deepspeed_config="unused",
-        best_model_criterion=[],
-        keep_nbest_models=1,
-        use_tensorboard=False,
-        use_wandb=False,
-    )
-    trainer = deepspeed_trainer.DeepSpeedTrainer
-
-    def run(one_epoch: Callable[..., None]) -> Callable[[Any, Any], None]:
-        return lambda reporter, batches: one_epoch(model=engine, iterator=batches, reporter=reporter, options=options)
-
-    with (
-        patched(install),
-        mock.patch.object(torch.Tensor, "cuda", lambda tensor: tensor),
-        mock.patch.object(deepspeed_trainer, "to_device", lambda batch, device, dtype: batch),
-    ):
-        return _epoch(run(trainer.train_one_epoch), len(train)), _epoch(run(trainer.valid_one_epoch), len(valid))
 
 
 def _epoch(run: Callable[[Any, Any], None], steps: int) -> dict[str, float]:
@@ -446,14 +376,3 @@ def _epoch(run: Callable[[Any, Any], None], steps: int) -> dict[str, float]:
     with reporter.observe("phase") as sub_reporter:
         run(sub_reporter, [(["utt"], {"at": torch.tensor(step)}) for step in range(steps)])
     return _own(reporter.stats[1]["phase"])
-
-
-def balance(norms: dict[str, float], install: bool) -> dict[str, float]:
-    """Two steps of the gan codec's loss balancer, which passes a plain number as the weight."""
-    from espnet2.gan_codec.shared.loss.loss_balancer import EMA
-
-    average = EMA(0.5)
-    with patched(install):
-        for _ in range(2):
-            averaged = average({key: torch.tensor(value) for key, value in norms.items()})
-    return {key: value.item() for key, value in averaged.items()}

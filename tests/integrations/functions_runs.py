@@ -1,4 +1,4 @@
-"""What runs on the ranks of `test_functions`: copies in a tree of one's own, as they are and with ours."""
+"""What runs on the ranks of `test_functions`: functions of a user's tree, as they are and with ours in their place."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import ddpstats
 from ddpstats.integrations import functions
 from ddpstats.testing import count_collectives
 from tests.integrations import tree_engine, tree_misc
-from tests.integrations.on_ranks import of_this_rank as mine, on_group
+from tests.integrations.on_ranks import failure_of, of_this_rank, on_group
 from tests.needs import imported
 
 t = torch.tensor
@@ -41,62 +41,30 @@ def plain(values: dict[str, torch.Tensor]) -> list[tuple[str, str, Any]]:
 # -- reduce_dict ------------------------------------------------------------------------------------------------------
 
 
-def same_keys(install: bool) -> Any:
+def reduce_dict(name: str, by_rank: list[dict[str, float]], install: bool, average: bool = True) -> Any:
+    """Call a function of the tree on this rank's losses."""
+    losses = {key: t(value, requires_grad=name == "reduce_dict") for key, value in by_rank[dist.get_rank()].items()}
     with installed(install):
-        values = {"b": t(mine(2.0, 4.0), requires_grad=True), "a": t(mine(0.25, 0.5))}
-        return [plain(tree_engine.reduce_dict(values, average)) for average in (True, False)]
-
-
-def other_keys(install: bool) -> Any:
-    with installed(install):
-        return plain(tree_engine.reduce_dict(mine({"a": t(1.0), "dn": t(4.0)}, {"a": t(3.0), "x": t(-10.0)})))
-
-
-def of_functions_taken_by_name() -> Any:
-    with installed(True):
-        return plain(tree_misc.by_name(mine({"a": t(1.0)}, {"b": t(3.0)})))
-
-
-def reduced_to_rank_0(install: bool) -> Any:
-    with installed(install):
-        return plain(tree_misc.to_main({"a": t(mine(1.0, 3.0)), **mine({"b": t(4.0)}, {"c": t(-2.0)})}))
-
-
-def without_denoising() -> Any:
-    """A rank whose batch has no annotation lacks the losses of denoising."""
-    return tree_misc.reduce_dict(mine({"vfl": t(1.0), "vfl_dn": t(4.0)}, {"vfl": t(3.0)}))
-
-
-def missing_keys() -> Any:
-    """One loss less, in a mean and in a sum; and none at all."""
-    with installed(True):
-        one = without_denoising()
-        summed = tree_misc.reduce_dict(mine({"vfl": t(1.0), "vfl_dn": t(4.0)}, {"vfl": t(3.0)}), average=False)
-        none = tree_misc.reduce_dict(mine({"vfl": t(1.0)}, {}))
-        return [plain(found) for found in (one, summed, none)]
+        function = getattr(tree_engine if name == "reduce_dict" else tree_misc, name)
+        return plain(function(losses, average))
 
 
 def shapes_and_dtypes() -> Any:
     with installed(True):
         given = {
-            "half": t(mine(1.0, 2.0), dtype=torch.bfloat16),
-            "mixed": t(mine(1.0, 2.0), dtype=mine(torch.float16, torch.float32)),
-            "count": t(mine(1, 4)),
-            "one": t([mine(1.0, 3.0)]),
-            "rows": torch.full((2, 3), mine(1.0, 3.0)),
-            **mine({}, {"row": t([1.0, 2.0])}),
+            "half": t(of_this_rank(1.0, 2.0), dtype=torch.bfloat16),
+            "mixed": t(of_this_rank(1.0, 2.0), dtype=of_this_rank(torch.float16, torch.float32)),
+            "count": t(of_this_rank(1, 4)),
+            "one": t([of_this_rank(1.0, 3.0)]),
+            "rows": torch.full((2, 3), of_this_rank(1.0, 3.0)),
+            **of_this_rank({}, {"row": t([1.0, 2.0])}),
         }
         return plain(tree_misc.reduce_dict(given))
 
 
-def two_shapes() -> Any:
+def two_shapes(shapes: list[list[int]]) -> Any:
     with installed(True):
-        tree_misc.reduce_dict({"a": torch.ones(mine(2, 3))})
-
-
-def tensor_against_scalar() -> Any:
-    with installed(True):
-        tree_misc.reduce_dict({"a": torch.ones(mine([2], []))})
+        return failure_of(tree_misc.reduce_dict, {"a": torch.ones(shapes[dist.get_rank()])})
 
 
 def collectives() -> Any:
@@ -127,9 +95,9 @@ def collectives() -> Any:
 def parse_losses(install: bool, case: str) -> Any:
     with installed(install):
         weights = t([1.0, 2.0], requires_grad=True)
-        losses: dict[str, Any] = {"loss_cls": weights * mine(1.0, 3.0), "acc": t([mine(40.0, 60.0)])}
+        losses: dict[str, Any] = {"loss_cls": weights * of_this_rank(1.0, 3.0), "acc": t([of_this_rank(40.0, 60.0)])}
         if case == "other keys":
-            losses[mine("loss_mask", "loss_iou")] = [weights[0] * 2, weights[1]]
+            losses[of_this_rank("loss_mask", "loss_iou")] = [weights[0] * 2, weights[1]]
         if case == "missing" and dist.get_rank() == 0:
             losses["loss_mask"] = weights.sum()
         if case == "refused" and dist.get_rank() == 0:
@@ -145,7 +113,7 @@ def parse_losses(install: bool, case: str) -> Any:
 
 def write_metrics(install: bool, newer: bool, by_rank: list[dict[str, float]]) -> Any:
     losses = {name: t(value) for name, value in by_rank[dist.get_rank()].items()}
-    data_time = mine(0.25, 0.75)
+    data_time = of_this_rank(0.25, 0.75)
     with installed(install), tree_misc.EventStorage(3) as storage:
         try:
             if newer:
@@ -175,20 +143,10 @@ def recursive(install: bool, module_name: str) -> Any:
     """Another key on each rank, then a local call, then a sum."""
     module = imported(module_name)
     with installed(install, module_name):
-        stats = mine({"l1": t([0.5, 1.5])}, {"snr": t([-2.0, -4.0])})
+        stats = of_this_rank({"l1": t([0.5, 1.5])}, {"snr": t([-2.0, -4.0])})
         weight = t([1.0, 3.0])
         averages, total = module.recursive_average(stats, weight, distributed=True)
         local, own = module.recursive_average(stats, weight)
         summed = module.recursive_sum(stats, weight, True)
-        with_nan, _ = module.recursive_average({"a": t(mine([1.0, 1.0], [torch.nan, 1.0]))}, weight, True)
+        with_nan, _ = module.recursive_average({"a": t(of_this_rank([1.0, 1.0], [torch.nan, 1.0]))}, weight, True)
         return [plain(averages), total.item(), plain(local), own.item(), plain(summed), repr(with_nan["a"].item())]
-
-
-def parse_losses_of(module_name: str, class_name: str, install: bool) -> Any:
-    """A real package's method, on an instance that was never initialised: it does not look at it."""
-    module = imported(module_name)
-    with installed(install, module_name):
-        owner = getattr(module, class_name)
-        losses = mine({"loss_cls": t([1.0, 3.0]), "loss_mask": t(1.0)}, {"loss_cls": [t(3.0), t(1.0)], "acc": t(50.0)})
-        loss, log_vars = owner._parse_losses(None, losses)
-        return loss.item(), list(log_vars.items())

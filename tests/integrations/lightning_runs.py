@@ -6,12 +6,12 @@ Of ``lightning.pytorch``; of ``pytorch_lightning`` where `PACKAGE` says so in th
 from __future__ import annotations
 
 import contextlib
+import datetime
 import importlib
 import logging
 import os
 import pathlib
 import tempfile
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader
 import ddpstats
 from ddpstats.integrations import lightning as ours, loggers
 from ddpstats.testing import count_collectives
+from tests.integrations.test_contract import LIBRARIES
 from tests.integrations.window_adds import added
 
 PACKAGE = "DDPSTATS_TEST_LIGHTNING"
@@ -195,6 +196,8 @@ EPOCH = {"on_step": False, "on_epoch": True}
 
 
 LOW = torch.tensor(0.1, dtype=torch.bfloat16)
+EXACT = torch.tensor(16777217.0, dtype=torch.float64)
+"""A number that float32 cannot hold."""
 
 SCRIPTS: dict[str, dict[str, Logs]] = {
     "different keys": {
@@ -228,7 +231,7 @@ SCRIPTS: dict[str, dict[str, Logs]] = {
         ],
     },
     "low precision": {
-        "training_step": lambda rank, i: [("low", LOW, BOTH), ("count", 16777217, {**EPOCH, "reduce_fx": "max"})],
+        "training_step": lambda rank, i: [("low", LOW, BOTH), ("exact", EXACT, EPOCH)],
         "validation_step": lambda rank, i: [("low", LOW, {}), ("whole", 3 + rank, {})],
     },
     "late": {
@@ -254,15 +257,26 @@ SCRIPTS: dict[str, dict[str, Logs]] = {
     "two reductions of an epoch": {
         "validation_step": lambda rank, i: [("loss", 1.0, {"reduce_fx": ("mean", "sum")[rank]})],
     },
+    "two levels": {
+        "training_step": lambda rank, i: [("k", 1.0 + rank, (BOTH, EPOCH)[rank])],
+    },
+    "progress bar on one rank": {
+        "training_step": lambda rank, i: [
+            ("k", 1.0 + rank, ({**STEP, "logger": False}, {**STEP, "prog_bar": True})[rank])
+        ],
+    },
+    "once, late": {
+        "on_train_batch_end": lambda rank, i: [("late", 1.0 + rank, STEP)] if i == 2 else [],
+    },
+    "uneven": {
+        "validation_step": lambda rank, i: [("y", float(i), BOTH)],
+    },
     "watched": {
         "validation_step": lambda rank, i: [("watched", 1.0, EPOCH)] if rank == 1 else [],
     },
     "ten keys": {
         "training_step": lambda rank, i: [(f"k{n}", float(rank), STEP) for n in range(10)],
         "validation_step": lambda rank, i: [(f"k{n}", float(rank), {}) for n in range(10)],
-    },
-    "steps later": {
-        "validation_step": lambda rank, i: [("s", float(i), BOTH)],
     },
     "nothing": {"training_step": lambda rank, i: []},
 }
@@ -429,17 +443,15 @@ def _trained(how: str, window: ddpstats.StatsWindow, attached: bool) -> int:
 
 
 def windows_at_other_steps(folder: pathlib.Path) -> None:
-    """Rank 0 logs each second step and rank 1 each third. What a rank raises is written, and ends it as a script."""
+    """Rank 0 logs each second step and rank 1 each third. A rank that misses the other says so and ends as a script."""
     with quietly(), ddpstats.StatsWindow(name="trainer") as window, tempfile.TemporaryDirectory() as root:
         trainer = trainer_of(root, [], log_every_n_steps=2 + dist.get_rank())
         loggers.write_window(trainer, window)
         try:
             trainer.fit(Adding(window), loader(6))
-            said = "nothing"
-        except Exception as error:
-            said = f"{type(error).__name__}: {error}"
-        (folder / f"rank{dist.get_rank()}").write_text(said)
-        os._exit(1)
+        except ddpstats.RankMissing as error:
+            (folder / f"rank{dist.get_rank()}").write_text(f"misses {error.missing_ranks}")
+            os._exit(1)
 
 
 class Peeking(Logging):
@@ -458,16 +470,17 @@ def peeked(how: str) -> list[dict[str, float]]:
 
 
 class Late(Logging):
-    """Rank 1 comes to the point of its first batch long after the others, though it took part in DDP's reduction."""
+    """Rank 1 comes to the point of its first batch when rank 0 has given up, though it took part in DDP's reduction."""
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         if dist.get_rank() == 1:
-            time.sleep(6.0)
+            dist.distributed_c10d._get_default_store().wait(["rank 0 has raised"], datetime.timedelta(seconds=60))
 
 
 def one_is_late(how: str) -> tuple[str, str, tuple[int, ...]]:
-    """Under a DDPSTATS_TIMEOUT_SEC that is shorter than that."""
-    return raised("fit", {"training_step": lambda rank, i: [("k", float(rank), STEP)]}, how, train=2, kind=Late)
+    error = raised("fit", {"training_step": lambda rank, i: [("k", float(rank), STEP)]}, how, train=2, kind=Late)
+    dist.distributed_c10d._get_default_store().set(f"rank {dist.get_rank()} has raised", "")
+    return error
 
 
 def withheld(how: str) -> str:
@@ -486,24 +499,9 @@ def withheld(how: str) -> str:
     return ""
 
 
-def objects() -> dict[str, Any]:
-    """What `install` replaces."""
-    connectors = "trainer.connectors.logger_connector"
-    names = [
-        ("loops.evaluation_loop", "_EvaluationLoop"),
-        ("loops.fit_loop", "_FitLoop"),
-        (f"{connectors}.logger_connector", "_LoggerConnector"),
-        (f"{connectors}.result", "_ResultCollection"),
-    ]
-    owners: list[Any] = [getattr(importlib.import_module(f"{ROOT}.{module}"), name) for module, name in names]
-    owners.append(importlib.import_module(f"{ROOT}.trainer.call"))
-    return {f"{owner.__name__}.{name}": value for owner in owners for name, value in vars(owner).items()}
-
-
 def play_uneven(how: str, sanity: int) -> Found:
     """Rank 0 validates five batches and rank 1 two, twice."""
-    script: dict[str, Logs] = {"validation_step": lambda rank, i: [("y", float(i), BOTH)]}
-    return fit(script, how, val=5 - 3 * dist.get_rank(), max_epochs=2, num_sanity_val_steps=sanity)
+    return play("uneven", how, val=5 - 3 * dist.get_rank(), max_epochs=2, num_sanity_val_steps=sanity)
 
 
 def play_agreeing(name: str, how: str) -> Found:
@@ -532,19 +530,15 @@ def close(left: Any, right: Any) -> bool:
 
 def left_by_callback() -> tuple[bool, bool]:
     """Whether Lightning is as before after a run with the callback, also one that raised."""
-    before = objects()
+    (library,) = (library for library in LIBRARIES if library.package == ROOT.partition(".")[0])
+    before = library.objects()
     play("different keys", "callback")
-    clean = all(value is before[name] for name, value in objects().items())
+    clean = all(value is before[name] for name, value in library.objects().items())
     raised("play", "two reductions", "callback")
-    return clean, all(value is before[name] for name, value in objects().items())
+    return clean, all(value is before[name] for name, value in library.objects().items())
 
 
 # -- programs that are not alike on all ranks, or unusual ------------------------------------------------------------
-
-
-def _key(*settings_of_ranks: dict[str, Any]) -> dict[str, Logs]:
-    """Every rank logs k = 1 + its rank in training, with settings of its own."""
-    return {"training_step": lambda rank, i: [("k", 1.0 + rank, settings_of_ranks[rank])]}
 
 
 def trainers_of_one_rank() -> Any:
@@ -561,32 +555,6 @@ def trainers_of_one_rank() -> Any:
         model = Scripted(script)
         several = trainer.validate(model, [loader(1), loader(2)], verbose=False)
         return [*trainer.test(model, loader(2), verbose=False), *several]
-
-
-class Keeping(Logging):
-    """Keeps, as users do, what it trains with."""
-
-    def __init__(self, script: dict[str, Logs]) -> None:
-        super().__init__(script)
-        self.window, self.reducer = ddpstats.StatsWindow(name="train"), ddpstats.StatsReducer(name="kept")
-        self.sentinel = ddpstats.Sentinel(self, mode=2)
-
-    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
-        self.window.add({"loss": 1.0 + dist.get_rank()})
-        return super().training_step(batch, index)
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.sentinel.step()
-
-    def on_train_epoch_end(self) -> None:
-        self.seen.append((str(self.window.adds), self.window.flush().flat()))
-        self.seen.append(("", self.reducer({"epoch": float(self.current_epoch)}).flat()))
-
-
-def averaged() -> Found:
-    """With Lightning's weight averaging, which keeps a copy of the module."""
-    averaging = pl.callbacks.StochasticWeightAveraging(swa_lrs=0.5, swa_epoch_start=1)
-    return fit({}, "stock", callbacks=[averaging], kind=Keeping, max_epochs=3)
 
 
 def without_batches(how: str, several: bool) -> dict[str, float]:
@@ -607,86 +575,20 @@ def without_batches(how: str, several: bool) -> dict[str, float]:
     return dict(found["callback"])
 
 
-def metric_on_one_rank_value_on_another() -> None:
-    """The same key; raises."""
-
-    class Model(Scripted):
-        metric: Any
-
-        def validation_step(self, batch: Any, index: int, dataloader_idx: int = 0) -> None:
-            self.metric.update(1.0)
-            if dist.get_rank() == 0:
-                self.log("m", self.metric)
-            else:
-                self.log("m", 1.0, sync_dist=True, batch_size=1)
-
-    with quietly(), installed("install"), tempfile.TemporaryDirectory() as root:
-        model = Model({})
-        model.metric = torchmetrics.MeanMetric()
-        trainer_of(root, []).fit(model, loader(1), loader(1))
-
-
-def settings_differ(kind: str) -> Found:
-    """One key with other settings on each rank."""
-    settings = {
-        "levels": (BOTH, EPOCH),
-        "shown": ({**STEP, "logger": False}, {**STEP, "prog_bar": True}),
-        "hooks": (STEP, STEP),
-    }[kind]
-    script = _key(*settings)
-    if kind == "hooks":  # rank 1 logs the name in another hook
-        script = {
-            "training_step": lambda rank, i: [("k", 1.0, STEP)] if rank == 0 else [],
-            "on_train_batch_end": lambda rank, i: [("k", 2.0, STEP)] if rank == 1 else [],
-        }
-    return fit(script, "install")
-
-
-def late_only_once(how: str) -> Found:
-    """The hook at the end of batches logs in the last batch for the first time."""
-    return fit({"on_train_batch_end": lambda rank, i: [("late", 1.0 + rank, STEP)] if i == 2 else []}, how, train=3)
-
-
 def one_trainer_twice(first: str, second: str) -> list[dict[str, float]]:
-    """The same trainer fits twice, each time installed in another way; the first run breaks off where it is "break"."""
-    found: list[dict[str, float]] = []
+    """The same trainer fits twice, each time installed in another way."""
+    metrics: list[dict[str, float]] = []
     with quietly(), tempfile.TemporaryDirectory() as root:
-        breaks = first == "break"
-        script: dict[str, Logs] = {"training_step": lambda rank, i: [("loss" if i < 9 else "x", 1.0 + rank, BOTH)]}
-        model = Scripted(script)
-        trainer = trainer_of(root, [])
-        for how in ("install" if breaks else first, second):
+        model, trainer = Scripted({"training_step": lambda rank, i: [("loss", 1.0 + rank, BOTH)]}), trainer_of(root, [])
+        for how in (first, second):
             with installed(how):
-                try:
-                    data: Any = [torch.ones(1), None if breaks and not found else torch.ones(1)]
-                    trainer.fit(model, DataLoader(data, collate_fn=lambda items: items[0] * 1))
-                except TypeError:
-                    model.script = {"training_step": lambda rank, i: [("new", 1.0 + rank, BOTH)]}
-            found.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+                trainer.fit(model, loader(2))
+            metrics.append({name: float(value) for name, value in trainer.callback_metrics.items()})
             trainer.fit_loop.epoch_progress.reset()
-    return found
-
-
-def adopted_then_own() -> Found:
-    """Rank 1 logs a key only after it had it from rank 0, and then for itself alone."""
-
-    def logs(rank: int, i: int) -> list[tuple[str, Any, dict[str, Any]]]:
-        return [("k", 1.0 + rank, {**STEP, "sync_dist": rank == 0})] if rank == 0 or i > 0 else []
-
-    return fit({"training_step": logs}, "install")
-
-
-def exact() -> list[tuple[float, str]]:
-    """A float64 that float32 cannot hold."""
-    value = torch.tensor(16777217.0, dtype=torch.float64)
-    with quietly(), installed("install"), tempfile.TemporaryDirectory() as root:
-        model = Scripted({"training_step": lambda rank, i: [("k", value, BOTH)]})
-        trainer = trainer_of(root, [])
-        trainer.fit(model, loader(1))
-        return [(float(found), str(found.dtype)) for found in trainer.callback_metrics.values()]
+    return metrics
 
 
 def outside_of_the_group() -> dict[str, float]:
     """Every rank logs with a group that only rank 0 is in."""
-    group = dist.new_group([0])
-    return dict(fit(_key(*[{**STEP, "sync_dist_group": group}] * 2), "install")["callback"])
+    settings = {**STEP, "sync_dist_group": dist.new_group([0])}
+    return dict(fit({"training_step": lambda rank, i: [("k", 1.0 + rank, settings)]}, "install")["callback"])

@@ -1,4 +1,4 @@
-"""espnet's real trainers on two gloo ranks: what stock espnet makes of stats that differ, and what `install` does."""
+"""espnet's trainers report the right averages of stats that differ between ranks after `install`; stock does not."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ import torch
 
 from ddpstats.errors import ConfigError
 from ddpstats.integrations import espnet
-from ddpstats.testing._ranks import PerRank, RankPool, run_ranks
+from ddpstats.testing import PerRank, RankPool, run_ranks
 from tests.integrations import espnet_runs
 from tests.integrations.espnet_runs import Script, Step, Trained
 from tests.needs import imported, needs
 
+pytestmark = pytest.mark.library
 needs("espnet2")
 imported("espnet2.train.reporter")
 WRONG_TYPE = getattr(imported("typeguard"), "TypeCheckError", TypeError)  # espnet 202402 has a typeguard of before it
@@ -88,7 +89,7 @@ def test_same_keys_give_the_numbers_and_the_parameters_of_stock_espnet(pool: Ran
         assert list(ours.train[epoch]) == list(stock[0].train[epoch])
 
 
-def test_different_keys(pool: RankPool) -> None:
+def test_different_keys_are_on_every_rank(pool: RankPool) -> None:
     scripts = both({"l1_loss": 0.057}, {"snr_loss": -2.0})
     stock = trained(pool, scripts, False)
     assert stock[0].train == stock[0].valid == [{"l1_loss": pytest.approx(-0.9715)}]  # a loss, and negative
@@ -98,7 +99,7 @@ def test_different_keys(pool: RankPool) -> None:
     assert ours.parameters == stock[0].parameters  # the total weight, which scales the gradient, is stock's
 
 
-def test_another_order_of_keys(pool: RankPool) -> None:
+def test_keys_in_another_order_are_not_mixed_up(pool: RankPool) -> None:
     scripts = both({"l1": 0.05, "snr": -2.0}, {"snr": -4.0, "l1": 0.07})
     stock = trained(pool, scripts, False)
     assert stock[0].train == stock[0].valid == [pytest.approx({"l1": -1.975, "snr": -0.965})]
@@ -107,7 +108,7 @@ def test_another_order_of_keys(pool: RankPool) -> None:
     assert ours.train == ours.valid == [pytest.approx({"l1": 0.06, "snr": -3.0})]
 
 
-def test_lists_of_different_lengths(pool: RankPool) -> None:
+def test_lists_of_different_lengths_are_averaged_by_index(pool: RankPool) -> None:
     scripts = both({"l1": [0.0505], "snr": [-0.5, -2.5, -1.9]}, {"l1": [0.05, 0.023], "snr": [-2.5, -1.5]})
     stock = pool.run(espnet_runs.train, PerRank(scripts), False).errors()
     assert [type(error).__name__ for error in stock.values()] == [WRONG_TYPE.__name__] * 2
@@ -127,7 +128,7 @@ PLATEAU = [by_epoch(rank, None, True) for rank in range(2)]
 EARLY_STOP = [by_epoch(rank, 0, False) for rank in range(2)]
 
 
-def test_a_learning_rate_that_follows_a_key(pool: RankPool) -> None:
+def test_a_learning_rate_that_follows_a_key_is_the_same_on_every_rank(pool: RankPool) -> None:
     stock = trained(pool, PLATEAU, False)
     assert [one.learning_rate for one in stock] == pytest.approx([0.1, 0.0001])
     assert stock[0].parameters != stock[1].parameters  # the models have parted
@@ -136,7 +137,7 @@ def test_a_learning_rate_that_follows_a_key(pool: RankPool) -> None:
     assert [epoch["a"] for epoch in ours.valid] == pytest.approx([1.0, 0.9, 0.8, 0.7])
 
 
-def test_early_stopping_on_a_key(pool: RankPool) -> None:
+def test_early_stopping_on_a_key_stops_no_rank_alone(pool: RankPool) -> None:
     ours = installed(pool, EARLY_STOP)
     assert len(ours.valid) == 4
 
@@ -170,13 +171,13 @@ def test_stock_stops_early_on_one_rank_alone(stock_ends: list[dict[str, str]]) -
     assert "Timed out" in stock_ends[0]["early"] or "onnection" in stock_ends[0]["early"]
 
 
-def test_another_number_of_keys(pool: RankPool) -> None:
+def test_another_number_of_keys_is_averaged_over_the_holders(pool: RankPool) -> None:
     ours = installed(pool, MORE_KEYS)
     assert ours.train == ours.valid == [{"a": 1.0, "loss": 1.0}]
 
 
 @pytest.mark.parametrize("scripts", [NONE, NONE_IN_VALIDATION], ids=["in both", "in validation"])
-def test_none_on_one_rank(pool: RankPool, scripts: list[Script]) -> None:
+def test_none_on_one_rank_is_absent_there(pool: RankPool, scripts: list[Script]) -> None:
     assert installed(pool, scripts).valid == [{"a": 1.0, "loss": 2.0}]
 
 
@@ -218,13 +219,13 @@ def test_nan_means_absent_as_espnets_models_mean_it(pool: RankPool) -> None:
     assert ours.train == ours.valid == [{"a": 1.0, "single": -2.0, "multi": 3.0}]
 
 
-def test_an_integer_on_one_rank(pool: RankPool) -> None:
+def test_an_integer_on_one_rank_is_averaged_with_floats(pool: RankPool) -> None:
     # espnet2/ssl/loss/hubert.py reports 0 where it has counted nothing. Stock espnet's process aborts.
     ours = installed(pool, both({**A, "acc": 0}, {**A, "acc": 0.5}))
     assert ours.train == [{"a": 1.0, "acc": 0.25}]
 
 
-def test_ranks_with_different_numbers_of_batches(pool: RankPool) -> None:
+def test_ranks_with_different_numbers_of_batches_are_averaged(pool: RankPool) -> None:
     short: list[Step] = [({**A, "x": 1.0}, 8)] * 2
     ours = installed(pool, [Script([short], [short]), Script([[*short, (A, 8)]], [[*short, (A, 8)]])])
     assert ours.train == ours.valid == [{"a": 1.0, "x": 1.0}]
@@ -245,7 +246,7 @@ def test_every_module_that_binds_the_function_is_patched_and_restored(pool: Rank
     assert set(found.values()) == {("ddpstats.integrations.espnet", "espnet2.torch_utils.recursive_op")}
 
 
-def test_gan_trainer(pool: RankPool) -> None:
+def test_gan_trainer_reports_the_keys_of_all_ranks(pool: RankPool) -> None:
     scripts = both({**A, "l1": 0.05}, {**A, "snr": -2.0})
     wrong = pool.run(espnet_runs.train_gan, PerRank(scripts), False).values()
     assert wrong[0].train[0]["l1"] == wrong[1].train[0]["d_snr"] == pytest.approx(-0.975)
@@ -257,37 +258,15 @@ def test_gan_trainer(pool: RankPool) -> None:
 
 
 # Rank 0 has 4 times the batch of rank 1, and 6 errors in 40 tokens where that has 8 in 10.
+UASR_COUNTS = ("batch_num_errors", "batch_num_ref_tokens", "batch_lm_log_prob", "batch_num_hyp_tokens", "batch_size")
 UASR_VALID: list[list[Step]] = [
-    [
-        (
-            {
-                "loss": 1.0,
-                "batch_num_errors": 6,
-                "batch_num_ref_tokens": 40,
-                "batch_lm_log_prob": -30.0,
-                "batch_num_hyp_tokens": 32,
-                "batch_size": 8,
-            },
-            8,
-        )
-    ],
-    [
-        (
-            {
-                "batch_num_errors": 8,
-                "batch_num_ref_tokens": 10,
-                "batch_lm_log_prob": -10.0,
-                "batch_num_hyp_tokens": 8,
-                "batch_size": 2,
-            },
-            2,
-        )
-    ],
+    [({"loss": 1.0, **dict(zip(UASR_COUNTS, (6, 40, -30.0, 32, 8), strict=True))}, 8)],
+    [(dict(zip(UASR_COUNTS, (8, 10, -10.0, 8, 2), strict=True)), 2)],
 ]
 UASR_TRAIN: list[list[Step]] = [[({"gp": 1.0}, 8), ({"gp": 4.0}, 8)], [({"sp": 2.0}, 8), ({"gp": 4.0}, 8)]]
 
 
-def test_uasr_trainer(pool: RankPool) -> None:
+def test_uasr_trainer_divides_sums_over_all_ranks(pool: RankPool) -> None:
     (train, valid), other = pool.run(espnet_runs.epoch_of_uasr, PerRank(UASR_TRAIN), PerRank(UASR_VALID), True).values()
     assert (train, valid) == other
     assert train == {"gp": 3.0, "sp": 2.0}
@@ -300,33 +279,6 @@ def test_stock_uasr_trainer_cannot_validate_on_several_ranks(pool: RankPool) -> 
     same_keys = [[({key: value for key, value in one[0][0].items() if key != "loss"}, one[0][1])] for one in UASR_VALID]
     errors = pool.run(espnet_runs.epoch_of_uasr, [UASR_TRAIN[0][1]], PerRank(same_keys), False).errors()
     assert [str(error).split("(")[0] for error in errors.values()] == ["nanmean"] * 2  # the counts are integers
-
-
-def _needs_part(module: str) -> None:
-    if not espnet_runs.is_there(module):
-        pytest.skip(f"this espnet has no {module}")
-
-
-def test_deepspeed_trainer(pool: RankPool) -> None:
-    _needs_part("espnet2.train.deepspeed_trainer")
-    rank0: list[Step] = [({"l1": 0.05}, 8), ({"l1": 2.0}, 8)]
-    rank1: list[Step] = [({"snr": -2.0}, 8), ({"l1": 2.0}, 8)]
-    arguments = PerRank([rank0, rank1]), PerRank([rank0, rank1])
-    wrong = pool.run(espnet_runs.epoch_of_deepspeed, *arguments, False).values()
-    assert wrong[0][0]["l1"] == pytest.approx((-0.975 + 2.0) / 2)
-    right, other = pool.run(espnet_runs.epoch_of_deepspeed, *arguments, True).values()
-    assert right == other
-    expected = {"l1": pytest.approx((0.05 + 2 * 2.0) / 3), "snr": -2.0}
-    assert {key: right[0][key] for key in expected} == expected
-    assert right[1] == expected
-
-
-def test_loss_balancer_of_gan_codec(pool: RankPool) -> None:
-    _needs_part("espnet2.gan_codec.shared.loss.loss_balancer")
-    # Passes the number 1 as the weight, which stock espnet takes for a tensor.
-    norms = PerRank([{"mel": 4.0, "adv": 1.0}, {"mel": 8.0, "adv": 1.0}])
-    assert "dim" in str(pool.run(espnet_runs.balance, norms, False).errors()[0])
-    assert pool.run(espnet_runs.balance, norms, True).values() == [{"mel": 4.5, "adv": 0.75}] * 2
 
 
 # -- install and uninstall --------------------------------------------------------------------------------------------
@@ -346,62 +298,6 @@ def espnet_module() -> Iterator[Any]:
 
     yield module
     espnet.uninstall()
-
-
-def objects(module: Any) -> tuple[Any, ...]:
-    from espnet2.train.reporter import SubReporter
-
-    names = ("recursive_average", "recursive_sum", "recursive_divide")
-    return (*(getattr(module, name) for name in names), SubReporter.register)
-
-
-def test_uninstall_puts_the_very_objects_back(espnet_module: Any) -> None:
-    stock = objects(espnet_module)
-    espnet.install()
-    ours = objects(espnet_module)
-    assert not set(ours) & set(stock)
-    espnet.install()
-    assert objects(espnet_module) == ours
-    espnet.uninstall()
-    assert all(a is b for a, b in zip(objects(espnet_module), stock, strict=True))
-    espnet.uninstall()
-    assert objects(espnet_module) == stock
-
-
-def test_one_that_averages_otherwise_is_left_unpatched(espnet_module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("espnet2.__version__", "202601")
-    monkeypatch.setattr(espnet_module, "recursive_divide", lambda a, b: a)
-    stock = objects(espnet_module)
-    said = "espnet 202601 averages 2 and 5 with weights 2 and 1 to .*, where 3 with weight 3 is relied on"
-    with pytest.warns(UserWarning, match=said) as caught:
-        espnet.install()
-    assert caught[0].filename == __file__
-    assert objects(espnet_module) == stock
-
-
-@pytest.mark.parametrize(
-    ("other", "said"),
-    [
-        (lambda obj, weight, group: obj, r"has recursive_sum\(obj, weight, group\) where"),
-        (None, r"has a NoneType as espnet2\.torch_utils\.recursive_op\.recursive_sum"),
-    ],
-    ids=["other parameters", "missing"],
-)
-def test_a_checkout_with_other_functions_is_left_unpatched(
-    espnet_module: Any, monkeypatch: pytest.MonkeyPatch, other: Any, said: str
-) -> None:
-    monkeypatch.setattr(espnet_module, "recursive_sum", other)
-    stock = objects(espnet_module)
-    with pytest.warns(UserWarning, match=r"espnet \d+ " + said):
-        espnet.install()
-    assert objects(espnet_module) == stock
-
-
-def test_the_kill_switch(espnet_module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    stock = objects(espnet_module)
-    monkeypatch.setenv("DDPSTATS_DISABLE", "1")
-    espnet.install()
-    assert objects(espnet_module) == stock
 
 
 @pytest.mark.parametrize("missing", ["espnet2", "espnet2.train.reporter"])
@@ -448,12 +344,8 @@ def test_a_key_that_the_trainer_deletes_is_not_registered(registered: Any) -> No
     assert registered(ONE_AND_TWO, lambda stats: stats.pop("two") and None) == {"one": [(1.0, 8.0)]}
 
 
-def test_a_copy_is_a_plain_dict(registered: Any) -> None:
+def test_a_copy_of_averaged_stats_is_a_plain_dict(registered: Any) -> None:
     assert registered({"one": torch.tensor([1.0])}, dict, 6) == {"one": [(1.0, 6)]}
-
-
-def test_no_stats_at_all(registered: Any) -> None:
-    assert registered({}) == {}
 
 
 def test_types_are_still_checked(registered: Any) -> None:

@@ -1,9 +1,8 @@
-"""`self.log(..., sync_dist=True)` of the real Lightning on real ranks: stock shows the fault, installed the truth."""
+"""Lightning's `self.log(..., sync_dist=True)` is right on every rank after `install`, or with the callback."""
 
 from __future__ import annotations
 
 import importlib
-import math
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,9 @@ from ddpstats.testing import RankPool, run_ranks
 from tests.integrations.window_adds import KEYS, close, expected
 from tests.needs import imported, needs
 
+pytestmark = pytest.mark.library
 needs("lightning", "torchmetrics")
 imported("lightning"), imported("pytorch_lightning")
-ours: Any = importlib.import_module("ddpstats.integrations.lightning")
 runs: Any = importlib.import_module("tests.integrations.lightning_runs")
 
 WAYS = ["install", "callback"]
@@ -33,7 +32,7 @@ def test_stock_averages_one_key_into_another(two_ranks: RankPool) -> None:
 
 
 @pytest.mark.parametrize("how", WAYS)
-def test_keys_that_differ_between_ranks(two_ranks: RankPool, how: str) -> None:
+def test_keys_that_differ_between_ranks_are_on_every_rank(two_ranks: RankPool, how: str) -> None:
     expected = {"loss": 2.0, "loss_step": 2.0, "loss_epoch": 2.0, "even": 0.5, "odd": 0.75, "v": 1.5, "v0": 0, "v1": 1}
     for found in played(two_ranks, "different keys", how, val=2):
         assert found["callback"] == expected
@@ -47,7 +46,7 @@ def test_keys_that_differ_between_ranks(two_ranks: RankPool, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["stock", *WAYS])
-def test_keys_in_another_order(two_ranks: RankPool, how: str) -> None:
+def test_keys_in_another_order_are_not_mixed_up(two_ranks: RankPool, how: str) -> None:
     wrong = how == "stock"
     for found in played(two_ranks, "other order", how, val=2):
         names = ("a_step", "b_step", "a_epoch", "b_epoch", "c", "d")
@@ -55,7 +54,7 @@ def test_keys_in_another_order(two_ranks: RankPool, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", WAYS)
-def test_keys_that_differ_between_steps(two_ranks: RankPool, how: str) -> None:
+def test_keys_that_differ_between_steps_are_on_every_rank(two_ranks: RankPool, how: str) -> None:
     for found in played(two_ranks, "now and then", how, train=4, val=4):
         assert [row["x_step"] for _, row in found["rows"] if "x_step" in row] == [0, 1, 2, 3]
         assert [row["y_step"] for _, row in found["rows"] if "y_step" in row] == [0, 1, 2, 3]
@@ -63,7 +62,7 @@ def test_keys_that_differ_between_steps(two_ranks: RankPool, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["stock", *WAYS])
-def test_batch_sizes(two_ranks: RankPool, how: str) -> None:
+def test_epoch_means_are_weighted_by_batch_size(two_ranks: RankPool, how: str) -> None:
     for found in played(two_ranks, "batch sizes", how, train=3, val=3):
         metrics = found["callback"]
         assert metrics["one"] == metrics["one_epoch"] == 1.0 or how == "stock"
@@ -74,7 +73,7 @@ def test_batch_sizes(two_ranks: RankPool, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", WAYS)
-def test_reductions(two_ranks: RankPool, how: str) -> None:
+def test_reductions_are_those_of_all_ranks(two_ranks: RankPool, how: str) -> None:
     # rank 0 has 1 and 11, rank 1 has 2 and 12
     steps = {"sum_step": 23, "min_step": 11, "max_step": 12, "mean_step": 11.5}
     epoch = {"sum_epoch": 26, "min_epoch": 1, "max_epoch": 12, "mean_epoch": 6.5}
@@ -85,16 +84,16 @@ def test_reductions(two_ranks: RankPool, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", WAYS)
-def test_low_precision_and_whole_numbers(two_ranks: RankPool, how: str) -> None:
+def test_low_and_high_precision_and_whole_numbers(two_ranks: RankPool, how: str) -> None:
     for found in played(two_ranks, "low precision", how, train=50, val=50):
         assert found["callback"]["low_epoch"] == pytest.approx(float(runs.LOW), rel=1e-7)
         assert found["callback"]["low"] == pytest.approx(float(runs.LOW), rel=1e-7)
-        assert found["callback"]["count"] == pytest.approx(16777217, abs=1)
+        assert found["callback"]["exact"] == 16777217.0
         assert found["callback"]["whole"] == 3.5
 
 
 @pytest.mark.parametrize("how", WAYS)
-def test_logs_of_the_hooks_at_the_end(two_ranks: RankPool, how: str) -> None:
+def test_keys_of_the_hooks_at_the_end_are_on_every_rank(two_ranks: RankPool, how: str) -> None:
     for found in played(two_ranks, "late", how, train=3, val=1):
         metrics = found["callback"]
         assert [metrics[name] for name in ("end0", "end1", "end", "vend0", "vend1", "vend")] == [5, 6, 0.5, 7, 8, 0.5]
@@ -103,7 +102,7 @@ def test_logs_of_the_hooks_at_the_end(two_ranks: RankPool, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", WAYS)
-def test_groups(three_ranks: RankPool, how: str) -> None:
+def test_groups_combine_their_own_ranks(three_ranks: RankPool, how: str) -> None:
     for rank, found in enumerate(three_ranks.run(runs.play_group, how).values()):
         metrics = found["callback"]
         assert metrics["shared_step"] == metrics["shared_epoch"] == 1.0
@@ -112,7 +111,7 @@ def test_groups(three_ranks: RankPool, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["stock", *WAYS])
-def test_what_is_not_combined_stays(two_ranks: RankPool, how: str) -> None:
+def test_keys_that_are_not_synced_stay_stock(two_ranks: RankPool, how: str) -> None:
     first, second = played(two_ranks, "rank zero only", how)
     assert (first["callback"], second["callback"]) == ({"mine": 0.0}, {})
     first, second = played(two_ranks, "not synced", how, val=1)
@@ -121,7 +120,7 @@ def test_what_is_not_combined_stays(two_ranks: RankPool, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", WAYS)
-def test_several_loaders(two_ranks: RankPool, how: str) -> None:
+def test_several_loaders_have_keys_of_their_own(two_ranks: RankPool, how: str) -> None:
     for found in played(two_ranks, "loaders", how, val=[2, 3]):
         metrics = found["callback"]
         for only in ("only0", "only1"):
@@ -132,7 +131,7 @@ def test_several_loaders(two_ranks: RankPool, how: str) -> None:
 
 @pytest.mark.parametrize("how", WAYS)
 @pytest.mark.parametrize("sanity", [0, 2])
-def test_ranks_with_different_numbers_of_batches(two_ranks: RankPool, how: str, sanity: int) -> None:
+def test_ranks_may_validate_different_numbers_of_batches(two_ranks: RankPool, how: str, sanity: int) -> None:
     """One rank validates five batches, the other two; on_step included. Stock Lightning hangs."""
     results = two_ranks.run(runs.play_uneven, how, sanity).values()
     for found in results:
@@ -152,7 +151,7 @@ def test_callbacks_agree_on_a_key_of_one_rank(two_ranks: RankPool, how: str) -> 
 
 
 @pytest.mark.parametrize("how", WAYS)
-def test_validate_and_test(two_ranks: RankPool, how: str) -> None:
+def test_validate_and_test_return_the_keys_of_all_ranks(two_ranks: RankPool, how: str) -> None:
     expected = [{"v": 1.5, "v0": 0.0, "v1": 1.0}]
     assert two_ranks.run(runs.play_stages, how).values() == [[expected, expected]] * 2
 
@@ -170,17 +169,31 @@ def test_where_ranks_agree_nothing_changes(two_ranks: RankPool, script: str) -> 
 
 
 @pytest.mark.parametrize("how", WAYS)
-def test_conflicts_are_errors_on_every_rank(two_ranks: RankPool, how: str) -> None:
-    for script, settings in (("two reductions", {}), ("two reductions of an epoch", {"val": 1})):
-        first, second = two_ranks.run(runs.raised, "play", script, how, **settings).values()
-        assert first == second
-        assert first[0] == "SchemaConflict"
-        assert "loss" in first[1]
-        assert first[2] == (0, 1)
+@pytest.mark.parametrize(
+    ("script", "settings", "key"),
+    [
+        ("two reductions", {}, "loss"),
+        ("two reductions of an epoch", {"val": 1}, "loss"),
+        ("two levels", {}, "rank 0: on_step, on_epoch"),
+    ],
+)
+def test_conflicts_are_the_same_error_on_every_rank(
+    two_ranks: RankPool, script: str, settings: dict[str, Any], key: str, how: str
+) -> None:
+    first, second = two_ranks.run(runs.raised, "play", script, how, **settings).values()
+    assert first == second
+    assert (first[0], first[2]) == ("SchemaConflict", (0, 1))
+    assert key in first[1]
+
+
+def test_progress_bar_on_one_rank_is_on_all(two_ranks: RankPool) -> None:
+    for found in played(two_ranks, "progress bar on one rank", "install"):
+        assert found["callback"] == {"k": 1.5}
+        assert found["rows"] == [(0, {"k": 1.5}), (1, {"k": 1.5})]
 
 
 @pytest.mark.parametrize("how", WAYS)
-def test_metrics_of_torchmetrics(two_ranks: RankPool, how: str) -> None:
+def test_torchmetrics_of_one_rank_alone_are_an_error(two_ranks: RankPool, how: str) -> None:
     together = two_ranks.run(runs.play_metric, how, (0, 1)).values()
     assert [found["callback"] for found in together] == [{"metric": 1.0}] * 2
     first, second = two_ranks.run(runs.raised, "play_metric", how, (1,)).values()
@@ -196,7 +209,7 @@ def test_one_collective_per_point() -> None:
     assert run_ranks(runs.counted, 2).values() == [[steps, with_hook]] * 2
 
 
-def test_validation_without_on_step_meets_in_its_first_pass_only() -> None:
+def test_validation_without_on_step_is_combined_in_its_first_pass_only() -> None:
     for once, thrice, step_once, step_thrice in run_ranks(runs.of_validation, 2, "install", timeout_sec=120).values():
         assert once == thrice > 0
         assert step_thrice > step_once > 0
@@ -215,121 +228,46 @@ def test_before_the_point_a_rank_does_not_see_its_own_number(two_ranks: RankPool
     assert two_ranks.run(runs.peeked, how).values() == [[{}, {"k": 0.5}, {"k": 10.5}]] * 2
 
 
-def test_a_key_that_comes_too_late_is_withheld_and_said(two_ranks: RankPool) -> None:
+def test_a_key_that_comes_too_late_is_withheld_with_a_warning(two_ranks: RankPool) -> None:
     for said in two_ranks.run(runs.withheld, "install").values():
         assert said.startswith("validation_step.s: logged with on_step=True")
         assert "later run of this loop" in said
-
-
-def test_uninstall_puts_the_very_objects_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = runs.objects()
-    ours.install()
-    ours.install()
-    changed = {name for name, value in runs.objects().items() if value is not before[name]}
-    ours.uninstall()
-    after = runs.objects()
-    ours.uninstall()
-    assert changed >= {"_ResultCollection.log", "_LoggerConnector.on_batch_end", "_FitLoop.on_advance_end"}
-    assert all(after[name] is before[name] for name in before)
-    monkeypatch.setenv("DDPSTATS_DISABLE", "1")
-    ours.install()
-    assert all(value is before[name] for name, value in runs.objects().items())
-
-
-def test_a_version_that_differs_in_what_is_relied_on_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    result: Any = importlib.import_module(f"{runs.ROOT}.trainer.connectors.logger_connector.result")
-    collection = result._ResultCollection
-    before = runs.objects()
-    monkeypatch.setattr(collection, "metrics", lambda self, on_step: {"callback": {}})
-    with pytest.warns(UserWarning, match=r"lightning .* gives \{\} for what was logged as a = 2\.0"):
-        ours.install()
-    monkeypatch.setattr(collection, "_get_cache", lambda result_metric: None)
-    with pytest.warns(UserWarning, match=r"has _ResultCollection\._get_cache\(result_metric\) where"):
-        ours.install()
-    ours.uninstall()  # the other of the two packages was patched
-    monkeypatch.undo()
-    assert all(value is before[name] for name, value in runs.objects().items())
 
 
 def test_a_callback_leaves_nothing_behind(two_ranks: RankPool) -> None:
     assert two_ranks.run(runs.left_by_callback).values() == [(True, True)] * 2
 
 
-def test_a_mean_of_nothing_is_nan() -> None:
-    from ddpstats.integrations._lightning_ledger import _mean
-
-    assert math.isnan(_mean(0.0, 0.0))
-
-
-def test_a_trainer_of_one_rank_meets_nobody(two_ranks: RankPool) -> None:
+def test_a_trainer_of_one_rank_waits_for_no_other(two_ranks: RankPool) -> None:
     expected = [{"t": 0.5}, {"v/dataloader_idx_0": 1.0}, {"v/dataloader_idx_1": 2.0}]
     assert two_ranks.run(runs.trainers_of_one_rank).values() == [expected, None]
 
 
 @pytest.mark.parametrize("how", WAYS)
-def test_a_rank_without_batches(two_ranks: RankPool, how: str) -> None:
+def test_a_rank_without_batches_has_the_keys_of_the_others(two_ranks: RankPool, how: str) -> None:
     expected = {"v/dataloader_idx_0": 1.5, "v/dataloader_idx_1": 5.0}
     assert two_ranks.run(runs.without_batches, how, True).values() == [expected] * 2
     assert two_ranks.run(runs.without_batches, how, False).values() == [{"v": 1.0}] * 2
 
 
-def test_a_metric_here_and_a_value_there(two_ranks: RankPool) -> None:
-    first, second = two_ranks.run(runs.raised, "metric_on_one_rank_value_on_another").values()
-    assert first == second
-    assert first[0] == "SchemaConflict"
-
-
-def test_settings_that_differ(two_ranks: RankPool) -> None:
-    first, second = two_ranks.run(runs.raised, "settings_differ", "levels").values()
-    assert first == second
-    assert first[0] == "SchemaConflict"
-    assert "rank 0: on_step, on_epoch" in first[1]
-    for found in two_ranks.run(runs.settings_differ, "shown").values():
-        assert found["callback"] == {"k": 1.5}
-        assert found["rows"] == [(0, {"k": 1.5}), (1, {"k": 1.5})]  # one rank asked for it, all do it
-    first, second = two_ranks.run(runs.settings_differ, "hooks").values()
-    assert first["callback"] == second["callback"]
-
-
 @pytest.mark.parametrize("how", ["stock", *WAYS])
 def test_the_first_late_log_is_not_lost(two_ranks: RankPool, how: str) -> None:
-    for found in two_ranks.run(runs.late_only_once, how).values():
+    for found in played(two_ranks, "once, late", how, train=3):
         assert found["rows"] == [(2, {"late": 1.5})]
 
 
 @pytest.mark.parametrize("ways", [("stock", "install"), ("install", "stock"), ("install", "install")], ids=str)
-def test_a_trainer_that_fits_twice(two_ranks: RankPool, ways: tuple[str, str]) -> None:
+def test_a_trainer_that_fits_twice_starts_anew(two_ranks: RankPool, ways: tuple[str, str]) -> None:
     found = {"loss": 1.5, "loss_step": 1.5, "loss_epoch": 1.5}
     assert two_ranks.run(runs.one_trainer_twice, *ways).values() == [[found, found]] * 2
 
 
-def test_a_run_that_broke_off_leaves_nothing(two_ranks: RankPool) -> None:
-    for _, second in two_ranks.run(runs.one_trainer_twice, "break", "install").values():
-        assert second == {"new": 1.5, "new_step": 1.5, "new_epoch": 1.5}
-
-
-def test_a_key_of_others_may_become_its_own(two_ranks: RankPool) -> None:
-    first, second = (found["callback"] for found in two_ranks.run(runs.adopted_then_own).values())
-    assert (first, second) == ({"k": 1.0}, {"k": 2.0})
-
-
-def test_float64_stays_exact(two_ranks: RankPool) -> None:
-    assert two_ranks.run(runs.exact).values() == [[(16777217.0, "torch.float64")] * 3] * 2
-
-
-def test_who_is_not_in_the_group_has_no_part(two_ranks: RankPool) -> None:
+def test_a_rank_outside_of_the_group_is_left_out(two_ranks: RankPool) -> None:
     assert two_ranks.run(runs.outside_of_the_group).values() == [{"k": 1.0}, {}]
 
 
-def test_weight_averaging_copies_a_module_that_keeps_what_is_ours(two_ranks: RankPool) -> None:
-    for found in two_ranks.run(runs.averaged, timeout_sec=60).values():
-        assert found["seen"] == [
-            said for epoch in range(3) for said in (("2", {"loss": 1.5}), ("", {"epoch": float(epoch)}))
-        ]
-
-
 @pytest.mark.parametrize("how", ["stock", "install"])
-def test_a_window_behind_a_trainer(how: str) -> None:
+def test_a_window_is_flushed_in_the_trainers_own_rows(how: str) -> None:
     """Ranks add other keys, or nothing; the trainer logs each tenth step, in two epochs, and validates in between.
 
     On ranks of its own: what others logged before, with max or min, makes each reduction two collectives for a while.
@@ -348,8 +286,8 @@ def test_a_window_behind_a_trainer(how: str) -> None:
 
 
 def test_windows_of_trainers_that_log_in_other_steps_are_an_error(tmp_path: Path) -> None:
+    """Rank 0 waits alone in the window of step 2; rank 1 for rank 0's gradients of step 3, which never come."""
     env = {"DDPSTATS_TIMEOUT_SEC": "2"}
-    run_ranks(runs.windows_at_other_steps, 2, tmp_path, env=env, timeout_sec=240)
-    said = {path.name: path.read_text() for path in tmp_path.iterdir()}
-    assert said["rank0"].startswith("RankMissing: ")
-    assert said.get("rank1") != "nothing"
+    errors = run_ranks(runs.windows_at_other_steps, 2, tmp_path, env=env, timeout_sec=240).errors()
+    assert errors.keys() == {0, 1}
+    assert (tmp_path / "rank0").read_text() == "misses (1,)"
