@@ -1,10 +1,8 @@
-"""What runs on the ranks of `test_guard`."""
+"""Programs for the ranks of `test_guard`."""
 
 from __future__ import annotations
 
-import logging
 import os
-import random
 import time
 from typing import Any
 from unittest import mock
@@ -18,10 +16,11 @@ from ddpstats._transport.comm import world_store
 from ddpstats.guard import _exchange, _session, collective_guard
 from tests.guard.scenarios import Ending, probe
 from tests.integrations import espnet_runs
+from tests.training import logged
 
 
 def descriptors(mode: str) -> int:
-    """How many files this process has open after a guard."""
+    """Return how many files this process has open after a guard."""
     with collective_guard(mode):  # type: ignore[arg-type]
         dist.all_reduce(torch.ones(1))
     return len(os.listdir("/proc/self/fd"))
@@ -37,25 +36,6 @@ def over_the_store(name: str, mode: str, bad: bool) -> Ending:
         return probe(name, mode, bad)
 
 
-def trained_parameters(mode: str) -> tuple[list[float], int, tuple[Any, ...]]:
-    """A few DDP steps; the parameters, and the state of both random generators afterwards."""
-    torch.manual_seed(0)
-    random.seed(0)
-    with collective_guard(mode) as guard:  # type: ignore[arg-type]
-        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(3):
-            optimizer.zero_grad()
-            model(torch.randn(4, 8)).square().sum().backward()
-            optimizer.step()
-            stats = {"loss": torch.ones(1), "accuracy": torch.ones(1)}
-            for key in stats:
-                dist.all_reduce(stats[key])
-            guard.step()
-    weights = [value for parameter in model.parameters() for value in parameter.detach().flatten().tolist()]
-    return weights, int(torch.get_rng_state().sum()), random.getstate()
-
-
 def reductions_of_ours(mode: str) -> int:
     """Our own group is exempt: uneven stats, which renegotiate, are no collectives of the program."""
     with collective_guard(mode) as guard:  # type: ignore[arg-type]
@@ -67,22 +47,11 @@ def reductions_of_ours(mode: str) -> int:
 
 def warned() -> tuple[list[str], int]:
     """on_mismatch="warn": one warning, and the program goes on."""
-    said: list[str] = []
-
-    class Listener(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            said.append(record.getMessage())
-
-    listener = Listener()
-    logging.getLogger("ddpstats").addHandler(listener)
-    try:
-        with collective_guard("strict", on_mismatch="warn", timeout_sec=10) as guard:
-            for step in range(3):
-                op = dist.ReduceOp.MAX if dist.get_rank() == 1 and step == 1 else dist.ReduceOp.SUM
-                dist.all_reduce(torch.ones(1), op=op)
-        return said, guard.counters.collectives
-    finally:
-        logging.getLogger("ddpstats").removeHandler(listener)
+    with logged() as messages, collective_guard("strict", on_mismatch="warn", timeout_sec=10) as guard:
+        for step in range(3):
+            op = dist.ReduceOp.MAX if dist.get_rank() == 1 and step == 1 else dist.ReduceOp.SUM
+            dist.all_reduce(torch.ones(1), op=op)
+    return messages, guard.counters.collectives
 
 
 def with_version(mode: Any, name: str, value: Any) -> tuple[str, str]:
@@ -106,18 +75,22 @@ def _await_the_first() -> None:
 
 
 def waits_alone(on_mismatch: Any) -> tuple[str, tuple[int, ...], float]:
-    """Rank 1 stays away from the second collective until rank 0 has given up."""
-    started = time.monotonic()
-    try:
-        with collective_guard("strict", on_mismatch=on_mismatch):
+    """Rank 1 stays away from the second collective until rank 0 has given up. Return rank 0's error and its wait."""
+    store = dist.distributed_c10d._get_default_store()
+    with collective_guard("strict", on_mismatch=on_mismatch) as guard:
+        dist.all_reduce(torch.ones(1))
+        if dist.get_rank() == 1:
+            store.wait(["given up"])
+            guard.abandon()
+            return "", (), 0.0
+        started = time.monotonic()
+        try:
             dist.all_reduce(torch.ones(1))
-            if dist.get_rank() == 1:
-                time.sleep(5.0)
-            started = time.monotonic()
-            dist.all_reduce(torch.ones(1))
-    except ddpstats.RankMissing as error:
-        return type(error).__name__, error.missing_ranks, time.monotonic() - started
-    return "nothing", (), time.monotonic() - started
+        except ddpstats.RankMissing as error:
+            return type(error).__name__, error.missing_ranks, time.monotonic() - started
+        finally:
+            store.set("given up", "")
+    return "nothing", (), 0.0
 
 
 def unmet(mode: Any, how: str) -> str:
@@ -184,19 +157,6 @@ def many(count: int) -> tuple[int, int]:
                 dist.all_reduce(torch.ones(1))
         used = tracemalloc.get_traced_memory()[0]
         return len(guard._watching.ring), used
-
-
-def events_of_walks(mode: str) -> tuple[list[tuple[int, str | None]], int, set[str]]:
-    """Two walks of a dict: (number, label) of the events, how many objects hold them, and their lines."""
-    stats = {"ctc": torch.ones(1), "att": torch.ones(1)}
-    with collective_guard(mode) as guard:  # type: ignore[arg-type]
-        for _ in range(2):
-            for key in stats:
-                dist.all_reduce(stats[key])
-        ring = guard._watching.ring
-        events = ring.of(guard._watching.ring.last().group)  # type: ignore[union-attr]
-        kept = {id(event) for event, _, _ in ring._entries}
-        return [(event.seq, event.label) for event in events], len(kept), {event.source for event in events}
 
 
 def groups_that_come_and_go(count: int) -> tuple[int, int]:
@@ -285,31 +245,19 @@ def _reduce_one() -> None:
 
 def doubted(mode: str, utterances: int) -> tuple[list[str], int]:
     """Each rank reduces under names of its own, over and over, and uses the results without them."""
-    said: list[str] = []
-
-    class Listener(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if record.levelno == logging.WARNING:
-                said.append(record.getMessage())
-
-    listener = Listener()
-    logging.getLogger("ddpstats").addHandler(listener)
     names = ("anna", "ben", "carl") if dist.get_rank() == 0 else ("dora", "emil", "fritz")
     losses = {name: torch.ones(1) for name in names}
-    try:
-        with collective_guard(mode, timeout_sec=10) as guard:  # type: ignore[arg-type]
-            for _ in range(utterances):
-                kept = []
-                for _, loss in losses.items():
-                    loss = loss.clone()
-                    dist.all_reduce(loss)
-                    kept.append(loss)
-                guard.step()
-            session = guard._watching.session
-            verdicts = 0 if session is None or session.agreement is None else session.agreement.verdicts
-        return said, verdicts
-    finally:
-        logging.getLogger("ddpstats").removeHandler(listener)
+    with logged() as messages, collective_guard(mode, timeout_sec=10) as guard:  # type: ignore[arg-type]
+        for _ in range(utterances):
+            kept = []
+            for _, loss in losses.items():
+                loss = loss.clone()
+                dist.all_reduce(loss)
+                kept.append(loss)
+            guard.step()
+        session = guard._watching.session
+        verdicts = 0 if session is None or session.agreement is None else session.agreement.verdicts
+    return messages, verdicts
 
 
 def fault_after_a_doubt(mode: str) -> str:

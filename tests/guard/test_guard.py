@@ -1,13 +1,10 @@
-"""The guard around ordinary programs: what it leaves alone, what it costs, what it says of bad arguments."""
+"""The guard leaves ordinary programs alone, costs little memory, and refuses bad arguments by name."""
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import os
-import subprocess
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -19,64 +16,58 @@ from ddpstats import ConfigError, cli, label
 from ddpstats._agreement.codec import PROTOCOL_VERSION
 from ddpstats._base.version import __version__
 from ddpstats._observe import c10d_operators, collectives
-from ddpstats._transport.roster import ProcessId, Roster
+from ddpstats._transport.roster import Roster
 from ddpstats._transport.store import StoreSilent, bounded
 from ddpstats.guard import _exchange, collective_guard
 from ddpstats.guard._diagnosis import find
 from ddpstats.guard._events import (
-    BY_TORCH,
     Event,
-    Ring,
     Signature,
     digest_of,
     label_word,
     roll,
-    same_labels,
 )
-from ddpstats.guard._exchange import Exchange, agree
+from ddpstats.guard._exchange import Exchange
 from ddpstats.guard._failure_agreement import FailureAgreement
 from ddpstats.guard._records import RecordWriter, read_records
 from ddpstats.guard._report import diagnose
 from ddpstats.guard._status import MISMATCH, MISSING, RankStatus
 from ddpstats.guard._store_notes import NOTES_KEPT, Note, Overrun
-from ddpstats.guard._verdicts import Verdicts
 from ddpstats.testing import RankPool, run_ranks
+from tests import programs
 from tests.guard import runs
-from tests.programs import without_gloo
+
+MODES = ["strict", pytest.param("step", marks=pytest.mark.slow)]
 
 
-@pytest.mark.parametrize("mode", ["strict", "step"])
-def test_training_is_the_same_to_the_bit(two_ranks: RankPool, mode: str) -> None:
-    assert (
-        two_ranks.run(runs.trained_parameters, mode).values() == two_ranks.run(runs.trained_parameters, "off").values()
-    )
-
-
-@pytest.mark.parametrize("mode", ["strict", "step"])
-def test_our_own_collectives_are_exempt(two_ranks: RankPool, mode: str) -> None:
+@pytest.mark.parametrize("mode", MODES)
+def test_reductions_of_ddpstats_are_not_counted(two_ranks: RankPool, mode: str) -> None:
     assert two_ranks.run(runs.reductions_of_ours, mode).values() == [0, 0]
 
 
-@pytest.mark.parametrize("mode", ["strict", "step"])
 @pytest.mark.parametrize(
-    "name",
+    ("name", "mode"),
     [
-        *("reduce_op", "swap_of_equal_signature", "asynchronous", "groups_in_different_order"),
-        *("many_in_flight", "waited_for_in_threads"),
+        *(("reduce_op", "strict"), ("groups_in_different_order", "step")),
+        *(
+            pytest.param(name, mode, marks=pytest.mark.slow)
+            for name in ("swap_of_equal_signature", "asynchronous", "many_in_flight", "waited_for_in_threads")
+            for mode in ("strict", "step")
+        ),
     ],
 )
 def test_between_hosts_notes_go_through_the_store(two_ranks: RankPool, name: str, mode: str) -> None:
-    assert {told.error for told in two_ranks.run(runs.over_the_store, name, mode, False).values()} == {"silent"}
-    told = two_ranks.run(runs.over_the_store, name, mode, True).values()
+    assert {ending.error for ending in two_ranks.run(runs.over_the_store, name, mode, False).values()} == {"silent"}
+    endings = two_ranks.run(runs.over_the_store, name, mode, True).values()
     two_ranks.restart()
-    assert {one.error for one in told} == {"CollectiveMismatch"}
-    assert told[0].message == told[1].message
+    assert {ending.error for ending in endings} == {"CollectiveMismatch"}
+    assert endings[0].message == endings[1].message
 
 
-def test_warn_says_it_once_and_goes_on(two_ranks: RankPool) -> None:
-    for said, count in two_ranks.run(runs.warned).values():
-        assert len(said) == 1
-        assert "the reduce op" in said[0]
+def test_on_mismatch_warn_logs_once_and_goes_on(two_ranks: RankPool) -> None:
+    for messages, count in two_ranks.run(runs.warned).values():
+        assert len(messages) == 1
+        assert "the reduce op" in messages[0]
         assert count == 3
     two_ranks.restart()
 
@@ -97,30 +88,23 @@ def test_ranks_with_other_versions_are_not_compared(
         f"  rank 1: {text}\n"
         "Install the same version of ddpstats on all of them."
     )
-    found = two_ranks.run(runs.with_version, mode, name, value, timeout_sec=60).values()
+    errors = two_ranks.run(runs.with_version, mode, name, value, timeout_sec=60).values()
     two_ranks.restart()  # in which rank 1 has another version, and a collective of rank 0 may still be under way
-    assert found == [("ProtocolMismatch", refused)] * 2
+    assert errors == [("ProtocolMismatch", refused)] * 2
 
 
 def test_off_touches_nothing(two_ranks: RankPool) -> None:
     assert two_ranks.run(runs.off).values() == [False, False]
 
 
+@pytest.mark.slow
 def test_memory_is_bounded_by_the_ring() -> None:
-    for events, used in run_ranks(runs.many, 2, 11_000, timeout_sec=100).values():
+    for events, used_bytes in run_ranks(runs.many, 2, 11_000, timeout_sec=100).values():
         assert events == 10_000
-        print("USED", used)
-        assert used < 10 << 20
+        assert used_bytes < 10 << 20
 
 
-@pytest.mark.parametrize("mode", ["step", "strict"])
-def test_calls_that_are_alike_are_one_event_with_many_numbers(two_ranks: RankPool, mode: str) -> None:
-    for events, kept, lines in two_ranks.run(runs.events_of_walks, mode).values():
-        assert events == [(1, "ctc"), (2, "att"), (3, "ctc"), (4, "att")]
-        assert kept == 2
-        assert lines == {"dist.all_reduce(stats[key])"}
-
-
+@pytest.mark.slow
 def test_groups_that_are_gone_are_forgotten(two_ranks: RankPool) -> None:
     for named, known in two_ranks.run(runs.groups_that_come_and_go, 80).values():
         assert known == named < 80
@@ -137,14 +121,14 @@ def test_shared_memory_has_no_name_and_no_descriptor_is_left(two_ranks: RankPool
     "arguments",
     [{"mode": "loud"}, {"on_mismatch": "ignore"}, {"check_every": 0}, {"mode": "record"}, {"timeout_sec": -1}],
 )
-def test_bad_arguments(arguments: dict[str, Any]) -> None:
+def test_bad_argument_is_refused_by_name(arguments: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(reversed(arguments)))):
         collective_guard(**arguments)
     with pytest.raises(ConfigError, match="non-empty"), label(""):
         pass
 
 
-def test_one_guard_at_a_time() -> None:
+def test_second_guard_is_refused() -> None:
     with collective_guard("strict"):
         with pytest.raises(ConfigError, match="active already"), collective_guard("strict"):
             pass
@@ -175,22 +159,15 @@ def history(rank: int, *labels: str) -> RankStatus:
 
 
 def test_an_event_survives_the_wire() -> None:
-    one = event(7, label="a/b")
-    assert str(Event.from_dict(one.as_dict())) == str(one)
-    assert Event.from_dict(one.as_dict()).digest == one.digest
+    sent = event(7, label="a/b")
+    received = Event.from_dict(sent.as_dict())
+    assert (str(received), received.digest) == (str(sent), sent.digest)
     with pytest.raises(ValueError, match="not a record"):
         Event.from_dict({"op": "all_reduce"})
 
 
 def test_the_rolling_digest_depends_on_the_order() -> None:
     assert roll(roll(0, 1), 2) != roll(roll(0, 2), 1)
-
-
-def test_the_ring_keeps_the_newest() -> None:
-    ring = Ring(3)
-    for seq in range(5):
-        ring.append((event(0), seq, 0.0))
-    assert [one.seq for one in ring.of("0")] == [2, 3, 4]
 
 
 @pytest.mark.parametrize(
@@ -213,68 +190,21 @@ def test_diagnosis(statuses: list[RankStatus], kind: str, words: str) -> None:
     assert (finding.kind, words in finding.message) == (kind, True), finding.message
 
 
-def test_ranks_that_agree_give_no_finding() -> None:
-    assert find("0", "the default group", [history(0, "a", "b"), history(1, "a", "b")]) is None
-
-
-def test_notes_agree_only_with_equal_digests_and_balances_that_add_up() -> None:
-    assert agree([Note(1, 5), Note(1, (1 << 64) - 5)])
-    assert not agree([Note(1, 5), Note(1, 5)])
-    assert not agree([Note(1), Note(2)])
-
-
-def test_a_note_comes_through_shared_memory() -> None:
+def test_ranks_of_one_host_share_memory_also_where_the_store_was_silent_at_first() -> None:
     store: Any = bounded(HashStore())
-    one, other = Exchange(store, 0, 2), Exchange(store, 1, 2)
-    try:
-        one.post(1, Note(7))
-        assert one.look(1) is None
-        other.post(1, Note(7))
-        assert one.look(1) == other.look(1) == [Note(7), Note(7)]
-        assert one.is_quick
-    finally:
-        one.close()
-        other.close()
-
-
-def test_ranks_of_one_host_meet_in_its_memory_also_where_the_store_was_silent_when_one_first_asked() -> None:
-    store: Any = bounded(HashStore())
-    one, other = Exchange(store, 0, 2), Exchange(store, 1, 2)
-    try:
+    with contextlib.closing(Exchange(store, 0, 2)) as first, contextlib.closing(Exchange(store, 1, 2)) as second:
         with (
             mock.patch.object(type(store), "check", side_effect=[True, StoreSilent("late")]),
             pytest.raises(StoreSilent),
         ):
-            one.look(1)
-        assert other.look(1) is None
-        other.post(1, Note(7))  # into the memory alone
-        one.post(1, Note(7))
-        assert one.look(1) == [Note(7), Note(7)]
-    finally:
-        one.close()
-        other.close()
+            first.look(1)
+        assert second.look(1) is None
+        second.post(1, Note(7))  # into the memory alone
+        first.post(1, Note(7))
+        assert first.look(1) == [Note(7), Note(7)]
 
 
-def test_notes_come_through_the_store_and_each_different_one_once() -> None:
-    store: Any = bounded(HashStore())
-    with mock.patch.object(_exchange._Shared, "of", side_effect=OSError("none between hosts")):
-        ranks = [Exchange(store, index, 4) for index in range(4)]
-    posted = [Note(7, 5, 1), Note(7, (1 << 64) - 5, 1), Note(7, 0, 2), Note(7, 0, 2)]
-    for rank, note in zip(ranks[:3], posted, strict=False):
-        rank.post(1, note)
-    assert ranks[0].look(1) is None
-    assert ranks[0].absent(1) == [3]
-    ranks[3].post(1, posted[3])
-    found = ranks[0].look(1) or []
-    assert sorted({note.label for note in found}) == [1, 2]
-    assert agree(found)
-    ranks[3].post(2, Note(8))
-    for rank in ranks[:3]:
-        rank.post(2, Note(9))
-    assert not agree(ranks[1].look(2) or [Note(9)])
-
-
-def test_notes_that_all_have_left_behind_are_deleted_and_missed_by_name() -> None:
+def test_notes_that_all_ranks_have_passed_are_deleted_from_the_store() -> None:
     store: Any = bounded(HashStore())
     with mock.patch.object(_exchange._Shared, "of", side_effect=OSError("none between hosts")):
         ranks = [Exchange(store, index, 2) for index in range(2)]
@@ -289,38 +219,34 @@ def test_notes_that_all_have_left_behind_are_deleted_and_missed_by_name() -> Non
 
 def test_memory_that_is_gone_is_not_written_to(tmp_path: Path) -> None:
     store: Any = bounded(HashStore())
-    one = Exchange(store, 0, 2)
-    one.close()
+    Exchange(store, 0, 2).close()
     victims = [(tmp_path / str(number)).open("w+b") for number in range(8)]  # one of them gets the descriptor's number
     for victim in victims:
         victim.write(bytes(1 << 20))
         victim.flush()
-    other = Exchange(store, 1, 2)
-    try:
+    with contextlib.closing(Exchange(store, 1, 2)) as exchange:
         for seq in range(1, 600):
-            other.post(seq, Note(seq))
-    finally:
-        other.close()
-        for victim in victims:
-            victim.close()
-    assert not other.is_quick
+            exchange.post(seq, Note(seq))
+    for victim in victims:
+        victim.close()
+    assert not exchange.is_quick
     assert all((tmp_path / str(number)).read_bytes() == bytes(1 << 20) for number in range(8))
 
 
-@pytest.mark.parametrize("mode", ["strict", "step"])
-def test_another_process_group_within_one_guard(mode: str) -> None:
-    assert [outcome.value for outcome in run_ranks(runs.two_lives, 2, mode, False)] == ["silent"] * 2
-    told = [outcome.value for outcome in run_ranks(runs.two_lives, 2, mode, True)]
-    assert told[0] == told[1]
-    assert "What differs: the reduce op" in told[0]
+@pytest.mark.parametrize("mode", MODES)
+def test_second_default_group_within_one_guard_is_compared(mode: str) -> None:
+    assert run_ranks(runs.two_lives, 2, mode, False).values() == ["silent"] * 2
+    first, second = run_ranks(runs.two_lives, 2, mode, True).values()
+    assert first == second
+    assert "What differs: the reduce op" in first
 
 
 @pytest.mark.parametrize(
     ("key", "value"),
     [("alarm/0", "5"), ("alarm/0", "[]"), ("here/1", "abc"), ("left/1", "[1]"), ("left", "1")],
 )
-def test_what_somebody_else_writes_into_the_store_does_no_harm(key: str, value: str) -> None:
-    assert [outcome.value for outcome in run_ranks(runs.foreign_bytes, 2, key, value)] == ["silent"] * 2
+def test_foreign_bytes_in_the_store_do_no_harm(two_ranks: RankPool, key: str, value: str) -> None:
+    assert two_ranks.run(runs.foreign_bytes, key, value).values() == ["silent"] * 2
 
 
 def test_two_guards_of_one_program_share_a_record(two_ranks: RankPool, tmp_path: Path) -> None:
@@ -339,23 +265,13 @@ def test_records_of_an_older_run_are_left_out(tmp_path: Path) -> None:
     assert [(record.rank, record.world_size) for record in read_records(tmp_path)] == [(0, 2), (1, 2)]
 
 
-def test_a_guard_that_nobody_wrote_gives_way_to_one_that_somebody_did(two_ranks: RankPool) -> None:
+def test_guard_of_the_environment_gives_way_to_the_programs_own(two_ranks: RankPool) -> None:
     assert two_ranks.run(runs.guard_within_one_that_yields).values() == [(True, 1, 1)] * 2
 
 
 def test_the_call_site_is_a_line_of_the_program(two_ranks: RankPool) -> None:
     for site in two_ranks.run(runs.call_site_in_an_executor).values():
         assert site.endswith("in _reduce_one")
-
-
-def test_labels_are_compared_where_both_ranks_have_a_name_or_both_an_index() -> None:
-    name, other, index, second = map(label_word, ("loss", "acc", "[0]", "[1]"))
-    assert len({name, other, index, second, 0}) == 5
-    assert all(map(same_labels, ([name, name, 0], [name, index, 0], [])))
-    assert not any(map(same_labels, ([name, other], [index, 0, second], [name, index, other])))
-    torch_itself = label_word(BY_TORCH)
-    assert same_labels([torch_itself, torch_itself])
-    assert not any(map(same_labels, ([torch_itself, 0], [torch_itself, name])))
 
 
 def test_a_record_is_bounded_and_says_that_it_was_cut(tmp_path: Path) -> None:
@@ -376,37 +292,38 @@ def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
         RecordWriter(tmp_path / "file" / "records", 3, 4)
 
 
-@pytest.mark.parametrize("mode", ["strict", "step"])
-def test_a_doubt_is_told_once_by_one_rank_and_the_place_is_left_alone(two_ranks: RankPool, mode: str) -> None:
-    told = two_ranks.run(runs.doubted, mode, 20).values()
-    assert [len(said) for said, _ in told] == [1, 0]
-    assert "'anna'" in told[0][0][0]
-    assert "'dora'" in told[0][0][0]
-    assert {verdicts for _, verdicts in told} == {1}, "the ranks asked each other again"
+@pytest.mark.parametrize("mode", MODES)
+def test_weak_evidence_is_one_warning_of_rank_0_and_that_call_site_is_not_compared_again(
+    two_ranks: RankPool, mode: str
+) -> None:
+    (messages, verdicts), (of_rank_1, verdicts_of_rank_1) = two_ranks.run(runs.doubted, mode, 20).values()
+    assert of_rank_1 == []
+    (message,) = messages
+    assert "'anna'" in message
+    assert "'dora'" in message
+    assert verdicts == verdicts_of_rank_1 == 1
 
 
-@pytest.mark.parametrize("mode", ["strict", "step"])
-def test_a_fault_elsewhere_raises_after_a_doubt(two_ranks: RankPool, mode: str) -> None:
-    told = set(two_ranks.run(runs.fault_after_a_doubt, mode).values())
-    assert len(told) == 1
-    assert "'ctc'" in told.pop()
+@pytest.mark.parametrize("mode", MODES)
+def test_fault_at_another_call_site_raises_after_a_warning(two_ranks: RankPool, mode: str) -> None:
+    first, second = two_ranks.run(runs.fault_after_a_doubt, mode).values()
+    assert first == second
+    assert "'ctc'" in first
 
 
 def _python(code: str, **variables: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=150, env={**os.environ, **variables}
-    )
+    done = programs.run(["-c", code], environ=variables)
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return programs.without_gloo(done.stdout)
 
 
-def test_the_switch_for_all_of_ddpstats_is_one_for_the_guard_too() -> None:
+def test_ddpstats_disable_disables_the_guard() -> None:
     code = "import ddpstats; from ddpstats._observe import collectives; print(collectives.is_installed())"
-    assert without_gloo(_python(code, DDPSTATS_GUARD="step")) == "True\n"
+    assert _python(code, DDPSTATS_GUARD="step") == "True\n"
     assert _python(code, DDPSTATS_GUARD="step", DDPSTATS_DISABLE="1") == "False\n"
 
 
-def test_of_guards_that_compare_nothing_the_first_says_so() -> None:
+def test_first_of_several_guards_that_compare_nothing_says_so() -> None:
     code = (
         "import logging, sys; from ddpstats import collective_guard\n"
         "logging.basicConfig(stream=sys.stdout)\n"
@@ -423,12 +340,12 @@ _ONE_RANK = (
 )
 
 
-def test_a_guard_that_saw_a_process_group_and_no_collective_does_not_say_that_there_was_none() -> None:
-    said = without_gloo(_python(_ONE_RANK + "dist.destroy_process_group()", DDPSTATS_GUARD="step"))
+def test_guard_that_saw_a_process_group_and_no_collective_says_that_none_was_issued() -> None:
+    said = _python(_ONE_RANK + "dist.destroy_process_group()", DDPSTATS_GUARD="step")
     assert said.endswith("nothing was compared: the program itself issued none while the guard was on.\n")
 
 
-def test_a_group_that_outlives_the_names_of_our_module_ends_without_a_word() -> None:
+def test_group_that_outlives_the_packages_names_ends_silently() -> None:
     """As where the interpreter ends with a traceback that holds the group."""
     code = (
         "sys.unraisablehook = lambda found: print(found.exc_value)\n"
@@ -437,22 +354,31 @@ def test_a_group_that_outlives_the_names_of_our_module_ends_without_a_word() -> 
         "dist.destroy_process_group()\n"
         "gc.collect()"
     )
-    assert without_gloo(_python(_ONE_RANK + code)) == ""
+    assert _python(_ONE_RANK + code) == ""
 
 
-@pytest.mark.parametrize("on_mismatch", ["raise", "warn"])
-def test_a_rank_that_does_not_come_is_missing_after_the_limit_of_the_environment(on_mismatch: str) -> None:
+@pytest.mark.parametrize("on_mismatch", ["warn", pytest.param("raise", marks=pytest.mark.slow)])
+def test_rank_that_does_not_come_is_missing_after_the_limit_of_the_environment(on_mismatch: str) -> None:
     outcomes = run_ranks(runs.waits_alone, 2, on_mismatch, env={"DDPSTATS_TIMEOUT_SEC": "2"}, timeout_sec=60)
-    kind, missing, waited_sec = outcomes.values()[0]
-    assert (kind, missing) == ("RankMissing", (1,))
-    assert 1.0 < waited_sec < 15.0
+    error, missing, waited_sec = outcomes.values()[0]
+    assert (error, missing) == ("RankMissing", (1,))
+    assert 2.0 <= waited_sec < 2 * 2.0 + 5
 
 
-@pytest.mark.parametrize("mode", ["step", "strict"])
-@pytest.mark.parametrize("how", ["send", "send, slow", "isend", "recv", "both send"])
-def test_a_message_without_its_other_end_says_who_is_to_do_what(mode: str, how: str) -> None:
-    said = run_ranks(runs.unmet, 2, mode, how, timeout_sec=60).values()
-    head, did, site, source, other, advice, *before = said[0].split("\n")
+@pytest.mark.parametrize(
+    ("mode", "how"),
+    [
+        *(("strict", "recv"), ("step", "both send")),
+        *(
+            pytest.param(mode, how, marks=pytest.mark.slow)
+            for mode, hows in (("strict", ("send", "both send")), ("step", ("send", "send, slow", "isend", "recv")))
+            for how in hows
+        ),
+    ],
+)
+def test_message_without_its_other_end_names_both_ranks_and_the_call_to_make(mode: str, how: str) -> None:
+    messages = run_ranks(runs.unmet, 2, mode, how, timeout_sec=60).values()
+    head, did, site, source, other, advice, *before = messages[0].split("\n")
     waits, peer = ("0", "1") if head.startswith("(1,)") else ("1", "0")  # where both send, either comes first
     assert waits == "0" or how == "both send"
     if how == "recv":
@@ -471,7 +397,7 @@ def test_a_message_without_its_other_end_says_who_is_to_do_what(mode: str, how: 
     assert ("let one of them receive first" in advice) == (how == "both send")
     begin_earlier = "A guard sees no message that was sent before it began: if that is so here, begin it earlier."
     assert before == ([begin_earlier] if how == "recv" else [])
-    assert said[1] in (said[0], "silent")
+    assert messages[1] == messages[0]
 
 
 def test_abandoning_compares_nothing(two_ranks: RankPool) -> None:
@@ -479,7 +405,7 @@ def test_abandoning_compares_nothing(two_ranks: RankPool) -> None:
     two_ranks.restart()
 
 
-def test_report_tells_a_doubt_and_does_not_call_it_a_fault(
+def test_report_prints_weak_evidence_and_does_not_call_it_a_fault(
     two_ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     two_ranks.run(runs.recorded_under_own_names, str(tmp_path))
@@ -495,19 +421,13 @@ def agreement_of(roster: Roster) -> FailureAgreement:
 
 
 def requests_of_a_wait(size: int) -> int:
-    """How often a rank that waits asks the store at one look, when all ranks have come."""
+    """Count the requests that a waiting rank sends to the store at one look, when all ranks have come."""
     store = bounded(HashStore())
     rosters = [Roster(store, rank, range(size)) for rank in range(size)]
     for roster in rosters:
         roster.join()
     agreement = agreement_of(rosters[0])
-    asked = 0
-    ask = store._connection.ask
-
-    def counted(*question: Any) -> Any:
-        nonlocal asked
-        asked += 1
-        return ask(*question)
+    counted = mock.Mock(wraps=store._connection.ask)
 
     def look() -> None:
         assert agreement.alarm() is None
@@ -519,45 +439,8 @@ def requests_of_a_wait(size: int) -> int:
     with mock.patch.object(store._connection, "ask", counted):
         look()
     agreement.close()
-    return asked
+    return counted.call_count
 
 
-def test_a_rank_that_waits_asks_the_store_as_often_among_many_as_among_two() -> None:
+def test_waiting_rank_sends_as_many_requests_among_64_ranks_as_among_two() -> None:
     assert requests_of_a_wait(64) == requests_of_a_wait(2) > 0
-
-
-def test_who_waits_elsewhere_is_seen_by_the_second_that_waits() -> None:
-    store = bounded(HashStore())
-    one, other = (agreement_of(Roster(store, rank, range(2))) for rank in range(2))
-    assert not one.another_waits_elsewhere(event(1))
-    assert not one.another_waits_elsewhere(event(2))
-    assert not other.another_waits_elsewhere(event(2))
-    assert not one.another_waits_elsewhere(event(3))
-    assert other.another_waits_elsewhere(event(3, "broadcast"))
-    for agreement in (one, other):
-        agreement.close()
-
-
-def test_a_rank_that_died_is_known_where_the_store_is_silent() -> None:
-    child = subprocess.Popen(["sleep", "60"])
-    try:
-        started = int(Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[19])
-        peer = dataclasses.replace(ProcessId.mine(), pid=child.pid, started=started)
-        agreement = agreement_of(Roster(bounded(HashStore()), 0, range(2), {1: peer}))
-        view = SimpleNamespace(ranks=(0, 1), rank=0)
-        settings = SimpleNamespace(warn=False, timeout_sec=60.0)
-        verdicts: Any = Verdicts(SimpleNamespace(agreement=agreement), None, settings)  # type: ignore[arg-type]
-
-        def silent(*question: Any) -> Any:
-            raise StoreSilent("no answer in time")
-
-        with mock.patch.object(agreement.store._connection, "ask", silent):
-            assert agreement.alarm() is None
-            assert not verdicts._cannot_come(SimpleNamespace(view=view, name="0"), 1)
-            child.kill()
-            child.wait(10)
-            assert verdicts._cannot_come(SimpleNamespace(view=view, name="0"), 1)
-        agreement.close()
-    finally:
-        child.kill()
-        child.wait(10)
