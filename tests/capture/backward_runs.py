@@ -1,8 +1,12 @@
-"""Ways to run a backward pass, with a NaN on rank 1 alone: what `test_backward_passes` runs on the ranks."""
+"""Ways in which programs run their backward pass and reduce gradients, for `test_backward_passes`: NaN on rank 1."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,28 +15,25 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from ddpstats import NaNCapture
+from ddpstats._observe.gradients import GradientWatch
 from ddpstats.capture import CaptureVerdict
+from tests.capture.capture_runs import LossOf, captured, planted
+from tests.training import Batch, Net, batch_of, loss_of, make_model, rank
 
-Step = Callable[[nn.Module, float], None]
+Around = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
-class Net(nn.Module):
-    """Three layers, the middle one checkpointed if asked for."""
-
-    def __init__(self, checkpoints: bool = False) -> None:
-        super().__init__()
-        self.first, self.middle, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
-        self.checkpoints = checkpoints
+class Checkpointed(Net):
+    """A network that computes its norm again in the backward pass, reentrantly."""
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        x = checkpoint(self.middle, x, use_reentrant=True) if self.checkpoints else self.middle(x)
-        out: Tensor = self.last(x)
+        hidden = checkpoint(self.norm, self.first(x), use_reentrant=True)
+        out: Tensor = self.last(self.drop(torch.tanh(hidden)))
         return out
 
 
 class Outer(nn.Module):
-    """DistributedDataParallel is somewhere inside."""
+    """A module with DistributedDataParallel somewhere inside."""
 
     def __init__(self, inside: nn.Module) -> None:
         super().__init__()
@@ -43,95 +44,253 @@ class Outer(nn.Module):
         return out
 
 
-def ddp(checkpoints: bool = False, **settings: bool) -> DistributedDataParallel:
-    return DistributedDataParallel(Net(checkpoints), bucket_cap_mb=0.00002, **settings)  # type: ignore[arg-type]
+def ddp(kind: type[Net] = Net, **settings: Any) -> DistributedDataParallel:
+    torch.manual_seed(0)
+    return DistributedDataParallel(kind(), bucket_cap_mb=0.00002, **settings)
 
 
-def once(module: nn.Module, factor: float) -> None:
-    (module(torch.ones(2, 4)).sum() * factor).backward()
+# -- losses -----------------------------------------------------------------------------------------------------------
 
 
-def twice(module: nn.Module, factor: float) -> None:
-    """The second pass accumulates onto what the first one has reduced."""
-    once(module, factor)
-    once(module, 1.0)
+def two_passes(module: nn.Module, batch: Batch) -> Tensor:
+    """Run a pass of its own first: the second one accumulates onto what that has reduced."""
+    loss_of(module, batch).backward()  # type: ignore[no-untyped-call]
+    return loss_of(module, batch_of(9))
 
 
-def two_losses(module: nn.Module, factor: float) -> None:
-    out = module(torch.ones(2, 4))
-    (out[:, 0].sum() * factor).backward(retain_graph=True)
-    out[:, 1].sum().backward()
+def two_losses(module: nn.Module, batch: Batch) -> Tensor:
+    errors = (module(batch["x"]) - batch["y"]).square()
+    errors[:, 2].sum().backward(retain_graph=True)
+    return errors[:, :2].sum()  # type: ignore[no-any-return]
 
 
-def penalized(module: nn.Module, factor: float) -> None:
-    x = torch.ones(2, 4, requires_grad=True)
-    out = module(x).sum()
-    (slope,) = torch.autograd.grad(out, x, create_graph=True)
-    ((out + slope.square().sum()) * factor).backward()
+def penalized(module: nn.Module, batch: Batch) -> Tensor:
+    x = batch["x"].clone().requires_grad_()
+    out = module(x)
+    (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    return (out - batch["y"]).square().mean() + slope.square().sum()  # type: ignore[no-any-return]
 
 
-def reducing_hooks(module: nn.Module) -> nn.Module:
-    """A program that reduces by itself, in hooks which it registered before the capture was made."""
-    for parameter in module.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda one: dist.all_reduce(one.grad))  # type: ignore[no-untyped-call]
-    return module
+# -- programs that reduce by themselves -------------------------------------------------------------------------------
 
 
-CASES: dict[str, tuple[Callable[[], nn.Module], Step]] = {
-    "static graph": (lambda: ddp(static_graph=True), once),
-    "static graph, bucket view": (lambda: ddp(static_graph=True, gradient_as_bucket_view=True), once),
-    "unused parameters": (lambda: ddp(find_unused_parameters=True), once),
-    "reentrant checkpoint": (lambda: ddp(True), once),
-    "reentrant checkpoint, static graph": (lambda: ddp(True, static_graph=True), once),
-    "two passes": (ddp, twice),
-    "two passes, bucket view": (lambda: ddp(gradient_as_bucket_view=True), twice),
-    "two losses of one graph": (ddp, two_losses),
-    "gradient penalty": (ddp, penalized),
-    "inside another module": (lambda: Outer(ddp(gradient_as_bucket_view=True)), once),
-    "inside another module, two passes": (lambda: Outer(ddp()), twice),
-    "hooks that reduce": (lambda: reducing_hooks(Net()), once),
+def mean_of(gradient: Tensor) -> Tensor:
+    dist.all_reduce(gradient)
+    return gradient / dist.get_world_size()
+
+
+def mean_of_copy(gradient: Tensor, group: Any = None) -> Tensor:
+    total = gradient.clone()
+    dist.all_reduce(total, group=group)
+    return total / dist.get_world_size(group)
+
+
+def mean_of_gathered(gradient: Tensor) -> Tensor:
+    parts = [torch.empty_like(gradient) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, gradient.contiguous())
+    return torch.stack(parts).mean(0)
+
+
+def hooked(hook: Callable[[Tensor], Any], net: nn.Module) -> None:
+    for parameter in net.parameters():
+        parameter.register_hook(hook)  # type: ignore[no-untyped-call]
+
+
+def on_two_groups(net: nn.Module) -> None:
+    """Reduce on a group of its own, behind a hook that does not communicate."""
+    hooked(lambda gradient: gradient.clamp(-10, 10), net)
+    hooked(partial(mean_of_copy, group=dist.new_group()), net)
+
+
+def asynchronous(net: nn.Module) -> Around:
+    """Reduce all gradients at once; the results replace ``.grad`` after the pass."""
+    started: list[tuple[nn.Parameter, Tensor, Any]] = []
+
+    def start(parameter: nn.Parameter, gradient: Tensor) -> None:
+        total = gradient.clone()
+        started.append((parameter, total, dist.all_reduce(total, async_op=True)))
+
+    for parameter in net.parameters():
+        parameter.register_hook(partial(start, parameter))  # type: ignore[no-untyped-call]
+
+    @contextlib.contextmanager
+    def finish() -> Iterator[None]:
+        yield
+        for parameter, total, work in started:
+            work.wait()
+            parameter.grad = total / dist.get_world_size()
+        started.clear()
+
+    return finish
+
+
+def each_time(net: nn.Module) -> Around:
+    """Register hooks for one backward pass only."""
+
+    @contextlib.contextmanager
+    def hooks() -> Iterator[None]:
+        handles = [parameter.register_hook(mean_of) for parameter in net.parameters()]  # type: ignore[no-untyped-call]
+        yield
+        for handle in handles:
+            handle.remove()
+
+    return hooks
+
+
+def after_accumulation(net: nn.Module) -> Around:
+    """Reduce as Horovod's optimizer does it today."""
+    started: list[Any] = []
+    for parameter in net.parameters():
+        parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+            lambda parameter: started.append(dist.all_reduce(parameter.grad, async_op=True))
+        )
+
+    @contextlib.contextmanager
+    def finish() -> Iterator[None]:
+        yield
+        for work in started:
+            work.wait()
+        started.clear()
+
+    return finish
+
+
+def _accumulating_nodes(net: nn.Module) -> list[tuple[nn.Parameter, Any]]:
+    pairs = [(parameter, parameter.expand_as(parameter).grad_fn) for parameter in net.parameters()]
+    return [(parameter, view.next_functions[0][0]) for parameter, view in pairs if view is not None]
+
+
+def on_the_node(net: nn.Module) -> Around:
+    """Reduce as Horovod's optimizer did it before: behind the node that accumulates."""
+    nodes = _accumulating_nodes(net)
+    for parameter, node in nodes:
+        node.register_hook(lambda *_, parameter=parameter: dist.all_reduce(parameter.grad))
+    return lambda: contextlib.nullcontext(nodes)  # which keeps them
+
+
+def before_the_node(net: nn.Module) -> Around:
+    """Reduce before the node that accumulates, behind all hooks of the tensor."""
+    nodes = _accumulating_nodes(net)
+    for _, node in nodes:
+        node.register_prehook(lambda gradients: (mean_of_copy(gradients[0]),))
+    return lambda: contextlib.nullcontext(nodes)
+
+
+def by_hand(net: nn.Module) -> Around:
+    @contextlib.contextmanager
+    def reduce() -> Iterator[None]:
+        yield
+        for parameter in net.parameters():
+            dist.all_reduce(parameter.grad)
+
+    return reduce
+
+
+def behind(hook: Callable[[Tensor], Tensor], module: nn.Module) -> None:
+    """Have ``hook`` change the gradient of what this module returns."""
+
+    def register(module: nn.Module, args: Any, out: Tensor) -> None:
+        if out.requires_grad:
+            out.register_hook(hook)  # type: ignore[no-untyped-call]
+
+    module.register_forward_hook(register)
+
+
+@dataclass
+class Way:
+    """One way to train: the module, the loss, and what the program sets up to reduce gradients."""
+
+    module: Callable[[], nn.Module] = make_model
+    loss_of: LossOf = loss_of
+    set_up: Callable[[nn.Module], Around | None] = lambda net: None
+
+
+WAYS = {
+    "static graph": Way(lambda: ddp(static_graph=True)),
+    "static graph, bucket view": Way(lambda: ddp(static_graph=True, gradient_as_bucket_view=True)),
+    "unused parameters": Way(lambda: ddp(find_unused_parameters=True)),
+    "reentrant checkpoint": Way(lambda: ddp(Checkpointed)),
+    "reentrant checkpoint, static graph": Way(lambda: ddp(Checkpointed, static_graph=True)),
+    "two passes": Way(ddp, two_passes),
+    "two passes, bucket view": Way(lambda: ddp(gradient_as_bucket_view=True), two_passes),
+    "two losses of one graph": Way(ddp, two_losses),
+    "gradient penalty": Way(ddp, penalized),
+    "DDP inside, bucket view": Way(lambda: Outer(ddp(gradient_as_bucket_view=True))),
+    "DDP inside, two passes": Way(lambda: Outer(ddp()), two_passes),
+    "hooks": Way(set_up=partial(hooked, mean_of)),
+    "hooks on copies": Way(set_up=partial(hooked, mean_of_copy)),
+    "hooks that gather": Way(set_up=partial(hooked, mean_of_gathered)),
+    "hooks on two groups": Way(set_up=on_two_groups),
+    "asynchronous hooks": Way(set_up=asynchronous),
+    "hooks registered for each pass": Way(set_up=each_time),
+    "hooks after accumulation": Way(set_up=after_accumulation),
+    "hooks of the accumulating node": Way(set_up=on_the_node),
+    "hooks before the accumulating node": Way(set_up=before_the_node),
+    "by hand after the pass": Way(set_up=by_hand),
+    "hook between layers": Way(set_up=lambda net: behind(mean_of_copy, net.get_submodule("first"))),
+    "hook behind the model": Way(set_up=lambda net: behind(mean_of_copy, net)),
+    "hooks, inside of DDP": Way(ddp, set_up=lambda module: hooked(mean_of, module)),
+    "hook between layers, inside of DDP": Way(
+        ddp, set_up=lambda module: behind(mean_of_copy, module.get_submodule("module.first"))
+    ),
+    "hook behind the model, inside of DDP": Way(
+        ddp, set_up=lambda module: behind(mean_of_copy, module.get_submodule("module"))
+    ),
 }
 
 
-def run(name: str, dirpath: str, bad_step: int) -> list[CaptureVerdict]:
-    """Three steps, the ``bad_step``-th with a NaN on rank 1."""
-    make, step = CASES[name]
-    torch.manual_seed(0)
-    module = make()
-    verdicts = []
-    with NaNCapture(dirpath, model=module, on_nonfinite="skip") as capture:
-        for number in range(3):
-            factor = torch.nan if (number, dist.get_rank()) == (bad_step, 1) else 1.0
-            with capture.micro_batch(number):
-                step(module, factor)
-            verdicts.append(capture.check())
-            module.zero_grad()
-    return verdicts
+def run(
+    name: str, dirpath: str, bad_step: int, *, bad_micro: int = 0, micro_batches: int = 1, set_up_late: bool = False
+) -> list[CaptureVerdict]:
+    """Train three steps, with a NaN on rank 1 in one of them; ``set_up_late``: after the capture was made."""
+    way = WAYS[name]
+    module = way.module()
+    plant = planted({(bad_step, 1, bad_micro): torch.nan}, "y")
+    around = [] if set_up_late else [way.set_up(module)]
+
+    def batch_of(step: int, micro: int) -> Batch:
+        if not around:  # the capture has been made
+            around.append(way.set_up(module))
+        return plant(step, micro)
+
+    return captured(
+        dirpath,
+        module,
+        micro_batches=micro_batches,
+        batch_of=batch_of,
+        loss_of=way.loss_of,
+        around=lambda: (around[0] or contextlib.nullcontext)(),
+        on_nonfinite="skip",
+    ).verdicts
 
 
-def given_the_inner_module(dirpath: str) -> list[CaptureVerdict]:
-    """The capture was given what is inside of DistributedDataParallel, which reduces after each micro-batch."""
+# -- other cases ------------------------------------------------------------------------------------------------------
+
+
+def outside(dirpath: str) -> CaptureVerdict:
+    """Run ``backward()`` behind the with block."""
+    module = ddp()
+    batch = planted({(0, 1, 0): torch.nan})(0, 0)
+    with NaNCapture(dirpath, model=module) as capture:
+        with capture.micro_batch(batch):
+            loss = loss_of(module, batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return capture.check()
+
+
+def given_the_inner_module(dirpath: str) -> CaptureVerdict:
+    """Give the capture what is inside of DistributedDataParallel, which reduces after each micro-batch."""
     module = ddp(gradient_as_bucket_view=True)
     with NaNCapture(dirpath, model=module.module) as capture:
         for micro in range(2):
-            with capture.micro_batch(micro):
-                once(module, torch.nan if (micro, dist.get_rank()) == (0, 1) else 1.0)
-        return [capture.check()]
+            with capture.micro_batch(planted({(0, 1, 0): torch.nan})(0, micro)) as running:
+                loss_of(module, running.batch).backward()  # type: ignore[no-untyped-call]
+        return capture.check()
 
 
-def outside(dirpath: str) -> list[CaptureVerdict]:
-    """``backward()`` stands behind the with block."""
-    module = ddp()
-    with NaNCapture(dirpath, model=module) as capture:
-        with capture.micro_batch(None):
-            loss = module(torch.ones(2, 4)).sum() * (torch.nan if dist.get_rank() == 1 else 1.0)
-        loss.backward()
-        return [capture.check()]
-
-
-def steps_in_hooks(dirpath: str) -> list[CaptureVerdict]:
-    """An optimizer that steps as soon as a gradient is there, and takes it away."""
-    module = Net()
+def steps_in_hooks(dirpath: str) -> CaptureVerdict:
+    """Train with hooks that apply each gradient as soon as it is there, and take it away."""
+    module = make_model()
 
     def apply(parameter: Tensor) -> None:
         assert parameter.grad is not None
@@ -141,7 +300,53 @@ def steps_in_hooks(dirpath: str) -> list[CaptureVerdict]:
 
     for parameter in module.parameters():
         parameter.register_post_accumulate_grad_hook(apply)  # type: ignore[no-untyped-call]
-    with NaNCapture(dirpath, model=module) as capture:
-        with capture.micro_batch(None):
-            once(module, torch.nan if dist.get_rank() == 1 else 1.0)
-        return [capture.check()]
+    return captured(dirpath, module, 1, batch_of=planted({(0, 1, 0): torch.nan})).verdicts[0]
+
+
+def loss_near_the_largest_float(module: nn.Module, batch: Batch) -> Tensor:
+    loss: Tensor = module.get_submodule("last")(torch.ones(1, 8)).sum() * 3e38
+    return loss
+
+
+def with_hooks(dirpath: str, case: str) -> CaptureVerdict:
+    """Train one step with a NaN that hooks mend, make, or share.
+
+    ``case``: "mended" before it is reduced; "made" by a hook on rank 1; "overflowing" in a hook's sum; "on both" ranks;
+    "shared" by ranks 1 and 2 of three behind the model.
+    """
+    module = make_model()
+    bad_ranks = {"mended": (1,), "on both": (0, 1), "shared": (2,)}.get(case, ())
+    if case == "mended":
+        hooked(lambda gradient: mean_of(gradient.nan_to_num()), module)
+    elif case == "made":
+        if rank() == 1:
+            module.last.bias.register_hook(lambda gradient: (gradient - gradient) / 0.0)  # type: ignore[no-untyped-call]
+    elif case == "shared":
+        groups = [dist.new_group([0]), dist.new_group([1, 2])]
+        behind(partial(mean_of_copy, group=groups[rank() > 0]), module)
+    else:
+        hooked(mean_of, module)
+    return captured(
+        dirpath,
+        DistributedDataParallel(module) if case == "made" else module,
+        1,
+        batch_of=planted({(0, member, 0): torch.nan for member in bad_ranks}, "y"),
+        loss_of=loss_near_the_largest_float if case == "overflowing" else loss_of,
+    ).verdicts[0]
+
+
+def gradients_per_look(communicates: bool) -> list[list[int]]:
+    """Return how many gradients are looked at at a time, in each of two steps."""
+    module, counts = make_model(), list[list[int]]()
+    if communicates:
+        behind(mean_of_copy, module.first)
+    watch = GradientWatch(module)
+    watch.observer = lambda parameters, _: counts[-1].append(len(parameters))
+    for step in range(2):
+        counts.append([])
+        watch.begin()
+        loss_of(module, batch_of(step)).backward()  # type: ignore[no-untyped-call]
+        watch.end()
+        watch.forget()
+    watch.close()
+    return counts

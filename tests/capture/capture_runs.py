@@ -1,17 +1,15 @@
-"""What runs on the ranks of the capture's tests: a training loop as a user would write it, with a fault planted."""
+"""Training under `NaNCapture` on the ranks of this folder's tests: one loop, and the faults that are planted in it."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import random
 import resource
 import signal
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy
@@ -22,14 +20,19 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpstats
-from ddpstats import NaNCapture
+from ddpstats import NaNCapture, RankMissing
 from ddpstats.capture import CaptureVerdict
-from ddpstats.testing import count_collectives, die
-from tests.threads import lasting_threads
+from ddpstats.testing import count_collectives
+from tests import training
+from tests.training import Batch, Hooks, Trained, rank
+
+BatchOf = Callable[[int, int], Batch]
+LossOf = Callable[[nn.Module, Batch], Tensor]
+LIVES_ON_SEC = 60.0
 
 
 def make_model() -> nn.Module:
-    """Everything that a replay has to get right: dropout, batch norm, a frozen parameter, a part in eval mode."""
+    """Return a model with all that a replay has to get right: dropout, batch norm, eval mode, a frozen parameter."""
     torch.manual_seed(3)
     model = nn.Sequential(
         nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
@@ -40,98 +43,115 @@ def make_model() -> nn.Module:
 
 
 def noisy_step(model: nn.Module, batch: Any) -> Tensor:
-    """A loss that draws from every generator of the process."""
+    """Return a loss that draws from every generator of the process."""
     scale = 1.0 + 0.1 * random.random() + 0.1 * float(numpy.random.normal())
     out: Tensor = model(batch["x"] + 0.01 * torch.randn_like(batch["x"]))
     loss: Tensor = (out * scale - batch["y"]).square().mean()
     return loss
 
 
-def batch_of(step: int, rank: int, micro: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(10_000 * step + 100 * rank + micro)
-    return {"x": torch.randn(4, 6, generator=generator), "y": torch.randn(4, 3, generator=generator)}
+def planted(plant: Mapping[tuple[int, int, int], float], into: str = "x") -> BatchOf:
+    """Return a ``batch_of`` that puts a value into a tensor of some batches: (step, rank, micro-batch) -> value."""
 
+    def batch_of(step: int, micro: int) -> Batch:
+        batch = training.batch_of(step, micro)
+        if (step, rank(), micro) in plant:
+            batch[into][1, 2] = plant[step, rank(), micro]
+        return batch
 
-@dataclass
-class Plan:
-    """How to train. ``plant``: (step, rank, micro-batch) -> the value put into the batch's tensor ``into``."""
-
-    dirpath: str
-    steps: int = 3
-    accumulate: int = 1
-    wrap: str = "ddp"
-    plant: dict[tuple[int, int, int], float] = field(default_factory=dict)
-    into: str = "x"
-    captures: bool = True
-    no_batch: tuple[int, int] | None = None
-    options: dict[str, Any] = field(default_factory=dict)
+    return batch_of
 
 
 def wrapped(model: nn.Module, how: str) -> nn.Module:
+    """Return the model as it is trained: in DDP, with a "view" or the "fp16" hook if asked for, or "alone"."""
     if how == "alone":
         return model
-    view = how == "view"
-    ddp = DistributedDataParallel(
-        model, gradient_as_bucket_view=view, bucket_cap_mb=0.0001, find_unused_parameters=False
-    )
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=how == "view", bucket_cap_mb=0.0001)
     if how == "fp16":
         ddp.register_comm_hook(None, fp16_compress_hook)
     return ddp
 
 
-def train(plan: Plan) -> dict[str, Any]:
-    """The verdicts and the end of a run, on this rank."""
-    model = make_model()
-    module = wrapped(model, plan.wrap)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    random.seed(5), numpy.random.seed(5), torch.manual_seed(5)
+@dataclass
+class Captured:
+    """One rank's run under a capture."""
+
+    verdicts: list[CaptureVerdict]
+    trained: Trained
+
+
+def captured(
+    dirpath: str,
+    module: nn.Module,
+    steps: int = 3,
+    micro_batches: int = 1,
+    *,
+    batch_of: BatchOf = training.batch_of,
+    loss_of: LossOf = training.loss_of,
+    optimizer: torch.optim.Optimizer | None = None,
+    around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    after_backward: Callable[[int], None] = lambda step: None,
+    **options: Any,
+) -> Captured:
+    """Train under a capture, which judges each step. ``around`` is entered inside each micro-batch."""
     verdicts: list[CaptureVerdict] = []
-    threads = lasting_threads()
-    capture = NaNCapture(plan.dirpath, model=module, optimizer=optimizer, **plan.options) if plan.captures else None
-    with capture or contextlib.nullcontext():
-        for step in range(plan.steps):
-            _accumulate(plan, module, capture, step)
-            if plan.wrap == "alone" and dist.is_initialized():
-                _reduce_by_hand(model)
-            if capture is not None:
-                verdicts.append(capture.check())
-                if verdicts[-1].should_stop:
-                    break
-            if capture is None or not verdicts[-1].should_skip:
-                optimizer.step()
-            optimizer.zero_grad()
-    return {
-        "verdicts": [asdict(verdict) | {"ok": verdict.ok} for verdict in verdicts],
-        "parameters": [parameter.detach().clone() for parameter in model.parameters()],
-        "buffers": [buffer.clone() for buffer in model.buffers()],
-        "drawn": (random.random(), float(numpy.random.normal()), float(torch.rand(()))),
-        "threads": lasting_threads() - threads,
-        "hooks": sum(len(p._post_accumulate_grad_hooks or ()) for p in model.parameters())
-        + len(model._forward_pre_hooks),
-    }
+    running: list[Any] = []
+
+    def kept_loss(module: nn.Module, batch: Batch) -> Tensor:
+        running[-1].loss = loss = loss_of(module, batch)
+        return loss
+
+    with NaNCapture(dirpath, model=module, optimizer=optimizer, **options) as capture:
+
+        @contextlib.contextmanager
+        def micro_batch(batch: Batch) -> Iterator[None]:
+            with capture.micro_batch(batch) as micro, around():
+                running[:] = [micro]
+                yield
+
+        def judge(step: int) -> bool:
+            verdicts.append(capture.check())
+            return not verdicts[-1].should_skip
+
+        trained = training.train(
+            module,
+            steps,
+            micro_batches,
+            batch_of=batch_of,
+            loss_of=kept_loss,
+            optimizer=optimizer,
+            hooks=Hooks(micro_batch, after_backward, judge),
+        )
+    return Captured(verdicts, trained)
 
 
-def _accumulate(plan: Plan, module: nn.Module, capture: NaNCapture | None, step: int) -> None:
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    if plan.no_batch == (step, rank):
-        return
-    for micro in range(plan.accumulate):
-        batch = batch_of(step, rank, micro)
-        if (step, rank, micro) in plan.plant:
-            batch[plan.into][1, 2] = plan.plant[step, rank, micro]
-        holds_back = isinstance(module, DistributedDataParallel) and micro < plan.accumulate - 1
-        syncing = module.no_sync() if holds_back else contextlib.nullcontext()  # type: ignore[operator]
-        capturing = contextlib.nullcontext() if capture is None else capture.micro_batch(batch)
-        with syncing, capturing as kept:
-            loss = noisy_step(module, batch)
-            loss.backward()  # type: ignore[no-untyped-call]
-            if kept is not None:
-                kept.loss = loss
+def trained(
+    dirpath: str,
+    how: str = "ddp",
+    plant: Mapping[tuple[int, int, int], float] | None = None,
+    into: str = "x",
+    steps: int = 2,
+    micro_batches: int = 1,
+    **options: Any,
+) -> Captured:
+    """Train `make_model`, wrapped in that way, with these values planted in batches."""
+    module = wrapped(make_model(), how)
+    return captured(
+        dirpath,
+        module,
+        steps,
+        micro_batches,
+        batch_of=planted(plant or {}, into),
+        loss_of=noisy_step,
+        optimizer=torch.optim.Adam(module.parameters(), lr=0.01),
+        after_backward=lambda step: reduce_by_hand(module) if how == "alone" else None,
+        **options,
+    )
 
 
-def _reduce_by_hand(model: nn.Module) -> None:
-    for parameter in model.parameters():
-        if parameter.requires_grad:
+def reduce_by_hand(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        if parameter.requires_grad and dist.is_initialized():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             dist.all_reduce(parameter.grad)
@@ -140,28 +160,38 @@ def _reduce_by_hand(model: nn.Module) -> None:
 # -- faults that are not in a batch -----------------------------------------------------------------------------------
 
 
+def one_rank_without_a_batch(dirpath: str) -> CaptureVerdict:
+    """Rank 1 has a NaN in its batch, and rank 0 has no batch."""
+    model = make_model()
+    with NaNCapture(dirpath, model=model) as capture:
+        if rank() == 1:
+            with capture.micro_batch(planted({(0, 1, 0): torch.nan})(0, 0)) as micro:
+                noisy_step(model, micro.batch).backward()  # type: ignore[no-untyped-call]
+        reduce_by_hand(model)
+        return capture.check()
+
+
 def ignored_parameter(dirpath: str) -> CaptureVerdict:
     """A parameter that DDP does not reduce is bad on rank 1: afterwards the ranks hold different gradients."""
     model = make_model()
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["5.bias"])  # type: ignore[no-untyped-call]
-    module = DistributedDataParallel(model)
-    with NaNCapture(dirpath, model=module) as capture:
-        with capture.micro_batch(batch_of(0, dist.get_rank(), 0)) as kept:
-            module(kept.batch["x"]).sum().backward()
-        if dist.get_rank() == 1:
+
+    def spoil(step: int) -> None:
+        if rank() == 1:
             model[5].bias.grad[0] = torch.inf  # type: ignore[index]
-        return capture.check()
+
+    return captured(dirpath, DistributedDataParallel(model), 1, after_backward=spoil).verdicts[0]
 
 
 def scaled(dirpath: str, factor: float, steps: int, **options: Any) -> list[CaptureVerdict]:
-    """Training under a GradScaler: its scale times ``factor`` times the loss is too large at first, or for ever."""
+    """Train under a GradScaler: its scale times ``factor`` times the loss is too large at first, or for ever."""
     module = DistributedDataParallel(make_model())
     optimizer = torch.optim.SGD(module.parameters(), lr=1e-9)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120, growth_interval=1000)
     verdicts = []
     with NaNCapture(dirpath, model=module, optimizer=optimizer, scaler=scaler, **options) as capture:
         for step in range(steps):
-            batch = batch_of(step, dist.get_rank(), 0)
+            batch = training.batch_of(step)
             with capture.micro_batch(batch):
                 scaler.scale(factor * noisy_step(module, batch)).backward()  # type: ignore[no-untyped-call]
             scaler.unscale_(optimizer)
@@ -172,145 +202,121 @@ def scaled(dirpath: str, factor: float, steps: int, **options: Any) -> list[Capt
     return verdicts
 
 
-def sharded(dirpath: str) -> CaptureVerdict:
-    """FSDP2: gradients are reduced and sharded before anybody sees them."""
+def sharded_model() -> nn.Module:
+    """Return a model under FSDP2, which reduces and shards gradients before a capture can see them."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    with NaNCapture(dirpath, model=model) as capture:
-        batch = torch.randn(4, 6)
-        if dist.get_rank() == 1:
-            batch[0, 0] = torch.nan
-        with capture.micro_batch(batch):
-            model(batch).sum().backward()
-        return capture.check()
+    return model
+
+
+def sharded(dirpath: str) -> CaptureVerdict:
+    return captured(dirpath, sharded_model(), 1, batch_of=planted({(0, 1, 0): torch.nan})).verdicts[0]
 
 
 class Changing(nn.Module):
-    """Changes what it is given."""
+    """A module that changes its batch in place."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(6, 3)
 
-    def forward(self, batch: dict[str, Any]) -> Tensor:
+    def forward(self, batch: Batch) -> Tensor:
         batch.pop("y")
         batch["x"].mul_(2)
         out: Tensor = self.layer(batch["x"])
         return out
 
 
-def changed_batch(dirpath: str) -> list[Any]:
-    """What a later bundle holds of a batch that the step changes in place, alone in this process."""
-    module = Changing()
-    found = []
-    with NaNCapture(dirpath, model=module, on_nonfinite="skip") as capture:
-        for value in (torch.inf, 1.0, torch.nan):
-            batch = {"x": torch.full((2, 6), value), "y": torch.ones(2, 3)}
-            with capture.micro_batch(batch):
-                module(batch).sum().backward()
-            verdict = capture.check()
-            module.zero_grad()
-            if verdict.bundle is not None:
-                part = torch.load(verdict.bundle / "rank00000.pt", weights_only=True)
-                found.append((part["micro_batches"][0]["changed"], part["micro_batches"][0]["batch"]))
-    return found
+def changed_batch(dirpath: str) -> list[CaptureVerdict]:
+    """Train a step whose batch is infinite, a finite one, and one whose batch is NaN; each changes it in place."""
+    values = (torch.inf, 1.0, torch.nan)
+    return captured(
+        dirpath,
+        Changing(),
+        batch_of=lambda step, _: {"x": torch.full((2, 6), values[step]), "y": torch.ones(2, 3)},
+        loss_of=lambda module, batch: module(batch).sum(),
+        on_nonfinite="skip",
+    ).verdicts
 
 
 class Odd:
-    """Nothing that a bundle can hold."""
+    """An object that a bundle cannot hold."""
 
 
 def odd_batch(dirpath: str, store_batch: bool) -> list[CaptureVerdict]:
+    def batch_of(step: int, micro: int) -> Any:
+        batch = planted({(1, 1, 0): torch.nan})(step, micro)
+        return batch | {"meta": [Odd()]} if rank() == 1 else batch
+
     module = DistributedDataParallel(make_model())
-    verdicts = []
-    with NaNCapture(dirpath, model=module, store_batch=store_batch) as capture:
-        for step in range(2):
-            batch: dict[str, Any] = batch_of(step, dist.get_rank(), 0)
-            if dist.get_rank() == 1:
-                batch["meta"] = [Odd()]
-                batch["x"][0, 0] = torch.nan if step == 1 else 0.0
-            with capture.micro_batch(batch):
-                noisy_step(module, batch).backward()  # type: ignore[no-untyped-call]
-            verdicts.append(capture.check())
-    return verdicts
+    return captured(dirpath, module, 2, batch_of=batch_of, store_batch=store_batch).verdicts
 
 
 def full_disk(dirpath: str) -> list[CaptureVerdict]:
-    """Rank 1 cannot write more than 4 kB a file; the step before left a good bundle."""
-    module = DistributedDataParallel(make_model())
-    verdicts = []
+    """Rank 1 cannot write more than 4 kB a file in the third step; the first step left a good bundle."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+
+    def fill(step: int) -> None:
+        if rank() == 1 and step == 2:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+
+    plant = {(step, member, 0): torch.nan for step in (0, 2) for member in (0, 1)}
+    module = DistributedDataParallel(make_model())
     try:
-        with NaNCapture(dirpath, model=module, on_nonfinite="continue") as capture:
-            for step in range(3):
-                batch = batch_of(step, dist.get_rank(), 0)
-                if step != 1:
-                    batch["x"][0, 0] = torch.nan
-                if dist.get_rank() == 1 and step == 2:
-                    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
-                with capture.micro_batch(batch):
-                    noisy_step(module, batch).backward()  # type: ignore[no-untyped-call]
-                verdicts.append(capture.check())
-                module.zero_grad()
+        run = captured(dirpath, module, batch_of=planted(plant, "y"), after_backward=fill, on_nonfinite="skip")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
-    return verdicts
+    return run.verdicts
 
 
-def dies_while_writing(dirpath: str) -> CaptureVerdict:
-    """Rank 1 is killed between its two files."""
-    publish: Any = importlib.import_module("ddpstats.capture._publish")
-    write = publish.write_part
+def raises_in_forward(dirpath: str, how: str) -> tuple[str, float]:
+    """Rank 1 raises in step 1; return what rank 0 raises, and how many seconds later.
 
-    def killed(directory: Path, name: str, content: dict[str, Any]) -> Any:
-        write(directory, name, content)
-        die()
+    ``how``: rank 1 "ends" while rank 0 waits in DDP, or rank 0 waits "in check", or rank 1 "lives on": then it returns
+    how long rank 0 has lived.
+    """
+    group = dist.new_group([0, 1])
+    pids = torch.zeros(2, dtype=torch.long)
+    pids[rank()] = os.getpid()
+    dist.all_reduce(pids)
+    module = make_model() if how == "in check" else DistributedDataParallel(make_model(), process_group=group)
+    begun: list[float] = []
 
-    if dist.get_rank() == 1:
-        publish.write_part = killed
-    module = DistributedDataParallel(make_model())
-    with NaNCapture(dirpath, model=module) as capture:
-        batch = batch_of(0, dist.get_rank(), 0)
-        batch["x"][0, 0] = torch.nan
-        with capture.micro_batch(batch):
-            noisy_step(module, batch).backward()  # type: ignore[no-untyped-call]
-        return capture.check()
+    def loss_of(module: nn.Module, batch: Batch) -> Tensor:
+        begun.append(time.monotonic())
+        if rank() == 1 and len(begun) == 2:
+            raise ValueError("label 17 of 3")
+        return noisy_step(module, batch)
 
-
-def raises_in_forward(dirpath: str, how: str) -> float:
-    """Rank 1 raises; how long rank 0 is kept. ``how``: what becomes of rank 1's process, and where rank 0 waits."""
-    model = make_model()
-    module = model if how == "in check" else DistributedDataParallel(model)
-    capture = NaNCapture(dirpath, model=module)
-    with capture.micro_batch(batch_of(0, dist.get_rank(), 0)) as kept:
-        noisy_step(module, kept.batch).backward()  # type: ignore[no-untyped-call]
-    capture.check()
-    started = time.monotonic()
     try:
-        with capture.micro_batch(batch_of(1, dist.get_rank(), 0)) as kept:
-            if dist.get_rank() == 1:
-                raise ValueError("label 17 of 3")
-            noisy_step(module, kept.batch).backward()  # type: ignore[no-untyped-call]
-        capture.check()
+        captured(dirpath, module, 2, loss_of=loss_of, group=group)
     except ValueError:
         if how == "ends":
             os._exit(7)
         if how == "lives on":
-            time.sleep(15)
-        raise
-    finally:
-        capture.close()
-    return time.monotonic() - started
+            _wait_for_end_of(int(pids[0]))
+            return "", time.monotonic() - begun[1]
+    except RankMissing as error:
+        return str(error), time.monotonic() - begun[1]
+    return "", 0.0
+
+
+def _wait_for_end_of(pid: int) -> None:
+    deadline = time.monotonic() + LIVES_ON_SEC
+    with contextlib.suppress(ProcessLookupError):
+        while time.monotonic() < deadline:
+            os.kill(pid, 0)
+            time.sleep(0.05)
 
 
 def other_settings(dirpath: str) -> CaptureVerdict:
-    policy: Any = ("stop", "skip")[dist.get_rank()]
-    with NaNCapture(dirpath, model=make_model(), on_nonfinite=policy, keep=1 + dist.get_rank()) as capture:
+    policy: Any = ("stop", "skip")[rank()]
+    with NaNCapture(dirpath, model=make_model(), on_nonfinite=policy, keep=1 + rank()) as capture:
         return capture.check()
 
 
@@ -325,14 +331,14 @@ class Unreadable(Tensor):
 
 
 def unreadable_gradient(dirpath: str) -> tuple[str, str, bool]:
-    """What `check` raises where rank 1 cannot look; and whether the next step is judged again."""
+    """Return what `check` raises where rank 1 cannot look, and whether the next step is judged again."""
     model = make_model()
     with NaNCapture(dirpath, model=model) as capture:
-        with capture.micro_batch(batch_of(0, 0, 0)) as kept:
-            noisy_step(model, kept.batch).backward()  # type: ignore[no-untyped-call]
+        with capture.micro_batch(training.batch_of(0)) as micro:
+            noisy_step(model, micro.batch).backward()  # type: ignore[no-untyped-call]
         weight = model.get_parameter("0.weight")
         assert isinstance(weight.grad, Tensor)
-        if dist.get_rank() == 1:
+        if rank() == 1:
             weight.grad = weight.grad.as_subclass(Unreadable)
         try:
             capture.check()
@@ -342,92 +348,15 @@ def unreadable_gradient(dirpath: str) -> tuple[str, str, bool]:
         return "nothing", "", False
 
 
-def cost_in_collectives(dirpath: str) -> list[int]:
-    """How many collectives of ours a step makes, after the first."""
+def collectives_of_a_step(dirpath: str) -> list[int]:
+    """Return how many collectives of ours `check` makes in the second and the third step."""
     module = DistributedDataParallel(make_model())
-    found = []
+    counts = []
     with NaNCapture(dirpath, model=module) as capture:
         for step in range(3):
-            with capture.micro_batch(batch_of(step, dist.get_rank(), 0)) as kept:
-                noisy_step(module, kept.batch).backward()  # type: ignore[no-untyped-call]
+            with capture.micro_batch(training.batch_of(step)) as micro:
+                noisy_step(module, micro.batch).backward()  # type: ignore[no-untyped-call]
             with count_collectives() as count:
                 capture.check()
-            found.append(count.total)
-    return found
-
-
-# -- causes -----------------------------------------------------------------------------------------------------------
-
-_calls = 0
-
-
-def transient_step(model: nn.Module, batch: Any) -> Tensor:
-    """Faulty in its first call on rank 1 only."""
-    global _calls
-    _calls += 1
-    loss: Tensor = model(batch["x"]).square().mean()
-    return loss * torch.nan if _calls == 1 and dist.get_rank() == 1 else loss
-
-
-def broken_device_step(model: nn.Module, batch: Any) -> Tensor:
-    """Faulty wherever rank 1 runs it."""
-    loss: Tensor = model(batch["x"]).square().mean()
-    return loss * torch.nan if dist.get_rank() == 1 else loss
-
-
-def dividing_step(model: nn.Module, batch: Any) -> Tensor:
-    """Divides by a count that may be zero."""
-    out: Tensor = model(batch["x"]).square()
-    loss: Tensor = out.sum() / (batch["x"] > 0).sum()
-    return loss
-
-
-def autocast_step(model: nn.Module, batch: Any) -> Tensor:
-    """Products beyond 65504 are infinite in float16."""
-    with torch.autocast("cpu", dtype=torch.float16):
-        out: Tensor = model(batch["x"])
-    return out.float().mean()
-
-
-def communicating_step(model: nn.Module, batch: Any) -> Tensor:
-    total = batch["x"].sum()
-    if not torch.is_inference_mode_enabled():
-        dist.all_reduce(total)
-    loss: Tensor = model(batch["x"]).square().mean() + 0 * total
-    return loss
-
-
-def attributed(dirpath: str, step_name: str, batch_value: float) -> dict[str, Any]:
-    """The verdict, and whether the reruns left the training as it was."""
-    global _calls
-    _calls = 0
-    step_fn: Callable[[nn.Module, Any], Tensor] = globals()[step_name]
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8, affine=False), nn.Dropout(0.2), nn.Linear(8, 3))
-    if step_name == "autocast_step":
-        model = nn.Sequential(nn.Linear(6, 3))
-    module = DistributedDataParallel(model)
-    with NaNCapture(dirpath, model=module, attribute=True, step_fn=step_fn) as capture:
-        batch = batch_of(0, dist.get_rank(), 0)
-        if dist.get_rank() == 1:
-            batch["x"].fill_(batch_value)
-        with capture.micro_batch(batch):
-            step_fn(module, batch).backward()  # type: ignore[no-untyped-call]
-        before = [t.clone() for t in (*model.parameters(), *model.buffers())], torch.get_rng_state(), random.getstate()
-        gradients = [parameter.grad for parameter in model.parameters()]
-        verdict = capture.check()
-    after = [*model.parameters(), *model.buffers()], torch.get_rng_state(), random.getstate()
-    return {
-        "verdict": verdict,
-        "untouched": all(torch.allclose(a, b, 0, 0, equal_nan=True) for a, b in zip(before[0], after[0], strict=True))
-        and torch.equal(before[1], after[1])
-        and before[2] == after[2]
-        and all(a is b for a, b in zip(gradients, (parameter.grad for parameter in model.parameters()), strict=True)),
-    }
-
-
-def stats_after_capture(dirpath: str) -> float:
-    """Reductions go on working beside a capture, and after it."""
-    with NaNCapture(dirpath, model=DistributedDataParallel(make_model())) as capture:
-        capture.check()
-        return float(ddpstats.reduce_stats({"loss": float(dist.get_rank())}).values["loss"])
+            counts.append(count.total)
+    return counts[1:]

@@ -136,6 +136,7 @@ def captured(
     step: Callable[[nn.Module, Any], torch.Tensor],
     *batches: Any,
     seed: int = 1,
+    when: datetime = WHEN,
     reason: str = "nonfinite",
     culprits: Sequence[int] | None = None,
     prepare: Callable[[nn.Module], None] | None = None,
@@ -148,8 +149,8 @@ def captured(
         prepare(model)
     model_part = parameters_of(model)
     part = run_and_keep(model, step, batches, **run)
-    who = [part["rank"]] if culprits is None else culprits
-    return write_bundle(dirpath, {part["rank"]: part}, model_part, reason=reason, culprits=who)
+    culprits = [part["rank"]] if culprits is None else culprits
+    return write_bundle(dirpath, {part["rank"]: part}, model_part, reason=reason, when=when, culprits=culprits)
 
 
 def rewrite_part(directory: Path, name: str, content: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Factories and steps that the tests of replay name on the command line: each goes wrong in its own way."""
+"""Models and steps that the tests of replay name on the command line: each goes wrong in its own way."""
 
 from __future__ import annotations
 
@@ -29,10 +29,6 @@ class Toy(nn.Module):
         return logits
 
 
-def toy() -> nn.Module:
-    return Toy()
-
-
 class Compiled(nn.Module):
     """As torch.compile names what it wraps."""
 
@@ -43,10 +39,6 @@ class Compiled(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         found: Tensor = self._orig_mod(x)
         return found
-
-
-def compiled() -> nn.Module:
-    return Compiled()
 
 
 def per_class_step(model: nn.Module, batch: Any) -> Tensor:
@@ -117,12 +109,8 @@ def tuple_step(model: nn.Module, batch: Any) -> Any:
 
 
 def printing_step(model: nn.Module, batch: Any) -> Tensor:
-    print("a step that prints")
-    return mean_step(model, batch)
-
-
-def raw_printing_step(model: nn.Module, batch: Any) -> Tensor:
-    """Past Python's own stdout: by number, and in C's buffer."""
+    """Print through Python, past its stdout by number, and in C's buffer."""
+    print("by print")
     os.write(1, b"by number\n")
     ctypes.CDLL(None).printf(b"in C\n")
     return mean_step(model, batch)
@@ -143,10 +131,6 @@ class Small(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         found: Tensor = self.layer(x)
         return found
-
-
-def small() -> nn.Module:
-    return Small()
 
 
 def no_module() -> Any:
@@ -222,34 +206,6 @@ class Preallocated(Small):
         return out
 
 
-def log_zero() -> nn.Module:
-    return LogZero()
-
-
-def sqrt_of_zero() -> nn.Module:
-    return SqrtOfZero()
-
-
-def where_trap() -> nn.Module:
-    return WhereTrap()
-
-
-def attention() -> nn.Module:
-    return Attention()
-
-
-def masked_then_log() -> nn.Module:
-    return MaskedThenLog()
-
-
-def half_matmul() -> nn.Module:
-    return HalfMatmul()
-
-
-def preallocated() -> nn.Module:
-    return Preallocated()
-
-
 def sum_step(model: nn.Module, batch: Any) -> Tensor:
     loss: Tensor = model(batch["x"]).sum()
     return loss
@@ -297,14 +253,6 @@ class HalfCast(Small):
         return found
 
 
-def nested() -> nn.Module:
-    return Nested()
-
-
-def half_cast() -> nn.Module:
-    return HalfCast()
-
-
 class TimesInfinity(Small):
     """The mask that many write: zero times infinity is no zero."""
 
@@ -329,18 +277,6 @@ class Synchronized(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         found: Tensor = self.norm(x)
         return found
-
-
-def times_infinity() -> nn.Module:
-    return TimesInfinity()
-
-
-def mask_arrives() -> nn.Module:
-    return MaskArrives()
-
-
-def synchronized() -> nn.Module:
-    return Synchronized()
 
 
 def empty_mean_step(model: nn.Module, batch: Any) -> Tensor:

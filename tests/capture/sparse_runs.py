@@ -1,4 +1,4 @@
-"""Models whose embeddings have sparse gradients, on the ranks of `test_sparse` here and in tests/sentinel."""
+"""Models whose embeddings have sparse gradients: what `test_sparse` and the dump's tests run on the ranks."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpstats import ConfigError, NaNCapture, Sentinel, SentinelAlarm
+from ddpstats import ConfigError, Sentinel, SentinelAlarm
 from ddpstats.capture import CaptureVerdict
+from tests.capture.capture_runs import captured
+from tests.training import Hooks, rank, train
 
 _ROWS = 20
 
@@ -43,7 +45,7 @@ def step(module: nn.Module, batch: Any) -> Tensor:
 
 
 def other_step(module: nn.Module, batch: Any) -> Tensor:
-    """Of other words: the same values in other rows of the table, where these are alike."""
+    """Take other words: the same values in other rows of the table, where these are equal."""
     return step(module, {**batch, "words": (batch["words"] + 1) % _ROWS})
 
 
@@ -51,8 +53,8 @@ def negative_step(module: nn.Module, batch: Any) -> Tensor:
     return -step(module, batch)
 
 
-def batch_of(number: int) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(10 * number + dist.get_rank())
+def batch_of(number: int, micro: int = 0) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(10 * number + rank())
     return {"words": torch.randint(0, _ROWS, (6, 5), generator=generator), "factor": torch.ones(())}
 
 
@@ -64,52 +66,6 @@ def made(case: str) -> nn.Module:
     return DistributedDataParallel(model, gradient_as_bucket_view="view" in case, bucket_cap_mb=0.0002)
 
 
-def watched_by_a_sentinel(case: str, flips: bool = False) -> list[tuple[int, ...]]:
-    """The culprits of each step, of a sentinel whose layers look at every step."""
-    module = made(case)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    culprits = []
-    table = module.get_submodule("module.table" if "alone" not in case else "table")
-    with Sentinel(module, mode=2, digest_every_steps=1, replay_every_steps=1, replay_fn=step) as sentinel:
-        for number in range(3):
-            batch = batch_of(number)
-            if "dense zeros" in case:
-                for parameter in module.parameters():
-                    parameter.grad = torch.zeros_like(parameter)
-            if flips and number == 2 and dist.get_rank() == 1:
-                handle = table.weight.register_hook(lambda gradient: gradient * 1.0001)  # type: ignore[operator]
-            with sentinel.micro_batch(batch):
-                step(module, batch).backward()  # type: ignore[no-untyped-call]
-            if flips and number == 2 and dist.get_rank() == 1:
-                handle.remove()
-            if "alone" in case:
-                _reduce(module)
-            try:
-                culprits.append(sentinel.step().culprit_ranks)
-            except SentinelAlarm as alarm:
-                culprits.append(tuple(alarm.culprit_ranks))
-            optimizer.step()
-            optimizer.zero_grad()
-    return culprits
-
-
-def refused(negative: bool) -> str:
-    """A ``replay_fn`` that is another step in the rows alone, all of which are alike; or in the sign alone."""
-    module = made("ddp")
-    table = module.get_submodule("module.table")
-    nn.init.constant_(table.weight, 0.5)  # type: ignore[arg-type]
-    function = negative_step if negative else other_step
-    with Sentinel(module, mode=2, replay_every_steps=1, replay_fn=function) as sentinel:
-        batch = batch_of(0)
-        with sentinel.micro_batch(batch):
-            step(module, batch).backward()  # type: ignore[no-untyped-call]
-        try:
-            sentinel.step()
-        except ConfigError as error:
-            return str(error)
-    return "taken"
-
-
 def _reduce(module: nn.Module) -> None:
     for parameter in module.parameters():
         assert parameter.grad is not None
@@ -117,32 +73,88 @@ def _reduce(module: nn.Module) -> None:
         dist.all_reduce(parameter.grad)
 
 
-def captured(case: str, bad_step: int, dirpath: str, attribute: bool = False) -> list[CaptureVerdict]:
-    """A NaN on rank 1 in the ``bad_step``-th step."""
+def watched_by_a_sentinel(case: str, flips: bool = False) -> list[tuple[int, ...]]:
+    """Return the culprits of each step, of a sentinel whose layers look at every step.
+
+    ``flips``: rank 1's gradient of the table is wrong in the third step, and not when the step is replayed.
+    """
     module = made(case)
-    verdicts = []
-    options: dict[str, Any] = {"attribute": True, "step_fn": step} if attribute else {}
-    with NaNCapture(dirpath, model=module, on_nonfinite="skip", **options) as capture:
-        for number in range(3):
-            batch = batch_of(number)
-            if number == bad_step and dist.get_rank() == 1:
-                batch["factor"] = torch.tensor(torch.nan)
-            with capture.micro_batch(batch) as kept:
-                kept.loss = step(module, batch)
-                kept.loss.backward()  # type: ignore[no-untyped-call]
+    table: Any = module.get_submodule("table" if "alone" in case else "module.table")
+    culprits, handles = [], []
+    with Sentinel(module, mode=2, digest_every_steps=1, replay_every_steps=1, replay_fn=step) as sentinel:
+
+        def prepared(number: int, micro: int) -> dict[str, Any]:
+            if "dense zeros" in case:
+                for parameter in module.parameters():
+                    parameter.grad = torch.zeros_like(parameter)
+            if flips and number == 2 and rank() == 1:
+                handles.append(table.weight.register_hook(lambda gradient: gradient * 1.0001))
+            return batch_of(number)
+
+        def judge(number: int) -> bool:
+            for handle in handles:
+                handle.remove()
             if "alone" in case:
                 _reduce(module)
-            verdicts.append(capture.check())
-            module.zero_grad()
-    return verdicts
+            try:
+                culprits.append(tuple(sentinel.step().culprit_ranks))
+            except SentinelAlarm as alarm:
+                culprits.append(tuple(alarm.culprit_ranks))
+            return True
+
+        train(module, batch_of=prepared, loss_of=step, hooks=Hooks(sentinel.micro_batch, judge=judge))
+    return culprits
 
 
-def overflowing_parts(dirpath: str) -> list[CaptureVerdict]:
-    """Each part of a row is finite on rank 1, and their sum is not."""
-    module = nn.Embedding(3, 2, sparse=True)
-    ddp = DistributedDataParallel(module)
-    with NaNCapture(dirpath, model=ddp) as capture:
-        with capture.micro_batch(None):
-            factor = 3e38 if dist.get_rank() == 1 else 1.0
-            (ddp(torch.tensor([1, 1])) * factor).sum().backward()
-        return [capture.check()]
+def refused(negative: bool) -> str:
+    """Give a ``replay_fn`` that is another step in the rows alone, all of which are equal; or in the sign alone."""
+    module = made("ddp")
+    nn.init.constant_(module.get_parameter("module.table.weight"), 0.5)
+    function = negative_step if negative else other_step
+    with Sentinel(module, mode=2, replay_every_steps=1, replay_fn=function) as sentinel:
+        try:
+            hooks = Hooks(sentinel.micro_batch, judge=lambda number: sentinel.step().ok)
+            train(module, 1, batch_of=batch_of, loss_of=step, hooks=hooks)
+        except ConfigError as error:
+            return str(error)
+    return "taken"
+
+
+def captured_case(case: str, bad_step: int, dirpath: str, **options: Any) -> list[CaptureVerdict]:
+    """Train with a NaN on rank 1 in the ``bad_step``-th step."""
+    module = made(case)
+
+    def planted(number: int, micro: int) -> dict[str, Any]:
+        factor = {"factor": torch.tensor(torch.nan)} if (number, rank()) == (bad_step, 1) else {}
+        return batch_of(number) | factor
+
+    def after_backward(number: int) -> None:
+        if "alone" in case:
+            _reduce(module)
+
+    return captured(
+        dirpath,
+        module,
+        batch_of=planted,
+        loss_of=step,
+        after_backward=after_backward,
+        on_nonfinite="skip",
+        **options,
+    ).verdicts
+
+
+def captured_with_cause(dirpath: str) -> list[CaptureVerdict]:
+    return captured_case("ddp", 1, dirpath, attribute=True, step_fn=step)
+
+
+def overflowing_parts(dirpath: str) -> CaptureVerdict:
+    """Train a step in which each part of a row is finite on rank 1, and their sum is not."""
+    module = DistributedDataParallel(nn.Embedding(3, 2, sparse=True))
+    factor = 3e38 if rank() == 1 else 1.0
+    return captured(
+        dirpath,
+        module,
+        1,
+        batch_of=lambda number, micro: {"words": torch.tensor([1, 1])},
+        loss_of=lambda module, batch: (module(batch["words"]) * factor).sum(),
+    ).verdicts[0]

@@ -1,7 +1,8 @@
-"""What the cause is said to be: only where the rerun is of the step that was trained, and in time."""
+"""``attribute=True`` says what caused a NaN: only where the rerun is of the step that was trained, and in time."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,47 +10,81 @@ import pytest
 from ddpstats import RankMissing
 from ddpstats.capture._bundle import Bundle
 from ddpstats.testing import RankPool, run_ranks
-from tests.capture import peers_runs as runs
+from tests.capture import attribution_runs as runs
+
+NAN = float("nan")
+slow = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    ("trained", "step", "keeps_loss", "cause"),
+    ("trained", "step_fn", "value", "keeps_loss", "texts"),
     [
+        ("transient", "transient", 1.0, True, ["a race or a transient fault on rank 1", "finite in 2 of 2 runs"]),
         (
-            "table_step",
-            "table_step",
-            True,
-            ["hardware of rank 1 (host ", "or something that only rank 1 holds outside"],
+            *("broken_device", "broken_device", 1.0, True),
+            ["hardware of rank 1 (host ", "or something that only rank 1 holds outside", "rank 0 gets finite ones"],
         ),
         (
-            "auxiliary_gradient",
-            "another_loss_step",
-            True,
-            ["step_fn is not the step that was trained", "micro-batch 0: the loss was ", "the gradients are finite"],
+            *("dividing", "dividing", -1.0, True),
+            ["software or data", "so does rank 0", "Not finite in float32 and float64 either"],
+        ),
+        pytest.param(
+            *("dividing", "dividing", NAN, True),
+            ["software or data", "The batch itself is not finite: batch['x'] of micro-batch 0"],
+            marks=slow,
         ),
         (
-            "scaled",
-            "plain_step",
-            False,
-            ["step_fn is not the step that was trained", "the gradient of 0.bias had norm ", "and now had norm "],
+            *("in_float16", "in_float16", 1e6, True),
+            ["software or data", "In float32 without autocast the gradients are finite"],
         ),
-        ("auxiliary", "plain_step", False, ["a race or a transient fault on rank 1", "Or step_fn leaves out"]),
-        ("auxiliary", "auxiliary", True, ["hardware of rank 1", "or something that only rank 1 holds"]),
+        ("communicating", "communicating", NAN, True, ["Cause not found", "step_fn communicates (all_reduce)"]),
+        (
+            *("with_bad_gradient", "another_loss", None, True),
+            [
+                *("Cause not found", "step_fn is not the step that was trained"),
+                *("micro-batch 0: the loss was ", "the gradients are finite"),
+            ],
+        ),
+        pytest.param(
+            *("tripled_with_bad_part", "plain", None, False),
+            [
+                *("Cause not found", "step_fn is not the step that was trained"),
+                *("the gradient of 3.weight had norm ", "and now had norm "),
+            ],
+            marks=slow,
+        ),
+        pytest.param(
+            *("with_bad_part", "plain", None, False),
+            ["a race or a transient fault on rank 1", "Or step_fn leaves out"],
+            marks=slow,
+        ),
     ],
-    ids=range(5),
+    ids=range(9),
 )
-def test_the_cause(
-    two_ranks: RankPool, tmp_path: Path, trained: str, step: str, keeps_loss: bool, cause: list[str]
+def test_the_cause_is_named_and_reruns_leave_the_training_as_it_was(
+    two_ranks: RankPool,
+    tmp_path: Path,
+    trained: str,
+    step_fn: str,
+    value: float | None,
+    keeps_loss: bool,
+    texts: list[str],
 ) -> None:
-    first, second = two_ranks.run(runs.attributed, str(tmp_path), trained, step, keeps_loss).values()
+    run = two_ranks.run(runs.attributed, str(tmp_path), trained, step_fn, value, keeps_loss)
+    (first, is_untouched), (second, is_untouched_there) = run.values()
     assert first == second
-    assert first is not None
-    assert all(part in first for part in cause), first
-    assert ("Cause not found" in first) == ("not the step" in cause[0])
+    assert is_untouched
+    assert is_untouched_there
+    assert first.attribution is not None
+    assert all(text in first.attribution for text in texts), first.attribution
+    assert ("Cause not found" in first.attribution) == (texts[0] == "Cause not found")
+    assert first.attribution in first.message
+    assert first.bundle is not None
+    assert json.loads((first.bundle / "MANIFEST.json").read_text())["message"] == first.message
 
 
 def test_a_culprit_that_dies_in_its_rerun_leaves_a_whole_bundle(tmp_path: Path) -> None:
-    first, second = run_ranks(runs.attributed, 2, str(tmp_path), "dying_step", "dying_step", timeout_sec=40)
+    first, second = run_ranks(runs.attributed, 2, str(tmp_path), "dying", "dying", timeout_sec=40)
     assert second.exit_code == 9
     assert isinstance(first.error, RankMissing)
     assert first.error.missing_ranks == (1,)
@@ -58,10 +93,11 @@ def test_a_culprit_that_dies_in_its_rerun_leaves_a_whole_bundle(tmp_path: Path) 
     assert bundle.manifest.culprit_ranks == (1,)
 
 
-def test_runs_that_would_take_too_long_are_left_out(two_ranks: RankPool, tmp_path: Path) -> None:
-    first, second = two_ranks.run(runs.attributed_slowly, str(tmp_path)).values()
+@slow
+def test_reruns_that_would_take_too_long_are_left_out(two_ranks: RankPool, tmp_path: Path) -> None:
+    (first, _), (second, _) = two_ranks.run(runs.attributed_with_little_time, str(tmp_path)).values()
     assert first == second
-    assert first is not None
-    assert "and so does rank 1" in first
-    assert "In float32 without autocast it was not run: one run took 1." in first
-    assert "DDPSTATS_TIMEOUT_SEC leaves no time for more" in first
+    assert first.attribution is not None
+    assert "and so does rank 1" in first.attribution
+    assert "In float32 without autocast it was not run: one run took 1." in first.attribution
+    assert "DDPSTATS_TIMEOUT_SEC leaves no time for more" in first.attribution

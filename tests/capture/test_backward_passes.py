@@ -1,39 +1,124 @@
-"""However a program runs its backward pass: the rank whose own gradients were bad is named, and no other."""
+"""`NaNCapture` names the rank whose own gradients were bad, however a program runs its backward pass and reduces them.
+
+Where a collective of the program's own ran before the gradients were there, it says that the rank is not known.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from ddpstats.capture import CaptureVerdict
 from ddpstats.testing import RankPool
 from tests.capture import backward_runs as runs
 
-
-@pytest.mark.parametrize("bad_step", [0, 1])
-@pytest.mark.parametrize("name", runs.CASES)
-def test_the_culprit(two_ranks: RankPool, tmp_path: Path, name: str, bad_step: int) -> None:
-    first, second = two_ranks.run(runs.run, name, str(tmp_path), bad_step).values()
-    assert first == second
-    assert [verdict.kind for verdict in first] == ["nonfinite" if step == bad_step else "ok" for step in range(3)]
-    assert first[bad_step].culprit_ranks == (1,)
-    assert any(one.endswith("first.weight") for one in first[bad_step].parameters)
-
-
-def test_the_module_inside_is_recognized(two_ranks: RankPool, tmp_path: Path) -> None:
-    first, second = two_ranks.run(runs.given_the_inner_module, str(tmp_path)).values()
-    assert first == second
-    assert first[0].culprit_ranks == (1,)
+slow = pytest.mark.slow
+QUICK = {
+    *("static graph", "reentrant checkpoint", "two passes", "gradient penalty", "DDP inside, bucket view"),
+    *("hooks", "asynchronous hooks", "hooks after accumulation", "hook behind the model"),
+}
+NOT_SEEN = {
+    *("hooks before the accumulating node", "hook behind the model", "hook behind the model, inside of DDP"),
+}
+OWN_REDUCTION = list(runs.WAYS)[list(runs.WAYS).index("hooks") : list(runs.WAYS).index("hooks, inside of DDP")]
 
 
-def test_what_nobody_saw_is_not_called_an_overflow(two_ranks: RankPool, tmp_path: Path) -> None:
-    first, second = two_ranks.run(runs.outside, str(tmp_path)).values()
-    assert first == second
-    assert (first[0].kind, first[0].culprit_ranks) == ("nonfinite", ())
-    assert "backward() belongs inside of micro_batch()" in first[0].message
+def same(verdicts: list[Any]) -> Any:
+    """Return the verdicts of rank 0, which all others must have."""
+    assert all(verdict == verdicts[0] for verdict in verdicts)
+    return verdicts[0]
 
 
-def test_gradients_that_are_gone_at_once(two_ranks: RankPool, tmp_path: Path) -> None:
-    first, second = two_ranks.run(runs.steps_in_hooks, str(tmp_path)).values()
-    assert first == second
-    assert first[0].culprit_ranks == (1,)
+def assert_culprit_is_rank_1(verdict: CaptureVerdict) -> None:
+    assert (verdict.kind, verdict.culprit_ranks) == ("nonfinite", (1,))
+    assert "the gradients of rank 1 are not finite, before any reduction" in verdict.message
+    assert any(".last." in f".{name}" for name in verdict.parameters)
+    assert verdict.bundle is not None
+
+
+def assert_culprit_is_unknown(verdict: CaptureVerdict) -> None:
+    assert (verdict.kind, verdict.culprit_ranks, verdict.by_rank) == ("nonfinite", (), {})
+    assert "the program had already reduced them" in verdict.message
+    assert "Which rank they come from is not known." in verdict.message
+    assert "before any reduction" not in verdict.message
+    assert verdict.should_skip
+    assert verdict.bundle is not None
+
+
+def _cases() -> list[Any]:
+    """Return each way with a NaN in the second step, and the others as slow ones."""
+    cases = [(name, 1, False) for name in runs.WAYS] + [(name, 0, False) for name in runs.WAYS]
+    cases += [(name, step, True) for name in OWN_REDUCTION for step in (0, 1)]
+    return [pytest.param(*case, marks=() if case[0] in QUICK and case[1:] == (1, False) else slow) for case in cases]
+
+
+@pytest.mark.parametrize(("name", "bad_step", "set_up_late"), _cases())
+def test_culprit_is_named_or_said_to_be_unknown_and_never_wrong(
+    two_ranks: RankPool, tmp_path: Path, name: str, bad_step: int, set_up_late: bool
+) -> None:
+    verdicts = same(two_ranks.run(runs.run, name, str(tmp_path), bad_step, set_up_late=set_up_late).values())
+    assert [verdict.kind for verdict in verdicts] == ["nonfinite" if step == bad_step else "ok" for step in range(3)]
+    if name in NOT_SEEN or (name == "hooks registered for each pass" and bad_step == 0):
+        assert_culprit_is_unknown(verdicts[bad_step])
+    else:
+        assert_culprit_is_rank_1(verdicts[bad_step])
+
+
+@pytest.mark.parametrize("bad_micro", [0, 1])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "hooks",
+        pytest.param("hooks registered for each pass", marks=slow),
+        pytest.param("hooks after accumulation", marks=slow),
+        pytest.param("hooks of the accumulating node", marks=slow),
+        pytest.param("by hand after the pass", marks=slow),
+    ],
+)
+def test_accumulated_gradients_that_the_program_reduces_name_the_culprit(
+    two_ranks: RankPool, tmp_path: Path, name: str, bad_micro: int
+) -> None:
+    """Where the first of two micro-batches is bad, every rank's gradients are bad in the second one."""
+    run = two_ranks.run(runs.run, name, str(tmp_path), 1, bad_micro=bad_micro, micro_batches=2)
+    assert_culprit_is_rank_1(same(run.values())[1])
+
+
+def test_backward_outside_micro_batch_is_nonfinite_not_overflow(two_ranks: RankPool, tmp_path: Path) -> None:
+    verdict = same(two_ranks.run(runs.outside, str(tmp_path)).values())
+    assert (verdict.kind, verdict.culprit_ranks) == ("nonfinite", ())
+    assert "backward() belongs inside of micro_batch()" in verdict.message
+
+
+@pytest.mark.parametrize("run", [runs.given_the_inner_module, runs.steps_in_hooks])
+def test_culprit_is_named_without_ddp_or_without_grad(two_ranks: RankPool, tmp_path: Path, run: Any) -> None:
+    assert same(two_ranks.run(run, str(tmp_path)).values()).culprit_ranks == (1,)
+
+
+@pytest.mark.parametrize(
+    ("case", "kind", "culprits"),
+    [
+        ("mended", "ok", ()),
+        ("made", "nonfinite", (1,)),
+        ("overflowing", "overflow", ()),
+        ("on both", "nonfinite", (0, 1)),
+    ],
+)
+def test_hooks_that_mend_make_or_share_a_nan(
+    two_ranks: RankPool, tmp_path: Path, case: str, kind: str, culprits: tuple[int, ...]
+) -> None:
+    verdict = same(two_ranks.run(runs.with_hooks, str(tmp_path), case).values())
+    assert (verdict.kind, verdict.culprit_ranks) == (kind, culprits)
+
+
+@slow
+def test_a_nan_that_two_of_three_ranks_shared_has_no_culprit(three_ranks: RankPool, tmp_path: Path) -> None:
+    verdict = same(three_ranks.run(runs.with_hooks, str(tmp_path), "shared").values())
+    assert (verdict.kind, verdict.culprit_ranks) == ("nonfinite", ())
+    assert "gradients are not finite on ranks 1, 2" in verdict.message
+
+
+def test_each_gradient_is_looked_at_by_itself_until_nothing_was_seen_to_communicate(two_ranks: RankPool) -> None:
+    assert two_ranks.run(runs.gradients_per_look, False).values() == [[[1] * 6, [6]]] * 2
+    assert two_ranks.run(runs.gradients_per_look, True).values() == [[[1] * 6] * 2] * 2

@@ -1,4 +1,7 @@
-"""From the ranks' reports to one verdict: pure, no ranks needed."""
+"""All ranks come to one verdict from their reports: who is a culprit where an earlier reduction shared a NaN.
+
+Verdicts that real ranks come to are in `test_capture` and `test_backward_passes`.
+"""
 
 from __future__ import annotations
 
@@ -14,77 +17,43 @@ NAN = replace(FINE, bad=(NonFiniteGradients(0, 0, (("b", "NaN"), ("a", "Inf"))),
 SPREAD = replace(FINE, reduced=("a", "b"))
 
 
-def found(*reports: Report, skips: int = 0) -> CaptureFinding:
+def finding_of(*reports: Report, skips: int = 0) -> CaptureFinding:
     return find(dict(enumerate(reports)), skips, 3)
 
 
-def test_reports_travel_as_trees() -> None:
-    report = replace(NAN, scale=2.0, exchanged=(0, 1), unseen=("a",))
-    assert Report.from_tree(report.to_tree()) == report
-
-
-def test_nobody_saw_anything() -> None:
-    assert found(FINE, FINE).kind == "ok"
-    assert found(FINE, FINE).verdict("stop", None).ok
-    assert str(found(FINE).verdict("stop", None)) == "step 7: all gradients are finite"
-
-
-def test_a_culprit_and_those_that_only_got_it_from_the_reduce() -> None:
-    finding = found(SPREAD, NAN, SPREAD)
-    assert (finding.kind, finding.culprit_ranks, finding.parameters) == ("nonfinite", (1,), ("b", "a"))
-    assert finding.lines == (
-        "step 7: the gradients of rank 1 are not finite, before any reduction:",
-        "  rank 1: Inf and NaN in b, a, first in micro-batch 0 of 2",
-        "The gradients of ranks 0, 2 were finite.",
-    )
-
-
-def test_all_ranks_are_culprits() -> None:
-    assert found(NAN, NAN).culprit_ranks == (0, 1)
-    assert not any("were finite" in line for line in found(NAN, NAN).lines)
-
-
-def test_what_came_through_the_reduction_of_an_earlier_micro_batch_makes_no_culprit() -> None:
+def test_a_nan_from_the_reduction_of_an_earlier_micro_batch_makes_no_culprit() -> None:
     later = NonFiniteGradients(1, 1, (("a", "NaN"), ("b", "NaN")))
     origin = replace(NAN, bad=(*NAN.bad, later), exchanged=(0, 1))
     infected = replace(SPREAD, bad=(later,), exchanged=(0, 1))
-    assert found(infected, origin).culprit_ranks == (1,)
-    # Without a reduction in between, each is its own.
-    apart = [replace(one, exchanged=(1,)) for one in (infected, origin)]
-    assert found(*apart).culprit_ranks == (0, 1)
+    assert finding_of(infected, origin).culprit_ranks == (1,)
+    # Without a reduction in between, each has its own.
+    separate = [replace(report, exchanged=(1,)) for report in (infected, origin)]
+    assert finding_of(*separate).culprit_ranks == (0, 1)
 
 
-def test_only_the_reduction_overflowed() -> None:
-    everywhere, here = found(SPREAD, SPREAD), found(FINE, SPREAD)
-    assert everywhere.kind == here.kind == "overflow"
-    assert everywhere.culprit_ranks == here.culprit_ranks == ()
+def test_a_result_that_differs_by_rank_is_an_overflow_with_a_note() -> None:
+    everywhere, on_one = finding_of(SPREAD, SPREAD), finding_of(FINE, SPREAD)
+    assert everywhere.kind == on_one.kind == "overflow"
+    assert everywhere.culprit_ranks == on_one.culprit_ranks == ()
     assert "damaged" not in "".join(everywhere.lines)
-    assert "on rank 1: a, b" in here.lines[0]
-    assert "damaged" in here.lines[1]
+    assert "on rank 1: a, b" in on_one.lines[0]
+    assert "damaged" in on_one.lines[1]
+    # A gradient that one rank of two did not see arrive was finite on the other.
+    assert finding_of(replace(SPREAD, unseen=("a", "b")), SPREAD).kind == "overflow"
 
 
-def test_what_nobody_saw_arrive() -> None:
-    unseen = replace(SPREAD, unseen=("a", "b"))
-    finding = found(unseen, unseen)
-    assert (finding.kind, finding.culprit_ranks) == ("nonfinite", ())
-    assert "backward() belongs inside of micro_batch()" in finding.lines[1]
-    assert found(unseen, SPREAD).kind == "overflow"  # one of them did see it, and it was finite
-
-
-def test_a_scaler_skips() -> None:
-    scaled = replace(NAN, scale=4.0)
-    assert found(scaled, skips=2).kind == "scaler_skip"
-    last = found(scaled, replace(SPREAD, scale=2.0), skips=3)
-    assert (last.kind, last.culprit_ranks) == ("scaler_skips", (0,))
-    assert "at scale 4.0 (rank 0), 2.0 (rank 1)" in last.lines[0]
-    assert "The ranks' scales differ" in last.lines[1]
+def test_scales_that_differ_by_rank_are_a_note() -> None:
+    finding = finding_of(replace(NAN, scale=4.0), replace(SPREAD, scale=2.0), skips=3)
+    assert (finding.kind, finding.culprit_ranks) == ("scaler_skips", (0,))
+    assert "at scale 4.0 (rank 0), 2.0 (rank 1)" in finding.lines[0]
+    assert "The ranks' scales differ" in finding.lines[1]
 
 
 @pytest.mark.parametrize(
     ("policy", "stop", "skip"), [("stop", True, True), ("skip", False, True), ("continue", False, False)]
 )
-def test_policies(policy: Policy, stop: bool, skip: bool) -> None:
-    verdict = found(NAN).verdict(policy, Path("b"), ("Bundle: b",))
+def test_the_policy_decides_whether_to_stop_or_skip(policy: Policy, stop: bool, skip: bool) -> None:
+    verdict = finding_of(NAN).verdict(policy, Path("b"), ("Bundle: b",))
     assert (verdict.should_stop, verdict.should_skip, verdict.ok) == (stop, skip, False)
     assert verdict.message.splitlines()[-2] == "Bundle: b"
     assert verdict.message.splitlines()[-1].startswith(f"on_nonfinite={policy!r}: every rank")

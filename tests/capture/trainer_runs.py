@@ -1,4 +1,4 @@
-"""What runs on the ranks of `test_trainers`: each library's own trainer, on a tiny model. One batch is bad.
+"""Each library's own trainer on a tiny model, with one bad batch: what `test_trainers` runs on the ranks.
 
 The libraries are imported inside functions: a rank needs only its own trainer's.
 """
@@ -6,6 +6,7 @@ The libraries are imported inside functions: a rank needs only its own trainer's
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import logging
 import os
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -34,12 +36,11 @@ class Scenario:
     Attributes:
         trainer: lightning, transformers, espnet or accelerate.
         dirpath: where captures go; None trains without.
-        policy: what a capture is to do.
-        bad: (rank, index) of the batch that holds an infinity; None for no such batch.
-        raises: (rank, index) of the batch that the model raises on.
+        policy: ``on_nonfinite=`` of the capture.
+        bad, raises: (rank, index) of the batch that holds an infinity, and of the one that the model raises on.
         steps: how many optimizer steps there are.
         accumulate: how many batches each of them takes.
-        option: what a trainer has of its own: see there.
+        option: a variant that one trainer has: see there.
     """
 
     trainer: str
@@ -226,10 +227,6 @@ def _lightning(scenario: Scenario, folder: str) -> _Run:
 # -- Hugging Face's Trainer -------------------------------------------------------------------------------------------
 
 
-def net() -> Net:
-    return Net()
-
-
 def _transformers(scenario: Scenario, folder: str) -> _Run:
     """Option: "bf16"."""
     transformers: Any = importlib.import_module("transformers")
@@ -358,87 +355,65 @@ def _espnet(scenario: Scenario, folder: str) -> _Run:
 
 
 def _espnet_options(scenario: Scenario, folder: str) -> dict[str, Any]:
+    """Return all options of espnet's trainer; what is not named here is switched off."""
+    trainers: Any = importlib.import_module("espnet2.train.trainer")
     criterion = ("train", "loss", "min")
-    return {
+    return dict.fromkeys(field.name for field in dataclasses.fields(trainers.TrainerOptions)) | {
         "ngpu": 0,
-        "resume": False,
-        "use_amp": False,
+        "seed": 0,
+        "max_epoch": 1,
+        "log_interval": 100,
+        "wandb_model_log_interval": 0,
+        "keep_nbest_models": 1,
+        "nbest_averaging_interval": 0,
+        "save_strategy": "all",
+        "early_stopping_criterion": criterion,
+        "best_model_criterion": [criterion],
+        "gradient_as_bucket_view": False,
+        "unused_parameters": False,
         "train_dtype": "float32",
-        "grad_noise": False,
         "accum_grad": scenario.accumulate,
         "grad_clip": 5.0,
         "grad_clip_type": 2.0,
-        "log_interval": 100,
-        "no_forward_run": False,
-        "use_matplotlib": False,
-        "use_tensorboard": False,
-        "use_wandb": False,
-        "adapter": "",
-        "use_adapter": False,
-        "save_strategy": "all",
         "output_dir": Path(folder),
-        "max_epoch": 1,
-        "seed": 0,
-        "sharded_ddp": False,
-        "patience": None,
-        "keep_nbest_models": 1,
-        "nbest_averaging_interval": 0,
-        "early_stopping_criterion": criterion,
-        "best_model_criterion": [criterion],
         "val_scheduler_criterion": ("train", "loss"),
-        "unused_parameters": False,
-        "wandb_model_log_interval": 0,
-        "create_graph_in_tensorboard": False,
-        "gradient_as_bucket_view": False,
-        "ddp_comm_hook": None,
     }
 
 
-def espnet_with_another_loop(dirpath: str) -> tuple[list[str], bool]:
-    """The warnings of `capture`, and whether espnet's trainer stayed its own meanwhile."""
-    from unittest import mock
+def _espnet_attributes() -> tuple[Any, ...]:
+    trainers: Any = importlib.import_module("espnet2.train.trainer")
+    return vars(trainers.Trainer)["train_one_epoch"], trainers.torch, torch.nn.utils.clip_grad_norm_
 
+
+def espnet_left_alone(dirpath: str, is_off: bool) -> tuple[list[str], bool]:
+    """Return the warnings of `capture` and whether espnet's trainer stays its own inside of it.
+
+    ``is_off``: with DDPSTATS_DISABLE=1; otherwise espnet's trainer has another loop.
+    """
     from ddpstats.integrations import espnet
 
     trainers: Any = importlib.import_module("espnet2.train.trainer")
-    another = mock.patch.object(trainers.Trainer, "train_one_epoch", classmethod(lambda cls, model, batches: None))
-    with warnings.catch_warnings(record=True) as caught, another:
-        before = vars(trainers.Trainer)["train_one_epoch"], trainers.torch
+    with warnings.catch_warnings(record=True) as caught, pytest.MonkeyPatch.context() as patch:
         warnings.simplefilter("always")
+        if is_off:
+            patch.setenv("DDPSTATS_DISABLE", "1")
+        else:
+            patch.setattr(trainers.Trainer, "train_one_epoch", classmethod(lambda cls, model, batches: None))
+        before = _espnet_attributes()
         with espnet.capture(dirpath):
-            same = (vars(trainers.Trainer)["train_one_epoch"], trainers.torch) == before
-    return [str(one.message) for one in caught], same
+            is_same = _espnet_attributes() == before
+    return [str(warning.message) for warning in caught], is_same
 
 
-def espnet_switched_off(dirpath: str) -> tuple[list[str], bool]:
-    """As `espnet_with_another_loop`, under DDPSTATS_DISABLE=1."""
-    from unittest import mock
-
+def espnet_afterwards(dirpath: str) -> tuple[list[bool], bool]:
+    """Return which of espnet's attributes are replaced inside of `capture`, and whether none is after an error."""
     from ddpstats.integrations import espnet
 
-    trainers: Any = importlib.import_module("espnet2.train.trainer")
-    before = vars(trainers.Trainer)["train_one_epoch"], trainers.torch
-    with warnings.catch_warnings(record=True) as caught, mock.patch.dict(os.environ, {"DDPSTATS_DISABLE": "1"}):
-        warnings.simplefilter("always")
-        with espnet.capture(dirpath):
-            same = (vars(trainers.Trainer)["train_one_epoch"], trainers.torch) == before
-    return [str(one.message) for one in caught], same
-
-
-def espnet_afterwards(dirpath: str) -> tuple[bool, bool]:
-    """Whether espnet's trainer is not its own inside of `capture`, and is again outside, also after an error."""
-    from ddpstats.integrations import espnet
-
-    trainers: Any = importlib.import_module("espnet2.train.trainer")
-
-    def found() -> tuple[Any, ...]:
-        return vars(trainers.Trainer)["train_one_epoch"], trainers.torch, torch.nn.utils.clip_grad_norm_
-
-    before = found()
+    before = _espnet_attributes()
     with contextlib.suppress(KeyError), espnet.capture(dirpath):
-        other = [old is not new for old, new in zip(before, found(), strict=True)]
+        replaced = [old is not new for old, new in zip(before, _espnet_attributes(), strict=True)]
         raise KeyError
-    return other == [True, True, False], found() == before
+    return replaced, _espnet_attributes() == before
 
 
 # -- accelerate -------------------------------------------------------------------------------------------------------
@@ -464,7 +439,8 @@ def _accelerate(scenario: Scenario, folder: str) -> _Run:
     verdicts: list[ddpstats.Verdict] = []
 
     def captured() -> None:
-        with ddpstats.NaNCapture(model=ddp, optimizer=optimizer, scaler=accelerator.scaler, **_settings(scenario)) as c:
+        settings = _settings(scenario)
+        with ddpstats.NaNCapture(model=ddp, optimizer=optimizer, scaler=accelerator.scaler, **settings) as c:
             for batch in scenario.batches():
                 with accelerator.accumulate(ddp):
                     with c.micro_batch(batch) as micro:

@@ -1,19 +1,22 @@
-"""What runs on the ranks of `test_device`: all of them on the one device of this machine."""
+"""Reductions, guard, capture and sentinel on one device: what `test_device` runs on all ranks."""
 
 from __future__ import annotations
 
+import contextlib
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpstats
 from ddpstats import CollectiveMismatch, Max, NaNCapture, Sentinel, SentinelAlarm, StepChecks, collective_guard
 from ddpstats.testing import BitFlip, inject_bit_flips
+from tests import training
+from tests.training import Batch, Hooks, loss_of
 
 t = torch.tensor
 
@@ -94,96 +97,97 @@ def guarded(device: str, dtype: torch.dtype) -> Any:
     return value.tolist(), seen, "no error"
 
 
-# -- capture ----------------------------------------------------------------------------------------------------------
+# -- capture, sentinel, and both with the guard ------------------------------------------------------------------------
 
 
-def make_model(device: str) -> nn.Module:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 2)).to(device)
+def make_model(device: str) -> DistributedDataParallel:
+    return DistributedDataParallel(training.make_model().to(device))
 
 
-def batch_of(step: int, rank: int, device: str) -> Tensor:
-    return torch.randn(3, 4, generator=torch.Generator().manual_seed(100 * step + rank)).to(device)
+def batch_of(device: str, dtype: torch.dtype, step: int) -> Batch:
+    return {name: tensor.to(device, dtype) for name, tensor in training.batch_of(step).items()}
 
 
 def captured(device: str, dtype: torch.dtype, dirpath: str) -> Any:
-    """Training under autocast and a GradScaler; rank 1's batch of step 1 has a NaN."""
-    ddp = DistributedDataParallel(make_model(device))
+    """Train under autocast and a GradScaler; rank 1's batch of step 1 has a NaN."""
+    ddp = make_model(device)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler(device, init_scale=256.0)
-    found = []
+    steps = []
     with NaNCapture(
         dirpath, model=ddp, optimizer=optimizer, scaler=scaler, max_scaler_skips=1, on_nonfinite="skip"
     ) as capture:
         for step in range(3):
-            batch = batch_of(step, dist.get_rank(), device)
+            batch = batch_of(device, torch.float32, step)
             if step == 1 and dist.get_rank() == 1:
-                batch[0, 0] = torch.nan
+                batch["x"][0, 0] = torch.nan
             with capture.micro_batch(batch):
                 with torch.autocast(device, dtype=dtype):
-                    loss = ddp(batch).square().mean()
-                scaler.scale(loss).backward()
+                    loss = loss_of(ddp, batch)
+                scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
             scaler.unscale_(optimizer)
             verdict = capture.check()
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
-            kept = sorted(file.name for file in Path(verdict.bundle).iterdir()) if verdict.bundle else []
-            found.append((verdict.kind, verdict.culprit_ranks, kept))
-    return found, all(bool(parameter.isfinite().all()) for parameter in ddp.parameters())
-
-
-# -- the sentinel -----------------------------------------------------------------------------------------------------
+            files = sorted(file.name for file in Path(verdict.bundle).iterdir()) if verdict.bundle else []
+            steps.append((verdict.kind, verdict.culprit_ranks, files))
+    return steps, all(bool(parameter.isfinite().all()) for parameter in ddp.parameters())
 
 
 def watched(device: str, dtype: torch.dtype, flips: list[BitFlip]) -> Any:
-    """What `Sentinel` says in each of three steps."""
-    ddp = DistributedDataParallel(make_model(device).to(dtype))
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
-    said: list[str] = []
+    """Return what `Sentinel` raises in each of three steps."""
+    ddp = DistributedDataParallel(training.make_model().to(device, dtype))
+    alarms: list[str] = []
     with Sentinel(ddp, mode=2, digest_every_steps=1) as sentinel, inject_bit_flips(ddp, flips) as faults:
-        for step in range(3):
-            ddp(batch_of(step, dist.get_rank(), device).to(dtype)).square().mean().backward()
+
+        def judge(step: int) -> bool:
             try:
                 sentinel.step()
-                said.append("")
+                alarms.append("")
             except SentinelAlarm as alarm:
-                said.append(str(alarm))
-                break
-            optimizer.step()
-            optimizer.zero_grad()
-            faults.step()
-    return said
+                alarms.append(str(alarm))
+            return not alarms[-1]
+
+        hooks = Hooks(judge=judge, after_step=lambda step: faults.step())
+        training.train(ddp, batch_of=lambda step, micro: batch_of(device, dtype, step), hooks=hooks)
+    return alarms
 
 
 def judged(device: str, dirpath: str, together: bool) -> Any:
-    """Three steps under all checks, in one call or three: is all well, and how often does a step wait for the card?"""
-    ddp = DistributedDataParallel(make_model(device))
-    waits, ok = [], []
+    """Return whether all is well in steps under all checks, in one call or three, and how often each waits."""
+    ddp = make_model(device)
+    waits, are_ok = [], []
     with (
         NaNCapture(dirpath, model=ddp) as capture,
         Sentinel(ddp, mode=2) as sentinel,
         collective_guard("step") as guard,
     ):
         checks = StepChecks(capture=capture, sentinel=sentinel, guard=guard)
-        for step in range(3):
-            batch = batch_of(step, dist.get_rank(), device)
+
+        @contextlib.contextmanager
+        def micro_batch(batch: Batch) -> Iterator[None]:
             with capture.micro_batch(batch), sentinel.micro_batch(batch):
-                ddp(batch).square().mean().backward()
+                yield
+
+        def judge(step: int) -> bool:
             if device == "cuda":
                 torch.cuda.set_sync_debug_mode("warn")
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 if together:
-                    ok.append(checks.step().ok)
+                    are_ok.append(checks.step().ok)
                 else:
                     guard.step()
-                    ok.append(capture.check().ok and sentinel.step().ok)
+                    are_ok.append(capture.check().ok and sentinel.step().ok)
             if device == "cuda":
                 torch.cuda.set_sync_debug_mode("default")
-            waits.append(sum("synchroniz" in str(one.message) for one in caught))
-            ddp.zero_grad()
-    return ok, waits[1:]  # the first step agrees on settings, and sets up what the device needs
+            waits.append(sum("synchroniz" in str(warning.message) for warning in caught))
+            return False
+
+        hooks = Hooks(micro_batch, judge=judge)
+        training.train(ddp, batch_of=lambda step, micro: batch_of(device, torch.float32, step), hooks=hooks)
+    return are_ok, waits[1:]  # the first step agrees on settings, and sets up what the device needs
 
 
 # -- one rank, and its backend ----------------------------------------------------------------------------------------

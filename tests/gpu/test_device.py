@@ -1,4 +1,6 @@
-"""Stats, collectives and models on a device: two gloo ranks on one card, one rank with NCCL, and nobody waits for it.
+"""Statistics, collectives and models on a GPU are handled as on the CPU, and no step waits for the device.
+
+Two gloo ranks share one GPU; one rank uses NCCL.
 
 Each body runs on the CPU as well, so that what it expects is known to be right before a GPU runs it.
 """
@@ -16,6 +18,7 @@ from ddpstats.testing import BitFlip, RankPool, run_ranks
 from tests.dump.collecting import data, leaves, make_model
 from tests.gpu import device_runs as runs
 
+pytestmark = pytest.mark.slow
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
@@ -78,10 +81,10 @@ def test_the_sentinel_is_silent_where_nothing_is_wrong(two_ranks: RankPool, devi
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_sentinel_finds_a_flipped_bit(two_ranks: RankPool, device: str, dtype: torch.dtype) -> None:
-    flip = BitFlip("3.weight", "weight", 5, bit=3, step=1, rank=1)
-    said = alike(two_ranks.run(runs.watched, device, dtype, [flip]).values())
-    assert said[0] == ""
-    assert "3.weight" in said[-1]
+    flip = BitFlip("last.weight", "weight", 5, bit=3, step=1, rank=1)
+    alarms = alike(two_ranks.run(runs.watched, device, dtype, [flip]).values())
+    assert alarms[0] == ""
+    assert "last.weight" in alarms[-1]
 
 
 def test_checks_in_one_call_wait_for_the_card_no_more_than_by_their_own(

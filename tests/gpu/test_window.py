@@ -1,4 +1,4 @@
-"""Windows whose leaves are on a device: the same figures as on the host, and no add waits for it."""
+"""A `StatsWindow` of tensors on a GPU has the same figures as on the CPU, and no `add` waits for the device."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import torch
 import ddpstats
 from ddpstats import StatsWindow
 from tests.reduction.window_runs import train, training_step
+
+pytestmark = pytest.mark.slow
 
 
 def untimed(reduced: ddpstats.Reduced) -> dict[str, Any]:

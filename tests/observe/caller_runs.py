@@ -1,4 +1,4 @@
-"""What ranks of `test_c10d_callers` run: collectives under a torch that is told not to tell their reduce op."""
+"""Collectives under a torch whose operators do not have the reduce op: what `test_c10d_callers` runs on the ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Seen:
 
 
 def reduced_by() -> tuple[list[tuple[str, str | None, bool]], bool]:
-    """What is seen of each, and whether all of `ProcessGroup` is as it was afterwards."""
+    """Return what is observed of each collective, and whether `ProcessGroup` is as it was afterwards."""
     for module in (c10d_operators, collectives):
         vars(module)["operators_tell_reduce_op"] = False
     before, seen = dict(vars(dist.ProcessGroup)), Seen()
@@ -49,7 +49,7 @@ def reduced_by() -> tuple[list[tuple[str, str | None, bool]], bool]:
 
 
 def waits_in_slices(count: int) -> int:
-    """Of collectives that end about when a slice does: how many of them were looked for once more."""
+    """Return how many collectives that end about when a slice does were waited for once more."""
     later, limit = 0, timedelta(milliseconds=1)
     for _ in range(count):
         if dist.get_rank() == 1:

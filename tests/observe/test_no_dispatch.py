@@ -1,4 +1,4 @@
-"""What is switched off around our own computations, and on again afterwards."""
+"""Grad mode and autocast are switched off around computations of ddpstats, and restored afterwards."""
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
-"""torch's private names stand in `torch_compat`, `torch_groups` and two files below; what a torch lacks is told."""
+"""ddpstats uses private names of torch in a few files alone, and reports what a torch lacks instead of failing.
+
+The files are `torch_compat`, `torch_groups` and two files below them.
+"""
 
 from __future__ import annotations
 
 import ast
 import re
-import subprocess
-import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch import nn
 
 import ddpstats
 from ddpstats._observe import torch_compat
-from tests.programs import without_gloo
+from tests import programs
 
 ROOT = Path(ddpstats.__file__).parent
 HOMES = {
@@ -32,19 +33,19 @@ _PYTHONS = frozenset((
 ))  # fmt: skip
 """Private names of the standard library and numpy."""
 
-_OURS = ("self", "cls")
+_OWNERS = ("self", "cls")
 _READERS = frozenset({"getattr", "hasattr", "setattr", "delattr", "attrgetter", "methodcaller"})
 
 
 def _torchs_names() -> set[str]:
-    """Private names that objects of torch's have which we meet: tensors, modules, groups, operators, ..."""
+    """Return the private names of the objects of torch that the package handles: tensors, modules, groups, ..."""
     node = (torch.ones(1, requires_grad=True) * 1).grad_fn
     objects = [
         torch.library.Library, torch.ones(1), nn.Module(), node,
         torch.ones(1).untyped_storage(), torch.nn.parallel.DistributedDataParallel, torch.ops.aten.mm,
         torch.ops.aten.mm.default, dist.ProcessGroup, dist.Work, dist.distributed_c10d.Store, torch.optim.Optimizer,
     ]  # fmt: skip
-    names = {name for one in objects for name in dir(one)}
+    names = {name for thing in objects for name in dir(thing)}
     return {name for name in names if _is_private(name)}
 
 
@@ -53,7 +54,7 @@ def _is_private(name: object) -> bool:
 
 
 def _root(node: ast.AST) -> str:
-    """The name that an expression begins with; of ``getattr(x, ...)`` and other calls of one, that of ``x``."""
+    """Return the name that an expression begins with; for ``getattr(x, ...)``, that of ``x``."""
     while not isinstance(node, ast.Name):
         if isinstance(node, (ast.Attribute, ast.Subscript)):
             node = node.value
@@ -69,89 +70,79 @@ def _called(node: ast.Call) -> str:
 
 
 def _own_names(tree: ast.AST) -> set[str]:
-    """Attributes, methods and slots that classes of this file define, and what it sets on ``self``."""
-    found: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ClassDef):
-            for inner in ast.walk(node):
-                if isinstance(inner, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                    found.add(inner.name)
-                elif isinstance(inner, ast.AnnAssign) and isinstance(inner.target, ast.Name):
-                    found.add(inner.target.id)
-                elif isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store):
-                    found |= {inner.attr} if isinstance(inner.value, ast.Name) and inner.value.id in _OURS else set()
-                elif isinstance(inner, ast.Assign):
-                    found |= {target.id for target in inner.targets if isinstance(target, ast.Name)}
-    return found
+    """Return the attributes, methods and slots that classes of this file define, and what it sets on ``self``."""
+    names: set[str] = set()
+    for node in (inner for outer in ast.walk(tree) if isinstance(outer, ast.ClassDef) for inner in ast.walk(outer)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _root(node.value) in _OWNERS:
+            names.add(node.attr)
+    return names
+
+
+def _is_torch(module: str | None) -> bool:
+    return (module or "").split(".")[0] == "torch"
 
 
 def _torch_aliases(tree: ast.AST) -> set[str]:
-    """The names under which a file has torch, or something of torch's."""
-    found: set[str] = set()
+    """Return the names under which a file has torch, or something of torch's."""
+    names = {"torch"}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found |= {one.asname or "torch" for one in node.names if one.name.split(".")[0] == "torch"}
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
-            found |= {one.asname or one.name for one in node.names}
-    return found
+            names |= {alias.asname or "torch" for alias in node.names if _is_torch(alias.name)}
+        elif isinstance(node, ast.ImportFrom) and _is_torch(node.module):
+            names |= {alias.asname or alias.name for alias in node.names}
+    return names
+
+
+def _uses(tree: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, str, str]]:
+    """Yield each use of a name of something: (where, what the expression begins with, the name)."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            module = node.module if isinstance(node, ast.ImportFrom) else None
+            paths = [f"{module}.{alias.name}" if module else alias.name for alias in node.names]
+            yield from ((node, "torch", part) for path in paths if _is_torch(path) for part in path.split("."))
+        elif isinstance(node, ast.Attribute):
+            yield node, _root(node.value), node.attr
+        elif isinstance(node, ast.Call) and node.args and _called(node) in _READERS:
+            names = [argument.value for argument in node.args if isinstance(argument, ast.Constant)]
+            yield from ((node, _root(node.args[0]), name) for name in names if isinstance(name, str))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            paths = re.findall(r"^torch(?:\.\w+)+", node.value)
+            yield from ((node, "torch", part) for path in paths for part in path.split("."))
 
 
 def private_names(source: str, ours: set[str], torchs: set[str], *, foreign: bool = False) -> Iterator[str]:
-    """Each private name of torch's in a file of the package, as "line: code".
+    """Yield each private name of torch's in a file of the package, as "line: code".
 
     ``ours``: what any class of the package defines. ``foreign``: the file reads private names of another library, so
     that only those that torch has count.
     """
     tree = ast.parse(source)
     own, aliases = _own_names(tree), _torch_aliases(tree)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
-            parts = [*(node.module or "").split("."), *(one.name for one in node.names)]
-            names = [part for part in parts if _is_private(part)]
-        elif isinstance(node, ast.Import):
-            paths = [one.name.split(".") for one in node.names if one.name.split(".")[0] == "torch"]
-            names = [part for path in paths for part in path if _is_private(part)]
-        elif isinstance(node, ast.Attribute) and _is_private(node.attr):
-            root = _root(node.value)
-            names = [node.attr] if _is_torchs(node.attr, root, own, aliases, ours, torchs, foreign) else []
-        elif isinstance(node, ast.Call) and node.args and _called(node) in _READERS:
-            given = [one.value for one in node.args if isinstance(one, ast.Constant)]
-            root = _root(node.args[0])
-            names = [
-                str(one)
-                for one in given
-                if _is_private(one) and _is_torchs(str(one), root, own, aliases, ours, torchs, foreign)
-            ]
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            names = re.findall(r"^torch(?:\.\w+)*\._\w+", node.value)
-        else:
+    for node, root, name in _uses(tree):
+        if not _is_private(name):
             continue
-        if names:
+        is_known = name in torchs or not (foreign or name in ours or name in _PYTHONS)
+        if root in aliases or (is_known and name not in own and root not in _OWNERS):
             yield f"{node.lineno}: {ast.unparse(node).splitlines()[0][:80]}"
 
 
-def _is_torchs(
-    name: str, root: str, own: set[str], aliases: set[str], ours: set[str], torchs: set[str], foreign: bool
-) -> bool:
-    if root in aliases:
-        return True
-    if name in own or root in _OURS:
-        return False
-    return name in torchs or not (foreign or name in ours or name in _PYTHONS)
-
-
-def test_private_names_of_torch_stand_in_their_files_alone() -> None:
+@pytest.mark.slow
+def test_private_names_of_torch_are_in_their_files_alone() -> None:
     sources = {path: path.read_text() for path in sorted(ROOT.rglob("*.py"))}
     ours = set().union(*(_own_names(ast.parse(source)) for source in sources.values()))
     torchs = _torchs_names()
-    found = [
+    uses = [
         f"{path.relative_to(ROOT)}:{name}"
         for path, source in sources.items()
         if path not in HOMES
         for name in private_names(source, ours, torchs, foreign=path.parent.name == "integrations")
         if path != NAMES_MODULES or not re.match(r"\d+: '", name)
     ]
-    assert found == []
+    assert uses == []
 
 
 @pytest.mark.parametrize(
@@ -165,10 +156,10 @@ def test_private_names_of_torch_stand_in_their_files_alone() -> None:
 )  # fmt: skip
 def test_every_way_to_name_one_is_noticed(line: str) -> None:
     source = f"import torch\nimport torch.distributed as dist\nfrom torch import Tensor\n{line}\n"
-    assert [one.partition(":")[0] for one in private_names(source, set(), _torchs_names())] == ["4"]
+    assert [use.partition(":")[0] for use in private_names(source, set(), _torchs_names())] == ["4"]
 
 
-def test_names_of_our_own_are_not_taken_for_torchs() -> None:
+def test_names_of_the_package_are_not_taken_for_torchs() -> None:
     source = textwrap.dedent("""
         class Ours:
             _version: int
@@ -193,12 +184,12 @@ _WITHOUT = [
 ]  # fmt: skip
 
 
-def test_a_torch_without_a_name_loses_what_is_told_and_nothing_else() -> None:
-    """Each name is taken away in an interpreter of its own start; the package still imports, and still observes."""
+@pytest.mark.slow
+def test_a_torch_without_a_name_loses_what_is_reported_and_nothing_else() -> None:
+    """Each name is taken away in a fresh interpreter; the package still imports, and still observes."""
     script = textwrap.dedent("""
         import sys, torch, torch.distributed as dist
         import torch._dynamo
-        kept = torch.ones(2, 3, requires_grad=True)
         for path in sys.argv[1:]:
             *owners, name = path.split(".")
             owner = torch
@@ -223,11 +214,9 @@ def test_a_torch_without_a_name_loses_what_is_told_and_nothing_else() -> None:
         print(*seen.ops)
         print(gradient_norms.measure([torch.tensor([3.0, 4.0])]).item(), torch_compat.next_node_number())
     """)
-    ran = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script, *_WITHOUT], capture_output=True, text=True, timeout=120
-    )
-    assert ran.returncode == 0, ran.stderr
-    lacking, ops, values = without_gloo(ran.stdout).splitlines()
+    done = programs.run(["-W", "ignore", "-c", script, *_WITHOUT], fresh=True)
+    assert done.returncode == 0, done.stderr
+    lacking, ops, values = programs.without_gloo(done.stdout).splitlines()
     assert set(lacking.split()) == {f"torch.{name}" for name in _WITHOUT} | set(torch_compat.lacking())
     assert ops == "all_reduce"
     assert values == "5.0 -1"

@@ -1,4 +1,4 @@
-"""Which line of the program is named where torch has made code of it."""
+"""A finding names the line of the program also where torch has compiled or traced it."""
 
 from __future__ import annotations
 
@@ -35,15 +35,16 @@ def step(x: Tensor) -> Tensor:
     return found * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_of_compiled_code_it_is_the_functions_own(look: None, backend: str) -> None:
+def test_the_call_site_in_compiled_code_is_in_the_function(look: None, backend: str) -> None:
     torch.compile(step, backend=backend)(torch.ones(2))
     torch._dynamo.reset()
     assert seen
     assert all(f"{__file__}:" in site and site.endswith(" in step") for site in seen), seen
 
 
-def test_of_a_traced_graph_it_is_the_call(look: None) -> None:
+def test_the_call_site_of_a_traced_graph_is_the_call(look: None) -> None:
     torch.fx.symbolic_trace(step)(torch.ones(2))
     assert len(seen) == 1
-    assert "test_of_a_traced_graph_it_is_the_call" in seen[0]
+    assert "test_the_call_site_of_a_traced_graph_is_the_call" in seen[0]
