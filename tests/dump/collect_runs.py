@@ -1,4 +1,4 @@
-"""What processes do in tests of the collector."""
+"""Programs and ranks whose steps a dump collects."""
 
 from __future__ import annotations
 
@@ -9,99 +9,88 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpstats.dump import StatsDump
+from tests import training
 from tests.capture import sparse_runs
 from tests.dump.collecting import batch, hooks_of, make_model
 
 
 def train(dump_path: str | None, level: str = "mix", is_async: bool = False) -> dict[str, Any]:
-    """Two steps under DDP, of each rank's own data."""
-    rank = torch.distributed.get_rank()
-    model = DistributedDataParallel(make_model())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    dump = None
+    """Train under DDP, each rank with its own data, and dump the second of three steps; return what must not differ."""
+    model = DistributedDataParallel(training.make_model())
+    hooks = training.Hooks()
     if dump_path is not None:
         config = {"dump_path": dump_path, "level": level, "async_dump": is_async, "step": [1]}
         dump = StatsDump(config, model=model)
-    torch.manual_seed(rank)
-    for number in range(3):
-        if dump is not None:
-            dump.start()
-        model(batch(10 * rank + number)).square().sum().backward()
-        if dump is not None:
-            dump.stop()
-        optimizer.step()
-        optimizer.zero_grad()
-        if dump is not None:
-            dump.step()
-    parameters: list[Tensor] = [parameter.detach() for parameter in model.parameters()]
+        hooks = training.Hooks(micro_batch=lambda batch: dump, after_step=lambda step: dump.step())
+    trained = training.train(model, hooks=hooks)
     return {
-        "parameters": [one.tolist() for one in parameters],
+        "parameters": [parameter.tolist() for parameter in trained.parameters],
+        "buffers": [buffer.tolist() for buffer in trained.buffers],
+        "losses": trained.losses,
+        "drawn": trained.drawn,
         "hooks": hooks_of(model),
-        "next": torch.rand(2).tolist(),
     }
 
 
-def train_all(path: str) -> dict[str, dict[str, Any]]:
-    """All kinds in one set of ranks."""
-    found = {"plain": train(None)}
-    for level in ("L0", "L1", "mix"):
-        for is_async in (False, True):
-            name = f"{level} {is_async}"
-            found[name] = train(str(Path(path) / name), level, is_async)
-    return found
+def one_step(path: str, changed_rank: int | None = None) -> None:
+    """Dump a step under DDP, each rank with its own data; one rank's copy of a weight may be wrong."""
+    rank = torch.distributed.get_rank()
+    model = DistributedDataParallel(make_model())
+    if rank == changed_rank:
+        with torch.no_grad():
+            model.module.get_parameter("1.linear.weight")[0, 0] += 1
+    dump = StatsDump({"dump_path": path, "level": "mix"}, model=model)
+    with dump:
+        model(batch(rank)).square().sum().backward()
+        torch.distributed.all_reduce(torch.tensor([float(rank)]))
+    dump.step()
+
+
+def good_and_bad(path: str) -> None:
+    one_step(str(Path(path) / "good"))
+    one_step(str(Path(path) / "bad"), changed_rank=1)
 
 
 def train_sharded(path: str) -> list[float]:
-    """FSDP2: two backward passes in one step; this rank's part of a gradient after each."""
+    """Run two backward passes of FSDP2 in one step; return the norm of this rank's shard of a gradient after each."""
     from torch.distributed.fsdp import fully_shard
 
     model = make_model()
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     fully_shard(model, mesh=mesh)
-    dump = StatsDump({"dump_path": path, "level": "L0"}, model=model)
-    dump.start()
     norms = []
-    for number in range(2):
-        model(batch(number)).square().sum().backward()
-        gradient: Any = model.get_parameter("3.weight").grad
-        norms.append(gradient.to_local().norm().item())
-    dump.stop()
+    with StatsDump({"dump_path": path, "level": "L0"}, model=model):
+        for number in range(2):
+            model(batch(number)).square().sum().backward()
+            gradient: Any = model.get_parameter("3.weight").grad
+            norms.append(gradient.to_local().norm().item())
     return norms
 
 
-def killed_inside_a_step(path: str) -> None:
-    model = make_model()
-    dump = StatsDump({"dump_path": path, "level": "mix"}, model=model)
-    dump.start()
-    loss = model(batch()).square().sum()
-    model.get_parameter("1.linear.weight").register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))  # type: ignore[no-untyped-call]
-    loss.backward()
+def sparse_gradients(dump_path: str) -> None:
+    """Dump a step of DDP whose embedding has sparse gradients, with its tensors."""
+    module: nn.Module = sparse_runs.made("ddp")
+    config = {"task": "tensor", "dump_path": dump_path, "rank": [], "step": [0], "level": "mix"}
+    dump = StatsDump({**config, "tensor": {"scope": [], "list": [], "data_mode": ["all"]}}, model=module)
+    with dump:
+        sparse_runs.step(module, sparse_runs.batch_of(0)).backward()  # type: ignore[no-untyped-call]
+    dump.step()
 
 
-def ends_inside_a_step(path: str, is_async: bool) -> None:
+def end_inside_a_step(path: str, how: str) -> None:
+    """Start a step and end inside it: killed in its backward pass, or by returning after its forward pass."""
     model = make_model()
-    dump = StatsDump({"dump_path": path, "level": "mix", "async_dump": is_async}, model=model)
-    dump.start()
-    model(batch())
+    StatsDump({"dump_path": path, "level": "mix", "async_dump": how == "async"}, model=model).start()
+    loss = model(batch()).square().sum() if how == "kill" else model(batch())
+    if how == "kill":
+        weight = model.get_parameter("1.linear.weight")
+        weight.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))  # type: ignore[no-untyped-call]
+        loss.backward()
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "kill":
-        killed_inside_a_step(sys.argv[2])
-    else:
-        ends_inside_a_step(sys.argv[2], sys.argv[1] == "async")
-
-
-def sparse_gradients(dump_path: str) -> None:
-    """A step of DDP whose embedding has sparse gradients, with its tensors saved."""
-    module = sparse_runs.made("ddp")
-    config = {"task": "tensor", "dump_path": dump_path, "rank": [], "step": [0], "level": "mix"}
-    dump = StatsDump({**config, "tensor": {"scope": [], "list": [], "data_mode": ["all"]}}, model=module)
-    dump.start()
-    sparse_runs.step(module, sparse_runs.batch_of(0)).backward()  # type: ignore[no-untyped-call]
-    dump.stop()
-    dump.step()
+    end_inside_a_step(sys.argv[2], sys.argv[1])

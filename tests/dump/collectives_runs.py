@@ -1,113 +1,37 @@
-"""Collectives that ranks run while a watch records them."""
+"""Collectives that two ranks run while a dump records them."""
 
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ddpstats import collective_guard
 from ddpstats.dump import StatsDump
-from ddpstats.dump.collect._collectives import CollectiveWatch
-
-Seen = dict[str, Any]
 
 
-class Recorder:
-    """Remembers what a step's recorder is told."""
-
-    def __init__(self) -> None:
-        self.seen: list[Seen] = []
-        self._counts: Counter[object] = Counter()
-
-    def number(self, what: object) -> int:
-        self._counts[what] += 1
-        return self._counts[what] - 1
-
-    def collective_begins(self, api: str, tensors: Sequence[Tensor], kwargs: Mapping[str, object]) -> object:
-        if api == "all_gather":  # the one that nobody asked for
-            return None
-        found: Seen = {"api": api, "inputs": [tensor.tolist() for tensor in tensors]}
-        for key, leaf in kwargs.items():
-            assert isinstance(leaf, dict)
-            found[key] = leaf.get("value", leaf)
-        self.seen.append(found)
-        return found
-
-    def collective_ends(self, token: object, outputs: Sequence[Tensor], *, is_incomplete: bool = False) -> None:
-        assert isinstance(token, dict)
-        assert "outputs" not in token
-        if is_incomplete:
-            token["incomplete"] = True
-        token["outputs"] = [tensor.tolist() for tensor in outputs]
-
-    def note_error(self, where: str, error: BaseException) -> None:
-        raise AssertionError(where) from error
+def dump_all(path: str) -> None:
+    """Dump each of the programs below into a directory of its name, and a step of DDP into ``training``."""
+    rank = dist.get_rank()
+    for name, program in PROGRAMS.items():
+        _dump(Path(path) / name, program, rank)
+    with collective_guard(mode="strict"):
+        _dump(Path(path) / "inside a guard", _messages, rank)
+    _dump_unfinished(Path(path) / "unfinished", rank)
+    _dump_training(Path(path) / "training")
 
 
-class Failing(Recorder):
-    """Fails at everything."""
-
-    def collective_begins(self, api: str, tensors: Sequence[Tensor], kwargs: Mapping[str, object]) -> object:
-        if api == "broadcast":
-            raise ValueError("begins")
-        return api
-
-    def collective_ends(self, token: object, outputs: Sequence[Tensor], *, is_incomplete: bool = False) -> None:
-        raise ValueError("ends")
-
-    def note_error(self, where: str, error: BaseException) -> None:
-        self.seen.append({"where": where, "error": str(error)})
-
-
-def watch_for(recorder: Recorder) -> CollectiveWatch:
-    return CollectiveWatch(cast(Any, recorder))
-
-
-def failing() -> tuple[list[Seen], list[float]]:
-    """What a recorder that fails is told, and what the program gets meanwhile."""
-    recorder = Failing()
-    watch = watch_for(recorder)
-    watch.start()
-    tensor = torch.ones(1)
-    dist.all_reduce(tensor)
-    dist.broadcast(tensor, src=0)
-    model = DistributedDataParallel(nn.Linear(1, 1, bias=False))
-    model(torch.ones(1, 1)).sum().backward()
-    watch.stop()
-    return recorder.seen, [tensor.item(), *(p.grad.item() for p in model.parameters() if p.grad is not None)]
-
-
-def watched(rank: int, run: Callable[[int], None]) -> list[Seen]:
-    recorder = Recorder()
-    watch = watch_for(recorder)
-    watch.start()
-    try:
-        run(rank)
-    finally:
-        watch.stop()
-        watch.stop()
-    dist.all_reduce(torch.ones(1))  # not seen any more
-    return recorder.seen
-
-
-def everything(rank: int) -> dict[str, list[Seen]]:
-    runs = {
-        "in place": _in_place,
-        "asynchronous": _asynchronous,
-        "rooted": _rooted,
-        "pieces": _pieces,
-        "messages": _messages,
-        "reducer": _reducer,
-        "subgroup": _subgroup,
-        "never waited for": _never_waited_for,
-    }
-    return {name: watched(rank, run) for name, run in runs.items()}
+def _dump(path: Path, program: Callable[[int], None], rank: int) -> None:
+    dump = StatsDump({"dump_path": str(path), "statistics": {"list": ["Distributed"]}})
+    with dump:
+        program(rank)
+    dist.all_reduce(torch.ones(1))  # comes too late to be recorded
+    dump.step()
 
 
 def _in_place(rank: int) -> None:
@@ -120,7 +44,7 @@ def _asynchronous(rank: int) -> None:
     tensor = torch.tensor([1.0 + rank])
     work = dist.all_reduce(tensor, async_op=True)
     work.wait()
-    tensor.zero_()  # what came out has been taken
+    tensor.zero_()  # after the output was measured
 
 
 def _rooted(rank: int) -> None:
@@ -141,13 +65,17 @@ def _messages(rank: int) -> None:
     if rank == 0:
         dist.send(torch.tensor([7.0]), dst=1, tag=3)
         work = dist.irecv(torch.zeros(1), src=1)
-        assert work is not None
-        work.wait()
     else:
         dist.recv(torch.zeros(1), src=0, tag=3)
         work = dist.isend(torch.tensor([8.0]), dst=0)
-        assert work is not None
-        work.wait()
+    assert work is not None
+    work.wait()
+
+
+def _under_guard(rank: int) -> None:
+    """Run under a guard, which waits for messages in the program's place."""
+    with collective_guard(mode="strict"):
+        _messages(rank)
 
 
 def _reducer(rank: int) -> None:
@@ -155,27 +83,49 @@ def _reducer(rank: int) -> None:
     with torch.no_grad():
         model.module.weight.fill_(1.0)
     model(torch.tensor([[1.0 + rank]])).sum().backward()
-    model.zero_grad(set_to_none=False)  # what the reducer gave has been taken
+    model.zero_grad(set_to_none=False)  # after the reducer's output was measured
 
 
-def _subgroup(rank: int) -> None:
-    groups = [dist.new_group([one]) for one in range(2)]
+def _subgroups(rank: int) -> None:
+    groups = [dist.new_group([member]) for member in range(2)]
     dist.all_reduce(torch.tensor([1.0 + rank]), group=groups[rank])
     swapped = dist.new_group([0, 1])
     dist.broadcast(torch.tensor([1.0 + rank]), src=1, group=swapped)
 
 
-_later: list[Any] = []
+def _raising(rank: int) -> None:
+    with contextlib.suppress(ValueError, RuntimeError):
+        dist.all_gather_into_tensor(torch.ones(5), torch.ones(3))
+    dist.all_reduce(torch.ones(1))
 
 
-def _never_waited_for(rank: int) -> None:
-    """Rank 1 sends when the watch of rank 0 has stopped: the receive is not done, and must not be waited for."""
-    if rank == 0:
-        _later.append(dist.irecv(torch.zeros(1), src=1))
+PROGRAMS: dict[str, Callable[[int], None]] = {
+    "in place": _in_place,
+    "asynchronous": _asynchronous,
+    "rooted": _rooted,
+    "pieces": _pieces,
+    "messages": _messages,
+    "around a guard": _under_guard,
+    "reducer": _reducer,
+    "subgroups": _subgroups,
+    "raising": _raising,
+}
 
 
-class Dividing(nn.Module):
-    """Rank 1 takes the logarithm of a negative number in its second layer."""
+def _dump_unfinished(path: Path, rank: int) -> None:
+    """Rank 1 sends when the dump of rank 0 has stopped: the receive is not complete, and must not be waited for."""
+    dump = StatsDump({"dump_path": str(path)})
+    with dump:
+        work = dist.irecv(torch.zeros(1), src=1) if rank == 0 else None
+    if work is None:
+        dist.send(torch.ones(1), dst=0)
+    else:
+        work.wait()
+    dump.step()
+
+
+class LogOfNegative(nn.Module):
+    """Rank 1 takes the logarithm of a negative number between its layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -187,53 +137,15 @@ class Dividing(nn.Module):
         return out
 
 
-def dumped(path: str) -> None:
-    """A step of DDP, dumped with all that comes after the backward pass."""
-    model = DistributedDataParallel(Dividing())
+def _dump_training(path: Path) -> None:
+    """Dump a step of DDP, with what comes after the backward pass."""
+    model = DistributedDataParallel(LogOfNegative())
     optimizer = torch.optim.SGD(model.parameters())
-    dump = StatsDump({"dump_path": path, "step": [0], "level": "mix"}, model=model)
-    dump.start()
-    shared = torch.ones(2)
-    dist.all_reduce(shared)
-    model(shared[None]).sum().backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    dump.stop()
-
-
-Both = tuple[dict[str, list[Seen]], dict[str, list[Seen]], tuple[list[Seen], list[float]], list[Seen]]
-
-
-def both(path: str) -> Both:
-    rank = dist.get_rank()
-    first = everything(rank)
-    if rank == 1:
-        dist.send(torch.tensor([1.0]), dst=0)
-    for work in _later:
-        work.wait()
-    dumped(path)
-    return first, under_guard(rank), failing(), watched(rank, _raising)
-
-
-def _raising(rank: int) -> None:
-    with contextlib.suppress(ValueError, RuntimeError):
-        dist.all_gather_into_tensor(torch.ones(5), torch.ones(3))
-    dist.all_reduce(torch.ones(1))
-
-
-def under_guard(rank: int) -> dict[str, list[Seen]]:
-    """A guard waits for messages in the program's place, whichever of the two came first."""
-    from ddpstats import collective_guard
-
-    def messages_and_more(rank: int) -> None:
-        _messages(rank)
-        _asynchronous(rank)
-
-    def guarded(rank: int) -> None:
-        with collective_guard(mode="strict"):
-            messages_and_more(rank)
-
-    inside = watched(rank, guarded)
-    with collective_guard(mode="strict"):
-        outside = watched(rank, messages_and_more)
-    return {"inside": inside, "outside": outside}
+    dump = StatsDump({"dump_path": str(path), "level": "mix"}, model=model)
+    with dump:
+        shared = torch.ones(2)
+        dist.all_reduce(shared)
+        model(shared[None]).sum().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    dump.step()

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-import torch
-
-from ddpstats.dump.compare._rules import Runs
-from ddpstats.dump.compare._tensor_compare import RunCollector
 
 NAN, INF = math.nan, math.inf
 WHOLE = {"scope": [], "list": [], "data_mode": ["all"]}
@@ -79,12 +74,3 @@ def write_lines(root: Path, entries: dict[str, dict[str, Any]], rank: int = 0) -
     lines += [json.dumps({"name": name, "entry": raw, "stack": [], "parent": None}) for name, raw in entries.items()]
     (directory / "dump.jsonl").write_text("\n".join(lines) + '\n{"name": "Torch.ad')
     return root / "step0"
-
-
-def runs_of(positions: Iterable[int], elements: int, item_bytes: int) -> Runs:
-    """Runs of these positions."""
-    collector = RunCollector()
-    differs = torch.zeros(elements, dtype=torch.bool)
-    differs[list(positions)] = True
-    collector.add(differs, 0)
-    return collector.result(elements, item_bytes)

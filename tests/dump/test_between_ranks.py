@@ -1,4 +1,4 @@
-"""``ddpstats compare STEP``: the ranks of one run."""
+"""`ddpstats compare STEP` names the rank whose parameters or collective results are not those of the others."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 
 from ddpstats.cli import main
-from ddpstats.dump.compare import _between_ranks
-from ddpstats.dump.format._files import find_ranks
 from tests.dump.hand_made import forward, tensor, write_rank
 
 
@@ -27,9 +25,9 @@ def collective(api: str, number: int, result: float | None, group: Sequence[int]
     return f"Distributed.{api}.{number}.forward", {**entry, "input_kwargs": {"group": leaf}}
 
 
-def numbered(seq: int, result: float, place: int) -> tuple[str, Any]:
-    """As our own dumps have it: ``place`` is the how-manieth entry it is here, ``seq`` the how-manieth call it was."""
-    name, entry = collective("all_reduce", place, result, (0, 1))
+def numbered(seq: int, result: float, position: int) -> tuple[str, Any]:
+    """As our own dumps have it: ``position`` counts the entries of this dump, ``seq`` the calls of the group."""
+    name, entry = collective("all_reduce", position, result, (0, 1))
     return name, {**entry, "input_kwargs": {**entry["input_kwargs"], "seq": {"type": "int", "value": seq}}}
 
 
@@ -41,9 +39,9 @@ def step(path: Path, *ranks: Sequence[tuple[str, Any]], **more: Any) -> Path:
 
 def compare(*words: object, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any]]:
     status = main(["compare", *map(str, words), "--json"])
-    found = json.loads(capsys.readouterr().out)
-    assert isinstance(found, dict)
-    return status, found
+    report = json.loads(capsys.readouterr().out)
+    assert isinstance(report, dict)
+    return status, report
 
 
 def text_of(*words: object, capsys: pytest.CaptureFixture[str]) -> str:
@@ -52,23 +50,23 @@ def text_of(*words: object, capsys: pytest.CaptureFixture[str]) -> str:
     return out + err
 
 
-def test_batches_may_differ_and_parameters_may_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_different_batches_with_equal_parameters_have_status_0(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     equal = step(tmp_path / "equal", *([module(2.0, rank)] for rank in range(3)))
     assert compare(equal, capsys=capsys)[0] == 0
     assert "NOTHING DIFFERENT: 1 parameter and 0 results of collectives are equal" in text_of(equal, capsys=capsys)
-    status, found = compare(equal, "--everything", capsys=capsys)
-    assert (status, found["first"]["path"]) == (1, "input.0")
 
 
-def test_the_majority_names_the_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rank_that_differs_from_the_majority_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stacks = {"Module.fc.Linear.forward.0": ["File /t.py, line 3, in step,\n    model(x)"]}
     ranks = [[module(2.5 if rank == 2 else 2.0, rank)] for rank in range(4)]
     path = step(tmp_path, *ranks, stacks=stacks, parents={"Module.fc.Linear.forward.0": "Module.root.Net.forward.0"})
-    status, found = compare(path, capsys=capsys)
+    status, report = compare(path, capsys=capsys)
     assert status == 1
-    assert (found["compared"], found["different"]) == (1, 1)
-    assert found["first"]["name"] == "Module.fc.Linear.forward.0.parameters.weight"
-    assert found["first"]["culprit_ranks"] == [2]
+    assert (report["compared"], report["different"]) == (1, 1)
+    assert report["first"]["name"] == "Module.fc.Linear.forward.0.parameters.weight"
+    assert report["first"]["culprit_ranks"] == [2]
     text = text_of(path, capsys=capsys)
     assert "rank 2 differs from the majority" in text
     assert "rank 2: torch.float32 [2] Max 2.5" in text
@@ -83,7 +81,7 @@ def test_the_majority_names_the_rank(tmp_path: Path, capsys: pytest.CaptureFixtu
         ([2.0, 2.0, 3.0, 3.0], "no values are those of more than half of the ranks"),
     ],
 )
-def test_without_a_majority_nobody_is_named(
+def test_no_rank_is_named_without_a_majority(
     weights: list[float], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = step(tmp_path, *([module(weight, 1.0)] for weight in weights))
@@ -104,70 +102,36 @@ def test_collectives_are_matched_within_their_group(tmp_path: Path, capsys: pyte
             collective("all_reduce", more + 1, second, everyone),
         ]
         ranks.append([*entries, *(both if rank < 2 else both[::-1])])
-    status, found = compare(step(tmp_path, *ranks), capsys=capsys)
-    assert (status, found["compared"], found["different"]) == (1, 3, 1)
-    assert found["first"]["name"] == "Distributed.all_reduce.2.forward.output.0"
-    assert found["first"]["culprit_ranks"] == [2]
+    status, report = compare(step(tmp_path, *ranks), capsys=capsys)
+    assert (status, report["compared"], report["different"]) == (1, 3, 1)
+    assert report["first"]["name"] == "Distributed.all_reduce.2.forward.output.0"
+    assert report["first"]["culprit_ranks"] == [2]
 
 
 def test_numbered_collectives_are_matched_by_their_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first = [numbered(seq, 10.0 + seq, seq) for seq in range(4)]
     second = [numbered(seq, 10.0 + seq, seq - 1) for seq in range(1, 4)]
     path = step(tmp_path, first, second)
-    status, found = compare(path, capsys=capsys)
-    assert (status, found["compared"], found["different"], found["not_on_every_rank"]) == (1, 3, 0, 1)
-    assert [one["missing_ranks"] for one in found["divergences"]] == [[1]]
+    status, report = compare(path, capsys=capsys)
+    assert (status, report["compared"], report["different"], report["not_on_every_rank"]) == (1, 3, 0, 1)
+    assert [divergence["missing_ranks"] for divergence in report["divergences"]] == [[1]]
     assert "3 results of collectives, 0 differ between ranks 0, 1 of" in text_of(path, capsys=capsys)
     assert "1 entry not on every rank" in text_of(path, capsys=capsys)
 
 
-def test_numbered_collectives_are_forgotten_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    judged: list[str] = []
-    seen: list[int] = []
-
-    def judge(found: Any, parts: Any, *_: Any) -> None:
-        judged.append(parts[0].entry)
-
-    monkeypatch.setattr("ddpstats.dump.compare._between_ranks._judge", judge)
-    entries = [numbered(seq, 1.0, seq) for seq in range(4)]
-    dumps = find_ranks(step(tmp_path, entries, entries))
-    in_step = _between_ranks._in_step
-
-    def watched(streams: Any) -> Any:
-        for taken in in_step(streams):
-            yield taken
-            seen.append(len(judged))
-
-    monkeypatch.setattr("ddpstats.dump.compare._between_ranks._in_step", watched)
-    _between_ranks.compare_ranks(dumps, everything=False)
-    assert seen == [0, 1, 1, 2, 2, 3, 3, 4]
-
-
-def test_a_group_that_was_given_by_position(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As msprobe has ``dist.all_reduce(t, op, group)``: ranks 0 and 1 are one group, 2 and 3 another."""
-
-    def reduced(group: Sequence[int], value: float) -> tuple[str, Any]:
-        leaf = {"type": "torch.ProcessGroup", "group_ranks": list(group)}
-        return "Distributed.all_reduce.0.forward", forward([tensor(1.0), None, leaf], [tensor(value)])
-
-    path = step(tmp_path, *([reduced((0, 1) if rank < 2 else (2, 3), 5.0 + rank // 2)] for rank in range(4)))
-    status, found = compare(path, capsys=capsys)
-    assert (status, found["compared"]) == (0, 2)
-
-
-def test_sharded_parameters_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sharded_parameters_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def entries(rank: int, placement: str) -> list[tuple[str, Any]]:
         weight = tensor(2.0 + rank, placements=[placement])
         return [("Module.fc.Linear.forward.0", forward(parameters={"weight": weight, "bias": tensor(1.0)}))]
 
     path = step(tmp_path / "sharded", entries(0, "S(0)"), entries(1, "S(0)"))
-    status, found = compare(path, capsys=capsys)
-    assert (status, found["compared"], found["sharded"]) == (0, 1, 1)
+    status, report = compare(path, capsys=capsys)
+    assert (status, report["compared"], report["sharded"]) == (0, 1, 1)
     assert "1 sharded tensor was not compared: every rank has a part of its own" in text_of(path, capsys=capsys)
     assert compare(step(tmp_path / "whole", entries(0, "R"), entries(1, "R")), capsys=capsys)[0] == 1
 
 
-def test_legal_json_and_notes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_is_legal_and_has_the_notes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = step(tmp_path, [module(float("inf"), 1.0)], [module(1.0, 1.0)])
     (path / "rank0" / "stack.json").write_text("[")
     assert main(["compare", str(path), "--json"]) == 1
@@ -176,7 +140,7 @@ def test_legal_json_and_notes(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "stack.json" in json.loads(out)["notes"][0]
 
 
-def test_what_is_not_given_to_all_is_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_results_that_differ_by_right_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def entries(rank: int) -> list[tuple[str, Any]]:
         return [
             collective("reduce_scatter", 0, rank, (0, 1)),
@@ -185,12 +149,12 @@ def test_what_is_not_given_to_all_is_not_compared(tmp_path: Path, capsys: pytest
         ]
 
     path = step(tmp_path, entries(0), entries(1))
-    status, found = compare(path, capsys=capsys)
-    assert (status, found["compared"], found["skipped"]) == (2, 0, 1)
+    status, report = compare(path, capsys=capsys)
+    assert (status, report["compared"], report["skipped"]) == (2, 0, 1)
     assert "NOTHING TO COMPARE" in text_of(path, capsys=capsys)
 
 
-def test_without_parameters_it_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_says_what_was_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = step(tmp_path, *([collective("all_reduce", 0, 1.0, (0, 1, 5))] for _ in range(2)), level="L1")
     (path / "rank5").mkdir()
     text = text_of(path, capsys=capsys)
@@ -200,43 +164,32 @@ def test_without_parameters_it_is_said(tmp_path: Path, capsys: pytest.CaptureFix
     assert "groups have ranks of which no dump is here: rank 5" in text
     mix = step(tmp_path / "mix", *([collective("all_reduce", 0, 1.0, (0, 1))] for _ in range(2)))
     assert "no parameters were compared (data_mode, scope or list left them out" in text_of(mix, capsys=capsys)
-    found = compare(path, capsys=capsys)[1]
-    assert (found["compared_parameters"], found["compared_results"]) == (0, 1)
-    assert (found["ranks_without_dump"], found["ranks_of_groups_without_dump"]) == (["rank5"], [5])
+    report = compare(path, capsys=capsys)[1]
+    assert (report["compared_parameters"], report["compared_results"]) == (0, 1)
+    assert (report["ranks_without_dump"], report["ranks_of_groups_without_dump"]) == (["rank5"], [5])
 
 
 @pytest.mark.parametrize("group", [(7, 8), (0, 7)])
-def test_a_group_without_the_rank_or_without_partners(
+def test_group_without_the_rank_or_its_partners_is_skipped(
     group: Sequence[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = step(tmp_path, *([collective("all_reduce", 0, 1.0 + rank, group)] for rank in range(2)))
-    status, found = compare(path, capsys=capsys)
-    assert (status, found["verdict"], found["skipped"]) == (2, "nothing to compare", 2 - group.count(0))
+    status, report = compare(path, capsys=capsys)
+    assert (status, report["verdict"], report["skipped"]) == (2, "nothing to compare", 2 - group.count(0))
 
 
-def test_checksums_count_unless_statistics_are_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def entries(md5: str) -> list[tuple[str, Any]]:
-        return [("Module.m.L.forward.0", forward(parameters={"weight": tensor(1.0, md5=md5)}))]
-
-    path = step(tmp_path, entries("00000000"), entries("00000001"))
-    assert [compare(path, *more, capsys=capsys)[0] for more in ([], ["--mode", "statistics"])] == [1, 0]
-
-
-def test_an_entry_that_a_rank_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rank_that_lacks_an_entry_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     broadcast = collective("broadcast", 0, 1.0, (0, 1, 2))
     path = step(tmp_path, [broadcast, module(1.0, 1.0)], [broadcast], [module(1.0, 1.0)])
-    status, found = compare(path, capsys=capsys)
+    status, report = compare(path, capsys=capsys)
     assert status == 1
-    assert [one["verdict"] for one in found["divergences"]] == ["rank 2 lacks this entry", "rank 1 lacks this entry"]
+    assert [divergence["verdict"] for divergence in report["divergences"]] == [
+        "rank 2 lacks this entry",
+        "rank 1 lacks this entry",
+    ]
 
 
-def test_ranks_that_lack_an_entry_are_in_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = step(tmp_path, [module(1.0, 1.0)], *[[]] * 16)
-    assert compare(path, capsys=capsys)[1]["first"]["missing_ranks"] == list(range(1, 17))
-    assert "ranks 1, 2, 3, 4, 5, 6, 7, 8 and 8 more lack this entry" in text_of(path, capsys=capsys)
-
-
-def test_table_and_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_and_page_of_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = step(tmp_path, *([module(weight, 1.0)] for weight in (1.0, 1.0, 3.0)))
     text_of(path, "--csv", tmp_path / "t.csv", "--html", tmp_path / "t.html", capsys=capsys)
     rows = list(csv.DictReader((tmp_path / "t.csv").read_text().splitlines()))

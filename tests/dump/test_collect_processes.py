@@ -1,4 +1,4 @@
-"""The collector under DDP, and in processes that end inside a step."""
+"""Ranks under DDP write a dump each and train as without; a process that ends inside a step leaves its lines."""
 
 from __future__ import annotations
 
@@ -12,82 +12,67 @@ import pytest
 
 from ddpstats.cli import main
 from ddpstats.dump.format._files import open_rank
-from ddpstats.testing import run_ranks
+from ddpstats.testing import RankPool
 from tests import programs
 from tests.capabilities import shards_on_cpu
 from tests.dump import collect_runs as runs
 from tests.dump.collecting import data
 
-ROOT = Path(__file__).parents[2]
-
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, dict[str, Any]]]]:
-    path = tmp_path_factory.mktemp("ranks")
-    return path, run_ranks(runs.train_all, 2, str(path), timeout_sec=120).values()
+def plain(two_ranks: RankPool) -> list[dict[str, Any]]:
+    return two_ranks.run(runs.train, None).values()
 
 
-Trained = tuple[Path, list[dict[str, dict[str, Any]]]]
-KINDS = pytest.mark.parametrize("kind", [f"{level} {flag}" for level in ("L0", "L1", "mix") for flag in (False, True)])
+@pytest.mark.parametrize(
+    ("level", "is_async"),
+    [
+        ("mix", False),
+        *(pytest.param("L0", True, marks=pytest.mark.slow), pytest.param("L1", True, marks=pytest.mark.slow)),
+    ],
+)
+def test_ranks_train_to_the_same_bits_and_each_has_a_dump(
+    two_ranks: RankPool, plain: list[dict[str, Any]], tmp_path: Path, level: str, is_async: bool
+) -> None:
+    assert two_ranks.run(runs.train, str(tmp_path), level, is_async).values() == plain
+    assert plain[0]["parameters"] == plain[1]["parameters"]
+    assert [path.name for path in tmp_path.iterdir()] == ["step1"]
+    dumps = [data(tmp_path, 1, f"rank{rank}") for rank in (0, 1)]
+    assert set(dumps[0]) == set(dumps[1])
+    if level != "L1":
+        assert "Module.root.Net.forward.0" in dumps[0]
+        assert not any(".module." in name for name in dumps[0])
+        norms = [dump["Module.last.Linear.parameters_grad.0"]["weight"][0]["Norm"] for dump in dumps]
+        assert norms[0] != norms[1], "gradients are the rank's own, not the reduced ones"
+    if level != "L0":
+        for dump in dumps:
+            reduced = dump["Distributed.all_reduce.0.forward"]
+            assert reduced["input_kwargs"]["group"]["group_ranks"] == [0, 1]
+            assert reduced["input_args"][0]["Norm"] != reduced["output"][0]["Norm"]
 
 
-@KINDS
-def test_ranks_train_to_the_same_bits_and_no_hook_stays(trained: Trained, kind: str) -> None:
-    for rank in trained[1]:
-        assert rank[kind] == rank["plain"]
-    assert trained[1][0]["plain"]["parameters"] == trained[1][1]["plain"]["parameters"]
-
-
-@KINDS
-def test_each_rank_has_a_dump_of_its_own(trained: Trained, kind: str) -> None:
-    path = trained[0] / kind
-    assert sorted(one.name for one in path.iterdir()) == ["step1"]
-    ranks = [data(path, 1, f"rank{rank}") for rank in (0, 1)]
-    assert set(ranks[0]) == set(ranks[1])
-    if not kind.startswith("L1"):
-        assert "Module.root.Sequential.forward.0" in ranks[0]
-        assert not any(".module." in name for name in ranks[0])
-
-
-def test_gradients_of_parameters_are_the_rank_s_own(trained: Trained) -> None:
-    norms = [
-        data(trained[0] / "L0 False", 1, f"rank{rank}")["Module.3.Linear.parameters_grad.0"]["weight"][0]["Norm"]
-        for rank in (0, 1)
-    ]
-    assert norms[0] != norms[1]
-
-
+@pytest.mark.slow
 @shards_on_cpu
-def test_gradients_of_sharded_parameters_are_those_at_the_end(tmp_path: Path) -> None:
-    ranks = run_ranks(runs.train_sharded, 2, str(tmp_path), timeout_sec=120).values()
+def test_gradients_of_sharded_parameters_are_those_after_each_backward_pass(
+    two_ranks: RankPool, tmp_path: Path
+) -> None:
+    ranks = two_ranks.run(runs.train_sharded, str(tmp_path)).values()
     for rank in (0, 1):
-        found = data(tmp_path, 0, f"rank{rank}")
-        entries = [found[f"Module.3.Linear.parameters_grad.{number}"]["weight"][0] for number in (0, 1)]
+        dumped = data(tmp_path, 0, f"rank{rank}")
+        entries = [dumped[f"Module.3.Linear.parameters_grad.{number}"]["weight"][0] for number in (0, 1)]
         assert [entry["Norm"] for entry in entries] == pytest.approx(ranks[rank])
         assert entries[0]["placements"] == ["S(0)"]
         assert (entries[0]["device_mesh"], entries[0]["shape"], entries[0]["local_shape"]) == ([0, 1], [2, 6], [1, 6])
 
 
-@pytest.mark.parametrize("kind", ["L1 False", "mix True"])
-def test_collectives_are_among_the_entries(trained: Trained, kind: str) -> None:
-    for rank in (0, 1):
-        found = data(trained[0] / kind, 1, f"rank{rank}")
-        names = [name for name in found if name.startswith("Distributed.all_reduce")]
-        assert names
-        entry = found[names[0]]
-        assert entry["input_kwargs"]["group"]["group_ranks"] == [0, 1]
-        assert entry["input_args"][0]["Norm"] is not None
-        assert entry["output"][0]["Norm"] is not None
-
-
 def ended(how: str, path: Path) -> subprocess.CompletedProcess[str]:
-    return programs.run(["-m", "tests.dump.collect_runs", how, str(path)], timeout=100)
+    return programs.run(["-m", "tests.dump.collect_runs", how, str(path)])
 
 
-def test_a_killed_process_leaves_what_it_had_collected(tmp_path: Path) -> None:
+def test_killed_process_leaves_what_it_had_collected(tmp_path: Path) -> None:
     done = ended("kill", tmp_path)
     assert done.returncode == -signal.SIGKILL, done.stderr
-    assert [one.name for one in (tmp_path / "step0/rank").iterdir()] == ["dump.jsonl"]
+    assert [path.name for path in (tmp_path / "step0/rank").iterdir()] == ["dump.jsonl"]
     dump = open_rank(tmp_path / "step0/rank")
     assert not dump.complete
     names = [entry.name for entry in dump.entries()]
@@ -98,20 +83,23 @@ def test_a_killed_process_leaves_what_it_had_collected(tmp_path: Path) -> None:
     assert dump.parent_of("Functional.linear.1.forward") == "Module.1.linear.Linear.forward.0"
 
 
-@pytest.mark.parametrize("how", ["sync", "async"])
-def test_a_process_that_ends_inside_a_step_leaves_an_incomplete_dump(tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize("how", ["sync", pytest.param("async", marks=pytest.mark.slow)])
+def test_process_that_ends_inside_a_step_leaves_an_incomplete_dump(tmp_path: Path, how: str) -> None:
     done = ended(how, tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     directory = tmp_path / "step0/rank"
-    assert [one.name for one in directory.iterdir()] == ["dump.jsonl"]
+    assert [path.name for path in directory.iterdir()] == ["dump.jsonl"]
     lines = [json.loads(line) for line in (directory / "dump.jsonl").read_text().splitlines()]
     assert lines[-1]["name"] == "Module.root.Sequential.forward.0"
     assert lines[1]["stack"][0].startswith("File ")
 
 
-def test_a_dump_with_sparse_gradients_is_equal_to_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What a sparse tensor stores has another shape than the tensor: it is compared by its statistics."""
-    run_ranks(runs.sparse_gradients, 2, str(tmp_path), timeout_sec=120).values()
+@pytest.mark.slow
+def test_dump_with_sparse_gradients_is_equal_to_itself(
+    two_ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A sparse tensor is saved in another shape than its own, and therefore compared by its statistics."""
+    two_ranks.run(runs.sparse_gradients, str(tmp_path)).values()
     weight = data(tmp_path, 0, "rank0")["Module.table.Embedding.parameters_grad.0"]["weight"][0]
     assert weight["shape"] == [20, 6]
     assert weight["Norm"] > 0

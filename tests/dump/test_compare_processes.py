@@ -1,4 +1,4 @@
-"""``ddpstats compare`` on dumps of real ranks."""
+"""`ddpstats compare` finds the wrong weight of one rank in dumps of real ranks, between ranks and between two runs."""
 
 from __future__ import annotations
 
@@ -9,42 +9,42 @@ from typing import Any
 import pytest
 
 from ddpstats.cli import main
-from ddpstats.testing import run_ranks
-from tests.dump import compare_runs as runs
+from ddpstats.testing import RankPool
+from tests.dump import collect_runs as runs
 
 
 @pytest.fixture(scope="module")
-def dumps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def dumps(three_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("ranks")
-    run_ranks(runs.good_and_bad, 3, str(path), timeout_sec=120).values()
+    three_ranks.run(runs.good_and_bad, str(path)).values()
     return path
 
 
 def compare(*words: object, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any]]:
     status = main(["compare", *map(str, words), "--json"])
-    found = json.loads(capsys.readouterr().out)
-    assert isinstance(found, dict)
-    return status, found
+    document = json.loads(capsys.readouterr().out)
+    assert isinstance(document, dict)
+    return status, document
 
 
-def test_ranks_that_agree(dumps: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status, found = compare(dumps / "good", capsys=capsys)
-    assert (status, found["different"], found["ranks"]) == (0, 0, [0, 1, 2])
-    assert found["compared"] > 8, "parameters of all modules, and what all_reduce gave"
+def test_ranks_that_agree_have_status_0(dumps: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, report = compare(dumps / "good", capsys=capsys)
+    assert (status, report["different"], report["ranks"]) == (0, 0, [0, 1, 2])
+    assert report["compared"] > 8, "parameters of all modules, and what all_reduce gave"
 
 
-def test_the_rank_with_another_weight_is_named(dumps: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status, found = compare(dumps / "bad", capsys=capsys)
+def test_rank_with_another_weight_is_named(dumps: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, report = compare(dumps / "bad", capsys=capsys)
     assert status == 1
-    assert found["first"]["name"] == "Module.1.linear.Linear.forward.0.parameters.weight"
-    assert all(one["culprit_ranks"] == [1] for one in found["divergences"])
+    assert report["first"]["name"] == "Module.1.linear.Linear.forward.0.parameters.weight"
+    assert all(divergence["culprit_ranks"] == [1] for divergence in report["divergences"])
 
 
 def test_runs_are_compared_rank_by_rank(dumps: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status, found = compare(dumps / "good", dumps / "good", "--exact", capsys=capsys)
-    assert (status, len(found["ranks"])) == (0, 3)
-    status, found = compare(dumps / "bad", dumps / "good", "--exact", capsys=capsys)
-    first = [rank["first_unequal"] for rank in found["ranks"]]
+    status, report = compare(dumps / "good", dumps / "good", "--exact", capsys=capsys)
+    assert (status, len(report["ranks"])) == (0, 3)
+    status, report = compare(dumps / "bad", dumps / "good", "--exact", capsys=capsys)
+    first = [rank["first_unequal"] for rank in report["ranks"]]
     assert status == 1
     assert first[1]["name"] == "Functional.linear.1.forward.input.1"
     assert first[1]["parent"] == "Module.1.linear.Linear.forward.0"
