@@ -1,4 +1,4 @@
-"""``ddpstats demo``: what it prints, from reports made by hand and from real ranks, and that nothing is left behind."""
+"""``ddpstats demo`` prints wrong averages and then right ones, and leaves neither processes nor files behind."""
 
 from __future__ import annotations
 
@@ -7,26 +7,24 @@ import math
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from ddpstats.demo import demo as demo_module, report as report_module
 from ddpstats.demo.report import Collectives, RankReport
-from tests.programs import without_gloo
+from tests.programs import LIMIT_SEC, Program, without_gloo
 
-LIMIT_SEC = 180
+MARK = "DDPSTATS_TEST_MARK"
 TRUE = {"l1_loss[0]": 0.0505, "l1_loss[1]": 0.023, "snr_loss[0]": -1.572, "snr_loss[1]": -2.468, "snr_loss[2]": -2.041}
 # What the n-th all_reduce of two ranks gives, whichever names they had in mind
 BY_ORDER = [0.0505, -0.5145, -2.5645, -1.97]
 
-Start = Callable[..., "subprocess.Popen[str]"]
+Start = Callable[..., Program]
 
 
 # -- from reports made by hand ----------------------------------------------------------------------------------------
@@ -39,7 +37,7 @@ def report(rank: int, ddpstats: Mapping[str, float] = TRUE) -> RankReport:
     return RankReport(rank, inputs, plain, ddpstats, Collectives(5, 3, 1), worst)
 
 
-def test_the_whole_text() -> None:
+def test_text_of_two_ranks_has_both_tables_and_the_fix() -> None:
     text = report_module.as_text([report(0), report(1)], colour=False)
     assert (
         text
@@ -73,7 +71,13 @@ The fix:
     )
 
 
-def test_colour_marks_what_is_wrong_and_nothing_else() -> None:
+def test_text_of_three_ranks_says_which_ranks_hold_the_same() -> None:
+    text = report_module.as_text([report(rank) for rank in range(3)], colour=False)
+    assert "each odd rank holds" in text
+    assert "Of the 3 ranks, every other even one gets what rank 0 gets" in text
+
+
+def test_colour_marks_wrong_numbers_only() -> None:
     reports = [report(0), report(1)]
     coloured, plain = (report_module.as_text(reports, colour=colour) for colour in (True, False))
     red = re.findall(r"\033\[31m(.*?)\033\[0m", coloured)
@@ -91,7 +95,7 @@ def test_colour_marks_what_is_wrong_and_nothing_else() -> None:
         (True, {"TERM": "dumb"}, False),
     ],
 )
-def test_colour_only_where_it_is_wanted(
+def test_colour_follows_terminal_and_environment(
     is_terminal: bool, environ: dict[str, str], colour: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
@@ -102,12 +106,12 @@ def test_colour_only_where_it_is_wanted(
     assert demo_module._wants_colour() is colour
 
 
-def test_the_true_means_are_by_name() -> None:
+def test_true_means_are_by_name() -> None:
     assert report_module.true_means([report(0), report(1)]) == pytest.approx(TRUE, rel=1e-12)
     assert report_module.true_means([report(0)]) == report_module.flat(report(0).inputs)
 
 
-def test_a_wrong_number_of_our_own_is_admitted() -> None:
+def test_wrong_number_of_ddpstats_is_not_right() -> None:
     assert report_module.is_right([report(0), report(1)])
     for wrong in ({**TRUE, "l1_loss[1]": -0.5145}, {**TRUE, "l1_loss[1]": math.nan}, {**TRUE, "more": 0.0}):
         assert not report_module.is_right([report(0), report(1, wrong)])
@@ -115,7 +119,7 @@ def test_a_wrong_number_of_our_own_is_admitted() -> None:
     assert not report_module.is_right([report(0, lacking), report(1)])
 
 
-def test_a_report_survives_its_file() -> None:
+def test_report_reads_back_from_json() -> None:
     assert RankReport.from_json(report(1).to_json()) == report(1)
 
 
@@ -123,111 +127,119 @@ def test_a_report_survives_its_file() -> None:
 
 
 def marked(mark: str) -> list[str]:
-    """The command lines of all processes that inherited the mark; none where there is no /proc to tell."""
-    found = []
+    """Return the command lines of all processes that inherited the mark; none where there is no /proc."""
+    commands = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if mark.encode() in (process / "environ").read_bytes():
-                found.append((process / "cmdline").read_text().replace("\0", " "))
+                commands.append((process / "cmdline").read_text().replace("\0", " "))
         except OSError:  # it has just ended, or is another user's
             continue
-    return found
-
-
-def left_within(mark: str, limit_sec: float) -> list[str]:
-    """Who is still there after a while. The ranks of a parent that was killed need a moment to notice."""
-    until = time.monotonic() + limit_sec
-    while (left := marked(mark)) and time.monotonic() < until:
-        time.sleep(0.1)
-    return left
+    return commands
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts a program whose children, and their children, are all gone at the end of the test, with their files."""
-    mark = f"DDPSTATS_TEST_MARK={uuid.uuid4().hex}"
+def mark() -> str:
+    """Return what the environment of each child of a program holds."""
+    return uuid.uuid4().hex
+
+
+@pytest.fixture
+def start(tmp_path: Path, mark: str) -> Iterator[Start]:
+    """Start a program. At the end of the test its children and their children are gone, and so are their files."""
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    started = []
+    started: list[Program] = []
 
-    def start(*command: str, **settings: str) -> subprocess.Popen[str]:
-        name, value = mark.split("=")
-        environ = os.environ | {name: value, "TMPDIR": str(scratch)} | settings
-        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
-        started.append(subprocess.Popen(command, env=environ, text=True, **pipes))
+    def start(*arguments: str, **settings: str) -> Program:
+        environ = {**os.environ, MARK: mark, "TMPDIR": str(scratch), **settings}
+        started.append(Program(arguments, environ, fresh=True))  # the server of forks has read its own TMPDIR
         return started[-1]
 
     yield start
-    for process in started:
-        process.kill()
-        process.communicate(timeout=LIMIT_SEC)
-    was_killed = any(process.returncode == -signal.SIGKILL for process in started)
-    assert left_within(mark, LIMIT_SEC if was_killed else 0) == []
-    assert was_killed or not list(scratch.glob("ddpstats-demo-*"))
+    was_killed = any(program.poll() in (None, -signal.SIGKILL) for program in started)
+    for program in started:
+        if program.poll() is None:
+            os.kill(program.pid, signal.SIGKILL)
+            program.wait()
+    try:
+        # The ranks of a parent that was killed need a moment to notice.
+        until = time.monotonic() + (LIMIT_SEC if was_killed else 0)
+        while (left := marked(mark)) and time.monotonic() < until:
+            time.sleep(0.1)
+        assert left == []
+        assert was_killed or not list(scratch.glob("ddpstats-demo-*"))
+    finally:
+        for program in started:
+            program.kill()
 
 
-def finish(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
-    out, err = process.communicate(timeout=LIMIT_SEC)
-    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+def ended(program: Program) -> tuple[int, str, str]:
+    """Return status, stdout and stderr of a program at its end."""
+    return program.wait(), program.output(), program.errors()
 
 
-def demo(start: Start, *args: str, **settings: str) -> subprocess.CompletedProcess[str]:
-    return finish(start(sys.executable, "-m", "ddpstats", "demo", *args, **{"OMP_NUM_THREADS": "1", **settings}))
+def demo(start: Start, *arguments: str, **settings: str) -> tuple[int, str, str]:
+    return ended(start("-m", "ddpstats", "demo", *arguments, **settings))
 
 
-def test_two_ranks(start: Start) -> None:
-    done = finish(start(sys.executable, "-m", "ddpstats", "demo", DDPSTATS_GUARD="strict"))
-    assert (done.returncode, done.stderr) == (0, "")
-    assert without_gloo(done.stdout) == report_module.as_text([report(0), report(1)], colour=False) + "\n"
+def test_demo_of_two_ranks_prints_what_reports_say(start: Start) -> None:
+    status, out, err = demo(start, DDPSTATS_GUARD="strict")
+    assert (status, err) == (0, "")
+    assert without_gloo(out) == report_module.as_text([report(0), report(1)], colour=False) + "\n"
 
 
-def test_two_ranks_in_json(start: Start) -> None:
-    """Also from within a job of another torchrun, whose settings must not get in."""
-    done = demo(start, "--json", RANK="5", WORLD_SIZE="9", PET_NNODES="3", TORCHELASTIC_RUN_ID="x", MASTER_PORT="1")
-    assert (done.returncode, done.stderr) == (0, "")
-    shown = json.loads(done.stdout)
+@pytest.mark.slow
+def test_json_of_two_ranks_inside_another_job_has_the_same_numbers(start: Start) -> None:
+    """The settings of the other torchrun must not get in."""
+    other_job = {"RANK": "5", "WORLD_SIZE": "9", "PET_NNODES": "3", "TORCHELASTIC_RUN_ID": "x", "MASTER_PORT": "1"}
+    status, out, err = demo(start, "--json", **other_job)
+    assert (status, err) == (0, "")
+    shown = json.loads(out)
     assert (shown["ranks"], shown["weight"], shown["ok"]) == (2, 8.0, True)
     assert shown["true"] == pytest.approx(TRUE, rel=1e-12)
-    assert [of["rank"] for of in shown["by_rank"]] == [0, 1]
-    assert shown["by_rank"][1]["plain_all_reduce"]["l1_loss[1]"] == pytest.approx(-0.5145, rel=1e-6)
-    assert "l1_loss[1]" not in shown["by_rank"][0]["plain_all_reduce"]
-    for of in shown["by_rank"]:
-        assert of["inputs"] == report_module.stats_of(of["rank"])
-        assert of["ddpstats"] == pytest.approx(TRUE, rel=1e-6)
-        assert of["ddpstats"] == shown["by_rank"][0]["ddpstats"]
-        assert of["collectives"]["plain_all_reduce"] == 5
-        assert of["collectives"]["ddpstats"] == 1
-        assert [rank for rank, _ in of["worst"]] == [0, 1]
-        assert [value for _, value in of["worst"]] == pytest.approx([-3.037, -1.899], rel=1e-6)
+    first, second = shown["by_rank"]
+    assert second["plain_all_reduce"]["l1_loss[1]"] == pytest.approx(-0.5145, rel=1e-6)
+    assert "l1_loss[1]" not in first["plain_all_reduce"]
+    assert first["ddpstats"] == second["ddpstats"] == pytest.approx(TRUE, rel=1e-6)
+    for rank, shown_by_rank in enumerate((first, second)):
+        assert shown_by_rank["rank"] == rank
+        assert shown_by_rank["inputs"] == report_module.stats_of(rank)
+        assert shown_by_rank["collectives"].items() >= {"plain_all_reduce": 5, "ddpstats": 1}.items()
+        assert [value for _, value in shown_by_rank["worst"]] == pytest.approx([-3.037, -1.899], rel=1e-6)
 
 
-def test_one_rank_has_nothing_to_mix_up(start: Start) -> None:
-    done = demo(start, "--ranks", "1")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "wrong" not in done.stdout
-    assert "A single rank has nothing to mix up" in done.stdout
-    assert "Which rank" not in done.stdout
-    assert "ddpstats          0\n" in done.stdout
+@pytest.mark.slow
+def test_demo_of_one_rank_shows_nothing_wrong(start: Start) -> None:
+    status, out, err = demo(start, "--ranks", "1")
+    assert (status, err) == (0, "")
+    assert "A single rank has nothing to mix up" in out
+    assert "ddpstats          0\n" in out
+    assert "wrong" not in out
+    assert "Which rank" not in out
 
 
-def test_three_ranks(start: Start) -> None:
-    done = demo(start, "--ranks", "3")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert re.search(r"^l1_loss\[1\]    0\.0230   - +-0\.6937 <- wrong   0\.0230     0\.0230$", done.stdout, re.M)
-    assert "each odd rank holds" in done.stdout
-    assert "median of snr_loss[1]:\n  rank 1 with -1.8990, rank 0 with -3.0370\n" in done.stdout  # rank 0 is at it
-    assert "Of the 3 ranks, every other even one gets what rank 0 gets" in done.stdout
+@pytest.mark.slow
+def test_error_of_the_ranks_is_quoted(start: Start) -> None:
+    status, out, err = demo(start, "--json", DDPSTATS_TIMEOUT_SEC="soon")
+    assert (status, out) == (2, "")
+    assert err.startswith("ddpstats demo: error: the ranks failed\nthe end of rank ")
+    assert "ConfigError: DDPSTATS_TIMEOUT_SEC='soon' is not a number of seconds" in err
 
 
-def test_ranks_that_fail(start: Start) -> None:
-    done = demo(start, "--json", DDPSTATS_TIMEOUT_SEC="soon")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("ddpstats demo: error: the ranks failed\nthe end of rank ")
-    assert "ConfigError: DDPSTATS_TIMEOUT_SEC='soon' is not a number of seconds" in done.stderr
+HANGS = "time.sleep(1000)"
+LIMITED = """import time
+from ddpstats.demo import demo
+began = time.monotonic()
+try:
+    demo.measure(2, limit_sec=6)
+finally:
+    print(time.monotonic() - began)
+"""
 
 
 def on_rank_1(tmp_path: Path, code: str) -> str:
-    """A PYTHONPATH with which rank 1 runs ``code`` before anything else."""
+    """Return a PYTHONPATH with which rank 1 runs ``code`` before anything else."""
     folder = tmp_path / "site"
     folder.mkdir()
     text = f"import os, signal, time\nif os.environ.get('LOCAL_RANK') == '1':\n    {code}\n"
@@ -235,52 +247,43 @@ def on_rank_1(tmp_path: Path, code: str) -> str:
     return os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH", "")]))
 
 
-def test_a_rank_that_is_killed(start: Start, tmp_path: Path) -> None:
-    done = demo(start, PYTHONPATH=on_rank_1(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)"))
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "exitcode  : -9" in done.stderr
+@pytest.mark.slow
+def test_killed_rank_is_named_with_its_signal(start: Start, tmp_path: Path) -> None:
+    status, out, err = demo(start, PYTHONPATH=on_rank_1(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)"))
+    assert (status, out) == (2, "")
+    assert "exitcode  : -9" in err
 
 
-HANGS = "time.sleep(1000)"
+@pytest.mark.slow
+def test_ranks_that_hang_are_ended_at_the_limit(start: Start, tmp_path: Path) -> None:
+    """Rank 1 does not even begin to watch whether its parent lives."""
+    status, out, err = ended(start("-c", LIMITED, PYTHONPATH=on_rank_1(tmp_path, HANGS)))
+    assert status == 1
+    assert "DdpstatsError: the ranks took longer than 6 s, and were ended" in err
+    assert 6 <= float(out) < 2 * 6 + 5
 
 
-def test_ranks_that_take_too_long(start: Start, tmp_path: Path) -> None:
-    """Rank 0 waits for rank 1, which has not even begun to watch whether its parent lives."""
-    code = "from ddpstats.demo import demo; demo.measure(2, limit_sec=12)"
-    done = finish(start(sys.executable, "-c", code, PYTHONPATH=on_rank_1(tmp_path, HANGS)))
-    assert done.returncode == 1
-    assert "DdpstatsError: the ranks took longer than 12 s, and were ended" in done.stderr
-
-
-def until_the_ranks_run(parent: subprocess.Popen[str], scratch: Path) -> None:
+def start_hanging_ranks(start: Start, tmp_path: Path) -> Program:
+    parent = start("-m", "ddpstats", "demo", PYTHONPATH=on_rank_1(tmp_path, HANGS))
     until = time.monotonic() + LIMIT_SEC
-    while len(list(scratch.glob("*/logs/**/stderr.log"))) < 2:
+    while len(list((tmp_path / "scratch").glob("*/logs/**/stderr.log"))) < 2:
         assert parent.poll() is None
         assert time.monotonic() < until
         time.sleep(0.1)
+    return parent
 
 
-def test_a_parent_that_is_killed(start: Start, tmp_path: Path) -> None:
-    parent = start(sys.executable, "-m", "ddpstats", "demo", PYTHONPATH=on_rank_1(tmp_path, HANGS))
-    until_the_ranks_run(parent, tmp_path / "scratch")
-    parent.kill()
+@pytest.mark.slow
+def test_ranks_of_killed_parent_end(start: Start, tmp_path: Path, mark: str) -> None:
+    """The fixture looks for them, which this test shows to find ranks that run."""
+    parent = start_hanging_ranks(start, tmp_path)
+    assert not Path("/proc").exists() or len(marked(mark)) >= 3
+    os.kill(parent.pid, signal.SIGKILL)
+    assert parent.wait() == -signal.SIGKILL
 
 
-def test_a_parent_that_is_interrupted(start: Start, tmp_path: Path) -> None:
-    parent = start(sys.executable, "-m", "ddpstats", "demo", PYTHONPATH=on_rank_1(tmp_path, HANGS))
-    until_the_ranks_run(parent, tmp_path / "scratch")
-    parent.send_signal(signal.SIGINT)
-    done = finish(parent)
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
-
-
-def test_the_look_for_what_is_left_can_fail(start: Start) -> None:
-    sleeper = start(sys.executable, "-c", "import time; time.sleep(1000)")
-    environ = Path(f"/proc/{sleeper.pid}/environ")
-    if not environ.exists():
-        pytest.skip("without /proc there is no telling which processes are left")
-    until = time.monotonic() + LIMIT_SEC
-    while not (mark := re.search(rb"DDPSTATS_TEST_MARK=\w+", environ.read_bytes())):
-        assert time.monotonic() < until  # before its exec, a child still shows the environment of its parent
-        time.sleep(0.02)
-    assert len(marked(mark.group().decode())) == 1
+@pytest.mark.slow
+def test_interrupted_parent_ends_its_ranks_and_says_nothing(start: Start, tmp_path: Path) -> None:
+    parent = start_hanging_ranks(start, tmp_path)
+    os.kill(parent.pid, signal.SIGINT)
+    assert ended(parent) == (130, "", "")
