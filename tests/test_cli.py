@@ -1,4 +1,4 @@
-"""The command line: verbs, help, exit statuses. What a verb does is tested where the verb is."""
+"""The command line has the verbs, help texts, messages and exit statuses that the documents name."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import importlib
 import json
 import os
 import re
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -17,14 +16,8 @@ import pytest
 import ddpstats
 from ddpstats import cli
 from ddpstats._base.marks import Mark
+from tests import programs
 from tests.report import records
-
-LIMIT_SEC = 60
-
-
-def ddpstats_command(*args: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "ddpstats", *args]
-    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SEC, check=False)
 
 
 def verb(monkeypatch: pytest.MonkeyPatch, run: object, name: str = "greet") -> None:
@@ -35,32 +28,28 @@ def verb(monkeypatch: pytest.MonkeyPatch, run: object, name: str = "greet") -> N
     monkeypatch.setitem(cli._VERBS, name, cli._Verb(module.__name__, "say hello"))
 
 
-def test_help_names_every_verb_and_what_it_does() -> None:
-    done = ddpstats_command("--help")
-    assert (done.returncode, done.stderr) == (0, "")
+_WITHOUT_RANKS = """
+import contextlib, sys, ddpstats.cli
+for arguments in (["--help"], ["demo", "--help"], ["doctor", "--help"], ["--version"], ["dmeo"]):
+    with contextlib.suppress(SystemExit):
+        ddpstats.cli.main(arguments)
+    print(arguments, {"torch", "numpy"} & set(sys.modules), file=sys.stderr)
+"""
+
+
+def test_torch_is_not_imported_where_no_rank_is_started() -> None:
+    done = programs.run(["-c", _WITHOUT_RANKS], fresh=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count(" set()\n") == 5, done.stderr
     assert re.search("demo +wrong averages, then right ones", done.stdout)
     assert "ddpstats VERB --help" in done.stdout
-
-
-@pytest.mark.parametrize("args", [["--help"], ["demo", "--help"], ["doctor", "--help"], ["--version"], ["dmeo"]])
-def test_no_torch_where_no_rank_is_started(args: list[str]) -> None:
-    code = (
-        "import contextlib, sys, ddpstats.cli\n"
-        f"with contextlib.suppress(SystemExit): ddpstats.cli.main({args})\n"
-        "print({'torch', 'numpy'} & set(sys.modules))"
-    )
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SEC, check=False)
-    assert done.stdout.endswith("set()\n"), done.stdout + done.stderr
-
-
-def test_version() -> None:
-    done = ddpstats_command("--version")
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"ddpstats {ddpstats.__version__}\n", "")
+    assert f"\nddpstats {ddpstats.__version__}\n" in done.stdout
 
 
 @pytest.mark.parametrize("name", cli._VERBS)
-def test_every_verb_has_help_and_json(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_verb_has_usage_json_status_and_examples_that_parse(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main([name, "--help"])
     assert ended.value.code == 0
@@ -68,10 +57,19 @@ def test_every_verb_has_help_and_json(name: str, capsys: pytest.CaptureFixture[s
     assert shown.startswith(f"usage: ddpstats {name} ")
     assert cli._VERBS[name].help in shown
     assert "--json" in shown
+    assert "exit status: " in shown
+    examples = [line for line in shown.partition("\nexample")[2].splitlines() if line.startswith("  ")]
+    assert examples
+    for example in examples:
+        for command in re.split(";", re.split(r"  +", example.strip())[0]):
+            words = command.split()
+            words = words[words.index("ddpstats") + 1 :]
+            module = importlib.import_module(cli._VERBS[words[0]].module)
+            cli._verb_parser(words[0], module).parse_args(words[1:])
 
 
 @pytest.mark.parametrize(
-    ("args", "said"),
+    ("args", "message"),
     [
         ([], "error: a VERB is missing; to begin with: ddpstats demo\n"),
         (["dmeo"], "invalid choice: 'dmeo' (choose from 'run', "),
@@ -91,14 +89,16 @@ def test_every_verb_has_help_and_json(name: str, capsys: pytest.CaptureFixture[s
         (["demo", "--ranks", "65"], "--ranks: '65' is not a number from 1 to 64"),
     ],
 )
-def test_arguments_that_make_no_sense(args: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_arguments_give_usage_and_a_hint(
+    args: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(args)
     assert ended.value.code == 2
     shown = capsys.readouterr()
     assert shown.out == ""
     assert "usage: ddpstats" in shown.err
-    assert said in shown.err
+    assert message in shown.err
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_arguments_that_make_no_sense(args: list[str], said: str, capsys: pytest
         (["lint"], "PATH", "ddpstats lint train.py"),
     ],
 )
-def test_what_is_missing_is_a_sentence_and_a_command(
+def test_missing_argument_is_named_with_an_example(
     args: list[str], missing: str, example: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -135,39 +135,23 @@ def test_what_is_missing_is_a_sentence_and_a_command(
     cli._verb_parser(args[0], module).parse_args(example.split()[2:])
 
 
-def test_no_verb_shows_them_all(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_without_verb_shows_all_verbs(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main([])
     shown = capsys.readouterr().err
-    for name, one in cli._VERBS.items():
-        assert re.search(rf"^  {name} +{re.escape(one.help)}$", shown, re.MULTILINE)
+    for name, verb in cli._VERBS.items():
+        assert re.search(rf"^  {name} +{re.escape(verb.help)}$", shown, re.MULTILINE)
 
 
-@pytest.mark.parametrize("name", cli._VERBS)
-def test_help_says_how_a_verb_is_used_and_how_it_ends(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The examples are lines that the verb's own parser takes."""
-    with pytest.raises(SystemExit):
-        cli.main([name, "--help"])
-    shown = capsys.readouterr().out
-    assert "exit status: " in shown
-    examples = [line for line in shown.partition("\nexample")[2].splitlines() if line.startswith("  ")]
-    assert examples
-    for example in examples:
-        for command in re.split(";", re.split(r"  +", example.strip())[0]):
-            words = command.split()
-            words = words[words.index("ddpstats") + 1 :]
-            module = importlib.import_module(cli._VERBS[words[0]].module)
-            cli._verb_parser(words[0], module).parse_args(words[1:])
-
-
-def test_a_process_ends_with_the_status() -> None:
-    done = ddpstats_command("dmeo")
+def test_process_exits_with_the_status_of_main() -> None:
+    done = programs.run(["-m", "ddpstats", "dmeo"], fresh=True)
     assert (done.returncode, done.stdout) == (2, "")
     assert "invalid choice: 'dmeo'" in done.stderr
-    assert ddpstats_command().returncode == 2
 
 
-def test_a_verb_is_a_line_and_a_module(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_added_verb_takes_arguments_and_returns_its_status(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def run(args: argparse.Namespace) -> int:
         print(json.dumps([args.json, args.words]))
         return 7
@@ -177,7 +161,9 @@ def test_a_verb_is_a_line_and_a_module(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert json.loads(capsys.readouterr().out) == [True, ["train.py", "--lr", "1", "--json"]]
 
 
-def test_what_a_verb_raises(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_error_of_a_verb_is_one_line_and_interrupt_is_130(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def fail(args: argparse.Namespace) -> int:
         raise ddpstats.BundleError("the bundle is damaged")
 
@@ -192,7 +178,7 @@ def test_what_a_verb_raises(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     assert capsys.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("place", ["nowhere", "nowhere/deeper", "empty", "file", "file/deeper"])
+@pytest.mark.parametrize("place", ["nowhere/deeper", "empty", "file"])
 @pytest.mark.parametrize(
     ("words", "next_words"),
     [
@@ -204,7 +190,7 @@ def test_what_a_verb_raises(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     ],
     ids=lambda words: words[0] if isinstance(words, list) else "",
 )
-def test_a_place_that_holds_nothing_is_a_sentence(
+def test_directory_without_files_of_ours_is_named_with_the_next_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], next_words: str, place: str
 ) -> None:
     (tmp_path / "empty").mkdir()
@@ -219,14 +205,14 @@ def test_a_place_that_holds_nothing_is_a_sentence(
         assert "Traceback" not in shown.err
 
 
-def test_the_second_place_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_names_the_directory_that_does_not_exist(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for first, second in (("nowhere", "here"), ("here", "nowhere")):
         (tmp_path / "here").mkdir(exist_ok=True)
         assert cli.main(["compare", str(tmp_path / first), str(tmp_path / second)]) == 2
         assert capsys.readouterr().err.startswith("ddpstats compare: error: ")
 
 
-def test_an_error_that_quotes_a_strangers_file_cannot_command_a_terminal(
+def test_control_characters_in_errors_are_escaped(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def run(args: argparse.Namespace) -> int:
@@ -237,11 +223,10 @@ def test_an_error_that_quotes_a_strangers_file_cannot_command_a_terminal(
     assert capsys.readouterr().err == "ddpstats greet: error: it holds \\x1b[2J\nand more\n"
 
 
-def test_an_encoding_that_lacks_a_character(tmp_path: Path) -> None:
+def test_characters_outside_of_the_encoding_are_escaped(tmp_path: Path) -> None:
     records.write_rank(tmp_path, 0, 1, [records.event(1, "loss")], marks=[Mark("nonfinite", "größer — 漢", 1e9)])
-    command = [sys.executable, "-m", "ddpstats", "report", str(tmp_path)]
-    env = {**os.environ, "PYTHONIOENCODING": "ascii"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT_SEC, check=False)
+    ascii_only = {"PYTHONIOENCODING": "ascii"}
+    done = programs.run(["-m", "ddpstats", "report", str(tmp_path)], environ=ascii_only, fresh=True)
     assert (done.returncode, done.stderr) == (1, "")
     assert "gr\\xf6\\xdfer \\u2014 \\u6f22" in done.stdout
 
@@ -260,22 +245,16 @@ sys.exit(cli.main(["demo"]))
 """
 
 
-def test_what_was_printed_before_a_file_cannot_be_opened_is_there() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _PRINTS_AND_FAILS],
-        env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"} | {"PYTHONUTF8": "1"},
-        capture_output=True,
-        encoding="utf-8",
-        timeout=LIMIT_SEC,
-        check=False,
-    )
+def test_output_before_an_error_is_kept() -> None:
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"} | {"PYTHONUTF8": "1"}
+    done = programs.Program(["-c", _PRINTS_AND_FAILS], environ, fresh=True).finish()
     assert (done.returncode, done.stdout) == (2, "the first line\n")
-    said = "ddpstats demo: error: /none/donn\u00e9es\\x1b[2J\\nof two: No such file or directory\n"
-    assert done.stderr == said
+    message = "ddpstats demo: error: /none/donn\u00e9es\\x1b[2J\\nof two: No such file or directory\n"
+    assert done.stderr == message
 
 
-def test_a_full_disk_is_no_finding() -> None:
-    with open("/dev/full", "w") as full:
-        command = [sys.executable, "-m", "ddpstats", "lint", __file__]
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=LIMIT_SEC, check=False)
+def test_full_disk_is_an_error_and_no_finding() -> None:
+    """The program writes to the file that always is full."""
+    code = "import os, sys; os.dup2(os.open('/dev/full', os.O_WRONLY), 1); from ddpstats import cli; "
+    done = programs.run(["-c", f"{code}sys.exit(cli.main(['lint', {__file__!r}]))"], fresh=True)
     assert (done.returncode, done.stderr) == (2, "ddpstats lint: error: No space left on device\n")
