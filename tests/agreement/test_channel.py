@@ -1,4 +1,4 @@
-"""The order of reductions on a group, the worker behind `start`, and how many collectives really go out."""
+"""Reductions on a group keep one order, `start` waits for no peer, and a call is one collective."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -121,35 +120,33 @@ def test_groups_may_be_used_by_threads_of_their_own(two_ranks: RankPool) -> None
 # -- start, done, result -----------------------------------------------------------------------------------------------
 
 
-def not_yet_there() -> list[Any]:
-    """While the other rank stays away."""
+def start_while_peer_stays_away() -> list[Any]:
     reducer = StatsReducer(group=dist.new_group(), timeout_sec=TIMEOUT_SEC)
     reducer({"v": 0.0})
-    found: list[Any] = []
     if dist.get_rank() == 1:
-        time.sleep(3.0)
-    started = time.monotonic()
+        dist.barrier()
     pending = [reducer.start({"v": float(step)}) for step in range(3)]
     if dist.get_rank() == 0:
-        found += [one.done() for _ in range(100) for one in pending]
-        found.append(time.monotonic() - started < 2.5)
-    values = [one.result().values["v"] for one in pending]
-    again = [one.result().values["v"] for one in pending]
+        was_done = any(each.done() for _ in range(100) for each in pending)
+        dist.barrier()
+    else:
+        was_done = False
+    values = [each.result().values["v"] for each in pending]
+    again = [each.result().values["v"] for each in pending]
     reducer.close()
-    return [set(found), values, again, [one.done() for one in pending]]
+    return [was_done, values, again, [each.done() for each in pending]]
 
 
 def test_neither_start_nor_done_waits_for_a_peer(two_ranks: RankPool) -> None:
-    first, second = two_ranks.run(not_yet_there, timeout_sec=LIMIT_SEC).values()
-    assert first[0] == {False, True}  # not done, one after the other, and all that before the other came
-    assert first[1:] == second[1:] == [[0.0, 1.0, 2.0], [0.0, 1.0, 2.0], [True] * 3]
+    results = two_ranks.run(start_while_peer_stays_away, timeout_sec=LIMIT_SEC).values()
+    assert results == [[False, [0.0, 1.0, 2.0], [0.0, 1.0, 2.0], [True] * 3]] * 2
 
 
 def values_taken_at_start() -> list[Any]:
     reducer = StatsReducer(group=dist.new_group(), timeout_sec=TIMEOUT_SEC)
     reducer.start({"warm": 1.0}).result()
     if dist.get_rank() == 1:
-        time.sleep(0.3)  # rank 0 changes everything before the worker could have sent it
+        dist.barrier()  # rank 0 changes everything before its worker could have sent it
     tensor, weight = torch.tensor(1.0), torch.tensor([1.0, 3.0])
     element, inner = torch.tensor([1.0, 2.0]), {"x": 5.0}
     stats = {"t": tensor, "e": element, "d": inner, "own": ddpstats.Mean(element, weight), "l": [1.0]}
@@ -160,6 +157,8 @@ def values_taken_at_start() -> list[Any]:
     inner["x"] = inner["y"] = 100.0
     stats["late"] = 100.0
     stats["l"].append(100.0)  # type: ignore[attr-defined]
+    if dist.get_rank() == 0:
+        dist.barrier()
     values = pending.result().values
     reducer.close()
     return [values]
@@ -207,24 +206,20 @@ def test_an_error_surfaces_at_result_on_every_rank(two_ranks: RankPool) -> None:
 # -- threads -----------------------------------------------------------------------------------------------------------
 
 
-def who_reads() -> list[bool]:
-    """Which thread does the work. (The value itself is read by `start` and by the call, never later.)"""
+def threads_that_read() -> bool:
+    """Return whether values are read by the calling thread alone, and a direct call starts no thread."""
     seen: list[int] = []
-    here, before = threading.get_ident(), workers()
+    before = workers()
     reducer = StatsReducer(group=dist.new_group(), timeout_sec=TIMEOUT_SEC)
     reducer({"v": Recording(1.0, seen)})
-    direct = set(seen) == {here} and workers() == before
-    performed: list[int] = []
-    channel = channel_of(reducer._find_group())
-    channel.run(lambda protocol: performed.append(threading.get_ident()), TIMEOUT_SEC)
-    channel.submit(lambda protocol: performed.append(threading.get_ident()), TIMEOUT_SEC).result(LIMIT_SEC)
+    is_direct = workers() == before
     reducer.start({"v": Recording(2.0, seen)}).result()
     reducer.close()
-    return [direct, performed[0] == here, performed[1] != here, set(seen) == {here}]
+    return is_direct and set(seen) == {threading.get_ident()}
 
 
-def test_a_direct_call_takes_no_thread_hop(two_ranks: RankPool) -> None:
-    assert two_ranks.run(who_reads, timeout_sec=LIMIT_SEC).values() == [[True] * 4] * 2
+def test_direct_call_starts_no_thread_and_values_are_read_by_the_caller(two_ranks: RankPool) -> None:
+    assert two_ranks.run(threads_that_read, timeout_sec=LIMIT_SEC).values() == [True] * 2
 
 
 def threads_left() -> list[int]:
@@ -287,6 +282,7 @@ def destroyed_and_made_again() -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 def test_the_default_group_may_be_destroyed_and_made_again() -> None:
     expected: list[Any] = []
     for life in range(3):
@@ -472,25 +468,15 @@ def test_the_size_is_that_of_the_largest_layout_and_the_users_group_carries_noth
 # -- alone -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def reducer() -> Iterator[StatsReducer]:
-    with StatsReducer(timeout_sec=TIMEOUT_SEC) as made:
-        yield made
-
-
-def test_alone_nothing_is_sent(reducer: StatsReducer) -> None:
-    with count_collectives() as seen:
+def test_alone_nothing_is_sent_and_errors_are_the_same() -> None:
+    with count_collectives() as seen, StatsReducer(timeout_sec=TIMEOUT_SEC) as reducer:
         pending = reducer.start({"v": 1.0, "hi": Max(2)})
         assert reducer({"v": 3.0}).values == {"v": 3.0}
         assert pending.result().values == {"v": 1.0, "hi": 2.0}
         assert any_rank(1)
         assert not all_ranks(0)
+        for call in (reducer, lambda stats: reducer.start(stats).result()):
+            with pytest.raises(InvalidStats, match="rank 0 at 'v': object is not a leaf"):
+                call({"v": object()})
+        assert reducer({"v": 1.0}).values == {"v": 1.0}
     assert seen.total == 0
-
-
-def test_alone_errors_are_the_same(reducer: StatsReducer) -> None:
-    with pytest.raises(InvalidStats, match="rank 0 at 'v': object is not a leaf"):
-        reducer({"v": object()})
-    with pytest.raises(InvalidStats, match="rank 0 at 'v': object is not a leaf"):
-        reducer.start({"v": object()}).result()
-    assert reducer({"v": 1.0}).values == {"v": 1.0}

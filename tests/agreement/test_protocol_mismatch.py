@@ -1,10 +1,12 @@
-"""What ranks cannot reduce together: the same error on every rank, naming who and where, and a group that goes on."""
+"""What ranks cannot reduce together is the same error on every rank, with rank and path, and the group goes on.
+
+The ranks of the tables are threads; one case of each class of errors runs over gloo.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import struct
 import time
 from array import array
 from collections.abc import Callable
@@ -14,11 +16,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import example, given, settings, strategies as st
+from hypothesis import given, settings, strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ddpstats
-from ddpstats import All, Max, Mean, Min, StatsReducer, Sum, all_ranks, any_rank
+from ddpstats import All, Max, Mean, Min, StatsReducer, Sum, any_rank
 from ddpstats._agreement import channel
 from ddpstats._agreement.codec import PROTOCOL_VERSION
 from ddpstats._agreement.status import Failure, Status, decode_status, encode_status
@@ -38,7 +40,7 @@ from ddpstats._reduction.wire import (
     numbers_bytes,
 )
 from ddpstats.errors import DdpstatsError, InvalidStats, NonFiniteStat, ProtocolMismatch, SchemaConflict
-from ddpstats.testing import PerRank, RankPool, count_collectives
+from ddpstats.testing import RankPool, ThreadGroup, run_threads
 
 LIMIT_SEC = 60.0
 TIMEOUT_SEC = 30.0  # of one reduction: nothing here may come near it
@@ -53,59 +55,81 @@ class Refused(NamedTuple):
     ranks: tuple[int, ...]
     next_value: float
     next_collectives: int
-    after_sec: float
 
 
-def refused(call: Callable[[], Any], reducer: StatsReducer) -> Refused:
-    """``reducer`` has made a call of ``{"good": ...}`` before, so that another one needs one collective."""
-    started = time.monotonic()
-    try:
-        answer = call()
-    except DdpstatsError as error:
-        after_sec = time.monotonic() - started
-        counted = reducer.counters.collectives
-        with count_collectives() as seen:
-            value = reducer({"good": float(dist.get_rank())}).values["good"]
-        assert reducer.counters.collectives - counted == seen.total
-        return Refused(type(error), str(error), error.path, error.ranks, value, seen.total, after_sec)
-    raise AssertionError(f"nothing was raised: {answer}")
+Call = Callable[[StatsReducer, int, Any], Any]
+"""Makes a call with a reducer, on this rank, of this group."""
 
 
-def good_reducer(name: str, **policy: Any) -> StatsReducer:
-    reducer = StatsReducer(name=name, timeout_sec=TIMEOUT_SEC, **policy)
-    assert reducer({"good": float(dist.get_rank())}).values == {"good": 1.0}
-    return reducer
+def refused(group: Any, call: Call, **policy: Any) -> Refused:
+    """Run on a rank: the reducer makes a good call, this one, which raises, and another good one."""
+    rank = dist.get_rank() if group is None else group.rank
+    reducer = StatsReducer(group=group, name="same", timeout_sec=TIMEOUT_SEC, **policy)
+    assert reducer({"good": float(rank)}).values == {"good": 1.0}
+    with pytest.raises(DdpstatsError) as caught:
+        call(reducer, rank, group)
+    before = reducer.counters.collectives
+    value = reducer({"good": float(rank)}).values["good"]
+    counted = reducer.counters.collectives - before
+    return Refused(type(caught.value), str(caught.value), caught.value.path, caught.value.ranks, value, counted)
 
 
-def agreed(outcomes: list[Refused]) -> Refused:
-    """What all three ranks say alike."""
-    assert len({one[:-1] for one in outcomes}) == 1
-    assert max(one.after_sec for one in outcomes) < TIMEOUT_SEC / 2
-    assert outcomes[0].next_value == 1.0
-    assert outcomes[0].next_collectives == 1
+def refused_by_all(call: Call, **policy: Any) -> Refused:
+    """Return what all of three threads raise, in the same words; the reducer goes on with one collective a call."""
+    outcomes = run_threads(refused, 3, call, timeout_sec=LIMIT_SEC, **policy).values()
+    assert len(set(outcomes)) == 1
+    assert (outcomes[0].next_value, outcomes[0].next_collectives) == (1.0, 1)
     return outcomes[0]
+
+
+# -- over gloo ---------------------------------------------------------------------------------------------------------
+
+
+def be_invalid(reducer: StatsReducer, rank: int, group: Any) -> Any:
+    return reducer({"good": object() if rank == 1 else 1.0})
+
+
+def conflict(reducer: StatsReducer, rank: int, group: Any) -> Any:
+    return reducer({"good": 1.0, "a": Sum(1.0) if rank == 1 else 1.0})
+
+
+def be_infinite(reducer: StatsReducer, rank: int, group: Any) -> Any:
+    return reducer({"good": math.inf if rank == 1 else 1.0})
+
+
+def call_another(reducer: StatsReducer, rank: int, group: Any) -> Any:
+    return any_rank(True, group=group) if rank == 1 else reducer({"good": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("call", "kind"),
+    [
+        (be_invalid, InvalidStats),
+        (conflict, SchemaConflict),
+        (be_infinite, NonFiniteStat),
+        (call_another, ProtocolMismatch),
+    ],
+)
+def test_error_over_gloo_is_that_of_threads(three_ranks: RankPool, call: Call, kind: type) -> None:
+    over_gloo = three_ranks.run(refused, None, call, nonfinite="raise", timeout_sec=LIMIT_SEC).values()
+    by_threads = refused_by_all(call, nonfinite="raise")
+    assert by_threads.kind is kind
+    assert {
+        each._replace(text=each.text.replace("the default group of 3 ranks", "3 threads")) for each in over_gloo
+    } == {by_threads}
 
 
 # -- calls that do not belong together ---------------------------------------------------------------------------------
 
 
-def call_by(how: str) -> Any:
-    stats, weight = {"good": 1.0}, torch.ones(1)
-    if how == "any_rank":
-        return any_rank(True)
-    if how == "all_ranks":
-        return all_ranks(True)
-    if how == "recursive_sum":
-        return ddpstats.recursive_sum({"good": torch.ones(1)}, weight, True)
-    if how == "recursive_average":
-        return ddpstats.recursive_average({"good": torch.ones(1)}, weight, True)
+def call_by(how: str, group: Any) -> Any:
+    if how in ("any_rank", "all_ranks"):
+        return getattr(ddpstats, how)(True, group=group)
+    if how in ("recursive_sum", "recursive_average"):
+        return getattr(ddpstats, how)({"good": torch.ones(1)}, torch.ones(1), True, group=group)
     name, policy = how.split("|")
-    return ddpstats.reduce_stats(stats, name=None if name == "None" else name, nonfinite=policy)  # type: ignore[arg-type]
-
-
-def pair(how: str) -> Refused:
-    reducer = good_reducer("pair")
-    return refused(lambda: call_by(how), reducer)
+    name_or_none = None if name == "None" else name
+    return ddpstats.reduce_stats({"good": 1.0}, name=name_or_none, nonfinite=policy, group=group)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -125,14 +149,11 @@ def pair(how: str) -> Refused:
     ],
     ids=lambda text: ascii(text[:30]).replace("\\", "_"),
 )
-def test_calls_that_do_not_belong_together(
-    three_ranks: RankPool, mine: str, theirs: str, mine_text: str, theirs_text: str
-) -> None:
-    found = three_ranks.run(pair, PerRank([theirs, mine, theirs]), timeout_sec=LIMIT_SEC).values()
-    told = agreed(found)
-    assert (told.kind, told.ranks, told.path) == (ProtocolMismatch, (0, 1, 2), None)
-    first, second, third, advice = told.text.split("\n")
-    assert first == "ranks of the default group of 3 ranks met in one collective with different calls:"
+def test_calls_that_do_not_belong_together(mine: str, theirs: str, mine_text: str, theirs_text: str) -> None:
+    error = refused_by_all(lambda reducer, rank, group: call_by(mine if rank == 1 else theirs, group))
+    assert (error.kind, error.ranks, error.path) == (ProtocolMismatch, (0, 1, 2), None)
+    first, second, third, advice = error.text.split("\n")
+    assert first == "ranks of 3 threads met in one collective with different calls:"
     assert second.startswith("  ranks 0, 2: ")
     assert theirs_text in second
     assert third.startswith("  rank 1: ")
@@ -140,22 +161,20 @@ def test_calls_that_do_not_belong_together(
     assert advice.startswith("All ranks must make the same calls in the same order.")
 
 
-def one_more_train() -> list[Any]:
-    train, valid = good_reducer("train"), good_reducer("valid")
-    seen: list[Any] = []
-    calls = [train, train, valid] if dist.get_rank() == 1 else [train, valid, valid]
-    for reducer in calls:
-        try:
-            seen.append(reducer({"good": float(dist.get_rank())}).values)
-        except ProtocolMismatch as error:
-            seen.append(str(error))
-    return seen
+def test_one_call_more_is_caught_where_calls_have_names() -> None:
+    def call(group: ThreadGroup) -> list[Any]:
+        train, valid = (group.reducer(name=name, timeout_sec=TIMEOUT_SEC) for name in ("train", "valid"))
+        seen: list[Any] = []
+        for reducer in [train, train, valid] if group.rank == 1 else [train, valid, valid]:
+            try:
+                seen.append(reducer({"good": float(group.rank)}).values)
+            except ProtocolMismatch as error:
+                seen.append(str(error))
+        return seen
 
-
-def test_one_call_more_is_caught_where_calls_have_names(three_ranks: RankPool) -> None:
-    found = three_ranks.run(one_more_train, timeout_sec=LIMIT_SEC).values()
-    assert found[0] == found[1] == found[2]
-    first, second, third = found[0]
+    results = run_threads(call, 3).values()
+    assert results == [results[0]] * 3
+    first, second, third = results[0]
     assert (first, third) == ({"good": 1.0}, {"good": 1.0})
     assert "  ranks 0, 2: reduce_stats, name='valid'" in second
     assert "  rank 1: reduce_stats, name='train'" in second
@@ -185,11 +204,10 @@ def with_version(name: str, value: Any) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "value", "text"),
     [
-        ("__version__", "99.1", f"ddpstats 99.1, protocol {PROTOCOL_VERSION}"),
         ("__version__", "9" * 100, f"ddpstats {'9' * 32}, protocol {PROTOCOL_VERSION}"),
         ("PROTOCOL_VERSION", 77, f"ddpstats {ddpstats.__version__}, protocol 77"),
     ],
-    ids=["library", "long", "protocol"],
+    ids=["library", "protocol"],
 )
 def test_versions_that_differ_meet_in_a_handshake(three_ranks: RankPool, name: str, value: Any, text: str) -> None:
     found = three_ranks.run(with_version, name, value, timeout_sec=LIMIT_SEC).values()
@@ -265,18 +283,13 @@ def cyclic_list() -> Any:
 # What rank 1 passes, in place of {"good": ...} or of the weight 1.0; the path; what the text says.
 BAD_STATS: dict[str, tuple[Callable[[], Any], str | None, str]] = {
     "str": (lambda: {"good": "0.5"}, "good", "str is not a leaf"),
-    "bytes": (lambda: {"good": b"x"}, "good", "bytes is not a leaf"),
     "object": (lambda: {"a": [1.0, {"b": object()}]}, "a[1]/b", "object is not a leaf"),
-    "set": (lambda: {"good": {1.0}}, "good", "set is not a leaf"),
-    "iterator": (lambda: {"good": iter([1.0])}, "good", "list_iterator is not a leaf"),
     "unprintable": (lambda: {"good": Unprintable()}, "good", "Unprintable is not a leaf"),
     "in a dataclass": (lambda: Losses(1.0, "x"), "second", "str is not a leaf"),
     "marker in a marker": (lambda: {"good": Sum(Mean(1.0))}, "good", "Mean is not a leaf"),
-    "marker of a dict": (lambda: {"good": Sum({"x": 1.0})}, "good", "dict is not a leaf"),
     "complex": (lambda: {"good": 1j}, "good", "complex is not a leaf"),
     "complex tensor": (lambda: {"good": torch.tensor(1j)}, "good", "a complex tensor"),
     "complex numpy": (lambda: {"good": np.complex64(1j)}, "good", "complex; log its real part"),
-    "complex in a marker": (lambda: {"good": Sum(np.complex128(1j))}, "good", "complex; log its real part"),
     "matrix": (lambda: {"good": torch.ones(2, 2)}, "good", "a tensor of shape (2, 2)"),
     "vector": (lambda: {"good": torch.ones(3)}, "good", "a 1-d tensor of 3 elements, while the weight is a single"),
     "no element": (lambda: {"good": torch.ones(0)}, "good", "a 1-d tensor of 0 elements"),
@@ -292,7 +305,6 @@ BAD_STATS: dict[str, tuple[Callable[[], Any], str | None, str]] = {
     "huge int": (lambda: {"good": 10**400}, "good", "int too large to convert to float"),
     "no flag": (lambda: {"good": ddpstats.Any(2)}, "good", "2.0, which is not a flag"),
     "own weight": (lambda: {"good": Mean(1.0, -1)}, "good", "a Mean for which the weight is -1"),
-    "own NaN weight": (lambda: {"good": Mean(1.0, math.nan)}, "good", "a Mean for which the weight is nan"),
     "minimum of nothing": (lambda: {"good": Min(torch.ones(0))}, "good", "empty, and has no min"),
     "fake": (lambda: {"a": [fake(())]}, "a[0]", "the value is a FakeTensor, which has a shape but no value; pass a"),
     "fake, 1-d": (lambda: {"a": Sum(fake((3,)))}, "a", "the value is a FakeTensor, which has a shape but no value"),
@@ -309,12 +321,10 @@ BAD_STATS: dict[str, tuple[Callable[[], Any], str | None, str]] = {
     "float key": (lambda: {"a": {1.0: 1.0}}, "a/1.0", "the key 1.0 is of type float"),
     "None key": (lambda: {None: 1.0}, "None", "the key None is of type NoneType"),
     "tuple key": (lambda: {("a", "b"): 1.0}, "('a', 'b')", "is of type tuple"),
-    "bytes key": (lambda: {b"a": 1.0}, "b'a'", "is of type bytes"),
     "numpy key": (lambda: {np.int64(3): 1.0}, "np.int64(3)", "is of type numpy.int64"),
     "endless int key": (lambda: {"a": {10**5000: 1.0}}, "a", "an int key of 16610 bits"),
     "cycle": (cyclic_dict, "again/x[0]", "the structure contains itself"),
     "cycle in a list": (cyclic_list, "l[1]", "the structure contains itself"),
-    "200 deep": (lambda: nested(200), "/".join("k" * 8), "nested more than 100 deep"),
     "100,000 deep": (lambda: nested(100_000), "/".join("k" * 8), "nested more than 100 deep"),
     "no stats": (lambda: "abc", None, "str is not a leaf"),
     "lone surrogate": (lambda: {"\ud800": "x"}, "\ud800", "str is not a leaf"),
@@ -339,20 +349,12 @@ BAD_WEIGHTS: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
-def pass_bad(stats: str | None, weight: str | None) -> Refused:
-    reducer = good_reducer("bad")
-    one_bad = dist.get_rank() == 1
-    given_stats = BAD_STATS[stats][0]() if one_bad and stats is not None else {"good": 1.0}
-    given_weight = BAD_WEIGHTS[weight][0]() if one_bad and weight is not None else 1.0
-    return refused(lambda: reducer(given_stats, given_weight), reducer)
-
-
 @pytest.mark.parametrize("case", BAD_STATS)
-def test_bad_stats_of_one_rank_are_refused_on_all(three_ranks: RankPool, case: str) -> None:
-    told = agreed(three_ranks.run(pass_bad, case, None, timeout_sec=LIMIT_SEC).values())
-    _, path, text = BAD_STATS[case]
-    assert (told.kind, told.ranks, told.path) == (InvalidStats, (1,), path)
-    head, line, end = told.text.split("\n")
+def test_bad_stats_of_one_rank_are_refused_on_all(case: str) -> None:
+    make, path, text = BAD_STATS[case]
+    error = refused_by_all(lambda reducer, rank, group: reducer(make() if rank == 1 else {"good": 1.0}))
+    assert (error.kind, error.ranks, error.path) == (InvalidStats, (1,), path)
+    head, line, end = error.text.split("\n")
     assert head == "stats that cannot be reduced:"
     assert line.startswith(f"  rank 1 at {path!r}: " if path else "  rank 1: ")
     assert text in line
@@ -360,54 +362,41 @@ def test_bad_stats_of_one_rank_are_refused_on_all(three_ranks: RankPool, case: s
 
 
 @pytest.mark.parametrize("case", BAD_WEIGHTS)
-def test_a_bad_weight_of_one_rank_is_refused_on_all(three_ranks: RankPool, case: str) -> None:
-    told = agreed(three_ranks.run(pass_bad, None, case, timeout_sec=LIMIT_SEC).values())
-    assert (told.kind, told.ranks, told.path) == (InvalidStats, (1,), None)
-    assert told.text.split("\n")[1].startswith("  rank 1: ")
-    assert BAD_WEIGHTS[case][1] in told.text
+def test_bad_weight_of_one_rank_is_refused_on_all(case: str) -> None:
+    make, text = BAD_WEIGHTS[case]
+    error = refused_by_all(lambda reducer, rank, group: reducer({"good": 1.0}, make() if rank == 1 else 1.0))
+    assert (error.kind, error.ranks, error.path) == (InvalidStats, (1,), None)
+    assert error.text.split("\n")[1].startswith("  rank 1: ")
+    assert text in error.text
 
 
-def bad_on_the_first_call() -> list[Any]:
+def test_bad_stats_in_the_first_call_leave_the_reducer_working() -> None:
     """No layout is known yet, and the other ranks hold new paths of their own."""
-    reducer = StatsReducer(group=dist.new_group(), timeout_sec=TIMEOUT_SEC)
-    rank = dist.get_rank()
-    with pytest.raises(InvalidStats) as caught:
-        reducer({f"of rank {rank}": object() if rank == 1 else 1.0})
-    return [str(caught.value), reducer({f"of rank {rank}": 1.0}).values]
+
+    def call(group: ThreadGroup) -> list[Any]:
+        reducer = group.reducer(timeout_sec=TIMEOUT_SEC)
+        with pytest.raises(InvalidStats) as caught:
+            reducer({f"of rank {group.rank}": object() if group.rank == 1 else 1.0})
+        return [str(caught.value), reducer({f"of rank {group.rank}": 1.0}).values]
+
+    for text, values in run_threads(call, 3).values():
+        assert "  rank 1 at 'of rank 1': object is not a leaf" in text
+        assert values == {"of rank 0": 1.0, "of rank 1": 1.0, "of rank 2": 1.0}
 
 
-def test_bad_stats_in_the_first_call(three_ranks: RankPool) -> None:
-    found = three_ranks.run(bad_on_the_first_call, timeout_sec=LIMIT_SEC).values()
-    assert found[0] == found[1] == found[2]
-    assert "  rank 1 at 'of rank 1': object is not a leaf" in found[0][0]
-    assert found[0][1] == {"of rank 0": 1.0, "of rank 1": 1.0, "of rank 2": 1.0}
+def test_every_bad_rank_is_named() -> None:
+    error = refused_by_all(lambda reducer, rank, group: reducer({"x": "text"} if rank < 2 else {"y": 1j}))
+    assert (error.ranks, error.path) == ((0, 1, 2), "x")
+    assert "\n  ranks 0, 1 at 'x': str is not a leaf" in error.text
+    assert "\n  rank 2 at 'y': complex is not a leaf" in error.text
 
 
-def bad_everywhere() -> Refused:
-    reducer = good_reducer("bad")
-    bad = {"x": "text"} if dist.get_rank() < 2 else {"y": 1j}
-    return refused(lambda: reducer(bad), reducer)
-
-
-def test_every_bad_rank_is_named(three_ranks: RankPool) -> None:
-    told = agreed(three_ranks.run(bad_everywhere, timeout_sec=LIMIT_SEC).values())
-    assert (told.ranks, told.path) == ((0, 1, 2), "x")
-    assert "\n  ranks 0, 1 at 'x': str is not a leaf" in told.text
-    assert "\n  rank 2 at 'y': complex is not a leaf" in told.text
-
-
-def undecided_flag(kind: str) -> Refused:
-    reducer = good_reducer("bad")
-    decide = {"any_rank": any_rank, "all_ranks": all_ranks}[kind]
-    flag = [False, Undecided(), torch.tensor(True)][dist.get_rank()]
-    return refused(lambda: decide(flag), reducer)
-
-
-@pytest.mark.parametrize("kind", ["any_rank", "all_ranks"])
-def test_a_flag_without_a_truth_value(three_ranks: RankPool, kind: str) -> None:
-    told = agreed(three_ranks.run(undecided_flag, kind, timeout_sec=LIMIT_SEC).values())
-    assert (told.kind, told.ranks, told.path) == (InvalidStats, (1,), None)
-    assert f"  rank 1: the flag of {kind}() has no truth value: cannot say\n" in told.text
+@pytest.mark.parametrize("name", ["any_rank", "all_ranks"])
+def test_flag_without_a_truth_value_is_refused_on_all(name: str) -> None:
+    flags = [False, Undecided(), torch.tensor(True)]
+    error = refused_by_all(lambda reducer, rank, group: getattr(ddpstats, name)(flags[rank], group=group))
+    assert (error.kind, error.ranks, error.path) == (InvalidStats, (1,), None)
+    assert f"  rank 1: the flag of {name}() has no truth value: cannot say\n" in error.text
 
 
 # -- stats that do not fit together ------------------------------------------------------------------------------------
@@ -428,95 +417,79 @@ CONFLICTS: dict[str, tuple[Any, Any, str, str, str]] = {
 }
 
 
-def hold(case: str) -> Refused:
-    reducer = good_reducer("conflict")
-    mine, theirs, *_ = CONFLICTS[case]
-    return refused(lambda: reducer(mine if dist.get_rank() == 1 else theirs), reducer)
-
-
 @pytest.mark.parametrize("case", CONFLICTS)
-def test_stats_that_do_not_fit_together(three_ranks: RankPool, case: str) -> None:
-    told = agreed(three_ranks.run(hold, case, timeout_sec=LIMIT_SEC).values())
-    _, _, path, mine, theirs = CONFLICTS[case]
-    assert (told.kind, told.ranks, told.path) == (SchemaConflict, (0, 1, 2), path or None)
-    head, first, second, advice = told.text.split("\n")
+def test_stats_that_do_not_fit_together(case: str) -> None:
+    mine, theirs, path, mine_text, theirs_text = CONFLICTS[case]
+    error = refused_by_all(lambda reducer, rank, group: reducer(mine if rank == 1 else theirs))
+    assert (error.kind, error.ranks, error.path) == (SchemaConflict, (0, 1, 2), path or None)
+    head, first, second, advice = error.text.split("\n")
     what = f"different things under {path!r}" if path else "different stats"
-    assert head == f"ranks of the default group of 3 ranks hold {what}:"
-    assert first.startswith(f"  ranks 0, 2: {theirs}")
-    assert second.startswith(f"  rank 1: {mine}")
+    assert head == f"ranks of 3 threads hold {what}:"
+    assert first.startswith(f"  ranks 0, 2: {theirs_text}")
+    assert second.startswith(f"  rank 1: {mine_text}")
     assert advice.endswith("Nothing was reduced.")
 
 
-def conflict_many_times(count: int) -> Refused:
-    reducer = good_reducer("conflict")
-    return refused(lambda: reducer({f"k{i}": Sum(1.0) if dist.get_rank() else 1.0 for i in range(count)}), reducer)
+def test_long_list_of_conflicts_is_cut() -> None:
+    error = refused_by_all(
+        lambda reducer, rank, group: reducer({f"k{i}": Sum(1.0) if rank else 1.0 for i in range(1000)})
+    )
+    assert error.path == "k0"
+    assert "\nand 995 more paths\n" in error.text
+    assert len(error.text) < 1000
 
 
-def test_a_long_list_of_conflicts_is_cut(three_ranks: RankPool) -> None:
-    told = agreed(three_ranks.run(conflict_many_times, 1000, timeout_sec=LIMIT_SEC).values())
-    assert told.path == "k0"
-    assert "\nand 995 more paths\n" in told.text
-    assert len(told.text) < 1000
-
-
-def go_on_after_a_conflict() -> list[Any]:
+def test_conflict_leaves_no_trace_in_the_layout() -> None:
     """The layout of before is neither lost nor polluted by what was refused."""
-    reducer = good_reducer("after")
-    rank = dist.get_rank()
-    with pytest.raises(SchemaConflict):
-        reducer({"good": 1.0, "new": 1.0 if rank else [1.0]})
-    before = reducer.counters
-    values = [reducer({"good": 1.0}).values, reducer({"good": 1.0, "new": Sum(1.0)}).values]
-    after = reducer.counters
-    return [values, after.collectives - before.collectives, after.renegotiations - before.renegotiations]
 
+    def call(group: ThreadGroup) -> list[Any]:
+        reducer = group.reducer(timeout_sec=TIMEOUT_SEC)
+        reducer({"good": 1.0})
+        with pytest.raises(SchemaConflict):
+            reducer({"good": 1.0, "new": 1.0 if group.rank else [1.0]})
+        before = reducer.counters
+        values = [reducer({"good": 1.0}).values, reducer({"good": 1.0, "new": Sum(1.0)}).values]
+        after = reducer.counters
+        return [values, after.collectives - before.collectives, after.renegotiations - before.renegotiations]
 
-def test_a_conflict_leaves_no_trace_in_the_layout(three_ranks: RankPool) -> None:
-    found = three_ranks.run(go_on_after_a_conflict, timeout_sec=LIMIT_SEC).values()
     # one collective; then the new path: an all_reduce and an all_gather
-    assert found == [[[{"good": 1.0}, {"good": 1.0, "new": 3.0}], 1 + 2, 1]] * 3
+    assert run_threads(call, 3).values() == [[[{"good": 1.0}, {"good": 1.0, "new": 3.0}], 1 + 2, 1]] * 3
 
 
-def look_alike() -> list[Any]:
-    """Not a conflict: the same spelling, and None beside a container."""
-    rank = dist.get_rank()
-    reducer = StatsReducer(name="alike", timeout_sec=TIMEOUT_SEC)
-    mixed = [{1: 10.0}, {"1": 20.0}, {True: 30.0}][rank]
-    found: list[Any] = [reducer(mixed).values, reducer(mixed).flat()]
-    found.append(reducer([{"a": None}, {"a": {"b": 1.0}}, {"a": [] if rank == 5 else {}}][rank]).values)
-    return found
+def test_keys_that_are_only_spelled_the_same_are_no_conflict() -> None:
+    def call(group: ThreadGroup) -> list[Any]:
+        reducer = group.reducer(timeout_sec=TIMEOUT_SEC)
+        mixed = [{1: 10.0}, {"1": 20.0}, {True: 30.0}][group.rank]
+        beside_none = [{"a": None}, {"a": {"b": 1.0}}, {"a": {}}][group.rank]
+        return [reducer(mixed).values, reducer(mixed).flat(), reducer(beside_none).values]
 
-
-def test_what_only_looks_alike_is_kept_apart(three_ranks: RankPool) -> None:
-    found = three_ranks.run(look_alike, timeout_sec=LIMIT_SEC).values()
-    assert found == [[{1: 20.0, "1": 20.0}, {"1": 20.0, "\\1": 20.0}, {"a": {"b": 1.0}}]] * 3
+    expected = [{1: 20.0, "1": 20.0}, {"1": 20.0, "\\1": 20.0}, {"a": {"b": 1.0}}]
+    assert run_threads(call, 3).values() == [expected] * 3
 
 
 # -- values that are not finite ----------------------------------------------------------------------------------------
 
 
 def not_finite(count: int) -> Refused:
-    reducer = good_reducer("finite", nonfinite="raise")
-    rank = dist.get_rank()
-    values = {0: 1.0, 1: math.nan, 2: -math.inf}
-    stats = {"good": 1.0, "a": {"b": [0.0, values[rank]]}, "c": math.nan if rank == 2 else 0.0}
-    stats |= {f"k{i}": math.inf if rank == 1 else 0.0 for i in range(count)}
-    return refused(lambda: reducer(stats), reducer)
+    def call(reducer: StatsReducer, rank: int, group: Any) -> Any:
+        stats = {"good": 1.0, "a": {"b": [0.0, (1.0, math.nan, -math.inf)[rank]]}, "c": math.nan if rank == 2 else 0.0}
+        return reducer(stats | {f"k{i}": math.inf if rank == 1 else 0.0 for i in range(count)})
+
+    return refused_by_all(call, nonfinite="raise")
 
 
-def test_a_value_that_is_not_finite_is_named_with_its_ranks(three_ranks: RankPool) -> None:
-    told = agreed(three_ranks.run(not_finite, 0, timeout_sec=LIMIT_SEC).values())
-    assert (told.kind, told.ranks, told.path) == (NonFiniteStat, (1, 2), "a/b[1]")
-    assert told.text.split("\n") == [
-        "non-finite stats (nonfinite='raise') on the default group of 3 ranks:",
+def test_value_that_is_not_finite_is_named_with_its_ranks() -> None:
+    error = not_finite(0)
+    assert (error.kind, error.ranks, error.path) == (NonFiniteStat, (1, 2), "a/b[1]")
+    assert error.text.split("\n") == [
+        "non-finite stats (nonfinite='raise') on 3 threads:",
         "  'a/b[1]': ranks 1, 2",
         "  'c': rank 2",
     ]
 
 
-def test_a_long_list_of_values_that_are_not_finite_is_cut(three_ranks: RankPool) -> None:
-    told = agreed(three_ranks.run(not_finite, 100, timeout_sec=LIMIT_SEC).values())
-    assert told.text.endswith("\n  and 92 more paths")
+def test_long_list_of_values_that_are_not_finite_is_cut() -> None:
+    assert not_finite(100).text.endswith("\n  and 92 more paths")
 
 
 # -- bytes from a peer -------------------------------------------------------------------------------------------------
@@ -589,39 +562,25 @@ def encoded(holding: Holding) -> bytes:
 
 
 @given(schemas, statuses, holdings)
-def test_what_is_told_survives_the_way_there_and_back(schema: Node, status: Status, holding: Holding) -> None:
+def test_what_ranks_send_survives_the_way_there_and_back(schema: Node, status: Status, holding: Holding) -> None:
     assert decode_schema(encode_schema(schema)) == schema
     assert decode_status(encode_status(status)) == status
     assert decode_holding(encoded(holding)) == holding
 
 
-@given(st.binary(max_size=100))
-@example(b"\x20" * 1000)
-@example(b"\x20\x01\x00\x04\x00\x00\x00dict\xff\xff\xff\xff")
-@example(b"\x40\x00\xff\xff")
-def test_random_bytes_are_no_schema(payload: bytes) -> None:
-    read_or_refuse(payload, decode_schema, encode_schema)
-    read_or_refuse(payload, decode_holding, encoded)
-    read_or_refuse(payload, decode_status, encode_status)
-    read_or_refuse(struct.pack("<H", PROTOCOL_VERSION) + payload, decode_status, encode_status)
+READERS: dict[str, tuple[st.SearchStrategy[Any], Callable[[bytes], Any], Callable[[Any], bytes]]] = {
+    "schema": (schemas, decode_schema, encode_schema),
+    "status": (statuses, decode_status, encode_status),
+    "holding": (holdings, decode_holding, encoded),
+}
 
 
+@pytest.mark.parametrize("name", READERS)
 @settings(max_examples=150)
-@given(schemas, st.sampled_from(DAMAGE), st.data())
-def test_a_damaged_schema_is_refused(schema: Node, how: str, data: st.DataObject) -> None:
-    read_or_refuse(damaged(encode_schema(schema), how, data), decode_schema, encode_schema)
-
-
-@settings(max_examples=150)
-@given(statuses, st.sampled_from(DAMAGE), st.data())
-def test_a_damaged_status_is_refused(status: Status, how: str, data: st.DataObject) -> None:
-    read_or_refuse(damaged(encode_status(status), how, data), decode_status, encode_status)
-
-
-@settings(max_examples=150)
-@given(holdings, st.sampled_from(DAMAGE), st.data())
-def test_a_damaged_holding_is_refused(holding: Holding, how: str, data: st.DataObject) -> None:
-    read_or_refuse(damaged(encoded(holding), how, data), decode_holding, encoded)
+@given(st.sampled_from(DAMAGE), st.data())
+def test_damaged_bytes_are_refused(name: str, how: str, data: st.DataObject) -> None:
+    values, decode, encode = READERS[name]
+    read_or_refuse(damaged(encode(data.draw(values)), how, data), decode, encode)
 
 
 floats = st.floats(allow_nan=False)
@@ -657,12 +616,6 @@ def test_damaged_numbers_are_refused(held: tuple[int, Numbers], how: str, data: 
     leaves, sent = held
     payload = damaged(encode_numbers(sent), how, data)
     read_or_refuse(payload, lambda given: decode_numbers(given, leaves), encode_numbers)
-
-
-@given(st.binary(max_size=60), st.integers(0, 3))
-def test_random_bytes_are_no_numbers(payload: bytes, leaves: int) -> None:
-    for given_ in (payload, b"\1" + payload, b"\2" + payload):
-        read_or_refuse(given_, lambda held: decode_numbers(held, leaves), encode_numbers)
 
 
 @given(st.binary(max_size=40), st.integers(0, 2**33))
