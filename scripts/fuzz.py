@@ -1,4 +1,4 @@
-"""Lets what reads the bytes of others have bytes that nobody wrote, and says what it raised that it should not.
+"""Give changed bytes to each reader of foreign bytes, and print what it raised that it should not raise.
 
     python scripts/fuzz.py wire --minutes 10 --seed 1
     python scripts/fuzz.py all --minutes 10          # one target after another

@@ -1,16 +1,20 @@
-"""scripts/bench.py: that it runs, says what it found, and times nothing that is wrong. Speed itself is not tested."""
+"""scripts/bench.py reports every row, gives a verdict where noise allows one, and times nothing that is wrong.
+
+Speed itself is not tested.
+"""
 
 import importlib
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ddpstats.testing import RanksFailed, run_ranks
+from tests import programs
 from tests.needs import needs
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("scripts")]
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 LIMIT_SEC = 280
@@ -18,18 +22,13 @@ LIMIT_SEC = 280
 
 @pytest.fixture
 def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ranks are given the parent's sys.path."""
+    """Make the scripts importable, also for ranks, which are given the parent's sys.path."""
     monkeypatch.syspath_prepend(str(SCRIPTS))
 
 
-def bench(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(SCRIPTS / "bench.py"), *args], capture_output=True, text=True, timeout=LIMIT_SEC
-    )
-
-
 def test_quick_run_reports_every_row_and_writes_json(tmp_path: Path) -> None:
-    done = bench("--quick", "--json", str(tmp_path / "bench.json"))
+    command = [str(SCRIPTS / "bench.py"), "--quick", "--json", str(tmp_path / "bench.json")]
+    done = programs.run(command, timeout=LIMIT_SEC, fresh=True)
     assert done.returncode == 0, done.stderr
     for row in (
         "2 ranks, 10 keys: tensors, faster than per leaf",
@@ -58,7 +57,7 @@ def test_quick_run_reports_every_row_and_writes_json(tmp_path: Path) -> None:
     written = json.loads((tmp_path / "bench.json").read_text())
     assert written["machine"]["torch"]
     assert {row["verdict"] for row in written["rows"]} <= {"ok", "short", "noisy", "-"}
-    assert [(one["world_size"], one["keys"]) for one in written["timed"]] == [(2, 10), (2, 50)]
+    assert [(timed["world_size"], timed["keys"]) for timed in written["timed"]] == [(2, 10), (2, 50)]
     spread = written["timed"][0]["lean_seconds"]["floats"]
     assert 0 < spread["lower"] <= spread["median"] <= spread["upper"]
 
@@ -72,7 +71,7 @@ def measured(keys: int, world_size: int) -> Any:
     return calls.Measured(keys, world_size, 512, "made up", timings, timings)
 
 
-@pytest.mark.usefixtures("scripts")
+@pytest.mark.library
 def test_curves_are_drawn(tmp_path: Path) -> None:
     needs("matplotlib")
     plot = importlib.import_module("_bench_plot")
@@ -80,8 +79,7 @@ def test_curves_are_drawn(tmp_path: Path) -> None:
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.usefixtures("scripts")
-def test_a_row_falls_short_on_the_wrong_side_of_its_reach() -> None:
+def test_row_beyond_its_limit_is_short() -> None:
     rows = importlib.import_module("_bench_rows")
     assert rows.Row("slow", 1.2, 1.1).is_short
     assert not rows.Row("fast", 1.1, 1.1).is_short
@@ -90,15 +88,13 @@ def test_a_row_falls_short_on_the_wrong_side_of_its_reach() -> None:
     assert rows.Row("reported only", 1e9).verdict == "-"
 
 
-@pytest.mark.usefixtures("scripts")
-def test_noise_takes_away_a_verdict() -> None:
+def test_row_whose_quartiles_reach_over_the_limit_is_noisy() -> None:
     rows, loop = importlib.import_module("_bench_rows"), importlib.import_module("_bench_loop")
     assert rows.Row("steady", 1.0, 1.1, quartiles=loop.Spread(1.0, 0.9, 1.2, 9)).verdict == "ok"
     assert rows.Row("lucky", 0.5, 1.1, quartiles=loop.Spread(0.6, 0.3, 2.3, 9)).verdict == "noisy"
     assert rows.Row("unlucky", 1.7, 1.1, quartiles=loop.Spread(1.6, 0.8, 2.3, 9)).verdict == "noisy"
 
 
-@pytest.mark.usefixtures("scripts")
 def test_ratio_is_of_the_medians_and_quartiles_are_of_the_rounds() -> None:
     loop = importlib.import_module("_bench_loop")
     timings = loop.Timings({"a": [1.0, 4.0, 9.0], "b": [1.0, 2.0, 3.0]})
@@ -106,7 +102,7 @@ def test_ratio_is_of_the_medians_and_quartiles_are_of_the_rounds() -> None:
     assert timings.ratios("a", "b") == loop.Spread(2.0, 1.5, 2.5, 3)
 
 
-def retold_and_real() -> list[list[float]]:
+def averages_of_espnet_and_ours() -> list[list[float]]:
     import torch
     import torch.distributed as dist
 
@@ -118,11 +114,11 @@ def retold_and_real() -> list[list[float]]:
     return [[*map(float, values.values()), float(total)] for values, total in answers]
 
 
-@pytest.mark.usefixtures("scripts")
-def test_our_words_of_espnet_say_what_espnet_says() -> None:
+@pytest.mark.library
+def test_averages_of_bench_equal_those_of_espnet() -> None:
     needs("espnet2")
-    for real, retold in run_ranks(retold_and_real, 2).values():
-        assert real == retold
+    for espnets, ours in run_ranks(averages_of_espnet_and_ours, 2).values():
+        assert espnets == ours
 
 
 def time_a_wrong_one() -> None:
@@ -132,16 +128,15 @@ def time_a_wrong_one() -> None:
     )
 
 
-@pytest.mark.usefixtures("scripts")
-def test_what_gives_a_wrong_result_is_not_timed() -> None:
+def test_variant_with_wrong_result_is_not_timed() -> None:
     with pytest.raises(RanksFailed, match="'off by one' is wrong"):
         run_ranks(time_a_wrong_one, 2).values()
 
 
-def test_png_without_matplotlib_says_what_to_install(tmp_path: Path) -> None:
+def test_png_without_matplotlib_names_the_extra_to_install(tmp_path: Path) -> None:
     code = "import importlib.util, runpy, sys; importlib.util.find_spec = lambda name: None; "
     code += f"sys.path.insert(0, {str(SCRIPTS)!r}); sys.argv = ['bench', '--png', 'x.png']; "
     code += f"runpy.run_path({str(SCRIPTS / 'bench.py')!r}, run_name='__main__')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_SEC, cwd=tmp_path)
+    done = programs.run(["-c", code], timeout=LIMIT_SEC, cwd=tmp_path, fresh=True)
     assert done.returncode == 2
     assert "pip install 'ddpstats[bench]'" in done.stderr

@@ -1,4 +1,4 @@
-"""A moment of `scripts/fuzz.py` on seeds and on what it has found before; and that it finds what is there."""
+"""Readers of foreign bytes take honest files, and refuse all others with the error that they document."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from tests.fuzz.targets import TARGETS
 
 FOUND = fuzz.ROOT / "tests" / "fuzz" / "found.txt"
 CASES = {"wire": 1500, "bundle": 25, "dump": 10, "record": 150, "config": 200}
+QUICK = [pytest.param(name, marks=[pytest.mark.slow] if name == "dump" else []) for name in TARGETS]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -21,25 +22,27 @@ def scratch() -> Iterator[None]:
     targets.leave()
 
 
-@pytest.mark.parametrize("name", TARGETS)
-def test_what_honest_writers_write_is_read(name: str) -> None:
+@pytest.mark.parametrize("name", QUICK)
+def test_honest_files_are_read(name: str) -> None:
     for seed in TARGETS[name].seeds():
         TARGETS[name].run(seed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TARGETS)
-def test_bytes_that_nobody_wrote(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_changed_bytes_raise_documented_errors_only(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert fuzz.by_chance(name, 120.0, seed=7, most=CASES[name]) == 0, capsys.readouterr().out
 
 
-def test_what_was_found_once_is_found_no_more() -> None:
+def test_findings_of_earlier_runs_are_mended() -> None:
     for line in FOUND.read_text().splitlines():
         if line and not line.startswith("#"):
             name, data, *_ = line.split()
             TARGETS[name].run(base64.b64decode(data))
 
 
-def test_a_fault_is_found_and_printed_as_it_is_kept(
+@pytest.mark.slow
+def test_finding_is_printed_in_the_form_that_is_kept(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def faulty(data: bytes) -> None:
