@@ -1,7 +1,8 @@
-"""The pages that are stories: their programs run on two real ranks, in order, and say what the page shows."""
+"""The programs of the pages that tell a story run on two ranks, in order, and print what the page shows."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import re
@@ -17,7 +18,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 LIMIT_SEC = 150
 PROGRAMS = {"torchrun": ["-m", "torch.distributed.run"], "ddpstats": ["-m", "ddpstats"]}
 
-# What a notebook does with a cell, as far as ours need it.
+# A notebook's way with a cell, as far as ours need it.
 RUN_CELLS = """
 import json, pathlib, sys
 for cell in json.loads(pathlib.Path(sys.argv[1]).read_text())["cells"]:
@@ -31,39 +32,39 @@ for cell in json.loads(pathlib.Path(sys.argv[1]).read_text())["cells"]:
 """
 
 
-def test_from_a_wrong_number_to_a_right_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (DOCS / "ten-minutes.md").read_text()
-    files = dict(re.findall(r'^```python title="([\w.]+)"\n(.*?)^```$', page, re.MULTILINE | re.DOTALL))
-    broken, average = files["train.py"], files["average"]
-    repaired = "import ddpstats\n" + re.sub(r"^def average.*?\n\n\n", average + "\n\n", broken, flags=re.M | re.S)
-    train = tmp_path / "train.py"
-    (tmp_path / "test_train.py").write_text(files["test_train.py"])
-    shown = re.findall(r"^```console\n\$ (.*)\n((?:.*\n)*?)```$", page, re.MULTILINE)
+PAGE = (DOCS / "ten-minutes.md").read_text()
+FILES = dict(re.findall(r'^```python title="([\w.]+)"\n(.*?)^```$', PAGE, re.MULTILINE | re.DOTALL))
+BROKEN = FILES["train.py"]
+REPAIRED = "import ddpstats\n" + re.sub(r"^def average.*?\n\n\n", FILES["average"] + "\n\n", BROKEN, flags=re.M | re.S)
+
+
+@pytest.mark.slow
+def test_the_commands_of_ten_minutes_print_what_the_page_shows(tmp_path: Path) -> None:
+    shown = re.findall(r"^```console\n\$ (.*)\n((?:.*\n)*?)```$", PAGE, re.MULTILINE)
     assert len(shown) == 3
-    error = re.findall(r"^```text\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[0]
-    for program, (command, output), text in zip((broken, broken, repaired), shown, ("", error, ""), strict=True):
-        train.write_text(program)
+    error = re.findall(r"^```text\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)[0]
+    for program, (command, output), text in zip((BROKEN, BROKEN, REPAIRED), shown, ("", error, ""), strict=True):
+        (tmp_path / "train.py").write_text(program)
         verb, *arguments = shlex.split(command)
         done = programs.run([*PROGRAMS[verb], *arguments], timeout=LIMIT_SEC, cwd=tmp_path)
         assert (done.returncode != 0) is bool(text), done.stdout + done.stderr
         assert programs.without_gloo(done.stdout) == output, done.stderr
-        said = done.stderr.replace(f"{tmp_path}/", "")
-        assert text in said, said
+        assert text in done.stderr.replace(f"{tmp_path}/", ""), done.stderr
 
+
+@pytest.mark.parametrize(("program", "is_right"), [(BROKEN, False), (REPAIRED, True)], ids=["broken", "repaired"])
+def test_the_test_of_ten_minutes_fails_with_the_wrong_average_alone(
+    program: str, is_right: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in (("train", program), ("test_train", FILES["test_train.py"])):
+        (tmp_path / f"{name}.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
-    for program, is_right in ((broken, False), (repaired, True)):
-        train.write_text(program)
-        for name in ("train", "test_train"):
-            sys.modules.pop(name, None)
-        importlib.invalidate_caches()
-        test = importlib.import_module("test_train").test_ranks_that_hold_different_losses
-        if is_right:
+    test = importlib.import_module("test_train").test_ranks_that_hold_different_losses
+    try:
+        with contextlib.nullcontext() if is_right else pytest.raises(AssertionError):
             test()
-        else:
-            with pytest.raises(AssertionError):
-                test()
-    for name in ("train", "test_train"):
-        del sys.modules[name]
+    finally:
+        del sys.modules["train"], sys.modules["test_train"]
 
 
 def test_the_notebook_runs_from_its_first_cell_to_its_last(tmp_path: Path) -> None:

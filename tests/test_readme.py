@@ -1,4 +1,7 @@
-"""Every Python block of README.md and docs/ runs as one script, as pasted; what is the reader's own is given to it."""
+"""Every Python block of README.md and docs/ runs as one script, as pasted, with the reader's own program around it.
+
+Blocks that need torch alone have no mark.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import re
 import shlex
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -82,11 +86,17 @@ LIGHTNING = """
     module, loader = Module(), torch.utils.data.DataLoader(torch.randn(8, 4))
 """
 TRANSFORMERS = """
-    import transformers
-    from tests.capture.trainer_runs import Net, batch_of
+    import torch, transformers
 
-    model, one = Net(), batch_of(0, 0)
-    data = [{"x": x, "y": y} for x, y in zip(one["x"], one["y"])]
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(1, 1)
+
+        def forward(self, x, labels):
+            return {"loss": (self.layer(x) - labels).square().mean()}
+
+    model, data = Model(), [{"x": torch.ones(1), "labels": torch.zeros(1)}] * 4
     args = transformers.TrainingArguments("out", max_steps=2, use_cpu=True, report_to=[], save_strategy="no")
 """
 TREE = """
@@ -97,24 +107,20 @@ TREE = """
 """
 ESPNET = """
     import torch
-    from espnet2.iterators.abs_iter_factory import AbsIterFactory
     from espnet2.train.distributed_utils import DistributedOption
     from espnet2.train.trainer import TrainerOptions
-    from tests.capture.trainer_runs import Scenario, _espnet_options, batch_of, espnet_net
+    from tests.integrations import espnet_runs
 
-    class Factory(AbsIterFactory):
-        def build_iter(self, epoch, shuffle=None):
-            one = batch_of(0, 0)
-            return [([f"utt{i}" for i in range(len(one["y"]))], one)] * 2
-
-    model = espnet_net()
+    steps = [[({"a": 1.0}, 2), ({"a": 2.0}, 2)]]
+    script = espnet_runs.Script(steps, steps)
+    model = espnet_runs.scripted_model(script)
     arguments = dict(
         optimizers=[torch.optim.SGD(model.parameters(), lr=0.05)],
         schedulers=[None],
-        train_iter_factory=Factory(),
-        valid_iter_factory=Factory(),
+        train_iter_factory=espnet_runs.batches(script.train),
+        valid_iter_factory=espnet_runs.batches(script.valid),
         plot_attention_iter_factory=None,
-        trainer_options=TrainerOptions(**_espnet_options(Scenario("espnet", None), ".")),
+        trainer_options=espnet_runs.made(TrainerOptions, **espnet_runs.options_of(".", script)),
         distributed_option=DistributedOption(distributed=False, ngpu=0),
     )
 """
@@ -143,12 +149,12 @@ READERS = {
 
 def beginning(block: str) -> str:
     lines = [line for line in block.splitlines() if line and not line.startswith(("import ", "from ", "#"))]
-    found = [key for key in READERS if lines[0].startswith(key)]
-    assert len(found) == 1, f"no program for the block that begins with {lines[0]!r}: add it to READERS"
-    return found[0]
+    matches = [key for key in READERS if lines[0].startswith(key)]
+    assert len(matches) == 1, f"no program for the block that begins with {lines[0]!r}: add it to READERS"
+    return matches[0]
 
 
-def test_there_is_a_program_for_every_block_and_a_block_for_every_program() -> None:
+def test_every_program_has_its_block_and_every_block_its_program() -> None:
     assert [beginning(block) for block in BLOCKS] == list(READERS)
 
 
@@ -156,7 +162,7 @@ def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= README_LINES
 
 
-def test_a_page_of_the_documents_is_linked_and_every_link_leads_somewhere() -> None:
+def test_every_page_is_linked_and_every_link_leads_somewhere() -> None:
     linked = set()
     for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
         for link in re.findall(r"\]\(([^)#:]*)(#[^)]*)?\)", page.read_text()):
@@ -169,7 +175,7 @@ def test_a_page_of_the_documents_is_linked_and_every_link_leads_somewhere() -> N
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_command_line_is_one_that_is_understood(command: str) -> None:
+def test_a_command_line_of_the_pages_is_understood(command: str) -> None:
     verb, *arguments = shlex.split(command, comments=True)
     module = importlib.import_module(cli._VERBS[verb].module)
     cli._verb_parser(verb, module).parse_args(arguments)
@@ -181,7 +187,12 @@ def _anchors(text: str) -> list[str]:
     return [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=beginning)
+def marked(block: str) -> Any:
+    libraries = READERS[beginning(block)][1]
+    return pytest.param(block, id=beginning(block), marks=[pytest.mark.library] if libraries else [])
+
+
+@pytest.mark.parametrize("block", [marked(block) for block in BLOCKS])
 def test_a_block_runs_as_one_script(block: str, tmp_path: Path) -> None:
     program, libraries, printed = READERS[beginning(block)]
     needs(*libraries)

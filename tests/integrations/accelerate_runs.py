@@ -41,10 +41,6 @@ class Output(collections.OrderedDict[str, Any]):
         return self[name]
 
 
-class Batch(collections.UserDict[str, Any]):
-    """As transformers' BatchEncoding: a mapping that is no dict."""
-
-
 class Colour(enum.Enum):
     """Keys that no wire format knows."""
 
@@ -68,7 +64,7 @@ def _reset() -> None:
 
 def plain(tree: Any) -> Any:
     """Return a tree as types of containers, keys in their order, dtypes and exact values."""
-    if isinstance(tree, (dict, collections.UserDict)):
+    if isinstance(tree, dict):
         return (type(tree).__name__, [(key, plain(value)) for key, value in tree.items()])
     if isinstance(tree, (list, tuple)):
         return (type(tree).__name__, [plain(value) for value in tree])
@@ -113,7 +109,7 @@ def _aligned(one: Any, rank: int) -> list[Any]:
     generator = torch.Generator().manual_seed(rank)
     x, half = torch.rand(3, 2, generator=generator), torch.rand(4, generator=generator).to(torch.bfloat16)
     whole = torch.randint(-9, 9, (2,), generator=generator)
-    tree = {"x": x, "pair": Pair(half, [whole, (x[0],)]), "out": Output(a=x, b=Batch(c=whole)), (1, "k"): x.sum()}
+    tree = {"x": x, "pair": Pair(half, [whole, (x[0],)]), "out": Output(a=x, b={"c": whole}), (1, "k"): x.sum()}
     floats = {"x": x, "pair": Pair(half, [x[1]]), "scalar": x.sum(), "double": x.double()}
     return [
         one.gather(tree),

@@ -6,7 +6,6 @@ espnet is imported inside functions only: some tests need to install before that
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import importlib.util
 import inspect
 import pathlib
@@ -18,7 +17,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # not in __all__
 
 from ddpstats.integrations import espnet
 from tests.integrations.on_ranks import installed
@@ -246,32 +244,6 @@ def scripted_model(script: Script) -> Any:
             return {}
 
     return Model()
-
-
-# -- what stock espnet cannot survive ---------------------------------------------------------------------------------
-
-
-def ends(names: Sequence[str], scripts: Sequence[Script], timeout_sec: float) -> dict[str, str]:
-    """How each script ends on stock espnet: what was raised, or "finished". Every one has a fresh default group."""
-    return {name: _end_of(name, script, timeout_sec) for name, script in zip(names, scripts, strict=True)}
-
-
-def _end_of(name: str, script: Script, timeout_sec: float) -> str:
-    import espnet2.train.trainer  # noqa: F401  # importing it takes longer than the timeout
-
-    base = dist.distributed_c10d._get_default_store()
-    store = PrefixStore(name, base)
-    store.set(f"ready{dist.get_rank()}", "")
-    store.wait(["ready0", "ready1"], datetime.timedelta(seconds=60))
-    rank, size = dist.get_rank(), dist.get_world_size()
-    dist.destroy_process_group()
-    limit = datetime.timedelta(seconds=timeout_sec)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
-    try:
-        trained = _train(script)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return f"finished after {len(trained.valid)} epochs"
 
 
 # -- the other trainers -----------------------------------------------------------------------------------------------

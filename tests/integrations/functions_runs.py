@@ -75,7 +75,7 @@ def collectives() -> Any:
     calls = {
         "reduce_dict": lambda: tree_misc.reduce_dict(values),
         "_parse_losses": lambda: tree_misc.Detector()._parse_losses(values),
-        "write_metrics": lambda: tree_misc.Trainer.write_metrics(values, 0.5),
+        "write_metrics": lambda: tree_misc.Trainer.write_metrics(values, 0.5, 3),
         "reduce": lambda: tracker.reduce(torch.device("cpu")),
     }
     found: dict[str, Any] = {}
@@ -111,15 +111,11 @@ def parse_losses(install: bool, case: str) -> Any:
 # -- write_metrics ----------------------------------------------------------------------------------------------------
 
 
-def write_metrics(install: bool, newer: bool, by_rank: list[dict[str, float]]) -> Any:
+def write_metrics(install: bool, by_rank: list[dict[str, float]]) -> Any:
     losses = {name: t(value) for name, value in by_rank[dist.get_rank()].items()}
-    data_time = of_this_rank(0.25, 0.75)
-    with installed(install), tree_misc.EventStorage(3) as storage:
+    with installed(install), tree_misc.EventStorage() as storage:
         try:
-            if newer:
-                tree_misc.NewerTrainer.write_metrics(losses, data_time, 7, prefix="x_")
-            else:
-                tree_misc.Trainer.write_metrics(losses, data_time)
+            tree_misc.Trainer.write_metrics(losses, of_this_rank(0.25, 0.75), 7, prefix="x_")
         except (KeyError, FloatingPointError) as error:
             return f"{type(error).__name__}: {error}"
         return storage.latest()

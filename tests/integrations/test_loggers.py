@@ -1,13 +1,10 @@
-"""Results in the files that the real loggers write."""
+"""`loggers.write` and `write_window` put every path of a reduction where the logger or trainer keeps its numbers."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
 import math
-import os
-import subprocess
-import sys
 import textwrap
 import warnings
 from collections.abc import Callable, Iterator
@@ -21,10 +18,10 @@ import ddpstats
 from ddpstats import ConfigError, reduce_stats
 from ddpstats.integrations import loggers
 from ddpstats.testing import PerRank, RankPool, count_collectives
+from tests import programs
 from tests.integrations.window_adds import KEYS, close, expected
-from tests.needs import needs
+from tests.needs import ROOT, needs
 
-ROOT = Path(__file__).parents[2]
 STATS = {"loss": 0.5, "per_layer": [1.0, 2.5], "part": {"ctc": math.nan, "tokens": ddpstats.Sum(7)}, "absent": None}
 FLAT = {"loss": 0.5, "per_layer[0]": 1.0, "per_layer[1]": 2.5, "part/ctc": math.nan, "part/tokens": 7.0}
 
@@ -43,7 +40,8 @@ def same(found: dict[str, float], expected: dict[str, float]) -> bool:
     )
 
 
-def test_tensorboard(tmp_path: Path) -> None:
+@pytest.mark.library
+def test_tensorboard_has_every_path(tmp_path: Path) -> None:
     needs("tensorboard")
     with foreign_warnings():
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -60,12 +58,15 @@ def test_tensorboard(tmp_path: Path) -> None:
     assert same({name.removeprefix("train/"): row[-1][1] for name, row in rows.items()}, FLAT)
 
 
-def test_wandb(tmp_path: Path) -> None:
+@pytest.mark.library
+def test_wandb_has_every_path(tmp_path: Path) -> None:
     needs("wandb")
     script = tmp_path / "run.py"
     script.write_text(
         textwrap.dedent("""
-            import sys, wandb, ddpstats
+            import sys, warnings
+            warnings.simplefilter("ignore")
+            import wandb, ddpstats
             from ddpstats.integrations import loggers
 
             run = wandb.init(mode="offline", dir=sys.argv[1], project="p")
@@ -76,22 +77,15 @@ def test_wandb(tmp_path: Path) -> None:
             run.finish()
         """)
     )
-    done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        cwd=ROOT,
-        env={**os.environ, "WANDB_SILENT": "true", "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(ROOT)},
-    )
+    done = programs.run([str(script), str(tmp_path)], cwd=ROOT, environ={"WANDB_SILENT": "true"})
     names = {"loss": 0.5, "per_layer[0]": 1.0, "per_layer[1]": 2.5}
     assert f"step 3 {names}" in done.stdout, done.stdout + done.stderr
     (written,) = tmp_path.rglob("*.wandb")
     assert all((prefix + name).encode() in written.read_bytes() for name in names for prefix in ("", "x/"))
 
 
-def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.library
+def test_mlflow_has_every_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     needs("mlflow")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     with foreign_warnings():
@@ -128,6 +122,7 @@ def written_to_tensorboard(folder: Path, name: str) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in events.Scalars(name)]
 
 
+@pytest.mark.library
 def test_hugging_face_trainer_on_two_ranks(tmp_path: Path, two_ranks: RankPool) -> None:
     runs = transformers_runs()
     for history in trained(two_ranks, runs.reduced_in_each_step, tmp_path):
@@ -135,7 +130,8 @@ def test_hugging_face_trainer_on_two_ranks(tmp_path: Path, two_ranks: RankPool) 
     assert [value for _, value in written_to_tensorboard(tmp_path, "train/snr")] == [-1.0, -1.0]
 
 
-def test_a_window_behind_hugging_faces_trainer(tmp_path: Path, two_ranks: RankPool) -> None:
+@pytest.mark.library
+def test_a_window_is_flushed_in_the_rows_of_hugging_faces_trainer(tmp_path: Path, two_ranks: RankPool) -> None:
     """Ranks add other keys, or nothing; the trainer logs each tenth step, and evaluates in between."""
     runs = transformers_runs()
     for history, returned, collectives, left in trained(two_ranks, runs.windowed, tmp_path):
@@ -153,13 +149,14 @@ def test_a_window_behind_hugging_faces_trainer(tmp_path: Path, two_ranks: RankPo
     assert written[1][1] == pytest.approx(expected(20, 40)["acc"])
 
 
+@pytest.mark.library
 def test_a_name_that_the_trainer_logs_itself_is_refused_on_every_rank(tmp_path: Path, two_ranks: RankPool) -> None:
     for row, error in trained(two_ranks, transformers_runs().a_name_of_the_trainer, tmp_path):
         assert (row["window/loss"], row["window/loss/max"], row["window/loss/max_rank"]) == (0.5, 1.0, 1.0)
         assert error.startswith("the Trainer logs 'loss' itself")
 
 
-def test_what_is_no_trainer_is_named() -> None:
+def test_write_window_of_an_unknown_trainer_is_an_error_that_names_it() -> None:
     with ddpstats.StatsWindow() as window:
         for trainer, said in (
             (Written(), r"a trainer of type .*Written is not known; legal: .* write\(writer, window\.flush"),
@@ -204,7 +201,7 @@ def write_per_rank(stats: Any) -> dict[str, float]:
     return written
 
 
-def test_min_and_max_with_their_ranks_where_asked_for(two_ranks: RankPool) -> None:
+def test_per_rank_writes_min_and_max_with_their_ranks(two_ranks: RankPool) -> None:
     stats = [{"loss": 1.0, "l": [math.nan, math.nan]}, {"loss": -2.0, "l": [3.0, math.nan], "on": ddpstats.Any(True)}]
     expected = {
         "loss": -0.5,
@@ -228,7 +225,7 @@ def test_min_and_max_with_their_ranks_where_asked_for(two_ranks: RankPool) -> No
         assert same(found, {f"train/{name}": value for name, value in expected.items()})
 
 
-def test_min_and_max_that_cannot_be_written_are_refused_on_ranks_that_do_not_log() -> None:
+def test_per_rank_that_cannot_be_written_is_an_error_also_without_a_writer() -> None:
     with pytest.raises(ConfigError, match="reduce with per_rank=True"):
         loggers.write(None, reduce_stats(STATS), 1, per_rank=True)
     with pytest.raises(ConfigError, match="would write 'loss/min' twice"):
@@ -244,11 +241,11 @@ class Writer:
 loggers.write(Writer(), ddpstats.reduce_stats({"a": 1.0}), 1)
 print({"tensorboard", "tensorboardX", "wandb", "mlflow", "transformers"} & set(sys.modules))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = programs.run(["-c", code])
     assert done.stdout == "set()\n", done.stderr
 
 
-def test_what_is_no_writer_is_named() -> None:
+def test_write_to_an_unknown_writer_is_an_error_that_names_it() -> None:
     with pytest.raises(ConfigError, match=r"type builtins\.dict is not known.*reduced\.flat\(\)"):
         loggers.write({}, reduce_stats(STATS), 1)
     not_reduced: Any = {"loss": 1.0}

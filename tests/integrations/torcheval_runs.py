@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -238,40 +237,25 @@ def states_that_differ() -> dict[str, Any]:
 
 
 def in_subgroups() -> list[Any]:
-    """Ranks 1 and 2 of three in a group; then what a rank outside gets, and a group of one."""
-    pair = dist.new_group([1, 2])
-    rank = dist.get_rank()
-    found: list[Any] = []
+    """Sync ranks 1 and 2 of three in a group; return what a rank outside gets, and whether one alone gets its own."""
+    rank, pair = dist.get_rank(), dist.new_group([1, 2])
+    alone = [dist.new_group([each]) for each in range(dist.get_world_size())][rank]
+    single = mean(1.0)
     with installed(torcheval):
-        if rank:
-            members = {"mean": mean(float(rank)), f"own{rank}": mean(5.0 * rank)}
-            both = toolkit.sync_and_compute_collection(members, process_group=pair)
-            found.append({name: float(value) for name, value in both.items()})
-            some = Holder([torch.tensor(float(rank))] * (rank - 1))  # empty on global rank 1
-            found.append(plain(toolkit.sync_and_compute(some, pair)))
-        else:
+        is_own = toolkit.get_synced_metric(single, alone) is single
+        if not rank:
             try:
-                toolkit.sync_and_compute(mean(1.0), process_group=pair)
+                toolkit.sync_and_compute(single, process_group=pair)
             except RuntimeError as error:
-                found.append(str(error))
-        alone = [dist.new_group([each]) for each in range(dist.get_world_size())][rank]
-        single, several = mean(1.0), {"x": mean(2.0)}
-        logged = _logged_by_toolkit(lambda: found.append(toolkit.get_synced_metric(single, alone) is single))
-        found.append(toolkit.get_synced_metric_collection(several, alone) is several)
-        found.append(logged)
-    return found
-
-
-def _logged_by_toolkit(call: Callable[[], Any]) -> list[str]:
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    toolkit.log.addHandler(handler)
-    try:
-        call()
-    finally:
-        toolkit.log.removeHandler(handler)
-    return messages
+                return [is_own, str(error)]
+        members = {"mean": mean(float(rank)), f"own{rank}": mean(5.0 * rank)}
+        both = toolkit.sync_and_compute_collection(members, process_group=pair)
+        some = Holder([torch.tensor(float(rank))] * (rank - 1))  # empty on global rank 1
+        return [
+            is_own,
+            {name: float(value) for name, value in both.items()},
+            plain(toolkit.sync_and_compute(some, pair)),
+        ]
 
 
 # -- conflicts --------------------------------------------------------------------------------------------------------

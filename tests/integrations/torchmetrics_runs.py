@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -264,16 +263,6 @@ def steps_differ(install: bool) -> list[Any]:
         return [*found, {key: float(value) for key, value in several.compute().items()}]
 
 
-def lists_of_two_and_three(timeout_sec: float) -> str:
-    """What stock does with a list without reduction that has 2 items on rank 0 and 3 on rank 1."""
-    group = dist.new_group(timeout=datetime.timedelta(seconds=timeout_sec))
-    metric = held([], None, list(torch.ones(2 + dist.get_rank())), process_group=group)
-    try:
-        return f"{len(metric.compute())} items"
-    except RuntimeError as error:  # waited for an item that nobody sends
-        return type(error).__name__
-
-
 def uneven() -> dict[str, Any]:
     """Compute metrics with lists and tensors of other lengths on each rank."""
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -517,24 +506,9 @@ def collectives() -> list[dict[str, int]]:
         return [*counts, counted(_five), counted(lambda: mean_of(1.0))]
 
 
-def shared_states_are_sent_once() -> bool:
-    """Five metrics of one compute group send the list of one."""
-    with installed(torchmetrics):
-        sizes = []
-        for count in (1, 5):
-            several = tm.MetricCollection(
-                {f"m{i}": MulticlassAUROC(num_classes=3) for i in range(count)}, compute_groups=True
-            )
-            several.update(torch.rand(2000, 3), torch.randint(0, 3, (2000,)))
-            several.compute()
-            with count_collectives() as seen:
-                several.compute()
-            sizes.append(seen.bytes_by_op["allgather"])
-        return sizes[1] < 1.3 * sizes[0]
-
-
-def alone(group: Any) -> list[Any]:
-    """Return values and collectives of stock and of ours, where there is no other rank."""
+def alone_in_a_group() -> list[Any]:
+    """Return values and collectives of stock and of ours, of each rank in a group of its own."""
+    group = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     results = []
     for install in (False, True):
         with installed(torchmetrics, install), count_collectives() as seen:
@@ -542,9 +516,3 @@ def alone(group: Any) -> list[Any]:
             values = plain([_five(process_group=group).compute(), listed.compute()])
         results.append([values, dict(seen.by_op)])
     return results
-
-
-def alone_in_a_group() -> list[Any]:
-    """Each rank in a group of its own."""
-    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
-    return alone(groups[dist.get_rank()])

@@ -136,15 +136,7 @@ def _write(losses: Mapping[str, Tensor], data_time: float, prefix: str, at: dict
 
 
 class Trainer:
-    """detectron2 0.6."""
-
-    @staticmethod
-    def write_metrics(loss_dict: Mapping[str, Tensor], data_time: float, prefix: str = "") -> None:
-        _write(loss_dict, data_time, prefix, {})
-
-
-class NewerTrainer:
-    """detectron2's main branch, which writes each rank's own time as well."""
+    """detectron2's main branch, which takes the iteration and writes each rank's own time as well."""
 
     @staticmethod
     def write_metrics(loss_dict: Mapping[str, Tensor], data_time: float, cur_iter: int, prefix: str = "") -> None:
@@ -179,14 +171,6 @@ class Lookalikes:
         for value in input_dict.values():
             dist.all_reduce(value, dist.ReduceOp.MAX)
         return input_dict
-
-    @staticmethod
-    def floats(input_dict: dict[str, Tensor], average: bool = True) -> dict[str, float]:
-        return {name: value.item() for name, value in reduce_dict(input_dict, average).items()}
-
-    @staticmethod
-    def gathers(input_dict: dict[str, Tensor], average: bool = True) -> list[Any]:
-        return gather_on_main(input_dict)
 
     @staticmethod
     def needs_a_gpu(input_dict: dict[str, Tensor], average: bool = True) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""The same loop under every launcher: the stats come out right, and a rank that is killed is named."""
+"""Under every launcher a reduction gives the right stats, and the error of the survivors names a killed rank."""
 
 from __future__ import annotations
 
@@ -41,33 +41,29 @@ def outputs_of(
 def ranks_of(directory: Path, outputs: Sequence[str]) -> list[dict[str, Any]]:
     files = [directory / "0.json", directory / "1.json"]
     assert all(file.exists() for file in files), "\n".join(outputs)
-    told = [json.loads(file.read_text()) for file in files]
-    for rank, one in enumerate(told):
-        assert one["rank"] == rank
-        assert one["of"] == 2
-        assert one["stats"] == STATS
-    return told
+    reports = [json.loads(file.read_text()) for file in files]
+    assert [(each["rank"], each["of"], each["stats"]) for each in reports] == [(0, 2, STATS), (1, 2, STATS)]
+    return reports
+
+
+ACCELERATE = [
+    *("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2"),
+    *("--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no", "--main_process_port=0"),
+]
 
 
 @pytest.mark.parametrize(
     ("command", "how"),
     [
-        ([*TORCHRUN, "--standalone", "--nproc-per-node=2"], "environment"),
-        (
-            [
-                *("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2"),
-                *("--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no", "--main_process_port=0"),
-            ],
-            "accelerate",
+        pytest.param(
+            *([*TORCHRUN, "--standalone", "--nproc-per-node=2"], "environment"), id="torchrun", marks=pytest.mark.slow
         ),
-        ([], "spawn"),
-        ([], "ray"),
+        pytest.param(ACCELERATE, "accelerate", id="accelerate launch", marks=pytest.mark.library),
+        pytest.param([], "spawn", id="multiprocessing.spawn", marks=pytest.mark.slow),
+        pytest.param([], "ray", id="Ray Train", marks=pytest.mark.library),
     ],
-    ids=["torchrun", "accelerate launch", "multiprocessing.spawn", "Ray Train"],
 )
-def test_where_the_launcher_ends_the_others_it_names_the_one_that_was_killed(
-    command: list[str], how: str, tmp_path: Path
-) -> None:
+def test_a_launcher_that_ends_the_survivors_names_the_killed_rank(command: list[str], how: str, tmp_path: Path) -> None:
     if how in ("accelerate", "ray"):
         needs(how)
     with reserved_port() as port:
@@ -85,7 +81,8 @@ def test_where_the_launcher_ends_the_others_it_names_the_one_that_was_killed(
         assert "Signal 9 (SIGKILL)" in outputs[0]
 
 
-def test_where_the_launcher_lets_the_others_live_they_name_it(tmp_path: Path) -> None:
+@pytest.mark.library
+def test_a_survivor_under_lightning_names_the_killed_rank(tmp_path: Path) -> None:
     needs("lightning")
     outputs = outputs_of([[TRAIN, str(tmp_path), "lightning"]], [{}])
     first, _ = ranks_of(tmp_path, outputs)
@@ -93,7 +90,7 @@ def test_where_the_launcher_lets_the_others_live_they_name_it(tmp_path: Path) ->
     assert "rank 1: the process is gone" in first["text"]
 
 
-def test_the_variables_of_slurm(tmp_path: Path) -> None:
+def test_a_survivor_under_slurms_variables_names_the_killed_rank(tmp_path: Path) -> None:
     with reserved_port() as port:
         common = {"SLURM_NTASKS": "2", "SLURM_NODEID": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         environs = [{**common, "SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in ("0", "1")]
@@ -103,8 +100,9 @@ def test_the_variables_of_slurm(tmp_path: Path) -> None:
     assert "rank 1: the process is gone" in first["text"]
 
 
-def test_torchrun_on_two_hosts(hosts: tuple[str, str, str, str], tmp_path: Path) -> None:
-    """Each with an address and a name of its own."""
+@pytest.mark.slow
+def test_a_survivor_on_another_host_names_the_killed_rank(hosts: tuple[str, str, str, str], tmp_path: Path) -> None:
+    """Two torchruns, on hosts with an address and a name of their own."""
     if shutil.which("unshare") is None:
         pytest.skip("no unshare here, which gives a program a host name of its own")
     near, far, here, there = hosts

@@ -1,7 +1,7 @@
 """A training loop of two ranks as people start it: `python train.py DIRECTORY HOW`, under the launcher HOW.
 
 Each rank reduces stats whose keys differ between the ranks, and leaves the result in DIRECTORY as RANK.json. Then
-rank 1 is killed, and rank 0 adds what it learns of that, if its launcher lets it live for so long.
+rank 1 is killed, and rank 0 adds the error that it gets, if its launcher lets it live for so long.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ import ddpstats
 
 
 def loop(directory: Path) -> None:
-    """The part that is the same under every launcher. A process group is there."""
+    """Reduce, and reduce again without rank 1, in the process group that the launcher made."""
     rank = dist.get_rank()
     stats = {"loss": torch.tensor(1.0 + rank), ("l1" if rank == 0 else "snr"): torch.tensor(10.0 * (rank + 1))}
-    told: dict[str, Any] = {"rank": rank, "of": dist.get_world_size(), "host": socket.gethostname()}
-    told["stats"] = {key: float(value) for key, value in ddpstats.reduce_stats(stats).values.items()}
-    leave(directory, told)
+    report: dict[str, Any] = {"rank": rank, "of": dist.get_world_size(), "host": socket.gethostname()}
+    report["stats"] = {key: float(value) for key, value in ddpstats.reduce_stats(stats).values.items()}
+    leave(directory, report)
     dist.barrier()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     try:
         ddpstats.reduce_stats(stats)
     except ddpstats.RankMissing as error:
-        leave(directory, {**told, "missing": list(error.missing_ranks), "text": str(error)})
+        leave(directory, {**report, "missing": list(error.missing_ranks), "text": str(error)})
         raise
 
 
-def leave(directory: Path, told: dict[str, Any]) -> None:
-    made = directory / f"{told['rank']}.tmp"
-    made.write_text(json.dumps(told))
-    made.rename(directory / f"{told['rank']}.json")
+def leave(directory: Path, report: dict[str, Any]) -> None:
+    made = directory / f"{report['rank']}.tmp"
+    made.write_text(json.dumps(report))
+    made.rename(directory / f"{report['rank']}.json")
 
 
 def by_environment(directory: Path) -> None:
