@@ -1,4 +1,4 @@
-"""What several tests of the guard start from."""
+"""The fixture with which several tests of the guard write their programs."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import pytest
 
 @pytest.fixture
 def script(tmp_path: Path) -> Any:
-    """Writes a program, and gives its path."""
+    """Return a function that writes a program of these parts to a file, and returns its path."""
 
-    def write(text: str) -> str:
+    def write(*parts: str) -> str:
         path = tmp_path / "train.py"
-        path.write_text(textwrap.dedent(text))
+        path.write_text("".join(map(textwrap.dedent, parts)))
         return str(path)
 
     return write

@@ -1,4 +1,4 @@
-"""What runs on the ranks of `test_debug_page`."""
+"""Programs for the ranks of `test_debug_page`."""
 
 from __future__ import annotations
 

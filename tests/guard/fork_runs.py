@@ -1,4 +1,4 @@
-"""What runs on the ranks of `test_fork`: a process that rank 0 forks inside of a guard, and that leaves it."""
+"""Programs for the ranks of `test_fork`: a process that rank 0 forks inside of a guard, and that leaves it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs on the ranks of `test_live`."""
+"""Programs for the ranks of `test_live`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from ddpstats._reduction.held_keys import ROUNDS
 from ddpstats.guard import _live_notes, collective_guard
 from ddpstats.guard._live import lines_of, picture_of
 from ddpstats.guard._live_notes import LiveNotes, read_notes
-from tests.guard import runs
 
 LIMIT_SEC = 60.0
 
@@ -34,13 +33,6 @@ def noting(directory: str) -> Iterator[LiveNotes]:
             notes.tidings.close()
 
 
-def trained_and_noted(mode: str, directory: str) -> tuple[Any, str]:
-    """What `runs.trained_parameters` gives, and what this rank's note says then."""
-    with noting(directory):
-        trained = runs.trained_parameters(mode)
-    return trained, str(read_notes(directory)[dist.get_rank()].event)
-
-
 def waited_for(directory: str, mode: Any) -> list[str]:
     """Rank 1 looks from outside, and comes once rank 0 is seen to wait for it."""
     with noting(directory) as notes, collective_guard(mode, timeout_sec=LIMIT_SEC):
@@ -54,7 +46,7 @@ def waited_for(directory: str, mode: Any) -> list[str]:
 
 
 def told_of(directory: str, name: str) -> list[str]:
-    """What is shown once `find_things` has run on all ranks; their notes stay."""
+    """Return the lines that are shown once `find_things` has run on all ranks. Their notes stay."""
     with noting(directory):
         find_things(f"{directory}/captures", name)
         dist.barrier()
@@ -64,7 +56,7 @@ def told_of(directory: str, name: str) -> list[str]:
 
 
 def last_of_groups(directory: str) -> tuple[str, str]:
-    """How this rank's last collective is shown: of the only group, and of a second one."""
+    """Return the line of this rank's last collective: in the only group, and in a second one."""
     with noting(directory), collective_guard("step", timeout_sec=LIMIT_SEC):
         shown = []
         for group in (None, None, dist.new_group([0, 1])):

@@ -1,4 +1,4 @@
-"""What runs on the ranks of `test_missing`: rank 2 is interrupted in a reduction, and the others go on."""
+"""Programs for the ranks of `test_missing`: rank 2 is interrupted in a reduction, and the others go on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs on the ranks of `test_recording`."""
+"""Programs for the ranks of `test_recording`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs on the ranks of `test_sessions`: one of three does nothing that a guard sees, then all go on."""
+"""Programs for the ranks of `test_sessions`: one of three does nothing that a guard sees, then all go on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The guard's page in torch's debug server: served by torch's own classes, about real ranks."""
+"""The guard's page in torch's debug server says where each rank waits, and what was found."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ from ddpstats.testing import RankPool
 from tests.needs import needs
 
 
-def test_the_page_says_where_a_rank_waits_under_which_label_and_what_was_told(
-    two_ranks: RankPool, tmp_path: Path
-) -> None:
+@pytest.mark.library
+def test_page_says_where_a_rank_waits_under_which_label_and_all_alarms(two_ranks: RankPool, tmp_path: Path) -> None:
     needs("aiohttp")  # or requests: by which torch's server asks the ranks
     if importlib.util.find_spec("torch.distributed.debug") is None:
         pytest.skip("this torch has no torch.distributed.debug")
@@ -39,7 +38,7 @@ def test_the_page_says_where_a_rank_waits_under_which_label_and_what_was_told(
     assert page.count("ALARM: step 0, found by the sentinel: [replica digests] replicas differ") == 1
 
 
-def told(label: str, waits_in: tuple[str, int] | None = None, count: int = 1) -> tuple[bool, str]:
+def said(label: str, waits_in: tuple[str, int] | None = None, count: int = 1) -> tuple[bool, str]:
     signature = Signature("all_reduce", "sum", None, ((),), ("float32",))
     event = Event("0", 1, signature, label, 2 * ord(label[0]), "train.py:7 in f", digest_of(signature))
     status = RankStatus(0, [event], {}, count, waits_in, event.in_full())
@@ -47,19 +46,27 @@ def told(label: str, waits_in: tuple[str, int] | None = None, count: int = 1) ->
 
 
 @pytest.mark.parametrize(
-    ("answers", "said", "unsaid"),
+    ("answers", "shown", "absent"),
     [
-        ([told("snr"), told("l1")], "What differs: the label", "was not completed"),
-        ([told("snr", ("0", 2), count=2), told("snr")], "collective number 2 of the default group was not", "differs"),
-        ([told("snr", count=2), told("snr")], "rank 1: is elsewhere", "was not completed"),  # it may be about to come
-        ([told("snr"), (False, "timeout")], "rank 1: does not answer", "was not completed"),
+        ([said("snr"), said("l1")], "What differs: the label", "was not completed"),
+        (
+            [said("snr", ("0", 2), count=2), said("snr")],
+            "collective number 2 of the default group was not",
+            "differs",
+        ),
+        (
+            [said("snr", count=2), said("snr")],
+            "rank 1: is elsewhere",
+            "was not completed",
+        ),  # it may be about to come
+        ([said("snr"), (False, "timeout")], "rank 1: does not answer", "was not completed"),
         ([(True, "{}"), (True, "[3]")], "rank 0: no guard is active\nrank 1: no guard is active", "group"),
         ([(True, '{"groups": {"0": ["all", "\\ud800"]}}')], "rank 0: no guard is active", "group"),
         ([(True, '{"groups": {}, "not_held": "", "alarms": 3}')], "rank 0: no guard is active", "ALARM"),
-        ([(True, '{"groups": {"0": 3}}'), told("\x1b[2J")], "\\x1b[2J", "\x1b"),
+        ([(True, '{"groups": {"0": 3}}'), said("\x1b[2J")], "\\x1b[2J", "\x1b"),
     ],
 )
-def test_what_the_page_says(answers: list[tuple[bool, str]], said: str, unsaid: str) -> None:
+def test_page_judges_the_answers_of_ranks(answers: list[tuple[bool, str]], shown: str, absent: str) -> None:
     text = page_text(answers)
-    assert said in text
-    assert unsaid not in text
+    assert shown in text
+    assert absent not in text

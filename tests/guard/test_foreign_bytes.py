@@ -1,4 +1,4 @@
-"""Records on disk, and what ranks tell each other, as somebody with bad intentions would write them."""
+"""Records and messages of ranks that an attacker wrote are refused or ignored, and harm neither reader nor disk."""
 
 from __future__ import annotations
 
@@ -30,11 +30,12 @@ def report(directory: Path) -> int:
 
 
 def lines(*entries: Any) -> bytes:
-    return b"".join((one if isinstance(one, bytes) else json.dumps(one).encode()) + b"\n" for one in entries)
+    encoded = (entry if isinstance(entry, bytes) else json.dumps(entry).encode() for entry in entries)
+    return b"".join(entry + b"\n" for entry in encoded)
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "reason"),
     [
         (b"\n", "line 1: Expecting value"),
         (b"[" * 200_000 + b"\n", "line 1: it is nested too deeply"),
@@ -62,16 +63,16 @@ def lines(*entries: Any) -> bytes:
     ],
     ids=range(20),
 )
-def test_a_record_that_is_none(content: bytes, said: str, tmp_path: Path) -> None:
+def test_malformed_record_is_refused_with_its_line(content: bytes, reason: str, tmp_path: Path) -> None:
     (tmp_path / "rank0.jsonl").write_bytes(content)
     with pytest.raises(DdpstatsError) as caught:
         report(tmp_path)
-    assert said in str(caught.value)
+    assert reason in str(caught.value)
     assert str(tmp_path / "rank0.jsonl") in str(caught.value)
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")], ids=["pipe", "device"])
-def test_what_is_no_file_is_neither_read_nor_written_to(make: Callable[[Path], object], tmp_path: Path) -> None:
+def test_record_that_is_no_regular_file_is_refused(make: Callable[[Path], object], tmp_path: Path) -> None:
     make(tmp_path / "rank0.jsonl")
     with pytest.raises(DdpstatsError, match=r"Not a regular file.*rank0\.jsonl"):
         report(tmp_path)
@@ -79,14 +80,14 @@ def test_what_is_no_file_is_neither_read_nor_written_to(make: Callable[[Path], o
         RecordWriter(tmp_path, 0, 1, "run")
 
 
-def test_a_file_that_claims_a_terabyte(tmp_path: Path) -> None:
+def test_record_of_a_terabyte_is_refused_unread(tmp_path: Path) -> None:
     with (tmp_path / "rank0.jsonl").open("wb") as file:
         file.truncate(1 << 40)
     with pytest.raises(DdpstatsError, match=r"rank0\.jsonl: 1,099,511,627,776 bytes, and no record has more than"):
         report(tmp_path)
 
 
-def test_no_link_leads_a_record_elsewhere(tmp_path: Path) -> None:
+def test_record_is_not_written_through_a_link(tmp_path: Path) -> None:
     precious = tmp_path / "precious"
     precious.write_text("keep me")
     (tmp_path / "rank0.jsonl").symlink_to(precious)
@@ -95,7 +96,7 @@ def test_no_link_leads_a_record_elsewhere(tmp_path: Path) -> None:
     assert precious.read_text() == "keep me"
 
 
-def test_only_its_owner_may_read_a_record(tmp_path: Path) -> None:
+def test_record_is_readable_by_its_owner_alone(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         RecordWriter(tmp_path, 0, 1).close()
@@ -115,59 +116,47 @@ def test_a_record_cannot_command_a_terminal(tmp_path: Path, capsys: pytest.Captu
 
 
 FINDING = {"kind": "mismatch", "message": "", "group": "", "seq": 1, "missing": [], "culprits": [], "doubts": []}
+STATUS: dict[str, Any] = {"events": [], "balances": {}, "count": 1, "waits_in": None, "last": None, "left": None}
+STATUS |= {"stack": None, "slept_sec": 0.0, "missed": []}
+DEEP = b"[" * 100_000
+
+
+def packed(value: Any, count: str = "1") -> bytes:
+    """Return JSON in which this count replaces each 1."""
+    return json.dumps(value).replace("1", count).encode()
 
 
 @pytest.mark.parametrize(
-    ("read", "told"),
+    ("unpack", "payload"),
     [
-        (GuardFinding.unpack, {**FINDING, "by_rank": {"0": {**EVENT, "seq": "x"}}}),
-        (GuardFinding.unpack, {**FINDING, "by_rank": 3}),
-        (GuardFinding.unpack, b"[" * 100_000),
-        (GuardFinding.unpack, json.dumps({**FINDING, "by_rank": {}}).replace('"seq": 1', '"seq": 1e999').encode()),
+        (GuardFinding.unpack, packed({**FINDING, "by_rank": {"0": {**EVENT, "seq": "x"}}})),
+        (GuardFinding.unpack, packed({**FINDING, "by_rank": 3})),
+        (GuardFinding.unpack, packed({**FINDING, "by_rank": {}}, "1e999")),
+        (GuardFinding.unpack, DEEP),
         (Alarm.unpack, b'["0", "w", [0], 1e999, true, true, true]'),
-        (Alarm.unpack, b"[" * 100_000),
-        (Alarm.unpack, ["0", "w", 3, 1, True, True, True]),
-        (Alarm.unpack, ["0"]),
+        (Alarm.unpack, b'["0", "w", 3, 1, true, true, true]'),
+        (Alarm.unpack, b'["0"]'),
+        (Alarm.unpack, DEEP),
     ],
     ids=range(8),
 )
-def test_what_is_no_verdict_and_no_alarm(read: Callable[[bytes], Any], told: Any) -> None:
+def test_malformed_verdict_or_alarm_is_refused(unpack: Callable[[bytes], Any], payload: bytes) -> None:
     with pytest.raises(ValueError, match=r"."):
-        read(told if isinstance(told, bytes) else json.dumps(told).encode())
-
-
-STATUS: dict[str, Any] = {
-    "events": [],
-    "balances": {},
-    "count": 1,
-    "waits_in": None,
-    "last": None,
-    "left": None,
-    "stack": None,
-    "slept_sec": 0.0,
-    "missed": [],
-}
+        unpack(payload)
 
 
 @pytest.mark.parametrize(
-    "told",
-    [
-        b"[" * 100_000,
-        {**STATUS, "waits_in": []},
-        json.dumps(STATUS).replace("1", "1e999").encode(),
-        {**STATUS, "events": 3},
-    ],
+    "payload",
+    [DEEP, packed({**STATUS, "waits_in": []}), packed(STATUS, "1e999"), packed({**STATUS, "events": 3})],
     ids=["deep", "waits nowhere", "infinite", "no events"],
 )
-def test_of_a_rank_that_tells_nonsense_nothing_is_known(told: Any) -> None:
-    payload = told if isinstance(told, bytes) else json.dumps(told).encode()
+def test_malformed_status_says_nothing_about_its_rank(payload: bytes) -> None:
     assert RankStatus.unpack(payload, 3) == RankStatus(3)
 
 
-def test_numbers_far_apart_are_not_counted_through() -> None:
+def test_numbers_between_distant_events_are_not_counted_through() -> None:
     """Ranks compare number by number: from 1 to 10**18 that would never end."""
-    told = {**STATUS, "events": [EVENT, {**EVENT, "seq": 10**18}]}
-    status = RankStatus.unpack(json.dumps(told).encode(), 0)
+    status = RankStatus.unpack(packed({**STATUS, "events": [EVENT, {**EVENT, "seq": 10**18}]}), 0)
     assert [event.seq for event in status.events] == [10**18]
 
 
@@ -180,11 +169,11 @@ def spoken_at(site: str) -> bytes:
     [b"[" * 990, b"{}", b"3", spoken_at("/dev/zero:1 in f"), spoken_at("x:² in f")],
     ids=["deep", "empty", "a number", "a device", "no line"],
 )
-def test_words_of_a_neighbour(payload: bytes) -> None:
+def test_malformed_call_of_a_neighbour_is_ignored_or_has_no_source(payload: bytes) -> None:
     assert [event.source for event in _spoken.read([(1, 0, payload)])] in ([], [""])
 
 
-def test_the_memory_that_ranks_share_is_their_users_alone() -> None:
+def test_shared_memory_is_readable_by_its_owner_alone() -> None:
     exchange = Exchange(HashStore(), 0, 2)
     try:
         assert exchange._shared is not None
@@ -213,7 +202,7 @@ def test_no_field_of_a_record_begins_a_line_of_its_own(tmp_path: Path, capsys: p
     assert forged not in printed
 
 
-def test_the_older_file_of_a_record_is_named_where_it_is_a_pipe(tmp_path: Path) -> None:
+def test_older_file_of_a_record_is_named_where_it_is_a_pipe(tmp_path: Path) -> None:
     (tmp_path / "rank0.jsonl").write_text("")
     os.mkfifo(tmp_path / "rank0.old.jsonl")
     with pytest.raises(DdpstatsError, match=r"a pipe, a socket or a device: \S*/rank0\.old\.jsonl$"):

@@ -16,10 +16,8 @@ from ddpstats import ConfigError, cli, label
 from ddpstats._agreement.codec import PROTOCOL_VERSION
 from ddpstats._base.version import __version__
 from ddpstats._observe import c10d_operators, collectives
-from ddpstats._transport.roster import Roster
 from ddpstats._transport.store import StoreSilent, bounded
 from ddpstats.guard import _exchange, collective_guard
-from ddpstats.guard._diagnosis import find
 from ddpstats.guard._events import (
     Event,
     Signature,
@@ -28,16 +26,15 @@ from ddpstats.guard._events import (
     roll,
 )
 from ddpstats.guard._exchange import Exchange
-from ddpstats.guard._failure_agreement import FailureAgreement
 from ddpstats.guard._records import RecordWriter, read_records
 from ddpstats.guard._report import diagnose
-from ddpstats.guard._status import MISMATCH, MISSING, RankStatus
 from ddpstats.guard._store_notes import NOTES_KEPT, Note, Overrun
 from ddpstats.testing import RankPool, run_ranks
 from tests import programs
 from tests.guard import runs
+from tests.guard.tiers import tiers
 
-MODES = ["strict", pytest.param("step", marks=pytest.mark.slow)]
+MODES = tiers(["strict"], ["step"])
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -47,14 +44,14 @@ def test_reductions_of_ddpstats_are_not_counted(two_ranks: RankPool, mode: str) 
 
 @pytest.mark.parametrize(
     ("name", "mode"),
-    [
-        *(("reduce_op", "strict"), ("groups_in_different_order", "step")),
-        *(
-            pytest.param(name, mode, marks=pytest.mark.slow)
+    tiers(
+        [("reduce_op", "strict"), ("groups_in_different_order", "step")],
+        [
+            (name, mode)
             for name in ("swap_of_equal_signature", "asynchronous", "many_in_flight", "waited_for_in_threads")
             for mode in ("strict", "step")
-        ),
-    ],
+        ],
+    ),
 )
 def test_between_hosts_notes_go_through_the_store(two_ranks: RankPool, name: str, mode: str) -> None:
     assert {ending.error for ending in two_ranks.run(runs.over_the_store, name, mode, False).values()} == {"silent"}
@@ -153,11 +150,6 @@ def event(seq: int, op: str = "all_reduce", label: str | None = None, **given: A
     return Event("0", seq, signature, label, label_word(label), "train.py:3 in step", digest_of(signature))
 
 
-def history(rank: int, *labels: str) -> RankStatus:
-    events = [event(seq, label=label) for seq, label in enumerate(labels, 1)]
-    return RankStatus(rank, events, {}, len(events))
-
-
 def test_an_event_survives_the_wire() -> None:
     sent = event(7, label="a/b")
     received = Event.from_dict(sent.as_dict())
@@ -168,26 +160,6 @@ def test_an_event_survives_the_wire() -> None:
 
 def test_the_rolling_digest_depends_on_the_order() -> None:
     assert roll(roll(0, 1), 2) != roll(roll(0, 2), 1)
-
-
-@pytest.mark.parametrize(
-    ("statuses", "kind", "words"),
-    [
-        ([history(0, "a", "b"), history(1, "b", "a")], MISMATCH, "order swapped"),
-        (
-            [history(0, "a", "x", "b"), history(1, "a", "b")],
-            MISMATCH,
-            "extra call on rank 0, or a missing one on rank 1",
-        ),
-        ([history(0, "a", "b"), history(1, "a", "b"), history(2, "a", "c")], MISMATCH, "look at rank 2 first"),
-        ([history(0, "a", "b"), history(1, "a")], MISSING, "rank 1: did not come"),
-        ([history(0, "a", "b"), RankStatus(1, dead=True)], MISSING, "rank 1: the process is gone"),
-    ],
-)
-def test_diagnosis(statuses: list[RankStatus], kind: str, words: str) -> None:
-    finding = find("0", "the default group", statuses)
-    assert finding is not None
-    assert (finding.kind, words in finding.message) == (kind, True), finding.message
 
 
 def test_ranks_of_one_host_share_memory_also_where_the_store_was_silent_at_first() -> None:
@@ -286,12 +258,6 @@ def test_a_record_is_bounded_and_says_that_it_was_cut(tmp_path: Path) -> None:
     assert len(record.events) > 40
 
 
-def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="rank 3 cannot write its record"):
-        RecordWriter(tmp_path / "file" / "records", 3, 4)
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_weak_evidence_is_one_warning_of_rank_0_and_that_call_site_is_not_compared_again(
     two_ranks: RankPool, mode: str
@@ -357,7 +323,7 @@ def test_group_that_outlives_the_packages_names_ends_silently() -> None:
     assert _python(_ONE_RANK + code) == ""
 
 
-@pytest.mark.parametrize("on_mismatch", ["warn", pytest.param("raise", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("on_mismatch", tiers(["warn"], ["raise"]))
 def test_rank_that_does_not_come_is_missing_after_the_limit_of_the_environment(on_mismatch: str) -> None:
     outcomes = run_ranks(runs.waits_alone, 2, on_mismatch, env={"DDPSTATS_TIMEOUT_SEC": "2"}, timeout_sec=60)
     error, missing, waited_sec = outcomes.values()[0]
@@ -367,14 +333,13 @@ def test_rank_that_does_not_come_is_missing_after_the_limit_of_the_environment(o
 
 @pytest.mark.parametrize(
     ("mode", "how"),
-    [
-        *(("strict", "recv"), ("step", "both send")),
-        *(
-            pytest.param(mode, how, marks=pytest.mark.slow)
-            for mode, hows in (("strict", ("send", "both send")), ("step", ("send", "send, slow", "isend", "recv")))
-            for how in hows
-        ),
-    ],
+    tiers(
+        [("strict", "recv"), ("step", "both send")],
+        [
+            *(("strict", how) for how in ("send", "both send")),
+            *(("step", how) for how in ("send", "send, slow", "isend", "recv")),
+        ],
+    ),
 )
 def test_message_without_its_other_end_names_both_ranks_and_the_call_to_make(mode: str, how: str) -> None:
     messages = run_ranks(runs.unmet, 2, mode, how, timeout_sec=60).values()
@@ -411,36 +376,3 @@ def test_report_prints_weak_evidence_and_does_not_call_it_a_fault(
     two_ranks.run(runs.recorded_under_own_names, str(tmp_path))
     assert cli.main(["report", str(tmp_path)]) == 0
     assert "'anna'" in capsys.readouterr().out
-
-
-def agreement_of(roster: Roster) -> FailureAgreement:
-    def report_status(name: str) -> RankStatus:
-        return RankStatus(roster.rank)
-
-    return FailureAgreement(roster, report_status, str, lambda name, rank: [], lambda: False, lambda finding: None)
-
-
-def requests_of_a_wait(size: int) -> int:
-    """Count the requests that a waiting rank sends to the store at one look, when all ranks have come."""
-    store = bounded(HashStore())
-    rosters = [Roster(store, rank, range(size)) for rank in range(size)]
-    for roster in rosters:
-        roster.join()
-    agreement = agreement_of(rosters[0])
-    counted = mock.Mock(wraps=store._connection.ask)
-
-    def look() -> None:
-        assert agreement.alarm() is None
-        assert not agreement.left()
-        assert not agreement.dead(range(size))
-        assert not agreement.another_waits_elsewhere(event(1))
-
-    look()
-    with mock.patch.object(store._connection, "ask", counted):
-        look()
-    agreement.close()
-    return counted.call_count
-
-
-def test_waiting_rank_sends_as_many_requests_among_64_ranks_as_among_two() -> None:
-    assert requests_of_a_wait(64) == requests_of_a_wait(2) > 0

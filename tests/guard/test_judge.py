@@ -1,8 +1,9 @@
-"""What labels that differ prove: pure functions of what is known of each."""
+"""Labels that differ are judged by evidence: strong evidence is an error, weak evidence a warning, own data nothing."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -27,85 +28,52 @@ def keyed(key: str, names: tuple[str, ...] = _LOSSES, fate: str = "keyed", spell
 
 
 def judged(a: Evidence, b: Evidence, matched: int = 0) -> Judgement:
-    found = judge([event(a), event(b)], matched)
-    assert judge([event(b), event(a)], matched) == found, "the order of the ranks decides"
-    return found
+    judgement = judge([event(a), event(b)], matched)
+    assert judge([event(b), event(a)], matched) == judgement, "the order of the ranks decides"
+    return judgement
+
+
+PERMUTED = ("ctc", "att")
+OVERLAPPING = ("l1", ("a", "l1")), ("snr", ("a", "snr"))
+SINGLE = ("l1_loss", ("l1_loss",)), ("snr_loss", ("snr_loss",))
 
 
 @pytest.mark.parametrize(
-    ("a", "b", "expected"),
+    ("names", "known", "expected"),
     [
-        pytest.param(keyed("ctc"), keyed("att"), "fault", id="permuted, keyed"),
-        pytest.param(keyed("ctc", fate="in place"), keyed("att", fate="in place"), "fault", id="permuted, in place"),
-        pytest.param(keyed("ctc", spelled=""), keyed("att", spelled=""), "fault", id="permuted, not spelled"),
-        pytest.param(keyed("ctc", fate="kept"), keyed("att", fate="kept"), "fault", id="permuted, kept in order"),
-        pytest.param(keyed("ctc", fate="pooled"), keyed("att", fate="pooled"), "data", id="permuted, pooled"),
-        pytest.param(
-            keyed("ctc", fate="kept", spelled=""), keyed("att", fate="kept", spelled=""), "doubt", id="permuted, kept"
-        ),
-        pytest.param(keyed("l1", ("a", "l1")), keyed("snr", ("a", "snr")), "fault", id="overlapping, spelled"),
-        pytest.param(
-            keyed("l1", ("a", "l1"), spelled=""), keyed("snr", ("a", "snr"), spelled=""), "doubt", id="overlapping"
-        ),
-        pytest.param(keyed("l1_loss", ("l1_loss",)), keyed("snr_loss", ("snr_loss",)), "fault", id="one each, spelled"),
-        pytest.param(
-            replace(keyed("ctc", fate="in place"), chosen_by=""),
-            replace(keyed("att", fate="in place"), chosen_by=""), "data", id="looked up, once",
-        ),
-        pytest.param(
-            replace(keyed("ctc"), chosen_by=""), replace(keyed("att"), chosen_by=""), "doubt", id="looked up"
-        ),
-        pytest.param(keyed("control", ("control",)), keyed("treated", ("treated",)), "doubt", id="of no one kind"),
-        pytest.param(
-            keyed("utt_a", ("utt_a",), spelled=""), keyed("utt_b", ("utt_b",), spelled=""), "doubt", id="one each, data"
-        ),
-        pytest.param(
-            keyed("l1", ("l1",), fate="kept"), keyed("snr", ("snr",), fate="kept"), "doubt", id="one each, kept"
-        ),
-        pytest.param(keyed("utt3", (), spelled=""), keyed("utt7", (), spelled=""), "data", id="numbers differ"),
-        pytest.param(keyed("layer1", ()), keyed("layer2", ()), "fault", id="numbers differ, in two words of the text"),
-        pytest.param(
-            keyed("9f86d081884c7d65", (), spelled=""), keyed("2c26b46b68ffc68f", (), spelled=""), "data", id="hashes"
-        ),
-        pytest.param(keyed("ctc", ("ctc", "att")), keyed("val_ctc", ("val_ctc", "val_att")), "data", id="a prefix"),
-        pytest.param(
-            keyed("Split.TRAIN", ("Split.TRAIN", "Split.VALID")), keyed("train", ("train", "valid")), "data",
-            id="written otherwise",
-        ),
-        pytest.param(keyed("LOSS", ("LOSS", "ACC")), keyed("loss", ("loss", "acc")), "data", id="in capitals"),
-        pytest.param(keyed("a_x", ("a_x", "a_y")), keyed("b_x", ("b_x", "b_y")), "doubt", id="two prefixes"),
-        pytest.param(keyed("loss", ("loss", "acc")), keyed("acc", ("acc", "lr")), "fault", id="shifted, not rewritten"),
-        pytest.param(
-            replace(keyed("l1", ()), is_beside=True), replace(keyed("snr", ()), is_beside=True), "doubt", id="beside"
-        ),
-        pytest.param(
-            replace(keyed("wte"), aliases=("wte", "head")), replace(keyed("head"), aliases=("wte", "head")), "data",
-            id="tied",
-        ),
-        pytest.param(
-            replace(keyed("l1"), source="DataLoader"), replace(keyed("snr"), source="DataLoader"), "data", id="drawn"
-        ),
-        pytest.param(
-            replace(keyed("a.weight", ("a.weight",)), source="Module"),
-            replace(keyed("b.weight", ("b.weight",)), source="Module"), "doubt", id="parameters of stages",
-        ),
-        pytest.param(
-            replace(keyed("l1", (), spelled=""), is_known=True), replace(keyed("snr", (), spelled=""), is_known=True),
-            "fault", id="a function known to reduce stats",
-        ),
-        pytest.param(
-            replace(keyed("loss", ("loss",)), outer=keyed("utt_a", ("utt_a",), spelled="")),
-            replace(keyed("loss", ("loss",)), outer=keyed("utt_b", ("utt_b",), spelled="")), "doubt", id="data, nested",
-        ),
+        *((PERMUTED, {}, "fault"), (PERMUTED, {"fate": "in place"}, "fault"), (PERMUTED, {"spelled": ""}, "fault")),
+        *((PERMUTED, {"fate": "kept"}, "fault"), (PERMUTED, {"fate": "kept", "spelled": ""}, "doubt")),
+        *((PERMUTED, {"fate": "pooled"}, "data"), (PERMUTED, {"fate": "in place", "chosen_by": ""}, "data")),
+        *((PERMUTED, {"chosen_by": ""}, "doubt"), (PERMUTED, {"aliases": PERMUTED}, "data")),
+        *((OVERLAPPING, {}, "fault"), (OVERLAPPING, {"spelled": ""}, "doubt")),
+        *((SINGLE, {}, "fault"), (SINGLE, {"fate": "kept"}, "doubt"), (SINGLE, {"is_beside": True}, "doubt")),
+        *((SINGLE, {"source": "DataLoader"}, "data"), (SINGLE, {"source": "Module"}, "doubt")),
+        *((SINGLE, {"spelled": "", "is_known": True}, "fault"), (SINGLE, {"spelled": ""}, "doubt")),
+        ((("control", ("control",)), ("treated", ("treated",))), {}, "doubt"),
+        ((("utt3", ()), ("utt7", ())), {"spelled": ""}, "data"),
+        ((("layer1", ()), ("layer2", ())), {}, "fault"),
+        ((("9f86d081884c7d65", ()), ("2c26b46b68ffc68f", ())), {"spelled": ""}, "data"),
+        ((("ctc", ("ctc", "att")), ("val_ctc", ("val_ctc", "val_att"))), {}, "data"),
+        ((("Split.TRAIN", ("Split.TRAIN", "Split.VALID")), ("train", ("train", "valid"))), {}, "data"),
+        ((("LOSS", ("LOSS", "ACC")), ("loss", ("loss", "acc"))), {}, "data"),
+        ((("a_x", ("a_x", "a_y")), ("b_x", ("b_x", "b_y"))), {}, "doubt"),
+        ((("loss", ("loss", "acc")), ("acc", ("acc", "lr"))), {}, "fault"),
     ],
-)  # fmt: skip
-def test_judgement(a: Evidence, b: Evidence, expected: Judgement) -> None:
-    assert judged(a, b) == expected
+)
+def test_names_that_differ_are_a_fault_a_doubt_or_data(names: Any, known: dict[str, Any], expected: Judgement) -> None:
+    first, second = (keyed(*((name,) if isinstance(name, str) else name)) for name in names)
+    assert judged(replace(first, **known), replace(second, **known)) == expected
+
+
+def test_names_of_own_data_around_one_name_are_a_doubt() -> None:
+    outer = [keyed(name, (name,), spelled="") for name in ("utt_a", "utt_b")]
+    first, second = (replace(keyed("loss", ("loss",)), outer=evidence) for evidence in outer)
+    assert judged(first, second) == "doubt"
 
 
 def test_two_lines_of_the_program_that_have_no_names_in_common_are_only_doubted() -> None:
-    one, other = keyed("stop", ("stop",)), keyed("exhausted", ("exhausted",))
-    assert judge([event(one, site="a.py:1 in f"), event(other, site="a.py:9 in f")], 0) == "doubt"
+    first, second = keyed("stop", ("stop",)), keyed("exhausted", ("exhausted",))
+    assert judge([event(first, site="a.py:1 in f"), event(second, site="a.py:9 in f")], 0) == "doubt"
 
 
 @pytest.mark.parametrize(
@@ -120,8 +88,8 @@ def test_the_largest_of_integers_is_something_that_ranks_agree_on(reduce_op: str
 
 
 def test_names_that_have_met_before_make_a_name_one_of_them() -> None:
-    one, other = keyed("p", ("a", "p"), spelled=""), keyed("q", ("a", "q"), spelled="")
-    assert (judged(one, other, 1), judged(one, other, 2)) == ("doubt", "fault")
+    first, second = keyed("p", ("a", "p"), spelled=""), keyed("q", ("a", "q"), spelled="")
+    assert (judged(first, second, 1), judged(first, second, 2)) == ("doubt", "fault")
 
 
 def test_names_given_by_the_program_raise() -> None:
@@ -170,12 +138,12 @@ def test_evidence_survives_the_wire() -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [[], "text", ["k"], ["k", [1], "", "", "", [], 0, 0, "", None], [*["k"] * 9, [*["k"] * 10]]]
+    "evidence", [[], "text", ["k"], ["k", [1], "", "", "", [], 0, 0, "", None], [*["k"] * 9, [*["k"] * 10]]]
 )
-def test_evidence_that_is_none_is_refused(given: object) -> None:
-    told = {**event(keyed("ctc")).as_dict(), "evidence": given}
+def test_malformed_evidence_is_refused(evidence: object) -> None:
+    record = {**event(keyed("ctc")).as_dict(), "evidence": evidence}
     with pytest.raises(ValueError, match="not a record of a collective"):
-        Event.from_dict(told)
+        Event.from_dict(record)
 
 
 def test_a_silenced_label_is_not_compared_on_the_other_side_either() -> None:

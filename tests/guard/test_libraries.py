@@ -1,4 +1,4 @@
-"""Legal programs of libraries that issue collectives of their own, as their documentation has them: no false alarm."""
+"""The guard raises no alarm in legal programs of libraries that issue collectives themselves."""
 
 from __future__ import annotations
 
@@ -100,8 +100,9 @@ LIGHTNING = """
 PROGRAMS = {"torchmetrics": TORCHMETRICS, "accelerate": ACCELERATE, "lightning": LIGHTNING}
 
 
+@pytest.mark.library
 @pytest.mark.parametrize("library", PROGRAMS)
-def test_no_false_alarm(library: str, tmp_path: Path) -> None:
+def test_legal_program_of_a_library_raises_no_alarm(library: str, tmp_path: Path) -> None:
     needs(library)
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(PROGRAMS[library]))

@@ -1,4 +1,4 @@
-"""What ranks note of themselves while they run, and who reads it: lines, a table on a terminal, torch's debug page."""
+"""``ddpstats run --watch`` and ``ddpstats watch`` show what each rank does now, whom it waits for, and all alarms."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ from pathlib import Path
 import pytest
 
 from ddpstats import ConfigError, DdpstatsError, cli
-from ddpstats.guard import _live, _live_notes, _screen
+from ddpstats.guard import _live, _live_notes
 from ddpstats.guard._events import Event, Signature, digest_of
 from ddpstats.guard._live import lines_of, picture_of
 from ddpstats.guard._live_notes import LiveNotes, RankNow, read_notes
 from ddpstats.guard._screen import Screen, run_watched
 from ddpstats.testing import RankPool
 from tests import programs
-from tests.guard import live_runs, runs
+from tests.guard import live_runs
+from tests.guard.tiers import tiers
 from tests.needs import needs
 from tests.programs import Program
 
@@ -51,7 +52,7 @@ def shown(directory: Path) -> str:
 # -- notes ------------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_noted_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_notes_of_two_ranks_are_shown_as_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     notes = noted(tmp_path)
     noted(tmp_path, 1, rank=1).left("left the guard by ValueError: no data")
     notes.stepped(EVENT)
@@ -72,7 +73,7 @@ def test_what_is_noted_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     ]
 
 
-def test_a_note_that_is_half_written_leaves_the_one_before(tmp_path: Path) -> None:
+def test_half_written_note_leaves_the_one_before(tmp_path: Path) -> None:
     noted(tmp_path, 5)
     path = tmp_path / "rank0.live"
     whole = path.read_bytes()
@@ -95,13 +96,13 @@ def test_a_note_that_is_half_written_leaves_the_one_before(tmp_path: Path) -> No
     ],
     ids=["bytes", "large", "empty", "link", "pipe"],
 )
-def test_what_is_no_note_is_left_out(make: Callable[[Path], object], tmp_path: Path) -> None:
+def test_file_that_is_no_note_is_left_out(make: Callable[[Path], object], tmp_path: Path) -> None:
     noted(tmp_path)
     make(tmp_path / "rank1.live")
     assert [note.rank for note in read_notes(tmp_path)] == [0]
 
 
-def test_notes_of_strangers_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_notes_of_a_newer_format_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(_live_notes, "FORMAT", 3)
         noted(tmp_path)
@@ -111,7 +112,7 @@ def test_notes_of_strangers_are_refused(tmp_path: Path, monkeypatch: pytest.Monk
     assert [note.rank for note in read_notes(tmp_path)] == [1]
 
 
-def test_a_program_goes_on_beside_notes_of_strangers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_program_goes_on_beside_notes_of_a_newer_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(_live_notes, "FORMAT", 3)
         noted(tmp_path)
@@ -141,8 +142,8 @@ except KeyboardInterrupt:
 """
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, signal.SIGTERM), (signal.SIGINT, 130)])
-def test_a_signal_to_the_launcher_alone_ends_the_program(number: int, status: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "status"), tiers([(signal.SIGTERM, signal.SIGTERM)], [(signal.SIGINT, 130)]))
+def test_signal_to_the_launcher_alone_ends_the_program(number: int, status: int, tmp_path: Path) -> None:
     program = [str(tmp_path), sys.executable, "-c", SIGNALS_ITS_PARENT, str(int(number))]
     assert programs.run(["-c", ENDS_WITH_ITS_PROGRAM, *program], timeout=LIMIT_SEC).returncode == status
 
@@ -173,7 +174,7 @@ def test_only_ranks_of_the_newest_run_are_shown(tmp_path: Path, monkeypatch: pyt
     assert (tmp_path / "rank0.live").stat().st_mode & 0o777 == 0o600
 
 
-def test_a_label_cannot_command_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_label_cannot_command_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     noted(tmp_path, event=dataclasses.replace(EVENT, label="\x1b[2Jsnr", site="\x1b[H.py:1 in f"))
     with _live.Lines(sys.stdout) as view:
         view.show(picture_of(read_notes(tmp_path)))
@@ -182,7 +183,7 @@ def test_a_label_cannot_command_a_terminal(tmp_path: Path, capsys: pytest.Captur
     assert "\\x1b[H.py:1 in f" in printed
 
 
-def test_who_is_furthest_behind_comes_first_where_there_are_many() -> None:
+def test_rank_that_is_furthest_behind_is_shown_first_among_many() -> None:
     ranks = [RankNow(rank, 40, groups={"all": (40, 9), "half": (20, 5)} if rank != 33 else {}) for rank in range(40)]
     picture = picture_of(ranks)
     assert (picture.rows[0].rank, picture.rows[0].behind) == (33, 9)  # it may be no member of the half
@@ -190,7 +191,7 @@ def test_who_is_furthest_behind_comes_first_where_there_are_many() -> None:
     assert "24 more ranks" in picture.remarks[0]
 
 
-def test_options_that_make_no_sense(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_watch_without_ranks_or_without_guard_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "train.py"
     script.touch()
     assert cli.main(["run", "--watch", str(script)]) == 2
@@ -202,16 +203,8 @@ def test_options_that_make_no_sense(tmp_path: Path, capsys: pytest.CaptureFixtur
 # -- ranks ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["strict", "step"])
-def test_training_is_the_same_to_the_bit(two_ranks: RankPool, mode: str, tmp_path: Path) -> None:
-    plain = two_ranks.run(runs.trained_parameters, mode).values()
-    noted_too = two_ranks.run(live_runs.trained_and_noted, mode, str(tmp_path)).values()
-    assert [trained for trained, _ in noted_too] == plain
-    assert {event for _, event in noted_too} == {"all_reduce(float32[1], sum) 'accuracy'"}
-
-
-@pytest.mark.parametrize("mode", ["strict", "step"])
-def test_who_is_waited_for_is_seen_and_where(two_ranks: RankPool, mode: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", tiers(["step"], ["strict"]))
+def test_late_rank_and_the_call_of_the_waiting_rank_are_shown(two_ranks: RankPool, mode: str, tmp_path: Path) -> None:
     _, (heading, first, second, *remarks) = two_ranks.run(live_runs.waited_for, str(tmp_path), mode).values()
     assert heading == "2 of 2 ranks, step 1; rank 0 waits for rank 1"
     assert re.search(
@@ -226,7 +219,7 @@ NOT_FINITE = "ALARM: step 0: the gradients of rank 1 are not finite"
 DIVERGED = "ALARM: step 0, found by the sentinel: [replica digests] replicas differ"
 
 
-def test_what_ranks_hold_no_more_and_what_all_wings_found_is_seen(two_ranks: RankPool, tmp_path: Path) -> None:
+def test_dropped_keys_and_alarms_of_all_wings_are_shown(two_ranks: RankPool, tmp_path: Path) -> None:
     for lines in two_ranks.run(live_runs.told_of, str(tmp_path), "lines").values():
         _, _, _, renegotiations, not_held, *alarms = (line.strip() for line in lines)
         assert renegotiations.startswith("renegotiations: 1;")
@@ -236,7 +229,8 @@ def test_what_ranks_hold_no_more_and_what_all_wings_found_is_seen(two_ranks: Ran
         assert second.startswith(DIVERGED)
 
 
-def test_numbers_are_of_a_group_where_there_are_several(two_ranks: RankPool, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_number_of_a_collective_has_its_group_where_there_are_several(two_ranks: RankPool, tmp_path: Path) -> None:
     for alone, beside in two_ranks.run(live_runs.last_of_groups, str(tmp_path)).values():
         assert re.search(r": number 2, all_reduce\(", alone)
         assert re.search(r": number 1 of group '[^']+', all_reduce\(", beside)
@@ -259,7 +253,7 @@ STOPPED = """
 """
 
 
-def test_a_program_is_watched_to_its_end(tmp_path: Path) -> None:
+def test_program_is_watched_to_its_end(tmp_path: Path) -> None:
     (tmp_path / "scratch").mkdir()
     (tmp_path / "train.py").write_text(textwrap.dedent(STOPPED))
     command = ["-m", "ddpstats", "run", "--nproc", "2", "--watch", str(tmp_path / "train.py")]
@@ -268,12 +262,12 @@ def test_a_program_is_watched_to_its_end(tmp_path: Path) -> None:
         os.kill(int(program.output().split()[1]), signal.SIGCONT)
         done = program.finish()
     assert done.returncode != 0
-    told = [line.partition("ddpstats watch: ")[2] for line in done.stderr.splitlines()]
-    at = next(number for number, line in enumerate(told) if "rank 0 waits for rank 1" in line)
-    assert "step 1" in told[at]
-    assert re.search(r"waits for \d+ s: number 2, all_reduce\(float32\[1\], sum\), at .*train.py:14", told[at + 1])
-    assert re.search(r"1 behind, stopped .*: number 1, all_reduce\(float32\[1\], sum\) 'loss', at", told[at + 2])
-    assert any("ALARM: the ranks of the default group" in line for line in told)
+    lines = [line.partition("ddpstats watch: ")[2] for line in done.stderr.splitlines()]
+    at = next(number for number, line in enumerate(lines) if "rank 0 waits for rank 1" in line)
+    assert "step 1" in lines[at]
+    assert re.search(r"waits for \d+ s: number 2, all_reduce\(float32\[1\], sum\), at .*train.py:14", lines[at + 1])
+    assert re.search(r"1 behind, stopped .*: number 1, all_reduce\(float32\[1\], sum\) 'loss', at", lines[at + 2])
+    assert any("ALARM: the ranks of the default group" in line for line in lines)
     assert "CollectiveMismatch" in done.stderr
     assert not list((tmp_path / "scratch").glob("ddpstats-run-*"))
 
@@ -301,6 +295,7 @@ except KeyboardInterrupt:
 """
 
 
+@pytest.mark.library
 @pytest.mark.parametrize(
     ("ends", "keys", "status"),
     [("sys.exit(3)", b"", 3), ("sys.stderr.flush(); time.sleep(600)", b"\x03", 130)],
@@ -316,7 +311,8 @@ def test_a_table_on_a_terminal(ends: str, keys: bytes, status: int, tmp_path: Pa
     assert drawn.rindex(b"\x1b[?25h") > drawn.rindex(b"\x1b[?25l")
 
 
-def test_on_a_small_terminal_the_late_rank_and_the_alarm_are_seen() -> None:
+@pytest.mark.library
+def test_small_terminal_shows_the_late_rank_and_the_alarm() -> None:
     needs("rich")
     from rich.console import Console
     from rich.live import Live
@@ -343,30 +339,6 @@ def test_on_a_small_terminal_the_late_rank_and_the_alarm_are_seen() -> None:
     ranks = [int(line.split()[0]) for line in lines[names + 1 : -2]]
     assert ranks == [15, *range(len(ranks) - 1)]
     assert lines[-2:] == [f"and {16 - len(ranks)} more ranks", "renegotiations: 1"]
-
-
-@pytest.mark.parametrize("height", [10, 11, 12, 16])
-def test_the_table_is_no_higher_than_a_small_terminal(height: int) -> None:
-    needs("rich")
-    from rich.console import Console
-
-    drawn = io.StringIO()
-    console = Console(file=drawn, force_terminal=True, width=40, height=height, color_system=None)
-    rows = [_live.Row(rank, 1, 2, 0, "waits for 31 s", "number 2", "train.py:214 in train") for rank in range(9)]
-    remarks = ["ALARM: long" + " s" * 90, "another remark" + " s" * 90]
-    console.print(_screen._table(_live.Picture("heading " * 20, rows, remarks, [2], 0), console))
-    lines = [line.strip() for line in drawn.getvalue().splitlines()]
-    assert len(lines) < height
-    assert any(line.startswith("2 ") for line in lines), "the rank that is waited for"
-    assert any(line.startswith("and ") and line.endswith(" more ranks") for line in lines)
-
-
-def test_the_table_has_what_all_wings_found(two_ranks: RankPool, tmp_path: Path) -> None:
-    needs("rich")
-    two_ranks.run(live_runs.told_of, str(tmp_path), "table").values()
-    drawn = _drawn_beside(tmp_path, "sys.exit(0)", b"", 0).decode()
-    for text in (NOT_HELD.format("table"), NOT_FINITE, DIVERGED):
-        assert text in drawn
 
 
 def _drawn_beside(directory: Path, ends: str, keys: bytes, status: int) -> bytes:

@@ -1,4 +1,4 @@
-"""When a record begins: before the first collective, and without one."""
+"""A record begins before the first collective, and exists without one."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from ddpstats.guard._records import read_records
 from ddpstats.testing import RankPool
 from tests import programs
 from tests.guard import recording_runs
+from tests.guard.tiers import tiers
 
 LIMIT_SEC = 120
 
@@ -31,8 +32,8 @@ REDUCES = """
 """
 
 
-@pytest.mark.parametrize("per_rank", [True, False])
-def test_a_program_of_our_reductions_alone_leaves_a_record(script: Any, tmp_path: Path, per_rank: bool) -> None:
+@pytest.mark.parametrize("per_rank", tiers([True], [False]))
+def test_program_that_only_calls_reduce_stats_leaves_a_record(script: Any, tmp_path: Path, per_rank: bool) -> None:
     directory = str(tmp_path / "records")
     program = script(REDUCES.replace("per_rank={}", f"per_rank={per_rank}"))
     done = ddpstats("run", "--nproc", "2", "--guard", "record", "--record-dir", directory, program)
@@ -48,12 +49,10 @@ def test_a_program_of_our_reductions_alone_leaves_a_record(script: Any, tmp_path
     assert ("'only' (reduction 'train'): rank 1: 3 times" in report.stdout) == per_rank
 
 
-@pytest.mark.parametrize("mode", ["strict", "step", "record"])
-def test_what_was_found_before_the_first_collective_is_in_the_record(
-    two_ranks: RankPool, mode: str, tmp_path: Path
-) -> None:
-    found = two_ranks.run(recording_runs.found_first, mode, str(tmp_path)).values()
-    assert found == [[[("nonfinite", (0, 1))]] * 2] * 2
+@pytest.mark.parametrize("mode", tiers(["record"], ["strict", "step"]))
+def test_finding_before_the_first_collective_is_in_the_record(two_ranks: RankPool, mode: str, tmp_path: Path) -> None:
+    marks = two_ranks.run(recording_runs.found_first, mode, str(tmp_path)).values()
+    assert marks == [[[("nonfinite", (0, 1))]] * 2] * 2
 
 
 EARLY = """
@@ -68,7 +67,7 @@ EARLY = """
 """
 
 
-def test_what_was_found_before_there_was_a_process_group_is_in_the_record(tmp_path: Path) -> None:
+def test_finding_before_there_was_a_process_group_is_in_the_record(tmp_path: Path) -> None:
     done = programs.run(["-c", textwrap.dedent(EARLY), str(tmp_path)], timeout=LIMIT_SEC)
     assert done.returncode == 0, done.stderr
     (record,) = read_records(tmp_path)
@@ -76,7 +75,7 @@ def test_what_was_found_before_there_was_a_process_group_is_in_the_record(tmp_pa
     assert len(record.events) == 1
 
 
-def test_where_there_is_no_record_none_is_pointed_to(script: Any, tmp_path: Path) -> None:
+def test_run_points_to_no_record_where_there_is_none(script: Any, tmp_path: Path) -> None:
     directory = tmp_path / "records"
     done = ddpstats("run", "--guard", "record", "--record-dir", str(directory), script("print(1)"))
     assert "0 collectives seen, nothing was compared" in done.stderr
@@ -84,6 +83,6 @@ def test_where_there_is_no_record_none_is_pointed_to(script: Any, tmp_path: Path
     assert not directory.exists()
 
 
-def test_a_group_that_was_made_again_under_its_name_is_another(two_ranks: RankPool, tmp_path: Path) -> None:
-    """Else what ranks did in the first would be joined with the second, and its differences never told."""
+def test_group_that_was_made_again_under_its_name_is_recorded_as_another(two_ranks: RankPool, tmp_path: Path) -> None:
+    """Otherwise the calls of the first would be joined with those of the second, and differences missed."""
     assert two_ranks.run(recording_runs.made_again, str(tmp_path)).values() == [[[1, 2, 3], [1, 2]]] * 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,8 +11,8 @@ from ddpstats.guard._records import read_records
 from ddpstats.guard._report import diagnose
 from ddpstats.testing import RankPool
 from tests.guard.scenarios import DIES, SCENARIOS, probe
+from tests.guard.tiers import tiers
 
-MODES = ("strict", "step")
 # Scenarios that the tests without a mark play in mode step, and all others in mode strict.
 UNMARKED_IN_STEP = {
     *("swap_of_equal_signature", "experts_of_each_rank", "reduce_op", "root", "extra_call", "after_many_good_ones"),
@@ -25,15 +26,12 @@ STUCK = {
     *("raises_what_sounds_like_gloo", "many_in_flight"),
     *("ddp_extra_collective", "message_dtype", "coalesced_count", "ddp_other_parameters", "message_bytes"),
 }
-UNMARKED_IN_RECORD = {"swap_of_equal_signature", "reduce_op", "one_of_three_differs", "root"}
+UNMARKED_IN_RECORD = ["swap_of_equal_signature", "reduce_op", "one_of_three_differs", "root"]
 
 
-def cases() -> list[object]:
-    return [
-        pytest.param(name, mode, marks=() if (mode == "step") == (name in UNMARKED_IN_STEP) else pytest.mark.slow)
-        for name in SCENARIOS
-        for mode in MODES
-    ]
+def cases() -> list[Any]:
+    unmarked = [(name, "step" if name in UNMARKED_IN_STEP else "strict") for name in SCENARIOS]
+    return tiers(unmarked, [(name, "step" if mode == "strict" else "strict") for name, mode in unmarked])
 
 
 @pytest.fixture
@@ -66,7 +64,7 @@ def test_fault_is_named_on_every_rank_in_the_same_words(pool: RankPool, name: st
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in UNMARKED_IN_RECORD else pytest.mark.slow) for name in SCENARIOS]
+    "name", tiers(UNMARKED_IN_RECORD, [name for name in SCENARIOS if name not in UNMARKED_IN_RECORD])
 )
 def test_report_names_the_fault_from_the_records_and_nothing_of_the_legal_twin(
     pool: RankPool, name: str, tmp_path: Path

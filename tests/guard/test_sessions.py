@@ -1,7 +1,8 @@
-"""Guards one after another, and process groups under one guard: what a rank did not take part in parts nobody."""
+"""Guards one after another, and process groups under one guard, agree also where a rank was idle under the first."""
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,17 @@ from ddpstats._base.config import GuardMode
 from ddpstats.testing import run_ranks
 from tests.guard import session_runs as runs
 
+UNMARKED = [("subgroup", "another guard", "step"), ("message", "another life", "strict")]
+CASES = itertools.product(
+    ("subgroup", "message", "nothing"), ("another guard", "another life"), ("strict", "step", "record")
+)
 
-@pytest.mark.parametrize("mode", ["strict", "step", "record"])
-@pytest.mark.parametrize("after", ["another guard", "another life"])
-@pytest.mark.parametrize("before", ["subgroup", "message", "nothing"])
-def test_a_rank_that_did_nothing_under_the_first(
+
+@pytest.mark.parametrize(
+    ("before", "after", "mode"),
+    [pytest.param(*case, marks=() if case in UNMARKED else pytest.mark.slow) for case in CASES],
+)
+def test_rank_that_was_idle_goes_on_with_the_others(
     before: str, after: str, mode: GuardMode, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     outcomes = run_ranks(runs.gone_on, 3, before, after, mode, str(tmp_path), timeout_sec=60)
@@ -24,6 +31,5 @@ def test_a_rank_that_did_nothing_under_the_first(
 
 
 @pytest.mark.parametrize("alike", [True, False])
-def test_ranks_that_made_their_groups_in_other_orders_do_not_meet(alike: bool) -> None:
-    """torch calls such groups alike, and may connect ranks of different ones."""
+def test_groups_of_one_name_and_other_members_are_not_compared(alike: bool) -> None:
     assert run_ranks(runs.of_one_name, 2, alike, timeout_sec=60).values() == [alike] * 2
