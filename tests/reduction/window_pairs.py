@@ -36,9 +36,9 @@ OTHER_KINDS: list[Callable[[float], Any]] = [
 ]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float32, torch.float64]
 
-WIDE = 120
-"""Leaves of a wide tree: more than are read one by one."""
-WIDE_IN = 0.04
+WIDE = (100, 300)
+"""Leaves of a wide tree: from 96 on a window stacks them, and from 256 on torch multiplies them."""
+WIDE_IN = 0.03
 
 Add = tuple[Any, Any]
 """Stats and weight."""
@@ -61,6 +61,7 @@ class Draw:
             ~seed
         )  # draws what a rank leaves out and where it has elements, apart from the numbers
         self.bad = self.random.choice([0.0, 0.02, 0.3])
+        self.uniform: torch.dtype | None = None  # where all leaves are tensors of one dtype and shape
 
     def window(self, ranks: int) -> tuple[str, list[list[Add]]]:
         """A policy, and each rank's adds: parts of one tree, or the whole of it again and again."""
@@ -85,8 +86,9 @@ class Draw:
 
     def tree(self, depth: int, root: bool = False) -> Any:
         if root and self.random.random() < WIDE_IN:
-            self.plain = True
-            return "dict", {f"k{i}": self.tree(0) for i in range(WIDE)}
+            self.plain = self.steady = True
+            self.uniform = self.random.choice([None, *DTYPES])
+            return "dict", {f"k{i}": self.tree(0) for i in range(self.random.choice(WIDE))}
         kind = self.random.choice(["dict", "dict", "OrderedDict", "list", "tuple", "leaf", "leaf"])
         if not root and (depth == 0 or kind == "leaf"):
             return "leaf", "mean" if self.plain else self.random.choice(OPS)
@@ -129,6 +131,8 @@ class Draw:
     def leaf(self, op: str) -> Any:
         if op in ("any", "all"):
             return MARKERS[op](self.tensor(float(self.random.random() < 0.7)))
+        if op == "mean" and self.uniform is not None:
+            return torch.tensor([self.number()], dtype=self.uniform)
         if op == "mean":
             return self.tensor(*[self.number() for _ in self.elements or [0]]) if self.whole() else self.number_leaf()
         if op == "own":
