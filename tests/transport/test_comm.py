@@ -36,7 +36,7 @@ from ddpstats.testing import RankPool, sleep_past
 LIMIT_SEC = 60.0
 LONG_SEC = 30.0
 SHORT_SEC = 1.0
-SLACK_SEC = 4.0  # for a machine that has other things to do
+SLACK_SEC = 6.0  # for a machine that has other things to do
 
 # Calls a function of (comm, *args) on every rank of a fresh group and returns its values in rank order.
 Doorway = Callable[..., list[Any]]
@@ -90,7 +90,8 @@ def _grid_of_threads(world_size: int, fn: Callable[..., Any], *args: Any) -> lis
         return [answer.result(LIMIT_SEC) for answer in answers]
 
 
-KINDS = ["gloo-2", "gloo-3", "grid-3", "grid-13", "grid-18", "threads-2", "threads-3", "threads-64"]
+KINDS = ["gloo-3", "grid-3", "threads-3"]
+KINDS += [pytest.param(kind, marks=pytest.mark.slow) for kind in ("gloo-2", "grid-13", "grid-18", "threads-64")]  # type: ignore[misc]
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -119,7 +120,7 @@ def identity(comm: Comm) -> tuple[tuple[int, ...], int]:
     return tuple(map(int, comm.ranks)), int(comm.rank)
 
 
-def test_a_rank_knows_its_place(doorway: tuple[Doorway, int]) -> None:
+def test_comm_knows_its_ranks(doorway: tuple[Doorway, int]) -> None:
     run, world_size = doorway
     assert run(identity) == [(tuple(range(world_size)), rank) for rank in range(world_size)]
 
@@ -241,7 +242,9 @@ def without_the_last(comm: Comm, operation: str) -> tuple[str, float, float] | N
     return "nothing", 0.0, 0.0
 
 
-@pytest.mark.parametrize("operation", ["sum", "gather", "broadcast"])
+@pytest.mark.parametrize(
+    "operation", ["sum", *(pytest.param(each, marks=pytest.mark.slow) for each in ("gather", "broadcast"))]
+)
 def test_a_rank_that_never_comes_fails_the_others_in_time(doorway: tuple[Doorway, int], operation: str) -> None:
     run, world_size = doorway
     *others, absent = run(without_the_last, operation)
