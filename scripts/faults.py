@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 
 from tests.faults.cases import play, shortfalls
-from tests.faults.injuries import FAULTS, Case
+from tests.faults.injuries import FAULTS, Case, cells
 from tests.faults.phases import PHASES
 
 _BEGIN, _END = "<!-- measured: begin -->", "<!-- measured: end -->"
@@ -44,11 +44,10 @@ def main() -> int:
     known = {_key(one["case"]) for one in read(options.results)}
     failed = 0
     for ranks in options.ranks:
-        for fault in options.fault:
-            for phase in options.phase:
-                case = Case(phase, fault, ranks, options.timeout_sec, options.late_sec)
-                if _is_played(case) and _key(asdict(case)) not in known:
-                    failed += not _play(case, options.results)
+        for case in cells(ranks, options.timeout_sec, options.late_sec):
+            is_chosen = case.phase in options.phase and case.fault in options.fault
+            if is_chosen and _key(asdict(case)) not in known:
+                failed += not _play(case, options.results)
     return 1 if failed else 0
 
 
@@ -58,11 +57,6 @@ def read(results: Path) -> list[dict[str, Any]]:
 
 def _key(case: dict[str, Any]) -> tuple[Any, ...]:
     return case["phase"], case["fault"], case["ranks"]
-
-
-def _is_played(case: Case) -> bool:
-    """A rank waits for others where there is a collective; a dump has none of its own."""
-    return not (FAULTS[case.fault].waits and PHASES[case.phase].writes)
 
 
 def _play(case: Case, results: Path) -> bool:

@@ -59,7 +59,7 @@ class Seen:
 
 
 def play(case: Case) -> Seen:
-    """Raises OSError where this machine cannot."""
+    """Play the case. Raises `CannotMount` where it needs a disk of its own."""
     with tempfile.TemporaryDirectory(prefix="ddpstats-fault-") as scratch, contextlib.ExitStack() as stack:
         directory = Path(scratch)
         disk = directory / "disk"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import resource
 import signal
@@ -13,6 +12,8 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from tests.faults.phases import PHASES
 
 INTERRUPT_AFTER_SEC = 0.5
 
@@ -53,6 +54,16 @@ class Case:
 
 _HANDLED = {("bundle", "exception"), ("dump", "exception")}
 """What cannot be written is told in the verdict, or warned of, and the ranks stay together."""
+
+
+def cells(ranks: int, timeout_sec: float, late_sec: float) -> list[Case]:
+    """Return every case of the table for that many ranks, but those in which no rank waits (a dump without one)."""
+    return [
+        Case(phase, fault, ranks, timeout_sec, late_sec)
+        for fault in FAULTS
+        for phase in PHASES
+        if not (FAULTS[fault].waits and PHASES[phase].writes)
+    ]
 
 
 @dataclass(frozen=True)
@@ -148,13 +159,17 @@ FAULTS = {
 }
 
 
+class CannotMount(OSError):
+    """This process may not mount a file system."""
+
+
 @contextlib.contextmanager
 def small_disk(directory: Path) -> Iterator[None]:
-    """A file system of its own in that directory. Raises OSError where it cannot be mounted."""
+    """Mount a file system of 4 MiB on that directory. Raises `CannotMount`."""
     mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "ddpstats-test", str(directory)]
     done = subprocess.run(mount, check=False, capture_output=True, text=True, timeout=20)
     if done.returncode:
-        raise OSError(errno.EPERM, f"no file system can be mounted here: {done.stderr.strip()}")
+        raise CannotMount(f"no file system can be mounted here: {done.stderr.strip()}")
     try:
         yield
     finally:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from ddpstats.testing import run_ranks
 from tests import programs
 from tests.faults import elastic_runs as runs
 
 LIMIT_SEC = 200.0
+pytestmark = pytest.mark.slow
 
 
 def test_torchrun_restarts_a_job_whose_rank_died(tmp_path: Path) -> None:
