@@ -120,7 +120,7 @@ ESPNET = """
         train_iter_factory=espnet_runs.batches(script.train),
         valid_iter_factory=espnet_runs.batches(script.valid),
         plot_attention_iter_factory=None,
-        trainer_options=espnet_runs.made(TrainerOptions, **espnet_runs.options_of(".", script)),
+        trainer_options=espnet_runs.options_of(TrainerOptions, ".", script),
         distributed_option=DistributedOption(distributed=False, ngpu=0),
     )
 """

@@ -6,7 +6,6 @@ import collections
 import contextlib
 import enum
 import importlib
-import os
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -17,14 +16,13 @@ from torch.utils.data import DataLoader, TensorDataset
 import ddpstats
 from ddpstats.integrations import accelerate, loggers
 from ddpstats.testing import count_collectives
-from tests.integrations.on_ranks import Failure, failure_of, installed, of_this_rank, on_group
+from tests.integrations.on_ranks import Failure, failure_of, installed, of_this_rank, on_group, reset_accelerate
 from tests.integrations.window_adds import added
 
 # accelerate has no types
 Accelerator: Any = importlib.import_module("accelerate").Accelerator
 tracking: Any = importlib.import_module("accelerate.tracking")
 operations: Any = importlib.import_module("accelerate.utils.operations")
-state: Any = importlib.import_module("accelerate.state")
 
 t = torch.tensor
 
@@ -51,15 +49,10 @@ class Colour(enum.Enum):
 @contextlib.contextmanager
 def accelerator(install: bool = True, **settings: Any) -> Iterator[Any]:
     """Yield an Accelerator with ddpstats, or stock. The rank serves other tests afterwards."""
-    _reset()
+    reset_accelerate()
     with installed(accelerate, install):
         yield Accelerator(cpu=True, **settings)
-    _reset()
-
-
-def _reset() -> None:
-    state.AcceleratorState._reset_state(True)
-    state.GradientState._reset_state()
+    reset_accelerate()
 
 
 def plain(tree: Any) -> Any:
@@ -76,50 +69,37 @@ def plain(tree: Any) -> Any:
 # -- where stock is right ---------------------------------------------------------------------------------------------
 
 
-def documented(install: bool, debug: bool = False) -> list[Any]:
+def documented(install: bool) -> list[Any]:
     """Run the examples of accelerate's docstrings, and reduce trees of all sorts that ranks share."""
-    found: list[Any] = []
-    os.environ["ACCELERATE_DEBUG_MODE"] = "1" if debug else "0"
-    try:
-        with accelerator(install) as one:
-            rank, size = one.process_index, one.num_processes
-            found.append(one.gather(t([rank])))
-            found.append(one.reduce(torch.arange(size) + 1 + (2 * rank), reduction="sum"))
-            loader = one.prepare(DataLoader(range(9), batch_size=5))  # type: ignore[arg-type]
-            found += [one.gather_for_metrics(batch) for batch in loader]
-            pairs = one.prepare(DataLoader(TensorDataset(torch.arange(9.0), torch.arange(18).reshape(9, 2)), 2))
-            for x, y in pairs:
-                found.append(one.gather_for_metrics((x, y)))
-                found.append(one.gather_for_metrics({"x": x, "more": [y, y[:, 0]], "loss": x.mean()}))
-                found.append(one.gather_for_metrics({"x": x}, use_gather_object=True))
-                found.append(one.gather_for_metrics(x.tolist()))  # objects, one per sample
-                found.append(one.gather_for_metrics([{"x": value} for value in x.tolist()]))
-            found += _aligned(one, rank)
-            found.append(operations.gather_object([rank]))
-            found.append(one.pad_across_processes({"x": torch.ones(1 + rank)}))
-            one.set_trigger() if rank == 1 else None
-            found += [one.check_trigger(), one.check_trigger()]
-            found.append(one.gather({}))
-    finally:
-        del os.environ["ACCELERATE_DEBUG_MODE"]
-    return [plain(each) for each in found]
+    with accelerator(install) as it:
+        rank, size = it.process_index, it.num_processes
+        results = [it.gather(t([rank])), it.reduce(torch.arange(size) + 1 + (2 * rank), reduction="sum")]
+        loader = it.prepare(DataLoader(range(9), batch_size=5))  # type: ignore[arg-type]
+        results += [it.gather_for_metrics(batch) for batch in loader]
+        pairs = it.prepare(DataLoader(TensorDataset(torch.arange(9.0), torch.arange(18).reshape(9, 2)), 2))
+        for x, y in pairs:
+            results.append(it.gather_for_metrics((x, y)))
+            results.append(it.gather_for_metrics({"x": x, "more": [y, y[:, 0]], "loss": x.mean()}))
+            results.append(it.gather_for_metrics({"x": x}, use_gather_object=True))
+            results.append(it.gather_for_metrics(x.tolist()))  # objects, one per sample
+        results += _aligned(it, rank)
+        results += [
+            operations.gather_object([rank]),
+            it.pad_across_processes({"x": torch.ones(1 + rank)}),
+            it.gather({}),
+        ]
+    return [plain(result) for result in results]
 
 
-def _aligned(one: Any, rank: int) -> list[Any]:
+def _aligned(it: Any, rank: int) -> list[Any]:
     generator = torch.Generator().manual_seed(rank)
     x, half = torch.rand(3, 2, generator=generator), torch.rand(4, generator=generator).to(torch.bfloat16)
     whole = torch.randint(-9, 9, (2,), generator=generator)
     tree = {"x": x, "pair": Pair(half, [whole, (x[0],)]), "out": Output(a=x, b={"c": whole}), (1, "k"): x.sum()}
     floats = {"x": x, "pair": Pair(half, [x[1]]), "scalar": x.sum(), "double": x.double()}
     return [
-        one.gather(tree),
-        one.reduce(tree, "sum"),
-        one.reduce(tree, "none"),
-        # accelerate 1.13.0 and older ones do not know it, and sum
-        *([one.reduce(tree, "max")] if '"max"' in str(operations.reduce.__doc__) else []),
-        one.reduce(floats, reduction="mean"),
-        operations.reduce(tensor=floats),
-        operations.gather(tensor=[x, half]),
+        *(it.gather(tree), it.reduce(tree, "sum"), it.reduce(tree, "none"), it.reduce(floats, reduction="mean")),
+        *(operations.reduce(tensor=floats), operations.gather(tensor=[x, half])),
     ]
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import inspect
 import pathlib
 import sys
 import tempfile
@@ -138,7 +137,7 @@ def _run(
             train_iter_factory=batches(script.train),
             valid_iter_factory=batches(script.valid),
             plot_attention_iter_factory=None,
-            trainer_options=made(options_class, **options_of(folder, script), **options),
+            trainer_options=options_of(options_class, folder, script, **options),
             distributed_option=DistributedOption(
                 distributed=True,
                 dist_backend="gloo",
@@ -156,36 +155,22 @@ def _run(
     )
 
 
-def made(options_class: Any, **settings: Any) -> Any:
-    """Of the settings of all versions of espnet, with those that this version takes."""
-    takes = inspect.signature(options_class).parameters
-    return options_class(**{name: value for name, value in settings.items() if name in takes})
-
-
-def options_of(folder: str, script: Script) -> dict[str, Any]:
-    return {
+def options_of(options_class: Any, folder: str, script: Script, **more: Any) -> Any:
+    """Return the options of a trainer; what is not named here, or not known to this version, is off."""
+    off = {field.name: False if field.type is bool else None for field in dataclasses.fields(options_class)}
+    settings = {
         "ngpu": 0,
-        "resume": False,
-        "use_amp": False,
         "train_dtype": "float32",
-        "grad_noise": False,
         "accum_grad": 1,
         "grad_clip": 5.0,
         "grad_clip_type": 2.0,
         "log_interval": 1,
-        "no_forward_run": False,
-        "use_matplotlib": False,
-        "use_tensorboard": False,
-        "use_wandb": False,
-        "use_lora": False,
-        "save_lora_only": False,
-        "adapter": "",
-        "use_adapter": False,
+        "wandb_model_log_interval": 0,
         "save_strategy": "all",
+        "adapter": "",
         "output_dir": pathlib.Path(folder),
         "max_epoch": script.epochs,
         "seed": 0,
-        "sharded_ddp": False,
         "patience": script.patience,
         "keep_nbest_models": 1,
         "nbest_averaging_interval": 0,
@@ -193,11 +178,9 @@ def options_of(folder: str, script: Script) -> dict[str, Any]:
         "best_model_criterion": [("valid", "a", "min")],
         "val_scheduler_criterion": ("valid", "a"),
         "unused_parameters": True,
-        "wandb_model_log_interval": 0,
-        "create_graph_in_tensorboard": False,
-        "gradient_as_bucket_view": False,
-        "ddp_comm_hook": None,
+        **more,
     }
+    return options_class(**off | {name: value for name, value in settings.items() if name in off})
 
 
 def batches(script: Sequence[Sequence[Step]]) -> Any:
@@ -249,37 +232,6 @@ def scripted_model(script: Script) -> Any:
 # -- the other trainers -----------------------------------------------------------------------------------------------
 
 
-def train_gan(script: Script, install: bool) -> Trained:
-    """The real `GANTrainer.run`. The script's stats are the generator's; the discriminator reports them as ``d_*``."""
-    import espnet2.train.gan_trainer as gan_trainer
-    from espnet2.train.abs_gan_espnet_model import AbsGANESPnetModel
-
-    class Model(AbsGANESPnetModel):  # type: ignore[misc]  # espnet has no types
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.generator, self.discriminator = torch.nn.Linear(3, 1), torch.nn.Linear(3, 1)
-
-        def forward(self, at: torch.Tensor, forward_generator: bool = True) -> Any:
-            epoch, step = at.tolist()
-            stats, size = _epoch_of(script.train if self.training else script.valid, epoch)[step]
-            part = self.generator if forward_generator else self.discriminator
-            if not forward_generator:
-                stats = {f"d_{key}": value for key, value in stats.items()}
-            x = torch.ones(size, 3) * (1 + dist.get_rank())
-            loss, stats, weight = _gathered((part(x) ** 2).mean(), stats, size)
-            return {"loss": loss, "stats": stats, "weight": weight, "optim_idx": 0 if forward_generator else 1}
-
-        def collect_feats(self, **batch: torch.Tensor) -> dict[str, torch.Tensor]:
-            return {}
-
-    model = Model()
-    parameters = [model.generator.parameters(), model.discriminator.parameters()]
-    options = {"generator_first": False, "skip_discriminator_prob": 0.0}
-    with installed(espnet, install):
-        return _run(gan_trainer.GANTrainer, gan_trainer.GANTrainerOptions, model, parameters, script, **options)
-
-
 def epoch_of_uasr(train: Sequence[Step], valid: Sequence[Step], install: bool) -> tuple[dict[str, float], ...]:
     """The real `train_one_epoch` and `validate_one_epoch` of `UASRTrainer`.
 
@@ -311,10 +263,7 @@ def epoch_of_uasr(train: Sequence[Step], valid: Sequence[Step], install: bool) -
     model = Model()
     script = Script([train], [valid])
 
-    def options(folder: str) -> Any:
-        every = {**options_of(folder, script), "generator_first": False, "max_num_warning": 1}
-        return made(uasr_trainer.UASRTrainerOptions, **every)
-
+    options = options_of(uasr_trainer.UASRTrainerOptions, "unused", script, generator_first=False, max_num_warning=1)
     distributed = DistributedOption(distributed=True, dist_backend="gloo", ngpu=0)
 
     def train_one(reporter: Any, batches: Any) -> None:
@@ -326,13 +275,13 @@ def epoch_of_uasr(train: Sequence[Step], valid: Sequence[Step], install: bool) -
             scaler=None,
             reporter=reporter,
             summary_writer=None,
-            options=options("unused"),
+            options=options,
             distributed_option=distributed,
         )
 
     def validate_one(reporter: Any, batches: Any) -> None:
         uasr_trainer.UASRTrainer.validate_one_epoch(
-            model=model, iterator=batches, reporter=reporter, options=options("unused"), distributed_option=distributed
+            model=model, iterator=batches, reporter=reporter, options=options, distributed_option=distributed
         )
 
     with installed(espnet, install):

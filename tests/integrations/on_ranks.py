@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -60,3 +61,10 @@ def on_group(group: Any) -> Iterator[list[str]]:
     finally:
         for op, method in methods.items():
             setattr(dist.ProcessGroup, op, method)
+
+
+def reset_accelerate() -> None:
+    """Forget accelerate's state, which is the process's and of the first Accelerator, or Trainer, that was made."""
+    state: Any = importlib.import_module("accelerate.state")
+    state.AcceleratorState._reset_state(True)
+    state.GradientState._reset_state()

@@ -34,7 +34,6 @@ def test_documented_examples_are_the_same_as_in_stock(two_ranks: RankPool) -> No
     assert ours == stock
     assert ours[0][:2] == [("int64", [0, 1]), ("int64", [4, 6])]
     assert ours[0][2] == ("int64", list(range(9)))
-    assert two_ranks.run(runs.documented, True, debug=True).values() == stock
 
 
 @pytest.mark.parametrize(

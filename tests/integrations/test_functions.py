@@ -6,8 +6,6 @@ The tree is `tree_misc`: it needs torch alone.
 from __future__ import annotations
 
 import inspect
-import sys
-import types
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -270,19 +268,6 @@ def test_a_module_is_searched_and_names_in_other_modules_are_replaced_and_restor
     assert tree_engine.reduce_dict is tree_misc.reduce_dict is theirs
     assert vars(tree_misc.Trainer)["write_metrics"] is in_class
     functions.uninstall()
-
-
-def test_a_module_that_is_imported_later_gets_the_copy_back() -> None:
-    theirs = tree_misc.reduce_dict
-    functions.install(MISC)
-    late = types.ModuleType("a_module_that_is_imported_later")
-    vars(late)["reduce_dict"] = tree_misc.reduce_dict
-    sys.modules[late.__name__] = late
-    try:
-        functions.uninstall()
-        assert vars(late)["reduce_dict"] is theirs
-    finally:
-        del sys.modules[late.__name__]
 
 
 def test_named_functions_alone_are_replaced_under_any_name() -> None:

@@ -201,28 +201,26 @@ def write_per_rank(stats: Any) -> dict[str, float]:
     return written
 
 
+def extremes(name: str, mean: float, least: float, least_rank: int, largest: float, largest_rank: int) -> Any:
+    return {
+        name: mean,
+        f"{name}/min": least,
+        f"{name}/min_rank": least_rank,
+        f"{name}/max": largest,
+        f"{name}/max_rank": largest_rank,
+    }
+
+
 def test_per_rank_writes_min_and_max_with_their_ranks(two_ranks: RankPool) -> None:
     stats = [{"loss": 1.0, "l": [math.nan, math.nan]}, {"loss": -2.0, "l": [3.0, math.nan], "on": ddpstats.Any(True)}]
     expected = {
-        "loss": -0.5,
-        "loss/min": -2.0,
-        "loss/min_rank": 1.0,
-        "loss/max": 1.0,
-        "loss/max_rank": 0.0,
-        "l[0]": math.nan,
-        "l[0]/min": 3.0,
-        "l[0]/min_rank": 1.0,
-        "l[0]/max": 3.0,
-        "l[0]/max_rank": 1.0,
+        **extremes("loss", -0.5, -2.0, 1, 1.0, 0),
+        **extremes("l[0]", math.nan, 3.0, 1, 3.0, 1),
         "l[1]": math.nan,
-        "on": 1.0,
-        "on/min": 1.0,
-        "on/min_rank": 1.0,
-        "on/max": 1.0,
-        "on/max_rank": 1.0,
+        **extremes("on", 1.0, 1.0, 1, 1.0, 1),
     }
-    for found in two_ranks.run(write_per_rank, PerRank(stats)).values():
-        assert same(found, {f"train/{name}": value for name, value in expected.items()})
+    for written in two_ranks.run(write_per_rank, PerRank(stats)).values():
+        assert same(written, {f"train/{name}": value for name, value in expected.items()})
 
 
 def test_per_rank_that_cannot_be_written_is_an_error_also_without_a_writer() -> None:

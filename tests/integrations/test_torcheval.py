@@ -135,13 +135,6 @@ def test_conflicts_are_the_same_error_on_every_rank(two_ranks: RankPool) -> None
     assert "with 1 dimensions\n  rank 1: a list of tensors with 2 dimensions" in found["list of other ndim"][3]
 
 
-def test_an_error_of_the_metrics_own_is_not_replaced(two_ranks: RankPool) -> None:
-    first, second = two_ranks.run(runs.error_of_the_metric).values()
-    assert (first[0], second[0]) == ("ZeroDivisionError: mine", "2.0")
-    assert first[1] == second[1]
-    assert "merging failed on rank 0, there with ZeroDivisionError: mine" in first[1]
-
-
 def test_collectives_do_not_grow_with_the_states(two_ranks: RankPool) -> None:
     assert two_ranks.run(runs.counts, True).values() == [[(1, 0), (1, 0)]] * 2
     for one, forty in two_ranks.run(runs.counts, False).values():

@@ -113,7 +113,6 @@ def test_lists_of_other_lengths_are_concatenated(two_ranks: RankPool, three_rank
 def test_members_of_all_kinds_that_differ(two_ranks: RankPool, three_ranks: RankPool) -> None:
     for pool, size in ((two_ranks, 2), (three_ranks, 3)):
         for found in pool.run(runs.members_of_all_kinds).values():
-            assert found["groups"] is True
             loss = {"loss": (*F32, sum(range(size)) / size)}
             three = (*F32, 3.0)
             wrapped = {"raw": three, "max": three, "min": three, "a product": (*F32, 10.0)}

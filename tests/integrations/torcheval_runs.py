@@ -300,25 +300,6 @@ def _int_mean() -> Any:
     return metric
 
 
-def error_of_the_metric() -> list[str]:
-    """merge_state raises where nothing differs: the metric's own error, on the ranks where it was raised."""
-
-    class Broken(Holder):
-        def merge_state(self, others: Iterable[Holder]) -> Any:
-            if dist.get_rank() == 0:
-                raise ZeroDivisionError("mine")
-            return super().merge_state(others)
-
-    found = []
-    with installed(torcheval):
-        for state in (1.0, torch.ones(1 + dist.get_rank())):
-            try:
-                found.append(str(plain(toolkit.sync_and_compute(Broken(state)))))
-            except (ZeroDivisionError, ddpstats.SchemaConflict) as error:
-                found.append(f"{type(error).__name__}: {error}")
-    return found
-
-
 # -- what goes over the wire ------------------------------------------------------------------------------------------
 
 

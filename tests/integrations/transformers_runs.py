@@ -16,6 +16,7 @@ import torch.distributed as dist
 import ddpstats
 from ddpstats.integrations import loggers
 from ddpstats.testing import count_collectives
+from tests.integrations.on_ranks import reset_accelerate
 from tests.integrations.window_adds import added
 
 transformers: Any = importlib.import_module("transformers")
@@ -46,7 +47,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # a class found at r
 @contextlib.contextmanager
 def _quietly(folder: str) -> Iterator[None]:
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    _reset_accelerate()
+    reset_accelerate()
     os.environ["TENSORBOARD_LOGGING_DIR"] = folder
     try:
         with warnings.catch_warnings():
@@ -54,13 +55,7 @@ def _quietly(folder: str) -> Iterator[None]:
             yield
     finally:
         del os.environ["TENSORBOARD_LOGGING_DIR"]
-        _reset_accelerate()
-
-
-def _reset_accelerate() -> None:
-    state: Any = importlib.import_module("accelerate.state")
-    state.AcceleratorState._reset_state(True)
-    state.GradientState._reset_state()
+        reset_accelerate()
 
 
 def trainer_of(folder: str, told: Callable[[Any, Any], None], **settings: Any) -> Any:
@@ -125,7 +120,7 @@ def windowed(folder: str) -> tuple[list[Row], Row, int, int]:
 
 
 def _collectives(folder: str, told: Any, window: ddpstats.StatsWindow | None) -> int:
-    _reset_accelerate()
+    reset_accelerate()
     trainer = trainer_of(folder, told, max_steps=30, logging_steps=10)
     if window is not None:
         loggers.write_window(trainer, window)
@@ -144,7 +139,7 @@ def a_name_of_the_trainer(folder: str) -> tuple[Row, str]:
         trainer = trainer_of(folder, told, max_steps=2, logging_steps=2)
         loggers.write_window(trainer, window, prefix="window/", per_rank=True)
         trainer.train()
-        _reset_accelerate()
+        reset_accelerate()
         other = trainer_of(folder, told, max_steps=2, logging_steps=2)
         loggers.write_window(other, window)
         try:
