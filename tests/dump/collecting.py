@@ -1,4 +1,4 @@
-"""Small models, and dumps of them read back, for the tests of the collector."""
+"""Small models, and dumps of them read back."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LEAF_KEYS = [
 
 
 class Block(nn.Module):
-    """What is hard about hooks: an in-place change right after a module, dropout, two users of one value."""
+    """A block that is hard to hook: an in-place change right after a module, dropout, two users of one value."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ def dumped(
     step: int = 0,
     **config: Any,
 ) -> dict[str, Any]:
-    """The data of a dump of ``body``."""
+    """Dump one step of ``body``, and return its entries."""
     dump = StatsDump({"dump_path": str(path), "level": level, **config}, model=model)
     dump.start()
     try:
@@ -67,28 +67,28 @@ def dumped(
 def data(path: Path, step: int = 0, rank: str = "rank") -> dict[str, Any]:
     directory = path / f"step{step}" / rank
     assert not (directory / "dump_error_info.log").exists(), (directory / "dump_error_info.log").read_text()
-    found = json.loads((directory / "dump.json").read_text())
-    assert isinstance(found["data"], dict)
-    return found["data"]
+    entries = json.loads((directory / "dump.json").read_text())["data"]
+    assert isinstance(entries, dict)
+    return entries
 
 
 def lines(path: Path, step: int = 0, rank: str = "rank") -> list[dict[str, Any]]:
-    """Of a step that has not ended, without a broken last line."""
+    """Return the lines of a step that has not ended, without a broken last one."""
     text = (path / f"step{step}" / rank / "dump.jsonl").read_text()
     return [json.loads(line) for line in text.split("\n")[:-1]]
 
 
 def leaves(value: Any) -> Iterator[dict[str, Any]]:
-    """Every tensor's leaf in an entry."""
+    """Yield every tensor's leaf in an entry."""
     if isinstance(value, dict):
         if value.get("type") == "torch.Tensor":
             yield value
         else:
-            for one in value.values():
-                yield from leaves(one)
+            for member in value.values():
+                yield from leaves(member)
     elif isinstance(value, list):
-        for one in value:
-            yield from leaves(one)
+        for member in value:
+            yield from leaves(member)
 
 
 def hooks_of(model: nn.Module) -> int:

@@ -1,12 +1,13 @@
-"""Dumps written by hand, for what reads them."""
+"""Dumps written by hand, with leaves given by their extremes and collectives by their group."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from tests.dump import hand_made
 
 NAN, INF = math.nan, math.inf
 WHOLE = {"scope": [], "list": [], "data_mode": ["all"]}
@@ -15,17 +16,17 @@ WHOLE = {"scope": [], "list": [], "data_mode": ["all"]}
 def leaf(
     high: float = 1.0, low: float = -1.0, shape: Sequence[int] = (2, 3), *, ours: bool = True, **more: Any
 ) -> dict[str, Any]:
-    """A tensor's leaf; ``ours`` has the fields that only our own dumps have."""
-    found: dict[str, Any] = {
+    """Return a tensor's leaf, with the fields that only our own dumps have if it is ``ours``."""
+    fields: dict[str, Any] = {
         "type": "torch.Tensor", "dtype": "torch.float32", "shape": list(shape), "Max": high, "Min": low,
         "Mean": (high + low) / 2, "Norm": abs(high) + abs(low), "requires_grad": False,
     }  # fmt: skip
     if ours:
         bad = [value for value in (high, low) if not math.isfinite(value)]
-        found["nan_count"] = sum(map(math.isnan, bad))
-        found["inf_count"] = len(bad) - found["nan_count"]
-        found["first_bad"] = [0, 0] if bad else None
-    return {**found, **more}
+        fields["nan_count"] = sum(map(math.isnan, bad))
+        fields["inf_count"] = len(bad) - fields["nan_count"]
+        fields["first_bad"] = [0, 0] if bad else None
+    return {**fields, **more}
 
 
 def forward(*inputs: Any, out: Any = None, **more: Any) -> dict[str, Any]:
@@ -45,32 +46,14 @@ def collective(
     return {**forward(*inputs, out=out), "input_kwargs": named}
 
 
-def write(
-    root: Path,
-    entries: dict[str, dict[str, Any]],
-    rank: int | None = 0,
-    *,
-    level: str = "mix",
-    parents: dict[str, str] | None = None,
-    stacks: dict[str, list[str]] | None = None,
-    header: dict[str, Any] | None = None,
-) -> Path:
-    directory = root / "step0" / ("rank" if rank is None else f"rank{rank}")
-    directory.mkdir(parents=True)
-    head: dict[str, Any] = {"task": "statistics", "level": level, "framework": "pytorch", "dump_data_dir": None}
-    head |= (header if header is not None else WHOLE) | {"data": entries}
-    (directory / "dump.json").write_text(json.dumps(head))
-    book = {str(number): [[name], lines] for number, (name, lines) in enumerate((stacks or {}).items())}
-    (directory / "stack.json").write_text(json.dumps(book))
-    (directory / "construct.json").write_text(json.dumps(parents or {}))
+def write(root: Path, entries: dict[str, dict[str, Any]], rank: int | None = 0, **more: Any) -> Path:
+    """Write a rank's directory, and return its step's."""
+    name = "rank" if rank is None else f"rank{rank}"
+    hand_made.write_rank(root / "step0" / name, list(entries.items()), layout=None, **{"header": WHOLE, **more})
     return root / "step0"
 
 
 def write_lines(root: Path, entries: dict[str, dict[str, Any]], rank: int = 0) -> Path:
-    """As it lies there when the run was killed in the step: the last line is broken."""
-    directory = root / "step0" / f"rank{rank}"
-    directory.mkdir(parents=True)
-    lines = [json.dumps({"task": "statistics", "level": "L1", "dump_data_dir": None, "ddpstats": 1})]
-    lines += [json.dumps({"name": name, "entry": raw, "stack": [], "parent": None}) for name, raw in entries.items()]
-    (directory / "dump.jsonl").write_text("\n".join(lines) + '\n{"name": "Torch.ad')
+    """Write a rank's directory as a killed run leaves it: the last line is broken."""
+    hand_made.write_lines(root / "step0" / f"rank{rank}", list(entries.items()), '{"name": "Torch.ad')
     return root / "step0"

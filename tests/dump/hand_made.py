@@ -1,4 +1,4 @@
-"""Dumps written by hand, entry by entry: for tests of what reads them."""
+"""Dumps written by hand, entry by entry, for tests of the verbs."""
 
 from __future__ import annotations
 
@@ -31,8 +31,11 @@ def backward(inputs: Sequence[Any] = (), output: Sequence[Any] = ()) -> dict[str
     return {"input": list(inputs), "output": list(output)}
 
 
-def document(entries: Entries, *, level: str = "mix", task: str = "statistics") -> dict[str, Any]:
-    return {"task": task, "level": level, "framework": "pytorch", "dump_data_dir": None, "data": dict(entries)}
+def document(
+    entries: Entries, *, level: str = "mix", task: str = "statistics", header: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    head = {"task": task, "level": level, "framework": "pytorch", "dump_data_dir": None, **(header or {})}
+    return {**head, "data": dict(entries)}
 
 
 def as_lines(whole: Mapping[str, Any]) -> str:
@@ -55,10 +58,11 @@ def write_rank(
     task: str = "statistics",
     stacks: Mapping[str, Sequence[str]] | None = None,
     parents: Mapping[str, Any] | None = None,
+    header: Mapping[str, Any] | None = None,
 ) -> Path:
     """A rank's directory with its files; ``layout`` is an indent, None for one line, or ``lines``."""
     directory.mkdir(parents=True, exist_ok=True)
-    whole = document(entries, level=level, task=task)
+    whole = document(entries, level=level, task=task, header=header)
     text = as_lines(whole) if layout == "lines" else json.dumps(whole, indent=layout)
     (directory / "dump.json").write_text(text)
     if stacks is not None:
@@ -66,4 +70,14 @@ def write_rank(
         (directory / "stack.json").write_text(json.dumps(shared))
     if parents is not None:
         (directory / "construct.json").write_text(json.dumps(parents))
+    return directory
+
+
+def write_lines(directory: Path, entries: Entries, *more: str) -> Path:
+    """Write a rank's directory as a run leaves it that was killed in the step; ``more`` follows the entries."""
+    directory.mkdir(parents=True)
+    header = {"task": "statistics", "level": "L1", "dump_data_dir": None, "ddpstats": 1}
+    records = [{"name": name, "entry": entry, "stack": [f"at {name}"], "parent": None} for name, entry in entries]
+    text = "".join(json.dumps(line) + "\n" for line in [header, *records])
+    (directory / "dump.jsonl").write_text(text + "".join(more))
     return directory

@@ -1,4 +1,4 @@
-"""Two cases from practice, at the size of a CPU: run as their example, then looked at with the verbs."""
+"""The two examples of docs/dumps.md, a wrong mask and a memory stomp, are diagnosed by the verbs."""
 
 from __future__ import annotations
 
@@ -33,33 +33,30 @@ def verb(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
 @pytest.fixture(scope="module")
 def overflow(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("case") / "wrong"
-    told = run_example("attention_mask.py", str(path), "--mask", "wrong")
-    assert "norm of the gradients nan" in told
-    assert f"now: ddpstats nan-origin {path}" in told
+    output = run_example("attention_mask.py", str(path), "--mask", "wrong")
+    assert "norm of the gradients nan" in output
+    assert f"now: ddpstats nan-origin {path}" in output
     return path
 
 
-def test_the_attention_that_makes_gradients_grow_is_named(overflow: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_attention_that_makes_gradients_grow_is_named_with_its_line(
+    overflow: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, text = verb(capsys, "nan-origin", str(overflow))
     assert code == 1
     assert "It grew until it overflowed: Module FusedAttention (backward) makes it larger in " in text
     assert "Module.layers.7.core.FusedAttention.backward.0  " in text
-    assert "Module.layers.6.core.FusedAttention.backward.0  " in text
     assert "look at how Module FusedAttention is called (arguments, masks, scales)" in text
-
-
-def test_the_first_infinity_is_named_with_its_line(overflow: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, text = verb(capsys, "nan-origin", str(overflow), "--json")
-    told: dict[str, Any] = json.loads(text)
-    (origin,) = told["origins"]
-    assert code == 1
+    report: dict[str, Any] = json.loads(text)
+    (origin,) = report["origins"]
     assert origin["verdict"] == f"{origin['name']} made the first infinity: its inputs are finite"
-    assert origin["growth"]["operation"] == "Module FusedAttention"
     assert 1e4 < origin["growth"]["ratio"] < 1e8
-    assert "attention_mask.py" in told["rank_0"][0]["stack_info"][0]
+    assert "attention_mask.py" in report["rank_0"][0]["stack_info"][0]
 
 
-def test_with_the_right_mask_nothing_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.slow
+def test_right_mask_has_no_origin(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert attention_mask.train(tmp_path, "right") < 10
     code, text = verb(capsys, "nan-origin", str(tmp_path))
     assert code == 0
@@ -72,15 +69,13 @@ def test_with_the_right_mask_nothing_is_found(tmp_path: Path, capsys: pytest.Cap
 @pytest.fixture(scope="module")
 def stomped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     root = tmp_path_factory.mktemp("case")
-    told = run_example("memory_stomp.py", str(root / "bad"), "--outcome", "bad")
-    assert "ddpstats compare BAD GOOD" in told
+    output = run_example("memory_stomp.py", str(root / "bad"), "--outcome", "bad")
+    assert "ddpstats compare BAD GOOD" in output
     memory_stomp.train(root / "good", is_safe=True)
     return root / "bad", root / "good"
 
 
-def test_the_range_that_was_overwritten_is_named(
-    stomped: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_overwritten_range_is_named(stomped: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     bad, good = stomped
     code, text = verb(capsys, "compare", str(bad), str(good))
     assert code == 1
@@ -88,7 +83,7 @@ def test_the_range_that_was_overwritten_is_named(
     assert "contiguous, 2,048 elements = 8 KiB" in text
 
 
-def test_what_was_written_and_what_was_read_at_one_address_differ(
+def test_tensors_written_and_read_at_one_address_differ(
     stomped: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = ["Torch.split.0.backward.input.1", "Functional.layer_norm.1.backward.output.0"]
@@ -102,9 +97,7 @@ def test_what_was_written_and_what_was_read_at_one_address_differ(
     assert verb(capsys, "compare", str(good), "--tensor", *names)[0] == 0
 
 
-def test_the_storages_that_share_memory_are_named(
-    stomped: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_storages_that_share_memory_are_named(stomped: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     bad, good = stomped
     code, text = verb(capsys, "nan-origin", str(bad))
     assert code == 1

@@ -13,7 +13,7 @@ import pytest
 
 from ddpstats.cli import main
 from tests.dump.formula_model import dump_formula_model
-from tests.dump.hand_made import backward, forward, tensor, write_rank
+from tests.dump.hand_made import backward, forward, tensor, write_lines, write_rank
 
 MSPROBE = Path(__file__).parent / "msprobe_dump"
 ONE = [
@@ -182,16 +182,6 @@ def test_entries_in_another_order_are_paired(tmp_path: Path, capsys: pytest.Capt
     assert compare(*two(tmp_path, many, shifted), capsys=capsys)[0] == 0
 
 
-def test_name_that_occurs_twice_is_paired_in_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = '{"task": "statistics", "level": "L1", "data": {\n%s,\n%s\n}}'
-    for side, last in (("a", 2.0), ("b", 3.0)):
-        directory = write_rank(tmp_path / side, ONE)
-        twice = [f'"Torch.a.0.forward": {json.dumps(forward([tensor(value)]))}' for value in (1.0, last)]
-        (directory / "dump.json").write_text(text % tuple(twice))
-    _, found = compare_json(tmp_path / "a", tmp_path / "b", capsys=capsys)
-    assert (found["ranks"][0]["paired"], found["ranks"][0]["unequal"]) == (2, 1)
-
-
 def test_csv_has_the_columns_of_msprobe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     entries = [*changed(0, Max=8.0, requires_grad=True), ("=1+1", forward([tensor(1.0)]))]
     stacks = {"Functional.linear.0.forward": ["File /a.py, line 3, in f,\n    y"]}
@@ -336,10 +326,7 @@ def test_ranks_are_paired_by_number(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 def test_incomplete_dump_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_rank(tmp_path / "b" / "rank0", ONE, level="L1")
-    (tmp_path / "a" / "rank0").mkdir(parents=True)
-    lines: list[dict[str, Any]] = [{"task": "statistics", "level": "L1", "ddpstats": 1}]
-    lines += [{"name": name, "entry": entry, "stack": [], "parent": None} for name, entry in ONE[:2]]
-    (tmp_path / "a" / "rank0" / "dump.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"na')
+    write_lines(tmp_path / "a" / "rank0", ONE[:2], '{"na')
     status, text = compare(tmp_path / "a", tmp_path / "b", capsys=capsys)
     assert status == 1
     assert "incomplete: the run ended inside this step" in text

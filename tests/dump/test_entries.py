@@ -1,4 +1,4 @@
-"""Entries and leaves: paths, numbers, and fields that are not usable."""
+"""An entry of a dump gives its tensors by path, and refuses fields that cannot be used."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def paths(entry: DumpEntry) -> dict[str, list[str]]:
     return {which: [path for path, _ in found] for which, found in walks.items()}
 
 
-def test_paths_of_a_forward_entry() -> None:
+def test_paths_in_a_forward_entry() -> None:
     one = tensor(1.0)
     raw = forward([one, [one, {"a": one}], {"type": "int", "value": 3}, None], [one, None])
     raw["input_kwargs"] = {"mask": one, "type": one, "p": {"type": "float", "value": 0.1}}
@@ -36,13 +36,7 @@ def test_paths_of_a_forward_entry() -> None:
     }
 
 
-def test_values_that_are_none() -> None:
-    entry = DumpEntry("x", {**forward([None, [None]]), "output": None})
-    assert [path for path, _ in entry.values(nulls=True)] == ["input.0", "input.1.0"]
-    assert list(entry.values()) == []
-
-
-def test_paths_of_backward_entries_and_of_gradients() -> None:
+def test_paths_in_backward_entries_and_gradients() -> None:
     one = tensor(1.0)
     assert paths(DumpEntry("x", backward([one], [None, one])))["inputs"] == ["input.0"]
     assert paths(DumpEntry("x", backward([one], [None, one])))["outputs"] == ["output.1"]
@@ -59,7 +53,7 @@ def test_paths_of_backward_entries_and_of_gradients() -> None:
         pytest.param(10**400, math.inf, id="too large"),
     ],
 )
-def test_a_statistic_in_all_the_ways_it_is_written(given: Any, expected: float | None) -> None:
+def test_statistic_is_read_in_every_spelling(given: Any, expected: float | None) -> None:
     found = DumpLeaf({"type": "torch.Tensor", "Max": given}).max
     assert found == pytest.approx(expected, nan_ok=True) if expected is not None else found is None
 
@@ -76,11 +70,11 @@ def test_a_statistic_in_all_the_ways_it_is_written(given: Any, expected: float |
         ({**tensor(1.0), "Max": None, "Min": None, "Norm": None}, False),
     ],
 )
-def test_what_is_bad(leaf: dict[str, Any], bad: bool) -> None:
+def test_leaf_is_finite_by_counts_or_statistics(leaf: dict[str, Any], bad: bool) -> None:
     assert DumpLeaf(leaf).is_finite is not bad
 
 
-def test_deep_nesting_is_refused() -> None:
+def test_deeply_nested_entry_is_refused() -> None:
     nested: Any = []
     for _ in range(900):
         nested = [nested]
@@ -93,17 +87,14 @@ def test_deep_nesting_is_refused() -> None:
     ("field", "value", "words"),
     [
         ("Max", [1], r"Max: \[1\] is not a number"),
-        ("Norm", "three", "Norm: 'three' is not a number"),
-        ("shape", "2x3", "shape is '2x3'"),
         ("shape", [2, -1], "shape is "),
         ("md5", 5, "md5 is 5, and should be a string"),
         ("data_name", ["a"], "data_name is "),
         ("nan_count", "many", "nan_count is 'many', and should be a whole number"),
-        ("stride", [1.5], "stride is "),
         ("first_bad", 3, "first_bad is 3"),
     ],
 )
-def test_a_field_that_is_not_usable_is_named(field: str, value: Any, words: str) -> None:
+def test_unusable_field_is_named(field: str, value: Any, words: str) -> None:
     entry = DumpEntry("Torch.add.0.forward", forward([{**tensor(1.0), field: value}]), "r/dump.json")
     with pytest.raises(DumpError, match=r"r/dump.json: Torch.add.0.forward: input.0: " + words):
         list(entry.leaves())

@@ -144,10 +144,6 @@ CASES: dict[str, tuple[Entries, list[tuple[str, str]]]] = {
         },
         [("arrived", "Torch.add.0.forward")],
     ),
-    "buffer of an observer": (
-        {"Torch.minimum.0.forward": forward(leaf(INF, INF, ()), leaf(), out=leaf()), **CLEAN},
-        [],
-    ),
     "nansum": ({"Tensor.nansum.0.forward": forward(BAD, out=leaf(1.0, 1.0, ())), **CLEAN}, []),
     "isnan": ({"Torch.isnan.0.forward": forward(BAD, out=leaf(1.0, 0.0, dtype="torch.bool")), **CLEAN}, []),
     "NaN that is filled element by element": (
@@ -159,7 +155,6 @@ CASES: dict[str, tuple[Entries, list[tuple[str, str]]]] = {
         },
         [],
     ),
-    "unused deviation of one row": ({"Tensor.std.0.forward": forward(leaf(), out=leaf(NAN, NAN, ())), **CLEAN}, []),
     "NaN that where() leaves out": (
         {
             LOG_0: forward(leaf(), out=MASK),
@@ -277,8 +272,8 @@ def test_text_and_json_of_a_computation(tmp_path: Path) -> None:
     parents = {"Torch.log.0.forward": "Module.net.Net.forward.0"}
     stacks = {"Torch.log.0.forward": ["File /home/train.py, line 12, in forward,\n    y = x.log()"]}
     step = write(tmp_path, entries, 3, parents=parents, stacks=stacks)
-    code, text = report(step)
-    assert code == 1
+    status, text = report(step)
+    assert status == 1
     assert text == (
         """\
 1 rank of step 0, 2 entries, 0 collectives.
@@ -297,39 +292,23 @@ Rank 3: Torch.log.0.forward made the first NaN: its inputs are finite.
 note: rank 3: this dump does not record where its tensors are in memory.
 """
     )
-    code, text = report(step, "--json")
-    told = json.loads(text)
-    assert code == 1
-    assert told["origins"][0]["name"] == "Torch.log.0.forward"
-    assert told["rank_3"][0]["op_name"] == "Torch.log.0.forward"
-    assert told["rank_3"][0]["data_info"]["output"][0]["Max"] == "NaN"
-    assert told["rank_3"][0]["construct_info"] == ["Module.net.Net.forward.0"]
+    status, text = report(step, "--json")
+    document = json.loads(text)
+    assert status == 1
+    assert document["origins"][0]["name"] == "Torch.log.0.forward"
+    assert document["rank_3"][0]["op_name"] == "Torch.log.0.forward"
+    assert document["rank_3"][0]["data_info"]["output"][0]["Max"] == "NaN"
+    assert document["rank_3"][0]["construct_info"] == ["Module.net.Net.forward.0"]
 
 
-@pytest.mark.parametrize("name", ["exp", "log"])
-def test_unused_infinity_is_a_note_and_hides_no_origin(tmp_path: Path, name: str) -> None:
-    metric = {f"Torch.{name}.0.forward": forward(leaf(1000.0), out=leaf(INF, INF, ()))}
-    code, text = report(write(tmp_path / "clean", {**metric, **CLEAN}))
-    assert code == 0
+def test_unused_infinity_is_a_note_and_hides_no_origin(tmp_path: Path) -> None:
+    metric = {"Torch.exp.0.forward": forward(leaf(1000.0), out=leaf(INF, INF, ()))}
+    status, text = report(write(tmp_path / "clean", {**metric, **CLEAN}))
+    assert status == 0
     assert "No NaN or infinity found that reached a gradient or a collective." in text
-    assert f"also: rank 0: Torch.{name}.0.forward made infinity; nothing that was recorded used it" in text
+    assert "also: rank 0: Torch.exp.0.forward made infinity; nothing that was recorded used it" in text
     real = {"Torch.sqrt.0.backward": backward(leaf(), out=leaf(INF, 0.0))}
     assert blamed(write(tmp_path / "real", {**metric, **real})) == [(0, "computation", "Torch.sqrt.0.backward")]
-
-
-def test_unused_infinity_of_one_rank_hides_no_origin_of_another(tmp_path: Path) -> None:
-    metric = {"Torch.exp.0.forward": forward(leaf(), out=leaf(INF, INF, ()))}
-    step = two_ranks(
-        tmp_path,
-        {**metric, REDUCE.format(0): collective(FINE, out=FINE), REDUCE.format(1): collective(FINE, out=BAD)},
-        {
-            REDUCE.format(0): collective(FINE, out=FINE),
-            LOG.format(0): forward(FINE, out=BAD),
-            REDUCE.format(1): collective(BAD, out=BAD),
-        },
-    )
-    assert blamed(step) == [(1, "computation", LOG.format(0))]
-    assert [(also["rank"], also["name"]) for also in findings(step)["also"]] == [(0, "Torch.exp.0.forward")]
 
 
 def test_report_names_what_the_dump_leaves_out(tmp_path: Path) -> None:
@@ -435,8 +414,8 @@ def test_sum_that_overflows_is_blamed_on_the_collective(tmp_path: Path) -> None:
     large = {REDUCE.format(0): collective(leaf(3e38), out=leaf(INF, 0.0))}
     step = two_ranks(tmp_path, large, large)
     assert blamed(step) == [(0, "collective", REDUCE.format(0)), (1, "collective", REDUCE.format(0))]
-    code, text = report(step)
-    assert code == 1
+    status, text = report(step)
+    assert status == 1
     assert (
         "Ranks 0, 1: Distributed.all_reduce.0.forward made the first infinity: finite on all its ranks before, not "
         "finite after."
@@ -541,8 +520,8 @@ def test_rank_whose_dump_ends_early_is_named(tmp_path: Path) -> None:
     step = write_lines(
         tmp_path, {REDUCE.format(0): collective(FINE, out=FINE), LOG.format(0): forward(FINE, out=BAD)}, 1
     )
-    code, text = report(step)
-    assert code == 1
+    status, text = report(step)
+    assert status == 1
     assert "rank 1: incomplete: the run ended inside this step; the newest entries may be missing" in text
     assert f"note: {REDUCE.format(1)} of rank 0 has no counterpart in the dump of rank 1" in text
     assert blamed(step) == [(1, "computation", LOG.format(0))]
@@ -564,8 +543,8 @@ def test_live_storages_that_share_memory_are_reported_with_status_1(tmp_path: Pa
         "Torch.cat.0.forward": forward(placed(4, 131072, 64), out=two),
         "Torch.split.0.forward": forward(one, out=one),
     }
-    code, text = report(write(tmp_path, entries))
-    assert code == 1
+    status, text = report(write(tmp_path, entries))
+    assert status == 1
     assert "No NaN or infinity found: every tensor is finite" in text
     assert "Nothing found" not in text
     assert "note: rank 0: live storages that share memory (a stomp, unless it is meant, as by from_numpy" in text

@@ -1,4 +1,4 @@
-"""Members of a JSON object, from files of every layout, whole and damaged."""
+"""A `dump.json` of every layout is read entry by entry; one that is cut off or no dump is refused."""
 
 from __future__ import annotations
 
@@ -28,9 +28,6 @@ LAYOUTS = {
     "our lines": as_lines(WHOLE),
     "lines of Windows": as_lines(WHOLE).replace("\n", "\r\n"),
     "one line": json.dumps(WHOLE),
-    "no spaces": json.dumps(WHOLE, separators=(",", ":")),
-    "one line, not ASCII": json.dumps(WHOLE, ensure_ascii=False),
-    "indent 1": json.dumps(WHOLE, indent=1),
     "indent 4, not ASCII": json.dumps(WHOLE, indent=4, ensure_ascii=False),
     "tabs": json.dumps(WHOLE, indent="\t"),
     "two members on a line": as_lines(WHOLE).replace(",\n", ", ", 3),
@@ -50,28 +47,17 @@ def read(text: str) -> tuple[dict[str, Any], list[tuple[str, Any]]]:
     return header, entries
 
 
-@pytest.mark.parametrize("chunk", [31, 1000, 1 << 20])
+@pytest.mark.parametrize("chunk", [31, 1 << 20])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_gives_the_same_entries(layout: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_layout_has_the_same_entries(layout: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_scan, "_CHUNK_BYTES", chunk)
     header, entries = read(LAYOUTS[layout])
     assert header == {key: value for key, value in WHOLE.items() if key != "data"}
     assert repr(entries) == repr(ENTRIES)
 
 
-@pytest.mark.parametrize("layout", ["our lines", "indent 1", "one line, not ASCII"])
-def test_the_place_of_a_member_is_in_bytes(layout: str) -> None:
-    raw = LAYOUTS[layout].encode()
-    scanner = Scanner(io.BytesIO(raw), Path("dump.json"))
-    scanner.enter()
-    list(scanner.members(stop_at="data"))
-    scanner.enter()
-    for member in scanner.members():
-        assert raw[member.offset : member.offset + len(member.text)].decode("latin-1") == member.text
-
-
-@pytest.mark.parametrize("layout", ["our lines", "indent 1", "one line"])
-def test_wherever_a_file_is_cut_it_is_said(layout: str) -> None:
+@pytest.mark.parametrize("layout", ["our lines", "tabs", "one line"])
+def test_file_cut_anywhere_is_refused(layout: str) -> None:
     text = LAYOUTS[layout].rstrip()
     for cut in [0, 1, *range(2, len(text) - 1, 97), len(text) - 1]:
         with pytest.raises(DumpError, match=r"dump\.json: .* \(byte [\d,]+\)\. It is damaged") as caught:
@@ -83,12 +69,12 @@ NOT_DUMPS = ["[1]", "nothing", '{"a" 1}', '{"a": 1 "b": 2}', '{"data": {"a": {]}
 
 
 @pytest.mark.parametrize("text", NOT_DUMPS)
-def test_what_is_no_json_object_of_objects_is_said(text: str) -> None:
+def test_file_without_an_object_of_objects_is_refused(text: str) -> None:
     with pytest.raises(DumpError, match=r"dump.json: "):
         read(text)
 
 
-def test_what_is_wrong_is_said_without_reading_on() -> None:
+def test_wrong_value_is_refused_without_reading_on() -> None:
     for wrong in ("nope", "1" * 5000):
         file = io.BytesIO(b'{"data": {"a": [' + wrong.encode() + b"], " + b" " * 4_000_000 + b"}}")
         scanner = Scanner(file, Path("dump.json"))
@@ -100,24 +86,13 @@ def test_what_is_wrong_is_said_without_reading_on() -> None:
         assert file.tell() < 3_000_000
 
 
-def test_a_number_cut_in_its_exponent_is_one_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_cut_between_reads_is_one_number(monkeypatch: pytest.MonkeyPatch) -> None:
     text = '{"a": 1e+5, "b": -2.5E-3, "data": {}}'
     for chunk in range(1, len(text)):
         monkeypatch.setattr(_scan, "_CHUNK_BYTES", chunk)
         assert read(text)[0] == {"a": 1e5, "b": -2.5e-3}
 
 
-def test_one_line_takes_no_longer_than_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Members that have no line of their own are not searched for a line's end, each time through all the buffer."""
-
-    class Pattern:
-        def match(self, buffer: str, at: int, end: int = 1 << 60) -> None:
-            raise AssertionError("on one line there is nothing to match")
-
-    monkeypatch.setattr(_scan, "_LINE", Pattern())
-    assert len(read(LAYOUTS["one line"])[1]) == len(ENTRIES)
-
-
-def test_deep_nesting_is_refused() -> None:
+def test_deeply_nested_file_is_refused() -> None:
     with pytest.raises(DumpError, match="nested too deeply"):
         read('{"data": {"a": ' + "[" * 200_000)
