@@ -1,4 +1,4 @@
-"""What a rerun changes in a module, and is as it was afterwards."""
+"""A module is as it was before a rerun, whatever the rerun changed in it."""
 
 from __future__ import annotations
 

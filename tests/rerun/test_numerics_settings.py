@@ -1,14 +1,12 @@
-"""Settings of torch that change the last bits of a result."""
+"""Settings of torch that change the last bits of a result are set for a rerun, and put back."""
 
 from __future__ import annotations
-
-import subprocess
-import sys
 
 import pytest
 import torch
 
 from ddpstats._rerun.numerics_settings import as_in, switches
+from tests.programs import run
 
 
 def test_switches_are_set_and_put_back() -> None:
@@ -19,18 +17,18 @@ def test_switches_are_set_and_put_back() -> None:
     assert switches() == before
 
 
-def test_what_is_so_already_is_not_set_again() -> None:
+@pytest.mark.slow
+def test_settings_that_are_so_already_are_not_set_again() -> None:
     """torch.use_deterministic_algorithms would import torch's compiler."""
     program = (
         "import sys; from ddpstats._rerun.numerics_settings import as_in, switches\n"
         "with as_in(switches()): pass\n"
         "print([name for name in ('torch._inductor', 'torch._dynamo') if name in sys.modules])"
     )
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
-    assert found.stdout.strip() == "[]"
+    assert run(["-c", program], fresh=True).stdout.strip() == "[]"
 
 
-def test_a_precision_that_torch_does_not_tell_is_left_out() -> None:
+def test_a_precision_that_torch_cannot_read_is_left_out() -> None:
     matmul = torch.backends.cuda.matmul
     before = matmul.fp32_precision
     try:

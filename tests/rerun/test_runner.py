@@ -1,4 +1,4 @@
-"""A kept micro-batch run again: what its loss is, and that a step run by one rank alone may not communicate."""
+"""A kept micro-batch that is run again has its loss and random state, and may not communicate."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddpstats._rerun.runner import Cause, Runner, RunSettings, attempt, cause_of, from_rank_on
+from ddpstats._rerun.runner import Cause, Runner, RunSettings, cause_of
 from ddpstats._rerun.serialize import to_plain
 from ddpstats._rerun.step_record import Packet, StepRecord, plain_packet, tensor_bytes
 from ddpstats.errors import BundleError, ConfigError
@@ -96,17 +96,5 @@ def test_a_wider_precision_is_that_of_floating_tensors_alone() -> None:
         ([True], True, Cause.SOFTWARE_OR_DATA),
     ],
 )
-def test_the_cause(wrong_here: list[object], wrong_there: object, cause: Cause) -> None:
+def test_cause_follows_from_reruns_on_two_ranks(wrong_here: list[object], wrong_there: object, cause: Cause) -> None:
     assert cause_of(wrong_here, wrong_there) is cause
-
-
-def test_the_next_ranks_are_asked_first() -> None:
-    assert from_rank_on((0, 3, 5), 3) == (3, 5, 0)
-    assert from_rank_on((7,), 7) == (7,)
-
-
-def test_what_fails_is_told() -> None:
-    def fails() -> dict[str, object]:
-        raise ValueError("no")
-
-    assert attempt(fails) == {"error": "ValueError: no"}

@@ -1,9 +1,8 @@
-"""What runs on the ranks of the tests of peer replay: batches, modules and threads that make trouble."""
+"""Functions that run on the ranks of the tests of peer replay: batches, modules and threads that make trouble."""
 
 from __future__ import annotations
 
 import threading
-import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from ddpstats.testing import count_collectives
 
 
 class Small(nn.Module):
-    """With one norm, so one checkpoint."""
+    """A model with one norm, so one checkpoint."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,78 +108,42 @@ def trained(
     return told
 
 
-def with_a_batch_emptied_on_rank_0() -> Told:
-    model = small()
+def odd_loop(habit: str, steps: int = 2, replay_fn: Callable[..., Tensor] = first_item) -> Told:
+    """Train in a loop with a habit that matters to peer replay.
+
+    Args:
+        habit: "gradients left": a backward pass before the loop, and no ``zero_grad()``; "zeroed inside": the same, but
+            zeroed between forward and backward pass; "two passes": two in each micro-batch; "changed in place": each
+            batch; "emptied": rank 0's first batch.
+        steps: how many.
+        replay_fn: what the sentinel runs.
+    """
+    model, zeroes = small(), habit not in ("gradients left", "zeroed inside")
+    if not zeroes:
+        loss_of(model, torch.ones(3, 4)).backward()  # type: ignore[no-untyped-call]
 
     def run(step: int, sentinel: Sentinel) -> None:
-        model.zero_grad()
+        if zeroes:
+            model.zero_grad()
         x = torch.randn(3, 4)
-        empties = dist.get_rank() == 0 and step == 0
+        empties = habit == "emptied" and (dist.get_rank(), step) == (0, 0)
         batch = Items([x]) if empties else [x]
         with sentinel.micro_batch(batch):
-            loss_of(model, x).backward()  # type: ignore[no-untyped-call]
+            for _ in range(2 if habit == "two passes" else 1):
+                loss = loss_of(model, x)
+                if habit == "zeroed inside":
+                    model.zero_grad()
+                loss.backward()  # type: ignore[no-untyped-call]
             if empties:
                 batch.pop()
+            if empties or habit == "changed in place":
                 x.mul_(2)
 
-    return trained(model, 3, first_item, run)
+    return trained(model, steps, replay_fn, run)
 
 
-def with_batches_changed_in_place() -> Told:
-    model = small()
-
-    def run(step: int, sentinel: Sentinel) -> None:
-        model.zero_grad()
-        x = torch.randn(3, 4)
-        with sentinel.micro_batch(x):
-            loss_of(model, x).backward()  # type: ignore[no-untyped-call]
-            x.mul_(2)
-
-    return trained(model, 3, loss_of, run)
-
-
-def with_gradients_left() -> Told:
-    model = small()
-    loss_of(model, torch.ones(3, 4)).backward()  # type: ignore[no-untyped-call]
-
-    def run(step: int, sentinel: Sentinel) -> None:
-        x = torch.randn(3, 4)
-        with sentinel.micro_batch(x):
-            loss_of(model, x).backward()  # type: ignore[no-untyped-call]
-
-    return trained(model, 2, loss_of, run)
-
-
-def with_two_backward_passes() -> Told:
-    model = small()
-
-    def run(step: int, sentinel: Sentinel) -> None:
-        model.zero_grad()
-        x = torch.randn(3, 4)
-        with sentinel.micro_batch(x):
-            loss_of(model, x).backward()  # type: ignore[no-untyped-call]
-            loss_of(model, x).backward()  # type: ignore[no-untyped-call]
-
-    return trained(model, 2, loss_of, run)
-
-
-def zeroed_inside(replay_fn: Callable[..., Tensor]) -> Told:
-    """The gradients of the step before are let go of between the forward and the backward pass."""
-    model = small()
-    loss_of(model, torch.ones(3, 4)).backward()  # type: ignore[no-untyped-call]
-
-    def run(step: int, sentinel: Sentinel) -> None:
-        x = torch.randn(3, 4)
-        with sentinel.micro_batch(x):
-            loss = loss_of(model, x)
-            model.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
-
-    return trained(model, 2, replay_fn, run)
-
-
-def twice_the_loss(model: nn.Module, x: Tensor) -> Tensor:
-    return 2 * loss_of(model, x)
+def twice_the_loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
+    return 2 * first_item(model, batch)
 
 
 def an_outlier_of_data() -> Told:
@@ -198,31 +161,40 @@ def an_outlier_of_data() -> Told:
 
 
 def beside_collectives_of_a_thread() -> tuple[Told, list[str]]:
-    """A thread communicates all the time, on a group of its own; its errors come second."""
-    model, group, done = small(), dist.new_group(), threading.Event()
+    """Train while a thread communicates on a group of its own, and return the thread's errors, too.
+
+    Each run of a step waits until the thread has communicated once more. Ranks agree on the thread's last collective.
+    """
+    model, group = small(), dist.new_group()
+    is_over, communicated = threading.Event(), threading.Condition()
     errors: list[str] = []
 
     def communicate() -> None:
+        ended = torch.zeros(1)
         try:
-            for _ in range(200):
-                dist.all_reduce(torch.ones(1), group=group)
+            while ended.item() < dist.get_world_size():
+                ended = torch.tensor([float(is_over.is_set())])
+                dist.all_reduce(ended, group=group)
+                with communicated:
+                    communicated.notify_all()
         except Exception as error:
             errors.append(str(error))
-        done.set()
 
     def run(step: int, sentinel: Sentinel) -> None:
         model.zero_grad()
         x = torch.randn(3, 4)
         with sentinel.micro_batch(x):
-            slow(model, x).backward()  # type: ignore[no-untyped-call]
+            waiting(model, x).backward()  # type: ignore[no-untyped-call]
 
-    def slow(model: nn.Module, x: Tensor) -> Tensor:
-        time.sleep(0.02)
+    def waiting(model: nn.Module, x: Tensor) -> Tensor:
+        with communicated:
+            assert communicated.wait(30)
         return loss_of(model, x)
 
     thread = threading.Thread(target=communicate)
     thread.start()
-    told = trained(model, 4, slow, run)
+    told = trained(model, 4, waiting, run)
+    is_over.set()
     thread.join(30)
     dist.destroy_process_group(group)
     return told, errors

@@ -1,16 +1,14 @@
-"""What runs on the ranks of the replicas' tests: DistributedDataParallel as a user trains it, with a fault planted."""
+"""Functions that run on the ranks of the replicas' tests: DDP in the shared loop, with a fault planted."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import io
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -21,43 +19,40 @@ from ddpstats.errors import InvalidStats
 from ddpstats.sentinel import _difference
 from ddpstats.sentinel._divergence import Divergence
 from ddpstats.sentinel._replicas import Replicas
+from tests import training
 from tests.threads import lasting_threads
 
 _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 class Net(nn.Module):
-    """Dropout, batch norm, a frozen parameter, a buffer of its own, and a branch that a batch need not take."""
+    """A model with dropout, batch norm, a frozen parameter and two buffers."""
 
     scale: Tensor
     mean: Tensor
     moves_mean = False  # at each forward pass in training mode, each rank by its own batch
 
-    def __init__(self, branches: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(6, 40)
         self.norm = nn.BatchNorm1d(40)
         self.drop = nn.Dropout(0.3)
         self.middle = nn.Linear(40, 40)
         self.last = nn.Linear(40, 3)
-        self.branch = nn.Linear(40, 40) if branches else None
         self.last.bias.requires_grad_(False)
         self.register_buffer("scale", torch.ones(40))
         self.register_buffer("mean", torch.zeros(6))
 
-    def forward(self, x: Tensor, takes_branch: bool = False) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         if self.moves_mean:
             self.mean.mul_(0.9).add_(x.detach().mean(0))
         hidden = self.drop(self.norm(self.first(x))) * self.scale
-        hidden = self.middle(hidden)
-        if self.branch is not None and takes_branch:
-            hidden = hidden + self.branch(hidden)
-        found: Tensor = self.last(hidden)
-        return found
+        out: Tensor = self.last(self.middle(hidden))
+        return out
 
 
 class Holder(nn.Module):
-    """What has DistributedDataParallel inside, as trainers do; its own forward is never called."""
+    """A module with DistributedDataParallel inside, as trainers have it; its own forward is never called."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
@@ -84,21 +79,19 @@ class Plan:
     """
 
     steps: int = 3
-    accumulate: int = 1
+    micro_batches: int = 1
     ddp: dict[str, Any] = field(default_factory=dict)
     wrap: str = "ddp"
-    branches: bool = False
     dtype: torch.dtype = torch.float32
     flips: Sequence[Flip] = ()
     meddle: str = ""
     ignore: tuple[str, ...] = ()
-    compares: bool = True
     expects: bool = True
     pickles: bool = False
 
 
 def gathering(calls: list[str]) -> Callable[..., dict[int, dict[str, Any]]]:
-    """What the sentinel gives to `Replicas.compare`; notes what was gathered."""
+    """Return what the sentinel gives to `Replicas.compare`, which notes what was gathered."""
 
     def gathered(make_tree: Callable[[], dict[str, Any]], what: str) -> dict[int, dict[str, Any]]:
         calls.append(what)
@@ -108,29 +101,62 @@ def gathering(calls: list[str]) -> Callable[..., dict[int, dict[str, Any]]]:
 
 
 def train(plan: Plan) -> dict[str, Any]:
-    """What the comparison found in each step, and the end of the run, on this rank."""
+    """Return what the comparison found in each step, and what it left behind on this rank."""
     rank = dist.get_rank()
     torch.manual_seed(3)
-    model = Net(plan.branches).to(plan.dtype)
+    model = Net().to(plan.dtype)
     if plan.meddle == "other_model" and rank == 1:
         model.extra = nn.Parameter(torch.zeros(3))
     module = _wrapped(model, plan)
-    held = Holder(module) if plan.wrap == "holder" else model if plan.wrap == "inner" else module
+    holder = Holder(module) if plan.wrap == "holder" else model if plan.wrap == "inner" else module
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01 if plan.meddle != "learning_rate" or rank != 1 else 0.011)
-    torch.manual_seed(100 + rank), random.seed(rank), numpy.random.seed(rank)  # dropout differs between ranks
     threads, hooks = lasting_threads(), _hooks(model)
-    replicas = Replicas(held, plan.ignore)
+    replicas = Replicas(holder, plan.ignore)
     calls: list[str] = []
-    found = [_step(plan, step, model, module, optimizer, replicas, calls) for step in range(plan.steps)]
+    divergences: list[Divergence | None] = []
+
+    def begin(step: int, micro: int) -> training.Batch:
+        if micro == 0:
+            _meddle("before", plan, step, model)
+            if plan.meddle == "moved_mean":
+                model.moves_mean = True
+                with torch.no_grad():
+                    module(torch.full((4, 6), float(rank), dtype=plan.dtype))
+            _flip(plan, step, "buffer", model)
+            if plan.expects and not (plan.meddle == "no_copies" and rank == 1):
+                replicas.expect()
+                if plan.pickles:
+                    _copied(model)
+        return training.batch_of(step, micro)
+
+    def loss_of(module: nn.Module, batch: training.Batch) -> Tensor:
+        loss: Tensor = module(batch["x"].to(plan.dtype)).square().mean()
+        return loss
+
+    def judge(step: int) -> bool:
+        if plan.wrap == "alone":
+            _reduce_by_hand(model)
+        _flip(plan, step, "gradient", model)
+        _flip(plan, step, "parameter", model)
+        _meddle("after", plan, step, model)
+        divergences.append(replicas.compare(gathering(calls)))
+        return True
+
+    training.train(
+        module,
+        plan.steps,
+        plan.micro_batches,
+        batch_of=begin,
+        loss_of=loss_of,
+        optimizer=optimizer,
+        hooks=training.Hooks(judge=judge),
+    )
     replicas.close()
     replicas.close()
     return {
-        "found": found,
+        "divergences": divergences,
         "calls": calls,
         "warnings": replicas.warnings,
-        "parameters": [parameter.detach().clone() for parameter in model.parameters()],
-        "buffers": [buffer.clone() for buffer in model.buffers()],
-        "drawn": (random.random(), float(numpy.random.normal()), float(torch.rand(()))),
         "left": (lasting_threads() - threads, _hooks(model) - hooks),
     }
 
@@ -144,48 +170,8 @@ def _wrapped(model: nn.Module, plan: Plan) -> nn.Module:
     return DistributedDataParallel(model, bucket_cap_mb=0.001, **plan.ddp)
 
 
-def _step(
-    plan: Plan,
-    step: int,
-    model: nn.Module,
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    replicas: Replicas,
-    calls: list[str],
-) -> Divergence | None:
-    rank = dist.get_rank()
-    meddle: Callable[..., None] = _MEDDLES.get(plan.meddle, _nothing)
-    meddle("before", step, rank, model, optimizer)
-    if plan.meddle == "moved_mean":
-        model.moves_mean = True  # type: ignore[assignment]
-        with torch.no_grad():
-            module(torch.full((4, 6), float(rank), dtype=plan.dtype))
-    _flip(plan, step, "buffer", model)
-    if plan.expects and plan.compares and not (plan.meddle == "no_copies" and rank == 1):
-        replicas.expect()
-        if plan.pickles:
-            _copied(model)
-    for micro in range(plan.accumulate):
-        holds_back = isinstance(module, DistributedDataParallel) and micro < plan.accumulate - 1
-        with module.no_sync() if holds_back else contextlib.nullcontext():  # type: ignore[operator]
-            generator = torch.Generator().manual_seed(10_000 * step + 100 * rank + micro)
-            batch = torch.randn(4, 6, generator=generator).to(plan.dtype)
-            out = module(batch, step % 2 == 1) if plan.branches else module(batch)
-            loss: Tensor = out.square().mean()
-            loss.backward()  # type: ignore[no-untyped-call]
-    if plan.wrap == "alone":
-        _reduce_by_hand(model)
-    _flip(plan, step, "gradient", model)
-    _flip(plan, step, "parameter", model)
-    meddle("after", step, rank, model, optimizer)
-    found = replicas.compare(gathering(calls)) if plan.compares else None
-    optimizer.step()
-    optimizer.zero_grad()
-    return found
-
-
 def _copied(model: nn.Module) -> None:
-    """As trainers do at any time, with the hook in place: neither may fail, or take the hook along."""
+    """Save and copy as trainers do at any time: with the hook in place, neither may fail or take the hook along."""
     torch.save(model, io.BytesIO())
     copy.deepcopy(model)(torch.zeros(4, 6))
 
@@ -209,75 +195,72 @@ def _flip(plan: Plan, step: int, kind: str, model: nn.Module) -> None:
 
 
 def _hooks(model: nn.Module) -> int:
-    return sum(len(one._forward_pre_hooks) for one in model.modules())
+    return sum(len(module._forward_pre_hooks) for module in model.modules())
 
 
-def _nothing(when: str, step: int, rank: int, model: Any, optimizer: torch.optim.Optimizer) -> None:
-    pass
+def _noise(model: Net, rank: int) -> None:
+    """Add noise to the gradients, after the reduce."""
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad += 1e-3 * torch.randn_like(parameter.grad)
 
 
-def _noise(when: str, step: int, rank: int, model: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Added to the gradients of one rank after the reduce."""
-    if when == "after" and rank == 1 and step == 1:
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                parameter.grad += 1e-3 * torch.randn_like(parameter.grad)
+def _no_gradient(model: Net, rank: int) -> None:
+    model.middle.bias.grad = None
 
 
-def _no_gradient(when: str, step: int, rank: int, model: Any, optimizer: torch.optim.Optimizer) -> None:
-    if when == "after" and rank == 1 and step == 1:
-        model.middle.bias.grad = None
+def _nan(model: Net, rank: int) -> None:
+    model.middle.bias.data[3] = float("nan")
 
 
-def _nan(when: str, step: int, rank: int, model: Any, optimizer: torch.optim.Optimizer) -> None:
-    if when == "after":
-        model.middle.bias.data[3] = float("nan")
+def _zero(model: Net, rank: int) -> None:
+    model.middle.bias.data[3] = -0.0 if rank == 1 else 0.0
 
 
-def _zero(when: str, step: int, rank: int, model: Any, optimizer: torch.optim.Optimizer) -> None:
-    if when == "after" and step == 1:
-        model.middle.bias.data[3] = -0.0 if rank == 1 else 0.0
+def _own_scale(model: Net, rank: int) -> None:
+    model.scale.fill_(1 + rank)
 
 
-def _own_scale(when: str, step: int, rank: int, model: Any, optimizer: torch.optim.Optimizer) -> None:
-    if when == "before" and step == 1:
-        model.scale.fill_(1 + rank)
+def _own_weight(model: Net, rank: int) -> None:
+    model.scale.fill_(1 + rank)
+    model.middle.weight.data.fill_(0.01 * rank)
 
 
-def _ddp_ignores(when: str, step: int, rank: int, model: Any, optimizer: torch.optim.Optimizer) -> None:
-    if when == "before":
-        model.scale.fill_(1 + rank)
-        model.middle.weight.data.fill_(0.01 * rank)
+def _evaluate(model: Net, rank: int) -> None:
+    """Evaluate in training mode, where running statistics move."""
+    with torch.no_grad():
+        model(torch.randn(4, 6))
 
 
-def _evaluates(when: str, step: int, rank: int, model: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Evaluation between steps, in training mode and on one rank only: its running statistics move."""
-    if when == "before" and rank == 1:
-        with torch.no_grad():
-            model(torch.randn(4, 6))
-
-
-_MEDDLES: dict[str, Callable[..., None]] = {
-    "noise": _noise,
-    "no_gradient": _no_gradient,
-    "nan": _nan,
-    "zero": _zero,
-    "own_scale": _own_scale,
-    "ddp_ignores": _ddp_ignores,
-    "evaluates": _evaluates,
+_MEDDLES: dict[tuple[str, str], tuple[Callable[[Net, int], None], Sequence[int], Sequence[int]]] = {
+    ("after", "noise"): (_noise, (1,), (1,)),
+    ("after", "no_gradient"): (_no_gradient, (1,), (1,)),
+    ("after", "nan"): (_nan, (0, 1, 2), (0, 1)),
+    ("after", "zero"): (_zero, (1,), (0, 1)),
+    ("before", "own_scale"): (_own_scale, (1,), (0, 1)),
+    ("before", "ddp_ignores"): (_own_weight, (0,), (0, 1)),
+    ("before", "evaluates"): (_evaluate, (0, 1, 2), (1,)),
 }
+"""When in a step, and what: the function, the steps, and the ranks."""
+
+
+def _meddle(when: str, plan: Plan, step: int, model: Net) -> None:
+    if (when, plan.meddle) in _MEDDLES:
+        function, steps, ranks = _MEDDLES[when, plan.meddle]
+        if step in steps and dist.get_rank() in ranks:
+            function(model, dist.get_rank())
 
 
 # -- models that are no DistributedDataParallel -----------------------------------------------------------------------
 
 
 def compare_once(build: str) -> dict[str, Any]:
-    """One comparison of a model of which only rank 1 may be odd."""
+    """Compare a model once, of which only that of rank 1 may be odd."""
     module = _BUILDS[build](dist.get_rank())
     replicas = Replicas(module)
     calls: list[str] = []
-    found = replicas.compare(gathering(calls))
-    return {"found": found, "warnings": replicas.warnings, "calls": calls}
+    divergence = replicas.compare(gathering(calls))
+    return {"divergence": divergence, "warnings": replicas.warnings, "calls": calls}
 
 
 def _lazy(rank: int) -> nn.Module:
@@ -318,14 +301,14 @@ def _sparse(rank: int) -> nn.Module:
 
 
 def _strided(rank: int) -> nn.Module:
-    """Equal numbers that lie otherwise in memory."""
+    """Return equal numbers, in another order of memory on rank 1."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 3))
     return model.to(memory_format=torch.channels_last) if rank == 1 else model  # type: ignore[call-overload]
 
 
 def _large(rank: int) -> nn.Module:
-    """Damage late in a tensor that takes two rounds of blocks."""
+    """Return a tensor that takes two rounds of blocks, with damage late in it on rank 1."""
     model = nn.Module()
     model.table = nn.Parameter(torch.zeros(500, 1003))
     if rank == 1:
@@ -347,7 +330,7 @@ def _other_order(rank: int) -> nn.Module:
 
 
 class Cache(nn.Module):
-    """A buffer as long as this rank's batches."""
+    """A module with a buffer as long as this rank's batches."""
 
     def __init__(self, rows: int) -> None:
         super().__init__()
@@ -364,28 +347,22 @@ def compare_caches() -> Divergence | None:
     return replicas.compare(gathering([]))
 
 
-def fail_on_one_rank(which: str) -> str:
-    """Rank 1 cannot flatten, or not split, a tensor that differs: the error of this rank; and all are in step after."""
-    model = _large(dist.get_rank())
-    before = getattr(_difference, which)
-    calls = 0
-
-    def without_memory(*args: Any) -> Any:
-        nonlocal calls
-        calls += 1
+def no_room_on_rank_1() -> str:
+    """Return this rank's error where rank 1 cannot flatten a tensor that differs; all are in step after it."""
+    model, text = _large(dist.get_rank()), "none"
+    with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            raise MemoryError("no room for a copy")
-        return before(*args)
-
-    setattr(_difference, which, without_memory)
-    try:
-        Replicas(model).compare(gathering([]))
-    except InvalidStats as error:
-        found = str(error)
-    finally:
-        setattr(_difference, which, before)
+            patch.setattr(_difference, "flattened", _without_memory)
+        try:
+            Replicas(model).compare(gathering([]))
+        except InvalidStats as error:
+            text = str(error)
     assert Replicas(_empty(0)).compare(gathering([])) is None
-    return found
+    return text
+
+
+def _without_memory(tensor: Tensor) -> Tensor:
+    raise MemoryError("no room for a copy")
 
 
 def _raising(rank: int) -> nn.Module:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+
 from examples import silent_fault as example
-from tests.sentinel.sentinel_runs import logged
+from tests.training import logged
 
 
-def silent_fault(mode: int) -> tuple[str, list[tuple[str, str]]]:
-    """What became of the training, and (level, text) of what was logged."""
-    lines: list[tuple[str, str]] = []
-    with logged(lines):
-        return example.train(mode), lines
+def silent_fault(mode: int) -> tuple[str, list[str], list[str]]:
+    """Return what became of the training, all lines, and the warnings and errors among them."""
+    with logged(logging.INFO) as lines, logged() as problems:
+        return example.train(mode), lines, problems

@@ -1,11 +1,11 @@
-"""What runs on the ranks of the sentinel's tests: a training loop as a user would write it, with faults injected."""
+"""Functions that run on the ranks of the sentinel's tests: a small transformer in the shared loop, with faults."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpstats import ConfigError, InvalidStats, Sentinel, SentinelAlarm
-from ddpstats.sentinel import SentinelVerdict
+from ddpstats.sentinel import SentinelVerdict, _peer_replay
 from ddpstats.testing import BitFlip, RankPool, count_collectives, inject_bit_flips
+from tests import training
 
 
 class Block(nn.Module):
-    """Of a small transformer: attention and a feed-forward part, each after a norm."""
+    """Attention and a feed-forward part, each after a norm."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -38,7 +39,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Classifies tokens; with a batch norm in it, whose running statistics are each rank's own."""
+    """A classifier of tokens, with a batch norm in it, whose running statistics are each rank's own."""
 
     def __init__(self, width: int = 16, blocks: int = 2, words: int = 11) -> None:
         super().__init__()
@@ -57,131 +58,178 @@ class Transformer(nn.Module):
 
 
 def step_fn(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """The loss, with noise on it from torch's generator."""
+    """Return the loss, with noise on it from torch's generator."""
     logits = model(batch["tokens"])
     return nn.functional.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten()) * (1 + 0.1 * torch.rand(()))
 
 
-def batch_of(step: int, rank: int, micro: int = 0) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(10_000 * step + 100 * rank + micro)
+def batch_of(step: int, micro: int = 0, owner: int | None = None) -> dict[str, Tensor]:
+    """Return the batch of this rank, or of ``owner``."""
+    owner = training.rank() if owner is None else owner
+    generator = torch.Generator().manual_seed(10_000 * step + 100 * owner + micro)
     tokens = torch.randint(11, (3, 8), generator=generator)
     return {"tokens": tokens, "targets": tokens.roll(1, -1)}
 
 
+def counted_batch_of(step: int, micro: int) -> dict[str, Any]:
+    return {**batch_of(step, micro), "count": torch.zeros(())}
+
+
+def unsendable_batch_of(step: int, micro: int) -> dict[str, Any]:
+    return {**batch_of(step, micro), "thing": object()}
+
+
+class ZeroInPlace(torch.optim.SGD):
+    """An optimizer that keeps the gradients' tensors."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none=False)
+
+
+class NeverZero(torch.optim.SGD):
+    """An optimizer of a loop that forgets ``zero_grad()``."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        pass
+
+
 @dataclass
 class Plan:
-    """How to train. ``options``: of the Sentinel; None: without one."""
+    """How to train.
+
+    Attributes:
+        options: those of the Sentinel.
+        wrap: "ddp", "view" (gradients are views of buckets), "static" (graph), "alone" (no DDP), or "eval" (running
+            statistics of each rank's own, which the loss depends on).
+        idle_rank: a rank that has zeros in place of gradients, and no micro_batch().
+        window_steps: for how many steps matmuls are checked from step 1 on.
+        patience: the number of alarms after which training ends.
+    """
 
     steps: int = 8
-    options: dict[str, Any] | None = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
     flips: Sequence[BitFlip] = ()
     micro_batches: int = 1
-    wrap: str = "ddp"  # or "view", "static", "alone"
+    wrap: str = "ddp"
     lr: float = 0.05
-    keeps_context: bool = True  # micro_batch() around each
-    zero: bool = False  # zero_grad(set_to_none=False)
+    has_micro_batch: bool = True
+    idle_rank: int | None = None
+    window_steps: int = 0
+    optimizer: type[torch.optim.SGD] = torch.optim.SGD
     after_backward: Callable[[nn.Module, int], None] | None = None
-    after_step: Callable[[nn.Module, int], None] | None = None
-    patience: int = 1  # alarms to go on after
+    patience: int = 1
     step_fn: Callable[[nn.Module, Any], Tensor] = step_fn
+    batch_of: Callable[[int, int], Any] = batch_of
 
 
-def wrapped(wrap: str, seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
+def wrapped(wrap: str) -> nn.Module:
+    torch.manual_seed(0)
     model = Transformer()
     if wrap == "alone" or not dist.is_initialized():
         return model
-    return DistributedDataParallel(model, gradient_as_bucket_view=wrap == "view", static_graph=wrap == "static")
+    if wrap == "eval":
+        model.eval()
+        model.batch_norm.get_buffer("running_mean").add_(dist.get_rank())
+    return DistributedDataParallel(
+        model,
+        gradient_as_bucket_view=wrap == "view",
+        static_graph=wrap == "static",
+        broadcast_buffers=wrap != "eval",
+    )
 
 
 @dataclass
 class Outcome:
-    """Of one rank. ``lines``: (level, text) as logged; ``alarms``: (step, layers, culprit ranks, text) as raised."""
+    """The end of a run on one rank.
+
+    Attributes:
+        alarms: step, layers, culprit ranks and text of each `SentinelAlarm`.
+        error: the `ConfigError` that ended the run.
+        lines: what was logged; ``errors``: those of level ERROR.
+        collectives: how many each ``Sentinel.step()`` took.
+        applied: how many flips were applied.
+    """
 
     verdicts: list[SentinelVerdict] = field(default_factory=list)
     alarms: list[tuple[int, tuple[str, ...], tuple[int, ...], str]] = field(default_factory=list)
-    lines: list[tuple[str, str]] = field(default_factory=list)
+    error: str = ""
+    lines: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
     parameters: list[Tensor] = field(default_factory=list)
-    random: Tensor = field(default_factory=lambda: torch.empty(0))
     collectives: list[int] = field(default_factory=list)
     applied: int = 0
-    hooks: int = 0
-    error: str = ""
 
 
-class _Lines(logging.Handler):
-    def __init__(self, lines: list[tuple[str, str]]) -> None:
-        super().__init__()
-        self._lines = lines
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._lines.append((record.levelname, record.getMessage()))
-
-
-@contextlib.contextmanager
-def logged(lines: list[tuple[str, str]]) -> Iterator[None]:
-    logger, handler = logging.getLogger("ddpstats"), _Lines(lines)
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
+class _Stop(Exception):
+    """Training ends here."""
 
 
 def train(plan: Plan) -> Outcome:
-    """Every rank must call."""
+    """Train as planned. Every rank must call."""
     outcome = Outcome()
     model = wrapped(plan.wrap)
     inner = model.module if isinstance(model, DistributedDataParallel) else model
-    assert isinstance(inner, nn.Module)
-    optimizer = torch.optim.SGD(model.parameters(), lr=plan.lr)
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    torch.manual_seed(100 + rank)
-    before = hooks_of(inner)
     with contextlib.ExitStack() as stack, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        stack.enter_context(logged(outcome.lines))
-        sentinel = None if plan.options is None else stack.enter_context(Sentinel(model, **plan.options))
+        outcome.lines = stack.enter_context(training.logged(logging.INFO))
+        outcome.errors = stack.enter_context(training.logged(logging.ERROR))
+        sentinel = stack.enter_context(Sentinel(model, **plan.options))
         faults = stack.enter_context(inject_bit_flips(model, plan.flips))
-        for step in range(plan.steps):
-            loss = _backward(plan, model, sentinel, step, rank)
-            outcome.losses.append(loss)
+
+        def after_backward(step: int) -> None:
             if plan.after_backward is not None:
                 plan.after_backward(inner, step)
+
+        def judge(step: int) -> bool:
+            alarms = len(outcome.alarms)
             with count_collectives() as seen:
                 try:
-                    if sentinel is not None:
-                        outcome.verdicts.append(sentinel.step())
+                    outcome.verdicts.append(sentinel.step())
                 except SentinelAlarm as alarm:
                     outcome.alarms.append((alarm.step, alarm.layers, alarm.culprit_ranks, str(alarm)))
-                    plan.patience -= 1
             outcome.collectives.append(seen.total)
-            if len(outcome.alarms) and plan.patience <= 0:
-                break
-            if not outcome.alarms or outcome.alarms[-1][0] != step:  # else the step is skipped
-                optimizer.step()
-            optimizer.zero_grad(set_to_none=not plan.zero)
-            if plan.after_step is not None:
-                plan.after_step(inner, step)
+            if len(outcome.alarms) >= plan.patience:
+                raise _Stop
+            return len(outcome.alarms) == alarms
+
+        def after_step(step: int) -> None:
             faults.step()
-        outcome.applied = len(faults.applied)
-    outcome.warnings = [str(one.message) for one in caught]
+            if step == 0 and plan.window_steps:
+                sentinel.check_matmuls(plan.window_steps)
+
+        is_idle = plan.idle_rank == training.rank()
+        hooks = training.Hooks(after_backward=after_backward, judge=judge, after_step=after_step)
+        if plan.has_micro_batch and not is_idle:
+            hooks.micro_batch = sentinel.micro_batch
+        try:
+            training.train(
+                model,
+                plan.steps,
+                plan.micro_batches,
+                batch_of=plan.batch_of,
+                loss_of=_zero_loss if is_idle else plan.step_fn,
+                optimizer=plan.optimizer(model.parameters(), lr=plan.lr),
+                hooks=hooks,
+            )
+        except _Stop:
+            pass
+        except ConfigError as error:
+            outcome.error = str(error)
+    outcome.applied = len(faults.applied)
+    outcome.warnings = [str(warning.message) for warning in caught]
     outcome.parameters = [parameter.detach().clone() for parameter in model.parameters()]
-    outcome.parameters += [buffer.detach().clone() for buffer in model.buffers()]
-    outcome.random = torch.get_rng_state()
-    outcome.hooks = hooks_of(inner) - before
     return outcome
 
 
 def train_without_group(plan: Plan) -> Outcome:
-    """In a process that has compiled nothing, other than that of the tests."""
+    """Train in a process that has compiled nothing, other than that of the tests."""
     dist.destroy_process_group()
     return train(plan)
+
+
+def _zero_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return 0 * step_fn(model, batch)
 
 
 # -- in the test's own process ----------------------------------------------------------------------------------------
@@ -193,100 +241,51 @@ def trained(pool: RankPool, plan: Plan) -> list[Outcome]:
 
 
 def alarm_of(outcomes: list[Outcome]) -> tuple[int, tuple[str, ...], tuple[int, ...], str]:
-    """The one alarm, which every rank must have raised in the same words."""
-    first = outcomes[0].alarms
-    assert len(first) == 1
-    assert all(one.alarms == first for one in outcomes)
-    return first[0]
+    """Return the only alarm, which every rank must have raised in the same words."""
+    alarms = outcomes[0].alarms
+    assert len(alarms) == 1
+    assert all(outcome.alarms == alarms for outcome in outcomes)
+    return alarms[0]
 
 
-# -- on the ranks ------------------------------------------------------------------------------------------------------
-
-
-def _backward(plan: Plan, model: nn.Module, sentinel: Sentinel | None, step: int, rank: int) -> float:
-    total = 0.0
-    for micro in range(plan.micro_batches):
-        batch = batch_of(step, rank, micro)
-        last = micro == plan.micro_batches - 1
-        no_sync = isinstance(model, DistributedDataParallel) and not last
-        with contextlib.ExitStack() as stack:
-            if sentinel is not None and plan.keeps_context:
-                stack.enter_context(sentinel.micro_batch(batch))
-            if no_sync and isinstance(model, DistributedDataParallel):
-                stack.enter_context(model.no_sync())
-            loss = plan.step_fn(model, batch)
-            loss.backward()  # type: ignore[no-untyped-call]
-            total += float(loss.detach())
-    return total
+def assert_quiet(outcomes: list[Outcome], steps: int) -> None:
+    for outcome in outcomes:
+        assert [verdict.ok for verdict in outcome.verdicts] == [True] * steps
+        assert outcome.error == ""
 
 
 def hooks_of(module: nn.Module) -> int:
-    """Forward hooks of all modules, and hooks of parameters."""
-    count = sum(len(one._forward_hooks) + len(one._forward_pre_hooks) for one in module.modules())
+    """Count forward hooks of all modules, and hooks of parameters."""
+    count = sum(len(child._forward_hooks) + len(child._forward_pre_hooks) for child in module.modules())
     for parameter in module.parameters():
         count += len(parameter._post_accumulate_grad_hooks or ()) + len(parameter._backward_hooks or ())
     return count
 
 
-def noise_on_rank_3(module: nn.Module, step: int) -> None:
-    """As espnet's grad_noise: drawn on each rank, after the reduce."""
-    if step == 2 and dist.get_rank() == 3:
+# -- what goes wrong, and steps that cannot be repeated ----------------------------------------------------------------
+
+
+def noise_on_rank_2(module: nn.Module, step: int) -> None:
+    """Draw noise on each rank after the reduce, as espnet's grad_noise does."""
+    if step == 2 and dist.get_rank() == 2:
         for parameter in module.parameters():
             assert parameter.grad is not None
             parameter.grad += 1e-3 * torch.randn_like(parameter.grad)
 
 
 def spoilt_step(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Overflows in the batches of step 2 of rank 1."""
+    """Overflow in the batches of step 2 of rank 1."""
     loss = step_fn(model, batch)
-    if torch.equal(batch["tokens"], batch_of(2, 1)["tokens"]):
+    if torch.equal(batch["tokens"], batch_of(2, owner=1)["tokens"]):
         loss = loss * 1e30
     return loss
 
 
-def in_a_window(steps: int, flips: Sequence[BitFlip]) -> list[tuple[str, ...]]:
-    """Five steps; before the second one the window is opened. The layers that found something, by step."""
-    model = wrapped("ddp")
-    found: list[tuple[str, ...]] = []
-    with Sentinel(model, mode=1) as sentinel, inject_bit_flips(model, flips) as faults:
-        for step in range(5):
-            if step == 1:
-                sentinel.check_matmuls(steps)
-            step_fn(model, batch_of(step, dist.get_rank())).backward()  # type: ignore[no-untyped-call]
-            found.append(sentinel.step().layers)
-            model.zero_grad()
-            faults.step()
-    return found
-
-
-def settings_differ(options: dict[str, Any]) -> str:
-    """The error that the first step raises."""
-    try:
-        with Sentinel(wrapped("ddp"), **options) as sentinel:
-            sentinel.step()
-    except ConfigError as error:
-        return str(error)
-    return "none"
-
-
-def settings_of_environment() -> tuple[list[str], int, tuple[float, float], tuple[float, float]]:
-    """Warnings, mode and thresholds."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        sentinel = Sentinel(wrapped("ddp"))
-    settings = sentinel._options.settings
-    sentinel.close()
-    return [str(one.message) for one in caught], settings.mode, settings.upper, settings.sigma
-
-
-# -- steps that cannot be repeated, or not exactly --------------------------------------------------------------------
-
-
 def wrong_on_rank_2_when_repeating(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """On rank 2 wrong for every batch but its own, which is right."""
+    """Return a wrong loss on rank 2 for every batch but its own."""
     loss = step_fn(model, batch)
-    own = any(torch.equal(batch["tokens"], batch_of(step, 2)["tokens"]) for step in range(20))
-    return loss if own or dist.get_rank() != 2 else loss * 1.5
+    is_own = any(torch.equal(batch["tokens"], batch_of(step, owner=2)["tokens"]) for step in range(20))
+    return loss if is_own or dist.get_rank() != 2 else loss * 1.5
 
 
 def another_step(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -329,63 +328,13 @@ class _Noise:
 
 
 def noisy_step(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """As atomic additions make it: in the last bits, another result each time."""
+    """Return another result each time, in the last bits, as atomic additions make it."""
     _Noise.state = (_Noise.state * 48_271 + 11) % 2_147_483_647
     return step_fn(model, batch) * (1 + 1e-6 * (_Noise.state % 1000) / 1000)
 
 
-def with_an_object(batch: dict[str, Any]) -> dict[str, Any]:
-    return {**batch, "thing": object()}
-
-
-def with_a_count(batch: dict[str, Any]) -> dict[str, Any]:
-    return {**batch, "count": torch.zeros(())}
-
-
-def error_of(
-    options: dict[str, Any],
-    make_batch: Callable[[dict[str, Any]], Any] | None = None,
-    step: Callable[[nn.Module, Any], Tensor] = step_fn,
-) -> str:
-    """The `ConfigError` of some step of four."""
-    model = wrapped("ddp")
-    torch.manual_seed(dist.get_rank())
-    try:
-        with Sentinel(model, **options) as sentinel:
-            for number in range(4):
-                batch: Any = batch_of(number, dist.get_rank())
-                batch = make_batch(batch) if make_batch is not None else batch
-                with sentinel.micro_batch(batch):
-                    step(model, batch).backward()  # type: ignore[no-untyped-call]
-                sentinel.step()
-                model.zero_grad()
-    except ConfigError as error:
-        return str(error)
-    return "none"
-
-
-def one_rank_without_batches(options: dict[str, Any]) -> list[SentinelVerdict]:
-    """Rank 1 joins in with gradients of zeros, outside of micro_batch()."""
-    model = wrapped("ddp")
-    torch.manual_seed(dist.get_rank())
-    verdicts = []
-    with Sentinel(model, **options) as sentinel:
-        for step in range(4):
-            batch = batch_of(step, dist.get_rank())
-            if dist.get_rank() == 1:
-                (0 * step_fn(model, batch)).backward()  # type: ignore[no-untyped-call]
-            else:
-                with sentinel.micro_batch(batch):
-                    step_fn(model, batch).backward()  # type: ignore[no-untyped-call]
-            verdicts.append(sentinel.step())
-            model.zero_grad()
-    return verdicts
-
-
-def with_little_room(flips: Sequence[BitFlip]) -> list[int]:
-    """The steps at which something was found, where one batch fits at a time."""
-    from ddpstats.sentinel import _peer_replay
-
+def with_room_for_one_batch(flips: Sequence[BitFlip]) -> list[int]:
+    """Return the steps at which something was found."""
     room, _peer_replay.MOST_BYTES = _peer_replay.MOST_BYTES, 1
     try:
         options = {"mode": 1, "replay_every_steps": 2, "replay_fn": step_fn}
@@ -395,59 +344,11 @@ def with_little_room(flips: Sequence[BitFlip]) -> list[int]:
     return [verdict.step for verdict in outcome.verdicts if not verdict.ok]
 
 
-def _verdicts_of(model: nn.Module, options: dict[str, Any], *, zero: bool) -> list[SentinelVerdict]:
-    """Of four steps; ``zero``: whether gradients are zeroed after each."""
-    verdicts = []
-    with Sentinel(model, **options) as sentinel:
-        for step in range(4):
-            batch = batch_of(step, dist.get_rank())
-            with sentinel.micro_batch(batch):
-                step_fn(model, batch).backward()  # type: ignore[no-untyped-call]
-            verdicts.append(sentinel.step())
-            if zero:
-                model.zero_grad()
-    return verdicts
-
-
-def own_buffers_in_eval(options: dict[str, Any]) -> list[SentinelVerdict]:
-    torch.manual_seed(0)
-    inner = Transformer()
-    inner.eval()
-    model = DistributedDataParallel(inner, broadcast_buffers=False)
-    assert inner.batch_norm.running_mean is not None
-    inner.batch_norm.running_mean += dist.get_rank()
-    return _verdicts_of(model, options, zero=True)
-
-
-def never_zeroed(options: dict[str, Any]) -> list[SentinelVerdict]:
-    return _verdicts_of(wrapped("ddp"), options, zero=False)
-
-
-def around_a_rerun(options: dict[str, Any]) -> dict[str, bool]:
-    """What `Sentinel.step` leaves as it was, in a step that is examined for the first time."""
-    model = wrapped("ddp")
-    with Sentinel(model, **{**options, "replay_every_steps": 1}) as sentinel:
-        batch = batch_of(0, dist.get_rank())
-        with sentinel.micro_batch(batch):
-            step_fn(model, batch).backward()  # type: ignore[no-untyped-call]
-        objects = [parameter.grad for parameter in model.parameters()]
-        gradients = [one.clone() for one in objects if one is not None]
-        buffers, random = [one.clone() for one in model.buffers()], torch.get_rng_state()
-        sentinel.step()
-        now = [parameter.grad for parameter in model.parameters()]
-        return {
-            "gradients": all(one is not None and torch.equal(one, g) for one, g in zip(now, gradients, strict=True)),
-            "buffers": all(torch.equal(one, other) for one, other in zip(model.buffers(), buffers, strict=True)),
-            "random": torch.equal(torch.get_rng_state(), random),
-            "identity": all(one is other for one, other in zip(now, objects, strict=True)),
-        }
-
-
 # -- what goes wrong on one rank --------------------------------------------------------------------------------------
 
 
 def in_a_subgroup() -> str:
-    """DDP on ranks 0 and 1, the sentinel on all. What it says; nothing of it stays on the model."""
+    """Return the error of a sentinel on all ranks for DDP on ranks 0 and 1. It leaves nothing on the model."""
     group = dist.new_group([0, 1])
     if dist.get_rank() == 2:
         return ""
@@ -475,49 +376,48 @@ def bad_step_on_rank_1() -> str:
 
 
 class _Lazy(dict[str, Tensor]):
-    """Raises when it is read."""
+    """A batch that raises when it is read."""
 
     def items(self) -> Any:
         raise KeyError("not loaded")
 
 
-def begin_raises_on_rank_1(options: dict[str, Any]) -> str:
-    model, said = wrapped("ddp"), ""
+def unreadable_batch_on_rank_1(options: dict[str, Any]) -> str:
+    model, outcome = wrapped("ddp"), ""
     with Sentinel(model, **options) as sentinel:
         for step in range(3):
-            batch: Any = batch_of(step, dist.get_rank())
+            batch: Any = batch_of(step)
             if step == 1 and dist.get_rank() == 1:
                 try:
                     with sentinel.micro_batch(_Lazy(batch)):
                         raise AssertionError
                 except KeyError:
-                    said = "KeyError, then "
+                    outcome = "KeyError, then "
             with sentinel.micro_batch(batch):
                 step_fn(model, batch).backward()  # type: ignore[no-untyped-call]
             assert sentinel.step().ok
             model.zero_grad()
-    return f"{said}fine"
+    return f"{outcome}fine"
 
 
-def one_backward_raises(options: dict[str, Any]) -> list[SentinelVerdict]:
-    """On rank 2 the first micro-batch of step 1 runs out of memory, and is left out."""
+def one_backward_raises(options: dict[str, Any]) -> list[bool]:
+    """Leave out the first micro-batch of step 1 on rank 2, which runs out of memory."""
     model = wrapped("ddp")
-    assert isinstance(model, DistributedDataParallel)
     verdicts = []
     with Sentinel(model, **options) as sentinel:
         for step in range(4):
             for micro in range(2):
-                batch = batch_of(step, dist.get_rank(), micro)
-                with contextlib.ExitStack() as stack:
-                    if micro == 0:
-                        stack.enter_context(model.no_sync())
-                    stack.enter_context(contextlib.suppress(MemoryError))
-                    stack.enter_context(sentinel.micro_batch(batch))
+                batch = batch_of(step, micro)
+                with (
+                    training.syncing(model, micro == 1),
+                    contextlib.suppress(MemoryError),
+                    sentinel.micro_batch(batch),
+                ):
                     loss = step_fn(model, batch)
                     if (step, micro, dist.get_rank()) == (1, 0, 2):
                         loss.register_hook(_no_memory)  # type: ignore[no-untyped-call]
                     loss.backward()  # type: ignore[no-untyped-call]
-            verdicts.append(sentinel.step())
+            verdicts.append(sentinel.step().ok)
             model.zero_grad()
     return verdicts
 
@@ -526,28 +426,8 @@ def _no_memory(gradient: Tensor) -> None:
     raise MemoryError("in the middle of the backward pass")
 
 
-class Positions(nn.Module):
-    """Its table returns its own parameter."""
-
-    class Table(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(2, 4))
-
-        def forward(self) -> Tensor:
-            return self.weight
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.linear = self.Table(), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.linear(x + self.table())
-        return out
-
-
 class Trainer:
-    """Holds the sentinel, which holds its method."""
+    """A trainer that holds the sentinel, which holds its method."""
 
     def __init__(self, module: nn.Module) -> None:
         self.sentinel = Sentinel(module, mode=2, replay_every_steps=10, replay_fn=self.loss)

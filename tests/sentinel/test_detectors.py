@@ -1,4 +1,4 @@
-"""Both detectors: against plain Python, against the logs of CANN's operator, and what they promise about tensors."""
+"""Both detectors compute what their published algorithms do, give the log lines of CANN's operator, and never wait."""
 
 from __future__ import annotations
 
@@ -111,34 +111,18 @@ def same(found: list[Row], wanted: list[Row]) -> None:
     numpy.testing.assert_array_equal([list(row.values()) for row in found], [list(row.values()) for row in wanted])
 
 
-@given(st.lists(VALUES, max_size=24))
-@hypothesis_settings(deadline=None, max_examples=300)
-def test_v2_agrees_with_the_published_algorithm(values: list[float]) -> None:
-    with numpy.errstate(all="ignore"):
-        same(run(values, V2_SETTINGS), oracle_v2(values, V2_SETTINGS))
-
-
-@given(st.lists(VALUES, max_size=24))
-@hypothesis_settings(deadline=None, max_examples=300)
-def test_v3_agrees_with_the_published_algorithm(values: list[float]) -> None:
-    with numpy.errstate(all="ignore"):
-        same(run(values, V3_SETTINGS), oracle_v3(values, V3_SETTINGS))
-
-
 @BOTH
-def test_long_runs_agree_with_the_published_algorithm(detector: str) -> None:
-    generator = torch.Generator().manual_seed(5)
-    values = (torch.randn(1500, generator=generator).exp() * 7).tolist()
-    values[700], values[900], values[901] = 1e9, INF, NAN
-    settings = defaults(detector)
-    found = run(values, settings)
-    same(found, ORACLES[detector](values, settings))
-    assert {row["level"] for row in found} >= {NORMAL, ERROR}
+@given(values=st.lists(VALUES, max_size=24))
+@hypothesis_settings(deadline=None, max_examples=100)
+def test_a_detector_agrees_with_its_published_algorithm(detector: str, values: list[float]) -> None:
+    settings = V2_SETTINGS if detector == "v2" else V3_SETTINGS
+    with numpy.errstate(all="ignore"):
+        same(run(values, settings), ORACLES[detector](values, settings))
 
 
 @BOTH
 @given(st.lists(st.lists(st.tuples(VALUES, st.booleans()), min_size=5, max_size=5), max_size=12))
-@hypothesis_settings(deadline=None, max_examples=100)
+@hypothesis_settings(deadline=None, max_examples=30)
 def test_checkpoints_do_not_touch_each_other_and_unseen_ones_keep_their_state(
     detector: str, steps: list[list[tuple[float, bool]]]
 ) -> None:
@@ -194,59 +178,26 @@ def test_normal_values_give_the_lines_of_mode_3() -> None:
     assert logged([0.0] * 6, mode=3)[-1] == zero
 
 
-# -- v2, sentence by sentence -----------------------------------------------------------------------------------------
+# -- sentence by sentence ---------------------------------------------------------------------------------------------
 
 
-def test_v2_thresholds_count_from_the_first_check_and_jumps_do_not() -> None:
-    assert levels_of([1001.0], V2_SETTINGS) == [ERROR]
-    assert levels_of([101.0], V2_SETTINGS) == [WARNING]
-    assert levels_of([100.0], V2_SETTINGS) == [NORMAL]
-    assert levels_of([1.0, 2.0, 9.0], V2_SETTINGS) == [NORMAL] * 3
-    # The range is 1 wide: jumps of more than 2 and of more than 5 widths, upwards and downwards
-    assert levels_of([1.0, 2.0, 1.0, 2.0, 4.5], V2_SETTINGS)[-1] == WARNING
-    assert levels_of([1.0, 2.0, 1.0, 2.0, 7.5], V2_SETTINGS)[-1] == ERROR
-    assert levels_of([20.0, 21.0, 20.0, 21.0, 13.5], V2_SETTINGS)[-1] == ERROR
-
-
-def test_v2_range_begins_with_the_first_finite_value_and_not_with_zero() -> None:
-    rows = run([INF, NAN, 3.0, 4.0, 5.0], V2_SETTINGS)
-    assert [(row["min"], row["max"]) for row in rows] == [(0, 0), (0, 0), (0, 0), (3, 3), (3, 4)]
-    assert [row["level"] for row in rows] == [ERROR, ERROR, NORMAL, NORMAL, NORMAL]
-
-
-def test_v2_range_is_not_widened_by_an_error() -> None:
-    rows = run([1.0, 2.0, 5000.0, INF, 0.5, 2.5], V2_SETTINGS)
-    assert [(row["min"], row["max"]) for row in rows[2:]] == [(1, 2), (1, 2), (1, 2), (0.5, 2)]
-    assert [row["pre"] for row in rows[3:]] == [5000, INF, 0.5]
-
-
-def test_v2_has_no_jump_after_a_value_that_is_not_finite() -> None:
-    for bad in (INF, NAN):
-        assert levels_of([1.0, 2.0, 1.0, 2.0, bad, 90.0], V2_SETTINGS)[-2:] == [ERROR, NORMAL]
-
-
-def test_v2_constant_values_never_jump() -> None:
-    assert levels_of([1.0] * 9 + [90.0], V2_SETTINGS) == [NORMAL] * 10
-
-
-# -- v3, sentence by sentence -----------------------------------------------------------------------------------------
-
-
-def test_v3_judges_after_enough_normal_values_and_zeros_do_not_count() -> None:
-    assert levels_of([1.0, 1.0, 1e9], V3_SETTINGS)[-1] == NORMAL
-    assert levels_of([1.0, 0.0, 1.0, 0.0, 1e9], V3_SETTINGS)[-1] == NORMAL
-    assert levels_of([1.0, 1.0, 1.0, 1e9], V3_SETTINGS)[-1] == ERROR
-
-
-def test_v3_learns_nothing_from_what_is_suspect_or_abnormal() -> None:
-    rows = run([1.0, 1.0, 1.0, 5.0, 60.0, NAN, INF, 1.0], V3_SETTINGS)
-    assert [row["level"] for row in rows[3:]] == [WARNING, ERROR, ERROR, ERROR, NORMAL]
-    assert {(row["avg"], row["normal"]) for row in rows[3:]} == {(rows[3]["avg"], 3.0)}
-    assert [row["checks"] for row in rows] == list(range(8))
-
-
-def test_v3_a_high_value_that_stays_is_an_error_once() -> None:
-    assert levels_of([1.0, 1.0, 1.0, 90.0, 90.0], V3_SETTINGS)[-2:] == [ERROR, WARNING]
+@pytest.mark.parametrize(
+    ("settings", "values", "levels"),
+    [
+        (V2_SETTINGS, [1001.0], [ERROR]),  # thresholds count from the first check, and jumps do not
+        (V2_SETTINGS, [101.0], [WARNING]),
+        (V2_SETTINGS, [1.0, 2.0, 9.0], [NORMAL] * 3),
+        (V2_SETTINGS, [1.0, 2.0, 1.0, 2.0, 4.5], [NORMAL] * 4 + [WARNING]),  # by more than 2 times the range so far
+        (V2_SETTINGS, [20.0, 21.0, 20.0, 21.0, 13.5], [NORMAL] * 4 + [ERROR]),  # by more than 5 times, downwards
+        (V2_SETTINGS, [1.0, 2.0, 1.0, 2.0, INF, 90.0], [NORMAL] * 4 + [ERROR, NORMAL]),  # no jump from infinity
+        (V2_SETTINGS, [1.0] * 9 + [90.0], [NORMAL] * 10),  # constant values never jump
+        (V3_SETTINGS, [1.0, 0.0, 1.0, 0.0, 1e9], [NORMAL] * 5),  # three values other than zero are needed
+        (V3_SETTINGS, [1.0, 1.0, 1.0, 90.0, 90.0], [NORMAL] * 3 + [ERROR, WARNING]),  # which stays is an error once
+        (V3_SETTINGS, [1.0, 1.0, 1.0, 5.0, 60.0, NAN, 1.0], [NORMAL] * 3 + [WARNING, ERROR, ERROR, NORMAL]),
+    ],
+)
+def test_levels_are_as_documented(settings: SentinelSettings, values: list[float], levels: list[float]) -> None:
+    assert levels_of(values, settings) == levels
 
 
 # -- tensors ----------------------------------------------------------------------------------------------------------
@@ -255,20 +206,14 @@ def test_v3_a_high_value_that_stays_is_an_error_once() -> None:
 @BOTH
 def test_check_and_table_change_nothing_that_they_are_given(detector: str) -> None:
     settings = defaults(detector)
-    rule = RULES[settings.detector]
-    seen = torch.ones(3, dtype=torch.bool)
+    rule, seen = RULES[settings.detector], torch.ones(3, dtype=torch.bool)
     _, state = rule.check(torch.tensor([1.0, 2.0, NAN]), seen, rule.fresh(3, "cpu"), settings)
-    values = torch.tensor([INF, 2.5, 3.0])
-    given_tensors = [*state, values, seen]
-    before = [one.clone() for one in given_tensors]
-    first, second = (rule.check(values, seen, state, settings) for _ in range(2))
-    rule.table(values, first[0], state)
-    for one, other in zip(given_tensors, before, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
-    for one, other in zip([first[0], *first[1]], [second[0], *second[1]], strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
-    addresses = {one.data_ptr() for one in given_tensors}
-    assert not addresses & {one.data_ptr() for one in first[1]}
+    inputs = [*state, torch.tensor([INF, 2.5, 3.0]), seen]
+    before = [tensor.clone() for tensor in inputs]
+    levels, after = rule.check(inputs[-2], seen, state, settings)
+    rule.table(inputs[-2], levels, state)
+    torch.testing.assert_close(inputs, before, rtol=0, atol=0, equal_nan=True)
+    assert not {tensor.data_ptr() for tensor in inputs} & {tensor.data_ptr() for tensor in after}
 
 
 @BOTH
@@ -323,35 +268,3 @@ def test_values_of_half_precision_are_accumulated_in_float32() -> None:
     assert RULES["v2"].value_of(torch.full((10000,), 256.0, dtype=torch.float16)).item() == 25600.0
     assert RULES["v2"].value_of(torch.ones(10001, dtype=torch.bfloat16)).item() == pytest.approx(10001**0.5, rel=1e-6)
     assert RULES["v3"].value_of(torch.full((3,), 60000.0, dtype=torch.float16)).item() == float32(60000) ** 2
-
-
-def test_a_value_of_a_large_float64_is_infinite_in_float32() -> None:
-    huge = torch.tensor([1e300], dtype=torch.float64)
-    assert [rule.value_of(huge).item() for rule in RULES.values()] == [INF, INF]
-
-
-@BOTH
-def test_the_program_s_default_dtype_and_device_do_not_matter(detector: str) -> None:
-    settings = SentinelSettings(
-        1, "v2" if detector == "v2" else "v3", (777.0, 7.0), (5.0, 2.0)
-    )  # constants not yet made
-    torch.set_default_dtype(torch.float64)
-    try:
-        with torch.device("meta"):
-            rule = RULES[settings.detector]
-            state = rule.fresh(1, "cpu")
-            gradient = torch.ones(0, device="cpu", dtype=torch.float32)
-            values, seen = rule.value_of(gradient).reshape(1), torch.tensor([True], device="cpu")
-            levels, after = rule.check(values, seen, state, settings)
-            table = rule.table(values, levels, after)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert [one.dtype for one in after] == [one.dtype for one in rule.fresh(1, "cpu")]
-    assert table.tolist() == [[0.0, 0.0, 0.0, 0.0, 1.0, NORMAL]]
-
-
-@BOTH
-def test_no_random_number_is_drawn(detector: str) -> None:
-    before = torch.get_rng_state()
-    run([1.0, 2.0, INF], defaults(detector))
-    assert torch.equal(torch.get_rng_state(), before)

@@ -1,4 +1,4 @@
-"""The digest: equal bits are equal wherever they lie, and no flipped bit goes unseen."""
+"""Digests of equal bits are equal wherever these are stored, and a flipped bit always changes the digest."""
 
 from __future__ import annotations
 
@@ -66,29 +66,8 @@ def test_other_bytes_of_one_length_have_another_digest(content: bytes, other: by
     assert (digest(first) == digest(second)) == (content == other)
 
 
-@settings(max_examples=40, deadline=None)
-@given(values=st.lists(st.floats(width=32), min_size=2, max_size=20, unique_by=repr), data=st.data())
-def test_swapped_elements_change_the_digest(values: list[float], data: st.DataObject) -> None:
-    first, second = data.draw(st.lists(st.integers(0, len(values) - 1), min_size=2, max_size=2, unique=True))
-    tensor = torch.tensor(values)
-    swapped = tensor.clone()
-    swapped[first], swapped[second] = tensor[second], tensor[first]
-    if not torch.equal(tensor.view(torch.int32), swapped.view(torch.int32)):  # NaNs of equal bits
-        assert digest(tensor) != digest(swapped)
-
-
-def test_any_two_changed_signs_change_the_digest() -> None:
-    tensor = torch.zeros(40)
-    seen = set()
-    for first, second in itertools.combinations(range(40), 2):
-        changed = tensor.clone()
-        changed[[first, second]] = -0.0
-        seen.add(digest(changed))
-    assert len(seen | {digest(tensor)}) == 1 + 40 * 39 // 2
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("count", [2, 8, 1000, 70_000])
+@pytest.mark.parametrize("count", [2, 8, pytest.param(70_000, marks=pytest.mark.slow)])
 def test_the_same_change_of_every_element_changes_the_digest(dtype: torch.dtype, count: int) -> None:
     """What software does wrong, it does to all; and like changes must not cancel each other."""
     tensor = torch.randn(count, generator=torch.Generator().manual_seed(1)).to(dtype)
@@ -102,15 +81,8 @@ def test_the_same_change_of_every_element_changes_the_digest(dtype: torch.dtype,
     assert digest(tensor) not in {digest(one) for one in others}
 
 
-def test_swapped_chunks_change_the_digest() -> None:
-    words = _digest._CHUNK_WORDS
-    tensor = bits_of(3 * words, dtype=torch.int64)
-    swapped = torch.cat([tensor[words : 2 * words], tensor[:words], tensor[2 * words :]])
-    assert digest(tensor) != digest(swapped)
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("count", [1, 2, 5, 8, 31, 300_001])
+@pytest.mark.parametrize("count", [1, 5, 8, pytest.param(300_001, marks=pytest.mark.slow)])
 def test_where_a_tensor_lies_in_memory_does_not_matter(dtype: torch.dtype, count: int) -> None:
     tensor = bits_of(count, dtype=dtype)
     for offset in (1, 2, 3):
@@ -195,26 +167,3 @@ def test_tensors_in_another_order_change_the_digest_of_their_bucket() -> None:
     tensors = [torch.randn(size) for size in (3, 5, 20_000, 7, 30_000)]
     seen = {int(bucket_digests([order])) for order in itertools.permutations(tensors)}
     assert len(seen) == 120
-
-
-def test_nothing_is_changed_drawn_or_recorded() -> None:
-    tensors = [torch.randn(70_000, requires_grad=True), torch.randn(3, requires_grad=True)]
-    versions, before = [one._version for one in tensors], [one.detach().clone() for one in tensors]
-    torch.manual_seed(1)
-    state = torch.get_rng_state()
-    _digest._of_words.cache_clear()
-    _digest._many_of_chunks.cache_clear()
-    found = [digests(tensors), bucket_digests([tensors])]
-    assert torch.equal(torch.get_rng_state(), state)
-    assert not any(one.requires_grad for one in found)
-    assert [one._version for one in tensors] == versions
-    assert all(torch.equal(one.detach(), copy) for one, copy in zip(tensors, before, strict=True))
-
-
-def test_a_default_device_is_left_alone() -> None:
-    _digest._of_words.cache_clear()
-    expected = digest(torch.ones(4))
-    _digest._of_words.cache_clear()
-    ones = torch.ones(4)
-    with torch.device("meta"):
-        assert digest(ones) == expected

@@ -1,4 +1,4 @@
-"""What repetitions of a micro-batch say: natural noise, a rank in doubt, another step, or who is wrong."""
+"""Repetitions of a micro-batch are judged: as noise, another step, or a fault of the rank that differs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def offer(
     return {"distance": distance, "repeats": repeats, "loose": list(loose), "compiled": compiled}
 
 
-def test_nothing_is_learnt_where_no_rank_could_tell() -> None:
+def test_no_noise_is_measured_where_no_rank_could_measure() -> None:
     assert measured({0: offer(None), 1: offer(None)}) is None
 
 
@@ -54,7 +54,7 @@ def test_noise_of_most_ranks_is_measured_and_the_switches_that_are_not_set_are_n
         (math.inf, False, "norms differ by up to inf"),
     ],
 )
-def test_what_does_not_resemble_the_step_is_another_one(distance: float, repeats: bool, words: str) -> None:
+def test_a_replay_unlike_the_step_is_an_error_of_replay_fn(distance: float, repeats: bool, words: str) -> None:
     with pytest.raises(ConfigError, match=rf"not the step that was trained[\s\S]*{words}"):
         measured({0: offer(distance, repeats=repeats), 1: offer(distance, repeats=repeats)})
 
@@ -102,13 +102,10 @@ def judged(*runs: tuple[int, str]) -> Judgement:
     [
         ([(0, "x"), (0, "a"), (1, "a"), (2, "a"), (1, "a")], (0,), "Rank 0 was wrong once and right once: a transient"),
         ([(0, "x"), (0, "x"), (1, "a"), (2, "a"), (1, "a")], (0,), "Rank 0 is wrong each time: a lasting fault"),
-        ([(0, "a"), (0, "a"), (1, "x"), (2, "a"), (1, "x")], (1,), "Rank 1 is wrong each time"),
-        ([(0, "a"), (0, "a"), (1, "a"), (2, "a"), (1, "x")], (1,), "Rank 1 was wrong once and right once"),
         ([(0, "x"), (0, "a"), (1, "a"), (1, "a")], (0,), "Rank 0 was wrong once and right once"),
         ([(0, "x"), (0, "a"), (0, "a")], (0,), "Rank 0 was wrong once and right once"),
-        ([(0, "x"), (0, "y"), (1, "a"), (2, "a"), (1, "a")], (0,), "Rank 0 is wrong each time"),
     ],
-    ids=["transient", "lasting", "peer", "peer once", "two ranks", "alone", "never the same"],
+    ids=["transient", "lasting", "two ranks", "alone"],
 )
 def test_what_two_ranks_agree_on_is_right(runs: list[tuple[int, str]], culprits: tuple[int, ...], words: str) -> None:
     found = judged(*runs)
@@ -117,7 +114,7 @@ def test_what_two_ranks_agree_on_is_right(runs: list[tuple[int, str]], culprits:
     assert not found.is_noise
 
 
-def test_two_ranks_that_each_repeat_themselves_are_not_told_apart() -> None:
+def test_two_ranks_that_each_repeat_themselves_have_no_culprit() -> None:
     found = judged((0, "x"), (0, "x"), (1, "a"), (1, "a"))
     assert (found.culprit_ranks, found.is_noise) == ((), False)
     assert "a third rank would have to decide" in found.text
@@ -125,7 +122,7 @@ def test_two_ranks_that_each_repeat_themselves_are_not_told_apart() -> None:
 
 
 @pytest.mark.parametrize("runs", [[(0, "x"), (0, "y"), (1, "a"), (1, "b")], [(0, "x"), (0, "y"), (0, "z")]])
-def test_runs_that_are_all_different_are_noise_and_nobodys_fault(runs: list[tuple[int, str]]) -> None:
+def test_runs_that_are_all_different_are_noise(runs: list[tuple[int, str]]) -> None:
     found = judged(*runs)
     assert (found.culprit_ranks, found.is_noise) == ((), True)
 
@@ -164,7 +161,7 @@ def test_the_table_of_cases(
     assert compiled.is_rounding == (max(results) - min(results) < NEAR)
 
 
-def test_most_steps_unlike_their_repetitions_are_nobodys_fault_and_what_one_rank_repeats_is() -> None:
+def test_most_steps_unlike_their_repetitions_are_noise_and_what_one_rank_repeats_is_a_fault() -> None:
     def found(*results: str) -> Judgement:
         runs = [Run(rank, "", result) for rank, result in zip((0, 0, 1, 2, 1), results, strict=True)]
         return judge(0, runs, str.__eq__, is_common=True)
