@@ -253,6 +253,7 @@ STOPPED = """
 """
 
 
+@pytest.mark.slow
 def test_program_is_watched_to_its_end(tmp_path: Path) -> None:
     (tmp_path / "scratch").mkdir()
     (tmp_path / "train.py").write_text(textwrap.dedent(STOPPED))

@@ -15,11 +15,9 @@ from tests import programs
 from tests.guard import recording_runs
 from tests.guard.tiers import tiers
 
-LIMIT_SEC = 120
-
 
 def ddpstats(*args: str) -> subprocess.CompletedProcess[str]:
-    return programs.run(["-m", "ddpstats", *args], timeout=LIMIT_SEC)
+    return programs.run(["-m", "ddpstats", *args])
 
 
 REDUCES = """
@@ -68,7 +66,7 @@ EARLY = """
 
 
 def test_finding_before_there_was_a_process_group_is_in_the_record(tmp_path: Path) -> None:
-    done = programs.run(["-c", textwrap.dedent(EARLY), str(tmp_path)], timeout=LIMIT_SEC)
+    done = programs.run(["-c", textwrap.dedent(EARLY), str(tmp_path)])
     assert done.returncode == 0, done.stderr
     (record,) = read_records(tmp_path)
     assert [mark.kind for mark in record.marks] == ["nonfinite"]

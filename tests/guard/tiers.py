@@ -9,6 +9,6 @@ import pytest
 
 
 def tiers(unmarked: Sequence[Any], slow: Sequence[Any]) -> list[Any]:
-    """Return all cases, those of ``slow`` with the mark of this name. A tuple is the arguments of one case."""
-    marked = [case if isinstance(case, tuple) else (case,) for case in slow]
-    return [*unmarked, *(pytest.param(*case, marks=pytest.mark.slow) for case in marked)]
+    """Return all cases, those of ``slow`` with the mark of this name. A tuple holds the arguments of one case."""
+    cases = [(case, ()) for case in unmarked] + [(case, pytest.mark.slow) for case in slow]
+    return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=marks) for case, marks in cases]
