@@ -1,4 +1,4 @@
-"""What ranks run: the verb itself, in surroundings that differ between them."""
+"""Ranks run the verb itself here, in surroundings that differ between them."""
 
 from __future__ import annotations
 
@@ -44,6 +44,6 @@ def doctor_without_rank_1(when: str, *arguments: str) -> Ended:
     return doctor(*arguments)
 
 
-if __name__ == "__main__":  # as torchrun starts it: DIR, and where each rank runs
+if __name__ == "__main__":  # arguments: DIR, and where each rank runs
     os.chdir(sys.argv[2 + int(os.environ["RANK"])])
     sys.exit(cli.main(["doctor", "--no-libraries", "--json", "--dir", sys.argv[1]]))

@@ -1,4 +1,4 @@
-"""``ddpstats doctor`` on real ranks: what differs is marked, what may differ is not, and who is missing is named."""
+"""``ddpstats doctor`` marks what differs between ranks and should not, and names the rank that does not come."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from ddpstats.doctor import facts, ranks
 from ddpstats.doctor.report import CLOCK, UNCONNECTED, Told, as_json, as_text, compared
 from ddpstats.testing import PerRank, RankDied, run_ranks
 from tests import programs
+from tests.doctor import doctor_runs
 from tests.doctor.doctor_runs import Ended, doctor, doctor_without_rank_1
 
 LIMIT_SEC = 240.0
@@ -23,7 +24,7 @@ CANNOT = "cannot write there (No such file or directory)"
 NOWHERE = "no (No such file or directory)"
 
 
-def found(ended: Ended) -> dict[str, Any]:
+def shown_by(ended: Ended) -> dict[str, Any]:
     shown: dict[str, Any] = json.loads(ended.out)
     return shown
 
@@ -31,8 +32,8 @@ def found(ended: Ended) -> dict[str, Any]:
 # -- from what ranks might tell ---------------------------------------------------------------------------------------
 
 
-def test_the_whole_text() -> None:
-    told: list[Told] = [
+def test_text_marks_differences_and_counts_them() -> None:
+    facts_by_rank: list[Told] = [
         {"place": {"host": f"h{rank}"}, "environment": {"NCCL_DEBUG": "INFO"} if rank else {}, "measured": measured}
         for rank, measured in enumerate(
             [
@@ -42,7 +43,7 @@ def test_the_whole_text() -> None:
         )
     ]
     assert (
-        as_text(compared(told))
+        as_text(compared(facts_by_rank))
         == """\
 2 ranks. What differs between them, and should not, has a ! before it.
 
@@ -65,16 +66,18 @@ measured
 
 2 differences: NCCL_DEBUG (environment), same directory (measured)"""
     )
-    assert as_json(compared(told))["environment"] == {"NCCL_DEBUG": {"marked": True, "by_rank": [None, "INFO"]}}
+    assert as_json(compared(facts_by_rank))["environment"] == {
+        "NCCL_DEBUG": {"marked": True, "by_rank": [None, "INFO"]}
+    }
 
 
 @pytest.mark.parametrize(("ahead", "error", "marked"), [(-99.0, 0.0, False), (150.0, 60.0, False), (-150.0, 1.0, True)])
-def test_a_clock_is_marked_where_it_is_certainly_off(ahead: float, error: float, marked: bool) -> None:
+def test_clock_is_marked_only_beyond_its_error(ahead: float, error: float, marked: bool) -> None:
     rows = compared([{"measured": {CLOCK: [0.0, 0.0]}}, {"measured": {CLOCK: [ahead, error]}}])
     assert [row.is_marked for row in rows] == [marked]
 
 
-def test_devices_and_hosts_may_differ_and_many_lines_are_cut() -> None:
+def test_devices_and_hosts_are_not_marked_and_long_lists_are_cut() -> None:
     names = ("host", "CUDA_VISIBLE_DEVICES")
     rows = compared([{"place": {name: str(rank) for name in names}} for rank in range(40)])
     assert not any(row.is_marked for row in rows)
@@ -89,14 +92,16 @@ def test_devices_and_hosts_may_differ_and_many_lines_are_cut() -> None:
         *(("HF_TOKEN", False), ("TORCH_HUB_TOKEN", False), ("AWS_SECRET_ACCESS_KEY", False)),
     ],
 )
-def test_which_variables_are_shown(name: str, listed: bool) -> None:
+def test_variables_of_the_launch_are_listed_but_no_secrets(name: str, listed: bool) -> None:
     assert facts._is_listed(name) is listed
 
 
 # -- real processes ---------------------------------------------------------------------------------------------------
 
 
-def test_one_process_alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_process_without_rank_is_told_how_to_compare_ranks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.delenv("RANK", raising=False)
     assert cli.main(["doctor", "--no-libraries"]) == 0
     assert "To compare ranks: torchrun --nproc-per-node 2 -m ddpstats doctor" in capsys.readouterr().out
@@ -107,7 +112,7 @@ def test_one_process_alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize(("rank", "size", "port"), [("one", "2", "29500"), ("2", "2", "29500"), ("0", "2", "")])
-def test_numbers_that_cannot_be_are_told(
+def test_impossible_rank_or_port_is_an_error(
     rank: str, size: str, port: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, value in (("RANK", rank), ("WORLD_SIZE", size), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", port)):
@@ -116,7 +121,7 @@ def test_numbers_that_cannot_be_are_told(
     assert f"RANK={rank!r}, WORLD_SIZE={size!r}, MASTER_PORT={port!r}: RANK is" in capsys.readouterr().err
 
 
-def test_rank_0_leaves_no_file_where_torchrun_ends_it(tmp_path: Path) -> None:
+def test_rank_0_removes_its_file_on_sigterm(tmp_path: Path) -> None:
     def terminated() -> None:
         with ranks._file(tmp_path) as (name, _):
             assert (tmp_path / name).is_file()
@@ -128,7 +133,7 @@ def test_rank_0_leaves_no_file_where_torchrun_ends_it(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_directory_that_cannot_be_looked_into_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_of_a_directory_is_reported_instead_of_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a mount that is stale on one host: an error there would keep the others waiting."""
     monkeypatch.setattr(ranks, "_LOOK_SEC", 0.0)
     (tmp_path / "loop").symlink_to("loop")
@@ -137,7 +142,8 @@ def test_a_directory_that_cannot_be_looked_into_is_told(tmp_path: Path, monkeypa
     assert ranks._seen(tmp_path / "loop" / "file") == "no (Too many levels of symbolic links)"
 
 
-def test_equal_ranks_under_torchrun(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_equal_ranks_under_torchrun_do_not_differ(tmp_path: Path) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "ddpstats", "doctor"]
     done = programs.run([*torchrun, "--no-libraries"], timeout=LIMIT_SEC, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -146,7 +152,7 @@ def test_equal_ranks_under_torchrun(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_differs_is_marked(tmp_path: Path) -> None:
+def test_differing_environment_directory_and_version_are_marked(tmp_path: Path) -> None:
     """Another environment, another directory, and another version of a library."""
     here, there = tmp_path / "here", tmp_path / "there"
     (there / "torcheval-9.9.dist-info").mkdir(parents=True)
@@ -164,7 +170,7 @@ def test_what_differs_is_marked(tmp_path: Path) -> None:
         timeout_sec=LIMIT_SEC,
     ).values()
     assert (first.status, other) == (1, Ended(0, "", ""))
-    shown = found(first)
+    shown = shown_by(first)
     assert shown["differences"] == [
         "place: directory",
         "versions: torcheval",
@@ -179,7 +185,8 @@ def test_what_differs_is_marked(tmp_path: Path) -> None:
     assert list(here.iterdir()) == []
 
 
-def test_gloo_that_cannot_connect_and_the_variable_that_keeps_it_from_it() -> None:
+@pytest.mark.slow
+def test_interface_that_does_not_exist_is_marked_as_unconnected() -> None:
     first, other = run_ranks(
         doctor,
         2,
@@ -188,13 +195,13 @@ def test_gloo_that_cannot_connect_and_the_variable_that_keeps_it_from_it() -> No
         timeout_sec=LIMIT_SEC,
     ).values()
     assert (first.status, other.status) == (1, 0)
-    shown = found(first)
+    shown = shown_by(first)
     assert shown["differences"] == ["environment: GLOO_SOCKET_IFNAME", f"measured: {UNCONNECTED}"]
     assert "nosuch0" in shown["measured"][UNCONNECTED]["by_rank"][1]
 
 
-@pytest.mark.parametrize("when", ["at first", "in the middle"])
-def test_a_rank_that_is_killed_is_named(when: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("when", [pytest.param("at first", marks=pytest.mark.slow), "in the middle"])
+def test_killed_rank_is_named(when: str, tmp_path: Path) -> None:
     arguments = ("--dir", str(tmp_path), "--timeout-sec", "10")
     outcomes = run_ranks(doctor_without_rank_1, 2, when, *arguments, timeout_sec=LIMIT_SEC)
     assert isinstance(outcomes[1].error, RankDied)
@@ -205,10 +212,10 @@ def test_a_rank_that_is_killed_is_named(when: str, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_directory_that_cannot_be_written_is_told() -> None:
+def test_directory_that_cannot_be_written_is_unknown() -> None:
     first, _ = run_ranks(doctor, 2, "--json", "--dir", "/proc", timeout_sec=LIMIT_SEC).values()
     assert first.status == 0
-    seen = found(first)["measured"]["same directory"]
+    seen = shown_by(first)["measured"]["same directory"]
     assert seen == {"marked": False, "value": f"unknown: {CANNOT}, inode {os.stat('/proc').st_ino}"}
 
 
@@ -225,16 +232,15 @@ def test_a_directory_that_cannot_be_written_is_told() -> None:
         ("checkpoints", None, ["directory exists"], [NOWHERE, NOWHERE]),
     ],
 )
-def test_rank_0_cannot_write_into_a_directory(
+def test_directory_that_only_rank_1_can_write_is_compared_by_inode(
     directory: str, there_is: str | None, differences: list[str], seen: list[str], tmp_path: Path
 ) -> None:
-    """Of one path on both ranks: it goes through where each runs, which for rank 0 is a place that nobody writes to."""
+    """Both ranks are given one path, which leads through where each runs: for rank 0 that is read-only."""
     if there_is is not None:
         (tmp_path / there_is).mkdir()
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "tests.doctor.doctor_runs"]
-    done = programs.run([*torchrun, f"/proc/self/cwd/{directory}", "/proc", str(tmp_path)], timeout=LIMIT_SEC)
-    assert done.returncode == 1, done.stderr
-    shown = json.loads(done.stdout)
+    ended = programs.on_ranks(doctor_runs.__file__, f"/proc/self/cwd/{directory}", "/proc", str(tmp_path))
+    assert ended.statuses == [1, 0], ended.stderr
+    shown = json.loads(ended.stdout)
     assert [name.partition(": ")[2] for name in shown["differences"]] == differences
     row = shown["measured"]["same directory"]
     for text, start in zip(row.get("by_rank") or [row["value"]] * 2, seen, strict=True):
@@ -242,7 +248,7 @@ def test_rank_0_cannot_write_into_a_directory(
     assert [path.name for path in tmp_path.rglob("*")] == [there_is] * (there_is is not None)
 
 
-def test_a_directory_that_is_none_is_marked_without_ranks(
+def test_missing_directory_is_marked_without_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)

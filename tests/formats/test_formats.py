@@ -33,7 +33,7 @@ V1 = HERE / "v1"
 NAMES = ["Tensor.sqrt.0.forward", "Module.root.Net.forward.0", "Tensor.sqrt.0.backward"]
 
 
-def test_a_bundle_of_format_1() -> None:
+def test_bundle_of_format_1_is_read() -> None:
     bundle = Bundle.open(V1 / "captures")
     manifest, part = bundle.manifest, bundle.rank_part(0)
     assert (manifest.reason, manifest.complete, manifest.ranks) == ("nonfinite", True, (0,))
@@ -45,40 +45,46 @@ def test_a_bundle_of_format_1() -> None:
     assert batch["names"] == ["a", "b"]
     assert RandomState.from_plain(micro.random).torch_cpu.dtype is torch.uint8
     assert part.gradients is not None
-    assert [math.isnan(one) for one in part.gradients["weight"].tolist()] == [False, True]
+    assert [math.isnan(value) for value in part.gradients["weight"].tolist()] == [False, True]
     assert (part.parameter_names, list(part.buffers)) == (["weight"], ["seen"])
     assert bundle.model_part(0)["parameters"]["weight"].tolist() == [2.0, 3.0]
 
 
 def dump(name: str) -> RankDump:
-    (found,) = find_ranks(V1 / name)
-    return found
+    (rank_dump,) = find_ranks(V1 / name)
+    return rank_dump
 
 
-def test_a_dump_of_format_1() -> None:
-    found = dump("dump")
-    assert (found.complete, found.task, found.level, found.step, found.rank) == (True, "tensor", "mix", 0, None)
-    entries = {entry.name: entry for entry in found.entries()}
+def test_dump_of_format_1_is_read() -> None:
+    rank_dump = dump("dump")
+    assert (rank_dump.complete, rank_dump.task, rank_dump.level, rank_dump.step, rank_dump.rank) == (
+        True,
+        "tensor",
+        "mix",
+        0,
+        None,
+    )
+    entries = {entry.name: entry for entry in rank_dump.entries()}
     assert list(entries) == NAMES
     ((path, leaf),) = entries[NAMES[0]].inputs
     assert (path, leaf.shape, leaf.max, leaf.min, leaf.nan_count) == ("input.0", (2,), 2.0, -3.0, 0)
     ((_, made),) = entries[NAMES[0]].outputs
     assert (made.nan_count, made.first_bad) == (1, (1,))
-    assert load_tensor(found, leaf).tolist() == [2.0, -3.0]
-    assert found.stack_of(NAMES[0])[1].startswith("File train.py, line 2, in step")
-    assert found.parent_of(NAMES[0]) == NAMES[1]
+    assert load_tensor(rank_dump, leaf).tolist() == [2.0, -3.0]
+    assert rank_dump.stack_of(NAMES[0])[1].startswith("File train.py, line 2, in step")
+    assert rank_dump.parent_of(NAMES[0]) == NAMES[1]
 
 
-def test_what_a_process_of_format_1_left_that_ended_inside_a_step() -> None:
-    found = dump("killed")
-    assert (found.complete, found.task) == (False, "statistics")
-    assert [entry.name for entry in found.entries()] == NAMES
-    assert found.stack_of(NAMES[0])[1].startswith("File train.py, line 2, in step")
+def test_lines_of_format_1_of_an_unfinished_step_are_read() -> None:
+    rank_dump = dump("killed")
+    assert (rank_dump.complete, rank_dump.task) == (False, "statistics")
+    assert [entry.name for entry in rank_dump.entries()] == NAMES
+    assert rank_dump.stack_of(NAMES[0])[1].startswith("File train.py, line 2, in step")
 
 
-def test_records_of_format_1() -> None:
+def test_records_of_format_1_are_read() -> None:
     records = read_records(V1 / "records")
-    assert [(one.rank, one.world_size, one.complete, one.end is not None) for one in records] == [
+    assert [(record.rank, record.world_size, record.complete, record.end is not None) for record in records] == [
         (0, 2, True, True),
         (1, 2, True, True),
     ]
@@ -89,7 +95,7 @@ def test_records_of_format_1() -> None:
     assert "tests/formats/make.py:" in finding.message
 
 
-def test_a_configuration() -> None:
+def test_configuration_is_read() -> None:
     config = read_config(V1 / "config.json")
     assert (config.ranks, config.steps, config.level) == (frozenset({0, 2, 3}), frozenset({1}), "L1")
     assert (config.names, config.summary_mode) == (("linear",), "md5")
@@ -106,7 +112,7 @@ def open_records(directory: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "said"),
+    ("version", "message"),
     [
         (2, "written by a newer ddpstats: format 2, this one reads 1; upgrade ddpstats"),
         (0, "of format 0, which is unknown: this ddpstats reads 1"),
@@ -124,8 +130,8 @@ def open_records(directory: Path) -> None:
     ],
     ids=["bundle", "dump", "lines", "record"],
 )
-def test_an_unknown_format_is_refused_by_name(
-    tmp_path: Path, files: str, key: str, read: Any, version: Any, said: str
+def test_unknown_format_is_refused_with_its_number(
+    tmp_path: Path, files: str, key: str, read: Any, version: Any, message: str
 ) -> None:
     root = tmp_path / "v1"
     shutil.copytree(V1, root)
@@ -133,12 +139,12 @@ def test_an_unknown_format_is_refused_by_name(
     rewritten(path, key, version)
     with pytest.raises(DdpstatsError) as caught:
         read(root)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert str(path) in str(caught.value)
 
 
 class Command:
-    """What pickle makes of it runs a command."""
+    """Unpickling an object of this class runs a command."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -148,20 +154,20 @@ class Command:
 
 
 @pytest.mark.parametrize("is_archive", [True, False])
-def test_a_tensor_of_a_dump_that_runs_a_command(tmp_path: Path, is_archive: bool) -> None:
+def test_dumped_tensor_whose_pickle_runs_a_command_is_refused(tmp_path: Path, is_archive: bool) -> None:
     shutil.copytree(V1 / "dump", tmp_path / "dump")
-    (found,) = find_ranks(tmp_path / "dump")
-    ((_, leaf),) = next(iter(found.entries())).inputs
+    (rank_dump,) = find_ranks(tmp_path / "dump")
+    ((_, leaf),) = next(iter(rank_dump.entries())).inputs
     assert leaf.data_name is not None
-    path, trap = found.tensor_file(leaf.data_name), tmp_path / "it ran"
+    path, trap = rank_dump.tensor_file(leaf.data_name), tmp_path / "it ran"
     torch.save(Command(trap), path, _use_new_zipfile_serialization=is_archive)
     with pytest.raises(DumpError, match="cannot be read as a tensor"):
-        load_tensor(found, leaf)
+        load_tensor(rank_dump, leaf)
     assert not trap.exists()
 
 
-def test_nothing_tells_of_a_machine() -> None:
+def test_kept_files_name_no_machine() -> None:
     for path in V1.rglob("*"):
         content = path.read_bytes() if path.is_file() else b""
-        for place in (str(HERE.parents[1]), str(Path.home()) + "/", socket.gethostname()):
-            assert place.encode() not in content, path
+        for name in (str(HERE.parents[1]), str(Path.home()) + "/", socket.gethostname()):
+            assert name.encode() not in content, path
