@@ -1,4 +1,4 @@
-"""All is well only where all was compared: what the report says of records that hold less, as text and on its page."""
+"""The report says that all is well only where everything was compared."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from ddpstats import cli
 from ddpstats.guard._records import RecordWriter, read_records
 from tests.report import records
+from tests.report.conftest import Report
 from tests.report.test_flight_recorder import dump, entry
 
 ALL_ALIKE = "All ranks issued the same collectives in the same order."
@@ -24,30 +24,25 @@ def many(directory: Path, ranks: int, *, parts: bool) -> None:
         records.write_rank(directory, rank, 2, events, max_bytes=60_000)
 
 
-def test_a_mismatch_shows_after_its_groups_description_was_dropped(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mismatch_is_found_after_description_of_group_was_dropped(tmp_path: Path, report: Report) -> None:
     many(tmp_path, 2, parts=True)
     assert min(event.seq for event in read_records(tmp_path)[0].events) > 400  # cut at least twice
-    assert cli.main(["report", str(tmp_path)]) == 1
-    said = capsys.readouterr().out
-    assert "the default group of 2 ranks do not run the same collective (number 795 of this group)" in said
-    assert ALL_ALIKE not in said
+    text = report(tmp_path, status=1)
+    assert "the default group of 2 ranks do not run the same collective (number 795 of this group)" in text
+    assert ALL_ALIKE not in text
 
 
-def test_a_rank_without_a_record_shows_as_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rank_without_record_is_named(tmp_path: Path, report: Report) -> None:
     many(tmp_path, 1, parts=False)
-    assert cli.main(["report", str(tmp_path)]) == 1
-    assert "rank 1: wrote no record" in capsys.readouterr().out
+    assert "rank 1: wrote no record" in report(tmp_path, status=1)
 
 
-def test_ranks_that_agree_still_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_agreeing_ranks_are_all_clear_after_lines_were_dropped(tmp_path: Path, report: Report) -> None:
     many(tmp_path, 2, parts=False)
-    assert cli.main(["report", str(tmp_path)]) == 0
-    assert ALL_ALIKE in capsys.readouterr().out
+    assert ALL_ALIKE in report(tmp_path, status=0)
 
 
-def test_descriptions_never_fill_a_record(tmp_path: Path) -> None:
+def test_descriptions_of_groups_never_fill_a_record(tmp_path: Path) -> None:
     """A program that makes a group in each step."""
     writer = RecordWriter(tmp_path, 0, 1, "run", 20_000)
     for number in range(1000):
@@ -61,24 +56,22 @@ def test_descriptions_never_fill_a_record(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("parts", [True, False])
-def test_a_group_that_nobody_describes_is_compared_and_told(
-    parts: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_group_without_description_is_compared_with_a_note(parts: bool, tmp_path: Path, report: Report) -> None:
     for rank in range(2):
         content = dump(entry(1), entry(2, size=5 + (rank if parts else 0)))
         content.pop("pg_config")
         (tmp_path / f"nccl_trace_rank_{rank}").write_bytes(pickle.dumps(content))
-    assert cli.main(["report", str(tmp_path)]) == parts
-    said = capsys.readouterr().out
-    assert ("What differs: the shape." in said) == parts
-    assert "group '0': nothing tells which ranks belong to it; ranks 0, 1, which used it, were compared" in said
-    assert ALL_ALIKE not in said
+    text = report(tmp_path, status=parts)
+    assert ("What differs: the shape." in text) == parts
+    assert "group '0': nothing tells which ranks belong to it; ranks 0, 1, which used it, were compared" in text
+    assert ALL_ALIKE not in text
     (tmp_path / "nccl_trace_rank_1").unlink()
-    assert cli.main(["report", str(tmp_path)]) == 1
-    assert "not compared: group '0': nothing tells which ranks belong to it, and only rank 0" in capsys.readouterr().out
+    assert "not compared: group '0': nothing tells which ranks belong to it, and only rank 0" in report(
+        tmp_path, status=1
+    )
 
 
-def test_what_a_rank_has_dropped_it_did_not_miss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dropped_collective_is_not_missing(tmp_path: Path, report: Report) -> None:
     """One collective of a small group, long ago: of one rank it is still there, and of the other not."""
     for rank in range(2):
         writer = RecordWriter(tmp_path, rank, 2, "run", 40_000)
@@ -89,6 +82,5 @@ def test_what_a_rank_has_dropped_it_did_not_miss(tmp_path: Path, capsys: pytest.
             writer.write_event(records.event(seq, "loss", rank))
         writer.write({"end": "left"})
         writer.close()
-    assert cli.main(["report", str(tmp_path)]) == 1
-    said = capsys.readouterr().out
-    assert re.findall(r"collective number (\d+) of (group \d)", said) == [("60", "group 0")]
+    text = report(tmp_path, status=1)
+    assert re.findall(r"collective number (\d+) of (group \d)", text) == [("60", "group 0")]

@@ -1,34 +1,23 @@
-"""Keys by ranks, and values by rank: which differ, of records that hold less than all, and how they are drawn."""
+"""The report names keys that ranks lack, also where records have dropped lines, and draws values by rank."""
 
 from __future__ import annotations
 
 import json
 import math
-import tempfile
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from ddpstats import cli
 from ddpstats._base.marks import Mark
 from ddpstats.guard._status import GuardFinding
-from ddpstats.report._page import _thinned
 from ddpstats.report._sources import read_timeline
 from ddpstats.report._timeline import Key
 from tests import formats
 from tests.report import records
-from tests.report.browser import Browser, browser
-from tests.report.test_page import chart, no_problem, page
-
-__all__ = ["no_problem"]  # for every test here
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Browser]:
-    with tempfile.TemporaryDirectory() as directory, browser(Path(directory)) as found:
-        yield found
+from tests.report.browser import Browser
+from tests.report.conftest import Report
+from tests.report.test_page import chart, page
 
 
 def keys_of(directory: Path) -> dict[str, Key]:
@@ -39,7 +28,7 @@ def values(seq: int, rank: int = 0, **given: float | None) -> Mark:
     return Mark("values", "train", records.BEGAN + seq * 1e-3 + rank * 1e-5, values=given)
 
 
-def test_dropped_lines_make_no_difference(tmp_path: Path) -> None:
+def test_ranks_that_dropped_different_lines_have_equal_keys(tmp_path: Path) -> None:
     """One rank's lines are longer than the other's, so their files are full at different times."""
     for rank in range(2):
         site = "train.py:31 in reduce_stats" + "_of_this_rank" * rank
@@ -55,7 +44,7 @@ def test_dropped_lines_make_no_difference(tmp_path: Path) -> None:
     assert all(of[0] == of[1] > 20 for of in counts.values()), counts
 
 
-def test_a_key_that_differs_after_what_was_dropped(tmp_path: Path) -> None:
+def test_key_that_differs_after_dropped_lines_is_found(tmp_path: Path) -> None:
     for rank in range(2):
         labels = ["other" if (rank, seq) in ((1, 700), (1, 702)) else "loss" for seq in range(1, 801)]
         events = [records.event(seq, label, rank) for seq, label in enumerate(labels, 1)]
@@ -65,7 +54,7 @@ def test_a_key_that_differs_after_what_was_dropped(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("end", "fewer"), [("left", (1,)), (None, ())])
-def test_the_last_round_may_lack_only_where_the_process_was_killed(
+def test_key_may_lack_in_last_round_of_killed_process_only(
     end: str | None, fewer: tuple[int, ...], tmp_path: Path
 ) -> None:
     for rank in range(2):
@@ -76,42 +65,29 @@ def test_the_last_round_may_lack_only_where_the_process_was_killed(
     assert [found[name].fewer for name in ("loss", "norm")] == [fewer, fewer]
 
 
-def test_a_rank_without_a_record_lacks_no_key(tmp_path: Path) -> None:
+def test_rank_without_record_lacks_no_key(tmp_path: Path) -> None:
     records.write_rank(tmp_path, 0, 2, [records.event(1, "loss")])
     assert keys_of(tmp_path)["loss"].differs is False
 
 
-def test_a_key_that_no_rank_has_is_none(tmp_path: Path) -> None:
+def test_key_without_value_on_any_rank_is_left_out(tmp_path: Path) -> None:
     for rank in range(2):
         records.write_rank(tmp_path, rank, 2, [], marks=[values(1, loss=1.0, none=None)])
     assert list(keys_of(tmp_path)) == ["loss"]
 
 
-def test_text_has_the_last_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_has_last_value_of_each_rank(tmp_path: Path, report: Report) -> None:
     for rank, last in enumerate((0.25, math.inf)):
         marks = [values(1, loss=1.0), values(2, loss=math.nan if rank else 2.0), values(3, loss=last)]
         records.write_rank(tmp_path, rank, 2, [records.event(1, "x", rank)], marks=marks)
-    assert cli.main(["report", str(tmp_path)]) == 0
-    said = capsys.readouterr().out
-    assert "'loss' (reduction 'train'):\n    rank 0: 0.25\n    rank 1: inf, 2 of 3 values not finite\n" in said
-    assert cli.main(["report", str(tmp_path), "--json"]) == 0
-    (found,) = (key for key in json.loads(capsys.readouterr().out)["keys"] if key["key"] == "loss")
+    text = report(tmp_path, status=0)
+    assert "'loss' (reduction 'train'):\n    rank 0: 0.25\n    rank 1: inf, 2 of 3 values not finite\n" in text
+    (found,) = (key for key in json.loads(report(tmp_path, "--json", status=0))["keys"] if key["key"] == "loss")
     assert [found["by_rank"][rank]["not_finite"] for rank in "01"] == [0, 2]
 
 
-def test_thinning_keeps_what_stands_out() -> None:
-    series = [(float(place), math.sin(place / 500)) for place in range(100_001)]
-    for place, value in ((1001, math.nan), (50_003, 1e9), (50_004, -1e9), (77_777, math.inf)):
-        series[place] = float(place), value
-    kept = _thinned(series)
-    assert len(kept) < 1200
-    assert [time for time, _ in kept] == sorted({time for time, _ in kept})
-    assert {series[place] for place in (0, 50_003, 50_004, 77_777, 100_000)} <= set(kept)
-    assert [time for time, value in kept if not math.isfinite(value)] == [1001.0, 77_777.0]
-    assert _thinned(series[:900]) == series[:900]
-
-
-def test_the_chart_is_within_its_picture(tmp_path: Path, chromium: Browser) -> None:
+@pytest.mark.slow
+def test_chart_keeps_peak_and_nan_inside_its_picture(tmp_path: Path, chromium: Browser) -> None:
     """Values that come long after the last collective; NaN and a peak among very many."""
     for rank in range(2):
         marks = [values(5_000 + seq, rank, loss=1.0 + seq, v=1.0) for seq in range(3_000)]
@@ -131,8 +107,9 @@ def test_the_chart_is_within_its_picture(tmp_path: Path, chromium: Browser) -> N
     assert "Of very many values some" in chromium.run("document.querySelector('#values').textContent")
 
 
-def test_the_page_says_that_all_is_well_only_where_it_is(tmp_path: Path, chromium: Browser) -> None:
-    said = "document.querySelector('#summary').textContent"
+@pytest.mark.slow
+def test_page_is_all_clear_only_where_everything_was_compared(tmp_path: Path, chromium: Browser) -> None:
+    text = "document.querySelector('#summary').textContent"
     alike, killed = tmp_path / "alike", tmp_path / "killed"
     records.write(alike, 2, 3, parts=False)
     records.write_rank(killed, 0, 2, [])
@@ -146,6 +123,6 @@ def test_the_page_says_that_all_is_well_only_where_it_is(tmp_path: Path, chromiu
         (read_timeline([Path(formats.__file__).parent / "v1" / "captures"]), False, False),
     ):
         chromium.open(page(timeline, tmp_path / "page.html"))
-        assert ("All ranks issued the same collectives" in chromium.run(said)) == all_is_well
+        assert ("All ranks issued the same collectives" in chromium.run(text)) == all_is_well
         assert chromium.run("document.title").endswith("nothing found" if nothing else "something found")
-        assert timeline.verdict in chromium.run(said)
+        assert timeline.verdict in chromium.run(text)

@@ -1,44 +1,26 @@
-"""The page in a real Chromium: what it shows, by keys, in the dark, with many events, and what strangers wrote."""
+"""The page shows divergence, keys and values in a real Chromium, by keyboard too, and runs no foreign text."""
 
 from __future__ import annotations
 
 import base64
 import json
 import struct
-import tempfile
 import zlib
 from array import array
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from ddpstats import cli
 from ddpstats._base.marks import Mark
 from ddpstats.report._page import page_of
 from ddpstats.report._sources import read_timeline
-from ddpstats.report._timeline import Lane, Timeline
+from ddpstats.report._timeline import Timeline
 from tests.report import records
-from tests.report.browser import Browser, browser
+from tests.report.browser import Browser
+from tests.report.conftest import Report
 
 HOSTILE = "</script><img src=x onerror=alert(1)>{{data}}\u2028\ud800"
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Browser]:
-    with tempfile.TemporaryDirectory() as directory, browser(Path(directory)) as found:
-        yield found
-
-
-@pytest.fixture(autouse=True)
-def no_problem(request: pytest.FixtureRequest) -> Iterator[None]:
-    """No console error, and nothing asked for but the page itself."""
-    yield
-    if "chromium" in request.fixturenames:
-        found: Browser = request.getfixturevalue("chromium")
-        assert found.problems == []
-        assert [url for url in found.requests if not url.startswith("file:///")] == []
 
 
 def page(timeline: Timeline, path: Path, text: str = "") -> Path:
@@ -52,18 +34,10 @@ def chart(chromium: Browser, key: str) -> None:
     chromium.run(f"[...document.querySelectorAll('#keys button')].find(one => {of_values}).click()")
 
 
-def drawn_ms(chromium: Browser, key: str) -> float:
-    """The quickest of some frames: other programs keep this machine busy."""
-    found = []
-    for _ in range(30):
-        chromium.press(key)
-        found.append(float(chromium.run("document.querySelector('#lanes').dataset.drawMs")))
-    return min(found)
-
-
-def test_the_seeds_mismatch_is_visible(tmp_path: Path, chromium: Browser, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.slow
+def test_page_shows_first_divergence_keys_and_values(tmp_path: Path, chromium: Browser, report: Report) -> None:
     records.write(tmp_path, 4, 30)
-    assert cli.main(["report", str(tmp_path), "--html", str(tmp_path / "page.html")]) == 1
+    report(tmp_path, "--html", str(tmp_path / "page.html"), status=1)
     chromium.open(tmp_path / "page.html")
     shown = chromium.run("document.body.innerText")
     for words in ("'snr_loss'", "train.py:34 in reduce_stats", "dist.all_reduce(stats[key])", "Here the ranks part."):
@@ -81,7 +55,8 @@ def test_the_seeds_mismatch_is_visible(tmp_path: Path, chromium: Browser, capsys
     chromium.screenshot(tmp_path / "light.png", whole=True)
 
 
-def test_all_of_it_by_keys(tmp_path: Path, chromium: Browser) -> None:
+@pytest.mark.slow
+def test_page_is_driven_by_keyboard_in_dark_mode(tmp_path: Path, chromium: Browser) -> None:
     chromium.open(page(read_timeline([records.write(tmp_path, 4, 30)]), tmp_path / "page.html"), dark=True)
     said = "document.querySelector('#said').textContent"
     assert chromium.run("getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 26)"
@@ -104,7 +79,8 @@ def test_all_of_it_by_keys(tmp_path: Path, chromium: Browser) -> None:
     assert "search" in chromium.run("document.querySelector('#help').innerText")
 
 
-def test_what_strangers_wrote_stays_text(tmp_path: Path, chromium: Browser) -> None:
+@pytest.mark.slow
+def test_foreign_text_stays_text(tmp_path: Path, chromium: Browser) -> None:
     """In every field that can hold text, and in the text below."""
     timeline = read_timeline([records.write(tmp_path, 2, 2)])
     of_strangers = replace(
@@ -130,28 +106,7 @@ def test_what_strangers_wrote_stays_text(tmp_path: Path, chromium: Browser) -> N
     assert chromium.run("document.querySelector('#findings pre').textContent").startswith("</script><img")
 
 
-def test_frames_do_not_grow_with_the_events(tmp_path: Path, chromium: Browser) -> None:
-    """At most one mark is drawn for a pixel, however many events it stands for."""
-    small = read_timeline([records.write(tmp_path, 2, 20, parts=False)])
-
-    def of(count: int) -> Timeline:
-        times = array("d", (small.began + place / count for place in range(count)))
-        lanes = [
-            Lane(rank, times, array("L", [0, 1]) * (count // 2), array("Q", range(1, count + 1)), True, "")
-            for rank in range(8)
-        ]
-        return replace(small, lanes=lanes, marks=[], keys=[], ended=small.began + 1)
-
-    took = []
-    for count in (2_000, 50_000):
-        chromium.open(page(of(count), tmp_path / f"{count}.html"))
-        took.append((drawn_ms(chromium, "0"), drawn_ms(chromium, "+"), drawn_ms(chromium, "ArrowRight")))
-        assert chromium.run("document.querySelector('#shown').textContent") == f"{8 * count:,} events"
-    for few, many in zip(*took, strict=True):
-        assert many < 5 * max(few, 2.0), took
-
-
-def test_the_columns_are_what_they_say(tmp_path: Path) -> None:
+def test_columns_of_page_hold_times_calls_and_steps(tmp_path: Path) -> None:
     """The layout, as the page's script reads it; pauses of hours fit as well."""
     timeline = read_timeline([records.write(tmp_path, 2, 3)])
     late = array("d", [*timeline.lanes[0].times[:-1], timeline.began + 9e4])

@@ -1,11 +1,9 @@
-"""The page in a real Chromium: which event it opens on and goes to, by clocks apart, pointer, buttons and filters."""
+"""The page opens on the first finding, and pointer, buttons and filters go where they say, in a real Chromium."""
 
 from __future__ import annotations
 
-import tempfile
 import time
 from array import array
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,20 +13,14 @@ from ddpstats._base.marks import Mark
 from ddpstats.report._sources import read_timeline
 from ddpstats.report._timeline import Lane
 from tests.report import records
-from tests.report.browser import Browser, browser
-from tests.report.test_page import no_problem, page
+from tests.report.browser import Browser
+from tests.report.test_page import page
 
-__all__ = ["no_problem"]  # for every test here
+pytestmark = pytest.mark.slow  # each test needs Chromium
 
 SAID = "document.querySelector('#said').textContent"
 MIDDLE = "(view.from + view.to) / 2"
 SPAN = "view.to - view.from"
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Browser]:
-    with tempfile.TemporaryDirectory() as directory, browser(Path(directory)) as found:
-        yield found
 
 
 def parting(directory: Path, *, late_sec: float, clock_sec: float) -> Path:
@@ -46,7 +38,9 @@ def parting(directory: Path, *, late_sec: float, clock_sec: float) -> Path:
 @pytest.mark.parametrize(
     ("late_sec", "clock_sec"), [(0.0, 0.0), (0.04, 0.0), (2.0, 0.0), (0.0, 3600.0), (0.0, -3600.0)]
 )
-def test_it_opens_on_the_divergence(late_sec: float, clock_sec: float, tmp_path: Path, chromium: Browser) -> None:
+def test_page_opens_on_divergence_whatever_clocks_show(
+    late_sec: float, clock_sec: float, tmp_path: Path, chromium: Browser
+) -> None:
     """Whatever time the other ranks' clocks show."""
     timeline = read_timeline([parting(tmp_path, late_sec=late_sec, clock_sec=clock_sec)])
     chromium.open(page(timeline, tmp_path / "page.html"))
@@ -70,7 +64,7 @@ def test_it_opens_on_the_divergence(late_sec: float, clock_sec: float, tmp_path:
     assert is_there()
 
 
-def test_it_goes_to_a_rank_that_is_missing(tmp_path: Path, chromium: Browser) -> None:
+def test_page_opens_on_missing_rank_of_second_guard(tmp_path: Path, chromium: Browser) -> None:
     """And to the right one of two guards, whose numbers begin again."""
     for rank in range(2):
         first = [records.event(seq, "loss", rank) for seq in range(1, 9)]
@@ -81,14 +75,14 @@ def test_it_goes_to_a_rank_that_is_missing(tmp_path: Path, chromium: Browser) ->
     assert chromium.run("picked") == [0, 15]
 
 
-def test_a_key_leads_to_its_first_event(tmp_path: Path, chromium: Browser) -> None:
+def test_click_on_key_goes_to_its_first_event(tmp_path: Path, chromium: Browser) -> None:
     chromium.open(page(read_timeline([records.write(tmp_path, 2, 30)]), tmp_path / "page.html"))
     chromium.run("$('group').value = '0'; $('group').onchange()")
     chromium.run("[...document.querySelectorAll('#keys button')].find(one => one.textContent === 'snr_loss').click()")
     assert chromium.run(SAID).startswith("rank 1, number 60 of")
 
 
-def test_by_pointer(tmp_path: Path, chromium: Browser) -> None:
+def test_drag_wheel_and_click_move_zoom_and_choose(tmp_path: Path, chromium: Browser) -> None:
     """Drag, wheel and clicks; to drag is not to choose."""
     chromium.open(page(read_timeline([records.write(tmp_path, 4, 30)]), tmp_path / "page.html"))
     chromium.press("Escape", "0", "+", "+", "+")
@@ -113,7 +107,7 @@ def test_by_pointer(tmp_path: Path, chromium: Browser) -> None:
     assert chromium.run(SAID).startswith(f"rank 1, number {event + 1} of")
 
 
-def test_buttons_and_the_group_filter(tmp_path: Path, chromium: Browser) -> None:
+def test_buttons_zoom_and_group_filter_hides_events(tmp_path: Path, chromium: Browser) -> None:
     for rank in range(2):
         events = [records.event(seq, "loss", rank, group=name) for seq in range(1, 11) for name in ("0", "1")]
         records.write_rank(tmp_path, rank, 2, events)
@@ -132,7 +126,7 @@ def test_buttons_and_the_group_filter(tmp_path: Path, chromium: Browser) -> None
     assert chromium.run("[...lanes[0].shown].every(event => calls[lanes[0].call[event]].group === 1)") is True
 
 
-def test_a_large_run_opens(tmp_path: Path, chromium: Browser) -> None:
+def test_page_of_6_million_events_opens(tmp_path: Path, chromium: Browser) -> None:
     """64 ranks with 100,000 events each, about what their records hold."""
     small = read_timeline([records.write(tmp_path, 2, 20, parts=False)])
     count = 100_000

@@ -1,4 +1,4 @@
-"""``ddpstats report``: real ranks, and what their records become: text, JSON, a trace."""
+"""``ddpstats report`` turns records of ranks, dumps and bundles into text, JSON and a trace."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from ddpstats import cli
 from ddpstats._base.marks import Mark
 from ddpstats.capture._manifest import read_manifest
 from ddpstats.guard._events import Event, Evidence
@@ -21,6 +20,7 @@ from ddpstats.report._sources import read_timeline
 from ddpstats.testing import run_ranks
 from tests.formats.make import NAMES
 from tests.report import records, runs
+from tests.report.conftest import Report
 
 FORMATS = Path(__file__).parents[1] / "formats" / "v1"
 
@@ -33,11 +33,9 @@ def parted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_text_and_json_have_the_same(parted: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["report", str(parted)]) == 1
-    text = capsys.readouterr().out
-    assert cli.main(["report", str(parted), "--json"]) == 1
-    found = json.loads(capsys.readouterr().out)
+def test_text_and_json_of_real_ranks_have_the_same(parted: Path, report: Report) -> None:
+    text = report(parted, status=1)
+    found = json.loads(report(parted, "--json", status=1))
     assert found["findings"][0]["message"] in text
     assert f" of the run of {datetime.fromtimestamp(found['began'], timezone.utc):%Y-%m-%d %H:%M:%S} UTC:" in text
     both = found["findings"][0]["by_rank"]
@@ -61,7 +59,7 @@ def test_text_and_json_have_the_same(parted: Path, capsys: pytest.CaptureFixture
     assert [values[rank]["series"][0][1] for rank in "01"] == [0.0, 1.0]
 
 
-def test_the_flight_recorder_adds_to_the_records(parted: Path) -> None:
+def test_flight_recorder_adds_states_to_records(parted: Path) -> None:
     timeline = read_timeline([parted])
     for lane in timeline.lanes:
         ops = [timeline.calls[call].op for call in lane.calls]
@@ -70,7 +68,7 @@ def test_the_flight_recorder_adds_to_the_records(parted: Path) -> None:
         assert {span.state for span in lane.spans.values()} <= {"scheduled", "started", "completed"}
 
 
-def test_flight_recorder_dumps_alone(parted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_flight_recorder_dumps_alone_are_compared(parted: Path, tmp_path: Path, report: Report) -> None:
     for rank in range(2):
         name = f"fr_trace_rank_{rank}"
         (tmp_path / name).write_bytes((parted / name).read_bytes())
@@ -79,12 +77,11 @@ def test_flight_recorder_dumps_alone(parted: Path, tmp_path: Path, capsys: pytes
     assert timeline.groups["0"].ranks == (0, 1)
     sites = [call.site for call in timeline.calls if call.group == "0"]
     assert all("runs.py" in site for site in sites), sites
-    assert cli.main(["report", str(tmp_path)]) == 0
-    assert "read from Flight Recorder dumps" in capsys.readouterr().out
+    assert "read from Flight Recorder dumps" in report(tmp_path, status=0)
 
 
-def test_the_trace_joins_what_belongs_together(parted: Path, tmp_path: Path) -> None:
-    assert cli.main(["report", str(parted), "--perfetto", str(tmp_path / "trace.json")]) == 1
+def test_trace_has_arrows_between_matched_collectives(parted: Path, tmp_path: Path, report: Report) -> None:
+    report(parted, "--perfetto", str(tmp_path / "trace.json"), status=1)
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     of: dict[str, list[dict[str, Any]]] = {}
     for event in events:
@@ -103,15 +100,14 @@ def test_the_trace_joins_what_belongs_together(parted: Path, tmp_path: Path) -> 
     assert sorted((event["cat"], event["tid"]) for event in of["i"]) == [("finding", 0), ("finding", 1), ("mark", 1)]
 
 
-def test_a_file_that_only_sounds_like_a_dump(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_file_named_like_a_dump_is_left_out_with_a_note(tmp_path: Path, report: Report) -> None:
     records.write(tmp_path, 2, 1, parts=False)
     (tmp_path / "metrics_rank_0.json").write_text("{}")
-    assert cli.main(["report", str(tmp_path)]) == 0
-    assert "note: Flight Recorder dumps are left out: " in capsys.readouterr().out
+    assert "note: Flight Recorder dumps are left out: " in report(tmp_path, status=0)
 
 
 @pytest.mark.parametrize("time", [math.inf, math.nan, -1.0])
-def test_what_has_no_time_is_no_event(time: float) -> None:
+def test_event_without_finite_time_is_refused(time: float) -> None:
     """A browser could not read it."""
     with pytest.raises(ValueError, match="not a record of a collective"):
         Event.from_dict({**records.event(1, None).as_dict(), "time": time})
@@ -143,9 +139,7 @@ def test_messages_pair_within_their_group(tmp_path: Path) -> None:
     assert read_timeline([tmp_path]).messages == [(0, 0, 1, 2)]
 
 
-def test_messages_of_which_older_ones_were_dropped_are_not_compared(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_messages_of_which_older_ones_were_dropped_are_not_compared(tmp_path: Path, report: Report) -> None:
     """Nobody knows which of a rank's sends is the first that is left of the other's receives."""
     for rank, op in enumerate(("send", "recv")):
         alike = [
@@ -157,38 +151,33 @@ def test_messages_of_which_older_ones_were_dropped_are_not_compared(
             for number, one in enumerate(alike)
         ]
         records.write_rank(tmp_path, rank, 2, events, max_bytes=20_000)
-    assert cli.main(["report", str(tmp_path)]) == 1
-    said = capsys.readouterr().out
-    assert "a message is not what its receiver expects" not in said
-    assert "not compared: messages of ranks 0, 1: older ones were dropped, and nobody can count them" in said
+    text = report(tmp_path, status=1)
+    assert "a message is not what its receiver expects" not in text
+    assert "not compared: messages of ranks 0, 1: older ones were dropped, and nobody can count them" in text
 
 
-def test_bundles_and_dumps_are_on_the_same_axis(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bundles_and_dumps_become_marks(report: Report) -> None:
     places = [str(FORMATS / NAMES[name]) for name in ("records", "bundle", "dump")]
-    assert cli.main(["report", *places, "--json"]) == 1
-    marks = json.loads(capsys.readouterr().out)["marks"]
+    marks = json.loads(report(*places, "--json", status=1))["marks"]
     assert sorted((mark["mark"], mark["step"], mark["ranks"]) for mark in marks) == [
         ("dump", 0, [0]),
         ("nonfinite", 0, [0]),
     ]
-    assert cli.main(["report", places[1]]) == 1
-    assert capsys.readouterr().out.startswith("No record of collectives.\n")
+    assert report(places[1], status=1).startswith("No record of collectives.\n")
 
 
-def test_what_a_record_says_of_when_wins_over_a_bundle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_time_of_record_wins_over_time_of_bundle(tmp_path: Path, report: Report) -> None:
     """The bundle has whole seconds, as all had once."""
     bundle = FORMATS / NAMES["bundle"]
     manifest = read_manifest(next(bundle.iterdir()))
     second = datetime.fromisoformat(manifest.created_utc).timestamp()
     mark = Mark("nonfinite", "a verdict", second + 0.2435, manifest.step, manifest.culprit_ranks)
     records.write_rank(tmp_path, 0, 1, [records.event(1, "loss")], marks=[mark])
-    assert cli.main(["report", str(tmp_path), str(bundle)]) == 1
-    assert re.findall(r"(\S+)  nonfinite on", capsys.readouterr().out) == ["20:52:55.243"]
-    assert cli.main(["report", str(bundle)]) == 1
-    assert "\n20:52:55  nonfinite on" in capsys.readouterr().out
+    assert re.findall(r"(\S+)  nonfinite on", report(tmp_path, bundle, status=1)) == ["20:52:55.243"]
+    assert "\n20:52:55  nonfinite on" in report(bundle, status=1)
 
 
-def test_a_mark_is_what_it_was(tmp_path: Path) -> None:
+def test_mark_is_read_as_written(tmp_path: Path) -> None:
     values = {"a": 1.0, "b": math.inf, "c": -math.inf, "d": None, "e": math.nan, "f": 1.7e308, "g": -1e302}
     told = Mark("values", "train", 5.5, None, (), values)
     writer = RecordWriter(tmp_path, 0, 1, "run")
@@ -202,12 +191,12 @@ def test_a_mark_is_what_it_was(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", ["1e999", "1" + "0" * 400, "[1]", '"1"'])
-def test_what_is_no_number_is_no_value(value: str) -> None:
+def test_mark_whose_value_is_no_number_is_refused(value: str) -> None:
     with pytest.raises(ValueError, match="a mark whose value is no number"):
         Mark.from_dict({"mark": "values", "time": 1.0, "values": {"loss": json.loads(value)}})
 
 
-def test_events_that_are_alike_are_read_as_if_each_stood_alone(tmp_path: Path) -> None:
+def test_equal_lines_of_different_events_are_read_independently(tmp_path: Path) -> None:
     """Evidence leans on that of the event before: equal lines may stand for unequal events."""
     names = [("a", "b"), ("a", "b"), ("c",), ("a", "b"), ("c",), ("c",)] * 3
     given = [
@@ -221,7 +210,6 @@ def test_events_that_are_alike_are_read_as_if_each_stood_alone(tmp_path: Path) -
     assert list(read_records(tmp_path)[0].events) == given
 
 
-def test_a_file_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_page_in_missing_directory_is_an_error(tmp_path: Path, report: Report) -> None:
     records.write(tmp_path, 2, 1)
-    assert cli.main(["report", str(tmp_path), "--html", str(tmp_path / "nowhere" / "x.html")]) == 2
-    assert "there is no directory" in capsys.readouterr().err
+    assert "there is no directory" in report(tmp_path, "--html", str(tmp_path / "nowhere" / "x.html"), status=2)

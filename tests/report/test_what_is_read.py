@@ -1,4 +1,4 @@
-"""Which files of which directories become a report, which are left out and named, and which are refused."""
+"""The report reads all directories of a run, and names each file that it leaves out or refuses."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from ddpstats import cli
 from ddpstats._base.marks import Mark
 from ddpstats.guard._records import RecordWriter
 from tests.report import records
+from tests.report.conftest import Report
 from tests.report.test_flight_recorder import dump, entry
 
 
@@ -30,87 +30,76 @@ def apart(directory: Path, ranks: int = 2) -> list[str]:
     return places
 
 
-def error_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    assert cli.main(["report", *arguments]) == 2
-    return capsys.readouterr().err
-
-
-def test_hosts_are_read_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_directories_of_hosts_are_read_together(tmp_path: Path, report: Report) -> None:
     places = apart(tmp_path)
     older = RecordWriter(places[1], 3, 4, "older")
     older.close()
     content = (tmp_path / "host1" / "rank3.jsonl").read_text()
     (tmp_path / "host1" / "rank3.jsonl").write_text(content.replace(str(json.loads(content)["time"]), "5.0"))
-    assert cli.main(["report", *places, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(report(*places, "--json", status=0))
     assert [(rank["rank"], rank["collectives"]) for rank in found["ranks"]] == [(0, 2), (1, 2)]
     assert found["world_size"] == 2
-    assert cli.main(["report", places[0], places[0] + "/", places[1]]) == 0  # one of them twice
+    report(places[0], places[0] + "/", places[1], status=0)  # one of them twice
 
 
-def test_a_rank_that_is_there_twice_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_records_of_a_rank_are_refused(tmp_path: Path, report: Report) -> None:
     places = apart(tmp_path)
     shutil.copy(tmp_path / "host0" / "rank0.jsonl", tmp_path / "host1")
-    said = error_of(places, capsys)
-    assert all(f"{place}/rank0.jsonl" in said for place in places)
+    text = report(*places, status=2)
+    assert all(f"{place}/rank0.jsonl" in text for place in places)
     for place in places:
         (Path(place) / "nccl_trace_rank_1").write_bytes(pickle.dumps(dump(entry(1))))
         for path in Path(place).glob("*.jsonl"):
             path.unlink()
-    said = error_of(places, capsys)
-    assert all(f"{place}/nccl_trace_rank_1" in said for place in places)
+    text = report(*places, status=2)
+    assert all(f"{place}/nccl_trace_rank_1" in text for place in places)
 
 
-def test_a_copy_under_another_name_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_record_under_other_name_is_left_out(tmp_path: Path, report: Report) -> None:
     records.write(tmp_path, 2, 1, parts=False)
     for name in ("rank1 (copy).jsonl", "rank2.jsonl"):
         shutil.copy(tmp_path / "rank1.jsonl", tmp_path / name)
-    assert cli.main(["report", str(tmp_path)]) == 0
-    said = capsys.readouterr().out
-    assert said.startswith("2 of 2 ranks left a record of the run of 20")
-    assert "rank1 (copy).jsonl is left out: the record of a rank is called rank<number>.jsonl" in said
-    assert "rank2.jsonl is left out: it is a record of rank 1" in said
+    text = report(tmp_path, status=0)
+    assert text.startswith("2 of 2 ranks left a record of the run of 20")
+    assert "rank1 (copy).jsonl is left out: the record of a rank is called rank<number>.jsonl" in text
+    assert "rank2.jsonl is left out: it is a record of rank 1" in text
 
 
 @pytest.mark.parametrize("size", [0, 20])
-def test_a_rank_that_had_just_begun_is_left_out(size: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_record_without_whole_line_is_left_out(size: int, tmp_path: Path, report: Report) -> None:
     records.write(tmp_path, 2, 3)
     os.truncate(tmp_path / "rank1.jsonl", size)
-    assert cli.main(["report", str(tmp_path)]) == 1
-    said = capsys.readouterr().out
-    assert "rank1.jsonl is left out: the process had not written a whole line when it ended" in said
-    assert "rank 1: wrote no record" in said
+    text = report(tmp_path, status=1)
+    assert "rank1.jsonl is left out: the process had not written a whole line when it ended" in text
+    assert "rank 1: wrote no record" in text
     os.truncate(tmp_path / "rank0.jsonl", size)
-    assert "rank0.jsonl is left out: " in error_of([str(tmp_path)], capsys)
+    assert "rank0.jsonl is left out: " in report(tmp_path, status=2)
 
 
-def test_a_rank_that_was_killed_between_its_two_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rank_killed_between_its_two_files_keeps_the_older(tmp_path: Path, report: Report) -> None:
     """The older one has all that there is, and nobody knows whether there was another before it."""
     records.write(tmp_path, 2, 3)
     (tmp_path / "rank1.jsonl").rename(tmp_path / "rank1.old.jsonl")
-    assert cli.main(["report", str(tmp_path)]) == 1
-    said = capsys.readouterr().out
-    assert "  rank 1: 6 collectives (the newest; older ones were dropped)" in said
-    assert "'snr_loss'" in said
+    text = report(tmp_path, status=1)
+    assert "  rank 1: 6 collectives (the newest; older ones were dropped)" in text
+    assert "'snr_loss'" in text
 
 
-def test_a_damaged_bundle_is_left_out_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_bundle_is_left_out_and_named(tmp_path: Path, report: Report) -> None:
     records.write(tmp_path, 2, 1, parts=False)
     kept = next((Path(__file__).parents[1] / "formats" / "v1" / "captures").iterdir())
     bundle = shutil.copytree(kept, tmp_path / kept.name)
     (bundle / "MANIFEST.json").write_text("{")
-    assert cli.main(["report", str(tmp_path)]) == 0
-    assert f"note: {bundle.name} is left out: " in capsys.readouterr().out
+    assert f"note: {bundle.name} is left out: " in report(tmp_path, status=0)
 
 
-def test_of_very_many_the_rest_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_long_lists_are_cut_and_counted(tmp_path: Path, report: Report) -> None:
     for rank in (0, 1):
         events = [records.event(seq, f"key {seq} of rank {rank}", rank) for seq in range(1, 11)]
         alarms = [Mark("sentinel", "far from normal", records.BEGAN + step, step, (rank,)) for step in range(10)]
         values = Mark("values", "train", records.BEGAN, values={f"path {number}": 1.0 for number in range(18)})
         records.write_rank(tmp_path, rank, 2, events, marks=[*alarms, values])
-    assert cli.main(["report", str(tmp_path)]) == 1
-    text = capsys.readouterr().out
+    text = report(tmp_path, status=1)
     assert text.count("sentinel on rank") == 16
     assert "\nand 4 more, which --json has\n" in text
     told = re.findall(r"and (\d+) more, which --json and --html have", text)
@@ -118,26 +107,24 @@ def test_of_very_many_the_rest_is_counted(tmp_path: Path, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize(
-    ("end", "said"),
+    ("end", "text"),
     [
         ("left", ""),
         ("KeyboardInterrupt", "left by KeyboardInterrupt"),
         (None, "its record ends without a word: the process was killed, hangs, or still runs"),
     ],
 )
-def test_how_a_rank_left_is_told(
-    end: str | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_end_of_rank_is_shown(end: str | None, text: str, tmp_path: Path, report: Report) -> None:
     for rank, how in enumerate(("left", end)):
         records.write_rank(tmp_path, rank, 2, [records.event(1, "loss", rank)], end=how)
-    assert cli.main(["report", str(tmp_path)]) == 0
-    assert f"  rank 0: 1 collectives\n  rank 1: 1 collectives{'; ' if said else ''}{said}\n" in capsys.readouterr().out
-    assert cli.main(["report", str(tmp_path), "--json"]) == 0
-    assert [rank["end"] for rank in json.loads(capsys.readouterr().out)["ranks"]] == ["", said]
+    assert f"  rank 0: 1 collectives\n  rank 1: 1 collectives{'; ' if text else ''}{text}\n" in report(
+        tmp_path, status=0
+    )
+    assert [rank["end"] for rank in json.loads(report(tmp_path, "--json", status=0))["ranks"]] == ["", text]
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "text"),
     [
         (lambda path: path.symlink_to("/etc/passwd"), "line 1: .*rank1.jsonl is a link to /etc/passwd"),
         (lambda path: path.symlink_to("/nowhere"), "there is no such file: .*rank1.jsonl, a link to /nowhere"),
@@ -145,18 +132,18 @@ def test_how_a_rank_left_is_told(
     ],
     ids=["link", "dangling", "directory"],
 )
-def test_what_is_no_record_is_named(
-    make: Callable[[Path], Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_link_or_directory_as_record_is_refused_by_name(
+    make: Callable[[Path], Any], text: str, tmp_path: Path, report: Report
 ) -> None:
     records.write(tmp_path, 1, 1)
     make(tmp_path / "rank1.jsonl")
-    told = error_of([str(tmp_path)], capsys)
+    told = report(tmp_path, status=2)
     assert "Errno" not in told
-    assert re.search(said, told)
+    assert re.search(text, told)
 
 
-def test_a_directory_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "there is no such directory" in error_of([str(tmp_path / "nowhere")], capsys)
+def test_directory_that_does_not_exist_is_named(tmp_path: Path, report: Report) -> None:
+    assert "there is no such directory" in report(tmp_path / "nowhere", status=2)
     (tmp_path / "file").write_text("")
-    assert "is a file: give the directory that it is in" in error_of([str(tmp_path / "file")], capsys)
-    assert "holds no rank*.jsonl" in error_of([str(tmp_path)], capsys)
+    assert "is a file: give the directory that it is in" in report(tmp_path / "file", status=2)
+    assert "holds no rank*.jsonl" in report(tmp_path, status=2)
