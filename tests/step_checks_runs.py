@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import re
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -29,7 +28,9 @@ from ddpstats import (
 )
 from ddpstats.guard import _exchange
 from ddpstats.testing import count_collectives, die
+from tests import training
 from tests.capture.capture_runs import Unreadable
+from tests.training import batch_of, rank
 
 EVERY = ("guard", "capture", "sentinel")
 FAULTY_STEP, FAULTY_RANK = 2, 1
@@ -70,14 +71,8 @@ class Outcome:
 
 
 def model_of(wrap: str) -> nn.Module:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Dropout(0.2), nn.Linear(8, 8), nn.LayerNorm(8))
+    model = training.make_model()
     return model if wrap == "alone" else DistributedDataParallel(model)
-
-
-def batch_of(step: int, micro: int) -> Tensor:
-    generator = torch.Generator().manual_seed(1000 * step + 100 * _rank() + micro)
-    return torch.randn(4, 6, generator=generator)
 
 
 def train(plan: Plan) -> Outcome:
@@ -85,7 +80,7 @@ def train(plan: Plan) -> Outcome:
     outcome = Outcome()
     model = model_of(plan.wrap)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    torch.manual_seed(100 + _rank())
+    torch.manual_seed(100 + rank())
     with contextlib.ExitStack() as stack:
         if plan.over_the_store:
             stack.enter_context(mock.patch.object(_exchange._Shared, "of", side_effect=OSError("none here")))
@@ -173,18 +168,17 @@ class Checks:
 
 
 def _backward(plan: Plan, checks: Checks, model: nn.Module, step: int) -> None:
-    is_bad = step == FAULTY_STEP and _rank() == FAULTY_RANK
+    is_bad = step == FAULTY_STEP and rank() == FAULTY_RANK
     for micro in range(plan.micro_batches):
         batch = batch_of(step, micro)
         if is_bad and "nan" in plan.faults:
-            batch[1, 2] = torch.nan
+            batch["x"][1, 2] = torch.nan
         with contextlib.ExitStack() as stack:
             for part in (checks.capture, checks.sentinel):
                 if part is not None:
                     stack.enter_context(part.micro_batch(batch))
-            if isinstance(model, DistributedDataParallel) and micro < plan.micro_batches - 1:
-                stack.enter_context(model.no_sync())
-            loss = (model(batch) * torch.arange(8.0)).square().mean()
+            stack.enter_context(training.syncing(model, micro == plan.micro_batches - 1))
+            loss = training.loss_of(model, batch)
             (loss * 1e12 if is_bad and "huge" in plan.faults else loss).backward()
     if is_bad and "flip" in plan.faults:
         with torch.no_grad():
@@ -199,10 +193,6 @@ def _reduce(plan: Plan, is_bad: bool) -> None:
     dist.all_reduce(torch.ones(1), op=op)
     with ddpstats.label("b" if is_bad and "label" in plan.faults else "a"):
         dist.all_reduce(torch.ones(1))
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def _error(error: Exception) -> tuple[str, str]:
@@ -240,7 +230,7 @@ def unlike(dirpath: str, how: str) -> tuple[tuple[str, str], bool]:
         together.step()
         model.zero_grad()
         _backward(plan, checks, model, 1)
-        if _rank() != FAULTY_RANK:
+        if rank() != FAULTY_RANK:
             found = heard(together.step)
         elif how == "another part":
             found = heard(StepChecks(capture=checks.capture).step)
@@ -255,6 +245,10 @@ def unlike(dirpath: str, how: str) -> tuple[tuple[str, str], bool]:
             assert checks.sentinel is not None
             with checks.sentinel.micro_batch(batch_of(1, 1)):
                 found = heard(together.step)
+        elif how == "closed":
+            assert checks.sentinel is not None
+            checks.sentinel.close()
+            found = heard(together.step)
         elif how == "a step that is none":
             found = heard(lambda: together.step(step=-1))
         elif how == "a gradient that cannot be read":
@@ -266,7 +260,7 @@ def unlike(dirpath: str, how: str) -> tuple[tuple[str, str], bool]:
         else:
             raise AssertionError(how)
         ok = True
-        for step in range(2, 5):  # with digests in one of them, on all ranks the same
+        for step in range(2, 2 if how == "closed" else 5):  # with digests in one of them, on all ranks the same
             model.zero_grad()
             _backward(plan, checks, model, step)
             ok = together.step().ok and ok
@@ -283,7 +277,7 @@ def raises_in_its_micro_batch(dirpath: str) -> tuple[str, str]:
         checks.together.step()
         try:
             with checks.capture.micro_batch(batch_of(1, 0)):
-                if _rank() == FAULTY_RANK:
+                if rank() == FAULTY_RANK:
                     raise ValueError("label 17 of 3")
         except ValueError as error:
             return type(error).__name__, str(error)
@@ -294,7 +288,7 @@ def scaled(dirpath: str, together: bool) -> list[tuple[str, bool, int]]:
     """Under a GradScaler whose scale is too large at first; rank 1 has no batch in the last step."""
     model = model_of("alone")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**123, growth_interval=1000)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126, growth_interval=1000)
     found: list[tuple[str, bool, int]] = []
     with (
         NaNCapture(dirpath, model=model, optimizer=optimizer, scaler=scaler) as capture,
@@ -303,9 +297,9 @@ def scaled(dirpath: str, together: bool) -> list[tuple[str, bool, int]]:
         checks = StepChecks(capture=capture, sentinel=sentinel)
         for step in range(6):
             batch = batch_of(step, 0)
-            if step < 5 or _rank() != FAULTY_RANK:
+            if step < 5 or rank() != FAULTY_RANK:
                 with capture.micro_batch(batch), sentinel.micro_batch(batch):
-                    scaler.scale(model(batch).square().sum()).backward()
+                    scaler.scale(model(batch["x"]).square().sum()).backward()
             _reduce_gradients(model)
             scaler.unscale_(optimizer)
             with count_collectives() as seen:
@@ -328,22 +322,9 @@ def _reduce_gradients(model: nn.Module) -> None:
         dist.all_reduce(parameter.grad)
 
 
-def closed_on_one_rank(dirpath: str) -> tuple[str, str]:
-    with contextlib.ExitStack() as stack:
-        plan = Plan(dirpath, parts=("sentinel",))
-        checks, model = _entered(plan, stack)
-        assert checks.together is not None
-        assert checks.sentinel is not None
-        _backward(plan, checks, model, 0)
-        checks.together.step()
-        if _rank() == FAULTY_RANK:
-            checks.sentinel.close()
-        return heard(checks.together.step)
-
-
 def other_settings(dirpath: str) -> tuple[str, str]:
     with contextlib.ExitStack() as stack:
-        plan = Plan(dirpath, capture={"keep": 1 + _rank()})
+        plan = Plan(dirpath, capture={"keep": 1 + rank()})
         checks, model = _entered(plan, stack)
         assert checks.together is not None
         _backward(plan, checks, model, 0)
@@ -351,7 +332,7 @@ def other_settings(dirpath: str) -> tuple[str, str]:
 
 
 def another_mode() -> tuple[str, str]:
-    with collective_guard("step" if _rank() else "strict", timeout_sec=5) as guard:
+    with collective_guard("step" if rank() else "strict", timeout_sec=5) as guard:
         found = heard(StepChecks(guard=guard).step)
         guard.abandon()
         return found
@@ -360,12 +341,12 @@ def another_mode() -> tuple[str, str]:
 def in_a_group_of_some(fault: str) -> list[tuple[str, str]]:
     """What each step raises where two of three ranks differ in the second one, in a group of their own."""
     some = dist.new_group([0, 1])
-    with collective_guard("step", timeout_sec=10) as guard:
+    with collective_guard("step", timeout_sec=3) as guard:
         checks = StepChecks(guard=guard)
         found = []
         for step in range(3):
-            if _rank() < 2 and step < 2 and (fault, step, _rank()) != ("missing", 1, 1):
-                with ddpstats.label("b" if _rank() and step and fault == "label" else "a"):
+            if rank() < 2 and step < 2 and (fault, step, rank()) != ("missing", 1, 1):
+                with ddpstats.label("b" if rank() and step and fault == "label" else "a"):
                     dist.all_reduce(torch.ones(1), group=some, async_op=fault == "missing")
             found.append(heard(checks.step))
         guard.abandon()
@@ -374,26 +355,10 @@ def in_a_group_of_some(fault: str) -> list[tuple[str, str]]:
 
 def warned(dirpath: str) -> tuple[list[str], list[int], int]:
     """on_mismatch="warn": the lines, the collectives of each step, and those that were compared."""
-    said: list[str] = []
     plan = Plan(dirpath, faults=("label",), steps=6, guard={"on_mismatch": "warn"})
-    with logged(said):
+    with training.logged() as lines:
         outcome = train(plan)
-    return said, outcome.collectives, outcome.compared
-
-
-@contextlib.contextmanager
-def logged(said: list[str]) -> Iterator[None]:
-    class Listener(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if record.levelno >= logging.WARNING:
-                said.append(record.getMessage())
-
-    listener = Listener()
-    logging.getLogger("ddpstats").addHandler(listener)
-    try:
-        yield
-    finally:
-        logging.getLogger("ddpstats").removeHandler(listener)
+    return lines, outcome.collectives, outcome.compared
 
 
 def alternating(dirpath: str) -> tuple[list[bool], list[int], int, int]:
@@ -430,7 +395,7 @@ def dies(dirpath: str) -> tuple[str, str]:
         assert checks.together is not None
         for step in range(2):
             _backward(plan, checks, model, step)
-            if step == 1 and _rank() == FAULTY_RANK:
+            if step == 1 and rank() == FAULTY_RANK:
                 die()
             found = heard(checks.together.step)
         assert checks.guard is not None
@@ -438,15 +403,17 @@ def dies(dirpath: str) -> tuple[str, str]:
         return found
 
 
-def comes_late(seconds: float) -> tuple[str, float]:
-    """The guard's timeout is the shorter one: what the others raise, and after how long."""
-    with collective_guard("step", timeout_sec=3) as guard:
+def comes_late(gave_up: Path) -> tuple[str, float]:
+    """The guard's timeout is the shorter one: return what is raised, and after how long. Rank 1 comes afterwards."""
+    with collective_guard("step", timeout_sec=2) as guard:
         checks = StepChecks(guard=guard)
         checks.step()
-        if _rank() == FAULTY_RANK:
-            time.sleep(seconds)
+        deadline = time.monotonic() + 30
+        while rank() == FAULTY_RANK and not gave_up.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
         started = time.monotonic()
         found, _ = heard(checks.step)
+        gave_up.touch()
         guard.abandon()
         return found, time.monotonic() - started
 
@@ -454,7 +421,7 @@ def comes_late(seconds: float) -> tuple[str, float]:
 def refused(dirpath: str) -> list[tuple[str, str]]:
     """What `StepChecks` itself refuses, on rank 0 of two."""
     some, model = dist.new_group([0]), nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
-    if _rank():
+    if rank():
         return []
     with NaNCapture(dirpath, model=model, group=some) as capture, Sentinel(model, mode=1) as sentinel:
         guard = collective_guard("step")

@@ -1,4 +1,4 @@
-"""NaN capture, sentinel and guard in one all_reduce a step: what they say is what they say by their own calls."""
+"""`StepChecks` judges a step by one all_reduce, with the verdicts of capture, sentinel and guard by their own calls."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from ddpstats import ConfigError, NaNCapture, StepChecks, collective_guard
-from ddpstats.testing import RankPool
+from ddpstats.testing import RankPool, run_ranks
 from tests import step_checks_runs as runs
 from tests.step_checks_runs import EVERY, Outcome, Plan
 
-SUBSETS = [parts for count in (1, 2, 3) for parts in itertools.combinations(EVERY, count)]
+SOME = [parts for count in (1, 2) for parts in itertools.combinations(EVERY, count)]
+SUBSETS = [EVERY, *(pytest.param(parts, marks=pytest.mark.slow) for parts in SOME)]
 
 
 def trained(pool: RankPool, plan: Plan) -> list[Outcome]:
@@ -37,6 +38,7 @@ def test_a_step_is_one_collective(two_ranks: RankPool, tmp_path: Path) -> None:
 
 # -- the same verdicts ------------------------------------------------------------------------------------------------
 
+BOTH = "a NaN and another label"
 FAULTS: dict[str, tuple[str, ...]] = {
     "nothing": (),
     "a NaN": ("nan",),
@@ -44,15 +46,21 @@ FAULTS: dict[str, tuple[str, ...]] = {
     "a flipped weight": ("flip",),
     "another operation": ("op",),
     "another label": ("label",),
-    "a NaN and another label": ("nan", "label"),
+    BOTH: ("nan", "label"),
 }
 
 
-@pytest.mark.parametrize("faults", FAULTS.values(), ids=FAULTS)
-@pytest.mark.parametrize("parts", SUBSETS, ids="+".join)
+CASES = [
+    *((EVERY, fault) for fault in FAULTS),
+    *(pytest.param(parts, fault, marks=pytest.mark.slow) for parts in SOME for fault in ("nothing", BOTH)),
+]
+
+
+@pytest.mark.parametrize(("parts", "fault"), CASES, ids=lambda case: case if isinstance(case, str) else "+".join(case))
 def test_verdicts_are_those_of_the_own_calls(
-    two_ranks: RankPool, tmp_path: Path, parts: tuple[str, ...], faults: tuple[str, ...]
+    two_ranks: RankPool, tmp_path: Path, parts: tuple[str, ...], fault: str
 ) -> None:
+    faults = FAULTS[fault]
     options: dict[str, Any] = {
         "faults": faults,
         "over_the_store": "op" in faults,  # on one host that is seen before the step
@@ -80,7 +88,8 @@ def assert_heard(parts: tuple[str, ...], faults: tuple[str, ...], outcome: Outco
     assert heard == expected
 
 
-def test_where_the_capture_says_skip_the_alarm_is_told_and_not_raised(two_ranks: RankPool, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_alarm_of_a_step_that_capture_skips_is_a_verdict_and_not_raised(two_ranks: RankPool, tmp_path: Path) -> None:
     for policy, raised in (("skip", False), ("continue", True)):
         plan = Plan(str(tmp_path / policy), faults=("nan",), capture={"on_nonfinite": policy})
         for one in trained(two_ranks, plan):
@@ -95,9 +104,16 @@ def test_digests_of_replicas_are_compared_in_their_steps(two_ranks: RankPool, tm
 
 
 @pytest.mark.parametrize(
-    "guard", [{"mode": "strict"}, {"mode": "step", "check_every": 2}, {"mode": "record"}, {"mode": "off"}]
+    ("guard", "faults"),
+    [
+        ({"mode": "strict"}, ("nan",)),
+        *(
+            pytest.param(guard, faults, marks=pytest.mark.slow)
+            for guard in ({"mode": "step", "check_every": 2}, {"mode": "record"}, {"mode": "off"})
+            for faults in ((), ("nan",))
+        ),
+    ],
 )
-@pytest.mark.parametrize("faults", [(), ("nan",)], ids=["nothing", "a NaN"])
 def test_guards_of_all_modes(
     two_ranks: RankPool, tmp_path: Path, guard: dict[str, Any], faults: tuple[str, ...]
 ) -> None:
@@ -109,14 +125,6 @@ def test_guards_of_all_modes(
         assert one.said == other.said
         assert (one.seen_by_guard, one.compared) == (other.seen_by_guard, other.compared)
         assert one.collectives[1:2] == [1]
-
-
-def test_training_is_bit_identical_with_it(two_ranks: RankPool, tmp_path: Path) -> None:
-    with_it = trained(two_ranks, Plan(str(tmp_path), micro_batches=2))
-    without = trained(two_ranks, Plan(str(tmp_path), parts=(), micro_batches=2))
-    for one, other in zip(with_it, without, strict=True):
-        assert all(same_bits(a, b) for a, b in zip(one.parameters, other.parameters, strict=True))
-        assert torch.equal(one.random, other.random)
 
 
 @pytest.mark.parametrize("parts", SUBSETS, ids="+".join)
@@ -131,7 +139,8 @@ def test_nothing_more_is_computed_or_read_than_by_the_own_calls(
     assert ("aten._local_scalar_dense.default" in together) == ("capture" in parts)
 
 
-def test_own_calls_go_on_working(two_ranks: RankPool, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_own_calls_may_alternate_with_the_common_one(two_ranks: RankPool, tmp_path: Path) -> None:
     for said, numbers, collectives, compared in two_ranks.run(runs.alternating, str(tmp_path)).values():
         assert said == [True] * 4
         assert numbers == [step for step in range(8) for _ in range(2)]
@@ -175,6 +184,7 @@ def test_without_a_process_group(tmp_path: Path) -> None:
             ],
         ),
         ("inside of the sentinel's", "InvalidStats", ["rank 1: ConfigError: Sentinel.step() inside micro_batch()"]),
+        ("closed", "InvalidStats", ["rank 1: ConfigError: Sentinel.step() after close()"]),
         ("a step that is none", "InvalidStats", ["rank 1: ConfigError: NaNCapture.check(step=-1): a whole number"]),
         ("a gradient that cannot be read", "InvalidStats", ["rank 1: ZeroDivisionError: not this one"]),
     ],
@@ -190,6 +200,7 @@ def test_ranks_that_do_something_else_are_named_on_all(
     assert is_judged_again
 
 
+@pytest.mark.slow
 def test_a_rank_that_raises_in_its_micro_batch_is_named_by_the_others(two_ranks: RankPool, tmp_path: Path) -> None:
     (kind, text), second = two_ranks.run(runs.raises_in_its_micro_batch, str(tmp_path)).values()
     two_ranks.restart()
@@ -198,6 +209,7 @@ def test_a_rank_that_raises_in_its_micro_batch_is_named_by_the_others(two_ranks:
     assert second == ("ValueError", "label 17 of 3")
 
 
+@pytest.mark.slow
 def test_under_a_grad_scaler_and_without_a_batch(two_ranks: RankPool, tmp_path: Path) -> None:
     together = two_ranks.run(runs.scaled, str(tmp_path), True).values()
     apart = two_ranks.run(runs.scaled, str(tmp_path), False).values()
@@ -207,13 +219,6 @@ def test_under_a_grad_scaler_and_without_a_batch(two_ranks: RankPool, tmp_path: 
     assert kinds[0] == ("scaler_skip", True)
     assert kinds[-1] == ("ok", True)
     assert together[0][-1][2] == 1
-
-
-def test_a_part_that_is_closed_on_one_rank(two_ranks: RankPool, tmp_path: Path) -> None:
-    first, second = two_ranks.run(runs.closed_on_one_rank, str(tmp_path)).values()
-    assert first == second
-    assert first[0] == "InvalidStats"
-    assert "rank 1: ConfigError: Sentinel.step() after close()" in first[1]
 
 
 def test_settings_that_differ_are_named_at_the_first_step(two_ranks: RankPool, tmp_path: Path) -> None:
@@ -230,6 +235,7 @@ def test_guards_of_different_modes(two_ranks: RankPool) -> None:
     assert "rank 0: StepChecks.step() of collective_guard('strict')" in first[1]
 
 
+@pytest.mark.slow
 def test_a_mismatch_in_a_group_of_some_is_raised_on_all(three_ranks: RankPool) -> None:
     outcomes = three_ranks.run(runs.in_a_group_of_some, "label").values()
     assert outcomes[0] == outcomes[1] == outcomes[2]
@@ -238,7 +244,8 @@ def test_a_mismatch_in_a_group_of_some_is_raised_on_all(three_ranks: RankPool) -
     assert [kind for kind, _ in three_ranks.run(runs.in_a_group_of_some, "nothing").values()[2]] == ["nothing"] * 3
 
 
-def test_a_collective_that_only_some_have_issued_is_told_on_all(three_ranks: RankPool) -> None:
+@pytest.mark.slow
+def test_collective_that_only_some_ranks_issued_is_rank_missing_on_all(three_ranks: RankPool) -> None:
     outcomes = three_ranks.run(runs.in_a_group_of_some, "missing").values()
     three_ranks.restart()
     assert outcomes[0] == outcomes[1] == outcomes[2]
@@ -246,7 +253,7 @@ def test_a_collective_that_only_some_have_issued_is_told_on_all(three_ranks: Ran
     assert "rank 1" in outcomes[0][1][1]
 
 
-def test_warn_says_it_once_and_goes_on(two_ranks: RankPool, tmp_path: Path) -> None:
+def test_mismatch_with_warn_is_logged_once_and_steps_go_on(two_ranks: RankPool, tmp_path: Path) -> None:
     for said, collectives, compared in two_ranks.run(runs.warned, str(tmp_path)).values():
         assert len(said) == 1
         assert "the label" in said[0]
@@ -254,20 +261,21 @@ def test_warn_says_it_once_and_goes_on(two_ranks: RankPool, tmp_path: Path) -> N
         assert compared > 0
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
-    with RankPool(3, timeout_sec=60) as pool:
-        outcomes = pool.run(runs.dies, str(tmp_path))
+    outcomes = run_ranks(runs.dies, 3, str(tmp_path))
     told = [outcome.value for outcome in outcomes if outcome.rank != runs.FAULTY_RANK]
     assert told[0] == told[1]
     assert told[0][0] == "RankMissing"
     assert "rank 1: the process is gone" in told[0][1]
 
 
-def test_the_shortest_timeout_holds(two_ranks: RankPool) -> None:
-    first, second = two_ranks.run(runs.comes_late, 8.0).values()
+@pytest.mark.slow
+def test_shortest_timeout_of_the_parts_holds(two_ranks: RankPool, tmp_path: Path) -> None:
+    first, second = two_ranks.run(runs.comes_late, tmp_path / "gave up").values()
     two_ranks.restart()
     assert first[0] == second[0] == "RankMissing"
-    assert first[1] < 7
+    assert first[1] < 2 * 2 + 5
 
 
 def test_what_cannot_be_one_all_reduce_is_refused(two_ranks: RankPool, tmp_path: Path) -> None:

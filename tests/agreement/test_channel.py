@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import gc
-import os
 import threading
 import time
-import weakref
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # not in __all__
 
 import ddpstats
 from ddpstats import Max, Min, StatsReducer, Sum, all_ranks, any_rank, reduce_stats
-from ddpstats._agreement.channel import channel_of
 from ddpstats.errors import ConfigError, InvalidStats, NonFiniteStat, ProtocolMismatch, SchemaConflict
-from ddpstats.testing import RankPool, count_collectives, run_ranks
+from ddpstats.testing import RankPool, count_collectives
 
 LIMIT_SEC = 60.0
 TIMEOUT_SEC = 30.0
@@ -257,53 +253,6 @@ def threads_left() -> list[int]:
 
 def test_the_last_close_leaves_no_thread_behind(two_ranks: RankPool) -> None:
     assert two_ranks.run(threads_left, timeout_sec=LIMIT_SEC).values() == [[0, 1, 1, 0, 1, 0, 0]] * 2
-
-
-# -- groups that come and go -------------------------------------------------------------------------------------------
-
-
-def destroyed_and_made_again() -> list[Any]:
-    before = workers()
-    kept = StatsReducer(timeout_sec=TIMEOUT_SEC)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    found: list[Any] = []
-    for life in range(3):
-        found.append(kept({"v": float(rank + life)}).values)
-        found.append(kept.start({"w": float(life)}).result().values)
-        found.append(reduce_stats({"v": float(rank)}, name="train").values)
-        found.append(any_rank(rank == 1))
-        dist.destroy_process_group()
-        found.append(kept({"v": float(rank)}).values == {"v": float(rank)})  # alone again
-        client = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))  # its server outlives the groups
-        dist.init_process_group("gloo", store=PrefixStore(f"{life}", client), rank=rank, world_size=world_size)
-    found.append(kept({"v": 1.0}).values)
-    kept.close()
-    found.append(workers() - before)
-    return found
-
-
-@pytest.mark.slow
-def test_the_default_group_may_be_destroyed_and_made_again() -> None:
-    expected: list[Any] = []
-    for life in range(3):
-        expected += [{"v": life + 0.5}, {"w": float(life)}, {"v": 0.5}, True, True]
-    outcomes = run_ranks(destroyed_and_made_again, 2, timeout_sec=LIMIT_SEC)
-    assert outcomes.values() == [[*expected, {"v": 1.0}, 0]] * 2
-
-
-def group_without_users() -> list[bool]:
-    """A group that nobody holds any more takes its channel along."""
-    group: Any = dist.new_group()
-    StatsReducer(group=group)({"v": 1.0})
-    gone = weakref.ref(channel_of(group))
-    dist.destroy_process_group(group)
-    del group
-    gc.collect()
-    return [gone() is None]
-
-
-def test_a_channel_goes_with_its_group(two_ranks: RankPool) -> None:
-    assert two_ranks.run(group_without_users, timeout_sec=LIMIT_SEC).values() == [[True]] * 2
 
 
 # -- layouts belong to the group and the name --------------------------------------------------------------------------

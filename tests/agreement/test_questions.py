@@ -147,16 +147,6 @@ def test_a_rank_that_knows_of_a_missing_one_waits_for_nobody() -> None:
     assert log[-1] == "dropped"
 
 
-def test_as_many_numbers_as_have_room_in_every_buffer() -> None:
-    def run(group: ThreadGroup) -> Any:
-        most = agreement._MOST_NUMBERS
-        return asked(group, "q", [Recorded((1.0,) * most)])[0], asked(group, "q", [Recorded((1.0,) * (most + 1))])[0]
-
-    found, refused = of_ranks(run, 1)[0]
-    assert found == [float(agreement._MOST_NUMBERS)]
-    assert isinstance(refused, AssertionError)
-
-
 def test_inside_of_another_call_nothing_is_looked_at() -> None:
     def run(group: ThreadGroup) -> Any:
         question = Recorded()

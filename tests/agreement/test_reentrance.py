@@ -132,34 +132,6 @@ def test_call_in_handler_on_another_group_works(two_ranks: RankPool) -> None:
     assert two_ranks.run(on_another_group, timeout_sec=LIMIT_SEC).values() == [[{"v": 2.0}, [{"v": 0.5}]]] * 2
 
 
-def call_while_result_is_awaited() -> list[Any]:
-    """The worker reduces meanwhile, and takes what the handler asks for after it."""
-    reducer = StatsReducer(group=dist.new_group(), timeout_sec=TIMEOUT_SEC)
-    results: list[Any] = []
-
-    def handler(*_: Any) -> None:
-        dist.barrier()
-        results.append(reducer({"late": float(dist.get_rank())}).values)
-
-    if dist.get_rank() == 1:
-        dist.barrier()
-        pending = reducer.start({"v": 1.0})
-        results.append(reducer({"late": 1.0}).values)
-    else:
-        with alarm_in(0.3, handler):
-            pending = reducer.start({"v": 3.0})
-            pending.result()
-    values = pending.result().values
-    reducer.close()
-    return [values, results]
-
-
-@pytest.mark.slow
-def test_call_in_handler_while_a_result_is_awaited_has_its_turn(two_ranks: RankPool) -> None:
-    results = two_ranks.run(call_while_result_is_awaited, timeout_sec=LIMIT_SEC).values()
-    assert results == [[{"v": 2.0}, [{"late": 0.5}]]] * 2
-
-
 class Collected:
     """Reduces when it is collected, as a logger that is closed by its finalizer may."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ddpstats._agreement.status import Failure, Status, are_in_step, refuse_what_is_wrong
-from ddpstats.errors import InvalidStats, ProtocolMismatch
+from ddpstats.errors import ProtocolMismatch
 
 
 def status(
@@ -22,14 +22,6 @@ def test_ranks_that_had_not_agreed_on_the_same_are_out_of_step() -> None:
     both = [(status(stale=False), (0,)), (status(stale=False, agreed=b"another."), (1,))]
     assert not are_in_step(both)
     refuse_what_is_wrong(both, "the group")  # raises nothing: they agree anew
-
-
-def test_a_failure_is_told_with_rank_and_path() -> None:
-    bad = status(failure=Failure("a/b", "the value is odd"))
-    with pytest.raises(InvalidStats) as caught:
-        refuse_what_is_wrong([(status(), (0, 1)), (bad, (2,))], "the group")
-    assert "  rank 2 at 'a/b': the value is odd" in str(caught.value).splitlines()
-    assert (caught.value.path, caught.value.ranks, caught.value.group) == ("a/b", (2,), "the group")
 
 
 def test_different_calls_go_before_everything_else() -> None:

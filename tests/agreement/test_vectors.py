@@ -29,14 +29,6 @@ def test_as_torch_rounds(dtype: torch.dtype, count: int) -> None:
     assert torch.equal(bits(found), bits(torch.tensor(numbers.tolist(), dtype=dtype)))
 
 
-@pytest.mark.parametrize("count", [3, 300])
-def test_a_tensor_has_memory_of_its_own(count: int) -> None:
-    for dtype in (torch.float32, torch.float64):
-        numbers = array("d", [1.0]) * count
-        as_tensor(numbers, dtype, CPU).zero_()
-        assert sum(numbers) == count
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("count", [5, 300])
 def test_elements_times_a_weight(dtype: torch.dtype, count: int) -> None:

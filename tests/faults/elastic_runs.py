@@ -77,14 +77,18 @@ def _checks(directory: str) -> Callable[[], Any]:
 
 
 def lives(directory: str) -> list[Any]:
-    """The default group is destroyed and made again, while all of it is open."""
+    """Destroy the default group and make it again, while a reducer and checks are open."""
     step: Any = _checks(directory)
+    kept = ddpstats.StatsReducer()
     rank, world_size, found = dist.get_rank(), dist.get_world_size(), []
     for life in range(2):
         found += [step(), step(), step(bad=True), ddpstats.reduce_stats({"loss": float(rank)}).values]
+        found.append(kept.start({"loss": float(rank)}).result().values)
         dist.destroy_process_group()
+        found.append(kept({"loss": float(rank)}).values == {"loss": float(rank)})  # alone for now
         client = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
         dist.init_process_group("gloo", store=PrefixStore(f"{life}", client), rank=rank, world_size=world_size)
     found.append(step())
     step(end=True)
+    kept.close()
     return found

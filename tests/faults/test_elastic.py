@@ -37,7 +37,7 @@ def test_torchrun_restarts_a_job_whose_rank_died(tmp_path: Path) -> None:
 
 def test_the_default_group_is_made_again_under_checks(tmp_path: Path) -> None:
     outcomes = run_ranks(runs.lives, 2, str(tmp_path), timeout_sec=120.0)
-    assert outcomes.values() == [[*[True, True, False, {"loss": 0.5}] * 2, True]] * 2
+    assert outcomes.values() == [[*[True, True, False, {"loss": 0.5}, {"loss": 0.5}, True] * 2, True]] * 2
 
 
 def test_two_hundred_subgroups_leave_nothing_behind() -> None:

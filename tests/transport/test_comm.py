@@ -115,16 +115,6 @@ def values_of(rank: int, size: int) -> torch.Tensor:
     return torch.randn(size, dtype=torch.float64, generator=generator) * 10.0**rank
 
 
-def identity(comm: Comm) -> tuple[tuple[int, ...], int]:
-    comm.all_gather(b"here", LONG_SEC)  # gloo fails a rank that still connects to one that leaves already
-    return tuple(map(int, comm.ranks)), int(comm.rank)
-
-
-def test_comm_knows_its_ranks(doorway: tuple[Doorway, int]) -> None:
-    run, world_size = doorway
-    assert run(identity) == [(tuple(range(world_size)), rank) for rank in range(world_size)]
-
-
 def summed(comm: Comm, size: int) -> tuple[bytes, float]:
     tensor = values_of(comm.rank % 8, size)
     comm.all_reduce_sum(tensor, LONG_SEC)
@@ -193,30 +183,6 @@ def test_a_broadcast_comes_from_its_source(doorway: tuple[Doorway, int]) -> None
     sizes = (0, 1, 1000)
     expected = [bytes([source % 256]) * size for source in range(world_size) for size in sizes]
     assert run(broadcast_from_each, sizes) == [expected] * world_size
-
-
-def many_in_a_row(comm: Comm) -> list[Any]:
-    seen: list[Any] = []
-    for step in range(10):
-        tensor = torch.full((4,), float(step), dtype=torch.float64)
-        comm.all_reduce_sum(tensor, LONG_SEC)
-        seen.append(tensor[0].item() / len(comm.ranks))
-        source = step % len(comm.ranks)
-        mine = b"%4d" % step if comm.ranks[source] == comm.rank else None
-        seen.append(comm.broadcast(mine, 4, source, LONG_SEC))
-        seen.append(comm.all_gather(b"%d" % step, LONG_SEC)[-1])
-        extreme = torch.tensor([float(comm.rank + step)], dtype=torch.float64)
-        comm.all_reduce_max(extreme, LONG_SEC)
-        seen.append(extreme.item())
-    return seen
-
-
-def test_operations_stay_in_order(doorway: tuple[Doorway, int]) -> None:
-    run, world_size = doorway
-    expected: list[Any] = []
-    for step in range(10):
-        expected += [float(step), b"%4d" % step, b"%d" % step, float(world_size - 1 + step)]
-    assert run(many_in_a_row) == [expected] * world_size
 
 
 # -- a rank that does not come -----------------------------------------------------------------------------------------
@@ -431,30 +397,3 @@ def sums_over_overlapping_groups() -> dict[str, float]:
 def test_groups_may_overlap(three_ranks: RankPool) -> None:
     found = three_ranks.run(sums_over_overlapping_groups, timeout_sec=LIMIT_SEC).values()
     assert found == [{"01": 1.0}, {"01": 1.0, "12": 3.0}, {"12": 3.0}]
-
-
-def ways_to_meet_twice() -> list[float]:
-    """Two groups of the same ranks, first used in another order on each rank: each must meet its own."""
-    groups = [dist.new_group(), dist.new_group()]
-    comms: dict[int, Comm] = {}
-
-    def meet(place: int) -> None:
-        comms[place] = gloo_comm(groups[place], group_store(groups[place]), LONG_SEC)
-
-    with ThreadPoolExecutor(2) as threads:
-        first = dist.get_rank() % 2
-        one = threads.submit(meet, first)
-        time.sleep(0.2)
-        other = threads.submit(meet, 1 - first)
-        one.result(LONG_SEC)
-        other.result(LONG_SEC)
-    sums = []
-    for place in (0, 1):
-        tensor = torch.tensor([float(place)], dtype=torch.float64)
-        comms[place].all_reduce_sum(tensor, LONG_SEC)
-        sums.append(tensor.item())
-    return sums
-
-
-def test_groups_of_the_same_ranks_do_not_mix(two_ranks: RankPool) -> None:
-    assert two_ranks.run(ways_to_meet_twice, timeout_sec=LIMIT_SEC).values() == [[0.0, 2.0]] * 2
