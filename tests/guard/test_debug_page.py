@@ -38,7 +38,7 @@ def test_page_says_where_a_rank_waits_under_which_label_and_all_alarms(two_ranks
     assert page.count("ALARM: step 0, found by the sentinel: [replica digests] replicas differ") == 1
 
 
-def said(label: str, waits_in: tuple[str, int] | None = None, count: int = 1) -> tuple[bool, str]:
+def sent(label: str, waits_in: tuple[str, int] | None = None, count: int = 1) -> tuple[bool, str]:
     signature = Signature("all_reduce", "sum", None, ((),), ("float32",))
     event = Event("0", 1, signature, label, 2 * ord(label[0]), "train.py:7 in f", digest_of(signature))
     status = RankStatus(0, [event], {}, count, waits_in, event.in_full())
@@ -48,22 +48,14 @@ def said(label: str, waits_in: tuple[str, int] | None = None, count: int = 1) ->
 @pytest.mark.parametrize(
     ("answers", "shown", "absent"),
     [
-        ([said("snr"), said("l1")], "What differs: the label", "was not completed"),
-        (
-            [said("snr", ("0", 2), count=2), said("snr")],
-            "collective number 2 of the default group was not",
-            "differs",
-        ),
-        (
-            [said("snr", count=2), said("snr")],
-            "rank 1: is elsewhere",
-            "was not completed",
-        ),  # it may be about to come
-        ([said("snr"), (False, "timeout")], "rank 1: does not answer", "was not completed"),
+        ([sent("snr"), sent("l1")], "What differs: the label", "was not completed"),
+        ([sent("snr", ("0", 2), count=2), sent("snr")], "collective number 2 of the default group was not", "differs"),
+        ([sent("snr", count=2), sent("snr")], "rank 1: is elsewhere", "was not completed"),  # it may be about to come
+        ([sent("snr"), (False, "timeout")], "rank 1: does not answer", "was not completed"),
         ([(True, "{}"), (True, "[3]")], "rank 0: no guard is active\nrank 1: no guard is active", "group"),
         ([(True, '{"groups": {"0": ["all", "\\ud800"]}}')], "rank 0: no guard is active", "group"),
         ([(True, '{"groups": {}, "not_held": "", "alarms": 3}')], "rank 0: no guard is active", "ALARM"),
-        ([(True, '{"groups": {"0": 3}}'), said("\x1b[2J")], "\\x1b[2J", "\x1b"),
+        ([(True, '{"groups": {"0": 3}}'), sent("\x1b[2J")], "\\x1b[2J", "\x1b"),
     ],
 )
 def test_page_judges_the_answers_of_ranks(answers: list[tuple[bool, str]], shown: str, absent: str) -> None:

@@ -18,13 +18,7 @@ from ddpstats._base.version import __version__
 from ddpstats._observe import c10d_operators, collectives
 from ddpstats._transport.store import StoreSilent, bounded
 from ddpstats.guard import _exchange, collective_guard
-from ddpstats.guard._events import (
-    Event,
-    Signature,
-    digest_of,
-    label_word,
-    roll,
-)
+from ddpstats.guard._events import Event, Signature, digest_of, label_word, roll
 from ddpstats.guard._exchange import Exchange
 from ddpstats.guard._records import RecordWriter, read_records
 from ddpstats.guard._report import diagnose
@@ -307,8 +301,8 @@ _ONE_RANK = (
 
 
 def test_guard_that_saw_a_process_group_and_no_collective_says_that_none_was_issued() -> None:
-    said = _python(_ONE_RANK + "dist.destroy_process_group()", DDPSTATS_GUARD="step")
-    assert said.endswith("nothing was compared: the program itself issued none while the guard was on.\n")
+    output = _python(_ONE_RANK + "dist.destroy_process_group()", DDPSTATS_GUARD="step")
+    assert output.endswith("nothing was compared: the program itself issued none while the guard was on.\n")
 
 
 def test_group_that_outlives_the_packages_names_ends_silently() -> None:

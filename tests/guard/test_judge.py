@@ -111,7 +111,7 @@ def test_the_worst_of_all_pairs_counts() -> None:
 # -- what comes of it --------------------------------------------------------------------------------------------------
 
 
-def found(*pairs: tuple[Evidence, Evidence]) -> GuardFinding | None:
+def verdict_of(*pairs: tuple[Evidence, Evidence]) -> GuardFinding | None:
     columns = zip(*[(event(a, seq=seq), event(b, seq=seq)) for seq, (a, b) in enumerate(pairs, 1)], strict=True)
     statuses = [RankStatus(rank, events, count=len(pairs)) for rank, events in enumerate(columns)]
     return find("default_pg", "the default group of 2 ranks", statuses)
@@ -121,15 +121,15 @@ def test_a_fault_goes_before_doubts_and_data() -> None:
     utterances = keyed("utt_a", ("utt_a",), spelled=""), keyed("utt_b", ("utt_b",), spelled="")
     data = keyed("utt1", (), spelled=""), keyed("utt2", (), spelled="")
     fault = keyed("ctc"), keyed("att")
-    assert (verdict := found(data, data)) is not None
+    assert (verdict := verdict_of(data, data)) is not None
     assert (verdict.kind, verdict.doubts) == (NOTHING, (1, 2))
-    assert (verdict := found(data, utterances)) is not None
+    assert (verdict := verdict_of(data, utterances)) is not None
     assert (verdict.kind, verdict.doubts, verdict.seq) == (DOUBT, (1, 2), 2)
     assert "'utt_a'" in verdict.message
     assert "label(" in verdict.message
-    assert (verdict := found(data, utterances, fault)) is not None
+    assert (verdict := verdict_of(data, utterances, fault)) is not None
     assert (verdict.kind, verdict.seq) == (MISMATCH, 3)
-    assert found((keyed("ctc"), keyed("ctc"))) is None
+    assert verdict_of((keyed("ctc"), keyed("ctc"))) is None
 
 
 def test_evidence_survives_the_wire() -> None:
