@@ -1,9 +1,7 @@
-"""Our entry points inside `torch.compile`, and where tensors have no values."""
+"""Every public call breaks the graph inside `torch.compile` and works, and is refused where tensors have no values."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import ddpstats
 from ddpstats.errors import ConfigError
 from ddpstats.testing import RankPool
+from tests import programs
 
 LIMIT_SEC = 120.0
 
@@ -69,7 +68,8 @@ def compiled() -> dict[str, Any]:
     return found
 
 
-def test_they_break_the_graph_and_work(two_ranks: RankPool) -> None:
+@pytest.mark.slow
+def test_calls_in_compiled_code_break_the_graph_and_work(two_ranks: RankPool) -> None:
     for found in two_ranks.run(compiled, timeout_sec=LIMIT_SEC).values():
         for name, (values, is_broken) in found.items():
             assert values == [[8.0] * 3] * 3, name
@@ -89,7 +89,7 @@ def without_values() -> list[Any]:
     return [*before, *(float(call(torch.ones(3))) for call in calls.values()), ddpstats.any_rank(True)]
 
 
-def test_without_values_they_are_refused_and_nothing_is_closed(two_ranks: RankPool) -> None:
+def test_calls_without_tensor_values_are_refused_and_close_nothing(two_ranks: RankPool) -> None:
     found = two_ranks.run(without_values, timeout_sec=LIMIT_SEC).values()
     assert found[0] == found[1]
     assert found[0][:3] == [3.0, 3.0, 3.0]
@@ -135,7 +135,8 @@ def run_compiled(call: Callable[[], Any]) -> Any:
         return repr(error)[:300]
 
 
-def test_what_watches_a_step_breaks_the_graph(two_ranks: RankPool, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_step_checks_in_compiled_code_break_the_graph_and_work(two_ranks: RankPool, tmp_path: Path) -> None:
     for found in two_ranks.run(watched, str(tmp_path), timeout_sec=LIMIT_SEC).values():
         assert found == dict.fromkeys(found, ([[3.0] * 3] * 3, 2))
         assert len(found) == 6
@@ -153,17 +154,20 @@ def watched_without_values(directory: str) -> list[Any]:
     return [(verdict.step, verdict.ok) for call in judges for verdict in (call(), call())]
 
 
-def test_without_values_a_step_is_not_judged(two_ranks: RankPool, tmp_path: Path) -> None:
+def test_steps_without_tensor_values_are_not_judged(two_ranks: RankPool, tmp_path: Path) -> None:
     found = two_ranks.run(watched_without_values, str(tmp_path), timeout_sec=LIMIT_SEC).values()
     assert found == [[(0, True), (1, True)] * 2] * 2
 
 
-def test_nothing_of_ours_imports_dynamo() -> None:
+@pytest.mark.slow
+def test_reductions_do_not_import_dynamo() -> None:
     code = "import sys, ddpstats; ddpstats.reduce_stats({'a': 1.0}); ddpstats.any_rank(True); "
     code += "assert 'torch._dynamo' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=LIMIT_SEC)
+    ended = programs.run(["-c", code], fresh=True)
+    assert ended.returncode == 0, ended.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "whole"), [("a step function", True), ("a step function", False), ("in place", False)])
 def test_a_capture_leaves_a_compiled_program_as_it_is(tmp_path: Path, how: str, whole: bool) -> None:
     """Its hook on the forward pass is traced with it."""
@@ -182,7 +186,8 @@ def test_a_capture_leaves_a_compiled_program_as_it_is(tmp_path: Path, how: str, 
             model.zero_grad()
 
 
-def test_whether_anything_was_compiled() -> None:
+@pytest.mark.slow
+def test_has_compiled_is_true_after_torch_compile_ran() -> None:
     code = (
         "import sys, torch\n"
         "from ddpstats._base.compiled import has_compiled\n"
@@ -196,4 +201,5 @@ def test_whether_anything_was_compiled() -> None:
         "del torch._dynamo.utils.counters; told.append(has_compiled())\n"
         "assert told == [False, False, False, True, True], told\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=LIMIT_SEC)
+    ended = programs.run(["-c", code], fresh=True)
+    assert ended.returncode == 0, ended.stderr

@@ -1,4 +1,4 @@
-"""Means of weights and values at the ends of float64: right to some bits, or an error, and the same on every rank."""
+"""Means of weights and values at the ends of float64 are right to some bits, or the same error on every rank."""
 
 from __future__ import annotations
 
@@ -54,20 +54,14 @@ def check(held: Sequence[tuple[float, float]], answers: Sequence[Any], read: Any
 # (value, weight) of each of two ranks, and the mean.
 CASES: dict[str, tuple[list[tuple[float, float]], float]] = {
     "a product that vanishes": ([(0.5, TINY), (0.5, TINY)], 0.5),
-    "on one rank": ([(0.5, TINY), (7.0, 0.0)], 0.5),
-    "tiny times tiny": ([(1e-200, 1e-200), (3e-200, 1e-200)], 2e-200),
     "below the normal numbers": ([(1e-155, 1e-160), (3e-155, 1e-160)], 2e-155),
     "a product that overflows": ([(1e308, 10.0), (1e308, 10.0)], 1e308),
-    "on the other rank": ([(1.0, 0.0), (1e308, 10.0)], 1e308),
     "products that cancel": ([(1e308, 10.0), (-1e308, 10.0)], 0.0),
-    "large times large": ([(1e300, 1e300), (3e300, 1e300)], 2e300),
     "a sum that overflows": ([(1e308, 1.0), (1e308, 1.0)], 1e308),
     "the largest": ([(LARGEST, 0.3), (LARGEST, 0.3)], LARGEST),
     "the largest of either sign": ([(LARGEST, 3.0), (-LARGEST, 1.0)], LARGEST / 2),
     "a heavy and a light rank": ([(1.0, 1e307), (1e308, 1e-308)], 1.0),
-    "a heavy zero": ([(0.0, 1e307), (1.0, 1e-300)], 0.0),
     "a light large value": ([(1e300, TINY), (1e300, TINY)], 1e300),
-    "the smallest": ([(TINY, 0.5), (TINY, 0.5)], TINY),
     "minus zero": ([(-0.0, TINY), (-0.0, 1e308)], 0.0),
 }
 

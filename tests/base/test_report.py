@@ -1,4 +1,4 @@
-"""What of a report reaches a terminal, a spreadsheet program, a JSON parser and a browser."""
+"""A report reaches terminals, spreadsheet programs, JSON parsers and browsers as text, and its file as a whole."""
 
 from __future__ import annotations
 
@@ -146,6 +146,7 @@ print("after")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by_name", [False, True])
 @pytest.mark.parametrize(
     ("stream", "redirect", "expected"),

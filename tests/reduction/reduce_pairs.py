@@ -1,14 +1,11 @@
-"""Random reductions against the oracle, on real ranks and on threads.
+"""Random reductions against the oracle, on real ranks and on threads. A seed is at most `OF_A_SEED` reductions.
 
-``python -m tests.reduction.reduce_pairs SEED COUNT [RANKS]`` takes COUNT seeds from SEED on, on 1 to 8 ranks in turn,
-or on 1 to RANKS, real ones and threads. A seed is `OF_A_SEED` reductions.
+benchmarks/test_reduce_oracle.py takes many seeds.
 """
 
 from __future__ import annotations
 
 import functools
-import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -24,8 +21,6 @@ from tests.reduction.window_pairs import Draw, Reduction, as_scalars, check, tol
 Runner = Callable[[range], Sequence[Sequence[Any]]]
 """Takes seeds; what `_reduced` gives, of each rank."""
 OF_A_SEED = 12
-_AT_ONCE = 25
-_ROUNDS = 80
 
 
 def drawn_by(seed: int, ranks: int, count: int = OF_A_SEED) -> Iterator[Reduction]:
@@ -108,24 +103,3 @@ def of_pool(pool: RankPool, name: str) -> Runner:
 
 def of_threads(ranks: int) -> Runner:
     return lambda seeds: run_threads(on_this_thread, ranks, seeds, timeout_sec=240).values()
-
-
-def main(first_seed: int, count: int, most_ranks: int = 8) -> None:
-    """Check ``count`` seeds on 1 to ``most_ranks`` ranks in turn; each world size takes about as long as the others."""
-    seed, started = first_seed, time.monotonic()
-    while seed < first_seed + count:
-        for ranks in range(1, most_ranks + 1):
-            with RankPool(ranks, timeout_sec=600) as pool:
-                for run in (of_pool(pool, "all"), of_threads(ranks)):
-                    for _ in range(_ROUNDS // ranks):
-                        seeds = range(seed, min(seed + _AT_ONCE, first_seed + count))
-                        check_many(run, ranks, seeds)
-                        seed = seeds.stop
-            reductions, seconds = OF_A_SEED * (seed - first_seed), time.monotonic() - started
-            print(f"seeds {first_seed} to {seed - 1}: {reductions:,} reductions, {seconds:.0f} s", flush=True)
-
-
-if __name__ == "__main__":
-    from tests.reduction import reduce_pairs  # ranks import what they run
-
-    reduce_pairs.main(*map(int, sys.argv[1:]))

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import ddpstats
-from ddpstats import InvalidStats, Max, Min, NonFiniteStat, ProtocolMismatch, StatsReducer, Sum
+from ddpstats import InvalidStats, Max, Min, ProtocolMismatch, StatsReducer, Sum
 from ddpstats._reduction import columns
 from ddpstats.testing import PerRank, RankPool, ThreadGroup, count_collectives, run_threads
 
@@ -47,19 +47,6 @@ def test_each_value_comes_through_to_the_bit(two_ranks: RankPool) -> None:
         assert repr(found["max"]) == "(-0.0, None)"
         assert found["k0"][1] == t(0.1).item()
         assert (found["more"], found["k1"][1]) == ((None, 0.1), None)
-
-
-def test_the_policies(two_ranks: RankPool) -> None:
-    stats = [{"a": math.nan, "lo": Min(-math.inf)}, {"a": 2.0, "lo": Min(1.0)}]
-    found = agreed(two_ranks, stats, [1.0, 1.0], name="policies")
-    assert repr(found) == repr({"a": (math.nan, 2.0), "lo": (-math.inf, 1.0)})
-    assert agreed(two_ranks, stats, [1.0, 1.0], nonfinite="skip") == {"a": (None, 2.0), "lo": (None, 1.0)}
-    large = agreed(two_ranks, [{"a": 1.5e308}, {"a": math.inf}], [1e10, 1.0], nonfinite="skip", name="large")
-    assert large == {"a": (1.5e308, None)}  # only its product with the weight is not finite
-    errors = two_ranks.run(by_rank, PerRank(stats), 1.0, nonfinite="raise").errors()
-    assert {type(error) for error in errors.values()} == {NonFiniteStat}
-    assert len(set(map(str, errors.values()))) == 1
-    assert agreed(two_ranks, [{"a": 1.0}] * 2, [1.0, 1.0], nonfinite="raise") == {"a": (1.0, 1.0)}
 
 
 def test_every_nan_is_a_value_and_no_other(two_ranks: RankPool) -> None:

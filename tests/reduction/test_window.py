@@ -5,9 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import re
-import time
 import tracemalloc
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +17,7 @@ import ddpstats
 from ddpstats import All, Any as AnyFlag, Max, Mean, Min, StatsWindow, Sum
 from ddpstats._reduction import window_leaves, window_rows
 from ddpstats.errors import ConfigError, InvalidStats, SchemaConflict
-from ddpstats.testing import RankPool, run_ranks
+from ddpstats.testing import RankPool
 from tests import programs
 from tests.reduction import window_runs as runs
 from tests.reduction.shapes import Point, Scores
@@ -97,11 +95,6 @@ def test_other_stats_after_a_flush() -> None:
 
 
 # -- values that are hard to add up -----------------------------------------------------------------------------------
-
-
-def test_weights_that_overflow_together() -> None:
-    with pytest.raises(InvalidStats, match="more than a float64 can hold"):
-        flush_of({"a": 1.0}, {"a": 1.0}, weight=1.7e308)
 
 
 @pytest.mark.parametrize("device", ["host", "device"])
@@ -250,14 +243,9 @@ def test_memory_does_not_grow_with_adds() -> None:
     [
         ({"a": 1.0, "b": {"c": 1j}}, 1.0, "'b/c'", "complex"),
         ({"a": t([1.0]), "b": t([1.0, 2.0])}, 1.0, "'b'", "lengths must be equal"),
-        ({"a": t([1.0]), "b": t([])}, 1.0, "'b'", "lengths must be equal"),
-        ({"a": t([1.0]), "b": t([1j])}, 1.0, "'b'", "complex"),
         ({"a": "text"}, 1.0, "'a'", "not a leaf"),
         ({"a": 1.0}, -1.0, "", "finite and not negative"),
-        ({"a": 1.0}, math.nan, "", "finite and not negative"),
-        ({"a": 1.0}, "x", "", "the weight is"),
         ({"a": 1.0}, 10**400, "", "the weight is"),
-        ({"a": 1.0}, math.inf, "", "finite and not negative"),
         ({("a",): 1.0}, 1.0, "", "a key is a str or an int"),
         ({"a": 10**400}, 1.0, "'a'", "too large"),
         ({"m": Min(t([]))}, 1.0, "'m'", "empty"),
@@ -342,21 +330,6 @@ def test_a_closed_window() -> None:
         StatsWindow(nonfinite="ignore")  # type: ignore[arg-type]
 
 
-def test_without_values() -> None:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    window = StatsWindow()
-    window.add({"a": 2.0})
-    with FakeTensorMode():
-        fake = torch.ones(1)
-        for call in (lambda: window.add({"b": 1.0}), window.flush):
-            with pytest.raises(ConfigError, match="FakeTensorMode"):
-                call()
-    with pytest.raises(InvalidStats, match="a FakeTensor"):
-        window.add({"a": fake})
-    assert window.flush().values == {"a": 2.0}
-
-
 # -- ranks ------------------------------------------------------------------------------------------------------------
 
 
@@ -386,17 +359,19 @@ def test_training_is_not_touched(two_ranks: RankPool) -> None:
 # -- times ------------------------------------------------------------------------------------------------------------
 
 
-def test_times_are_means_over_uses() -> None:
+def test_times_are_means_over_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
     with StatsWindow() as window:
         window.add({"loss": 1.0}, weight=8)
-        for seconds in (0.0, 0.06):
+        for seconds in (1.0, 2.0):
             with window.timed("data"):
-                time.sleep(seconds)
+                clock[0] += seconds
         with pytest.raises(ZeroDivisionError), window.timed("step"):
             raise ZeroDivisionError
         assert window.adds == 1
         reduced = window.flush()
-        assert 0.03 <= reduced.values["time"]["data"] < 5
+        assert reduced.values["time"] == {"data": 1.5, "step": 0.0}
         assert reduced.weights["time"] == {"data": 2.0, "step": 1.0}
         assert (reduced.values["loss"], reduced.total_weight) == (1.0, 8.0)
         assert window.flush().values == {}
@@ -481,10 +456,3 @@ def test_which_rank_it_was(two_ranks: RankPool) -> None:
     assert (slowest, best, plain) == (1, -2.0, None)
     assert text.startswith("ProtocolMismatch")
     assert "per_rank=True" in text
-
-
-def test_what_a_refused_flush_held_is_still_there(tmp_path: Path) -> None:
-    path = str(tmp_path / "store")
-    for text, adds, values in run_ranks(runs.refused_and_flushed_later, 2, path, timeout_sec=60).values():
-        assert "cannot do what ddpstats needs" in text
-        assert (adds, values) == (2, [4.0, 1.0])

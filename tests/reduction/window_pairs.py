@@ -38,7 +38,8 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float32, torch.flo
 
 WIDE = (100, 300)
 """Leaves of a wide tree: from 96 on a window stacks them, and from 256 on torch multiplies them."""
-WIDE_IN = 0.03
+WIDE_EVERY = 20
+"""Seeds of which one has a wide tree, and a quarter of the reductions."""
 
 Add = tuple[Any, Any]
 """Stats and weight."""
@@ -57,9 +58,9 @@ class Draw:
 
     def __init__(self, seed: int, tensors: float = 0.6, wild: float = 0.0, masked: bool = True) -> None:
         self.random, self.tensors, self.wild, self.masked = random.Random(seed), tensors, wild, masked
-        self.shape = random.Random(
-            ~seed
-        )  # draws what a rank leaves out and where it has elements, apart from the numbers
+        self.wide = WIDE[seed // WIDE_EVERY % len(WIDE)] if seed % WIDE_EVERY == 0 else 0
+        # Draws what a rank leaves out and where it has elements, so that these can repeat while numbers change.
+        self.shape = random.Random(~seed)
         self.bad = self.random.choice([0.0, 0.02, 0.3])
         self.uniform: torch.dtype | None = None  # where all leaves are tensors of one dtype and shape
 
@@ -78,17 +79,17 @@ class Draw:
         self.steady, self.plain = self.random.random() < 0.4, self.random.random() < 0.2
         tree = self.tree(self.random.choice([1, 1, 2, 3]), root=True)
         policy, per_rank = self.random.choice(POLICIES), self.random.random() < 0.3
-        for _ in range(count):
+        for _ in range(-(-count // 4) if self.wide else count):
             before = self.shape.getstate()
             yield policy, per_rank, [self.add(tree) for _ in range(ranks)]
             if self.random.random() < 0.8:
                 self.shape.setstate(before)
 
     def tree(self, depth: int, root: bool = False) -> Any:
-        if root and self.random.random() < WIDE_IN:
+        if root and self.wide:
             self.plain = self.steady = True
             self.uniform = self.random.choice([None, *DTYPES])
-            return "dict", {f"k{i}": self.tree(0) for i in range(self.random.choice(WIDE))}
+            return "dict", {f"k{i}": self.tree(0) for i in range(self.wide)}
         kind = self.random.choice(["dict", "dict", "OrderedDict", "list", "tuple", "leaf", "leaf"])
         if not root and (depth == 0 or kind == "leaf"):
             return "leaf", "mean" if self.plain else self.random.choice(OPS)
@@ -104,6 +105,8 @@ class Draw:
             return self.part(tree), torch.tensor(self.elements)
         self.elements = []
         weight: Any = self.random.choice([0.0, 0.5, 1.0, 1.0, 3.0, 8, 8])
+        if self.random.random() < self.wild / 5:
+            return self.part(tree), self.random.choice([5e-324, 1e-200, 1e200])
         if self.random.random() < 0.15:
             weight = torch.tensor(weight)
         return self.part(tree), weight
@@ -132,6 +135,8 @@ class Draw:
         if op in ("any", "all"):
             return MARKERS[op](self.tensor(float(self.random.random() < 0.7)))
         if op == "mean" and self.uniform is not None:
+            if self.random.random() < 0.002:
+                return torch.tensor([2**41 + 1])  # stacked with tensors of a float dtype, it would lose bits
             return torch.tensor([self.number()], dtype=self.uniform)
         if op == "mean":
             return self.tensor(*[self.number() for _ in self.elements or [0]]) if self.whole() else self.number_leaf()
