@@ -68,12 +68,6 @@ def another_loss(model: nn.Module, batch: Any) -> Tensor:
     return 2 * plain(model, batch)
 
 
-def with_bad_part(module: nn.Module, batch: Any) -> Tensor:
-    """Add a part to the plain loss that is bad on rank 1."""
-    first: Tensor = next(module.parameters())
-    return plain(module, batch) + (first.sum() * NAN if rank() == 1 else 0)
-
-
 def with_bad_gradient(module: nn.Module, batch: Any) -> Tensor:
     """Add a part whose value is finite, and whose gradient is not on rank 1."""
     first: Tensor = next(module.parameters())
@@ -81,7 +75,8 @@ def with_bad_gradient(module: nn.Module, batch: Any) -> Tensor:
 
 
 def tripled_with_bad_part(module: nn.Module, batch: Any) -> Tensor:
-    return 3 * plain(module, batch) + with_bad_part(module, batch)
+    first: Tensor = next(module.parameters())
+    return 3 * plain(module, batch) + (first.sum() * NAN if rank() == 1 else 0)
 
 
 def dying(model: nn.Module, batch: Any) -> Tensor:

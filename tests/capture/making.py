@@ -1,8 +1,7 @@
-"""Bundles of steps that were really run, in this process: what a capture writes, without a capture."""
+"""Bundles of steps that were really run in this process: as ranks would write them together, finite or not."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
@@ -12,11 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ddpstats import NaNCapture
 from ddpstats._base.atomic_files import summary
 from ddpstats._base.version import __version__
-from ddpstats._observe.gradient_norms import measure
-from ddpstats._rerun.random_state import RandomState
-from ddpstats._rerun.serialize import to_plain
 from ddpstats.capture._bundle import Manifest, bundle_name, read_manifest, write_manifest, write_part
 
 CPU = torch.device("cpu")
@@ -33,51 +30,22 @@ def run_and_keep(
     world_size: int = 1,
     scale: float = 1.0,
     autocast: torch.dtype | None = None,
-    raises: bool = False,
 ) -> dict[str, Any]:
-    """A rank's part, of a step that is run here."""
-    part: dict[str, Any] = {
-        "rank": rank,
-        "world_size": world_size,
-        "step": 12,
-        "device": "cpu",
-        "micro_batches": [],
-        "buffers": {name: buffer.clone() for name, buffer in model.named_buffers()},
-        "eval_modules": [name for name, module in model.named_modules() if not module.training],
-        "frozen": [name for name, parameter in model.named_parameters() if not parameter.requires_grad],
-        "norm": "2",
-        "gradients": None,
-        "parameter_names": [name for name, _ in model.named_parameters()],
-        "scale": scale,
-        "error": None,
-        "environment": {"host": "here", "threads": torch.get_num_threads()},
-    }
-    for batch in batches:
-        kept = {
-            "batch": to_plain(batch),
-            "batch_missing": None,
-            "changed": [],
-            "loss": None,
-            "factor": None,
-            "norms": None,
-        }
-        kept["random"] = RandomState.take(CPU).to_plain()
-        kept["autocast"] = {"device_type": "cpu", "enabled": autocast is not None, "dtype": str(torch.bfloat16)}
-        part["micro_batches"].append(kept)
-        under = contextlib.nullcontext() if autocast is None else torch.autocast("cpu", dtype=autocast)
-        try:
-            with under:
-                loss = step(model, batch)
-        except Exception as error:
-            assert raises
-            part["error"] = f"{type(error).__name__}: {error}"
-            break
-        (loss * scale).backward()  # type: ignore[no-untyped-call]
-        kept["loss"] = loss.detach().clone()
-        kept["norms"] = measure([parameter.grad for parameter in model.parameters()])
-    gradients = {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
-    part["gradients"] = gradients or None
-    return part
+    """Run a step here and return a rank's part of it as a capture has it, with the gradients whatever they are."""
+    error, scaler = None, torch.amp.GradScaler("cpu", init_scale=scale)
+    with NaNCapture("never written", model=model, scaler=scaler) as capture:
+        for batch in batches:
+            with capture.micro_batch(batch) as micro:
+                try:
+                    with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
+                        micro.loss = step(model, batch)
+                except Exception as raised:
+                    error = f"{type(raised).__name__}: {raised}"
+                    break
+                scaler.scale(micro.loss).backward()  # type: ignore[no-untyped-call]
+        part = capture._source.rank_part(rank, world_size, 12, error)
+    gradients = {name: tensor.grad.clone() for name, tensor in model.named_parameters() if tensor.grad is not None}
+    return part | {"gradients": gradients or None}
 
 
 def parameters_of(model: nn.Module) -> dict[str, Any]:
@@ -97,7 +65,7 @@ def write_bundle(
     culprits: Sequence[int] = (0,),
     ranks: Sequence[int] | None = None,
 ) -> Path:
-    """As the ranks would write it together. ``ranks``: of their group; None: from 0 on."""
+    """Write what the ranks would write together. ``ranks`` are those of their group; None: from 0 on."""
     directory = dirpath / bundle_name(step, when)
     directory.mkdir(parents=True)
     world_size = next(iter(parts.values()))["world_size"]
@@ -127,7 +95,7 @@ def write_bundle(
 
 
 def _bad_names(part: dict[str, Any]) -> list[str]:
-    return [name for name, one in (part["gradients"] or {}).items() if not bool(one.isfinite().all())]
+    return [name for name, gradient in (part["gradients"] or {}).items() if not bool(gradient.isfinite().all())]
 
 
 def captured(
@@ -139,6 +107,7 @@ def captured(
     when: datetime = WHEN,
     reason: str = "nonfinite",
     culprits: Sequence[int] | None = None,
+    ranks: Sequence[int] | None = None,
     prepare: Callable[[nn.Module], None] | None = None,
     **run: Any,
 ) -> Path:
@@ -150,18 +119,20 @@ def captured(
     model_part = parameters_of(model)
     part = run_and_keep(model, step, batches, **run)
     culprits = [part["rank"]] if culprits is None else culprits
-    return write_bundle(dirpath, {part["rank"]: part}, model_part, reason=reason, when=when, culprits=culprits)
+    return write_bundle(
+        dirpath, {part["rank"]: part}, model_part, reason=reason, when=when, culprits=culprits, ranks=ranks
+    )
 
 
 def rewrite_part(directory: Path, name: str, content: dict[str, Any]) -> None:
-    """Another content, and a manifest that says so: what somebody with bad intentions would do."""
+    """Write another content, and a manifest that says so, as an attacker would."""
     manifest = read_manifest(directory)
     written = write_part(directory, name, content)
     write_manifest(directory, replace(manifest, files={**manifest.files, name: written}))
 
 
 def rewrite_manifest(directory: Path, name: str) -> None:
-    """A manifest that says what stands in a file now."""
+    """Write a manifest that says what a file holds now."""
     with (directory / name).open("rb") as file:
         written = summary(file)
     manifest = read_manifest(directory)

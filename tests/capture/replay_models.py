@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional
+from torch.distributed import _functional_collectives as functional
+from torch.nn.parallel import DistributedDataParallel
 
 CLASSES = 20
 
@@ -47,7 +48,9 @@ def per_class_step(model: nn.Module, batch: Any) -> Tensor:
     total = torch.zeros(())
     for c in range(CLASSES):
         of_class = y == c
-        summed = functional.binary_cross_entropy_with_logits(logits[:, c], of_class.to(logits.dtype), reduction="sum")
+        summed = nn.functional.binary_cross_entropy_with_logits(
+            logits[:, c], of_class.to(logits.dtype), reduction="sum"
+        )
         total = total + summed / torch.count_nonzero(of_class)
     return total
 
@@ -72,16 +75,35 @@ flaky_calls: list[int] = []
 
 
 def distributed_step(model: nn.Module, batch: Any) -> Tensor:
-    assert (dist.get_rank(), dist.get_world_size()) == (1, 4)
-    loss = mean_step(model, batch)
-    total = loss.detach().clone()
-    dist.all_reduce(total)
-    assert torch.equal(total, 4 * loss.detach())
-    found = [torch.zeros(2) for _ in range(4)]
-    dist.all_gather(found, torch.ones(2))
-    assert all(one.sum() == 2 for one in found)
+    """Run collectives of all kinds on rank 1 of 4, and check that the others hold what this rank holds."""
+    world = dist.group.WORLD
+    assert world is not None
+    assert (dist.get_rank(), dist.get_world_size(), os.environ["RANK"]) == (1, 4, "1")
+    loss = mean_step(DistributedDataParallel(model), batch)
+    for op, factor in ((dist.ReduceOp.SUM, 4), (dist.ReduceOp.AVG, 1), (dist.ReduceOp.MIN, 1), (dist.ReduceOp.MAX, 1)):
+        total = loss.detach().clone()
+        work = dist.all_reduce(total, op=op, async_op=True)
+        assert work is not None
+        work.wait()
+        assert torch.equal(total, factor * loss.detach())
+    numbers, part = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.zeros(1)
+    dist.reduce_scatter(part, list(numbers.chunk(4)))
+    assert part.item() == 4 * 2
+    parts = [torch.zeros(1) for _ in range(4)]
+    dist.all_to_all(parts, list(numbers.chunk(4)))
+    assert torch.cat(parts).tolist() == [2, 2, 2, 2]
+    gathered = [torch.zeros(4) for _ in range(4)]
+    dist.all_gather(gathered, numbers)
+    dist.broadcast(numbers, 0)
+    assert all(torch.equal(tensor, numbers) for tensor in gathered)
+    objects: list[object] = [None] * 4
+    dist.all_gather_object(objects, {"a": 1})
+    assert objects == [{"a": 1}] * 4
+    assert torch.equal(functional.all_reduce(numbers, "sum", world) + 0, 4 * numbers)
     pair = dist.new_group([0, 1])
-    dist.barrier(pair)
+    dist.all_reduce(numbers, group=pair)
+    assert (numbers[0].item(), dist.get_rank(pair), dist.get_world_size(pair)) == (2, 1, 2)
+    assert dist.new_group([2, 3]) == dist.GroupMember.NON_GROUP_MEMBER
     return loss
 
 

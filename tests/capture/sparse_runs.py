@@ -44,15 +44,6 @@ def step(module: nn.Module, batch: Any) -> Tensor:
     return (out * batch["factor"]).square().sum()  # type: ignore[no-any-return]
 
 
-def other_step(module: nn.Module, batch: Any) -> Tensor:
-    """Take other words: the same values in other rows of the table, where these are equal."""
-    return step(module, {**batch, "words": (batch["words"] + 1) % _ROWS})
-
-
-def negative_step(module: nn.Module, batch: Any) -> Tensor:
-    return -step(module, batch)
-
-
 def batch_of(number: int, micro: int = 0) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(10 * number + rank())
     return {"words": torch.randint(0, _ROWS, (6, 5), generator=generator), "factor": torch.ones(())}
@@ -107,11 +98,15 @@ def watched_by_a_sentinel(case: str, flips: bool = False) -> list[tuple[int, ...
 
 
 def refused(negative: bool) -> str:
-    """Give a ``replay_fn`` that is another step in the rows alone, all of which are equal; or in the sign alone."""
+    """Give a ``replay_fn`` that takes other rows of the table, all of which are equal, or another sign."""
     module = made("ddp")
     nn.init.constant_(module.get_parameter("module.table.weight"), 0.5)
-    function = negative_step if negative else other_step
-    with Sentinel(module, mode=2, replay_every_steps=1, replay_fn=function) as sentinel:
+
+    def other_step(module: nn.Module, batch: Any) -> Tensor:
+        words = batch["words"] if negative else (batch["words"] + 1) % _ROWS
+        return step(module, {**batch, "words": words}) * (-1 if negative else 1)
+
+    with Sentinel(module, mode=2, replay_every_steps=1, replay_fn=other_step) as sentinel:
         try:
             hooks = Hooks(sentinel.micro_batch, judge=lambda number: sentinel.step().ok)
             train(module, 1, batch_of=batch_of, loss_of=step, hooks=hooks)

@@ -53,13 +53,8 @@ slow = pytest.mark.slow
             ],
             marks=slow,
         ),
-        pytest.param(
-            *("with_bad_part", "plain", None, False),
-            ["a race or a transient fault on rank 1", "Or step_fn leaves out"],
-            marks=slow,
-        ),
     ],
-    ids=range(9),
+    ids=range(8),
 )
 def test_the_cause_is_named_and_reruns_leave_the_training_as_it_was(
     two_ranks: RankPool,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,25 +34,6 @@ def test_a_group_without_rank_0_writes_and_replays_a_bundle(two_ranks: RankPool,
     assert manifest["model_files"] == {"1": "model.pt"}
     assert Bundle.open(verdict.bundle).rank_part(1).rank == 1
     assert cli.main(["replay", str(verdict.bundle), *NAMES, "--json"]) == 0
-
-
-def position_step(model: torch.nn.Module, batch: Any) -> torch.Tensor:
-    """Return NaN where the process is the second of two ranks."""
-    is_second = (torch.distributed.get_rank(), torch.distributed.get_world_size()) == (1, 2)
-    loss: torch.Tensor = model(batch["x"]).mean()
-    return loss * torch.nan if is_second else loss
-
-
-def test_replay_has_the_rank_within_the_group(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    torch.manual_seed(1)
-    model = replay_models.Small()
-    model_part = making.parameters_of(model)
-    batch = {"x": torch.ones(2, 4)}
-    part = making.run_and_keep(model, lambda m, b: m(b["x"]).mean() * torch.nan, [batch], rank=5, world_size=2)
-    bundle = making.write_bundle(tmp_path, {5: part}, model_part, ranks=(4, 5), culprits=[5])
-    names = ["--model", "tests.capture.replay_models:Small", "--step", "tests.capture.test_publish:position_step"]
-    assert cli.main(["replay", str(bundle), *names, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["rank"] == 5
 
 
 # -- a rank that cannot write -----------------------------------------------------------------------------------------
@@ -117,28 +97,6 @@ def test_the_bundle_just_written_stays_where_the_clock_went_back(tmp_path: Path)
     verdict = runs.bad_step(tmp_path, keep=1)
     assert list(tmp_path.iterdir()) == [verdict.bundle]
     assert manifest_of(verdict.bundle)["complete"]
-
-
-class Stateless:
-    """An optimizer without its state, as ZeroRedundancyOptimizer is on ranks that did not gather it."""
-
-    def __init__(self) -> None:
-        self.step = self.zero_grad = lambda: None
-
-    def state_dict(self) -> Any:
-        raise TypeError("no state on this rank")
-
-
-def test_a_state_that_cannot_be_read_is_left_out(tmp_path: Path) -> None:
-    verdict = runs.bad_step(tmp_path, optimizer=Stateless(), scheduler=[Stateless()])
-    assert manifest_of(verdict.bundle)["complete"]
-    assert verdict.bundle is not None
-    content = torch.load(verdict.bundle / "model.pt", weights_only=True)
-    assert content["optimizer"] is None
-    assert content["left_out"] == [
-        "optimizer: TypeError: no state on this rank",
-        "scheduler: TypeError: no state on this rank",
-    ]
 
 
 # -- a rank that raised, and writes alone -----------------------------------------------------------------------------

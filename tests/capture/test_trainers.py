@@ -206,13 +206,6 @@ def test_lightning_stops_after_its_min_steps(two_ranks: RankPool, tmp_path: Path
     assert stopped.counted[0] == 3
 
 
-def test_lightning_batches_that_the_module_refuses(two_ranks: RankPool, tmp_path: Path) -> None:
-    """Its on_train_batch_start returns -1 in the first epoch: that batch belongs to no step."""
-    ranks = trained(two_ranks, Scenario("lightning", str(tmp_path), bad=(1, 0), option="refusing"))
-    assert verdict_of(ranks).step == 0
-    assert len(bundle_of(ranks, 1, 0).rank_part(1).micro_batches) == 1
-
-
 def test_transformers_mixed_precision_replays(
     two_ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

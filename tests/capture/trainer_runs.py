@@ -6,7 +6,6 @@ The libraries are imported inside functions: a rank needs only its own trainer's
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib
 import logging
 import os
@@ -14,7 +13,6 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -173,11 +171,6 @@ def lightning_net() -> Any:
             optimizer = torch.optim.SGD(self.parameters(), lr=0.05)
             return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 100)]
 
-        def on_train_batch_start(self, batch: Any, index: int) -> int | None:
-            return -1 if self.refuses and self.current_epoch == 0 else None
-
-        refuses = False
-
     return Module()
 
 
@@ -188,7 +181,7 @@ def half_step(module: Any, batch: Any) -> Tensor:
 
 
 def _lightning(scenario: Scenario, folder: str) -> _Run:
-    """Options: "manual" optimization with two optimizers; "refusing" the first epoch's batches; "min_steps"."""
+    """Options: "manual" optimization with two optimizers; "min_steps"."""
     lightning: Any = importlib.import_module("lightning")
     environments: Any = importlib.import_module("lightning.pytorch.plugins.environments")
     from ddpstats.integrations.lightning import DdpstatsNaNCapture
@@ -196,7 +189,6 @@ def _lightning(scenario: Scenario, folder: str) -> _Run:
     module = lightning_net()
     if scenario.option == "manual":
         module.manual, module.automatic_optimization = True, False
-    module.refuses = scenario.option == "refusing"
     callbacks = [] if scenario.dirpath is None else [DdpstatsNaNCapture(**_settings(scenario))]
     trainer = lightning.Trainer(
         accelerator="cpu",
@@ -208,7 +200,7 @@ def _lightning(scenario: Scenario, folder: str) -> _Run:
         enable_model_summary=False,
         enable_checkpointing=False,
         logger=False,
-        max_epochs=2 if scenario.option == "refusing" else 1,
+        max_epochs=1,
         min_steps=scenario.steps if scenario.option == "min_steps" else None,
         use_distributed_sampler=False,
         accumulate_grad_batches=scenario.accumulate,
@@ -308,6 +300,7 @@ def _espnet(scenario: Scenario, folder: str) -> _Run:
     distributed: Any = importlib.import_module("espnet2.train.distributed_utils")
     iterators: Any = importlib.import_module("espnet2.iterators.abs_iter_factory")
     from ddpstats.integrations import espnet
+    from tests.integrations import espnet_runs
 
     batches = [([f"utt{i}" for i in range(len(one["y"]))], one) for one in scenario.batches()]
     if scenario.option == "uneven" and dist.get_rank() == 1:
@@ -319,6 +312,17 @@ def _espnet(scenario: Scenario, folder: str) -> _Run:
 
     model = espnet_net()
     held: list[Any] = []
+    criterion = ("train", "loss", "min")
+    options = espnet_runs.options_of(
+        trainers.TrainerOptions,
+        folder,
+        espnet_runs.Script([], []),
+        accum_grad=scenario.accumulate,
+        unused_parameters=False,
+        early_stopping_criterion=criterion,
+        best_model_criterion=[criterion],
+        val_scheduler_criterion=criterion[:2],
+    )
 
     def run() -> None:
         if scenario.option == "installed":
@@ -335,7 +339,7 @@ def _espnet(scenario: Scenario, folder: str) -> _Run:
                     train_iter_factory=Factory(),
                     valid_iter_factory=_NoBatches(),
                     plot_attention_iter_factory=None,
-                    trainer_options=trainers.TrainerOptions(**_espnet_options(scenario, folder)),
+                    trainer_options=options,
                     distributed_option=distributed.DistributedOption(
                         distributed=True,
                         dist_backend="gloo",
@@ -352,32 +356,6 @@ def _espnet(scenario: Scenario, folder: str) -> _Run:
             return [(names, dict(batch)) for names, batch in batches[:1]]
 
     return _Run(model, run, lambda: held[0].verdict if held and held[0] is not None else None)
-
-
-def _espnet_options(scenario: Scenario, folder: str) -> dict[str, Any]:
-    """Return all options of espnet's trainer; what is not named here is switched off."""
-    trainers: Any = importlib.import_module("espnet2.train.trainer")
-    criterion = ("train", "loss", "min")
-    return dict.fromkeys(field.name for field in dataclasses.fields(trainers.TrainerOptions)) | {
-        "ngpu": 0,
-        "seed": 0,
-        "max_epoch": 1,
-        "log_interval": 100,
-        "wandb_model_log_interval": 0,
-        "keep_nbest_models": 1,
-        "nbest_averaging_interval": 0,
-        "save_strategy": "all",
-        "early_stopping_criterion": criterion,
-        "best_model_criterion": [criterion],
-        "gradient_as_bucket_view": False,
-        "unused_parameters": False,
-        "train_dtype": "float32",
-        "accum_grad": scenario.accumulate,
-        "grad_clip": 5.0,
-        "grad_clip_type": 2.0,
-        "output_dir": Path(folder),
-        "val_scheduler_criterion": ("train", "loss"),
-    }
 
 
 def _espnet_attributes() -> tuple[Any, ...]:
@@ -438,38 +416,32 @@ def _accelerate(scenario: Scenario, folder: str) -> _Run:
     ddp, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05))
     verdicts: list[ddpstats.Verdict] = []
 
-    def captured() -> None:
-        settings = _settings(scenario)
-        with ddpstats.NaNCapture(model=ddp, optimizer=optimizer, scaler=accelerator.scaler, **settings) as c:
+    def run() -> None:
+        with contextlib.ExitStack() as stack:
+            capture = None
+            if scenario.dirpath is not None:
+                settings = {"optimizer": optimizer, "scaler": accelerator.scaler, **_settings(scenario)}
+                capture = stack.enter_context(ddpstats.NaNCapture(model=ddp, **settings))
             for batch in scenario.batches():
                 with accelerator.accumulate(ddp):
-                    with c.micro_batch(batch) as micro:
+                    with contextlib.nullcontext() if capture is None else capture.micro_batch(batch) as micro:
                         loss = ddp(**batch)["loss"]
-                        micro.loss = loss / accelerator.gradient_accumulation_steps
+                        if micro is not None:
+                            micro.loss = loss / accelerator.gradient_accumulation_steps
                         accelerator.backward(loss)
-                    if accelerator.sync_gradients:
-                        verdict = c.check()
-                        if not verdict.ok:
-                            verdicts.append(verdict)
+                    verdict = capture.check() if capture is not None and accelerator.sync_gradients else None
+                    if verdict is not None and not verdict.ok:
+                        verdicts.append(verdict)
                         if verdict.should_stop:
                             return
-                        if verdict.should_skip:
-                            optimizer.zero_grad()
-                            continue
+                        optimizer.zero_grad()
+                        continue
+                    if accelerator.sync_gradients:
                         accelerator.clip_grad_norm_(ddp.parameters(), 5.0)
                     optimizer.step()
                     optimizer.zero_grad()
 
-    def plain() -> None:
-        for batch in scenario.batches():
-            with accelerator.accumulate(ddp):
-                accelerator.backward(ddp(**batch)["loss"])
-                if accelerator.sync_gradients:
-                    accelerator.clip_grad_norm_(ddp.parameters(), 5.0)
-                optimizer.step()
-                optimizer.zero_grad()
-
-    return _Run(model, plain if scenario.dirpath is None else captured, lambda: verdicts[-1] if verdicts else None)
+    return _Run(model, run, lambda: verdicts[-1] if verdicts else None)
 
 
 _TRAINERS: dict[str, Callable[[Scenario, str], _Run]] = {

@@ -27,12 +27,6 @@ HOMES = {
 }
 NAMES_MODULES = ROOT / "_observe" / "user_frames.py"  # in strings
 
-_PYTHONS = frozenset((
-    "_fields", "_replace", "_asdict", "_make", "_getframe", "_current_frames", "_exit", "_DummyThread",
-    "_rand", "_bit_generator", "_shutdown", "_run_exitfuncs", "_run_code", "_run_module_as_main",
-))  # fmt: skip
-"""Private names of the standard library and numpy."""
-
 _OWNERS = ("self", "cls")
 _READERS = frozenset({"getattr", "hasattr", "setattr", "delattr", "attrgetter", "methodcaller"})
 
@@ -114,32 +108,24 @@ def _uses(tree: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, str, str]]:
             yield from ((node, "torch", part) for path in paths for part in path.split("."))
 
 
-def private_names(source: str, ours: set[str], torchs: set[str], *, foreign: bool = False) -> Iterator[str]:
-    """Yield each private name of torch's in a file of the package, as "line: code".
-
-    ``ours``: what any class of the package defines. ``foreign``: the file reads private names of another library, so
-    that only those that torch has count.
-    """
+def private_names(source: str, torchs: set[str]) -> Iterator[str]:
+    """Yield each private name of torch's in a file of the package, as "line: code"."""
     tree = ast.parse(source)
     own, aliases = _own_names(tree), _torch_aliases(tree)
     for node, root, name in _uses(tree):
-        if not _is_private(name):
-            continue
-        is_known = name in torchs or not (foreign or name in ours or name in _PYTHONS)
-        if root in aliases or (is_known and name not in own and root not in _OWNERS):
+        is_torchs = root in aliases or (name in torchs and name not in own and root not in _OWNERS)
+        if is_torchs and _is_private(name):
             yield f"{node.lineno}: {ast.unparse(node).splitlines()[0][:80]}"
 
 
 @pytest.mark.slow
 def test_private_names_of_torch_are_in_their_files_alone() -> None:
-    sources = {path: path.read_text() for path in sorted(ROOT.rglob("*.py"))}
-    ours = set().union(*(_own_names(ast.parse(source)) for source in sources.values()))
     torchs = _torchs_names()
     uses = [
         f"{path.relative_to(ROOT)}:{name}"
-        for path, source in sources.items()
+        for path in sorted(ROOT.rglob("*.py"))
         if path not in HOMES
-        for name in private_names(source, ours, torchs, foreign=path.parent.name == "integrations")
+        for name in private_names(path.read_text(), torchs)
         if path != NAMES_MODULES or not re.match(r"\d+: '", name)
     ]
     assert uses == []
@@ -150,13 +136,13 @@ def test_private_names_of_torch_are_in_their_files_alone() -> None:
     [
         "torch._C.x", "from torch._ops import OpOverload", "import torch._dynamo", "tensor._version",
         "getattr(tensor, '_version', 0)", "group._get_backend(1)", "module._buffers", "packet.default._schema",
-        "replica._unheard_of", "name == 'torch._tensor'", "dist.distributed_c10d._world",
+        "name == 'torch._tensor'", "dist.distributed_c10d._world",
         "operator.attrgetter('_cdata')", "getattr(dist, name)._handle", "Tensor._values",
     ],
 )  # fmt: skip
 def test_every_way_to_name_one_is_noticed(line: str) -> None:
     source = f"import torch\nimport torch.distributed as dist\nfrom torch import Tensor\n{line}\n"
-    assert [use.partition(":")[0] for use in private_names(source, set(), _torchs_names())] == ["4"]
+    assert [use.partition(":")[0] for use in private_names(source, _torchs_names())] == ["4"]
 
 
 def test_names_of_the_package_are_not_taken_for_torchs() -> None:
@@ -164,9 +150,9 @@ def test_names_of_the_package_are_not_taken_for_torchs() -> None:
         class Ours:
             _version: int
             def __init__(self): self._buffers = {}
-            def take(self, other): return other._version, other._buffers, self._anything, value._fields, other._made
+            def take(self, other): return other._version, other._buffers, self._anything, value._fields
     """)
-    assert list(private_names(source, {"_made"}, _torchs_names())) == []
+    assert list(private_names(source, _torchs_names())) == []
 
 
 def test_this_torch_lacks_nothing() -> None:
