@@ -12,7 +12,7 @@ from ddpstats.dump import StatsDump
 
 
 def by_formula(*shape: int) -> Tensor:
-    """Small values, exact in binary: 0, 1/8, 2/8, ... up to 10/8, then from the beginning, less one half."""
+    """Return small values that are exact in binary: 0, 1/8, ... up to 10/8, and again from 0, less one half."""
     count = torch.Size(shape).numel()
     return ((torch.arange(count) * 7 % 11).to(torch.float32) / 8 - 0.5).reshape(shape)
 

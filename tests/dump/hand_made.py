@@ -39,7 +39,7 @@ def document(
 
 
 def as_lines(whole: Mapping[str, Any]) -> str:
-    """Our layout: one entry a line."""
+    """Return the text of a dump.json in our layout, one entry a line."""
     head = json.dumps({key: value for key, value in whole.items() if key != "data"})[:-1]
     return (
         head
@@ -60,7 +60,7 @@ def write_rank(
     parents: Mapping[str, Any] | None = None,
     header: Mapping[str, Any] | None = None,
 ) -> Path:
-    """A rank's directory with its files; ``layout`` is an indent, None for one line, or ``lines``."""
+    """Write a rank's directory; ``layout`` is an indent, None for one line, or ``lines``."""
     directory.mkdir(parents=True, exist_ok=True)
     whole = document(entries, level=level, task=task, header=header)
     text = as_lines(whole) if layout == "lines" else json.dumps(whole, indent=layout)

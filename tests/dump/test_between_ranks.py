@@ -26,7 +26,7 @@ def collective(api: str, number: int, result: float | None, group: Sequence[int]
 
 
 def numbered(seq: int, result: float, position: int) -> tuple[str, Any]:
-    """As our own dumps have it: ``position`` counts the entries of this dump, ``seq`` the calls of the group."""
+    """Return an entry of our own; ``position`` counts the entries of the dump, ``seq`` the calls of the group."""
     name, entry = collective("all_reduce", position, result, (0, 1))
     return name, {**entry, "input_kwargs": {**entry["input_kwargs"], "seq": {"type": "int", "value": seq}}}
 

@@ -39,6 +39,7 @@ def overflow(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_attention_that_makes_gradients_grow_is_named_with_its_line(
     overflow: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

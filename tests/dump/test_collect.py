@@ -33,22 +33,22 @@ def step_of(model: nn.Module) -> Tensor:
 
 def test_modules_are_named_by_path_and_class_and_end_before_those_around_them(tmp_path: Path) -> None:
     model = make_model()
-    found = dumped(tmp_path, lambda: step_of(model), model, "L0")
-    forward = [name for name in found if ".forward." in name]
+    entries = dumped(tmp_path, lambda: step_of(model), model, "L0")
+    forward = [name for name in entries if ".forward." in name]
     inside = ["norm.LayerNorm", "linear.Linear", "activation.ReLU", "dropout.Dropout"]
     blocks = [[*(f"Module.{n}.{part}.forward.0" for part in inside), f"Module.{n}.Block.forward.0"] for n in (1, 2)]
     assert forward == [
         "Module.0.Linear.forward.0", *blocks[0], *blocks[1], "Module.3.Linear.forward.0",
         "Module.root.Sequential.forward.0",
     ]  # fmt: skip
-    assert set(found["Module.3.Linear.forward.0"]["parameters"]) == {"weight", "bias"}
-    assert found["Module.3.Linear.backward.0"]["input"][0]["shape"] == [3, 2]
-    assert set(found["Module.3.Linear.parameters_grad.0"]) == {"weight", "bias"}
+    assert set(entries["Module.3.Linear.forward.0"]["parameters"]) == {"weight", "bias"}
+    assert entries["Module.3.Linear.backward.0"]["input"][0]["shape"] == [3, 2]
+    assert set(entries["Module.3.Linear.parameters_grad.0"]) == {"weight", "bias"}
     construct = json.loads((tmp_path / "step0/rank/construct.json").read_text())
     assert construct["Module.root.Sequential.forward.0"] is None
     assert construct["Module.1.norm.LayerNorm.forward.0"] == "Module.1.Block.forward.0"
     assert construct["Module.1.norm.LayerNorm.backward.0"] == "Module.1.Block.backward.0"
-    assert construct.keys() == found.keys()
+    assert construct.keys() == entries.keys()
 
 
 def test_functions_are_named_by_their_module_and_numbered(tmp_path: Path) -> None:
@@ -66,17 +66,17 @@ def test_functions_are_named_by_their_module_and_numbered(tmp_path: Path) -> Non
         torch.ops.aten.relu(y).sum().backward()
         convolution(torch.ones(1, 1, 5, 5))
 
-    found = dumped(tmp_path, body)
-    forward = [name.removesuffix(".forward") for name in found if name.endswith(".forward")]
+    entries = dumped(tmp_path, body)
+    forward = [name.removesuffix(".forward") for name in entries if name.endswith(".forward")]
     assert forward == [
         "Torch.ones.0", "Torch.ones.1", "Functional.linear.0", "Tensor.add.0", "Functional.gelu.0", "Torch.cat.0",
         "Torch.ones.2", "Tensor.matmul.0", "Tensor.__setitem__.0", "Tensor.add_.0", "Aten.relu.0", "Tensor.sum.0",
         "Torch.ones.3", "Functional.conv2d.0",
     ]  # fmt: skip
-    backward = [name for name in found if name.endswith(".backward")]
+    backward = [name for name in entries if name.endswith(".backward")]
     assert backward[0] == "Tensor.sum.0.backward"
     assert backward[-1] == "Functional.linear.0.backward"
-    assert all(parse_name(name).prefix for name in found)
+    assert all(parse_name(name).prefix for name in entries)
     assert json.loads((tmp_path / "step0/rank/construct.json").read_text()) == {}
 
 
@@ -87,9 +87,9 @@ def test_type_conversion_is_an_entry_and_type_query_is_none(tmp_path: Path) -> N
         x.type(torch.float16)
         torch.split_with_sizes_copy(x, [1, 2])
 
-    found = dumped(tmp_path, body)
-    assert list(found)[1:] == ["Tensor.type.1.forward", "Torch.split_with_sizes_copy.0.forward"]
-    assert found["Tensor.type.1.forward"]["output"][0]["inf_count"] == 3
+    entries = dumped(tmp_path, body)
+    assert list(entries)[1:] == ["Tensor.type.1.forward", "Torch.split_with_sizes_copy.0.forward"]
+    assert entries["Tensor.type.1.forward"]["output"][0]["inf_count"] == 3
 
 
 def test_in_place_call_has_its_input_before_and_its_output_after(tmp_path: Path) -> None:
@@ -99,9 +99,9 @@ def test_in_place_call_has_its_input_before_and_its_output_after(tmp_path: Path)
         x[1] = 7.0
         torch.add(x, 1.0, out=x)
 
-    found = dumped(tmp_path, body)
+    entries = dumped(tmp_path, body)
     multiplied, set_, added = (
-        found[f"{name}.0.forward"] for name in ("Tensor.mul_", "Tensor.__setitem__", "Torch.add")
+        entries[f"{name}.0.forward"] for name in ("Tensor.mul_", "Tensor.__setitem__", "Torch.add")
     )
     assert (multiplied["input_args"][0]["Max"], multiplied["output"][0]["Max"]) == (1.0, 5.0)
     assert (set_["input_args"][0]["Max"], set_["output"][0]["Max"]) == (5.0, 7.0)
@@ -110,8 +110,8 @@ def test_in_place_call_has_its_input_before_and_its_output_after(tmp_path: Path)
 
 def test_leaf_has_the_keys_of_msprobe_in_order_and_then_ours(tmp_path: Path) -> None:
     x = torch.tensor([[1.0, -3.0], [2.0, 4.0]])
-    found = dumped(tmp_path, lambda: torch.nn.functional.relu(x.t()))
-    leaf = found["Functional.relu.0.forward"]["input_args"][0]
+    entries = dumped(tmp_path, lambda: torch.nn.functional.relu(x.t()))
+    leaf = entries["Functional.relu.0.forward"]["input_args"][0]
     assert list(leaf) == LEAF_KEYS
     assert [leaf[key] for key in LEAF_KEYS[:11]] == [
         "torch.Tensor", "torch.float32", [2, 2], 4.0, -3.0, 1.0, pytest.approx(30**0.5), False, 0, 0, None,
@@ -119,8 +119,8 @@ def test_leaf_has_the_keys_of_msprobe_in_order_and_then_ours(tmp_path: Path) -> 
     assert leaf["stride"] == [1, 2]
     assert leaf["data_ptr"] == leaf["storage_ptr"] == x.data_ptr()
     assert (leaf["storage_bytes"], leaf["storage_offset"], leaf["stream"]) == (16, 0, 0)
-    assert found["Functional.relu.0.forward"]["output"][0]["storage_id"] != leaf["storage_id"]
-    assert found["Tensor.t.0.forward"]["output"][0]["storage_id"] == leaf["storage_id"]
+    assert entries["Functional.relu.0.forward"]["output"][0]["storage_id"] != leaf["storage_id"]
+    assert entries["Tensor.t.0.forward"]["output"][0]["storage_id"] == leaf["storage_id"]
 
 
 def test_arguments_that_are_no_tensors_have_type_and_value(tmp_path: Path) -> None:
@@ -131,33 +131,33 @@ def test_arguments_that_are_no_tensors_have_type_and_value(tmp_path: Path) -> No
         torch.cat([x, x], dim=1)
         x.mul(2 + 1j)
 
-    found = dumped(tmp_path, body)
-    index = found["Tensor.__getitem__.0.forward"]["input_args"][1]
+    entries = dumped(tmp_path, body)
+    index = entries["Tensor.__getitem__.0.forward"]["input_args"][1]
     assert index == [{"type": "slice", "value": [1, 3, None]}, {"type": "ellipsis", "value": "..."}, None]
-    zeros = found["Torch.zeros.0.forward"]
+    zeros = entries["Torch.zeros.0.forward"]
     assert zeros["input_args"] == [[{"type": "int", "value": 2}, {"type": "int", "value": 1}]]
     assert zeros["input_kwargs"]["dtype"] == {"type": "torch.dtype", "value": "torch.float16"}
-    assert [leaf["shape"] for leaf in found["Torch.cat.0.forward"]["input_args"][0]] == [[4, 3], [4, 3]]
-    assert found["Tensor.mul.0.forward"]["input_args"][1] == {"type": "complex", "value": "(2+1j)"}
+    assert [leaf["shape"] for leaf in entries["Torch.cat.0.forward"]["input_args"][0]] == [[4, 3], [4, 3]]
+    assert entries["Tensor.mul.0.forward"]["input_args"][1] == {"type": "complex", "value": "(2+1j)"}
 
 
 def test_mix_gives_functions_their_modules_as_parents(tmp_path: Path) -> None:
     model = make_model()
-    found = dumped(tmp_path, lambda: step_of(model), model, "mix")
+    entries = dumped(tmp_path, lambda: step_of(model), model, "mix")
     construct = json.loads((tmp_path / "step0/rank/construct.json").read_text())
     assert construct["Functional.linear.1.forward"] == "Module.1.linear.Linear.forward.0"
     assert construct["Functional.linear.1.backward"] == "Module.1.linear.Linear.backward.0"
     assert construct["Tensor.add_.0.forward"] == "Module.1.Block.forward.0"
     assert construct["Tensor.square.0.forward"] is None
-    names = list(found)
+    names = list(entries)
     assert names.index("Functional.linear.1.forward") < names.index("Module.1.linear.Linear.forward.0")
 
 
 def test_stack_is_the_user_s_lines_innermost_first_and_shared(tmp_path: Path) -> None:
     model = make_model()
-    found = dumped(tmp_path, lambda: step_of(model), model, "mix")
+    entries = dumped(tmp_path, lambda: step_of(model), model, "mix")
     stacks = json.loads((tmp_path / "step0/rank/stack.json").read_text())
-    assert sorted(name for names, _ in stacks.values() for name in names) == sorted(found)
+    assert sorted(name for names, _ in stacks.values() for name in names) == sorted(entries)
     dump = open_rank(tmp_path / "step0/rank")
     stack = dump.stack_of("Tensor.add_.0.forward")
     assert stack[0].endswith("in forward,\n    y += x")
@@ -167,16 +167,16 @@ def test_stack_is_the_user_s_lines_innermost_first_and_shared(tmp_path: Path) ->
     assert dump.stack_of("Tensor.add_.0.backward") == stack
 
 
-def test_a_second_backward_pass_has_an_entry_of_its_own(tmp_path: Path) -> None:
+def test_second_backward_pass_has_its_own_entry(tmp_path: Path) -> None:
     def body() -> None:
         x = torch.ones(2, requires_grad=True)
         y = torch.exp(x)
         y.sum().backward(retain_graph=True)  # type: ignore[no-untyped-call]
         (y * 3).sum().backward()  # type: ignore[no-untyped-call]
 
-    found = dumped(tmp_path, body)
-    assert found["Torch.exp.0.backward"]["input"][0]["Max"] == 1.0
-    assert found["Torch.exp.0.backward.1"]["input"][0]["Max"] == 3.0
+    entries = dumped(tmp_path, body)
+    assert entries["Torch.exp.0.backward"]["input"][0]["Max"] == 1.0
+    assert entries["Torch.exp.0.backward.1"]["input"][0]["Max"] == 3.0
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -187,11 +187,11 @@ def test_calls_that_checkpointing_repeats_are_marked_recomputed(tmp_path: Path, 
     def body() -> None:
         checkpoint(model, x, use_reentrant=reentrant).sum().backward()
 
-    found = dumped(tmp_path, body, model, "mix")
-    assert found["Module.0.Linear.forward.1"]["is_recompute"] is True
-    assert "is_recompute" not in found["Module.0.Linear.forward.0"]
-    assert found["Functional.linear.4.forward"]["is_recompute"] is True
-    assert f"Functional.linear.{4 if reentrant else 0}.backward" in found
+    entries = dumped(tmp_path, body, model, "mix")
+    assert entries["Module.0.Linear.forward.1"]["is_recompute"] is True
+    assert "is_recompute" not in entries["Module.0.Linear.forward.0"]
+    assert entries["Functional.linear.4.forward"]["is_recompute"] is True
+    assert f"Functional.linear.{4 if reentrant else 0}.backward" in entries
 
 
 # -- what is chosen ---------------------------------------------------------------------------------------------------
@@ -256,8 +256,8 @@ def test_gradients_of_parameters_are_chosen_with_their_module(tmp_path: Path, le
         def body() -> None:
             model(batch().requires_grad_()).sum().backward()
 
-        found = dumped(tmp_path / name, body, model, level, statistics=section)
-        return [one.split(".Linear")[0] for one in found if "parameters_grad" in one]
+        entries = dumped(tmp_path / name, body, model, level, statistics=section)
+        return [entry.split(".Linear")[0] for entry in entries if "parameters_grad" in entry]
 
     scope = ["Module.2.Linear.forward.0", "Module.1.Sequential.backward.0"]
     assert gradients("scope", scope=scope) == ["Module.2", "Module.1.1", "Module.1.0"]
@@ -267,8 +267,8 @@ def test_gradients_of_parameters_are_chosen_with_their_module(tmp_path: Path, le
 def test_data_mode_leaves_out_inputs_or_outputs(tmp_path: Path) -> None:
     x = batch().requires_grad_()
     for mode in ("input", "output"):
-        found = dumped(tmp_path / mode, lambda: x.exp().sum().backward(), statistics={"data_mode": [mode]})  # type: ignore[no-untyped-call]
-        forward, backward = found["Tensor.exp.0.forward"], found["Tensor.exp.0.backward"]
+        entries = dumped(tmp_path / mode, lambda: x.exp().sum().backward(), statistics={"data_mode": [mode]})  # type: ignore[no-untyped-call]
+        forward, backward = entries["Tensor.exp.0.forward"], entries["Tensor.exp.0.backward"]
         assert bool(forward["input_args"]) == bool(backward["input"]) == (mode == "input")
         assert bool(forward["output"]) == bool(backward["output"]) == (mode == "output")
 
@@ -291,13 +291,13 @@ def test_files_of_a_dump_are_those_of_the_format(tmp_path: Path) -> None:
 def test_tensors_are_saved_under_their_names(tmp_path: Path) -> None:
     x = torch.arange(12.0).reshape(3, 4)[:, 1:3].requires_grad_()
     config: dict[str, Any] = {"task": "tensor"}
-    found = dumped(tmp_path, lambda: torch.add(x, other=x).sum().backward(), **config)  # type: ignore[no-untyped-call]
-    entry = found["Torch.add.0.forward"]
+    entries = dumped(tmp_path, lambda: torch.add(x, other=x).sum().backward(), **config)  # type: ignore[no-untyped-call]
+    entry = entries["Torch.add.0.forward"]
     leaf = entry["input_args"][0]
     assert leaf["data_name"] == "Torch.add.0.forward.input.0.pt"
     assert list(leaf)[7:10] == ["requires_grad", "data_name", "nan_count"]
     assert entry["input_kwargs"]["other"]["data_name"] == "Torch.add.0.forward.input_kwargs.other.pt"
-    assert found["Torch.add.0.backward"]["output"][0]["data_name"] == "Torch.add.0.backward.output.0.pt"
+    assert entries["Torch.add.0.backward"]["output"][0]["data_name"] == "Torch.add.0.backward.output.0.pt"
     directory = tmp_path / "step0/rank/dump_tensor_data"
     saved = torch.load(directory / leaf["data_name"], weights_only=True, map_location="cpu")
     assert torch.equal(saved, x)
@@ -306,8 +306,8 @@ def test_tensors_are_saved_under_their_names(tmp_path: Path) -> None:
 
 
 def test_tensor_list_saves_some_tensors_beside_statistics(tmp_path: Path) -> None:
-    found = dumped(tmp_path, lambda: torch.ones(2).exp().sum(), statistics={"tensor_list": ["exp"]})
-    saved = {leaf.get("data_name") for entry in found.values() for leaf in leaves(entry)}
+    entries = dumped(tmp_path, lambda: torch.ones(2).exp().sum(), statistics={"tensor_list": ["exp"]})
+    saved = {leaf.get("data_name") for entry in entries.values() for leaf in leaves(entry)}
     assert saved == {None, "Tensor.exp.0.forward.input.0.pt", "Tensor.exp.0.forward.output.0.pt"}
 
 
@@ -315,12 +315,12 @@ def test_md5_is_the_crc_of_the_elements_in_order(tmp_path: Path) -> None:
     import zlib
 
     x = torch.arange(6, dtype=torch.bfloat16).reshape(2, 3)
-    found = dumped(tmp_path, lambda: (x.t() + 1, torch.empty(0).exp()), statistics={"summary_mode": "md5"})
-    leaf = found["Tensor.add.0.forward"]["input_args"][0]
+    entries = dumped(tmp_path, lambda: (x.t() + 1, torch.empty(0).exp()), statistics={"summary_mode": "md5"})
+    leaf = entries["Tensor.add.0.forward"]["input_args"][0]
     raw = bytes(x.t().contiguous().view(torch.uint8).flatten().tolist())
     assert leaf["md5"] == f"{zlib.crc32(raw):08x}"
     assert leaf["Max"] == 5.0
-    assert found["Torch.empty.0.forward"]["output"][0]["md5"] == "00000000"
+    assert entries["Torch.empty.0.forward"]["output"][0]["md5"] == "00000000"
 
 
 def test_step_is_collected_in_pieces(tmp_path: Path) -> None:
@@ -334,9 +334,9 @@ def test_step_is_collected_in_pieces(tmp_path: Path) -> None:
             dump.stop()
             model(batch())
         dump.step()
-        found = data(path)
-        assert [f"Functional.linear.{n}.forward" in found for n in (0, 7, 8)] == [True, True, False]
-        assert "Module.root.Sequential.backward.1" in found or "Module.3.Linear.backward.1" in found
+        entries = data(path)
+        assert [f"Functional.linear.{n}.forward" in entries for n in (0, 7, 8)] == [True, True, False]
+        assert "Module.root.Sequential.backward.1" in entries or "Module.3.Linear.backward.1" in entries
         assert not (path / "step0/rank/dump.jsonl").exists()
 
 
@@ -375,9 +375,9 @@ def test_level_with_modules_needs_a_model(tmp_path: Path, level: str) -> None:
 
 
 def test_several_models_are_named_by_their_keys(tmp_path: Path) -> None:
-    one, two = nn.Linear(4, 4), nn.Linear(4, 2)
-    found = dumped(tmp_path, lambda: two(one(batch())), {"first": one, "second": two}, "L0")
-    assert list(found) == ["Module.first.Linear.forward.0", "Module.second.Linear.forward.0"]
+    first, second = nn.Linear(4, 4), nn.Linear(4, 2)
+    entries = dumped(tmp_path, lambda: second(first(batch())), {"first": first, "second": second}, "L0")
+    assert list(entries) == ["Module.first.Linear.forward.0", "Module.second.Linear.forward.0"]
 
 
 # -- nothing changes --------------------------------------------------------------------------------------------------
@@ -426,8 +426,8 @@ def test_model_is_saved_and_copied_while_it_is_dumped(tmp_path: Path) -> None:
         file = io.BytesIO()
         torch.save(model, file)
         file.seek(0)
-        for one in (copied, torch.load(file, weights_only=False)):
-            assert torch.equal(one.eval()(batch()), one(batch()))
+        for copy_of_model in (copied, torch.load(file, weights_only=False)):
+            assert torch.equal(copy_of_model.eval()(batch()), copy_of_model(batch()))
 
     assert dumped(tmp_path, body, model, "L0") == {}
 
@@ -465,9 +465,9 @@ def test_error_of_the_dump_is_logged_and_does_not_reach_the_program(
     with pytest.warns(UserWarning, match=r"part\(s\) of the dump could not be collected; see .*dump_error_info.log"):
         dump.stop()
     assert "made up" in (tmp_path / "step0/rank/dump_error_info.log").read_text()
-    found = json.loads((tmp_path / "step0/rank/dump.json").read_text())["data"]
-    assert found["Functional.linear.0.forward"]["output"][0]["Max"] is None
-    assert found["Functional.linear.0.forward"]["output"][0]["shape"] == [3, 6]
+    entries = json.loads((tmp_path / "step0/rank/dump.json").read_text())["data"]
+    assert entries["Functional.linear.0.forward"]["output"][0]["Max"] is None
+    assert entries["Functional.linear.0.forward"]["output"][0]["shape"] == [3, 6]
 
 
 def test_entries_are_on_disk_while_the_step_runs(tmp_path: Path) -> None:
@@ -493,8 +493,8 @@ def test_autocast_and_other_modes_do_not_change_what_is_measured(tmp_path: Path)
         with torch.autocast("cpu", dtype=torch.bfloat16), counter:
             torch.mm(x, x)
 
-    found = dumped(tmp_path, body)
-    entry = found["Torch.mm.0.forward"]
+    entries = dumped(tmp_path, body)
+    entry = entries["Torch.mm.0.forward"]
     assert entry["input_args"][0]["Norm"] == pytest.approx(70 * (1 + 2**-12), rel=1e-6)
     assert entry["output"][0]["dtype"] == "torch.bfloat16"
     assert counter.get_total_flops() == 2 * 70**3

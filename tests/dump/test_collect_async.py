@@ -29,19 +29,22 @@ def train_on_meta(model: nn.Module) -> None:
     optimizer.step()
 
 
-@pytest.mark.parametrize("config", [{}, {"task": "tensor", "tensor": {"list": ["Functional", "Module"]}}])
+@pytest.mark.parametrize(
+    "config",
+    [{}, pytest.param({"task": "tensor", "tensor": {"list": ["Functional", "Module"]}}, marks=pytest.mark.slow)],
+)
 def test_no_value_is_read_inside_the_step(tmp_path: Path, config: dict[str, Any]) -> None:
     """A tensor on meta has no value: to read one raises, which `data` would find in the log."""
     model = model_on_meta()
-    found = dumped(tmp_path, lambda: train_on_meta(model), model, "mix", async_dump=True, **config)
-    assert "Functional.linear.3.forward" in found
-    assert "Functional.multi_head_attention_forward.0.backward" in found
-    assert "Module.layers.1.linear2.Linear.parameters_grad.0" in found
-    assert all(leaf["Max"] is None and leaf["device"] == "meta" for entry in found.values() for leaf in leaves(entry))
+    entries = dumped(tmp_path, lambda: train_on_meta(model), model, "mix", async_dump=True, **config)
+    assert "Functional.linear.3.forward" in entries
+    assert "Functional.multi_head_attention_forward.0.backward" in entries
+    assert "Module.layers.1.linear2.Linear.parameters_grad.0" in entries
+    assert all(leaf["Max"] is None and leaf["device"] == "meta" for entry in entries.values() for leaf in leaves(entry))
 
 
 def on_a_device(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Tensors in host memory are treated as if they were on a device; returns how often it is read."""
+    """Treat tensors in host memory as if they were on a device; return a list that grows with each read from it."""
     from ddpstats.dump.collect import _leaves
 
     reads: list[int] = []
@@ -70,18 +73,18 @@ def test_statistics_on_a_device_are_those_of_the_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_async: bool
 ) -> None:
     model = make_model()
-    wanted = dumped(tmp_path / "host", lambda: step_of(model), model, "mix")
+    on_host = dumped(tmp_path / "host", lambda: step_of(model), model, "mix")
     monkeypatch.setattr("ddpstats.dump.collect._recorder._BATCH", 20)
     reads = on_a_device(monkeypatch)
-    found = dumped(tmp_path / "device", lambda: step_of(model), model, "mix", async_dump=is_async)
+    entries = dumped(tmp_path / "device", lambda: step_of(model), model, "mix", async_dump=is_async)
     assert len(reads) == 1 if is_async else len(reads) > 5
-    assert list(found) == list(wanted)
-    for name, entry in found.items():
-        for one, other in zip(leaves(entry), leaves(wanted[name]), strict=True):
+    assert list(entries) == list(on_host)
+    for name, entry in entries.items():
+        for leaf, expected in zip(leaves(entry), leaves(on_host[name]), strict=True):
             for key in NUMBERS:
-                number = other[key]
+                number = expected[key]
                 is_float = isinstance(number, float)
-                assert one[key] == (pytest.approx(number, rel=1e-5, abs=1e-6) if is_float else number), name
+                assert leaf[key] == (pytest.approx(number, rel=1e-5, abs=1e-6) if is_float else number), name
 
 
 def test_nothing_is_written_inside_the_step(tmp_path: Path) -> None:
@@ -107,11 +110,11 @@ def test_entries_above_the_limit_have_no_numbers_and_one_warning_names_the_first
     ) as seen:
         dump.stop()
     assert len(seen) == 1
-    found = data(tmp_path)
+    entries = data(tmp_path)
     first = str(seen[0].message).split("from ")[1].split(" on,")[0]
-    assert first in found
-    assert any(leaf["Max"] is not None for leaf in leaves(found["Functional.linear.0.forward"]))
-    assert all(leaf["Max"] is None for leaf in leaves(found["Functional.linear.3.backward"]))
+    assert first in entries
+    assert any(leaf["Max"] is not None for leaf in leaves(entries["Functional.linear.0.forward"]))
+    assert all(leaf["Max"] is None for leaf in leaves(entries["Functional.linear.3.backward"]))
 
 
 def test_held_tensors_count_against_the_limit(tmp_path: Path) -> None:
@@ -126,7 +129,7 @@ def test_held_tensors_count_against_the_limit(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"from Tensor\.exp\.0\.forward on"):
         dump.stop()
     saved = list((tmp_path / "step0/rank/dump_tensor_data").iterdir())
-    assert [one.name for one in saved] == ["Tensor.exp.0.forward.input.0.pt"]
+    assert [file.name for file in saved] == ["Tensor.exp.0.forward.input.0.pt"]
 
 
 def test_tensor_is_saved_as_it_was(tmp_path: Path) -> None:
@@ -136,8 +139,8 @@ def test_tensor_is_saved_as_it_was(tmp_path: Path) -> None:
         y.zero_()
 
     config: dict[str, Any] = {"task": "tensor", "async_dump": True, "tensor": {"list": ["exp"]}}
-    found = dumped(tmp_path, body, **config)
-    leaf = found["Tensor.exp.0.forward"]["output"][0]
+    entries = dumped(tmp_path, body, **config)
+    leaf = entries["Tensor.exp.0.forward"]["output"][0]
     saved = torch.load(tmp_path / "step0/rank/dump_tensor_data" / leaf["data_name"], weights_only=True)
     assert saved.tolist() == pytest.approx([2.718282] * 3)
 
@@ -156,6 +159,6 @@ def test_error_of_the_device_costs_no_entry(tmp_path: Path, monkeypatch: pytest.
         dump.stop()
     directory = tmp_path / "step0/rank"
     assert "device-side assert" in (directory / "dump_error_info.log").read_text()
-    found = json.loads((directory / "dump.json").read_text())["data"]
-    assert list(found) == ["Torch.ones.0.forward", "Tensor.exp.0.forward", "Tensor.sin.0.forward"]
-    assert found["Tensor.sin.0.forward"]["output"][0]["shape"] == [3]
+    entries = json.loads((directory / "dump.json").read_text())["data"]
+    assert list(entries) == ["Torch.ones.0.forward", "Tensor.exp.0.forward", "Tensor.sin.0.forward"]
+    assert entries["Tensor.sin.0.forward"]["output"][0]["shape"] == [3]

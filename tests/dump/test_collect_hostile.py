@@ -66,22 +66,22 @@ def test_forked_process_does_not_touch_the_dump(tmp_path: Path, is_async: bool) 
     assert in_child(child) == 0
     model(torch.ones(2, 4)).sum().backward()
     dump.stop()
-    found = data(tmp_path)
-    assert "Module.root.Linear.parameters_grad.1" in found
-    assert "Module.root.Linear.forward.2" not in found
+    entries = data(tmp_path)
+    assert "Module.root.Linear.parameters_grad.1" in entries
+    assert "Module.root.Linear.forward.2" not in entries
 
 
 def test_second_program_in_one_directory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one, two = (StatsDump({"dump_path": str(tmp_path)}) for _ in range(2))
-    one.start()
+    first, second = (StatsDump({"dump_path": str(tmp_path)}) for _ in range(2))
+    first.start()
     monkeypatch.setattr(_dump, "_check_empty", lambda directory: None)  # both looked at the same moment
     with pytest.raises(DumpError, match=r"written to by another process.* or by RANK in the environment"):
-        two.start()
-    assert not two._is_running
-    one.stop()
+        second.start()
+    assert not second._is_running
+    first.stop()
     monkeypatch.setenv("RANK", "3")
-    two.start()
-    two.stop()
+    second.start()
+    second.stop()
     assert (tmp_path / "step0/rank3/dump.json").exists()
 
 
@@ -131,13 +131,13 @@ def test_unusual_calls_and_a_call_that_raises_are_recorded(tmp_path: Path) -> No
         torch.tensor([[0] * 1_000] * 3)
         x.pow(2**80_000 > 0)
 
-    found = dumped(tmp_path, body)
-    assert "Tensor.eq.1.forward" in found or "Tensor.__eq__.1.forward" in found
-    failed = found["Torch.mm.0.forward"]
+    entries = dumped(tmp_path, body)
+    assert "Tensor.eq.1.forward" in entries or "Tensor.__eq__.1.forward" in entries
+    failed = entries["Torch.mm.0.forward"]
     assert failed["raised"] == "RuntimeError"
     assert failed["output"] == []
     assert failed["input_args"][0]["Max"] == 1.0
-    listed = found["Torch.tensor.0.forward"]["input_args"][0]
+    listed = entries["Torch.tensor.0.forward"]["input_args"][0]
     assert listed == [{"type": "list", "length": 1_000}] * 3
 
 
@@ -150,10 +150,10 @@ def test_huge_integer_and_nested_tensor_are_recorded(tmp_path: Path) -> None:
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*nested")
-        found = dumped(tmp_path, body)
-    assert found["Torch.full.0.forward"]["input_args"][1]["value"].startswith("0x")
+        entries = dumped(tmp_path, body)
+    assert entries["Torch.full.0.forward"]["input_args"][1]["value"].startswith("0x")
     for number in (0, 1):
-        leaf = found[f"Tensor.sin.{number}.forward"]["input_args"][0]
+        leaf = entries[f"Tensor.sin.{number}.forward"]["input_args"][0]
         assert (leaf["Max"], leaf["layout"]) == (1.0, "nested")
         assert sum(leaf["shape"]) in (40, 13)
 
@@ -173,9 +173,9 @@ def test_jit_trace_is_not_recorded(tmp_path: Path) -> None:
     def body() -> None:
         traced.append(torch.jit.trace(model, x, check_trace=False))  # type: ignore[no-untyped-call]
 
-    found = dumped(tmp_path, body, model, "mix")
+    entries = dumped(tmp_path, body, model, "mix")
     assert nodes(traced[0]) == plain
-    assert not any(name.startswith("Module") for name in found)
+    assert not any(name.startswith("Module") for name in entries)
 
 
 def test_start_inside_a_device_context_is_undone_by_stop(tmp_path: Path) -> None:
@@ -222,8 +222,8 @@ def test_interrupted_forward_pass_does_not_change_later_parents(tmp_path: Path) 
             model(torch.ones(2, 4))
         model(torch.ones(2, 4)).sum().backward()
 
-    found = dumped(tmp_path, body, model, "L0")
-    assert [name for name in found if ".forward." in name] == [
+    entries = dumped(tmp_path, body, model, "L0")
+    assert [name for name in entries if ".forward." in name] == [
         "Module.good.Linear.forward.0", "Module.root.Outer.forward.1"
     ]  # fmt: skip
     parents = json.loads((tmp_path / "step0/rank/construct.json").read_text())
@@ -251,11 +251,11 @@ class OfPairs(nn.Module):
 def test_fields_of_dataclasses_are_recorded(tmp_path: Path) -> None:
     model = OfPairs()
     x = torch.ones(2, 4, requires_grad=True)
-    found = dumped(tmp_path, lambda: model(Pair(x)).x.sum().backward(), model, "L0")
-    entry = found["Module.root.OfPairs.forward.0"]
+    entries = dumped(tmp_path, lambda: model(Pair(x)).x.sum().backward(), model, "L0")
+    entry = entries["Module.root.OfPairs.forward.0"]
     assert entry["output"][0]["x"]["shape"] == [2, 4]
     assert entry["input_args"][0]["note"] == {"type": "str", "value": "a"}
-    assert found["Module.root.OfPairs.backward.0"]["output"][0]["shape"] == [2, 4]
+    assert entries["Module.root.OfPairs.backward.0"]["output"][0]["shape"] == [2, 4]
 
 
 # -- tensors that are no plain tensors, and limits --------------------------------------------------------------------
@@ -343,8 +343,8 @@ def test_long_text_is_cut(tmp_path: Path) -> None:
             return x
 
     model = Reads()
-    found = dumped(tmp_path, lambda: model(torch.ones(2), "ab" * 5_000), model, "L0")
-    leaf = found["Module.root.Reads.forward.0"]["input_args"][1]
+    entries = dumped(tmp_path, lambda: model(torch.ones(2), "ab" * 5_000), model, "L0")
+    leaf = entries["Module.root.Reads.forward.0"]["input_args"][1]
     assert leaf == {"type": "str", "value": "ab" * 500, "length": 10_000}
 
 
@@ -355,6 +355,6 @@ def test_early_stop_of_checkpointing_is_no_failure(tmp_path: Path) -> None:
         out: Any = checkpoint(model, torch.ones(2, 4, requires_grad=True), use_reentrant=False)
         out.sum().backward()
 
-    found = dumped(tmp_path, body, model, "mix")
-    assert any(entry.get("is_recompute") for entry in found.values())
-    assert not any("raised" in entry for entry in found.values())
+    entries = dumped(tmp_path, body, model, "mix")
+    assert any(entry.get("is_recompute") for entry in entries.values())
+    assert not any("raised" in entry for entry in entries.values())

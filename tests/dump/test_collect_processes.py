@@ -83,7 +83,8 @@ def test_killed_process_leaves_what_it_had_collected(tmp_path: Path) -> None:
     assert dump.parent_of("Functional.linear.1.forward") == "Module.1.linear.Linear.forward.0"
 
 
-@pytest.mark.parametrize("how", ["sync", pytest.param("async", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["sync", "async"])
 def test_process_that_ends_inside_a_step_leaves_an_incomplete_dump(tmp_path: Path, how: str) -> None:
     done = ended(how, tmp_path)
     assert (done.returncode, done.stderr) == (0, "")

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ddpstats._observe.torch_groups import operators_tell_reduce_op
 from ddpstats.cli import main
@@ -139,15 +140,15 @@ def test_collective_that_raises_is_incomplete_and_the_next_has_the_next_number(p
 
 def test_nan_of_one_rank_is_traced_back_through_the_reducer(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["nan-origin", str(path / "training"), "--json"]) == 1
-    found = json.loads(capsys.readouterr().out)
-    assert [(origin["rank"], origin["name"], origin["kind"]) for origin in found["origins"]] == [
+    document = json.loads(capsys.readouterr().out)
+    assert [(origin["rank"], origin["name"], origin["kind"]) for origin in document["origins"]] == [
         (1, "Torch.log.0.forward", "computation")
     ]
-    assert found["phase"] == "between collectives"
-    assert found["rank_1"][0]["construct_info"] == ["Module.root.LogOfNegative.forward.0"]
+    assert document["phase"] == "between collectives"
+    assert document["rank_1"][0]["construct_info"] == ["Module.root.LogOfNegative.forward.0"]
 
 
-def test_entry_of_a_collective_stands_where_the_collective_ended(path: Path) -> None:
+def test_entry_of_a_collective_is_where_the_collective_ended(path: Path) -> None:
     dumped = data(path / "training", 0, "rank1")
     names = [name for name in dumped if name.startswith("Distributed.")]
     assert names == [f"Distributed.all_reduce.{number}.forward" for number in range(len(names))]
@@ -172,9 +173,9 @@ def dumped_in(path: Path, body: Callable[[], object]) -> dict[str, Any]:
     with dump:
         body()
     dump.step()
-    found = json.loads((path / "step0/rank0/dump.json").read_text())["data"]
-    assert isinstance(found, dict)
-    return found
+    document = json.loads((path / "step0/rank0/dump.json").read_text())["data"]
+    assert isinstance(document, dict)
+    return document
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -185,13 +186,21 @@ def test_stack_of_a_collective_begins_in_the_program(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_error_of_the_dump_does_not_reach_a_collective(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(tensor: Tensor) -> None:
-        raise RuntimeError("made up")
+@pytest.mark.parametrize("method", ["collective_begins", "collective_ends"])
+def test_error_of_the_dump_does_not_reach_a_collective(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    def fails(*args: object, **kwargs: object) -> None:
+        raise ValueError("made up")
 
-    monkeypatch.setattr("ddpstats.dump.collect._leaves.host_stats", fails)
-    tensor = torch.ones(3)
+    def body() -> None:
+        dist.all_reduce(tensor, async_op=True).wait()
+        model(torch.ones(1, 1)).sum().backward()
+
+    monkeypatch.setattr(f"ddpstats.dump.collect._recorder.Recorder.{method}", fails)
+    tensor, model = torch.ones(3), DistributedDataParallel(nn.Linear(1, 1, bias=False))
     with pytest.warns(UserWarning, match="could not be collected"):
-        found = dumped_in(tmp_path, lambda: dist.all_reduce(tensor, async_op=True).wait())
+        dumped_in(tmp_path, body)
     assert tensor.tolist() == [1.0, 1.0, 1.0]
-    assert found["Distributed.all_reduce.0.forward"]["output"][0]["Max"] is None
+    assert [parameter.grad for parameter in model.parameters()] == [torch.ones(1, 1)]
+    assert "made up" in (tmp_path / "step0/rank0/dump_error_info.log").read_text()

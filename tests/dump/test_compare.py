@@ -51,9 +51,9 @@ def compare_json(*words: object, capsys: pytest.CaptureFixture[str]) -> tuple[in
     def refuse(word: str) -> float:
         raise AssertionError(f"{word} is not JSON")
 
-    found = json.loads(out, parse_constant=refuse)
-    assert isinstance(found, dict)
-    return status, found
+    report = json.loads(out, parse_constant=refuse)
+    assert isinstance(report, dict)
+    return status, report
 
 
 def two(tmp_path: Path, a: Any, b: Any, **more: Any) -> tuple[Path, Path]:
@@ -70,12 +70,12 @@ def changed(index: int, **leaf: Any) -> list[Any]:
 @pytest.mark.parametrize("swapped", [False, True])
 def test_dump_of_msprobe_is_compared_with_ours(swapped: bool, ours: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pair = [MSPROBE, ours][:: -1 if swapped else 1]
-    status, found = compare_json(*pair, capsys=capsys)
-    (rank,) = found["ranks"]
-    assert (status, found["mode"]) == (0, "statistics")
+    status, report = compare_json(*pair, capsys=capsys)
+    (rank,) = report["ranks"]
+    assert (status, report["mode"]) == (0, "statistics")
     assert (rank["only_a"], rank["only_b"]) == (0, 0)
     assert rank["paired"] == len(json.loads((MSPROBE / "step0" / "rank" / "dump.json").read_text())["data"]) > 15
-    assert rank["unequal"] > 0, "the known tool's means and norms are rounded to float32"
+    assert rank["unequal"] > 0, "msprobe's means and norms are rounded to float32"
     assert compare(*pair, "--exact", capsys=capsys)[0] == 1
 
 
@@ -105,8 +105,8 @@ def test_first_unequal_and_first_over_the_tolerance_are_named(
 ) -> None:
     entries = changed(0, Mean=3.5000001)
     entries[1:] = changed(1, Mean=35.0)[1:]
-    status, found = compare_json(*two(tmp_path, entries, ONE), capsys=capsys)
-    (rank,) = found["ranks"]
+    status, report = compare_json(*two(tmp_path, entries, ONE), capsys=capsys)
+    (rank,) = report["ranks"]
     assert status == 1
     assert (rank["unequal"], rank["over_tolerance_or_not_comparable"]) == (2, 1)
     assert rank["first_unequal"]["name"] == "Functional.linear.0.forward.output.0"
@@ -262,9 +262,9 @@ def test_two_tensors_of_one_dump_are_compared_by_name(
     assert status == 0
     assert text.startswith("EQUAL: all 8 elements are equal")
     name = "Functional.linear.1.forward.input.1"
-    status, found = compare_json(saved["changed"], saved["plain"], "--tensor", name, capsys=capsys)
+    status, report = compare_json(saved["changed"], saved["plain"], "--tensor", name, capsys=capsys)
     assert status == 1
-    assert found["runs"]["first"] == [[0, 1]]
+    assert report["runs"]["first"] == [[0, 1]]
     status, text = compare(saved["plain"], "--tensor", names[0], "Torch.relu.0.backward.input.7", capsys=capsys)
     assert status == 2
     assert "has no tensor Torch.relu.0.backward.input.7. It has Torch.relu.0.backward.input.0" in text
@@ -363,7 +363,7 @@ def test_damaged_or_missing_dump_ends_with_status_2(tmp_path: Path, capsys: pyte
 
 
 def odd_leaves(mask_max: bool) -> list[Any]:
-    """What the known tool writes besides plain tensors."""
+    """Return entries with what msprobe writes besides plain tensors."""
     empty = {"type": "torch.Tensor", "dtype": "torch.bool", "shape": [2], "Mean": None, "Norm": None}
     mask = {**empty, "Max": mask_max, "Min": False, "requires_grad": False}
     nothing = {**empty, "dtype": "torch.float32", "shape": [0], "Max": None, "Min": None, "requires_grad": False}
@@ -386,8 +386,8 @@ def test_leaves_that_msprobe_writes_beside_tensors_are_compared(
     a, b = two(tmp_path, odd_leaves(True), odd_leaves(True), layout=layout)
     assert compare(a, b, "--exact", "--csv", tmp_path / "t.csv", capsys=capsys)[0] == 0
     c = write_rank(tmp_path / "c" / "rank0", odd_leaves(False), layout=layout)
-    status, found = compare_json(a, c, capsys=capsys)
-    assert (status, found["ranks"][0]["first_unequal"]["name"]) == (1, "Tensor.masked_fill.0.forward.input.0")
+    status, report = compare_json(a, c, capsys=capsys)
+    assert (status, report["ranks"][0]["first_unequal"]["name"]) == (1, "Tensor.masked_fill.0.forward.input.0")
 
 
 def test_entries_of_one_side_are_counted_beside_the_tensors_of_both(

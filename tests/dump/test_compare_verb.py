@@ -112,8 +112,8 @@ def test_damaged_stack_file_is_a_note(tmp_path: Path, capsys: pytest.CaptureFixt
     assert status == 1
     assert "without what stack.json says" in text
     assert "Functional.linear.0.forward  output.0" in text
-    status, found = compare_json(a, b, capsys=capsys)
-    assert (status, "stack.json" in found["ranks"][0]["notes"][0]) == (1, True)
+    status, report = compare_json(a, b, capsys=capsys)
+    assert (status, "stack.json" in report["ranks"][0]["notes"][0]) == (1, True)
 
 
 def test_argument_nested_too_deep_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,14 +14,14 @@ from tests.dump.hand_made import backward, forward, tensor
 
 def paths(entry: DumpEntry) -> dict[str, list[str]]:
     walks = {"inputs": entry.inputs, "outputs": entry.outputs, "leaves": entry.leaves(), "values": entry.values()}
-    return {which: [path for path, _ in found] for which, found in walks.items()}
+    return {which: [path for path, _ in statistic] for which, statistic in walks.items()}
 
 
 def test_paths_in_a_forward_entry() -> None:
-    one = tensor(1.0)
-    raw = forward([one, [one, {"a": one}], {"type": "int", "value": 3}, None], [one, None])
-    raw["input_kwargs"] = {"mask": one, "type": one, "p": {"type": "float", "value": 0.1}}
-    raw["parameters"] = {"weight": one, "sub.bias": one}
+    leaf = tensor(1.0)
+    raw = forward([leaf, [leaf, {"a": leaf}], {"type": "int", "value": 3}, None], [leaf, None])
+    raw["input_kwargs"] = {"mask": leaf, "type": leaf, "p": {"type": "float", "value": 0.1}}
+    raw["parameters"] = {"weight": leaf, "sub.bias": leaf}
     assert paths(DumpEntry("x", raw)) == {
         "inputs": ["input.0", "input.1.0", "input.1.1.a", "input_kwargs.mask", "input_kwargs.type"],
         "outputs": ["output.0"],
@@ -37,11 +37,11 @@ def test_paths_in_a_forward_entry() -> None:
 
 
 def test_paths_in_backward_entries_and_gradients() -> None:
-    one = tensor(1.0)
-    assert paths(DumpEntry("x", backward([one], [None, one])))["inputs"] == ["input.0"]
-    assert paths(DumpEntry("x", backward([one], [None, one])))["outputs"] == ["output.1"]
-    assert paths(DumpEntry("x", {"weight": [one], "bias": [one, one]}))["leaves"] == ["weight", "bias.0", "bias.1"]
-    assert paths(DumpEntry("x", {"input": None, "output": one, "is_recompute": True}))["leaves"] == ["output"]
+    leaf = tensor(1.0)
+    assert paths(DumpEntry("x", backward([leaf], [None, leaf])))["inputs"] == ["input.0"]
+    assert paths(DumpEntry("x", backward([leaf], [None, leaf])))["outputs"] == ["output.1"]
+    assert paths(DumpEntry("x", {"weight": [leaf], "bias": [leaf, leaf]}))["leaves"] == ["weight", "bias.0", "bias.1"]
+    assert paths(DumpEntry("x", {"input": None, "output": leaf, "is_recompute": True}))["leaves"] == ["output"]
     assert DumpEntry("x", {"is_recompute": True}).is_recompute
 
 
@@ -54,8 +54,8 @@ def test_paths_in_backward_entries_and_gradients() -> None:
     ],
 )
 def test_statistic_is_read_in_every_spelling(given: Any, expected: float | None) -> None:
-    found = DumpLeaf({"type": "torch.Tensor", "Max": given}).max
-    assert found == pytest.approx(expected, nan_ok=True) if expected is not None else found is None
+    statistic = DumpLeaf({"type": "torch.Tensor", "Max": given}).max
+    assert statistic == pytest.approx(expected, nan_ok=True) if expected is not None else statistic is None
 
 
 @pytest.mark.parametrize(

@@ -153,8 +153,8 @@ def test_gradients_are_those_of_a_full_backward_hook(tmp_path: Path, case: str) 
     torch.manual_seed(5)
     module = make()
     inputs = make_inputs()
-    found = dumped(tmp_path, lambda: backward(module, inputs), module, "L0")
-    entry = found[f"Module.root.{type(module).__name__}.backward.0"]
+    entries = dumped(tmp_path, lambda: backward(module, inputs), module, "L0")
+    entry = entries[f"Module.root.{type(module).__name__}.backward.0"]
     for what, gradients in zip(("output", "input"), expected[0], strict=True):
         leaves = entry[what]
         wanted = described(gradients)
@@ -168,8 +168,8 @@ def test_gradients_are_those_of_a_full_backward_hook(tmp_path: Path, case: str) 
 
 def test_tensor_given_twice_has_two_gradients(tmp_path: Path) -> None:
     x = torch.tensor([2.0, 3.0], requires_grad=True)
-    found = dumped(tmp_path, lambda: torch.matmul(x, x).backward())  # type: ignore[no-untyped-call]
-    assert [leaf["Max"] for leaf in found["Torch.matmul.0.backward"]["output"]] == [3.0, 3.0]
+    entries = dumped(tmp_path, lambda: torch.matmul(x, x).backward())  # type: ignore[no-untyped-call]
+    assert [leaf["Max"] for leaf in entries["Torch.matmul.0.backward"]["output"]] == [3.0, 3.0]
 
 
 def test_gradient_is_the_share_of_the_call(tmp_path: Path) -> None:
@@ -179,9 +179,9 @@ def test_gradient_is_the_share_of_the_call(tmp_path: Path) -> None:
         y = x * 1
         (y.exp() + 10 * y).sum().backward()  # type: ignore[no-untyped-call]
 
-    found = dumped(tmp_path, body)
-    assert found["Tensor.mul.1.backward"]["output"][0]["Max"] == 10.0
-    assert found["Tensor.mul.0.backward"]["input"][0]["Max"] == pytest.approx(10 + 2.718282)
+    entries = dumped(tmp_path, body)
+    assert entries["Tensor.mul.1.backward"]["output"][0]["Max"] == 10.0
+    assert entries["Tensor.mul.0.backward"]["input"][0]["Max"] == pytest.approx(10 + 2.718282)
 
 
 def test_graph_is_freed_when_the_program_drops_it(tmp_path: Path) -> None:

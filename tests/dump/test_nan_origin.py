@@ -36,7 +36,7 @@ def findings(step: Path) -> dict[str, Any]:
     return document
 
 
-def blamed(step: Path) -> list[tuple[int, str, str]]:
+def blamed(step: Path) -> list[tuple[int | None, str, str]]:
     return [(origin["rank"], origin["kind"], origin["name"]) for origin in findings(step)["origins"]]
 
 
@@ -537,11 +537,11 @@ def placed(number: int, start: int, size: int, stream: int = 0) -> dict[str, Any
 
 
 def test_live_storages_that_share_memory_are_reported_with_status_1(tmp_path: Path) -> None:
-    one, two = placed(1, 4096, 12288), placed(2, 8192, 8192, stream=7)
+    first, second = placed(1, 4096, 12288), placed(2, 8192, 8192, stream=7)
     entries = {
-        "Functional.layer_norm.0.forward": forward(placed(3, 65536, 64), out=one),
-        "Torch.cat.0.forward": forward(placed(4, 131072, 64), out=two),
-        "Torch.split.0.forward": forward(one, out=one),
+        "Functional.layer_norm.0.forward": forward(placed(3, 65536, 64), out=first),
+        "Torch.cat.0.forward": forward(placed(4, 131072, 64), out=second),
+        "Torch.split.0.forward": forward(first, out=first),
     }
     status, text = report(write(tmp_path, entries))
     assert status == 1

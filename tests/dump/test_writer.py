@@ -20,10 +20,10 @@ ENTRY: dict[str, Any] = {"input_args": [{"Max": math.nan, "Min": -math.inf}], "o
 
 def written(path: Path, *, at_once: bool, header: dict[str, Any] = HEADER) -> StepWriter:
     writer = StepWriter(path, header, at_once=at_once)
-    here, there = writer.new_stack(["a line", "another"]), writer.new_stack(["of nobody"])
-    writer.add("Torch.add.0.forward", ENTRY, here, "Module.root.Net.forward.0")
-    writer.add("Module.root.Net.forward.0", {"output": ['"quoted"\n']}, here, None)
-    assert there == 1
+    stack, other = writer.new_stack(["a line", "another"]), writer.new_stack(["of nobody"])
+    writer.add("Torch.add.0.forward", ENTRY, stack, "Module.root.Net.forward.0")
+    writer.add("Module.root.Net.forward.0", {"output": ['"quoted"\n']}, stack, None)
+    assert other == 1
     return writer
 
 
@@ -34,8 +34,8 @@ def test_files_are_the_same_whether_written_at_once_or_at_the_end(tmp_path: Path
         writer = written(path, at_once=at_once)
         assert (path / "dump.jsonl").exists() == at_once
         writer.finish()
-        assert sorted(one.name for one in path.iterdir()) == ["construct.json", "dump.json", "stack.json"]
-        texts.append({one.name: one.read_text() for one in path.iterdir()})
+        assert sorted(file.name for file in path.iterdir()) == ["construct.json", "dump.json", "stack.json"]
+        texts.append({file.name: file.read_text() for file in path.iterdir()})
     assert texts[0] == texts[1]
     dump = json.loads(texts[0]["dump.json"])
     assert list(dump["data"]) == ["Torch.add.0.forward", "Module.root.Net.forward.0"]
