@@ -160,15 +160,17 @@ def _together(ends: list[str]) -> str:
     return "warned" if set(ends) == {"warned", "silent"} else " / ".join(ends)
 
 
-def all_outcomes(pool: RankPool, chosen: Sequence[Program], directory: Path) -> dict[str, dict[str, str]]:
-    """Return, for each column, how each program ends.
+def all_outcomes(
+    pool: RankPool, chosen: Sequence[Program], directory: Path, modes: Sequence[str] = MODES
+) -> dict[str, dict[str, str]]:
+    """Return, for each column of these modes, how each program ends.
 
     Copies with labels are made in the directory; a program without labels ends as it does by inference.
     """
     names = [program.name for program in chosen]
     copies = {program.name: copy for program in chosen if (copy := _labelled_copy(program, directory))}
     ends: dict[str, dict[str, str]] = {}
-    for mode in MODES:
+    for mode in modes:
         inferred = dict(zip(names, outcomes(pool, [program.path for program in chosen], mode), strict=True))
         with_labels = dict(zip(copies, outcomes(pool, list(copies.values()), mode), strict=True))
         ends |= {f"{mode}, inference": inferred, f"{mode}, label()": inferred | with_labels}
