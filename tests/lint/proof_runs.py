@@ -1,4 +1,4 @@
-"""What runs on the ranks of `test_proofs`: functions of installed libraries, called as their own trainers call them."""
+"""Functions of installed libraries, called on the ranks of `test_proofs` as their own trainers call them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import ddpstats
 
 
 def _in_own_order(values: dict[str, float]) -> dict[str, torch.Tensor]:
-    """The same entries on each rank; rank 1 met them in the other order."""
+    """Return the same entries on each rank, on rank 1 in the other order."""
     names = list(values) if dist.get_rank() == 0 else list(reversed(values))
     return {name: torch.tensor([values[name]]) for name in names}
 
@@ -25,7 +25,7 @@ def espnet_average() -> dict[str, float]:
 
 
 def funasr_average(file: str) -> dict[str, float]:
-    """Of the file alone: the package imports all of its modules, and sets variables of the environment."""
+    """Run the file alone: the package imports all of its modules, and sets variables of the environment."""
     return _averaged(runpy.run_path(file)["recursive_average"])
 
 
@@ -41,7 +41,7 @@ def transformers_concat() -> dict[str, list[float]]:
 
 
 def accelerate_load(folder: str) -> str:
-    """What the guard says when each rank loads a model of which FSDP has wrapped a part, and then trains on."""
+    """Return the guard's message where each rank loads a model that FSDP has wrapped in part, and then reduces."""
     accelerate: Any = importlib.import_module("accelerate")
     fsdp: Any = importlib.import_module("accelerate.utils.fsdp_utils")
     state: Any = importlib.import_module("accelerate.state")

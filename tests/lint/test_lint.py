@@ -1,4 +1,4 @@
-"""The verb: files and directories, what cannot be read, formats, exit statuses, and comments that suppress."""
+"""``ddpstats lint`` checks files and directories, names what it cannot check, and obeys comments that suppress."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_finding_has_place_reason_and_fix(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_finding_has_location_reason_and_fix(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["lint", "src"]) == 1
     first, second, last = capsys.readouterr().out.splitlines()
     assert first == "src/faulty.py:4:9: rank-branch: barrier needs all ranks: `rank` is this rank's own."
@@ -48,21 +48,21 @@ def test_a_finding_has_place_reason_and_fix(tree: Path, capsys: pytest.CaptureFi
     assert last == "1 finding in 2 files"
 
 
-def test_nothing_found(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_clean_file_exits_0(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["lint", "src/legal.py", "src/legal.py"]) == 0
     assert capsys.readouterr().out == "nothing found in 1 file\n"
     assert cli.main(["lint", "src", "--rule", "dict-order"]) == 0
 
 
-def test_json(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_findings_and_counts(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["lint", "src", "--json"]) == 1
-    found = json.loads(capsys.readouterr().out)
-    assert (found["files"], found["unread"]) == (2, [])
-    place = {"path": "src/faulty.py", "line": 4, "column": 9, "rule": "rank-branch"}
-    assert found["findings"][0].items() >= place.items()
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["files"], shown["unread"]) == (2, [])
+    location = {"path": "src/faulty.py", "line": 4, "column": 9, "rule": "rank-branch"}
+    assert shown["findings"][0].items() >= location.items()
 
 
-def test_files_that_cannot_be_read_stop_nothing(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unreadable_files_are_named_and_others_checked(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
     unread = {
         "syntax.py": b"import torch.distributed\nif True print()\n",
         "null.py": b"import torch.distributed\0",
@@ -85,7 +85,7 @@ def test_files_that_cannot_be_read_stop_nothing(tree: Path, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize(
-    ("args", "said"),
+    ("args", "message"),
     [
         (["nowhere.py"], "nowhere.py: no such file or directory."),
         (["x" * 5000], f"{'x' * 5000}: file name too long."),
@@ -94,12 +94,12 @@ def test_files_that_cannot_be_read_stop_nothing(tree: Path, capsys: pytest.Captu
         (["src", "--sarif", "none/x.sarif"], "none/x.sarif: there is no directory none. Make it."),
     ],
 )
-def test_it_could_not_run(tree: Path, args: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_path_is_an_error(tree: Path, args: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["lint", *args]) == 2
-    assert capsys.readouterr().err == f"ddpstats lint: error: {said}\n"
+    assert capsys.readouterr().err == f"ddpstats lint: error: {message}\n"
 
 
-def test_sarif(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sarif_has_rules_locations_and_unread_files(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tree / "src" / "syntax.py").write_text("import torch.distributed\nif True print()\n")
     (tree / "src" / "a b.py").write_text(FAULTY)
     assert cli.main(["lint", "src", "--sarif", "lint.sarif"]) == 1
@@ -123,7 +123,7 @@ def test_sarif(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "invalid syntax" in run["invocations"][0]["toolExecutionNotifications"][0]["message"]["text"].lower()
 
 
-def test_sarif_of_a_name_that_is_no_utf_8(tree: Path) -> None:
+def test_sarif_escapes_name_that_is_no_utf_8(tree: Path) -> None:
     path = tree / os.fsdecode(b"caf\xe9.py")
     path.write_text(FAULTY)
     assert cli.main(["lint", path.name, "--sarif", "lint.sarif"]) == 1
@@ -131,7 +131,7 @@ def test_sarif_of_a_name_that_is_no_utf_8(tree: Path) -> None:
     assert place["artifactLocation"]["uri"] == "caf%E9.py"
 
 
-def test_comments(tmp_path: Path) -> None:
+def test_comment_suppresses_its_rule_and_is_a_finding_where_unused(tmp_path: Path) -> None:
     lines = [
         "import torch.distributed as dist",
         "def save(rank):",
@@ -144,11 +144,11 @@ def test_comments(tmp_path: Path) -> None:
     ]
     path = tmp_path / "program.py"
     path.write_text("\n".join(lines))
-    found = [(finding.line, finding.rule) for finding in lint([path]).findings]
-    assert found == [(4, "unused-ignore"), (8, "rank-branch")]
+    findings = [(finding.line, finding.rule) for finding in lint([path]).findings]
+    assert findings == [(4, "unused-ignore"), (8, "rank-branch")]
 
 
-def test_a_comment_behind_a_call_of_several_lines(tmp_path: Path) -> None:
+def test_comment_behind_call_of_several_lines_suppresses(tmp_path: Path) -> None:
     path = tmp_path / "program.py"
     path.write_text(FAULTY.replace("dist.barrier()", "dist.barrier(\n        )  # ddpstats: ignore[rank-branch]"))
     assert lint([path]).findings == ()
@@ -162,32 +162,33 @@ def test_columns_are_characters(tmp_path: Path) -> None:
     assert as_sarif([finding], [])["runs"][0]["columnKind"] == "unicodeCodePoints"
 
 
-def test_a_notebook_is_not_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_notebook_is_not_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "train.ipynb"
     path.write_text('{"cells": ["import torch.distributed"]}')
     assert cli.main(["lint", str(path)]) == 2
     assert "train.ipynb: not checked: its name does not end in .py" in capsys.readouterr().out
 
 
-def test_time_does_not_explode(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_chained_calls_and_long_functions_are_checked_in_time(tmp_path: Path) -> None:
     """Each function calls the next one twice; and one function has thousands of collectives."""
     calls = "".join(f"def f{i}(x):\n    f{i + 1}(x)\n    f{i + 1}(x)\n" for i in range(60))
     (tmp_path / "calls.py").write_text(f"{FAULTY}{calls}def f60(x):\n    dist.all_reduce(x)\n")
     (tmp_path / "long.py").write_text(FAULTY + "        dist.all_reduce(rank)\n        y = rank + 1\n" * 3000)
-    found = lint([tmp_path])
-    assert [finding.line for finding in found.findings] == [4, 4]
-    assert not found.unread
+    checked = lint([tmp_path])
+    assert [finding.line for finding in checked.findings] == [4, 4]
+    assert not checked.unread
 
 
-def test_a_file_that_takes_too_long_is_not_checked(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_that_takes_too_long_is_not_checked(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ddpstats.lint._collectives.MOST_SEC", -1.0)
     (tree / "src" / "faulty.py").write_text(FAULTY + "        dist.all_reduce(rank)\n" * 1000)
-    found = lint([tree / "src" / "faulty.py"])
-    assert found.status == 2
-    assert found.unread[0][1] == "it takes too long"
+    checked = lint([tree / "src" / "faulty.py"])
+    assert checked.status == 2
+    assert checked.unread[0][1] == "it takes too long"
 
 
-def test_nothing_of_a_program_is_run(tmp_path: Path) -> None:
+def test_program_is_never_run(tmp_path: Path) -> None:
     path = tmp_path / "program.py"
     path.write_text(f"import torch.distributed\nopen({str(tmp_path / 'ran')!r}, 'w')\n")
     assert lint([path]).status == 0
@@ -195,8 +196,9 @@ def test_nothing_of_a_program_is_run(tmp_path: Path) -> None:
     assert "program" not in sys.modules
 
 
-@pytest.mark.parametrize("op", sorted(op for op in _TORCH if not op.startswith("new_")))
-def test_where_torch_takes_the_group(op: str) -> None:
-    """Not of the newest torch alone: what one has taken away stays in the table."""
-    if function := getattr(dist, op, None):
-        assert list(inspect.signature(function).parameters).index("group") == _TORCH[op]
+def test_index_of_group_parameter_is_that_of_torch() -> None:
+    """The table also holds operations that this version of torch lacks."""
+    functions = {op: getattr(dist, op) for op in _TORCH if hasattr(dist, op) and not op.startswith("new_")}
+    indices = {op: list(inspect.signature(call).parameters).index("group") for op, call in functions.items()}
+    assert len(indices) > 10
+    assert indices == {op: _TORCH[op] for op in functions}
