@@ -6,7 +6,6 @@ Speed itself is not tested.
 import importlib
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -26,8 +25,11 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(SCRIPTS))
 
 
-def test_quick_run_reports_every_row_and_writes_json(tmp_path: Path) -> None:
-    command = [str(SCRIPTS / "bench.py"), "--quick", "--json", str(tmp_path / "bench.json")]
+@pytest.mark.library
+def test_quick_run_reports_every_row_writes_json_and_draws(tmp_path: Path) -> None:
+    needs("matplotlib")
+    numbers, picture = tmp_path / "bench.json", tmp_path / "bench.png"
+    command = [str(SCRIPTS / "bench.py"), "--quick", "--json", str(numbers), "--png", str(picture)]
     done = programs.run(command, timeout=LIMIT_SEC, fresh=True)
     assert done.returncode == 0, done.stderr
     for row in (
@@ -54,29 +56,13 @@ def test_quick_run_reports_every_row_and_writes_json(tmp_path: Path) -> None:
     ):
         assert row in done.stdout
     assert "2 ranks, 50 keys" in done.stderr  # progress
-    written = json.loads((tmp_path / "bench.json").read_text())
+    written = json.loads(numbers.read_text())
     assert written["machine"]["torch"]
     assert {row["verdict"] for row in written["rows"]} <= {"ok", "short", "noisy", "-"}
     assert [(timed["world_size"], timed["keys"]) for timed in written["timed"]] == [(2, 10), (2, 50)]
     spread = written["timed"][0]["lean_seconds"]["floats"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
     assert 0 < spread["lower"] <= spread["median"] <= spread["upper"]
-
-
-def measured(keys: int, world_size: int) -> Any:
-    calls, loop = importlib.import_module("_bench_calls"), importlib.import_module("_bench_loop")
-    names = ("bare", "floats", "tensors", "espnet", "drop-in")
-    timings = loop.Timings(
-        {name: [1e-3 * keys * n, 2e-3 * keys * n, 3e-3 * keys * n] for n, name in enumerate(names, 1)}
-    )
-    return calls.Measured(keys, world_size, 512, "made up", timings, timings)
-
-
-@pytest.mark.library
-def test_curves_are_drawn(tmp_path: Path) -> None:
-    needs("matplotlib")
-    plot = importlib.import_module("_bench_plot")
-    plot.draw(str(tmp_path / "bench.png"), [measured(10, 2), measured(50, 2), measured(50, 3)], 2, 50)
-    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_row_beyond_its_limit_is_short() -> None:
