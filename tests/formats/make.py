@@ -1,7 +1,7 @@
-"""Writes what `test_formats` keeps for ever: ``python -m tests.formats.make tests/formats/vN``, once for each format.
+"""Writes the files that `test_formats` reads: ``python -m tests.formats.make tests/formats/vN``, once for each format.
 
-Each file comes from a small run of the public functions. What tells of this machine is taken out: the host's name, and
-where the program and the dump stood.
+Each file comes from a small run of the public functions. The name of the host and the paths of program and dump are
+taken out.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ def write_bundle(directory: Path) -> None:
     model = Net()
     with mock.patch.object(socket, "gethostname", return_value="host"):
         capture = ddpstats.NaNCapture(directory, model=model)
-        one = batch()
-        with capture.micro_batch(one):
-            model(one["x"]).sum().backward()
+        inputs = batch()
+        with capture.micro_batch(inputs):
+            model(inputs["x"]).sum().backward()
         assert capture.check().should_stop
         capture.close()
 
@@ -85,7 +85,7 @@ def write_config(path: Path) -> None:
 
 
 def without_places(directory: Path) -> None:
-    """No path of this machine in what is text."""
+    """Take the paths of this machine out of all text files."""
     for path in directory.rglob("*.json*"):
         text = path.read_text().replace(str(directory.resolve()), "/runs").replace(f"{ROOT}/", "")
         path.write_text(text)

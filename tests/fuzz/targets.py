@@ -1,4 +1,4 @@
-"""What reads the bytes of others, as functions of bytes alone: for `scripts/fuzz.py`, and for `test_fuzz`.
+"""Readers of foreign bytes, as functions of bytes alone, for `scripts/fuzz.py` and `test_fuzz`.
 
 Each target takes any bytes, lets our readers have them, and returns. A reader may refuse with the error of ours that it
 documents; anything else that it raises is a finding. The first byte chooses among the readers of a target. Seeds are
@@ -103,7 +103,7 @@ _READERS: Sequence[tuple[Callable[[bytes], Any], tuple[type[Exception], ...]]] =
 
 
 def wire(data: bytes) -> None:
-    """What a rank hears of another one, in a collective, through the store or in shared memory."""
+    """Read what another rank sends in a collective, through the store or in shared memory."""
     read, legal = _READERS[data[0] % len(_READERS)] if data else _READERS[0]
     with contextlib.suppress(*legal):
         read(data[1:])
@@ -118,10 +118,10 @@ def _wire_seeds() -> list[bytes]:
     event = {"group": "0", "seq": 3, "op": "all_reduce", "shapes": [[2]], "dtypes": ["float32"], "label": "loss"}
     event["evidence"] = ["k", ["k", "l"], "dict", "unused", "", [], False, False, "loop", None]
     finding = {"kind": "mismatch", "message": "m", "group": "0", "seq": 1, "missing": [1], "culprits": [], "doubts": []}
-    told = {"events": [event], "balances": {"3": 1}, "count": 3, "waits_in": ["0", 3], "last": "x", "left": None}
+    notes = {"events": [event], "balances": {"3": 1}, "count": 3, "waits_in": ["0", 3], "last": "x", "left": None}
     texts = [
         {"missing": [1, 2], "message": "text"},
-        {**told, "stack": None, "slept_sec": 7.5, "missed": [1]},
+        {**notes, "stack": None, "slept_sec": 7.5, "missed": [1]},
         {**finding, "by_rank": {"0": event}},
         ["0", "words", [0, 1], 3, True, False, False],
         event,
@@ -129,14 +129,14 @@ def _wire_seeds() -> list[bytes]:
     ]
     parts = [schema, encode_holding(("namedtuple:X",), schema), status, status[2:], b"\2" + encode_numbers(numbers)]
     parts += [b"\5" + struct.pack("<2I", 0, 4), tree, tree[8 : 8 + struct.unpack_from("<Q", tree)[0]]]
-    return [bytes([kind]) + part for kind, part in enumerate([*parts, *(json.dumps(one).encode() for one in texts)])]
+    return [bytes([kind]) + part for kind, part in enumerate([*parts, *(json.dumps(text).encode() for text in texts)])]
 
 
 # -- bundle ------------------------------------------------------------------------------------------------------------
 
 
 def bundle(data: bytes) -> None:
-    """A manifest; a part of a bundle; or the pickle in one. The manifest says of the last two that they are right."""
+    """Read a manifest, a part of a bundle, or a pickle in it, of which the manifest has the right checksum."""
     (directory,) = (scratch() / "captures").iterdir()
     kind, content = (data[0] % 4 if data else 0), data[1:]
     name = ("MANIFEST.json", "rank00000.pt", "rank00000.pt", "model.pt")[kind]
@@ -152,12 +152,12 @@ def bundle(data: bytes) -> None:
         with contextlib.suppress(BundleError):
             _use(Bundle.open(directory))
     finally:
-        for one in ("MANIFEST.json", name):
-            shutil.copyfile(original / one, directory / one)
+        for file in ("MANIFEST.json", name):
+            shutil.copyfile(original / file, directory / file)
 
 
 def _use(opened: Bundle) -> None:
-    """As a replay does, up to where the user's own code would run."""
+    """Do what a replay does, up to the user\'s own code."""
     for rank in opened.manifest.ranks_present[:4]:
         with contextlib.suppress(BundleError):
             opened.model_part(rank)
@@ -174,7 +174,7 @@ def _use(opened: Bundle) -> None:
 
 
 def _archived(original: Path, pickled: bytes) -> bytes:
-    """The archive with another pickle in it."""
+    """Return the archive with another pickle in it."""
     out = io.BytesIO()
     with zipfile.ZipFile(original) as source, zipfile.ZipFile(out, "w") as made:
         for entry in source.infolist():
@@ -185,7 +185,7 @@ def _archived(original: Path, pickled: bytes) -> bytes:
 
 def _pickle_in(path: Path) -> bytes:
     with zipfile.ZipFile(path) as archive:
-        return archive.read(next(one for one in archive.namelist() if one.endswith("data.pkl")))
+        return archive.read(next(name for name in archive.namelist() if name.endswith("data.pkl")))
 
 
 def _bundle_seeds() -> list[bytes]:
@@ -202,7 +202,7 @@ _DUMPS = (("dump", "dump.json"), ("killed", "dump.jsonl"), ("dump", "stack.json"
 
 
 def dump(data: bytes) -> None:
-    """A file of a dump: each entry is walked, the NaN is looked for, and it is compared with what it was."""
+    """Walk the entries of a dump with this file, look for the NaN, and compare it with the honest dump."""
     kind, content = (data[0] % 5 if data else 0), data[1:]
     where, name = _DUMPS[kind] if kind < len(_DUMPS) else ("dump", f"dump_tensor_data/{_TENSOR}")
     good, bad = FORMATS / where / "step0" / "rank", scratch() / where / "step0" / "rank"
@@ -219,10 +219,10 @@ def _walk(path: Path) -> None:
     opened = open_rank(path)
     for entry in opened.entries():
         opened.stack_of(entry.name), opened.parent_of(entry.name), opened.place_of(entry.name)
-        for _, one in entry.values(nulls=True):
-            _ = (one.is_finite, one.has_nan, one.dtype, one.shape)
-            if one.is_tensor and one.data_name is not None:
-                load_tensor(opened, one)
+        for _, value in entry.values(nulls=True):
+            _ = (value.is_finite, value.has_nan, value.dtype, value.shape)
+            if value.is_tensor and value.data_name is not None:
+                load_tensor(opened, value)
 
 
 def _origin(path: Path) -> None:
@@ -254,7 +254,7 @@ def _dump_seeds() -> list[bytes]:
 
 
 def record(data: bytes) -> None:
-    """One rank's record, beside another rank's that is as it was written."""
+    """Report one rank\'s record, beside an honest one of another rank."""
     directory = scratch() / "records"
     (directory / "rank0.jsonl").write_bytes(data)
     with quiet(), contextlib.suppress(DdpstatsError):
@@ -264,7 +264,7 @@ def record(data: bytes) -> None:
 
 
 def config(data: bytes) -> None:
-    """The file that `ddpstats.StatsDump` is given."""
+    """Read the configuration of `ddpstats.StatsDump`."""
     path = scratch() / "config.json"
     path.write_bytes(data)
     with contextlib.suppress(ConfigError):

@@ -25,9 +25,10 @@ _OPTIONS = (
 
 
 class Browser:
-    """One page. ``problems``: what it wrote to the console as an error or a warning, and exceptions that nobody caught.
+    """One page.
 
-    ``requests``: every address that it asked for.
+    ``problems`` are errors and warnings of its console, and uncaught exceptions; ``requests`` are all addresses that it
+    asked for.
     """
 
     def __init__(self, to: int, answers: int) -> None:
@@ -53,13 +54,13 @@ class Browser:
             time.sleep(0.1)
 
     def run(self, script: str) -> Any:
-        """The value of an expression in the page."""
-        found = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
-        assert "exceptionDetails" not in found, found
-        return found["result"].get("value")
+        """Return the value of an expression in the page."""
+        answer = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in answer, answer
+        return answer["result"].get("value")
 
     def press(self, *keys: str) -> None:
-        """Each key, and then two frames: everything that it asked for is drawn."""
+        """Press each key, and wait for two frames, in which its effects are drawn."""
         for key in keys:
             text = {"text": key} if len(key) == 1 else {}
             self.call("Input.dispatchKeyEvent", type="keyDown", key=key, **text)
@@ -67,7 +68,7 @@ class Browser:
         self.run("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(0))))")
 
     def drag(self, *points: tuple[float, float]) -> None:
-        """The button goes down at the first point, moves through all, and goes up at the last; one point is a click."""
+        """Press the button at the first point, move through all, and release it at the last; one point is a click."""
         self._pointer("mouseMoved", *points[0])
         self._pointer("mousePressed", *points[0], button="left", buttons=1, clickCount=1)
         for point in points[1:]:
@@ -92,27 +93,27 @@ class Browser:
 
     def call(self, method: str, **params: Any) -> Any:
         self._number += 1
-        message = {"id": self._number, "method": method, "params": params}
+        command = {"id": self._number, "method": method, "params": params}
         if self._session is not None:
-            message["sessionId"] = self._session
-        os.write(self._to, json.dumps(message).encode() + b"\0")
+            command["sessionId"] = self._session
+        os.write(self._to, json.dumps(command).encode() + b"\0")
         while True:
-            told = self._next()
-            self._take(told)
-            if told.get("id") == self._number:
-                assert "error" not in told, told
-                return told["result"]
+            message = self._next()
+            self._note(message)
+            if message.get("id") == self._number:
+                assert "error" not in message, message
+                return message["result"]
 
-    def _take(self, told: dict[str, Any]) -> None:
-        given = told.get("params", {})
-        if told.get("method") == "Runtime.exceptionThrown":
-            self.problems.append(str(given["exceptionDetails"]))
-        elif told.get("method") == "Runtime.consoleAPICalled" and given["type"] in ("error", "warning", "assert"):
-            self.problems.append(str(given["args"]))
-        elif told.get("method") == "Log.entryAdded" and given["entry"]["level"] in ("error", "warning"):
-            self.problems.append(str(given["entry"]))
-        elif told.get("method") == "Network.requestWillBeSent":
-            self.requests.append(given["request"]["url"])
+    def _note(self, message: dict[str, Any]) -> None:
+        params = message.get("params", {})
+        if message.get("method") == "Runtime.exceptionThrown":
+            self.problems.append(str(params["exceptionDetails"]))
+        elif message.get("method") == "Runtime.consoleAPICalled" and params["type"] in ("error", "warning", "assert"):
+            self.problems.append(str(params["args"]))
+        elif message.get("method") == "Log.entryAdded" and params["entry"]["level"] in ("error", "warning"):
+            self.problems.append(str(params["entry"]))
+        elif message.get("method") == "Network.requestWillBeSent":
+            self.requests.append(params["request"]["url"])
 
     def _next(self) -> dict[str, Any]:
         while b"\0" not in self._rest:
@@ -120,34 +121,34 @@ class Browser:
             more = os.read(self._answers, 1 << 20)
             assert more, "the browser has ended"
             self._rest += more
-        one, _, self._rest = self._rest.partition(b"\0")
-        found: dict[str, Any] = json.loads(one)
-        return found
+        text, _, self._rest = self._rest.partition(b"\0")
+        message: dict[str, Any] = json.loads(text)
+        return message
 
 
 @contextmanager
 def browser(directory: Path) -> Iterator[Browser]:
-    """Skips the test where no Chromium is installed. ``directory``: an empty one, for what it writes."""
+    """Start a Chromium that writes to an empty ``directory``, or skip the test where none is installed."""
     program = next((path for name in _NAMES if (path := shutil.which(name)) is not None), None)
     if program is None:
         pytest.skip(f"no Chromium here ({', '.join(_NAMES)}): `apt-get install chromium` installs it")
-    (theirs_in, to), (answers, theirs_out) = os.pipe(), os.pipe()
+    (commands, to), (answers, out) = os.pipe(), os.pipe()
     # Chromium reads its commands from file 3 and writes to file 4
-    command = f'exec 3<&{theirs_in} 4>&{theirs_out}; exec "$0" "$@"'
+    command = f'exec 3<&{commands} 4>&{out}; exec "$0" "$@"'
     process = subprocess.Popen(
         ["bash", "-c", command, program, *_OPTIONS.split(), f"--user-data-dir={directory}"],
-        pass_fds=(theirs_in, theirs_out),
+        pass_fds=(commands, out),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
-    os.close(theirs_in)
-    os.close(theirs_out)
+    os.close(commands)
+    os.close(out)
     try:
         yield Browser(to, answers)
     finally:
-        os.close(to)  # it ends when nobody commands it
+        os.close(to)  # it ends when the pipe of its commands does
         try:
             process.wait(20)
         except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""Records of ranks that never ran, by the code that writes those of ranks that do."""
+"""Writes records of ranks that never ran, by the code that writes those of ranks that do."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ BEGAN = 1795380798.0
 def event(
     seq: int, label: str | None, rank: int = 0, *, op: str = "all_reduce", group: str = "0", **more: object
 ) -> Event:
-    """The seed's loop: the number in its group, and the key that it has reached there."""
+    """Return a collective of a loop over keys: its number in its group, and the key."""
     signature = Signature(op, "sum" if op == "all_reduce" else None, None, ((1,),), ("float32",))
-    given: dict[str, object] = {
+    fields: dict[str, object] = {
         "site": "train.py:31 in reduce_stats",
         "read_source": "dist.all_reduce(stats[key])",
         "started": BEGAN + seq * 1e-3 + rank * 2e-5,
         **more,
     }
-    return Event(group, seq, signature, label, label_word(label), digest=digest_of(signature), **given)  # type: ignore[arg-type]
+    return Event(group, seq, signature, label, label_word(label), digest=digest_of(signature), **fields)  # type: ignore[arg-type]
 
 
 def write_rank(
@@ -36,11 +36,11 @@ def write_rank(
     end: str | None = "left",
     max_bytes: int = 32 << 20,
 ) -> None:
-    """``end`` None: the process was killed. ``max_bytes``: of a few KB, older events are dropped."""
+    """Write a rank's record. ``end`` is None for a killed process; a small ``max_bytes`` drops older events."""
     writer = RecordWriter(directory, rank, ranks, "run", max_bytes)
     writer.write({"new_group": "0", "words": f"the default group of {ranks} ranks", "ranks": list(range(ranks))})
-    for one in events:
-        writer.write_event(one)
+    for written in events:
+        writer.write_event(written)
     for mark in marks:
         writer.write_mark(mark)
     if end is not None:
@@ -51,7 +51,7 @@ def write_rank(
 def write(
     directory: Path, ranks: int, rounds: int, keys: tuple[str, ...] = ("loss", "acc"), *, parts: bool = True
 ) -> Path:
-    """``rounds`` over ``keys`` on every rank; ``parts``: the last rank has another last key in its last round."""
+    """Write ``rounds`` over ``keys`` for each rank; with ``parts`` the last rank ends with another key."""
     for rank in range(ranks):
         writer = RecordWriter(directory, rank, ranks, "run")
         writer.write({"new_group": "0", "words": f"the default group of {ranks} ranks", "ranks": list(range(ranks))})
@@ -60,8 +60,8 @@ def write(
             for key in keys:
                 seq += 1
                 is_other = parts and (rank, turn, key) == (ranks - 1, rounds - 1, keys[-1])
-                told = {"site": "train.py:34 in reduce_stats"} if is_other else {}
-                writer.write_event(event(seq, "snr_loss" if is_other else key, rank, **told))
+                more = {"site": "train.py:34 in reduce_stats"} if is_other else {}
+                writer.write_event(event(seq, "snr_loss" if is_other else key, rank, **more))
             values = {"loss": 1.0 / (turn + 1) + 0.1 * rank, "acc": None if rank == 1 and ranks > 1 else turn / rounds}
             writer.write_mark(Mark("values", "train", BEGAN + seq * 1e-3, values=values))
         writer.write({"end": "left"})

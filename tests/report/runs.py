@@ -1,4 +1,4 @@
-"""What runs on the ranks of these tests."""
+"""Functions that run on the ranks of these tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ddpstats.guard import collective_guard
 
 
 def parted(directory: str) -> str:
-    """The seed's loop over keys that ranks do not have alike, after one on which they agree."""
+    """Reduce a key that all ranks have, and then one that differs between them."""
     rank = dist.get_rank()
     with collective_guard("record", record_dir=directory):
         for stats in ({"loss": torch.ones(1)}, {"l1_loss" if rank == 0 else "snr_loss": torch.ones(1)}):
@@ -28,46 +28,46 @@ def parted(directory: str) -> str:
 
 
 def messages(directory: str, how: str) -> str:
-    """What rank 0 and rank 1 send each other under a guard that only records; how it went."""
+    """Exchange messages under a guard that only records, and return how it ended."""
     rank = dist.get_rank()
-    there = 1 - rank
+    peer = 1 - rank
     try:
         with collective_guard("record", record_dir=directory):
             dist.barrier()
-            _exchange(how, rank, there)
+            _exchange(how, rank, peer)
             dist.barrier()
             return "ended"
     except RuntimeError as error:
         return str(error)
 
 
-def _exchange(how: str, rank: int, there: int) -> None:
+def _exchange(how: str, rank: int, peer: int) -> None:
     ones, room = torch.ones(3), torch.empty(3)
     if how == "other tag":
-        dist.irecv(room, there, tag=2) if rank else dist.isend(ones, there, tag=1)
+        dist.irecv(room, peer, tag=2) if rank else dist.isend(ones, peer, tag=1)
         raise RuntimeError("it has waited for too long")
     if how == "both receive":
-        dist.irecv(room, there)
+        dist.irecv(room, peer)
         raise RuntimeError("it has waited for too long")
     if how == "one fails" and rank == 1:
         raise RuntimeError("no data")
     if how == "one fails":
-        dist.irecv(room, there)
+        dist.irecv(room, peer)
         raise RuntimeError("interrupted")
     if how == "not received" and rank == 0:
-        dist.isend(ones, there)
+        dist.isend(ones, peer)
     if how == "batch":
-        sends, receives = dist.P2POp(dist.isend, ones, there, tag=1), dist.P2POp(dist.irecv, room, there, tag=1)
+        sends, receives = dist.P2POp(dist.isend, ones, peer, tag=1), dist.P2POp(dist.irecv, room, peer, tag=1)
         for work in dist.batch_isend_irecv([sends, receives] if rank else [receives, sends]):
             work.wait()
     if how == "tags crosswise":
         rooms = {tag: torch.empty(tag) for tag in (1, 2)}
-        works = [dist.irecv(rooms[tag], there, tag=tag) for tag in (2, 1)]
-        works += [dist.isend(torch.ones(tag), there, tag=tag) for tag in (1, 2)]
-        for one in works:
-            assert one is not None
-            one.wait()
+        works = [dist.irecv(rooms[tag], peer, tag=tag) for tag in (2, 1)]
+        works += [dist.isend(torch.ones(tag), peer, tag=tag) for tag in (1, 2)]
+        for pending in works:
+            assert pending is not None
+            pending.wait()
     if how == "from anybody":
-        dist.recv(room) if rank else dist.send(ones, there)
+        dist.recv(room) if rank else dist.send(ones, peer)
     if how == "objects":
-        dist.recv_object_list([None], there) if rank else dist.send_object_list([{"a": 1}], there)
+        dist.recv_object_list([None], peer) if rank else dist.send_object_list([{"a": 1}], peer)

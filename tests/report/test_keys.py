@@ -49,8 +49,8 @@ def test_key_that_differs_after_dropped_lines_is_found(tmp_path: Path) -> None:
         labels = ["other" if (rank, seq) in ((1, 700), (1, 702)) else "loss" for seq in range(1, 801)]
         events = [records.event(seq, label, rank) for seq, label in enumerate(labels, 1)]
         records.write_rank(tmp_path, rank, 2, events, max_bytes=60_000)
-    found = keys_of(tmp_path)
-    assert (found["other"].missing, found["loss"].fewer) == ((0,), (1,))
+    keys = keys_of(tmp_path)
+    assert (keys["other"].missing, keys["loss"].fewer) == ((0,), (1,))
 
 
 @pytest.mark.parametrize(("end", "fewer"), [("left", (1,)), (None, ())])
@@ -61,8 +61,8 @@ def test_key_may_lack_in_last_round_of_killed_process_only(
         events = [records.event(seq, "loss", rank) for seq in range(1, 11 - rank)]
         marks = [values(seq, norm=1.0) for seq in range(1, 11 - rank)]
         records.write_rank(tmp_path, rank, 2, events, marks=marks, end=end if rank else "left")
-    found = keys_of(tmp_path)
-    assert [found[name].fewer for name in ("loss", "norm")] == [fewer, fewer]
+    keys = keys_of(tmp_path)
+    assert [keys[name].fewer for name in ("loss", "norm")] == [fewer, fewer]
 
 
 def test_rank_without_record_lacks_no_key(tmp_path: Path) -> None:
@@ -82,8 +82,8 @@ def test_text_has_last_value_of_each_rank(tmp_path: Path, report: Report) -> Non
         records.write_rank(tmp_path, rank, 2, [records.event(1, "x", rank)], marks=marks)
     text = report(tmp_path, status=0)
     assert "'loss' (reduction 'train'):\n    rank 0: 0.25\n    rank 1: inf, 2 of 3 values not finite\n" in text
-    (found,) = (key for key in json.loads(report(tmp_path, "--json", status=0))["keys"] if key["key"] == "loss")
-    assert [found["by_rank"][rank]["not_finite"] for rank in "01"] == [0, 2]
+    (loss,) = (key for key in json.loads(report(tmp_path, "--json", status=0))["keys"] if key["key"] == "loss")
+    assert [loss["by_rank"][rank]["not_finite"] for rank in "01"] == [0, 2]
 
 
 @pytest.mark.slow

@@ -133,8 +133,8 @@ def test_messages_pair_within_their_group(tmp_path: Path) -> None:
     for rank, messages in places.items():
         writer = RecordWriter(tmp_path, rank, 2, "run")
         for number, (group, peer) in enumerate(messages):
-            told = {"op": "recv" if rank else "send", "group": f"{group} (point-to-point)"}
-            writer.write_event(records.event(number, None, rank, peer=peer, tag=0, **told))
+            fields = {"op": "recv" if rank else "send", "group": f"{group} (point-to-point)"}
+            writer.write_event(records.event(number, None, rank, peer=peer, tag=0, **fields))
         writer.close()
     assert read_timeline([tmp_path]).messages == [(0, 0, 1, 2)]
 
@@ -147,8 +147,8 @@ def test_messages_of_which_older_ones_were_dropped_are_not_compared(tmp_path: Pa
             for number in range(200)
         ]
         events = [
-            replace(one, signature=replace(one.signature, shapes=((1 + number % 3,),)))
-            for number, one in enumerate(alike)
+            replace(event, signature=replace(event.signature, shapes=((1 + number % 3,),)))
+            for number, event in enumerate(alike)
         ]
         records.write_rank(tmp_path, rank, 2, events, max_bytes=20_000)
     text = report(tmp_path, status=1)
@@ -179,14 +179,14 @@ def test_time_of_record_wins_over_time_of_bundle(tmp_path: Path, report: Report)
 
 def test_mark_is_read_as_written(tmp_path: Path) -> None:
     values = {"a": 1.0, "b": math.inf, "c": -math.inf, "d": None, "e": math.nan, "f": 1.7e308, "g": -1e302}
-    told = Mark("values", "train", 5.5, None, (), values)
+    mark = Mark("values", "train", 5.5, None, (), values)
     writer = RecordWriter(tmp_path, 0, 1, "run")
-    writer.write_mark(told)
+    writer.write_mark(mark)
     writer.write_mark(Mark("sentinel", "x" * (2 << 20)))  # no reader would take such a line
     writer.close()
     (read,) = read_records(tmp_path)[0].marks
     assert math.isnan(read.values["e"] or 0.0)
-    assert {**read.values, "e": None} == {**told.values, "e": None}
+    assert {**read.values, "e": None} == {**mark.values, "e": None}
     assert (read.kind, read.text, read.time, read.step, read.ranks) == ("values", "train", 5.5, None, ())
 
 
@@ -199,15 +199,15 @@ def test_mark_whose_value_is_no_number_is_refused(value: str) -> None:
 def test_equal_lines_of_different_events_are_read_independently(tmp_path: Path) -> None:
     """Evidence leans on that of the event before: equal lines may stand for unequal events."""
     names = [("a", "b"), ("a", "b"), ("c",), ("a", "b"), ("c",), ("c",)] * 3
-    given = [
+    events = [
         records.event(seq, of[0], told=Evidence(of[0], of, outer=Evidence("o", of + of)))
         for seq, of in enumerate(names)
     ]
     writer = RecordWriter(tmp_path, 0, 1, "run")
-    for one in given:
-        writer.write_event(one)
+    for event in events:
+        writer.write_event(event)
     writer.close()
-    assert list(read_records(tmp_path)[0].events) == given
+    assert list(read_records(tmp_path)[0].events) == events
 
 
 def test_page_in_missing_directory_is_an_error(tmp_path: Path, report: Report) -> None:

@@ -22,37 +22,37 @@ from tests.report.test_flight_recorder import dump, entry
 
 def apart(directory: Path, ranks: int = 2) -> list[str]:
     """Records of which each rank has written its own to another directory, as two hosts do."""
-    places = []
+    directories = []
     for rank in range(ranks):
-        place = directory / f"host{rank}"
-        records.write_rank(place, rank, ranks, [records.event(seq, "loss", rank) for seq in (1, 2)])
-        places.append(str(place))
-    return places
+        host = directory / f"host{rank}"
+        records.write_rank(host, rank, ranks, [records.event(seq, "loss", rank) for seq in (1, 2)])
+        directories.append(str(host))
+    return directories
 
 
 def test_directories_of_hosts_are_read_together(tmp_path: Path, report: Report) -> None:
-    places = apart(tmp_path)
-    older = RecordWriter(places[1], 3, 4, "older")
+    directories = apart(tmp_path)
+    older = RecordWriter(directories[1], 3, 4, "older")
     older.close()
     content = (tmp_path / "host1" / "rank3.jsonl").read_text()
     (tmp_path / "host1" / "rank3.jsonl").write_text(content.replace(str(json.loads(content)["time"]), "5.0"))
-    found = json.loads(report(*places, "--json", status=0))
+    found = json.loads(report(*directories, "--json", status=0))
     assert [(rank["rank"], rank["collectives"]) for rank in found["ranks"]] == [(0, 2), (1, 2)]
     assert found["world_size"] == 2
-    report(places[0], places[0] + "/", places[1], status=0)  # one of them twice
+    report(directories[0], directories[0] + "/", directories[1], status=0)  # one of them twice
 
 
 def test_two_records_of_a_rank_are_refused(tmp_path: Path, report: Report) -> None:
-    places = apart(tmp_path)
+    directories = apart(tmp_path)
     shutil.copy(tmp_path / "host0" / "rank0.jsonl", tmp_path / "host1")
-    text = report(*places, status=2)
-    assert all(f"{place}/rank0.jsonl" in text for place in places)
-    for place in places:
-        (Path(place) / "nccl_trace_rank_1").write_bytes(pickle.dumps(dump(entry(1))))
-        for path in Path(place).glob("*.jsonl"):
+    text = report(*directories, status=2)
+    assert all(f"{host}/rank0.jsonl" in text for host in directories)
+    for host in directories:
+        (Path(host) / "nccl_trace_rank_1").write_bytes(pickle.dumps(dump(entry(1))))
+        for path in Path(host).glob("*.jsonl"):
             path.unlink()
-    text = report(*places, status=2)
-    assert all(f"{place}/nccl_trace_rank_1" in text for place in places)
+    text = report(*directories, status=2)
+    assert all(f"{host}/nccl_trace_rank_1" in text for host in directories)
 
 
 def test_record_under_other_name_is_left_out(tmp_path: Path, report: Report) -> None:
@@ -102,8 +102,8 @@ def test_long_lists_are_cut_and_counted(tmp_path: Path, report: Report) -> None:
     text = report(tmp_path, status=1)
     assert text.count("sentinel on rank") == 16
     assert "\nand 4 more, which --json has\n" in text
-    told = re.findall(r"and (\d+) more, which --json and --html have", text)
-    assert told == ["4", "2"]  # of 20 keys that are not alike, and of 18 paths
+    more = re.findall(r"and (\d+) more, which --json and --html have", text)
+    assert more == ["4", "2"]  # of 20 keys that are not alike, and of 18 paths
 
 
 @pytest.mark.parametrize(
@@ -137,9 +137,9 @@ def test_link_or_directory_as_record_is_refused_by_name(
 ) -> None:
     records.write(tmp_path, 1, 1)
     make(tmp_path / "rank1.jsonl")
-    told = report(tmp_path, status=2)
-    assert "Errno" not in told
-    assert re.search(text, told)
+    printed = report(tmp_path, status=2)
+    assert "Errno" not in printed
+    assert re.search(text, printed)
 
 
 def test_directory_that_does_not_exist_is_named(tmp_path: Path, report: Report) -> None:
