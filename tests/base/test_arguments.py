@@ -1,4 +1,4 @@
-"""What is said of arguments that cannot work."""
+"""Arguments that cannot work are refused with their name, value and legal values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A file is there complete or not at all."""
+"""`replace_file` leaves a complete new file, or the old one and no other."""
 
 from __future__ import annotations
 

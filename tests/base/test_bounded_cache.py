@@ -1,4 +1,4 @@
-"""What a `BoundedCache` keeps, and what goes first."""
+"""A `BoundedCache` drops the entries that were used longest ago, and keeps the newest four."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The walk over containers: every leaf once, under the path that users read."""
+"""`walk` yields every leaf of a container once, under the path that users read."""
 
 from __future__ import annotations
 

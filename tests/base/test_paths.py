@@ -1,4 +1,4 @@
-"""One spelling per path."""
+"""Each path has one spelling, which no other path has."""
 
 from __future__ import annotations
 

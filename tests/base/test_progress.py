@@ -1,4 +1,4 @@
-"""The progress bar: on a terminal, and nowhere else."""
+"""A progress bar is written to a terminal, and to no other stream."""
 
 from __future__ import annotations
 

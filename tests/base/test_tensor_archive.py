@@ -1,4 +1,4 @@
-"""Archives of ``torch.save``: all that torch writes is let through, and none that claims more than it holds."""
+"""`check_archive` lets through what ``torch.save`` writes, and refuses archives that claim more than they hold."""
 
 from __future__ import annotations
 
@@ -28,11 +28,13 @@ SHARED = torch.arange(10.0)
         [SHARED[1:], SHARED[2:], SHARED.view(2, 5).t()],
         torch.eye(3).to_sparse(),
         [torch.nn.Parameter(torch.ones(2)), torch.zeros(0), torch.ones(3, device="meta")],
-        {"parameters": {f"layer.{i}.weight": torch.zeros(1) for i in range(20_000)}},
+        pytest.param(
+            {"parameters": {f"layer.{i}.weight": torch.zeros(1) for i in range(20_000)}}, marks=pytest.mark.slow
+        ),
         {"deep": [{"a": (1, 2.5, None, True, "text", 10**30)}] * 3, "many": list(range(2000))},
         {"text": [f"word {i} " * 100 for i in range(20_000)]},
-        [[[True]] for _ in range(300_000)],
-        [{} for _ in range(1000)] + [[] for _ in range(300_000)],
+        pytest.param([[[True]] for _ in range(300_000)], marks=pytest.mark.slow),
+        pytest.param([{} for _ in range(1000)] + [[] for _ in range(300_000)], marks=pytest.mark.slow),
     ],
     ids=["every dtype", "shared", "sparse", "of some kinds", "many", "plain", "texts", "short lists", "empty lists"],
 )
@@ -126,6 +128,7 @@ def test_an_archive_without_a_pickle(tmp_path: Path) -> None:
     refuse(archive({"archive/version": b"3"}, tmp_path), "no data.pkl")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("made", [b"N" + b"\x94" * (1 << 20), b"]" * (1 << 20), b"\x8f" * (1 << 20)])
 def test_a_pickle_of_which_much_is_made(made: bytes, tmp_path: Path) -> None:
     path = archive({"archive/data.pkl": b"\x80\x02" + made + b"."}, tmp_path)
@@ -137,6 +140,7 @@ def test_a_pickle_of_which_much_is_made(made: bytes, tmp_path: Path) -> None:
         tracemalloc.stop()
 
 
+@pytest.mark.slow
 def test_a_pickle_too_large_to_be_read(tmp_path: Path) -> None:
     path = archive({"archive/data.pkl": b"\x80\x02" + b"N" * (64 << 20) + b"."}, tmp_path)
     refuse(path, r"its data\.pkl has 67,108,867 bytes, and more than 67,108,864 are not read")

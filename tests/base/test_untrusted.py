@@ -1,4 +1,4 @@
-"""Files and texts that a stranger wrote: one kind of error each, at once, and in little memory."""
+"""Untrusted files and texts are refused with one kind of error each, at once, and in little memory (SECURITY.md)."""
 
 from __future__ import annotations
 

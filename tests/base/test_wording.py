@@ -1,4 +1,4 @@
-"""Words that messages share."""
+"""Messages shorten lists, name ranks and count things in one way."""
 
 from __future__ import annotations
 

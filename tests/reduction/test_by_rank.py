@@ -1,4 +1,4 @@
-"""``per_rank=True``: which rank held what, exactly, and what it costs; and that nobody else pays for it."""
+"""``per_rank=True`` gives what each rank held, exactly, for one collective more, and nothing without it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stays behind of a process group, and of a process: nothing."""
+"""Nothing stays behind of a destroyed process group, nor of a process that ends."""
 
 from __future__ import annotations
 

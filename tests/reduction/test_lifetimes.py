@@ -1,4 +1,4 @@
-"""Reducers that end early, ranks that come late, threads that stay: what a long program does to the library."""
+"""Reductions are right where reducers end early, ranks come late, or results are never collected."""
 
 from __future__ import annotations
 

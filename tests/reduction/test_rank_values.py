@@ -1,4 +1,4 @@
-"""`RankValues`: what is said of the values of one path."""
+"""`RankValues` names extremes and outliers of the values of one path (docs/reductions.md)."""
 
 from __future__ import annotations
 

@@ -68,9 +68,12 @@ def test_masked_entries_have_weight_zero(two_ranks: RankPool) -> None:
 
 
 def test_markers_do_not_see_masked_entries() -> None:
-    value, flags = ma.array([1.0, 99.0, 3.0], mask=[False, True, False]), ma.array([True, False], mask=[False, True])
-    stats = {"sum": Sum(value), "min": Min(value), "max": Max(value), "all": All(flags), "any": AnyFlag(~flags)}
-    assert reduce_stats(stats).values == {"sum": 4.0, "min": 1.0, "max": 3.0, "all": True, "any": False}
+    value, flags = (
+        ma.array([1.0, 99.0, 3.0], mask=[False, True, False]),
+        ma.array([False, True, False], mask=[False, False, True]),
+    )
+    stats = {"sum": Sum(value), "min": Min(value), "max": Max(value), "all": All(flags), "any": AnyFlag(flags)}
+    assert reduce_stats(stats).values == {"sum": 4.0, "min": 1.0, "max": 3.0, "all": False, "any": True}
 
 
 def test_masked_entries_of_a_weight_are_zero(two_ranks: RankPool) -> None:

@@ -97,6 +97,11 @@ def test_other_stats_after_a_flush() -> None:
 # -- values that are hard to add up -----------------------------------------------------------------------------------
 
 
+def test_sums_that_cancel_do_not_overflow_on_the_way() -> None:
+    assert values({"a": 1e308}, {"a": 1e308}, {"a": -1e308}, {"a": -1e308})["a"] == 0.0
+    assert values({"a": Sum(1e308)}, {"a": Sum(1e308)})["a"] == math.inf
+
+
 @pytest.mark.parametrize("device", ["host", "device"])
 def test_flags_and_weights_that_are_none(device: str, request: pytest.FixtureRequest) -> None:
     """In host memory they are refused at once, on a device they are told by the flush."""
