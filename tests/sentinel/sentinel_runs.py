@@ -127,15 +127,15 @@ def wrapped(wrap: str) -> nn.Module:
     model = Transformer()
     if wrap == "alone" or not dist.is_initialized():
         return model
-    if wrap == "eval":
-        model.eval()
-        model.batch_norm.get_buffer("running_mean").add_(dist.get_rank())
-    return DistributedDataParallel(
-        model,
+    parallel = DistributedDataParallel(
+        model.train(wrap != "eval"),
         gradient_as_bucket_view=wrap == "view",
         static_graph=wrap == "static",
         broadcast_buffers=wrap != "eval",
     )
+    if wrap == "eval":  # only now: DDP makes all buffers equal when it is made
+        model.batch_norm.get_buffer("running_mean").add_(dist.get_rank())
+    return parallel
 
 
 @dataclass
