@@ -107,21 +107,12 @@ def consumers(install: bool) -> dict[str, tuple[str, str]]:
 
 def _train(script: Script) -> Trained:
     import espnet2.train.trainer as trainer
-
-    model = scripted_model(script)
-    return _run(trainer.Trainer, trainer.TrainerOptions, model, [model.parameters()], script)
-
-
-def _run(
-    trainer_class: Any, options_class: Any, model: Any, parameters: Sequence[Any], script: Script, **options: Any
-) -> Trained:
-    import espnet2.train.trainer as trainer
     from espnet2.train.distributed_utils import DistributedOption
 
-    optimizers = [torch.optim.SGD(some, lr=0.1) for some in parameters]
-    schedulers: list[Any] = [None] * len(optimizers)
+    model = scripted_model(script)
+    optimizer, scheduler = torch.optim.SGD(model.parameters(), lr=0.1), None
     if script.plateau:
-        schedulers[0] = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizers[0], factor=0.1, patience=0)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.1, patience=0)
     reporters: list[Any] = []
 
     class Seen(trainer.Reporter):  # type: ignore[misc]  # espnet has no types
@@ -130,14 +121,14 @@ def _run(
             reporters.append(self)
 
     with tempfile.TemporaryDirectory() as folder, mock.patch.object(trainer, "Reporter", Seen):
-        trainer_class.run(
+        trainer.Trainer.run(
             model=model,
-            optimizers=optimizers,
-            schedulers=schedulers,
+            optimizers=[optimizer],
+            schedulers=[scheduler],
             train_iter_factory=batches(script.train),
             valid_iter_factory=batches(script.valid),
             plot_attention_iter_factory=None,
-            trainer_options=options_of(options_class, folder, script, **options),
+            trainer_options=options_of(trainer.TrainerOptions, folder, script),
             distributed_option=DistributedOption(
                 distributed=True,
                 dist_backend="gloo",
@@ -150,8 +141,8 @@ def _run(
     return Trained(
         train=[_own(stats[epoch]["train"]) for epoch in sorted(stats)],
         valid=[_own(stats[epoch]["valid"]) for epoch in sorted(stats)],
-        parameters=torch.cat([one.detach().flatten() for one in model.parameters()]).tolist(),
-        learning_rate=optimizers[0].param_groups[0]["lr"],
+        parameters=torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).tolist(),
+        learning_rate=optimizer.param_groups[0]["lr"],
     )
 
 

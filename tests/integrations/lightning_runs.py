@@ -241,7 +241,7 @@ SCRIPTS: dict[str, dict[str, Logs]] = {
         "on_validation_epoch_end": lambda rank, i: [(f"vend{rank}", 7.0 + rank, {}), ("vend", float(rank), {})],
     },
     "rank zero only": {
-        "training_step": lambda rank, i: [("mine", float(rank), {**STEP, "rank_zero_only": True})] if rank == 0 else [],
+        "training_step": lambda rank, i: [("mine", float(rank), {**STEP, "rank_zero_only": True})] if rank == 0 else []
     },
     "not synced": {
         "training_step": lambda rank, i: [("own", float(rank), {**BOTH, "sync_dist": False})],
@@ -251,29 +251,19 @@ SCRIPTS: dict[str, dict[str, Logs]] = {
         "validation_step": lambda rank, i: [(f"only{rank}", 1.0 + i, BOTH), ("all", float(rank), BOTH)],
         "validation_step1": lambda rank, i: [(f"only{rank}", 11.0 + i, BOTH), ("all", float(rank), BOTH)],
     },
-    "two reductions": {
-        "training_step": lambda rank, i: [("loss", 1.0, {**STEP, "reduce_fx": ("sum", "max")[rank]})],
-    },
+    "two reductions": {"training_step": lambda rank, i: [("loss", 1.0, {**STEP, "reduce_fx": ("sum", "max")[rank]})]},
     "two reductions of an epoch": {
-        "validation_step": lambda rank, i: [("loss", 1.0, {"reduce_fx": ("mean", "sum")[rank]})],
+        "validation_step": lambda rank, i: [("loss", 1.0, {"reduce_fx": ("mean", "sum")[rank]})]
     },
-    "two levels": {
-        "training_step": lambda rank, i: [("k", 1.0 + rank, (BOTH, EPOCH)[rank])],
-    },
+    "two levels": {"training_step": lambda rank, i: [("k", 1.0 + rank, (BOTH, EPOCH)[rank])]},
     "progress bar on one rank": {
         "training_step": lambda rank, i: [
             ("k", 1.0 + rank, ({**STEP, "logger": False}, {**STEP, "prog_bar": True})[rank])
-        ],
+        ]
     },
-    "once, late": {
-        "on_train_batch_end": lambda rank, i: [("late", 1.0 + rank, STEP)] if i == 2 else [],
-    },
-    "uneven": {
-        "validation_step": lambda rank, i: [("y", float(i), BOTH)],
-    },
-    "watched": {
-        "validation_step": lambda rank, i: [("watched", 1.0, EPOCH)] if rank == 1 else [],
-    },
+    "once, late": {"on_train_batch_end": lambda rank, i: [("late", 1.0 + rank, STEP)] if i == 2 else []},
+    "uneven": {"validation_step": lambda rank, i: [("y", float(i), BOTH)]},
+    "watched": {"validation_step": lambda rank, i: [("watched", 1.0, EPOCH)] if rank == 1 else []},
     "ten keys": {
         "training_step": lambda rank, i: [(f"k{n}", float(rank), STEP) for n in range(10)],
         "validation_step": lambda rank, i: [(f"k{n}", float(rank), {}) for n in range(10)],

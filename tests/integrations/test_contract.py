@@ -98,7 +98,11 @@ def only_a(self: Any, keep_base: bool = False, copy_state: bool = True) -> Any:
 
 
 GET_CACHE = ("_get_cache", lambda result_metric: None, r"has _ResultCollection\._get_cache\(result_metric\) where")
-NO_METRICS = ("metrics", lambda self, on_step: {"callback": {}}, r"gives \{\} for what was logged as a = 2\.0")
+NO_METRICS: tuple[str, Any, str] = (
+    "metrics",
+    lambda self, on_step: {"callback": {}},
+    r"gives \{\} for what was logged as a = 2\.0",
+)
 OPERATIONS, TOOLKIT = "accelerate.utils.operations", "torcheval.metrics.toolkit"
 RECURSIVE = "espnet2.torch_utils.recursive_op"
 LIBRARIES = [

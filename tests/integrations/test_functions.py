@@ -49,57 +49,37 @@ def install(*targets: Any) -> functions.InstalledFunctions:
 # -- reduce_dict ------------------------------------------------------------------------------------------------------
 
 
+# A rank whose batch has no annotation lacks the losses of denoising.
+WITHOUT_DENOISING = [{"vfl": 1.0, "vfl_dn": 4.0}, {"vfl": 3.0}]
+OTHER_KEYS = [{"a": 1.0, "dn": 4.0}, {"a": 3.0, "x": -10.0}]
+AGREEING = [{"b": 2.0, "a": 0.25}, {"b": 4.0, "a": 0.5}]
+
+
 @pytest.mark.parametrize(
     ("name", "by_rank", "average", "stock", "ours"),
     [
-        ("reduce_dict", [{"b": 2.0, "a": 0.25}, {"b": 4.0, "a": 0.5}], True, {"a": 0.375, "b": 3.0}, None),
-        ("reduce_dict", [{"b": 2.0, "a": 0.25}, {"b": 4.0, "a": 0.5}], False, {"a": 0.75, "b": 6.0}, None),
-        ("by_name", [{"a": 1.0}, {"a": 3.0}], True, {"a": 2.0}, None),
-        (
-            *("reduce_dict", [{"a": 1.0, "dn": 4.0}, {"a": 3.0, "x": -10.0}], True),
-            {"a": 2.0, "dn": -3.0},  # a loss, and negative
-            {"a": 2.0, "dn": 4.0, "x": -10.0},
-        ),
-        (
-            *("to_main", [{"a": 1.0, "b": 4.0}, {"a": 3.0, "c": -2.0}], True),
-            {"a": 2.0, "b": 1.0},
-            {"a": 2.0, "b": 4.0, "c": -2.0},
-        ),
+        ("reduce_dict", AGREEING, True, {"a": 0.375, "b": 3.0}, {"a": 0.375, "b": 3.0}),
+        ("reduce_dict", AGREEING, False, {"a": 0.75, "b": 6.0}, {"a": 0.75, "b": 6.0}),
+        # A loss, and negative.
+        ("reduce_dict", OTHER_KEYS, True, {"a": 2.0, "dn": -3.0}, {"a": 2.0, "dn": 4.0, "x": -10.0}),
+        # Stock has the result on rank 0 alone.
+        ("to_main", OTHER_KEYS, True, {"a": 2.0, "dn": -3.0}, {"a": 2.0, "dn": 4.0, "x": -10.0}),
+        ("by_name", [{"a": 1.0}, {"a": 3.0}], True, {"a": 2.0}, {"a": 2.0}),
+        ("by_name", WITHOUT_DENOISING, True, None, {"vfl": 2.0, "vfl_dn": 4.0}),
+        ("reduce_dict", WITHOUT_DENOISING, False, None, {"vfl": 4.0, "vfl_dn": 4.0}),
+        ("reduce_dict", [{"vfl": 1.0}, {}], True, None, {"vfl": 1.0}),
     ],
 )
 def test_reduce_dict_is_the_copys_own_where_ranks_agree_and_right_where_not(
-    two_ranks: RankPool,
-    name: str,
-    by_rank: list[dict[str, float]],
-    average: bool,
-    stock: dict[str, float],
-    ours: dict[str, float] | None,
+    two_ranks: RankPool, name: str, by_rank: Any, average: bool, stock: dict[str, float] | None, ours: dict[str, float]
 ) -> None:
-    """Stock `to_main` has its result on rank 0 alone; ours has it on every rank."""
-    assert two_ranks.run(runs.reduce_dict, name, by_rank, False, average).values()[0] == scalars(stock)
-    assert two_ranks.run(runs.reduce_dict, name, by_rank, True, average).values() == [scalars(ours or stock)] * 2
+    if stock is not None:  # it would hang
+        assert two_ranks.run(runs.reduce_dict, name, by_rank, False, average).values()[0] == scalars(stock)
+    assert two_ranks.run(runs.reduce_dict, name, by_rank, True, average).values() == [scalars(ours)] * 2
 
 
 def scalars(values: dict[str, float]) -> list[tuple[str, str, float]]:
     return [(name, "float32", value) for name, value in values.items()]
-
-
-# A rank whose batch has no annotation lacks the losses of denoising.
-WITHOUT_DENOISING = [{"vfl": 1.0, "vfl_dn": 4.0}, {"vfl": 3.0}]
-
-
-@pytest.mark.parametrize(
-    ("by_rank", "average", "expected"),
-    [
-        (WITHOUT_DENOISING, True, {"vfl": 2.0, "vfl_dn": 4.0}),
-        (WITHOUT_DENOISING, False, {"vfl": 4.0, "vfl_dn": 4.0}),
-        ([{"vfl": 1.0}, {}], True, {"vfl": 1.0}),
-    ],
-)
-def test_a_key_that_one_rank_lacks_is_reduced_over_the_others(
-    two_ranks: RankPool, by_rank: list[dict[str, float]], average: bool, expected: dict[str, float]
-) -> None:
-    assert two_ranks.run(runs.reduce_dict, "by_name", by_rank, True, average).values() == [scalars(expected)] * 2
 
 
 @pytest.mark.slow

@@ -18,10 +18,11 @@ imported("lightning"), imported("pytorch_lightning")
 runs: Any = importlib.import_module("tests.integrations.lightning_runs")
 
 WAYS = ["install", "callback"]
+LIMIT_SEC = 240  # of ranks that import Lightning, on a loaded machine
 
 
 def played(pool: RankPool, name: str, how: str, **settings: Any) -> list[dict[str, Any]]:
-    return pool.run(runs.play, name, how, **settings).values()
+    return pool.run(runs.play, name, how, timeout_sec=LIMIT_SEC, **settings).values()
 
 
 @pytest.mark.parametrize("how", WAYS)
@@ -262,7 +263,7 @@ def test_a_rank_outside_of_the_group_is_left_out(two_ranks: RankPool) -> None:
 @pytest.mark.parametrize("how", ["stock", "install"])
 def test_a_window_is_flushed_in_the_trainers_own_rows(two_ranks: RankPool, how: str) -> None:
     """Ranks add other keys, or nothing; the trainer logs each tenth step, in two epochs, and validates in between."""
-    for found in two_ranks.run(runs.windowed, how, timeout_sec=240).values():
+    for found in two_ranks.run(runs.windowed, how, timeout_sec=LIMIT_SEC).values():
         rows = [(step, row) for step, row in found["rows"] if "acc" in row]
         assert [step for step, _ in rows] == [9, 19, 29, 33]
         for (_, row), first in zip(rows, (0, 20, 40, 60), strict=True):
@@ -278,6 +279,6 @@ def test_a_window_is_flushed_in_the_trainers_own_rows(two_ranks: RankPool, how: 
 def test_windows_of_trainers_that_log_in_other_steps_are_an_error(tmp_path: Path) -> None:
     """Rank 0 waits alone in the window of step 2; rank 1 for rank 0's gradients of step 3, which never come."""
     env = {"DDPSTATS_TIMEOUT_SEC": "2"}
-    errors = run_ranks(runs.windows_at_other_steps, 2, tmp_path, env=env, timeout_sec=240).errors()
+    errors = run_ranks(runs.windows_at_other_steps, 2, tmp_path, env=env, timeout_sec=LIMIT_SEC).errors()
     assert errors.keys() == {0, 1}
     assert (tmp_path / "rank0").read_text() == "misses (1,)"

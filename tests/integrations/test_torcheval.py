@@ -78,7 +78,8 @@ def test_a_result_that_cannot_be_had_is_an_error_on_every_rank(two_ranks: RankPo
 def test_lists_numbers_and_ranks_without_data_are_merged(two_ranks: RankPool) -> None:
     first, second = two_ranks.run(runs.states_that_differ).values()
     f32 = "torch.float32"
-    empty, three = [(f32, [])], [(f32, []), (f32, [1.0]), (f32, [1.0, 1.0])]
+    empty: list[Any] = [(f32, [])]
+    three = [(f32, []), (f32, [1.0]), (f32, [1.0, 1.0])]
     assert (first.pop("lists"), second.pop("lists")) == (empty + three, three + empty)  # the rank's own come first
     assert first == second
     assert first == {

@@ -15,11 +15,14 @@ needs("torchmetrics")
 imported("torchmetrics")
 runs: Any = importlib.import_module("tests.integrations.torchmetrics_runs")
 
+LIMIT_SEC = 240  # of ranks that import torchmetrics, on a loaded machine
 F32, I32 = ("torch.float32", "cpu"), ("torch.int32", "cpu")
 
 
 def test_metrics_are_the_same_to_the_bit_as_in_stock(two_ranks: RankPool) -> None:
-    stock, ours = (two_ranks.run(runs.every_metric, install).values() for install in (False, True))
+    stock, ours = (
+        two_ranks.run(runs.every_metric, install, timeout_sec=LIMIT_SEC).values() for install in (False, True)
+    )
     for theirs, mine in zip(stock, ours, strict=True):
         assert len(mine) == 3 * len(runs.BUILDERS) + 1
         assert {name: value for name, value in mine.items() if repr(value) != repr(theirs[name])} == {}
@@ -29,7 +32,9 @@ def test_metrics_are_the_same_to_the_bit_as_in_stock(two_ranks: RankPool) -> Non
 
 def test_collections_are_the_same_to_the_bit_as_in_stock(two_ranks: RankPool, three_ranks: RankPool) -> None:
     for pool in (two_ranks, three_ranks):
-        stock, ours = (pool.run(runs.every_collection, install).values() for install in (False, True))
+        stock, ours = (
+            pool.run(runs.every_collection, install, timeout_sec=LIMIT_SEC).values() for install in (False, True)
+        )
         assert list(map(repr, ours)) == list(map(repr, stock))
         assert len(ours[0]) == 21
 
@@ -128,11 +133,9 @@ def test_conflicts_are_the_same_error_on_every_rank(two_ranks: RankPool, three_r
         found, *others = pool.run(runs.conflicts).values()
         assert others == [found] * (size - 1)
         assert found.pop("afterwards") == (*F32, (size - 1) / 2)
-        assert found.pop("no tensor at all")[:2] == ("InvalidStats", (size - 1,))
-        for name in ("other metric", "metric and collection"):
-            kind, ranks, _, message = found.pop(name)
-            assert (kind, ranks) == ("ProtocolMismatch", tuple(range(size)))
-            assert ": torchmetrics/MeanMetric" in message
+        kind, ranks, _, message = found.pop("other metric")
+        assert (kind, ranks) == ("ProtocolMismatch", tuple(range(size)))
+        assert ": torchmetrics/MeanMetric" in message
         assert {(kind, ranks) for kind, ranks, _, _ in found.values()} == {("SchemaConflict", tuple(range(size)))}
         paths = {name: path for name, (_, _, path, _) in found.items() if path != "Holder/state"}
         assert paths == {
@@ -159,7 +162,6 @@ def _check_texts(said: dict[str, str], size: int) -> None:
     )
     for name, theirs, ours in [
         ("tensor and list", "a tensor of shape (2), reduction None", "a list, reduction None"),
-        ("tensor and empty list", "a tensor of shape (2), reduction cat", "a list, reduction cat"),
         ("reduction", "a tensor of shape (2), reduction min", "a tensor of shape (2), reduction max"),
         ("cat", "a list of tensors of shape (*), reduction cat", "a list of tensors of shape (*, 3), reduction cat"),
         ("states", "a list, reduction cat", "no such state"),
@@ -182,13 +184,12 @@ def _check_texts(said: dict[str, str], size: int) -> None:
 def test_subgroups_combine_their_own_ranks_alone(three_ranks: RankPool) -> None:
     first, second, third = three_ranks.run(runs.in_groups).values()
     assert (first[0], second[0], third[0]) == ([101.0, 1.0], [10.0, 110.0], [101.0, 110.0])
-    assert (first[1], second[1], third[1]) == (101.0, 10.0, 101.0)
-    assert first[2] == {"in 0": 101.0, "in 1": 1.0, "all": 111.0}
-    assert second[2] == {"in 0": 10.0, "in 1": 110.0, "own": 5.0, "all": 111.0}
-    assert third[2] == {"in 1": 110.0, "in 0": 101.0, "own": 5.0, "all": 111.0}
-    assert first[3] == ()  # outside of the group: no error
-    assert second[3] == third[3]
-    assert "  rank 1 (group rank 0): a tensor of shape (1), reduction sum\n" in second[3][0]
+    assert first[1] == {"in 0": 101.0, "in 1": 1.0, "all": 111.0}
+    assert second[1] == {"in 0": 10.0, "in 1": 110.0, "own": 5.0, "all": 111.0}
+    assert third[1] == {"in 1": 110.0, "in 0": 101.0, "own": 5.0, "all": 111.0}
+    assert first[2] == ()  # outside of the group: no error
+    assert second[2] == third[2]
+    assert "  rank 1 (group rank 0): a tensor of shape (1), reduction sum\n" in second[2][0]
 
 
 def test_one_collective_and_none_on_the_users_group(two_ranks: RankPool) -> None:

@@ -418,7 +418,6 @@ def conflicts() -> dict[str, Any]:
         for reduction in ("sum", "max", None, "spread")
     }
     metrics["tensor and list"] = held([] if last else torch.zeros(2), None, [some] if last else some)
-    metrics["tensor and empty list"] = held([] if last else torch.zeros(2), "cat", [] if last else some)
     metrics["reduction"] = held(torch.zeros(2), "max" if last else "min", torch.ones(2))
     metrics["cat"] = held([], "cat", [torch.ones(2, 3) if last else torch.ones(2)])
     metrics["states"] = MulticlassAUROC(num_classes=3, thresholds=5 if last else None)
@@ -428,13 +427,11 @@ def conflicts() -> dict[str, Any]:
         "by itself": {"a": mean_of(1.0)} | ({"b": held([], None, [], ByItself)} if last else {}),
         "words": {"a": mean_of(1.0)} | ({"b": words} if last else {}),
         "many": {f"m{i}": held(torch.zeros(2), "sum", some) for i in range(7)},
-        "no tensor at all": {"a": mean_of(1.0), "b": held([], None, [torch.ones(2).to_sparse()] * last)},
     }
     metrics |= {name: tm.MetricCollection(one, compute_groups=False) for name, one in collections.items()}
     stepping = {"dist_sync_on_step": True}
     steps = tm.MetricCollection({"a": tm.SumMetric(**stepping) if last else tm.MaxMetric(**stepping)})
     metrics["other metric"] = tm.SumMetric() if last else tm.MeanMetric()
-    metrics["metric and collection"] = mean_of(1.0) if last else tm.MetricCollection({"a": mean_of(1.0)})
     metrics["afterwards"] = mean_of(float(rank))
     with installed(torchmetrics), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # compute before update
@@ -454,10 +451,6 @@ def in_groups() -> list[Any]:
     found: list[Any] = []
     with installed(torchmetrics):
         found.append([float(_summed(value, process_group=group).compute()) for group in groups])
-        argument = _summed(value)
-        argument.sync(process_group=groups[0])
-        found.append(float(argument.sum_value))
-        argument.unsync()
         members = {f"in {i}": _summed(value, process_group=group) for i, group in enumerate(groups)}
         members["all"] = _summed(value)
         if rank == 2:  # in another order, and one more
