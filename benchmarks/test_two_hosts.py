@@ -53,7 +53,7 @@ GUARDED = [(mode, name) for mode in ("strict", "step") for name in ("all_reduce"
 
 
 @pytest.mark.parametrize(
-    "call", [("check_capture",), *(("call_under_guard", *guarded) for guarded in GUARDED)], ids=str
+    "call", [("check_capture",), *(("call_under_guard", *guarded) for guarded in GUARDED)], ids=" ".join
 )
 def test_link_that_goes_down_before_call_that_watches_is_rank_missing(
     hosts: Hosts, call: tuple[str, ...], tmp_path: Path

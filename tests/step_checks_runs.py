@@ -179,7 +179,8 @@ def _backward(plan: Plan, checks: Checks, model: nn.Module, step: int) -> None:
                     stack.enter_context(part.micro_batch(batch))
             stack.enter_context(training.syncing(model, micro == plan.micro_batches - 1))
             loss = training.loss_of(model, batch)
-            (loss * 1e12 if is_bad and "huge" in plan.faults else loss).backward()
+            loss = loss * 1e12 if is_bad and "huge" in plan.faults else loss
+            loss.backward()  # type: ignore[no-untyped-call]
     if is_bad and "flip" in plan.faults:
         with torch.no_grad():
             next(model.parameters()).view(-1)[3] += 1e-3

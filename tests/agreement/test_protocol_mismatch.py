@@ -78,8 +78,9 @@ def refused_by_all(call: Call, **policy: Any) -> Refused:
     """Return what all of three threads raise, in the same words; the reducer goes on with one collective a call."""
     outcomes = run_threads(refused, 3, call, timeout_sec=LIMIT_SEC, **policy).values()
     assert len(set(outcomes)) == 1
-    assert (outcomes[0].next_value, outcomes[0].next_collectives) == (1.0, 1)
-    return outcomes[0]
+    first: Refused = outcomes[0]
+    assert (first.next_value, first.next_collectives) == (1.0, 1)
+    return first
 
 
 # -- over gloo ---------------------------------------------------------------------------------------------------------

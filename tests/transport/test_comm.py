@@ -211,7 +211,7 @@ def without_the_last(comm: Comm, operation: str) -> tuple[str, float, float] | N
 @pytest.mark.parametrize(
     "operation", ["sum", *(pytest.param(each, marks=pytest.mark.slow) for each in ("gather", "broadcast"))]
 )
-def test_a_rank_that_never_comes_fails_the_others_in_time(doorway: tuple[Doorway, int], operation: str) -> None:
+def test_rank_that_never_comes_fails_the_others_in_time(doorway: tuple[Doorway, int], operation: str) -> None:
     run, world_size = doorway
     *others, absent = run(without_the_last, operation)
     assert absent is None
@@ -237,12 +237,12 @@ def watched(comm: Comm) -> tuple[int, float] | None:
             raise Enough("seen enough")
 
     if comm.rank != comm.ranks[0]:
-        sleep_past(3 * slice_sec(5.0), margin_sec=0.5)
+        sleep_past(3 * slice_sec(2.0), margin_sec=0.5)
         return None
     comm.watch = watch
     started = time.monotonic()
     with pytest.raises(Enough, match="seen enough"):
-        comm.all_reduce_sum(torch.ones(4, dtype=torch.float64), 5.0)
+        comm.all_reduce_sum(torch.ones(4, dtype=torch.float64), 2.0)
     waited_sec = time.monotonic() - started
     closing = time.monotonic()
     comm.close()
@@ -255,7 +255,7 @@ def test_watch_is_asked_while_waiting_and_can_end_it(doorway: tuple[Doorway, int
     run, _ = doorway
     first, *_ = run(watched)
     assert first[0] == 3
-    assert 3 * slice_sec(5.0) * 0.9 < first[1] < 5.0
+    assert 3 * slice_sec(2.0) * 0.9 < first[1] < 2.0 + SLACK_SEC
 
 
 def interrupted(comm: Comm) -> bool | None:
@@ -295,24 +295,24 @@ def test_a_rank_that_is_interrupted_while_it_connects_can_tell_the_others() -> N
     assert store.get("left") == b"0"
 
 
-def closed_by_one(comm: Comm) -> str | None:
+def closed_by_one(comm: Comm) -> tuple[str, float] | None:
+    """Return the error and the seconds until it came, on the ranks that did not close."""
     comm.all_gather(b"here", LONG_SEC)
     if comm.rank == comm.ranks[-1]:
         comm.close()
         return None
-    try:
-        comm.all_reduce_sum(torch.ones(4, dtype=torch.float64), 3.0)
-    except CommFailed as error:
-        return str(error)
-    return "nothing"
-
-
-def test_a_rank_that_left_fails_the_others(doorway: tuple[Doorway, int]) -> None:
-    run, _ = doorway
     started = time.monotonic()
+    with pytest.raises(CommFailed) as caught:
+        comm.all_reduce_sum(torch.ones(4, dtype=torch.float64), 3.0)
+    return str(caught.value), time.monotonic() - started
+
+
+def test_rank_that_left_fails_the_others_in_time(doorway: tuple[Doorway, int]) -> None:
+    run, _ = doorway
     *others, _ = run(closed_by_one)
-    assert "nothing" not in others
-    assert time.monotonic() - started < 3.0 + SLACK_SEC
+    for error, after_sec in others:
+        assert error
+        assert after_sec < 2 * 3.0 + 5.0
 
 
 def test_threads_that_disagree_on_sizes_fail_where_gloo_would_abort() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from typing import Any
 
 import pytest
 
@@ -49,9 +50,12 @@ def _launched(rank: int, port: int) -> Program:
     return Program(["-m", "tests.transport.test_store_host", str(rank), str(port)], environ, prefix=shell)
 
 
-def _survivor(first: dict[str, list[object]], again: dict[str, list[object]], left: list[str]) -> runs.Survivor:
-    calls = [{name: runs.Attempt(*values) for name, values in part.items()} for part in (first, again)]  # type: ignore[arg-type]
-    return runs.Survivor(*calls, left)
+def _survivor(first: dict[str, list[Any]], again: dict[str, list[Any]], left: list[str]) -> runs.Survivor:
+    return runs.Survivor(_attempts(first), _attempts(again), left)
+
+
+def _attempts(printed: dict[str, list[Any]]) -> dict[str, runs.Attempt]:
+    return {name: runs.Attempt(*values) for name, values in printed.items()}
 
 
 @pytest.mark.slow
