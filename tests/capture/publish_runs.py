@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime, timedelta, timezone
@@ -56,7 +57,7 @@ def lowest_rank_cannot(dirpath: str, what: str, **options: Any) -> CaptureVerdic
 
 def dies_while_writing(dirpath: str, step: str) -> CaptureVerdict:
     """Rank 1 is killed before it learns where the bundle is, or between its two files."""
-    from ddpstats.capture import _publish
+    _publish: Any = importlib.import_module("ddpstats.capture._publish")
 
     def write(*args: Any) -> Any:
         write_part(*args)

@@ -100,7 +100,8 @@ def test_a_bundle_that_was_written_without_numpy_is_replayed_with_it(tmp_path: P
     (bundle,) = (tmp_path / "captures").iterdir()
     part = torch.load(bundle / "rank00000.pt", weights_only=True)
     assert part["micro_batches"][0]["random"]["numpy"] is None
-    for run in (without_numpy, lambda *arguments: programs.run(arguments)):
+    with_numpy: Run = lambda *arguments: programs.run(arguments)  # noqa: E731
+    for run in (without_numpy, with_numpy):
         done = run(*replay(bundle, "Small", "mean_step"))
         assert done.returncode == 0, done.stderr
         assert "note: numpy" not in done.stdout
