@@ -150,9 +150,9 @@ def test_without_micro_batch_there_is_a_warning_and_no_alarm(two_ranks: RankPool
     ],
     ids=["a rank has no batch", "buffers that differ travel with the batch", "gradients are never zeroed"],
 )
-def test_what_ranks_do_legally_is_no_fault(three_ranks: RankPool, plan: Plan) -> None:
+def test_what_ranks_do_legally_is_no_fault(two_ranks: RankPool, plan: Plan) -> None:
     plan.options, plan.steps, plan.lr = OPTIONS, 4, 0.0
-    assert_quiet(trained(three_ranks, plan), 4)
+    assert_quiet(trained(two_ranks, plan), 4)
 
 
 def test_batches_that_do_not_all_fit_take_turns(three_ranks: RankPool) -> None:
