@@ -24,6 +24,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -147,6 +148,7 @@ class _Program:
             os.set_inheritable(fd, False)
         os.environ.clear()
         os.environ.update(self.environ)
+        tempfile.tempdir = None  # the server may have looked for the directory of its own TMPDIR
         sys.modules["torch"].default_generator.seed()  # every process draws numbers of its own
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed()

@@ -69,6 +69,10 @@ def surroundings() -> dict[str, Any]:
     }
 
 
+def temporary_directory() -> str:
+    return tempfile.gettempdir()
+
+
 def leave_another_environment() -> None:
     os.environ["DDPSTATS_TEST_VARIABLE"] = "left"
     os.environ["RANK"] = "7"
@@ -287,6 +291,10 @@ def test_ranks_get_environment_session_and_one_thread() -> None:
             "backend": "gloo",
             "cuda": False,
         }
+
+
+def test_ranks_use_the_temporary_directory_of_their_environment(tmp_path: pathlib.Path) -> None:
+    assert run_ranks(temporary_directory, 1, env={"TMPDIR": str(tmp_path)}).values() == [str(tmp_path)]
 
 
 def test_environment_changed_by_a_function_is_restored_for_the_next_run(pool: RankPool) -> None:
