@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
 import ddpstats
@@ -76,7 +77,8 @@ def two_implementations() -> tuple[list[Any], list[int], bool]:
     return results, collectives, decision
 
 
-def test_a_rank_written_from_the_page_reduces_with_one_of_ours(two_ranks: RankPool) -> None:
+@pytest.mark.slow
+def test_rank_written_from_the_page_reduces_with_ddpstats(two_ranks: RankPool) -> None:
     (ours, our_collectives, our_decision), (theirs, their_collectives, their_decision) = two_ranks.run(
         two_implementations, timeout_sec=TIMEOUT_SEC
     ).values()
