@@ -212,20 +212,6 @@ def test_python_numbers_take_the_default_dtype(two_ranks: RankPool) -> None:
     assert spelled(averaged) == spelled(expected)
 
 
-def test_many_tensors_of_one_dtype_are_read_as_one_by_one(two_ranks: RankPool) -> None:
-    """Whatever a tensor of one element may be: a view, with a gradient, without a dimension, negated lazily."""
-    odd: list[torch.Tensor] = [
-        torch.arange(4.0)[2:3],
-        torch.tensor([5.0], requires_grad=True),
-        torch.tensor([1 + 2j]).conj().imag,
-        torch.tensor([7.0]).expand(1),
-    ]
-    for shape in ((1,), ()):
-        held = {f"k{i}": odd[i % 4].reshape(shape) for i in range(400)}
-        averaged, _ = on_all(two_ranks, average, [held, held], t(2.0))
-        assert plain(averaged) == {f"k{i}": (2.0, 5.0, -2.0, 7.0)[i % 4] for i in range(400)}
-
-
 # -- gradients, groups, no group --------------------------------------------------------------------------------------
 
 

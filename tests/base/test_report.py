@@ -100,12 +100,6 @@ def test_a_link_of_a_stranger_in_a_directory_for_all(
     assert (tmp_path / "mine").read_text() == ("old" if is_refused else "new")
 
 
-def test_a_link_that_leads_to_itself(tmp_path: Path) -> None:
-    (tmp_path / "link").symlink_to("link")
-    written(tmp_path / "link")
-    assert (tmp_path / "link").read_text() == "new"
-
-
 def test_a_pipe_is_written_into_and_stays(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     read: list[str] = []

@@ -33,12 +33,6 @@ class Computed(Fraction):
         return made
 
 
-def expected(ranks: Sequence[RankStats], nonfinite: str = "propagate") -> tuple[Any, dict[Path, tuple[Any, ...]]]:
-    """(nested values, path -> (value, weight, present ranks, non-finite ranks))."""
-    entries, kinds = _entries(ranks, nonfinite)
-    return _nest(entries, (), kinds), entries
-
-
 def expected_of_window(by_rank: Sequence[Sequence[RankStats]], nonfinite: str = "propagate") -> dict[str, Any]:
     """What `Reduced` must say of all adds of all ranks: nested values, weights, present and non-finite ranks."""
     entries, kinds = _entries([add for adds in by_rank for add in adds], nonfinite)

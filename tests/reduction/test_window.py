@@ -202,21 +202,6 @@ def test_modes_of_torch_around_an_add(way: str, request: pytest.FixtureRequest) 
     assert list(found.values()) == pytest.approx([1.0] * 120)
 
 
-def test_under_transforms_of_torch_func() -> None:
-    """Their tensors are refused where they have no single value, or read; none of them stays in the window."""
-    window = StatsWindow()
-    window.add({"a": t(1.0)})
-
-    def add(value: torch.Tensor) -> torch.Tensor:
-        window.add({"a": value})
-        return value.sum()
-
-    with pytest.raises(InvalidStats):
-        torch.vmap(add)(torch.ones(3))
-    torch.func.grad(add)(torch.ones(()))
-    assert window.flush().values == {"a": 1.0}
-
-
 @pytest.mark.slow
 def test_memory_does_not_grow_with_adds() -> None:
     with StatsWindow() as window:
