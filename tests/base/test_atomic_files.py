@@ -61,8 +61,3 @@ def test_others_may_read_it_as_any_file(tmp_path: Path) -> None:
     plain.write_bytes(b"")
     replace_file(tmp_path / "file", lambda file: file.write(b"new"))
     assert (tmp_path / "file").stat().st_mode == plain.stat().st_mode
-
-
-def test_no_directory(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        replace_file(tmp_path / "none" / "file", lambda file: file.write(b""))

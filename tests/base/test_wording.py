@@ -16,10 +16,6 @@ def test_a_long_list_is_cut_short(things: list[object], text: str) -> None:
     assert listed(things, 2) == text
 
 
-def test_what_stands_for_the_rest_may_be_chosen() -> None:
-    assert [listed("abc", 2, rest) for rest in (", ...", "")] == ["a, b, ...", "a, b"]
-
-
 def test_eight_ranks_are_named() -> None:
     assert ranks_text([3]) == "rank 3"
     assert ranks_text(range(10)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 2 more"
