@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 import ddpstats
-from ddpstats import Max, NaNCapture, Sentinel, SentinelAlarm, StatsDump, StatsWindow, StepChecks, collective_guard
+from ddpstats import (
+    Max,
+    NaNCapture,
+    Sentinel,
+    SentinelAlarm,
+    StatsDump,
+    StatsReducer,
+    StatsWindow,
+    StepChecks,
+    collective_guard,
+)
 
 if TYPE_CHECKING:
     from tests.interference.programs import Part
@@ -37,7 +47,7 @@ class Watch:
 
 
 class Everything(Watch):
-    """Reductions, a window, a dump, and for each module capture and sentinel; all under the guard.
+    """Reductions, also beside backward, a window, a dump, and each module's capture and sentinel; all under the guard.
 
     ``together``: the checks by `StepChecks`, else by their own calls. Every rank must make one.
     """
@@ -59,6 +69,8 @@ class Everything(Watch):
             else []
         )
         self._window = stack.enter_context(StatsWindow(name="interference"))
+        self._reducer = StatsReducer(name="interference, beside backward")
+        stack.callback(self._reducer.close)
         config = {"dump_path": str(directory / "dump"), "level": "mix", "step": [*DUMPED_STEPS], "async_dump": together}
         self._dump = StatsDump(config, model=[part.module for part in parts])
 
@@ -68,8 +80,10 @@ class Everything(Watch):
     @contextlib.contextmanager
     def micro_batch(self, part: int, batch: Any) -> Iterator[None]:
         checks = self._checks[part]
+        pending = self._reducer.start({"micro-batch": self.did["micro-batches"]})
         with checks.capture.micro_batch(batch), checks.sentinel.micro_batch(batch), self._window.timed("micro-batch"):
             yield
+        pending.result()
         self.did["micro-batches"] += 1
 
     def judge(self, part: int, number: int) -> None:
