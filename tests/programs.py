@@ -1,8 +1,9 @@
 """Python programs in processes of their own: forked from a server that has imported torch, or fresh interpreters.
 
-A fork runs what ``python ARGUMENTS`` runs, and ends as that ends. It cannot be what an interpreter becomes while it
-starts (options, ``sitecustomize``, PYTHONHASHSEED), and /proc shows the server's environment for it: a program that is
-about any of these is started with ``fresh=True``.
+A fork runs what ``python ARGUMENTS`` runs, and ends as that ends. Three things differ: what an interpreter becomes while
+it starts (options, ``sitecustomize``, PYTHONHASHSEED); /proc, which shows the server's environment; and the status of
+``sys.exit``, which no interpreter asks for, as a guard under DDPSTATS_GUARD expects. A program that is about any of these
+is started with ``fresh=True``.
 """
 
 from __future__ import annotations
@@ -249,7 +250,9 @@ def _become(arguments: Sequence[str], paths: Sequence[str]) -> None:
         if status and not isinstance(error.code, int):
             print(error.code, file=sys.stderr)
     except BaseException as error:
-        sys.excepthook(type(error), error, _of_the_program(error.__traceback__))
+        traceback = _of_the_program(error.__traceback__)
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, traceback
+        sys.excepthook(type(error), error, traceback)
         status = 1
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
