@@ -276,6 +276,7 @@ case $verb in
       --nightly)
         shift
         set_up testing "${libraries[@]}"
+        options+=(-o faulthandler_timeout=0) # each has a time limit of its own, of minutes or hours
         names_tests "$@" || options+=(tests benchmarks)
         ;;
       *)

@@ -94,6 +94,7 @@ LIBRARIES = {
     *("accelerate", "bench", "espnet", "lightning", "live", "mlflow", "ray"),
     *("tensorboard", "torcheval", "torchmetrics", "transformers", "wandb"),
 }
+NIGHTLY = " -m pytest --numprocesses 4 --dist worksteal -o faulthandler_timeout=0"
 QUICK = " -m pytest --numprocesses 4 --dist worksteal -m not slow and not library"
 
 
@@ -105,8 +106,8 @@ QUICK = " -m pytest --numprocesses 4 --dist worksteal -m not slow and not librar
         (["tests/base", "-x"], set(), " -m pytest tests/base -x"),
         (["tests/base/test_paths.py::test_x[a::b]"], set(), " -m pytest tests/base/test_paths.py::test_x[a::b]"),
         (["--all", "-x"], LIBRARIES, " -m pytest --numprocesses 4 --dist worksteal -x"),
-        (["--nightly"], LIBRARIES, " -m pytest --numprocesses 4 --dist worksteal tests benchmarks"),
-        (["--nightly", "benchmarks"], LIBRARIES, " -m pytest --numprocesses 4 --dist worksteal benchmarks"),
+        (["--nightly"], LIBRARIES, f"{NIGHTLY} tests benchmarks"),
+        (["--nightly", "benchmarks"], LIBRARIES, f"{NIGHTLY} benchmarks"),
     ],
     ids=lambda one: " ".join(one) if isinstance(one, list) else "",
 )
