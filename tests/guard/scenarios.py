@@ -619,13 +619,17 @@ SCENARIOS: dict[str, Row] = {
 
 @dataclass(frozen=True)
 class Ending:
-    """The error that a scenario ended with on a rank: the name of its class, or "silent"."""
+    """The error that a scenario ended with on a rank: the name of its class, or "silent".
+
+    ``after_sec``: from the begin of the guard.
+    """
 
     error: str
     message: str
     culprits: tuple[int, ...] = ()
     missing: tuple[int, ...] = ()
     events: tuple[int, ...] = ()
+    after_sec: float = 0.0
 
 
 def play_bare(name: str, bad: bool) -> str:
@@ -645,9 +649,18 @@ _ENDS_BY_LIMIT = {
 }
 
 
+LIMIT_SEC, LONG_LIMIT_SEC = 2.0, 20.0
+
+
+def latest_sec(name: str) -> float:
+    """Return when a faulty scenario must have ended: by its limit, or else long before the limit of the others."""
+    return 2 * LIMIT_SEC + 5.0 if name in _ENDS_BY_LIMIT else 0.75 * LONG_LIMIT_SEC
+
+
 def probe(name: str, mode: Any, bad: bool, record_dir: str | None = None) -> Ending:
     """Play a scenario under the guard on this rank. The guard must leave nothing behind."""
-    limit_sec = 2.0 if bad and name in _ENDS_BY_LIMIT else 20.0
+    limit_sec = LIMIT_SEC if bad and name in _ENDS_BY_LIMIT else LONG_LIMIT_SEC
+    began = time.monotonic()
     try:
         with collective_guard(mode, timeout_sec=limit_sec, record_dir=record_dir) as guard:
             SCENARIOS[name].play(bad)
@@ -655,7 +668,7 @@ def probe(name: str, mode: Any, bad: bool, record_dir: str | None = None) -> End
         ending = Ending("silent", "")
     except Exception as error:
         attributes = [tuple(getattr(error, name, ())) for name in ("culprit_ranks", "missing_ranks", "by_rank")]
-        ending = Ending(type(error).__name__, str(error), *attributes)
+        ending = Ending(type(error).__name__, str(error), *attributes, after_sec=time.monotonic() - began)
     assert not collectives.is_installed(), "the guard left something behind"
     assert not [t for t in threading.enumerate() if t.name.startswith("ddpstats-guard")], "a thread is left"
     return ending

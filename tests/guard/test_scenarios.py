@@ -10,7 +10,7 @@ import pytest
 from ddpstats.guard._records import read_records
 from ddpstats.guard._report import diagnose
 from ddpstats.testing import RankPool
-from tests.guard.scenarios import DIES, SCENARIOS, probe
+from tests.guard.scenarios import DIES, SCENARIOS, latest_sec, probe
 from tests.guard.tiers import tiers
 
 # Scenarios that the tests without a mark play in mode step, and all others in mode strict.
@@ -61,6 +61,7 @@ def test_fault_is_named_on_every_rank_in_the_same_words(pool: RankPool, name: st
     messages = {ending.message for ending in endings if ending is not None and ending.error == row.error}
     assert len(messages) == 1
     assert text in messages.pop()
+    assert max(ending.after_sec for ending in endings if ending is not None) < latest_sec(name)
 
 
 @pytest.mark.parametrize(
