@@ -388,8 +388,8 @@ def alternating(dirpath: str) -> tuple[list[bool], list[int], int, int]:
         return said, numbers, counters.collectives, counters.compared
 
 
-def dies(dirpath: str) -> tuple[str, str]:
-    """Rank 1 is killed before a step."""
+def dies(dirpath: str) -> tuple[str, str, float]:
+    """Rank 1 is killed before a step: return what is raised, its text, and after how long."""
     with contextlib.ExitStack() as stack:
         plan = Plan(dirpath, wrap="alone", guard={"timeout_sec": 20})
         checks, model = _entered(plan, stack)
@@ -398,10 +398,12 @@ def dies(dirpath: str) -> tuple[str, str]:
             _backward(plan, checks, model, step)
             if step == 1 and rank() == FAULTY_RANK:
                 die()
+            started = time.monotonic()
             found = heard(checks.together.step)
+            after_sec = time.monotonic() - started
         assert checks.guard is not None
         checks.guard.abandon()
-        return found
+        return *found, after_sec
 
 
 def comes_late(gave_up: Path) -> tuple[str, float]:

@@ -264,10 +264,11 @@ def test_mismatch_with_warn_is_logged_once_and_steps_go_on(two_ranks: RankPool, 
 @pytest.mark.slow
 def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
     outcomes = run_ranks(runs.dies, 3, str(tmp_path))
-    told = [outcome.value for outcome in outcomes if outcome.rank != runs.FAULTY_RANK]
-    assert told[0] == told[1]
-    assert told[0][0] == "RankMissing"
-    assert "rank 1: the process is gone" in told[0][1]
+    survivors = [outcome.value for outcome in outcomes if outcome.rank != runs.FAULTY_RANK]
+    ((kind, text),) = {(kind, text) for kind, text, _ in survivors}
+    assert kind == "RankMissing"
+    assert "rank 1: the process is gone" in text
+    assert max(after_sec for _, _, after_sec in survivors) < 2 * 1.0 + 5.0  # promised: within a second
 
 
 @pytest.mark.slow

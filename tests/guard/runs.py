@@ -74,10 +74,10 @@ def _await_the_first() -> None:
         time.sleep(0.01)
 
 
-def waits_alone(on_mismatch: Any) -> tuple[str, tuple[int, ...], float]:
+def waits_alone(mode: Any, on_mismatch: Any) -> tuple[str, tuple[int, ...], float]:
     """Rank 1 stays away from the second collective until rank 0 has given up. Return rank 0's error and its wait."""
     store = dist.distributed_c10d._get_default_store()
-    with collective_guard("strict", on_mismatch=on_mismatch) as guard:
+    with collective_guard(mode, on_mismatch=on_mismatch) as guard:
         dist.all_reduce(torch.ones(1))
         if dist.get_rank() == 1:
             store.wait(["given up"])

@@ -649,11 +649,14 @@ _ENDS_BY_LIMIT = {
 }
 
 
+_ENDS_AT_ONCE = {"killed", "raises", "raises_what_sounds_like_gloo"}  # within a second
 LIMIT_SEC, LONG_LIMIT_SEC = 2.0, 20.0
 
 
 def latest_sec(name: str) -> float:
     """Return when a faulty scenario must have ended: by its limit, or else long before the limit of the others."""
+    if name in _ENDS_AT_ONCE:
+        return 2 * 1.0 + 5.0
     return 2 * LIMIT_SEC + 5.0 if name in _ENDS_BY_LIMIT else 0.75 * LONG_LIMIT_SEC
 
 
