@@ -141,7 +141,7 @@ def test_set_ups_add_up_and_print_nothing_when_nothing_is_missing(venv: Path) ->
 
 
 def test_set_up_prints_its_phases_and_the_next_command(venv: Path) -> None:
-    done = launch("test", "tests/reduction/test_layout.py", DDPSTATS_VENV=str(venv))
+    done = launch("test", "tests/base/test_paths.py", DDPSTATS_VENV=str(venv))
     lines = done.stderr.splitlines()
     assert all(re.match(r"launch\.sh: +\d+ s  ", line) for line in lines), done.stderr
     assert "installing torch and what is needed for: testing into" in lines[0]
@@ -153,7 +153,7 @@ def test_set_up_prints_its_phases_and_the_next_command(venv: Path) -> None:
 def test_output_of_pip_is_printed_whole_when_it_fails(venv: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_STATUS", "3")
     (venv.parent / "pip.txt").write_text("Collecting torch\nWARNING: a mirror\nno space left on device\n")
-    done = launch("test", "tests/reduction/test_layout.py", DDPSTATS_VENV=str(venv))
+    done = launch("test", "tests/base/test_paths.py", DDPSTATS_VENV=str(venv))
     assert done.returncode == 2
     assert "\nCollecting torch\nWARNING: a mirror\nno space left on device\n" in done.stderr
     assert "error: pip could not install" in done.stderr
@@ -271,10 +271,10 @@ def test_verb_on_a_bare_machine_sets_up_what_it_needs_once(tmp_path: Path) -> No
     assert "torch>=2.6" in asked.read_text()
     assert own.endswith(f"--editable {LAUNCH.parents[1]}")
     assert first == second == "-m ddpstats demo"
-    done = launch("test", "tests/reduction/test_layout.py", **settings)
+    done = launch("test", "tests/base/test_paths.py", **settings)
     assert done.returncode == 0, done.stderr
     assert "hypothesis" in asked.read_text()
-    assert asked.read_text().splitlines()[-1] == "-m pytest tests/reduction/test_layout.py"
+    assert asked.read_text().splitlines()[-1] == "-m pytest tests/base/test_paths.py"
 
 
 def test_set_up_that_failed_is_tried_again(tmp_path: Path) -> None:

@@ -396,7 +396,7 @@ class SecondRank:
         count = len(list(slots_of(root)))
         sums, weights, codes = (summed[16 + i * count : 16 + (i + 1) * count] for i in range(3))
         found = Totals(bool(summed[10]), summed[11], sums, weights, codes)
-        if share.extremes:
+        if any(codes[slot] for slot in share.extremes):
             largest = self._all_reduce(list(share.extremes.values()), dist.ReduceOp.MAX)
             found.extremes = dict(zip(share.extremes, largest, strict=True))
         return found

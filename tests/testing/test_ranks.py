@@ -596,6 +596,7 @@ def test_a_forked_copy_of_the_parent_neither_ends_its_ranks_nor_keeps_them_alive
         start()
         copy = os.fork()
         if copy == 0:
+            os.setsid()  # it lives on when the parent's process group is killed
             time.sleep(1000)
         with open(sys.argv[1], "w") as file:
             file.write(str(copy))
