@@ -91,17 +91,24 @@ def stopped(seconds: float, in_look: bool) -> tuple[float, float]:
 
 
 def slow(mode: GuardMode, timeout_sec: float | None) -> str:
-    """What is raised where a rank comes 4 s late to a group that waits for a minute, and others for 2 s."""
+    """What is raised where rank 0 comes late to a group that waits for a minute, and others for 2 s.
+
+    It comes 4 s late, or with a timeout once rank 1 has given up.
+    """
     with mock.patch.object(config, "DEFAULT_TIMEOUT_SEC", 2.0):
         guard = ddpstats.collective_guard(mode, timeout_sec=timeout_sec)
-    group = dist.new_group(timeout=timedelta(minutes=1))
+    group, store = dist.new_group(timeout=timedelta(minutes=1)), dist.distributed_c10d._get_default_store()
     try:
         with guard:
             for asynchronous in (False, True):
-                time.sleep(4.0 * (dist.get_rank() == 0))
+                if dist.get_rank() == 0 and timeout_sec is None:
+                    time.sleep(4.0)
+                elif dist.get_rank() == 0:
+                    store.wait(["given up"])
                 work = dist.all_reduce(torch.ones(1), group=group, async_op=asynchronous)
                 if work is not None:
                     work.wait()
     except ddpstats.RankMissing as error:
+        store.set("given up", "")
         return str(error)
     return "nothing"

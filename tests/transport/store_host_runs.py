@@ -76,8 +76,8 @@ def serve_anew(port: int) -> int:
     return rank
 
 
-def serve(rank: int, world_size: int, port: int) -> None:
-    os.environ["DDPSTATS_TIMEOUT_SEC"] = str(TIMEOUT_SEC)
+def serve(rank: int, world_size: int, port: int, timeout_sec: float = TIMEOUT_SEC) -> None:
+    os.environ["DDPSTATS_TIMEOUT_SEC"] = str(timeout_sec)
     dist.init_process_group(
         "gloo",
         init_method=f"tcp://127.0.0.1:{port}",

@@ -29,6 +29,7 @@ LIMIT_SEC = 100.0
 LONG_SEC = 40.0  # a timeout that a test never lives to see
 SHORT_SEC = 2.0  # one that passes while the test waits
 LATEST_SEC = 2 * SHORT_SEC + 5.0
+AT_ONCE_SEC = 5.0  # of what waits for nobody
 
 
 class Missed(NamedTuple):
@@ -124,7 +125,7 @@ def call_last_after_all_gave_up(group_ranks: list[int], first_use: bool) -> Miss
     if dist.get_rank() in group_ranks and not first_use:
         StatsReducer(group=group, timeout_sec=LONG_SEC)({"loss": 1.0})
     dist.barrier()
-    reducer = StatsReducer(group=group, timeout_sec=SHORT_SEC)
+    reducer = StatsReducer(group=group, timeout_sec=LONG_SEC if dist.get_rank() == last else SHORT_SEC)
     if dist.get_rank() in group_ranks[:-1]:
         missed = attempt(reducer, {"loss": 1.0})
     dist.barrier()
@@ -151,7 +152,7 @@ def test_only_the_rank_that_never_calls_is_missing_on_all(
     assert missed.missing == missed.ranks == (2,)
     assert ": did not take part\n" in missed.text
     assert max(each.after_sec for each in others) <= LATEST_SEC
-    assert late.after_sec < SHORT_SEC  # it does not wait for anybody: the verdict is there
+    assert late.after_sec < AT_ONCE_SEC  # the verdict is there
 
 
 def go_on_in_other_groups() -> tuple[Missed, float, bool]:
@@ -268,7 +269,7 @@ def test_rank_that_is_killed_while_it_reduces_is_missing_at_once_on_all(world_si
         assert re.match(
             rf"a reduction on group '\d+' of {world_size} ranks was not completed after \d+\.\d s:\n", each.text
         )
-    assert max(each.after_sec for _, missed in results for each in missed[1:-1]) < 1.0  # closed: nothing waits
+    assert max(each.after_sec for _, missed in results for each in missed[1:-1]) < AT_ONCE_SEC  # closed
 
 
 def dying(*args: Any, **kwargs: Any) -> Any:
