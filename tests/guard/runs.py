@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -52,6 +53,32 @@ def warned() -> tuple[list[str], int]:
             op = dist.ReduceOp.MAX if dist.get_rank() == 1 and step == 1 else dist.ReduceOp.SUM
             dist.all_reduce(torch.ones(1), op=op)
     return messages, guard.counters.collectives
+
+
+def values_after_a_mismatch() -> dict[str, tuple[str, list[float]]]:
+    """What is raised in mode "strict", and what this rank's tensors then hold, which began as its number."""
+    rank = dist.get_rank()
+
+    def reduce_by_key(tensor: torch.Tensor) -> None:
+        stats = {"loss": torch.ones(()), ("l1" if rank else "snr"): tensor}
+        for key in stats:
+            dist.all_reduce(stats[key])
+
+    calls: dict[str, Callable[[torch.Tensor], object]] = {
+        "key": reduce_by_key,
+        "reduce op": lambda tensor: dist.all_reduce(tensor, op=dist.ReduceOp.MAX if rank else dist.ReduceOp.SUM),
+        "root": lambda tensor: dist.broadcast(tensor, src=rank),
+    }
+    ends = {}
+    for what, call in calls.items():
+        tensor, error = torch.full((2,), float(rank)), "nothing"
+        try:
+            with collective_guard("strict", timeout_sec=10):
+                call(tensor)
+        except ddpstats.CollectiveMismatch as raised:
+            error = type(raised).__name__
+        ends[what] = error, tensor.tolist()
+    return ends
 
 
 def with_version(mode: Any, name: str, value: Any) -> tuple[str, str]:

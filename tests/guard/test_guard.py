@@ -55,6 +55,11 @@ def test_between_hosts_notes_go_through_the_store(two_ranks: RankPool, name: str
     assert endings[0].message == endings[1].message
 
 
+def test_strict_raises_before_anything_is_summed(two_ranks: RankPool) -> None:
+    for rank, ends in enumerate(two_ranks.run(runs.values_after_a_mismatch).values()):
+        assert ends == dict.fromkeys(("key", "reduce op", "root"), ("CollectiveMismatch", [float(rank)] * 2))
+
+
 def test_on_mismatch_warn_logs_once_and_goes_on(two_ranks: RankPool) -> None:
     for messages, count in two_ranks.run(runs.warned).values():
         assert len(messages) == 1

@@ -23,8 +23,10 @@ from ddpstats.sentinel._matmul import ChecksumWindow
 from ddpstats.sentinel._matmul_checksum import doubtful_rows
 from ddpstats.sentinel._matmul_kernels import Product
 from ddpstats.testing import BitFlip, inject_bit_flips
+from tests import training
 from tests.capabilities import flips_products, takes_kernels_away
 from tests.programs import run
+from tests.sentinel import sentinel_runs
 from tests.sentinel.products import DTYPES, faults_in_all_rows, faults_of, flip, numbers, product_of
 
 INF, NAN = float("inf"), float("nan")
@@ -291,6 +293,31 @@ def test_of_nested_tensors_the_products_inside_are_checked() -> None:
     with ChecksumWindow() as window:
         torch.bmm(nested_matrices(3, 4), nested_matrices(3, 3))
     assert (window.checked, window.faults, window.problem) == (2, [], None)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "autocast"),
+    [
+        (torch.float32, False),
+        pytest.param(torch.bfloat16, False, marks=pytest.mark.slow),
+        pytest.param(torch.float32, True, marks=pytest.mark.slow),
+    ],
+)
+def test_training_with_an_open_window_has_the_bits_and_random_state_of_one_without(
+    dtype: torch.dtype, autocast: bool
+) -> None:
+    def trained() -> training.Trained:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            model = sentinel_runs.wrapped("alone").to(dtype)
+            return training.train(model, 2, batch_of=sentinel_runs.batch_of, loss_of=sentinel_runs.step_fn)
+
+    without = trained()
+    with ChecksumWindow() as window:
+        within = trained()
+    assert (within.losses, within.drawn) == (without.losses, without.drawn)
+    assert all(torch.equal(one, other) for one, other in zip(within.parameters, without.parameters, strict=True))
+    assert window.checked > 50
+    assert (window.faults, window.problem) == ([], None)
 
 
 @flips_products
