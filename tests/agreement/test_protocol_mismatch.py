@@ -39,7 +39,8 @@ from ddpstats._reduction.wire import (
     more_bytes,
     numbers_bytes,
 )
-from ddpstats.errors import DdpstatsError, InvalidStats, NonFiniteStat, ProtocolMismatch, SchemaConflict
+from ddpstats._transport.thread_comm import ThreadComm
+from ddpstats.errors import DdpstatsError, InvalidStats, NonFiniteStat, ProtocolMismatch, RankMissing, SchemaConflict
 from ddpstats.testing import RankPool, ThreadGroup, run_threads
 
 LIMIT_SEC = 60.0
@@ -582,6 +583,32 @@ READERS: dict[str, tuple[st.SearchStrategy[Any], Callable[[bytes], Any], Callabl
 def test_damaged_bytes_are_refused(name: str, how: str, data: st.DataObject) -> None:
     values, decode, encode = READERS[name]
     read_or_refuse(damaged(encode(data.draw(values)), how, data), decode, encode)
+
+
+def test_bytes_that_are_not_what_was_announced_are_rank_missing_and_close_the_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One byte of what rank 1 tells of its keys is another when it arrives, also on rank 1 itself."""
+    gather = ThreadComm.all_gather
+
+    def damage(comm: ThreadComm, payload: bytes | bytearray, timeout_sec: float) -> Any:
+        if comm.rank == 1 and b"damaged" in payload:
+            payload = payload.replace(b"damaged", b"Damaged")
+        return gather(comm, payload, timeout_sec)
+
+    def call(group: ThreadGroup) -> list[str]:
+        reducer, texts = group.reducer(timeout_sec=TIMEOUT_SEC), []
+        for key in ("damaged", "good"):
+            with pytest.raises(RankMissing) as caught:
+                reducer({key: 1.0})
+            texts.append(str(caught.value))
+        return texts
+
+    monkeypatch.setattr(ThreadComm, "all_gather", damage)
+    texts = run_threads(call, 3).values()
+    assert {text for of_rank in texts for text in of_rank} == {texts[0][0]}
+    assert "left in the middle of it (DamagedError: what rank 1 sent arrived damaged)" in texts[0][0]
+    assert "Reductions on this group are closed" in texts[0][0]
 
 
 floats = st.floats(allow_nan=False)
