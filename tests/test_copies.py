@@ -1,4 +1,4 @@
-"""Objects of ours that a module keeps, when the module is copied, or goes to another process."""
+"""A module that keeps objects of ddpstats can be copied and pickled: reducers go on in the copy, watchers ignore it."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def kept_by_a_rank() -> list[Any]:
     return found
 
 
-def test_reducers_of_ranks(two_ranks: RankPool) -> None:
+def test_copied_reducers_reduce_on_real_ranks(two_ranks: RankPool) -> None:
     expected = [{"a": 1.5}, {"b": 1.5}, {"a": 1.5}, {"b": 2.0}]
     assert two_ranks.run(kept_by_a_rank, timeout_sec=60).values() == [expected] * 2
 

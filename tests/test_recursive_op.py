@@ -248,7 +248,7 @@ def test_gradients_are_left_alone(two_ranks: RankPool) -> None:
         assert (requires_grad, gradient, version) == (False, 2.0, 0)
 
 
-def test_a_subgroup(three_ranks: RankPool) -> None:
+def test_average_in_a_subgroup_is_of_its_ranks_alone(three_ranks: RankPool) -> None:
     objs = [{f"only{rank}": t(float(rank)), "all": t(float(rank))} for rank in range(3)]
     rank0, rank1, rank2 = three_ranks.run(average_in_pairs, PerRank(objs), t(2.0)).values()
     assert spelled(rank0) == spelled(rank2)
@@ -339,7 +339,7 @@ def assert_alike(ours: Any, theirs: Any) -> None:
         assert ours is theirs
 
 
-def test_divide() -> None:
+def test_recursive_divide_keeps_containers_and_refuses_texts() -> None:
     tree = {"a": [t(1.0)[0], None], "b": Losses(t(3, dtype=torch.int64)[0], t(1.0, dtype=torch.float64)[0])}
     divided = recursive_divide(tree, torch.tensor(2))
     assert plain(divided) == {"a": [0.5, None], "b": Losses(1.5, 0.5)}

@@ -1,4 +1,4 @@
-"""What `SECURITY.md` says beyond what the tests of a part hold already."""
+"""ddpstats opens no port beside gloo's, fetches and unpickles nothing, and loads files as tensors (`SECURITY.md`)."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def test_digests_of_replicas_are_compared_in_their_steps(two_ranks: RankPool, tm
         ),
     ],
 )
-def test_guards_of_all_modes(
+def test_guard_of_any_mode_sees_and_compares_as_by_its_own_call(
     two_ranks: RankPool, tmp_path: Path, guard: dict[str, Any], faults: tuple[str, ...]
 ) -> None:
     guard = {**guard, "record_dir": str(tmp_path)}
@@ -147,7 +147,7 @@ def test_own_calls_may_alternate_with_the_common_one(two_ranks: RankPool, tmp_pa
         assert collectives == compared
 
 
-def test_without_a_process_group(tmp_path: Path) -> None:
+def test_step_checks_work_without_a_process_group(tmp_path: Path) -> None:
     outcome = runs.train(Plan(str(tmp_path), wrap="alone", faults=("nan",)))
     assert outcome.said == []
     assert outcome.collectives == [0] * 4
@@ -210,7 +210,7 @@ def test_a_rank_that_raises_in_its_micro_batch_is_named_by_the_others(two_ranks:
 
 
 @pytest.mark.slow
-def test_under_a_grad_scaler_and_without_a_batch(two_ranks: RankPool, tmp_path: Path) -> None:
+def test_verdicts_under_a_grad_scaler_are_those_of_the_own_calls(two_ranks: RankPool, tmp_path: Path) -> None:
     together = two_ranks.run(runs.scaled, str(tmp_path), True).values()
     apart = two_ranks.run(runs.scaled, str(tmp_path), False).values()
     kinds = [(kind, ok) for kind, ok, _ in together[0]]

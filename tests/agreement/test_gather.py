@@ -205,7 +205,7 @@ def test_thirty_threads_hold_different_trees() -> None:
         assert all(same(a, b) for a, b in zip(gathered, found[0], strict=True))
 
 
-def test_room_follows_the_sizes(two_ranks: RankPool) -> None:
+def test_gather_buffer_follows_the_sizes_of_trees(two_ranks: RankPool) -> None:
     for seen in two_ranks.run(growing_and_shrinking).values():
         assert [sizes for _, sizes in seen] == [[0, size] for size in (1, 2, 1000, 5000, 3, 3, 0, 9000, 9000)]
         counts = [count for count, _ in seen]

@@ -1,4 +1,4 @@
-"""Several questions in one collective: sums side by side, answers in order, and what cannot be asked is told to all."""
+"""Several questions share one collective: answers come in order, and what a rank cannot ask is an error on all."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_a_rank_that_cannot_ask_takes_part_and_all_hear_why() -> None:
         assert again == [3.0]
 
 
-def test_ranks_that_ask_something_else() -> None:
+def test_ranks_that_ask_something_else_are_named_on_all() -> None:
     def run(group: ThreadGroup) -> Any:
         name, many = ("one", 1) if group.rank == 2 else ("two", 2)
         return asked(group, name, [Recorded()] * many)[0], asked(group, "q", [Recorded()])[0]

@@ -1,4 +1,4 @@
-"""What ranks tell each other where the lanes were not clean, and what every one of them raises for it."""
+"""Ranks tell each other what went wrong in a call, and every one of them raises the same error for it."""
 
 from __future__ import annotations
 

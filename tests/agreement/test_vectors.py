@@ -1,4 +1,4 @@
-"""Vectors of float64 as tensors: to the bit what torch makes of Python numbers."""
+"""Vectors of float64 become tensors with the bits that torch gives to Python numbers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def bits(values: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("count", [0, 1, 13, 255, 256, 1000])
-def test_as_torch_rounds(dtype: torch.dtype, count: int) -> None:
+def test_numbers_are_rounded_to_a_dtype_as_torch_rounds_them(dtype: torch.dtype, count: int) -> None:
     random = torch.randn(1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64).mul(9).exp()
     numbers = array("d", (ODD + random.tolist())[:count])
     found = as_tensor(numbers, dtype, CPU)
@@ -31,7 +31,7 @@ def test_as_torch_rounds(dtype: torch.dtype, count: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("count", [5, 300])
-def test_elements_times_a_weight(dtype: torch.dtype, count: int) -> None:
+def test_product_of_elements_and_a_weight_is_that_of_python_floats(dtype: torch.dtype, count: int) -> None:
     tensors = [torch.tensor([value], dtype=dtype) for value in (ODD + [i / 7 for i in range(count)])[:count]]
     found = product(elements(tensors), 3.3, count)
     assert repr(found.tolist()) == repr([tensor.item() * 3.3 for tensor in tensors])

@@ -163,7 +163,7 @@ def own_pair(held: Sequence[tuple[float, float]], policy: str, kind: str) -> Any
 @given(held=st.tuples(pairs, pairs), policy=st.sampled_from(POLICIES), kind=st.sampled_from(["call", "own", "vector"]))
 @example(held=((1.0, 1e308), (2.0, 1e308)), policy="raise", kind="call")
 @example(held=((LARGEST, 0.7), (LARGEST, 0.7)), policy="raise", kind="own")
-def test_real_ranks_against_fractions(
+def test_means_on_real_ranks_are_those_of_exact_fractions(
     two_ranks: RankPool, held: Sequence[tuple[float, float]], policy: str, kind: str
 ) -> None:
     answers = two_ranks.run(own_pair, held, policy, kind).values()

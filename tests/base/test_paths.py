@@ -14,7 +14,7 @@ def identity(path: Path) -> tuple[tuple[type, object], ...]:
     return tuple((type(step), step) for step in path)
 
 
-def test_spelling() -> None:
+def test_path_is_spelled_with_slashes_and_brackets_and_escapes_those_in_keys() -> None:
     assert format_path(("train", "loss", Index(2))) == "train/loss[2]"
     assert format_path((Index(0), "a", 3)) == "[0]/a/3"
     assert format_path(()) == ""

@@ -28,7 +28,7 @@ def test_formulas_are_quoted(cell: str) -> None:
 
 
 @pytest.mark.parametrize("cell", ["-1.5", "-inf", "+3", -2.5, None, "a=1", ""])
-def test_numbers_and_words_are_not(cell: Any) -> None:
+def test_numbers_and_words_are_not_quoted(cell: Any) -> None:
     assert harmless(cell) == cell
 
 

@@ -38,7 +38,7 @@ SHARED = torch.arange(10.0)
     ],
     ids=["every dtype", "shared", "sparse", "of some kinds", "many", "plain", "texts", "short lists", "empty lists"],
 )
-def test_what_torch_writes(content: Any, tmp_path: Path) -> None:
+def test_file_that_torch_writes_passes(content: Any, tmp_path: Path) -> None:
     torch.save(content, tmp_path / "file.pt")
     with (tmp_path / "file.pt").open("rb") as file:
         check_archive(file)

@@ -21,7 +21,7 @@ def test_eight_ranks_are_named() -> None:
     assert ranks_text(range(10)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 2 more"
 
 
-def test_numbers_of_things() -> None:
+def test_count_has_separators_and_the_noun_its_plural() -> None:
     assert [count_of(1, "entries in both"), count_of(1024, "tensors")] == ["1 entry in both", "1,024 tensors"]
 
 

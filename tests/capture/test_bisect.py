@@ -173,7 +173,7 @@ def test_the_path_leads_from_the_origin_to_the_symptom(tmp_path: Path, capsys: p
     assert result["path"][0].startswith("aten.add.Tensor")
 
 
-def test_the_report_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_in_words_names_operation_line_and_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def words(model: str, batch: Any) -> str:
         return shown(capture(tmp_path, model, "sum_step", batch), capsys, model, "sum_step")
 

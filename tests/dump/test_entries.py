@@ -17,7 +17,7 @@ def paths(entry: DumpEntry) -> dict[str, list[str]]:
     return {which: [path for path, _ in statistic] for which, statistic in walks.items()}
 
 
-def test_paths_in_a_forward_entry() -> None:
+def test_tensors_of_a_forward_entry_are_found_by_path() -> None:
     leaf = tensor(1.0)
     raw = forward([leaf, [leaf, {"a": leaf}], {"type": "int", "value": 3}, None], [leaf, None])
     raw["input_kwargs"] = {"mask": leaf, "type": leaf, "p": {"type": "float", "value": 0.1}}

@@ -40,5 +40,5 @@ def test_name_is_parsed_into_its_parts(full: str, parts: Any) -> None:
         ("a.backward.b", "a.backward.b"),
     ],
 )
-def test_name_of_the_forward_pass(full: str, forward: str) -> None:
+def test_name_of_a_backward_entry_gives_that_of_its_forward_pass(full: str, forward: str) -> None:
     assert parse_name(full).forward == forward

@@ -173,7 +173,7 @@ CASES: dict[str, tuple[Entries, list[tuple[str, str]]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_origin_within_one_rank(tmp_path: Path, case: str) -> None:
+def test_first_nan_of_one_rank_is_blamed_on_its_entry(tmp_path: Path, case: str) -> None:
     entries, expected = CASES[case]
     assert blamed(write(tmp_path, entries)) == [(0, *origin) for origin in expected]
 

@@ -27,7 +27,7 @@ def no_waits(gpu: None) -> Iterator[None]:
 
 @pytest.mark.parametrize("nonfinite", ["propagate", "skip"])
 @pytest.mark.parametrize("kind", ["number", "scalar", "vector"])
-def test_a_training_step(device: str, nonfinite: Any, kind: str) -> None:
+def test_window_of_a_training_step_has_the_figures_of_the_cpu(device: str, nonfinite: Any, kind: str) -> None:
     found = []
     for place in ("cpu", device):
         weight = {"number": 8.0, "scalar": torch.tensor(8.0, device=place), "vector": torch.ones(3, device=place)}[kind]
@@ -38,7 +38,7 @@ def test_a_training_step(device: str, nonfinite: Any, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["number", "scalar"])
-def test_no_add_waits(no_waits: None, kind: str) -> None:
+def test_add_waits_for_no_device(no_waits: None, kind: str) -> None:
     weight = 8.0 if kind == "number" else torch.tensor(8.0, device="cuda")
     step, window = training_step("cuda"), StatsWindow(nonfinite="skip")
     for number in range(2):  # what is set up the first time may wait
@@ -55,7 +55,7 @@ def test_no_add_waits(no_waits: None, kind: str) -> None:
     assert reduced.values["time"]["step"] > 0
 
 
-def test_streams_in_turn(gpu: None) -> None:
+def test_adds_on_two_streams_in_turn_are_all_counted(gpu: None) -> None:
     other, window = torch.cuda.Stream(), StatsWindow()  # type: ignore[no-untyped-call]
     for number in range(200):
         with torch.cuda.stream(other if number % 2 else torch.cuda.current_stream()):

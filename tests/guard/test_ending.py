@@ -442,7 +442,7 @@ def test_the_fix_fits_what_differs(difference: str, words: str) -> None:
     assert "label(" in remedy("the label: operation, shape", in_order=False)
 
 
-def test_the_last_line() -> None:
+def test_last_line_counts_compared_collectives_ranks_that_agree_and_reasons() -> None:
     tally = Tally.of({"a": 2, "none": 0}, 3, (0, 1)) + Tally.of({"a": 1, "b": 1}, 4, (1, 2))
     counters = GuardCounters(11, tally.compared, 4, 0, "step", tally.not_compared, len(tally.agreeing))
     assert last_line(counters, "") == (

@@ -154,7 +154,7 @@ def test_comment_behind_call_of_several_lines_suppresses(tmp_path: Path) -> None
     assert lint([path]).findings == ()
 
 
-def test_columns_are_characters(tmp_path: Path) -> None:
+def test_column_of_a_finding_counts_characters_and_not_bytes(tmp_path: Path) -> None:
     path = tmp_path / "program.py"
     path.write_text("import torch.distributed as dist\ndef f(rank):\n    if rank == 0: s = 'é😀'; dist.barrier()\n")
     (finding,) = lint([path]).findings

@@ -169,5 +169,5 @@ def started(rank: int) -> tuple[Any, Any]:
     return first.flat_by_rank()["a"].values, second.by_rank["a"].values
 
 
-def test_started_ones(two_ranks: RankPool) -> None:
+def test_started_reductions_give_values_by_rank(two_ranks: RankPool) -> None:
     assert two_ranks.run(started, PerRank([0, 1])).values() == [((0.0, 1.0), (1.0, 2.0))] * 2

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from ddpstats import StatsReducer, reduce_stats
 from ddpstats.testing import RankPool, run_ranks
+from tests.threads import lasting_threads
 
 
 def system_threads() -> int:
@@ -33,6 +34,7 @@ def destroyed_groups() -> tuple[int, int, bool, int]:
         dist.destroy_process_group(group)
         del group
     gc.collect()
+    lasting_threads()
     left = set(threading.enumerate()) - others
     return before, system_threads(), any(reference() is not None for reference in gone), len(left)
 

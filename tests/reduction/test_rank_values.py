@@ -32,7 +32,7 @@ def test_who_is_farthest_from_the_median() -> None:
     assert of(3.0, 1.0).worst(2) == ((0, 3.0), (1, 1.0))  # equally far: in the order of the ranks
 
 
-def test_nothing_is_said_of_nobody() -> None:
+def test_path_that_no_rank_holds_has_no_extremes_and_nan_spread() -> None:
     for held in (of(None, None), of(math.nan, None)):
         assert (held.min_rank, held.max_rank) == (None, None)
         assert math.isnan(held.median)
@@ -47,7 +47,7 @@ def test_what_is_not_finite_is_worst_and_leaves_the_median_alone() -> None:
     assert [rank for rank, _ in held.worst(4)] == [1, 3, 4, 0]
 
 
-def test_flags() -> None:
+def test_flags_are_ordered_as_0_and_1_and_stay_bools() -> None:
     held = of(True, False, True, True)
     assert (held.min_rank, held.max_rank, held.median) == (1, 0, 1.0)
     assert type(held.median) is float

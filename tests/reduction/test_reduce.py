@@ -20,6 +20,7 @@ from ddpstats import All, Any as AnyFlag, Max, Mean, Min, StatsReducer, Sum, red
 from ddpstats.errors import ConfigError, InvalidStats, NonFiniteStat
 from ddpstats.testing import PerRank, RankPool, ThreadGroup, count_collectives, run_ranks, run_threads
 from tests.reduction.shapes import Checked, Point, Scores
+from tests.threads import lasting_threads
 
 t = torch.tensor
 
@@ -283,7 +284,7 @@ def test_paths_that_would_collide_are_escaped_alike_on_all_ranks(two_ranks: Rank
     assert got[0]["a/b"] == 4.0
 
 
-def test_any_unicode(two_ranks: RankPool) -> None:
+def test_keys_of_any_unicode_are_matched_by_code_points(two_ranks: RankPool) -> None:
     names = ["é", "e\u0301", "\ud800", "\0", "日本", "😀", "a.b", "a b", "\n", "", "." * 10_000]
     stats = [dict.fromkeys(names, 1.0), dict.fromkeys(reversed(names), 3.0)]
     assert agreed(two_ranks, stats) == dict.fromkeys(names, 2.0)
@@ -303,7 +304,7 @@ def many(keys: int, extra: bool) -> tuple[int, float, int]:
 
 
 @pytest.mark.slow
-def test_100_000_keys(two_ranks: RankPool) -> None:
+def test_hundred_thousand_keys_are_reduced_in_five_collectives_and_then_one(two_ranks: RankPool) -> None:
     answers = two_ranks.run(many, 100_000, True).values()
     # First call: the sum that finds ranks stale, digests, one broadcast per schema, the sum. Second call: one.
     assert answers == [(100_001, 4999950001.0, (1 + 1 + 2 + 1) + 1)] * 2
@@ -396,7 +397,7 @@ def test_subgroups(three_ranks: RankPool) -> None:
         assert answers[rank][2] == (2,)
 
 
-def test_without_a_process_group() -> None:
+def test_reduction_without_a_process_group_gives_own_values_without_a_collective() -> None:
     with count_collectives() as count:
         reduced = reduce_stats({"a": t([1.0, 3.0]), "b": Max(2), "c": None}, t([1.0, 3.0]))
     assert count.total == 0
@@ -414,11 +415,11 @@ def world_of_one() -> Any:
     return answer, count.total
 
 
-def test_world_size_1() -> None:
+def test_group_of_one_rank_needs_no_collective() -> None:
     assert run_ranks(world_of_one, 1).values() == [(({"a": 1.0}, True, False), 0)]
 
 
-def test_arguments_that_cannot_work() -> None:
+def test_argument_that_cannot_work_is_config_error() -> None:
     bad: list[dict[str, Any]] = [{"nonfinite": "ignore"}, {"name": 3}, {"timeout_sec": 0}, {"timeout_sec": math.nan}]
     for settings in bad:
         with pytest.raises(ConfigError):
@@ -452,6 +453,7 @@ def threads_left() -> list[str]:
         pending = [one.start({"a": 1.0}), two.start({"a": 1.0})]
         assert any(thread.name == "ddpstats" for thread in threading.enumerate())
         assert [each.result().values for each in pending] == [{"a": 1.0}] * 2
+    lasting_threads()
     return [thread.name for thread in threading.enumerate() if thread.name in ("ddpstats", "ddpstats-store")]
 
 

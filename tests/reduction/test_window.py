@@ -307,7 +307,7 @@ def test_an_error_before_anything_is_sent_leaves_the_window_as_it_was(two_ranks:
     assert adds == "1"
 
 
-def test_a_closed_window() -> None:
+def test_closed_window_is_empty_and_refuses_adds_and_flushes() -> None:
     window = StatsWindow()
     window.add({"a": 1.0})
     window.close()

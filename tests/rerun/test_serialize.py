@@ -141,14 +141,14 @@ def test_a_packed_sequence_can_be_used_again() -> None:
     ],
     ids=lambda array: str(array.dtype),
 )
-def test_arrays_of_numpy(array: Any) -> None:
+def test_array_of_numpy_comes_back_as_it_was(array: Any) -> None:
     back = through_a_file(array)
     assert (back.dtype, back.shape, back.tobytes()) == (array.dtype, array.shape, array.tobytes())
     back[...] = back  # it can be written to
 
 
 @pytest.mark.parametrize("scalar", [numpy.float32(1.5), numpy.int64(3), numpy.bool_(True), numpy.str_("ab")])
-def test_scalars_of_numpy(scalar: Any) -> None:
+def test_scalar_of_numpy_comes_back_with_its_type(scalar: Any) -> None:
     back = through_a_file(scalar)
     assert type(back) is type(scalar)
     assert back == scalar

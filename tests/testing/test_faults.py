@@ -1,4 +1,4 @@
-"""The fault injectors, and that `count_collectives` counts what it says and leaves torch as it was."""
+"""`die` and `sleep_past` do what they say, and `count_collectives` counts each call and leaves torch as it was."""
 
 from __future__ import annotations
 

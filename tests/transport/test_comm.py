@@ -1,4 +1,4 @@
-"""One contract for every doorway: what real gloo ranks keep, ranks that are threads keep too."""
+"""Collectives of a `Comm` give the same results and errors over gloo, in a grid of gloo groups, and among threads."""
 
 from __future__ import annotations
 
