@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -94,5 +95,5 @@ def test_reruns_that_would_take_too_long_are_left_out(two_ranks: RankPool, tmp_p
     assert first == second
     assert first.attribution is not None
     assert "and so does rank 1" in first.attribution
-    assert "In float32 without autocast it was not run: one run took 1." in first.attribution
+    assert re.search(r"In float32 without autocast it was not run: one run took \d+\.\d", first.attribution)
     assert "DDPSTATS_TIMEOUT_SEC leaves no time for more" in first.attribution

@@ -29,8 +29,8 @@ def test_a_thread_that_is_late_is_left_to_end_by_itself() -> None:
         return "done"
 
     started = time.monotonic()
-    outcomes = run_threads(wait_on_rank_1, 2, timeout_sec=0.3)
-    assert 0.3 <= time.monotonic() - started < 10
+    outcomes = run_threads(wait_on_rank_1, 2, timeout_sec=1.0)
+    assert 1.0 <= time.monotonic() - started < 2 * 1.0 + 5.0
     assert outcomes[0].value == "done"
     assert isinstance(outcomes.errors()[1], RankTimedOut)
     assert not ended.is_set()
