@@ -266,6 +266,7 @@ case $verb in
     exec "$python" -m ddpstats demo "$@"
     ;;
   test)
+    unset PYTHONDONTWRITEBYTECODE # hundreds of processes import the package
     # Four workers, also on two cores: some tests do nothing but wait for a timeout.
     options=(--numprocesses 4 --dist worksteal)
     case ${1:-} in

@@ -153,7 +153,7 @@ def start(tmp_path: Path, mark: str) -> Iterator[Start]:
 
     def start(*arguments: str, **settings: str) -> Program:
         environ = {**os.environ, MARK: mark, "TMPDIR": str(scratch), **settings}
-        started.append(Program(arguments, environ, fresh=True))  # the server of forks has read its own TMPDIR
+        started.append(Program(arguments, environ))
         return started[-1]
 
     yield start

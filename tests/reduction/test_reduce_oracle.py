@@ -87,7 +87,7 @@ def reduce_in_thread(group: ThreadGroup, reduction: Reduction) -> tuple[Any, Any
 
 
 @pytest.mark.slow
-@settings(max_examples=25, deadline=None, suppress_health_check=SLOW_EXAMPLES)
+@settings(max_examples=8, deadline=None, suppress_health_check=SLOW_EXAMPLES)
 @given(ranks=uneven_stats(64, max_depth=2), policy=st.sampled_from(POLICIES))
 def test_drawn_stats_on_64_threads_are_reduced_exactly(ranks: list[RankStats], policy: str) -> None:
     reduction = reduction_of(ranks, policy, per_rank=True)
