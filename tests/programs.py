@@ -96,8 +96,11 @@ class Program:
 
     def kill(self) -> None:
         """Kill it with its session, and close its files. May be called twice."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
+        if isinstance(self._process, _forkserver.Forked):
+            self._process.kill()
+        else:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
         self._process.wait(20)
         for file in self._files:
             file.close()

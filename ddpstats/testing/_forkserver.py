@@ -19,7 +19,9 @@ import atexit
 import contextlib
 import fcntl
 import gc
+import multiprocessing
 import os
+import pickle
 import select
 import signal
 import subprocess
@@ -35,12 +37,17 @@ from ddpstats._base import config
 
 READ_AT_START = (
     *("PYTHON", "LD_", "OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_"),
-    *("MALLOC_", "TORCH", "PYTORCH_", "CUDA_"),
+    *("MALLOC_", "TORCH", "PYTORCH_", "CUDA_", "DYLD_"),
 )
 """Prefixes of environment variables that Python or torch read when they start."""
 _READ_LATER = ("PYTHONPATH", "PYTHONUNBUFFERED", "TORCHELASTIC_", "TORCH_NCCL_", "TORCH_CPP_LOG_LEVEL")
 START_TIMEOUT_SEC = 120.0  # importing torch takes minutes on a loaded machine
 _LOST = -signal.SIGKILL
+_MOST_IDLE = 4
+_NO_ANSWER = (
+    f"the process that forks ranks has ended, or did not answer within {START_TIMEOUT_SEC:g} s: "
+    "see what it wrote to the stderr of this process"
+)
 
 _preloaded = ["torch", "torch.distributed", "ddpstats.testing._rank_main"]
 _servers: dict[tuple[int, frozenset[tuple[str, str]]], forkserver.ForkServer] = {}
@@ -71,36 +78,80 @@ def fork(
         cwd: its current directory.
         fds: file descriptors. The function gets them under numbers of the new process.
     """
-    server = _server_for(environ)
+    program = _Program(pickle.dumps((function, args)), dict(environ), tuple(fds))
     preparation = {"sys_path": [os.path.abspath(path) for path in sys.path], "dir": os.path.abspath(cwd)}
     life_fd, life_write_fd = os.pipe()
     try:
         with _lock:
-            status_fd, data_fd = server.connect_to_new_process([stdout, stderr, life_fd, *fds.values()])
+            server = _server_for(environ)
+            status_fd, data_fd = _connect(server, [stdout, stderr, life_fd, *fds.values()])
     except BaseException:
         os.close(life_write_fd)
         raise
     finally:
         os.close(life_fd)
-    with open(data_fd, "wb") as data, contextlib.suppress(BrokenPipeError):
-        forked = Forked(status_fd, life_write_fd)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.suppress(BrokenPipeError))  # outside: closing the pipe writes what is left
+        data = stack.enter_context(open(data_fd, "wb"))
+        forked = Forked(server, status_fd, life_write_fd)
         reduction.dump(preparation, data)
-        reduction.dump(_Program(function, args, dict(environ), tuple(fds)), data)
+        reduction.dump(program, data)
     return forked
 
 
 def _server_for(environ: Mapping[str, str]) -> forkserver.ForkServer:
-    """Return this process's server whose start-up variables are those of ``environ``."""
+    """Return this process's server whose start-up variables are those of ``environ``. The caller holds the lock."""
     at_start = {name: value for name, value in environ.items() if _is_read_at_start(name)}
     key = os.getpid(), frozenset(at_start.items())
-    with _lock:
-        server = _servers.get(key)
-        if server is None:
-            server = _servers[key] = forkserver.ForkServer()
-            server.set_forkserver_preload(_preloaded)
-        with _environment(at_start):
-            server.ensure_running()
+    server = _servers.pop(key, None)
+    if server is None:
+        _end_idle_servers()
+        server = forkserver.ForkServer()
+        server.set_forkserver_preload(_preloaded)
+    _servers[key] = server  # the last is the one that was used last
+    start_method = multiprocessing.get_start_method(allow_none=True)
+    with _environment(at_start):
+        server.ensure_running()
+    if not start_method:  # to start a server chooses one for the whole process; that is for the program to do
+        multiprocessing.set_start_method(None, force=True)
     return server
+
+
+def _end_idle_servers() -> None:
+    """Each holds a torch of its own: of those without a running fork, keep the few that were used last."""
+    used = {process._server for process in _running if process.returncode is None}
+    idle = [key for key, server in _servers.items() if server not in used]
+    for key in idle[: 1 - _MOST_IDLE]:
+        _end(_servers.pop(key))
+
+
+def _connect(server: forkserver.ForkServer, fds: Sequence[int]) -> tuple[int, int]:
+    """Ask for a fork. On macOS, and from Python 3.14 on, this waits until the server has imported all and answers."""
+    timer = threading.Timer(START_TIMEOUT_SEC, _kill, [server])
+    timer.daemon = True
+    timer.start()
+    try:
+        return server.connect_to_new_process(fds)
+    except (ConnectionError, EOFError, RuntimeError) as error:  # RuntimeError: what `sendfds` raises on macOS
+        _end(server)
+        raise RuntimeError(_NO_ANSWER) from error
+    finally:
+        timer.cancel()
+        timer.join()
+
+
+def _end(server: forkserver.ForkServer) -> None:
+    """If it is used again, it starts anew."""
+    _kill(server)
+    with contextlib.suppress(OSError):
+        server._stop()  # type: ignore[attr-defined]
+
+
+def _kill(server: forkserver.ForkServer) -> None:
+    pid: int | None = getattr(server, "_forkserver_pid", None)
+    if pid is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def _is_read_at_start(name: str) -> bool:
@@ -111,13 +162,15 @@ def _is_read_at_start(name: str) -> bool:
 def _environment(at_start: Mapping[str, str]) -> Iterator[None]:
     """Set the environment that a new server inherits: `forkserver` has no argument for it.
 
-    A guard that DDPSTATS_GUARD asks for begins in the ranks, not in the server.
+    A guard that DDPSTATS_GUARD asks for begins in the ranks, not in the server. PYTHONSAFEPATH, which Python 3.10 does
+    not know: modules of the current directory are for the server only if they are for this process.
     """
     before = dict(os.environ)
     for name in before:
         if _is_read_at_start(name) or name == config.GUARD:
             del os.environ[name]
-    os.environ.update(at_start, PYTHONPATH=os.pathsep.join(map(os.path.abspath, sys.path)))
+    paths = os.pathsep.join(map(os.path.abspath, sys.path))
+    os.environ.update(at_start, PYTHONPATH=paths, PYTHONSAFEPATH="1")
     try:
         yield
     finally:
@@ -129,10 +182,8 @@ def _environment(at_start: Mapping[str, str]) -> Iterator[None]:
 class _Program:
     """What a fork runs. `multiprocessing.spawn` unpickles it there and calls `_bootstrap`."""
 
-    def __init__(
-        self, function: Callable[..., None], args: tuple[Any, ...], environ: dict[str, str], fds: tuple[str, ...]
-    ) -> None:
-        self.function, self.args, self.environ, self.fds = function, args, environ, fds
+    def __init__(self, call: bytes, environ: dict[str, str], fds: tuple[str, ...]) -> None:
+        self.call, self.environ, self.fds = call, environ, fds
 
     def _bootstrap(self, parent_sentinel: int) -> NoReturn:
         os.close(parent_sentinel)
@@ -149,12 +200,14 @@ class _Program:
         os.environ.clear()
         os.environ.update(self.environ)
         tempfile.tempdir = None  # the server may have looked for the directory of its own TMPDIR
-        sys.modules["torch"].default_generator.seed()  # every process draws numbers of its own
+        if "torch" in sys.modules:  # it may be that the server could not import it; the function's import says why
+            sys.modules["torch"].default_generator.seed()  # every process draws numbers of its own
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed()
         status = 0
         try:
-            self.function(*self.args, **dict(zip(self.fds, fds, strict=True)))
+            function, args = pickle.loads(self.call)  # here, where an error goes to the process's own stderr
+            function(*args, **dict(zip(self.fds, fds, strict=True)))
         except BaseException:
             sys.excepthook(*sys.exc_info())
             status = 1
@@ -202,17 +255,21 @@ class Forked:
     It ends with this process. Not thread-safe.
     """
 
-    def __init__(self, status_fd: int, life_write_fd: int) -> None:
+    def __init__(self, server: forkserver.ForkServer, status_fd: int, life_write_fd: int) -> None:
         self.returncode: int | None = None
-        self._status_fd, self._life_write_fd = status_fd, life_write_fd
-        pid = self._read(START_TIMEOUT_SEC)
-        if pid is None:
+        self._server, self._status_fd, self._life_write_fd = server, status_fd, life_write_fd
+        try:
+            pid = self._read(START_TIMEOUT_SEC)
+            if pid is None:
+                with _lock:
+                    _end(server)
+                raise RuntimeError(_NO_ANSWER)
+        except BaseException:
             self._close()
-            raise RuntimeError(
-                f"the process that forks ranks has ended, or did not answer within {START_TIMEOUT_SEC:g} s"
-            )
+            raise
         self.pid = pid
-        _running.add(self)
+        with _lock:
+            _running.add(self)
 
     def poll(self) -> int | None:
         """Return the exit status, or None while the process runs; negative for a signal."""
@@ -224,6 +281,15 @@ class Forked:
         if status is None:
             raise subprocess.TimeoutExpired("a forked process", timeout or 0.0)
         return status
+
+    def kill(self) -> None:
+        """Kill it with its process group, which outlives it where it left processes of its own."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            try:
+                os.killpg(self.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                if self.poll() is None:  # it does not lead a group yet
+                    os.kill(self.pid, signal.SIGKILL)
 
     def _wait(self, timeout_sec: float | None) -> int | None:
         if self.returncode is None and connection.wait([self._status_fd], timeout_sec):
@@ -260,8 +326,16 @@ _running: weakref.WeakSet[Forked] = weakref.WeakSet()
 
 
 def _disown_all() -> None:
+    """Have a forked copy of this process neither keep the forks and their servers alive nor wait for its threads."""
+    global _lock
+    _lock = threading.Lock()
     for process in _running:
         process._disown()
+    for server in _servers.values():
+        alive_fd: int | None = getattr(server, "_forkserver_alive_fd", None)
+        if alive_fd is not None:
+            os.close(alive_fd)
+    _servers.clear()
 
 
 os.register_at_fork(after_in_child=_disown_all)

@@ -15,6 +15,7 @@ import pickle
 import signal
 import socket
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,9 @@ from ddpstats.testing._rank_wire import (
 )
 
 _STORE_TIMEOUT = datetime.timedelta(seconds=60)
+
+is_opening = False
+"""Whether this process is a rank that imports the function it is to call."""
 
 
 def main(rank: int, world_size: int, store_port: int, *, control_fd: int, stack_fd: int) -> None:
@@ -65,7 +69,7 @@ def _perform(request: bytes, join_group: Callable[[], None] | None) -> Reply:
     try:
         if join_group is not None:
             join_group()
-        fn, args, kwargs = pickle.loads(request)
+        fn, args, kwargs = _opened(request)
         value = fn(*args, **kwargs)
     except BaseException as error:
         return error_reply(error, group_state())
@@ -74,6 +78,15 @@ def _perform(request: bytes, join_group: Callable[[], None] | None) -> Reply:
             os.environ.clear()
             os.environ.update(environ)
     return value_reply(value, group_state())
+
+
+def _opened(request: bytes) -> Any:
+    global is_opening
+    is_opening = True
+    try:
+        return pickle.loads(request)
+    finally:
+        is_opening = False
 
 
 def _join_group(rank: int, world_size: int, store_port: int) -> None:

@@ -23,6 +23,7 @@ from ddpstats.testing._rank_wire import END, FrameReader, send_frame
 _TAIL_BYTES = 8000
 _STACK_BYTES = 50_000
 _EXIT_GRACE_SEC = 5.0
+_REAP_SEC = 30.0  # a process that the kernel holds, in a driver for example, dies later or never
 
 
 class RankProcess:
@@ -136,14 +137,15 @@ class RankProcess:
     def kill(self) -> None:
         """Kill the rank with its whole process group, if it still runs. `reap` waits for it."""
         if not self._has_exited():
-            self._kill_group()
+            self._process.kill()
 
     def reap(self) -> None:
-        """Wait for a killed rank."""
-        self._process.wait()
+        """Wait for a killed rank, half a minute at most."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_REAP_SEC)
 
     def release(self) -> None:
-        """Close the socket, the pipe and the files. The process must have been reaped."""
+        """Close the socket, the pipe and the files."""
         self._resources.close()
 
     def _has_exited(self) -> bool:

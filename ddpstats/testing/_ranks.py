@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from ddpstats.testing._rank_main import probe_group
+from ddpstats.testing import _rank_main
 from ddpstats.testing._rank_outcomes import RankOutcome, RankOutcomes
 from ddpstats.testing._rank_team import RankTeam
 
@@ -149,6 +149,11 @@ class RankPool:
     def _call(
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], limit_sec: float
     ) -> RankOutcomes:
+        if _rank_main.is_opening:  # else each of its ranks would start ranks, which start ranks
+            raise RuntimeError(
+                "ranks are started when a module is imported, and a rank imports it to find its function: "
+                "start them in a function, or under `if __name__ == '__main__':`"
+            )
         payloads = _payloads(fn, args, kwargs, self.world_size)
         team = self._living_team()
         failed = team.failed_start()
@@ -215,7 +220,7 @@ def _positive(timeout_sec: float) -> float:
 
 def _works(team: RankTeam, world_size: int) -> bool:
     """Whether the team's default process group still adds up."""
-    payload = pickle.dumps((probe_group, (_PROBE_TIMEOUT_SEC,), {}))
+    payload = pickle.dumps((_rank_main.probe_group, (_PROBE_TIMEOUT_SEC,), {}))
     answers = team.run([payload] * world_size, _PROBE_TIMEOUT_SEC + 1.0)
     return [one.value for one in answers] == [float(world_size)] * world_size
 

@@ -541,6 +541,7 @@ def test_a_pool_that_is_dropped_ends_its_ranks(started: Callable[[], set[int]]) 
 
 IMPORTS = """
 import os, sys, threading, time
+from ddpstats.testing import _forkserver
 from ddpstats.testing._ranks import PerRank, RankPool, run_ranks
 from tests.testing.test_ranks import hang_on_rank_1, hang_with_child, pid, raise_on_rank_1, who
 
@@ -594,24 +595,25 @@ def test_a_forked_copy_of_the_parent_neither_ends_its_ranks_nor_keeps_them_alive
             sys.exit()
         os.wait()
         start()
+        print(*(server._forkserver_pid for server in _forkserver._servers.values()), flush=True)
         copy = os.fork()
         if copy == 0:
             os.setsid()  # it lives on when the parent's process group is killed
+            with open(sys.argv[1], "w") as file:
+                file.write(str(os.getpid()))
             time.sleep(1000)
-        with open(sys.argv[1], "w") as file:
-            file.write(str(copy))
         pool.run(hang_on_rank_1, 1000)
         """,
     )
     path = tmp_path / "copy"
     with programs.Program([script, str(path)], os.environ) as parent:
-        pids, pids_later = printed_pids(parent, 2)
+        pids, pids_later, servers = printed_pids(parent, 3)
         assert pids_later == pids, "the end of a copy is not the end of the ranks"
         assert wait_until(lambda: path.exists() and path.read_text() != "")
     copy = int(path.read_text())
     try:
         assert is_running(copy)
-        assert wait_until(lambda: not any(map(is_running, pids)))
+        assert wait_until(lambda: not any(map(is_running, pids + servers)))
     finally:
         os.kill(copy, signal.SIGKILL)
 
