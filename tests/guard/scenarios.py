@@ -672,8 +672,11 @@ def probe(name: str, mode: Any, bad: bool, record_dir: str | None = None) -> End
             guard.step()
         ending = Ending("silent", "")
     except Exception as error:
-        attributes = [tuple(getattr(error, name, ())) for name in ("culprit_ranks", "missing_ranks", "by_rank")]
-        ending = Ending(type(error).__name__, str(error), *attributes, after_sec=time.monotonic() - began)
+        culprits, missing, events = (
+            tuple(getattr(error, name, ())) for name in ("culprit_ranks", "missing_ranks", "by_rank")
+        )
+        after_sec = time.monotonic() - began
+        ending = Ending(type(error).__name__, str(error), culprits, missing, events, after_sec)
     assert not collectives.is_installed(), "the guard left something behind"
     assert not [t for t in threading.enumerate() if t.name.startswith("ddpstats-guard")], "a thread is left"
     return ending
