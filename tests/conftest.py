@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +21,9 @@ from tests.hosts import hosts as hosts
 ALLOWED_SKIPS = "DDPSTATS_TEST_ALLOWED_SKIPS"
 """A variable with the path of a file: a pattern a line, for the reasons of skips that do not fail the run."""
 SLOW_SEC = 2.0
+
+# Some tests send SIGINT to themselves or to their ranks, which a job in the background of a script ignores.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Imported once, in the server that forks ranks, by each of pytest's workers.
 preload(
