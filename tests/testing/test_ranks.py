@@ -15,6 +15,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing import resource_tracker
 from typing import Any, NoReturn
 
 import pytest
@@ -208,6 +209,7 @@ def pool() -> Iterator[RankPool]:
 @pytest.fixture
 def started() -> Callable[[], set[int]]:
     """Calls give the child processes that were not there before the test (the shared pool's were)."""
+    run_ranks(pid, 1)  # so that the server runs, which stays with its directory
     before = children()
     return lambda: children() - before
 
@@ -218,7 +220,9 @@ def failed(outcomes: RankOutcomes, rank: int) -> BaseException:
 
 def children() -> set[int]:
     """Return the processes of all sessions that ranks of this process lead, dead but not reaped ones included."""
-    parents = {os.getpid(), *(server._forkserver_pid for server in _forkserver._servers.values())}  # type: ignore[attr-defined]
+    servers = (server._forkserver_pid for server in _forkserver._servers.values())  # type: ignore[attr-defined]
+    tracker = resource_tracker._resource_tracker._pid  # type: ignore[attr-defined]  # `forkserver` starts one
+    parents = {os.getpid(), tracker, *servers}
     found = set()
     for stat in pathlib.Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -486,7 +490,7 @@ def test_a_death_is_seen_though_a_child_holds_the_socket(tmp_path: pathlib.Path)
 
 @LINUX
 def test_nothing_is_left(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, started: Callable[[], set[int]]
+    started: Callable[[], set[int]], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     before_fds, before_threads = open_fds(), threading.active_count()
@@ -504,7 +508,7 @@ def test_nothing_is_left(
 
 @LINUX
 def test_nothing_is_left_after_a_kill(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, started: Callable[[], set[int]]
+    started: Callable[[], set[int]], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     run_ranks(time.sleep, 1, 1000, timeout_sec=1)
