@@ -21,7 +21,7 @@ from tests.transport.store_host_runs import LIMIT_SEC, Survivor, check
 def survivors_of(function: Callable[..., Survivor], *args: Any) -> list[Survivor]:
     """Run on three ranks of which rank 0 dies, and return what ranks 1 and 2 say."""
     with reserved_port() as port:
-        outcomes = run_ranks(function, 3, port, *args, timeout_sec=60.0)
+        outcomes = run_ranks(function, 3, port, *args, timeout_sec=150.0)
     assert outcomes[0].exit_code == -9
     assert [outcome.error for outcome in outcomes[1:]] == [None, None], outcomes
     return [outcome.value for outcome in outcomes[1:]]

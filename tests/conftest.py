@@ -25,6 +25,10 @@ SLOW_SEC = 2.0
 # Some tests send SIGINT to themselves or to their ranks, which a job in the background of a script ignores.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# torch's store looks up the name of each address that connects. Where the name service drops such a question, the store
+# answers nobody until the resolver gives up, by default after 5 s; a test's timeout may be shorter.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
 # Imported once, in the server that forks ranks, by each of pytest's workers.
 preload(
     [

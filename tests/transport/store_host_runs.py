@@ -18,6 +18,7 @@ from ddpstats.errors import DdpstatsError
 from tests.transport.processes import wait_until_ended
 
 TIMEOUT_SEC = 4.0
+STORE_TIMEOUT_SEC = 30.0
 LIMIT_SEC = 2 * TIMEOUT_SEC + 5.0
 
 Calls = Mapping[str, Callable[[], Any]]
@@ -83,7 +84,7 @@ def serve(rank: int, world_size: int, port: int, timeout_sec: float = TIMEOUT_SE
         init_method=f"tcp://127.0.0.1:{port}",
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(seconds=STORE_TIMEOUT_SEC),
     )
 
 
@@ -116,8 +117,9 @@ def pid_of(rank: int) -> int:
 def survive(calls: Calls) -> Survivor:
     first = {name: attempt(call) for name, call in calls.items()}
     again = {name: attempt(call) for name, call in calls.items()}
-    deadline = time.monotonic() + 20.0
-    while (left := _store_threads()) and time.monotonic() < deadline:  # they end a moment after their last request
+    # They end a moment after their last request. One that connects to the dead store has the store's own timeout.
+    deadline = time.monotonic() + 2 * STORE_TIMEOUT_SEC
+    while (left := _store_threads()) and time.monotonic() < deadline:
         time.sleep(0.05)
     return Survivor(first, again, left)
 

@@ -25,7 +25,7 @@ VICTIM = 1  # of the ranks that are started with the variables that torchrun set
 )
 def test_death_of_rank_that_serves_store_is_one_rank_missing_for_all_calls(phase: str) -> None:
     with reserved_port() as port:
-        outcomes = run_ranks(runs.lose_rank_0, 3, port, phase, timeout_sec=60.0)
+        outcomes = run_ranks(runs.lose_rank_0, 3, port, phase, timeout_sec=150.0)
     assert outcomes[0].exit_code == -9
     runs.check([outcome.value for outcome in outcomes[1:]], 0)
 
