@@ -180,7 +180,7 @@ def _environment(at_start: Mapping[str, str]) -> Iterator[None]:
 
 
 class _Program:
-    """What a fork runs. `multiprocessing.spawn` unpickles it there and calls `_bootstrap`."""
+    """The call that a fork makes. `multiprocessing.spawn` unpickles it there and calls `_bootstrap`."""
 
     def __init__(self, call: bytes, environ: dict[str, str], fds: tuple[str, ...]) -> None:
         self.call, self.environ, self.fds = call, environ, fds

@@ -1,4 +1,4 @@
-"""What runs inside a rank that `run_ranks` or `RankPool` started.
+"""The main function of a rank that `run_ranks` or `RankPool` started.
 
 1. Make Python stacks available: on SIGUSR1 into the parent's file, on a fatal signal to stderr.
 2. Say "ready"; then, per frame: join the process group (first time only), call the function, send the reply.
@@ -100,7 +100,7 @@ def _join_group(rank: int, world_size: int, store_port: int) -> None:
 
 
 def group_state() -> GroupState | None:
-    """What the parent compares between ranks after each run; None if there is no default process group."""
+    """Return what the parent compares between ranks after each run; None if there is no default process group."""
     if not dist.is_initialized():
         return None
     world = dist.group.WORLD

@@ -108,11 +108,11 @@ class RankProcess:
             os.kill(self._process.pid, signal.SIGUSR1)
 
     def stack_bytes(self) -> int:
-        """How much of the stack is written by now."""
+        """Return how many bytes of the stack are written by now."""
         return _size_bytes(self._stack)
 
     def stack(self) -> str:
-        """What faulthandler wrote, as text."""
+        """Return what faulthandler wrote, as text."""
         return os.pread(self._stack.fileno(), _STACK_BYTES, 0).decode("utf-8", "replace")
 
     def stderr_tail(self) -> str:
@@ -149,7 +149,7 @@ class RankProcess:
         self._resources.close()
 
     def _has_exited(self) -> bool:
-        """Whether the process has ended; its own children are killed the moment that is first seen."""
+        """Return whether the process has ended; its own children are killed the moment that is first seen."""
         if self._process.returncode is not None:
             return True
         if self._process.poll() is None:

@@ -183,7 +183,7 @@ class RankPool:
 
 
 def _payloads(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], world_size: int) -> list[bytes]:
-    """What each rank is sent; the same bytes for all unless an argument is a `PerRank`."""
+    """Return what each rank is sent; the same bytes for all unless an argument is a `PerRank`."""
     _check_importable(fn)
     varying = [one for one in (*args, *kwargs.values()) if isinstance(one, PerRank)]
     for one in varying:
@@ -219,7 +219,7 @@ def _positive(timeout_sec: float) -> float:
 
 
 def _works(team: RankTeam, world_size: int) -> bool:
-    """Whether the team's default process group still adds up."""
+    """Return whether the team's default process group still adds up."""
     payload = pickle.dumps((_rank_main.probe_group, (_PROBE_TIMEOUT_SEC,), {}))
     answers = team.run([payload] * world_size, _PROBE_TIMEOUT_SEC + 1.0)
     return [one.value for one in answers] == [float(world_size)] * world_size

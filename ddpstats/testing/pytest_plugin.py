@@ -127,7 +127,7 @@ def _run(item: pytest.Function, world_size: int, timeout_sec: float) -> None:
 
 
 def _pickled(item: pytest.Function) -> dict[str, bytes]:
-    """What the test is called with, by name."""
+    """Return what the test is called with, by name."""
     sent = {}
     for name in inspect.signature(item.obj).parameters:
         if name in item.funcargs:
