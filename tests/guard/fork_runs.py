@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
 import sys
@@ -9,9 +10,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FakeProcessGroup, HashStore
 
 from ddpstats._base import marks
-from ddpstats._transport.gloo_group import group_of_one
+from ddpstats._transport.gloo_group import group_around
 from ddpstats.guard import collective_guard
 from ddpstats.guard._live_notes import LiveNotes, read_notes
 from tests.guard.live_runs import noting
@@ -38,12 +40,17 @@ def forked_inside(mode: Any, directory: str) -> tuple[int, str, int, tuple[int, 
 
 
 def _fork(guard: collective_guard, notes: LiveNotes) -> int:
-    """In the forked process all that a guard notes happens once more, before it ends as a program does."""
+    """In the forked process all that a guard notes happens once more, before it ends as a program does.
+
+    Its collective is of torch's backend "fake": gloo looks up this host's name, and waits forever in a process that was
+    forked while another thread did so.
+    """
     pid = os.fork()
     if pid == 0:
+        faulthandler.dump_traceback_later(LIMIT_SEC / 2, exit=True)
         logging.getLogger("ddpstats").addHandler(_Silence())
-        with group_of_one("of the forked process") as only:
-            only[0].allreduce([torch.ones(1)]).wait()
+        group = group_around(FakeProcessGroup._create_internal(0, 1), HashStore(), 0, 1, "forked process")
+        group.allreduce([torch.ones(1)]).wait()
         guard.step()
         notes.stepped(guard)
         marks.tell("sentinel", "found by the forked process")
