@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 import ddpstats
-from ddpstats._agreement.gather import gather_trees
-from tests.transport.store_host_runs import TIMEOUT_SEC, Calls, Survivor, kill_rank, serve_anew, survive
+from ddpstats._ranks.gather import gather_trees
+from tests.ranks.store_host_runs import TIMEOUT_SEC, Calls, Survivor, kill_rank, serve_anew, survive
 
 
 def guarded(mode: Any, name: str, timeout_sec: float = TIMEOUT_SEC) -> Calls:

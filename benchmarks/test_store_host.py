@@ -1,6 +1,6 @@
 """Guards, checks of a step and bundles raise `RankMissing` where the rank that serves the store is killed.
 
-The reductions are in `tests/transport/test_store_host.py`.
+The reductions are in `tests/ranks/test_store_host.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 from benchmarks import store_host_runs as runs
 from ddpstats.testing import run_ranks
 from tests.programs import reserved_port
-from tests.transport.store_host_runs import LIMIT_SEC, Survivor, check
+from tests.ranks.store_host_runs import LIMIT_SEC, Survivor, check
 
 
 def survivors_of(function: Callable[..., Survivor], *args: Any) -> list[Survivor]:

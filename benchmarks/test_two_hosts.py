@@ -1,6 +1,6 @@
 """Ranks on two hosts: a link that goes down is `RankMissing` within the timeout, and a bad one only makes it slow.
 
-One case of the first is in `tests/transport/test_two_hosts.py`.
+One case of the first is in `tests/ranks/test_two_hosts.py`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import pytest
 from benchmarks.bad_link import bad_link
 from benchmarks.two_hosts_runs import STEPS
 from tests.hosts import Hosts
-from tests.transport.two_hosts import LIMIT_SEC, TIMEOUT_SEC, all_ready, killed_at_end, lose_link, start_rank
+from tests.ranks.two_hosts import LIMIT_SEC, TIMEOUT_SEC, all_ready, killed_at_end, lose_link, start_rank
 
 RUNS = "benchmarks.two_hosts_runs"
-REDUCES = "tests.transport.two_hosts:reduce_before_and_after"
+REDUCES = "tests.ranks.two_hosts:reduce_before_and_after"
 CUT_OFF = "this host is cut off: the store does not answer; rank 0 of other hosts"
 
 

@@ -1,4 +1,4 @@
-"""What runs on the ranks of `test_two_hosts`; each function is one of `tests/transport/two_hosts.py`."""
+"""What runs on the ranks of `test_two_hosts`; each function is one of `tests/ranks/two_hosts.py`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 import ddpstats
 from benchmarks.store_host_runs import guarded
-from tests.transport.store_host_runs import Attempt, attempt
-from tests.transport.two_hosts import TIMEOUT_SEC, call_before_and_after, say_ready, wait_until_down
+from tests.ranks.store_host_runs import Attempt, attempt
+from tests.ranks.two_hosts import TIMEOUT_SEC, call_before_and_after, say_ready, wait_until_down
 
 STEPS = 40
 

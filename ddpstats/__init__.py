@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from ddpstats._base.lazy import lazy_names as _lazy_names
 
 if TYPE_CHECKING:
-    from ddpstats._agreement.decide import all_ranks as all_ranks, any_rank as any_rank
     from ddpstats._base.version import __version__ as __version__
+    from ddpstats._ranks.decide import all_ranks as all_ranks, any_rank as any_rank
     from ddpstats._reduction.markers import All as All, Any as Any, Max as Max, Mean as Mean, Min as Min, Sum as Sum
     from ddpstats._reduction.reducer import (
         Entry as Entry,
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "_reduction.markers": ("All", "Any", "Max", "Mean", "Min", "Sum"),
-    "_agreement.decide": ("all_ranks", "any_rank"),
+    "_ranks.decide": ("all_ranks", "any_rank"),
     "_base.version": ("__version__",),
     "capture": ("NaNCapture",),
     "dump": ("StatsDump",),

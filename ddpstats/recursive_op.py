@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ddpstats._agreement.channel import ALONE
-from ddpstats._agreement.vectors import as_tensor
 from ddpstats._base.compiled import breaks_graph
 from ddpstats._base.paths import Path
+from ddpstats._ranks.channel import ALONE
+from ddpstats._ranks.vectors import as_tensor
 from ddpstats._reduction.markers import Marker
 from ddpstats._reduction.reducer import NonFinitePolicy, kept_reducer
 from ddpstats._reduction.result import Reduced

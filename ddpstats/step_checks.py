@@ -1,6 +1,6 @@
 """`StepChecks`: NaN capture, sentinel and guard judge a step in one all_reduce instead of one each.
 
-Each says as a `Question` what it has to ask of all ranks, and none knows of the others (`_agreement.questions`). While
+Each says as a `Question` what it has to ask of all ranks, and none knows of the others (`_ranks.step`). While
 nothing is wrong, the sums say so to all three at once. Otherwise each goes its own way, one after the other: the guard,
 the capture, the sentinel. So a mismatch is raised before a NaN is told, and an alarm comes last.
 """
@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from ddpstats._agreement.channel import Channel, channel_of
-from ddpstats._agreement.questions import Question, ask_all
 from ddpstats._base import config
 from ddpstats._base.compiled import breaks_graph, refuse_without_values
 from ddpstats._base.rank_names import ranks_text
+from ddpstats._ranks.channel import Channel, channel_of
+from ddpstats._ranks.step import Question, ask_all
 from ddpstats.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """What the protocol costs a rank: ranks are threads, and every collective and every request to the store is counted.
 
-The code that runs is the real one (`ddpstats._agreement`, `_transport`, `guard`); only the wire and the store are in
+The code that runs is the real one (`ddpstats._ranks`, `guard`); only the wire and the store are in
 memory. So the counts are exact, and the seconds mean nothing.
 
 Of collectives, a few ranks are played, and the last of them stands for all others, which do the same: its numbers count
@@ -23,12 +23,12 @@ from unittest import mock
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in __all__
 
-from ddpstats._agreement.channel import Channel
+from ddpstats._ranks.channel import Channel
+from ddpstats._ranks.mailbox import GroupVerdict, Mailbox
+from ddpstats._ranks.roster import ProcessId, Roster
+from ddpstats._ranks.store import BoundedStore, bounded
+from ddpstats._ranks.threads import ThreadComm, ThreadWorld
 from ddpstats._reduction.reducer import StatsReducer
-from ddpstats._transport.mailbox import GroupVerdict, Mailbox
-from ddpstats._transport.roster import ProcessId, Roster
-from ddpstats._transport.store import BoundedStore, bounded
-from ddpstats._transport.thread_comm import ThreadComm, ThreadWorld
 from ddpstats.guard import _exchange
 from ddpstats.guard._exchange import Exchange
 from ddpstats.guard._failure_agreement import Alarm, FailureAgreement

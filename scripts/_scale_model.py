@@ -14,9 +14,9 @@ from typing import Any
 from _scale_counts import Phase
 from _scale_ranks import World
 
-from ddpstats._agreement.agreement import _MAX_MEETING_BYTES
-from ddpstats._transport.grid_comm import GRID_FROM_RANKS, sides_of
-from ddpstats._transport.store import shared_poll
+from ddpstats._ranks.agreement import _MAX_MEETING_BYTES
+from ddpstats._ranks.grid import GRID_FROM_RANKS, sides_of
+from ddpstats._ranks.store import shared_poll
 
 HELLO_BYTES = 74
 _LOOK_SEC = 1.0  # of a rank that waits

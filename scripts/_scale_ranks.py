@@ -21,9 +21,9 @@ from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in __all__
 
-from ddpstats._transport.comm import GlooComm
-from ddpstats._transport.grid_comm import GridComm
-from ddpstats._transport.store import bounded
+from ddpstats._ranks.comm import GlooComm
+from ddpstats._ranks.grid import GridComm
+from ddpstats._ranks.store import bounded
 
 LIMIT_SEC = 240.0
 CALLS = 20

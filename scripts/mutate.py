@@ -1,7 +1,7 @@
 """How many small faults the tests find: one is put into a copy of the package at a time, and its room's tests are run.
 
     python scripts/mutate.py --count 200 --seed 1 > mutants.txt
-    python scripts/mutate.py --room _agreement --count 20 --seed 2
+    python scripts/mutate.py --room _ranks --count 20 --seed 2
 
 The faults are drawn by chance, as many from each room: a comparison, a condition, an arithmetic sign, a number or a
 truth value changed, a call or a returned value left out. The tests are those of the room (`tests/` mirrors it), those

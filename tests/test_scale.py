@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ddpstats._transport.store import shared_poll
+from ddpstats._ranks.store import shared_poll
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 FEW, MANY = 8, 64

@@ -57,7 +57,7 @@ from ddpstats._observe.torch_compat import (
     schema,
 )
 from ddpstats._observe.torch_groups import backend_of, operators_tell_reduce_op, unbox_group, unbox_work
-from ddpstats._transport.gloo_group import done_within, group_of_one
+from ddpstats._ranks.gloo import done_within, group_of_one
 from ddpstats.errors import ConfigError
 
 

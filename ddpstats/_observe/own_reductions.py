@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ddpstats._observe.torch_groups import backends_of, collectives_issued, process_groups
-from ddpstats._transport.gloo_group import OWN_GROUP
+from ddpstats._ranks.gloo import OWN_GROUP
 
 Counts = dict[Any, int | None]
 """Process group -> the number of its collectives; None where its backend does not say."""

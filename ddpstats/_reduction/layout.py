@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import compress
 
-from ddpstats._agreement.codec import fingerprint
 from ddpstats._base.paths import Step, unique_names
+from ddpstats._ranks.codec import fingerprint
 from ddpstats._reduction.schema import (
     DICT,
     EMPTY,

@@ -18,17 +18,17 @@ from typing import Any, Literal, NoReturn, get_args
 
 import torch.distributed as dist
 
-from ddpstats._agreement.agreement import Agreement, Call, Counters
-from ddpstats._agreement.channel import Channel, channel_of
 from ddpstats._base import config
 from ddpstats._base.arguments import check_choice, check_flag
 from ddpstats._base.compiled import breaks_graph
+from ddpstats._ranks.agreement import Agreement, Call, Counters
+from ddpstats._ranks.channel import Channel, channel_of
+from ddpstats._ranks.comm import patience_sec
+from ddpstats._ranks.store import rest
 from ddpstats._reduction.rank_values import RankValues
 from ddpstats._reduction.reduction import Reduction
 from ddpstats._reduction.result import Entry, Reduced
 from ddpstats._reduction.values import Given, Prepared
-from ddpstats._transport.comm import patience_sec
-from ddpstats._transport.store import rest
 from ddpstats.errors import ConfigError, DdpstatsError
 
 __all__ = [

@@ -25,11 +25,11 @@ from typing import NamedTuple
 
 import torch
 
-from ddpstats._agreement.agreement import MAX_ROUNDS, Agreement, Call, Counters, status_of
-from ddpstats._agreement.lanes import PARTIAL, WEIGHT, Seal, room_lanes
-from ddpstats._agreement.status import Failure, are_in_step
-from ddpstats._agreement.vectors import is_finite, pick, quotient
 from ddpstats._base import marks
+from ddpstats._ranks.agreement import MAX_ROUNDS, Agreement, Call, Counters, status_of
+from ddpstats._ranks.lanes import PARTIAL, WEIGHT, Seal, room_lanes
+from ddpstats._ranks.status import Failure, are_in_step
+from ddpstats._ranks.vectors import is_finite, pick, quotient
 from ddpstats._reduction import held_keys, slots
 from ddpstats._reduction.columns import Columns, column, too_large
 from ddpstats._reduction.layout import Layout, Placement, Selection, place, result_kinds, select

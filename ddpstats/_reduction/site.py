@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from itertools import compress, repeat
 from typing import ClassVar
 
-from ddpstats._agreement.agreement import Site
 from ddpstats._base.bounded_cache import BoundedCache
 from ddpstats._base.paths import Step
+from ddpstats._ranks.agreement import Site
 from ddpstats._reduction import slots
 from ddpstats._reduction.held_keys import HeldKeys
 from ddpstats._reduction.layout import Layout, Placement, Selection, prune

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 
-from ddpstats._agreement.lanes import HEADER_LANES, Buffer
+from ddpstats._ranks.lanes import HEADER_LANES, Buffer
 from ddpstats._reduction.layout import Layout
 
 LANES_PER_SLOT = 3

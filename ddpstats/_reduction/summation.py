@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 
-from ddpstats._agreement.lanes import PARTIAL, WEIGHT, Buffer
-from ddpstats._agreement.vectors import add, is_finite, spread
 from ddpstats._base import exact_sums
+from ddpstats._ranks.lanes import PARTIAL, WEIGHT, Buffer
+from ddpstats._ranks.vectors import add, is_finite, spread
 from ddpstats._reduction import slots
 from ddpstats._reduction.layout import NONFINITE, PRESENT, Layout, Placement
 from ddpstats._reduction.wire import Numbers

@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 
-from ddpstats._agreement.status import Failure
-from ddpstats._agreement.vectors import are_summable, is_finite
 from ddpstats._base import exact_sums
 from ddpstats._base.exact_sums import SMALLEST, Scaled, as_fraction, scaled
 from ddpstats._base.paths import format_path
+from ddpstats._ranks.status import Failure
+from ddpstats._ranks.vectors import are_summable, is_finite
 from ddpstats._reduction.device_totals import LEAST, NONFINITE, SEEN, SUM, WEIGHT, WRONG, DeviceTotals, Update
 from ddpstats._reduction.host_copy import HostCopy
 from ddpstats._reduction.host_totals import HostTotals

@@ -12,9 +12,9 @@ from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ddpstats._agreement.codec import Reader, from_utf8, put_texts, refuse, utf8
 from ddpstats._base.exact_sums import Scaled
 from ddpstats._base.paths import Step
+from ddpstats._ranks.codec import Reader, from_utf8, put_texts, refuse, utf8
 from ddpstats._reduction.schema import MAX_DEPTH, OPS, Container, Leaf, Node, is_kind, is_sequence, leaf
 
 _UNTYPED: dict[Node, int] = {leaf(op): tag for tag, op in enumerate(OPS)}

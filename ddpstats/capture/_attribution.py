@@ -28,15 +28,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddpstats._agreement.gather import gather_trees
 from ddpstats._base import config
 from ddpstats._base.containers import walk
 from ddpstats._base.wording import listed
 from ddpstats._observe.gradient_norms import NO_GRADIENT
+from ddpstats._ranks.comm import patience_sec
+from ddpstats._ranks.gather import gather_trees
 from ddpstats._rerun.module_state import device_of, place_text
 from ddpstats._rerun.runner import Cause, RunSettings, alone, attempt, cause_of, from_rank_on
 from ddpstats._rerun.serialize import from_plain
-from ddpstats._transport.comm import patience_sec
 from ddpstats.capture._bundle import Bundle
 from ddpstats.capture._parts import PartSource
 from ddpstats.capture._publish import Bundling

@@ -22,14 +22,14 @@ from typing import Any, get_args
 
 import torch
 
-from ddpstats._agreement.channel import channel_of
-from ddpstats._agreement.questions import ask_all
 from ddpstats._base import marks
 from ddpstats._base.arguments import check_choice, check_count
 from ddpstats._base.compiled import breaks_graph
 from ddpstats._base.rank_names import ranks_text
 from ddpstats._observe.gradient_norms import any_bad
 from ddpstats._observe.gradients import GradientWatch
+from ddpstats._ranks.channel import channel_of
+from ddpstats._ranks.step import ask_all
 from ddpstats._rerun.micro_batch import Running, StepWatch, checked_step
 from ddpstats._rerun.serialize import CannotStore, to_plain
 from ddpstats._rerun.step_record import MicroBatch, StepRecord

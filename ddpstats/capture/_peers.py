@@ -27,9 +27,9 @@ import time
 import traceback
 from pathlib import Path
 
-from ddpstats._agreement.channel import Channel
 from ddpstats._base.rank_names import ranks_text
-from ddpstats._transport.store import shared_poll
+from ddpstats._ranks.channel import Channel
+from ddpstats._ranks.store import shared_poll
 from ddpstats.errors import DdpstatsError, RankMissing
 
 POLL_SEC = 1.0

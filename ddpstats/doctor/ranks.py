@@ -28,15 +28,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddpstats._agreement.gather import gather_trees
-from ddpstats._agreement.tree_codec import decode, encode
 from ddpstats._base.rank_names import ranks_text
 from ddpstats._base.wording import first_line
-from ddpstats._transport.comm import slice_sec
-from ddpstats._transport.gloo_group import part_of
-from ddpstats._transport.launcher import attempt
-from ddpstats._transport.mailbox import Mailbox
-from ddpstats._transport.store import STORE_ERRORS, BoundedStore, growing_polls
+from ddpstats._ranks.comm import slice_sec
+from ddpstats._ranks.gather import gather_trees
+from ddpstats._ranks.gloo import part_of
+from ddpstats._ranks.launcher import attempt
+from ddpstats._ranks.mailbox import Mailbox
+from ddpstats._ranks.store import STORE_ERRORS, BoundedStore, growing_polls
+from ddpstats._ranks.tree_codec import decode, encode
 from ddpstats.doctor.report import CLOCK, UNCONNECTED, Told
 from ddpstats.errors import ConfigError, DdpstatsError, ProtocolMismatch, RankMissing
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
-from ddpstats._transport.store import STORE_ERRORS, StoreSilent
+from ddpstats._ranks.store import STORE_ERRORS, StoreSilent
 from ddpstats.guard._events import MASK, Event, roll, same_labels
 from ddpstats.guard._exchange import agree, share
 from ddpstats.guard._failure_agreement import Alarm

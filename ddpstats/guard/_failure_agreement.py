@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddpstats._base.untrusted import parse_json
-from ddpstats._transport.roster import Roster
-from ddpstats._transport.store import GLANCE_SEC, STORE_ERRORS, growing_polls, shared_poll
-from ddpstats._transport.store_log import StoreLog
+from ddpstats._ranks.roster import Roster
+from ddpstats._ranks.store import GLANCE_SEC, STORE_ERRORS, growing_polls, shared_poll
+from ddpstats._ranks.store_log import StoreLog
 from ddpstats.guard._diagnosis import find, unexplained
 from ddpstats.guard._events import MESSAGES, Event
 from ddpstats.guard._status import DOUBT, MISSING, NOTHING, GuardFinding, RankStatus

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from ddpstats._observe import collectives
-from ddpstats._transport.store import STORE_ERRORS, StoreSilent
+from ddpstats._ranks.store import STORE_ERRORS, StoreSilent
 from ddpstats.guard._events import Event
 from ddpstats.guard._failure_agreement import Alarm
 from ddpstats.guard._p2p import Awaited, unmatched

@@ -16,7 +16,7 @@ from typing import Any
 
 from ddpstats._base.rank_names import ranks_text
 from ddpstats._base.untrusted import parse_json
-from ddpstats._transport.store import GLANCE_SEC, StoreSilent, bounded
+from ddpstats._ranks.store import GLANCE_SEC, StoreSilent, bounded
 from ddpstats.guard._events import Event
 from ddpstats.guard._records import RankRecord
 from ddpstats.guard._status import LEFT, MISMATCH, MISSING, GuardFinding, RankStatus

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ddpstats._base import marks
 from ddpstats._base.marks import Mark
-from ddpstats._transport.store import GLANCE_SEC, STORE_ERRORS
+from ddpstats._ranks.store import GLANCE_SEC, STORE_ERRORS
 from ddpstats.errors import DdpstatsError
 from ddpstats.guard._records import RecordWriter
 from ddpstats.guard._session import run_name

@@ -20,14 +20,14 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from ddpstats._agreement.codec import PROTOCOL_VERSION, different_versions
 from ddpstats._base import config
 from ddpstats._base.version import __version__
 from ddpstats._observe.c10d_operators import GroupView
 from ddpstats._observe.torch_groups import longest_timeout_sec
-from ddpstats._transport.comm import refuse_fake, world_store
-from ddpstats._transport.roster import Roster
-from ddpstats._transport.store import LIMIT_SEC, STORE_ERRORS
+from ddpstats._ranks.codec import PROTOCOL_VERSION, different_versions
+from ddpstats._ranks.comm import refuse_fake, world_store
+from ddpstats._ranks.roster import Roster
+from ddpstats._ranks.store import LIMIT_SEC, STORE_ERRORS
 from ddpstats.errors import ConfigError, DdpstatsError, RankMissing
 from ddpstats.guard._events import Event
 from ddpstats.guard._exchange import Exchange

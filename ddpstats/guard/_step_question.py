@@ -14,7 +14,7 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
-from ddpstats._agreement.gather import gather_trees
+from ddpstats._ranks.gather import gather_trees
 from ddpstats.errors import CollectiveMismatch
 from ddpstats.guard._comparing import Comparing, Told, alarms_of
 from ddpstats.guard._session import Standing

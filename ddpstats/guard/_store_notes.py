@@ -14,7 +14,7 @@ import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ddpstats._transport.store import BoundedStore
+from ddpstats._ranks.store import BoundedStore
 from ddpstats.guard._events import MASK
 
 NOTES_KEPT = 512  # per rank; who is further behind than that is compared by a later one

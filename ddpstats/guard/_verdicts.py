@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from ddpstats._base.rank_names import ranks_text
 from ddpstats._observe import collectives
-from ddpstats._transport.store import STORE_ERRORS, StoreSilent, shared_poll
+from ddpstats._ranks.store import STORE_ERRORS, StoreSilent, shared_poll
 from ddpstats.errors import CollectiveMismatch, DdpstatsError, ProtocolMismatch, RankMissing
 from ddpstats.guard._events import MESSAGES, Entry, Event, event_of
 from ddpstats.guard._failure_agreement import Alarm, FailureAgreement

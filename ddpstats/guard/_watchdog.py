@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ddpstats._transport.store import STORE_ERRORS, StoreSilent
+from ddpstats._ranks.store import STORE_ERRORS, StoreSilent
 
 if TYPE_CHECKING:
     from ddpstats.guard._failure_agreement import FailureAgreement

@@ -43,8 +43,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddpstats._agreement.gather import gather_trees
-from ddpstats._transport.comm import group_ranks
+from ddpstats._ranks.comm import group_ranks
+from ddpstats._ranks.gather import gather_trees
 from ddpstats.integrations._partial_members import Elsewhere, Holders, everyones_members, holders_of
 from ddpstats.integrations._patches import Patches
 from ddpstats.integrations._torchmetrics_states import (

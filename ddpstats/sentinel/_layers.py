@@ -14,9 +14,9 @@ from torch import nn
 from ddpstats._base.arguments import check_count, check_flag
 from ddpstats._base.rank_names import ranks_text
 from ddpstats._observe.gradients import replicas_in, unwrapped
+from ddpstats._ranks.comm import group_ranks
 from ddpstats._rerun.micro_batch import scale_of
 from ddpstats._rerun.step_record import MicroBatch, StepRecord
-from ddpstats._transport.comm import group_ranks
 from ddpstats.errors import ConfigError
 from ddpstats.sentinel._checkpoints import Selector
 from ddpstats.sentinel._matmul import ChecksumWindow

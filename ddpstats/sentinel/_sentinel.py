@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import nn
 
-from ddpstats._agreement.questions import ask_all
 from ddpstats._base import marks
 from ddpstats._base.arguments import check_count
 from ddpstats._base.compiled import breaks_graph
+from ddpstats._ranks.step import ask_all
 from ddpstats._rerun.micro_batch import Running, StepWatch, checked_step
 from ddpstats._rerun.module_state import place_text
 from ddpstats._rerun.step_record import MicroBatch

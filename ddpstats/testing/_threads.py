@@ -1,6 +1,6 @@
 """Ranks that are threads of this process: reductions of this library over hundreds of ranks, without a socket.
 
-The channel, the protocol and the mailbox are the real ones; only the `Comm` (`thread_comm`) and the store are not. So
+The channel, the protocol and the mailbox are the real ones; only the `Comm` (`threads`) and the store are not. So
 this tests what ranks say to each other, not gloo.
 """
 
@@ -12,9 +12,9 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from ddpstats._agreement.channel import Channel
+from ddpstats._ranks.channel import Channel
+from ddpstats._ranks.threads import ThreadWorld
 from ddpstats._reduction.reducer import StatsReducer
-from ddpstats._transport.thread_comm import ThreadWorld
 from ddpstats.testing._rank_outcomes import RankOutcome, RankOutcomes, RankTimedOut
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # not in __all__
 
 import ddpstats
-from ddpstats._agreement import channel
+from ddpstats._ranks import channel
 from tests.threads import lasting_threads
 
 

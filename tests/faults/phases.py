@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 import ddpstats
 
-_ALL_REDUCE = "ddpstats._transport.comm:GlooComm.all_reduce_sum"
+_ALL_REDUCE = "ddpstats._ranks.comm:GlooComm.all_reduce_sum"
 
 Call = Callable[[bool], Any]
 """Makes the call; with the argument true as it is when the fault comes. What it returns is the same on every rank."""
@@ -137,7 +137,7 @@ def _dump(directory: Path) -> Iterator[Call]:
 
 PHASES = {
     "reduce": Phase("a reduction", _ALL_REDUCE, _reduce),
-    "new keys": Phase("a reduction with new keys", "ddpstats._transport.comm:GlooComm.all_gather", _new_keys),
+    "new keys": Phase("a reduction with new keys", "ddpstats._ranks.comm:GlooComm.all_gather", _new_keys),
     "window": Phase("the flush of a window", _ALL_REDUCE, _window),
     "step checks": Phase("`StepChecks.step()`", _ALL_REDUCE, _step_checks),
     "guard step": Phase(

@@ -1,7 +1,7 @@
 """Ranks that live raise one `RankMissing` in time, whatever happens to another rank in a call, and leave nothing.
 
 This is a sample of the table in docs/reliability.md; `benchmarks/test_faults.py` plays all of it on two ranks. Left out
-is what other tests show: ranks that are killed or late in a reduction (`tests/transport`), a rank that raises in its
+is what other tests show: ranks that are killed or late in a reduction (`tests/ranks`), a rank that raises in its
 micro-batch, and one that cannot write its part of a bundle (`tests/capture`).
 """
 

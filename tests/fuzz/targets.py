@@ -24,9 +24,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ddpstats._agreement.codec import PROTOCOL_VERSION
-from ddpstats._agreement.status import Status, decode_status, encode_status
-from ddpstats._agreement.tree_codec import decode, encode
+from ddpstats._ranks.codec import PROTOCOL_VERSION
+from ddpstats._ranks.mailbox import _parse
+from ddpstats._ranks.status import Status, decode_status, encode_status
+from ddpstats._ranks.tree_codec import decode, encode
 from ddpstats._reduction.schema import Container, leaf
 from ddpstats._reduction.wire import (
     Numbers,
@@ -41,7 +42,6 @@ from ddpstats._reduction.wire import (
 from ddpstats._rerun.random_state import RandomState
 from ddpstats._rerun.runner import Runner, RunSettings
 from ddpstats._rerun.serialize import from_plain
-from ddpstats._transport.mailbox import _parse
 from ddpstats.capture._bundle import Bundle
 from ddpstats.dump._config import read_config
 from ddpstats.dump.compare import _compare

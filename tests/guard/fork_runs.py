@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FakeProcessGroup, HashStore
 
 from ddpstats._base import marks
-from ddpstats._transport.gloo_group import group_around
+from ddpstats._ranks.gloo import group_around
 from ddpstats.guard import collective_guard
 from ddpstats.guard._live_notes import LiveNotes, read_notes
 from tests.guard.live_runs import noting

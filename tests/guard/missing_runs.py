@@ -18,9 +18,9 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in 
 import ddpstats
 from ddpstats._base import config
 from ddpstats._base.config import GuardMode
-from ddpstats._transport.comm import GlooComm
-from ddpstats._transport.roster import Roster
-from ddpstats._transport.store import bounded
+from ddpstats._ranks.comm import GlooComm
+from ddpstats._ranks.roster import Roster
+from ddpstats._ranks.store import bounded
 from ddpstats.guard._failure_agreement import FailureAgreement
 from ddpstats.guard._status import RankStatus
 

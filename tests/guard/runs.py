@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import ddpstats
 from ddpstats._observe import collectives
-from ddpstats._transport.comm import world_store
+from ddpstats._ranks.comm import world_store
 from ddpstats.guard import _exchange, _session, collective_guard
 from tests.guard.scenarios import Ending, probe
 from tests.integrations import espnet_runs

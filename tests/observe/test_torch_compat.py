@@ -23,7 +23,7 @@ from tests import programs
 ROOT = Path(ddpstats.__file__).parent
 HOMES = {
     *(ROOT / "_observe" / name for name in ("torch_compat.py", "torch_groups.py")),
-    *(ROOT / "_transport" / "gloo_group.py", ROOT / "_base" / "compiled.py"),
+    *(ROOT / "_ranks" / "gloo.py", ROOT / "_base" / "compiled.py"),
 }
 NAMES_MODULES = ROOT / "_observe" / "user_frames.py"  # in strings
 
@@ -193,7 +193,7 @@ def test_a_torch_without_a_name_loses_what_is_reported_and_nothing_else() -> Non
             def after(self, call, work): pass
             def waiting(self, work, limited): return False
         collectives.subscribe(seen := Seen())
-        from ddpstats._transport.gloo_group import group_of_one
+        from ddpstats._ranks.gloo import group_of_one
         with group_of_one("test") as only:
             only[0].allreduce([torch.ones(1)]).wait()
         collectives.unsubscribe(seen)

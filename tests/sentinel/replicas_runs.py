@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpstats._agreement.gather import gather_trees
+from ddpstats._ranks.gather import gather_trees
 from ddpstats.errors import InvalidStats
 from ddpstats.sentinel import _difference
 from ddpstats.sentinel._divergence import Divergence

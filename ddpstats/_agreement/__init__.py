@@ -1,1 +1,0 @@
-"""How ranks that made the same call exchange what each of them holds."""

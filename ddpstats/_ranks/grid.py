@@ -1,0 +1,175 @@
+"""Many ranks in a grid: a gloo group for each line of it, so that a call passes few ranks one after the other.
+
+gloo's all_reduce is a ring of 2 (N - 1) hops, one after the other, and each rank of a group connects to every other
+one. So the ranks of a large group are the cells of a grid, whose first side runs along neighbouring ranks: those of a
+host, as launchers number them. A sum goes along one side after the other. Then all ranks hold it with the same bits,
+for lines that lie side by side hold the same numbers at the same places, and add them in the same order.
+
+Ranks that are left over, as 1,021 fill no grid, are guests of one cell each, in a group of two.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ddpstats._ranks.comm import Comm, CommFailed, GlooComm, Watch, as_tensor, group_ranks
+from ddpstats._ranks.store import BoundedStore
+
+GRID_FROM_RANKS = 16
+"""From here on a call in a grid takes less time than in one ring (docs/scale.md)."""
+_LONGEST_SIDE = 16
+_HOPS_TO_BEGIN = 3  # of one more collective: its own cost is small, but each group has three threads
+
+
+def gloo_comm(group: dist.ProcessGroup, store: BoundedStore, timeout_sec: float, watch: Watch = lambda: None) -> Comm:
+    """Meets the other ranks of ``group``. ``store``: as `group_store` returns it. Raises `CommFailed`."""
+    ranks = group_ranks(group)
+    kind = GlooComm if len(ranks) < GRID_FROM_RANKS else GridComm
+    return kind(ranks, dist.get_rank(), store, timeout_sec, watch)
+
+
+@functools.cache
+def sides_of(world_size: int) -> tuple[int, ...]:
+    """The grid with the fewest hops; every rank is a cell of it or the guest of one."""
+    fitting = (sides for sides in _grids(world_size, _LONGEST_SIDE) if 2 * math.prod(sides) >= world_size)
+    return min(fitting, key=lambda sides: hops_of(world_size, sides))
+
+
+def hops_of(world_size: int, sides: Sequence[int]) -> int:
+    """Of an all_reduce, one after the other, and what it costs to begin a collective for each side."""
+    with_guest = math.prod(sides) < world_size
+    return sum(2 * (side - 1) + _HOPS_TO_BEGIN for side in sides) + with_guest * (2 + 1 + 2 * _HOPS_TO_BEGIN)
+
+
+def _grids(cells: int, longest: int) -> Iterator[tuple[int, ...]]:
+    """All of at most so many cells, the longest side first."""
+    yield ()
+    for side in range(2, min(cells, longest) + 1):
+        yield from ((side, *shorter) for shorter in _grids(cells // side, side))
+
+
+class _Line(NamedTuple):
+    """This rank's line along one side. Places count along the side; cells of one ``plane`` differ only on this side and
+    those before it."""
+
+    comm: GlooComm
+    stride: int
+
+    def place(self, cell: int) -> int:
+        return cell // self.stride % len(self.comm.ranks)
+
+    def plane(self, cell: int) -> int:
+        return cell // (self.stride * len(self.comm.ranks))
+
+
+class GridComm:
+    """Real ranks over gloo groups of our own, a few for each rank. The contract is that of `Comm`."""
+
+    def __init__(
+        self, ranks: tuple[int, ...], rank: int, store: BoundedStore, timeout_sec: float, watch: Watch = lambda: None
+    ) -> None:
+        """``store``: a part of the group's store where nobody met before. Raises `CommFailed`."""
+        self.ranks = ranks
+        self.rank = rank
+        self._position = ranks.index(rank)
+        sides = sides_of(len(ranks))
+        self._cells = math.prod(sides)
+        self._pair: GlooComm | None = None
+        self._lines: list[_Line] = []
+        self._watch = watch
+        left = _countdown(timeout_sec)
+
+        def meet(name: str, positions: Sequence[int]) -> GlooComm:
+            members = tuple(ranks[position] for position in positions)
+            return GlooComm(members, rank, store.part(f"{name}/{positions[0]}"), left(), watch)
+
+        host = self._position % self._cells
+        if host + self._cells < len(ranks):
+            self._pair = meet("pair", (host, host + self._cells))
+        if self._position >= self._cells:
+            return
+        stride = 1
+        for number, side in enumerate(sides):
+            first = self._position - self._position // stride % side * stride
+            self._lines.append(_Line(meet(f"side{number}", range(first, first + side * stride, stride)), stride))
+            stride *= side
+
+    @property
+    def watch(self) -> Watch:
+        return self._watch
+
+    @watch.setter
+    def watch(self, watch: Watch) -> None:
+        self._watch = watch
+        for comm in self._comms():
+            comm.watch = watch
+
+    def _comms(self) -> list[GlooComm]:
+        """In the order in which a reduction goes through them."""
+        return [*([] if self._pair is None else [self._pair]), *(line.comm for line in self._lines)]
+
+    def all_reduce_sum(self, tensor: torch.Tensor, timeout_sec: float) -> None:
+        self._all_reduce(GlooComm.all_reduce_sum, tensor, timeout_sec)
+
+    def all_reduce_max(self, tensor: torch.Tensor, timeout_sec: float) -> None:
+        self._all_reduce(GlooComm.all_reduce_max, tensor, timeout_sec)
+
+    def _all_reduce(
+        self, reduce: Callable[[GlooComm, torch.Tensor, float], None], tensor: torch.Tensor, timeout_sec: float
+    ) -> None:
+        left = _countdown(timeout_sec)
+        for comm in self._comms():
+            reduce(comm, tensor, left())
+        if self._pair is not None:
+            self._pair.broadcast_tensor(tensor, 0, left())
+
+    def all_gather(self, payload: bytes | bytearray, timeout_sec: float) -> Sequence[bytes | bytearray]:
+        left, size, cells = _countdown(timeout_sec), len(payload), self._cells
+        guests = len(self.ranks) - cells
+        block = bytearray(payload)
+        if guests:  # each cell with its guest's, or a gap
+            block = bytearray().join(self._pair.all_gather(block, left()) if self._pair else (block, bytes(size)))
+        for line in self._lines:
+            block = bytearray().join(line.comm.all_gather(block, left()))
+        if self._pair is not None:
+            block = block if self._lines else bytearray(2 * cells * size)
+            self._pair.broadcast_tensor(as_tensor(block), 0, left())
+        step = 2 * size if guests else size
+        of_cells = [block[cell * step : cell * step + size] for cell in range(cells)]
+        return of_cells + [block[cell * step + size : (cell + 1) * step] for cell in range(guests)]
+
+    def broadcast(self, payload: bytes | None, size: int, source: int, timeout_sec: float) -> bytes:
+        left, cell, root = _countdown(timeout_sec), self._position, source % self._cells
+        if source >= self._cells and self._pair is not None and cell % self._cells == root:
+            payload = self._pair.broadcast(payload, size, 1, left())
+        for line in self._lines:  # who has it by now: the root's line, then the lines beside it, and so on
+            if line.plane(cell) == line.plane(root):
+                payload = line.comm.broadcast(payload, size, line.place(root), left())
+        if self._pair is not None:
+            payload = self._pair.broadcast(payload if self._lines else None, size, 0, left())
+        assert payload is not None
+        return payload
+
+    def close(self) -> None:
+        for comm in self._comms():
+            comm.close()
+
+
+def _countdown(timeout_sec: float) -> Callable[[], float]:
+    """How many seconds of them are left. Raises `CommFailed` when none are."""
+    deadline = time.monotonic() + timeout_sec
+
+    def left() -> float:
+        seconds = deadline - time.monotonic()
+        if seconds <= 0:
+            raise CommFailed(f"no answer for {timeout_sec:.1f} s")
+        return seconds
+
+    return left

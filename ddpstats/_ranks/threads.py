@@ -1,0 +1,116 @@
+"""Ranks that are threads of one process: a `Comm` without sockets, for hundreds of ranks at once.
+
+It keeps the contract of the real one (one test suite runs on both), with one difference: where gloo aborts the process
+because sizes differ on the wire, this one raises `CommFailed`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddpstats._ranks.comm import CommFailed, Watch, wait_in_slices
+
+Combine = Callable[[list[Any]], Any]
+
+
+class ThreadWorld:
+    """The meeting place of ``world_size`` threads. Any rank that is too late, or `leave`s, breaks it for all."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.store = dist.HashStore()  # type: ignore[attr-defined]
+        self._changed = threading.Condition()
+        self._parts: dict[int, Any] = {}
+        self._round = 0
+        self._result: Any = None
+        self._broken: str | None = None
+
+    def comm(self, rank: int) -> ThreadComm:
+        """The `Comm` of one rank."""
+        return ThreadComm(self, rank)
+
+    def leave(self, rank: int) -> None:
+        """A rank is gone: whoever waits for it, now or later, fails."""
+        with self._changed:
+            self._break(f"Connection closed by peer {rank}")
+
+    def meet(self, rank: int, part: Any, combine: Combine, timeout_sec: float, watch: Watch) -> Any:
+        """Hand in ``part``; returns ``combine`` of all parts in rank order once the last one has come."""
+        with self._changed:
+            this_round = self._round
+            if self._broken is None:
+                self._parts[rank] = part
+                if len(self._parts) == self.world_size:
+                    self._finish(combine)
+
+            def done_within(seconds: float) -> bool:
+                return bool(self._changed.wait_for(lambda: self._round > this_round or self._broken, seconds))
+
+            wait_in_slices(done_within, timeout_sec, watch)
+            if self._round == this_round:
+                raise CommFailed(self._broken or "broken")
+            return self._result
+
+    def _finish(self, combine: Combine) -> None:
+        try:
+            self._result = combine([self._parts[rank] for rank in range(self.world_size)])
+        except (RuntimeError, ValueError) as error:
+            self._break(f"ranks disagree on the wire: {error}")
+            return
+        self._parts = {}
+        self._round += 1
+        self._changed.notify_all()
+
+    def _break(self, why: str) -> None:
+        self._broken = self._broken or why
+        self._changed.notify_all()
+
+
+class ThreadComm:
+    """One thread's `Comm`."""
+
+    def __init__(self, world: ThreadWorld, rank: int) -> None:
+        self.ranks = tuple(range(world.world_size))
+        self.rank = rank
+        self.watch: Watch = lambda: None
+        self._world = world
+
+    def all_reduce_sum(self, tensor: torch.Tensor, timeout_sec: float) -> None:
+        tensor.copy_(self._meet(tensor.clone(), _sum, timeout_sec))
+
+    def all_reduce_max(self, tensor: torch.Tensor, timeout_sec: float) -> None:
+        tensor.copy_(self._meet(tensor.clone(), _max, timeout_sec))
+
+    def all_gather(self, payload: bytes | bytearray, timeout_sec: float) -> Sequence[bytes | bytearray]:
+        return list(self._meet(bytes(payload), _same_length, timeout_sec))
+
+    def broadcast(self, payload: bytes | None, size: int, source: int, timeout_sec: float) -> bytes:
+        return bytes(self._meet(payload, lambda parts: parts[source], timeout_sec))
+
+    def _meet(self, part: Any, combine: Combine, timeout_sec: float) -> Any:
+        return self._world.meet(self.rank, part, combine, timeout_sec, self.watch)
+
+    def close(self) -> None:
+        self._world.leave(self.rank)
+
+
+def _sum(parts: list[torch.Tensor]) -> torch.Tensor:
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total
+
+
+def _max(parts: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(parts).amax(dim=0)
+
+
+def _same_length(parts: list[bytes]) -> list[bytes]:
+    if len(set(map(len, parts))) > 1:
+        raise ValueError(f"payloads of {sorted(set(map(len, parts)))} bytes")
+    return parts

@@ -1,0 +1,237 @@
+"""`gather_trees` gives every rank the trees of all, of whatever sizes, or the same error."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ddpstats
+from ddpstats._ranks import gather
+from ddpstats._ranks.gather import gather_trees
+from ddpstats._ranks.tree_codec import CannotEncode, decode, encode
+from ddpstats.errors import ProtocolMismatch
+from ddpstats.testing import RankPool
+from ddpstats.testing._threads import run_threads
+
+DTYPES = [
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
+]
+
+
+def same(left: Any, right: Any) -> bool:
+    if isinstance(left, torch.Tensor):
+        return left.dtype == right.dtype and left.shape == right.shape and torch.equal(left, right)
+    if isinstance(left, dict):
+        return list(left) == list(right) and all(same(left[key], right[key]) for key in left)
+    if isinstance(left, (list, tuple)):
+        return type(left) is type(right) and len(left) == len(right) and all(map(same, left, right))
+    return type(left) is type(right) and repr(left) == repr(right)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0, 5), (2, 3, 4)], ids=str)
+def test_tensors_survive_the_wire(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = (torch.arange(60) % 7).to(dtype)[: torch.Size(shape).numel()].reshape(shape)
+    assert same(decode(encode(tensor)), tensor)
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        None,
+        {},
+        [],
+        (),
+        {"a": 1, 2: [True, None, 2.5, "x"], "": {"\ud800": -(1 << 70)}},
+        [float("inf"), float("-inf"), float("nan"), -0.0, 5e-324],
+        {
+            "one of a row": torch.arange(4.0).reshape(1, 4)[:, 1],
+            "expanded": torch.zeros(()).expand(1),
+            "column": torch.ones(1, 3)[:, :1],
+        },
+        {"every other": torch.arange(2, dtype=torch.int16)[::2], "to three": torch.zeros(()).expand(3)},
+        {"t": torch.arange(12).reshape(3, 4).t(), "view": torch.arange(10)[::3], "one": torch.tensor(3.5)},
+        [torch.tensor(1j).conj(), torch.ones(2, requires_grad=True) * 2],
+    ],
+    ids=str,
+)
+def test_trees_survive_the_wire(tree: Any) -> None:
+    back = decode(encode(tree))
+    assert same(back, tree)
+
+
+def test_tensors_have_memory_of_their_own() -> None:
+    first, second = decode(encode([torch.zeros(2), torch.zeros(2)]))
+    first += 1
+    assert second.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("tensor", "keeps"),
+    [
+        (torch.arange(120).reshape(2, 3, 4, 5).to(memory_format=torch.channels_last), True),
+        (torch.arange(20).reshape(2, 1, 2, 5).to(memory_format=torch.channels_last), True),
+        (torch.arange(6).reshape(2, 3).t(), True),
+        (torch.arange(24).reshape(2, 3, 4).permute(2, 0, 1)[1:], False),
+        (torch.arange(24)[::2], False),
+        (torch.arange(3).expand(4, 3), False),
+        (torch.empty(0, 3, 4, 5).to(memory_format=torch.channels_last), False),
+        (torch.arange(1).as_strided((1, 1), (7, 9)), True),
+        (torch.arange(6).as_strided((1, 2, 3), (2**62, 1, 2)), False),
+        (torch.arange(3).as_strided((1, 3), (2**62, 1)), False),
+    ],
+    ids=[
+        *("channels last", "one channel", "transposed", "cut", "every other", "expanded", "empty", "one element"),
+        *("transposed, a stride without limit", "a stride without limit"),
+    ],
+)
+def test_strides_travel_where_memory_has_no_gaps(tensor: torch.Tensor, keeps: bool) -> None:
+    found = decode(encode({"t": tensor, "after": torch.ones(3)}))
+    assert same(found, {"t": tensor, "after": torch.ones(3)})
+    assert found["t"].stride() == (tensor.stride() if keeps else torch.empty(tensor.shape).stride())
+
+
+@pytest.mark.parametrize(
+    ("tree", "path"),
+    [
+        ({"a": [1, object()]}, "a[1]"),
+        ({"a": {1.5: 1}}, "a"),
+        ({"a": {True: 1}}, "a"),
+        ({"s": torch.ones(2).to_sparse()}, "s"),
+        ({"m": torch.ones(2, device="meta")}, "m"),
+        ({"e": [torch.empty(0, 2**30, 2**30)]}, "e[0]"),
+    ],
+)
+def test_value_that_cannot_be_sent_is_named_by_its_path(tree: Any, path: str) -> None:
+    with pytest.raises(CannotEncode) as caught:
+        encode(tree)
+    assert caught.value.path == path
+
+
+def test_cyclic_and_deep_trees_are_refused() -> None:
+    tree: list[Any] = []
+    tree.append(tree)
+    with pytest.raises(CannotEncode, match="deeper"):
+        encode(tree)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        '["tensor", "float32", [4611686018427387904, 4]]',
+        '["tensor", "float32", [0, 4611686018427387904, 4611686018427387904]]',
+        '["tensor", "float32", [' + "9" * 4000 + "]]",
+        '["tensor", "float32", [' + "1, " * 100_000 + "1]]",
+        '["tensor", "float32", [-1]]',
+        '["tensor", "float32", [true]]',
+        '["tensor", "Storage", [1]]',
+        '["tensor", "uint8", [2, 3], [3]]',
+        '["tensor", "uint8", [2, 3], [3, 2]]',
+        '["tensor", "uint8", [2, 3], [0, 1]]',
+        '["tensor", "uint8", [2, 3], [-1, 3]]',
+        '["tensor", "uint8", [2, 3], [true, 2]]',
+        '["tensor", "uint8", [1, 3], [' + "9" * 30 + ", 1]]",
+        '["tensor", "uint8", [0, 3], [1, 1]]',
+        '["tensor", "uint8", [2, 3], {}]',
+        '["dict", [["a", ["value", 1]], ["a", ["value", 2]]]]',
+        '["dict", [[1.5, ["value", 1]]]]',
+        '["value", [1]]',
+        '["list", 3]',
+        '["object", 1]',
+        "[" * 2000,
+        '["list", [' * 500 + "]]" * 500,
+    ],
+)
+def test_hostile_heads_are_refused(head: str) -> None:
+    text = head.encode()
+    with pytest.raises(ProtocolMismatch):
+        decode((struct.pack("<Q", len(text)) + text).ljust(4096, b"\0"))
+
+
+# -- on threads and real ranks ----------------------------------------------------------------------------------------
+
+
+def growing_and_shrinking() -> list[tuple[int, list[int]]]:
+    """Per call: collectives, and the number of elements that came from each rank."""
+    rank, seen = dist.get_rank(), []
+    for size in (1, 2, 1000, 5000, 3, 3, 0, 9000, 9000):
+        before = gather._counters.collectives
+        trees = gather_trees([torch.arange(size * rank)], name="sizes")
+        assert all(torch.equal(tree[0], torch.arange(size * r)) for r, tree in enumerate(trees))
+        seen.append((gather._counters.collectives - before, [tree[0].numel() for tree in trees]))
+    return seen
+
+
+def own_tree_comes_back() -> bool:
+    mine = {"x": torch.ones(2, requires_grad=True)}
+    return gather_trees(mine, name="own")[dist.get_rank()] is mine
+
+
+def errors_then_success() -> list[str]:
+    """What each call raised; a last one that works."""
+    rank, found = dist.get_rank(), []
+
+    def attempt(call: Any) -> None:
+        try:
+            call()
+            found.append("fine")
+        except ddpstats.DdpstatsError as error:
+            found.append(f"{type(error).__name__} {error.ranks} {error.path}: {error}")
+
+    attempt(lambda: gather_trees({"a": [1, object() if rank == 1 else 2]}, name="x"))
+    attempt(lambda: gather_trees([torch.empty(0, 2**30, 2**30) if rank == 1 else 2], name="x"))
+    attempt(lambda: gather_trees(lambda: 1 / rank, name="x"))
+    attempt(lambda: gather_trees(1, name="x" if rank == 0 else "y"))
+    attempt(lambda: gather_trees(1, name="x") if rank == 0 else ddpstats.reduce_stats({"a": 1.0}))
+    attempt(lambda: gather_trees(1, name="x") if rank == 0 else ddpstats.any_rank(True))
+    attempt(lambda: gather_trees({"rank": rank}, name="x"))
+    return found
+
+
+def test_thirty_threads_hold_different_trees() -> None:
+    def body(group: Any) -> list[Any]:
+        rank = group.rank
+        tree = {f"only{rank}": torch.full((rank,), rank), "all": [rank] * (rank % 3)}
+        return [gather_trees(tree, name="x", group=group) for _ in range(2)][1]
+
+    found = run_threads(body, 30).values()
+    for gathered in found:
+        assert [list(tree) for tree in gathered] == [[f"only{rank}", "all"] for rank in range(30)]
+        assert all(same(a, b) for a, b in zip(gathered, found[0], strict=True))
+
+
+def test_gather_buffer_follows_the_sizes_of_trees(two_ranks: RankPool) -> None:
+    for seen in two_ranks.run(growing_and_shrinking).values():
+        assert [sizes for _, sizes in seen] == [[0, size] for size in (1, 2, 1000, 5000, 3, 3, 0, 9000, 9000)]
+        counts = [count for count, _ in seen]
+        assert counts[1] == counts[5] == counts[6] == 1  # steady state
+        assert max(counts) <= 7
+        assert counts[8] == 2  # more than what rides along: control lanes, then payloads
+
+
+def test_own_tree_keeps_its_graph(two_ranks: RankPool) -> None:
+    assert two_ranks.run(own_tree_comes_back).values() == [True, True]
+
+
+def test_every_rank_gets_the_same_error_and_goes_on(two_ranks: RankPool) -> None:
+    first, second = two_ranks.run(errors_then_success).values()
+    assert first == second
+    unsendable, uncountable, unmade, names, reduction, decision, fine = first
+    assert unsendable.startswith("InvalidStats (1,) a[1]: ")
+    assert "type object" in unsendable
+    assert uncountable.startswith("InvalidStats (1,) [0]: ")
+    assert "a tensor of shape [0, 1073741824, 1073741824]" in uncountable
+    assert unmade.startswith(
+        "InvalidStats (0,) None: x: values that cannot be gathered:\n  rank 0: ZeroDivisionError: "
+    )
+    assert names.startswith("ProtocolMismatch (0, 1) None: ")
+    assert "rank 0: x" in names
+    assert "rank 1: y" in names
+    assert "rank 1: reduce_stats" in reduction
+    assert "rank 1: any_rank()" in decision
+    assert fine == "fine"

@@ -1,0 +1,692 @@
+"""What ranks cannot reduce together is the same error on every rank, with rank and path, and the group goes on.
+
+The ranks of the tables are threads; one case of each class of errors runs over gloo.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from array import array
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings, strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import ddpstats
+from ddpstats import All, Max, Mean, Min, StatsReducer, Sum, any_rank
+from ddpstats._ranks import channel
+from ddpstats._ranks.codec import PROTOCOL_VERSION
+from ddpstats._ranks.status import Failure, Status, decode_status, encode_status
+from ddpstats._ranks.threads import ThreadComm
+from ddpstats._reduction.schema import OPS, Container, Node, leaf
+from ddpstats._reduction.wire import (
+    Holding,
+    Numbers,
+    decode_holding,
+    decode_numbers,
+    decode_schema,
+    decode_slots,
+    encode_holding,
+    encode_numbers,
+    encode_schema,
+    encode_slots,
+    more_bytes,
+    numbers_bytes,
+)
+from ddpstats.errors import DdpstatsError, InvalidStats, NonFiniteStat, ProtocolMismatch, RankMissing, SchemaConflict
+from ddpstats.testing import RankPool, ThreadGroup, run_threads
+
+LIMIT_SEC = 60.0
+TIMEOUT_SEC = 30.0  # of one reduction: nothing here may come near it
+
+
+class Refused(NamedTuple):
+    """What one call raised, and what the next call of the same reducer gave and cost."""
+
+    kind: type
+    text: str
+    path: str | None
+    ranks: tuple[int, ...]
+    next_value: float
+    next_collectives: int
+
+
+Call = Callable[[StatsReducer, int, Any], Any]
+"""Makes a call with a reducer, on this rank, of this group."""
+
+
+def refused(group: Any, call: Call, **policy: Any) -> Refused:
+    """Run on a rank: the reducer makes a good call, this one, which raises, and another good one."""
+    rank = dist.get_rank() if group is None else group.rank
+    reducer = StatsReducer(group=group, name="same", timeout_sec=TIMEOUT_SEC, **policy)
+    assert reducer({"good": float(rank)}).values == {"good": 1.0}
+    with pytest.raises(DdpstatsError) as caught:
+        call(reducer, rank, group)
+    before = reducer.counters.collectives
+    value = reducer({"good": float(rank)}).values["good"]
+    counted = reducer.counters.collectives - before
+    return Refused(type(caught.value), str(caught.value), caught.value.path, caught.value.ranks, value, counted)
+
+
+def refused_by_all(call: Call, **policy: Any) -> Refused:
+    """Return what all of three threads raise, in the same words; the reducer goes on with one collective a call."""
+    outcomes = run_threads(refused, 3, call, timeout_sec=LIMIT_SEC, **policy).values()
+    assert len(set(outcomes)) == 1
+    first: Refused = outcomes[0]
+    assert (first.next_value, first.next_collectives) == (1.0, 1)
+    return first
+
+
+# -- over gloo ---------------------------------------------------------------------------------------------------------
+
+
+def be_invalid(reducer: StatsReducer, rank: int, group: Any) -> Any:
+    return reducer({"good": object() if rank == 1 else 1.0})
+
+
+def conflict(reducer: StatsReducer, rank: int, group: Any) -> Any:
+    return reducer({"good": 1.0, "a": Sum(1.0) if rank == 1 else 1.0})
+
+
+def be_infinite(reducer: StatsReducer, rank: int, group: Any) -> Any:
+    return reducer({"good": math.inf if rank == 1 else 1.0})
+
+
+def call_another(reducer: StatsReducer, rank: int, group: Any) -> Any:
+    return any_rank(True, group=group) if rank == 1 else reducer({"good": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("call", "kind"),
+    [
+        (be_invalid, InvalidStats),
+        (conflict, SchemaConflict),
+        (be_infinite, NonFiniteStat),
+        (call_another, ProtocolMismatch),
+    ],
+)
+def test_error_over_gloo_is_that_of_threads(three_ranks: RankPool, call: Call, kind: type) -> None:
+    over_gloo = three_ranks.run(refused, None, call, nonfinite="raise", timeout_sec=LIMIT_SEC).values()
+    by_threads = refused_by_all(call, nonfinite="raise")
+    assert by_threads.kind is kind
+    assert {
+        each._replace(text=each.text.replace("the default group of 3 ranks", "3 threads")) for each in over_gloo
+    } == {by_threads}
+
+
+# -- calls that do not belong together ---------------------------------------------------------------------------------
+
+
+def call_by(how: str, group: Any) -> Any:
+    if how in ("any_rank", "all_ranks"):
+        return getattr(ddpstats, how)(True, group=group)
+    if how in ("recursive_sum", "recursive_average"):
+        return getattr(ddpstats, how)({"good": torch.ones(1)}, torch.ones(1), True, group=group)
+    name, policy = how.split("|")
+    name_or_none = None if name == "None" else name
+    return ddpstats.reduce_stats({"good": 1.0}, name=name_or_none, nonfinite=policy, group=group)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "mine_text", "theirs_text"),
+    [
+        ("train|skip", "valid|skip", "name='train', nonfinite='skip'", "name='valid', nonfinite='skip'"),
+        ("None|skip", "|skip", "reduce_stats, without a name, nonf", "name='', nonfinite='skip'"),
+        ("a|skip", "a|raise", "nonfinite='skip'", "nonfinite='raise'"),
+        ("a|propagate", "a|skip", "nonfinite='propagate'", "nonfinite='skip'"),
+        ("a\0|skip", "a|skip", r"name='a\x00'", "name='a'"),
+        ("\ud800|skip", "\udfff|skip", r"name='\ud800'", r"name='\udfff'"),
+        ("x" * 100_000 + "|skip", "y|skip", "name='xxx", "name='y'"),
+        ("any_rank", "a|skip", "any_rank()", "reduce_stats, name='a'"),
+        ("any_rank", "all_ranks", "any_rank()", "all_ranks()"),
+        ("recursive_sum", "recursive_average", "recursive_sum()", "recursive_average()"),
+        ("recursive_sum", "None|propagate", "recursive_sum()", "without a name"),
+    ],
+    ids=lambda text: ascii(text[:30]).replace("\\", "_"),
+)
+def test_calls_that_do_not_belong_together(mine: str, theirs: str, mine_text: str, theirs_text: str) -> None:
+    error = refused_by_all(lambda reducer, rank, group: call_by(mine if rank == 1 else theirs, group))
+    assert (error.kind, error.ranks, error.path) == (ProtocolMismatch, (0, 1, 2), None)
+    first, second, third, advice = error.text.split("\n")
+    assert first == "ranks of 3 threads met in one collective with different calls:"
+    assert second.startswith("  ranks 0, 2: ")
+    assert theirs_text in second
+    assert third.startswith("  rank 1: ")
+    assert mine_text in third
+    assert advice.startswith("All ranks must make the same calls in the same order.")
+
+
+def test_one_call_more_is_caught_where_calls_have_names() -> None:
+    def call(group: ThreadGroup) -> list[Any]:
+        train, valid = (group.reducer(name=name, timeout_sec=TIMEOUT_SEC) for name in ("train", "valid"))
+        seen: list[Any] = []
+        for reducer in [train, train, valid] if group.rank == 1 else [train, valid, valid]:
+            try:
+                seen.append(reducer({"good": float(group.rank)}).values)
+            except ProtocolMismatch as error:
+                seen.append(str(error))
+        return seen
+
+    results = run_threads(call, 3).values()
+    assert results == [results[0]] * 3
+    first, second, third = results[0]
+    assert (first, third) == ({"good": 1.0}, {"good": 1.0})
+    assert "  ranks 0, 2: reduce_stats, name='valid'" in second
+    assert "  rank 1: reduce_stats, name='train'" in second
+    assert "A rank with one call more or less than the others" in second
+
+
+# -- versions ----------------------------------------------------------------------------------------------------------
+
+
+def with_version(name: str, value: Any) -> list[str]:
+    """Twice with another version on rank 1, then with the same everywhere."""
+    reducer, installed = StatsReducer(group=dist.new_group(), timeout_sec=TIMEOUT_SEC), vars(channel)[name]
+    said = []
+    try:
+        if dist.get_rank() == 1:
+            vars(channel)[name] = value
+        for _ in range(2):
+            with pytest.raises(ProtocolMismatch) as caught:
+                reducer({"loss": 1.0})
+            assert caught.value.ranks == (0, 1, 2)
+            said.append(str(caught.value))
+    finally:
+        vars(channel)[name] = installed
+    return [*said, str(reducer({"loss": 1.0}).values)]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("__version__", "9" * 100, f"ddpstats {'9' * 32}, protocol {PROTOCOL_VERSION}"),
+        ("PROTOCOL_VERSION", 77, f"ddpstats {ddpstats.__version__}, protocol 77"),
+    ],
+    ids=["library", "protocol"],
+)
+def test_versions_that_differ_meet_in_a_handshake(three_ranks: RankPool, name: str, value: Any, text: str) -> None:
+    found = three_ranks.run(with_version, name, value, timeout_sec=LIMIT_SEC).values()
+    assert found[0] == found[1] == found[2]
+    first, second, after = found[0]
+    assert first == second
+    head, *lines = first.split("\n")
+    assert head.endswith("of 3 ranks run different versions:")
+    assert lines == [
+        f"  ranks 0, 2: ddpstats {ddpstats.__version__}, protocol {PROTOCOL_VERSION}",
+        f"  rank 1: {text}",
+        "Install the same version of ddpstats on all of them.",
+    ]
+    assert after == "{'loss': 1.0}"
+
+
+# -- stats that cannot be reduced --------------------------------------------------------------------------------------
+
+
+class Unreadable:
+    def __float__(self) -> float:
+        raise ZeroDivisionError("this one never works")
+
+
+class Undecided:
+    def __bool__(self) -> bool:
+        raise RuntimeError("cannot say")
+
+
+class Unprintable:
+    def __repr__(self) -> str:
+        raise RuntimeError("no repr")
+
+
+class LooksDistributed(torch.Tensor):
+    placements = ()
+
+
+@dataclasses.dataclass
+class Losses:
+    first: Any
+    second: Any
+
+
+def nested(depth: int) -> Any:
+    stats: Any = 1.0
+    for _ in range(depth):
+        stats = {"k": stats}
+    return stats
+
+
+def fake(shape: tuple[int, ...]) -> torch.Tensor:
+    with FakeTensorMode():
+        return torch.ones(shape)
+
+
+def too_large_together() -> torch.Tensor:
+    return torch.tensor([1e308, 1e308], dtype=torch.float64)
+
+
+def cyclic_dict() -> Any:
+    stats: dict[str, Any] = {"good": 1.0}
+    stats["again"] = {"x": [stats]}
+    return stats
+
+
+def cyclic_list() -> Any:
+    stats: list[Any] = [1.0]
+    stats.append(stats)
+    return {"l": stats}
+
+
+# What rank 1 passes, in place of {"good": ...} or of the weight 1.0; the path; what the text says.
+BAD_STATS: dict[str, tuple[Callable[[], Any], str | None, str]] = {
+    "str": (lambda: {"good": "0.5"}, "good", "str is not a leaf"),
+    "object": (lambda: {"a": [1.0, {"b": object()}]}, "a[1]/b", "object is not a leaf"),
+    "unprintable": (lambda: {"good": Unprintable()}, "good", "Unprintable is not a leaf"),
+    "in a dataclass": (lambda: Losses(1.0, "x"), "second", "str is not a leaf"),
+    "marker in a marker": (lambda: {"good": Sum(Mean(1.0))}, "good", "Mean is not a leaf"),
+    "complex": (lambda: {"good": 1j}, "good", "complex is not a leaf"),
+    "complex tensor": (lambda: {"good": torch.tensor(1j)}, "good", "a complex tensor"),
+    "complex numpy": (lambda: {"good": np.complex64(1j)}, "good", "complex; log its real part"),
+    "matrix": (lambda: {"good": torch.ones(2, 2)}, "good", "a tensor of shape (2, 2)"),
+    "vector": (lambda: {"good": torch.ones(3)}, "good", "a 1-d tensor of 3 elements, while the weight is a single"),
+    "no element": (lambda: {"good": torch.ones(0)}, "good", "a 1-d tensor of 0 elements"),
+    "numpy matrix": (lambda: {"good": np.ones((2, 2))}, "good", "an array of shape (2, 2)"),
+    "numpy text": (lambda: {"good": np.array("x")}, "good", "of type str, which is not a number"),
+    "meta": (lambda: {"good": torch.ones((), device="meta")}, "good", "meta tensors"),
+    "distributed": (
+        lambda: {"good": torch.ones(()).as_subclass(LooksDistributed)},
+        "good",
+        "a DTensor; pass .full_tensor()",
+    ),
+    "raises": (lambda: {"a": {"b": Unreadable()}}, "a/b", "cannot be read: ZeroDivisionError: this one never works"),
+    "huge int": (lambda: {"good": 10**400}, "good", "int too large to convert to float"),
+    "no flag": (lambda: {"good": ddpstats.Any(2)}, "good", "2.0, which is not a flag"),
+    "own weight": (lambda: {"good": Mean(1.0, -1)}, "good", "a Mean for which the weight is -1"),
+    "minimum of nothing": (lambda: {"good": Min(torch.ones(0))}, "good", "empty, and has no min"),
+    "fake": (lambda: {"a": [fake(())]}, "a[0]", "the value is a FakeTensor, which has a shape but no value; pass a"),
+    "fake, 1-d": (lambda: {"a": Sum(fake((3,)))}, "a", "the value is a FakeTensor, which has a shape but no value"),
+    "meta, 1-d": (
+        lambda: {"a": torch.ones(3, device="meta")},
+        "a",
+        "on the device meta, and meta tensors have a shape but",
+    ),
+    "weights too large together": (
+        lambda: {"a": {"x": Mean(torch.ones(2), weight=too_large_together())}},
+        "a/x",
+        "its elements add up to more than a float64 can hold. Only the ratios of weights count in a mean: divide",
+    ),
+    "float key": (lambda: {"a": {1.0: 1.0}}, "a/1.0", "the key 1.0 is of type float"),
+    "None key": (lambda: {None: 1.0}, "None", "the key None is of type NoneType"),
+    "tuple key": (lambda: {("a", "b"): 1.0}, "('a', 'b')", "is of type tuple"),
+    "numpy key": (lambda: {np.int64(3): 1.0}, "np.int64(3)", "is of type numpy.int64"),
+    "endless int key": (lambda: {"a": {10**5000: 1.0}}, "a", "an int key of 16610 bits"),
+    "cycle": (cyclic_dict, "again/x[0]", "the structure contains itself"),
+    "cycle in a list": (cyclic_list, "l[1]", "the structure contains itself"),
+    "100,000 deep": (lambda: nested(100_000), "/".join("k" * 8), "nested more than 100 deep"),
+    "no stats": (lambda: "abc", None, "str is not a leaf"),
+    "lone surrogate": (lambda: {"\ud800": "x"}, "\ud800", "str is not a leaf"),
+}
+BAD_WEIGHTS: dict[str, tuple[Callable[[], Any], str]] = {
+    "negative": (lambda: -1.0, "the weight is -1.0; a weight is finite and not negative"),
+    "NaN": (lambda: math.nan, "the weight is nan"),
+    "infinite": (lambda: math.inf, "the weight is inf"),
+    "huge": (lambda: 10**400, "int too large to convert to float"),
+    "matrix": (lambda: torch.ones(2, 2), "the weight is a tensor of shape (2, 2)"),
+    "negative element": (lambda: torch.tensor([2.0, -1.0]), "a weight is finite and not negative"),
+    "NaN element": (lambda: torch.tensor([2.0, math.nan]), "a weight is finite and not negative"),
+    "too large together": (too_large_together, "its elements add up to more than a float64 can hold. Only the ratios"),
+    "fake": (lambda: fake((2,)), "the weight is a FakeTensor, which has a shape but no value; it is a real number or"),
+    "None": (lambda: None, "the weight is of type NoneType, which is not a number"),
+    "str": (lambda: "8", "the weight is of type str, which is not a number"),
+    "list": (lambda: [1.0, 2.0], "the weight is of type list, which is not a number"),
+    "complex": (lambda: 1j, "the weight is complex"),
+    "marker": (lambda: Sum(1.0), "the weight is of type Sum, which is not a number"),
+    "raises": (Unreadable, "ZeroDivisionError: this one never works"),
+    "meta": (lambda: torch.ones((), device="meta"), "meta tensors"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_STATS)
+def test_bad_stats_of_one_rank_are_refused_on_all(case: str) -> None:
+    make, path, text = BAD_STATS[case]
+    error = refused_by_all(lambda reducer, rank, group: reducer(make() if rank == 1 else {"good": 1.0}))
+    assert (error.kind, error.ranks, error.path) == (InvalidStats, (1,), path)
+    head, line, end = error.text.split("\n")
+    assert head == "stats that cannot be reduced:"
+    assert line.startswith(f"  rank 1 at {path!r}: " if path else "  rank 1: ")
+    assert text in line
+    assert end == "Nothing was reduced; the reducer goes on working."
+
+
+@pytest.mark.parametrize("case", BAD_WEIGHTS)
+def test_bad_weight_of_one_rank_is_refused_on_all(case: str) -> None:
+    make, text = BAD_WEIGHTS[case]
+    error = refused_by_all(lambda reducer, rank, group: reducer({"good": 1.0}, make() if rank == 1 else 1.0))
+    assert (error.kind, error.ranks, error.path) == (InvalidStats, (1,), None)
+    assert error.text.split("\n")[1].startswith("  rank 1: ")
+    assert text in error.text
+
+
+def test_bad_stats_in_the_first_call_leave_the_reducer_working() -> None:
+    """No layout is known yet, and the other ranks hold new paths of their own."""
+
+    def call(group: ThreadGroup) -> list[Any]:
+        reducer = group.reducer(timeout_sec=TIMEOUT_SEC)
+        with pytest.raises(InvalidStats) as caught:
+            reducer({f"of rank {group.rank}": object() if group.rank == 1 else 1.0})
+        return [str(caught.value), reducer({f"of rank {group.rank}": 1.0}).values]
+
+    for text, values in run_threads(call, 3).values():
+        assert "  rank 1 at 'of rank 1': object is not a leaf" in text
+        assert values == {"of rank 0": 1.0, "of rank 1": 1.0, "of rank 2": 1.0}
+
+
+def test_every_bad_rank_is_named() -> None:
+    error = refused_by_all(lambda reducer, rank, group: reducer({"x": "text"} if rank < 2 else {"y": 1j}))
+    assert (error.ranks, error.path) == ((0, 1, 2), "x")
+    assert "\n  ranks 0, 1 at 'x': str is not a leaf" in error.text
+    assert "\n  rank 2 at 'y': complex is not a leaf" in error.text
+
+
+@pytest.mark.parametrize("name", ["any_rank", "all_ranks"])
+def test_flag_without_a_truth_value_is_refused_on_all(name: str) -> None:
+    flags = [False, Undecided(), torch.tensor(True)]
+    error = refused_by_all(lambda reducer, rank, group: getattr(ddpstats, name)(flags[rank], group=group))
+    assert (error.kind, error.ranks, error.path) == (InvalidStats, (1,), None)
+    assert f"  rank 1: the flag of {name}() has no truth value: cannot say\n" in error.text
+
+
+# -- stats that do not fit together ------------------------------------------------------------------------------------
+
+# What rank 1 holds, what ranks 0 and 2 hold, the path, and the words for both.
+CONFLICTS: dict[str, tuple[Any, Any, str, str, str]] = {
+    "leaf or dict": ({"a": 1.0}, {"a": {"b": 1.0}}, "a", "a leaf (mean)", "a dict with 1 entries ('b')"),
+    "leaf or list": ({"a": 1.0}, {"a": [1.0, 2.0]}, "a", "a leaf (mean)", "a list with 2 entries (0, 1)"),
+    "list or dict": ({"a": [1.0]}, {"a": {"0": 1.0}}, "a", "a list with 1 entries (0)", "a dict with 1 entries ('0')"),
+    "tuple or dict": ({"a": (1.0,)}, {"a": {0: 1.0}}, "a", "a tuple with 1 entries (0)", "a dict with 1 entries (0)"),
+    "mean or sum": ({"a": 1.0}, {"a": Sum(1.0)}, "a", "a leaf (mean)", "a leaf (sum)"),
+    "min or max": ({"a": Min(1.0)}, {"a": Max(1.0)}, "a", "a leaf (min)", "a leaf (max)"),
+    "any or all": ({"a": ddpstats.Any(1)}, {"a": All(1)}, "a", "a leaf (any)", "a leaf (all)"),
+    "sum or list": ({"a": Sum(1.0)}, {"a": [1.0]}, "a", "a leaf (sum)", "a list with 1 entries (0)"),
+    "deep down": ({"x": [0.0, {"y": 1.0}]}, {"x": [0.0, {"y": [1.0]}]}, "x[1]/y", "a leaf (mean)", "a list with 1"),
+    "the whole": (1.0, {"a": 1.0}, "", "a leaf (mean)", "a dict with 1 entries ('a')"),
+    "dataclass or list": (Losses(1.0, 2.0), [1.0], "", "a Losses with 2 entries ('first', 'second')", "a list with 1"),
+}
+
+
+@pytest.mark.parametrize("case", CONFLICTS)
+def test_stats_that_do_not_fit_together(case: str) -> None:
+    mine, theirs, path, mine_text, theirs_text = CONFLICTS[case]
+    error = refused_by_all(lambda reducer, rank, group: reducer(mine if rank == 1 else theirs))
+    assert (error.kind, error.ranks, error.path) == (SchemaConflict, (0, 1, 2), path or None)
+    head, first, second, advice = error.text.split("\n")
+    what = f"different things under {path!r}" if path else "different stats"
+    assert head == f"ranks of 3 threads hold {what}:"
+    assert first.startswith(f"  ranks 0, 2: {theirs_text}")
+    assert second.startswith(f"  rank 1: {mine_text}")
+    assert advice.endswith("Nothing was reduced.")
+
+
+def test_long_list_of_conflicts_is_cut() -> None:
+    error = refused_by_all(
+        lambda reducer, rank, group: reducer({f"k{i}": Sum(1.0) if rank else 1.0 for i in range(1000)})
+    )
+    assert error.path == "k0"
+    assert "\nand 995 more paths\n" in error.text
+    assert len(error.text) < 1000
+
+
+def test_conflict_leaves_no_trace_in_the_layout() -> None:
+    """The layout of before is neither lost nor polluted by what was refused."""
+
+    def call(group: ThreadGroup) -> list[Any]:
+        reducer = group.reducer(timeout_sec=TIMEOUT_SEC)
+        reducer({"good": 1.0})
+        with pytest.raises(SchemaConflict):
+            reducer({"good": 1.0, "new": 1.0 if group.rank else [1.0]})
+        before = reducer.counters
+        values = [reducer({"good": 1.0}).values, reducer({"good": 1.0, "new": Sum(1.0)}).values]
+        after = reducer.counters
+        return [values, after.collectives - before.collectives, after.renegotiations - before.renegotiations]
+
+    # one collective; then the new path: an all_reduce and an all_gather
+    assert run_threads(call, 3).values() == [[[{"good": 1.0}, {"good": 1.0, "new": 3.0}], 1 + 2, 1]] * 3
+
+
+def test_keys_that_are_only_spelled_the_same_are_no_conflict() -> None:
+    def call(group: ThreadGroup) -> list[Any]:
+        reducer = group.reducer(timeout_sec=TIMEOUT_SEC)
+        mixed = [{1: 10.0}, {"1": 20.0}, {True: 30.0}][group.rank]
+        beside_none = [{"a": None}, {"a": {"b": 1.0}}, {"a": {}}][group.rank]
+        return [reducer(mixed).values, reducer(mixed).flat(), reducer(beside_none).values]
+
+    expected = [{1: 20.0, "1": 20.0}, {"1": 20.0, "\\1": 20.0}, {"a": {"b": 1.0}}]
+    assert run_threads(call, 3).values() == [expected] * 3
+
+
+# -- values that are not finite ----------------------------------------------------------------------------------------
+
+
+def not_finite(count: int) -> Refused:
+    def call(reducer: StatsReducer, rank: int, group: Any) -> Any:
+        stats = {"good": 1.0, "a": {"b": [0.0, (1.0, math.nan, -math.inf)[rank]]}, "c": math.nan if rank == 2 else 0.0}
+        return reducer(stats | {f"k{i}": math.inf if rank == 1 else 0.0 for i in range(count)})
+
+    return refused_by_all(call, nonfinite="raise")
+
+
+def test_value_that_is_not_finite_is_named_with_its_ranks() -> None:
+    error = not_finite(0)
+    assert (error.kind, error.ranks, error.path) == (NonFiniteStat, (1, 2), "a/b[1]")
+    assert error.text.split("\n") == [
+        "non-finite stats (nonfinite='raise') on 3 threads:",
+        "  'a/b[1]': ranks 1, 2",
+        "  'c': rank 2",
+    ]
+
+
+def test_long_list_of_values_that_are_not_finite_is_cut() -> None:
+    assert not_finite(100).text.endswith("\n  and 92 more paths")
+
+
+# -- bytes from a peer -------------------------------------------------------------------------------------------------
+
+KINDS = ("dict", "OrderedDict", "namedtuple:some.module:Outer.Name", "dataclass:m:\ud800")
+texts = st.text(st.characters(), max_size=8)
+leaves = st.builds(leaf, st.sampled_from(OPS), st.lists(texts, max_size=2).map(tuple))
+
+
+def containers(children: st.SearchStrategy[Node]) -> st.SearchStrategy[Node]:
+    kinds = st.lists(st.sampled_from(KINDS), min_size=1, max_size=2, unique=True)
+    mappings = st.dictionaries(texts | st.integers(-(2**70), 2**70), children, max_size=4)
+    lists = st.lists(st.sampled_from(("list", "tuple")), min_size=1, unique=True)
+    sequences = st.dictionaries(st.integers(0, 1000), children, max_size=4).map(
+        lambda items: dict(sorted(items.items()))
+    )
+    return st.builds(container, kinds, mappings, st.booleans()) | st.builds(container, lists, sequences, st.booleans())
+
+
+def container(kinds: list[str], items: dict[Any, Node], nullable: bool) -> Node:
+    return Container(tuple(kinds), tuple(items), tuple(items.values()), nullable)
+
+
+schemas: st.SearchStrategy[Node] = st.recursive(leaves, containers, max_leaves=8)
+statuses = st.builds(
+    Status,
+    call=texts,
+    name=st.none() | texts,
+    nonfinite=texts,
+    failure=st.none() | st.builds(Failure, texts, texts),
+    stale=st.booleans(),
+    agreed=st.binary(min_size=8, max_size=8),
+    body=st.binary(max_size=8),
+)
+holdings = st.builds(Holding, st.lists(texts, max_size=2).map(tuple), schemas)
+DAMAGE = ("truncated", "extended", "flipped", "huge number", "spliced")
+
+
+def damaged(payload: bytes, how: str, data: st.DataObject) -> bytes:
+    at = data.draw(st.integers(0, max(0, len(payload) - 1)))
+    if how == "truncated":
+        return payload[:at]
+    if how == "extended":
+        return payload + data.draw(st.binary(min_size=1, max_size=8))
+    if how == "flipped":
+        return payload[:at] + bytes([payload[at] ^ (1 << data.draw(st.integers(0, 7)))]) + payload[at + 1 :]
+    if how == "huge number":
+        return payload[:at] + b"\xff\xff\xff\xff" + payload[at + 4 :]
+    return payload[:at] + payload[data.draw(st.integers(0, len(payload))) :]
+
+
+def read_or_refuse(payload: bytes, decode: Callable[[bytes], Any], encode: Callable[[Any], bytes]) -> None:
+    """Whatever is read is exactly what an honest peer would have sent; anything else is a ProtocolMismatch."""
+    started = time.monotonic()
+    refusal = None
+    try:
+        value = decode(payload)
+    except ProtocolMismatch as error:
+        refusal = str(error)
+    assert time.monotonic() - started < 5.0
+    if refusal is None:
+        assert encode(value) == payload
+    else:
+        assert refusal.startswith("a peer sent ")
+        assert len(refusal) < 2000
+
+
+def encoded(holding: Holding) -> bytes:
+    return encode_holding(holding.unbuildable, encode_schema(holding.schema))
+
+
+@given(schemas, statuses, holdings)
+def test_what_ranks_send_survives_the_way_there_and_back(schema: Node, status: Status, holding: Holding) -> None:
+    assert decode_schema(encode_schema(schema)) == schema
+    assert decode_status(encode_status(status)) == status
+    assert decode_holding(encoded(holding)) == holding
+
+
+READERS: dict[str, tuple[st.SearchStrategy[Any], Callable[[bytes], Any], Callable[[Any], bytes]]] = {
+    "schema": (schemas, decode_schema, encode_schema),
+    "status": (statuses, decode_status, encode_status),
+    "holding": (holdings, decode_holding, encoded),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+@settings(max_examples=150)
+@given(st.sampled_from(DAMAGE), st.data())
+def test_damaged_bytes_are_refused(name: str, how: str, data: st.DataObject) -> None:
+    values, decode, encode = READERS[name]
+    read_or_refuse(damaged(encode(data.draw(values)), how, data), decode, encode)
+
+
+def test_bytes_that_are_not_what_was_announced_are_rank_missing_and_close_the_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One byte of what rank 1 tells of its keys is another when it arrives, also on rank 1 itself."""
+    gather = ThreadComm.all_gather
+
+    def damage(comm: ThreadComm, payload: bytes | bytearray, timeout_sec: float) -> Any:
+        if comm.rank == 1 and b"damaged" in payload:
+            payload = payload.replace(b"damaged", b"Damaged")
+        return gather(comm, payload, timeout_sec)
+
+    def call(group: ThreadGroup) -> list[str]:
+        reducer, texts = group.reducer(timeout_sec=TIMEOUT_SEC), []
+        for key in ("damaged", "good"):
+            with pytest.raises(RankMissing) as caught:
+                reducer({key: 1.0})
+            texts.append(str(caught.value))
+        return texts
+
+    monkeypatch.setattr(ThreadComm, "all_gather", damage)
+    texts = run_threads(call, 3).values()
+    assert {text for of_rank in texts for text in of_rank} == {texts[0][0]}
+    assert "left in the middle of it (DamagedError: what rank 1 sent arrived damaged)" in texts[0][0]
+    assert "Reductions on this group are closed" in texts[0][0]
+
+
+floats = st.floats(allow_nan=False)
+weights = st.floats(0, allow_nan=False, allow_infinity=False)
+
+
+@st.composite
+def numbers(draw: st.DrawFn) -> tuple[int, Numbers]:
+    leaves = draw(st.integers(0, 5))
+    lanes = array("d", draw(st.lists(floats, min_size=leaves, max_size=leaves)))
+    own = array("d", draw(st.lists(weights, min_size=leaves, max_size=leaves)))
+    positions = draw(st.sets(st.integers(0, leaves - 1))) if leaves else set()
+    scaled = {i: (draw(st.floats(-2, 2)), draw(st.integers(-4400, 4400))) for i in sorted(positions)}
+    each: float | array[float] = own if draw(st.booleans()) else draw(weights)
+    return leaves, Numbers(draw(weights), lanes, each, scaled)
+
+
+@given(numbers())
+def test_numbers_survive_the_way_there_and_back(held: tuple[int, Numbers]) -> None:
+    leaves, sent = held
+    payload = encode_numbers(sent)
+    assert decode_numbers(payload, leaves) == sent
+    assert len(payload) <= numbers_bytes(leaves) + more_bytes(len(sent.scaled), len(sent.mixed))
+    assert decode_numbers(encode_numbers(None), leaves) is None
+    if sent.weights != array("d") or not isinstance(sent.weights, array):
+        with pytest.raises(ProtocolMismatch, match="a peer sent"):
+            decode_numbers(payload, leaves + 1)
+
+
+@settings(max_examples=150)
+@given(numbers(), st.sampled_from(DAMAGE), st.data())
+def test_damaged_numbers_are_refused(held: tuple[int, Numbers], how: str, data: st.DataObject) -> None:
+    leaves, sent = held
+    payload = damaged(encode_numbers(sent), how, data)
+    read_or_refuse(payload, lambda given: decode_numbers(given, leaves), encode_numbers)
+
+
+@given(st.binary(max_size=40), st.integers(0, 2**33))
+def test_slots_from_a_peer_stay_within_the_layout(payload: bytes, size: int) -> None:
+    try:
+        slots = decode_slots(payload, size)
+    except ProtocolMismatch:
+        return
+    assert all(0 <= slot < size for slot in slots)
+    assert encode_slots(list(slots)) == payload
+
+
+def container_bytes(kind: str, keys: list[Any]) -> bytes:
+    return encode_schema(Container((kind,), tuple(keys), tuple(leaf("mean") for _ in keys)))
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        container_bytes("list", [-1]),
+        container_bytes("list", [1, 0]),
+        container_bytes("list", [2**40]),
+        container_bytes("tuple", ["0"]),
+        container_bytes("dict", ["a", "a"]),
+        container_bytes("unheard of", ["a"]),
+        container_bytes("dataclass:no_name", ["a"]),
+        container_bytes("class:os:environ", ["a"]),
+        container_bytes("", ["a"]),
+    ],
+    ids=["negative", "unsorted", "far away", "text", "twice", "kind", "half a class", "other class", "no kind"],
+)
+def test_what_no_honest_peer_sends_is_refused(payload: bytes) -> None:
+    with pytest.raises(ProtocolMismatch, match=r"^a peer sent .*; ranks must run the same version"):
+        decode_schema(payload)
+
+
+def test_bytes_behind_the_end_are_counted() -> None:
+    with pytest.raises(ProtocolMismatch, match="a peer sent 3 bytes too many"):
+        decode_schema(container_bytes("dict", ["k"]) + b"abc")
+
+
+@pytest.mark.parametrize("depth", [101, 1000, 100_000])
+def test_a_structure_deeper_than_any_is_refused(depth: int) -> None:
+    level = container_bytes("dict", ["k"])[:-1]
+    with pytest.raises(ProtocolMismatch, match="a structure deeper than 100"):
+        decode_schema(level * depth + b"\x01")

@@ -1,0 +1,151 @@
+"""Stores of every kind serve reductions, and a backend that cannot is a `ConfigError`, with nothing closed."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]  # not in __all__
+
+import ddpstats
+from ddpstats._ranks.gloo import own_connection
+from ddpstats._ranks.store import BoundedStore, bounded, rest
+from ddpstats._ranks.store_log import StoreLog
+from ddpstats.errors import ConfigError
+from ddpstats.testing import run_ranks
+
+LIMIT_SEC = 90.0
+
+
+def tcp() -> Any:
+    return TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+
+
+def everything() -> list[Any]:
+    group = dist.new_group()
+    with ddpstats.StatsReducer(group=group, timeout_sec=30) as reducer:
+        found: list[Any] = [reducer({"a": float(dist.get_rank())}).values, ddpstats.any_rank(dist.get_rank() == 1)]
+        found.append(reducer.start({"a": 1.0}).result().values)
+    with ddpstats.collective_guard("strict", timeout_sec=30):
+        dist.all_reduce(torch.ones(1))
+    return found
+
+
+def over(kind: str, path: str) -> list[Any]:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    stores = {
+        "file": lambda: FileStore(path, size),
+        "nested": lambda: PrefixStore("a", PrefixStore("b", PrefixStore("c", tcp()))),
+        "nested file": lambda: PrefixStore("a", PrefixStore("b", FileStore(path, size))),
+    }
+    dist.init_process_group("gloo", store=PrefixStore(kind, stores[kind]()), rank=rank, world_size=size)  # type: ignore[no-untyped-call]
+    return everything()
+
+
+@pytest.mark.parametrize(
+    "kind", ["nested file", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("file", "nested"))]
+)
+def test_store_of_any_kind_serves_reductions_and_guard(kind: str, tmp_path: Path) -> None:
+    found = run_ranks(over, 2, kind, str(tmp_path / "store"), timeout_sec=LIMIT_SEC).values()
+    assert found == [[{"a": 0.5}, True, {"a": 1.0}]] * 2
+
+
+@pytest.mark.parametrize("kind", ["file", "hash", "tcp"])
+def test_a_look_writes_nothing_and_finds_what_is_new(kind: str, tmp_path: Path) -> None:
+    written = tmp_path / "store"
+    stores: dict[str, Callable[[], Any]] = {
+        "file": lambda: FileStore(str(written), 1),
+        "hash": HashStore,
+        "tcp": lambda: TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False),
+    }
+    store = bounded(stores[kind]())
+    mine, theirs = StoreLog(store, "log"), StoreLog(store, "log")
+    assert (mine.unread(), store.counted("log")) == ([], 0)
+    for number in range(3):
+        theirs.append(str(number))
+        assert mine.unread() == [str(number).encode()]
+        before = written.read_bytes() if kind == "file" else b""
+        assert (mine.unread(), store.counted("log"), store.counted("nowhere")) == ([], number + 1, 0)
+        assert before == (written.read_bytes() if kind == "file" else b"")
+    assert theirs.unread() == [b"0", b"1", b"2"]
+
+
+def over_fake(with_store: bool) -> list[str]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=dist.HashStore() if with_store else FakeStore(), rank=0, world_size=4)  # type: ignore[attr-defined]
+    said = []
+    for attempt in (
+        lambda: ddpstats.reduce_stats({"a": 1.0}),
+        lambda: ddpstats.any_rank(True),
+        lambda: ddpstats.all_ranks(True),
+        lambda: ddpstats.StatsReducer().start({"a": 1.0}).result(),
+        lambda: ddpstats.recursive_average({"a": torch.tensor(1.0)}, torch.tensor(1.0), True),
+        ddpstats.collective_guard("strict").__enter__,
+        ddpstats.collective_guard("step").__enter__,
+    ):
+        with pytest.raises(ConfigError) as caught:
+            attempt()
+        said.append(str(caught.value))
+    dist.all_reduce(torch.ones(1))
+    return said
+
+
+@pytest.mark.parametrize("with_store", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_fake_backend_is_refused(with_store: bool) -> None:
+    (said,) = run_ranks(over_fake, 1, with_store, timeout_sec=LIMIT_SEC).values()
+    assert all("the backend 'fake'" in text for text in said)
+
+
+def test_name_service_that_hangs_does_not_delay_the_look_at_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    store = BoundedStore(lambda: own_connection(server, "test"), address=("localhost", server.port))
+    store.set("key", "value")
+    look_up, is_over = socket.getaddrinfo, threading.Event()
+
+    def hanging(host: Any, *args: Any, **options: Any) -> Any:
+        if host == "localhost":
+            is_over.wait(60.0)
+        return look_up(host, *args, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", hanging)
+    assert store.is_served() is True
+    assert not is_over.is_set()
+    is_over.set()
+
+
+@pytest.mark.slow
+def test_threads_may_end_while_others_begin() -> None:
+    kept = [BoundedStore(HashStore) for _ in range(200)]
+    is_over = threading.Event()
+
+    def connect_often() -> None:
+        while not is_over.is_set():
+            kept.append(BoundedStore(HashStore))
+
+    others = [threading.Thread(target=connect_often) for _ in range(2)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for other in others:
+            other.start()
+        until = time.monotonic() + 3.0
+        while time.monotonic() < until:
+            rest(0.0)
+    finally:
+        sys.setswitchinterval(interval)
+        is_over.set()
+        for other in others:
+            other.join(10.0)
+    assert not any(other.is_alive() for other in others)
