@@ -189,7 +189,7 @@ def _say_what_stdout_can() -> None:
 
 
 def _say_error(verb: str, lines: Sequence[str]) -> None:
-    from ddpstats._base.report import printable  # the text may quote a file of somebody else's
+    from ddpstats._base.text import printable  # the text may quote a file of somebody else's
 
     print(f"{_PROG} {verb}: error: {printable(lines)}", file=sys.stderr)
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ddpstats._base.compiled import breaks_graph
+from ddpstats._base.lazy import breaks_graph
 from ddpstats._base.paths import Path
 from ddpstats._ranks.channel import ALONE
 from ddpstats._ranks.vectors import as_tensor

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ddpstats._base.untrusted import LATEST_TIME_SEC
+from ddpstats._base.files import LATEST_TIME_SEC
 
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 

@@ -3,13 +3,20 @@ r"""How a path is spelled: in messages, in loggers, in reports.
 ``loss``, ``train/loss`` for nesting, ``l1_loss[0]`` for lists. Keys are kept verbatim. Where two paths of one layout
 would be spelled alike (``{"a/b": 1, "a": {"b": 2}}``), those paths, and only those, are spelled with escapes, which
 no two paths share: ``a\/b`` is one key, ``a/b`` are two, ``\0`` is the string and ``0`` the integer.
+
+The one walk over nested dicts, lists, tuples and dataclasses: what lies in them, each with its path.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from types import SimpleNamespace
+from typing import Any
+
+# -- paths -------------------------------------------------------------------------------------------------------------
 
 
 class Index(int):
@@ -71,3 +78,52 @@ def _escape_key(key: Step) -> str:
     if not text:
         return "\\e"  # a bare backslash would make an escaped slash of the separator that follows
     return "\\" + text if _LOOKS_LIKE_INT.match(text) else text
+
+
+# -- containers --------------------------------------------------------------------------------------------------------
+
+_MOST_DEEP = 200  # a bundle holds 64 levels of the user's, and writes up to three of its own for each
+
+
+def walk(value: Any, path: str = "batch", *, by_field: bool = False) -> Iterator[tuple[str, Any]]:
+    """(path, leaf) for every leaf, in order. What lies inside itself, or too deep, is a leaf.
+
+    ``by_field``: what a namedtuple holds is reached by the names of its fields, not by places.
+    """
+    return _walk(value, path, by_field, ())
+
+
+def _walk(value: Any, path: str, by_field: bool, around: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
+    held = None if is_endless(value, around) else _held(value, by_field)
+    if held is None:
+        yield path, value
+        return
+    around = (*around, id(value))
+    for step, item in held:
+        yield from _walk(item, path + step, by_field, around)
+
+
+def _held(value: Any, by_field: bool) -> Iterable[tuple[str, Any]] | None:
+    """How each thing in a container is reached, and the thing; None for a leaf."""
+    if isinstance(value, Mapping):
+        return ((f"[{key!r}]", item) for key, item in value.items())
+    if isinstance(value, (list, tuple)):
+        names = getattr(type(value), "_fields", None) if by_field else None
+        if names is None:
+            return ((f"[{place}]", item) for place, item in enumerate(value))
+        return ((f".{name}", item) for name, item in zip(names, value, strict=True))
+    if type(value) is SimpleNamespace:  # what a bundle makes of a dataclass
+        return ((f".{name}", item) for name, item in vars(value).items())
+    if is_dataclass(value) and not isinstance(value, type):
+        return ((f".{name}", getattr(value, name)) for name in set_fields(value))
+    return None
+
+
+def is_endless(value: Any, around: tuple[int, ...]) -> bool:
+    """Whether it lies inside itself, or too deep to be stored. ``around``: the ids of what it lies in."""
+    return len(around) > _MOST_DEEP or id(value) in around
+
+
+def set_fields(value: Any) -> list[str]:
+    """Of a dataclass: a field may have no value."""
+    return [one.name for one in fields(value) if hasattr(value, one.name)]

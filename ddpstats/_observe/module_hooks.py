@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ddpstats._base.compiled import breaks_graph
+from ddpstats._base.lazy import breaks_graph
 
 T = TypeVar("T")
 

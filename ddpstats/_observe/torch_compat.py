@@ -5,7 +5,7 @@ was told, and `lacking` says so in a sentence each. Names for process groups and
 imported here so that `lacking` knows of them too. What other files import from here are functions and values that work
 either way. Names that are read off an object later (of a process group, a node, a module) are looked for there.
 
-Two files below this room may not import it and have their own names: `ddpstats._base.compiled`, which is used before
+Two files below this room may not import it and have their own names: `ddpstats._base.lazy`, which is used before
 torch is imported, and `ddpstats._ranks.gloo`. Anywhere else a test refuses them. C functions are bound here
 once, so that a caller on a hot path pays no call of ours.
 """

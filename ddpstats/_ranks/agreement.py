@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar
 
-from ddpstats._base.rank_names import ranks_text
+from ddpstats._base.text import ranks_text
 from ddpstats._ranks.codec import fingerprint
 from ddpstats._ranks.comm import Comm
 from ddpstats._ranks.lanes import HEADER_LANES, Buffer, Seal, capacity_for

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from ddpstats._base.untrusted import checked_regular, open_regular, read_at_most
+from ddpstats._base.files import checked_regular, open_regular, read_at_most
 
 _MOST_BYTES = 2 << 20  # a verdict has at most half of that
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
-from ddpstats._base.compiled import refuse_without_values
+from ddpstats._base.lazy import refuse_without_values
 from ddpstats._ranks.agreement import Agreement
 from ddpstats.errors import ConfigError
 

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from ddpstats._base.rank_names import ranks_text
+from ddpstats._base.text import ranks_text
 from ddpstats._base.version import __version__
 from ddpstats._ranks.agreement import Agreement
 from ddpstats._ranks.call_order import CallOrder, Reentered, T, Work

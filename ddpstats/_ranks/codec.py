@@ -11,7 +11,7 @@ import struct
 from collections.abc import Mapping
 from typing import NoReturn
 
-from ddpstats._base.rank_names import holders_lines
+from ddpstats._base.text import holders_lines
 from ddpstats.errors import ProtocolMismatch
 
 PROTOCOL_VERSION = 4

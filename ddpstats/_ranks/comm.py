@@ -26,8 +26,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from ddpstats._base.rank_names import members
-from ddpstats._base.wording import first_line
+from ddpstats._base.text import first_line, members
 from ddpstats._ranks.gloo import (
     OWN_GROUP,
     default_store,

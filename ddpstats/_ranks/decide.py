@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ddpstats._base import config
-from ddpstats._base.compiled import breaks_graph
+from ddpstats._base.lazy import breaks_graph
 from ddpstats._ranks.agreement import Agreement, Call, Counters
 from ddpstats._ranks.channel import channel_of
 from ddpstats._ranks.comm import patience_sec

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddpstats._base import config
-from ddpstats._base.rank_names import ranks_text
+from ddpstats._base.text import ranks_text
 from ddpstats._ranks.agreement import MAX_ROUNDS, Agreement, Call, Counters, DamagedError, Site, status_of
 from ddpstats._ranks.channel import channel_of
 from ddpstats._ranks.comm import patience_sec

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ddpstats._base.untrusted import parse_json
+from ddpstats._base.files import parse_json
 from ddpstats._ranks.board import Board
 from ddpstats._ranks.roster import Lost, ProcessId, Roster
 from ddpstats._ranks.store import STORE_ERRORS, bounded, growing_polls, shared_poll

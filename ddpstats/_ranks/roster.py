@@ -22,8 +22,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ddpstats._base.rank_names import ranks_text
-from ddpstats._base.wording import first_line
+from ddpstats._base.text import first_line, ranks_text
 from ddpstats._ranks import launcher
 from ddpstats._ranks.store import BoundedStore, StoreGone, StoreSilent
 from ddpstats._ranks.store_log import StoreLog

@@ -9,7 +9,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ddpstats._base.rank_names import ranks_text
+from ddpstats._base.text import ranks_text
 from ddpstats._ranks.codec import PROTOCOL_VERSION, Reader, put_optional, put_text, refuse, utf8
 from ddpstats.errors import InvalidStats, ProtocolMismatch
 

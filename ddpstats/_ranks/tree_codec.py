@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
+from ddpstats._base.files import parse_json
 from ddpstats._base.paths import Index, Path, Step, format_path
-from ddpstats._base.untrusted import parse_json
-from ddpstats._base.wording import dtype_name
+from ddpstats._base.text import dtype_name
 from ddpstats.errors import ProtocolMismatch
 
 _LENGTH = struct.Struct("<Q")

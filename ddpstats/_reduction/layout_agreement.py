@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from ddpstats._base.paths import Path, Step, format_path
-from ddpstats._base.rank_names import ranks_text
+from ddpstats._base.text import ranks_text
 from ddpstats._reduction.layout import Layout
 from ddpstats._reduction.schema import (
     DICT,

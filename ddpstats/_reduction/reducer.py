@@ -19,8 +19,8 @@ from typing import Any, Literal, NoReturn, get_args
 import torch.distributed as dist
 
 from ddpstats._base import config
-from ddpstats._base.arguments import check_choice, check_flag
-from ddpstats._base.compiled import breaks_graph
+from ddpstats._base.config import check_choice, check_flag
+from ddpstats._base.lazy import breaks_graph
 from ddpstats._ranks.agreement import Agreement, Call, Counters
 from ddpstats._ranks.channel import Channel, channel_of
 from ddpstats._ranks.comm import patience_sec

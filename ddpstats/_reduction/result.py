@@ -10,7 +10,7 @@ from functools import cached_property
 from itertools import repeat
 from typing import Any, NamedTuple
 
-from ddpstats._base.rank_names import ranks_text
+from ddpstats._base.text import ranks_text
 from ddpstats._reduction.columns import Columns
 from ddpstats._reduction.layout import Layout, Selection
 from ddpstats._reduction.nesting import Builder, builder

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import compress, repeat
 from typing import ClassVar
 
-from ddpstats._base.bounded_cache import BoundedCache
+from ddpstats._base.caches import BoundedCache
 from ddpstats._base.paths import Step
 from ddpstats._ranks.agreement import Site
 from ddpstats._reduction import slots

@@ -17,9 +17,9 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from ddpstats._base.bounded_cache import BoundedCache
+from ddpstats._base.caches import BoundedCache
 from ddpstats._base.paths import Index, Path, Step, format_path
-from ddpstats._base.wording import dtype_name
+from ddpstats._base.text import dtype_name
 from ddpstats._ranks.status import Failure
 from ddpstats._reduction.markers import Marker
 from ddpstats._reduction.nesting import remember_class

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 
 from ddpstats._base import exact_sums
-from ddpstats._base.compiled import is_fake
 from ddpstats._base.exact_sums import LARGEST, SMALLEST, Scaled, scaled_sum
+from ddpstats._base.lazy import is_fake
 from ddpstats._base.paths import Path, format_path
 from ddpstats._ranks.status import Failure
 from ddpstats._ranks.vectors import are_normal, are_summable, elements, is_finite, product

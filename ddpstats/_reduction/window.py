@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from ddpstats._base.arguments import check_flag
-from ddpstats._base.compiled import breaks_graph, compiler_probe, never_traced, refuse_without_values
+from ddpstats._base.config import check_flag
+from ddpstats._base.lazy import breaks_graph, compiler_probe, never_traced, refuse_without_values
 from ddpstats._ranks.status import Failure
 from ddpstats._reduction.reducer import NonFinitePolicy, ReductionCounters, StatsReducer
 from ddpstats._reduction.result import Reduced

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar
 
-from ddpstats._base.arguments import refuse_differences
-from ddpstats._base.compiled import refuse_without_values
+from ddpstats._base.config import refuse_differences
+from ddpstats._base.lazy import refuse_without_values
 from ddpstats._ranks.channel import channel_of
 from ddpstats._ranks.gather import gather_trees
 from ddpstats.errors import ConfigError

@@ -32,7 +32,7 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
 )
 
-from ddpstats._base.containers import is_endless, set_fields, walk
+from ddpstats._base.paths import is_endless, set_fields, walk
 from ddpstats._observe.gradients import unwrapped
 from ddpstats._observe.module_hooks import ForwardBegins
 from ddpstats._observe.torch_compat import copy_each, version_of

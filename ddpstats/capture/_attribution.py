@@ -29,8 +29,8 @@ import torch
 from torch import Tensor, nn
 
 from ddpstats._base import config
-from ddpstats._base.containers import walk
-from ddpstats._base.wording import listed
+from ddpstats._base.paths import walk
+from ddpstats._base.text import listed
 from ddpstats._observe.gradient_norms import NO_GRADIENT
 from ddpstats._ranks.comm import patience_sec
 from ddpstats._ranks.gather import gather_trees

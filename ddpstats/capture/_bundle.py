@@ -30,9 +30,8 @@ from typing import Any, BinaryIO
 
 import torch
 
-from ddpstats._base.atomic_files import TEMPORARY_PREFIX, Written, make_private_directory, replace_file, summary
-from ddpstats._base.tensor_archive import check_archive
-from ddpstats._base.wording import count_of
+from ddpstats._base.files import TEMPORARY_PREFIX, Written, check_archive, make_private_directory, replace_file, summary
+from ddpstats._base.text import count_of
 from ddpstats.capture._manifest import (
     BUNDLE_NAME,
     MANIFEST,

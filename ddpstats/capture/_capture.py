@@ -23,9 +23,9 @@ from typing import Any, get_args
 import torch
 
 from ddpstats._base import marks
-from ddpstats._base.arguments import check_choice, check_count
-from ddpstats._base.compiled import breaks_graph
-from ddpstats._base.rank_names import ranks_text
+from ddpstats._base.config import check_choice, check_count
+from ddpstats._base.lazy import breaks_graph
+from ddpstats._base.text import ranks_text
 from ddpstats._observe.gradient_norms import any_bad
 from ddpstats._observe.gradients import GradientWatch
 from ddpstats._ranks.channel import channel_of

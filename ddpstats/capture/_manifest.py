@@ -19,8 +19,15 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ddpstats._base.atomic_files import Written, replace_file
-from ddpstats._base.untrusted import NO_REGULAR_FILE, open_regular, parse_json, read_at_most, refused_version
+from ddpstats._base.files import (
+    NO_REGULAR_FILE,
+    Written,
+    open_regular,
+    parse_json,
+    read_at_most,
+    refused_version,
+    replace_file,
+)
 from ddpstats.capture._fields import MOST_RANKS, Fields, is_texts
 from ddpstats.errors import BundleError
 

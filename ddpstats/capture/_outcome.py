@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddpstats._base.wording import count_of, listed
+from ddpstats._base.text import count_of, listed
 from ddpstats._observe.gradient_norms import norm_kind
 from ddpstats._rerun.runner import RunSettings
 from ddpstats.capture._manifest import Manifest

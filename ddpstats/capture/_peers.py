@@ -27,7 +27,7 @@ import time
 import traceback
 from pathlib import Path
 
-from ddpstats._base.rank_names import ranks_text
+from ddpstats._base.text import ranks_text
 from ddpstats._ranks.channel import Channel
 from ddpstats._ranks.store import shared_poll
 from ddpstats.errors import DdpstatsError, RankMissing

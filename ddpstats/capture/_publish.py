@@ -21,7 +21,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from ddpstats._base.atomic_files import Written, make_private_directory
+from ddpstats._base.files import Written, make_private_directory
 from ddpstats._ranks.gather import gather_trees
 from ddpstats.capture._bundle import (
     NO_PARAMETERS,

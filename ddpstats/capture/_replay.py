@@ -22,7 +22,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from ddpstats._base.report import VerbReport
+from ddpstats._base.text import VerbReport
 from ddpstats.errors import BundleError, ConfigError
 
 if TYPE_CHECKING:

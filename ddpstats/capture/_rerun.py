@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddpstats._base.wording import listed
+from ddpstats._base.text import listed
 from ddpstats._observe.gradient_norms import held_values, measure, parts_of
 from ddpstats._observe.user_frames import calls_step
 from ddpstats._rerun.numerics_settings import as_in

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddpstats._base.wording import dtype_name
+from ddpstats._base.text import dtype_name
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from ddpstats._base.rank_names import ranks_text
-from ddpstats._base.wording import listed
+from ddpstats._base.text import listed, ranks_text
 from ddpstats._observe.backward_passes import BackwardNorms
 from ddpstats._observe.gradient_norms import measure
 from ddpstats._observe.gradients import GradientWatch

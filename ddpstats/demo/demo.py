@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from ddpstats._base.report import VerbReport
+from ddpstats._base.text import VerbReport
 from ddpstats.demo.report import RankReport, as_json, as_text, is_right, report_name
 from ddpstats.errors import DdpstatsError
 

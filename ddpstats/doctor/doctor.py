@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ddpstats._base import config
-from ddpstats._base.report import VerbReport
+from ddpstats._base.text import VerbReport
 from ddpstats.doctor.report import as_json, as_text, compared
 
 _TIMEOUT_SEC = 120.0

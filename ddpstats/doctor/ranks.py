@@ -28,8 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddpstats._base.rank_names import ranks_text
-from ddpstats._base.wording import first_line
+from ddpstats._base.text import first_line, ranks_text
 from ddpstats._ranks.comm import slice_sec
 from ddpstats._ranks.gather import gather_trees
 from ddpstats._ranks.gloo import part_of

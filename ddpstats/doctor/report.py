@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ddpstats._base.rank_names import holders_lines
-from ddpstats._base.wording import count_of, listed
+from ddpstats._base.text import count_of, holders_lines, listed
 
 Told = dict[str, dict[str, Any]]
 """What one rank says: sections of names and values."""

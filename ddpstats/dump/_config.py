@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn, cast
 
-from ddpstats._base.untrusted import open_regular, read_at_most
-from ddpstats._base.wording import listed
+from ddpstats._base.files import open_regular, read_at_most
+from ddpstats._base.text import listed
 from ddpstats.errors import ConfigError
 
 Task = Literal["statistics", "tensor"]

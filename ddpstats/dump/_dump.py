@@ -24,7 +24,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
-from ddpstats._base.compiled import breaks_graph
+from ddpstats._base.lazy import breaks_graph
 from ddpstats.dump._config import DumpConfig, read_config
 from ddpstats.dump.collect._calls import CallWatch
 from ddpstats.dump.collect._modules import ModuleWatch

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from ddpstats._base.wording import listed
+from ddpstats._base.text import listed
 from ddpstats.dump._config import DumpConfig
 
 _SHOWN = 8

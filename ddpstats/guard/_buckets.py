@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ddpstats._base.wording import listed
+from ddpstats._base.text import listed
 from ddpstats._observe.torch_groups import bucket_assignments
 from ddpstats.guard._events import Event
 

@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ddpstats._base.report import printable
-from ddpstats._base.untrusted import parse_json
+from ddpstats._base.files import parse_json
+from ddpstats._base.text import printable
 from ddpstats._observe.torch_groups import add_debug_endpoint, ask_debug_endpoint
 from ddpstats.guard import _guard
 from ddpstats.guard._diagnosis import find

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ddpstats._base.wording import dtype_name
+from ddpstats._base.text import dtype_name
 from ddpstats._observe.c10d_operators import Collective
 from ddpstats.guard._events import MASK, Signature, digest_of, stable_hash
 

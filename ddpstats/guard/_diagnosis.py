@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from ddpstats._base.rank_names import ranks_text
+from ddpstats._base.text import ranks_text
 from ddpstats.guard._events import BY_TORCH, MASK, Event, Signature, same_labels
 from ddpstats.guard._status import DOUBT, LEFT, MISMATCH, MISSING, NOTHING, GuardFinding, RankStatus
 from ddpstats.guard.labels._judge import Judgement, judge

@@ -14,8 +14,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ddpstats._base.report import printable
-from ddpstats._base.untrusted import LATEST_TIME_SEC
+from ddpstats._base.files import LATEST_TIME_SEC
+from ddpstats._base.text import printable
 
 MASK = (1 << 64) - 1
 _MAX_LEVELS = 64

@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from ddpstats._base.untrusted import parse_json
+from ddpstats._base.files import parse_json
 from ddpstats._ranks.roster import Roster
 from ddpstats._ranks.store import GLANCE_SEC, STORE_ERRORS, growing_polls, shared_poll
 from ddpstats._ranks.store_log import StoreLog

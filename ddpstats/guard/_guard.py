@@ -32,9 +32,9 @@ from typing import Any, Literal, get_args
 import torch.distributed as dist
 
 from ddpstats._base import config
-from ddpstats._base.arguments import check_choice, check_count
-from ddpstats._base.compiled import breaks_graph
-from ddpstats._base.wording import first_line
+from ddpstats._base.config import check_choice, check_count
+from ddpstats._base.lazy import breaks_graph
+from ddpstats._base.text import first_line
 from ddpstats._observe import collectives
 from ddpstats.errors import CollectiveMismatch, ConfigError, DdpstatsError
 from ddpstats.guard import _ending

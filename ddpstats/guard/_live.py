@@ -13,8 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
-from ddpstats._base.rank_names import ranks_text
-from ddpstats._base.report import VerbReport, printable
+from ddpstats._base.text import VerbReport, printable, ranks_text
 from ddpstats.errors import DdpstatsError
 from ddpstats.guard._live_notes import RankNow, read_notes
 from ddpstats.guard._status import LEFT

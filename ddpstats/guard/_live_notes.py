@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddpstats._base.untrusted import open_regular, parse_json, read_at_most, refused_version
+from ddpstats._base.files import open_regular, parse_json, read_at_most, refused_version
 from ddpstats._ranks.roster import ProcessId
 from ddpstats.errors import ConfigError, DdpstatsError
 from ddpstats.guard._events import Event, stable_hash

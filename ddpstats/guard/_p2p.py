@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ddpstats._base.rank_names import ranks_text
-from ddpstats._base.untrusted import parse_json
+from ddpstats._base.files import parse_json
+from ddpstats._base.text import ranks_text
 from ddpstats._ranks.store import GLANCE_SEC, StoreSilent, bounded
 from ddpstats.guard._events import Event
 from ddpstats.guard._records import RankRecord

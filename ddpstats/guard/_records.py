@@ -13,8 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ddpstats._base.marks import Mark
-from ddpstats._base.untrusted import (
+from ddpstats._base.files import (
     LATEST_TIME_SEC,
     bounded_lines,
     checked_regular,
@@ -22,6 +21,7 @@ from ddpstats._base.untrusted import (
     parse_json,
     refused_version,
 )
+from ddpstats._base.marks import Mark
 from ddpstats.errors import ConfigError
 from ddpstats.guard._events import Event, Evidence, event_of, line_of, text_of
 

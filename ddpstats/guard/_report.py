@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ddpstats._base.rank_names import ranks_text
-from ddpstats._base.wording import count_of
+from ddpstats._base.text import count_of, ranks_text
 from ddpstats.guard._diagnosis import find
 from ddpstats.guard._events import MESSAGES, newest_in_a_row
 from ddpstats.guard._p2p import match_records, unmatched, unpaired

@@ -21,8 +21,7 @@ import tty
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
-from ddpstats._base.report import printable
-from ddpstats._base.wording import count_of
+from ddpstats._base.text import count_of, printable
 from ddpstats.errors import DdpstatsError
 from ddpstats.guard._live import ALARM, EVERY_SEC, Lines, Picture, Row, picture_of
 from ddpstats.guard._live_notes import read_notes

@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-from ddpstats._base.untrusted import parse_json
+from ddpstats._base.files import parse_json
 from ddpstats.guard._events import Event
 from ddpstats.guard._exchange import EVENT_BYTES, Words
 

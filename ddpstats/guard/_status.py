@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ddpstats._base.untrusted import parse_json
+from ddpstats._base.files import parse_json
 from ddpstats.guard._events import Event, events_as_dicts, events_from_dicts, newest_in_a_row
 
 MISMATCH, MISSING, DOUBT, NOTHING = "mismatch", "missing", "doubt", "nothing"

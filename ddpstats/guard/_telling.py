@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
-from ddpstats._base.untrusted import parse_json
+from ddpstats._base.files import parse_json
 from ddpstats._ranks.store import STORE_ERRORS
 from ddpstats.errors import DdpstatsError
 from ddpstats.guard._failure_agreement import FailureAgreement, wait_until

@@ -11,8 +11,7 @@ from typing import Any
 
 from ddpstats._base import marks
 from ddpstats._base.marks import Mark
-from ddpstats._base.rank_names import ranks_text
-from ddpstats._base.wording import listed
+from ddpstats._base.text import listed, ranks_text
 from ddpstats._reduction import held_keys
 
 _SHOWN_KEYS = 5

@@ -16,7 +16,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any, NoReturn
 
-from ddpstats._base.rank_names import ranks_text
+from ddpstats._base.text import ranks_text
 from ddpstats._observe import collectives
 from ddpstats._ranks.store import STORE_ERRORS, StoreSilent, shared_poll
 from ddpstats.errors import CollectiveMismatch, DdpstatsError, ProtocolMismatch, RankMissing

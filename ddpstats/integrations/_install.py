@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import cast
 
-from ddpstats._base.wording import first_line
+from ddpstats._base.text import first_line
 from ddpstats.errors import ConfigError
 from ddpstats.integrations._patches import Patches, pip_command
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ddpstats._base.rank_names import holders_lines, ranks_text
+from ddpstats._base.text import holders_lines, ranks_text
 from ddpstats._ranks.gather import gather_trees
 from ddpstats._reduction import markers
 from ddpstats._reduction.reducer import reduce_stats

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ddpstats._base.paths import format_path
-from ddpstats._base.rank_names import holders_lines
+from ddpstats._base.text import holders_lines
 from ddpstats._ranks.comm import describe_group, group_ranks
 from ddpstats._ranks.gather import gather_trees
 from ddpstats.errors import SchemaConflict

@@ -61,7 +61,7 @@ from typing import Any
 import torch
 
 from ddpstats._base.paths import Index, Path, format_path
-from ddpstats._base.rank_names import holders_lines, ranks_text
+from ddpstats._base.text import holders_lines, ranks_text
 from ddpstats._ranks.comm import describe_group, group_ranks, resolve_group
 from ddpstats._ranks.gather import gather_trees
 from ddpstats._ranks.tree_codec import can_encode

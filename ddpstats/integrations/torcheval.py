@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ddpstats._base.paths import format_path
-from ddpstats._base.rank_names import holders_lines, ranks_text
+from ddpstats._base.text import holders_lines, ranks_text
 from ddpstats._ranks.comm import describe_group, group_ranks, resolve_group
 from ddpstats._ranks.gather import gather_trees
 from ddpstats._ranks.tree_codec import encode

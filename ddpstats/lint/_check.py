@@ -10,8 +10,8 @@ import tokenize
 import warnings
 from pathlib import Path
 
-from ddpstats._base.untrusted import open_regular, read_at_most
-from ddpstats._base.wording import first_line
+from ddpstats._base.files import open_regular, read_at_most
+from ddpstats._base.text import first_line
 from ddpstats.lint._collectives import MAY_HOLD, Collectives, TooLongError
 from ddpstats.lint._flow import Accusation, FlowWalk, without_completed
 from ddpstats.lint._ignores import without_ignored

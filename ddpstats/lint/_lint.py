@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddpstats._base.report import VerbReport, check_writable, write_file
-from ddpstats._base.wording import count_of, first_line
+from ddpstats._base.text import VerbReport, check_writable, count_of, first_line, write_file
 from ddpstats.errors import DdpstatsError
 from ddpstats.lint._check import UnreadError, check_file
 from ddpstats.lint._rules import RULES, Finding

@@ -13,9 +13,16 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from ddpstats._base.rank_names import holders_lines, ranks_text
-from ddpstats._base.report import VerbReport, check_writable, printable, write_file
-from ddpstats._base.wording import count_of, listed
+from ddpstats._base.text import (
+    VerbReport,
+    check_writable,
+    count_of,
+    holders_lines,
+    listed,
+    printable,
+    ranks_text,
+    write_file,
+)
 from ddpstats.guard._report import findings_as_json
 from ddpstats.report._page import page_of
 from ddpstats.report._perfetto import trace_of

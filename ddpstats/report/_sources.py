@@ -11,7 +11,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from ddpstats._base.marks import Mark
-from ddpstats._base.report import printable
+from ddpstats._base.text import printable
 from ddpstats.capture._manifest import BUNDLE_NAME, read_manifest
 from ddpstats.dump.format._files import find_ranks, rank_of, steps_in
 from ddpstats.dump.origin._explain import verdict

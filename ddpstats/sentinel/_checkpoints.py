@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddpstats._base.containers import walk
+from ddpstats._base.paths import walk
 from ddpstats._observe.gradient_norms import held_values
 from ddpstats._observe.module_hooks import ModuleHook
 from ddpstats.errors import ConfigError

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddpstats._base.wording import dtype_name
+from ddpstats._base.text import dtype_name
 from ddpstats.sentinel._digest import digests, flattened
 from ddpstats.sentinel._divergence import KINDS, Divergence, Element, Kind
 from ddpstats.sentinel._verdict import Gathered

@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ddpstats._base.rank_names import holders_lines, ranks_text
-from ddpstats._base.wording import count_of, listed
+from ddpstats._base.text import count_of, holders_lines, listed, ranks_text
 
 Kind = Literal["parameter", "gradient", "buffer"]
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ddpstats._base.rank_names import ranks_text
+from ddpstats._base.text import ranks_text
 from ddpstats.errors import ConfigError
 from ddpstats.sentinel._alarms import Check, alarm_tree, fault_tree, matmul_finding, threshold_finding
 from ddpstats.sentinel._detectors import ERROR

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import nn
 
-from ddpstats._base.arguments import check_count, check_flag
-from ddpstats._base.rank_names import ranks_text
+from ddpstats._base.config import check_count, check_flag
+from ddpstats._base.text import ranks_text
 from ddpstats._observe.gradients import replicas_in, unwrapped
 from ddpstats._ranks.comm import group_ranks
 from ddpstats._rerun.micro_batch import scale_of

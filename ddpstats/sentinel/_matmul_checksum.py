@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddpstats._base.wording import dtype_name
+from ddpstats._base.text import dtype_name
 from ddpstats._observe.torch_compat import in_backward
 from ddpstats.sentinel import _matmul_kernels as door
 from ddpstats.sentinel._matmul_kernels import Product

@@ -26,8 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddpstats._base.rank_names import holders_lines
-from ddpstats._base.wording import listed
+from ddpstats._base.text import holders_lines, listed
 from ddpstats._rerun.runner import attempt, from_rank_on
 from ddpstats._rerun.step_record import tensor_bytes
 from ddpstats.errors import ConfigError

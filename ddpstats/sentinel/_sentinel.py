@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 
 from ddpstats._base import marks
-from ddpstats._base.arguments import check_count
-from ddpstats._base.compiled import breaks_graph
+from ddpstats._base.config import check_count
+from ddpstats._base.lazy import breaks_graph
 from ddpstats._ranks.step import ask_all
 from ddpstats._rerun.micro_batch import Running, StepWatch, checked_step
 from ddpstats._rerun.module_state import place_text

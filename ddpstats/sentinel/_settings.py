@@ -17,8 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
-from ddpstats._base.arguments import check_choice
-from ddpstats._base.config import SENTINEL_MODE, SENTINEL_SIGMA_THRESH, SENTINEL_UPPER_THRESH
+from ddpstats._base.config import SENTINEL_MODE, SENTINEL_SIGMA_THRESH, SENTINEL_UPPER_THRESH, check_choice
 from ddpstats.errors import ConfigError
 
 Detector = Literal["v2", "v3"]

@@ -36,7 +36,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ddpstats._base.rank_names import holders_lines, ranks_text
+from ddpstats._base.text import holders_lines, ranks_text
 from ddpstats.errors import ConfigError
 
 _ROOM = 8.0  # times the noise that was measured

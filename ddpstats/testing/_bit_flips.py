@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddpstats._base.wording import listed
+from ddpstats._base.text import listed
 from ddpstats._observe.gradients import unwrapped
 from ddpstats.errors import ConfigError
 from ddpstats.testing import _flip_places as places

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 
-from ddpstats._base.compiled import DYNAMO
+from ddpstats._base.lazy import DYNAMO
 
 if TYPE_CHECKING:
     from ddpstats.testing._rank_outcomes import RankOutcome

@@ -1,10 +1,18 @@
-"""Each path has one spelling, which no other path has."""
+"""Each path has one spelling, which no other path has.
+
+`walk` yields every leaf of a container once, under the path that users read.
+"""
 
 from __future__ import annotations
 
+import collections
+from types import SimpleNamespace
+
 from hypothesis import given, strategies as st
 
-from ddpstats._base.paths import Index, Path, escape_path, format_path, unique_names
+from ddpstats._base.paths import Index, Path, escape_path, format_path, unique_names, walk
+
+# -- paths -------------------------------------------------------------------------------------------------------------
 
 steps = st.one_of(st.text(st.sampled_from("ab/[]\\0-1"), max_size=3), st.integers(-2, 2), st.integers(0, 2).map(Index))
 paths = st.lists(st.lists(steps, max_size=3).map(tuple), max_size=8)
@@ -39,3 +47,24 @@ def test_the_order_of_paths_does_not_change_their_names(found: list[Path]) -> No
     forward = dict(zip(map(identity, distinct), unique_names(distinct), strict=True))
     backward = dict(zip(map(identity, distinct[::-1]), unique_names(distinct[::-1]), strict=True))
     assert forward == backward
+
+
+# -- containers --------------------------------------------------------------------------------------------------------
+
+Pair = collections.namedtuple("Pair", ["left", "right"])
+
+
+def test_what_a_namedtuple_holds_is_reached_by_place_or_by_field() -> None:
+    value = {"a": [Pair(1, (2,))]}
+    assert list(walk(value)) == [("batch['a'][0][0]", 1), ("batch['a'][0][1][0]", 2)]
+    assert list(walk(value, "x", by_field=True)) == [("x['a'][0].left", 1), ("x['a'][0].right[0]", 2)]
+
+
+def test_a_dataclass_that_comes_back_as_a_namespace_is_walked() -> None:
+    assert list(walk([SimpleNamespace(x=1, y=[2])])) == [("batch[0].x", 1), ("batch[0].y[0]", 2)]
+
+
+def test_what_lies_inside_itself_is_a_leaf() -> None:
+    endless: list[object] = [1]
+    endless.append(endless)
+    assert list(walk(endless)) == [("batch[0]", 1), ("batch[1]", endless)]

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ddpstats import NaNCapture
-from ddpstats._base.atomic_files import summary
+from ddpstats._base.files import summary
 from ddpstats._base.version import __version__
 from ddpstats.capture._bundle import Manifest, bundle_name, read_manifest, write_manifest, write_part
 

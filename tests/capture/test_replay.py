@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddpstats import cli
-from ddpstats._base.atomic_files import replace_file
+from ddpstats._base.files import replace_file
 from ddpstats.capture._bundle import Bundle
 from tests import programs
 from tests.capture import making, replay_models

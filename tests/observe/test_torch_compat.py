@@ -23,7 +23,7 @@ from tests import programs
 ROOT = Path(ddpstats.__file__).parent
 HOMES = {
     *(ROOT / "_observe" / name for name in ("torch_compat.py", "torch_groups.py")),
-    *(ROOT / "_ranks" / "gloo.py", ROOT / "_base" / "compiled.py"),
+    *(ROOT / "_ranks" / "gloo.py", ROOT / "_base" / "lazy.py"),
 }
 NAMES_MODULES = ROOT / "_observe" / "user_frames.py"  # in strings
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in __all__
 
-from ddpstats._base.rank_names import members
+from ddpstats._base.text import members
 from ddpstats._ranks import channel, comm, mailbox, roster, store
 from ddpstats._ranks.channel import Channel
 from ddpstats._ranks.comm import Watch, wait_in_slices

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddpstats._base.atomic_files import make_private_directory
+from ddpstats._base.files import make_private_directory
 from ddpstats._observe.no_dispatch import no_dispatch_no_grad
 from ddpstats._observe.torch_compat import graph_task, in_backward
 from ddpstats._observe.user_frames import is_in_checkpoint

@@ -21,9 +21,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
-from ddpstats._base.rank_names import ranks_text
-from ddpstats._base.report import printable
-from ddpstats._base.wording import count_of
+from ddpstats._base.text import count_of, printable, ranks_text
 from ddpstats.dump.compare._rows import Mode
 from ddpstats.dump.format._entries import STATISTICS, DumpEntry, DumpLeaf, read_collective
 from ddpstats.dump.format._files import RankDump, notes_of, rank_of, ranks_without_dump

@@ -20,9 +20,7 @@ from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 
-from ddpstats._base.progress import ProgressBar
-from ddpstats._base.rank_names import ranks_text
-from ddpstats._base.report import Section, VerbReport, check_writable, write_table
+from ddpstats._base.text import ProgressBar, Section, VerbReport, check_writable, ranks_text, write_table
 from ddpstats.dump.compare import _between_ranks, _comparison
 from ddpstats.dump.compare._comparer import CompareTensors, EntryComparer
 from ddpstats.dump.compare._comparison import DumpComparison, RankComparison

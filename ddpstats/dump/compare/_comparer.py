@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
-from ddpstats._base.wording import count_of
+from ddpstats._base.text import count_of
 from ddpstats.dump.compare._rows import DIFFERENT, NO, NOT_COMPARED, PASS, WARNING, YES, Mode, Row
 from ddpstats.dump.compare._rules import (
     Closeness,

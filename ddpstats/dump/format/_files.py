@@ -20,9 +20,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from ddpstats._base.report import printable
-from ddpstats._base.untrusted import bounded_lines, open_regular, refused_version
-from ddpstats._base.wording import listed
+from ddpstats._base.files import bounded_lines, open_regular, refused_version
+from ddpstats._base.text import listed, printable
 from ddpstats.dump.format._entries import DumpEntry
 from ddpstats.dump.format._names import CONSTRUCT, DUMP, FORMAT, LINES, STACK, TENSORS, VERSION
 from ddpstats.dump.format._scan import LARGEST_VALUE_BYTES, Member, Progress, Scanner, parse

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddpstats._base.atomic_files import TEMPORARY_PREFIX, make_private_directory
+from ddpstats._base.files import TEMPORARY_PREFIX, make_private_directory
 from ddpstats._observe.torch_compat import without_tensor_classes
 from ddpstats.dump.format._names import file_name
 

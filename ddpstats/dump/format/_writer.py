@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ddpstats._base.atomic_files import make_private_directory, put_file
+from ddpstats._base.files import make_private_directory, put_file
 from ddpstats.dump.format._names import CONSTRUCT, DUMP, FORMAT, LINES, STACK, VERSION
 
 encode: Callable[[Any], str] = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ddpstats._base.rank_names import ranks_text
-from ddpstats._base.wording import listed
+from ddpstats._base.text import listed, ranks_text
 from ddpstats.dump.format._files import RankDump, header
 from ddpstats.dump.format._names import parse_name
 from ddpstats.dump.origin._candidates import Candidate

@@ -12,7 +12,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ddpstats._base.wording import dtype_name
+from ddpstats._base.text import dtype_name
 from ddpstats.dump.format._entries import DumpEntry, DumpLeaf
 from ddpstats.dump.format._files import RankDump
 from ddpstats.dump.format._names import Name

@@ -10,10 +10,7 @@ import argparse
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ddpstats._base.progress import ProgressBar
-from ddpstats._base.rank_names import ranks_text
-from ddpstats._base.report import VerbReport, printable
-from ddpstats._base.wording import count_of, dtype_name
+from ddpstats._base.text import ProgressBar, VerbReport, count_of, dtype_name, printable, ranks_text
 from ddpstats.dump.format._entries import DumpLeaf
 from ddpstats.dump.format._files import RankDump, find_ranks, notes_of, sayable_errors
 from ddpstats.dump.format._names import parse_name

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ddpstats._base.bounded_cache import BoundedCache
+from ddpstats._base.caches import BoundedCache
 from ddpstats.guard.labels._reading import (
     MISSING,
     PLAIN_DICTS,

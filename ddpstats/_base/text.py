@@ -1,15 +1,22 @@
-"""What a verb of the command found: as text, as one JSON object, and in files, a table (CSV) or a page (HTML).
+"""Words that messages share: numbers of things, lists cut short, errors in one line, names of dtypes.
+
+Ranks in messages: global, with the group rank in parentheses where it differs.
+
+What a verb of the command found: as text, as one JSON object, and in files, a table (CSV) or a page (HTML).
 
 Names in it may come from files that somebody else wrote, so what reaches a terminal, a spreadsheet program, a JSON
 parser or a browser is made harmless here. A file is there complete, or not at all; where the name is that of a link, it
 is the file that the link leads to. What is there and is no regular file, a pipe or a device, is written into as it is;
 so is the file that stdout or stderr goes to, after what is in it.
+
+A progress bar on stderr, where that is a terminal.
 """
 
 from __future__ import annotations
 
 import contextlib
 import csv
+import functools
 import io
 import json
 import math
@@ -17,14 +24,88 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
-from ddpstats._base.atomic_files import TEMPORARY_PREFIX, replace_file
+from ddpstats._base.files import TEMPORARY_PREFIX, replace_file
 from ddpstats.errors import DdpstatsError
+
+# -- wording -----------------------------------------------------------------------------------------------------------
+
+_ONE = {"entries": "entry", "micro-batches": "micro-batch"}
+
+
+def count_of(count: int, words: str) -> str:
+    """``1,024 tensors``, ``1 tensor``: ``words`` begins with the plural."""
+    first, _, rest = words.partition(" ")
+    if count == 1:
+        first = _ONE.get(first, first.removesuffix("s"))
+    return f"{count:,} {first} {rest}".rstrip()
+
+
+def listed(things: Iterable[object], most: int, rest: str = " and {} more") -> str:
+    """ "a, b and 3 more": at most ``most`` are named, then ``rest`` with the number of the others."""
+    names = [str(one) for one in things]
+    left = len(names) - most
+    return ", ".join(names[:most]) + (rest.format(left) if left > 0 else "")
+
+
+def first_line(error: BaseException) -> str:
+    """Of its text; its class where there is none."""
+    return str(error).strip().split("\n", 1)[0] or type(error).__name__
+
+
+@functools.lru_cache(maxsize=128)
+def dtype_name(dtype: object) -> str:
+    """ "float32", of a torch.dtype or of its text."""
+    return str(dtype).removeprefix("torch.")
+
+
+# -- rank names --------------------------------------------------------------------------------------------------------
+
+_SHOWN_RANKS = 8
+
+
+class Rank(int):
+    """A global rank that knows its place in the group."""
+
+    group_rank: int
+
+    def __new__(cls, value: int, group_rank: int) -> Rank:
+        rank = super().__new__(cls, value)
+        rank.group_rank = group_rank
+        return rank
+
+    def __reduce__(self) -> tuple[type[Rank], tuple[int, int]]:
+        return Rank, (int(self), self.group_rank)
+
+    def __str__(self) -> str:
+        return int.__repr__(self) if int(self) == self.group_rank else f"{int(self)} (group rank {self.group_rank})"
+
+
+def members(global_ranks: Iterable[int]) -> tuple[int, ...]:
+    """The global ranks of a group, ascending, each knowing its group rank."""
+    return tuple(Rank(rank, place) for place, rank in enumerate(sorted(global_ranks)))
+
+
+def ranks_text(ranks: Collection[int]) -> str:
+    """ "rank 3" or "ranks 0, 1, 2": at most eight are named."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed(sorted(ranks), _SHOWN_RANKS)}"
+
+
+def holders_lines(by_rank: Mapping[int, str]) -> list[str]:
+    """One line per distinct thing that ranks hold, in the order in which it first occurs: "  ranks 0, 2: a list"."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, what in by_rank.items():
+        ranks_of.setdefault(what, []).append(rank)
+    return [f"  {ranks_text(ranks)}: {what}" for what, ranks in ranks_of.items()]
+
+
+# -- report ------------------------------------------------------------------------------------------------------------
 
 # control characters, separators of lines, marks that turn the writing direction round, and halves of characters
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -237,3 +318,41 @@ def _rows(section: Section) -> Iterator[str]:
 
 def _cell(cell: Any) -> str:
     return f"{cell:.9g}" if isinstance(cell, float) else str(cell)
+
+
+# -- progress ----------------------------------------------------------------------------------------------------------
+
+_WIDTH = 30
+_EVERY_SEC = 0.2
+
+
+class ProgressBar:
+    """Counts bytes. Use it in a ``with``: it wipes itself away at the end."""
+
+    def __init__(self, total_bytes: int) -> None:
+        self._total = max(1, total_bytes)
+        self._done = 0
+        self._began = time.monotonic()
+        self._shown = self._began
+        self._visible = sys.stderr.isatty()
+
+    def __enter__(self) -> ProgressBar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._visible:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
+
+    def add(self, size_bytes: int) -> None:
+        self._done += size_bytes
+        now = time.monotonic()
+        if not self._visible or now - self._shown < _EVERY_SEC:
+            return
+        self._shown = now
+        share = min(1.0, self._done / self._total)
+        rate = self._done / 1e6 / max(1e-9, now - self._began)
+        left = (self._total - self._done) / 1e6 / max(rate, 1e-9)
+        bar = "#" * int(share * _WIDTH)
+        sys.stderr.write(f"\r[{bar:{_WIDTH}}] {share:4.0%}  {rate:,.0f} MB/s  {max(0.0, left):,.0f} s left \x1b[K")
+        sys.stderr.flush()

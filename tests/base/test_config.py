@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ddpstats._base.arguments import check_choice, check_count, check_flag, refuse_differences
+from ddpstats._base.config import check_choice, check_count, check_flag, refuse_differences
 from ddpstats.errors import ConfigError
 
 

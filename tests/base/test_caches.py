@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ddpstats._base.bounded_cache import BoundedCache
+from ddpstats._base.caches import BoundedCache
 
 
 def test_as_many_as_it_may_hold_stay() -> None:

@@ -1,7 +1,13 @@
-"""A report reaches terminals, spreadsheet programs, JSON parsers and browsers as text, and its file as a whole."""
+"""Messages shorten lists, name ranks and count things in one way.
+
+A report reaches terminals, spreadsheet programs, JSON parsers and browsers as text, and its file as a whole.
+
+A progress bar is written to a terminal, and to no other stream.
+"""
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import stat
@@ -14,8 +20,47 @@ from typing import Any
 
 import pytest
 
-from ddpstats._base.report import Section, VerbReport, check_writable, harmless, printable, write_file
+from ddpstats._base import text
+from ddpstats._base.text import (
+    ProgressBar,
+    Section,
+    VerbReport,
+    check_writable,
+    count_of,
+    dtype_name,
+    harmless,
+    listed,
+    printable,
+    ranks_text,
+    write_file,
+)
 from ddpstats.errors import DdpstatsError
+
+# -- wording -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("things", "text"),
+    [([], ""), (["a"], "a"), (["a", "b"], "a, b"), ("abc", "a, b and 1 more"), (range(5), "0, 1 and 3 more")],
+)
+def test_a_long_list_is_cut_short(things: list[object], text: str) -> None:
+    assert listed(things, 2) == text
+
+
+def test_eight_ranks_are_named() -> None:
+    assert ranks_text([3]) == "rank 3"
+    assert ranks_text(range(10)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 2 more"
+
+
+def test_count_has_separators_and_the_noun_its_plural() -> None:
+    assert [count_of(1, "entries in both"), count_of(1024, "tensors")] == ["1 entry in both", "1,024 tensors"]
+
+
+def test_dtypes_of_tensors_and_of_files() -> None:
+    assert [dtype_name("torch.float32"), dtype_name("int64")] == ["float32", "int64"]
+
+
+# -- report ------------------------------------------------------------------------------------------------------------
 
 
 def test_control_characters_are_written_out() -> None:
@@ -130,7 +175,7 @@ def test_a_pipe_whose_reader_has_gone(tmp_path: Path) -> None:
 _TO_STDOUT = """
 import sys
 from pathlib import Path
-from ddpstats._base.report import check_writable, write_file
+from ddpstats._base.text import check_writable, write_file
 
 path = Path(sys.argv[1])
 check_writable(path)
@@ -161,3 +206,27 @@ def test_the_file_that_a_stream_goes_to_keeps_what_is_in_it(
     subprocess.run(["sh", "-c", command, sys.executable, _TO_STDOUT], stdout=subprocess.DEVNULL, check=True, timeout=60)
     assert log.read_text() == expected
     assert os.listdir(tmp_path) == ["log.txt"]
+
+
+# -- progress ----------------------------------------------------------------------------------------------------------
+
+
+class Stream(io.StringIO):
+    def __init__(self, *, terminal: bool) -> None:
+        super().__init__()
+        self._terminal = terminal
+
+    def isatty(self) -> bool:
+        return self._terminal
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_bar_on_a_terminal(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Stream(terminal=terminal)
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(text, "_EVERY_SEC", 0.0)
+    with ProgressBar(1000) as bar:
+        bar.add(500)
+    shown = stream.getvalue()
+    assert ("[###############               ]  50%" in shown) is terminal
+    assert shown.endswith("\r\x1b[K") is terminal
