@@ -86,7 +86,7 @@ def test_setting_that_cannot_be_read_is_named(monkeypatch: pytest.MonkeyPatch) -
         config.timeout_sec(None)
     monkeypatch.setenv("DDPSTATS_DISABLE", "perhaps")
     with pytest.raises(errors.ConfigError, match=r"DDPSTATS_DISABLE='perhaps'.*'1'"):
-        config.disabled()
+        config.is_disabled()
 
 
 def test_the_timeout_comes_from_the_argument_then_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

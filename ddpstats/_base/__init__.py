@@ -1,1 +1,1 @@
-"""What knows neither torch nor the state of ranks: configuration, atomic files, bounded caches, names in messages."""
+"""The ground floor, which uses neither torch nor other ranks: settings, files, text, paths, caches, lazy imports."""

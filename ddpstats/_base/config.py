@@ -1,7 +1,4 @@
-"""Checks of what a user gave: one text for one mistake, whichever class it was given to.
-
-Every DDPSTATS_* environment variable: its name, what it means, and its parsing. Read when used, never at import.
-"""
+"""The environment variables (DDPSTATS_*), each read when it is used and never at import, and checks of arguments."""
 
 from __future__ import annotations
 
@@ -11,45 +8,6 @@ from typing import Any, Literal, cast, get_args
 
 from ddpstats._base.text import holders_lines
 from ddpstats.errors import ConfigError
-
-# -- arguments ---------------------------------------------------------------------------------------------------------
-
-
-def check_choice(name: str, value: object, legal: Sequence[object]) -> None:
-    """Raises `ConfigError` for what is not one of ``legal``."""
-    if value not in legal:
-        raise ConfigError(f"{name}={value!r} is not understood; legal values: {', '.join(map(str, legal))}")
-
-
-def check_flag(name: str, value: object) -> None:
-    """Raises `ConfigError` for what is no bool."""
-    if not isinstance(value, bool):
-        raise ConfigError(f"{name}={value!r} must be True or False")
-
-
-def check_count(name: str, value: object, least: int) -> None:
-    """Raises `ConfigError` for what is no whole number of ``least`` or more."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"{name}={value!r} must be a whole number, {least} or more")
-
-
-def refuse_differences(told: Mapping[int, Mapping[str, Any]], what: str, advice: str) -> None:
-    """Raises `ConfigError` where the settings of ranks differ: no verdict could be the same on all of them.
-
-    Args:
-        told: each rank's settings, by name; the same names and the same ranks on every rank, so that all raise alike.
-        what: is made with these settings.
-        advice: the last sentence of the message.
-    """
-    first = next(iter(told.values()))
-    differing = [name for name in first if any(settings[name] != first[name] for settings in told.values())]
-    if differing:
-        by_rank = {rank: ", ".join(f"{name}={one[name]!r}" for name in differing) for rank, one in told.items()}
-        lines = [f"ranks made their {what} with different settings:", *holders_lines(by_rank), advice]
-        raise ConfigError("\n".join(lines), ranks=told)
-
-
-# -- config ------------------------------------------------------------------------------------------------------------
 
 DISABLE = "DDPSTATS_DISABLE"
 TIMEOUT_SEC = "DDPSTATS_TIMEOUT_SEC"
@@ -66,50 +24,78 @@ DEFAULT_TIMEOUT_SEC = 300.0
 _TRUE, _FALSE = frozenset({"1", "true", "yes", "on"}), frozenset({"", "0", "false", "no", "off"})
 
 
-def disabled() -> bool:
+def is_disabled() -> bool:
     """DDPSTATS_DISABLE=1: ``install()`` of every integration leaves its library as it is; DDPSTATS_GUARD is ignored.
 
     Explicit calls such as ``reduce_stats`` are not affected: without them the numbers would be one rank's own.
     """
     text = os.environ.get(DISABLE, "").strip().lower()
-    if text in _TRUE:
-        return True
-    if text in _FALSE:
-        return False
-    raise ConfigError(f"{DISABLE}={text!r} is not understood; legal values: {sorted(_TRUE)} or {sorted(_FALSE)}")
+    if text not in _TRUE | _FALSE:
+        raise ConfigError(f"{DISABLE}={text!r} is not understood; legal values: {sorted(_TRUE)} or {sorted(_FALSE)}")
+    return text in _TRUE
 
 
 def guard_mode() -> GuardMode:
-    """DDPSTATS_GUARD: the mode of a guard that begins when ddpstats is imported; "off" where it is not set."""
+    """DDPSTATS_GUARD: the mode of a guard that begins when ddpstats is imported; "off" by default."""
     text = os.environ.get(GUARD, "").strip() or "off"
     check_choice(GUARD, text, get_args(GuardMode))
     return cast(GuardMode, text)
 
 
 def record_dir() -> str | None:
-    """DDPSTATS_RECORD_DIR: where that guard writes each rank's collectives; None where it is not set."""
+    """DDPSTATS_RECORD_DIR: where that guard writes each rank's collectives; None by default."""
     return os.environ.get(RECORD_DIR) or None
 
 
-def names_timeout(given: float | None) -> bool:
-    """Whether the argument or DDPSTATS_TIMEOUT_SEC says how long to wait."""
-    return given is not None or bool(os.environ.get(TIMEOUT_SEC))
+def has_timeout(argument: float | None) -> bool:
+    """Return whether the argument or DDPSTATS_TIMEOUT_SEC sets a timeout."""
+    return argument is not None or bool(os.environ.get(TIMEOUT_SEC))
 
 
-def timeout_sec(given: float | None) -> float:
-    """The timeout of one reduction in seconds: the argument, else DDPSTATS_TIMEOUT_SEC, else 300."""
-    source, value = "timeout_sec", given
-    if value is None:
-        text = os.environ.get(TIMEOUT_SEC, "")
-        source = TIMEOUT_SEC
-        try:
-            value = float(text) if text else DEFAULT_TIMEOUT_SEC
-        except ValueError:
-            raise ConfigError(f"{TIMEOUT_SEC}={text!r} is not a number of seconds") from None
+def timeout_sec(argument: float | None) -> float:
+    """DDPSTATS_TIMEOUT_SEC: the timeout of one reduction in seconds, unless the argument sets it; 300 by default."""
+    value: Any = argument
+    if argument is None:
+        value = os.environ.get(TIMEOUT_SEC) or DEFAULT_TIMEOUT_SEC
     try:
-        fits = 0 < value < 1e7
-    except TypeError:
-        fits = False
-    if not fits:
+        seconds = float(value)
+    except (TypeError, ValueError):
+        seconds = 0.0
+    if not 0 < seconds < 1e7:
+        source = TIMEOUT_SEC if argument is None else "timeout_sec"
         raise ConfigError(f"{source}={value!r} must be a number of seconds, above 0 and below 1e7")
-    return float(value)
+    return seconds
+
+
+def check_choice(name: str, value: object, legal: Sequence[object]) -> None:
+    """Raise `ConfigError` for a value that is not ``legal``."""
+    if value not in legal:
+        raise ConfigError(f"{name}={value!r} is not understood; legal values: {', '.join(map(str, legal))}")
+
+
+def check_flag(name: str, value: object) -> None:
+    """Raise `ConfigError` for a value that is no bool."""
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name}={value!r} must be True or False")
+
+
+def check_count(name: str, value: object, least: int) -> None:
+    """Raise `ConfigError` for a value that is no whole number of ``least`` or more."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{name}={value!r} must be a whole number, {least} or more")
+
+
+def refuse_differences(by_rank: Mapping[int, Mapping[str, Any]], what: str, advice: str) -> None:
+    """Raise `ConfigError` on every rank if the settings of ranks differ: their verdicts could not agree.
+
+    Args:
+        by_rank: each rank's settings by name; the same mapping on every rank.
+        what: the objects that are made with these settings.
+        advice: the last sentence of the message.
+    """
+    first = next(iter(by_rank.values()))
+    differing = [name for name in first if any(settings[name] != first[name] for settings in by_rank.values())]
+    if differing:
+        texts = {rank: ", ".join(f"{name}={own[name]!r}" for name in differing) for rank, own in by_rank.items()}
+        lines = [f"ranks made their {what} with different settings:", *holders_lines(texts), advice]
+        raise ConfigError("\n".join(lines), ranks=by_rank)

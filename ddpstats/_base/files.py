@@ -1,114 +1,74 @@
-"""A file that is there complete, or not at all.
+"""Files: written so that they are complete or absent, and read although the contents are untrusted.
 
-1. Write under a temporary name in the same directory (a rename does not cross file systems).
-2. Flush, and fsync the file: its content must be on the disk before its name is.
-3. Read it back for its size and SHA-256, for those who ask for them (`replace_file`; `put_file` does not).
-4. `os.replace` to the name, and fsync of the directory, so that the name survives a crash too.
-
-Whatever goes wrong, the temporary file is removed, a file that had the name before is untouched, and the error goes on.
-
-Bytes that somebody else may have written: opened, bounded and parsed so that the caller meets OSError or ValueError.
-
-1. `open_regular` opens a file, and no pipe or device, which would block or never end: looked at after it was opened, so
-   that nothing can take the file's place in between.
-2. `read_at_most` and `bounded_lines` never hold more than was said, however large a file claims to be.
-3. `parse_json` raises nothing but ValueError, however deep, long or odd the text is.
-4. `refused_version` is the one answer to a format that this ddpstats does not read.
-
-A file of ``torch.save`` looked at before torch reads it: that its tensors take no more memory than it has bytes, and
-what its pickle holds besides them no more than a gigabyte.
-
-``torch.load(weights_only=True)`` builds only tensors and plain containers, and still believes what a file says of its
-sizes. Refused here, with ValueError:
-
-1. What is no zip archive from its first byte on: torch would read it in an older format, which says nothing of sizes.
-2. An entry that is packed, or that stands there twice: a few bytes may unpack to all memory.
-3. A tensor's storage that is to be larger than its entry. Torch 2.6 takes that for granted, and reads what lies behind
-   it in memory.
-4. A pickle of more than 64 MiB, or of which more is made than of any that torch writes in as many bytes: one byte may
-   stand for a whole list.
-
-Nothing is unpickled: `_storages` goes through the opcodes as text. What names a storage must look as ``torch.save``
-writes it: a tuple of plain values, each pushed by itself.
+1. `replace_file` writes under a temporary name in the same directory, because a rename does not cross file systems, and
+   calls fsync before the rename: the content must be on disk before its name is. Whatever fails, the temporary file is
+   removed and a file that had the name before is untouched.
+2. `open_regular` opens no pipe or device, which would block or never end. It checks the open file, so that nothing can
+   be put in its place in between. `read_at_most` and `bounded_lines` bound the memory that a file takes, and
+   `parse_json` raises nothing but ValueError.
+3. `check_archive` looks at a file of ``torch.save`` before torch does: ``torch.load(weights_only=True)`` builds only
+   tensors and plain containers, but believes the sizes that the file claims, and torch 2.6 reads memory behind a
+   storage that is too short.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import hashlib
-import io
 import json
 import os
-import pickletools
 import stat
-import tempfile
-import zipfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, TypeVar
 
-# -- atomic files ------------------------------------------------------------------------------------------------------
-
-_CHUNK_BYTES = 1 << 20
-_NO_DIRECTORY_FSYNC = {errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES}  # some network file systems have none
+T = TypeVar("T")
 
 TEMPORARY_PREFIX = ".writing-"
-_T = TypeVar("_T")
+NO_REGULAR_FILE = "Not a regular file but a pipe, a socket or a device"
+LATEST_TIME_SEC = 1e12  # since 1970; a later time in a file is invalid
+
+_CHUNK_BYTES = 1 << 20
+_NO_DIRECTORY_FSYNC = {errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES}  # some network file systems lack it
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Written:
-    """What stands in a file."""
+    """The size and the hash of a file's content."""
 
     bytes: int
     sha256: str
 
 
-def replace_file(path: Path, write: Callable[[BinaryIO], object], *, private: bool = False) -> Written:
-    """Let ``write`` fill a file that then takes the place of ``path``. Raises what ``write`` raises, and OSError.
+def replace_file(path: Path, write: Callable[[BinaryIO], T], *, private: bool = False) -> T:
+    """Let ``write`` fill a new file, rename it to ``path``, and return what ``write`` returned.
 
-    ``private``: for its owner alone (mode 0600); else as any new file, by the umask.
+    Raises OSError, and what ``write`` raises. ``private``: only the owner may read the file (mode 0600); otherwise the
+    umask decides.
     """
-    return _replaced(path, write, summary, private)
-
-
-def put_file(path: Path, write: Callable[[BinaryIO], object], *, private: bool = False) -> None:
-    """As `replace_file`, where nobody wants size and hash: the file is not read once more."""
-    _replaced(path, write, lambda _: None, private)
-
-
-def make_private_directory(path: Path, *, exist_ok: bool = True) -> None:
-    """For its owner alone (mode 0700); one that is there already stays as it is. Raises OSError.
-
-    The directories above it are made as any new ones: they are the user's own place.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.mkdir(mode=0o700, exist_ok=exist_ok)
-
-
-def _replaced(path: Path, write: Callable[[BinaryIO], object], look: Callable[[BinaryIO], _T], private: bool) -> _T:
-    descriptor, name = tempfile.mkstemp(prefix=f"{TEMPORARY_PREFIX}{path.name}-", dir=path.parent)
+    unfinished = path.parent / f"{TEMPORARY_PREFIX}{path.name}-{os.urandom(6).hex()}"
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(unfinished, flags, 0o600 if private else 0o666)
     try:
         with os.fdopen(descriptor, "w+b") as file:
-            write(file)
+            result = write(file)
             file.flush()
             os.fsync(file.fileno())
-            seen = look(file)
-        if not private:
-            os.chmod(name, 0o666 & ~_UMASK)  # mkstemp's files are for their owner only
-        os.replace(name, path)
+        os.replace(unfinished, path)
     except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
+        unfinished.unlink(missing_ok=True)
         raise
     _sync_directory(path.parent)
-    return seen
+    return result
 
 
-def summary(file: BinaryIO) -> Written:
-    """Size and hash of an open file, from its beginning; leaves it at its end."""
+def summarize(file: BinaryIO) -> Written:
+    """Return the size and the hash of an open file, and leave it at its end."""
     file.seek(0)
     digest, size = hashlib.sha256(), 0
     while chunk := file.read(_CHUNK_BYTES):
@@ -117,13 +77,13 @@ def summary(file: BinaryIO) -> Written:
     return Written(size, digest.hexdigest())
 
 
-def _umask() -> int:
-    mask = os.umask(0)  # there is no way to read it without setting it
-    os.umask(mask)
-    return mask
+def make_private_directory(path: Path, *, exist_ok: bool = True) -> None:
+    """Make a directory that only its owner may enter (mode 0700). Raises OSError.
 
-
-_UMASK = _umask()  # once, at import: later other threads may create files in between
+    An existing one stays as it is, and the directories above are made by the umask: they are the user's.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.mkdir(mode=0o700, exist_ok=exist_ok)
 
 
 def _sync_directory(directory: Path) -> None:
@@ -137,20 +97,17 @@ def _sync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
-# -- untrusted ---------------------------------------------------------------------------------------------------------
-
-LATEST_TIME_SEC = 1e12  # since 1970; what claims to be later is no time
-NO_REGULAR_FILE = "Not a regular file but a pipe, a socket or a device"
+# -- reading untrusted bytes -------------------------------------------------------------------------------------------
 
 
 def open_regular(path: str | Path, *, follow: bool = True) -> BinaryIO:
-    """To be read, as bytes. Raises OSError, also for what is no regular file, and without ``follow`` for a link."""
+    """Open a regular file to read its bytes. Raises OSError for any other, and without ``follow`` for a link."""
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
-    return os.fdopen(checked_regular(os.open(path, flags), path), "rb")
+    return os.fdopen(require_regular(os.open(path, flags), path), "rb")
 
 
-def checked_regular(descriptor: int, path: str | Path) -> int:
-    """``descriptor`` of an open file, which is closed where that is no regular one: OSError, naming ``path``."""
+def require_regular(descriptor: int, path: str | Path) -> int:
+    """Return ``descriptor`` if it is of a regular file; otherwise close it and raise OSError that names ``path``."""
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISREG(mode):
         return descriptor
@@ -161,7 +118,7 @@ def checked_regular(descriptor: int, path: str | Path) -> int:
 
 
 def read_at_most(file: BinaryIO, most_bytes: int) -> bytes:
-    """The rest of the file. Raises ValueError where that is more."""
+    """Return the rest of the file. Raises ValueError if it is longer than ``most_bytes``."""
     content = file.read(most_bytes + 1)
     if len(content) > most_bytes:
         raise ValueError(f"it has more than {most_bytes:,} bytes")
@@ -169,7 +126,7 @@ def read_at_most(file: BinaryIO, most_bytes: int) -> bytes:
 
 
 def bounded_lines(file: BinaryIO, most_bytes: int) -> Iterator[bytes]:
-    """Each line with its end, as iterating over the file gives it. Raises ValueError for one that is longer."""
+    """Yield each line with its end, as iterating over the file does. Raises ValueError for a longer line."""
     while line := file.readline(most_bytes + 1):
         if len(line) > most_bytes:
             raise ValueError(f"a line of more than {most_bytes:,} bytes")
@@ -177,54 +134,48 @@ def bounded_lines(file: BinaryIO, most_bytes: int) -> Iterator[bytes]:
 
 
 def parse_json(text: str | bytes, *, strict: bool = True) -> Any:
-    """What ``json.loads`` makes of it. Raises ValueError, whatever is wrong.
+    """Return what ``json.loads`` returns. Raises ValueError, whatever is wrong.
 
     Args:
-        strict: refuse NaN and infinities, which are no JSON, and a key that an object has twice: two readers may take
-            it for two things.
+        strict: refuse NaN and infinities, which are no JSON, and a key that an object has twice, which two readers may
+            understand in two ways.
     """
     try:
         if strict:
-            return json.loads(text, parse_constant=_no_constant, object_pairs_hook=_unique)
+            return json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_unique_keys)
         return json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
 
-def _no_constant(name: str) -> NoReturn:
+def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON")
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"the key {twice[:80]!r} stands there twice")
-    return found
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    mapping = dict(pairs)
+    if len(mapping) != len(pairs):
+        ((key, _),) = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"the key {key[:80]!r} occurs twice")
+    return mapping
 
 
-def refused_version(found: Any, known: int) -> str | None:
-    """Why a format of version ``found`` is not read where ``known`` is the one that is; None where it is that."""
-    if type(found) is int and found == known:
+def explain_version(version: Any, known: int) -> str | None:
+    """Return why a file of format ``version`` is not read by this ddpstats, which reads ``known``; None if it is."""
+    if type(version) is int and version == known:
         return None
-    if type(found) is int and found > known:
-        return f"written by a newer ddpstats: format {found}, this one reads {known}; upgrade ddpstats"
-    return f"of format {str(found)[:40]}, which is unknown: this ddpstats reads {known}"
+    if type(version) is int and version > known:
+        return f"written by a newer ddpstats: format {version}, this one reads {known}; upgrade ddpstats"
+    return f"of format {str(version)[:40]}, which is unknown: this ddpstats reads {known}"
 
 
-# -- tensor archive ----------------------------------------------------------------------------------------------------
+# -- files of torch.save -----------------------------------------------------------------------------------------------
 
 _MAGIC = b"PK\x03\x04"
 _MOST_PICKLED_BYTES = 64 << 20
-_MOST_MADE = 8_000_000  # of a dict of 100,000 tensors 2.1 million are made, from 12 MB
-_ALWAYS_MADE, _BYTES_OF_ONE = 1000, 3  # torch writes six for an empty list and its place in the memo, but for the first
-_PUTS = ("BINPUT", "LONG_BINPUT", "PUT", "MEMOIZE")
-_GETS = ("BINGET", "LONG_BINGET", "GET")
-_NUMBERS = ("BININT", "BININT1", "BININT2", "BINFLOAT", "NONE", "NEWTRUE", "NEWFALSE")
-_PUSHES = ("BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINUNICODE", "SHORT_BINUNICODE", "GLOBAL")
-_FILLS = ("APPEND", "APPENDS", "SETITEM", "SETITEMS", "EMPTY_TUPLE")
-_MADE_BY = {**dict.fromkeys((*_NUMBERS, *_GETS, *_FILLS), 0), "EMPTY_SET": 4}  # any other: 1
+# What torch's unpickler knows of these; it refuses the opcodes of later pickle protocols.
+_PUTS, _GETS = ("BINPUT", "LONG_BINPUT"), ("BINGET", "LONG_BINGET")
+_PUSHES = ("BININT", "BININT1", "BININT2", "LONG1", "BINUNICODE", "GLOBAL")
 
 _ELEMENT_BYTES = {
     "torch ComplexDoubleStorage": 16,
@@ -238,67 +189,77 @@ _ELEMENT_BYTES = {
 
 
 def check_archive(file: BinaryIO) -> None:
-    """Look at an open file; leaves it at its beginning. Raises ValueError, and what `zipfile` raises for no archive."""
+    """Check an open file of ``torch.save``, and leave it at its beginning.
+
+    Raises ValueError, and what `zipfile` raises, unless it is a zip archive from its first byte on (torch reads any
+    other in an older format, which has no sizes), its entries are stored unpacked under distinct names, ``data.pkl`` is
+    at most 64 MiB, and no storage is larger than its entry.
+    """
+    import zipfile
+
     file.seek(0)
     if file.read(len(_MAGIC)) != _MAGIC:
         raise ValueError("it is no archive of torch.save")
     archive = zipfile.ZipFile(file)
     entries = archive.infolist()
-    stored = all(one.compress_type == zipfile.ZIP_STORED and one.compress_size == one.file_size for one in entries)
-    if not stored or sum(one.file_size for one in entries) > os.fstat(file.fileno()).st_size:
+    are_stored = all(
+        entry.compress_type == zipfile.ZIP_STORED and entry.compress_size == entry.file_size for entry in entries
+    )
+    if not are_stored or sum(entry.file_size for entry in entries) > os.fstat(file.fileno()).st_size:
         raise ValueError("it unpacks to more than it holds")
-    sizes = {one.filename.partition("/")[2]: one.file_size for one in entries}
-    if len(sizes) != len(entries) or len({one.filename.partition("/")[0] for one in entries}) != 1:
+    by_name = {entry.filename.partition("/")[2]: entry for entry in entries}
+    if len(by_name) != len(entries) or len({entry.filename.partition("/")[0] for entry in entries}) > 1:
         raise ValueError("it has two entries of one name")
-    pickled = next((one for one in entries if one.filename.partition("/")[2] == "data.pkl"), None)
-    if pickled is None:
+    if "data.pkl" not in by_name:
         raise ValueError("it has no data.pkl")
-    if pickled.file_size > _MOST_PICKLED_BYTES:
-        raise ValueError(
-            f"its data.pkl has {pickled.file_size:,} bytes, and more than {_MOST_PICKLED_BYTES:,} are not read"
-        )
-    for name, size in _storages(archive.read(pickled)):
-        if size > sizes.get(f"data/{name}", -1):
+    pickle_bytes = by_name["data.pkl"].file_size
+    if pickle_bytes > _MOST_PICKLED_BYTES:
+        raise ValueError(f"its data.pkl has {pickle_bytes:,} bytes, and more than {_MOST_PICKLED_BYTES:,} are not read")
+    for name, size in _claimed_storages(archive.read(by_name["data.pkl"])):
+        entry = by_name.get(f"data/{name}")
+        if entry is None or size > entry.file_size:
             raise ValueError(f"its tensor {name[:40]!r} claims {size:,} bytes, and has fewer")
     file.seek(0)
 
 
-def _storages(pickled: bytes) -> Iterator[tuple[str, int]]:
-    """The name of each storage that is asked for, and how many bytes it is to have."""
+def _claimed_storages(pickled: bytes) -> Iterator[tuple[str, int]]:
+    """Yield the name of each storage that a pickle refers to, and the bytes that it claims.
+
+    Nothing is unpickled: opcodes are read as text. A storage must be referred to as ``torch.save`` does it, by a tuple
+    of plain values each of which is pushed alone.
+    """
+    import pickletools
+
     memo: dict[int, Any] = {}
-    top: Any = None  # of the stack; None for what is no plain value
-    since_mark: list[Any] | None = None  # what was pushed since the last mark; None where more than that was done
-    limit = left = min(_MOST_MADE, _ALWAYS_MADE + len(pickled) // _BYTES_OF_ONE)
+    top: Any = None  # of the stack; None for any value that is not plain
+    items: list[Any] | None = None  # pushed since the last mark; None after an opcode that does more than that
     argument: Any
-    for opcode, argument, _ in pickletools.genops(io.BytesIO(pickled)):
+    for opcode, argument, _ in pickletools.genops(pickled):
         name = opcode.name
-        left -= _MADE_BY.get(name, 1)
-        if left < 0:
-            raise ValueError(f"more than {limit:,} things would be made of its data.pkl of {len(pickled):,} bytes")
         if name in _PUTS:
-            memo[len(memo) if name == "MEMOIZE" else argument] = top
+            memo[argument] = top
         elif name in _PUSHES or name in _GETS:
-            top = memo.get(argument) if name in _GETS else _Global(argument) if name == "GLOBAL" else argument
-            if since_mark is not None:
-                since_mark.append(top)
+            value = _Global(argument) if name == "GLOBAL" else argument
+            top = memo.get(argument) if name in _GETS else value
+            if items is not None:
+                items.append(top)
         elif name == "MARK":
-            top, since_mark = None, []
+            top, items = None, []
         elif name == "TUPLE":
-            top, since_mark = None if since_mark is None else tuple(since_mark), None
-        elif name in ("BINPERSID", "PERSID"):
-            yield _storage(top if name == "BINPERSID" else argument)
-            top = since_mark = None
+            top, items = None if items is None else tuple(items), None
         else:
-            top = since_mark = None
+            if name == "BINPERSID":
+                yield _claimed_storage(top)
+            top = items = None
 
 
 class _Global(str):
-    """The module and name of a class, which no text in the file can pass for."""
+    """The module and the name of a class, which no string in the file equals in type."""
 
 
-def _storage(told: Any) -> tuple[str, int]:
-    if type(told) is tuple and list(map(type, told)) == [str, _Global, str, str, int] and told[0] == "storage":
-        _, kind, name, _, elements = told
-        if kind in _ELEMENT_BYTES and elements >= 0:
+def _claimed_storage(reference: Any) -> tuple[str, int]:
+    if type(reference) is tuple and list(map(type, reference)) == [str, _Global, str, str, int]:
+        word, kind, name, _, elements = reference
+        if word == "storage" and kind in _ELEMENT_BYTES and elements >= 0:
             return name, elements * _ELEMENT_BYTES[kind]
     raise ValueError("it names a tensor in a way that torch.save does not")

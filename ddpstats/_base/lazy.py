@@ -1,22 +1,20 @@
-"""Names of a package that are loaded when they are first used (PEP 562).
-
-What reads values and talks to other ranks, inside a program that torch compiles or runs without values.
+"""Names that are loaded at their first use (PEP 562), and questions to torch that do not import it.
 
 Under `torch.compile` our entry points break the graph, as a plain collective of a group object does: Dynamo neither
-looks into them when it meets them, nor compiles what they call. `torch.compiler.disable` does that, but it imports
-Dynamo, which takes seconds and is not needed where nothing is compiled; so it is asked once Dynamo is there.
+traces into them, nor compiles what they call. `torch.compiler.disable` does that, but it imports Dynamo, which takes
+seconds and is not needed where nothing is compiled. So it is called only after a program has imported Dynamo.
 
-These are torch's private names that are needed below `_observe.torch_compat`, and without importing torch: each is
-looked for at every call, for torch may have been imported meanwhile.
+These are torch's private names that are needed below `_observe.torch_compat`. Each is looked up at every call, because
+torch may have been imported in between.
 
-- ``torch._dynamo``: whether anything is compiled. Without it nothing is taken to be.
+- ``torch._dynamo``: whether anything is compiled. Without it nothing is.
 - ``_torchdynamo_disable``, ``_torchdynamo_disable_msg``: what ``torch.compiler.disable`` leaves on a function. A torch
   that reads other names traces into ours.
-- ``torch._C._dynamo.eval_frame.get_eval_frame_callback``: whether what runs now is compiled. Without it it may be.
+- ``torch._C._dynamo.eval_frame.get_eval_frame_callback``: whether the running code is compiled. Without it, it may be.
 - ``torch._C._TorchDispatchModeKey``, ``torch._C._get_dispatch_mode``: whether tensors have values. Without them nothing
   is refused, and torch's own error says that a value was asked for.
 - ``torch._subclasses.fake_tensor.FakeTensor``: the same for one tensor.
-- ``torch._dynamo.utils.counters``: whether anything was compiled so far. Without it, it may have been.
+- ``torch._dynamo.utils.counters``: whether anything was compiled so far. Without it, something may have been.
 """
 
 from __future__ import annotations
@@ -29,18 +27,18 @@ from typing import Any, ParamSpec, TypeVar
 
 from ddpstats.errors import ConfigError
 
-# -- lazy --------------------------------------------------------------------------------------------------------------
+# -- names of packages -------------------------------------------------------------------------------------------------
 
 
 def lazy_names(
     package: str, home_of: Mapping[str, str], submodules: Collection[str] = ()
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """What ``__getattr__`` and ``__dir__`` of ``package`` are.
+    """Return ``__getattr__`` and ``__dir__`` for ``package``.
 
     Args:
         package: its ``__name__``.
-        home_of: the module, by name relative to ``ddpstats``, that each lazy name is in.
-        submodules: those of the package's own modules that are reached without an import.
+        home_of: the module of each lazy name, relative to ``ddpstats``.
+        submodules: the package's own modules that can be used without an import.
     """
 
     def get(name: str) -> Any:
@@ -55,16 +53,16 @@ def lazy_names(
     return get, lambda: sorted({*vars(sys.modules[package]), *home_of, *submodules})
 
 
-# -- compiled ----------------------------------------------------------------------------------------------------------
+# -- programs that torch compiles, or runs without values --------------------------------------------------------------
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-DYNAMO = "torch._dynamo"  # for who imports it early: optimizers and DDP do at their first use, for seconds
+DYNAMO = "torch._dynamo"  # optimizers and DDP import it at their first use, which takes seconds
 
 
 def breaks_graph(function: Callable[P, R]) -> Callable[P, R]:
-    """``function``, never traced; at the price of a look into a dict."""
+    """Return ``function``, never traced by Dynamo and called without Dynamo's import."""
     disabled: Callable[P, R] | None = None
 
     @functools.wraps(function)
@@ -81,23 +79,22 @@ def breaks_graph(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def never_traced(function: Callable[P, R]) -> Callable[P, R]:
-    """``function``, which Dynamo does not look into where it meets it."""
-    vars(function).update(
-        _torchdynamo_disable=True, _torchdynamo_disable_msg="it talks to other ranks"
-    )  # as disable does
+    """Mark ``function`` so that Dynamo does not trace into it, and return it."""
+    marks = {"_torchdynamo_disable": True, "_torchdynamo_disable_msg": "it talks to other ranks"}  # as disable does
+    vars(function).update(marks)
     return function
 
 
 def compiler_probe() -> Callable[[], object]:
-    """What says, at little cost, whether a frame that runs now would be compiled: then it is true."""
-    found: Any = getattr(sys.modules.get("torch"), "_C", None)
+    """Return a cheap function whose result is true if a frame that runs now would be compiled."""
+    probe: Any = getattr(sys.modules.get("torch"), "_C", None)
     for name in ("_dynamo", "eval_frame", "get_eval_frame_callback"):
-        found = getattr(found, name, None)
-    return found or (lambda: True)
+        probe = getattr(probe, name, None)
+    return probe or (lambda: True)
 
 
 def has_compiled() -> bool:
-    """Whether this process has compiled anything so far; also where that cannot be told."""
+    """Return whether this process has compiled anything so far; true if that is unknown."""
     if DYNAMO not in sys.modules:
         return False
     counters = getattr(sys.modules.get(f"{DYNAMO}.utils"), "counters", None)
@@ -105,7 +102,7 @@ def has_compiled() -> bool:
 
 
 def refuse_without_values(what: str) -> None:
-    """Raises `ConfigError` under FakeTensorMode and where a graph is recorded: tensors have no values there."""
+    """Raise `ConfigError` under FakeTensorMode and while a graph is recorded: tensors have no values there."""
     torch = sys.modules.get("torch")
     key = getattr(getattr(torch, "_C", None), "_TorchDispatchModeKey", None)
     if key is None:
@@ -119,6 +116,6 @@ def refuse_without_values(what: str) -> None:
 
 
 def is_fake(value: object) -> bool:
-    """Whether it is a FakeTensor, which has no value; never, where torch has imported no such class."""
+    """Return whether it is a FakeTensor, which has no value; false if torch has not imported that class."""
     kind = getattr(sys.modules.get("torch._subclasses.fake_tensor"), "FakeTensor", None)
     return kind is not None and isinstance(value, kind)

@@ -1,19 +1,18 @@
-"""What a part of ddpstats found or measured, told to whoever keeps a record of the run; to nobody by default.
+"""Marks: what one room of ddpstats found or measured, published to whichever room keeps a record of the run.
 
-The parts that tell, and the one that writes, do not know each other: both know this.
+The publishing and the recording rooms do not know each other; both know this module. Without a listener a mark is lost.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ddpstats._base.files import LATEST_TIME_SEC
-
-_NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,7 @@ class Mark:
         text: for people; of "values" the name of the reduction.
         time: seconds since 1970.
         step: of the training; None where it is not known.
-        ranks: global ranks that it is about, ascending; empty where that cannot be told.
+        ranks: global ranks that it is about, ascending; empty where they are not known.
         values: path -> this rank's value; None where it lacks the path, or holds None.
     """
 
@@ -38,24 +37,24 @@ class Mark:
 
     def as_dict(self) -> dict[str, Any]:
         values = {name: _finite_or_word(value) for name, value in self.values.items()}
-        told = {"step": self.step, "ranks": list(self.ranks), "text": self.text, "values": values}
-        return {"mark": self.kind, "time": self.time, **{key: held for key, held in told.items() if held or held == 0}}
+        optional = {"step": self.step, "ranks": list(self.ranks), "text": self.text, "values": values}
+        held = {key: value for key, value in optional.items() if value or value == 0}
+        return {"mark": self.kind, "time": self.time, **held}
 
     @classmethod
-    def from_dict(cls, given: Mapping[str, Any]) -> Mark:
-        """Raises ValueError for what `as_dict` did not write."""
-        kind, text, step = given.get("mark"), given.get("text", ""), given.get("step")
-        when: Any = given.get("time")
-        ranks, values = given.get("ranks", []), given.get("values", {})
+    def from_dict(cls, content: Mapping[str, Any]) -> Mark:
+        """Read what `as_dict` wrote. Raises ValueError for anything that it does not write."""
+        kind, text, step = content.get("mark"), content.get("text", ""), content.get("step")
+        when: Any = content.get("time")
+        ranks, values = content.get("ranks", []), content.get("values", {})
         if not isinstance(kind, str) or not isinstance(text, str) or not isinstance(values, dict):
             raise ValueError("a mark without kind, text or values")
         if type(when) not in (int, float) or not 0 <= when < LATEST_TIME_SEC or type(step) not in (int, type(None)):
             raise ValueError("a mark without time or step")
         if not isinstance(ranks, list) or not all(type(rank) is int for rank in ranks):
-            raise ValueError("a mark of no ranks")
-        return cls(
-            kind, text, float(when), step, tuple(ranks), {name: _number(value) for name, value in values.items()}
-        )
+            raise ValueError("a mark without ranks")
+        read_values = {name: _read_number(value) for name, value in values.items()}
+        return cls(kind, text, float(when), step, tuple(ranks), read_values)
 
 
 VALUES = "values"  # the kind of mark that holds what a rank put into a reduction
@@ -63,13 +62,13 @@ VALUES = "values"  # the kind of mark that holds what a rank put into a reductio
 Listener = Callable[[Mark], None]
 listeners: list[Listener] = []
 finding_listeners: list[Listener] = []
-"""Are told of what was found, and not of values, which nobody need then work out."""
+"""Called with findings alone: without other listeners, values need not be computed."""
 
 
-def tell(kind: str, text: str = "", **known: Any) -> None:
+def publish(kind: str, text: str = "", **known: Any) -> None:
     """Hand a mark of now to every listener. ``known``: the other fields of `Mark`. Local; nothing waits."""
-    told = listeners if kind == VALUES else [*listeners, *finding_listeners]
-    for listener in tuple(told):
+    called = listeners if kind == VALUES else [*listeners, *finding_listeners]
+    for listener in tuple(called):
         listener(Mark(kind, text, time.time(), **known))
 
 
@@ -77,11 +76,9 @@ def _finite_or_word(value: float | None) -> float | str | None:
     return value if value is None or math.isfinite(value) else str(float(value))
 
 
-def _number(value: Any) -> float | None:
+def _read_number(value: Any) -> float | None:
     if value is None:
         return None
-    if (type(value) is float and math.isfinite(value)) or (type(value) in (int, bool) and abs(value) < 1 << 1000):
+    if value in ("nan", "inf", "-inf") or (type(value) in (float, int, bool) and abs(value) <= sys.float_info.max):
         return float(value)
-    if isinstance(value, str) and value in _NOT_FINITE:
-        return _NOT_FINITE[value]
     raise ValueError("a mark whose value is no number")

@@ -1,22 +1,20 @@
-r"""How a path is spelled: in messages, in loggers, in reports.
+r"""Paths: how one is written in messages, loggers and reports, and the walk that finds what a container holds.
 
 ``loss``, ``train/loss`` for nesting, ``l1_loss[0]`` for lists. Keys are kept verbatim. Where two paths of one layout
-would be spelled alike (``{"a/b": 1, "a": {"b": 2}}``), those paths, and only those, are spelled with escapes, which
-no two paths share: ``a\/b`` is one key, ``a/b`` are two, ``\0`` is the string and ``0`` the integer.
-
-The one walk over nested dicts, lists, tuples and dataclasses: what lies in them, each with its path.
+would read the same (``{"a/b": 1, "a": {"b": 2}}``), those paths, and only those, are written with escapes, which no two
+paths share: ``a\/b`` is one key, ``a/b`` are two, ``\0`` is the string and ``0`` the integer.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from types import SimpleNamespace
 from typing import Any
 
-# -- paths -------------------------------------------------------------------------------------------------------------
+# -- names of paths ----------------------------------------------------------------------------------------------------
 
 
 class Index(int):
@@ -33,86 +31,78 @@ _LOOKS_LIKE_INT = re.compile(r"-?[0-9]")
 
 
 def format_path(path: Path) -> str:
-    """The verbatim spelling; not unique. The path of a bare leaf is the empty string."""
-    if len(path) == 1 and type(path[0]) is str:
-        return path[0]
+    """Return the verbatim name, which may not be unique. The path of a bare leaf is the empty string."""
     return _join(path, str)
 
 
 def escape_path(path: Path) -> str:
-    """The escaped spelling; no two paths share one."""
+    """Return the escaped name, which no two paths share."""
     return _join(path, _escape_key)
 
 
 def unique_names(paths: Sequence[Path]) -> list[str]:
-    """One name per path, verbatim where that is unique among ``paths``, escaped where it is not."""
+    """Return one name per path, verbatim where that is unique among ``paths``, otherwise escaped."""
     names = [format_path(path) for path in paths]
     if len(set(names)) == len(names):
         return names
-    escaped = [False] * len(names)
+    escaped: set[int] = set()
     while True:
-        # An escaped name may meet another path's verbatim one: that one is escaped in the next round. Escaped names
-        # never meet each other, so every round escapes one more and this ends.
+        # An escaped name may equal another path's verbatim one: that one is escaped in the next round. Escaped names
+        # never equal each other, so every round escapes one more and this ends.
         count = Counter(names)
-        clashing = [i for i, name in enumerate(names) if count[name] > 1 and not escaped[i]]
+        clashing = [i for i, name in enumerate(names) if count[name] > 1 and i not in escaped]
         if not clashing:
             return names
+        escaped.update(clashing)
         for i in clashing:
-            names[i], escaped[i] = escape_path(paths[i]), True
+            names[i] = escape_path(paths[i])
 
 
-def _join(path: Path, spell: type[str] | object) -> str:
-    parts: list[str] = []
-    for step in path:
-        if isinstance(step, Index):
-            parts.append(f"[{int(step)}]")
-        else:
-            parts.append(("/" if parts else "") + (spell(step) if callable(spell) else str(step)))
-    return "".join(parts)
+def _join(path: Path, format_key: Callable[[Step], str]) -> str:
+    texts = [f"[{int(step)}]" if isinstance(step, Index) else f"/{format_key(step)}" for step in path]
+    return "".join(texts).removeprefix("/")
 
 
 def _escape_key(key: Step) -> str:
     if isinstance(key, int):
         return str(key)
-    text = _SPECIAL.sub(lambda found: "\\" + found.group(), key)
+    text = _SPECIAL.sub(lambda match: "\\" + match.group(), key)
     if not text:
-        return "\\e"  # a bare backslash would make an escaped slash of the separator that follows
+        return "\\e"  # a bare backslash would escape the separator that follows
     return "\\" + text if _LOOKS_LIKE_INT.match(text) else text
 
 
-# -- containers --------------------------------------------------------------------------------------------------------
+# -- the walk over nested dicts, lists, tuples and dataclasses ---------------------------------------------------------
 
-_MOST_DEEP = 200  # a bundle holds 64 levels of the user's, and writes up to three of its own for each
+_MOST_DEEP = 200  # a bundle holds 64 levels of the user's, and writes up to three more for each
 
 
 def walk(value: Any, path: str = "batch", *, by_field: bool = False) -> Iterator[tuple[str, Any]]:
-    """(path, leaf) for every leaf, in order. What lies inside itself, or too deep, is a leaf.
+    """Yield (path, leaf) for every leaf, in order. A container that contains itself, or lies too deep, is a leaf.
 
-    ``by_field``: what a namedtuple holds is reached by the names of its fields, not by places.
+    ``by_field``: the items of a namedtuple are named by its fields, not by their indices.
     """
     return _walk(value, path, by_field, ())
 
 
 def _walk(value: Any, path: str, by_field: bool, around: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
-    held = None if is_endless(value, around) else _held(value, by_field)
-    if held is None:
+    items = None if is_endless(value, around) else _items(value, by_field)
+    if items is None:
         yield path, value
         return
-    around = (*around, id(value))
-    for step, item in held:
-        yield from _walk(item, path + step, by_field, around)
+    for step, item in items:
+        yield from _walk(item, path + step, by_field, (*around, id(value)))
 
 
-def _held(value: Any, by_field: bool) -> Iterable[tuple[str, Any]] | None:
-    """How each thing in a container is reached, and the thing; None for a leaf."""
+def _items(value: Any, by_field: bool) -> Iterable[tuple[str, Any]] | None:
+    """Return the items of a container, each with its step of the path; None for a leaf."""
     if isinstance(value, Mapping):
         return ((f"[{key!r}]", item) for key, item in value.items())
+    if by_field and isinstance(value, tuple) and hasattr(value, "_fields"):
+        return ((f".{name}", item) for name, item in zip(value._fields, value, strict=True))
     if isinstance(value, (list, tuple)):
-        names = getattr(type(value), "_fields", None) if by_field else None
-        if names is None:
-            return ((f"[{place}]", item) for place, item in enumerate(value))
-        return ((f".{name}", item) for name, item in zip(names, value, strict=True))
-    if type(value) is SimpleNamespace:  # what a bundle makes of a dataclass
+        return ((f"[{index}]", item) for index, item in enumerate(value))
+    if type(value) is SimpleNamespace:  # represents a dataclass in a bundle
         return ((f".{name}", item) for name, item in vars(value).items())
     if is_dataclass(value) and not isinstance(value, type):
         return ((f".{name}", getattr(value, name)) for name in set_fields(value))
@@ -120,10 +110,10 @@ def _held(value: Any, by_field: bool) -> Iterable[tuple[str, Any]] | None:
 
 
 def is_endless(value: Any, around: tuple[int, ...]) -> bool:
-    """Whether it lies inside itself, or too deep to be stored. ``around``: the ids of what it lies in."""
+    """Return whether a value contains itself, or lies too deep to be stored; ``around``: the ids of what it is in."""
     return len(around) > _MOST_DEEP or id(value) in around
 
 
 def set_fields(value: Any) -> list[str]:
-    """Of a dataclass: a field may have no value."""
-    return [one.name for one in fields(value) if hasattr(value, one.name)]
+    """Return the names of a dataclass's fields that have a value."""
+    return [field.name for field in fields(value) if hasattr(value, field.name)]

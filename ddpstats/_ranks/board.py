@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from ddpstats._base.files import checked_regular, open_regular, read_at_most
+from ddpstats._base.files import open_regular, read_at_most, require_regular
 
 _MOST_BYTES = 2 << 20  # a verdict has at most half of that
 
@@ -70,7 +70,7 @@ def _leave(path: Path, others: Sequence[Process], process: int) -> None:
         return
     with contextlib.suppress(OSError):
         flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
-        with open(checked_regular(os.open(path, flags), path), "w") as file:
+        with open(require_regular(os.open(path, flags), path), "w") as file:
             file.write(f"{os.getpid()}\n")
         signed = _lines(path)[1:]
         if all(str(other.pid) in signed or other.is_dead() for other in others):

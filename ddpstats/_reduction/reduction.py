@@ -219,7 +219,9 @@ class Reduction:
         if columns is not None and marks.listeners:
             mine = columns.ranks.index(self._agreement.comm.rank)
             of_path = reduced.flat_by_rank().items()
-            marks.tell(marks.VALUES, call.name or call.kind, values={name: held.values[mine] for name, held in of_path})
+            marks.publish(
+                marks.VALUES, call.name or call.kind, values={name: held.values[mine] for name, held in of_path}
+            )
         return reduced
 
     def _summed(self) -> _Summed:

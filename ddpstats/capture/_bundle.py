@@ -30,7 +30,14 @@ from typing import Any, BinaryIO
 
 import torch
 
-from ddpstats._base.files import TEMPORARY_PREFIX, Written, check_archive, make_private_directory, replace_file, summary
+from ddpstats._base.files import (
+    TEMPORARY_PREFIX,
+    Written,
+    check_archive,
+    make_private_directory,
+    replace_file,
+    summarize,
+)
 from ddpstats._base.text import count_of
 from ddpstats.capture._manifest import (
     BUNDLE_NAME,
@@ -75,7 +82,12 @@ def write_part(directory: Path, name: str, content: dict[str, Any]) -> Written:
     """
     if RANK_FILE.fullmatch(name) is None and MODEL_FILE.fullmatch(name) is None:
         raise ValueError(f"{name!r} is not the name of a file of a capture")
-    return replace_file(directory / name, lambda file: _save(content, file), private=True)
+
+    def write(file: BinaryIO) -> Written:
+        _save(content, file)
+        return summarize(file)
+
+    return replace_file(directory / name, write, private=True)
 
 
 def _save(content: dict[str, Any], file: BinaryIO) -> None:
@@ -193,7 +205,7 @@ def _check_content(path: Path, file: BinaryIO, said: Written) -> None:
         raise BundleError(
             f"{path} has {size} bytes and the manifest says {said.bytes}: it is cut, or another; {advice}"
         )
-    found = summary(file)
+    found = summarize(file)
     if found != said:
         raise BundleError(f"{path} has the SHA-256 {found.sha256}, the manifest says {said.sha256}; {advice}")
 

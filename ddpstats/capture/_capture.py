@@ -282,7 +282,7 @@ class NaNCapture(StepWatch):
         else:
             verdict = self._captured(finding)
         self._captured_before = True
-        marks.tell(verdict.kind, verdict.message, step=verdict.step, ranks=tuple(map(int, verdict.culprit_ranks)))
+        marks.publish(verdict.kind, verdict.message, step=verdict.step, ranks=tuple(map(int, verdict.culprit_ranks)))
         if self._peers.rank == min(self._peers.ranks):
             _logger.error("%s", verdict.message)
         return verdict

@@ -22,11 +22,12 @@ from typing import Any, BinaryIO
 from ddpstats._base.files import (
     NO_REGULAR_FILE,
     Written,
+    explain_version,
     open_regular,
     parse_json,
     read_at_most,
-    refused_version,
     replace_file,
+    summarize,
 )
 from ddpstats.capture._fields import MOST_RANKS, Fields, is_texts
 from ddpstats.errors import BundleError
@@ -105,7 +106,12 @@ def write_manifest(directory: Path, manifest: Manifest) -> Written:
     content = as_json(manifest)
     _checked(Fields(json.loads(json.dumps(content)), str(directory / MANIFEST), _OWN_FAULT))
     text = json.dumps(content, indent=1, allow_nan=False)
-    return replace_file(directory / MANIFEST, lambda file: file.write(text.encode()), private=True)
+
+    def write(file: BinaryIO) -> Written:
+        file.write(text.encode())
+        return summarize(file)
+
+    return replace_file(directory / MANIFEST, write, private=True)
 
 
 def as_json(manifest: Manifest) -> dict[str, Any]:
@@ -158,7 +164,7 @@ def _parsed(directory: Path) -> Any:
 def _checked(fields: Fields) -> Manifest:
     if fields.raw("format") != FORMAT:
         raise fields.wrong("format", f"{FORMAT!r}: this is not a capture of ddpstats")
-    refused = refused_version(fields.raw("version"), VERSION)
+    refused = explain_version(fields.raw("version"), VERSION)
     if refused is not None:
         raise BundleError(f"{fields.at('version')}: {refused}")
     fields.only(("format", "version", *_FIELDS))

@@ -163,7 +163,7 @@ def start() -> None:
 
     global _of_environment
     mode = config.guard_mode()
-    if mode == "off" or config.disabled() or _of_environment is not None:
+    if mode == "off" or config.is_disabled() or _of_environment is not None:
         return
     guard = collective_guard(mode, record_dir=config.record_dir()).preemptible()
 

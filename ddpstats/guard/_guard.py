@@ -103,7 +103,7 @@ class collective_guard(ContextDecorator):  # used like `torch.no_grad`
             raise ConfigError("mode='record' needs record_dir=, where the records are written")
         self.mode, self._record_dir, self._timeout_sec = mode, record_dir, config.timeout_sec(timeout_sec)
         every = check_every if mode == "step" else _NEVER
-        yields = not config.names_timeout(timeout_sec)
+        yields = not config.has_timeout(timeout_sec)
         self._settings = Settings(
             mode, on_mismatch == "warn", infer_labels, every, self._timeout_sec, yields, record_dir
         )

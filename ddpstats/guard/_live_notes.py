@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddpstats._base.files import open_regular, parse_json, read_at_most, refused_version
+from ddpstats._base.files import explain_version, open_regular, parse_json, read_at_most
 from ddpstats._ranks.roster import ProcessId
 from ddpstats.errors import ConfigError, DdpstatsError
 from ddpstats.guard._events import Event, stable_hash
@@ -215,7 +215,7 @@ def _slot(content: bytes) -> dict[str, Any] | None:
 
 def _rank_now(note: Mapping[str, Any]) -> RankNow:
     head, texts = note["head"], note["texts"]
-    refused, process = refused_version(head["live"], FORMAT), ProcessId.unpack(bytes.fromhex(head["process"]))
+    refused, process = explain_version(head["live"], FORMAT), ProcessId.unpack(bytes.fromhex(head["process"]))
     if refused is not None or process.machine != ProcessId.mine().machine:
         raise DdpstatsError(f"these notes are {refused or 'of another machine, or container: watch the ranks there'}")
     _, collectives, seq, steps, renegotiations = map(int, note["numbers"][:5])

@@ -16,10 +16,10 @@ from typing import Any
 from ddpstats._base.files import (
     LATEST_TIME_SEC,
     bounded_lines,
-    checked_regular,
+    explain_version,
     open_regular,
     parse_json,
-    refused_version,
+    require_regular,
 )
 from ddpstats._base.marks import Mark
 from ddpstats.errors import ConfigError
@@ -111,7 +111,7 @@ class RecordWriter:
     def _open(self, goes_on: bool) -> int:
         # Others may write to the directory: no link of theirs leads our lines elsewhere, and no pipe holds us up.
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-        file = checked_regular(os.open(self._path, flags, 0o600), self._path)
+        file = require_regular(os.open(self._path, flags, 0o600), self._path)
         if not goes_on:
             os.ftruncate(file, 0)
         head = (json.dumps({**self._head, "time": time.time()}) + "\n").encode()
@@ -265,7 +265,7 @@ def _read_rank(path: Path) -> RankRecord:
 
 
 def _checked_head(entry: Mapping[str, Any]) -> Mapping[str, Any]:
-    refused = refused_version(entry["ddpstats"], FORMAT)
+    refused = explain_version(entry["ddpstats"], FORMAT)
     if refused is not None:
         raise ValueError(refused)
     if not all(type(entry.get(key)) is int and 0 <= entry[key] < _MOST_RANKS for key in ("rank", "world_size")):

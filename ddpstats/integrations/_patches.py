@@ -64,7 +64,7 @@ class Patches:
 
     def disabled(self) -> bool:
         """Whether the environment says that every library stays as it is."""
-        if config.disabled():
+        if config.is_disabled():
             self.why_left = f"{config.DISABLE} is set"
             return True
         return False

@@ -141,7 +141,7 @@ def install(*targets: str | ModuleType | Mapping[str, Sequence[str]]) -> Install
                 to_replace.append((place, known))
     for place, known in to_replace:
         patched[place.spelled] = _replace(place, known)
-    if not config.disabled():
+    if not config.is_disabled():
         for name, reason in left.items():
             text = f"ddpstats.integrations.functions: {name} {reason}. It is left as it is."
             warnings.warn(text, stacklevel=level_of_caller())
@@ -221,7 +221,7 @@ def _place(module: ModuleType, name: str) -> _Place:
 
 def _known(place: _Place) -> Known | str:
     """What this is a copy of, also where it was replaced before, or why it is left."""
-    if config.disabled():
+    if config.is_disabled():
         return f"{config.DISABLE} is set"
     if not dist.is_available():
         return "reduces nothing: this torch is built without torch.distributed"

@@ -207,7 +207,7 @@ class Sentinel(StepWatch):
         self._step += 1
         if not self.verdict.ok:
             found = self.verdict
-            marks.tell("sentinel", found.message, step=found.step, ranks=tuple(map(int, found.culprit_ranks)))
+            marks.publish("sentinel", found.message, step=found.step, ranks=tuple(map(int, found.culprit_ranks)))
         return self.verdict
 
     def _drop(self) -> None:

@@ -5,17 +5,17 @@ from __future__ import annotations
 from ddpstats._base.caches import BoundedCache
 
 
-def test_as_many_as_it_may_hold_stay() -> None:
+def test_cache_that_is_full_evicts_the_least_recently_used_entry() -> None:
     cache = BoundedCache[int, int](8, max_cost=1000)
     for number in range(8):
         cache.put(number, number, cost=1)
     assert cache.values() == list(range(8))
-    assert cache.get(0) == 0  # now the one that was used last
+    assert cache.get(0) == 0  # now the most recently used
     cache.put(8, 8, cost=1)
     assert cache.values() == [2, 3, 4, 5, 6, 7, 0, 8]
 
 
-def test_the_newest_four_stay_at_any_cost() -> None:
+def test_newest_four_entries_stay_at_any_cost() -> None:
     evicted: list[int] = []
     cache = BoundedCache[int, int](8, 1000, evicted.append)
     for number in range(6):
@@ -23,7 +23,7 @@ def test_the_newest_four_stay_at_any_cost() -> None:
     assert (cache.values(), evicted) == ([2, 3, 4, 5], [0, 1])
 
 
-def test_the_cost_is_of_what_is_held() -> None:
+def test_cost_counts_only_the_entries_that_are_held() -> None:
     cache = BoundedCache[int, int](8, max_cost=100)
     for _ in range(20):
         cache.put(0, 0, cost=60)

@@ -11,33 +11,33 @@ from ddpstats.errors import ConfigError
 
 
 @pytest.mark.parametrize("value", [0, True, 1.0, "1", None])
-def test_a_count_is_a_whole_number_from_the_least_on(value: Any) -> None:
+def test_count_that_is_no_whole_number_from_the_least_on_is_refused(value: Any) -> None:
     check_count("keep", 1, 1)
     with pytest.raises(ConfigError, match=rf"^keep={value!r} must be a whole number, 1 or more$"):
         check_count("keep", value, 1)
 
 
 @pytest.mark.parametrize("value", [0, 1, "True", None])
-def test_a_flag_is_a_bool(value: Any) -> None:
+def test_flag_that_is_no_bool_is_refused(value: Any) -> None:
     check_flag("per_rank", False)
     with pytest.raises(ConfigError, match=rf"^per_rank={value!r} must be True or False$"):
         check_flag("per_rank", value)
 
 
-def test_a_choice_is_one_of_the_legal_values() -> None:
+def test_choice_that_is_not_legal_is_refused_with_the_legal_values() -> None:
     check_choice("mode", "step", ("step", "off"))
     with pytest.raises(ConfigError, match=r"^mode='on' is not understood; legal values: step, off$"):
         check_choice("mode", "on", ("step", "off"))
 
 
-def test_ranks_whose_settings_differ_are_told_in_what() -> None:
-    refuse_differences({0: {"keep": 1, "mode": 2}, 1: {"keep": 1, "mode": 2}}, "Thing", "Make it alike.")
+def test_ranks_whose_settings_differ_get_one_error_with_each_setting() -> None:
+    refuse_differences({0: {"keep": 1, "mode": 2}, 1: {"keep": 1, "mode": 2}}, "Thing", "Use the same.")
     with pytest.raises(ConfigError) as caught:
-        refuse_differences({0: {"keep": 1, "mode": 2}, 3: {"keep": 5, "mode": 2}}, "Thing", "Make it alike.")
+        refuse_differences({0: {"keep": 1, "mode": 2}, 3: {"keep": 5, "mode": 2}}, "Thing", "Use the same.")
     assert str(caught.value).splitlines() == [
         "ranks made their Thing with different settings:",
         "  rank 0: keep=1",
         "  rank 3: keep=5",
-        "Make it alike.",
+        "Use the same.",
     ]
     assert caught.value.ranks == (0, 3)

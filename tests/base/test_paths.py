@@ -22,7 +22,7 @@ def identity(path: Path) -> tuple[tuple[type, object], ...]:
     return tuple((type(step), step) for step in path)
 
 
-def test_path_is_spelled_with_slashes_and_brackets_and_escapes_those_in_keys() -> None:
+def test_name_of_a_path_has_slashes_and_brackets_and_escapes_those_in_keys() -> None:
     assert format_path(("train", "loss", Index(2))) == "train/loss[2]"
     assert format_path((Index(0), "a", 3)) == "[0]/a/3"
     assert format_path(()) == ""
@@ -30,8 +30,8 @@ def test_path_is_spelled_with_slashes_and_brackets_and_escapes_those_in_keys() -
 
 
 @given(paths)
-def test_names_are_unique_and_verbatim_where_they_can_be(found: list[Path]) -> None:
-    distinct = list({identity(path): path for path in found}.values())
+def test_names_are_unique_and_verbatim_where_that_is_possible(examples: list[Path]) -> None:
+    distinct = list({identity(path): path for path in examples}.values())
     # The root is a leaf or a container, never both; `()` and `("",)` cannot meet.
     distinct = [path for path in distinct if path != ()]
     names = unique_names(distinct)
@@ -42,8 +42,8 @@ def test_names_are_unique_and_verbatim_where_they_can_be(found: list[Path]) -> N
 
 
 @given(paths)
-def test_the_order_of_paths_does_not_change_their_names(found: list[Path]) -> None:
-    distinct = list({identity(path): path for path in found if path != ()}.values())
+def test_names_do_not_depend_on_the_order_of_paths(examples: list[Path]) -> None:
+    distinct = list({identity(path): path for path in examples if path != ()}.values())
     forward = dict(zip(map(identity, distinct), unique_names(distinct), strict=True))
     backward = dict(zip(map(identity, distinct[::-1]), unique_names(distinct[::-1]), strict=True))
     assert forward == backward
@@ -54,17 +54,17 @@ def test_the_order_of_paths_does_not_change_their_names(found: list[Path]) -> No
 Pair = collections.namedtuple("Pair", ["left", "right"])
 
 
-def test_what_a_namedtuple_holds_is_reached_by_place_or_by_field() -> None:
+def test_items_of_a_namedtuple_are_named_by_index_or_by_field() -> None:
     value = {"a": [Pair(1, (2,))]}
     assert list(walk(value)) == [("batch['a'][0][0]", 1), ("batch['a'][0][1][0]", 2)]
     assert list(walk(value, "x", by_field=True)) == [("x['a'][0].left", 1), ("x['a'][0].right[0]", 2)]
 
 
-def test_a_dataclass_that_comes_back_as_a_namespace_is_walked() -> None:
+def test_walk_enters_the_namespace_that_represents_a_dataclass() -> None:
     assert list(walk([SimpleNamespace(x=1, y=[2])])) == [("batch[0].x", 1), ("batch[0].y[0]", 2)]
 
 
-def test_what_lies_inside_itself_is_a_leaf() -> None:
+def test_container_that_contains_itself_is_a_leaf() -> None:
     endless: list[object] = [1]
     endless.append(endless)
     assert list(walk(endless)) == [("batch[0]", 1), ("batch[1]", endless)]

@@ -1,13 +1,7 @@
-"""Messages shorten lists, name ranks and count things in one way.
-
-A report reaches terminals, spreadsheet programs, JSON parsers and browsers as text, and its file as a whole.
-
-A progress bar is written to a terminal, and to no other stream.
-"""
+"""Messages share their words; reports are harmless to terminals, tables and browsers; files are complete or absent."""
 
 from __future__ import annotations
 
-import io
 import math
 import os
 import stat
@@ -36,59 +30,59 @@ from ddpstats._base.text import (
 )
 from ddpstats.errors import DdpstatsError
 
-# -- wording -----------------------------------------------------------------------------------------------------------
+# -- words of messages -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("things", "text"),
+    ("things", "expected"),
     [([], ""), (["a"], "a"), (["a", "b"], "a, b"), ("abc", "a, b and 1 more"), (range(5), "0, 1 and 3 more")],
 )
-def test_a_long_list_is_cut_short(things: list[object], text: str) -> None:
-    assert listed(things, 2) == text
+def test_long_list_names_the_first_and_counts_the_rest(things: list[object], expected: str) -> None:
+    assert listed(things, 2) == expected
 
 
-def test_eight_ranks_are_named() -> None:
+def test_at_most_eight_ranks_are_named() -> None:
     assert ranks_text([3]) == "rank 3"
     assert ranks_text(range(10)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 2 more"
 
 
-def test_count_has_separators_and_the_noun_its_plural() -> None:
+def test_count_has_separators_and_its_noun_the_right_number() -> None:
     assert [count_of(1, "entries in both"), count_of(1024, "tensors")] == ["1 entry in both", "1,024 tensors"]
 
 
-def test_dtypes_of_tensors_and_of_files() -> None:
+def test_dtype_name_lacks_the_prefix_of_torch() -> None:
     assert [dtype_name("torch.float32"), dtype_name("int64")] == ["float32", "int64"]
 
 
-# -- report ------------------------------------------------------------------------------------------------------------
+# -- reports -----------------------------------------------------------------------------------------------------------
 
 
-def test_control_characters_are_written_out() -> None:
+def test_control_characters_in_lines_are_escaped() -> None:
     assert printable(["a\x1b[2Jb\n", "\ud800 \u202e é"]) == "a\\x1b[2Jb\\n\n\\ud800 \\u202e é"
 
 
 @pytest.mark.parametrize("cell", ["=1+1", "+A1", "-A1", "@x", "\t=1", "\r=1"])
-def test_formulas_are_quoted(cell: str) -> None:
+def test_cell_that_begins_a_formula_is_quoted(cell: str) -> None:
     assert harmless(cell) == f"'{cell}"
 
 
 @pytest.mark.parametrize("cell", ["-1.5", "-inf", "+3", -2.5, None, "a=1", ""])
-def test_numbers_and_words_are_not_quoted(cell: Any) -> None:
+def test_cell_that_is_a_number_or_a_word_is_not_quoted(cell: Any) -> None:
     assert harmless(cell) == cell
 
 
-def test_a_report_is_text_or_legal_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_is_shown_as_text_or_legal_json_and_returns_its_status(capsys: pytest.CaptureFixture[str]) -> None:
     report = VerbReport(1, lambda: "DIFFERENT", lambda: {"worst": (math.nan, -math.inf), "rank": 0})
     assert [report.show(as_json=False), report.show(as_json=True)] == [1, 1]
     assert capsys.readouterr().out == 'DIFFERENT\n{"worst": ["NaN", "-Infinity"], "rank": 0}\n'
 
 
-def test_a_text_cannot_command_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_shown_text_cannot_command_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     VerbReport(0, lambda: "one\x1b[2J\r\ntwo\x07", dict).show(as_json=False)
     assert capsys.readouterr().out == "one\\x1b[2J\\r\ntwo\\x07\n"
 
 
-def test_a_page_has_the_text_and_a_table_of_each_section(tmp_path: Path) -> None:
+def test_page_holds_the_text_and_a_table_for_each_section_escaped(tmp_path: Path) -> None:
     sections = [
         Section(["Name"], [(["<x>"], "red", 'a "b"')], "rank 0"),
         Section((), (), "rank 1", ["No row differs."]),
@@ -105,7 +99,7 @@ def written(path: Path) -> None:
     write_file(path, lambda file: file.write("new"))
 
 
-def test_a_file_behind_a_link_is_what_is_written(tmp_path: Path) -> None:
+def test_link_stays_and_the_file_that_it_leads_to_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "kept").mkdir()
     for target in (tmp_path / "kept" / "there", tmp_path / "kept" / "not yet"):
         link = tmp_path / f"link to {target.name}"
@@ -115,14 +109,14 @@ def test_a_file_behind_a_link_is_what_is_written(tmp_path: Path) -> None:
         assert (link.is_symlink(), target.read_text()) == (True, "new")
 
 
-def test_a_link_that_leads_into_no_directory(tmp_path: Path) -> None:
+def test_link_into_a_missing_directory_is_refused_before_the_work(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "none" / "file")
     with pytest.raises(DdpstatsError, match=f"no directory {tmp_path}/none"):
         check_writable(tmp_path / "link")
 
 
 @pytest.mark.parametrize(("mode", "is_refused"), [(0o1777, True), (0o777, False), (0o1755, False)])
-def test_a_link_of_a_stranger_in_a_directory_for_all(
+def test_link_of_another_user_in_a_shared_directory_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int, is_refused: bool
 ) -> None:
     (tmp_path / "shared").mkdir()
@@ -145,7 +139,7 @@ def test_a_link_of_a_stranger_in_a_directory_for_all(
     assert (tmp_path / "mine").read_text() == ("old" if is_refused else "new")
 
 
-def test_a_pipe_is_written_into_and_stays(tmp_path: Path) -> None:
+def test_pipe_is_written_into_and_stays(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     read: list[str] = []
     reader = threading.Thread(target=lambda: read.append((tmp_path / "pipe").read_text()), daemon=True)
@@ -155,7 +149,7 @@ def test_a_pipe_is_written_into_and_stays(tmp_path: Path) -> None:
     assert ((tmp_path / "pipe").is_fifo(), read) == (True, ["new"])
 
 
-def test_a_link_to_an_open_pipe(tmp_path: Path) -> None:
+def test_link_to_an_open_pipe_is_written_into_and_stays(tmp_path: Path) -> None:
     reading, writing = os.pipe()
     (tmp_path / "link").symlink_to(f"/proc/self/fd/{writing}")
     written(tmp_path / "link")
@@ -164,12 +158,24 @@ def test_a_link_to_an_open_pipe(tmp_path: Path) -> None:
         assert (pipe.read(), (tmp_path / "link").is_symlink()) == ("new", True)
 
 
-def test_a_pipe_whose_reader_has_gone(tmp_path: Path) -> None:
-    reading, writing = os.pipe()
-    os.close(reading)
-    with pytest.raises(DdpstatsError, match=r"cannot be written: Broken pipe\."):
-        write_file(Path(f"/proc/self/fd/{writing}"), lambda file: file.write("new"))
-    os.close(writing)
+def test_file_that_cannot_be_written_is_an_error_that_names_it(tmp_path: Path) -> None:
+    with pytest.raises(DdpstatsError, match=r"^/dev/full cannot be written: No space left on device\.$"):
+        write_file(Path("/dev/full"), lambda file: file.write("new"))
+    with pytest.raises(DdpstatsError, match=r"none/file cannot be written: No such file or directory\.$") as caught:
+        write_file(tmp_path / "none" / "file", lambda file: file.write("new"))
+    assert caught.value.path == str(tmp_path / "none" / "file")
+
+
+def test_error_while_the_text_is_made_is_raised_as_it_is_and_leaves_the_old_file(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("old")
+
+    def write(file: Any) -> None:
+        file.write("half")
+        raise OSError("another file cannot be read")
+
+    with pytest.raises(OSError, match="another file cannot be read"):
+        write_file(tmp_path / "file", write)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"file": "old"}
 
 
 _TO_STDOUT = """
@@ -186,23 +192,19 @@ print("after")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("by_name", [False, True])
 @pytest.mark.parametrize(
-    ("stream", "redirect", "expected"),
+    ("name", "redirect", "expected"),
     [
-        (1, ">>", "old\nbefore\nfile\nafter\n"),
-        (1, ">", "before\nfile\nafter\n"),
-        (2, "2>>", "old\nfile\n"),
-        (2, "2>", "file\n"),
+        ("/dev/stdout", ">>", "old\nbefore\nfile\nafter\n"),
+        ("/dev/stdout", ">", "before\nfile\nafter\n"),
+        ("{log}", ">", "before\nfile\nafter\n"),
+        ("/dev/fd/2", "2>>", "old\nfile\n"),
     ],
 )
-def test_the_file_that_a_stream_goes_to_keeps_what_is_in_it(
-    tmp_path: Path, by_name: bool, stream: int, redirect: str, expected: str
-) -> None:
+def test_file_that_a_stream_goes_to_keeps_its_content(tmp_path: Path, name: str, redirect: str, expected: str) -> None:
     log = tmp_path / "log.txt"
     log.write_text("old\n")
-    named = log if by_name else f"/dev/fd/{stream}"
-    command = f'"$0" -c "$1" {named} {redirect} {log}'
+    command = f'"$0" -c "$1" {name.format(log=log)} {redirect} {log}'
     subprocess.run(["sh", "-c", command, sys.executable, _TO_STDOUT], stdout=subprocess.DEVNULL, check=True, timeout=60)
     assert log.read_text() == expected
     assert os.listdir(tmp_path) == ["log.txt"]
@@ -211,22 +213,12 @@ def test_the_file_that_a_stream_goes_to_keeps_what_is_in_it(
 # -- progress ----------------------------------------------------------------------------------------------------------
 
 
-class Stream(io.StringIO):
-    def __init__(self, *, terminal: bool) -> None:
-        super().__init__()
-        self._terminal = terminal
-
-    def isatty(self) -> bool:
-        return self._terminal
-
-
-@pytest.mark.parametrize("terminal", [True, False])
-def test_a_bar_on_a_terminal(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = Stream(terminal=terminal)
-    monkeypatch.setattr(sys, "stderr", stream)
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_progress_is_shown_on_a_terminal_alone_and_cleared_at_the_end(
+    is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
     monkeypatch.setattr(text, "_EVERY_SEC", 0.0)
-    with ProgressBar(1000) as bar:
-        bar.add(500)
-    shown = stream.getvalue()
-    assert ("[###############               ]  50%" in shown) is terminal
-    assert shown.endswith("\r\x1b[K") is terminal
+    with ProgressBar(3_000_000) as bar:
+        bar.add(1_500_000)
+    assert capsys.readouterr().err == ("\r 50% of 3 MB\x1b[K\r\x1b[K" if is_terminal else "")

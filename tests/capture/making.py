@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ddpstats import NaNCapture
-from ddpstats._base.files import summary
+from ddpstats._base.files import summarize
 from ddpstats._base.version import __version__
 from ddpstats.capture._bundle import Manifest, bundle_name, read_manifest, write_manifest, write_part
 
@@ -134,6 +134,6 @@ def rewrite_part(directory: Path, name: str, content: dict[str, Any]) -> None:
 def rewrite_manifest(directory: Path, name: str) -> None:
     """Write a manifest that says what a file holds now."""
     with (directory / name).open("rb") as file:
-        written = summary(file)
+        written = summarize(file)
     manifest = read_manifest(directory)
     write_manifest(directory, replace(manifest, files={**manifest.files, name: written}))

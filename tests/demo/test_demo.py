@@ -224,7 +224,7 @@ def test_error_of_the_ranks_is_quoted(start: Start) -> None:
     status, out, err = demo(start, "--json", DDPSTATS_TIMEOUT_SEC="soon")
     assert (status, out) == (2, "")
     assert err.startswith("ddpstats demo: error: the ranks failed\nthe end of rank ")
-    assert "ConfigError: DDPSTATS_TIMEOUT_SEC='soon' is not a number of seconds" in err
+    assert "ConfigError: DDPSTATS_TIMEOUT_SEC='soon' must be a number of seconds" in err
 
 
 HANGS = "time.sleep(1000)"

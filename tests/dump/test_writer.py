@@ -75,7 +75,7 @@ def test_full_disk_costs_no_entry_once_there_is_room(tmp_path: Path, monkeypatch
         patch.setattr(os, "write", full)
         with pytest.raises(OSError, match="No space"):
             writer.add("Torch.add.1.forward", ENTRY, 0, None)
-        patch.setattr("ddpstats.dump.format._writer.put_file", lambda path, fill: full(0, b""))
+        patch.setattr("ddpstats.dump.format._writer.replace_file", lambda path, fill: full(0, b""))
         with pytest.raises(OSError, match="No space"):
             writer.finish()
     assert writer._file is None  # its descriptor is given back

@@ -41,7 +41,7 @@ def lines(*entries: Any) -> bytes:
         (b"[" * 200_000 + b"\n", "line 1: it is nested too deeply"),
         (lines(HEAD, b"\xff\xfe"), "line 2: "),
         (lines(HEAD, [1]), "line 2: not a record"),
-        (lines(HEAD, b'{"op": "x", "op": "y"}'), "line 2: the key 'op' stands there twice"),
+        (lines(HEAD, b'{"op": "x", "op": "y"}'), "line 2: the key 'op' occurs twice"),
         (lines(HEAD, b'{"seq": NaN}'), "line 2: NaN is no JSON"),
         (
             lines(HEAD, b'{"group": "0", "op": "x", "seq": 1e999}'),
@@ -58,7 +58,7 @@ def lines(*entries: Any) -> bytes:
         (lines(HEAD, b" " * (2 << 20)), "line 2: a line of more than 1,048,576 bytes"),
         (lines(HEAD, {"mark": 1, "time": 1.0}), "line 2: a mark without kind"),
         (lines(HEAD, {"mark": "x", "time": 1e300}), "line 2: a mark without time"),
-        (lines(HEAD, {"mark": "x", "time": 1.0, "ranks": [True]}), "line 2: a mark of no ranks"),
+        (lines(HEAD, {"mark": "x", "time": 1.0, "ranks": [True]}), "line 2: a mark without ranks"),
         (lines(HEAD, {"mark": "x", "time": 1.0, "values": {"loss": "NaN"}}), "line 2: a mark whose value is no number"),
     ],
     ids=range(20),

@@ -21,7 +21,7 @@ def parted(directory: str) -> str:
             for key in stats:
                 dist.all_reduce(stats[key])
         ddpstats.reduce_stats({"loss": float(rank), **({"only": 1.0} if rank else {})}, per_rank=True, name="train")
-        marks.tell("sentinel", "rank 1: a gradient is far from normal", step=3, ranks=(1,))
+        marks.publish("sentinel", "rank 1: a gradient is far from normal", step=3, ranks=(1,))
     assert marks.listeners == []
     (Path(directory) / f"fr_trace_rank_{rank}").write_bytes(_dump_fr_trace(True, True, False))
     return str(Path(__file__).name)

@@ -20,7 +20,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from ddpstats._base.files import bounded_lines, open_regular, refused_version
+from ddpstats._base.files import bounded_lines, explain_version, open_regular
 from ddpstats._base.text import listed, printable
 from ddpstats.dump.format._entries import DumpEntry
 from ddpstats.dump.format._names import CONSTRUCT, DUMP, FORMAT, LINES, STACK, TENSORS, VERSION
@@ -263,7 +263,7 @@ def header(path: Path) -> dict[str, Any]:
     else:
         with _object_in(path) as scanner:
             found = {member.key: _parsed(member, path) for member in scanner.members(stop_at="data")}
-    refused = refused_version(found[VERSION], FORMAT) if VERSION in found else None  # other tools' dumps have none
+    refused = explain_version(found[VERSION], FORMAT) if VERSION in found else None  # other tools' dumps have none
     if refused is not None:
         raise DumpError(f"{path}: {refused}", path=str(path))
     return found

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ddpstats._base.files import make_private_directory, put_file
+from ddpstats._base.files import make_private_directory, replace_file
 from ddpstats.dump.format._names import CONSTRUCT, DUMP, FORMAT, LINES, STACK, VERSION
 
 encode: Callable[[Any], str] = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
@@ -77,10 +77,10 @@ class StepWriter:
             make_private_directory(self.directory)
             if not self._is_claimed:
                 os.close(self._create())
-            put_file(self.directory / STACK, lambda file: file.write(self._stack_text()))
-            put_file(self.directory / CONSTRUCT, lambda file: file.write(self._construct_text()))
+            replace_file(self.directory / STACK, lambda file: file.write(self._stack_text()))
+            replace_file(self.directory / CONSTRUCT, lambda file: file.write(self._construct_text()))
             places: list[tuple[int, int] | bytes] = []
-            put_file(self.directory / DUMP, lambda file: places.extend(self._write_dump(file)))
+            replace_file(self.directory / DUMP, lambda file: places.extend(self._write_dump(file)))
             self._entries = places
         except BaseException:
             self._are_lines_left = has_lines
