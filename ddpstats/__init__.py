@@ -2,7 +2,7 @@
 
 Names are loaded when first used, so that importing this package does not import torch.
 
-PYTEST_DONT_REWRITE: pytest, which finds a plugin here, is not to warn that this was imported before it.
+PYTEST_DONT_REWRITE: pytest finds a plugin here, and must not warn that this package was imported before it.
 """
 
 from __future__ import annotations
@@ -52,40 +52,21 @@ if TYPE_CHECKING:
     from ddpstats.step_checks import StepChecks as StepChecks, StepVerdicts as StepVerdicts
 
 _HOMES = {
-    "_reduction.markers": ("All", "Any", "Max", "Mean", "Min", "Sum"),
-    "_ranks.decide": ("all_ranks", "any_rank"),
-    "_base.version": ("__version__",),
-    "capture": ("NaNCapture",),
-    "dump": ("StatsDump",),
-    "errors": (
-        "BundleError",
-        "CollectiveMismatch",
-        "ConfigError",
-        "DdpstatsError",
-        "DumpError",
-        "InvalidStats",
-        "NonFiniteStat",
-        "ProtocolMismatch",
-        "RankMissing",
-        "SchemaConflict",
-        "SentinelAlarm",
-    ),
-    "guard": ("collective_guard", "label"),
-    "recursive_op": ("recursive_average", "recursive_divide", "recursive_sum"),
-    "_reduction.reducer": (
-        "Entry",
-        "PendingReduction",
-        "RankValues",
-        "Reduced",
-        "ReductionCounters",
-        "StatsReducer",
-        "reduce_stats",
-    ),
-    "_reduction.window": ("StatsWindow",),
-    "sentinel": ("Sentinel",),
-    "step_checks": ("StepChecks", "StepVerdicts"),
+    "_base.version": "__version__",
+    "_ranks.decide": "all_ranks any_rank",
+    "_reduction.markers": "All Any Max Mean Min Sum",
+    "_reduction.reducer": "Entry PendingReduction RankValues Reduced ReductionCounters StatsReducer reduce_stats",
+    "_reduction.window": "StatsWindow",
+    "capture": "NaNCapture",
+    "dump": "StatsDump",
+    "errors": "BundleError CollectiveMismatch ConfigError DdpstatsError DumpError InvalidStats NonFiniteStat "
+    "ProtocolMismatch RankMissing SchemaConflict SentinelAlarm",
+    "guard": "collective_guard label",
+    "recursive_op": "recursive_average recursive_divide recursive_sum",
+    "sentinel": "Sentinel",
+    "step_checks": "StepChecks StepVerdicts",
 }
-_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names.split()}
 
 _SUBMODULES = frozenset({"capture", "dump", "errors", "guard", "integrations", "recursive_op", "sentinel", "testing"})
 

@@ -1,9 +1,8 @@
-"""The ``ddpstats`` command: which verbs there are, and nothing of what they do.
+"""The ``ddpstats`` command: the table of verbs, and how one is run.
 
 To add a verb, add a line to ``_VERBS``. Its module has two functions: ``add_arguments(parser)``, and ``run(args)``,
-which returns the exit status. The module is imported when its verb is given, so that ``ddpstats --help`` stays quick.
-Every verb has ``--json``, and then writes one JSON object to stdout, and nothing else; but for ``run``, whose stdout is
-the script's.
+which returns the exit status. The module is imported when its verb is used, so that ``ddpstats --help`` stays quick.
+With ``--json`` every verb writes one JSON object to stdout and no more, except ``run``, whose stdout is the script's.
 """
 
 from __future__ import annotations
@@ -17,7 +16,8 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple, NoReturn, Protocol, cast
+from types import ModuleType
+from typing import NamedTuple, NoReturn
 
 from ddpstats._base.version import __version__
 from ddpstats.errors import DdpstatsError
@@ -26,7 +26,7 @@ _PROG = "ddpstats"
 _COULD_NOT_RUN = 2  # argparse's own status for arguments that it cannot use
 _REQUIRED = "the following arguments are required: "  # argparse's own words
 _INTERRUPTED = 130
-_PIPE_CLOSED = 141  # as a shell tells SIGPIPE
+_PIPE_CLOSED = 141  # a shell's status for SIGPIPE
 _RUN = "run"  # its stdout is the script's, and so are its errors
 
 
@@ -38,7 +38,7 @@ class _Verb(NamedTuple):
 
 
 class _VerbParser(argparse.ArgumentParser):
-    """Where arguments are missing: a sentence and a command that has them, in place of the usage."""
+    """Reports missing arguments with an example of the command, not with its usage."""
 
     def error(self, message: str) -> NoReturn:
         example = re.search(rf"\b{self.prog} .*?(?=;|  |$)", self.epilog or "", re.MULTILINE)  # words follow some
@@ -46,12 +46,6 @@ class _VerbParser(argparse.ArgumentParser):
             super().error(message)
         missing = message.removeprefix(_REQUIRED).removesuffix(", ARGS")  # of a script, which may have none
         self.exit(_COULD_NOT_RUN, f"{self.prog}: error: missing: {missing}; for example: {example[0]}\n")
-
-
-class _VerbModule(Protocol):
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
-
-    def run(self, args: argparse.Namespace) -> int: ...
 
 
 _FOUND = "exit status: 0 nothing found, 1 something found, 2 it could not run"
@@ -156,75 +150,69 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     if "ddpstats.guard._ending" in sys.modules:  # DDPSTATS_GUARD is for programs
         sys.modules["ddpstats.guard._ending"].cancel()
-    given = _given(argv)
-    module = cast(_VerbModule, importlib.import_module(_VERBS[given.verb].module))
-    args = _verb_parser(given.verb, module).parse_args(given.arguments)
-    if given.verb != _RUN:
-        _say_what_stdout_can()
+    verb, arguments = _split(argv)
+    module = importlib.import_module(_VERBS[verb].module)
+    args = _verb_parser(verb, module).parse_args(arguments)
+    if verb != _RUN and isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # characters that its encoding lacks are escaped
     try:
-        status = module.run(args)
+        status: int = module.run(args)
         sys.stdout.flush()
         return status
     except BrokenPipeError:
-        _give_up_stdout()
+        _discard_stdout()
         return _PIPE_CLOSED
     except DdpstatsError as error:
-        _say_error(given.verb, str(error).split("\n"))
+        _print_error(verb, str(error).split("\n"))
         return _COULD_NOT_RUN
     except OSError as error:
-        if given.verb == _RUN:
+        if verb == _RUN:
             raise
-        _write_out_stdout()
+        _flush_stdout()
         where = "" if error.filename is None else f"{error.filename}: "
-        _say_error(given.verb, [f"{where}{error.strerror or error}"])
+        _print_error(verb, [f"{where}{error.strerror or error}"])
         return _COULD_NOT_RUN
     except KeyboardInterrupt:
         return _INTERRUPTED
 
 
-def _say_what_stdout_can() -> None:
-    """A character that its encoding has not is written out."""
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        sys.stdout.reconfigure(errors="backslashreplace")
-
-
-def _say_error(verb: str, lines: Sequence[str]) -> None:
-    from ddpstats._base.text import printable  # the text may quote a file of somebody else's
+def _print_error(verb: str, lines: Sequence[str]) -> None:
+    from ddpstats._base.text import printable  # the error may quote an untrusted file
 
     print(f"{_PROG} {verb}: error: {printable(lines)}", file=sys.stderr)
 
 
-def _write_out_stdout() -> None:
-    """What was printed before an error; the error may be that nothing can be."""
+def _flush_stdout() -> None:
+    """Write what was printed before an error, unless the error is that stdout cannot be written."""
     try:
         sys.stdout.flush()
     except (OSError, ValueError):
-        _give_up_stdout()
+        _discard_stdout()
 
 
-def _give_up_stdout() -> None:
-    """What is still in its buffer would raise once more when Python ends."""
+def _discard_stdout() -> None:
+    """Discard what is still in the buffer of stdout, which would raise once more when Python ends."""
     with contextlib.suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)
 
 
-def _given(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The verb, and the words after it."""
+def _split(argv: Sequence[str] | None) -> tuple[str, list[str]]:
+    """Return the verb and the words after it."""
     parser = _parser()
-    given = parser.parse_args(argv)
-    if given.verb is None:
+    args = parser.parse_args(argv)
+    if args.verb is None:
         parser.print_help(sys.stderr)
         parser.exit(_COULD_NOT_RUN, f"\n{_PROG}: error: a VERB is missing; to begin with: {_PROG} demo\n")
-    if given.verb not in _VERBS:
+    if args.verb not in _VERBS:
         names = ", ".join(map(repr, _VERBS))
-        parser.error(f"argument VERB: invalid choice: {given.verb!r} (choose from {names}){_hint(given.verb)}")
-    return given
+        parser.error(f"argument VERB: invalid choice: {args.verb!r} (choose from {names}){_hint(args.verb)}")
+    return args.verb, args.arguments
 
 
 def _hint(word: str) -> str:
-    """What may have been meant by a word that is no verb."""
+    """Suggest what a word that is no verb may have meant."""
     if word.endswith(".py"):
         return f"; to run a script under the guard: {_PROG} run --nproc 2 {word}"
     if word == "help":
@@ -255,7 +243,7 @@ def _verbs_help() -> str:
     )
 
 
-def _verb_parser(name: str, module: _VerbModule) -> argparse.ArgumentParser:
+def _verb_parser(name: str, module: ModuleType) -> argparse.ArgumentParser:
     parser = _VerbParser(
         prog=f"{_PROG} {name}",
         description=_VERBS[name].help,

@@ -1,4 +1,4 @@
-"""What a run of ddpstats may raise: one root, and a class for each kind of trouble below it.
+"""The errors of ddpstats: one root, and a class for each kind of trouble below it.
 
 ::
 
@@ -72,8 +72,7 @@ class RankMissing(DdpstatsError):
     """Raised on every living rank when a rank did not take part within the timeout; the reducer is closed.
 
     Attributes:
-        missing_ranks: global ranks that did not take part; empty where that could not be learnt, and the message says
-            why.
+        missing_ranks: global ranks that did not take part; empty where they are unknown, and the message says why.
     """
 
     def __init__(
@@ -99,7 +98,7 @@ class CollectiveMismatch(DdpstatsError):
     Attributes:
         seq: the collective's number in its group; the first is 1.
         by_rank: rank -> what it did: an event with its signature (op, reduce op, shapes, dtypes, root), label and site.
-        culprit_ranks: the ranks that differ from a majority; empty where there is none.
+        culprit_ranks: the ranks that differ from a majority; empty without a majority.
         missing_ranks: ranks that never came to this collective.
     """
 
@@ -128,7 +127,7 @@ class SentinelAlarm(DdpstatsError):
     Attributes:
         step: the training step.
         layers: what found it: "thresholds", "replica digests", "peer replay", "matmul checksum".
-        culprit_ranks: where it arose; empty where that cannot be told, and the message says why.
+        culprit_ranks: where it arose; empty where that is unknown, and the message says why.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """`StepChecks`: NaN capture, sentinel and guard judge a step in one all_reduce instead of one each.
 
-Each says as a `Question` what it has to ask of all ranks, and none knows of the others (`_ranks.step`). While
-nothing is wrong, the sums say so to all three at once. Otherwise each goes its own way, one after the other: the guard,
-the capture, the sentinel. So a mismatch is raised before a NaN is told, and an alarm comes last.
+Each of them passes a `Question` to all ranks, without knowing the others (`_ranks.step`). While nothing is wrong, one
+sum answers all three. Otherwise each makes its own collectives, in this order: the guard, the capture, the sentinel. So
+a mismatch is raised before a NaN is reported, and an alarm comes last.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepVerdicts:
-    """What `StepChecks.step` says of one step: equal on every rank.
+    """The verdicts of `StepChecks.step` on one step, equal on every rank.
 
     Attributes:
         capture: as `NaNCapture.check` returns it; None without a capture.
@@ -39,7 +39,7 @@ class StepVerdicts:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing was found."""
+        """Return whether nothing was found."""
         return all(verdict is None or verdict.ok for verdict in (self.capture, self.sentinel))
 
 
@@ -58,7 +58,7 @@ class StepChecks:
             nothing.
 
     Raises:
-        ConfigError: something else than these, nothing at all, or groups that do not fit; on this rank only.
+        ConfigError: an argument of another type, none at all, or groups that do not fit; on this rank only.
 
     Example::
 
@@ -99,8 +99,8 @@ class StepChecks:
             step: the caller's own number of the step; by default steps are counted from 0.
 
         Returns:
-            The verdicts of capture and sentinel. Where the capture's says stop or skip, an alarm of the sentinel is not
-            raised, but stands in ``.sentinel``: the caller is told already not to take the step.
+            The verdicts of capture and sentinel. Where the capture's says stop or skip, an alarm of the sentinel is
+            returned in ``.sentinel`` and not raised: the caller already knows not to take the step.
 
         Raises:
             CollectiveMismatch: as `collective_guard.step`; also on ranks that are not in the group where it is.
@@ -119,25 +119,25 @@ class StepChecks:
         verdicts = StepVerdicts(
             None if self._capture is None else next(answers), None if self._sentinel is None else next(answers)
         )
-        told_to_skip = verdicts.capture is not None and verdicts.capture.should_skip
-        if self._sentinel is not None and verdicts.sentinel is not None and not told_to_skip:
+        is_skipped = verdicts.capture is not None and verdicts.capture.should_skip
+        if self._sentinel is not None and verdicts.sentinel is not None and not is_skipped:
             alarm = self._sentinel._alarm(verdicts.sentinel)
             if alarm is not None:
                 raise alarm
         return verdicts
 
     def _questions(self) -> list[Question]:
-        """In the order in which they are answered."""
+        """Return the questions in the order in which they are answered."""
         guards: list[Question] = [] if self._guard is None else [self._guard._question()]
         return [*guards, *self._watches]
 
     def _timeout_sec(self) -> float:
-        others = config.timeout_sec(None)
-        return others if self._guard is None else min(others, self._guard._timeout_sec)
+        default = config.timeout_sec(None)
+        return default if self._guard is None else min(default, self._guard._timeout_sec)
 
 
 def _check_parts(capture: Any, sentinel: Any, guard: Any) -> None:
-    """Raises `ConfigError` for what has no such question; without importing what may not be used."""
+    """Raise `ConfigError` for an argument of another type, without importing wings that may not be used."""
     for name, part, method, wanted in (
         ("capture", capture, "check", "NaNCapture"),
         ("sentinel", sentinel, "check_matmuls", "Sentinel"),
@@ -150,15 +150,14 @@ def _check_parts(capture: Any, sentinel: Any, guard: Any) -> None:
 
 
 def _check_groups(channels: list[Channel], has_guard: bool) -> None:
-    """One all_reduce is over one group."""
-    first = channels[0]
-    for other in channels[1:]:
-        if other is not first:
-            raise ConfigError(
-                f"the capture is on {first.group_name} ({ranks_text(first.ranks)}), the sentinel on "
-                f"{other.group_name} ({ranks_text(other.ranks)}): one all_reduce cannot be over both. Give both the "
-                "same group=, or make a StepChecks of each."
-            )
+    """Raise `ConfigError` unless one all_reduce can serve all: the same group, of all ranks if there is a guard."""
+    first, last = channels[0], channels[-1]
+    if last is not first:
+        raise ConfigError(
+            f"the capture is on {first.group_name} ({ranks_text(first.ranks)}), the sentinel on "
+            f"{last.group_name} ({ranks_text(last.ranks)}): one all_reduce cannot be over both. Give both the "
+            "same group=, or make a StepChecks of each."
+        )
     world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if has_guard and len(first.ranks) != world_size:
         raise ConfigError(
