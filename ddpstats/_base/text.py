@@ -17,14 +17,13 @@ import os
 import re
 import stat
 import sys
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
-from ddpstats._base.files import replace_file
+from ddpstats._base.files import TEMPORARY_PREFIX, replace_file
 from ddpstats.errors import DdpstatsError
 
 # -- words of messages -------------------------------------------------------------------------------------------------
@@ -235,16 +234,25 @@ def write_file(path: Path, write: Callable[[TextIO], object]) -> None:
     Where ``path`` is a link, the file that it leads to is replaced. A pipe or a device is written into, and so is the
     file that stdout or stderr goes to, behind what is in it.
     """
-    text = io.StringIO(newline="")
-    write(text)
-    content = text.getvalue().encode(errors="backslashreplace")  # a name in a dump may hold a lone surrogate
+
+    def write_text(file: BinaryIO) -> None:
+        # a name in a dump may hold a lone surrogate, which no encoding has
+        text = io.TextIOWrapper(file, encoding="utf-8", errors="backslashreplace", newline="")
+        try:
+            write(text)
+        finally:
+            text.detach()
+
     try:
         if _is_written_in_place(path):
             with _open_in_place(path) as file:
-                file.write(content)
+                write_text(file)
         else:
-            replace_file(_follow_links(path), lambda file: file.write(content))
+            replace_file(_follow_links(path), write_text)
     except OSError as error:
+        failed = Path(error.filename or path)
+        if failed != path and not failed.name.startswith(TEMPORARY_PREFIX):
+            raise
         reason = printable([f"{path} cannot be written: {error.strerror or error}."])
         raise DdpstatsError(reason, path=str(path)) from None
 
@@ -284,33 +292,3 @@ def _follow_links(path: Path) -> Path:
             raise DdpstatsError(reason, path=str(path))
         path = path.parent / path.readlink()
     return path
-
-
-# -- progress ----------------------------------------------------------------------------------------------------------
-
-_EVERY_SEC = 0.2
-
-
-class ProgressBar:
-    """Shows on stderr, if it is a terminal, how much of ``total_bytes`` was read, and clears the line at the end."""
-
-    def __init__(self, total_bytes: int) -> None:
-        self._total, self._done = max(1, total_bytes), 0
-        self._shown_at = time.monotonic()
-        self._is_visible = sys.stderr.isatty()
-
-    def __enter__(self) -> ProgressBar:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._show("")
-
-    def add(self, size_bytes: int) -> None:
-        self._done += size_bytes
-        if time.monotonic() - self._shown_at >= _EVERY_SEC:
-            self._shown_at = time.monotonic()
-            self._show(f"{min(1.0, self._done / self._total):4.0%} of {self._total / 1e6:,.0f} MB")
-
-    def _show(self, text: str) -> None:
-        if self._is_visible:
-            print(f"\r{text}\x1b[K", end="", file=sys.stderr, flush=True)

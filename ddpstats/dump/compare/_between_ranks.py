@@ -26,7 +26,6 @@ from ddpstats.dump.compare._rows import Mode
 from ddpstats.dump.format._entries import STATISTICS, DumpEntry, DumpLeaf, read_collective
 from ddpstats.dump.format._files import RankDump, notes_of, rank_of, ranks_without_dump
 from ddpstats.dump.format._names import parse_name
-from ddpstats.dump.format._scan import Progress
 
 KEPT_DIVERGENCES = 1000
 
@@ -144,7 +143,6 @@ def compare_ranks(
     everything: bool,
     mode: Mode = "md5",
     digest: Digest | None = None,
-    progress: Progress | None = None,
 ) -> BetweenRanks:
     """Compare the ranks of one step.
 
@@ -153,11 +151,10 @@ def compare_ranks(
         everything: whether every entry has to be equal, not only parameters and what collectives give to all.
         mode: with ``statistics`` checksums are not compared.
         digest: of a saved tensor's elements; compared besides the statistics.
-        progress: called with the number of bytes after each read.
     """
     found = BetweenRanks(tuple(dumps), everything, mode)
     by_rank = {rank_of(dump): dump for dump in dumps}
-    streams = {rank: _items(dump, rank, found, progress) for rank, dump in by_rank.items()}
+    streams = {rank: _items(dump, rank, found) for rank, dump in by_rank.items()}
     waiting: dict[_Key, dict[int, _Item]] = {}
     collectives: dict[_Key, dict[int, list[_Item]]] = {}
     for rank, key, item in _in_step(streams):
@@ -204,10 +201,10 @@ def _in_step(streams: Mapping[int, Iterator[tuple[Any, _Item]]]) -> Iterator[tup
                 yield rank, *taken
 
 
-def _items(dump: RankDump, rank: int, found: BetweenRanks, progress: Progress | None) -> Iterator[tuple[_Key, _Item]]:
+def _items(dump: RankDump, rank: int, found: BetweenRanks) -> Iterator[tuple[_Key, _Item]]:
     everyone, everything = frozenset(map(rank_of, found.dumps)), found.everything
     counts: Counter[_Key] = Counter()
-    for index, member in enumerate(dump.members(progress)):
+    for index, member in enumerate(dump.members()):
         is_collective = member.key.startswith("Distributed.")
         if not everything and not is_collective and '"parameters"' not in member.text:
             continue

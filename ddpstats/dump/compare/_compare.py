@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 
-from ddpstats._base.text import ProgressBar, Section, VerbReport, check_writable, ranks_text, write_table
+from ddpstats._base.text import Section, VerbReport, check_writable, ranks_text, write_table
 from ddpstats.dump.compare import _between_ranks, _comparison
 from ddpstats.dump.compare._comparer import CompareTensors, EntryComparer
 from ddpstats.dump.compare._comparison import DumpComparison, RankComparison
@@ -142,13 +142,12 @@ def _check_alike(both: Sequence[tuple[RankDump, RankDump]], any_step: bool) -> N
 def _compare(a: RankDump, b: RankDump, mode: Mode, args: argparse.Namespace, *, many: bool) -> RankComparison:
     comparer = EntryComparer(mode, args.tolerance, _tensors(a, b) if mode == "tensor" else None)
     found = PairedDumps()
-    with ProgressBar(a.bytes + b.bytes) as bar:
-        rows = compare_dumps(a, b, comparer, found, is_short=args.csv is None, progress=bar.add)
-        if args.csv is None:
-            deque(rows, maxlen=0)
-        else:
-            lines = table(rows, mode, lambda name: a.stack_of(name) or b.stack_of(name))
-            write_table(table_path(args.csv, rank_of(a), many), lines)
+    rows = compare_dumps(a, b, comparer, found, is_short=args.csv is None)
+    if args.csv is None:
+        deque(rows, maxlen=0)
+    else:
+        lines = table(rows, mode, lambda name: a.stack_of(name) or b.stack_of(name))
+        write_table(table_path(args.csv, rank_of(a), many), lines)
     return RankComparison(a, b, found)
 
 
@@ -172,10 +171,7 @@ def _run_ranks(args: argparse.Namespace) -> int:
         from ddpstats.dump.compare._tensor_compare import tensor_digest
 
         digest = tensor_digest
-    with ProgressBar(sum(dump.bytes for dump in dumps)) as bar:
-        found = _between_ranks.compare_ranks(
-            dumps, everything=args.everything, mode=mode, digest=digest, progress=bar.add
-        )
+    found = _between_ranks.compare_ranks(dumps, everything=args.everything, mode=mode, digest=digest)
     status, text = NOTHING if found.nothing else int(found.differs), _between_ranks.as_text(found)
     report = VerbReport(status, lambda: text, lambda: _between_ranks.as_json(found))
     if args.csv is not None:

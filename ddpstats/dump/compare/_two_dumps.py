@@ -34,7 +34,7 @@ from ddpstats.dump.compare._rows import Row
 from ddpstats.dump.compare._rules import difference, is_over
 from ddpstats.dump.format._entries import STATISTICS, DumpEntry
 from ddpstats.dump.format._files import RankDump
-from ddpstats.dump.format._scan import Member, Progress
+from ddpstats.dump.format._scan import Member
 
 KEPT_ROWS = 3000
 
@@ -143,7 +143,6 @@ def compare_dumps(
     found: PairedDumps,
     *,
     is_short: bool = False,
-    progress: Progress | None = None,
 ) -> Iterator[Row]:
     """Compare two dumps, while the rows are taken.
 
@@ -153,7 +152,6 @@ def compare_dumps(
         comparer: makes the rows.
         found: gets what the comparison gives.
         is_short: not all rows are wanted: entries whose text tells that they are equal are only counted.
-        progress: called with the number of bytes after each read of either file.
 
     Yields:
         All rows, equal ones too, nearly in A's order; fewer with ``is_short``.
@@ -162,7 +160,7 @@ def compare_dumps(
         DumpError: for a damaged dump, when its damage is reached.
     """
     is_short = is_short and comparer.mode != "tensor"
-    for pair in pairs(a, b, progress):
+    for pair in pairs(a, b):
         if is_short and pair.a is not None and pair.b is not None:
             counts = _counts(pair.a.text, pair.b.text, comparer)
             if counts is not None and found.count_only(pair.index, *counts):
@@ -275,11 +273,11 @@ class _Waiting:
             yield taken
 
 
-def pairs(a: RankDump, b: RankDump, progress: Progress | None = None) -> Iterator[Pair]:
+def pairs(a: RankDump, b: RankDump) -> Iterator[Pair]:
     """All entries of both, by NAME; nearly in the order of A. Raises what reading raises."""
     of_a, of_b = _Waiting(a), _Waiting(b)
-    theirs = enumerate(b.members(progress))
-    for index, mine in enumerate(a.members(progress)):
+    theirs = enumerate(b.members())
+    for index, mine in enumerate(a.members()):
         before = of_b.take(mine.key)
         found = before[1] if before is not None else None
         if found is None:

@@ -24,7 +24,7 @@ from ddpstats._base.files import bounded_lines, explain_version, open_regular
 from ddpstats._base.text import listed, printable
 from ddpstats.dump.format._entries import DumpEntry
 from ddpstats.dump.format._names import CONSTRUCT, DUMP, FORMAT, LINES, STACK, TENSORS, VERSION
-from ddpstats.dump.format._scan import LARGEST_VALUE_BYTES, Member, Progress, Scanner, parse
+from ddpstats.dump.format._scan import LARGEST_VALUE_BYTES, Member, Scanner, parse
 from ddpstats.errors import DumpError
 
 _RANK = re.compile(r"rank(\d*)")
@@ -59,15 +59,11 @@ class RankDump:
     def directory(self) -> Path:
         return self.path.parent
 
-    @property
-    def bytes(self) -> int:
-        return self.path.stat().st_size
-
-    def members(self, progress: Progress | None = None) -> Iterator[Member]:
+    def members(self) -> Iterator[Member]:
         """The entries as text, in execution order, without parsing more than their ends; `entry` parses one."""
         if self.complete:
-            return _members(self.path, progress)
-        return (Member(record["name"], text, offset) for record, text, offset in _records(self.path, progress))
+            return _members(self.path)
+        return (Member(record["name"], text, offset) for record, text, offset in _records(self.path))
 
     def reread(self, key: str, offset: int, size: int) -> Member:
         """A member of which only the place was kept."""
@@ -75,16 +71,13 @@ class RankDump:
             file.seek(offset)
             return Member(key, file.read(size).decode("latin-1"), offset)
 
-    def entries(self, progress: Progress | None = None) -> Iterator[DumpEntry]:
+    def entries(self) -> Iterator[DumpEntry]:
         """All entries in execution order; one is in memory at a time.
-
-        Args:
-            progress: called with the number of bytes after each read.
 
         Raises:
             DumpError: for a damaged file, when its damage is reached.
         """
-        return (self.entry(member) for member in self.members(progress))
+        return (self.entry(member) for member in self.members())
 
     def entry(self, member: Member) -> DumpEntry:
         raw = _parsed(member, self.path)
@@ -312,15 +305,15 @@ def damaged(path: Path, problem: str) -> DumpError:
 
 
 @contextlib.contextmanager
-def _object_in(path: Path, progress: Progress | None = None) -> Iterator[Scanner]:
+def _object_in(path: Path) -> Iterator[Scanner]:
     with open_regular(path) as file:
-        scanner = Scanner(file, path, progress)
+        scanner = Scanner(file, path)
         scanner.enter()
         yield scanner
 
 
-def _members(path: Path, progress: Progress | None) -> Iterator[Member]:
-    with _object_in(path, progress) as scanner:
+def _members(path: Path) -> Iterator[Member]:
+    with _object_in(path) as scanner:
         for _ in scanner.members(stop_at="data"):
             pass
         if scanner.at_end():
@@ -355,7 +348,7 @@ def _lines_header(path: Path) -> dict[str, Any]:
     return header
 
 
-def _records(path: Path, progress: Progress | None = None) -> Iterator[tuple[dict[str, Any], str, int]]:
+def _records(path: Path) -> Iterator[tuple[dict[str, Any], str, int]]:
     """The lines of a dump.jsonl after the first, parsed, with their text and place. A broken last line is left out."""
     with open_regular(path) as file:
         offset = len(file.readline(LARGEST_VALUE_BYTES))
@@ -371,8 +364,6 @@ def _records(path: Path, progress: Progress | None = None) -> Iterator[tuple[dic
                 raise damaged(path, f"the line at byte {offset:,} is not one of a dump: {error}") from None
             yield record, text, offset
             offset += len(line)
-            if progress is not None:
-                progress(len(line))
 
 
 def _bounded(file: BinaryIO, path: Path) -> Iterator[bytes]:

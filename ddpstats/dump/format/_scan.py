@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
@@ -34,8 +34,6 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 _KEY = re.compile(r'"([^"\\\x00-\x1f]*(?:\\.[^"\\\x00-\x1f]*)*)"[ \t\r\n]*:[ \t\r\n]*')
 _LINE = re.compile(r'\s*"([^"\\\x00-\x1f\x80-\xff]*)":[ \t]*(\{[^\n]*\}),(?=\r?\n)')
 _DECODER = json.JSONDecoder()
-
-Progress = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +60,11 @@ class Scanner:
     Args:
         file: open for reading bytes, at its beginning.
         path: for messages.
-        progress: called with the number of bytes after each read.
     """
 
-    def __init__(self, file: BinaryIO, path: Path, progress: Progress | None = None) -> None:
+    def __init__(self, file: BinaryIO, path: Path) -> None:
         self._file = file
         self._path = path
-        self._progress = progress
         self._buffer = ""
         self._at = 0  # in the buffer
         self._base = 0  # of the buffer, in the file
@@ -258,6 +254,4 @@ class Scanner:
         self._buffer = self._buffer[drop:] + chunk.decode("latin-1")
         self._base += drop
         self._at -= drop
-        if self._progress is not None:
-            self._progress(len(chunk))
         return True

@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ddpstats._base.text import ProgressBar, VerbReport, count_of, dtype_name, printable, ranks_text
+from ddpstats._base.text import VerbReport, count_of, dtype_name, printable, ranks_text
 from ddpstats.dump.format._entries import DumpLeaf
 from ddpstats.dump.format._files import RankDump, find_ranks, notes_of, sayable_errors
 from ddpstats.dump.format._names import parse_name
@@ -44,11 +44,10 @@ def run(args: argparse.Namespace) -> int:
 def read(ranks: Sequence[RankDump]) -> tuple[list[RankScan], list[list[Overlap] | None]]:
     """Every rank's entries, once."""
     scans, memory = [], []
-    with ProgressBar(sum(dump.bytes for dump in ranks)) as bar:
-        for dump in ranks:
-            walk = MemoryWalk(dump.level)
-            scans.append(scan_rank(dump, walk.take, bar.add))
-            memory.append(walk.overlaps())
+    for dump in ranks:
+        walk = MemoryWalk(dump.level)
+        scans.append(scan_rank(dump, walk.take))
+        memory.append(walk.overlaps())
     if not any(scan.entries for scan in scans):
         raise DumpError(f"{ranks[0].path} has no entries. Does its configuration choose any, by scope and list?")
     return scans, memory

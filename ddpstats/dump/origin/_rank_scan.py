@@ -45,17 +45,13 @@ _PARAMETERS = "parameters."
 _GRADIENTS = ("backward", "parameters_grad")
 
 
-def scan_rank(
-    dump: RankDump,
-    also: Callable[[DumpEntry], None] = lambda entry: None,
-    progress: Callable[[int], None] | None = None,
-) -> RankScan:
+def scan_rank(dump: RankDump, also: Callable[[DumpEntry], None] = lambda entry: None) -> RankScan:
     """Read one rank's entries once. Keeps its collectives, its first candidates, and little else.
 
     ``also`` gets every entry, for who wants to know something else of them.
     """
     walk = _Walk(RankScan(dump))
-    for entry in dump.entries(progress):
+    for entry in dump.entries():
         also(entry)
         if not entry.is_recompute:
             walk.take(entry)
