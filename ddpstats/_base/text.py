@@ -40,7 +40,7 @@ def count_of(count: int, words: str) -> str:
     return f"{count:,} {noun} {rest}".rstrip()
 
 
-def listed(things: Iterable[object], most: int, rest: str = " and {} more") -> str:
+def shorten(things: Iterable[object], most: int, rest: str = " and {} more") -> str:
     """Return "a, b and 3 more": the first ``most`` things, then ``rest`` with the number of the others."""
     names = [str(thing) for thing in things]
     left = len(names) - most
@@ -85,7 +85,7 @@ def members(global_ranks: Iterable[int]) -> tuple[int, ...]:
 
 def ranks_text(ranks: Collection[int]) -> str:
     """Return "rank 3" or "ranks 0, 1, 2", with at most eight of them."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {listed(sorted(ranks), _SHOWN_RANKS)}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {shorten(sorted(ranks), _SHOWN_RANKS)}"
 
 
 def holders_lines(by_rank: Mapping[int, str]) -> list[str]:
@@ -108,7 +108,7 @@ def printable(lines: Iterable[str]) -> str:
     return "\n".join(_UNPRINTABLE.sub(lambda match: ascii(match[0])[1:-1], line) for line in lines)
 
 
-def harmless(cell: Any) -> Any:
+def escape_formula(cell: Any) -> Any:
     """Return a cell of a table that cannot begin a formula; numbers stay as they are."""
     if not isinstance(cell, str) or not cell.startswith(_FORMULA):
         return cell
@@ -186,7 +186,7 @@ class VerbReport:
 
 def write_table(path: Path, rows: Iterable[Sequence[Any]]) -> None:
     """Write a CSV file, the header first. No cell can begin a formula in a spreadsheet program."""
-    write_file(path, lambda file: csv.writer(file).writerows(map(harmless, row) for row in rows))
+    write_file(path, lambda file: csv.writer(file).writerows(map(escape_formula, row) for row in rows))
 
 
 def _page(title: str, text: str, sections: Iterable[Section]) -> Iterator[str]:

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from ddpstats._base import config
 from ddpstats._base.paths import walk
-from ddpstats._base.text import listed
+from ddpstats._base.text import shorten
 from ddpstats._observe.gradient_norms import NO_GRADIENT
 from ddpstats._ranks.comm import patience_sec
 from ddpstats._ranks.gather import gather_trees
@@ -263,7 +263,7 @@ def _judged(
     else:
         lines = [f"Cause: software or data: {again}, and so does rank {peer}."]
     found = here["batch"]
-    batch = [f"The batch itself is not finite: {listed(found, _SHOWN)}."] if found else []
+    batch = [f"The batch itself is not finite: {shorten(found, _SHOWN)}."] if found else []
     return "\n".join([*lines, _precision_text(precise), *batch])
 
 

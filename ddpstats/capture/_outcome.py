@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddpstats._base.text import count_of, listed
+from ddpstats._base.text import count_of, shorten
 from ddpstats._observe.gradient_norms import norm_kind
 from ddpstats._rerun.runner import RunSettings
 from ddpstats.capture._manifest import Manifest
@@ -203,7 +203,7 @@ def _has_bad_loss(replayed: Replayed) -> bool:
 
 
 def _names(names: Sequence[str]) -> str:
-    return listed(names, _SHOWN) if names else "none"
+    return shorten(names, _SHOWN) if names else "none"
 
 
 def _error_lines(replayed: Replayed) -> list[str]:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddpstats._base.text import listed
+from ddpstats._base.text import shorten
 from ddpstats._observe.gradient_norms import held_values, measure, parts_of
 from ddpstats._observe.user_frames import calls_step
 from ddpstats._rerun.numerics_settings import as_in
@@ -175,8 +175,8 @@ class Rerun:
                 )
             if micro.changed:
                 self.notes.append(
-                    f"micro-batch {place}: {listed(micro.changed, _SHOWN_NAMES)} was changed in place during the step; "
-                    "the replay gets the values as they were afterwards"
+                    f"micro-batch {place}: {shorten(micro.changed, _SHOWN_NAMES)} was changed in place during the "
+                    "step; the replay gets the values as they were afterwards"
                 )
 
     def _check_model(self) -> None:
@@ -190,7 +190,7 @@ class Rerun:
         other = [name for name, value in self._parameters.items() if value.dtype != dtypes[name]]
         if other:
             self.notes.append(
-                f"the factory's module has another dtype for {listed(other, _SHOWN_NAMES)}; the captured one is used"
+                f"the factory's module has another dtype for {shorten(other, _SHOWN_NAMES)}; the captured one is used"
             )
 
     def _check_packages(self) -> None:
@@ -256,9 +256,9 @@ def _same_names(what: str, built: Mapping[str, Tensor], captured: Mapping[str, T
         for name in both
         if built[name].shape != captured[name].shape
     ]
-    lines = [f"  captured, and not in the module: {listed(missing, _SHOWN_NAMES)}"] if missing else []
-    lines += [f"  in the module, and not captured: {listed(extra, _SHOWN_NAMES)}"] if extra else []
-    lines += [f"  other shapes: {listed(shapes, _SHOWN_NAMES)}"] if shapes else []
+    lines = [f"  captured, and not in the module: {shorten(missing, _SHOWN_NAMES)}"] if missing else []
+    lines += [f"  in the module, and not captured: {shorten(extra, _SHOWN_NAMES)}"] if extra else []
+    lines += [f"  other shapes: {shorten(shapes, _SHOWN_NAMES)}"] if shapes else []
     if lines:
         hint = "Let --model make the module as it was trained, without DistributedDataParallel around it."
         raise ConfigError(

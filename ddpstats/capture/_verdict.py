@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from ddpstats._base.text import listed, ranks_text
+from ddpstats._base.text import ranks_text, shorten
 from ddpstats._observe.backward_passes import BackwardNorms
 from ddpstats._observe.gradient_norms import measure
 from ddpstats._observe.gradients import GradientWatch
@@ -193,7 +193,7 @@ def find(reports: Mapping[int, Report], scaler_skips: int, max_scaler_skips: int
         lines += [*_culprit_lines(own), *_other_lines([rank for rank in reports if rank not in by_rank], seen)]
         return CaptureFinding(step, "nonfinite", culprits, _union(by_rank.values()), by_rank, tuple(lines))
     if seen:
-        names = listed(parameters, _SHOWN_NAMES)
+        names = shorten(parameters, _SHOWN_NAMES)
         lines = [f"step {step}: gradients are not finite on {ranks_text(seen)}: {names}.", _SPREAD]
         return CaptureFinding(step, "nonfinite", (), parameters, {}, tuple(lines))
     return _without_culprit(step, reports, parameters)
@@ -243,7 +243,7 @@ def _without_inherited(reports: Mapping[int, Report]) -> Mapping[int, Report]:
 
 
 def _without_culprit(step: int, reports: Mapping[int, Report], parameters: tuple[str, ...]) -> CaptureFinding:
-    shown = listed(parameters, _SHOWN_NAMES)
+    shown = shorten(parameters, _SHOWN_NAMES)
     holders = [rank for rank, report in reports.items() if report.reduced]
     if not all(report.sees_local for report in reports.values()):
         lines = [
@@ -295,7 +295,7 @@ def _culprit_lines(reports: Mapping[int, Report]) -> list[str]:
             where = f", first in micro-batch {first.micro_batch} of {report.micro_batches}"
             kinds = sorted({what for _, what in first.gradients})
             names = tuple(name for name, _ in first.gradients)
-            lines.append(f"  rank {rank}: {' and '.join(kinds)} in {listed(names, _SHOWN_NAMES)}{where}")
+            lines.append(f"  rank {rank}: {' and '.join(kinds)} in {shorten(names, _SHOWN_NAMES)}{where}")
     return lines
 
 

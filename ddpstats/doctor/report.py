@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ddpstats._base.text import count_of, holders_lines, listed
+from ddpstats._base.text import count_of, holders_lines, shorten
 
 Told = dict[str, dict[str, Any]]
 """What one rank says: sections of names and values."""
@@ -77,7 +77,7 @@ def as_text(rows: Sequence[Row]) -> str:
     if ranks == 1:
         lines += ["", "To compare ranks: torchrun --nproc-per-node 2 -m ddpstats doctor"]
     elif marked:
-        names = listed((f"{row.name} ({row.section})" for row in marked), _MOST_LINES)
+        names = shorten((f"{row.name} ({row.section})" for row in marked), _MOST_LINES)
         lines += ["", f"{count_of(len(marked), 'differences')}: {names}"]
     else:
         lines += ["", "Nothing differs."]

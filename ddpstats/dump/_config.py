@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, cast
 
 from ddpstats._base.files import open_regular, read_at_most
-from ddpstats._base.text import listed
+from ddpstats._base.text import shorten
 from ddpstats.errors import ConfigError
 
 Task = Literal["statistics", "tensor"]
@@ -94,7 +94,7 @@ class DumpConfig:
         if not beyond:
             return []
         counted = "is 1 rank" if world_size == 1 else f"are {world_size} ranks"
-        return [f"rank chooses {listed(beyond, _SHOWN, ', ...')}, and there {counted}, counted from 0"]
+        return [f"rank chooses {shorten(beyond, _SHOWN, ', ...')}, and there {counted}, counted from 0"]
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------

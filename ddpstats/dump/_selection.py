@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from ddpstats._base.text import listed
+from ddpstats._base.text import shorten
 from ddpstats.dump._config import DumpConfig
 
 _SHOWN = 8
@@ -61,7 +61,7 @@ class DumpSelection:
                 found.append(f"scope ends with {last}, which did not come after {first}: all that came was collected")
         missing = [self._names[place] for place in sorted(self._unmatched)]
         if missing and (self._scope is None or self._found):
-            names = listed(missing, _SHOWN, ", ...")
+            names = shorten(missing, _SHOWN, ", ...")
             found.append(f"list has {names}, which is in no name that came and that scope and data_mode choose")
         return found
 

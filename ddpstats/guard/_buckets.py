@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ddpstats._base.text import listed
+from ddpstats._base.text import shorten
 from ddpstats._observe.torch_groups import bucket_assignments
 from ddpstats.guard._events import Event
 
@@ -64,6 +64,6 @@ def _spelled(groups: Sequence[Sequence[int]], named: Sequence[tuple[str, Any]]) 
     for number, indices in enumerate(groups):
         names = [named[index][0] for index in indices]
         yield (
-            f"bucket {number} of {len(groups)}: {listed(names, _SHOWN_NAMES)}",
+            f"bucket {number} of {len(groups)}: {shorten(names, _SHOWN_NAMES)}",
             sum(named[index][1].numel() for index in indices),
         )

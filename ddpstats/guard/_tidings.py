@@ -11,7 +11,7 @@ from typing import Any
 
 from ddpstats._base import marks
 from ddpstats._base.marks import Mark
-from ddpstats._base.text import listed, ranks_text
+from ddpstats._base.text import ranks_text, shorten
 from ddpstats._reduction import held_keys
 
 _SHOWN_KEYS = 5
@@ -83,7 +83,7 @@ def not_held_lines(of_ranks: Mapping[int, str]) -> list[str]:
 
 
 def _some(keys: Sequence[str]) -> str:
-    return listed(map(repr, keys), _SHOWN_KEYS)
+    return shorten(map(repr, keys), _SHOWN_KEYS)
 
 
 def _keep_newest(texts: dict[Any, str], most: int) -> None:

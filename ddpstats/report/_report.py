@@ -18,9 +18,9 @@ from ddpstats._base.text import (
     check_writable,
     count_of,
     holders_lines,
-    listed,
     printable,
     ranks_text,
+    shorten,
     write_file,
 )
 from ddpstats.guard._report import findings_as_json
@@ -70,7 +70,7 @@ def _collectives(timeline: Timeline) -> list[str]:
     lines = [f"{len(timeline.lanes)} of {timeline.world_size} ranks left a record{of_run}:"]
     for lane in timeline.lanes:
         cut = "" if lane.complete else " (the newest; older ones were dropped)"
-        states = listed((f"{count:,} {state}" for state, count in lane.states.items()), _SHOWN_COUNTS)
+        states = shorten((f"{count:,} {state}" for state, count in lane.states.items()), _SHOWN_COUNTS)
         seen = f"; the Flight Recorder saw {states}" if states else ""
         end = f"; {lane.end}" if lane.end else ""
         messages = sum(count for number, count in Counter(lane.calls).items() if timeline.calls[number].is_message)

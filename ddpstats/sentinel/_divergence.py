@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ddpstats._base.text import count_of, holders_lines, listed, ranks_text
+from ddpstats._base.text import count_of, holders_lines, ranks_text, shorten
 
 Kind = Literal["parameter", "gradient", "buffer"]
 
@@ -115,7 +115,7 @@ class Element:
 
     def _flipped_text(self) -> str:
         flipped = self.flipped
-        named = listed((f"{bit}{self._field(bit)}" for bit in reversed(flipped)), _SHOWN_BITS)
+        named = shorten((f"{bit}{self._field(bit)}" for bit in reversed(flipped)), _SHOWN_BITS)
         verb = "bit" if len(flipped) == 1 else "bits"
         text = f"They differ in {verb} {named}."
         zeros = {"0.0", "-0.0"}
@@ -199,7 +199,7 @@ def _other_lines(found: Divergence) -> list[str]:
     for kind in KINDS:
         names = [name for other, name, _ in found.others if other == kind]
         if names:
-            lines.append(f"  {count_of(len(names), f'{kind}s')}: {listed(names, _SHOWN_NAMES)}")
+            lines.append(f"  {count_of(len(names), f'{kind}s')}: {shorten(names, _SHOWN_NAMES)}")
     return lines
 
 

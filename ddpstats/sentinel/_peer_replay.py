@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddpstats._base.text import holders_lines, listed
+from ddpstats._base.text import holders_lines, shorten
 from ddpstats._rerun.runner import attempt, from_rank_on
 from ddpstats._rerun.step_record import tensor_bytes
 from ddpstats.errors import ConfigError
@@ -216,7 +216,7 @@ class PeerReplay:
             self._say(found.text)
             return None
         names = self._differing([run.result for run in runs], room)
-        text = f"{found.text}\nGradients that differ: {listed(names, _SHOWN_NAMES)}."
+        text = f"{found.text}\nGradients that differ: {shorten(names, _SHOWN_NAMES)}."
         return SentinelFinding("peer replay", found.culprit_ranks, names[0], text)
 
     def _differing(self, results: Sequence[GradientDigests], room: float) -> list[str]:

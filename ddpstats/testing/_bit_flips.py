@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddpstats._base.text import listed
+from ddpstats._base.text import shorten
 from ddpstats._observe.gradients import unwrapped
 from ddpstats.errors import ConfigError
 from ddpstats.testing import _flip_places as places
@@ -110,7 +110,7 @@ def _validate(flip: BitFlip, module: nn.Module, world_size: int | None) -> None:
 
 def _named(flip: BitFlip, kind: str, found: dict[str, Any]) -> Any:
     if flip.name not in found:
-        names = listed(map(repr, found), _SHOWN_NAMES)
+        names = shorten(map(repr, found), _SHOWN_NAMES)
         raise ConfigError(f"{flip}: there is no such {kind}; there are {names}")
     return found[flip.name]
 

@@ -21,10 +21,10 @@ from ddpstats._base.text import (
     check_writable,
     count_of,
     dtype_name,
-    harmless,
-    listed,
+    escape_formula,
     printable,
     ranks_text,
+    shorten,
     write_file,
 )
 from ddpstats.errors import DdpstatsError
@@ -37,7 +37,7 @@ from ddpstats.errors import DdpstatsError
     [([], ""), (["a"], "a"), (["a", "b"], "a, b"), ("abc", "a, b and 1 more"), (range(5), "0, 1 and 3 more")],
 )
 def test_long_list_names_the_first_and_counts_the_rest(things: list[object], expected: str) -> None:
-    assert listed(things, 2) == expected
+    assert shorten(things, 2) == expected
 
 
 def test_at_most_eight_ranks_are_named() -> None:
@@ -62,12 +62,12 @@ def test_control_characters_in_lines_are_escaped() -> None:
 
 @pytest.mark.parametrize("cell", ["=1+1", "+A1", "-A1", "@x", "\t=1", "\r=1"])
 def test_cell_that_begins_a_formula_is_quoted(cell: str) -> None:
-    assert harmless(cell) == f"'{cell}"
+    assert escape_formula(cell) == f"'{cell}"
 
 
 @pytest.mark.parametrize("cell", ["-1.5", "-inf", "+3", -2.5, None, "a=1", ""])
 def test_cell_that_is_a_number_or_a_word_is_not_quoted(cell: Any) -> None:
-    assert harmless(cell) == cell
+    assert escape_formula(cell) == cell
 
 
 def test_report_is_shown_as_text_or_legal_json_and_returns_its_status(capsys: pytest.CaptureFixture[str]) -> None:

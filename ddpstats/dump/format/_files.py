@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from ddpstats._base.files import bounded_lines, explain_version, open_regular
-from ddpstats._base.text import listed, printable
+from ddpstats._base.text import printable, shorten
 from ddpstats.dump.format._entries import DumpEntry
 from ddpstats.dump.format._names import CONSTRUCT, DUMP, FORMAT, LINES, STACK, TENSORS, VERSION
 from ddpstats.dump.format._scan import LARGEST_VALUE_BYTES, Member, Scanner, parse
@@ -147,7 +147,7 @@ def find_ranks(path: str | Path) -> list[RankDump]:
         return [open_rank(path)]
     steps = steps_in(path)
     if len(steps) > 1:
-        names = listed((f"step{step}" for step in steps), _SHOWN, ", ...")
+        names = shorten((f"step{step}" for step in steps), _SHOWN, ", ...")
         raise DumpError(
             f"{path} has {len(steps)} steps: {names}. Give the directory of one; compare takes --step N too.",
             path=str(path),
@@ -214,7 +214,7 @@ def _children(path: Path) -> list[Path]:
 def _what_is_there(path: Path) -> str:
     if not path.exists():
         return "there is no such file or directory. Give the dump_path of the run, or its step or rank directory."
-    names = listed(sorted(child.name for child in path.iterdir()), _SHOWN, "") if path.is_dir() else ""
+    names = shorten(sorted(child.name for child in path.iterdir()), _SHOWN, "") if path.is_dir() else ""
     return (
         f"no dump here: a rank's directory holds {DUMP} or {LINES}, a step's directory rank directories "
         f"({'it has ' + names if names else 'it is empty'}). Give the dump_path of the run, or dump a step: "

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ddpstats._base.text import listed, ranks_text
+from ddpstats._base.text import ranks_text, shorten
 from ddpstats.dump.format._files import RankDump, header
 from ddpstats.dump.format._names import parse_name
 from ddpstats.dump.origin._candidates import Candidate
@@ -46,7 +46,7 @@ def coverage_of(dump: RankDump) -> Coverage:
 
 
 def _listed(words: Any) -> str:
-    return listed(words, 3) if isinstance(words, list) else str(words)
+    return shorten(words, 3) if isinstance(words, list) else str(words)
 
 
 def left_out_words(dumps: Sequence[RankDump], undumped: Sequence[int]) -> str:
