@@ -78,26 +78,6 @@ def test_errors_travel_by_pickle_with_their_attributes() -> None:
             assert name != "RankMissing" or getattr(copy, "missing_ranks", ()) == (2,)
 
 
-def test_setting_that_cannot_be_read_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ddpstats._base import config
-
-    monkeypatch.setenv("DDPSTATS_TIMEOUT_SEC", "soon")
-    with pytest.raises(errors.ConfigError, match="DDPSTATS_TIMEOUT_SEC='soon'"):
-        config.timeout_sec(None)
-    monkeypatch.setenv("DDPSTATS_DISABLE", "perhaps")
-    with pytest.raises(errors.ConfigError, match=r"DDPSTATS_DISABLE='perhaps'.*'1'"):
-        config.is_disabled()
-
-
-def test_the_timeout_comes_from_the_argument_then_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ddpstats._base import config
-
-    assert config.timeout_sec(None) == 300.0
-    monkeypatch.setenv("DDPSTATS_TIMEOUT_SEC", "7.5")
-    assert config.timeout_sec(None) == 7.5
-    assert config.timeout_sec(2) == 2.0
-
-
 def test_package_uses_no_pickle_and_no_object_collectives() -> None:
     forbidden = re.compile(r"\bpickle\b|_object\b|torch\.load(?!\([^)]*weights_only=True)|\beval\(|\bexec\(")
     for file in (ROOT / "ddpstats").rglob("*.py"):

@@ -1,4 +1,4 @@
-"""Arguments that cannot work are refused with their name, value and legal values."""
+"""Variables and arguments that cannot work are refused with their name, value and legal values."""
 
 from __future__ import annotations
 
@@ -6,8 +6,34 @@ from typing import Any
 
 import pytest
 
+from ddpstats._base import config
 from ddpstats._base.config import check_choice, check_count, check_flag, refuse_differences
 from ddpstats.errors import ConfigError
+
+
+@pytest.mark.parametrize("text", ["soon", "0", "-1", "nan", "1e9"])
+def test_timeout_that_is_no_number_of_seconds_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DDPSTATS_TIMEOUT_SEC", text)
+    with pytest.raises(ConfigError, match=rf"^DDPSTATS_TIMEOUT_SEC='{text}' must be a number of seconds, above 0"):
+        config.timeout_sec(None)
+    with pytest.raises(ConfigError, match=r"^timeout_sec=\[1\] must be a number of seconds"):
+        config.timeout_sec([1])  # type: ignore[arg-type]
+
+
+def test_timeout_comes_from_the_argument_then_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (config.timeout_sec(None), config.has_timeout(None)) == (300.0, False)
+    monkeypatch.setenv("DDPSTATS_TIMEOUT_SEC", "7.5")
+    assert (config.timeout_sec(None), config.has_timeout(None)) == (7.5, True)
+    assert config.timeout_sec(2) == 2.0
+
+
+def test_switch_that_is_neither_on_nor_off_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text, is_disabled in (("1", True), (" Yes ", True), ("off", False), ("", False)):
+        monkeypatch.setenv("DDPSTATS_DISABLE", text)
+        assert config.is_disabled() is is_disabled
+    monkeypatch.setenv("DDPSTATS_DISABLE", "perhaps")
+    with pytest.raises(ConfigError, match=r"DDPSTATS_DISABLE='perhaps'.*'1'"):
+        config.is_disabled()
 
 
 @pytest.mark.parametrize("value", [0, True, 1.0, "1", None])
