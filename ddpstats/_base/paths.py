@@ -77,29 +77,26 @@ def _escape_key(key: Step) -> str:
 _MOST_DEEP = 200  # a bundle holds 64 levels of the user's, and writes up to three more for each
 
 
-def walk(value: Any, path: str = "batch", *, by_field: bool = False) -> Iterator[tuple[str, Any]]:
+def walk(value: Any, path: str = "batch", around: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
     """Yield (path, leaf) for every leaf, in order. A container that contains itself, or lies too deep, is a leaf.
 
-    ``by_field``: the items of a namedtuple are named by its fields, not by their indices.
+    ``around``: the ids of the containers that ``value`` is in.
     """
-    return _walk(value, path, by_field, ())
-
-
-def _walk(value: Any, path: str, by_field: bool, around: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
-    items = None if is_endless(value, around) else _items(value, by_field)
+    items = None if is_endless(value, around) else _items(value)
     if items is None:
         yield path, value
         return
     for step, item in items:
-        yield from _walk(item, path + step, by_field, (*around, id(value)))
+        yield from walk(item, path + step, (*around, id(value)))
 
 
-def _items(value: Any, by_field: bool) -> Iterable[tuple[str, Any]] | None:
+def _items(value: Any) -> Iterable[tuple[str, Any]] | None:
     """Return the items of a container, each with its step of the path; None for a leaf."""
     if isinstance(value, Mapping):
         return ((f"[{key!r}]", item) for key, item in value.items())
-    if by_field and isinstance(value, tuple) and hasattr(value, "_fields"):
-        return ((f".{name}", item) for name, item in zip(value._fields, value, strict=True))
+    names = getattr(type(value), "_fields", None)
+    if isinstance(value, tuple) and isinstance(names, tuple) and len(names) == len(value):
+        return ((f".{name}", item) for name, item in zip(names, value, strict=True))
     if isinstance(value, (list, tuple)):
         return ((f"[{index}]", item) for index, item in enumerate(value))
     if type(value) is SimpleNamespace:  # represents a dataclass in a bundle
@@ -110,7 +107,7 @@ def _items(value: Any, by_field: bool) -> Iterable[tuple[str, Any]] | None:
 
 
 def is_endless(value: Any, around: tuple[int, ...]) -> bool:
-    """Return whether a value contains itself, or lies too deep to be stored; ``around``: the ids of what it is in."""
+    """Return whether a value contains itself, or lies too deep to be stored."""
     return len(around) > _MOST_DEEP or id(value) in around
 
 

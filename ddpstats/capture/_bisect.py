@@ -93,7 +93,7 @@ class _Observing(Observer):
                 self._tracer.add_source(f"parameter {name}, before the step", parameter)
             for name, buffer in self._model.named_buffers():
                 self._tracer.add_source(f"buffer {name}, before the step", buffer)
-        for path, leaf in walk(batch, by_field=True):
+        for path, leaf in walk(batch):
             if isinstance(leaf, Tensor):
                 self._tracer.add_source(path, leaf)
 

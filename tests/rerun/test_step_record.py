@@ -89,8 +89,8 @@ def test_the_batch_is_kept_by_reference_in_containers_of_its_own() -> None:
     record.end()
     assert [path for path, _ in walk(kept.batch)] == [
         "batch['x']",
-        "batch['pair'][0]",
-        "batch['pair'][1][0]",
+        "batch['pair'].left",
+        "batch['pair'].right[0]",
         "batch['sample'].x",
         "batch['sample'].name",
         "batch['array']",
@@ -159,7 +159,7 @@ def test_legal_batches_of_odd_classes() -> None:
     x, rows = torch.ones(2), Rows([torch.ones(1)])
     kept = record.begin([Unset(x), Picky(x), rows, torch.Size([2])])
     assert [path for path, _ in walk(kept.batch)] == [
-        *("batch[0].x", "batch[1][0]", "batch[1][1]", "batch[2][0]", "batch[3][0]"),
+        *("batch[0].x", "batch[1].x", "batch[1].y", "batch[2][0]", "batch[3][0]"),
     ]
     assert kept.batch[0].x is x
     assert type(kept.batch[1]) is Picky
