@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -61,7 +62,8 @@ def replace_file(path: Path, write: Callable[[BinaryIO], T], *, private: bool = 
             os.fsync(file.fileno())
         os.replace(unfinished, path)
     except BaseException:
-        unfinished.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
         raise
     _sync_directory(path.parent)
     return result
