@@ -19,7 +19,7 @@ from tests.ranks.two_hosts import LIMIT_SEC, TIMEOUT_SEC, all_ready, killed_at_e
 
 RUNS = "benchmarks.two_hosts_runs"
 REDUCES = "tests.ranks.two_hosts:reduce_before_and_after"
-CUT_OFF = "this host is cut off: the store does not answer; rank 0 of other hosts"
+CUT_OFF = "rank 0: serves the store, which does not answer"
 
 
 @pytest.mark.parametrize("function", [REDUCES, f"{RUNS}:wait_for_rank_0"])

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import ddpstats
 from benchmarks.store_host_runs import guarded
 from tests.ranks.store_host_runs import Attempt, attempt
-from tests.ranks.two_hosts import TIMEOUT_SEC, call_before_and_after, say_ready, wait_until_down
+from tests.ranks.two_hosts import TIMEOUT_SEC, call_before_and_after, say_ready, wait_for
 
 STEPS = 40
 
@@ -21,7 +21,7 @@ STEPS = 40
 def reduce_for_the_first_time(directory: Path) -> list[Attempt]:
     reducer = ddpstats.StatsReducer()
     say_ready(directory)
-    wait_until_down(directory)
+    wait_for(directory / "down")
     return [attempt(lambda: reducer({"a": 1.0})) for _ in range(2)]
 
 
@@ -32,7 +32,7 @@ def wait_for_rank_0(directory: Path) -> list[Attempt]:
     if dist.get_rank() == 0:
         time.sleep(1.0)  # the others are in their reduction when the link goes down
         say_ready(directory)
-        wait_until_down(directory)
+        wait_for(directory / "down")
         return []
     say_ready(directory)
     return [attempt(lambda: reducer({"a": 1.0})) for _ in range(2)]
@@ -47,7 +47,7 @@ def call_under_guard(directory: Path, mode: str, name: str) -> None:
     (call,) = guarded(mode, name, TIMEOUT_SEC).values()
     time.sleep(2.0)  # a guard learns beside the program where the ranks are
     say_ready(directory)
-    wait_until_down(directory)
+    wait_for(directory / "down")
     print(json.dumps([attempt(call), attempt(call)]), flush=True)
     call()
 

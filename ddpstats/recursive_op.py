@@ -16,7 +16,7 @@ import torch
 
 from ddpstats._base.lazy import breaks_graph
 from ddpstats._base.paths import Path
-from ddpstats._ranks.channel import ALONE
+from ddpstats._ranks.calls import ALONE
 from ddpstats._ranks.vectors import as_tensor
 from ddpstats._reduction.markers import Marker
 from ddpstats._reduction.reducer import NonFinitePolicy, kept_reducer

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ddpstats._base import config
 from ddpstats._base.lazy import breaks_graph, refuse_without_values
 from ddpstats._base.text import ranks_text
-from ddpstats._ranks.channel import Channel, channel_of
+from ddpstats._ranks.calls import Channel, channel_of
 from ddpstats._ranks.step import Question, ask_all
 from ddpstats.errors import ConfigError
 

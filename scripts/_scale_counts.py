@@ -23,9 +23,8 @@ from unittest import mock
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in __all__
 
-from ddpstats._ranks.channel import Channel
-from ddpstats._ranks.mailbox import GroupVerdict, Mailbox
-from ddpstats._ranks.roster import ProcessId, Roster
+from ddpstats._ranks.calls import Channel
+from ddpstats._ranks.failure import FailureDetector, Membership, ProcessId, Verdict
 from ddpstats._ranks.store import BoundedStore, bounded
 from ddpstats._ranks.threads import ThreadComm, ThreadWorld
 from ddpstats._reduction.reducer import StatsReducer
@@ -243,7 +242,7 @@ def reductions(world_size: int, keys: int, played: int = PLAYED) -> list[Phase]:
         world.tally.plays(rank)
         comm = world.comm(rank)
         channel = Channel(world.all_ranks, rank, "threads", lambda timeout_sec, watch: comm, HashStore())
-        channel._mailbox = None  # the store is counted by itself
+        channel._detector = None  # the store is counted by itself
 
         def phase(name: str, call: Callable[[], object], calls: int = 1) -> None:
             for _ in range(calls):
@@ -277,67 +276,64 @@ def meeting(world_size: int) -> Phase:
     tally = Tally(world_size)
     store = counting_store(tally)
     with playing_hosts(tally):
-        mailboxes = [Mailbox(store, rank, range(world_size)) for rank in range(world_size)]
-        for mailbox in mailboxes:
-            tally.plays(mailbox.rank)
-            mailbox.roster.join()
-        for mailbox in mailboxes:
-            tally.plays(mailbox.rank)
-            mailbox.roster.join = lambda: None  # type: ignore[method-assign]  # it has
-            mailbox.meet(LIMIT_SEC, 1.0, _describe)
+        detectors = [FailureDetector(store, rank, range(world_size), "the test") for rank in range(world_size)]
+        for detector in detectors:
+            tally.plays(detector.rank)
+            detector.members.join()
+        for detector in detectors:
+            tally.plays(detector.rank)
+            detector.members.join = lambda: None  # type: ignore[method-assign]  # it has
+            detector.meet(time.monotonic() + LIMIT_SEC, 1.0)
     return Phase("first use", world_size, tally.taken())
 
 
 def missing_at_first_use(world_size: int, timeout_sec: float) -> Phase:
     """One rank never comes."""
 
-    def play(mailbox: Mailbox) -> None:
-        if mailbox.rank:
-            _name_rank_0(mailbox.meet(timeout_sec, 1.0, _describe))
+    def play(detector: FailureDetector) -> None:
+        if detector.rank:
+            _name_rank_0(detector.meet(time.monotonic() + timeout_sec, 1.0))
 
-    return _in_mailboxes("missing at first use", world_size, play)
+    return _in_detectors("missing at first use", world_size, play)
 
 
 def waiting(world_size: int, looks: int) -> Phase:
     """Ranks look so often, once a second, while they wait in a collective; for one second of it."""
 
-    def play(mailbox: Mailbox) -> None:
+    def play(detector: FailureDetector) -> None:
         for _ in range(looks):
-            mailbox._polls_at = 0.0  # a second later
-            mailbox.poll_verdict(1)
+            detector._polls_at = 0.0  # a second later
+            detector.poll()
 
-    return _in_mailboxes("waiting", world_size, play, calls=looks)
+    return _in_detectors("waiting", world_size, play, calls=looks)
 
 
 def missing(world_size: int, timeout_sec: float) -> Phase:
     """One rank never comes to a collective that failed."""
 
-    def play(mailbox: Mailbox) -> None:
-        if mailbox.rank:
-            _name_rank_0(mailbox.decide_verdict(1, time.monotonic() + timeout_sec, _describe))
+    def play(detector: FailureDetector) -> None:
+        if detector.rank:
+            now = time.monotonic()
+            _name_rank_0(detector.decide(1, "", is_broken=False, started=now, deadline=now + timeout_sec))
 
-    return _in_mailboxes("missing", world_size, play)
-
-
-def _describe(missing: tuple[int, ...], dead: tuple[int, ...]) -> str:
-    return f"missing {missing}"
+    return _in_detectors("missing", world_size, play)
 
 
-def _name_rank_0(verdict: GroupVerdict | None) -> None:
+def _name_rank_0(verdict: Verdict | None) -> None:
     if verdict is None or verdict.missing != (0,):
         raise RuntimeError(f"the verdict does not name the rank that is missing: {verdict}")
 
 
-def _in_mailboxes(name: str, world_size: int, play: Callable[[Mailbox], object], calls: int = 1) -> Phase:
+def _in_detectors(name: str, world_size: int, play: Callable[[FailureDetector], object], calls: int = 1) -> Phase:
     tally = Tally(world_size)
     store, start, started = counting_store(tally), threading.Barrier(world_size, timeout=LIMIT_SEC), [0.0]
 
     def one(rank: int) -> None:
         tally.plays(rank)
-        mailbox = Mailbox(store, rank, range(world_size))
+        detector = FailureDetector(store, rank, range(world_size), "the test")
         if start.wait() == 0:
             started[0] = time.monotonic()
-        play(mailbox)
+        play(detector)
 
     with playing_hosts(tally):
         _on_threads(world_size, one)
@@ -420,7 +416,7 @@ def guard_verdict(world_size: int) -> Phase:
     with playing_hosts(tally):
         for rank in range(world_size):
             tally.plays(rank)
-            roster, report = Roster(store, rank, range(world_size)), functools.partial(_status, rank)
+            roster, report = Membership(store, rank, range(world_size)), functools.partial(_status, rank)
             agreements.append(FailureAgreement(roster, report, str, lambda *told: [], lambda: False, _no_news))
         tally.taken()
         started = time.monotonic()

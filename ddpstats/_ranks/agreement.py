@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+import time
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -124,6 +125,7 @@ class Agreement:
         self.buffer = Buffer(capacity_for(HEADER_LANES))
         self.collectives = 0  # of this group so far: how ranks tell each other where they wait
         self._nothing = Site()
+        self.deadline = 0.0
 
     def decide(self, call: Call, flag: bool | Failure, counters: Counters) -> float:
         """How many ranks' flags are set. Every rank must call."""
@@ -164,7 +166,7 @@ class Agreement:
     def sum(self, call: Call, site: Site, counters: Counters) -> bool:
         """Add up what is in the buffer, over all ranks; whether all of them made the same call, and none is stale."""
         self.count(counters, self.buffer.capacity * 8)
-        self.comm.all_reduce_sum(self.buffer.tensor, call.timeout_sec)
+        self.comm.all_reduce_sum(self.buffer.tensor, self.deadline - time.monotonic())
         return self.buffer.is_agreed(self.seal(call, site))
 
     def count(self, counters: Counters, payload_bytes: int) -> None:
@@ -231,7 +233,9 @@ class Agreement:
         self.count(counters, room)
         holders: dict[bytes, list[int]] = {}
         extras: list[bytes] = []
-        for rank, received in zip(self.comm.ranks, self.comm.all_gather(packet, call.timeout_sec), strict=True):
+        for rank, received in zip(
+            self.comm.ranks, self.comm.all_gather(packet, self.deadline - time.monotonic()), strict=True
+        ):
             size, expected = _HEAD.unpack_from(received)
             told = bytes(received[_HEAD.size : _HEAD.size + size])
             if len(told) < _STATUS_LENGTH.size or hashlib.blake2b(told, digest_size=16).digest() != expected:
@@ -250,7 +254,7 @@ class Agreement:
         """
         digest = hashlib.blake2b(payload, digest_size=16).digest()
         self.count(counters, _HEAD.size)
-        heads = self.comm.all_gather(_HEAD.pack(len(payload), digest), call.timeout_sec)
+        heads = self.comm.all_gather(_HEAD.pack(len(payload), digest), self.deadline - time.monotonic())
         holders: dict[bytes, list[int]] = {}
         for position, head in enumerate(heads):
             holders.setdefault(bytes(head), []).append(position)
@@ -260,14 +264,14 @@ class Agreement:
         everyone: Sequence[bytes | bytearray] | None = None
         if len(holders) > _MOST_BROADCASTS and largest * self.world_size <= _MAX_TOGETHER_BYTES:
             self.count(counters, largest)
-            everyone = self.comm.all_gather(payload.ljust(largest, b"\0"), call.timeout_sec)
+            everyone = self.comm.all_gather(payload.ljust(largest, b"\0"), self.deadline - time.monotonic())
         found: list[tuple[bytes, tuple[int, ...]]] = []
         for head, positions in holders.items():
             (size, expected), first = _HEAD.unpack(head), positions[0]
             if everyone is None:
                 self.count(counters, size)
                 mine = payload if self.comm.ranks[first] == self.comm.rank else None
-                received = self.comm.broadcast(mine, size, first, call.timeout_sec)
+                received = self.comm.broadcast(mine, size, first, self.deadline - time.monotonic())
             else:
                 received = bytes(everyone[first][:size])
             if hashlib.blake2b(received, digest_size=16).digest() != expected:

@@ -1,19 +1,20 @@
-"""The only file that issues collectives of ours.
+"""The collectives that this library issues, and the process groups over which it does.
 
 Every method of a `Comm` is a collective: all ranks of the group must call the same methods in the same order. Every
-method has a timeout and raises `CommFailed` where it could not be completed; what that means is decided by `mailbox`.
+method has a timeout and raises `CommFailed` where it could not be completed; `failure` decides what that means.
 
 How gloo waits (torch 2.13, measured): the timeout of an operation counts anew for every step of its ring, so a rank may
-wait several times as long; a rank that gave up is not noticed by the others; ``abort()`` wakes nobody; and destroying a
-group joins its operations, so it blocks as long as they do. So `wait_in_slices` cuts the wait into slices, and between
-two of them the rank looks at the mailbox; a group whose operation never ended is kept instead of destroyed.
+wait several times as long; a rank that gave up is not noticed by the others; ``abort()`` wakes no rank; and destroying
+a group joins its operations, so it blocks as long as they do. So `wait_in_slices` cuts the wait into slices, between
+which the rank looks for failures of others; and a group whose operation never ended is kept instead of destroyed.
 
 Checked on torch 2.13 (gloo), tried on 2.9 and 2.6. A group's store and ``Work.wait(timeout)`` are needed; where the
-first cannot be had the first use of a group says so (`ConfigError`).
+first cannot be had, the first use of a group is a `ConfigError`.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import time
@@ -38,20 +39,29 @@ from ddpstats._ranks.gloo import (
     part_of,
     store_of,
 )
-from ddpstats._ranks.launcher import attempt
 from ddpstats._ranks.store import STORE_ERRORS, BoundedStore
 from ddpstats.errors import ConfigError
 
-Watch = Callable[[], None]
-"""Called between two slices of a wait; raises `CommFailed` where waiting on has become pointless."""
+Watch = Callable[[], str | None]
+"""Called between two slices of a wait; returns why it is pointless to wait on, or None."""
+
+_LONGEST_SLICE_SEC = 1.0
+_LONGEST_SLICE = timedelta(seconds=_LONGEST_SLICE_SEC)
 
 
 class CommFailed(Exception):
-    """A collective did not complete: a peer is gone, late, or was never there. Holds the backend's own words."""
+    """Raised where a collective did not complete: a peer is gone, late, or never came. Holds the backend's own words.
+
+    ``is_broken``: a peer closed its connection, as it does when its process ends.
+    """
+
+    def __init__(self, reason: str, *, is_broken: bool = False) -> None:
+        super().__init__(reason)
+        self.is_broken = is_broken
 
 
 class Comm(Protocol):
-    """How this rank reaches the others; `_ranks.threads` has one for threads, and one suite tests both.
+    """The connection of one rank to the others; `_ranks.threads` has one for threads, and one suite tests both.
 
     ``ranks`` are global ranks in the order of the group; ``rank`` is this process's own global rank. ``watch`` is
     called about once a second by a rank that waits.
@@ -65,36 +75,42 @@ class Comm(Protocol):
         """Sum a float64 tensor of the same size on all ranks, in place, with the same bits on every rank."""
 
     def all_reduce_max(self, tensor: torch.Tensor, timeout_sec: float) -> None:
-        """Element-wise maximum, in place."""
+        """Take the element-wise maximum, in place."""
 
     def all_gather(self, payload: bytes | bytearray, timeout_sec: float) -> Sequence[bytes | bytearray]:
-        """Every rank's payload, of one length on all ranks, in the order of ``ranks``."""
+        """Return every rank's payload, of one length on all ranks, in the order of ``ranks``."""
 
     def broadcast(self, payload: bytes | None, size: int, source: int, timeout_sec: float) -> bytes:
-        """The ``size`` bytes of the rank at position ``source``; the others pass None."""
+        """Return the ``size`` bytes of the rank at position ``source``; the others pass None."""
 
     def close(self) -> None:
         """Leave the group; never blocks."""
 
 
 def slice_sec(timeout_sec: float) -> float:
-    """How long a rank waits before it looks at the mailbox."""
-    return min(1.0, timeout_sec / 10)
+    """Return how long a rank waits before it looks for failures of others."""
+    return min(_LONGEST_SLICE_SEC, timeout_sec / 10)
 
 
 def patience_sec(timeout_sec: float) -> float:
-    """How long one collective may take, so that what is to be said about its failure is said within ``timeout_sec``."""
+    """Return how long the collectives of a call may take, so that their failure is reported within ``timeout_sec``."""
     return timeout_sec - 3 * slice_sec(timeout_sec)
 
 
 def wait_in_slices(done_within: Callable[[float], bool], timeout_sec: float, watch: Watch) -> None:
-    """Wait until ``done_within(seconds)`` is true, looking up between slices. Raises `CommFailed` after the timeout."""
+    """Wait until ``done_within(seconds)`` is true. Raises `CommFailed` after the timeout, or as ``watch`` says."""
     deadline = time.monotonic() + timeout_sec
     step = slice_sec(timeout_sec)
     while not done_within(step):
-        watch()
+        _heed(watch)
         if time.monotonic() >= deadline:
             raise CommFailed(f"no answer for {timeout_sec:.1f} s")
+
+
+def _heed(watch: Watch) -> None:
+    reason = watch()
+    if reason is not None:
+        raise CommFailed(reason)
 
 
 # Operations that never ended, with the memory they may still write to and their group.
@@ -102,12 +118,12 @@ _abandoned: list[Any] = []
 
 
 class GlooComm:
-    """Real ranks over a CPU gloo group of our own, beside the user's group. Every rank connects to every other one."""
+    """Real ranks over a CPU gloo group of their own, beside the user's group; each connects to every other one."""
 
     def __init__(
         self, ranks: tuple[int, ...], rank: int, store: BoundedStore, timeout_sec: float, watch: Watch = lambda: None
     ) -> None:
-        """``store``: a part of the group's store where nobody met before."""
+        """``store``: a part of the group's store that no group has met on before."""
         self.ranks = ranks
         self.rank = rank
         self.watch: Watch = watch
@@ -119,8 +135,7 @@ class GlooComm:
         self._sum, self._max = dist.AllreduceOptions(), dist.AllreduceOptions()
         self._sum.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
         self._max.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
-        self._timeout_sec = 0.0
-        self._slice = 0.0, timedelta(0)
+        self._limit_sec = 0.0
 
     def all_reduce_sum(self, tensor: torch.Tensor, timeout_sec: float) -> None:
         self._all_reduce(tensor, self._sum, timeout_sec)
@@ -129,19 +144,22 @@ class GlooComm:
         self._all_reduce(tensor, self._max, timeout_sec)
 
     def _all_reduce(self, tensor: torch.Tensor, options: Any, timeout_sec: float) -> None:
-        if timeout_sec != self._timeout_sec:
-            self._timeout_sec = timeout_sec
-            self._sum.timeout = self._max.timeout = timedelta(seconds=timeout_sec)
+        # Not longer than we wait: gloo then closes the connections, and a rank that comes too late does not find what
+        # this one has sent. In steps, so that it is the same from call to call.
+        limit_sec = math.floor(10 * timeout_sec) / 10 or timeout_sec
+        if limit_sec != self._limit_sec:
+            self._limit_sec = limit_sec
+            self._sum.timeout = self._max.timeout = timedelta(seconds=limit_sec)
         # The group's own method: `dist.all_reduce` adds its logging and checks to every call.
         self._finish(self._group.allreduce, ([tensor], options), timeout_sec)
 
     def all_gather(self, payload: bytes | bytearray, timeout_sec: float) -> Sequence[bytes | bytearray]:
-        everyone = [bytearray(len(payload)) for _ in self.ranks]
-        outputs = list(map(as_tensor, everyone))
-        mine = as_tensor(payload if isinstance(payload, bytearray) else bytearray(payload))
+        gathered = [bytearray(len(payload)) for _ in self.ranks]
+        outputs = list(map(as_tensor, gathered))
+        own = as_tensor(payload if isinstance(payload, bytearray) else bytearray(payload))
         options = _options("AllgatherOptions", timeout_sec)
-        self._finish(self._group.allgather, ([outputs], [mine], options), timeout_sec)
-        return everyone
+        self._finish(self._group.allgather, ([outputs], [own], options), timeout_sec)
+        return gathered
 
     def broadcast(self, payload: bytes | None, size: int, source: int, timeout_sec: float) -> bytes:
         buffer = bytearray(size if payload is None else payload)
@@ -149,24 +167,25 @@ class GlooComm:
         return bytes(buffer)
 
     def broadcast_tensor(self, tensor: torch.Tensor, source: int, timeout_sec: float) -> None:
-        """The same, of a tensor of the same size and dtype on all ranks, in place."""
+        """Fill the tensor, of one size and dtype on all ranks, with that of the rank at position ``source``."""
         options = _options("BroadcastOptions", timeout_sec)
         options.rootRank, options.rootTensor = source, 0
         self._finish(self._group.broadcast, ([tensor], options), timeout_sec)
 
     def _finish(self, start: Callable[..., Any], arguments: tuple[Any, ...], timeout_sec: float) -> None:
         """Start an operation and wait for its end."""
-        if timeout_sec != self._slice[0]:
-            self._slice = timeout_sec, timedelta(seconds=slice_sec(timeout_sec))
+        if timeout_sec <= 0:
+            raise CommFailed("no time was left for this collective")
+        step = slice_sec(timeout_sec)
         work: Any = None
         try:
             work = start(*arguments)
-            if not done_within(work, self._slice[1]):
-                self.watch()
-                wait_in_slices(lambda sec: done_within(work, timedelta(seconds=sec)), timeout_sec, self.watch)
+            if not done_within(work, _LONGEST_SLICE if step == _LONGEST_SLICE_SEC else timedelta(seconds=step)):
+                _heed(self.watch)
+                wait_in_slices(lambda sec: done_within(work, timedelta(seconds=sec)), timeout_sec - step, self.watch)
         except RuntimeError as error:
-            raise CommFailed(first_line(error)) from None
-        except BaseException:  # nobody waits any more, by `watch` or by an interrupt, while the operation goes on
+            raise _failure_of(error) from None
+        except BaseException:  # `watch` or an interrupt ended the wait, while the operation goes on
             _abandoned.append((arguments, work, self._group, self._backend))  # the memory it may still write to
             raise
 
@@ -175,27 +194,36 @@ class GlooComm:
         self._backend = None
 
 
+_CLOSED = re.compile(r"(clos|reset)\w* by peer|connection (was )?(closed|reset)|broken pipe", re.IGNORECASE)
+
+
+def _failure_of(error: RuntimeError) -> CommFailed:
+    return CommFailed(first_line(error), is_broken=_CLOSED.search(str(error)) is not None)
+
+
 def _connected_group(store: BoundedStore, rank: int, size: int, timeout_sec: float, watch: Watch) -> tuple[Any, Any]:
-    """The group, and its backend."""
+    """Return the group and its backend, connected. Raises `CommFailed`."""
 
     def connect(raw: Any, prefix: str) -> tuple[Any, Any]:
-        met = part_of(raw, prefix + "gloo")
-        return met, gloo_backend(met, rank, size, timeout_sec)
+        meeting_store = part_of(raw, prefix + "gloo")
+        return meeting_store, gloo_backend(meeting_store, rank, size, timeout_sec)
 
     try:
-        met, backend = store.use(connect, timeout_sec, watch)
-    except BaseException as error:  # an interrupt too: the others are to hear of it
-        store.renew()  # the connection belongs to what was given up, and there is something to be told
+        meeting_store, backend = store.use(connect, timeout_sec, lambda: _heed(watch))
+    except BaseException as error:  # an interrupt too, of which the others are to know
+        store.renew()  # the connection belongs to the request that was given up
+        if isinstance(error, ConfigError):  # this store cannot do what is needed
+            raise
         if isinstance(error, STORE_ERRORS):
             raise CommFailed(first_line(error)) from None
         raise
-    return group_around(backend, met, rank, size, OWN_GROUP), backend
+    return group_around(backend, meeting_store, rank, size, OWN_GROUP), backend
 
 
 def _options(name: str, timeout_sec: float) -> Any:
     # These two are not re-exported by torch.distributed; looked up late, for builds of torch without distributed.
     options = getattr(dist.distributed_c10d, name)()
-    options.timeout = timedelta(seconds=timeout_sec)
+    options.timeout = timedelta(seconds=max(0.0, timeout_sec))
     return options
 
 
@@ -208,10 +236,10 @@ class SoloComm:
         self.watch: Watch = lambda: None
 
     def all_reduce_sum(self, tensor: torch.Tensor, timeout_sec: float) -> None:
-        """One rank's sum is its own value."""
+        """Do nothing: one rank's sum is its own value."""
 
     def all_reduce_max(self, tensor: torch.Tensor, timeout_sec: float) -> None:
-        """One rank's maximum is its own value."""
+        """Do nothing: one rank's maximum is its own value."""
 
     def all_gather(self, payload: bytes | bytearray, timeout_sec: float) -> Sequence[bytes | bytearray]:
         return [payload]
@@ -220,11 +248,11 @@ class SoloComm:
         return payload or b""
 
     def close(self) -> None:
-        """Nothing to leave."""
+        """Do nothing: there is no group to leave."""
 
 
 def resolve_group(group: Any) -> dist.ProcessGroup | None:
-    """The process group meant by ``group`` (None: the default one); None where this process is alone.
+    """Return the process group meant by ``group`` (None: the default one); None where this process is alone.
 
     Raises ``ConfigError`` for what is no group, and on a rank that is not a member.
     """
@@ -244,13 +272,13 @@ def resolve_group(group: Any) -> dist.ProcessGroup | None:
 
 
 def describe_group(group: dist.ProcessGroup) -> str:
-    """The group in words for messages: its description, size and backend."""
+    """Return the group in words for messages: its description, size and backend."""
     name = "the default group" if group is dist.group.WORLD else f"group {group.group_name[:24]!r}"
     return f"{name} of {group.size()} ranks"
 
 
 def refuse_fake(group: Any) -> None:
-    """Raises `ConfigError` for a group whose other ranks do not exist."""
+    """Raise `ConfigError` for a group whose other ranks do not exist."""
     if re.search(r"\bfake\b", str(dist.get_backend_config(group))):
         raise ConfigError(
             f"{describe_group(group)} has the backend 'fake': its other ranks do not exist, so nothing can be "
@@ -258,12 +286,24 @@ def refuse_fake(group: Any) -> None:
         )
 
 
-def group_store(group: dist.ProcessGroup) -> BoundedStore:
-    """The store that the group met on, for what a collective cannot tell; a part of it that nobody used before.
+def attempt_prefix() -> str:
+    """Return what keeps this attempt of a torchrun job apart from those before; the same on all ranks, often empty.
 
-    Local: connects in the background. A group that is made again under an old name finds the keys of its predecessor in
-    the store. Each rank therefore counts how often it came here; ranks that go through the same groups count alike. In
-    another attempt of torchrun's they begin anew: who died had not come through the same groups.
+    Ranks of a new attempt meet on the store of the one before. Each of torchrun's agents counts for itself (torch 2.13:
+    one whose ranks were ended because those of another host had died counts nothing), so on several hosts the numbers
+    say nothing.
+    """
+    on_host, everywhere = os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("WORLD_SIZE")
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return f"attempt{restarts}" if on_host == everywhere and restarts != "0" else ""
+
+
+def group_store(group: dist.ProcessGroup) -> BoundedStore:
+    """Return a part of the group's store that no group has used before. Local: it connects at the first request.
+
+    A group that is made again under an old name finds the keys of its predecessor in the store. Each rank therefore
+    counts how often it came here; ranks that go through the same groups count the same. In another attempt of
+    torchrun's they begin again: ranks that died had not come through the same groups.
     """
     refuse_fake(group)
     store = store_of(group)
@@ -272,46 +312,47 @@ def group_store(group: dist.ProcessGroup) -> BoundedStore:
     def connect() -> Any:
         connected = own_connection(store, name)
         with _as_config_error(group_words):
-            ours = f"ddpstats{attempt()}"
-            generation = connected.add(f"{ours}/generation/{rank}", 1)
-            part = part_of(connected, f"{ours}/{generation}")
+            prefix = f"ddpstats{attempt_prefix()}"
+            generation = connected.add(f"{prefix}/generation/{rank}", 1)
+            part = part_of(connected, f"{prefix}/{generation}")
             _try_out(part, rank)
         return part
 
-    return BoundedStore(connect, address=_address(store), host_rank=_host_rank())
+    return BoundedStore(connect, host_rank=_host_rank())
 
 
 _connections: weakref.WeakKeyDictionary[Any, BoundedStore] = weakref.WeakKeyDictionary()
 
 
 def world_store(prefix: str, limit_sec: float | None = None) -> BoundedStore:
-    """A part of the default group's store. All parts share one connection, so nothing may be asked that waits there.
+    """Return a part of the default group's store. Local: it connects at the first request.
 
-    Local: connects in the background. One connection for all, for they are dear: torch 2.13 asks the name service for
-    the name of each address, on both sides, and the thread that serves all ranks waits for the answer (strace: 5 s for
-    each one that was lost, and with 64 ranks on one host the store was silent for 90 s).
+    All parts share one connection, so no request may wait there for another rank. One connection for all, for they are
+    dear: torch 2.13 asks the name service for the name of each address, on both sides, and the thread that serves all
+    ranks waits for the answer (strace: 5 s for each one that was lost, and with 64 ranks on one host the store was
+    silent for 90 s).
     """
     world = dist.group.WORLD
     if world not in _connections:
         store, rank = default_store(), dist.get_rank()
 
         def connect() -> Any:
-            # Who waits in a TCPStore keeps all users of that object waiting: two groups could wait for each other.
+            # A wait in a TCPStore keeps all users of that object waiting: two groups could wait for each other.
             connected = own_connection(store, "world")
             with _as_config_error("the default group"):
                 _try_out(dist.distributed_c10d.PrefixStore("ddpstats/world", connected), rank)
             return connected
 
-        _connections[world] = BoundedStore(connect, address=_address(store), host_rank=_host_rank())
-    return _connections[world].part(attempt() + prefix, limit_sec)
+        _connections[world] = BoundedStore(connect, host_rank=_host_rank())
+    return _connections[world].part(attempt_prefix() + prefix, limit_sec)
 
 
 def _try_out(store: Any, rank: int) -> None:
-    """Use what is needed later, once."""
+    """Use each method that is needed later, once."""
     key = f"try/{rank}"
     store.set(key, "1")
     if not store.check([key]) or bytes(store.get(key)) != b"1":
-        raise NotImplementedError("what was set is not there")
+        raise NotImplementedError("a key that was set does not exist")
     if bytes(store.compare_set(key, "1", "2")) != b"2":
         raise NotImplementedError("compare_set does not set")
 
@@ -322,51 +363,34 @@ _UNABLE = re.compile(_MISSING.pattern + r"|not (yet )?(implemented|supported)|un
 
 @contextmanager
 def _as_config_error(group_words: str) -> Iterator[None]:
-    """A store that cannot do what is needed, as opposed to one that does not answer."""
+    """Raise `ConfigError` for a store that cannot do what is needed, as opposed to one that does not answer."""
     try:
         yield
     except (AttributeError, NotImplementedError, TypeError, RuntimeError) as error:
         if isinstance(error, dist.DistError) or (type(error) is RuntimeError and not _UNABLE.search(str(error))):
             raise
-        said = "a method is missing" if _MISSING.search(str(error)) else first_line(error)
+        why = "a method is missing" if _MISSING.search(str(error)) else first_line(error)
         raise ConfigError(
             f"the store of {group_words} cannot do what ddpstats needs (set, get, check, add, compare_set): "
-            f"{said}. Ranks need a store of theirs, such as the TCPStore that init_process_group makes."
+            f"{why}. Ranks need a store of theirs, such as the TCPStore that init_process_group makes."
         ) from None
 
 
-def _address(store: Any) -> tuple[str, int] | None:
-    """Where a store is served; None for one that has no address."""
-    while isinstance(store, dist.distributed_c10d.PrefixStore):
-        store = store.underlying_store
-    try:
-        return str(store.host), int(store.port)
-    except (AttributeError, RuntimeError):
-        return None
-
-
-def have_all_started() -> bool:
-    """Whether every rank of the default group is known to have been there: gloo lets none go on without the others."""
-    return "gloo" in str(dist.get_backend_config())
-
-
 def _host_rank() -> int | None:
-    """The rank that serves the store: rank 0, where torch made the store itself and torchrun's agent does not serve."""
+    """Return the rank that serves the store: 0 where torch made the store itself, and torchrun's agent does not."""
     method = init_method()
     if method is None or not method.startswith(("env://", "tcp://")):
         return None
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return None
-    return 0
+    return None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
 
 
 def group_ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
-    """The global ranks of the group's members, ascending."""
+    """Return the global ranks of the group's members, ascending."""
     return members(dist.get_process_group_ranks(group))
 
 
 def as_tensor(buffer: bytearray) -> torch.Tensor:
-    """A view of ``buffer``: what a collective writes into it is in the bytearray."""
-    if not buffer:  # `frombuffer` refuses it; a collective of nothing still is one
+    """Return a view of ``buffer``: the bytearray holds what a collective writes into it."""
+    if not buffer:  # `frombuffer` refuses it; a collective over nothing still is one
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.frombuffer(buffer, dtype=torch.uint8)

@@ -7,7 +7,7 @@ from typing import Any
 from ddpstats._base import config
 from ddpstats._base.lazy import breaks_graph
 from ddpstats._ranks.agreement import Agreement, Call, Counters
-from ddpstats._ranks.channel import channel_of
+from ddpstats._ranks.calls import channel_of
 from ddpstats._ranks.comm import patience_sec
 from ddpstats._ranks.status import Failure
 

@@ -15,7 +15,7 @@ from typing import Any
 from ddpstats._base import config
 from ddpstats._base.text import ranks_text
 from ddpstats._ranks.agreement import MAX_ROUNDS, Agreement, Call, Counters, DamagedError, Site, status_of
-from ddpstats._ranks.channel import channel_of
+from ddpstats._ranks.calls import channel_of
 from ddpstats._ranks.comm import patience_sec
 from ddpstats._ranks.lanes import HEADER_LANES, capacity_for, section_lanes
 from ddpstats._ranks.status import AGREED_BYTES, GATHER, Failure

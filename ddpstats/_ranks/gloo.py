@@ -1,14 +1,14 @@
-"""What the transport needs of torch beside its documented functions; here, because `_observe.torch_compat` lies above.
+"""The functions of torch beside the documented ones that `_ranks` needs, for `_observe.torch_compat` lies above it.
 
 - ``ProcessGroup._set_default_backend``, ``_register_backend``, ``_set_group_name``, ``_set_group_desc``: a group that
   torch's registry knows nothing of. Tried when a group is made; without the first two there is no reduction (the first
-  use of a group raises ``AttributeError``), without the others the group has no name.
+  use of a group raises ``AttributeError``), without the last two the group has no name.
 - ``ProcessGroup.get_group_store`` (newer than torch 2.6), or ``distributed_c10d._world``: the store that a group met
   on. Without either the first use of a group raises `ConfigError`.
 - ``Store.clone`` (newer than torch 2.6): another connection to the same store. Without it one is made to a `TCPStore`'s
   host and port, and any other store is shared with the program.
 - ``distributed_c10d._get_default_store``: the store of all ranks. Without it, that of the default group.
-- ``distributed_c10d._default_pg_init_method``: whether torch made that store. Without it nobody is known to serve it,
+- ``distributed_c10d._default_pg_init_method``: whether torch made that store. Without it no rank is known to serve it,
   and the death of rank 0 is called a store that does not answer.
 """
 
@@ -28,13 +28,13 @@ OWN_GROUP = "ddpstats"  # the name and the description of groups that carry our 
 
 
 def gloo_backend(store: Any, rank: int, size: int, timeout_sec: float) -> Any:
-    """Meets the other ranks of a gloo backend at ``store``. Raises what the store and gloo raise."""
+    """Connect a gloo backend to the other ranks, which meet at ``store``. Raises what the store and gloo raise."""
     kind: Any = dist.distributed_c10d.ProcessGroupGloo
     return kind(store, rank, size, timedelta(seconds=timeout_sec))
 
 
 def group_around(backend: Any, store: Any, rank: int, size: int, name: str) -> Any:
-    """A process group of that backend alone, for tensors in host memory. Local.
+    """Return a process group of that backend alone, for tensors in host memory. Local.
 
     Not `dist.new_group`: only the members of a subgroup may be asked to call it, and with
     ``use_local_synchronization=True`` it makes up the name under which ranks meet from the *number* of groups that this
@@ -52,7 +52,7 @@ def group_around(backend: Any, store: Any, rank: int, size: int, name: str) -> A
 
 @contextmanager
 def group_of_one(name: str) -> Iterator[list[Any]]:
-    """A group with one rank, this one, to try on this torch what works: the one entry of a list. Local; milliseconds.
+    """Yield a group of this rank alone, to try on this torch what works: the only entry of a list. Local; milliseconds.
 
     In a list, for the group has to end before its backend does, which ends without the GIL. torch 2.6's group would end
     it with the GIL, for which gloo's threads may be waiting.
@@ -82,20 +82,20 @@ def done_within(work: Any, limit: timedelta, wait: Callable[..., Any] | None = N
 
 
 def store_of(group: dist.ProcessGroup) -> Any:
-    """The store that the ranks of ``group`` met on. Raises `ConfigError` where torch does not tell."""
+    """Return the store that the ranks of ``group`` met on. Raises `ConfigError` where torch does not say."""
     if hasattr(group, "get_group_store"):
         return group.get_group_store()
     try:
         return dist.distributed_c10d._world.pg_map[group][1]
     except (AttributeError, KeyError, IndexError, TypeError):
         raise ConfigError(
-            f"torch {torch.__version__} does not tell the store of a process group, and without it nothing can be "
+            f"torch {torch.__version__} does not give the store of a process group, and without it nothing can be "
             "reduced. Install a torch that ddpstats was run with: docs/compatibility.md"
         ) from None
 
 
 def own_connection(store: Any, name: str) -> Any:
-    """A connection of our own to the store of the group of that name; the store itself where there is none to be had.
+    """Return another connection to the store of the group of that name, or the store itself where torch has none.
 
     Raises what connecting raises.
     """
@@ -109,11 +109,11 @@ def own_connection(store: Any, name: str) -> Any:
             innermost = innermost.underlying_store
         if not hasattr(innermost, "libuvBackend"):
             return store
-        return part_of(_client_of(innermost), name)  # torch does not tell the prefixes above
+        return part_of(_client_of(innermost), name)  # torch does not give the prefixes above
 
 
 def part_of(store: Any, prefix: str) -> Any:
-    """The keys of ``store`` that begin with ``prefix``. Its ``clone()`` is the same over another connection."""
+    """Return the keys of ``store`` that begin with ``prefix``; its ``clone()`` has them over another connection."""
     kind: Any = dist.distributed_c10d.PrefixStore
     if hasattr(kind, "clone"):
         return kind(prefix, store)
@@ -126,15 +126,16 @@ def part_of(store: Any, prefix: str) -> Any:
 
 
 def _client_of(server: Any) -> Any:
-    """Another connection to a `TCPStore`; any other store is given back."""
+    """Return another connection to a `TCPStore`, and any other store itself."""
     if not hasattr(server, "libuvBackend"):
         return server
-    where, timeout, libuv = (server.host, server.port), server.timeout, server.libuvBackend
-    return type(server)(*where, None, False, timeout, wait_for_workers=False, use_libuv=libuv)
+    return type(server)(
+        server.host, server.port, None, False, server.timeout, wait_for_workers=False, use_libuv=server.libuvBackend
+    )
 
 
 def default_store() -> Any:
-    """The store that all ranks met on."""
+    """Return the store that all ranks met on."""
     ask = getattr(dist.distributed_c10d, "_get_default_store", None)
     world = dist.group.WORLD
     assert world is not None
@@ -142,6 +143,6 @@ def default_store() -> Any:
 
 
 def init_method() -> str | None:
-    """The URL at which ``init_process_group`` made the store; None where it was given one, or torch does not tell."""
-    found = getattr(dist.distributed_c10d, "_default_pg_init_method", None)
-    return found if isinstance(found, str) else None
+    """Return the URL at which ``init_process_group`` made the store; None where it got one, or torch does not say."""
+    url = getattr(dist.distributed_c10d, "_default_pg_init_method", None)
+    return url if isinstance(url, str) else None

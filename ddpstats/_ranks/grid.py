@@ -1,9 +1,9 @@
-"""Many ranks in a grid: a gloo group for each line of it, so that a call passes few ranks one after the other.
+"""A `Comm` of many ranks in a grid, with a gloo group for each line of it: few ranks wait for each other in turn.
 
 gloo's all_reduce is a ring of 2 (N - 1) hops, one after the other, and each rank of a group connects to every other
 one. So the ranks of a large group are the cells of a grid, whose first side runs along neighbouring ranks: those of a
 host, as launchers number them. A sum goes along one side after the other. Then all ranks hold it with the same bits,
-for lines that lie side by side hold the same numbers at the same places, and add them in the same order.
+for parallel lines hold the same numbers at the same indices, and add them in the same order.
 
 Ranks that are left over, as 1,021 fill no grid, are guests of one cell each, in a group of two.
 """
@@ -29,7 +29,7 @@ _HOPS_TO_BEGIN = 3  # of one more collective: its own cost is small, but each gr
 
 
 def gloo_comm(group: dist.ProcessGroup, store: BoundedStore, timeout_sec: float, watch: Watch = lambda: None) -> Comm:
-    """Meets the other ranks of ``group``. ``store``: as `group_store` returns it. Raises `CommFailed`."""
+    """Connect to the other ranks of ``group``. ``store``: from `group_store`. Raises `CommFailed`."""
     ranks = group_ranks(group)
     kind = GlooComm if len(ranks) < GRID_FROM_RANKS else GridComm
     return kind(ranks, dist.get_rank(), store, timeout_sec, watch)
@@ -37,32 +37,31 @@ def gloo_comm(group: dist.ProcessGroup, store: BoundedStore, timeout_sec: float,
 
 @functools.cache
 def sides_of(world_size: int) -> tuple[int, ...]:
-    """The grid with the fewest hops; every rank is a cell of it or the guest of one."""
+    """Return the grid with the fewest hops; every rank is a cell of it or the guest of one."""
     fitting = (sides for sides in _grids(world_size, _LONGEST_SIDE) if 2 * math.prod(sides) >= world_size)
     return min(fitting, key=lambda sides: hops_of(world_size, sides))
 
 
 def hops_of(world_size: int, sides: Sequence[int]) -> int:
-    """Of an all_reduce, one after the other, and what it costs to begin a collective for each side."""
+    """Count the hops of an all_reduce, one after the other, and what it costs to begin a collective for each side."""
     with_guest = math.prod(sides) < world_size
     return sum(2 * (side - 1) + _HOPS_TO_BEGIN for side in sides) + with_guest * (2 + 1 + 2 * _HOPS_TO_BEGIN)
 
 
 def _grids(cells: int, longest: int) -> Iterator[tuple[int, ...]]:
-    """All of at most so many cells, the longest side first."""
+    """Yield all grids of at most so many cells, the longest side first."""
     yield ()
     for side in range(2, min(cells, longest) + 1):
         yield from ((side, *shorter) for shorter in _grids(cells // side, side))
 
 
 class _Line(NamedTuple):
-    """This rank's line along one side. Places count along the side; cells of one ``plane`` differ only on this side and
-    those before it."""
+    """This rank's line along one side. Cells of one ``plane`` differ only on this side and those before it."""
 
     comm: GlooComm
     stride: int
 
-    def place(self, cell: int) -> int:
+    def position(self, cell: int) -> int:
         return cell // self.stride % len(self.comm.ranks)
 
     def plane(self, cell: int) -> int:
@@ -70,12 +69,12 @@ class _Line(NamedTuple):
 
 
 class GridComm:
-    """Real ranks over gloo groups of our own, a few for each rank. The contract is that of `Comm`."""
+    """Real ranks over a few gloo groups for each rank. The contract is that of `Comm`."""
 
     def __init__(
         self, ranks: tuple[int, ...], rank: int, store: BoundedStore, timeout_sec: float, watch: Watch = lambda: None
     ) -> None:
-        """``store``: a part of the group's store where nobody met before. Raises `CommFailed`."""
+        """``store``: a part of the group's store that no group has met on before. Raises `CommFailed`."""
         self.ranks = ranks
         self.rank = rank
         self._position = ranks.index(rank)
@@ -112,7 +111,7 @@ class GridComm:
             comm.watch = watch
 
     def _comms(self) -> list[GlooComm]:
-        """In the order in which a reduction goes through them."""
+        """Return this rank's groups in the order in which a reduction goes through them."""
         return [*([] if self._pair is None else [self._pair]), *(line.comm for line in self._lines)]
 
     def all_reduce_sum(self, tensor: torch.Tensor, timeout_sec: float) -> None:
@@ -149,9 +148,9 @@ class GridComm:
         left, cell, root = _countdown(timeout_sec), self._position, source % self._cells
         if source >= self._cells and self._pair is not None and cell % self._cells == root:
             payload = self._pair.broadcast(payload, size, 1, left())
-        for line in self._lines:  # who has it by now: the root's line, then the lines beside it, and so on
+        for line in self._lines:  # the root's line has it first, then those beside it, and so on
             if line.plane(cell) == line.plane(root):
-                payload = line.comm.broadcast(payload, size, line.place(root), left())
+                payload = line.comm.broadcast(payload, size, line.position(root), left())
         if self._pair is not None:
             payload = self._pair.broadcast(payload if self._lines else None, size, 0, left())
         assert payload is not None
@@ -163,7 +162,7 @@ class GridComm:
 
 
 def _countdown(timeout_sec: float) -> Callable[[], float]:
-    """How many seconds of them are left. Raises `CommFailed` when none are."""
+    """Return a function that says how many seconds are left, and raises `CommFailed` when none are."""
     deadline = time.monotonic() + timeout_sec
 
     def left() -> float:

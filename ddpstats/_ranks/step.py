@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from ddpstats._base import config
 from ddpstats._ranks.agreement import Agreement, Call, Counters
-from ddpstats._ranks.channel import channel_of
+from ddpstats._ranks.calls import channel_of
 from ddpstats._ranks.comm import patience_sec
 from ddpstats._ranks.status import ASK, Failure
 from ddpstats.errors import InvalidStats, RankMissing

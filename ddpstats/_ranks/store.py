@@ -1,16 +1,13 @@
-"""A store that answers within a limit, or counts as silent.
+"""A store whose every request ends within a limit.
 
 A request to a `TCPStore` waits in C++ for as long as its connection is open: a server that is stopped, or cut off from
 the network, keeps its clients for ever (torch 2.13, measured: `check`, `set`, `clone`; the store's own timeout counts
 for keys that are missing, and for a connection that is refused again and again). Hence:
 
-1. Requests run on a thread of the connection's, which ends a moment after the last. The caller waits for as long as it
-   may.
-2. A request that was given up goes on: nothing ends it but the answer, or the end of the connection. The next one on
-   that connection waits for it first.
-3. Where an answer takes long, a look at the server's port tells whether anybody listens there. If not, the process that
-   served the store is gone, and no deadline is worth waiting for. The looks become rarer: each is a connection, for
-   which torch's server first asks the name service who that is.
+1. Requests run one after another on a thread of the connection's, which ends a moment after the last.
+2. The caller waits until its deadline. A request that has not begun by then is cancelled; one that has begun goes on
+   until the answer comes or the connection ends, and requests that follow on that connection wait for it.
+3. The connection is made at the first request.
 """
 
 from __future__ import annotations
@@ -18,40 +15,37 @@ from __future__ import annotations
 import atexit
 import os
 import queue
-import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, TimeoutError as FutureTimeout
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 STORE_ERRORS = (RuntimeError, OSError, ValueError)
-"""What a request may raise: the store is gone or silent, or holds what nobody of ours wrote."""
+"""Errors of a request: the store is gone or silent, or holds bytes that no rank of ours wrote."""
 
-GLANCE_SEC = 0.5  # of a look that is repeated where the store is silent
-LIMIT_SEC = 10.0  # of a request whose caller names no limit
-_LONG_SEC = 1.0  # from when on an answer takes long
-_LEAST_SEC = 0.05  # of a deadline that has passed: what is there may still be read
-_KNOCK_SEC = 0.5
-_LEAVE_SEC = 5.0  # of all threads, at the end of the process
-_LINGER_SEC = 0.05  # of a thread without a request: to start one costs more than to ask the store
+GLANCE_SEC = 0.5  # limit of a request that is repeated where the store is silent
+LIMIT_SEC = 10.0  # limit of a request whose caller names none
+_LEAST_SEC = 0.05  # after a deadline that has passed: what has come may still be read
+_WATCH_SEC = 1.0
+_LEAVE_SEC = 5.0  # for all threads, when the process ends
+_LINGER_SEC = 0.05  # of a thread without a request: to start a thread costs more than to ask the store
 
 _NO_COUNT = "none"
-_LOOKS_PER_SEC = 5000  # of all ranks together at a store: one thread of one process answers them all
-
-Address = tuple[str, int]
+_REQUESTS_PER_SEC = 5000  # of all ranks together: one thread of one process answers them all
 
 
 def shared_poll(poll_sec: float, ranks: int) -> float:
-    """How often one of so many ranks may look into the store, so that all of them together do not keep it busy."""
-    return max(poll_sec, ranks / _LOOKS_PER_SEC)
+    """Return how often one of so many ranks may ask the store, so that all of them together do not keep it busy."""
+    return max(poll_sec, ranks / _REQUESTS_PER_SEC)
 
 
 def growing_polls(longest_sec: float) -> Iterator[float]:
-    """Short sleeps first, long ones later. Not the store's own wait, which reports each of its timeouts on stderr."""
+    """Yield short sleeps first, long ones later. The store's own wait would report each of its timeouts on stderr."""
     poll_sec = min(0.005, longest_sec)
     while True:
         yield poll_sec
@@ -59,107 +53,95 @@ def growing_polls(longest_sec: float) -> Iterator[float]:
 
 
 class StoreSilent(OSError):
-    """The store did not answer in time."""
+    """Raised when the store did not answer in time."""
 
 
-class StoreGone(OSError):
-    """Nobody serves the store any more."""
+class Worker:
+    """Runs calls one after another on a daemon thread, which ends a moment after the last one."""
 
-
-class _Request:
-    """One request on its way."""
-
-    def __init__(self, ask: Callable[[], Any]) -> None:
-        self._ask: Callable[[], Any] | None = ask
-        self._value: Any = None
-        self._error: BaseException | None = None
-        self._under_way = threading.Lock()
-        self._under_way.acquire()
-
-    def run(self) -> None:
-        assert self._ask is not None
-        try:
-            self._value = self._ask()
-        except BaseException as error:
-            self._error = error
-        self._ask = None  # first: a signal's handler may ask between a waiter's two steps below
-        self._under_way.release()
-
-    def done_within(self, seconds: float) -> bool:
-        if self._ask is not None and self._under_way.acquire(timeout=max(0.0, seconds)):
-            self._under_way.release()
-        return self._ask is None
-
-    def result(self) -> Any:
-        if self._error is not None:
-            raise self._error
-        return self._value
-
-
-class _Worker:
-    """Runs one request after another on a thread, which ends when none has come for a moment."""
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()  # re-entrant: a signal's handler may come in between
-        self._requests: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._lock = threading.RLock()  # re-entrant: the handler of a signal may submit, too
+        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
+        self._unfinished = 0
         self._thread: threading.Thread | None = None
 
-    def start(self, request: _Request) -> None:
-        if sys.is_finalizing():  # no other thread runs any more
-            request.run()
-            return
+    def submit(self, call: Callable[[], T]) -> Future[T]:
+        """Run ``call`` after those that were submitted before."""
+        future: Future[T] = Future()
         with self._lock:
-            self._requests.put(request)
-            if self._thread is not None and self._thread.is_alive():  # it is not in a forked process
-                return
-            self._thread = threading.Thread(target=self._run, name="ddpstats-store", daemon=True)
-            _at_work.add(self)
-            try:
-                self._thread.start()
-            except RuntimeError:  # Python is ending, and starts no threads any more
-                self._thread = None
+            self._unfinished += 1
+            self._calls.put((future, call))
+            if sys.is_finalizing():  # other threads do not run any more
                 self._run()
+            elif not self.is_alive():
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                _active.add(self)
+                try:
+                    self._thread.start()
+                except RuntimeError:  # Python is ending, and starts no thread any more
+                    self._run()
+        return future
 
     def _run(self) -> None:
         while True:
             try:
-                request = self._requests.get(timeout=0.0 if _is_ending else _LINGER_SEC)
+                future, call = self._calls.get(timeout=0.0 if _is_ending else _LINGER_SEC)
             except queue.Empty:
-                request = None
-            if request is not None:
-                request.run()
-                del request
+                with self._lock:
+                    if self._calls.empty():
+                        self._thread = None
+                        _active.discard(self)
+                        return
                 continue
-            with self._lock:
-                if self._requests.empty():
-                    self._thread = None
-                    _at_work.discard(self)
-                    return
+            self._perform(future, call)
+            del future, call
 
-    def end(self, deadline: float) -> None:
-        """Let the thread end now that lingers after its last request, and wait for it, but not for long: what it asked
-        may never be answered. The next request starts another."""
+    def _perform(self, future: Future[T], call: Callable[[], T]) -> None:
+        value, failure = None, None
+        is_wanted = future.set_running_or_notify_cancel()
+        try:
+            value = call() if is_wanted else None
+        except BaseException as error:
+            failure = error
         with self._lock:
+            self._unfinished -= 1
+        if failure is not None:
+            future.set_exception(failure)
+        elif is_wanted:
+            future.set_result(value)  # type: ignore[arg-type]
+
+    def is_idle(self) -> bool:
+        """Return whether all calls have ended."""
+        return self._unfinished == 0
+
+    def is_alive(self) -> bool:
+        """Return whether the thread runs; in a forked process it does not."""
+        thread = self._thread
+        return thread is not None and thread.is_alive()
+
+    def join(self, timeout_sec: float) -> bool:
+        """Wait for the end of all calls and of the thread, if that comes in time. Returns whether it did."""
+        with self._lock:  # not while the thread is about to start
             thread = self._thread
-            if thread is None or thread is threading.current_thread():
-                return
-            self._requests.put(None)
-        thread.join(max(0.0, deadline - time.monotonic()))
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(max(0.0, timeout_sec))
+        return not self.is_alive()
 
 
-_at_work: set[_Worker] = set()  # those that have a thread; a list of it is made in one step, whatever threads do
+_active: set[Worker] = set()  # those that have a thread; `list` copies it in one step, whatever threads do
 _is_ending = False
 
 
 def rest(patience_sec: float = 2 * _LINGER_SEC) -> None:
-    """Let the threads end that have nothing to ask, and would do so in a moment. Never waits for an answer for long."""
+    """Wait a moment for the end of threads that have nothing to do. Never waits long for one that has."""
     deadline = time.monotonic() + patience_sec
-    for worker in list(_at_work):
-        worker.end(deadline)
+    for worker in list(_active):
+        worker.join(deadline - time.monotonic())
 
 
 def _end_all() -> None:
-    """At exit, after the modules above: a thread that asks for the GIL while Python ends aborts the process."""
+    """End all threads: one that asks for the GIL while Python ends aborts the process. Runs after other modules'."""
     global _is_ending
     _is_ending = True
     rest(_LEAVE_SEC)
@@ -167,109 +149,75 @@ def _end_all() -> None:
 
 atexit.register(_end_all)
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_at_work.clear)  # their threads are the other process's
+    os.register_at_fork(after_in_child=_active.clear)  # their threads belong to the parent
 
 
 class _Connection:
-    """One connection to a store, and whoever uses it in turn."""
+    """One connection to a store, shared by all parts of that store."""
 
-    def __init__(self, connect: Callable[[], Any], address: Address | None) -> None:
-        """``connect`` is called once, on a thread; ``address``: where the store is served, if that is known."""
-        self.address = address
-        self._doors: list[Address] = []  # what the address stands for; looked up once, on a thread: that has no limit
-        self._are_doors_known = threading.Event()
-        self.turn = threading.RLock()  # re-entrant: a signal's handler may come in between
+    def __init__(self, connect: Callable[[], Any]) -> None:
+        """``connect`` is called once, on a thread, at the first request."""
         self.limits = threading.local()
         self._connect: Callable[[], Any] | None = connect
         self._store: Any = None
         self._refusal: BaseException | None = None
-        self._worker, self._process = _Worker(), os.getpid()
-        self._running: _Request | None = self._started(self.store)
+        self._worker, self._process = Worker("ddpstats-store"), os.getpid()
 
-    def _started(self, ask: Callable[[], Any]) -> _Request:
-        request = _Request(ask)
-        self._worker.start(request)
-        return request
-
-    def store(self) -> Any:
-        """The store itself, connected. On a request's thread."""
+    def _connected(self) -> Any:
         if self._refusal is not None:
             raise self._refusal.with_traceback(None)
         if self._connect is not None:
             connect, self._connect = self._connect, None  # and with it the store that it came from
             try:
-                with suppress(OSError, ValueError):
-                    found = [] if self.address is None else socket.getaddrinfo(*self.address, type=socket.SOCK_STREAM)
-                    self._doors = [(str(one[4][0]), int(one[4][1])) for one in found]
-                self._are_doors_known.set()
-                if self.is_served() is False:  # torch would knock until the store's own timeout is over
-                    raise StoreGone("nobody serves it any more")
                 self._store = connect()
             except BaseException as error:
                 self._refusal = error
                 raise
         return self._store
 
-    def ask(self, question: Callable[[Any], T], deadline: float, watch: Callable[[], None] | None) -> T:
-        """What ``question`` says of the store. Raises what it raises, what ``watch`` raises, and `StoreSilent`."""
-        if os.getpid() != self._process:  # forked from it: two processes would take each other's answers
+    def ask(
+        self,
+        question: Callable[[Any], T],
+        deadline: float,
+        watch: Callable[[], None] | None = None,
+        is_dropped: bool = True,
+    ) -> T:
+        """Return the answer. Raises what ``question`` and ``watch`` raise, and `StoreSilent`.
+
+        ``is_dropped``: a question that has not begun by the deadline is asked no more.
+        """
+        if os.getpid() != self._process:  # two processes would take each other's answers
             raise OSError("this process was forked from the one whose connection to the store it is")
-        if not self.turn.acquire(timeout=max(_LEAST_SEC, deadline - time.monotonic())):
-            raise StoreSilent("no answer in time")
+        future = self._worker.submit(lambda: question(self._connected()))
         try:
-            if self._running is not None:
-                self._await(self._running, deadline)
-            self._running = request = self._started(lambda: question(self.store()))
-            self._await(request, deadline, watch)
-            if self._running is request:
-                self._running = None
+            while True:
+                left_sec = max(_LEAST_SEC, deadline - time.monotonic())
+                try:
+                    return future.result(left_sec if watch is None else min(_WATCH_SEC, left_sec))
+                except FutureTimeout:
+                    if future.done():
+                        return future.result()  # the question itself timed out
+                if watch is not None:
+                    watch()
+                if time.monotonic() >= deadline:
+                    raise StoreSilent("no answer in time")
         finally:
-            self.turn.release()
-        found: T = request.result()
-        return found
-
-    def _await(self, request: _Request, deadline: float, watch: Callable[[], None] | None = None) -> None:
-        looks, looks_at = 0, time.monotonic()
-        while not request.done_within(max(_LEAST_SEC, min(_LONG_SEC, deadline - time.monotonic()))):
-            if watch is not None:
-                watch()
-            if time.monotonic() >= looks_at:
-                if self.is_served() is False:
-                    raise StoreGone("nobody serves it any more")
-                looks += 1
-                looks_at = time.monotonic() + _LONG_SEC * 2**looks
-            if time.monotonic() >= deadline:
-                raise StoreSilent("no answer in time")
-
-    def is_served(self) -> bool | None:
-        """Whether a process listens where the store is served; None where no answer comes, or that is not known."""
-        served = None
-        self._are_doors_known.wait(0.0 if self.address is None else _KNOCK_SEC)
-        for door in self._doors:
-            try:
-                socket.create_connection(door, _KNOCK_SEC).close()
-            except OSError as error:
-                served = False if isinstance(error, ConnectionRefusedError) else None
-            else:
-                return True
-        return served
+            if is_dropped:
+                future.cancel()
 
     def renew(self) -> None:
-        """Leave the connection to a request that was given up, and take a new one."""
-        with self.turn:
-            if self._running is not None and not self._running.done_within(0.0) and self._store is not None:
-                self._connect, self._store = self._store.clone, None
-                self._running, self._worker = None, _Worker()
+        """Leave the connection to a request that goes on, if there is one, and take another."""
+        if not self._worker.is_idle() and self._store is not None:
+            self._connect, self._store, self._worker = self._store.clone, None, Worker("ddpstats-store")
 
 
-class _InThisProcess(_Connection):
+class _InProcess(_Connection):
     """A store in the memory of this process, which threads that play ranks share: it answers at once."""
 
     def __init__(self, store: Any) -> None:
-        self.address, self._doors, self._are_doors_known = None, [], threading.Event()
         self.limits, self._store = threading.local(), store
 
-    def ask(self, question: Callable[[Any], T], deadline: float, watch: Callable[[], None] | None) -> T:
+    def ask(self, question: Callable[[Any], T], *_: Any, **__: Any) -> T:
         return question(self._store)
 
     def renew(self) -> None:
@@ -283,36 +231,29 @@ class BoundedStore:
     """
 
     def __init__(
-        self,
-        connect: Callable[[], Any],
-        *,
-        address: Address | None = None,
-        host_rank: int | None = None,
-        limit_sec: float = LIMIT_SEC,
+        self, connect: Callable[[], Any], *, host_rank: int | None = None, limit_sec: float = LIMIT_SEC
     ) -> None:
-        """Begins to connect, and waits for nobody."""
         self.host_rank, self.limit_sec = host_rank, limit_sec
-        self._connection = _Connection(connect, address)
-        self._prefix = ""
+        self._connection, self._prefix = _Connection(connect), ""
 
     def part(self, prefix: str, limit_sec: float | None = None) -> BoundedStore:
-        """A part of this part, over the same connection."""
-        made = BoundedStore.__new__(BoundedStore)
-        made.host_rank, made._connection = self.host_rank, self._connection
-        made.limit_sec = self.limit_sec if limit_sec is None else limit_sec
-        made._prefix = f"{self._prefix}{prefix}/"
-        return made
+        """Return a part of this part, over the same connection."""
+        part = BoundedStore.__new__(BoundedStore)
+        part.host_rank, part._connection = self.host_rank, self._connection
+        part.limit_sec = self.limit_sec if limit_sec is None else limit_sec
+        part._prefix = f"{self._prefix}{prefix}/"
+        return part
 
     @contextmanager
     def within(self, seconds: float) -> Iterator[None]:
-        """This thread's requests inside are over in so many seconds, all together."""
+        """Limit the requests that this thread makes inside, all together, to so many seconds."""
         limits, deadline = self._connection.limits, time.monotonic() + seconds
-        before = getattr(limits, "deadline", None)
-        limits.deadline = deadline if before is None else min(before, deadline)
+        outer = getattr(limits, "deadline", None)
+        limits.deadline = deadline if outer is None else min(outer, deadline)
         try:
             yield
         finally:
-            limits.deadline = before
+            limits.deadline = outer
 
     def use(
         self,
@@ -320,7 +261,7 @@ class BoundedStore:
         limit_sec: float | None = None,
         watch: Callable[[], None] | None = None,
     ) -> T:
-        """``question`` of (the store itself, the prefix of this part's keys), within the limit.
+        """Return ``question`` of (the store itself, the prefix of this part's keys), within the limit.
 
         ``watch`` is called about once a second meanwhile; it may raise, and must not ask this store.
         """
@@ -331,18 +272,14 @@ class BoundedStore:
         return self._connection.ask(lambda store: question(store, prefix), deadline, watch)
 
     def renew(self) -> None:
-        """Leave the connection to a request that was given up, if there is one, and take another."""
+        """Leave the connection to a request that goes on, if there is one, and take another."""
         self._connection.renew()
-
-    def is_served(self) -> bool | None:
-        """Whether a process listens where the store is served, as one does that is stopped; None: cannot be told."""
-        return self._connection.is_served()
 
     def set(self, key: str, value: str | bytes) -> None:
         self.use(lambda store, prefix: store.set(prefix + key, value))
 
     def get(self, key: str) -> bytes:
-        """Of a key that is known to be there."""
+        """Return the value of a key that is known to exist."""
         return self.use(lambda store, prefix: bytes(store.get(prefix + key)))
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
@@ -352,14 +289,20 @@ class BoundedStore:
         return self.use(lambda store, prefix: bool(store.check([prefix + key for key in keys])))
 
     def absent(self, keys: Sequence[str]) -> list[str]:
-        """Those that nobody has written yet. One request where there are none, else a few for each of them."""
+        """Return the keys that do not exist. One request where there are none, otherwise a few for each of them."""
         if not keys or self.check(keys):
             return []
         half = len(keys) // 2
         return [*self.absent(keys[:half]), *self.absent(keys[half:])] if half else list(keys)
 
+    def read_present(self, keys: Sequence[str]) -> dict[str, bytes]:
+        """Return the values of the keys that exist."""
+        absent = set(self.absent(keys))
+        present = [key for key in keys if key not in absent]
+        return dict(zip(present, self.multi_get(present) if present else [], strict=True))
+
     def find(self, key: str) -> bytes | None:
-        """What is there, if anything; waits for nobody to write it."""
+        """Return the value, or None; does not wait for a rank to write it."""
 
         def look(store: Any, prefix: str) -> bytes | None:
             return bytes(store.get(prefix + key)) if store.check([prefix + key]) else None
@@ -367,33 +310,63 @@ class BoundedStore:
         return self.use(look)
 
     def post(self, key: str, value: str) -> bytes:
-        """Write ``value`` unless something is there; what is there now. So who is first says it for all."""
+        """Write ``value`` unless the key exists; return its value now. So the first rank's value is that of all."""
         return self.replace(key, "", value)
 
+    def post_later(self, key: str, value: str) -> None:
+        """Do the same when the store answers, if it ever does; waits a moment at most, and reports no error."""
+        prefix = self._prefix
+        with suppress(*STORE_ERRORS):
+            self._connection.ask(lambda store: store.compare_set(prefix + key, "", value), 0.0, is_dropped=False)
+
     def replace(self, key: str, expected: str, value: str) -> bytes:
-        """Write ``value`` where ``expected`` is there, or nothing; what is there now."""
+        """Write ``value`` where the value is ``expected`` or the key does not exist; return its value now."""
         return self.use(lambda store, prefix: bytes(store.compare_set(prefix + key, expected, value)))
 
     def add(self, key: str, amount: int) -> int:
-        """Count; what is there now."""
+        """Count, and return the sum."""
         return self.use(lambda store, prefix: int(store.add(prefix + key, amount)))
 
     def counted(self, key: str) -> int:
-        """What `add` has counted so far. One request, and no `add` of 0: a `FileStore` would write that down."""
-        found = self.replace(key, _NO_COUNT, _NO_COUNT)  # which stands nowhere, so nothing is replaced
-        return 0 if found in (b"", _NO_COUNT.encode()) else int(found)
+        """Return the sum of `add`. One request, and no `add` of 0: a `FileStore` would write that down."""
+        count = self.replace(key, _NO_COUNT, _NO_COUNT)  # no count has that value, so nothing is replaced
+        return 0 if count in (b"", _NO_COUNT.encode()) else int(count)
 
     def delete_key(self, key: str) -> bool:
         return self.use(lambda store, prefix: bool(store.delete_key(prefix + key)))
 
 
 def bounded(store: Any) -> BoundedStore:
-    """``store`` itself where it has a limit already; else one that is asked as it is, over its own connection."""
+    """Return ``store`` itself where it has a limit already; otherwise one that asks it, over its own connection."""
     if isinstance(store, BoundedStore):
         return store
-    made = BoundedStore.__new__(BoundedStore)
-    made.host_rank, made.limit_sec, made._prefix = None, LIMIT_SEC, ""
-    made._connection = (
-        _InThisProcess(store) if type(store).__name__ == "HashStore" else _Connection(lambda: store, None)
-    )
+    made = BoundedStore(lambda: store)
+    if type(store).__name__ == "HashStore":
+        made._connection = _InProcess(store)
     return made
+
+
+class StoreLog:
+    """Notes of many ranks under one name of a store, in the order in which they came.
+
+    `append` counts, and writes the note under the number that it got. `unread` asks for the count, and reads the notes
+    that this reader has not read yet: a look without news is one request that writes nothing, however many ranks there
+    are. A writer that dies between its two steps leaves a number without a note, which is asked for again each time.
+    """
+
+    def __init__(self, store: BoundedStore, name: str) -> None:
+        self._store, self._name = store, name
+        self._read = 0, list[str]()  # the last number, and keys before it without a note: one attribute, for threads
+
+    def append(self, note: str | bytes) -> None:
+        """Write a note; never waits for another rank."""
+        self._store.set(f"{self._name}/{self._store.add(self._name, 1)}", note)
+
+    def unread(self) -> list[bytes]:
+        """Return the notes since the last time; never waits for another rank. Two threads may get the same notes."""
+        read, pending = self._read
+        counted = self._store.counted(self._name)
+        keys = [*pending, *(f"{self._name}/{number}" for number in range(read + 1, counted + 1))]
+        notes = self._store.read_present(keys)
+        self._read = counted, [key for key in keys if key not in notes]
+        return list(notes.values())

@@ -19,7 +19,7 @@ Combine = Callable[[list[Any]], Any]
 
 
 class ThreadWorld:
-    """The meeting place of ``world_size`` threads. Any rank that is too late, or `leave`s, breaks it for all."""
+    """The rendezvous of ``world_size`` threads. A rank that is too late, or `leave`s, breaks it for all."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
@@ -31,16 +31,16 @@ class ThreadWorld:
         self._broken: str | None = None
 
     def comm(self, rank: int) -> ThreadComm:
-        """The `Comm` of one rank."""
+        """Return the `Comm` of one rank."""
         return ThreadComm(self, rank)
 
     def leave(self, rank: int) -> None:
-        """A rank is gone: whoever waits for it, now or later, fails."""
+        """Fail all ranks that wait for this one, now or later: it is gone."""
         with self._changed:
             self._break(f"Connection closed by peer {rank}")
 
     def meet(self, rank: int, part: Any, combine: Combine, timeout_sec: float, watch: Watch) -> Any:
-        """Hand in ``part``; returns ``combine`` of all parts in rank order once the last one has come."""
+        """Hand in ``part``; return ``combine`` of all parts in rank order once the last one has come."""
         with self._changed:
             this_round = self._round
             if self._broken is None:
@@ -53,7 +53,7 @@ class ThreadWorld:
 
             wait_in_slices(done_within, timeout_sec, watch)
             if self._round == this_round:
-                raise CommFailed(self._broken or "broken")
+                raise CommFailed(self._broken or "broken", is_broken=True)
             return self._result
 
     def _finish(self, combine: Combine) -> None:

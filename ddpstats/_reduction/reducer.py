@@ -22,7 +22,7 @@ from ddpstats._base import config
 from ddpstats._base.config import check_choice, check_flag
 from ddpstats._base.lazy import breaks_graph
 from ddpstats._ranks.agreement import Agreement, Call, Counters
-from ddpstats._ranks.channel import Channel, channel_of
+from ddpstats._ranks.calls import Channel, channel_of
 from ddpstats._ranks.comm import patience_sec
 from ddpstats._ranks.store import rest
 from ddpstats._reduction.rank_values import RankValues

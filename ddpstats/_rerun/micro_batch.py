@@ -10,7 +10,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from ddpstats._base.config import refuse_differences
 from ddpstats._base.lazy import refuse_without_values
-from ddpstats._ranks.channel import channel_of
+from ddpstats._ranks.calls import channel_of
 from ddpstats._ranks.gather import gather_trees
 from ddpstats.errors import ConfigError
 

@@ -28,7 +28,7 @@ from ddpstats._base.lazy import breaks_graph
 from ddpstats._base.text import ranks_text
 from ddpstats._observe.gradient_norms import any_bad
 from ddpstats._observe.gradients import GradientWatch
-from ddpstats._ranks.channel import channel_of
+from ddpstats._ranks.calls import channel_of
 from ddpstats._ranks.step import ask_all
 from ddpstats._rerun.micro_batch import Running, StepWatch, checked_step
 from ddpstats._rerun.serialize import CannotStore, to_plain

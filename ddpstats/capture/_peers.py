@@ -28,7 +28,7 @@ import traceback
 from pathlib import Path
 
 from ddpstats._base.text import ranks_text
-from ddpstats._ranks.channel import Channel
+from ddpstats._ranks.calls import Channel
 from ddpstats._ranks.store import shared_poll
 from ddpstats.errors import DdpstatsError, RankMissing
 

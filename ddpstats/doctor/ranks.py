@@ -1,7 +1,7 @@
 """The ranks of the environment that torchrun sets: where they meet, and what is measured between them.
 
-1. Each rank puts its facts into the store and waits until all have (`Mailbox.meet`): who does not come is named. Facts
-   do not travel over gloo, for what keeps gloo from connecting is among them.
+1. Each rank puts its facts into the store and waits until all have (`FailureDetector.meet`), which names those that
+   do not come. Facts do not travel over gloo, for what keeps gloo from connecting is among them.
 2. gloo connects the ranks. Where it cannot, each rank puts into the store why, and that is reported.
 3. Round trips are timed. Rank 0 asks each other rank for its clock several times, as NTP does: the answer was given
    between question and receipt, so the quickest one says most.
@@ -28,12 +28,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddpstats._base.text import first_line, ranks_text
-from ddpstats._ranks.comm import slice_sec
+from ddpstats._base.text import first_line
+from ddpstats._ranks.comm import attempt_prefix, slice_sec
+from ddpstats._ranks.failure import FailureDetector
 from ddpstats._ranks.gather import gather_trees
 from ddpstats._ranks.gloo import part_of
-from ddpstats._ranks.launcher import attempt
-from ddpstats._ranks.mailbox import Mailbox
 from ddpstats._ranks.store import STORE_ERRORS, BoundedStore, growing_polls
 from ddpstats._ranks.tree_codec import decode, encode
 from ddpstats.doctor.report import CLOCK, UNCONNECTED, Told
@@ -88,7 +87,7 @@ class _Job:
 
     def examine(self, facts: Told, directory: Path) -> list[Told] | None:
         self._store.set(f"facts/{self._rank}", bytes(encode(facts)))
-        self._mailbox("begin", wait=True)
+        self._meet("begin", wait=True)
         try:
             self._connect()
             measured = [{"measured": one} for one in self._measured(directory)]
@@ -97,7 +96,7 @@ class _Job:
             self._store.renew()
             self._store.set(f"error/{self._rank}", first_line(error))
             measured = []
-        self._mailbox("end", wait=self._rank == 0)
+        self._meet("end", wait=self._rank == 0)
         if self._rank != 0:
             return None
         measured = measured or [{"measured": {UNCONNECTED: self._error_of(rank)}} for rank in range(self._size)]
@@ -107,23 +106,18 @@ class _Job:
     def _error_of(self, rank: int) -> str:
         return (self._store.find(f"error/{rank}") or b"no error of its own").decode(errors="replace")
 
-    def _mailbox(self, name: str, wait: bool) -> None:
+    def _meet(self, name: str, wait: bool) -> None:
         """Say that this rank has come so far, and ``wait`` for the others. Raises `RankMissing`."""
-        box = Mailbox(self._store.part(name), self._rank, range(self._size))
+        what = f"the check of {self._size} ranks"
+        detector = FailureDetector(
+            self._store.part(name), self._rank, range(self._size), what, timeout_name="--timeout-sec"
+        )
         if not wait:
-            box.roster.join()
+            detector.members.join()
             return
-        verdict = box.meet(self._timeout_sec, slice_sec(self._timeout_sec), self._absence)
+        verdict = detector.meet(time.monotonic() + self._timeout_sec, slice_sec(self._timeout_sec))
         if verdict is not None:
             raise RankMissing(verdict.message, missing_ranks=verdict.missing)
-
-    def _absence(self, missing: tuple[int, ...], dead: tuple[int, ...]) -> str:
-        silent = set(missing) - set(dead)
-        lines = [f"not all of {self._size} ranks came within {self._timeout_sec:g} s:"]
-        lines += [f"  {ranks_text(dead)}: the process is gone"] if dead else []
-        lines += [f"  {ranks_text(silent)}: did not come"] if silent else []
-        lines += ["Look at the output of these ranks first. One that is only slow needs a larger --timeout-sec."]
-        return "\n".join(lines)
 
     def _connect(self) -> None:
         """The default process group."""
@@ -192,10 +186,8 @@ def _store(rank: int, timeout_sec: float) -> BoundedStore:
             f"{'torchrun' if is_torchruns else 'rank 0'} serves: {first_line(error)}",
             missing_ranks=[] if is_torchruns or rank == 0 else [0],
         ) from None
-    mine = part_of(store, f"ddpstats-doctor{attempt()}")
-    return BoundedStore(
-        lambda: mine, address=(address, port), host_rank=None if is_torchruns else 0, limit_sec=timeout_sec
-    )
+    mine = part_of(store, f"ddpstats-doctor{attempt_prefix()}")
+    return BoundedStore(lambda: mine, host_rank=None if is_torchruns else 0, limit_sec=timeout_sec)
 
 
 def _median_ms(call: Callable[[], object]) -> float:

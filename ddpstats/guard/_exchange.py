@@ -25,7 +25,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from ddpstats._ranks.roster import ProcessId
+from ddpstats._ranks.failure import ProcessId
 from ddpstats._ranks.store import GLANCE_SEC, StoreSilent, bounded, shared_poll
 from ddpstats.guard._events import MASK, stable_hash
 from ddpstats.guard._store_notes import NOTES_KEPT, Note, Overrun, StoreNotes

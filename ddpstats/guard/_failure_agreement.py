@@ -21,9 +21,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddpstats._base.files import parse_json
-from ddpstats._ranks.roster import Roster
-from ddpstats._ranks.store import GLANCE_SEC, STORE_ERRORS, growing_polls, shared_poll
-from ddpstats._ranks.store_log import StoreLog
+from ddpstats._ranks.failure import Membership
+from ddpstats._ranks.store import GLANCE_SEC, STORE_ERRORS, StoreLog, growing_polls, shared_poll
 from ddpstats.guard._diagnosis import find, unexplained
 from ddpstats.guard._events import MESSAGES, Event
 from ddpstats.guard._status import DOUBT, MISSING, NOTHING, GuardFinding, RankStatus
@@ -95,7 +94,7 @@ class FailureAgreement:
 
     def __init__(
         self,
-        roster: Roster,
+        roster: Membership,
         report_status: ReportStatus,
         position: Callable[[], str],
         told_by: ToldBy,
@@ -155,9 +154,9 @@ class FailureAgreement:
     def without_store(self, alarm: Alarm, error: BaseException) -> GuardFinding:
         """What this rank knows alone, in words that others who know the same would choose as well."""
         self.is_lost = True
-        lost = self.roster.known_alone(error, alarm.ranks)
+        lost = self.roster.diagnose_without_store(error, alarm.ranks)
         what = "a message" if alarm.is_message else f"collective number {alarm.seq}"
-        lines = [f"{what} of {alarm.words} was not completed:", *self.roster.told_alone(lost)]
+        lines = [f"{what} of {alarm.words} was not completed:", *lost.lines]
         lines.append(f"The store, which could tell who is missing, does not answer: {lost.why}")
         return GuardFinding(MISSING, "\n".join(lines), alarm.group, alarm.seq, lost.missing)
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpstats._base.files import explain_version, open_regular, parse_json, read_at_most
-from ddpstats._ranks.roster import ProcessId
+from ddpstats._ranks.failure import ProcessId
 from ddpstats.errors import ConfigError, DdpstatsError
 from ddpstats.guard._events import Event, stable_hash
 from ddpstats.guard._spoken import words_of

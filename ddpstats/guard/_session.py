@@ -26,7 +26,7 @@ from ddpstats._observe.c10d_operators import GroupView
 from ddpstats._observe.torch_groups import longest_timeout_sec
 from ddpstats._ranks.codec import PROTOCOL_VERSION, different_versions
 from ddpstats._ranks.comm import refuse_fake, world_store
-from ddpstats._ranks.roster import Roster
+from ddpstats._ranks.failure import Membership
 from ddpstats._ranks.store import LIMIT_SEC, STORE_ERRORS
 from ddpstats.errors import ConfigError, DdpstatsError, RankMissing
 from ddpstats.guard._events import Event
@@ -154,7 +154,7 @@ class Session:
         self.words = f"the default group of {dist.get_world_size()} ranks"
         limit_sec, self._timeout_sec = min(LIMIT_SEC, settings.timeout_sec), settings.timeout_sec
         self._store = world_store(f"ddpstats/guard/{self._number}", limit_sec)
-        self._roster = Roster(self._store, self.rank, range(dist.get_world_size()))
+        self._roster = Membership(self._store, self.rank, range(dist.get_world_size()))
         with self._reaching_store():
             self.run = run_name(limit_sec)
         self._groups: dict[GroupView, Group] = {}
@@ -200,9 +200,9 @@ class Session:
         except ConfigError:
             raise
         except STORE_ERRORS as error:
-            lost = self._roster.known_alone(error)
+            lost = self._roster.diagnose_without_store(error)
             lines = ["the collective_guard cannot compare the collectives of this group:"]
-            lines += self._roster.told_alone(lost)
+            lines += lost.lines
             lines.append(f"The store, which ranks compare through, does not answer: {lost.why}")
             raise RankMissing("\n".join(lines), missing_ranks=lost.missing) from error
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 WATCHDOG_SEC = 0.25
 _ASLEEP_SEC = 1.0  # a busy machine lets a thread wait for less
 _ASKING_SEC = 2.0  # of all answers of the store in one look
-_LOOKING_SEC = 3.0  # of a look, where threads of Python run: now and then it knocks at the store's port, too
+_LOOKING_SEC = 3.0  # of a look, where threads of Python run
 _LATELY_SEC = 5.0  # from the end of a sleep: for as long as others may be about to judge
 
 

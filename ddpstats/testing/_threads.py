@@ -1,7 +1,7 @@
 """Ranks that are threads of this process: reductions of this library over hundreds of ranks, without a socket.
 
-The channel, the protocol and the mailbox are the real ones; only the `Comm` (`threads`) and the store are not. So
-this tests what ranks say to each other, not gloo.
+The channel, the protocol and the failure detector are the real ones; only the `Comm` (`threads`) and the store are
+not. So this tests what ranks say to each other, not gloo.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from ddpstats._ranks.channel import Channel
+from ddpstats._ranks.calls import Channel
 from ddpstats._ranks.threads import ThreadWorld
 from ddpstats._reduction.reducer import StatsReducer
 from ddpstats.testing._rank_outcomes import RankOutcome, RankOutcomes, RankTimedOut

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in __all__
 
 from ddpstats import RankMissing
-from ddpstats._ranks.channel import Channel
+from ddpstats._ranks.calls import Channel
 from ddpstats._ranks.comm import CommFailed
 from ddpstats.capture._bundle import Bundle
 from ddpstats.capture._peers import Peers

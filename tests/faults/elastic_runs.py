@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # not in __all__
 
 import ddpstats
-from ddpstats._ranks import channel
+from ddpstats._ranks import calls
 from tests.threads import lasting_threads
 
 
@@ -30,7 +30,7 @@ def held() -> dict[str, int]:
     return {
         "descriptors": len(os.listdir("/proc/self/fd")),
         "threads": len(os.listdir("/proc/self/task")),
-        "channels": len(channel._channels),
+        "channels": len(calls._channels),
         "kilobytes": pages * os.sysconf("SC_PAGE_SIZE") // 1024,
     }
 

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ddpstats._ranks.codec import PROTOCOL_VERSION
-from ddpstats._ranks.mailbox import _parse
+from ddpstats._ranks.failure import Verdict
 from ddpstats._ranks.status import Status, decode_status, encode_status
 from ddpstats._ranks.tree_codec import decode, encode
 from ddpstats._reduction.schema import Container, leaf
@@ -93,7 +93,7 @@ _READERS: Sequence[tuple[Callable[[bytes], Any], tuple[type[Exception], ...]]] =
     (lambda data: decode_slots(data[1:], data[0] if data else 0), (ProtocolMismatch,)),
     (decode, (ProtocolMismatch,)),
     (lambda data: decode(_behind_its_length(data)), (ProtocolMismatch,)),
-    (_parse, (ValueError,)),
+    (Verdict.unpack, (ValueError,)),
     (lambda data: RankStatus.unpack(data, 0), ()),
     (GuardFinding.unpack, (ValueError,)),
     (Alarm.unpack, (ValueError,)),

@@ -19,7 +19,7 @@ import ddpstats
 from ddpstats._base import config
 from ddpstats._base.config import GuardMode
 from ddpstats._ranks.comm import GlooComm
-from ddpstats._ranks.roster import Roster
+from ddpstats._ranks.failure import Membership
 from ddpstats._ranks.store import bounded
 from ddpstats.guard._failure_agreement import FailureAgreement
 from ddpstats.guard._status import RankStatus
@@ -72,7 +72,7 @@ def stopped(seconds: float, in_look: bool) -> tuple[float, float]:
         is_over.set()
         return ""
 
-    roster = Roster(bounded(HashStore()), 0, range(2))
+    roster = Membership(bounded(HashStore()), 0, range(2))
     agreement = FailureAgreement(
         roster,
         lambda group: RankStatus(0),

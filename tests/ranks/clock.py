@@ -1,7 +1,8 @@
-"""A clock in place of ``time`` in the modules that decide when a rank is missing, and a `Comm` that waits by it."""
+"""A clock in place of ``time`` in `ddpstats._ranks`, and a `Comm` that waits by it."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -10,10 +11,9 @@ import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in __all__
 
 from ddpstats._base.text import members
-from ddpstats._ranks import channel, comm, mailbox, roster, store
-from ddpstats._ranks.channel import Channel
+from ddpstats._ranks.calls import Channel
 from ddpstats._ranks.comm import Watch, wait_in_slices
-from ddpstats._ranks.roster import PROCESS_ID_BYTES, ProcessId, Roster
+from ddpstats._ranks.failure import PROCESS_ID_BYTES, Membership, ProcessId
 from ddpstats._ranks.store import bounded
 
 
@@ -42,24 +42,38 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    for module in (mailbox, roster, store, comm, channel):
-        monkeypatch.setattr(module, "time", made)
+    for name, module in list(sys.modules.items()):
+        if name.startswith("ddpstats._ranks.") and hasattr(module, "time"):
+            monkeypatch.setattr(module, "time", made)
     return made
 
 
 class UnansweredComm:
-    """A `Comm` whose other ranks shake hands and then never call again; to wait for them moves the clock."""
+    """A `Comm` whose other ranks shake hands and then never call again; to wait for them moves the clock.
 
-    def __init__(self, ranks: tuple[int, ...], clock: Clock, process: ProcessId, watch: Watch) -> None:
+    ``reduced_sec``: after so long the first reduction ends, and its sums say that ranks hold other keys.
+    """
+
+    def __init__(
+        self, ranks: tuple[int, ...], clock: Clock, process: ProcessId, watch: Watch, reduced_sec: float | None
+    ) -> None:
         self.ranks, self.rank, self.watch = ranks, ranks[0], watch
-        self._clock, self._process = clock, process
+        self._clock, self._process, self._reduced_sec = clock, process, reduced_sec
+        self._has_met = False
 
     def all_gather(self, payload: bytes, timeout_sec: float) -> list[bytes]:
+        if self._has_met:
+            wait_in_slices(self._sleep, timeout_sec, self.watch)
+        self._has_met = True
         other = payload[:-PROCESS_ID_BYTES] + self._process.pack()
         return [payload, *[other] * (len(self.ranks) - 1)]
 
     def all_reduce_sum(self, tensor: torch.Tensor, timeout_sec: float) -> None:
-        wait_in_slices(self._sleep, timeout_sec, self.watch)
+        if self._reduced_sec is None:
+            wait_in_slices(self._sleep, timeout_sec, self.watch)
+        else:
+            self._clock.sleep(self._reduced_sec)
+            tensor *= len(self.ranks)
 
     def _sleep(self, seconds: float) -> bool:
         self._clock.sleep(seconds)
@@ -73,16 +87,30 @@ class LonelyGroup:
     """What a reducer takes for a process group, seen by its first rank: the others have come if ``came``, and no more.
 
     ``ranks``: their global ranks. ``process``: which process each of the others is, this one by default.
+    ``came_sec``: when they come. ``reduced_sec``: as of `UnansweredComm`.
     """
 
     def __init__(
-        self, clock: Clock, ranks: tuple[int, ...] = (0, 1), came: bool = True, process: ProcessId | None = None
+        self,
+        clock: Clock,
+        ranks: tuple[int, ...] = (0, 1),
+        came: bool = True,
+        process: ProcessId | None = None,
+        came_sec: float = 0.0,
+        reduced_sec: float | None = None,
     ) -> None:
         ranks, store = members(ranks), HashStore()
-        for rank in ranks[1:] if came else ():
-            Roster(bounded(store), rank, ranks).join()
+
+        def join() -> None:
+            for rank in ranks[1:]:
+                Membership(bounded(store), rank, ranks).join()
+
+        if came and came_sec:
+            clock.at(came_sec, join)
+        elif came:
+            join()
 
         def connect(timeout_sec: float, watch: Watch) -> Any:
-            return UnansweredComm(ranks, clock, process or ProcessId.mine(), watch)
+            return UnansweredComm(ranks, clock, process or ProcessId.mine(), watch, reduced_sec)
 
         self.channel = Channel(ranks, ranks[0], "the group", connect, store)

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from ddpstats._ranks.roster import ProcessId
+from ddpstats._ranks.failure import ProcessId
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 

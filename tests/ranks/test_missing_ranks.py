@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from ddpstats import StatsReducer, any_rank
-from ddpstats._ranks import channel, comm, grid
+from ddpstats._ranks import calls, comm, grid
 from ddpstats.errors import RankMissing
 from ddpstats.testing import RankDied, RankOutcomes, RankPool, die, run_ranks, run_threads
 from ddpstats.testing._threads import ThreadGroup
@@ -77,6 +77,17 @@ def test_rank_that_never_calls_is_missing_at_the_timeout_and_not_before(
     assert attempt(reducer, {"loss": 1.0})[:3] == missed[:3]
     assert attempt(any_rank, True, group=reducer._find_group())[:3] == missed[:3]
     assert clock.now == ended  # the group is closed: nothing waits
+
+
+@pytest.mark.parametrize("timeout_sec", [3.0, 300.0])
+@pytest.mark.parametrize("where", ["first use", "new keys"])
+def test_call_has_one_deadline_whatever_it_takes_inside(clock: Clock, where: str, timeout_sec: float) -> None:
+    """The others come late to the first use; or the reduction says after a while that ranks hold other keys."""
+    late_sec = 0.8 * timeout_sec if where == "first use" else 0.6 * timeout_sec
+    group = LonelyGroup(clock, came_sec=late_sec) if where == "first use" else LonelyGroup(clock, reduced_sec=late_sec)
+    missed = attempt(StatsReducer(group=group, timeout_sec=timeout_sec), {"loss": 1.0})
+    assert missed.missing == (1,)
+    assert timeout_sec * 0.9 <= clock.now <= timeout_sec + 1.0
 
 
 @LINUX
@@ -285,7 +296,7 @@ def lose_one_after_another(in_grid: bool) -> list[Missed]:
         reducer = StatsReducer(group=group, timeout_sec=SHORT_SEC if victim == 1 else LONG_SEC)
         if victim == 1:  # in the middle of the first call: they have met, and are about to connect
             if rank == 1:
-                vars(channel)["gloo_comm"] = dying
+                vars(calls)["gloo_comm"] = dying
         else:
             assert reducer({"loss": 1.0}).values == {"loss": 1.0}
         if rank == 3:  # before its next call

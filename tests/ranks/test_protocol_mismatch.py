@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ddpstats
 from ddpstats import All, Max, Mean, Min, StatsReducer, Sum, any_rank
-from ddpstats._ranks import channel
+from ddpstats._ranks import calls
 from ddpstats._ranks.codec import PROTOCOL_VERSION
 from ddpstats._ranks.status import Failure, Status, decode_status, encode_status
 from ddpstats._ranks.threads import ThreadComm
@@ -188,18 +188,18 @@ def test_one_call_more_is_caught_where_calls_have_names() -> None:
 
 def with_version(name: str, value: Any) -> list[str]:
     """Twice with another version on rank 1, then with the same everywhere."""
-    reducer, installed = StatsReducer(group=dist.new_group(), timeout_sec=TIMEOUT_SEC), vars(channel)[name]
+    reducer, installed = StatsReducer(group=dist.new_group(), timeout_sec=TIMEOUT_SEC), vars(calls)[name]
     said = []
     try:
         if dist.get_rank() == 1:
-            vars(channel)[name] = value
+            vars(calls)[name] = value
         for _ in range(2):
             with pytest.raises(ProtocolMismatch) as caught:
                 reducer({"loss": 1.0})
             assert caught.value.ranks == (0, 1, 2)
             said.append(str(caught.value))
     finally:
-        vars(channel)[name] = installed
+        vars(calls)[name] = installed
     return [*said, str(reducer({"loss": 1.0}).values)]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import threading
 import time
@@ -17,9 +16,8 @@ import torch.distributed as dist
 from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]  # not in __all__
 
 import ddpstats
-from ddpstats._ranks.gloo import own_connection
-from ddpstats._ranks.store import BoundedStore, bounded, rest
-from ddpstats._ranks.store_log import StoreLog
+from ddpstats._ranks.gloo import store_of
+from ddpstats._ranks.store import BoundedStore, StoreLog, StoreSilent, bounded, rest
 from ddpstats.errors import ConfigError
 from ddpstats.testing import run_ranks
 
@@ -108,31 +106,65 @@ def test_the_fake_backend_is_refused(with_store: bool) -> None:
     assert all("the backend 'fake'" in text for text in said)
 
 
-def test_name_service_that_hangs_does_not_delay_the_look_at_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    server = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    store = BoundedStore(lambda: own_connection(server, "test"), address=("localhost", server.port))
+def test_request_that_could_not_begin_in_time_never_does() -> None:
+    go_on, answered = threading.Event(), list[int]()
+    store = BoundedStore(object)
+
+    def wait(raw: Any, prefix: str) -> None:
+        go_on.wait(30)
+
+    with pytest.raises(StoreSilent):
+        store.use(wait, 0.1)
+    with pytest.raises(StoreSilent):
+        store.use(lambda raw, prefix: answered.append(1), 0.1)
+    go_on.set()
+    store.use(lambda raw, prefix: answered.append(2), 30.0)
+    assert answered == [2]
+
+
+def test_store_is_connected_at_the_first_request_and_not_before() -> None:
+    connected = list[int]()
+
+    def connect() -> Any:
+        connected.append(1)
+        return HashStore()
+
+    store = BoundedStore(connect).part("a")
+    assert connected == []
     store.set("key", "value")
-    look_up, is_over = socket.getaddrinfo, threading.Event()
+    store.part("b").set("key", "value")
+    assert connected == [1]
 
-    def hanging(host: Any, *args: Any, **options: Any) -> Any:
-        if host == "localhost":
-            is_over.wait(60.0)
-        return look_up(host, *args, **options)
 
-    monkeypatch.setattr(socket, "getaddrinfo", hanging)
-    assert store.is_served() is True
-    assert not is_over.is_set()
-    is_over.set()
+def fail_to_add() -> bool:
+    """Return whether the store knows a group of this rank's, after an `add` that this rank alone made and got wrong."""
+    window = ddpstats.StatsWindow()
+    if dist.get_rank() == 1:
+        with pytest.raises(ddpstats.InvalidStats):
+            window.add({"loss": object()})
+    time.sleep(0.5)  # for a connection in the background
+    world: Any = dist.group.WORLD
+    return bool(store_of(world).check([f"ddpstats/generation/{dist.get_rank()}"]))
+
+
+def test_rank_that_has_not_reduced_yet_is_in_no_group_of_the_store() -> None:
+    """It would be one group ahead of the others, and miss them once the group is made again on the same store."""
+    assert run_ranks(fail_to_add, 2, timeout_sec=LIMIT_SEC).values() == [False, False]
 
 
 @pytest.mark.slow
 def test_threads_may_end_while_others_begin() -> None:
-    kept = [BoundedStore(HashStore) for _ in range(200)]
+    def used() -> BoundedStore:
+        store = BoundedStore(HashStore)
+        store.set("key", "value")
+        return store
+
+    kept = [used() for _ in range(200)]
     is_over = threading.Event()
 
     def connect_often() -> None:
         while not is_over.is_set():
-            kept.append(BoundedStore(HashStore))
+            kept.append(used())
 
     others = [threading.Thread(target=connect_often) for _ in range(2)]
     interval = sys.getswitchinterval()

@@ -12,6 +12,7 @@ import contextlib
 import importlib
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +30,7 @@ from tests.ranks.store_host_runs import Attempt, attempt
 
 LIMIT_SEC = 100.0
 TIMEOUT_SEC = 6.0
+KILLED_AFTER_SEC = 1.0
 _PORT = "29511"  # in a network namespace of the test's own
 
 
@@ -88,10 +90,10 @@ def say_ready(directory: Path) -> None:
     (directory / f"ready{dist.get_rank()}").touch()
 
 
-def wait_until_down(directory: Path) -> None:
+def wait_for(path: Path) -> None:
     deadline = time.monotonic() + LIMIT_SEC
-    while not (directory / "down").exists():
-        assert time.monotonic() < deadline, "the link does not go down"
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} does not come"
         time.sleep(0.05)
 
 
@@ -99,13 +101,28 @@ def call_before_and_after(directory: Path, call: Callable[[], Any]) -> list[Atte
     """Make the call while the link is up, and twice when it is down."""
     call()
     say_ready(directory)
-    wait_until_down(directory)
+    wait_for(directory / "down")
     return [attempt(call), attempt(call)]
 
 
 def reduce_before_and_after(directory: Path) -> list[Attempt]:
     reducer = ddpstats.StatsReducer()
     return call_before_and_after(directory, lambda: reducer({"a": 1.0}))
+
+
+def lose_rank_1(directory: Path) -> list[Attempt]:
+    """Kill rank 1 while rank 0 waits. Rank 2 comes late, and rank 0 stays until then, for it serves the store."""
+    reducer = ddpstats.StatsReducer(timeout_sec=LIMIT_SEC)
+    reducer({"a": 1.0})
+    if dist.get_rank() == 1:
+        time.sleep(KILLED_AFTER_SEC)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if dist.get_rank() == 2:
+        wait_for(directory / "raised")
+    missed = attempt(lambda: reducer({"a": 1.0}))
+    (directory / ("raised" if dist.get_rank() == 0 else "down")).touch()
+    wait_for(directory / "down")
+    return [missed]
 
 
 def main(rank: int, world_size: int, port: str, directory: Path, name: str, arguments: Sequence[str]) -> None:

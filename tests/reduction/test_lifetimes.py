@@ -14,7 +14,7 @@ import torch
 
 from ddpstats import Max, Mean, PendingReduction, StatsReducer, reduce_stats
 from ddpstats._base.paths import escape_path
-from ddpstats._ranks.channel import ALONE, channel_of
+from ddpstats._ranks.calls import ALONE, channel_of
 from ddpstats._reduction import host_copy
 from ddpstats.testing import RankPool, run_ranks
 from tests.reduction import lifetime_runs as runs

@@ -1,0 +1,507 @@
+"""Every error about a missing, dead or late rank is decided and worded here: one failure, one verdict on all ranks.
+
+1. Each rank writes into the store which process it is. Ranks of one host see each other's processes live and die.
+2. `FailureDetector.meet`: before a group's first collective every rank waits until all have written that.
+3. `poll`: a rank that waits in a collective looks whether a rank reported a failure, or a process of its host died.
+4. `decide`: the first rank whose collective failed reports that. Every rank that waits then answers with the number
+   of its collective, and the ranks of its host that it sees alive. A verdict is due at once where a process is dead,
+   shortly after a connection broke, and otherwise at the deadline (`find_missing`).
+5. The first verdict that is written is that of all ranks, also of a late one at its next call. The rank that serves the
+   store stays until the others have read it.
+
+One thread of one process answers the requests of all ranks. So one rank reads the answers, the first that reported, and
+another one only where no verdict comes; and the more ranks there are, the less often each of them asks.
+
+The store is a helper, never a dependency. Where it is gone or silent, each rank concludes what it can see by itself
+(`Membership.diagnose_without_store`). Where no rank can be named, `Verdict.missing` is empty.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import struct
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ddpstats._base.files import parse_json
+from ddpstats._base.text import first_line, ranks_text
+from ddpstats._ranks.store import (
+    STORE_ERRORS,
+    BoundedStore,
+    StoreLog,
+    StoreSilent,
+    bounded,
+    growing_polls,
+    shared_poll,
+)
+from ddpstats.errors import ConfigError
+
+_POLL_SEC = 0.05
+_LOOK_SEC = 0.5  # between two looks for processes that died while ranks meet
+_GLANCE_SEC = 1.0
+_BROKEN_SEC = 2.5  # from a broken connection to the verdict: for the answers of all ranks that wait
+_YIELD_SEC = 0.5  # after that, for the verdict of the rank that reads the answers
+_LEAVE_SEC = 5.0
+_LINGER_SEC = 2.0  # of the rank that serves the store
+_WRITE_SEC = 2.0  # for a store that is slow
+_DYING_SEC = 1.0  # a process that is killed closes its connections a moment before it is gone
+_MAX_VERDICT_BYTES = 1 << 20
+_BROKEN, _LATE = "broken", "late"  # why a collective failed, as the first rank saw it
+
+
+# -- processes --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ProcessId:
+    """A process, recognisable by other processes of the same machine and PID namespace."""
+
+    machine: bytes
+    pid: int
+    started: int
+
+    @classmethod
+    def mine(cls) -> ProcessId:
+        return cls(_machine(os.getpid()), os.getpid(), _start_time(os.getpid()) or 0)
+
+    def pack(self) -> bytes:
+        return _PROCESS_ID.pack(self.machine, self.pid, self.started)
+
+    @classmethod
+    def unpack(cls, payload: bytes) -> ProcessId:
+        return cls(*_PROCESS_ID.unpack(payload))
+
+    def is_dead(self) -> bool:
+        """True only where this host can know: same machine, and the process is gone or a zombie."""
+        return self._is_visible() and _start_time(self.pid) != self.started
+
+    def is_alive(self) -> bool:
+        """True only where this host can know."""
+        return self._is_visible() and _start_time(self.pid) == self.started
+
+    def _is_visible(self) -> bool:
+        return self.started != 0 and self.machine == _machine(os.getpid())
+
+
+_PROCESS_ID = struct.Struct("<16sqq")
+PROCESS_ID_BYTES = _PROCESS_ID.size
+
+
+@functools.lru_cache(maxsize=1)
+def _machine(pid: int) -> bytes:
+    """Return 16 bytes for this boot of this machine and the namespaces of this process; zeros if unknown."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", "rb") as file:
+            boot = file.read()
+        namespaces = os.readlink("/proc/self/ns/pid") + os.readlink("/proc/self/ns/net")
+        return hashlib.blake2b(boot + namespaces.encode(), digest_size=16).digest()
+    except OSError:
+        return bytes(16)
+
+
+def _start_time(pid: int) -> int | None:
+    """Return when the process started, in clock ticks since boot; None if there is none, or only its zombie."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+class StoreLoss(NamedTuple):
+    """The conclusion of a rank when the store is gone. ``lines``: the same on all ranks that know the same."""
+
+    missing: tuple[int, ...]
+    lines: list[str]
+    why: str
+
+
+class Membership:
+    """The ranks of one group, and the processes of those on this host, as far as they are known."""
+
+    def __init__(
+        self, store: BoundedStore, rank: int, ranks: Iterable[int], peers: Mapping[int, ProcessId] | None = None
+    ) -> None:
+        # Plain numbers: keys are made of them, and a `Rank` prints its group rank as well.
+        self.store, self.rank, self.ranks = store, int(rank), tuple(map(int, ranks))
+        self.peers = dict(peers or {})
+        self._log: StoreLog | None = None
+        self._is_complete = False  # all ranks have joined, and those of this host are known
+
+    def join(self) -> None:
+        """Write which process this rank is."""
+        self.store.set(f"here/{self.rank}", ProcessId.mine().pack())
+        self._host_log().append(str(self.rank))
+        if self.store.add("here", 1) >= len(self.ranks) and not self.absent():
+            self.store.set("all here", "1")
+
+    def _host_log(self) -> StoreLog:
+        if self._log is None:
+            self._log = StoreLog(self.store, f"host/{ProcessId.mine().machine.hex()}")
+        return self._log
+
+    def have_all_joined(self) -> bool:
+        return self._is_complete or self.store.check(["all here"])
+
+    def absent(self) -> list[int]:
+        """Return the ranks that have not joined."""
+        keys = self.store.absent([f"here/{rank}" for rank in self.ranks])
+        return [int(key.removeprefix("here/")) for key in keys]
+
+    def learn(self) -> None:
+        """Read the processes of the ranks of this host that have joined. Waits for no rank."""
+        if self._is_complete or len(self.peers) == len(self.ranks) - 1:
+            return
+        is_complete = self.have_all_joined()
+        try:
+            joined = [int(note) for note in self._host_log().unread()]
+            payloads = self.store.read_present([f"here/{rank}" for rank in joined if rank != self.rank])
+        except BaseException:
+            self._log = None  # read the notes again, from the first one
+            raise
+        for key, payload in payloads.items():
+            if len(payload) == PROCESS_ID_BYTES:
+                self.peers[int(key.removeprefix("here/"))] = ProcessId.unpack(payload)
+        self._is_complete = is_complete
+
+    def set_processes(self, processes: Mapping[int, ProcessId]) -> None:
+        """Set the processes of all ranks, as they sent them."""
+        machine = ProcessId.mine().machine
+        self.peers = {
+            rank: process for rank, process in processes.items() if process.machine == machine and rank != self.rank
+        }
+        self._is_complete = True
+
+    def dead(self, ranks: Collection[int] | None = None) -> set[int]:
+        """Return the ranks of this host whose process is gone, of these ``ranks`` if given. Asks no store."""
+        peers = self.peers.copy().items()  # another thread may be in `learn`
+        return {rank for rank, process in peers if (ranks is None or rank in ranks) and process.is_dead()}
+
+    def are_dead(self, ranks: Iterable[int]) -> bool:
+        """Return whether all of these are ranks of this host whose process is gone. Asks no store."""
+        ranks = set(ranks)
+        return self.dead(ranks) == ranks
+
+    def alive(self) -> list[int]:
+        """Return this rank and the ranks of this host whose process is alive. Asks no store."""
+        return [self.rank, *(rank for rank, process in self.peers.copy().items() if process.is_alive())]
+
+    def diagnose_without_store(
+        self,
+        error: BaseException,
+        ranks: Collection[int] | None = None,
+        name: Callable[[Collection[int]], str] = ranks_text,
+    ) -> StoreLoss:
+        """Return what this rank can conclude when the store is gone.
+
+        ``error``: what the request to the store raised. ``ranks``: those that this rank waits for, by default all.
+        """
+        waited_for = set(self.ranks if ranks is None else ranks)
+        host, is_silent = self.store.host_rank, isinstance(error, StoreSilent)
+        until = time.monotonic() + (0.0 if is_silent else _DYING_SEC)
+        while True:
+            dead, is_host_alive = self.dead(waited_for), host in self.alive()
+            is_certain = host in dead or (not is_host_alive and (bool(dead) or host in waited_for))
+            if is_certain or time.monotonic() >= until:
+                break
+            time.sleep(_POLL_SEC)
+        is_left = not is_silent and host in waited_for and not is_host_alive
+        if host is not None and host in dead:
+            missing, how = {host}, "is gone, and the store with it"
+        elif dead and not is_left:
+            missing, how = dead, "the process is gone"
+        elif host is not None and host != self.rank:
+            missing = {host}
+            how = "serves the store, which does not answer" if is_silent else "serves the store no more"
+        else:
+            return StoreLoss((), ["  which rank is missing cannot be determined"], first_line(error))
+        return StoreLoss(tuple(sorted(missing)), [f"  {name(missing)}: {how}"], first_line(error))
+
+
+# -- verdicts ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The error that all ranks raise. ``missing``: global ranks; empty where no rank can be named."""
+
+    missing: tuple[int, ...]
+    message: str
+
+    def pack(self) -> str:
+        return json.dumps({"missing": self.missing, "message": self.message})
+
+    @classmethod
+    def unpack(cls, payload: bytes | str) -> Verdict:
+        """Read a verdict from the store; raises ValueError for anything else."""
+        if len(payload) > _MAX_VERDICT_BYTES:
+            raise ValueError("the verdict in the store is too long to be one")
+        fields = parse_json(payload)
+        if not isinstance(fields, dict) or not isinstance(fields.get("message"), str):
+            raise ValueError("the verdict in the store is not one")
+        return cls(_read_ranks(fields.get("missing")), fields["message"])
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One rank's answer to a failure: ``seq`` of the collective in which it waits, and the ranks that it sees alive."""
+
+    seq: int
+    alive: tuple[int, ...] = ()
+
+    def pack(self) -> str:
+        return json.dumps([self.seq, self.alive])
+
+    @classmethod
+    def unpack(cls, payload: bytes) -> Answer:
+        """Read an answer from the store; raises ValueError for anything else."""
+        fields = parse_json(payload)
+        if not isinstance(fields, list) or len(fields) != 2 or type(fields[0]) is not int:
+            raise ValueError("the answer of a rank in the store is not one")
+        return cls(fields[0], _read_ranks(fields[1]))
+
+
+def _read_ranks(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list) or not all(type(rank) is int for rank in value):
+        raise ValueError("a note in the store names no ranks")
+    return tuple(value)
+
+
+def find_missing(
+    ranks: Iterable[int], seq: int, answers: Mapping[int, Answer], *, is_over: bool
+) -> tuple[int, ...] | None:
+    """Return the ranks that are missing from collective ``seq``; None while that cannot be known.
+
+    A rank that waits in this collective or a later one is not missing. Before the deadline ``is_over``, when all ranks
+    that wait have answered to a connection that broke, a rank is not missing either that may only be late: one that
+    waits elsewhere, or that a rank of its host sees alive. At least one of the others is gone.
+    """
+    missing = tuple(rank for rank in ranks if rank not in answers or answers[rank].seq < seq)
+    if is_over or not missing:
+        return missing
+    seen = set(answers).union(*(answer.alive for answer in answers.values()))
+    return tuple(rank for rank in missing if rank not in seen) or None
+
+
+class FailureDetector:
+    """One rank's access to the verdict on its group. ``what``: the operation, for messages."""
+
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        ranks: Iterable[int],
+        what: str,
+        *,
+        timeout_name: str = "timeout_sec (or DDPSTATS_TIMEOUT_SEC)",
+        closing: str = "",
+        peers: Mapping[int, ProcessId] | None = None,
+    ) -> None:
+        """``closing``: the last sentence of each message."""
+        self.store = bounded(store)
+        self._names = {int(member): member for member in ranks}
+        self.members = Membership(self.store, rank, self._names, peers)
+        self.rank, self.ranks = self.members.rank, self.members.ranks
+        self._what, self._timeout_name, self._closing = what, timeout_name, closing
+        self._polls_at = 0.0
+        self._is_judge: bool | None = None  # whether this rank reads the answers of all; None: not asked yet
+        self._has_read = False
+
+    # -- waiting ------------------------------------------------------------------------------------------------------
+
+    def meet(self, deadline: float, longest_poll_sec: float) -> Verdict | None:
+        """Join and wait for all other ranks; a verdict if one of them does not come before ``deadline``, or cannot."""
+        started = looked = time.monotonic()
+        reason = "this was the first use of the group, and not all ranks came"
+        try:
+            with self.store.within(max(0.0, deadline - started) + 2 * _YIELD_SEC + _WRITE_SEC):
+                self.members.join()
+                for poll_sec in growing_polls(shared_poll(min(longest_poll_sec, _LOOK_SEC), len(self.ranks))):
+                    if self.members.have_all_joined():
+                        break
+                    time.sleep(min(poll_sec, max(_POLL_SEC, deadline - time.monotonic())))
+                    verdict = self.read()
+                    if verdict is not None:
+                        return verdict
+                    if time.monotonic() - looked >= _LOOK_SEC:
+                        looked = time.monotonic()
+                        self.members.learn()
+                        if dead := self.members.dead():
+                            return self._write(dead, dead, started, reason)
+                    if self._is_due(deadline):
+                        if missing := self.members.absent():
+                            return self._write(missing, (), started, reason)
+                        break  # the last rank to come could not write that it did
+                self.members.learn()
+                return self.read()
+        except STORE_ERRORS as error:
+            return self._decide_without_store(error)
+
+    def poll(self) -> str | None:
+        """Return why it is pointless to wait on, or None. Quick; at most one request to the store."""
+        if time.monotonic() >= self._polls_at:
+            self._polls_at = time.monotonic() + shared_poll(0.0, len(self.ranks))
+            with suppress(*STORE_ERRORS), self.store.within(_GLANCE_SEC):  # the collective itself may still succeed
+                if self.store.check(["failed"]):
+                    return "another rank has given up"
+        return self.find_dead()
+
+    def find_dead(self) -> str | None:
+        """Return the death of a rank of this host in words, or None. Asks no store."""
+        dead = self.members.dead()
+        return f"the process of {self.name(dead)} is gone" if dead else None
+
+    # -- deciding -----------------------------------------------------------------------------------------------------
+
+    def decide(self, seq: int, reason: str, *, is_broken: bool, started: float, deadline: float) -> Verdict:
+        """Return the verdict on the failed collective ``seq``: at ``deadline`` (time.monotonic), if not before.
+
+        ``reason``: what this rank saw. ``is_broken``: that was a connection that a peer closed. A store that is slow
+        has `_WRITE_SEC` more: the verdict that all ranks wait for is written when the deadline has come.
+        """
+        try:
+            with self.store.within(max(_GLANCE_SEC, deadline - time.monotonic()) + 2 * _YIELD_SEC + _WRITE_SEC):
+                is_broken = self.store.post("failed", _BROKEN if is_broken else _LATE) == _BROKEN.encode()
+                self._claim_judging()
+                self.store.set(f"answer/{self.rank}", Answer(seq, tuple(self.members.alive())).pack())
+                return self._decide(seq, reason, is_broken, started, deadline)
+        except STORE_ERRORS as error:
+            return self._decide_without_store(error)
+
+    def _decide(self, seq: int, reason: str, is_broken: bool, started: float, deadline: float) -> Verdict:
+        answered = time.monotonic() + _BROKEN_SEC + 4 * shared_poll(0.0, len(self.ranks))
+        due = min(deadline, answered) if is_broken else deadline
+        while True:
+            verdict = self.read()
+            if verdict is not None:
+                return verdict
+            if self.members.dead():  # certain, so there is no need to wait for ranks that are merely slow
+                time.sleep(_POLL_SEC)  # ranks of one host tend to die together
+                dead = self.members.dead()
+                return self._write(dead, dead, started, reason)
+            if self._is_due(due):
+                is_over = time.monotonic() >= deadline
+                missing = find_missing(self.ranks, seq, self._read_answers(), is_over=is_over)
+                if missing is not None:
+                    return self._write(missing, (), started, reason)
+                due = deadline
+            time.sleep(shared_poll(_POLL_SEC, len(self.ranks)))
+
+    def _claim_judging(self) -> None:
+        mine = str(self.rank)
+        self._is_judge = self.store.post("judge", mine) == mine.encode()
+
+    def _is_due(self, deadline: float) -> bool:
+        """Return whether this rank is to conclude: at the deadline if it is the judge, otherwise a moment later."""
+        now = time.monotonic()
+        if now >= deadline and self._is_judge is None:
+            self._claim_judging()
+        return now >= deadline + (0.0 if self._is_judge else _YIELD_SEC)
+
+    def _read_answers(self) -> dict[int, Answer]:
+        ranks = {f"answer/{rank}": rank for rank in self.ranks}
+        answers = self.store.read_present(list(ranks))
+        return {ranks[key]: Answer.unpack(payload) for key, payload in answers.items()}
+
+    def leave(self, why: str) -> Verdict:
+        """Make the verdict that this rank left in the middle of a call."""
+        text = f"{self._what} was not completed:\n  {self.name([self.rank])}: left in the middle of it ({why})"
+        return self._publish(Verdict((self.rank,), f"{text}\n{self._closing}".rstrip()))
+
+    def announce(self, message: str) -> Verdict:
+        """Take no further part: the message of the first rank that did so becomes the verdict."""
+        verdict = Verdict((self.rank,), message)
+        try:
+            with self.store.within(_LEAVE_SEC):
+                verdict = Verdict.unpack(self.store.post("announced", verdict.pack()))
+        except STORE_ERRORS:
+            return verdict
+        self._publish(verdict)
+        return verdict
+
+    def announced(self) -> Verdict | None:
+        """Return the message of the first rank that took no further part; never waits for it, or for the store."""
+        with suppress(*STORE_ERRORS), self.store.within(_GLANCE_SEC):
+            payload = self.store.find("announced")
+            return None if payload is None else Verdict.unpack(payload)
+        return None
+
+    def _publish(self, verdict: Verdict) -> Verdict:
+        try:
+            with self.store.within(_LEAVE_SEC):
+                return self._post(verdict)
+        except STORE_ERRORS as error:
+            return self._decide_without_store(error)
+
+    def _write(self, missing: Iterable[int], dead: Collection[int], started: float, reason: str) -> Verdict:
+        missing = tuple(sorted(missing))
+        return self._post(Verdict(missing, self._text(missing, dead, time.monotonic() - started, reason)))
+
+    def _post(self, verdict: Verdict) -> Verdict:
+        payload = self.store.post("verdict", verdict.pack())
+        self.store.post("failed", _LATE)
+        return self._accept(payload)
+
+    def read(self) -> Verdict | None:
+        """Return the verdict, if a rank has written one; never waits for it."""
+        payload = self.store.find("verdict")
+        return None if payload is None else self._accept(payload)
+
+    def _accept(self, payload: bytes) -> Verdict:
+        verdict = Verdict.unpack(payload)
+        if not self._has_read:
+            self._has_read = True
+            with suppress(*STORE_ERRORS):
+                self.store.add("read", 1)
+                if self.rank == self.store.host_rank:
+                    self._linger(verdict)
+        return verdict
+
+    def _linger(self, verdict: Verdict) -> None:
+        """Wait a moment until all other ranks have read the verdict: this process may end, and the store with it."""
+        readers = len(set(self.ranks).difference(verdict.missing) | {self.rank})
+        until = time.monotonic() + _LINGER_SEC + 2 * shared_poll(0.0, len(self.ranks))
+        while time.monotonic() < until and self.store.counted("read") < readers:
+            time.sleep(shared_poll(_POLL_SEC, len(self.ranks)))
+
+    def _decide_without_store(self, error: BaseException) -> Verdict:
+        if isinstance(error, ConfigError):  # it never was a store in which ranks can meet
+            raise error
+        loss = self.members.diagnose_without_store(error, name=self.name)
+        lines = [f"{self._what} was not completed:", *loss.lines]
+        lines.append(f"Look at their output and at the network first. {self._closing}".rstrip())
+        lines.append(f"The store, which could tell who is missing, does not answer: {loss.why}")
+        verdict = Verdict(loss.missing, "\n".join(lines))
+        if isinstance(error, StoreSilent):  # a rank that was stopped, and served it, reads this when it goes on
+            self.store.post_later("verdict", verdict.pack())
+            self.store.post_later("failed", _LATE)
+        return verdict
+
+    # -- words --------------------------------------------------------------------------------------------------------
+
+    def name(self, ranks: Iterable[int]) -> str:
+        """Return these ranks in words, with their group ranks where those differ."""
+        return ranks_text([self._names.get(rank, rank) for rank in ranks])
+
+    def _text(self, missing: Collection[int], dead: Collection[int], waited_sec: float, reason: str) -> str:
+        silent = [rank for rank in missing if rank not in dead]
+        lines = [f"{self._what} was not completed after {waited_sec:.1f} s:"]
+        if dead:
+            lines.append(f"  {self.name(dead)}: the process is gone")
+        if silent:
+            lines.append(f"  {self.name(silent)}: did not take part")
+        if not missing:
+            lines.append("  no rank is known to be missing; the connection between ranks failed")
+        lines.append(f"{self.name([self.rank])} waited and saw: {reason}")
+        lines.append(
+            "Look at the output of the missing ranks first. A rank that is only slow needs a larger "
+            f"{self._timeout_name}. {self._closing}".rstrip()
+        )
+        return "\n".join(lines)

@@ -1,0 +1,581 @@
+"""All ranks get one verdict on a failed collective, and it names the rank that is missing, dead or late."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import pytest
+from hypothesis import given, strategies as st
+from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]  # not in __all__
+
+from ddpstats._ranks import failure
+from ddpstats._ranks.failure import (
+    PROCESS_ID_BYTES,
+    Answer,
+    FailureDetector,
+    Membership,
+    ProcessId,
+    Verdict,
+    find_missing,
+)
+from ddpstats._ranks.store import BoundedStore, StoreSilent, bounded
+from tests.programs import Program
+from tests.ranks.clock import Clock
+from tests.ranks.processes import LINUX, id_of, state_of, wait_until_ended
+
+ELSEWHERE = ProcessId(b"another machine!", 1, 1)
+
+
+# -- processes --------------------------------------------------------------------------------------------------------
+
+
+@LINUX
+def test_this_process_is_alive_and_its_id_travels() -> None:
+    own = ProcessId.mine()
+    assert (own.pid, own.is_dead(), own.is_alive()) == (os.getpid(), False, True)
+    assert own.started > 0
+    assert len(own.pack()) == PROCESS_ID_BYTES
+    assert ProcessId.unpack(own.pack()) == own
+
+
+@LINUX
+def test_killed_process_is_dead_as_a_zombie_and_when_it_is_gone(child: Program) -> None:
+    process = id_of(child.pid)
+    assert not process.is_dead()
+    os.kill(child.pid, signal.SIGKILL)
+    wait_until_ended(child.pid)
+    assert state_of(child.pid) == "Z"
+    assert process.is_dead()
+    child.wait(10)
+    assert process.is_dead()
+    assert not dataclasses.replace(process, machine=bytes(16)).is_dead()  # this host cannot know
+    assert not dataclasses.replace(process, started=0).is_dead()
+
+
+@LINUX
+def test_stopped_process_is_not_dead(child: Program) -> None:
+    process = id_of(child.pid)
+    os.kill(child.pid, signal.SIGSTOP)
+    deadline = time.monotonic() + 10
+    while state_of(child.pid) != "T" and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert state_of(child.pid) == "T"
+    assert not process.is_dead()
+
+
+@LINUX
+def test_process_whose_number_another_one_has_is_dead(child: Program) -> None:
+    assert dataclasses.replace(id_of(child.pid), started=id_of(child.pid).started - 1).is_dead()
+
+
+# -- the ranks of a group ---------------------------------------------------------------------------------------------
+
+
+def membership(store: BoundedStore, rank: int) -> Membership:
+    return Membership(store, rank, range(4))
+
+
+def test_ranks_that_joined_are_known_and_garbage_is_not() -> None:
+    store = bounded(HashStore())
+    for rank in (1, 2):
+        membership(store, rank).join()
+    store.set("here/2", "abc")
+    first = membership(store, 0)
+    first.learn()
+    assert first.peers == {1: ProcessId.mine()}
+    assert not first.have_all_joined()
+    assert first.absent() == [0, 3]
+
+
+def test_ranks_that_join_later_are_learnt_and_then_the_store_is_not_asked() -> None:
+    store = bounded(HashStore())
+    first = membership(store, 0)
+    first.join()
+    for rank in range(1, 4):
+        first.learn()
+        assert set(first.peers) == set(range(1, rank))
+        membership(store, rank).join()
+    assert first.have_all_joined()
+    first.learn()
+    assert set(first.peers) == {1, 2, 3}
+    store.use = None  # type: ignore[assignment,method-assign]
+    first.learn()
+
+
+def test_store_that_is_silent_for_a_moment_loses_no_rank_of_this_host() -> None:
+    store = bounded(HashStore())
+    members = [membership(store, rank) for rank in range(4)]
+    for each in members:
+        each.join()
+    answers = [[b"0", b"1", b"2", b"3"], StoreSilent("late")]
+    with mock.patch.object(store, "multi_get", side_effect=answers), pytest.raises(StoreSilent):
+        members[0].learn()
+    members[0].learn()
+    assert set(members[0].peers) == {1, 2, 3}
+
+
+def test_rank_that_died_while_it_joined_hides_no_other() -> None:
+    store = bounded(HashStore())
+    store.add(f"host/{ProcessId.mine().machine.hex()}", 1)  # and no more
+    membership(store, 1).join()
+    first = membership(store, 0)
+    first.learn()
+    assert set(first.peers) == {1}
+
+
+@LINUX
+def test_only_ranks_of_this_host_are_known_to_be_alive_or_dead(child: Program) -> None:
+    first = membership(bounded(HashStore()), 0)
+    first.set_processes({0: ProcessId.mine(), 1: id_of(child.pid), 2: ELSEWHERE, 3: ELSEWHERE})
+    assert (first.alive(), first.dead()) == ([0, 1], set())
+    os.kill(child.pid, signal.SIGKILL)
+    wait_until_ended(child.pid)
+    assert (first.alive(), first.dead()) == ([0], {1})
+    assert first.are_dead([1])
+    assert not first.are_dead([1, 2])
+    assert first.dead([2, 3]) == set()
+
+
+HERE = ProcessId.mine()
+GONE = dataclasses.replace(HERE, started=HERE.started - 1)
+CLOSED, SILENT = OSError("Connection reset by peer"), StoreSilent("no answer in time")
+
+SERVER_GONE = (0,), "  rank 0: is gone, and the store with it"
+SERVER_CLOSED = (0,), "  rank 0: serves the store no more"
+SERVER_SILENT = (0,), "  rank 0: serves the store, which does not answer"
+RANK_2_GONE = (2,), "  rank 2: the process is gone"
+NOT_KNOWN = (), "  which rank is missing cannot be determined"
+
+# This rank, the rank that serves the store, the processes that this rank knows, how the store failed, the ranks that
+# this rank waits for; and its conclusion.
+WITHOUT_STORE: list[tuple[int, int | None, dict[int, ProcessId], OSError, tuple[int, ...], Any]] = [
+    (1, 0, {0: GONE, 2: HERE}, CLOSED, (0, 1, 2), SERVER_GONE),
+    (1, 0, {0: GONE, 2: GONE}, CLOSED, (0, 1, 2), SERVER_GONE),
+    (1, 0, {2: GONE}, CLOSED, (0, 1, 2), SERVER_CLOSED),
+    (1, 0, {2: HERE}, CLOSED, (0, 1, 2), SERVER_CLOSED),
+    # rank 0 lives, and has left its process group
+    (1, 0, {0: HERE, 2: GONE}, CLOSED, (0, 1, 2), RANK_2_GONE),
+    (0, 0, {1: HERE, 2: GONE}, CLOSED, (0, 2), RANK_2_GONE),
+    (1, 0, {0: HERE, 2: HERE}, CLOSED, (0, 1, 2), SERVER_CLOSED),
+    (0, 0, {1: HERE, 2: HERE}, CLOSED, (0, 2), NOT_KNOWN),
+    # it is in no group of this rank's
+    (1, 0, {2: GONE}, CLOSED, (1, 2), RANK_2_GONE),
+    (1, 0, {2: HERE}, CLOSED, (1, 2), SERVER_CLOSED),
+    # it is stopped, or this host is cut off
+    (1, 0, {0: HERE}, SILENT, (0, 1, 2, 3), SERVER_SILENT),
+    (1, 0, {}, SILENT, (0, 1, 3), SERVER_SILENT),
+    (1, 0, {0: HERE, 2: GONE}, SILENT, (0, 1, 2, 3), RANK_2_GONE),
+    (0, 0, {1: HERE}, SILENT, (0, 1), NOT_KNOWN),
+    # no rank serves the store
+    (1, None, {0: HERE}, SILENT, (1, 2, 3), NOT_KNOWN),
+    (1, None, {0: HERE}, CLOSED, (1, 2), NOT_KNOWN),
+    (1, None, {0: HERE, 2: GONE}, CLOSED, (1, 2), RANK_2_GONE),
+]
+
+
+@LINUX
+@pytest.mark.parametrize(("rank", "host", "peers", "error", "ranks", "conclusion"), WITHOUT_STORE)
+def test_conclusion_when_the_store_is_gone(
+    clock: Clock,
+    rank: int,
+    host: int | None,
+    peers: dict[int, ProcessId],
+    error: OSError,
+    ranks: tuple[int, ...],
+    conclusion: tuple[tuple[int, ...], str],
+) -> None:
+    members = Membership(BoundedStore(HashStore, host_rank=host), rank, range(4), peers)
+    loss = members.diagnose_without_store(error, ranks)
+    assert (loss.missing, "\n".join(loss.lines)) == conclusion
+    assert clock.now < 1.1
+
+
+# -- which ranks are missing: a function of what is known --------------------------------------------------------------
+
+BROKEN, OVER = False, True
+
+# The answers of ranks 0 to 3 to the failure of collective 5, whether the deadline is over, and the missing ranks.
+ANSWERS: list[tuple[dict[int, Answer], bool, tuple[int, ...] | None]] = [
+    ({0: Answer(5), 1: Answer(5), 2: Answer(5)}, OVER, (3,)),
+    ({0: Answer(5), 1: Answer(6), 2: Answer(10)}, OVER, (3,)),  # a later one: it took part in this one
+    ({0: Answer(5), 1: Answer(4), 2: Answer(5)}, OVER, (1, 3)),
+    ({0: Answer(5), 1: Answer(5), 2: Answer(5), 3: Answer(5)}, BROKEN, ()),  # then the connection is what failed
+    ({0: Answer(5), 1: Answer(5), 2: Answer(5), 3: Answer(4)}, BROKEN, None),
+    # A connection broke: no rank of its host sees rank 3 alive.
+    ({0: Answer(5, (0, 1)), 1: Answer(5, (0, 1)), 2: Answer(5, (2,))}, BROKEN, (3,)),
+    # Rank 1 is late, and rank 0 sees it alive; rank 2 waits, and its host's rank 3 is gone.
+    ({0: Answer(5, (0, 1)), 2: Answer(5, (2,))}, BROKEN, (3,)),
+    ({0: Answer(5, (0, 1)), 2: Answer(5, (2, 3))}, BROKEN, None),
+    ({0: Answer(5, (0, 1)), 2: Answer(5, (2, 3))}, OVER, (1, 3)),
+    ({0: Answer(5), 1: Answer(4), 2: Answer(5, (2, 3))}, BROKEN, None),
+    # Ranks 2 and 3 are alone on their hosts: no rank can say which of them is gone.
+    ({0: Answer(5, (0, 1))}, BROKEN, (2, 3)),
+]
+
+
+@pytest.mark.parametrize(("answers", "is_over", "missing"), ANSWERS)
+def test_missing_ranks_are_those_that_neither_wait_nor_are_seen(
+    answers: dict[int, Answer], is_over: bool, missing: tuple[int, ...] | None
+) -> None:
+    assert find_missing(range(4), 5, answers, is_over=is_over) == missing
+
+
+# -- notes are bytes from another process ------------------------------------------------------------------------------
+
+
+def detector(store: Any, rank: int, ranks: tuple[int, ...] = (0, 1), **options: Any) -> FailureDetector:
+    return FailureDetector(store, rank, ranks, "the test", closing="The group is closed.", **options)
+
+
+def decide(detector: FailureDetector, seq: int = 1, within_sec: float = 0.0, *, is_broken: bool = False) -> Verdict:
+    now: float = vars(failure)["time"].monotonic()  # of the clock, where there is one
+    return detector.decide(seq, "a reason", is_broken=is_broken, started=now, deadline=now + within_sec)
+
+
+def missing_text(rank: int, after: str, *lines: str, reason: str = "a reason") -> str:
+    return "\n".join(
+        [
+            f"the test was not completed after {after} s:",
+            *lines,
+            f"rank {rank} waited and saw: {reason}",
+            "Look at the output of the missing ranks first. A rank that is only slow needs a larger timeout_sec "
+            "(or DDPSTATS_TIMEOUT_SEC). The group is closed.",
+        ]
+    )
+
+
+def test_verdict_has_one_line_for_each_kind_of_missing_rank(clock: Clock) -> None:
+    verdict = decide(detector(HashStore(), 0, (0, 1, 2)), within_sec=3.0)
+    assert verdict == Verdict((1, 2), missing_text(0, "3.0", "  ranks 1, 2: did not take part"))
+
+
+@pytest.mark.parametrize("message", ["", "two\nlines", "\0 \ud800 \U0001f600", 'quote " and \\', "x" * 10_000], ids=len)
+def test_any_text_may_be_in_a_verdict(message: str) -> None:
+    store = HashStore()
+    assert detector(store, 0).announce(message) == Verdict((0,), message)
+    assert detector(store, 1).read() == Verdict((0,), message)
+
+
+GARBAGE = [
+    b"",
+    b"\xff\xfe\x00",
+    b"{",
+    b"[" * 60_000,
+    b"null",
+    b"[1]",
+    b'{"missing": [1]}',
+    b'{"message": "x"}',
+    b'{"message": 1, "missing": []}',
+    b'{"message": "x", "missing": 1}',
+    b'{"message": "x", "missing": [true]}',
+    b'{"message": "x", "missing": [1.0]}',
+    b'{"message": "x", "missing": ["1"]}',
+    b'{"message": "x", "missing": [' + b"1" * 5000 + b"]}",
+    b'{"message": "' + b"x" * (1 << 20) + b'", "missing": []}',
+]
+
+
+@pytest.mark.parametrize("garbage", GARBAGE, ids=lambda garbage: f"{garbage[:40]!r} of {len(garbage)}")
+def test_garbage_in_the_store_is_no_verdict(clock: Clock, garbage: bytes) -> None:
+    """It ends neither a wait nor the rank, which says in the end that the store does not answer."""
+    with pytest.raises(ValueError, match=r"."):
+        Verdict.unpack(garbage)
+    store = HashStore()
+    store.set("verdict", garbage)  # type: ignore[arg-type]  # str in the stubs; bytes work
+    first = detector(store, 0)
+    assert first.poll() is None
+    verdict = decide(first)
+    assert verdict.missing == ()
+    assert "\nThe store, which could tell who is missing, does not answer: " in verdict.message
+    assert len(verdict.message) < 1000
+
+
+@pytest.mark.parametrize("garbage", [b"", b"soon", b"5", b"[5]", b"[5, 1]", b'[5, ["1"]]', b'["5", []]', b"[5.0, []]"])
+def test_garbage_is_no_answer(clock: Clock, garbage: bytes) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        Answer.unpack(garbage)
+    store = HashStore()
+    store.set("answer/1", garbage)  # type: ignore[arg-type]
+    assert decide(detector(store, 0)).missing == ()
+
+
+@given(st.binary(max_size=200) | st.text(max_size=50).map(lambda text: json.dumps({"message": text}).encode()))
+def test_random_bytes_are_refused_by_valueerror_alone(payload: bytes) -> None:
+    for kind in (Verdict, Answer):
+        with pytest.raises(ValueError, match=r"."):
+            kind.unpack(payload)
+
+
+@given(st.lists(st.integers(0, 100_000), max_size=20).map(tuple), st.text(max_size=100))
+def test_every_note_that_is_written_can_be_read(ranks: tuple[int, ...], message: str) -> None:
+    assert Verdict.unpack(Verdict(ranks, message).pack().encode()) == Verdict(ranks, message)
+    assert Answer.unpack(Answer(7, ranks).pack().encode()) == Answer(7, ranks)
+
+
+# -- one verdict -----------------------------------------------------------------------------------------------------
+
+
+def test_first_verdict_written_is_that_of_all_ranks() -> None:
+    store, ranks = HashStore(), tuple(range(9))
+    start = threading.Barrier(8)
+
+    def settle(rank: int) -> Verdict:
+        start.wait(10)
+        now = time.monotonic()
+        return detector(store, rank, ranks).decide(1, f"{rank}", is_broken=False, started=now, deadline=now + 0.5)
+
+    with ThreadPoolExecutor(8) as threads:
+        verdicts = list(threads.map(settle, range(8)))
+    assert len(set(verdicts)) == 1
+    assert verdicts[0].missing == (8,)
+    assert detector(store, 8, ranks).read() == verdicts[0]
+
+
+def test_late_rank_gets_the_verdict_at_once(clock: Clock) -> None:
+    store = HashStore()
+    first = decide(detector(store, 0), 3)
+    decided = clock.now
+    late = detector(store, 1)
+    assert late.poll() == "another rank has given up"
+    assert decide(late, 3, 60.0) == first
+    assert late.meet(clock.now + 60, 1) == first
+    assert clock.now - decided < 0.1
+
+
+def test_rank_that_leaves_names_itself() -> None:
+    store = HashStore()
+    left = detector(store, 1).leave("KeyboardInterrupt")
+    text = "the test was not completed:\n  rank 1: left in the middle of it (KeyboardInterrupt)\nThe group is closed."
+    assert left == Verdict((1,), text)
+    other = detector(store, 0)
+    assert other.poll() == "another rank has given up"
+    assert decide(other, 1, 60.0) == left
+
+
+def test_rank_that_announced_first_is_the_verdict_of_all() -> None:
+    store = HashStore()
+    assert detector(store, 0).announced() is None
+    first = detector(store, 1).announce("first")
+    assert detector(store, 0).announce("second") == first == Verdict((1,), "first")
+    assert detector(store, 0).announced() == detector(store, 0).read() == first
+
+
+def test_verdict_comes_at_the_deadline_and_spares_a_rank_that_waits_by_then(clock: Clock) -> None:
+    store, ranks = HashStore(), (0, 1, 2)
+    second = detector(store, 1, ranks)
+    clock.at(9.5, lambda: second.store.set("answer/1", Answer(5).pack()))
+    assert decide(detector(store, 0, ranks), 5, 10.0).missing == (2,)
+    assert 10.0 <= clock.now < 10.5
+
+
+def test_no_rank_is_missing_where_all_wait_and_a_connection_broke(clock: Clock) -> None:
+    store = HashStore()
+    store.set("answer/1", Answer(5).pack())
+    verdict = decide(detector(store, 0), 5, 60.0, is_broken=True)
+    line = "  no rank is known to be missing; the connection between ranks failed"
+    assert verdict == Verdict((), missing_text(0, "2.5", line))
+    assert clock.now < 4.0
+
+
+def test_ranks_that_waited_in_earlier_collectives_do_not_count_as_waiting(clock: Clock) -> None:
+    store, ranks = HashStore(), (0, 1, 2)
+    detectors = [detector(store, rank, ranks) for rank in ranks]
+    for each in detectors:
+        each.poll()  # all waited, in a collective that then succeeded
+    with mock.patch.object(BoundedStore, "read_present", wraps=detectors[0].store.read_present) as read:
+        assert decide(detectors[0], 5, 10.0).missing == (1, 2)
+    assert read.call_count == 1  # at the deadline, and not again and again
+
+
+def test_broken_connection_names_the_rank_that_no_other_sees_alive(clock: Clock) -> None:
+    """Rank 2 is alone on its host; rank 1 is late, and rank 0 sees its process."""
+    first = detector(HashStore(), 0, (0, 1, 2), peers={1: HERE})
+    assert decide(first, 5, 300.0, is_broken=True).missing == (2,)
+    assert 1.0 < clock.now < 4.0
+
+
+def test_broken_connection_waits_for_ranks_that_are_seen_alive(clock: Clock) -> None:
+    first = detector(HashStore(), 0, peers={1: HERE})
+    assert decide(first, 5, 100.0, is_broken=True).missing == (1,)
+    assert 100.0 <= clock.now < 101.0
+
+
+def test_rank_that_only_waits_believes_the_connection_that_broke_on_another(clock: Clock) -> None:
+    store, ranks = HashStore(), (0, 1, 2)
+    store.set("failed", "broken")
+    store.set("judge", "1")  # which died since
+    assert decide(detector(store, 0, ranks), 5, 300.0).missing == (1, 2)
+    assert clock.now < 5.0
+
+
+def test_rank_that_serves_the_store_stays_until_the_others_have_read_the_verdict() -> None:
+    """It may raise and exit: the others would find no store, and name this rank."""
+    store, ranks = bounded(HashStore()), (0, 1, 2, 3)
+    store.host_rank = 0
+    servant, second, third = (detector(store, rank, ranks) for rank in (0, 1, 2))
+    for rank in (1, 2):
+        store.set(f"answer/{rank}", Answer(1).pack())
+    with ThreadPoolExecutor(1) as threads:
+        returned = threads.submit(decide, servant)
+        verdicts = []
+        for reader in (second, third):
+            time.sleep(0.2)
+            assert not returned.done()
+            verdicts.append(reader.read())
+        assert verdicts == [returned.result(10)] * 2
+    assert verdicts[0] is not None
+    assert verdicts[0].missing == (3,)
+
+
+def test_rank_that_serves_the_store_does_not_stay_for_a_rank_that_never_reads(clock: Clock) -> None:
+    store = bounded(HashStore())
+    store.host_rank = 0
+    decide(detector(store, 0, (0, 1, 2), peers={2: HERE}), within_sec=10.0)
+    assert clock.now < 13.0
+
+
+# -- meeting ---------------------------------------------------------------------------------------------------------
+
+
+def test_ranks_meet_in_any_order() -> None:
+    store, ranks = HashStore(), tuple(range(6))
+
+    def meet(rank: int) -> Verdict | None:
+        time.sleep(0.05 * rank)
+        return detector(store, rank, ranks).meet(time.monotonic() + 30, 0.2)
+
+    with ThreadPoolExecutor(6) as threads:
+        assert list(threads.map(meet, ranks)) == [None] * 6
+
+
+def test_rank_that_never_comes_is_missing_at_the_timeout_and_raises_that_when_it_comes(clock: Clock) -> None:
+    store, ranks = HashStore(), (0, 1, 2)
+    Membership(bounded(store), 1, ranks).join()
+    verdict = detector(store, 0, ranks).meet(10.0, 0.1)
+    assert verdict is not None
+    assert verdict.missing == (2,)
+    assert "  rank 2: did not take part\n" in verdict.message
+    assert 10.0 <= clock.now < 10.6
+    assert detector(store, 2, ranks).meet(clock.now + 30.0, 1.0) == verdict
+    assert clock.now < 11.2
+
+
+@LINUX
+def test_rank_that_dies_while_others_are_waited_for_is_known_at_once(clock: Clock, child: Program) -> None:
+    store, ranks = HashStore(), (0, 1, 2)
+    process = id_of(child.pid)
+    with mock.patch.object(ProcessId, "mine", return_value=process):
+        Membership(bounded(store), 1, ranks).join()
+
+    def kill() -> None:
+        os.kill(child.pid, signal.SIGKILL)
+        wait_until_ended(child.pid)
+
+    clock.at(3.0, kill)
+    verdict = detector(store, 0, ranks).meet(60.0, 1.0)
+    assert verdict is not None
+    assert verdict.missing == (1,)
+    assert "  rank 1: the process is gone\n" in verdict.message
+    assert clock.now < 4.5
+
+
+# -- dead processes --------------------------------------------------------------------------------------------------
+
+
+@LINUX
+def test_death_on_one_host_is_known_at_once_on_the_others(clock: Clock, child: Program) -> None:
+    store, ranks = HashStore(), (0, 1, 2)
+    neighbour = detector(store, 0, ranks, peers={1: HERE, 2: id_of(child.pid)})
+    assert neighbour.poll() is None
+    os.kill(child.pid, signal.SIGKILL)
+    wait_until_ended(child.pid)
+    assert neighbour.poll() == neighbour.find_dead() == "the process of rank 2 is gone"
+    verdict = decide(neighbour, 4, 60.0)
+    assert verdict == Verdict((2,), missing_text(0, "0.1", "  rank 2: the process is gone"))
+    assert decide(detector(store, 1, ranks), 4, 60.0) == verdict
+    assert clock.now < 0.5
+
+
+# -- the store is gone -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def lost_store() -> Any:
+    """A client whose server has ended."""
+    server = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=5), wait_for_workers=False)
+    client = TCPStore("127.0.0.1", server.port, None, False, timedelta(seconds=5))
+    store = PrefixStore("ddpstats", client)
+    store.set("alive", "1")
+    del server
+    return store
+
+
+def test_without_the_store_no_rank_is_named_and_the_text_says_why(clock: Clock, lost_store: Any) -> None:
+    first = detector(lost_store, 0)
+    assert first.poll() is None
+    for verdict in (decide(first, 1, 60.0), first.meet(clock.now + 60, 1), first.leave("MemoryError")):
+        assert verdict is not None
+        assert verdict.missing == ()
+        lines = verdict.message.splitlines()
+        assert lines[:2] == ["the test was not completed:", "  which rank is missing cannot be determined"]
+        assert lines[3].startswith("The store, which could tell who is missing, does not answer: ")
+        assert len(lines) == 4
+    assert clock.now < 10.0
+
+
+@LINUX
+def test_dead_peer_is_still_seen_without_the_store(lost_store: Any, child: Program) -> None:
+    first = detector(lost_store, 0, peers={1: id_of(child.pid)})
+    os.kill(child.pid, signal.SIGKILL)
+    wait_until_ended(child.pid)
+    assert first.poll() == "the process of rank 1 is gone"
+    assert decide(first, 1, 60.0).missing == (1,)
+
+
+def test_conclusion_without_the_store_is_the_verdict_of_the_rank_that_was_stopped_and_served_it() -> None:
+    kept, is_served = HashStore(), threading.Event()
+
+    class Stopped:
+        """Answers nothing until it goes on."""
+
+        def __getattr__(self, name: str) -> Any:
+            is_served.wait(30)
+            return getattr(kept, name)
+
+    store = BoundedStore(Stopped, host_rank=0)
+    with mock.patch("ddpstats._ranks.failure._WRITE_SEC", 0.0), mock.patch("ddpstats._ranks.failure._YIELD_SEC", 0.0):
+        verdict = decide(detector(store, 1), 1, 0.1)
+    assert verdict.missing == (0,)
+    assert "rank 0: serves the store, which does not answer" in verdict.message
+    is_served.set()
+    servant = detector(kept, 0)
+    deadline = time.monotonic() + 10
+    while (read := servant.read()) is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert read == verdict
+
+
+class SlowStore:
+    """Each answer takes 0.3 s of the clock, as on a machine that is busy."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._store, self._clock = HashStore(), clock
+
+    def __getattr__(self, name: str) -> Any:
+        self._clock.sleep(0.3)
+        return getattr(self._store, name)
+
+
+def test_store_that_answers_late_still_takes_the_verdict(clock: Clock) -> None:
+    """When the deadline comes, it is still to be written."""
+    assert decide(detector(SlowStore(clock), 0), 5, 1.6).missing == (1,)
+    assert clock.now < 2 * 1.6 + 1.5
