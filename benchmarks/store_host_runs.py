@@ -80,7 +80,6 @@ GUARDED: dict[str, Callable[[Any], Any]] = {
     "between survivors": lambda group: _pass_on(),
     "step alone": lambda group: None,
 }
-MESSAGES = ("send", "recv", "recv from any rank", "irecv", "exchange", "between survivors")
 
 
 def lose_rank_0_under_guard(port: int, mode: str, name: str) -> Survivor:

@@ -15,7 +15,7 @@ import pytest
 from benchmarks import store_host_runs as runs
 from ddpstats.testing import run_ranks
 from tests.programs import reserved_port
-from tests.ranks.store_host_runs import LIMIT_SEC, Survivor, check
+from tests.ranks.store_host_runs import LIMIT_SEC, LOST_STORE, Survivor, check
 
 
 def survivors_of(function: Callable[..., Survivor], *args: Any) -> list[Survivor]:
@@ -47,15 +47,13 @@ def test_death_of_store_host_while_bundle_is_written_leaves_no_complete_bundle(w
 @pytest.mark.parametrize("mode", ["strict", "step"])
 @pytest.mark.parametrize("name", sorted(runs.GUARDED))
 def test_guarded_call_after_death_of_store_host_is_rank_missing(name: str, mode: str) -> None:
-    """Messages are compared by the two ranks that they concern, so texts differ; all name the rank."""
+    """Each rank concludes by itself, so texts may differ; all name the rank."""
     survivors = survivors_of(runs.lose_rank_0_under_guard, mode, name)
     for survivor in survivors:
         for attempt in (survivor.first[name], survivor.again[name]):
             assert attempt.raised == "RankMissing", attempt
             if name != "recv from any rank":  # any other rank might still send
                 assert attempt.missing == [0], attempt
-                assert "rank 0: is gone, and the store with it" in attempt.text, attempt
+                assert any(text in attempt.text for text in LOST_STORE), attempt
             assert attempt.after_sec < LIMIT_SEC, attempt
         assert survivor.left == []
-    if name not in runs.MESSAGES:
-        assert survivors[0].first[name].text == survivors[1].first[name].text

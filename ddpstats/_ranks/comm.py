@@ -102,12 +102,12 @@ def wait_in_slices(done_within: Callable[[float], bool], timeout_sec: float, wat
     deadline = time.monotonic() + timeout_sec
     step = slice_sec(timeout_sec)
     while not done_within(step):
-        _heed(watch)
+        _check_watch(watch)
         if time.monotonic() >= deadline:
             raise CommFailed(f"no answer for {timeout_sec:.1f} s")
 
 
-def _heed(watch: Watch) -> None:
+def _check_watch(watch: Watch) -> None:
     reason = watch()
     if reason is not None:
         raise CommFailed(reason)
@@ -181,7 +181,7 @@ class GlooComm:
         try:
             work = start(*arguments)
             if not done_within(work, _LONGEST_SLICE if step == _LONGEST_SLICE_SEC else timedelta(seconds=step)):
-                _heed(self.watch)
+                _check_watch(self.watch)
                 wait_in_slices(lambda sec: done_within(work, timedelta(seconds=sec)), timeout_sec - step, self.watch)
         except RuntimeError as error:
             raise _failure_of(error) from None
@@ -209,7 +209,7 @@ def _connected_group(store: BoundedStore, rank: int, size: int, timeout_sec: flo
         return meeting_store, gloo_backend(meeting_store, rank, size, timeout_sec)
 
     try:
-        meeting_store, backend = store.use(connect, timeout_sec, lambda: _heed(watch))
+        meeting_store, backend = store.use(connect, timeout_sec, lambda: _check_watch(watch))
     except BaseException as error:  # an interrupt too, of which the others are to know
         store.renew()  # the connection belongs to the request that was given up
         if isinstance(error, ConfigError):  # this store cannot do what is needed
