@@ -15,8 +15,8 @@ from ddpstats._base.lazy import lazy_names as _lazy_names
 
 if TYPE_CHECKING:
     from ddpstats._base.version import __version__ as __version__
-    from ddpstats._ranks.decide import all_ranks as all_ranks, any_rank as any_rank
-    from ddpstats._reduction.markers import All as All, Any as Any, Max as Max, Mean as Mean, Min as Min, Sum as Sum
+    from ddpstats._ranks.step import all_ranks as all_ranks, any_rank as any_rank
+    from ddpstats._reduction.ops import All as All, Any as Any, Max as Max, Mean as Mean, Min as Min, Sum as Sum
     from ddpstats._reduction.reducer import (
         Entry as Entry,
         PendingReduction as PendingReduction,
@@ -53,8 +53,8 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "_base.version": "__version__",
-    "_ranks.decide": "all_ranks any_rank",
-    "_reduction.markers": "All Any Max Mean Min Sum",
+    "_ranks.step": "all_ranks any_rank",
+    "_reduction.ops": "All Any Max Mean Min Sum",
     "_reduction.reducer": "Entry PendingReduction RankValues Reduced ReductionCounters StatsReducer reduce_stats",
     "_reduction.window": "StatsWindow",
     "capture": "NaNCapture",

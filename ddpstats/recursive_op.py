@@ -17,13 +17,11 @@ import torch
 from ddpstats._base.lazy import breaks_graph
 from ddpstats._base.paths import Path
 from ddpstats._ranks.calls import ALONE
-from ddpstats._ranks.vectors import as_tensor
-from ddpstats._reduction.markers import Marker
+from ddpstats._reduction.flatten import FLOATS, flatten
+from ddpstats._reduction.ops import NONE, Marker
+from ddpstats._reduction.read import accelerator_in_use, as_tensor
 from ddpstats._reduction.reducer import NonFinitePolicy, kept_reducer
 from ddpstats._reduction.result import Reduced
-from ddpstats._reduction.schema import iter_leaves
-from ddpstats._reduction.tree import FLOATS, flatten
-from ddpstats._reduction.values import accelerator_in_use
 from ddpstats.errors import InvalidStats
 
 __all__ = ["recursive_average", "recursive_divide", "recursive_sum"]
@@ -97,7 +95,8 @@ def average_with_weights(
     """
     averaged = _reduce(obj, weight, distributed, group, divide=True, nonfinite=nonfinite)
     tensors = _tensors(averaged, obj, weight)
-    paths = (path for path, _ in iter_leaves(averaged._selection.schema))
+    selection = averaged._selection
+    paths = [selection.layout.leaves[slot][0] for slot in selection.slots]
     leaves = [
         LeafAverage(path, name, tensor, entry.weight, entry.op)
         for path, (name, entry), tensor in zip(paths, averaged.entries(), tensors, strict=True)
@@ -135,7 +134,7 @@ def _reduce(
 
 
 def _nested(reduced: Reduced, tensors: Sequence[torch.Tensor | None]) -> Any:
-    return reduced._build(iter(tensors))
+    return reduced._selection.build(iter(tensors))
 
 
 def _total(reduced: Reduced, weight: Any) -> torch.Tensor:
@@ -146,26 +145,45 @@ def _total(reduced: Reduced, weight: Any) -> torch.Tensor:
     if dtype == torch.bool or (not given.is_floating_point() and reduced.total_weight > torch.iinfo(dtype).max):
         dtype = torch.int64  # as torch's own sum: the total of many bools or uint8 is no longer one
     if dtype.is_floating_point:
-        return as_tensor(array("d", (reduced.total_weight,)), dtype, given.device).squeeze()
+        return _vector(array("d", (reduced.total_weight,)), dtype, given.device).squeeze()
     return torch.tensor(int(reduced.total_weight), dtype=dtype, device=given.device)
 
 
 def _tensors(reduced: Reduced, obj: Any, weight: Any) -> Sequence[torch.Tensor | None]:
-    """The values of ``reduced`` as 0-d tensors: one tensor per dtype, copied to the device once, and cut up there."""
-    device = _device(obj, weight)
-    values, places = reduced._flat, reduced._selection.by_dtypes
-    if len(places) == 1 and isinstance(values, array):
-        return as_tensor(values, _promoted(next(iter(places))), device).unbind()
+    """Return the values as 0-d tensors: one tensor per dtype, copied to the device once, and cut up there."""
+    device, selection, values = _device(obj, weight), reduced._selection, reduced._flat
+    shared = selection.dtypes.get((), ())  # of a rank whose leaves all have one dtype
+    if isinstance(values, array) and len(selection.dtypes) == 1:
+        return _vector(values, _promoted(shared), device).unbind()
+    indexes: dict[torch.dtype, list[int]] = {}
+    for index, (slot, op) in enumerate(zip(selection.slots, selection.ops, strict=True)):
+        if op != NONE.name:
+            dtypes = selection.dtypes.get(selection.layout.leaves[slot][0], ())
+            indexes.setdefault(_promoted(shared + dtypes), []).append(index)
     tensors: list[torch.Tensor | None] = [None] * len(values)
-    for dtypes, chosen in places.items():
-        made = as_tensor(array("d", [float(values[place] or 0) for place in chosen]), _promoted(dtypes), device)
-        for place, tensor in zip(chosen, made.unbind(), strict=True):
-            tensors[place] = tensor
+    for dtype, chosen in indexes.items():
+        made = _vector(array("d", [float(values[index] or 0) for index in chosen]), dtype, device)
+        for index, tensor in zip(chosen, made.unbind(), strict=True):
+            tensors[index] = tensor
     return tensors
 
 
+_MANY = 256
+_CODES = {torch.float32: "f", torch.float64: "d"}
+
+
+def _vector(values: array[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return what `torch.tensor` makes of ``values``, to the bit; without a Python number for each of many."""
+    code = _CODES.get(dtype)
+    if code is None or not values:  # torch gives a NaN of half precision other bits when it converts a vector
+        return torch.tensor(values, dtype=dtype, device=device)
+    if len(values) >= _MANY:
+        return as_tensor(values).to(dtype, copy=True).to(device)
+    return torch.frombuffer(array(code, values), dtype=dtype).to(device)
+
+
 def _device(obj: Any, weight: Any) -> torch.device:
-    """Where the results go: to an accelerator if ``weight`` or a leaf is there."""
+    """Return where the results go: an accelerator if ``weight`` or a leaf is there."""
     device = weight.device if isinstance(weight, torch.Tensor) else torch.device("cpu")
     if device.type == "cpu" and accelerator_in_use():
         for leaf in flatten(obj, keep_dtypes=True).leaves:

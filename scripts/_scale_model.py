@@ -14,7 +14,6 @@ from typing import Any
 from _scale_counts import Phase
 from _scale_ranks import World
 
-from ddpstats._ranks.agreement import _MAX_MEETING_BYTES
 from ddpstats._ranks.grid import GRID_FROM_RANKS, sides_of
 from ddpstats._ranks.store import shared_poll
 
@@ -66,9 +65,7 @@ def grid_hops(world_size: int) -> int:
 
 def predicted(world_size: int, constants: Constants) -> dict[str, float]:
     """What the table shows: names with units."""
-    told = constants.room_bytes * world_size
-    if told > _MAX_MEETING_BYTES:
-        told = _HEAD_BYTES * world_size + 2 * constants.room_bytes
+    told = (_HEAD_BYTES + constants.room_bytes) * world_size
     looks = world_size / shared_poll(_LOOK_SEC, world_size)
     in_grid = world_size >= GRID_FROM_RANKS
     peers = sum(side - 1 for side in sides_of(world_size)) + 1 if in_grid else world_size - 1

@@ -50,7 +50,7 @@ def test_a_file_that_is_named_is_there(name: str) -> None:
 
 
 def test_the_test_above_can_fail() -> None:
-    assert "Reduction.no_such" not in names_in(PACKAGE / "_reduction" / "reduction.py")
+    assert "Reduction.no_such" not in names_in(PACKAGE / "_reduction" / "reduce.py")
 
 
 def test_every_room_is_named_and_there_is_no_other() -> None:

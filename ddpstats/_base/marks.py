@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from ddpstats._base.files import LATEST_TIME_SEC
 
@@ -82,3 +82,16 @@ def _read_number(value: Any) -> float | None:
     if value in ("nan", "inf", "-inf") or (type(value) in (float, int, bool) and abs(value) <= sys.float_info.max):
         return float(value)
     raise ValueError("a mark whose value is no number")
+
+
+class KeyListener(Protocol):
+    """Is called with keys of reductions, by their names. Local; must neither wait nor raise."""
+
+    def renegotiated(self, name: str | None, new_keys: Sequence[str]) -> None:
+        """All ranks have a new layout. ``new_keys``: paths that the one before lacked."""
+
+    def stopped_holding(self, name: str | None, keys: Sequence[str]) -> None:
+        """Paths of the layout that this rank held once, and in its last calls of that name did not."""
+
+
+key_listeners: list[KeyListener] = []

@@ -1,1 +1,1 @@
-"""How bytes reach the other ranks within a deadline, and how all ranks know that they made the same call."""
+"""Carries bytes to the other ranks within a deadline, and proves that all ranks made the same call."""

@@ -1,12 +1,27 @@
-"""One collective that also proves that all ranks made the same call; and what they tell each other where they did not.
+"""One collective that also proves that all ranks made the same call, and what ranks exchange where they did not.
 
-1. Each rank writes what it has to add up, and control lanes, into the group's buffer (`lanes`).
+1. Each rank writes what it has to add up, and control lanes, into the group's buffer.
 2. One all_reduce(SUM). It is never conditional: a rank that is stale or failed takes part and says so in its lanes.
 3. Control lanes clean: all ranks made the same call with the same in common (`Site`). The sums are the answer.
-4. Not clean, on every rank alike: every rank tells every rank its status (`tell`). What is wrong raises the same error
-   everywhere; else all ranks know the same, derive from it what they have in common now, and go back to 1.
+4. Not clean, on every rank: every rank sends every rank its status (`Agreement.tell`). What is wrong raises the same
+   error everywhere; else all ranks know the same, derive from it what they have in common now, and go back to 1.
 
-What ranks have in common changes only after all of them have agreed, and is computed from what all ranks know.
+::
+
+    lane  0..7   fingerprint of the call, as four 16-bit numbers x and their squares
+          8      ranks that are stale               (control: sums must equal what agreement gives, to the bit)
+          9      ranks that failed to prepare
+         10      ranks that are partial: some slot without a plain, finite value of the call's weight
+         11      weight of the call
+         12..    weighted sums | weights | codes, back to back; of questions: their numbers
+
+A sum alone does not prove that all ranks sent the same x: the sum of x and the sum of x squared do, since W ranks with
+sums S1 and S2 agree exactly where S1 = W x and S2 = W x squared (the variance is zero). Both stay exact in float64 for
+fewer than 2**21 ranks.
+
+The size of the buffer is the capacity of the group, the same on all ranks and for all names: a call that meets another
+name's call meets a buffer of the same size, and the lanes show it. A buffer sized from a rank's own keys would abort
+the process.
 """
 
 from __future__ import annotations
@@ -19,48 +34,56 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import ClassVar
+
+import torch
 
 from ddpstats._base.text import ranks_text
-from ddpstats._ranks.codec import fingerprint
-from ddpstats._ranks.comm import Comm
-from ddpstats._ranks.lanes import HEADER_LANES, Buffer, Seal, capacity_for
-from ddpstats._ranks.status import (
+from ddpstats._ranks.comm import Comm, CommFailed
+from ddpstats._ranks.exchange import (
     AGREED_BYTES,
     Failure,
     Status,
     Statuses,
     decode_status,
     encode_status,
+    fingerprint,
     refuse_what_is_wrong,
+    status_of,
 )
-from ddpstats.errors import ProtocolMismatch
+from ddpstats.errors import InvalidStats
 
 MAX_ROUNDS = 4
-"""How often a call is tried again after ranks have agreed anew."""
+"""How often a call is tried again after ranks have agreed on another layout."""
+
+STALE, FAILED, PARTIAL, WEIGHT = 8, 9, 10, 11
+_CONTROL_LANES = 10
+HEADER_LANES = 12
+_BYTES = 8
+_LANES_8_TO_11 = struct.Struct("=4d")
 
 _MAX_SITES = 1024
-_MOST_NUMBERS = capacity_for(HEADER_LANES) - HEADER_LANES
-_MAX_PAYLOAD_BYTES = 1 << 30
-_MAX_MEETING_BYTES = 1 << 24  # of what all ranks tell all ranks, numbers included
-_MOST_BROADCASTS = 16  # one after the other
-_MAX_TOGETHER_BYTES = 1 << 28  # of what all ranks tell all ranks instead
-_OTHER_POLICY_BYTES = 16  # by so much the name of one policy may be longer than that of another
+_MAX_GATHERED_BYTES = 1 << 34  # of what all ranks send all ranks, together
 _HEAD = struct.Struct("<Q16s")
-_STATUS_LENGTH = struct.Struct("<I")
+
+SealKey = tuple[str, str | None, str, bool]
 
 
-SealKey = tuple[str, str | None, str, str | None]
+def capacity_for(lanes: int) -> int:
+    """Return ``lanes`` rounded up by at most an eighth, so that a layout may grow a little without a new buffer."""
+    step = max(64, (1 << (lanes - 1).bit_length()) // 16)
+    return -(-lanes // step) * step
+
+
+_MOST_NUMBERS = capacity_for(HEADER_LANES) - HEADER_LANES
 
 
 @dataclass(frozen=True)
 class Call:
-    """What stays the same from one call of one place in the program to the next."""
+    """The identity of a call: the same from one call of one call site to the next."""
 
     kind: str
     name: str | None
     nonfinite: str
-    timeout_sec: float
     per_rank: bool = False
     """Whether every rank gets every rank's values besides: a collective more, so all ranks must ask for it."""
 
@@ -74,12 +97,12 @@ class Call:
 
     @cached_property
     def seal_key(self) -> SealKey:
-        return self.kind, self.name, self.nonfinite, "per_rank" if self.per_rank else None
+        return self.kind, self.name, self.nonfinite, self.per_rank
 
 
 @dataclass
 class Counters:
-    """Of one reducer; `ddpstats.ReductionCounters` is the frozen copy that users see."""
+    """Counts of what one reducer has done; `ddpstats.ReductionCounters` is the frozen copy that users see."""
 
     calls: int = 0
     collectives: int = 0
@@ -87,36 +110,65 @@ class Counters:
     payload_bytes: int = 0
 
 
+@dataclass(frozen=True)
+class Seal:
+    """The control lanes of "this call, this policy, this layout": as a rank sends them, and their sums if all agree."""
+
+    lanes: array[float]
+    agreed: bytes
+
+    @classmethod
+    def of(cls, digest: bytes, world_size: int) -> Seal:
+        lanes = array("d", [float(v) for x in struct.unpack("<4H", digest) for v in (x, x * x)])
+        return cls(lanes, array("d", [lane * world_size for lane in lanes] + [0.0, 0.0]).tobytes())
+
+
 @dataclass
 class Site:
-    """What all ranks have in common for one name. This one: nothing, as a decision needs."""
+    """The state that all ranks have in common for one name; empty for decisions and gathers."""
 
     seals: dict[SealKey, Seal] = field(default_factory=dict, init=False)
 
-    extra_bytes: ClassVar[int] = 1
-    """The least that a rank tells beside its status."""
-
     @property
     def agreed(self) -> bytes:
-        """What ranks must have in common before they send anything whose size depends on it, in 8 bytes."""
+        """8 bytes that ranks must have in common before they send anything whose size depends on it."""
         return bytes(AGREED_BYTES)
 
     @property
-    def body(self) -> bytes:
-        """Of the status of a rank that holds nothing."""
-        return b""
-
-    def lanes(self, world_size: int) -> int:
-        """How many float64 a call takes."""
+    def lanes(self) -> int:
+        """The number of float64 that a call takes."""
         return HEADER_LANES
 
 
+class Buffer:
+    """Memory that Python writes and torch sums, without a copy between the two."""
+
+    def __init__(self, capacity: int) -> None:
+        self._raw = bytearray(capacity * _BYTES)
+        self.tensor = torch.frombuffer(self._raw, dtype=torch.float64)
+        self._bytes = memoryview(self._raw)
+        self.lanes = self._bytes.cast("d")
+        self.capacity = capacity
+
+    def seal(self, seal: Seal, *, stale: bool = False, failed: bool = False, weight: float = 0.0) -> None:
+        """Write the control lanes. A call that is stale or failed needs no more."""
+        self.lanes[0:STALE] = seal.lanes
+        _LANES_8_TO_11.pack_into(self._raw, STALE * _BYTES, stale, failed, 1.0, weight)
+
+    def is_agreed(self, seal: Seal) -> bool:
+        """Return, after the sum, whether all ranks made the same call, and no rank is stale or failed."""
+        return self._bytes[: _CONTROL_LANES * _BYTES] == seal.agreed
+
+
 class DamagedError(Exception):
-    """Bytes from a peer that are not what it announced. Of this rank alone: the channel tells the others."""
+    """Bytes from a peer that are not what it announced. Of this rank alone: the channel reports it to the others."""
 
 
 class Agreement:
-    """All calls on one group, one at a time. Not thread-safe: `channel` puts calls in order."""
+    """All calls on one group, one at a time. Not thread-safe: `calls` puts calls in order.
+
+    ``deadline`` (time.monotonic) is that of the call that is under way: all its collectives share it.
+    """
 
     def __init__(self, comm: Comm, group_name: str) -> None:
         self.comm, self.group_name = comm, group_name
@@ -124,53 +176,59 @@ class Agreement:
         self.sites: OrderedDict[tuple[str, str | None], Site] = OrderedDict()
         self.buffer = Buffer(capacity_for(HEADER_LANES))
         self.collectives = 0  # of this group so far: how ranks tell each other where they wait
-        self._nothing = Site()
         self.deadline = 0.0
+        self._nothing = Site()
 
-    def decide(self, call: Call, flag: bool | Failure, counters: Counters) -> float:
-        """How many ranks' flags are set. Every rank must call."""
-        return self.ask(call, flag if isinstance(flag, Failure) else [[float(flag)]], counters)[0]
+    def left(self) -> float:
+        """Return how many seconds the call has left. Raises `CommFailed` when the time is over."""
+        left_sec = self.deadline - time.monotonic()
+        if left_sec <= 0:
+            raise CommFailed("the time limit of the call is over")
+        return left_sec
 
     def ask(self, call: Call, numbers: Sequence[Sequence[float]] | Failure, counters: Counters) -> list[float]:
-        """The sum of each number over all ranks; one list after the other. Every rank must call, with as many.
+        """Return the sum of each number over all ranks; one list after the other. Every rank must call, with as many.
 
         At most `_MOST_NUMBERS`: they find room in the smallest buffer, which all groups have.
         """
-        counters.calls += 1
-        site, seal = self._nothing, self.seal(call, self._nothing)
         failure = numbers if isinstance(numbers, Failure) else None
-        room = seal.room if failure is None else seal.room_with(failure.extra_bytes)
-        self.buffer.seal(seal, room, stale=False, failed=failure is not None)
-        given = array("d", () if isinstance(numbers, Failure) else [one for part in numbers for one in part])
-        end = HEADER_LANES + len(given)
-        assert len(given) <= _MOST_NUMBERS
-        self.buffer.lanes[HEADER_LANES:end] = given
-        if not self.sum(call, site, counters):
-            self.tell(call, status_of(call, site, failure, stale=False), counters)
-        return list(self.buffer.lanes[HEADER_LANES:end])
+        values = array("d", () if isinstance(numbers, Failure) else [number for part in numbers for number in part])
+        self.prove(call, failure, counters, values)
+        return list(self.buffer.lanes[HEADER_LANES : HEADER_LANES + len(values)])
+
+    def prove(
+        self, call: Call, failure: Failure | None, counters: Counters, values: array[float] | None = None
+    ) -> None:
+        """Prove that all ranks make this call, of which they need have nothing in common; ``values`` are added up."""
+        counters.calls += 1
+        seal = self.seal(call, self._nothing)
+        self.buffer.seal(seal, failed=failure is not None)
+        if values:
+            assert len(values) <= _MOST_NUMBERS
+            self.buffer.lanes[HEADER_LANES : HEADER_LANES + len(values)] = values
+        if not self.sum(call, self._nothing, counters):
+            self.tell(status_of(call, self._nothing.agreed, failure), counters)
 
     # -- the one collective -------------------------------------------------------------------------------------------
 
     def seal(self, call: Call, site: Site) -> Seal:
-        """What the lanes of this call hold if all ranks make it."""
+        """Return what the lanes of this call hold if all ranks make it."""
         seal = site.seals.get(call.seal_key)
         if seal is None:
-            parts = ("" if part is None else "=" + part for part in call.seal_key)
-            text = "\0".join(parts).encode("utf-8", "surrogatepass")
-            status = len(encode_status(status_of(call, site, None, stale=False))) + _OTHER_POLICY_BYTES
-            packet = _HEAD.size + _STATUS_LENGTH.size + status + site.extra_bytes
-            seal = Seal.of(fingerprint(text + b"\0" + site.agreed), self.world_size, packet)
-            site.seals[call.seal_key] = seal
+            if len(site.seals) >= _MAX_SITES:
+                site.seals.clear()
+            text = repr(call.seal_key).encode("utf-8", "surrogatepass")
+            seal = site.seals[call.seal_key] = Seal.of(fingerprint(text + site.agreed), self.world_size)
         return seal
 
     def sum(self, call: Call, site: Site, counters: Counters) -> bool:
         """Add up what is in the buffer, over all ranks; whether all of them made the same call, and none is stale."""
-        self.count(counters, self.buffer.capacity * 8)
-        self.comm.all_reduce_sum(self.buffer.tensor, self.deadline - time.monotonic())
+        self.count(counters, self.buffer.capacity * _BYTES)
+        self.comm.all_reduce_sum(self.buffer.tensor, self.left())
         return self.buffer.is_agreed(self.seal(call, site))
 
     def count(self, counters: Counters, payload_bytes: int) -> None:
-        """Before each collective of ours."""
+        """Count a collective, before it begins."""
         if self.world_size == 1:
             return  # plain arithmetic: nothing is sent
         self.collectives += 1
@@ -180,115 +238,68 @@ class Agreement:
     # -- sites --------------------------------------------------------------------------------------------------------
 
     def keep(self, call: Call, site: Site) -> None:
-        """All ranks have this in common now; the buffer is made large enough for it."""
+        """Note that all ranks have this in common now; the buffer is made large enough for it."""
         self.sites[call.site_key] = site
-        self.resize()
+        self._resize()
 
     def drop_oldest(self) -> None:
-        """Where there are too many names, the one that was not used for longest goes, on all ranks alike."""
+        """Drop the name that was not used for longest, on all ranks, where there are too many."""
         if len(self.sites) > _MAX_SITES:
             self.sites.popitem(last=False)
-            self.resize()
+            self._resize()
 
-    def resize(self) -> None:
-        needed = max((site.lanes(self.world_size) for site in self.sites.values()), default=HEADER_LANES)
-        if capacity_for(needed) != self.buffer.capacity:
-            self.buffer = Buffer(capacity_for(needed))
+    def _resize(self) -> None:
+        capacity = capacity_for(max((site.lanes for site in self.sites.values()), default=HEADER_LANES))
+        if capacity != self.buffer.capacity:
+            self.buffer = Buffer(capacity)
 
     # -- where the lanes were not clean -------------------------------------------------------------------------------
 
-    def meeting_room(self) -> int | None:
-        """The room for what any rank has to tell; None where all of that would be too much for every rank to have."""
-        room = self.buffer.room()
-        return room if room is not None and room * self.world_size <= _MAX_MEETING_BYTES else None
-
-    def tell(
-        self, call: Call, status: Status, counters: Counters, extra: bytes = b"\0"
-    ) -> tuple[Statuses, list[bytes] | None]:
-        """Every rank's status, and the extra bytes of every rank, None where they would be too many.
-
-        Raises what is wrong with the call, on every rank alike.
-        """
+    def tell(self, status: Status, counters: Counters) -> Statuses:
+        """Return every rank's status. Raises what is wrong with the call, on every rank."""
         counters.renegotiations += 1
-        room = self.meeting_room()
-        extras: list[bytes] | None = None
-        if room is not None:
-            everyone, extras = self._meet(encode_status(status), extra, room, call, counters)
-        else:
-            everyone = self.exchange(encode_status(status), call, counters)
-        statuses: Statuses = [(decode_status(payload), ranks) for payload, ranks in everyone]
+        statuses = [
+            (decode_status(payload), ranks) for payload, ranks in self.exchange(encode_status(status), counters)
+        ]
         refuse_what_is_wrong(statuses, self.group_name)
-        return statuses, extras
+        return statuses
 
-    def _meet(
-        self, status: bytes, extra: bytes, room: int, call: Call, counters: Counters
-    ) -> tuple[list[tuple[bytes, tuple[int, ...]]], list[bytes]]:
-        """Every distinct status with the ranks that hold it, and every rank's extra bytes, in one collective."""
-        content = _STATUS_LENGTH.pack(len(status)) + status + extra
-        packet = bytearray(room)
-        packet[: _HEAD.size] = _HEAD.pack(len(content), hashlib.blake2b(content, digest_size=16).digest())
-        packet[_HEAD.size : _HEAD.size + len(content)] = content
-        if len(packet) != room:
-            raise DamagedError(f"{len(packet)} bytes to tell, where {room} were announced")
-        self.count(counters, room)
-        holders: dict[bytes, list[int]] = {}
-        extras: list[bytes] = []
-        for rank, received in zip(
-            self.comm.ranks, self.comm.all_gather(packet, self.deadline - time.monotonic()), strict=True
-        ):
-            size, expected = _HEAD.unpack_from(received)
-            told = bytes(received[_HEAD.size : _HEAD.size + size])
-            if len(told) < _STATUS_LENGTH.size or hashlib.blake2b(told, digest_size=16).digest() != expected:
-                raise DamagedError(f"what {ranks_text([rank])} sent arrived damaged")
-            end = _STATUS_LENGTH.size + _STATUS_LENGTH.unpack_from(told)[0]
-            holders.setdefault(told[_STATUS_LENGTH.size : end], []).append(rank)
-            extras.append(told[end:])
-        return [(held, tuple(ranks)) for held, ranks in holders.items()], extras
+    def exchange(self, payload: bytes, counters: Counters) -> list[tuple[bytes, tuple[int, ...]]]:
+        """Return each distinct payload once, with the global ranks that hold it, in the order of the ranks."""
+        ranks_of: dict[bytes, list[int]] = {}
+        for rank, received in zip(self.comm.ranks, self.gather(payload, counters), strict=True):
+            ranks_of.setdefault(bytes(received), []).append(rank)
+        return [(received, tuple(ranks)) for received, ranks in ranks_of.items()]
 
-    def exchange(self, payload: bytes, call: Call, counters: Counters) -> list[tuple[bytes, tuple[int, ...]]]:
-        """Every rank's payload, each distinct one once, with the ranks that hold it.
+    def gather(self, payload: bytes | bytearray, counters: Counters) -> list[memoryview]:
+        """Return every rank's payload, of any length, in the order of ranks. Every rank must call.
 
-        First the digests of all ranks, of fixed size; then one broadcast per distinct payload. In the usual program
-        all ranks but a few hold the same, so this stays small where gathering everything would not. Where many hold
-        what no other does, one gather takes the place of as many broadcasts.
+        First lengths and digests of all ranks; then, unless all hold the same, one all_gather, padded to the largest.
         """
-        digest = hashlib.blake2b(payload, digest_size=16).digest()
+        head = _HEAD.pack(len(payload), hashlib.blake2b(payload, digest_size=16).digest())
         self.count(counters, _HEAD.size)
-        heads = self.comm.all_gather(_HEAD.pack(len(payload), digest), self.deadline - time.monotonic())
-        holders: dict[bytes, list[int]] = {}
-        for position, head in enumerate(heads):
-            holders.setdefault(bytes(head), []).append(position)
-        largest = max(_HEAD.unpack(head)[0] for head in holders)
-        if largest > _MAX_PAYLOAD_BYTES:
-            raise ProtocolMismatch(f"a peer announces {largest} bytes of schema; at most {_MAX_PAYLOAD_BYTES} are read")
-        everyone: Sequence[bytes | bytearray] | None = None
-        if len(holders) > _MOST_BROADCASTS and largest * self.world_size <= _MAX_TOGETHER_BYTES:
-            self.count(counters, largest)
-            everyone = self.comm.all_gather(payload.ljust(largest, b"\0"), self.deadline - time.monotonic())
-        found: list[tuple[bytes, tuple[int, ...]]] = []
-        for head, positions in holders.items():
-            (size, expected), first = _HEAD.unpack(head), positions[0]
-            if everyone is None:
-                self.count(counters, size)
-                mine = payload if self.comm.ranks[first] == self.comm.rank else None
-                received = self.comm.broadcast(mine, size, first, self.deadline - time.monotonic())
-            else:
-                received = bytes(everyone[first][:size])
-            if hashlib.blake2b(received, digest_size=16).digest() != expected:
-                raise DamagedError(f"what {ranks_text([self.comm.ranks[first]])} sent arrived damaged")
-            found.append((received, tuple(self.comm.ranks[position] for position in positions)))
-        return found
-
-
-def status_of(call: Call, site: Site, failure: Failure | None, *, stale: bool, body: bytes | None = None) -> Status:
-    """This rank's; ``body`` where it holds something."""
-    return Status(
-        call=call.kind,
-        name=call.name,
-        nonfinite=call.nonfinite,
-        per_rank=call.per_rank,
-        failure=failure,
-        stale=stale,
-        agreed=site.agreed,
-        body=site.body if body is None else body,
-    )
+        heads = [bytes(received) for received in self.comm.all_gather(head, self.left())]
+        if set(heads) == {head}:
+            return [memoryview(payload)] * self.world_size
+        sizes = [_HEAD.unpack(received)[0] for received in heads]
+        largest = max(sizes)
+        if largest * self.world_size > _MAX_GATHERED_BYTES:
+            ranks = [rank for rank, size in zip(self.comm.ranks, sizes, strict=True) if size == largest]
+            raise InvalidStats(
+                f"{ranks_text(ranks)} would send {largest:,} bytes to every rank; the limit for all "
+                f"{self.world_size} ranks together is {_MAX_GATHERED_BYTES:,}",
+                ranks=ranks,
+                group=self.group_name,
+            )
+        self.count(counters, largest)
+        padded = bytearray(largest)
+        padded[: len(payload)] = payload
+        parts: list[memoryview] = []
+        for rank, expected, received in zip(
+            self.comm.ranks, heads, self.comm.all_gather(padded, self.left()), strict=True
+        ):
+            size, digest = _HEAD.unpack(expected)
+            parts.append(memoryview(received)[:size])
+            if hashlib.blake2b(parts[-1], digest_size=16).digest() != digest:
+                raise DamagedError(f"what {ranks_text([rank])} sent arrived damaged")
+        return parts

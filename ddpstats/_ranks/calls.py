@@ -24,7 +24,7 @@ import torch.distributed as dist
 from ddpstats._base.lazy import refuse_without_values
 from ddpstats._base.version import __version__
 from ddpstats._ranks.agreement import Agreement
-from ddpstats._ranks.codec import PROTOCOL_VERSION, different_versions
+from ddpstats._ranks.exchange import PROTOCOL_VERSION, different_versions
 from ddpstats._ranks.comm import (
     Comm,
     CommFailed,

@@ -1,69 +1,66 @@
 """Every rank's tree of tensors, on every rank: what the integrations build on where states are not just averaged.
 
-The control lanes prove that all ranks gather, and that the bytes agreed before are enough for each of them. Small trees
-travel in the same collective, as numbers that every other rank adds zero to; large ones take a second collective, and
-so do those that are to have a buffer of their own.
+The control lanes prove that all ranks gather; then come the lengths, then one padded all_gather. A tree travels exact
+and without pickle::
+
+    8 bytes         length of the head
+    head            JSON: the structure, plain values as they are, tensors as dtype and shape, and strides where they
+                    are not those of row-major order and fill memory without a gap, as of channels_last
+    for each tensor its elements in row-major order, or as they lie there, starting at a multiple of 16 bytes
+
+Strides travel because kernels differ by them, and with them the last bits of what comes of a tensor. Whatever `decode`
+reads comes from another process: `ProtocolMismatch` where it is not exactly what `encode` writes.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from ddpstats._base import config
-from ddpstats._base.text import ranks_text
-from ddpstats._ranks.agreement import MAX_ROUNDS, Agreement, Call, Counters, DamagedError, Site, status_of
-from ddpstats._ranks.calls import channel_of
-from ddpstats._ranks.comm import patience_sec
-from ddpstats._ranks.lanes import HEADER_LANES, capacity_for, section_lanes
-from ddpstats._ranks.status import AGREED_BYTES, GATHER, Failure
-from ddpstats._ranks.tree_codec import CannotEncode, decode, encode
-from ddpstats.errors import InvalidStats, ProtocolMismatch
+import torch
 
-_INLINE_BYTES = 1 << 14  # of all ranks together: more than that is cheaper to send by itself than to add up
-_SLOT_PER_NEED = 4  # a slot that is larger than this multiple of what was needed last is given up
-_MAX_GATHERED_BYTES = 1 << 34  # of one rank
-_LENGTH = struct.Struct("<Q")
+from ddpstats._base import config
+from ddpstats._base.files import parse_json
+from ddpstats._base.paths import Index, Path, Step, format_path
+from ddpstats._base.text import dtype_name
+from ddpstats._ranks.agreement import Agreement, Call, Counters
+from ddpstats._ranks.calls import channel_of
+from ddpstats._ranks.exchange import GATHER, Failure, refuse
+from ddpstats.errors import InvalidStats
 
 _counters = Counters()
 
 
-def gather_trees(
-    tree: Any,
-    *,
-    name: str,
-    group: Any = None,
-    dedicated_buffer: bool = False,
-    timeout_sec: float | None = None,
-) -> list[Any]:
-    """Every rank's ``tree``, in the order of group ranks; the caller's own one is ``tree`` itself.
+def gather_trees(tree: Any, *, name: str, group: Any = None, timeout_sec: float | None = None) -> list[Any]:
+    """Return every rank's ``tree``, in the order of group ranks; the caller's own one is ``tree`` itself.
 
-    Collective: every rank of ``group`` must call, with the same ``name``. One collective in steady state, two where all
-    ranks' trees together take more than 16 kB, however many tensors there are and however ranks differ.
+    Collective: every rank of ``group`` must call, with the same ``name``. Three collectives (two where all ranks hold
+    the same), however many tensors there are and however ranks differ.
 
     Args:
         tree: dicts (keys str or int), lists and tuples of dense tensors (any shape and device), numbers, str, None; or
             a function without arguments that returns it, for what may fail on one rank.
-        dedicated_buffer: the same on every rank for one ``name``. True for what is gathered rarely, beside calls in
-            every step: it takes two collectives, and leaves the buffer of those calls small.
-        timeout_sec: of the call; None: DDPSTATS_TIMEOUT_SEC, else 300.
+        timeout_sec: of the call; None: DDPSTATS_TIMEOUT_SEC, or 300.
 
     Returns:
         Tensors of other ranks are on the CPU, without grad; tuples and dicts of subclasses are plain ones.
 
     Raises:
-        InvalidStats: some rank's tree holds something else, or could not be made; on every rank.
+        InvalidStats: some rank's tree holds a value that cannot be sent, or could not be made; on every rank.
         ProtocolMismatch, RankMissing: as `ddpstats.StatsReducer`.
     """
     channel, timeout_sec = channel_of(group), config.timeout_sec(timeout_sec)
-    payload, own, cause = _prepared(tree)
-    call = Call(GATHER, name, "", patience_sec(timeout_sec))
+    payload, own, cause = _prepare(tree)
+    call = Call(GATHER, name, "")
 
     def work(agreement: Agreement) -> list[Any]:
-        received = gather(agreement, call, payload, _counters, dedicated_buffer)
-        return [own if i == agreement.position else decode(part) for i, part in enumerate(received)]
+        failure = payload if isinstance(payload, Failure) else None
+        agreement.prove(call, failure, _counters)
+        assert isinstance(payload, bytearray)
+        parts = agreement.gather(payload, _counters)
+        return [own if position == agreement.position else decode(part) for position, part in enumerate(parts)]
 
     try:
         return channel.run(work, timeout_sec)
@@ -71,8 +68,8 @@ def gather_trees(
         raise error from cause
 
 
-def _prepared(tree: Any) -> tuple[bytearray | Failure, Any, BaseException | None]:
-    """The bytes, the tree and no error; or why there are none. Whatever fails: this rank must still take part."""
+def _prepare(tree: Any) -> tuple[bytearray | Failure, Any, BaseException | None]:
+    """Return the bytes, the tree and no error; or a `Failure`: this rank must take part in any case."""
     try:
         own = tree() if callable(tree) else tree
         return encode(own), own, None
@@ -82,99 +79,190 @@ def _prepared(tree: Any) -> tuple[bytearray | Failure, Any, BaseException | None
         return Failure("", f"{type(error).__name__}: {error}"), None, error
 
 
-@dataclass
-class GatherSite(Site):
-    """What all ranks have in common for one name: how many bytes each of them has, its length included."""
+# -- as bytes ---------------------------------------------------------------------------------------------------------
 
-    dedicated_buffer: bool = False
-    slot_bytes: int = 0
-
-    @property
-    def agreed(self) -> bytes:
-        return self.slot_bytes.to_bytes(AGREED_BYTES, "little")
-
-    def is_inline(self, world_size: int) -> bool:
-        """Whether the payloads travel in the collective that proves the call."""
-        return not self.dedicated_buffer and self.slot_bytes * world_size <= _INLINE_BYTES
-
-    def lanes(self, world_size: int) -> int:
-        return section_lanes(world_size, self.slot_bytes) if self.is_inline(world_size) else HEADER_LANES
-
-    def framed(self, payload: bytearray) -> bytearray | None:
-        """The payload behind its length, padded to the slot; None where that is too small."""
-        if _LENGTH.size + len(payload) > self.slot_bytes:
-            return None
-        framed = bytearray(self.slot_bytes)
-        _LENGTH.pack_into(framed, 0, len(payload))
-        framed[_LENGTH.size : _LENGTH.size + len(payload)] = payload
-        return framed
+_LENGTH = struct.Struct("<Q")
+_ALIGN = 16
+_MAX_DEPTH = 200
+_MAX_DIMENSIONS = 1000
+_MAX_ELEMENTS = 1 << 58
+_TOO_LARGE = f"which cannot be sent to other ranks: it has more than {_MAX_DIMENSIONS} dimensions or too many elements"
+_PADDING = torch.zeros(_ALIGN, dtype=torch.uint8, device="cpu")
+_DTYPES = {
+    dtype_name(dtype): dtype
+    for dtype in (
+        *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+        *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
+    )
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
-def gather(
-    agreement: Agreement, call: Call, payload: bytearray | Failure, counters: Counters, dedicated_buffer: bool = False
-) -> list[memoryview]:
-    """Every rank's payload, of any length, in the order of ranks. Every rank must call."""
-    counters.calls += 1
-    kept = agreement.sites.get(call.site_key)
-    site = kept if isinstance(kept, GatherSite) else GatherSite(dedicated_buffer)
-    for _ in range(MAX_ROUNDS):
-        failure = payload if isinstance(payload, Failure) else None
-        mine = site.framed(payload) if isinstance(payload, bytearray) else None
-        stale = failure is None and mine is None
-        seal = agreement.seal(call, site)
-        room = seal.room if failure is None else seal.room_with(failure.extra_bytes)
-        agreement.buffer.seal(seal, room, stale=stale, failed=failure is not None)
-        if mine is not None and site.is_inline(agreement.world_size):
-            agreement.buffer.write_section(agreement.position, agreement.world_size, mine)
-        if agreement.sum(call, site, counters):
-            assert mine is not None
-            return _parts(agreement, site, _received(agreement, call, site, mine, counters))
-        agreement.tell(call, status_of(call, site, failure, stale=stale), counters)
-        agreement.keep(call, site)
-        needed = len(payload) if isinstance(payload, bytearray) else 0
-        _negotiate_slot_bytes(agreement, call, site, needed, counters)
-    raise ProtocolMismatch(f"the ranks of {agreement.group_name} do not settle on a size", group=agreement.group_name)
+class CannotEncode(Exception):
+    """Raised for what cannot be sent; ``path`` says where."""
+
+    def __init__(self, path: str, message: str) -> None:
+        super().__init__(message)
+        self.path = path
 
 
-def _received(
-    agreement: Agreement, call: Call, site: GatherSite, mine: bytearray, counters: Counters
-) -> Sequence[bytes | bytearray]:
-    if site.is_inline(agreement.world_size):
-        return agreement.buffer.sections(agreement.world_size, site.slot_bytes)
-    agreement.count(counters, site.slot_bytes)
-    return agreement.comm.all_gather(mine, call.timeout_sec)
+def encode(tree: Any) -> bytearray:
+    """Encode dicts (keys str or int), lists, tuples, dense tensors of any device, None, bool, int, float, str.
+
+    Raises `CannotEncode`.
+    """
+    tensors: list[torch.Tensor] = []
+    head = json.dumps(_describe(tree, (), tensors)).encode()
+    start = _LENGTH.pack(len(head)) + head
+    start = start.ljust(_aligned(len(start)), b"\0")
+    raw = list(map(_raw, tensors))
+    sizes = [_aligned(part.numel()) for part in raw]
+    out = bytearray(len(start) + sum(sizes))
+    out[: len(start)] = start
+    if len(out) > len(start):
+        gaps = [_PADDING[: size - part.numel()] for size, part in zip(sizes, raw, strict=True)]
+        pieces = [piece for pair in zip(raw, gaps, strict=True) for piece in pair]
+        torch.cat(pieces, out=torch.frombuffer(out, dtype=torch.uint8, offset=len(start)))
+    return out
 
 
-def _parts(agreement: Agreement, site: GatherSite, received: Sequence[bytes | bytearray]) -> list[memoryview]:
-    lengths = [_LENGTH.unpack_from(part)[0] for part in received]
-    start, most = _LENGTH.size, max(lengths)
-    if most + start > site.slot_bytes:
-        raise DamagedError(f"a peer announces {most} bytes where {site.slot_bytes} were agreed")
-    if slot_bytes_for(most) * _SLOT_PER_NEED < site.slot_bytes:  # once large, now small: all ranks see it alike
-        _set_slot_bytes(agreement, site, slot_bytes_for(most))
-    return [memoryview(part)[start : start + length] for part, length in zip(received, lengths, strict=True)]
+def can_encode(tensor: torch.Tensor) -> bool:
+    """Return whether `encode` takes this tensor."""
+    return tensor.layout == torch.strided and tensor.dtype in _NAMES and not tensor.is_meta
 
 
-def _negotiate_slot_bytes(agreement: Agreement, call: Call, site: GatherSite, needed: int, counters: Counters) -> None:
-    agreement.count(counters, _LENGTH.size)
-    comm = agreement.comm
-    sizes = [_LENGTH.unpack(part)[0] for part in comm.all_gather(_LENGTH.pack(needed), call.timeout_sec)]
-    if max(sizes) > _MAX_GATHERED_BYTES:
-        ranks = [rank for rank, size in zip(comm.ranks, sizes, strict=True) if size > _MAX_GATHERED_BYTES]
-        raise InvalidStats(
-            f"{ranks_text(ranks)} would send {max(sizes):,} bytes to every rank; the limit is {_MAX_GATHERED_BYTES:,}",
-            ranks=ranks,
-            group=agreement.group_name,
-        )
-    _set_slot_bytes(agreement, site, slot_bytes_for(max(sizes)))
+def decode(payload: bytes | bytearray | memoryview) -> Any:
+    """Return what was encoded; tensors on the CPU, each with its own memory."""
+    if len(payload) < _LENGTH.size or _LENGTH.unpack_from(payload)[0] > len(payload) - _LENGTH.size:
+        refuse("a head that ends too early")
+    (length,) = _LENGTH.unpack_from(payload)
+    try:
+        node = parse_json(bytes(payload[_LENGTH.size : _LENGTH.size + length]), strict=False)
+    except ValueError:
+        refuse("a head that is not JSON")
+    reader = _Tensors(payload, _aligned(_LENGTH.size + length))
+    tree = _build(node, reader, 0)
+    if reader.at != len(payload):
+        refuse(f"{len(payload) - reader.at} bytes too many")
+    return tree
 
 
-def _set_slot_bytes(agreement: Agreement, site: GatherSite, slot_bytes: int) -> None:
-    site.slot_bytes = slot_bytes
-    site.seals.clear()
-    agreement.resize()
+def _describe(value: Any, path: Path, tensors: list[torch.Tensor]) -> Any:
+    """Return the head of ``value``; its tensors are appended in the order in which they occur."""
+    if len(path) > _MAX_DEPTH:
+        raise CannotEncode(format_path(path), f"nested deeper than {_MAX_DEPTH}")
+    if isinstance(value, torch.Tensor):
+        dense = _dense(value, path)
+        tensors.append(dense)
+        return ["tensor", _NAMES[value.dtype], list(value.shape), *_other_strides(dense)]
+    if isinstance(value, dict):
+        wrong = [key for key in value if type(key) not in (str, int)]
+        if wrong:
+            raise CannotEncode(
+                format_path(path), f"key {wrong[0]!r} is of type {type(wrong[0]).__name__}, not str or int"
+            )
+        return ["dict", [[key, _describe(item, (*path, key), tensors)] for key, item in value.items()]]
+    if isinstance(value, (list, tuple)):
+        kind = "list" if isinstance(value, list) else "tuple"
+        return [kind, [_describe(item, (*path, Index(index)), tensors) for index, item in enumerate(value)]]
+    if _is_plain(value):
+        return ["value", value]
+    raise CannotEncode(format_path(path), f"of type {type(value).__name__}, which cannot be sent to other ranks")
 
 
-def slot_bytes_for(size: int) -> int:
-    """Room for ``size`` bytes and their length, with some to grow."""
-    return 16 * capacity_for(-(-(size + _LENGTH.size) // 16))
+def _dense(tensor: torch.Tensor, path: Path) -> torch.Tensor:
+    if not can_encode(tensor):
+        kind = f"{tensor.layout}, {tensor.dtype}, on {tensor.device}"
+        raise CannotEncode(format_path(path), f"a tensor ({kind}), which cannot be sent to other ranks")
+    if not _is_shape(list(tensor.shape)):
+        raise CannotEncode(format_path(path), f"a tensor of shape {str(list(tensor.shape))[:80]}, {_TOO_LARGE}")
+    plain = tensor.detach()
+    if plain.is_conj() or plain.is_neg():
+        plain = plain.resolve_conj().resolve_neg()
+    plain = plain if plain.is_cpu else plain.cpu()
+    return plain if _other_strides(plain) else plain.contiguous()
+
+
+def _other_strides(tensor: torch.Tensor) -> list[list[int]]:
+    """Return the strides of one block of memory that is not in row-major order, otherwise nothing."""
+    shape, strides = list(tensor.shape), list(tensor.stride())
+    in_order = tensor.permute(sorted(range(len(shape)), key=lambda dim: -strides[dim]))
+    is_other = strides != list(torch.empty(shape, device="meta").stride())
+    return [strides] if is_other and in_order.is_contiguous() and _are_strides(strides, shape) else []
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of one block of memory: a view. One element may have any stride and count as contiguous."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+class _Tensors:
+    """The tensors of a payload, one after another; every length is checked against what is left."""
+
+    def __init__(self, payload: bytes | bytearray | memoryview, at: int) -> None:
+        self._payload, self.at = payload, at
+
+    def take(self, name: Any, shape: Any, strides: Any = None) -> torch.Tensor:
+        dtype = _DTYPES.get(name) if isinstance(name, str) else None
+        if dtype is None or not _is_shape(shape) or not (strides is None or _are_strides(strides, shape)):
+            refuse(f"a tensor of dtype {str(name)[:40]!r} and shape {str(shape)[:80]}")
+        size = math.prod(shape) * dtype.itemsize
+        start, self.at = self.at, _aligned(self.at + size)
+        if self.at > len(self._payload):
+            refuse("tensors that end too early")
+        if size == 0:
+            return torch.empty(shape, dtype=dtype, device="cpu")
+        flat = torch.frombuffer(bytearray(self._payload[start : start + size]), dtype=dtype)
+        return flat.reshape(shape) if strides is None else flat.as_strided(shape, strides)
+
+
+def _is_shape(shape: Any) -> bool:
+    """Return whether torch can count the elements, also of a shape without any."""
+    if not isinstance(shape, list) or len(shape) > _MAX_DIMENSIONS:
+        return False
+    return all(type(n) is int and n >= 0 for n in shape) and math.prod(n or 1 for n in shape) <= _MAX_ELEMENTS
+
+
+def _are_strides(strides: Any, shape: list[int]) -> bool:
+    """Return whether each element of a tensor with elements lies in its memory, and none outside."""
+    if not isinstance(strides, list) or len(strides) != len(shape):
+        return False
+    if not all(type(n) is int and 0 <= n <= _MAX_ELEMENTS for n in strides):
+        return False
+    reach: int = sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) + 1
+    size: int = math.prod(shape)
+    return reach == size > 0
+
+
+def _build(node: Any, tensors: _Tensors, depth: int) -> Any:
+    if not isinstance(node, list) or not node or depth > _MAX_DEPTH + 1:
+        refuse("a structure that it cannot have written")
+    kind, *rest = node
+    if kind == "tensor" and len(rest) in (2, 3):
+        return tensors.take(*rest)
+    if kind == "value" and len(rest) == 1 and _is_plain(rest[0]):
+        return rest[0]
+    if kind in ("list", "tuple") and len(rest) == 1 and isinstance(rest[0], list):
+        items = [_build(item, tensors, depth + 1) for item in rest[0]]
+        return items if kind == "list" else tuple(items)
+    if kind != "dict" or len(rest) != 1 or not isinstance(rest[0], list):
+        refuse(f"a {str(kind)[:20]!r} that it cannot have written")
+    built = {_key(item): _build(item[1], tensors, depth + 1) for item in rest[0]}
+    if len(built) != len(rest[0]):
+        refuse("a dict with one key twice")
+    return built
+
+
+def _key(item: Any) -> Step:
+    if not isinstance(item, list) or len(item) != 2 or type(item[0]) not in (str, int):
+        refuse("a dict whose items are not keys and values")
+    key: Step = item[0]
+    return key
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or type(value) in (bool, int, float, str)
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // _ALIGN) * _ALIGN

@@ -1,54 +1,89 @@
-"""What several parts of a program ask of all ranks in one step, in one collective.
+"""Questions that several parts of a program ask of all ranks in one step, and decisions of all ranks: one collective.
 
-1. Each `Question` says, as a few numbers, what this rank has to tell. They are chosen so that their sums over ranks
+1. Each `Question` says, as a few numbers, what this rank has to report. They are chosen so that their sums over ranks
    prove that nothing is wrong: flags, whose sum is how many ranks say so, and digests, whose sums prove agreement.
-2. The numbers of all questions stand side by side on lanes of the group's buffer: one all_reduce.
-3. Each question hears its own sums, which are the same on every rank, and does what follows: nothing, or its own
-   collectives. They answer one after the other, in one order on every rank, so these collectives meet.
+2. The numbers of all questions lie side by side on lanes of the group's buffer: one all_reduce.
+3. Each question gets its own sums, which are the same on every rank, and does what follows: nothing, or its own
+   collectives. They answer one after the other, in one order on every rank, so these collectives match.
 
 A rank that cannot ask takes part all the same, and every rank raises what it says.
 """
 
 from __future__ import annotations
 
-import functools
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 from ddpstats._base import config
+from ddpstats._base.lazy import breaks_graph
 from ddpstats._ranks.agreement import Agreement, Call, Counters
 from ddpstats._ranks.calls import channel_of
-from ddpstats._ranks.comm import patience_sec
-from ddpstats._ranks.status import ASK, Failure
+from ddpstats._ranks.exchange import ASK, Failure
 from ddpstats.errors import InvalidStats, RankMissing
 
 
+@breaks_graph
+def any_rank(flag: Any, *, group: Any = None) -> bool:
+    """Return whether ``flag`` is true on some rank; the same answer on every rank. Collective, one all_reduce.
+
+    For decisions that must be taken in lockstep, such as "skip this step". Without a process group: ``bool(flag)``.
+    Raises `InvalidStats` on every rank where some rank's flag has no truth value; `ProtocolMismatch` and `RankMissing`
+    as `StatsReducer` does.
+
+    Example::
+
+        rank 0: any_rank(False)   rank 1: any_rank(True)   both: True
+    """
+    return _count_ranks("any_rank", flag, group)[0] > 0
+
+
+@breaks_graph
+def all_ranks(flag: Any, *, group: Any = None) -> bool:
+    """Return whether ``flag`` is true on every rank; the same answer on every rank. Collective, like `any_rank`."""
+    count, world_size = _count_ranks("all_ranks", flag, group)
+    return count == world_size
+
+
+def _count_ranks(kind: str, flag: Any, group: Any) -> tuple[float, int]:
+    """Return how many ranks' flags are set, and how many ranks there are. ``kind``: the name of the public function."""
+    answer: list[list[float]] | Failure
+    try:
+        answer = [[float(bool(flag))]]
+    except Exception as error:  # this rank must still take part
+        answer = Failure("", f"the flag of {kind}() has no truth value: {error}")
+
+    def work(agreement: Agreement) -> tuple[float, int]:
+        return agreement.ask(Call(kind, None, ""), answer, Counters())[0], agreement.world_size
+
+    return channel_of(group).run(work, config.timeout_sec(None))
+
+
 class Question(Protocol):
-    """One part's. `_ask` and `_answer` alternate; where a step does not come to its answer, `_drop` takes its place."""
+    """One part's question. `_ask` and `_answer` alternate; where a step has no answer, `_drop` takes its place."""
 
     def _ask(self, step: int | None) -> Sequence[float]:
-        """This rank's numbers, as many on every rank; finite, and small enough that their sums are exact. Local.
+        """Return this rank's numbers, as many on every rank; finite, and small enough that their sums are exact. Local.
 
         Whatever it raises, other than `RankMissing`, every rank raises as `InvalidStats`.
         """
 
     def _answer(self, sums: Sequence[float], group: Any) -> Any:
-        """What follows from the sums of these numbers. Every rank calls it, and may issue collectives on ``group``."""
+        """Do what follows from the sums. Every rank calls it, and may issue collectives on ``group``."""
 
     def _drop(self) -> None:
-        """The step comes to no answer: let go of what `_ask` has seen. Local."""
+        """Let go of what `_ask` has seen: the step has no answer. Local."""
 
 
 def ask_all(
     name: str, questions: Sequence[Question], step: int | None, group: Any, timeout_sec: float | None = None
 ) -> list[Any]:
-    """The answer to each question. Collective: one all_reduce, and what the answers themselves need.
+    """Return the answer to each question. Collective: one all_reduce, and what the answers themselves need.
 
     Args:
-        name: the call in words, with all that ranks must have alike: which questions there are.
+        name: the call in words, the same on all ranks: which questions there are.
         step: the caller's number of the step; None where each question counts by itself.
-        timeout_sec: of the all_reduce; None: DDPSTATS_TIMEOUT_SEC, else 300.
+        timeout_sec: of the all_reduce; None: DDPSTATS_TIMEOUT_SEC, or 300.
 
     Raises:
         InvalidStats: some rank could not ask; on every rank. Alone, a process raises the error itself.
@@ -59,18 +94,16 @@ def ask_all(
     channel.refuse_inside()  # before anything is looked at: the step under way is still to be answered
     asked: deque[Question] = deque()
     try:
-        numbers, cause = _asked(questions, step, asked)
+        numbers, cause = _collect(questions, step, asked)
         if cause is not None and len(channel.ranks) == 1:
             raise cause
-        told = numbers if cause is None else Failure("", f"{type(cause).__name__}: {cause}")
-        timeout_sec = config.timeout_sec(timeout_sec)
-        call = _call(name, timeout_sec)
+        report = numbers if cause is None else Failure("", f"{type(cause).__name__}: {cause}")
 
         def work(agreement: Agreement) -> list[float]:
-            return agreement.ask(call, told, Counters())
+            return agreement.ask(Call(ASK, name, ""), report, Counters())
 
         try:
-            sums = iter(channel.run(work, timeout_sec))
+            sums = iter(channel.run(work, config.timeout_sec(timeout_sec)))
         except InvalidStats as error:
             raise error from cause
         answers = []
@@ -83,22 +116,17 @@ def ask_all(
             question._drop()
 
 
-def _asked(
+def _collect(
     questions: Sequence[Question], step: int | None, asked: deque[Question]
 ) -> tuple[list[Sequence[float]], Exception | None]:
-    """The numbers of all questions, and the first error. All are asked: ranks are alike in what they let go of."""
+    """Return the numbers of all questions, and the first error. All are asked: ranks let go of the same things."""
     numbers, cause = [], None
     for question in questions:
         try:
             numbers.append(question._ask(step))
             asked.append(question)
-        except RankMissing:  # there is nobody to wait for
+        except RankMissing:  # there is no rank to wait for
             raise
         except Exception as error:
             cause = cause or error
     return numbers, cause
-
-
-@functools.lru_cache(maxsize=64)
-def _call(name: str, timeout_sec: float) -> Call:
-    return Call(ASK, name, "", patience_sec(timeout_sec))

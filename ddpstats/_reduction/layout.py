@@ -1,108 +1,93 @@
-"""What all ranks agreed on, and what a call makes of it. Pure functions of plain values.
+"""The layout that all ranks agreed on for one name: a flat map from leaf to slot. Pure functions of plain values.
 
-1. `Layout`: the tree with its slots numbered, its fingerprint, and the slots that are not plain means.
+1. `Layout`: the slots, and its fingerprint. A leaf has one slot, which is three lanes of the buffer: a weighted sum, a
+   weight and a code that counts ranks. A tag (the kind of a container, a dtype) has a code alone.
 2. `place`: where one rank's leaves go in a layout; ``stale`` if it holds what the layout lacks.
-3. `select`: which paths some rank held in a call, read from the codes lane: the shape of the result.
+3. `select`: which leaves some rank held in a call, read from the codes, and how the result is nested.
+4. `agree`: from what each rank holds to a layout for all, or to one `SchemaConflict` for all.
+
+Each rank runs them on the same values and comes to the same end.
 """
 
 from __future__ import annotations
 
+import hashlib
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import compress
+from itertools import islice
+from typing import Any, NamedTuple
 
-from ddpstats._base.paths import Step, unique_names
-from ddpstats._ranks.codec import fingerprint
-from ddpstats._reduction.schema import (
-    DICT,
-    EMPTY,
-    NONE_LEAF,
-    Container,
-    Leaf,
-    Node,
-    common_kind,
-    distinct_leaves,
-    is_flat,
-    iter_slots,
-    leaf,
-    leaf_nodes,
-    marker_count,
-    shape_of,
-    slot_count,
-)
-from ddpstats._reduction.wire import encode_schema
+from ddpstats._base.paths import Path, Step, format_path, unique_names
+from ddpstats._base.text import ranks_text
+from ddpstats._reduction.flatten import CONTAINERS, DICT, DTYPE_TAGS, LIST, LeafKey, Structure, Tag
+from ddpstats._reduction.ops import NONE, OPS
+from ddpstats.errors import SchemaConflict
 
-# The codes lane of a slot counts three things over ranks in one float64, exact for fewer than 2**17 ranks.
-PRESENT, NONFINITE, NONE = 1, 1 << 17, 1 << 34
+# The code of a slot counts three things over ranks in one float64, exact for fewer than 2**17 ranks.
+PRESENT, NONFINITE, IS_NONE = 1, 1 << 17, 1 << 34
 _COUNT = (1 << 17) - 1
+
+_KEPT_UNUSED = 1024
+"""A layout may have this many slots, or twice as many as ranks hold, before what nobody holds is dropped."""
+_SHOWN_CONFLICTS = 5
 
 # -- 1. layout --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """The tree all ranks agreed on, for one name on one group. ``unbuildable`` kinds are plain dicts in it."""
+    """The leaves and tags that all ranks agreed on, for one name on one group."""
 
-    root: Node = EMPTY
-    unbuildable: frozenset[str] = field(default_factory=frozenset)
+    leaves: tuple[LeafKey, ...] = ()
+    tags: tuple[Tag, ...] = ()
 
-    @cached_property
+    @property
     def size(self) -> int:
-        """How many slots."""
-        return slot_count(self.root)
+        """The number of leaves, which is the number of slots."""
+        return len(self.leaves)
+
+    @property
+    def codes(self) -> int:
+        """The number of codes: of leaves, then of tags."""
+        return len(self.leaves) + len(self.tags)
 
     @cached_property
     def fingerprint(self) -> bytes:
-        """8 bytes that stand for the tree."""
-        unbuildable = "\0".join(sorted(self.unbuildable)).encode("utf-8", "surrogatepass")
-        return fingerprint(encode_schema(self.root) + unbuildable)
+        """8 bytes that stand for the layout."""
+        text = repr((self.leaves, self.tags)).encode("utf-8", "surrogatepass")
+        return hashlib.blake2b(text, digest_size=8).digest()
 
     @cached_property
-    def specials(self) -> tuple[tuple[int, str], ...]:
-        """(slot, reduce op) of every value slot that is not a mean."""
-        found: list[tuple[int, str]] = []
-        _find_specials(self.root, 0, found)
-        return tuple(found)
+    def slot_of(self) -> dict[LeafKey, int]:
+        return {key: slot for slot, key in enumerate(self.leaves)}
+
+    @cached_property
+    def code_of_tag(self) -> dict[Tag, int]:
+        return {tag: self.size + index for index, tag in enumerate(self.tags)}
+
+    @cached_property
+    def special(self) -> dict[int, str]:
+        """Slot -> op of every leaf that is not a mean."""
+        return {slot: op for slot, (_, op) in enumerate(self.leaves) if op != "mean"}
 
     @cached_property
     def extremes(self) -> dict[int, str]:
         """Slot -> "min" or "max", in order: what the second collective carries."""
-        return {slot: op for slot, op in self.specials if op in ("min", "max")}
+        return {slot: OPS[op].over for slot, op in self.special.items() if OPS[op].over != "sum"}
 
     @cached_property
     def everything(self) -> Selection:
-        """The selection of a call in which every rank held every path."""
+        """The selection of a call in which every rank held every leaf."""
         return select(self, None)
 
     @cached_property
-    def slot_of(self) -> dict[Step, int] | None:
-        """Key -> slot, where the tree is flat: looked up for every new structure that a rank holds."""
-        root = self.root
-        if isinstance(root, Leaf) or not is_flat(root):
-            return None
-        return dict(zip(root.keys, range(marker_count(root), self.size), strict=True))
-
-    @cached_property
-    def names(self) -> dict[int, str]:
-        """Slot -> the one spelling of its path, for value slots and for containers that may be None."""
-        paths = {slot: path for slot, (path, role) in enumerate(iter_slots(self.root)) if role in ("value", "none")}
-        return dict(zip(paths, unique_names(list(paths.values())), strict=True))
-
-
-def _find_specials(node: Node, slot: int, found: list[tuple[int, str]]) -> int:
-    """Append the specials of the tree that starts at ``slot``; returns the slot after it."""
-    if isinstance(node, Leaf):
-        if node.op != "mean":
-            found.append((slot, node.op))
-        return slot + slot_count(node)
-    slot += marker_count(node)
-    if is_flat(node) and all(each.op == "mean" for each in distinct_leaves(node) or ()):
-        return slot + len(node.children)
-    for child in node.children:
-        slot = _find_specials(child, slot, found)
-    return slot
+    def names(self) -> list[str]:
+        """Return the one spelling of the path of each slot."""
+        paths = list(dict.fromkeys(path for path, _ in self.leaves))
+        name_of = dict(zip(paths, unique_names(paths), strict=True))
+        return [name_of[path] for path, _ in self.leaves]
 
 
 # -- 2. place ---------------------------------------------------------------------------------------------------------
@@ -110,215 +95,281 @@ def _find_specials(node: Node, slot: int, found: list[tuple[int, str]]) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """Where one rank's leaves, in the order of its schema, go in a layout.
+    """The slots of one rank's leaves in a layout.
 
-    ``slots[i]`` is the slot of leaf i; ``codes`` is this rank's codes lane when all its values are finite;
-    ``whole`` says that leaf i is slot i, every slot has a leaf, and none is None.
+    Attributes:
+        slots: the slot of each leaf; a range where leaf i has slot i.
+        codes: this rank's codes when all its values are finite.
+        is_complete: this rank holds every leaf and every tag, and no leaf is None.
+        is_stale: this rank holds a leaf or a tag that the layout lacks; the other fields are empty then.
     """
 
     slots: Sequence[int]
     codes: array[float]
-    whole: bool
-    stale: bool
-    room: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    """Lanes that say how much room it takes to tell all ranks the schema and its numbers."""
+    is_complete: bool
+    is_stale: bool = False
 
 
-def place(schema: Node, layout: Layout) -> Placement:
-    """Place ``schema``; ``stale`` where it holds a path, kind, dtype or reduce op that ``layout`` lacks."""
-    if schema == layout.root and not _needs_marks(schema):
-        return Placement(range(layout.size), array("d", [PRESENT]) * layout.size, True, False)
-    slots, codes = array("q"), array("d", [0.0]) * layout.size
+def place(structure: Structure, layout: Layout) -> Placement:
+    """Place the leaves of ``structure`` in ``layout``."""
+    has_none = any(op == NONE.name for _, op in structure.leaves)
+    is_complete = len(structure) == layout.size and len(structure.tags) == len(layout.tags) and not has_none
     try:
-        _place(schema, layout.root, 0, slots, codes, layout)
-    except _Stale:
-        return Placement((), array("d"), False, True)
-    return Placement(slots, codes, False, False)
-
-
-class _Stale(Exception):
-    pass
-
-
-def _needs_marks(node: Node) -> bool:
-    """Whether the tree has a slot that a plain value does not fill."""
-    if isinstance(node, Leaf):
-        return node.op == "none" or len(node.dtypes) > 1
-    if marker_count(node):
-        return True
-    return any(map(_needs_marks, distinct_leaves(node) or node.children))
-
-
-def _place(mine: Node, agreed: Node, slot: int, slots: array[int], codes: array[float], layout: Layout) -> None:
-    if isinstance(mine, Leaf):
-        _place_leaf(mine, agreed, slot, slots, codes)
-        return
-    if not mine.keys and agreed != NONE_LEAF and shape_of(mine) != shape_of(agreed):
-        return  # an empty root holds no path, so it contradicts nothing
-    kind = DICT if mine.kinds[0] in layout.unbuildable else mine.kinds[0]
-    if isinstance(agreed, Leaf) or kind not in agreed.kinds:
-        raise _Stale
-    if len(agreed.kinds) > 1:
-        codes[slot + agreed.nullable + agreed.kinds.index(kind)] = PRESENT
-    if agreed is layout.root and layout.slot_of is not None:
-        _place_flat(mine, agreed, layout.slot_of, slots, codes, layout)
-        return
-    starts = _children_at(agreed, slot + marker_count(agreed))
-    for key, child in zip(mine.keys, mine.children, strict=True):
-        found = starts.get(key)
-        if found is None:
-            raise _Stale
-        _place(child, found[0], found[1], slots, codes, layout)
-
-
-def _place_flat(
-    mine: Container,
-    agreed: Container,
-    slot_of: dict[Step, int],
-    slots: array[int],
-    codes: array[float],
-    layout: Layout,
-) -> None:
-    first = marker_count(agreed)
-    for key, child in zip(mine.keys, mine.children, strict=True):
-        slot = slot_of.get(key)
-        if slot is None:
-            raise _Stale
-        _place(child, agreed.children[slot - first], slot, slots, codes, layout)
-
-
-def _place_leaf(mine: Leaf, agreed: Node, slot: int, slots: array[int], codes: array[float]) -> None:
-    if mine.op == "none":
-        if isinstance(agreed, Container) and not agreed.nullable:
-            raise _Stale
-        codes[slot] = NONE
-    else:
-        if isinstance(agreed, Container) or agreed.op != mine.op or not set(mine.dtypes) <= set(agreed.dtypes):
-            raise _Stale
-        codes[slot] = PRESENT
-        if len(agreed.dtypes) > 1 and mine.dtypes:
-            codes[slot + 1 + agreed.dtypes.index(mine.dtypes[0])] = PRESENT
-    slots.append(slot)
-
-
-def _children_at(node: Container, slot: int) -> dict[Step, tuple[Node, int]]:
-    if is_flat(node):
-        return dict(zip(node.keys, zip(node.children, range(slot, slot + len(node.keys)), strict=True), strict=True))
-    starts: dict[Step, tuple[Node, int]] = {}
-    for key, child in zip(node.keys, node.children, strict=True):
-        starts[key] = (child, slot)
-        slot += slot_count(child)
-    return starts
+        slots = array("q", map(layout.slot_of.__getitem__, structure.leaves))
+        tags = [layout.code_of_tag[tag] for tag in structure.tags]
+    except KeyError:
+        return Placement((), array("d"), False, is_stale=True)
+    codes = array("d", bytes(8 * layout.codes))
+    for slot, (_, op) in zip(slots, structure.leaves, strict=True):
+        codes[slot] = IS_NONE if op == NONE.name else PRESENT
+    for index in tags:
+        codes[index] = PRESENT
+    in_order = range(layout.size)
+    return Placement(in_order if list(slots) == list(in_order) else slots, codes, is_complete)
 
 
 # -- 3. select --------------------------------------------------------------------------------------------------------
 
+Builder = Callable[[Iterator[Any]], Any]
+"""Takes as many values as a result has leaves, in order, and nests them."""
+
+
+class _Container(NamedTuple):
+    kind: str
+    children: dict[Step, Any]  # a _Container, or the slot of a leaf
+
 
 @dataclass(frozen=True, eq=False)
 class Selection:
-    """The shape of one result: which slots it shows, and what the codes lane says of each.
+    """The shape of one result: which leaves it shows, in the order of its values, and how many ranks hold each.
 
-    ``slots`` are the value slots of the result's leaves, in order. ``present`` and ``nonfinite`` count ranks per leaf;
-    None stands for "every rank" and "no rank". ``nones`` are positions of leaves that every holder held as None.
+    Attributes:
+        layout: what the slots are slots of.
+        slots: the slot of each leaf.
+        present: how many ranks hold a value of each leaf; None means every rank.
+        nonfinite: how many ranks hold a NaN or an infinity; None means no rank.
+        root: the leaf or the containers.
+        dtypes: path -> dtypes that ranks hold of that leaf; of all leaves under ().
     """
 
-    schema: Node
+    layout: Layout
     slots: Sequence[int]
     present: Sequence[int] | None
     nonfinite: Sequence[int] | None
-    nones: tuple[int, ...]
+    root: Any
+    dtypes: dict[Path, tuple[str, ...]]
 
     @cached_property
-    def position_of(self) -> dict[int, int]:
-        """Slot -> its place among the result's leaves."""
-        return {slot: position for position, slot in enumerate(self.slots)}
+    def build(self) -> Builder:
+        """Nest values; worked out once, for it runs on every step."""
+        return _builder(self.root)
 
     @cached_property
-    def by_dtypes(self) -> dict[tuple[str, ...], Sequence[int]]:
-        """The dtypes that ranks hold of a leaf -> the leaves of which that is so; without the `nones`."""
-        places: dict[tuple[str, ...], array[int]] = {}
-        nones = set(self.nones)
-        for place, found in enumerate(leaf_nodes(self.schema)):
-            if place not in nones:
-                places.setdefault(found.dtypes, array("q")).append(place)
-        return dict(places)
+    def ops(self) -> list[str]:
+        return [self.layout.leaves[slot][1] for slot in self.slots]
+
+    @cached_property
+    def special(self) -> list[tuple[int, int, str]]:
+        """(index, slot, op) of every leaf that is not a mean."""
+        special = self.layout.special
+        return [(index, slot, special[slot]) for index, slot in enumerate(self.slots) if slot in special]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in vars(self).items() if key != "build"}  # made of closures
 
 
 def select(layout: Layout, codes: Sequence[float] | None) -> Selection:
-    """The paths that some rank held, from the summed ``codes`` lane; None where every rank held every path."""
+    """Return the leaves that some rank held, from the summed ``codes``; None where every rank held every leaf."""
+    held = [slot for slot in range(layout.size) if codes is None or codes[slot]]
+    tags: dict[Path, list[str]] = {}
+    for tag, index in layout.code_of_tag.items():
+        if codes is None or codes[index]:
+            tags.setdefault(tag[0], []).append(tag[1])
+    kinds = {path: _common_kind(held_tags) for path, held_tags in tags.items()}
+    dtypes = {path: tuple(tag for tag in held_tags if tag in DTYPE_TAGS) for path, held_tags in tags.items()}
+    root = _nest(layout, _without_hidden_nones(layout, held), kinds)
+    slots = list(_slots_below(root))
     if codes is None:
-        return Selection(layout.root, range(layout.size), None, None, ())
-    schema, slots = prune(layout.root, bytes(map(bool, codes)))
+        return Selection(layout, range(layout.size) if slots == held else slots, None, None, root, dtypes)
     counts = [int(codes[slot]) for slot in slots]
     nonfinite = [count // NONFINITE & _COUNT for count in counts]
-    return Selection(
-        schema=schema,
-        slots=slots,
-        present=[count & _COUNT for count in counts],
-        nonfinite=nonfinite if any(nonfinite) else None,
-        nones=tuple(i for i, count in enumerate(counts) if count % NONE == 0),
+    present = [count & _COUNT for count in counts]
+    return Selection(layout, slots, present, nonfinite if any(nonfinite) else None, root, dtypes)
+
+
+def _common_kind(tags: Iterable[str]) -> str | None:
+    kinds = [tag for tag in tags if tag in CONTAINERS]
+    return None if not kinds else kinds[0] if len(kinds) == 1 else LIST
+
+
+def _without_hidden_nones(layout: Layout, held: list[int]) -> list[int]:
+    """Leave out each None where another rank holds a value or a container."""
+    nones = {slot: layout.leaves[slot][0] for slot in held if layout.special.get(slot) == NONE.name}
+    if not nones:
+        return held
+    filled = set[Path]()  # paths of values, of None below them, and of the containers around both
+    for slot in held:
+        path, op = layout.leaves[slot]
+        filled.update(path[:length] for length in range(len(path) + (op != NONE.name)))
+    return [slot for slot in held if slot not in nones or nones[slot] not in filled]
+
+
+def _nest(layout: Layout, slots: list[int], kinds: dict[Path, str | None]) -> Any:
+    """Return the slot of a leaf at the root, or containers of slots."""
+    if slots and not layout.leaves[slots[0]][0]:
+        return slots[0]
+    containers: dict[Path, _Container] = {(): _Container(kinds.get(()) or DICT, {})}
+
+    def container(path: Path) -> _Container:
+        known = containers.get(path)
+        if known is None:
+            known = containers[path] = _Container(kinds.get(path) or DICT, {})
+            container(path[:-1]).children[path[-1]] = known
+        return known
+
+    for slot in slots:
+        path = layout.leaves[slot][0]
+        container(path[:-1]).children[path[-1]] = slot
+    return containers[()]
+
+
+def _ordered(node: _Container) -> Iterable[tuple[Step, Any]]:
+    items = node.children.items()
+    return items if node.kind == DICT else sorted(items, key=lambda item: item[0])
+
+
+def _slots_below(node: Any) -> Iterator[int]:
+    if isinstance(node, int):
+        yield node
+        return
+    for _, child in _ordered(node):
+        yield from _slots_below(child)
+
+
+def _builder(node: Any) -> Builder:
+    if isinstance(node, int):
+        return next
+    keys, children = [key for key, _ in _ordered(node)], [child for _, child in _ordered(node)]
+    is_flat = all(isinstance(child, int) for child in children)
+    if node.kind == DICT and is_flat:
+        return _flat_dict_builder(keys)
+    builders = [_builder(child) for child in children]
+
+    def build(values: Iterator[Any]) -> Any:
+        held = list(islice(values, len(keys))) if is_flat else [below(values) for below in builders]
+        if node.kind == DICT:
+            return dict(zip(keys, held, strict=True))
+        filled = _filled(keys, held)
+        return filled if node.kind == LIST else tuple(filled)
+
+    return build
+
+
+def _flat_dict_builder(keys: Sequence[Step]) -> Builder:
+    """Return what copies a dict with these keys: a quarter faster than making one from pairs."""
+    template = dict.fromkeys(keys)
+
+    def build(values: Iterator[Any]) -> dict[Step, Any]:
+        made = template.copy()
+        made.update(zip(keys, values))  # noqa: B905  # values of other containers may follow
+        return made
+
+    return build
+
+
+def _filled(positions: Sequence[Step], values: list[Any]) -> list[Any]:
+    """Return ``values`` at their positions; one that no rank filled (an empty dict in a list, say) is None."""
+    if not positions or positions[-1] == len(positions) - 1:
+        return values
+    filled: list[Any] = [None] * (int(positions[-1]) + 1)
+    for position, value in zip(positions, values, strict=True):
+        filled[int(position)] = value
+    return filled
+
+
+# -- 4. agree ---------------------------------------------------------------------------------------------------------
+
+Held = Sequence[tuple[Structure, tuple[int, ...]]]
+"""Each distinct structure with the global ranks that hold it, in the order of the ranks."""
+
+_MAPPING, _SEQUENCE = "mapping", "sequence"
+
+
+def agree(held: Held, base: Layout, group_name: str) -> Layout:
+    """Return the layout of all leaves of this call, beside those of ``base``. Raises `SchemaConflict`.
+
+    What this call contradicts is dropped from ``base``; all of it, where it is much more than the ranks hold.
+    """
+    sorts: dict[Path, str] = {}
+    conflicts: list[Path] = []
+    for structure, _ in held:
+        conflicts += merge_sorts(sorts, structure)
+    if conflicts:
+        raise _conflict_error(list(dict.fromkeys(conflicts)), held, group_name)
+    leaves = dict.fromkeys(key for structure, _ in held for key in structure.leaves)
+    tags = dict.fromkeys(tag for structure, _ in held for tag in structure.tags)
+    if base.codes > max(_KEPT_UNUSED, 2 * (len(leaves) + len(tags))):
+        return Layout(tuple(leaves), tuple(tags))
+    base_sorts = sorts_of(base)
+    kept = [key for key in base.leaves if not _is_contradicted(key[0], sorts, base_sorts)]
+    kept_tags = [tag for tag in base.tags if not _is_contradicted(tag[0], sorts, base_sorts)]
+    return Layout(tuple(dict.fromkeys([*kept, *leaves])), tuple(dict.fromkeys([*kept_tags, *tags])))
+
+
+def sorts_of(holder: Structure | Layout) -> dict[Path, str]:
+    """Return what each path is: an op, a mapping or a sequence; paths that are None are left out."""
+    sorts = {path: op for path, op in holder.leaves if op != NONE.name}
+    for path, tag in holder.tags:
+        if tag in CONTAINERS:
+            sorts[path] = _MAPPING if tag == DICT else _SEQUENCE
+    return sorts
+
+
+def merge_sorts(sorts: dict[Path, str], structure: Structure) -> list[Path]:
+    """Add what each path of ``structure`` is to ``sorts``; return the paths that differ there."""
+    return [path for path, sort in sorts_of(structure).items() if sorts.setdefault(path, sort) != sort]
+
+
+def _is_contradicted(path: Path, sorts: dict[Path, str], base_sorts: dict[Path, str]) -> bool:
+    """Return whether this call holds something different at ``path`` of the base, or above it."""
+    for length in range(len(path) + 1):
+        above = path[:length]
+        if above in base_sorts and sorts.get(above, base_sorts[above]) != base_sorts[above]:
+            return True
+    return False
+
+
+def _conflict_error(conflicts: list[Path], held: Held, group_name: str) -> SchemaConflict:
+    shown = [path for path in conflicts if not any(path[:length] in conflicts for length in range(len(path)))]
+    lines: list[str] = []
+    involved: set[int] = set()
+    for number, path in enumerate(shown):
+        ranks_of: dict[str, list[int]] = {}
+        for structure, ranks in held:
+            what = describe(structure, path)
+            if what is not None:
+                ranks_of.setdefault(what, []).extend(ranks)
+        involved.update(rank for ranks in ranks_of.values() for rank in ranks)
+        if number < _SHOWN_CONFLICTS:
+            what = f"different things under {format_path(path)!r}" if path else "different stats"
+            lines.append(f"ranks of {group_name} hold {what}:")
+            lines += [f"  {ranks_text(ranks)}: {what}" for what, ranks in ranks_of.items()]
+    if len(shown) > _SHOWN_CONFLICTS:
+        lines.append(f"and {len(shown) - _SHOWN_CONFLICTS} more paths")
+    lines.append(
+        "Give each path one structure and one reduce op on all ranks, or use different keys. Nothing was reduced."
     )
+    return SchemaConflict("\n".join(lines), ranks=involved, path=format_path(shown[0]) or None, group=group_name)
 
 
-def prune(root: Node, held: bytes) -> tuple[Node, array[int]]:
-    """The tree without the slots where ``held`` is 0, and the value slots that remain, in order."""
-    slots = array("q")
-    node = _prune(root, 0, held, slots)
-    if node is not None:
-        return node, slots
-    return (EMPTY if isinstance(root, Leaf) else Container(_held_kinds(root, 0, held), (), ())), slots
-
-
-def _prune(node: Node, slot: int, held: bytes, slots: array[int]) -> Node | None:
-    if isinstance(node, Leaf):
-        if not held[slot]:
-            return None
-        slots.append(slot)
-        return leaf(node.op, _narrowed(node.dtypes, held[slot + 1 :])) if len(node.dtypes) > 1 else node
-    none_here = node.nullable and bool(held[slot])
-    none_slot, kinds = slot, _held_kinds(node, slot, held)
-    slot += marker_count(node)
-    if is_flat(node):
-        mask = held[slot : slot + len(node.keys)]
-        slots.extend(compress(range(slot, slot + len(node.keys)), mask))
-        keys, children = tuple(compress(node.keys, mask)), tuple(compress(node.children, mask))
-    else:
-        keys, children = _prune_children(node, slot, held, slots)
-    if keys:
-        return Container(kinds, keys, children, none_here)
-    if none_here:
-        slots.append(none_slot)
-        return NONE_LEAF
-    return None
-
-
-def _prune_children(
-    node: Container, slot: int, held: bytes, slots: array[int]
-) -> tuple[tuple[Step, ...], tuple[Node, ...]]:
-    kept: dict[Step, Node] = {}
-    for key, child in zip(node.keys, node.children, strict=True):
-        size = slot_count(child)
-        if any(held[slot : slot + size]):
-            remaining = _prune(child, slot, held, slots)
-            if remaining is not None:
-                kept[key] = remaining
-        slot += size
-    return tuple(kept), tuple(kept.values())
-
-
-def _held_kinds(node: Container, slot: int, held: bytes) -> tuple[str, ...]:
-    return _narrowed(node.kinds, held[slot + node.nullable :]) if len(node.kinds) > 1 else node.kinds
-
-
-def _narrowed(tags: tuple[str, ...], held: bytes) -> tuple[str, ...]:
-    return tuple(compress(tags, held)) or tags
-
-
-def result_kinds(root: Node) -> set[str]:
-    """Every kind that a result of this layout may have to construct."""
-    if isinstance(root, Leaf):
-        return set()
-    kinds = {*root.kinds, common_kind(root.kinds)}
-    if not is_flat(root):
-        kinds.update(*map(result_kinds, root.children))
-    return kinds
+def describe(structure: Structure, path: Path) -> str | None:
+    """Say what a rank holds at ``path``, in the words of an error message; None where it holds nothing."""
+    ops = [op for key, op in structure.leaves if key == path]
+    if ops:
+        return "None" if ops[0] == NONE.name else f"a leaf ({ops[0]})"
+    kind = next((tag for key, tag in structure.tags if key == path and tag in CONTAINERS), None)
+    if kind is None:
+        return None
+    keys = list(dict.fromkeys(key[len(path)] for key, _ in structure.leaves if key[: len(path)] == path))
+    shown = ", ".join(repr(key) for key in keys[:4])
+    return f"a {kind} with {len(keys)} entries ({shown}{', ...' if len(keys) > 4 else ''})"

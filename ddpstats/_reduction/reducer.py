@@ -23,12 +23,10 @@ from ddpstats._base.config import check_choice, check_flag
 from ddpstats._base.lazy import breaks_graph
 from ddpstats._ranks.agreement import Agreement, Call, Counters
 from ddpstats._ranks.calls import Channel, channel_of
-from ddpstats._ranks.comm import patience_sec
 from ddpstats._ranks.store import rest
-from ddpstats._reduction.rank_values import RankValues
-from ddpstats._reduction.reduction import Reduction
-from ddpstats._reduction.result import Entry, Reduced
-from ddpstats._reduction.values import Given, Prepared
+from ddpstats._reduction.read import Given, Prepared
+from ddpstats._reduction.reduce import Reduction
+from ddpstats._reduction.result import Entry, RankValues, Reduced
 from ddpstats.errors import ConfigError, DdpstatsError
 
 __all__ = [
@@ -50,12 +48,12 @@ _KEPT_REDUCERS = 256
 
 @dataclass(frozen=True)
 class ReductionCounters:
-    """What a reducer has done so far.
+    """Counts of what a reducer has done so far.
 
     Attributes:
         calls: reductions asked for.
-        collectives: collectives issued for them: one per call in steady state; two where the layout holds Min or Max,
-            or some rank has a new path.
+        collectives: collectives issued for them: one per call in steady state; one more where some rank holds Min or
+            Max; at most three more where some rank has a new path.
         renegotiations: how often the ranks exchanged what they hold: once per new path, not per call.
         payload_bytes: bytes of the buffers that this rank passed to those collectives.
     """
@@ -106,15 +104,14 @@ class StatsReducer:
     Args:
         group: a process group, or None for the default one. Without torch.distributed, or alone: local arithmetic.
         name: names the call site ("train", "valid"). Each name has its own layout, and two ranks that pair different
-            names get `ProtocolMismatch`. Calls without a name are not told apart: a rank with one call more than the
-            others is then noticed only when it waits alone.
+            names get `ProtocolMismatch`. Calls without a name cannot be distinguished: a rank with one call more
+            than the others is then noticed only when it waits alone.
         nonfinite: ``"propagate"``: a NaN stays a NaN in its path. ``"skip"``: that rank's entry counts as absent for
             that path. ``"raise"``: `NonFiniteStat` on every rank. Must be the same on every rank.
         timeout_sec: limit of one call in seconds, the meeting of all ranks included; default DDPSTATS_TIMEOUT_SEC, else
             300.
-        per_rank: also `Reduced.by_rank`: which rank held what. One collective more (none for Min and Max then), in
-            which each rank gets 8 bytes of every rank for each path of the layout, at most 256 MB in all. Must be the
-            same on every rank.
+        per_rank: also `Reduced.by_rank`: which rank held what. One collective more, in which each rank gets 9 bytes of
+            every rank for each path of the layout, at most 256 MB in all. Must be the same on every rank.
 
     Raises:
         ConfigError: an argument that cannot work; on this rank, before anything is sent.
@@ -138,7 +135,7 @@ class StatsReducer:
             raise ConfigError(f"name={name!r} must be a str or None")
         self._find_group = _GroupReference(group)
         self._timeout_sec = config.timeout_sec(timeout_sec)
-        self._call = Call("reduce_stats", name, nonfinite, patience_sec(self._timeout_sec), per_rank)
+        self._call = Call("reduce_stats", name, nonfinite, per_rank)
         self._counters = Counters()
         self._closed = False
         self._worker_of: weakref.ref[Channel] | None = None
@@ -149,11 +146,14 @@ class StatsReducer:
         """Reduce ``stats`` over all ranks. Collective: every rank of the group must call, in the same order of calls.
 
         Args:
-            stats: dicts, lists, tuples, namedtuples and dataclass instances, nested as you like; keys are str or int.
+            stats: dicts, lists and tuples, nested as you like; mappings, namedtuples and dataclass instances are read
+                as dicts; keys are str or int.
                 Leaves: Python and numpy scalars, tensors of one element (any real dtype, any device), None, the markers
                 `Mean`, `Sum`, `Min`, `Max`, `Any`, `All`; with a 1-d weight also 1-d tensors of its length. Ranks may
                 hold different keys, orders and list lengths.
-            weight: this rank's weight of the bare leaves, usually its batch size: a number >= 0, or a 1-d tensor.
+                A finite value is at most 1e200 in size.
+            weight: this rank's weight of the bare leaves, usually its batch size: a number, or a 1-d tensor; each 0 or
+                between 1e-100 and 1e100.
 
         Returns:
             `Reduced`: the union of the paths that some rank held in this call, the same on every rank. Each mean is
@@ -225,12 +225,12 @@ class StatsReducer:
 
     @property
     def counters(self) -> ReductionCounters:
-        """What this reducer has done so far; a frozen copy."""
+        """The counts of this reducer so far; a frozen copy."""
         now = self._counters
         return ReductionCounters(now.calls, now.collectives, now.renegotiations, now.payload_bytes)
 
     def _serves(self, group: Any) -> bool:
-        """Whether this is a reducer of that very group. Local."""
+        """Return whether this is a reducer of that very group. Local."""
         try:
             return self._find_group() is group
         except ConfigError:
@@ -260,7 +260,7 @@ class StatsReducer:
     def _usable_channel(self) -> Channel:
         if self._closed:
             raise ConfigError("this StatsReducer is closed")
-        # Looked up every time: groups may be destroyed and made anew, and nothing here may keep one alive.
+        # Looked up every time: groups may be destroyed and made again, and nothing here may keep one alive.
         return channel_of(self._find_group())
 
 

@@ -1,22 +1,20 @@
-"""The result of one reduction, or the error about its numbers, which every rank raises alike."""
+"""The result of one reduction, and what each rank held under a path."""
 
 from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable, Iterator, MutableSequence, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import repeat
+from statistics import median, pstdev
 from typing import Any, NamedTuple
 
 from ddpstats._base.text import ranks_text
-from ddpstats._reduction.columns import Columns
 from ddpstats._reduction.layout import Layout, Selection
-from ddpstats._reduction.nesting import Builder, builder
-from ddpstats._reduction.rank_values import RankValues
-from ddpstats._reduction.schema import leaf_nodes
-from ddpstats.errors import InvalidStats, NonFiniteStat
+from ddpstats._reduction.ops import OPS
+from ddpstats.errors import ConfigError, NonFiniteStat
 
 _SHOWN_PATHS = 10
 
@@ -39,13 +37,94 @@ class Entry(NamedTuple):
     op: str
 
 
+@dataclass(frozen=True)
+class RankValues:
+    """The value that each rank held under one path, before it was reduced. The same on every rank, to the bit.
+
+    Infinities and NaN are left out of `median` and `std`; NaN is neither smallest nor largest.
+
+    Attributes:
+        values: one per rank, in the order of the group: what the reduction of that rank alone would give, so the very
+            value that it passed, as a float64 (bool for Any and All); of a 1-d leaf its weighted mean, or what its
+            marker makes of it. None where the rank takes no part in the path's value: it lacks the path, holds None or
+            weight 0 there, or ``nonfinite="skip"`` left it out.
+        ranks: the global ranks, in the same order.
+    """
+
+    values: tuple[float | bool | None, ...]
+    ranks: tuple[int, ...]
+
+    @property
+    def min_rank(self) -> int | None:
+        """The global rank with the smallest value, the first of several; None where no rank has one."""
+        return min(self._ordered, key=lambda pair: pair[1], default=(None, 0.0))[0]
+
+    @property
+    def max_rank(self) -> int | None:
+        """The global rank with the largest value, the first of several; None where no rank has one."""
+        return max(self._ordered, key=lambda pair: pair[1], default=(None, 0.0))[0]
+
+    @cached_property
+    def median(self) -> float:
+        """The median of the finite values; of an even number the middle of the inner two. NaN if no rank has one."""
+        return float(median(self._finite)) if self._finite else math.nan
+
+    @cached_property
+    def std(self) -> float:
+        """The population standard deviation of the finite values: 0.0 where all are equal, NaN if no rank has one."""
+        return pstdev(self._finite) if self._finite else math.nan
+
+    def worst(self, k: int = 1) -> tuple[tuple[int, float | bool], ...]:
+        """The ``k`` ranks farthest from the median, as (global rank, value): the farthest first, equals in rank order.
+
+        NaN and infinities are farther than all other values. Fewer than ``k`` where fewer ranks have a value.
+        Raises ConfigError where ``k`` is negative.
+        """
+        if k < 0:
+            raise ConfigError(f"k={k!r} must be a number of ranks, 0 or more")
+        return tuple(sorted(self._held, key=lambda pair: -self._distance(pair[1]))[:k])
+
+    @property
+    def _held(self) -> list[tuple[int, float | bool]]:
+        return [(rank, value) for rank, value in zip(self.ranks, self.values, strict=True) if value is not None]
+
+    @property
+    def _ordered(self) -> list[tuple[int, float | bool]]:
+        return [(rank, value) for rank, value in self._held if value == value]
+
+    @cached_property
+    def _finite(self) -> list[float]:
+        return [float(value) for value in self.values if value is not None and math.isfinite(value)]
+
+    def _distance(self, value: float) -> float:
+        return abs(value - self.median) if math.isfinite(value) else math.inf
+
+
+@dataclass(frozen=True)
+class Columns:
+    """All ranks' values, slot by slot: what ``per_rank=True`` adds; ``ranks`` are global ranks."""
+
+    ranks: Sequence[int]
+    values: Sequence[array[float]]
+    is_held: Sequence[bytes]
+
+    def row(self, slot: int, op: str) -> RankValues:
+        """Return every rank's value in one slot; None where it has none."""
+        held = [values[slot] if has[slot] else None for values, has in zip(self.values, self.is_held, strict=True)]
+        row = [bool(value) if value is not None and OPS[op].is_flag else value for value in held]
+        return RankValues(tuple(row), tuple(map(int, self.ranks)))
+
+
 @dataclass(frozen=True, eq=False)
 class Reduced:
-    """What `reduce_stats` returns: the union of the paths of this call, the same on every rank, to the bit.
+    """The result of `reduce_stats`: the union of the paths of this call, the same on every rank, to the bit.
+
+    Results hold dicts, lists and tuples only: a list or a tuple where every rank that has the container agrees,
+    otherwise a list; a dict for any mapping, namedtuple or dataclass.
 
     Attributes:
         values: nested like the stats; Python floats, bool for Any and All, None for a path that is None wherever it is.
-        weights: the same structure; the weight each value stands for. 0 where the value is None or has none.
+        weights: the same structure; the weight of each value. 0 where the value is None or has none.
         present_ranks: the same structure; how many ranks held a value.
         nonfinite_ranks: the same structure; how many ranks held a NaN or an infinity.
         by_rank: the same structure; a `RankValues` per path. None where the call did not ask for it (``per_rank``).
@@ -53,44 +132,36 @@ class Reduced:
     """
 
     total_weight: float
-    _layout: Layout
     _selection: Selection
     _flat: Sequence[float | bool | None]
     _weights: array[float] | None
     _world_size: int
-    _build: Builder
     _columns: Columns | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in vars(self).items() if key != "_build"}  # made of closures
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _build=builder(state["_selection"].schema))
 
     def __repr__(self) -> str:
         return f"Reduced(values={self.values!r}, total_weight={self.total_weight!r})"
 
     @cached_property
     def values(self) -> Any:
-        return self._build(iter(self._flat))
+        return self._selection.build(iter(self._flat))
 
     @cached_property
     def weights(self) -> Any:
-        return self._build(repeat(self.total_weight) if self._weights is None else iter(self._weights))
+        return self._selection.build(repeat(self.total_weight) if self._weights is None else iter(self._weights))
 
     @cached_property
     def present_ranks(self) -> Any:
         present = self._selection.present
-        return self._build(repeat(self._world_size) if present is None else iter(present))
+        return self._selection.build(repeat(self._world_size) if present is None else iter(present))
 
     @cached_property
     def nonfinite_ranks(self) -> Any:
         nonfinite = self._selection.nonfinite
-        return self._build(repeat(0) if nonfinite is None else iter(nonfinite))
+        return self._selection.build(repeat(0) if nonfinite is None else iter(nonfinite))
 
     @cached_property
     def by_rank(self) -> Any:
-        return None if self._columns is None else self._build(iter(self._rank_values(self._columns)))
+        return None if self._columns is None else self._selection.build(self._rows(self._columns))
 
     def flat(self) -> dict[str, float]:
         """Name to value for loggers: ``loss``, ``a/b``, ``l1_loss[0]``. Flags are 1.0 or 0.0, None is left out."""
@@ -98,7 +169,7 @@ class Reduced:
 
     def flat_by_rank(self) -> dict[str, RankValues]:
         """`by_rank` by the names of `flat`, with those of None; empty where the call did not ask for it."""
-        return {} if self._columns is None else dict(zip(self._names(), self._rank_values(self._columns), strict=True))
+        return {} if self._columns is None else dict(zip(self._names(), self._rows(self._columns), strict=True))
 
     def entries(self) -> Iterator[tuple[str, Entry]]:
         """Every path, spelled as in `flat`, with all that is known of it; in the order of the values."""
@@ -106,125 +177,21 @@ class Reduced:
         weights = [self.total_weight] * count if self._weights is None else self._weights
         present = [self._world_size] * count if selection.present is None else selection.present
         nonfinite = [0] * count if selection.nonfinite is None else selection.nonfinite
-        ops = [found.op for found in leaf_nodes(selection.schema)]
-        rows = map(Entry, self._flat, weights, present, nonfinite, ops)
+        rows = map(Entry, self._flat, weights, present, nonfinite, selection.ops)
         return iter(list(zip(self._names(), rows, strict=True)))
 
-    def _rank_values(self, columns: Columns) -> list[RankValues]:
-        found: list[RankValues] = []
-        for slot, leaf in zip(self._selection.slots, leaf_nodes(self._selection.schema), strict=True):
-            values = columns.row(slot)
-            flags = [None if value is None else bool(value) for value in values] if leaf.op in ("any", "all") else None
-            found.append(RankValues(tuple(values if flags is None else flags), columns.ranks))
-        return found
+    def _rows(self, columns: Columns) -> Iterator[RankValues]:
+        return map(columns.row, self._selection.slots, self._selection.ops)
 
     def _names(self) -> list[str]:
-        names = self._layout.names
+        names = self._selection.layout.names
         return [names[slot] for slot in self._selection.slots]
-
-
-def overflown(selection: Selection, means: Sequence[float], weights: float | array[float], skip: bool) -> list[int]:
-    """Which leaves' ``means`` are not finite although every value in them is: a sum was too large for a float64.
-
-    ``skip``: values that are not finite were left out.
-    """
-    nonfinite = None if skip else selection.nonfinite
-    return [
-        position
-        for position, mean in enumerate(means)
-        if not math.isfinite(mean)
-        and (weights if isinstance(weights, float) else weights[position])
-        and not (nonfinite and nonfinite[position])
-    ]
-
-
-def finish(
-    layout: Layout,
-    selection: Selection,
-    means: array[float],
-    sums: array[float],
-    weights: float | array[float],
-    extremes: dict[int, float],
-) -> MutableSequence[Any]:
-    """The values of a result from what was summed; ``means`` are those of leaves that are means.
-
-    All are per leaf of the selection; ``extremes`` is slot -> minimum or maximum.
-    """
-    if not layout.specials and not selection.nones:
-        return means
-    values: list[float | bool | None] = list(means)
-    if layout.specials:
-        _apply_ops(layout, selection, values, sums, weights, extremes)
-    for position in selection.nones:
-        values[position] = None
-    return values
-
-
-def _apply_ops(
-    layout: Layout,
-    selection: Selection,
-    values: list[float | bool | None],
-    sums: Sequence[float],
-    weights: float | array[float],
-    extremes: dict[int, float],
-) -> None:
-    for slot, op in layout.specials:
-        position = selection.position_of.get(slot)
-        if position is None:
-            continue
-        total, weight = sums[position], weights if isinstance(weights, float) else weights[position]
-        if weight == 0:  # every rank that holds it was left out as non-finite, or holds None
-            values[position] = math.nan
-        elif op == "sum":
-            values[position] = total
-        elif op in ("any", "all"):
-            values[position] = total > 0 if op == "any" else total == weight
-        elif op in ("min", "max"):
-            # The sum is NaN exactly where some rank's value is: a backend's own answer depends on the order of ranks.
-            values[position] = math.nan if math.isnan(total) else extremes[slot]
-
-
-# -- errors -----------------------------------------------------------------------------------------------------------
-
-
-def overflow_error(path: str, ranks: Sequence[int], group_name: str) -> InvalidStats:
-    """``path``: the first whose sum over ranks no float64 can hold."""
-    return InvalidStats(
-        f"the sum over ranks of {path!r}, values times weights, is too large for a float64 on {group_name}.\n"
-        "Use weights closer to 1, or reduce fewer paths at once: then it is computed exactly.",
-        ranks=ranks,
-        path=path,
-        group=group_name,
-    )
-
-
-def heavy_error(
-    layout: Layout,
-    selection: Selection,
-    total: float,
-    weights: array[float] | None,
-    ranks: Sequence[int],
-    group_name: str,
-) -> InvalidStats:
-    """Every rank's weight is finite, and their sum is not: nothing can be divided by it."""
-    path = None
-    if math.isfinite(total) and weights is not None:
-        position = next(position for position, weight in enumerate(weights) if not math.isfinite(weight))
-        path = layout.names[selection.slots[position]]
-    where = f" of {path!r}" if path is not None else ""
-    return InvalidStats(
-        f"the weights{where} add up to more than a float64 can hold, over the ranks of {group_name}.\n"
-        "Divide them all by one number. Nothing was reduced; the reducer goes on working.",
-        ranks=ranks,
-        path=path,
-        group=group_name,
-    )
 
 
 def nonfinite_error(
     layout: Layout, held: Iterable[tuple[Sequence[int], Sequence[int]]], group_name: str
 ) -> NonFiniteStat:
-    """``held``: slots that are not finite, and on which ranks."""
+    """Return the error for slots that are not finite; ``held``: such slots, and on which ranks."""
     ranks_of: dict[int, list[int]] = {}
     for bad_slots, ranks in held:
         for slot in bad_slots:

@@ -111,7 +111,7 @@ class StepWatch:
 
     def _gathered(self, tree: Callable[[], Any], what: str) -> dict[int, Any]:
         """Every rank's tree, by global rank. Collective."""
-        found = gather_trees(tree, name=f"{self._method}: {what}", group=self._group, dedicated_buffer=True)
+        found = gather_trees(tree, name=f"{self._method}: {what}", group=self._group)
         return dict(zip(self._ranks, found, strict=True))
 
     def _agree_on(self, settings: Mapping[str, Any], advice: str, **besides: Any) -> dict[int, Any]:

@@ -57,7 +57,7 @@ class StepQuestion:
         comparing = self._comparing
         mine: Told = {} if comparing is None else comparing.told()
         tree = {"error": str(self._known or ""), "silent": self._standing.silent, "groups": mine}
-        told = gather_trees(tree, name="collective_guard.step: what each rank did", group=group, dedicated_buffer=True)
+        told = gather_trees(tree, name="collective_guard.step: what each rank did", group=group)
         if self._known is not None:
             raise self._known
         errors = [one["error"] for one in told if one["error"]]

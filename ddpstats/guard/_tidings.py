@@ -12,7 +12,6 @@ from typing import Any
 from ddpstats._base import marks
 from ddpstats._base.marks import Mark
 from ddpstats._base.text import ranks_text, shorten
-from ddpstats._reduction import held_keys
 
 _SHOWN_KEYS = 5
 _MOST_NAMES, _MOST_KINDS = 8, 4  # of reductions, of alarms: those that were told of last
@@ -33,11 +32,11 @@ class Tidings:
 
     def subscribe(self) -> None:
         marks.finding_listeners.append(self._found)
-        held_keys.listeners.append(self)
+        marks.key_listeners.append(self)
 
     def close(self) -> None:
         marks.finding_listeners.remove(self._found)
-        held_keys.listeners.remove(self)
+        marks.key_listeners.remove(self)
 
     def renegotiated(self, name: str | None, new_keys: Sequence[str]) -> None:
         """The ranks have exchanged what they hold in a reduction of that name."""

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddpstats import recursive_op
-from ddpstats._reduction.markers import Max, Sum
+from ddpstats._reduction.ops import Max, Sum
 from ddpstats._reduction.reducer import NonFinitePolicy, reduce_stats
 from ddpstats.errors import SchemaConflict
 from ddpstats.integrations._pretended_ranks import has_other_ranks, pretended_ranks

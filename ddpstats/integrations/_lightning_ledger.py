@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ddpstats._base.text import holders_lines, ranks_text
 from ddpstats._ranks.gather import gather_trees
-from ddpstats._reduction import markers
+from ddpstats._reduction import ops as markers
 from ddpstats._reduction.reducer import reduce_stats
 from ddpstats.errors import SchemaConflict
 

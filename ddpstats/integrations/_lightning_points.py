@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from ddpstats._ranks.decide import any_rank
+from ddpstats._ranks.step import any_rank
 from ddpstats.integrations._lightning_ledger import Ledger, combine, ledger_of
 
 

@@ -25,8 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddpstats._ranks.gather import gather_trees
-from ddpstats._ranks.tree_codec import CannotEncode
+from ddpstats._ranks.gather import CannotEncode, gather_trees
 from ddpstats.integrations._torchmetrics_states import Held
 
 

@@ -63,8 +63,7 @@ import torch
 from ddpstats._base.paths import Index, Path, format_path
 from ddpstats._base.text import holders_lines, ranks_text
 from ddpstats._ranks.comm import describe_group, group_ranks, resolve_group
-from ddpstats._ranks.gather import gather_trees
-from ddpstats._ranks.tree_codec import can_encode
+from ddpstats._ranks.gather import can_encode, gather_trees
 from ddpstats.errors import InvalidStats, SchemaConflict
 from ddpstats.integrations._patches import Patches, in_place_of
 

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from ddpstats._base.paths import Step
-from ddpstats._reduction.markers import Sum
+from ddpstats._reduction.ops import Sum
 from ddpstats.integrations._espnet_capture import (
     Capturing as Capturing,
     capture as capture,

@@ -43,7 +43,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddpstats._ranks.decide import any_rank
+from ddpstats._ranks.step import any_rank
 from ddpstats.integrations._lightning_capture import DdpstatsNaNCapture as DdpstatsNaNCapture, step as step
 from ddpstats.integrations._lightning_copies import COPIES, ROOTS, Callback
 from ddpstats.integrations._lightning_ledger import Ledger, audience_of, combined_later, is_ours, ledger_of

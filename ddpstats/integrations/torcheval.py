@@ -34,8 +34,7 @@ import torch
 from ddpstats._base.paths import format_path
 from ddpstats._base.text import holders_lines, ranks_text
 from ddpstats._ranks.comm import describe_group, group_ranks, resolve_group
-from ddpstats._ranks.gather import gather_trees
-from ddpstats._ranks.tree_codec import encode
+from ddpstats._ranks.gather import encode, gather_trees
 from ddpstats.errors import InvalidStats, SchemaConflict
 from ddpstats.integrations._partial_members import on_device, senders
 from ddpstats.integrations._patches import Patches

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from ddpstats._reduction.markers import All, Any as AnyFlag, Max, Mean, Min, Sum
+from ddpstats._reduction.ops import All, Any as AnyFlag, Max, Mean, Min, Sum
 
 __all__ = ["RankStats", "keys", "leaf_values", "uneven_stats"]
 

@@ -34,7 +34,7 @@ def report(rank: int, ddpstats: Mapping[str, float] = TRUE) -> RankReport:
     inputs = report_module.stats_of(rank)
     plain = dict(zip(report_module.flat(inputs), BY_ORDER, strict=True))
     worst = [[0, -3.0369999408721924], [1, -1.8990000486373901]]
-    return RankReport(rank, inputs, plain, ddpstats, Collectives(5, 3, 1), worst)
+    return RankReport(rank, inputs, plain, ddpstats, Collectives(5, 5, 1), worst)
 
 
 def test_text_of_two_ranks_has_both_tables_and_the_fix() -> None:
@@ -59,7 +59,7 @@ one added snr_loss[0] of rank 0 to l1_loss[1] of rank 1.
 
 Collectives for one set of averages:
   plain all_reduce  5: one for each value, and one for the weight
-  ddpstats          1, and 3 the first time, when the ranks tell each other what they hold
+  ddpstats          1, and 5 the first time, when the ranks tell each other what they hold
 
 Which rank was it? With per_rank=True, farthest from the median of snr_loss[1]:
   rank 0 with -3.0370, rank 1 with -1.8990

@@ -16,7 +16,6 @@ import shutil
 import struct
 import tempfile
 import zipfile
-from array import array
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -24,21 +23,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ddpstats._ranks.codec import PROTOCOL_VERSION
+from ddpstats import Max
+from ddpstats._ranks.exchange import Status, decode_status, encode_status
+from ddpstats._ranks.gather import decode, encode
 from ddpstats._ranks.failure import Verdict
-from ddpstats._ranks.status import Status, decode_status, encode_status
-from ddpstats._ranks.tree_codec import decode, encode
-from ddpstats._reduction.schema import Container, leaf
-from ddpstats._reduction.wire import (
-    Numbers,
-    decode_holding,
-    decode_numbers,
-    decode_schema,
-    decode_slots,
-    encode_holding,
-    encode_numbers,
-    encode_schema,
-)
+from ddpstats._reduction.flatten import decode as decode_schema, flatten
 from ddpstats._rerun.random_state import RandomState
 from ddpstats._rerun.runner import Runner, RunSettings
 from ddpstats._rerun.serialize import from_plain
@@ -86,11 +75,7 @@ def _behind_its_length(head: bytes) -> bytes:
 
 _READERS: Sequence[tuple[Callable[[bytes], Any], tuple[type[Exception], ...]]] = (
     (decode_schema, (ProtocolMismatch,)),
-    (decode_holding, (ProtocolMismatch,)),
     (decode_status, (ProtocolMismatch,)),
-    (lambda data: decode_status(struct.pack("<H", PROTOCOL_VERSION) + data), (ProtocolMismatch,)),
-    (lambda data: decode_numbers(data[1:], data[0] if data else 0), (ProtocolMismatch,)),
-    (lambda data: decode_slots(data[1:], data[0] if data else 0), (ProtocolMismatch,)),
     (decode, (ProtocolMismatch,)),
     (lambda data: decode(_behind_its_length(data)), (ProtocolMismatch,)),
     (Verdict.unpack, (ValueError,)),
@@ -110,10 +95,9 @@ def wire(data: bytes) -> None:
 
 
 def _wire_seeds() -> list[bytes]:
-    inner = Container(("list", "tuple"), (0, 2), (leaf("max"), leaf("mean", ("torch.float16",))), True)
-    schema = encode_schema(Container(("dict",), ("a", "b/c", 3), (leaf("mean"), inner, leaf("none"))))
-    status = encode_status(Status("reduce_stats", "train", "raise", None, True, bytes(8), schema))
-    numbers = Numbers(1.0, array("d", [1.0, 2.0]), array("d", [0.5, 1.0]), {1: (0.5, 3)}, (0,))
+    stats = {"a": 1.0, "b/c": [Max(1), (torch.ones(1, dtype=torch.float16), None)], 3: None}
+    schema = flatten(stats, keep_dtypes=True).structure.encoded
+    status = encode_status(Status("reduce_stats", "train", "raise", False, None, True, bytes(8), schema))
     tree = bytes(encode({"a": torch.arange(5), "b": [1.5, "x", (None, torch.ones(2, 2))]}))
     event = {"group": "0", "seq": 3, "op": "all_reduce", "shapes": [[2]], "dtypes": ["float32"], "label": "loss"}
     event["evidence"] = ["k", ["k", "l"], "dict", "unused", "", [], False, False, "loop", None]
@@ -127,8 +111,7 @@ def _wire_seeds() -> list[bytes]:
         event,
         event,
     ]
-    parts = [schema, encode_holding(("namedtuple:X",), schema), status, status[2:], b"\2" + encode_numbers(numbers)]
-    parts += [b"\5" + struct.pack("<2I", 0, 4), tree, tree[8 : 8 + struct.unpack_from("<Q", tree)[0]]]
+    parts = [schema, status, tree, tree[8 : 8 + struct.unpack_from("<Q", tree)[0]]]
     return [bytes([kind]) + part for kind, part in enumerate([*parts, *(json.dumps(text).encode() for text in texts)])]
 
 

@@ -15,7 +15,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in 
 from ddpstats import ConfigError, cli, label
 from ddpstats._base.version import __version__
 from ddpstats._observe import c10d_operators, collectives
-from ddpstats._ranks.codec import PROTOCOL_VERSION
+from ddpstats._ranks.exchange import PROTOCOL_VERSION
 from ddpstats._ranks.store import StoreSilent, bounded
 from ddpstats.guard import _exchange, collective_guard
 from ddpstats.guard._events import Event, Signature, digest_of, label_word, roll

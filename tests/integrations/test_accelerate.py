@@ -173,7 +173,7 @@ def test_conflicts_are_the_same_error_on_every_rank(two_ranks: RankPool) -> None
 
 
 def test_collectives_do_not_grow_with_the_keys(two_ranks: RankPool) -> None:
-    assert two_ranks.run(runs.counts, True).values() == [[(2, 0), (2, 0)]] * 2
+    assert two_ranks.run(runs.counts, True).values() == [[(4, 0), (4, 0)]] * 2
     assert two_ranks.run(runs.counts, False).values() == [[(2, 2), (80, 80)]] * 2
 
 

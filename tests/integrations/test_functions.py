@@ -112,9 +112,10 @@ def test_shapes_that_do_not_fit_are_an_error_on_every_rank(
 
 def test_a_call_is_one_collective_and_none_on_the_programs_group() -> None:
     nothing_on_theirs: list[str] = []
-    new, known = (nothing_on_theirs, 2), (nothing_on_theirs, 1)
+    new, known = (nothing_on_theirs, 3), (nothing_on_theirs, 1)
     expected = {name: [new, known] for name in ("reduce_dict", "_parse_losses", "reduce")}
-    assert run_ranks(runs.collectives, 2).values() == [{**expected, "write_metrics": [new, new]}] * 2
+    write_metrics = [(nothing_on_theirs, 4), (nothing_on_theirs, 2)]
+    assert run_ranks(runs.collectives, 2).values() == [{**expected, "write_metrics": write_metrics}] * 2
 
 
 def test_one_rank_gets_its_own_dict_back() -> None:

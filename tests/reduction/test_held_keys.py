@@ -8,9 +8,8 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 import ddpstats
-from ddpstats._reduction import held_keys
-from ddpstats._reduction.held_keys import ROUNDS
-from ddpstats._reduction.site import RETENTION_CALLS
+from ddpstats._base import marks
+from ddpstats._reduction.reduce import ROUNDS
 from ddpstats.testing import RankPool
 
 Told = list[tuple[str | None, list[str]]]
@@ -30,11 +29,11 @@ class _Listener:
 @contextmanager
 def listening() -> Iterator[_Listener]:
     listener = _Listener()
-    held_keys.listeners.append(listener)
+    marks.key_listeners.append(listener)
     try:
         yield listener
     finally:
-        held_keys.listeners.remove(listener)
+        marks.key_listeners.remove(listener)
 
 
 def held_and_not() -> Told:
@@ -55,16 +54,6 @@ def in_turns() -> Told:
     return listener.not_held
 
 
-def generated() -> Told:
-    """Names that were held a while ago are in no layout any more."""
-    with listening() as listener:
-        for step in range(2 * RETENTION_CALLS + ROUNDS):
-            more = {f"step {step}": 1.0} if step < 2 * ROUNDS else {}
-            reduced = ddpstats.reduce_stats({"loss": 1.0, **more}, name="generated")
-        assert reduced.values == {"loss": 1.0}
-    return listener.not_held
-
-
 def test_a_key_is_told_of_when_it_is_held_no_more_and_when_it_comes_back(two_ranks: RankPool) -> None:
     first, second = two_ranks.run(held_and_not).values()
     assert first == []
@@ -73,11 +62,3 @@ def test_a_key_is_told_of_when_it_is_held_no_more_and_when_it_comes_back(two_ran
 
 def test_keys_that_calls_take_turns_with_are_held(two_ranks: RankPool) -> None:
     assert two_ranks.run(in_turns).values() == [[], []]
-
-
-def test_what_the_layout_has_dropped_is_forgotten(two_ranks: RankPool) -> None:
-    """Keys of generated names cannot pile up."""
-    for told in two_ranks.run(generated).values():
-        (_, first), *_, (_, last) = told
-        assert first == [f"step {step}" for step in range(ROUNDS)]
-        assert last == []

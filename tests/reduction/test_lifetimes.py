@@ -15,7 +15,7 @@ import torch
 from ddpstats import Max, Mean, PendingReduction, StatsReducer, reduce_stats
 from ddpstats._base.paths import escape_path
 from ddpstats._ranks.calls import ALONE, channel_of
-from ddpstats._reduction import host_copy
+from ddpstats._reduction import read
 from ddpstats.testing import RankPool, run_ranks
 from tests.reduction import lifetime_runs as runs
 
@@ -50,9 +50,9 @@ def test_host_values_are_taken_when_the_reduction_starts_also_beside_an_accelera
         return tensor is away
 
     with (
-        mock.patch.object(host_copy, "_is_away", is_away),
-        mock.patch("ddpstats._reduction.values.accelerator_in_use", return_value=True),
-        mock.patch("ddpstats._reduction.values._is_cpu", lambda tensor: not is_away(tensor)),
+        mock.patch.object(read, "is_away", is_away),
+        mock.patch("ddpstats._reduction.read.accelerator_in_use", return_value=True),
+        mock.patch("ddpstats._reduction.read._is_cpu", lambda tensor: not is_away(tensor)),
         StatsReducer() as reducer,
     ):
         stats = {"away": away, "host": host, "array": array, "mean": Mean(host, weight=host)}
@@ -104,7 +104,7 @@ def test_one_copy_of_all_tensors_brings_back_values_shapes_and_markers() -> None
     """The copy from an accelerator groups tensors by dtype and cuts one vector; here it runs on host tensors."""
     tensors = [torch.tensor([1.0, 2.0]), torch.tensor(3), torch.tensor(True), torch.tensor([[4.0]]).double()]
     leaves = [tensors[0], Mean(tensors[1], tensors[2]), Max(tensors[3]), 5.0, None]
-    back, weight = host_copy.HostCopy(tensors).wait(leaves, tensors[0])
+    back, weight = read.HostCopy(tensors).wait(leaves, tensors[0])
     assert back[0].tolist() == [1.0, 2.0]
     assert (back[1].value.item(), back[1].weight.item()) == (3.0, 1.0)
     assert back[2].value.tolist() == [[4.0]]

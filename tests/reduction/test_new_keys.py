@@ -1,4 +1,4 @@
-"""A reduction with keys never seen before takes two collectives, and gives what any other gives."""
+"""A reduction with keys never seen before takes at most four collectives, and gives what any other gives."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from ddpstats.errors import DdpstatsError, InvalidStats, SchemaConflict
 from ddpstats.testing import RankPool, count_collectives
 from tests.reduction.shapes import Point, Scores
 
-EXCHANGE = {"allreduce": 1, "allgather": 1}
+RENEGOTIATED = {"allreduce": 2, "allgather": 2}
+"""The sum that finds ranks stale, lengths, what each rank holds, the sum."""
 
 
 def of_each_call(name: str, make: Callable[[int, int], Any], weight: Any, calls: int, **policy: Any) -> list[Any]:
@@ -48,9 +49,9 @@ def fresh(call: int, rank: int) -> Any:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_new_keys_at_every_call_cost_two_collectives(two_ranks: RankPool, three_ranks: RankPool, ranks: int) -> None:
+def test_new_keys_at_every_call_cost_four_collectives(two_ranks: RankPool, three_ranks: RankPool, ranks: int) -> None:
     answers, counts = agreed(two_ranks if ranks == 2 else three_ranks, "fresh", fresh, 4.0, 30)
-    assert counts == [EXCHANGE] * 30
+    assert counts == [RENEGOTIATED] * 30
     for call, (values, weights, present, flat) in enumerate(answers):
         want = {f"all {call}": (ranks - 1) / 2, "loss": ranks - 1.0} | {
             f"of {rank} in {call}": 5.0 for rank in range(ranks)
@@ -80,15 +81,15 @@ def of_all_kinds(call: int, rank: int) -> Any:
 def test_leaves_of_all_kinds(two_ranks: RankPool) -> None:
     weight = torch.tensor([0.0, 1.0, 3.0])
     answers, counts = agreed(two_ranks, "kinds", of_all_kinds, weight, 3)
-    assert counts == [EXCHANGE] * 3  # minima and maxima are in it
+    assert counts == [{"allreduce": 3, "allgather": 2}] * 3  # one more for minima and maxima
     want = {
         "sum": 3.0, "low": -5.0, "high": 1.0, "some": True, "every": False, "own": 1.0, "none": None,
-        "maybe": {"deep": [1.0]}, "list": [1.0, 1.0], "kind": [2.0], "point": Point(1.0, Scores(0.5, 3.0)),
+        "maybe": {"deep": [1.0]}, "list": [1.0, 1.0], "kind": [2.0],
+        "point": {"x": 1.0, "y": {"loss": 0.5, "extra": 3.0}},
         "vector": 2.25,
     }  # fmt: skip
     for call, (values, *_) in enumerate(answers):
         assert values == {f"{key} {call}": value for key, value in want.items()}
-        assert type(values[f"point {call}"]) is Point
 
 
 def same_again(call: int, rank: int) -> Any:
@@ -97,7 +98,7 @@ def same_again(call: int, rank: int) -> Any:
 
 def test_the_next_call_finds_the_layout(two_ranks: RankPool) -> None:
     answers, counts = agreed(two_ranks, "again", same_again, torch.tensor([0.0, 1.0, 3.0]), 4)
-    assert counts == [EXCHANGE, {"allreduce": 2}] * 2
+    assert counts == [{"allreduce": 3, "allgather": 2}, {"allreduce": 2}] * 2
     assert answers[0][0] == answers[1][0]
 
 
@@ -109,28 +110,21 @@ def unreadable(call: int, rank: int) -> Any:
     return {f"fine {call}": 1.0, f"x {call}": "text" * 5000 if rank else 1.0, f"p{'q' * 2000}": object() if rank else 0}
 
 
-def test_errors_cost_two_collectives_too_and_leave_no_trace(two_ranks: RankPool) -> None:
+def test_errors_cost_three_collectives_and_leave_no_trace(two_ranks: RankPool) -> None:
     for make, kind in ((conflicting, SchemaConflict), (unreadable, InvalidStats)):
         answers, counts = agreed(two_ranks, "errors", make, 1.0, 3)
-        assert counts == [EXCHANGE] * 3
+        assert counts == [{"allreduce": 1, "allgather": 2}] * 3
         assert [(answer[0], answer[2]) for answer in answers] == [(kind.__name__, f"x {call}") for call in range(3)]
 
 
-def class_of_one_rank() -> Any:
-    class Local(Point):
-        pass
-
-    group = dist.new_group()
-    mine = {"new": Local(1.0, 2.0)} if dist.get_rank() == 0 else {"other": 1.0}
-    with StatsReducer(group=group) as reducer:
-        first = type(reducer(mine).values["new"]).__name__
-        cost = reducer.counters.collectives
-        return first, cost, type(reducer(mine).values["new"]).__name__, reducer.counters.collectives - cost
+def all_the_same(call: int, rank: int) -> Any:
+    return {f"all {call}": float(rank)}
 
 
-def test_a_class_that_a_rank_lacks(two_ranks: RankPool) -> None:
-    """Whether a rank can make the result is known to that rank alone, so it has to say so first."""
-    assert two_ranks.run(class_of_one_rank).values() == [("dict", 4, "dict", 1)] * 2
+def test_new_keys_that_all_ranks_hold_cost_three_collectives(two_ranks: RankPool) -> None:
+    """Equal lengths and digests say that ranks hold the same: what they hold need not be sent."""
+    _, counts = agreed(two_ranks, "same", all_the_same, 1.0, 3)
+    assert counts == [{"allreduce": 2, "allgather": 1}] * 3
 
 
 def sized(count: int) -> tuple[int, int]:
@@ -139,13 +133,9 @@ def sized(count: int) -> tuple[int, int]:
         return reducer.counters.collectives, reducer.counters.payload_bytes
 
 
-@pytest.mark.parametrize(
-    ("count", "collectives"), [(0, {1}), (10, {2}), (10_000, {2}), pytest.param(45_000, {4, 5}, marks=pytest.mark.slow)]
-)
-def test_new_keys_of_more_than_a_megabyte_cost_four_or_more(
-    two_ranks: RankPool, count: int, collectives: set[int]
-) -> None:
+@pytest.mark.parametrize("count", [10, 10_000, pytest.param(45_000, marks=pytest.mark.slow)])
+def test_the_number_of_new_keys_does_not_count(two_ranks: RankPool, count: int) -> None:
     answers = two_ranks.run(sized, count, timeout_sec=90).values()
     assert answers[0] == answers[1]
-    assert answers[0][0] in collectives
-    assert answers[0][1] <= 512 + max(1024, 4 * 45 * count)
+    assert answers[0][0] == 4
+    assert answers[0][1] <= 2048 + 100 * count

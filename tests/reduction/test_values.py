@@ -1,4 +1,4 @@
-"""`reduce_stats` takes real numbers of every library as leaves and weights, skips masked ones, and refuses all else."""
+"""`reduce_stats` takes real numbers of every library as leaves and weights, and refuses all else."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddpstats import All, Any as AnyFlag, Max, Mean, Min, StatsReducer, Sum, reduce_stats
+from ddpstats import Mean, StatsReducer, Sum, reduce_stats
 from ddpstats.errors import InvalidStats
-from ddpstats.testing import PerRank, RankPool, ThreadGroup, run_threads
+from ddpstats.testing import RankPool, ThreadGroup, run_threads
 from tests import programs
 
 ma = np.ma
@@ -25,61 +25,6 @@ ma = np.ma
 def facts(stats: Any, weight: Any = 1.0) -> tuple[Any, ...]:
     reduced = reduce_stats(stats, weight)
     return reduced.values, reduced.weights, reduced.present_ranks, reduced.nonfinite_ranks
-
-
-# -- masked values ----------------------------------------------------------------------------------------------------
-
-MASKED: list[Any] = [
-    ma.masked,
-    ma.array(7.0, mask=True),
-    ma.array([[7.0]], mask=True),
-    ma.array([None], mask=True, dtype=object),
-    ma.array([1.0, 7.0], mask=True),
-    ma.masked_invalid(np.array(np.inf)),
-    Mean(ma.masked, 3.0),
-    Sum(ma.array(7.0, mask=True)),
-    Max(ma.array([7.0, 8.0], mask=True)),
-    AnyFlag(ma.array(True, mask=True)),
-]
-
-
-def test_masked_values_are_absent(two_ranks: RankPool) -> None:
-    stats = {f"k{i}": value for i, value in enumerate(MASKED)} | {"y": 1.0}
-    absent: dict[str, Any] = {key: None if key != "y" else 1.0 for key in stats}
-    answers = two_ranks.run(facts, stats, 4.0).values() + two_ranks.run(facts, absent, 4.0).values()
-    assert answers[0] == answers[1] == answers[2]
-    assert answers[0][0] == absent
-
-
-def test_masked_entries_have_weight_zero(two_ranks: RankPool) -> None:
-    first = ma.array([1.0, np.nan, 3.0], mask=[False, True, False])
-    second = ma.array([5.0, 100.0], mask=[False, True])
-    weights = PerRank([torch.tensor([1.0, 10.0, 3.0]), np.array([2.0, 7.0])])
-    found = two_ranks.run(facts, PerRank([{"x": first, "s": 1.0}, {"x": second, "s": 1.0}]), weights).values()
-    assert (
-        found[0]
-        == found[1]
-        == ({"x": (1 + 9 + 10) / 6, "s": 1.0}, {"x": 6, "s": 23}, {"x": 2, "s": 2}, {"x": 0, "s": 0})
-    )
-    whole = ma.array([1.0, 3.0])
-    assert two_ranks.run(facts, {"x": whole}, torch.ones(2)).values()[0][:2] == ({"x": 2.0}, {"x": 4.0})
-    objects: Any = ma.array([1.0, None], mask=[False, True], dtype=object)
-    assert two_ranks.run(facts, {"x": objects}, torch.ones(2)).values()[0][:2] == ({"x": 1.0}, {"x": 2.0})
-
-
-def test_markers_do_not_see_masked_entries() -> None:
-    value, flags = (
-        ma.array([1.0, 99.0, 3.0], mask=[False, True, False]),
-        ma.array([False, True, False], mask=[False, False, True]),
-    )
-    stats = {"sum": Sum(value), "min": Min(value), "max": Max(value), "all": All(flags), "any": AnyFlag(flags)}
-    assert reduce_stats(stats).values == {"sum": 4.0, "min": 1.0, "max": 3.0, "all": False, "any": True}
-
-
-def test_masked_entries_of_a_weight_are_zero(two_ranks: RankPool) -> None:
-    weight = ma.array([1.0, 9.0], mask=[False, True])
-    found = two_ranks.run(facts, {"x": torch.tensor([5.0, 6.0]), "s": 2.0}, weight).values()[0]
-    assert found[:2] == ({"x": 5.0, "s": 2.0}, {"x": 2.0, "s": 2.0})
 
 
 # -- no numbers -------------------------------------------------------------------------------------------------------
@@ -97,32 +42,32 @@ RECORD = np.array([(1.0,)], dtype=[("a", "f8")])
 
 # A value of each kind, and words of the message.
 NO_NUMBERS: dict[str, tuple[Any, str]] = {
-    "timedelta64": (np.timedelta64(3, "s"), "a duration (timedelta64[s]); log a number of a unit"),
-    "timedelta64 of 1 element": (np.array([3], "m8[ns]"), "a duration"),
-    "datetime64": (np.datetime64("2020-01-01"), "a point in time (datetime64[D])"),
-    "masked timedelta64": (ma.array([3], "m8[ns]"), "a duration"),
-    "timedelta": (HOUR, "datetime.timedelta is not a leaf; pass a number, such as its .total_seconds()"),
+    "timedelta64": (np.timedelta64(3, "s"), "dtype timedelta64[s], which is not a number"),
+    "timedelta64 of 1 element": (np.array([3], "m8[ns]"), "which is not a number"),
+    "datetime64": (np.datetime64("2020-01-01"), "which is not a number"),
+    "masked": (ma.masked, "which is not a number"),
+    "masked array": (ma.array([3.0, 4.0]), "which is not a number"),
+    "timedelta": (HOUR, "datetime.timedelta is not a leaf"),
     "date": (DAY.date(), "datetime.date is not a leaf"),
     "timedelta in an array": (np.array([HOUR], dtype=object), "of type timedelta"),
     "str": ("3", "str is not a leaf"),
-    "bytes_": (np.bytes_(b"3"), "of type bytes"),
-    "array of text": (np.array(["3.5"]), "of type str"),
+    "bytes_": (np.bytes_(b"3"), "which is not a number"),
+    "array of text": (np.array(["3.5"]), "which is not a number"),
     "None in an array": (np.array([None]), "of type NoneType"),
-    "record": (RECORD, "a record or raw bytes"),
-    "complex128": (np.complex128(1j), "complex; log its real part"),
+    "record": (RECORD, "which is not a number"),
+    "complex128": (np.complex128(1j), "dtype complex128, which is not a number"),
     "complex in an array of objects": (np.array([1j], dtype=object), "complex; log its real part"),
     "a longdouble beyond": (np.longdouble("1e400"), "too large for a float64"),
     "Decimal beyond": (decimal.Decimal("1e400"), "Decimal('1E+400'), which is too large for a float64"),
     "int beyond": (10**400, "too large"),
     "complex tensor": (torch.tensor(1j), "a complex tensor"),
-    "nested tensor": (torch.nested.nested_tensor([torch.ones(1)], layout=torch.jagged), "a nested tensor"),
+    "nested tensor": (torch.nested.nested_tensor([torch.ones(1)], layout=torch.jagged), "a nested or quantized tensor"),
     "meta tensor": (torch.empty(1, device="meta"), "meta"),
     "two dimensions": (np.ones((2, 2)), "an array of shape (2, 2)"),
     "hostile": (Hostile(), "the value is no number"),
-    "Sum of a duration": (Sum(np.timedelta64(3, "s")), "a duration"),
-    "weight of a duration": (Mean(1.0, np.timedelta64(3, "ns")), "a Mean for which the weight is a duration"),
-    "masked weight": (Mean(1.0, ma.masked), "a Mean for which the weight is masked"),
-    "negative weight": (Mean(1.0, torch.tensor([-1.0, 2.0])), "a Mean for which the weight is tensor"),
+    "Sum of a duration": (Sum(np.timedelta64(3, "s")), "which is not a number"),
+    "weight of a duration": (Mean(1.0, np.timedelta64(3, "ns")), "a Mean for which the weight is of type timedelta64"),
+        "negative weight": (Mean(1.0, torch.tensor([-1.0, 2.0])), "a Mean for which the weight is tensor"),
 }  # fmt: skip
 
 
@@ -163,11 +108,11 @@ def test_text_is_refused_on_every_real_rank(two_ranks: RankPool) -> None:
 
 # 1-d values of the length of a 1-d weight.
 NO_VECTORS = {
-    "timedelta64": (np.array([3, 4], "m8[ns]"), "a duration"),
-    "text": (np.array(["1", "2"]), "of type str"),
-    "timedelta64 as objects": (np.array([np.timedelta64(3, "ns"), 1.0], dtype=object), "a duration"),
+    "timedelta64": (np.array([3, 4], "m8[ns]"), "which is not a number"),
+    "text": (np.array(["1", "2"]), "which is not a number"),
+    "timedelta64 as objects": (np.array([np.timedelta64(3, "ns"), 1.0], dtype=object), "not a number"),
     "None": (np.array([1.0, None]), "of type NoneType"),
-    "complex": (np.array([1j, 2.0]), "complex"),
+    "complex": (np.array([1j, 2.0]), "complex128"),
     "complex tensor": (torch.tensor([1j, 2.0]), "a complex tensor"),
 }
 
@@ -192,7 +137,7 @@ def test_vectors_of_no_numbers_are_refused_as_values_and_as_weights(case: str) -
 )
 def test_what_cannot_be_a_weight(weight: Any) -> None:
     with pytest.raises(
-        InvalidStats, match=r"the weight is .*(it is a real number or a 1-d tensor|finite and not negative)"
+        InvalidStats, match=r"the weight is .*(it is a real number or a 1-d tensor|a weight is 0, or between)"
     ):
         reduce_stats({"x": 1.0}, weight)
 

@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 
 import ddpstats
 from ddpstats import All, Any as AnyFlag, Max, Mean, Min, StatsWindow, Sum
-from ddpstats._reduction import window_leaves, window_rows
+from ddpstats._reduction import window_content
 from ddpstats.errors import ConfigError, InvalidStats, SchemaConflict
 from ddpstats.testing import RankPool
 from tests import programs
@@ -45,10 +45,9 @@ def alike(outcomes: Any) -> Any:
 @pytest.fixture
 def as_if_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every tensor takes the way of one on an accelerator. The operators are the same; only nobody has to wait here."""
-    monkeypatch.setattr(
-        window_leaves, "_device_of", lambda value: value.device if isinstance(value, torch.Tensor) else None
-    )
-    monkeypatch.setattr(window_rows, "_reader", lambda structure, leaves: window_rows._nothing)
+    device = torch.device("cpu", 0)
+    monkeypatch.setattr(window_content, "_device_of", lambda value: device if isinstance(value, torch.Tensor) else None)
+    monkeypatch.setattr(window_content, "_read_row", lambda flat, weight: None)
 
 
 # -- against the oracle -----------------------------------------------------------------------------------------------
@@ -57,7 +56,7 @@ def as_if_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_alone_as_if_on_a_device(as_if_on_a_device: None) -> None:
     pairs = 0
     for seed in range(150):
-        policy, by_rank = Draw(seed, tensors=0.9, masked=False).window(1)
+        policy, by_rank = Draw(seed, tensors=0.9).window(1)
         check(by_rank, [flushed(by_rank[0], policy)], policy)
         pairs += len(by_rank[0])
     assert pairs > 600
@@ -69,14 +68,14 @@ def test_alone_as_if_on_a_device(as_if_on_a_device: None) -> None:
 @pytest.mark.parametrize(
     ("adds", "want"),
     [
-        ([{"a": Point(1.0, 2.0)}, {"a": Point(3.0, None)}], {"a": Point(2.0, 2.0)}),
-        ([{"a": Scores(1.0)}, {"a": Scores(3.0, 4.0)}], {"a": Scores(2.0, 4.0)}),
+        ([{"a": Point(1.0, 2.0)}, {"a": Point(3.0, None)}], {"a": {"x": 2.0, "y": 2.0}}),
+        ([{"a": Scores(1.0)}, {"a": Scores(3.0, 4.0)}], {"a": {"loss": 2.0, "extra": 4.0}}),
         ([{}, None], None),
         ([{}, {}], {}),
         ([[1.0], [2.0, 4.0]], [1.5, 4.0]),
         ([1.0, 3.0], 2.0),
         ([{"a": Max(t([1.0, 7.0]))}, {"a": Max(-2)}], {"a": 7.0}),
-        ([{"a": np.float32(1.5)}, {"a": np.ma.masked}, {"a": np.array([2.5])}], {"a": 2.0}),
+        ([{"a": np.float32(1.5)}, {"a": None}, {"a": np.array([2.5])}], {"a": 2.0}),
     ],
 )
 def test_from_add_to_add(adds: list[Any], want: Any) -> None:
@@ -97,9 +96,9 @@ def test_other_stats_after_a_flush() -> None:
 # -- values that are hard to add up -----------------------------------------------------------------------------------
 
 
-def test_sums_that_cancel_do_not_overflow_on_the_way() -> None:
-    assert values({"a": 1e308}, {"a": 1e308}, {"a": -1e308}, {"a": -1e308})["a"] == 0.0
-    assert values({"a": Sum(1e308)}, {"a": Sum(1e308)})["a"] == math.inf
+def test_sums_of_the_largest_values_do_not_overflow() -> None:
+    adds = [{"a": 1e200}, {"a": 1e200}, {"a": -1e200}, {"a": -1e200}]
+    assert values(*adds, weight=1e100) == {"a": 0.0}
 
 
 @pytest.mark.parametrize("device", ["host", "device"])
@@ -119,13 +118,16 @@ def test_flags_and_weights_that_are_none(device: str, request: pytest.FixtureReq
                 window.add(stats, weight)
             with pytest.raises(InvalidStats, match=where) as raised:
                 window.flush() if device == "device" else window.add(stats, weight)
-        assert re.search("is not a flag|finite and not negative", str(raised.value))
+        assert re.search("is not a flag|a weight is 0, or between", str(raised.value))
 
 
-def test_weights_that_a_device_could_not_do_justice_to(as_if_on_a_device: None) -> None:
-    with pytest.raises(InvalidStats, match="'a': the value is on a device, where a weight is 0, or between"):
-        flush_of({"a": t(1.0)}, weight=1e-200)
-    assert values({"a": t(1.0), "b": t(math.nan)}, weight=0)["a"] != 1.0
+@pytest.mark.parametrize("value", [2e200, -2e200])
+def test_values_that_are_too_large_on_a_device_are_found_by_the_flush(value: float, as_if_on_a_device: None) -> None:
+    large = t(value, dtype=torch.float64)
+    with pytest.raises(
+        InvalidStats, match="'a': a value, on a device, is too large: a finite value is at most 1e\\+200"
+    ):
+        flush_of({"a": large, "b": t(1.0)}, weight=1e-50)
 
 
 # -- local, and nothing kept ------------------------------------------------------------------------------------------
@@ -209,7 +211,7 @@ def test_memory_does_not_grow_with_adds() -> None:
         def add(times: int) -> None:
             for i in range(times):
                 window.add({f"k{j}": t([1.0]) for j in range(5)}, weight=2)
-                window.add({"a": 1.0, "m": Max(2.0), f"x{i % 7}": 1e308}, weight=2)
+                window.add({"a": 1.0, "m": Max(2.0), f"x{i % 7}": 1e200}, weight=2)
 
         add(2_000)
         gc.collect()
@@ -234,7 +236,7 @@ def test_memory_does_not_grow_with_adds() -> None:
         ({"a": 1.0, "b": {"c": 1j}}, 1.0, "'b/c'", "complex"),
         ({"a": t([1.0]), "b": t([1.0, 2.0])}, 1.0, "'b'", "lengths must be equal"),
         ({"a": "text"}, 1.0, "'a'", "not a leaf"),
-        ({"a": 1.0}, -1.0, "", "finite and not negative"),
+        ({"a": 1.0}, -1.0, "", "a weight is 0, or between"),
         ({"a": 1.0}, 10**400, "", "the weight is"),
         ({("a",): 1.0}, 1.0, "", "a key is a str or an int"),
         ({"a": 10**400}, 1.0, "'a'", "too large"),
@@ -279,13 +281,12 @@ def test_adds_that_do_not_fit_each_other(first: Any, second: Any, path: str | No
 
 
 def test_faults_that_only_a_flush_can_see(two_ranks: RankPool) -> None:
-    conflict, none, meta, none_again, heavy, still_none, last = alike(two_ranks.run(runs.faults).values())
+    conflict, none, meta, none_again, last = alike(two_ranks.run(runs.faults).values())
     assert conflict[0] == "SchemaConflict"
     assert conflict[2] == "a"
     assert meta[0] == "InvalidStats"
     assert "rank 0 at 'a': the value is on the device meta" in meta[1]
-    assert "rank 0 at 'a': the weights of the adds add up to more" in heavy[1]
-    assert (none, none_again, still_none) == (0, 0, 0)
+    assert (none, none_again) == (0, 0)
     assert last == {"a": 4.0}
 
 
@@ -441,7 +442,7 @@ def test_which_rank_it_was(two_ranks: RankPool) -> None:
         "best": (-2.0, -1.0),
         "whole": (False, True),
     }
-    assert own == (None, 1e308)
+    assert own == (None, 1e200)
     assert (nan[0], math.isnan(nan[1])) == (None, True)
     assert (slowest, best, plain) == (1, -2.0, None)
     assert text.startswith("ProtocolMismatch")

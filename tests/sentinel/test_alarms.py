@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from ddpstats._ranks.tree_codec import decode, encode
+from ddpstats._ranks.gather import decode, encode
 from ddpstats.sentinel._alarms import (
     Check,
     alarm_tree,

@@ -1,0 +1,406 @@
+"""Split nested stats into leaves and a `Structure` that says which path and op each leaf has.
+
+`flatten` runs on every step, so what it learns of a tree is kept by the tree's *signature*: the keys and the types of
+everything in it, taken at C speed. Equal signatures have equal structures; only a new one is walked leaf by leaf.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from functools import cached_property
+from operator import attrgetter
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from ddpstats._base.caches import BoundedCache
+from ddpstats._base.files import parse_json
+from ddpstats._base.paths import Index, Path, Step, format_path
+from ddpstats._base.text import dtype_name
+from ddpstats._ranks.exchange import Failure, refuse
+from ddpstats._reduction.ops import MEAN, NONE, OPS, Marker, Op
+
+LeafKey = tuple[Path, str]
+"""The path of a leaf and the name of its op; "none" for a leaf that is None."""
+
+Tag = tuple[Path, str]
+"""The path of a container and its kind; or the path of leaves ("()" for all of them) and their dtype."""
+
+DICT, LIST, TUPLE = "dict", "list", "tuple"
+CONTAINERS = (DICT, LIST, TUPLE)
+# The floating dtypes a result may have; any other one is reported as the nearest of these.
+FLOATS = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+DTYPE_TAGS = (*FLOATS, "default")
+
+MAX_DEPTH = 100
+_MAX_KEY_BITS = 1024
+_MAX_PATH_CHARS = 1000  # of a path in an error
+
+Reading = Literal["numbers", "tensors", "plain", "general"]
+"""How values are read: all Python numbers; all tensors; a mix of the two; or leaf by leaf (markers, numpy, None)."""
+
+
+class CannotRead(Exception):
+    """Stats that cannot be reduced; ``failure`` says where and why."""
+
+    def __init__(self, path: Path, message: str) -> None:
+        super().__init__(message)
+        self.failure = Failure(format_path(path)[:_MAX_PATH_CHARS], message)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Structure:
+    """All that a signature determines: what a rank holds under which path, and how to read the values of its leaves.
+
+    Attributes:
+        leaves: one key for each leaf, in the order of the leaves.
+        tags: the kind of each container that has a leaf, and the dtypes of leaves where the caller asked for them.
+        one_dtype: all leaves are tensors of one floating dtype; known only where dtypes were asked for.
+    """
+
+    leaves: tuple[LeafKey, ...]
+    tags: tuple[Tag, ...]
+    reading: Reading = "general"
+    one_dtype: bool = False
+
+    @cached_property
+    def encoded(self) -> bytes:
+        """The structure as other ranks read it: JSON, nested like the stats; see `decode`."""
+        tags: dict[Path, list[str]] = {}
+        for path, tag in self.tags:
+            tags.setdefault(path, []).append(tag)
+        root: list[Any] = []
+        nodes: dict[Path, list[Any]] = {}
+        for path, op in self.leaves:
+            items = root if not path else _children(path[:-1], nodes, root, tags)
+            items.append([path[-1] if path else None, "/".join([op, *(tags.get(path, []) if path else [])])])
+        dtypes = [tag for tag in tags.get((), []) if tag in DTYPE_TAGS]
+        return json.dumps([dtypes, root[0][1] if root else None], separators=(",", ":")).encode()
+
+    @cached_property
+    def ops(self) -> list[Op]:
+        return [OPS[op] for _, op in self.leaves]
+
+    def __len__(self) -> int:
+        return len(self.leaves)
+
+
+def _children(path: Path, nodes: dict[Path, list[Any]], root: list[Any], tags: Mapping[Path, list[str]]) -> list[Any]:
+    """Return the items of the container at ``path``, which is made if it is not there yet."""
+    items = nodes.get(path)
+    if items is None:
+        items = nodes[path] = []
+        kind = next(tag for tag in tags[path] if tag in CONTAINERS)
+        above = root if not path else _children(path[:-1], nodes, root, tags)
+        above.append([path[-1] if path else None, [kind, items]])
+    return items
+
+
+class Flat(NamedTuple):
+    """One rank's stats, flattened: ``leaves[i]`` belongs to ``structure.leaves[i]``."""
+
+    structure: Structure
+    leaves: list[Any]
+
+
+NUMBERS: frozenset[type] = frozenset({float, int, bool})
+_ATOMS: set[type] = {float, int, bool, torch.Tensor, type(None)}  # types known to be leaves
+INTERCHANGEABLE = NUMBERS | {torch.Tensor}
+_MAPPINGS = frozenset({dict, OrderedDict, defaultdict, Counter})
+_SEQUENCES = frozenset({list, tuple})
+
+# A million generated names over a run must not stay here: at most this many structures and leaves.
+_structures: BoundedCache[Hashable, Structure] = BoundedCache(max_entries=128, max_cost=262_144)
+
+
+def flatten(stats: Any, keep_dtypes: bool = False) -> Flat:
+    """Flatten ``stats``. Local. Raises `CannotRead` for a key, type or depth that cannot be reduced."""
+    if type(stats) is dict:
+        recent = _recent.get((len(stats), keep_dtypes))
+        if recent is not None and tuple(stats) == recent.keys:
+            leaves = list(stats.values())
+            if recent.types == {*map(type, leaves)} and (
+                not keep_dtypes or recent.dtypes == {*map(_tensor_dtype, leaves)}
+            ):
+                return Flat(recent.structure, leaves)
+    return _flatten_any(stats, keep_dtypes)
+
+
+def _flatten_any(stats: Any, keep_dtypes: bool) -> Flat:
+    leaves: list[Any] = []
+    try:
+        key: Hashable = _signature(stats, leaves, 0)
+    except _Unfamiliar:
+        return _walk(stats, keep_dtypes)
+    signature, dtypes = key, _dtypes_key(leaves) if keep_dtypes else None
+    if keep_dtypes:
+        key = (signature, dtypes)
+    known = _structures.get(key)
+    if known is None:
+        flat = _walk(stats, keep_dtypes)
+        known, leaves = _structures.put(key, flat.structure, len(leaves) + 1), flat.leaves
+    if type(stats) is dict and isinstance(signature, tuple) and (not keep_dtypes or isinstance(dtypes, torch.dtype)):
+        _remember_recent(signature, known, dtypes)
+    return Flat(known, leaves)
+
+
+# -- the fastest look -------------------------------------------------------------------------------------------------
+
+
+class _Recent(NamedTuple):
+    """A flat dict of plain values with str keys. To compare its keys costs less than to hash them."""
+
+    keys: tuple[Any, ...]
+    types: frozenset[type]
+    dtypes: frozenset[Any]
+    structure: Structure
+
+
+# By number of keys, and whether dtypes count (then all are tensors of one dtype): the last such dict.
+_recent: BoundedCache[tuple[int, bool], _Recent] = BoundedCache(max_entries=16, max_cost=262_144)
+
+
+def _remember_recent(signature: tuple[Any, ...], structure: Structure, dtype: Hashable) -> None:
+    """Keep ``signature`` of `_signature` if it is that of a flat dict of interchangeable values with str keys."""
+    if len(signature) == 4 and _are_str(signature[1]):
+        _, keys, count, types = signature
+        _recent.put((count, dtype is not None), _Recent(keys, types, frozenset([dtype]), structure), count + 1)
+
+
+# -- the fast look ----------------------------------------------------------------------------------------------------
+
+
+class _Unfamiliar(Exception):
+    """Raised for what the signature does not cover: the careful walk decides."""
+
+
+def _signature(stats: Any, leaves: list[Any], depth: int) -> Hashable:
+    """Return keys and types of the whole tree; the leaves are appended to ``leaves`` on the way."""
+    kind = type(stats)
+    if kind in _MAPPINGS:
+        keys, values = tuple(stats), tuple(stats.values())
+        if not _are_str(keys):  # 1, True and 1.0 are equal as keys, but not the same key
+            keys = (keys, tuple(map(type, keys)))
+    elif kind in _SEQUENCES:
+        keys, values = (), tuple(stats)
+    elif kind in _ATOMS:
+        leaves.append(stats)
+        return _atom(stats)
+    else:
+        raise _Unfamiliar
+    if depth > MAX_DEPTH:
+        raise _Unfamiliar
+    types = frozenset(map(type, values))
+    if not types <= _ATOMS:
+        return kind, keys, tuple([_signature(value, leaves, depth + 1) for value in values])
+    leaves += values
+    if types <= INTERCHANGEABLE:  # which of them is where makes no difference, so one set does for all
+        return kind, keys, len(values), types
+    return kind, keys, tuple(map(_atom, values))
+
+
+def _are_str(keys: tuple[Any, ...]) -> bool:
+    try:
+        "".join(keys)  # refuses anything else, and is four times as fast as looking at the types
+    except TypeError:
+        return False
+    return True
+
+
+def _atom(value: Any) -> Hashable:
+    """Return a leaf's part of the signature: a marker around None differs from one around a value."""
+    kind: type = type(value)
+    return (kind, value.value is None) if isinstance(value, Marker) else kind
+
+
+_tensor_dtype = attrgetter("dtype")
+
+
+def _dtypes_key(leaves: list[Any]) -> Hashable:
+    """Return the dtypes' part of a signature: one for all, or one per leaf."""
+    if {*map(type, leaves)} == {torch.Tensor}:
+        different = {*map(_tensor_dtype, leaves)}
+        return different.pop() if len(different) == 1 else tuple(map(_tensor_dtype, leaves))
+    return tuple(map(_dtype_of, leaves))
+
+
+def _dtype_of(value: Any) -> str:
+    """The leaf's floating dtype; "default" for Python numbers, integers and bools, which take torch's default dtype."""
+    dtype = getattr(value.value if isinstance(value, Marker) else value, "dtype", None)
+    name = dtype_name(dtype)
+    if name in FLOATS:
+        return name
+    return "float32" if isinstance(dtype, torch.dtype) and dtype.is_floating_point else "default"
+
+
+# -- the careful walk -------------------------------------------------------------------------------------------------
+
+
+def _walk(stats: Any, keep_dtypes: bool) -> Flat:
+    values: list[Any] = []
+    leaves: list[LeafKey] = []
+    tags: list[Tag] = []
+    _visit(stats, (), values, leaves, tags, set())
+    reading = _reading(values)
+    if not keep_dtypes:
+        return Flat(Structure(tuple(leaves), tuple(tags), reading), values)
+    dtypes = [_dtype_of(value) for value, (_, op) in zip(values, leaves, strict=True) if op != NONE.name]
+    paths = [path for path, op in leaves if op != NONE.name]
+    if len(set(dtypes)) == 1:
+        tags.append(((), dtypes[0]))
+    else:
+        tags += zip(paths, dtypes, strict=True)
+    one_dtype = reading == "tensors" and _dtypes_key(values) in FLOATS.values()
+    return Flat(Structure(tuple(leaves), tuple(tags), reading, one_dtype), values)
+
+
+def _visit(value: Any, path: Path, values: list[Any], leaves: list[LeafKey], tags: list[Tag], above: set[int]) -> None:
+    """Append the leaves of ``value`` and the tags of its containers; a container without leaves has no tag."""
+    described = _kind_and_items(value)
+    if described is None:
+        leaves.append((path, _checked_op(value, path)))
+        values.append(value)
+        return
+    kind, items = described
+    if id(value) in above:
+        raise CannotRead(path, "the structure contains itself")
+    if len(path) >= MAX_DEPTH:
+        raise CannotRead(path[:8], f"nested more than {MAX_DEPTH} deep below this path")
+    above.add(id(value))
+    count, tag = len(leaves), len(tags)
+    steps: set[Step] = set()
+    for key, child in items:
+        step = Index(key) if kind != DICT else _checked_key(key, path)
+        if step in steps:
+            raise CannotRead((*path, step), "two keys of this dict are equal once they are plain str or int")
+        steps.add(step)
+        _visit(child, (*path, step), values, leaves, tags, above)
+    above.discard(id(value))
+    if len(leaves) > count:
+        tags.insert(tag, (path, kind))
+
+
+def _checked_op(value: Any, path: Path) -> str:
+    """Return the name of the leaf's op. Raises `CannotRead` for a type that is no leaf."""
+    inner = value.value if isinstance(value, Marker) else value
+    if inner is None:
+        return NONE.name
+    if not isinstance(inner, torch.Tensor) and not hasattr(inner, "__float__") and not is_numpy(inner):
+        raise CannotRead(
+            path,
+            f"{_type_name(inner)} is not a leaf; a leaf is a real number, a tensor, None, or one of the markers "
+            "Mean, Sum, Min, Max, Any, All",
+        )
+    if isinstance(value, torch.Tensor | Marker) or is_numpy(value):
+        _ATOMS.add(type(value))
+    return (value.op if isinstance(value, Marker) else MEAN).name
+
+
+def is_numpy(value: Any) -> bool:
+    """Return whether ``value`` is an array or a scalar of numpy."""
+    numpy = sys.modules.get("numpy")  # never imported for this: who holds an array has imported it
+    return numpy is not None and isinstance(value, (numpy.generic, numpy.ndarray))
+
+
+def _checked_key(key: Any, path: Path) -> Step:
+    if isinstance(key, str):
+        return key if type(key) is str else str.__str__(key)
+    if isinstance(key, int):
+        number = int(key)
+        if number.bit_length() > _MAX_KEY_BITS:  # Python itself refuses to print integers of some thousand digits
+            raise CannotRead(path, f"an int key of {number.bit_length()} bits; at most {_MAX_KEY_BITS} are allowed")
+        return number
+    shown = repr(key)[:60]
+    raise CannotRead((*path, shown), f"the key {shown} is of type {_type_name(key)}; a key is a str or an int")
+
+
+def _type_name(value: Any) -> str:
+    kind = type(value)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _kind_and_items(value: Any) -> tuple[str, Iterable[tuple[Any, Any]]] | None:
+    """Return what container ``value`` is and its items, or None for a leaf."""
+    if isinstance(value, Marker):
+        return None
+    if isinstance(value, Mapping):
+        return DICT, value.items()
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return DICT, zip(value._fields, value, strict=True)
+    if isinstance(value, list | tuple):
+        return (LIST if isinstance(value, list) else TUPLE), enumerate(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return DICT, ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
+    return None
+
+
+def _reading(values: list[Any]) -> Reading:
+    types = set(map(type, values))
+    if types <= NUMBERS:
+        return "numbers"
+    if types == {torch.Tensor}:
+        return "tensors"
+    return "plain" if types <= INTERCHANGEABLE else "general"
+
+
+# -- what other ranks sent --------------------------------------------------------------------------------------------
+
+_MAX_POSITION = 1 << 24  # a result holds a list as long as the last position
+
+
+def decode(payload: bytes) -> Structure:
+    """Read what `Structure.encoded` of another rank wrote. Raises `ProtocolMismatch` if the bytes are not that."""
+    try:
+        return _decode(parse_json(payload))
+    except ValueError as error:
+        refuse(str(error)[:200])
+
+
+def _decode(node: Any) -> Structure:
+    if not isinstance(node, list) or len(node) != 2 or not isinstance(node[0], list):
+        raise ValueError("a schema that is not one")
+    leaves: list[LeafKey] = []
+    tags: list[Tag] = []
+    if node[1] is not None:
+        _decode_node(node[1], (), leaves, tags)
+    if len(node[0]) > 1 or not all(isinstance(tag, str) and tag in DTYPE_TAGS for tag in node[0]):
+        raise ValueError("a dtype that is none")
+    tags += [((), tag) for tag in node[0]]
+    return Structure(tuple(leaves), tuple(tags))
+
+
+def _decode_node(node: Any, path: Path, leaves: list[LeafKey], tags: list[Tag]) -> None:
+    if isinstance(node, str):
+        op, *dtypes = node.split("/")
+        if op not in OPS or len(dtypes) > 1 or not set(dtypes) <= set(DTYPE_TAGS):
+            raise ValueError(f"a leaf of op {node[:40]!r}, which this rank does not know")
+        leaves.append((path, op))
+        tags += [(path, dtype) for dtype in dtypes]
+        return
+    if not isinstance(node, list) or [*map(type, node)] != [str, list] or node[0] not in CONTAINERS:
+        raise ValueError("a container that is not one")
+    if len(path) >= MAX_DEPTH:
+        raise ValueError(f"a structure deeper than {MAX_DEPTH}")
+    kind, items = node
+    tags.append((path, kind))
+    children = list(_checked_items(items, kind))
+    if not children or len({step for step, _ in children}) != len(children):
+        raise ValueError("a container without keys, or with one key twice")
+    for step, child in children:
+        _decode_node(child, (*path, step), leaves, tags)
+
+
+def _checked_items(items: list[Any], kind: str) -> Iterator[tuple[Step, Any]]:
+    for item in items:
+        if not isinstance(item, list) or len(item) != 2 or type(item[0]) not in (str, int):
+            raise ValueError("a key that is neither str nor int")
+        if kind == DICT:
+            yield item[0], item[1]
+        elif type(item[0]) is int and 0 <= item[0] < _MAX_POSITION:
+            yield Index(item[0]), item[1]
+        else:
+            raise ValueError("a position that is none")

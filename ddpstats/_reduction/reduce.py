@@ -1,0 +1,365 @@
+"""One reduction, from each rank's part to the same result, or the same error, on every rank.
+
+1. Each rank places its leaves in the layout agreed before, and writes sums, weights and codes into the group's buffer.
+2. `Agreement.sum` adds up, and says whether all ranks made the same call on the same layout. If so: read the result;
+   if some rank holds a minimum or maximum, one all_reduce(MAX) more.
+3. If not, on every rank: `Agreement.tell` brings what each rank holds, and `layout.agree` raises, or yields a new
+   layout; then back to 1.
+4. Where the call asks for every rank's values (``per_rank``), one all_gather more brings them.
+
+What changes here (layouts, the buffer's size) changes only after all ranks have agreed, and is computed from what all
+ranks know.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ddpstats._base import marks
+from ddpstats._base.caches import BoundedCache
+from ddpstats._base.files import parse_json
+from ddpstats._ranks.agreement import HEADER_LANES, MAX_ROUNDS, PARTIAL, WEIGHT, Agreement, Call, Counters, Site
+from ddpstats._ranks.exchange import Failure, are_in_step, refuse, status_of
+from ddpstats._reduction.flatten import Structure, decode
+from ddpstats._reduction.layout import NONFINITE, PRESENT, Layout, Placement, Selection, agree, place, select
+from ddpstats._reduction.ops import NONE, OPS
+from ddpstats._reduction.read import Given, Part, as_tensor
+from ddpstats._reduction.result import Columns, Reduced, nonfinite_error
+from ddpstats.errors import InvalidStats, ProtocolMismatch
+
+MAX_GATHERED_BYTES = 1 << 28
+"""Of all ranks' values together, with ``per_rank``: 4,096 ranks with 7,281 slots each."""
+
+_COLUMN_BYTES = 9  # a float64, and whether there is one
+_MANY = 256  # elements; for fewer of them Python is faster than torch (measured on torch 2.13, CPU)
+
+
+@dataclass
+class ReductionSite(Site):
+    """The layout that all ranks agreed on for one name, and what this rank derived from it."""
+
+    layout: Layout = field(default_factory=Layout)
+
+    def __post_init__(self) -> None:
+        self.placements: BoundedCache[Structure, Placement] = BoundedCache(64, 262_144)
+        self.selections: BoundedCache[bytes, Selection] = BoundedCache(16, 65_536)
+        self.held_keys = HeldKeys()
+
+    @property
+    def agreed(self) -> bytes:
+        return self.layout.fingerprint
+
+    @property
+    def lanes(self) -> int:
+        return HEADER_LANES + 2 * self.layout.size + self.layout.codes
+
+    def adopt(self, layout: Layout) -> None:
+        """Go over to ``layout``."""
+        if (layout.leaves, layout.tags) != (self.layout.leaves, self.layout.tags):
+            self.layout = layout
+            self.seals.clear()
+            self.placements.clear()
+            self.selections.clear()
+
+    def placement(self, structure: Structure) -> Placement:
+        known = self.placements.get(structure)
+        return known or self.placements.put(structure, place(structure, self.layout), len(structure) + 1)
+
+    def selection(self, codes: bytes) -> Selection:
+        known = self.selections.get(codes)
+        if known is None:
+            selection = select(self.layout, memoryview(codes).cast("d").tolist())
+            known = self.selections.put(codes, selection, self.layout.size + 1)
+        return known
+
+
+class Reduction:
+    """One reduction of one group. What ranks have in common before and after it is with the agreement.
+
+    ``divide`` False leaves means as weighted sums; a matter of this rank alone.
+    """
+
+    def __init__(self, agreement: Agreement, call: Call, divide: bool, counters: Counters) -> None:
+        self._agreement, self._call, self._divide, self._counters = agreement, call, divide, counters
+        kept = agreement.sites.get(call.site_key)
+        self._site = kept if isinstance(kept, ReductionSite) else ReductionSite()
+
+    def reduce(self, given: Given) -> Reduced:
+        """Reduce. Every rank must call. Raises what all ranks raise, and `CommFailed`."""
+        self._counters.calls += 1
+        prepared = given.part()
+        for _ in range(MAX_ROUNDS):
+            placement = self._write(prepared)
+            if self._agreement.sum(self._call, self._site, self._counters):
+                assert isinstance(prepared, Part)
+                assert placement is not None
+                return self._read(prepared, placement)
+            self._renegotiate(prepared, placement)
+        group_name = self._agreement.group_name
+        raise ProtocolMismatch(
+            f"the ranks of {group_name} do not settle on a layout for name={self._call.name!r}: their stats or "
+            "their versions of ddpstats change from one moment to the next",
+            group=group_name,
+        )
+
+    # -- write --------------------------------------------------------------------------------------------------------
+
+    def _write(self, prepared: Part | Failure) -> Placement | None:
+        buffer, seal = self._agreement.buffer, self._agreement.seal(self._call, self._site)
+        if isinstance(prepared, Failure):
+            buffer.seal(seal, failed=True)
+            return None
+        placement = self._site.placement(prepared.structure)
+        buffer.seal(seal, stale=placement.is_stale, weight=prepared.weight)
+        if not placement.is_stale:
+            if placement.is_complete and prepared.is_finite and isinstance(prepared.weights, float):
+                buffer.lanes[PARTIAL] = 0.0
+            start, size = HEADER_LANES, self._site.layout.size
+            sums, weights, codes = lanes_of(self._site.layout, placement, prepared, self._call.skips)
+            buffer.lanes[start : start + size] = sums
+            buffer.lanes[start + size : start + 2 * size] = weights
+            buffer.lanes[start + 2 * size : self._site.lanes] = codes
+        return placement
+
+    # -- read ---------------------------------------------------------------------------------------------------------
+
+    def _read(self, part: Part, placement: Placement) -> Reduced:
+        call, site, agreement, layout = self._call, self._site, self._agreement, self._site.layout
+        buffer, start, size = agreement.buffer, HEADER_LANES, layout.size
+        sites = agreement.sites
+        sites.setdefault(call.site_key, site)
+        sites.move_to_end(call.site_key)
+        total, weights = buffer.lanes[WEIGHT], None
+        if buffer.lanes[PARTIAL] == 0:
+            selection = layout.everything
+        else:
+            selection = site.selection(bytes(buffer.lanes[start + 2 * size : site.lanes]))
+            weights = _pick(buffer.lanes[start + size : start + 2 * size], selection.slots)
+        sums = _pick(buffer.lanes[start : start + size], selection.slots)
+        has_extremes = not layout.extremes.keys().isdisjoint(selection.slots)
+        extremes = self._extremes(part, placement) if has_extremes else {}
+        if call.nonfinite == "raise" and selection.nonfinite is not None:
+            raise self._nonfinite_error(part, placement)
+        columns = self._columns(part, placement) if call.per_rank else None
+        divisor = total if weights is None else weights
+        values: Any = _quotient(sums, divisor) if self._divide else sums
+        if selection.special:
+            values = _finish(selection, list(values), sums, divisor, extremes)
+        reduced = Reduced(total, selection, values, weights, agreement.world_size, columns)
+        self._after(part, reduced, columns)
+        return reduced
+
+    def _extremes(self, part: Part, placement: Placement) -> dict[int, float]:
+        """Return slot -> extreme; minima travel as maxima of the negated values, a rank without one sends -inf."""
+        extremes = self._site.layout.extremes
+        mine = dict.fromkeys(extremes, -math.inf)
+        for slot, value in zip(placement.slots, part.sums, strict=True):
+            if slot in extremes and placement.codes[slot] == PRESENT and _counts(value, self._call.skips):
+                mine[slot] = -value if extremes[slot] == "min" else value
+        tensor = torch.tensor(list(mine.values()), dtype=torch.float64, device="cpu")
+        self._agreement.count(self._counters, tensor.numel() * 8)
+        self._agreement.comm.all_reduce_max(tensor, self._agreement.left())
+        largest = dict(zip(extremes, tensor.tolist(), strict=True))
+        return {slot: -value if extremes[slot] == "min" else value for slot, value in largest.items()}
+
+    def _nonfinite_error(self, part: Part, placement: Placement) -> Exception:
+        """Exchange which rank is non-finite where: the summed codes say that some rank is."""
+        layout, agreement = self._site.layout, self._agreement
+        leaves = [index for index, value in enumerate(part.sums) if not math.isfinite(value)]
+        mine = sorted(placement.slots[index] for index in {*leaves, *part.nonfinite})
+        held = []
+        for payload, ranks in agreement.exchange(json.dumps(mine).encode(), self._counters):
+            slots = parse_json(payload)
+            if not isinstance(slots, list) or not all(type(slot) is int and 0 <= slot < layout.size for slot in slots):
+                refuse("slots that are none")
+            held.append((slots, ranks))
+        return nonfinite_error(layout, held, agreement.group_name)
+
+    def _columns(self, part: Part, placement: Placement) -> Columns:
+        """Gather every rank's value of each slot."""
+        agreement, size, ranks = self._agreement, self._site.layout.size, self._agreement.comm.ranks
+        if size * _COLUMN_BYTES * len(ranks) > MAX_GATHERED_BYTES:
+            each = size * _COLUMN_BYTES
+            raise InvalidStats(
+                f"per_rank=True would bring {each * len(ranks):,} bytes to every rank of {agreement.group_name}: "
+                f"{each:,} of each rank, for all paths of name={self._call.name!r}. The limit is "
+                f"{MAX_GATHERED_BYTES:,}.\nGive the paths that matter a name of their own. Nothing is returned; the "
+                "reducer goes on working.",
+                ranks=ranks,
+                group=agreement.group_name,
+            )
+        values, is_held = array("d", bytes(8 * size)), bytearray(size)
+        assert part.values is not None, "prepared without per_rank"
+        for index, slot in enumerate(placement.slots):
+            weight = part.weights if isinstance(part.weights, float) else part.weights[index]
+            is_counted = not self._call.skips or math.isfinite(part.sums[index])
+            if placement.codes[slot] == PRESENT and weight and is_counted:
+                values[slot], is_held[slot] = part.values[index], 1
+        if not size:
+            return Columns(ranks, [], [])
+        agreement.count(self._counters, size * _COLUMN_BYTES)
+        received = agreement.comm.all_gather(bytearray(values) + is_held, agreement.left())
+        columns = [bytes(column) for column in received]
+        return Columns(ranks, [array("d", c[: 8 * size]) for c in columns], [c[8 * size :] for c in columns])
+
+    def _after(self, part: Part, reduced: Reduced, columns: Columns | None) -> None:
+        call = self._call
+        if marks.key_listeners:
+            self._site.held_keys.take(call.name, self._site, part.structure)
+        self._agreement.drop_oldest()
+        if columns is not None and marks.listeners:
+            mine = columns.ranks.index(self._agreement.comm.rank)
+            of_path = reduced.flat_by_rank().items()
+            marks.publish(
+                marks.VALUES, call.name or call.kind, values={name: held.values[mine] for name, held in of_path}
+            )
+
+    # -- renegotiate --------------------------------------------------------------------------------------------------
+
+    def _renegotiate(self, prepared: Part | Failure, placement: Placement | None) -> None:
+        """Agree on a layout. Raises what is wrong with the call, on every rank."""
+        site, agreement = self._site, self._agreement
+        failure = prepared if isinstance(prepared, Failure) else None
+        body = b"[[],null]" if isinstance(prepared, Failure) else prepared.structure.encoded
+        stale = placement is not None and placement.is_stale
+        status = status_of(self._call, site.agreed, failure, stale=stale, body=body)
+        statuses = agreement.tell(status, self._counters)
+        held = [(decode(status.body), ranks) for status, ranks in statuses]
+        before = site.layout if are_in_step(statuses) else Layout()
+        site.adopt(agree(held, before, agreement.group_name))
+        agreement.keep(self._call, site)
+        if marks.key_listeners:
+            known = set(before.names)
+            new_keys = [name for name in dict.fromkeys(site.layout.names) if name not in known]
+            for listener in tuple(marks.key_listeners):
+                listener.renegotiated(self._call.name, new_keys)
+
+
+def _counts(value: float, skip: bool) -> bool:
+    return math.isfinite(value) if skip else value == value
+
+
+def lanes_of(
+    layout: Layout, placement: Placement, part: Part, skip: bool
+) -> tuple[array[float], array[float], array[float]]:
+    """Return one rank's sums, weights and codes in the order of the slots; masked, where ``skip`` leaves out a leaf."""
+    slots, sums, codes = placement.slots, part.sums, placement.codes
+    weights = part.weights if not isinstance(part.weights, float) else array("d", (part.weights,)) * len(sums)
+    if part.nonfinite or not part.is_finite:
+        sums, weights, codes = array("d", sums), array("d", weights), array("d", codes)
+        for index in part.nonfinite:
+            codes[slots[index]] += NONFINITE
+        for index, slot in enumerate(slots):
+            if not math.isfinite(sums[index]):
+                codes[slot] += NONFINITE - (PRESENT if skip else 0)
+                if skip:
+                    sums[index] = weights[index] = 0.0
+    if layout.extremes:
+        sums = array("d", sums)
+        for index, slot in enumerate(slots):
+            if slot in layout.extremes and not math.isnan(sums[index]):
+                sums[index] = 0.0
+    return _spread(layout.size, slots, sums), _spread(layout.size, slots, weights), codes
+
+
+def _finish(
+    selection: Selection,
+    values: list[Any],
+    sums: Sequence[float],
+    weights: float | array[float],
+    extremes: Mapping[int, float],
+) -> list[Any]:
+    """Apply the ops of leaves that are no means."""
+    for index, slot, op in selection.special:
+        weight = weights if isinstance(weights, float) else weights[index]
+        if op == NONE.name:
+            values[index] = None
+        elif weight == 0:  # every rank that holds it was left out as non-finite, or holds None
+            values[index] = math.nan
+        else:
+            # The sum is NaN exactly where some rank's value is: a backend's own maximum depends on the order of ranks.
+            total = extremes[slot] if slot in extremes and not math.isnan(sums[index]) else sums[index]
+            values[index] = OPS[op].finish(total, weight)
+    return values
+
+
+# -- vectors of float64: plain Python for few elements, torch for many -------------------------------------------------
+
+
+def _quotient(sums: array[float], weights: float | array[float]) -> array[float]:
+    """Return ``sums`` divided by ``weights``; NaN where the weight is 0."""
+    if len(sums) >= _MANY:
+        # 0 / 0 is NaN on its own; an entry of weight 0 adds nothing, so its sum is 0.
+        divided = array("d", bytes(8 * len(sums)))
+        torch.div(
+            as_tensor(sums), weights if isinstance(weights, float) else as_tensor(weights), out=as_tensor(divided)
+        )
+        return divided
+    if isinstance(weights, float):
+        return array("d", [value / weights for value in sums] if weights else [math.nan] * len(sums))
+    return array("d", [value / weight if weight else math.nan for value, weight in zip(sums, weights, strict=True)])
+
+
+def _spread(size: int, slots: Sequence[int], values: array[float]) -> array[float]:
+    """Return a vector of ``size`` zeros with ``values[i]`` at ``slots[i]``."""
+    if isinstance(slots, range):
+        return values
+    result = array("d", bytes(8 * size))
+    if len(values) >= _MANY and isinstance(slots, array):
+        as_tensor(result)[torch.frombuffer(slots, dtype=torch.int64)] = as_tensor(values)
+        return result
+    for slot, value in zip(slots, values, strict=True):
+        result[slot] = value
+    return result
+
+
+def _pick(values: memoryview[float], slots: Sequence[int]) -> array[float]:
+    """Return a copy of ``values`` at ``slots``."""
+    if isinstance(slots, range):
+        return array("d", values.tobytes())
+    return array("d", [values[slot] for slot in slots])
+
+
+# -- which keys a rank holds no more ----------------------------------------------------------------------------------
+
+ROUNDS = 4
+"""A key that a rank held before, and in none of so many calls of its name, it has stopped holding."""
+
+
+class HeldKeys:
+    """The structures that this rank held in the calls of one name. Names are compared only where these differ."""
+
+    def __init__(self) -> None:
+        self._calls = 0
+        self._held: set[Structure] = set()
+        self._before: tuple[set[Structure], Layout] | None = None
+        self._ever: set[str] = set()  # as far as the layout still has them
+        self._reported: list[str] = []
+
+    def take(self, name: str | None, site: ReductionSite, structure: Structure) -> None:
+        """Note one call, in which this rank held ``structure``."""
+        self._held.add(structure)
+        self._calls += 1
+        if self._calls < ROUNDS:
+            return
+        held, self._held, self._calls = self._held, set(), 0
+        if self._before is None or self._before[0] != held or self._before[1] is not site.layout:
+            self._before = held, site.layout
+            self._report(name, site, held)
+
+    def _report(self, name: str | None, site: ReductionSite, held: set[Structure]) -> None:
+        names = site.layout.names
+        now = {names[slot] for structure in held for slot in site.placement(structure).slots}
+        self._ever = (self._ever | now).intersection(names)
+        missing = [path for path in dict.fromkeys(names) if path in self._ever and path not in now]
+        if missing != self._reported:
+            self._reported = missing
+            for listener in tuple(marks.key_listeners):
+                listener.stopped_holding(name, missing)

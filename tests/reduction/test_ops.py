@@ -1,0 +1,91 @@
+"""A new marker is one `Op` and one class: it is reduced, added up in windows and sent like those of the package."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+import ddpstats
+from ddpstats import StatsWindow, Sum
+from ddpstats._reduction.flatten import decode, flatten
+from ddpstats._reduction.ops import OPS, Marker, Op
+from ddpstats.errors import ProtocolMismatch, SchemaConflict
+from ddpstats.testing import PerRank, RankPool, ThreadGroup, run_threads
+
+NORM = Op("test norm", finish=lambda total, weight: math.sqrt(total), prepare=lambda value: value * value)
+SPREAD = Op("test largest size", finish=lambda total, weight: total, prepare=abs, elements="max", over="max")
+
+
+@dataclass(frozen=True, slots=True)
+class Norm(Marker):
+    """Euclidean norm over elements, adds and ranks."""
+
+    op: ClassVar[Op] = NORM
+
+
+@dataclass(frozen=True, slots=True)
+class LargestSize(Marker):
+    """The largest absolute value."""
+
+    op: ClassVar[Op] = SPREAD
+
+
+def reduced(values: list[float]) -> tuple[Any, ...]:
+    stats = {"norm": Norm(torch.tensor(values)), "size": LargestSize(values[0]), "loss": 1.0}
+    found = ddpstats.reduce_stats(stats, per_rank=True)
+    return found.values, found.weights["norm"], found.by_rank["norm"].values, dict(found.entries())["norm"].op
+
+
+def test_marker_from_outside_is_reduced_over_ranks(two_ranks: RankPool) -> None:
+    want = {"norm": 13.0, "size": 12.0, "loss": 1.0}, 2.0, (5.0, 12.0), "test norm"
+    assert two_ranks.run(reduced, PerRank([[3.0, 4.0], [-12.0, 0.0]])).values() == [want, want]
+
+
+@pytest.mark.parametrize("device", ["host", "device"])
+def test_marker_from_outside_is_added_up_in_a_window(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if device == "device":
+        device_of = lambda value: torch.device("cpu", 0) if isinstance(value, torch.Tensor) else None  # noqa: E731
+        monkeypatch.setattr("ddpstats._reduction.window_content._device_of", device_of)
+        monkeypatch.setattr("ddpstats._reduction.window_content._read_row", lambda flat, weight: None)
+    with StatsWindow() as window:
+        for value in (3.0, -4.0, 12.0):
+            window.add({"norm": Norm(torch.tensor(value)), "size": LargestSize(torch.tensor(-value))}, weight=7.0)
+        flushed = window.flush()
+    assert flushed.values == {"norm": 13.0, "size": 12.0}
+    assert flushed.weights == {"norm": 3.0, "size": 3.0}
+
+
+def test_marker_from_outside_conflicts_with_another_op() -> None:
+    def call(group: ThreadGroup) -> str:
+        with group.reducer(timeout_sec=30) as reducer, pytest.raises(SchemaConflict) as caught:
+            reducer({"a": Norm(1.0) if group.rank else Sum(1.0)})
+        return str(caught.value)
+
+    first, second = run_threads(call, 2).values()
+    assert first == second
+    assert "rank 0: a leaf (sum)\n  rank 1: a leaf (test norm)" in first
+
+
+@pytest.fixture
+def unregistered() -> Iterator[None]:
+    yield
+    OPS[NORM.name] = NORM
+
+
+def test_op_that_a_rank_does_not_know_is_named(unregistered: None) -> None:
+    """Threads share the registry: the op is taken out of it after the stats were taken apart."""
+    encoded = flatten({"a": Norm(1.0)}).structure.encoded
+    del OPS[NORM.name]
+    with pytest.raises(ProtocolMismatch, match="a leaf of op 'test norm', which this rank does not know"):
+        decode(encoded)
+
+
+def test_every_op_of_the_package_has_a_marker() -> None:
+    markers = (ddpstats.Mean, Sum, ddpstats.Min, ddpstats.Max, ddpstats.Any, ddpstats.All)
+    ours = {name for name in OPS if not name.startswith("test ")}
+    assert ours - {marker.op.name for marker in markers} == {"none"}
