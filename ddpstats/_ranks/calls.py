@@ -24,7 +24,6 @@ import torch.distributed as dist
 from ddpstats._base.lazy import refuse_without_values
 from ddpstats._base.version import __version__
 from ddpstats._ranks.agreement import Agreement
-from ddpstats._ranks.exchange import PROTOCOL_VERSION, different_versions
 from ddpstats._ranks.comm import (
     Comm,
     CommFailed,
@@ -37,6 +36,7 @@ from ddpstats._ranks.comm import (
     resolve_group,
     slice_sec,
 )
+from ddpstats._ranks.exchange import PROTOCOL_VERSION, different_versions
 from ddpstats._ranks.failure import PROCESS_ID_BYTES, FailureDetector, ProcessId, Verdict
 from ddpstats._ranks.grid import gloo_comm
 from ddpstats._ranks.store import Worker

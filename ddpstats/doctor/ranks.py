@@ -31,10 +31,9 @@ import torch.distributed as dist
 from ddpstats._base.text import first_line
 from ddpstats._ranks.comm import attempt_prefix, slice_sec
 from ddpstats._ranks.failure import FailureDetector
-from ddpstats._ranks.gather import gather_trees
+from ddpstats._ranks.gather import decode, encode, gather_trees
 from ddpstats._ranks.gloo import part_of
 from ddpstats._ranks.store import STORE_ERRORS, BoundedStore, growing_polls
-from ddpstats._ranks.gather import decode, encode
 from ddpstats.doctor.report import CLOCK, UNCONNECTED, Told
 from ddpstats.errors import ConfigError, DdpstatsError, ProtocolMismatch, RankMissing
 

@@ -24,8 +24,8 @@ from ddpstats._base import config
 from ddpstats._base.version import __version__
 from ddpstats._observe.c10d_operators import GroupView
 from ddpstats._observe.torch_groups import longest_timeout_sec
-from ddpstats._ranks.exchange import PROTOCOL_VERSION, different_versions
 from ddpstats._ranks.comm import refuse_fake, world_store
+from ddpstats._ranks.exchange import PROTOCOL_VERSION, different_versions
 from ddpstats._ranks.failure import Membership
 from ddpstats._ranks.store import LIMIT_SEC, STORE_ERRORS
 from ddpstats.errors import ConfigError, DdpstatsError, RankMissing

@@ -25,8 +25,8 @@ import torch
 
 from ddpstats import Max
 from ddpstats._ranks.exchange import Status, decode_status, encode_status
-from ddpstats._ranks.gather import decode, encode
 from ddpstats._ranks.failure import Verdict
+from ddpstats._ranks.gather import decode, encode
 from ddpstats._reduction.flatten import decode as decode_schema, flatten
 from ddpstats._rerun.random_state import RandomState
 from ddpstats._rerun.runner import Runner, RunSettings
