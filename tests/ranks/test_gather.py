@@ -210,6 +210,16 @@ def test_gather_takes_three_collectives_whatever_the_sizes(two_ranks: RankPool) 
         assert seen == [(2 if size == 0 else 3, [0, size]) for size in sizes]  # 2: all ranks hold the same
 
 
+def test_gathers_of_many_names_leave_little_behind() -> None:
+    def body(group: Any) -> int:
+        for number in range(1100):
+            gather_trees(number, name=f"name {number}", group=group)
+        agreement = group.channel._agreement
+        return len(agreement.sites) + len(agreement._nothing.seals)
+
+    assert all(kept <= 1024 for kept in run_threads(body, 2).values())
+
+
 def test_own_tree_keeps_its_graph(two_ranks: RankPool) -> None:
     assert two_ranks.run(own_tree_comes_back).values() == [True, True]
 
