@@ -8,13 +8,14 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from _bench_calls import key
 from _bench_guard import Samples
 from _bench_loop import Budget, Timings, interleaved
 
-from ddpstats import StatsReducer, StatsWindow
+from ddpstats import Max, Mean, StatsReducer, StatsWindow, Sum
 
 KEYS = (10, 50, 1_000)
 ADDS = 50
@@ -22,18 +23,21 @@ _TENSORS = 20_000  # in one burst
 
 
 def add_costs(rounds: int) -> dict[int, Samples]:
-    """Number of 1-element tensors -> "add", "float" -> seconds of the processor per call, of every round. Local."""
+    """Number of leaves -> "add", "marked", "float" -> seconds of the processor per call, of every round. Local."""
     found = {}
     for keys in KEYS:
-        window, stats = StatsWindow(), _stats(keys)
+        window, marking, stats, marked = StatsWindow(), StatsWindow(), _stats(keys), _marked(keys)
 
         def add(window: StatsWindow = window, stats: dict[str, torch.Tensor] = stats) -> None:
+            window.add(stats, 8.0)
+
+        def add_marked(window: StatsWindow = marking, stats: dict[str, Any] = marked) -> None:
             window.add(stats, 8.0)
 
         def read(stats: dict[str, torch.Tensor] = stats) -> None:
             [float(value) for value in stats.values()]
 
-        calls: dict[str, Callable[[], None]] = {"add": add, "float": read}
+        calls: dict[str, Callable[[], None]] = {"add": add, "marked": add_marked, "float": read}
         samples: Samples = {name: [] for name in calls}
         order = random.Random(0)
         for _ in range(rounds):
@@ -72,3 +76,9 @@ def flush_costs(keys: int, budget: Budget) -> Timings:
 
 def _stats(keys: int) -> dict[str, torch.Tensor]:
     return {key(index): torch.tensor([float(index)]) for index in range(keys)}
+
+
+def _marked(keys: int) -> dict[str, Any]:
+    """Three leaves of four have a marker; three of four are tensors."""
+    kinds = (Sum, lambda value: Max(value.item()), Mean, lambda value: value)
+    return {name: kinds[index % 4](value) for index, (name, value) in enumerate(_stats(keys).items())}
