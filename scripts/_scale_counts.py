@@ -201,10 +201,6 @@ class CountingComm(ThreadComm):
         *some, last = super().all_gather(payload, timeout_sec)
         return [*some, *[last] * self._alike]
 
-    def broadcast(self, payload: bytes | None, size: int, source: int, timeout_sec: float) -> bytes:
-        self._count(len(payload or b""), size)
-        return super().broadcast(payload, size, source, timeout_sec)
-
     def _count(self, sent: int, received: int) -> None:
         mine = self._tally.mine
         mine.collectives += 1

@@ -16,6 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from concurrent import futures
 from concurrent.futures import Future
 from typing import Any, NoReturn, TypeVar
 
@@ -45,6 +46,7 @@ from ddpstats.errors import ConfigError, DdpstatsError, ProtocolMismatch, RankMi
 # The one message whose size may never change: versions with other buffers must be able to read it.
 _HELLO = struct.Struct(f"<8sH32s{PROCESS_ID_BYTES}s")
 _MAGIC = b"ddpstats"
+_POLL_SEC = 5.0
 _EXIT_SEC = 10.0  # how long a process that ends waits for reductions that were started
 
 T = TypeVar("T")
@@ -74,7 +76,6 @@ class Channel:
         self._agreement: Agreement | None = None
         self._error: RankMissing | None = None
         self.has_abandoned = False  # by this rank
-        self._users = 0
 
     # -- in order -----------------------------------------------------------------------------------------------------
 
@@ -133,18 +134,12 @@ class Channel:
         if self.is_inherited and self._detector is not None:
             refuse_in_fork(self.rank)
 
-    def acquire(self) -> None:
-        """Count another user that may `submit`."""
-        self._users += 1
-
-    def release(self, *, wait: bool) -> None:
-        """Count one user less; ``wait``, for the last one: until all that was submitted has ended."""
-        self._users -= 1
-        while wait and self._users == 0 and not self._worker.is_idle():
-            self._worker.join(_EXIT_SEC)
-
-    def worker_is_alive(self) -> bool:
-        return self._worker.is_alive()
+    def wait(self, future: Future[T]) -> bool:
+        """Wait for a call that was submitted. Returns False where it cannot end: its thread ended, or waits here."""
+        while not futures.wait([future], _POLL_SEC).done:
+            if (not self._worker.is_alive() or self._worker.is_current()) and not future.done():
+                return False
+        return True
 
     @property
     def is_inherited(self) -> bool:

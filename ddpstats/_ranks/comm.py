@@ -80,9 +80,6 @@ class Comm(Protocol):
     def all_gather(self, payload: bytes | bytearray, timeout_sec: float) -> Sequence[bytes | bytearray]:
         """Return every rank's payload, of one length on all ranks, in the order of ``ranks``."""
 
-    def broadcast(self, payload: bytes | None, size: int, source: int, timeout_sec: float) -> bytes:
-        """Return the ``size`` bytes of the rank at position ``source``; the others pass None."""
-
     def close(self) -> None:
         """Leave the group; never blocks."""
 
@@ -161,12 +158,7 @@ class GlooComm:
         self._finish(self._group.allgather, ([outputs], [own], options), timeout_sec)
         return gathered
 
-    def broadcast(self, payload: bytes | None, size: int, source: int, timeout_sec: float) -> bytes:
-        buffer = bytearray(size if payload is None else payload)
-        self.broadcast_tensor(as_tensor(buffer), source, timeout_sec)
-        return bytes(buffer)
-
-    def broadcast_tensor(self, tensor: torch.Tensor, source: int, timeout_sec: float) -> None:
+    def broadcast(self, tensor: torch.Tensor, source: int, timeout_sec: float) -> None:
         """Fill the tensor, of one size and dtype on all ranks, with that of the rank at position ``source``."""
         options = _options("BroadcastOptions", timeout_sec)
         options.rootRank, options.rootTensor = source, 0
@@ -243,9 +235,6 @@ class SoloComm:
 
     def all_gather(self, payload: bytes | bytearray, timeout_sec: float) -> Sequence[bytes | bytearray]:
         return [payload]
-
-    def broadcast(self, payload: bytes | None, size: int, source: int, timeout_sec: float) -> bytes:
-        return payload or b""
 
     def close(self) -> None:
         """Do nothing: there is no group to leave."""

@@ -14,7 +14,6 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -55,19 +54,6 @@ def _grids(cells: int, longest: int) -> Iterator[tuple[int, ...]]:
         yield from ((side, *shorter) for shorter in _grids(cells // side, side))
 
 
-class _Line(NamedTuple):
-    """This rank's line along one side. Cells of one ``plane`` differ only on this side and those before it."""
-
-    comm: GlooComm
-    stride: int
-
-    def position(self, cell: int) -> int:
-        return cell // self.stride % len(self.comm.ranks)
-
-    def plane(self, cell: int) -> int:
-        return cell // (self.stride * len(self.comm.ranks))
-
-
 class GridComm:
     """Real ranks over a few gloo groups for each rank. The contract is that of `Comm`."""
 
@@ -81,7 +67,7 @@ class GridComm:
         sides = sides_of(len(ranks))
         self._cells = math.prod(sides)
         self._pair: GlooComm | None = None
-        self._lines: list[_Line] = []
+        self._lines: list[GlooComm] = []  # along each side
         self._watch = watch
         left = _countdown(timeout_sec)
 
@@ -97,7 +83,7 @@ class GridComm:
         stride = 1
         for number, side in enumerate(sides):
             first = self._position - self._position // stride % side * stride
-            self._lines.append(_Line(meet(f"side{number}", range(first, first + side * stride, stride)), stride))
+            self._lines.append(meet(f"side{number}", range(first, first + side * stride, stride)))
             stride *= side
 
     @property
@@ -112,7 +98,7 @@ class GridComm:
 
     def _comms(self) -> list[GlooComm]:
         """Return this rank's groups in the order in which a reduction goes through them."""
-        return [*([] if self._pair is None else [self._pair]), *(line.comm for line in self._lines)]
+        return [*([] if self._pair is None else [self._pair]), *self._lines]
 
     def all_reduce_sum(self, tensor: torch.Tensor, timeout_sec: float) -> None:
         self._all_reduce(GlooComm.all_reduce_sum, tensor, timeout_sec)
@@ -127,7 +113,7 @@ class GridComm:
         for comm in self._comms():
             reduce(comm, tensor, left())
         if self._pair is not None:
-            self._pair.broadcast_tensor(tensor, 0, left())
+            self._pair.broadcast(tensor, 0, left())
 
     def all_gather(self, payload: bytes | bytearray, timeout_sec: float) -> Sequence[bytes | bytearray]:
         left, size, cells = _countdown(timeout_sec), len(payload), self._cells
@@ -136,25 +122,13 @@ class GridComm:
         if guests:  # each cell with its guest's, or a gap
             block = bytearray().join(self._pair.all_gather(block, left()) if self._pair else (block, bytes(size)))
         for line in self._lines:
-            block = bytearray().join(line.comm.all_gather(block, left()))
+            block = bytearray().join(line.all_gather(block, left()))
         if self._pair is not None:
             block = block if self._lines else bytearray(2 * cells * size)
-            self._pair.broadcast_tensor(as_tensor(block), 0, left())
+            self._pair.broadcast(as_tensor(block), 0, left())
         step = 2 * size if guests else size
         of_cells = [block[cell * step : cell * step + size] for cell in range(cells)]
         return of_cells + [block[cell * step + size : (cell + 1) * step] for cell in range(guests)]
-
-    def broadcast(self, payload: bytes | None, size: int, source: int, timeout_sec: float) -> bytes:
-        left, cell, root = _countdown(timeout_sec), self._position, source % self._cells
-        if source >= self._cells and self._pair is not None and cell % self._cells == root:
-            payload = self._pair.broadcast(payload, size, 1, left())
-        for line in self._lines:  # the root's line has it first, then those beside it, and so on
-            if line.plane(cell) == line.plane(root):
-                payload = line.comm.broadcast(payload, size, line.position(root), left())
-        if self._pair is not None:
-            payload = self._pair.broadcast(payload if self._lines else None, size, 0, left())
-        assert payload is not None
-        return payload
 
     def close(self) -> None:
         for comm in self._comms():

@@ -120,11 +120,15 @@ class Worker:
         thread = self._thread
         return thread is not None and thread.is_alive()
 
+    def is_current(self) -> bool:
+        """Return whether this is the worker's own thread."""
+        return self._thread is threading.current_thread()
+
     def join(self, timeout_sec: float) -> bool:
         """Wait for the end of all calls and of the thread, if that comes in time. Returns whether it did."""
         with self._lock:  # not while the thread is about to start
             thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
+        if thread is not None and not self.is_current():
             thread.join(max(0.0, timeout_sec))
         return not self.is_alive()
 

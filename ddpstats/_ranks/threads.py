@@ -89,9 +89,6 @@ class ThreadComm:
     def all_gather(self, payload: bytes | bytearray, timeout_sec: float) -> Sequence[bytes | bytearray]:
         return list(self._meet(bytes(payload), _same_length, timeout_sec))
 
-    def broadcast(self, payload: bytes | None, size: int, source: int, timeout_sec: float) -> bytes:
-        return bytes(self._meet(payload, lambda parts: parts[source], timeout_sec))
-
     def _meet(self, part: Any, combine: Combine, timeout_sec: float) -> Any:
         return self._world.meet(self.rank, part, combine, timeout_sec, self.watch)
 

@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NoReturn, get_args
 
@@ -42,7 +42,6 @@ __all__ = [
 
 NonFinitePolicy = Literal["propagate", "skip", "raise"]
 
-_POLL_SEC = 5.0
 _KEPT_REDUCERS = 256
 
 
@@ -83,9 +82,8 @@ class PendingReduction:
         """Wait for the reduction; raises what it raised, on every rank the same. Bounded by the reducer's timeout."""
         if not self._future.done():
             self._channel.refuse_inside()
-        while not wait([self._future], _POLL_SEC).done:
-            if not self._channel.worker_is_alive() and not self._future.done():
-                raise DdpstatsError("the reduction was given up: its worker thread has ended")
+        if not self._channel.wait(self._future):
+            raise DdpstatsError("the reduction was given up: its worker thread has ended")
         return self._future.result()
 
     def __copy__(self) -> PendingReduction:
@@ -116,8 +114,8 @@ class StatsReducer:
     Raises:
         ConfigError: an argument that cannot work; on this rank, before anything is sent.
 
-    Making one is local. A context manager; `close` when done with `start`, which keeps a thread. A copy reduces over
-    its group; another process can have one that was made without ``group=``.
+    Making one is local. A context manager, whose `close` waits for what `start` began. A copy reduces over its group;
+    another process can have one that was made without ``group=``.
     """
 
     def __init__(
@@ -138,8 +136,7 @@ class StatsReducer:
         self._call = Call("reduce_stats", name, nonfinite, per_rank)
         self._counters = Counters()
         self._closed = False
-        self._worker_of: weakref.ref[Channel] | None = None
-        self._finalizer: weakref.finalize[Any, Any] | None = None
+        self._started: tuple[weakref.ref[Future[Reduced]], weakref.ref[Channel]] | None = None  # the last by `start`
 
     @breaks_graph
     def __call__(self, stats: Any, weight: Any = 1.0) -> Reduced:
@@ -183,30 +180,15 @@ class StatsReducer:
         `result`.
         """
         channel = self._usable_channel()
-        self._keep_worker(channel)
         call, counters = self._call, self._counters
         given = Prepared(stats, weight, per_rank=call.per_rank)
 
         def work(agreement: Agreement) -> Reduced:
             return Reduction(agreement, call, True, counters).reduce(given)
 
-        return PendingReduction(channel.submit(work, self._timeout_sec), channel)
-
-    def _keep_worker(self, channel: Channel) -> None:
-        """The channel's thread ends when the last reducer that used it is closed, or gone."""
-        if self._worker_of is not None and self._worker_of() is channel:
-            return
-        self._give_up_worker()
-        channel.acquire()
-        self._worker_of = weakref.ref(channel)
-        self._finalizer = weakref.finalize(self, _release, self._worker_of)
-        self._finalizer.atexit = False
-
-    def _give_up_worker(self) -> None:
-        if self._finalizer is not None and self._finalizer.detach() and self._worker_of is not None:
-            channel = self._worker_of()
-            if channel is not None:
-                channel.release(wait=True)
+        future = channel.submit(work, self._timeout_sec)
+        self._started = weakref.ref(future), weakref.ref(channel)
+        return PendingReduction(future, channel)
 
     @breaks_graph
     def _reduce(self, stats: Any, weight: Any, *, keep_dtypes: bool = False, divide: bool = True) -> Reduced:
@@ -237,18 +219,20 @@ class StatsReducer:
             return False
 
     def __getstate__(self) -> dict[str, Any]:
-        """For a copy: its calls, and the thread that `start` keeps, are counted for each reducer by itself."""
-        return {**vars(self), "_counters": replace(self._counters), "_worker_of": None, "_finalizer": None}
+        """Return the state of a copy, which counts its own calls, and waits for what it started itself."""
+        return {**vars(self), "_counters": replace(self._counters), "_started": None}
 
     def close(self) -> None:
-        """End this reducer; what it started goes on. The last one on a group waits for that, and leaves no thread of
-        Python's.
+        """End this reducer, once what it started has ended; it leaves no thread of Python's.
 
         Local; idempotent. What gloo needs for the group, threads in C++ and a port that listens, stays until
         ``destroy_process_group``.
         """
         self._closed = True
-        self._give_up_worker()
+        if self._started is not None:
+            future, channel = self._started[0](), self._started[1]()
+            if future is not None and channel is not None:
+                channel.wait(future)
         rest()
 
     def __enter__(self) -> StatsReducer:
@@ -284,13 +268,6 @@ class _GroupReference:
         if not self._is_default:
             raise ConfigError("a process group cannot go to another process; make what has group= on each rank, there")
         return _GroupReference, (None,)
-
-
-def _release(channel: weakref.ref[Channel]) -> None:
-    """For a reducer that is gone without `close`. May run inside any code of any thread, so it must not wait."""
-    found = channel()
-    if found is not None:
-        found.release(wait=False)
 
 
 _reducers: OrderedDict[tuple[int, str, str | None, str, bool], StatsReducer] = OrderedDict()

@@ -172,22 +172,6 @@ def test_a_gather_is_in_rank_order(doorway: tuple[Doorway, int], size: int) -> N
     assert run(gathered, size) == [expected] * world_size
 
 
-def broadcast_from_each(comm: Comm, sizes: tuple[int, ...]) -> list[bytes]:
-    received = []
-    for place, source in enumerate(comm.ranks):
-        for size in sizes:
-            payload = bytes([source % 256]) * size
-            received.append(comm.broadcast(payload if source == comm.rank else None, size, place, LONG_SEC))
-    return received
-
-
-def test_a_broadcast_comes_from_its_source(doorway: tuple[Doorway, int]) -> None:
-    run, world_size = doorway
-    sizes = (0, 1, 1000)
-    expected = [bytes([source % 256]) * size for source in range(world_size) for size in sizes]
-    assert run(broadcast_from_each, sizes) == [expected] * world_size
-
-
 # -- a rank that does not come -----------------------------------------------------------------------------------------
 
 
@@ -200,10 +184,8 @@ def without_the_last(comm: Comm, operation: str) -> tuple[str, float, float] | N
     try:
         if operation == "sum":
             comm.all_reduce_sum(torch.ones(4, dtype=torch.float64), SHORT_SEC)
-        elif operation == "gather":
-            comm.all_gather(b"x", SHORT_SEC)
         else:
-            comm.broadcast(None, 4, len(comm.ranks) - 1, SHORT_SEC)
+            comm.all_gather(b"x", SHORT_SEC)
     except CommFailed as error:
         failed = time.monotonic()
         comm.close()
@@ -211,9 +193,7 @@ def without_the_last(comm: Comm, operation: str) -> tuple[str, float, float] | N
     return "nothing", 0.0, 0.0
 
 
-@pytest.mark.parametrize(
-    "operation", ["sum", *(pytest.param(each, marks=pytest.mark.slow) for each in ("gather", "broadcast"))]
-)
+@pytest.mark.parametrize("operation", ["sum", pytest.param("gather", marks=pytest.mark.slow)])
 def test_rank_that_never_comes_fails_the_others_in_time(doorway: tuple[Doorway, int], operation: str) -> None:
     run, world_size = doorway
     *others, absent = run(without_the_last, operation)
@@ -358,7 +338,6 @@ def test_one_rank_alone_gets_its_own_back() -> None:
     assert torch.equal(tensor, values_of(0, 4))
     assert (comm.ranks, comm.rank) == ((3,), 3)
     assert comm.all_gather(b"mine", 1.0) == [b"mine"]
-    assert comm.broadcast(b"mine", 4, 0, 1.0) == b"mine"
     comm.close()
 
 

@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import TCPStore
 
 import ddpstats
 from ddpstats import Max, StatsReducer, reduce_stats
-from ddpstats._reduction import reducer as reducer_module
+from ddpstats._ranks import calls
 from ddpstats.testing import die
 
 
@@ -38,7 +38,7 @@ def dropped_reducers() -> tuple[list[Any], list[str]]:
 def late_peer() -> Any:
     """Rank 1 is later than the other rank looks again whether its result can still come."""
     reduce_stats({"a": 1.0})
-    with mock.patch.object(reducer_module, "_POLL_SEC", 0.05):
+    with mock.patch.object(calls, "_POLL_SEC", 0.05):
         if dist.get_rank() == 1:
             time.sleep(1)
         return StatsReducer(name="late", timeout_sec=30).start({"x": 1.0}).result().values
