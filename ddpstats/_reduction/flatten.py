@@ -69,17 +69,8 @@ class Structure:
 
     @cached_property
     def encoded(self) -> bytes:
-        """The structure as other ranks read it: JSON, nested like the stats; see `decode`."""
-        tags: dict[Path, list[str]] = {}
-        for path, tag in self.tags:
-            tags.setdefault(path, []).append(tag)
-        root: list[Any] = []
-        nodes: dict[Path, list[Any]] = {}
-        for path, op in self.leaves:
-            items = root if not path else _children(path[:-1], nodes, root, tags)
-            items.append([path[-1] if path else None, "/".join([op, *(tags.get(path, []) if path else [])])])
-        dtypes = [tag for tag in tags.get((), []) if tag in DTYPE_TAGS]
-        return json.dumps([dtypes, root[0][1] if root else None], separators=(",", ":")).encode()
+        """The structure as other ranks read it (`decode`): JSON without nesting, whatever the stats are."""
+        return json.dumps([self.tags, self.leaves], separators=(",", ":")).encode()
 
     @cached_property
     def ops(self) -> list[Op]:
@@ -87,17 +78,6 @@ class Structure:
 
     def __len__(self) -> int:
         return len(self.leaves)
-
-
-def _children(path: Path, nodes: dict[Path, list[Any]], root: list[Any], tags: Mapping[Path, list[str]]) -> list[Any]:
-    """Return the items of the container at ``path``, which is made if it is not there yet."""
-    items = nodes.get(path)
-    if items is None:
-        items = nodes[path] = []
-        kind = next(tag for tag in tags[path] if tag in CONTAINERS)
-        above = root if not path else _children(path[:-1], nodes, root, tags)
-        above.append([path[-1] if path else None, [kind, items]])
-    return items
 
 
 class Flat(NamedTuple):
@@ -361,46 +341,40 @@ def decode(payload: bytes) -> Structure:
 
 
 def _decode(node: Any) -> Structure:
-    if not isinstance(node, list) or len(node) != 2 or not isinstance(node[0], list):
+    if not isinstance(node, list) or [*map(type, node)] != [list, list]:
         raise ValueError("a schema that is not one")
-    leaves: list[LeafKey] = []
-    tags: list[Tag] = []
-    if node[1] is not None:
-        _decode_node(node[1], (), leaves, tags)
-    if len(node[0]) > 1 or not all(isinstance(tag, str) and tag in DTYPE_TAGS for tag in node[0]):
-        raise ValueError("a dtype that is none")
-    tags += [((), tag) for tag in node[0]]
+    kinds: dict[Path, str] = {}
+    tags, leaves = list[Tag](), list[LeafKey]()
+    for path, tag in _checked_pairs(node[0], kinds):
+        if tag in CONTAINERS and path not in kinds:
+            kinds[path] = tag
+        elif tag not in DTYPE_TAGS:
+            raise ValueError(f"the tag {tag[:40]!r}")
+        tags.append((path, tag))
+    for path, op in _checked_pairs(node[1], kinds):
+        if op not in OPS or path in kinds:
+            raise ValueError(f"a leaf of op {op[:40]!r}, which this rank does not know")
+        leaves.append((path, op))
+    if len({path for path, _ in leaves}) != len(leaves):
+        raise ValueError("two leaves with one path")
     return Structure(tuple(leaves), tuple(tags))
 
 
-def _decode_node(node: Any, path: Path, leaves: list[LeafKey], tags: list[Tag]) -> None:
-    if isinstance(node, str):
-        op, *dtypes = node.split("/")
-        if op not in OPS or len(dtypes) > 1 or not set(dtypes) <= set(DTYPE_TAGS):
-            raise ValueError(f"a leaf of op {node[:40]!r}, which this rank does not know")
-        leaves.append((path, op))
-        tags += [(path, dtype) for dtype in dtypes]
-        return
-    if not isinstance(node, list) or [*map(type, node)] != [str, list] or node[0] not in CONTAINERS:
-        raise ValueError("a container that is not one")
-    if len(path) >= MAX_DEPTH:
-        raise ValueError(f"a structure deeper than {MAX_DEPTH}")
-    kind, items = node
-    tags.append((path, kind))
-    children = list(_checked_items(items, kind))
-    if not children or len({step for step, _ in children}) != len(children):
-        raise ValueError("a container without keys, or with one key twice")
-    for step, child in children:
-        _decode_node(child, (*path, step), leaves, tags)
+def _checked_pairs(pairs: list[Any], kinds: Mapping[Path, str]) -> Iterator[tuple[Path, str]]:
+    """Yield each path with its tag or op; ``kinds`` has the containers that came before."""
+    for pair in pairs:
+        if not isinstance(pair, list) or [*map(type, pair)] != [list, str] or len(pair[0]) > MAX_DEPTH:
+            raise ValueError(f"an entry that is none, or a structure deeper than {MAX_DEPTH}")
+        path: Path = ()
+        for step in pair[0]:
+            path = (*path, _checked_step(step, kinds.get(path)))
+        yield path, pair[1]
 
 
-def _checked_items(items: list[Any], kind: str) -> Iterator[tuple[Step, Any]]:
-    for item in items:
-        if not isinstance(item, list) or len(item) != 2 or type(item[0]) not in (str, int):
-            raise ValueError("a key that is neither str nor int")
-        if kind == DICT:
-            yield item[0], item[1]
-        elif type(item[0]) is int and 0 <= item[0] < _MAX_POSITION:
-            yield Index(item[0]), item[1]
-        else:
-            raise ValueError("a position that is none")
+def _checked_step(step: Any, kind: str | None) -> Step:
+    if kind == DICT and type(step) in (str, int):
+        key: Step = step
+        return key
+    if kind in (LIST, TUPLE) and type(step) is int and 0 <= step < _MAX_POSITION:
+        return Index(step)
+    raise ValueError("a key or position that is none")

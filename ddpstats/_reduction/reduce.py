@@ -119,7 +119,8 @@ class Reduction:
         placement = self._site.placement(prepared.structure)
         buffer.seal(seal, stale=placement.is_stale, weight=prepared.weight)
         if not placement.is_stale:
-            if placement.is_complete and prepared.is_finite and isinstance(prepared.weights, float):
+            is_plain = prepared.is_finite and not prepared.nonfinite and isinstance(prepared.weights, float)
+            if placement.is_complete and is_plain:
                 buffer.lanes[PARTIAL] = 0.0
             start, size = HEADER_LANES, self._site.layout.size
             sums, weights, codes = lanes_of(self._site.layout, placement, prepared, self._call.skips)
@@ -136,6 +137,7 @@ class Reduction:
         sites = agreement.sites
         sites.setdefault(call.site_key, site)
         sites.move_to_end(call.site_key)
+        agreement.drop_oldest()
         total, weights = buffer.lanes[WEIGHT], None
         if buffer.lanes[PARTIAL] == 0:
             selection = layout.everything
@@ -213,7 +215,6 @@ class Reduction:
         call = self._call
         if marks.key_listeners:
             self._site.held_keys.take(call.name, self._site, part.structure)
-        self._agreement.drop_oldest()
         if columns is not None and marks.listeners:
             mine = columns.ranks.index(self._agreement.comm.rank)
             of_path = reduced.flat_by_rank().items()
@@ -227,7 +228,7 @@ class Reduction:
         """Agree on a layout. Raises what is wrong with the call, on every rank."""
         site, agreement = self._site, self._agreement
         failure = prepared if isinstance(prepared, Failure) else None
-        body = b"[[],null]" if isinstance(prepared, Failure) else prepared.structure.encoded
+        body = b"[[],[]]" if isinstance(prepared, Failure) else prepared.structure.encoded
         stale = placement is not None and placement.is_stale
         status = status_of(self._call, site.agreed, failure, stale=stale, body=body)
         statuses = agreement.tell(status, self._counters)

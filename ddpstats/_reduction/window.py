@@ -126,6 +126,14 @@ class StatsWindow:
             ) from None
         except SchemaConflict as error:
             raise self._conflict(error) from None
+        except DdpstatsError:
+            raise
+        except Exception as error:  # of a foreign type's code
+            raise InvalidStats(
+                f"stats that cannot be added: {type(error).__name__}: {error}\n{_call_site()}"
+                "Nothing was added; the window goes on working.",
+                ranks=self._own_rank(),
+            ) from error
 
     @breaks_graph
     def flush(self, *, per_rank: bool = False) -> Reduced:

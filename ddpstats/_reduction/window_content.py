@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ddpstats._base.caches import BoundedCache
+from ddpstats._base.lazy import refuse_without_values
 from ddpstats._base.paths import Path, format_path
 from ddpstats._reduction.flatten import INTERCHANGEABLE, LIST, CannotRead, Flat, LeafKey, Structure, Tag, flatten
 from ddpstats._reduction.layout import describe, merge_sorts, sorts_of
@@ -111,13 +112,7 @@ class WindowContent:
     def add_again(self, stats: Any, weight: Any) -> bool:
         """Take one add of numbers in host memory that has the keys and types of the add before; False for any other."""
         recent = self._recent
-        if (
-            recent is None
-            or type(stats) is not dict
-            or [*stats] != recent.keys
-            or not (type(weight) is float or type(weight) is int)
-            or not LIGHTEST <= weight <= HEAVIEST
-        ):
+        if recent is None or type(stats) is not dict or [*stats] != recent.keys or not _is_plain_weight(weight):
             return False
         leaves = [*stats.values()]
         if [*map(type, leaves)] != recent.types:
@@ -146,12 +141,12 @@ class WindowContent:
         structure, self._recent = flat.structure, None
         if structure not in self._structures:
             self._refuse_conflict(structure)
-        is_plain = type(weight) in (float, int) and LIGHTEST <= weight <= HEAVIEST
-        if not is_plain or not self._add_row(flat, weight, None):
+        if not _is_plain_weight(weight) or not self._add_row(flat, weight, None):
             self._add_leaves(flat, weight)
         elif type(stats) is dict and len(stats) == len(flat.leaves) and {*map(type, stats)} == {str}:
             rows = self._rows_of(structure, _HOST, None)
-            self._recent = _Recent(structure, rows, [*stats], [*map(type, flat.leaves)])
+            if len(rows.slots) == len(flat.leaves):  # a marker around None has the type of one around a value
+                self._recent = _Recent(structure, rows, [*stats], [*map(type, flat.leaves)])
 
     def add_time(self, name: str, seconds: float) -> None:
         """Take one use of a part of the step that is timed; it is not one of the adds."""
@@ -245,13 +240,14 @@ class WindowContent:
         self.adds += 1
 
     def _append(self, rows: _Rows, sums: Any, weights: Weights | float) -> None:
-        rows.sums.append(sums)
-        rows.weights.append(weights)
         if len(rows.sums) >= rows.limit:
             self._fold(rows)
+        rows.sums.append(sums)
+        rows.weights.append(weights)
 
     def _fold(self, rows: _Rows) -> None:
         if rows.sums:
+            refuse_without_values("StatsWindow.add")  # what is folded then would have no values
             lanes = self._lanes.get(rows.device)
             if lanes is None:
                 lanes = self._lanes[rows.device] = _Lanes(rows.device, self._skip)
@@ -313,12 +309,11 @@ class WindowContent:
 
     def _columns(self) -> list[list[float]]:
         """Return what each slot holds, over all devices: one copy for each of them."""
-        lanes = list(self._lanes.values())
-        held = [one.lanes for one in lanes]
-        for device, tensor in zip(self._lanes, held, strict=True):
-            if tensor.is_meta:
-                path = next(path for (path, _), slot in self._slot_of.items() if slot < tensor.shape[1])
-                raise CannotRead(path, f"the value is on the device {device}, and {_NO_VALUE}")
+        held = [lanes.lanes for lanes in self._lanes.values()]
+        for device, lanes in self._lanes.items():
+            if device.type == "meta":
+                paths = [path for (path, _), slot in self._slot_of.items() if slot == lanes.first_slot]
+                raise CannotRead(paths[0] if paths else (), f"the value is on the device {device}, and {_NO_VALUE}")
         columns = [[0.0, 0.0, 0.0, 0.0, 0.0, math.inf] for _ in range(1 + len(self._slot_of))]
         for tensor in HostCopy(held).wait(list(held), None)[0] if held else ():
             for column, more in zip(columns, tensor.t().tolist(), strict=False):
@@ -351,6 +346,7 @@ class _Lanes:
     def __init__(self, device: torch.device, skip: bool) -> None:
         self._device, self._skip = device, skip
         self.lanes = self._empty(0)
+        self.first_slot: int | None = None  # of those that were ever folded
         self._stream: Any = None
 
     def __deepcopy__(self, memo: object) -> _Lanes:
@@ -376,10 +372,13 @@ class _Lanes:
         """Add the rows; there are slots below ``count`` by now."""
         with torch.inference_mode():
             self._follow_stream()
+            if self.first_slot is None:
+                self.first_slot = min(rows.slots)
             if self.lanes.shape[1] < count:
                 self.lanes = torch.cat([self.lanes, self._empty(count - self.lanes.shape[1])], 1)
             width = len(rows.slots)
-            if isinstance(rows.sums[0], array):
+            is_on_host = isinstance(rows.sums[0], array)
+            if is_on_host:
                 sums = torch.frombuffer(bytearray().join(rows.sums), dtype=torch.float64).view(-1, width)
             else:
                 sums = torch.stack(rows.sums)
@@ -389,9 +388,11 @@ class _Lanes:
             finite = sums.isfinite()
             counted = finite if self._skip else torch.ones_like(finite)
             is_extreme = counted & rows.is_extreme & ~sums.isnan()
-            wrong = (rows.is_flag & (sums != 0) & (sums != 1)) | (finite & (sums.abs() > _MOST * weights))
+            wrong = rows.is_flag & (sums != 0) & (sums != 1)
+            if not is_on_host:  # where each value was looked at
+                wrong |= finite & (sums.abs() > _MOST * weights)
             added = sums.where(counted & ~is_extreme, 0.0)
-            parts = [added, weights.where(counted, 0.0), ~finite, counted, wrong]
+            parts = [added, weights.where(counted | weights.isnan(), 0.0), ~finite, counted, wrong]
             self.lanes[:LEAST].index_add_(1, rows.at, torch.stack([part.to(sums).sum(0) for part in parts]))
             least = (sums * rows.sign).where(is_extreme, math.inf).amin(0)
             self.lanes[LEAST, rows.at] = torch.minimum(self.lanes[LEAST, rows.at], least)
@@ -401,7 +402,7 @@ class _Lanes:
         wide, weights = _wide(self._device), rows.weights
         if {*map(type, weights)} == {float}:
             return self._from_host(weights, wide).unsqueeze(1).where(rows.is_weighted, 1.0)
-        each = [[weight] * len(rows.slots) if isinstance(weight, float) else weight for weight in weights]
+        each = [_weight_each(weight, rows.ops) if isinstance(weight, float) else weight for weight in weights]
         if not any(isinstance(weight, torch.Tensor) for weight in each):
             return self._from_host(each, wide)
         return torch.stack([w if isinstance(w, torch.Tensor) else self._from_host(w, wide) for w in each])
@@ -467,24 +468,18 @@ class _Plan:
         self.markers = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Marker)]
         self.means = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Mean)]
         self.flags = [index for index, op in enumerate(self.ops) if op.is_flag]
-        self.types: list[type] = []
-        self.tensors: list[int] = []
-        self._weight, self._weights = math.nan, list[float]()
+        self._known = list[type](), list[int]()  # one attribute, for windows of several threads share the plan
 
-    def is_readable(self, values: list[Any]) -> bool:
-        """Return whether all values are numbers or tensors; ``tensors`` are then the indexes of the latter."""
+    def find_tensors(self, values: list[Any]) -> list[int] | None:
+        """Return the indexes of tensors; None where a value is neither a number nor a tensor."""
         types = [*map(type, values)]
-        if types != self.types:
+        known, tensors = self._known
+        if types != known:
             if not self.is_usable or not {*types} <= INTERCHANGEABLE:
-                return False
-            self.types, self.tensors = types, [index for index, kind in enumerate(types) if kind is torch.Tensor]
-        return True
-
-    def weights(self, weight: float) -> list[float]:
-        """Return the weight of each leaf whose marker has no weight."""
-        if weight != self._weight:
-            self._weight, self._weights = weight, [weight if op.is_weighted else 1.0 for op in self.ops]
-        return self._weights
+                return None
+            tensors = [index for index, kind in enumerate(types) if kind is torch.Tensor]
+            self._known = types, tensors
+        return tensors
 
 
 _plans: BoundedCache[Structure, _Plan] = BoundedCache(max_entries=64, max_cost=65_536)
@@ -492,42 +487,41 @@ _plans: BoundedCache[Structure, _Plan] = BoundedCache(max_entries=64, max_cost=6
 
 def _read_row(flat: Flat, weight: float) -> tuple[array[float], float | list[float]] | None:
     """Return value and weight of each leaf that is not None; None where leaves must be read one by one."""
-    values, own_weights = read_plain(flat), None
+    values, own_weights = read_plain(flat), dict[int, Any]()
     if values is None:
         plan = _plans.get(flat.structure) or _plans.put(flat.structure, _Plan(flat), len(flat.structure) + 1)
         leaves = [flat.leaves[index] for index in plan.indexes]
-        own_weights = _read_own_weights(plan, leaves, weight)
+        own_weights = {index: leaves[index].weight for index in plan.means if leaves[index].weight is not None}
         for index in plan.markers:
             leaves[index] = leaves[index].value
-        if own_weights is None or not plan.is_readable(leaves):
+        tensors = plan.find_tensors(leaves)
+        if tensors is None or not all(map(_is_plain_weight, own_weights.values())):
             return None
         try:
-            for index in plan.tensors:
+            for index in tensors:
                 leaves[index] = leaves[index].item()
             values = array("d", leaves)
         except (RuntimeError, TypeError, ValueError, OverflowError):
             return None
         if any(values[index] not in (0.0, 1.0) for index in plan.flags):
             return None
-        own_weights = None if own_weights is plan.weights(weight) else own_weights
     if not are_small(values, LARGEST) and any(LARGEST < abs(value) < math.inf for value in values):
         return None
-    return values, float(weight) if own_weights is None else own_weights
+    if not own_weights:
+        return values, float(weight)
+    weights = _weight_each(weight, plan.ops)
+    for index, own_weight in own_weights.items():
+        weights[index] = float(own_weight)
+    return values, weights
 
 
-def _read_own_weights(plan: _Plan, leaves: list[Any], weight: float) -> list[float] | None:
-    """Return the weight of each leaf; None where one must be read with more care."""
-    weights = plan.weights(weight)
-    for index in plan.means:
-        own = leaves[index].weight
-        if own is None:
-            continue
-        if not (type(own) is float or type(own) is int) or not LIGHTEST <= own <= HEAVIEST:
-            return None
-        if weights is plan.weights(weight):
-            weights = weights.copy()
-        weights[index] = float(own)
-    return weights
+def _is_plain_weight(weight: Any) -> bool:
+    return (type(weight) is float or type(weight) is int) and LIGHTEST <= weight <= HEAVIEST
+
+
+def _weight_each(weight: float, ops: list[Op]) -> list[float]:
+    """Return the weight of each leaf whose marker has no weight."""
+    return [weight if op.is_weighted else 1.0 for op in ops]
 
 
 def _read_device_weight(weight: torch.Tensor) -> torch.Tensor:
@@ -561,7 +555,10 @@ def _read_on_device(
         and first.numel() == 1
         and first.layout is torch.strided
     ):
-        refuse_tensor(first)
+        try:
+            refuse_tensor(first)
+        except ValueError as error:
+            raise cannot_read(flat.structure.leaves[indexes[0]][0], error) from None
         stacked = torch.stack(leaves).detach().reshape(-1).to(_wide(device))
         return stacked * call_weight, [call_weight] * len(leaves)
     sums, weights = [], []

@@ -583,19 +583,21 @@ def test_bytes_that_are_not_what_was_announced_are_rank_missing_and_close_the_gr
 @pytest.mark.parametrize(
     "schema",
     [
-        '[[],["list",[[-1,"mean"]]]]',
-        '[[],["list",[[1099511627776,"mean"]]]]',
-        '[[],["tuple",[["0","mean"]]]]',
-        '[[],["dict",[["a","mean"],["a","mean"]]]]',
-        '[[],["dict",[[true,"mean"]]]]',
-        '[[],["dict",[[1.5,"mean"]]]]',
-        '[[],["dict",[]]]',
-        '[[],["OrderedDict",[["a","mean"]]]]',
-        '[[],["dict",[["a","median"]]]]',
-        '[[],["dict",[["a","mean/int8"]]]]',
-        '[["float32","float16"],["dict",[["a","mean"]]]]',
-        '[[["float32"]],"mean"]',
-        '[[],"mean"',
+        '[[[[],"list"]],[[[-1],"mean"]]]',
+        '[[[[],"list"]],[[[1099511627776],"mean"]]]',
+        '[[[[],"tuple"]],[[["0"],"mean"]]]',
+        '[[[[],"dict"]],[[["a"],"mean"],[["a"],"sum"]]]',
+        '[[[[],"dict"]],[[[true],"mean"]]]',
+        '[[[[],"dict"]],[[[1.5],"mean"]]]',
+        '[[[[],"dict"],[[],"list"]],[[["a"],"mean"]]]',
+        '[[[[],"OrderedDict"]],[[["a"],"mean"]]]',
+        '[[],[[["a"],"mean"]]]',
+        '[[[[],"dict"]],[[[],"mean"]]]',
+        '[[[[],"dict"]],[[["a"],"median"]]]',
+        '[[[[],"dict"],[["a"],"int8"]],[[["a"],"mean"]]]',
+        '[[[[],"dict"]],[[["a"],["mean"]]]]',
+        '[[],[["a","mean"]]]',
+        '[[],[[[],"mean"',
         "[]",
         '{"a": NaN}',
     ],
@@ -605,7 +607,10 @@ def test_schema_that_no_honest_peer_sends_is_refused(schema: str) -> None:
         decode(schema.encode())
 
 
-@pytest.mark.parametrize("depth", [101, 1000, 100_000])
+@pytest.mark.parametrize("depth", [101, 100_000])
 def test_structure_that_is_too_deep_is_refused(depth: int) -> None:
-    with pytest.raises(ProtocolMismatch, match=r"deeper than 100|nested too deeply"):
-        decode(b"[[]," + b'["dict",[["k",' * depth + b'"mean"' + b"]]]" * depth + b"]")
+    steps = ",".join(['"k"'] * depth)
+    with pytest.raises(ProtocolMismatch, match="a structure deeper than 100"):
+        decode(f'[[[[],"dict"]],[[[{steps}],"mean"]]]'.encode())
+    with pytest.raises(ProtocolMismatch, match="a peer sent"):
+        decode(b"[" * depth)

@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 
 import ddpstats
 from ddpstats import All, Any as AnyFlag, Max, Mean, Min, StatsWindow, Sum
 from ddpstats._reduction import window_content
-from ddpstats.errors import ConfigError, InvalidStats, SchemaConflict
+from ddpstats.errors import ConfigError, InvalidStats, NonFiniteStat, SchemaConflict
 from ddpstats.testing import RankPool
 from tests import programs
 from tests.reduction import window_runs as runs
@@ -128,6 +129,72 @@ def test_values_that_are_too_large_on_a_device_are_found_by_the_flush(value: flo
         InvalidStats, match="'a': a value, on a device, is too large: a finite value is at most 1e\\+200"
     ):
         flush_of({"a": large, "b": t(1.0)}, weight=1e-50)
+
+
+def test_own_weights_that_come_and_go_weigh_nothing_but_means() -> None:
+    first = {"m": Mean(1.0), "n": Sum(10), "f": AnyFlag(True), "hi": Max(3.0)}
+    second = {"m": Mean(2.0, weight=3), "n": Sum(10), "f": AnyFlag(True), "hi": Max(2.0)}
+    found = flush_of(first, second, first, weight=8.0)
+    assert found.values == {"m": (8 + 6 + 8) / 19, "n": 30.0, "f": True, "hi": 3.0}
+    assert found.weights == {"m": 19.0, "n": 3.0, "f": 3.0, "hi": 3.0}
+
+
+def test_a_value_after_a_marker_around_none_counts() -> None:
+    assert values({"l": 1.0, "a": Sum(None)}, {"l": 1.0, "a": Sum(3)}, {"l": 1.0, "a": Sum(4)}) == {"l": 1.0, "a": 7.0}
+    with pytest.raises(SchemaConflict, match="'a'"):
+        flush_of({"a": Sum(1)}, {"a": Max(None)}, {"a": Max(1)})
+
+
+@pytest.mark.parametrize("marker", [Min, Max, lambda value: Mean(value, weight=2)])
+def test_a_value_that_is_not_finite_is_found_beside_finite_ones(marker: Any) -> None:
+    infinite = math.inf if marker is Min else -math.inf
+    adds = [{"a": marker(infinite)}, {"a": marker(3.0)}]
+    with pytest.raises(NonFiniteStat, match="'a'"):
+        flush_of(*adds, nonfinite="raise")
+    assert flush_of(*adds, nonfinite="skip").nonfinite_ranks == {"a": 1}
+
+
+@pytest.mark.parametrize("weight", [-1.0, math.nan, math.inf, 1e150])
+def test_weight_on_a_device_that_is_none_is_refused_under_skip(weight: float, as_if_on_a_device: None) -> None:
+    with pytest.raises(InvalidStats, match="a weight is 0, or between"):
+        flush_of({"n": Sum(3)}, weight=t(weight, dtype=torch.float64), nonfinite="skip")
+
+
+def test_add_without_values_changes_nothing() -> None:
+    with StatsWindow() as window:
+        for _ in range(512):
+            window.add({"a": 1.0})
+        with FakeTensorMode(), pytest.raises(ConfigError, match="FakeTensorMode"):
+            window.add({"a": 2.0})
+        assert window.adds == 512
+        assert window.flush().values == {"a": 1.0}
+
+
+class Broken(dict[str, float]):
+    def items(self) -> Any:
+        raise KeyError("gone")
+
+
+def test_error_of_a_foreign_type_is_invalid_stats() -> None:
+    with StatsWindow() as window:
+        window.add({"a": 1.0})
+        with pytest.raises(InvalidStats, match=r"KeyError: 'gone'\nCalled at test_window.py"):
+            window.add({"a": Broken()})
+        with pytest.raises(InvalidStats, match="'n': the value is a complex tensor"):
+            window.add({"n": torch.zeros((), dtype=torch.complex64, device="meta")})
+        assert window.flush().values == {"a": 1.0}
+
+
+def test_value_without_a_value_is_named_by_its_own_path() -> None:
+    with pytest.raises(InvalidStats, match="'b': the value is on the device meta"):
+        flush_of({"a": 1.0, "b": torch.ones((), device="meta")})
+    with pytest.raises(InvalidStats, match="the value is on the device meta"):
+        flush_of({}, weight=torch.ones((), device="meta"))
+
+
+def test_sum_of_the_largest_elements_is_a_sum() -> None:
+    large = torch.full((3,), 1e200, dtype=torch.float64)
+    assert values({"a": Sum(large)}) == ddpstats.reduce_stats({"a": Sum(large)}).values == {"a": pytest.approx(3e200)}
 
 
 # -- local, and nothing kept ------------------------------------------------------------------------------------------
