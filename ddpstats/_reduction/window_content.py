@@ -112,7 +112,10 @@ class WindowContent:
     def add_again(self, stats: Any, weight: Any) -> bool:
         """Take one add of numbers in host memory that has the keys and types of the add before; False for any other."""
         recent = self._recent
-        if recent is None or type(stats) is not dict or [*stats] != recent.keys or not _is_plain_weight(weight):
+        is_number = type(weight) is float or type(weight) is int  # not by a call: each shows in what an add costs
+        if recent is None or type(stats) is not dict or [*stats] != recent.keys or not is_number:
+            return False
+        if not LIGHTEST <= weight <= HEAVIEST:
             return False
         leaves = [*stats.values()]
         if [*map(type, leaves)] != recent.types:
@@ -487,7 +490,8 @@ _plans: BoundedCache[Structure, _Plan] = BoundedCache(max_entries=64, max_cost=6
 
 def _read_row(flat: Flat, weight: float) -> tuple[array[float], float | list[float]] | None:
     """Return value and weight of each leaf that is not None; None where leaves must be read one by one."""
-    values, own_weights = read_plain(flat), dict[int, Any]()
+    values = read_plain(flat)
+    own_weights: dict[int, Any] = {}
     if values is None:
         plan = _plans.get(flat.structure) or _plans.put(flat.structure, _Plan(flat), len(flat.structure) + 1)
         leaves = [flat.leaves[index] for index in plan.indexes]
