@@ -209,11 +209,13 @@ set_up() { # EXTRAS...
   set_up_own "$@"
 }
 
-# Whether one of the arguments is a path of tests.
+# Whether one of the arguments is a path of tests; the word after an option such as -k is not.
 names_tests() { # PYTEST ARGUMENTS...
-  local argument
+  local argument before=
   for argument; do
-    if [[ $argument != -* && -e $root/${argument%%::*} ]]; then return 0; fi
+    if [[ $before != -[a-z] && $argument != -* && -e $root/${argument%%::*} ]]; then return 0; fi
+    before=$argument
+    if [[ $before == -@(x|q|v|s|l) ]]; then before=; fi # these take no word
   done
   return 1
 }

@@ -103,6 +103,8 @@ QUICK = " -m pytest --numprocesses 4 --dist worksteal -m not slow and not librar
     [
         ([], set(), QUICK),
         (["-x", "-k", "layout"], set(), f"{QUICK} -x -k layout"),
+        (["-k", "tests"], set(), f"{QUICK} -k tests"),
+        (["-x", "tests"], set(), " -m pytest -x tests"),
         (["tests/base", "-x"], set(), " -m pytest tests/base -x"),
         (["tests/base/test_paths.py::test_x[a::b]"], set(), " -m pytest tests/base/test_paths.py::test_x[a::b]"),
         (["--all", "-x"], LIBRARIES, " -m pytest --numprocesses 4 --dist worksteal -x"),
