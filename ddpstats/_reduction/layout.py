@@ -311,9 +311,12 @@ def agree(held: Held, base: Layout, group_name: str) -> Layout:
     if base.codes > max(_KEPT_UNUSED, 2 * (len(leaves) + len(tags))):
         return Layout(tuple(leaves), tuple(tags))
     base_sorts = sorts_of(base)
-    kept = [key for key in base.leaves if not _is_contradicted(key[0], sorts, base_sorts)]
-    kept_tags = [tag for tag in base.tags if not _is_contradicted(tag[0], sorts, base_sorts)]
-    return Layout(tuple(dict.fromkeys([*kept, *leaves])), tuple(dict.fromkeys([*kept_tags, *tags])))
+    contradicted = {path for path, sort in sorts.items() if base_sorts.get(path, sort) != sort}
+    kept, kept_tags = base.leaves, base.tags
+    if contradicted:
+        kept = tuple(key for key in kept if not _is_at_or_below(key[0], contradicted))
+        kept_tags = tuple(tag for tag in kept_tags if not _is_at_or_below(tag[0], contradicted))
+    return Layout(tuple(dict.fromkeys((*kept, *leaves))), tuple(dict.fromkeys((*kept_tags, *tags))))
 
 
 def sorts_of(holder: Structure | Layout) -> dict[Path, str]:
@@ -330,17 +333,12 @@ def merge_sorts(sorts: dict[Path, str], structure: Structure) -> list[Path]:
     return [path for path, sort in sorts_of(structure).items() if sorts.setdefault(path, sort) != sort]
 
 
-def _is_contradicted(path: Path, sorts: dict[Path, str], base_sorts: dict[Path, str]) -> bool:
-    """Return whether this call holds something different at ``path`` of the base, or above it."""
-    for length in range(len(path) + 1):
-        above = path[:length]
-        if above in base_sorts and sorts.get(above, base_sorts[above]) != base_sorts[above]:
-            return True
-    return False
+def _is_at_or_below(path: Path, paths: set[Path]) -> bool:
+    return any(path[:length] in paths for length in range(len(path) + 1))
 
 
 def _conflict_error(conflicts: list[Path], held: Held, group_name: str) -> SchemaConflict:
-    shown = [path for path in conflicts if not any(path[:length] in conflicts for length in range(len(path)))]
+    shown = [path for path in conflicts if not path or not _is_at_or_below(path[:-1], set(conflicts))]
     lines: list[str] = []
     involved: set[int] = set()
     for number, path in enumerate(shown):
