@@ -140,13 +140,13 @@ def _nested(reduced: Reduced, tensors: Sequence[torch.Tensor | None]) -> Any:
 def _total(reduced: Reduced, weight: Any) -> torch.Tensor:
     # A number passes as well; what cannot be a weight has raised on every rank by now. `as_tensor` would move a tensor
     # to torch's default device.
-    given = weight if isinstance(weight, torch.Tensor) else torch.tensor(weight, device="cpu")
-    dtype = given.dtype
-    if dtype == torch.bool or (not given.is_floating_point() and reduced.total_weight > torch.iinfo(dtype).max):
+    weight_tensor = weight if isinstance(weight, torch.Tensor) else torch.tensor(weight, device="cpu")
+    dtype = weight_tensor.dtype
+    if dtype == torch.bool or (not weight_tensor.is_floating_point() and reduced.total_weight > torch.iinfo(dtype).max):
         dtype = torch.int64  # as torch's own sum: the total of many bools or uint8 is no longer one
     if dtype.is_floating_point:
-        return _vector(array("d", (reduced.total_weight,)), dtype, given.device).squeeze()
-    return torch.tensor(int(reduced.total_weight), dtype=dtype, device=given.device)
+        return _vector(array("d", (reduced.total_weight,)), dtype, weight_tensor.device).squeeze()
+    return torch.tensor(int(reduced.total_weight), dtype=dtype, device=weight_tensor.device)
 
 
 def _tensors(reduced: Reduced, obj: Any, weight: Any) -> Sequence[torch.Tensor | None]:

@@ -108,20 +108,20 @@ def decode_status(payload: bytes) -> Status:
     """Read the status of another rank. Raises `ProtocolMismatch`."""
     head, newline, body = payload.partition(b"\n")
     try:
-        told: Any = parse_json(head)
-        if not newline or not isinstance(told, dict):
+        fields: Any = parse_json(head)
+        if not newline or not isinstance(fields, dict):
             raise ValueError("a status that is not one")
-        if told.get("protocol") != PROTOCOL_VERSION:
-            refuse(f"protocol {str(told.get('protocol'))[:20]}, this rank speaks {PROTOCOL_VERSION}")
-        failure = told["failure"]
+        if fields.get("protocol") != PROTOCOL_VERSION:
+            refuse(f"protocol {str(fields.get('protocol'))[:20]}, this rank speaks {PROTOCOL_VERSION}")
+        failure = fields["failure"]
         status = Status(
-            call=_checked(told["call"], str),
-            name=_checked(told["name"], str, type(None)),
-            nonfinite=_checked(told["nonfinite"], str),
-            per_rank=_checked(told["per_rank"], bool),
+            call=_checked(fields["call"], str),
+            name=_checked(fields["name"], str, type(None)),
+            nonfinite=_checked(fields["nonfinite"], str),
+            per_rank=_checked(fields["per_rank"], bool),
             failure=None if failure is None else Failure(*(_checked(text, str) for text in _checked(failure, list))),
-            stale=_checked(told["stale"], bool),
-            agreed=bytes.fromhex(_checked(told["agreed"], str)),
+            stale=_checked(fields["stale"], bool),
+            agreed=bytes.fromhex(_checked(fields["agreed"], str)),
             body=body,
         )
     except (KeyError, TypeError, ValueError) as error:

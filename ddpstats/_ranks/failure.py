@@ -395,8 +395,8 @@ class FailureDetector:
             time.sleep(shared_poll(_POLL_SEC, len(self.ranks)))
 
     def _claim_judging(self) -> None:
-        mine = str(self.rank)
-        self._is_judge = self.store.post("judge", mine) == mine.encode()
+        own_rank = str(self.rank)
+        self._is_judge = self.store.post("judge", own_rank) == own_rank.encode()
 
     def _is_due(self, deadline: float) -> bool:
         """Return whether this rank is to conclude: at the deadline if it is the judge, otherwise a moment later."""

@@ -61,7 +61,7 @@ class Part(NamedTuple):
     nonfinite: tuple[int, ...] = ()
 
 
-class Given(Protocol):
+class ReductionInput(Protocol):
     """One rank's part of a reduction, possibly not read yet."""
 
     def part(self) -> Part | Failure:
@@ -417,8 +417,8 @@ class _Piece:
     """The tensors of one device, as one float64 vector."""
 
     def __init__(self, device: torch.device, tensors: list[torch.Tensor]) -> None:
-        mine = [tensor for tensor in tensors if tensor.device == device]
-        by_dtype = {dtype: [t for t in mine if t.dtype == dtype] for dtype in dict.fromkeys(t.dtype for t in mine)}
+        own = [tensor for tensor in tensors if tensor.device == device]
+        by_dtype = {dtype: [t for t in own if t.dtype == dtype] for dtype in dict.fromkeys(t.dtype for t in own)}
         wide = torch.float32 if device.type == "mps" else torch.float64  # mps has no float64
         vector = torch.cat([torch.cat([t.detach().reshape(-1) for t in group]).to(wide) for group in by_dtype.values()])
         self._order = [tensor for group in by_dtype.values() for tensor in group]

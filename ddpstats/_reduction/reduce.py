@@ -30,7 +30,7 @@ from ddpstats._ranks.exchange import Failure, are_in_step, refuse, status_of
 from ddpstats._reduction.flatten import Structure, decode
 from ddpstats._reduction.layout import NONFINITE, PRESENT, Layout, Placement, Selection, agree, place, select
 from ddpstats._reduction.ops import NONE, OPS
-from ddpstats._reduction.read import Given, Part, as_tensor
+from ddpstats._reduction.read import Part, ReductionInput, as_tensor
 from ddpstats._reduction.result import Columns, Reduced, nonfinite_error
 from ddpstats.errors import InvalidStats, ProtocolMismatch
 
@@ -91,10 +91,10 @@ class Reduction:
         kept = agreement.sites.get(call.site_key)
         self._site = kept if isinstance(kept, ReductionSite) else ReductionSite()
 
-    def reduce(self, given: Given) -> Reduced:
+    def reduce(self, source: ReductionInput) -> Reduced:
         """Reduce. Every rank must call. Raises what all ranks raise, and `CommFailed`."""
         self._counters.calls += 1
-        prepared = given.part()
+        prepared = source.part()
         for _ in range(MAX_ROUNDS):
             placement = self._write(prepared)
             if self._agreement.sum(self._call, self._site, self._counters):
@@ -161,11 +161,11 @@ class Reduction:
     def _extremes(self, part: Part, placement: Placement) -> dict[int, float]:
         """Return slot -> extreme; minima travel as maxima of the negated values, a rank without one sends -inf."""
         extremes = self._site.layout.extremes
-        mine = dict.fromkeys(extremes, -math.inf)
+        own = dict.fromkeys(extremes, -math.inf)
         for slot, value in zip(placement.slots, part.sums, strict=True):
             if slot in extremes and placement.codes[slot] == PRESENT and _counts(value, self._call.skips):
-                mine[slot] = -value if extremes[slot] == "min" else value
-        tensor = torch.tensor(list(mine.values()), dtype=torch.float64, device="cpu")
+                own[slot] = -value if extremes[slot] == "min" else value
+        tensor = torch.tensor(list(own.values()), dtype=torch.float64, device="cpu")
         self._agreement.count(self._counters, tensor.numel() * 8)
         self._agreement.comm.all_reduce_max(tensor, self._agreement.left())
         largest = dict(zip(extremes, tensor.tolist(), strict=True))
@@ -175,9 +175,9 @@ class Reduction:
         """Exchange which rank is non-finite where: the summed codes say that some rank is."""
         layout, agreement = self._site.layout, self._agreement
         leaves = [index for index, value in enumerate(part.sums) if not math.isfinite(value)]
-        mine = sorted(placement.slots[index] for index in {*leaves, *part.nonfinite})
+        own_slots = sorted(placement.slots[index] for index in {*leaves, *part.nonfinite})
         held = []
-        for payload, ranks in agreement.exchange(json.dumps(mine).encode(), self._counters):
+        for payload, ranks in agreement.exchange(json.dumps(own_slots).encode(), self._counters):
             slots = parse_json(payload)
             if not isinstance(slots, list) or not all(type(slot) is int and 0 <= slot < layout.size for slot in slots):
                 refuse("slots that are none")
@@ -216,10 +216,10 @@ class Reduction:
         if marks.key_listeners:
             self._site.held_keys.take(call.name, self._site, part.structure)
         if columns is not None and marks.listeners:
-            mine = columns.ranks.index(self._agreement.comm.rank)
+            position = columns.ranks.index(self._agreement.comm.rank)
             of_path = reduced.flat_by_rank().items()
             marks.publish(
-                marks.VALUES, call.name or call.kind, values={name: held.values[mine] for name, held in of_path}
+                marks.VALUES, call.name or call.kind, values={name: held.values[position] for name, held in of_path}
             )
 
     # -- renegotiate --------------------------------------------------------------------------------------------------

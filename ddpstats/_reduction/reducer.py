@@ -24,7 +24,7 @@ from ddpstats._base.lazy import breaks_graph
 from ddpstats._ranks.agreement import Agreement, Call, Counters
 from ddpstats._ranks.calls import Channel, channel_of
 from ddpstats._ranks.store import rest
-from ddpstats._reduction.read import Given, Prepared
+from ddpstats._reduction.read import Prepared, ReductionInput
 from ddpstats._reduction.reduce import Reduction
 from ddpstats._reduction.result import Entry, RankValues, Reduced
 from ddpstats.errors import ConfigError, DdpstatsError
@@ -181,10 +181,10 @@ class StatsReducer:
         """
         channel = self._usable_channel()
         call, counters = self._call, self._counters
-        given = Prepared(stats, weight, per_rank=call.per_rank)
+        prepared = Prepared(stats, weight, per_rank=call.per_rank)
 
         def work(agreement: Agreement) -> Reduced:
-            return Reduction(agreement, call, True, counters).reduce(given)
+            return Reduction(agreement, call, True, counters).reduce(prepared)
 
         future = channel.submit(work, self._timeout_sec)
         self._started = weakref.ref(future), weakref.ref(channel)
@@ -196,12 +196,14 @@ class StatsReducer:
         channel = self._usable_channel()
         return self._run(channel, Prepared(stats, weight, keep_dtypes, self._call.per_rank), divide=divide)
 
-    def _run(self, channel: Channel, given: Given, *, divide: bool = True, call: Call | None = None) -> Reduced:
-        """The reduction of what is ``given``, on this thread. ``call``: None for this reducer's own."""
+    def _run(
+        self, channel: Channel, prepared: ReductionInput, *, divide: bool = True, call: Call | None = None
+    ) -> Reduced:
+        """The reduction of ``prepared``, on this thread. ``call``: None for this reducer's own."""
         call, counters = call or self._call, self._counters
 
         def work(agreement: Agreement) -> Reduced:
-            return Reduction(agreement, call, divide, counters).reduce(given)
+            return Reduction(agreement, call, divide, counters).reduce(prepared)
 
         return channel.run(work, self._timeout_sec)
 
@@ -256,10 +258,10 @@ class _GroupReference:
         self._is_default = group is None
 
     def __call__(self) -> Any:
-        found = self._find()
-        if found is None and not self._is_default:
+        group = self._find()
+        if group is None and not self._is_default:
             raise ConfigError("the process group of this reducer was destroyed")
-        return found
+        return group
 
     def __deepcopy__(self, memo: object) -> _GroupReference:
         return self

@@ -161,16 +161,16 @@ class StatsWindow:
         refuse_without_values(f"a reduction on {channel.group_name}")
         with self._exclusive():
             content, self._content = self._content, WindowContent(self._reducer._call.skips)
-        given = _Flushed(content, self._last_structure, per_rank)
+        flushed = _Flushed(content, self._last_structure, per_rank)
         try:
-            return self._reducer._run(channel, given, call=self._per_rank_call if per_rank else None)
+            return self._reducer._run(channel, flushed, call=self._per_rank_call if per_rank else None)
         except ConfigError:
             with self._exclusive():
-                if not given.is_taken and self.adds == 0:
+                if not flushed.is_taken and self.adds == 0:
                     self._content = content
             raise
         finally:
-            self._last_structure = given.structure
+            self._last_structure = flushed.structure
 
     def timed(self, name: str) -> AbstractContextManager[None]:
         """Add the seconds spent inside, as a mean over its uses: ``time/NAME``. Local; not counted in `adds`.
