@@ -266,7 +266,8 @@ def test_weak_evidence_is_one_warning_of_rank_0_and_that_call_site_is_not_compar
     (message,) = messages
     assert "'anna'" in message
     assert "'dora'" in message
-    assert verdicts == verdicts_of_rank_1 == 1
+    # Ranks may notice another of the first step's three collectives first; the 57 that follow are not compared.
+    assert 1 <= verdicts == verdicts_of_rank_1 <= 3
 
 
 @pytest.mark.parametrize("mode", MODES)
