@@ -19,7 +19,7 @@ from ddpstats._base.paths import Path
 from ddpstats._ranks.calls import ALONE
 from ddpstats._reduction.flatten import FLOATS, flatten
 from ddpstats._reduction.ops import NONE, Marker
-from ddpstats._reduction.read import accelerator_in_use, as_tensor
+from ddpstats._reduction.read import MANY, accelerator_in_use, as_tensor
 from ddpstats._reduction.reducer import NonFinitePolicy, kept_reducer
 from ddpstats._reduction.result import Reduced
 from ddpstats.errors import InvalidStats
@@ -168,7 +168,6 @@ def _tensors(reduced: Reduced, obj: Any, weight: Any) -> Sequence[torch.Tensor |
     return tensors
 
 
-_MANY = 256
 _CODES = {torch.float32: "f", torch.float64: "d"}
 
 
@@ -177,7 +176,7 @@ def _vector(values: array[float], dtype: torch.dtype, device: torch.device) -> t
     code = _CODES.get(dtype)
     if code is None or not values:  # torch gives a NaN of half precision other bits when it converts a vector
         return torch.tensor(values, dtype=dtype, device=device)
-    if len(values) >= _MANY:
+    if len(values) >= MANY:
         return as_tensor(values).to(dtype, copy=True).to(device)
     return torch.frombuffer(array(code, values), dtype=dtype).to(device)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
@@ -19,10 +19,9 @@ class BoundedCache(Generic[K, V]):
     Otherwise a program that alternates between two huge trees would have each entry evicted before its use.
     """
 
-    def __init__(self, max_entries: int, max_cost: int, on_evict: Callable[[V], None] = lambda value: None) -> None:
+    def __init__(self, max_entries: int, max_cost: int) -> None:
         self._entries: OrderedDict[K, tuple[V, int]] = OrderedDict()
         self._max_entries, self._max_cost, self._cost = max_entries, max_cost, 0
-        self._on_evict = on_evict
         self._lock = threading.Lock()
 
     def get(self, key: K) -> V | None:
@@ -41,9 +40,8 @@ class BoundedCache(Generic[K, V]):
             self._entries[key] = (value, cost)
             self._cost += cost - old_cost
             while len(self._entries) > _ALWAYS_KEPT and self._is_over_limit():
-                _, (evicted, old_cost) = self._entries.popitem(last=False)
+                _, (_, old_cost) = self._entries.popitem(last=False)
                 self._cost -= old_cost
-                self._on_evict(evicted)
         return value
 
     def _is_over_limit(self) -> bool:

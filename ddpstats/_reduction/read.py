@@ -34,8 +34,9 @@ WRONG_WEIGHT = f"a weight is 0, or between {LIGHTEST:g} and {HEAVIEST:g}; only t
 WRONG_VALUE = f"a finite value is at most {LARGEST:g} in size; scale it"
 
 _is_cpu = attrgetter("is_cpu")
-# Below this many elements a list comprehension beats the fixed cost of torch calls (measured on torch 2.13, CPU).
-_MANY = 256
+MANY = 256
+"""Below this many elements a list comprehension beats the fixed cost of torch calls (measured on torch 2.13, CPU)."""
+
 _CHUNK = 4096
 
 
@@ -168,7 +169,7 @@ def read_plain(flat: Flat) -> array[float] | None:
             return _as_array(leaves)
         if reading == "plain":
             return array("d", [leaf.item() if type(leaf) is torch.Tensor else leaf for leaf in leaves])
-        if flat.structure.one_dtype and len(leaves) >= _MANY and leaves[0].numel() == 1:
+        if flat.structure.one_dtype and len(leaves) >= MANY and leaves[0].numel() == 1:
             stacked = array("d", bytes(8 * len(leaves)))
             as_tensor(stacked).copy_(torch.stack(leaves).detach().view(-1))  # refuses tensors that differ in shape
             return stacked
@@ -194,7 +195,7 @@ def as_tensor(values: array[float]) -> torch.Tensor:
 
 def scaled(values: array[float], weight: float) -> array[float]:
     """Return ``values`` times ``weight``."""
-    if len(values) < _MANY:
+    if len(values) < MANY:
         return array("d", [value * weight for value in values])
     result = array("d", values)
     as_tensor(result).mul_(weight)
@@ -203,13 +204,13 @@ def scaled(values: array[float], weight: float) -> array[float]:
 
 def are_finite(values: array[float]) -> bool:
     """Return whether there is no NaN and no infinity: a finite sum proves it; otherwise each element is checked."""
-    total = sum(values) if len(values) < _MANY else as_tensor(values).sum().item()
+    total = sum(values) if len(values) < MANY else as_tensor(values).sum().item()
     return math.isfinite(total) or all(map(math.isfinite, values))
 
 
 def are_small(values: array[float], limit: float) -> bool:
     """Return whether no value is NaN, infinite or larger than ``limit`` in size."""
-    if len(values) < _MANY:
+    if len(values) < MANY:
         return math.hypot(*values) <= limit or all(abs(value) <= limit for value in values)
     return as_tensor(values).abs().max().item() <= limit
 

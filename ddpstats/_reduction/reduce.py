@@ -30,7 +30,7 @@ from ddpstats._ranks.exchange import Failure, are_in_step, refuse, status_of
 from ddpstats._reduction.flatten import Structure, decode
 from ddpstats._reduction.layout import NONFINITE, PRESENT, Layout, Placement, Selection, agree, place, select
 from ddpstats._reduction.ops import NONE, OPS
-from ddpstats._reduction.read import Part, ReductionInput, as_tensor
+from ddpstats._reduction.read import MANY, Part, ReductionInput, as_tensor
 from ddpstats._reduction.result import Columns, Reduced, nonfinite_error
 from ddpstats.errors import InvalidStats, ProtocolMismatch
 
@@ -38,7 +38,6 @@ MAX_GATHERED_BYTES = 1 << 28
 """Of all ranks' values together, with ``per_rank``: 4,096 ranks with 7,281 slots each."""
 
 _COLUMN_BYTES = 9  # a float64, and whether there is one
-_MANY = 256  # elements; for fewer of them Python is faster than torch (measured on torch 2.13, CPU)
 
 
 @dataclass
@@ -296,7 +295,7 @@ def _finish(
 
 def _quotient(sums: array[float], weights: float | array[float]) -> array[float]:
     """Return ``sums`` divided by ``weights``; NaN where the weight is 0."""
-    if len(sums) >= _MANY:
+    if len(sums) >= MANY:
         # 0 / 0 is NaN on its own; an entry of weight 0 adds nothing, so its sum is 0.
         divided = array("d", bytes(8 * len(sums)))
         torch.div(
@@ -313,7 +312,7 @@ def _spread(size: int, slots: Sequence[int], values: array[float]) -> array[floa
     if isinstance(slots, range):
         return values
     result = array("d", bytes(8 * size))
-    if len(values) >= _MANY and isinstance(slots, array):
+    if len(values) >= MANY and isinstance(slots, array):
         as_tensor(result)[torch.frombuffer(slots, dtype=torch.int64)] = as_tensor(values)
         return result
     for slot, value in zip(slots, values, strict=True):

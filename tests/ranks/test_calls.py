@@ -427,3 +427,9 @@ def test_alone_nothing_is_sent_and_errors_are_the_same() -> None:
             reducer.start({"v": object()}).result()
         assert reducer({"v": 1.0}).values == {"v": 1.0}
     assert seen.total == 0
+
+
+def test_alone_no_time_limit_applies() -> None:
+    stats = {f"k{index}": 1.0 for index in range(100_000)}
+    with StatsReducer(timeout_sec=1e-3) as reducer:  # writing so many into the buffer takes longer
+        assert reducer(stats).values == stats
