@@ -1,13 +1,12 @@
-"""Read the values of the leaves: one rank's part of a reduction, in float64 on the host.
+"""Read the values of the leaves in float64: one rank's part of a reduction, or of one add to a window.
 
-1. `Prepared` flattens the stats and starts one copy to the host for everything that lives on an accelerator. It
-   never raises: what is wrong with this rank's stats becomes a `Failure`, so that the rank still takes part in the
-   collective and says so.
-2. `Prepared.part` waits for that copy and computes, per leaf, what goes into the sum. Masked before multiplied: an
-   entry of weight 0 contributes nothing, whatever its value, because 0 times infinity is NaN.
+1. `snapshot_if_away` starts one copy to the host for everything that lives on an accelerator, and waits for nothing.
+2. `read_row` reads every leaf: all together where they are plain scalars, otherwise one by one.
+3. `Prepared` is a reduction's part. It never raises: what is wrong with this rank's stats becomes a `Failure`, so that
+   the rank still takes part in the collective and says so.
 
-One rule keeps every sum and product within a float64: a weight is 0 or between 1e-100 and 1e100, and a finite value is
-at most 1e200 in size.
+A leaf of weight 0 contributes nothing, whatever its value, because 0 times infinity is NaN. One rule keeps every sum
+and product within a float64: a weight is 0 or between 1e-100 and 1e100, and a finite value is at most 1e200 in size.
 """
 
 from __future__ import annotations
@@ -15,23 +14,25 @@ from __future__ import annotations
 import math
 import numbers
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from itertools import islice
 from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from ddpstats._base.caches import BoundedCache
 from ddpstats._base.lazy import is_fake
 from ddpstats._ranks.exchange import Failure
-from ddpstats._reduction.flatten import CannotRead, Flat, Structure, flatten, is_numpy
-from ddpstats._reduction.ops import NONE, OPS, Marker, Mean, Op
+from ddpstats._reduction.flatten import INTERCHANGEABLE, CannotRead, Flat, Structure, flatten, is_numpy
+from ddpstats._reduction.ops import NONE, OPS, Marker, Mean, Op, identity
+from ddpstats.errors import ConfigError
 
 LIGHTEST, HEAVIEST, LARGEST = 1e-100, 1e100, 1e200
 """The smallest and the largest weight, and the largest finite value."""
 
-WRONG_WEIGHT = f"a weight is 0, or between {LIGHTEST:g} and {HEAVIEST:g}; only the ratios of weights count in a mean"
-WRONG_VALUE = f"a finite value is at most {LARGEST:g} in size; scale it"
+_WRONG_WEIGHT = f"a weight is 0, or between {LIGHTEST:g} and {HEAVIEST:g}; only the ratios of weights count in a mean"
+_WRONG_VALUE = f"a finite value is at most {LARGEST:g} in size; scale it"
 
 _is_cpu = attrgetter("is_cpu")
 MANY = 256
@@ -73,17 +74,14 @@ class Prepared:
     """Flattened stats, or the failure to read them."""
 
     def __init__(self, stats: Any, weight: Any, keep_dtypes: bool = False, per_rank: bool = False) -> None:
-        self._weight, self._per_rank = weight, per_rank
-        self._copy: HostCopy | None = None
+        self._per_rank = per_rank
+        self._snapshot: Snapshot | None = None
         self._part: Part | Failure
         try:
-            self._flat = flatten(stats, keep_dtypes)
-            self._copy = _start_copy(self._flat, weight)
-            if self._copy is None:
-                self._part = part_of(self._flat, weight, per_rank)
-            else:  # what is on the host is read later, with the rest, and may change until then
-                self._flat = Flat(self._flat.structure, list(map(_snapshot, self._flat.leaves)))
-                self._weight = _snapshot(weight)
+            flat = flatten(stats, keep_dtypes)
+            self._snapshot = snapshot_if_away(flat, weight)
+            if self._snapshot is None:
+                self._part = _part_of(flat, weight, per_rank)
         except CannotRead as error:
             self._part = error.failure
         except Exception as error:  # whatever a foreign leaf type raises: this rank must still take part
@@ -91,93 +89,140 @@ class Prepared:
 
     def part(self) -> Part | Failure:
         """Wait for the copy to the host, if there is one; never raises."""
-        if self._copy is not None:
+        if self._snapshot is not None:
             try:
-                leaves, weight = self._copy.wait(self._flat.leaves, self._weight)
-                self._part = part_of(Flat(self._flat.structure, leaves), weight, self._per_rank)
+                self._part = _part_of(*self._snapshot.wait(), self._per_rank)
             except CannotRead as error:
                 self._part = error.failure
             except Exception as error:
                 self._part = Failure("", f"the stats cannot be copied to the host: {type(error).__name__}: {error}")
-            self._copy = None
+            self._snapshot = None
         return self._part
 
 
-def _start_copy(flat: Flat, weight: Any) -> HostCopy | None:
-    if not accelerator_in_use() and not isinstance(weight, torch.Tensor):
-        return None
-    reading = flat.structure.reading
-    if _is_on_host(weight) and (reading == "numbers" or (reading == "tensors" and all(map(_is_cpu, flat.leaves)))):
-        return None
-    return HostCopy.start_if_needed(flat.leaves, weight)
+def _part_of(flat: Flat, weight: Any, per_rank: bool) -> Part:
+    row = read_row(flat, weight)
+    sums = _scaled(row.values, row.weights) if row.sums is None else row.sums
+    values = None
+    if per_rank:
+        values = row.values if row.sums is not None or isinstance(row.weights, float) else _finished(flat, row)
+    return Part(flat.structure, sums, row.weights, row.total, _are_finite(sums), values)
 
 
-def _is_on_host(weight: Any) -> bool:
-    return not isinstance(weight, torch.Tensor) or weight.is_cpu
-
-
-def _snapshot(value: Any) -> Any:
-    """Return a leaf as it is now; what lives on an accelerator is in the copy already."""
-    if isinstance(value, Marker):
-        return with_inner(value, _snapshot)
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone() if value.is_cpu and not hasattr(value, "placements") else value
-    return value.copy() if is_numpy(value) else value
-
-
-def with_inner(marker: Marker, change: Callable[[Any], Any]) -> Marker:
-    """Return the marker around changed contents: value, and weight where it has one."""
-    if isinstance(marker, Mean):
-        return Mean(change(marker.value), change(marker.weight))
-    return type(marker)(change(marker.value))
-
-
-def accelerator_in_use() -> bool:
-    """Return False only where no tensor can be anywhere but in host memory: then none of them need be asked."""
-    try:
-        accelerator = torch.accelerator.current_accelerator()
-    except RuntimeError:  # torch 2.6 without an accelerator
-        return False
-    return accelerator is not None and (accelerator.type != "cuda" or torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+def _finished(flat: Flat, row: Row) -> array[float]:
+    return array("d", [float(op.finish(value, 1.0)) for op, value in zip(flat.structure.ops, row.values, strict=True)])
 
 
 # -- all leaves at once -----------------------------------------------------------------------------------------------
 
 
-def part_of(flat: Flat, weight: Any, per_rank: bool) -> Part:
+class Row(NamedTuple):
+    """The leaves of one call as numbers.
+
+    Attributes:
+        values: what each leaf alone comes to, over its elements.
+        weights: one for all leaves, or one each; 1 for every op other than the mean.
+        total: the weight of the call.
+        sums: value times weight; None where that product is exact enough to be computed later.
+    """
+
+    values: array[float]
+    weights: float | array[float]
+    total: float
+    sums: array[float] | None = None
+
+
+def read_row(flat: Flat, weight: Any) -> Row:
     """Read all leaves. Raises `CannotRead`."""
     total, elements = read_weight(weight)
-    values = read_plain(flat) if elements is None else None
-    if values is None or total == 0:
-        return _read_each(flat, total, elements)
-    sums = scaled(values, total)
-    finite = are_finite(sums)
-    if not are_small(sums, LARGEST * total):
-        for index, value in enumerate(values):
-            if LARGEST < abs(value) < math.inf:
-                raise CannotRead(flat.structure.leaves[index][0], f"the value is {value!r}; {WRONG_VALUE}")
-    return Part(flat.structure, sums, total, total, finite, values if per_rank else None)
+    if elements is None and total:
+        row = plan_of(flat).read(flat.leaves, total)
+        if row is not None:
+            return row
+    sums, weights, values = array("d"), array("d"), array("d")
+    for index, leaf in enumerate(flat.leaves):
+        summed, own_weight, value = _read_leaf(leaf, flat.structure, index, total, elements)
+        sums.append(summed)
+        weights.append(own_weight)
+        values.append(value)
+    return Row(values, weights, total, sums)
 
 
-def read_plain(flat: Flat) -> array[float] | None:
-    """Return the values where every leaf is a plain scalar, at C speed; None where they must be read one by one."""
-    leaves, reading = flat.leaves, flat.structure.reading
-    if reading == "general":
-        return None
-    try:
-        if reading == "numbers":
+class Plan:
+    """How to read the leaves of one structure together: scalars, of which some may have a marker."""
+
+    def __init__(self, flat: Flat) -> None:
+        structure, ops = flat.structure, flat.structure.ops
+        self._structure = structure
+        self._is_plain = structure.reading != "general"
+        self._is_usable = self._is_plain or (NONE not in ops and all(op.prepare is identity for op in ops))
+        self._markers = [index for index, leaf in enumerate(flat.leaves) if isinstance(leaf, Marker)]
+        self._means = [index for index, leaf in enumerate(flat.leaves) if isinstance(leaf, Mean)]
+        self._flags = [index for index, op in enumerate(ops) if op.is_flag]
+        self._is_weighted = [op.is_weighted for op in ops]
+        self._last = math.nan, array("d")
+
+    def read(self, leaves: list[Any], total: float) -> Row | None:
+        """Read the leaves; None where they must be read one by one. ``total``: the weight of the call, not 0."""
+        if not self._is_usable:
+            return None
+        weights: float | array[float] = total
+        if not self._is_plain:
+            leaves = leaves.copy()
+            own_weights = self._weights(leaves, total)
+            for index in self._markers:
+                leaves[index] = leaves[index].value
+            if own_weights is None or not INTERCHANGEABLE.issuperset(map(type, leaves)):
+                return None
+            weights = own_weights
+        try:
+            values = self._values(leaves)
+        except (RuntimeError, TypeError, ValueError, OverflowError):
+            return None
+        if not _are_small(values) and any(LARGEST < abs(value) < math.inf for value in values):
+            return None
+        if self._flags and any(values[index] not in (0.0, 1.0) for index in self._flags):
+            return None
+        return Row(values, weights, total)
+
+    def _weights(self, leaves: list[Any], total: float) -> array[float] | None:
+        """Return the weight of each leaf: the same array as long as no marker has its own."""
+        last, weights = self._last
+        if last != total:
+            weights = array("d", [total if is_weighted else 1.0 for is_weighted in self._is_weighted])
+            self._last = total, weights
+        own_weights = [leaves[index].weight for index in self._means]
+        if not _NO_WEIGHT.issuperset(map(type, own_weights)):
+            weights = array("d", weights)
+            for index, weight in zip(self._means, own_weights, strict=True):
+                if weight is not None:
+                    if type(weight) not in (float, int) or not LIGHTEST <= weight <= HEAVIEST:
+                        return None
+                    weights[index] = weight
+        return weights
+
+    def _values(self, leaves: list[Any]) -> array[float]:
+        """Return float64 values of numbers and tensors of one element. Raises what torch raises for any other."""
+        structure = self._structure
+        if structure.reading == "numbers":
             return _as_array(leaves)
-        if reading == "plain":
+        if structure.reading != "tensors":
             return array("d", [leaf.item() if type(leaf) is torch.Tensor else leaf for leaf in leaves])
-        if flat.structure.one_dtype and len(leaves) >= MANY and leaves[0].numel() == 1:
+        if structure.one_dtype and len(leaves) >= MANY and leaves[0].numel() == 1:
             stacked = array("d", bytes(8 * len(leaves)))
             as_tensor(stacked).copy_(torch.stack(leaves).detach().view(-1))  # refuses tensors that differ in shape
             return stacked
-        if len(leaves) < _CHUNK:
-            return array("d", [*map(torch.Tensor.item, leaves)])
-        return _as_array(map(torch.Tensor.item, leaves))
-    except (RuntimeError, TypeError, ValueError, OverflowError):
-        return None
+        return array("d", [*map(_ITEM, leaves)]) if len(leaves) < _CHUNK else _as_array(map(_ITEM, leaves))
+
+
+_ITEM = torch.Tensor.item
+_NO_WEIGHT = frozenset({type(None)})
+_plans: BoundedCache[Structure, Plan] = BoundedCache(max_entries=64, max_cost=65_536)
+
+
+def plan_of(flat: Flat) -> Plan:
+    """Return how to read leaves of this structure together."""
+    return _plans.get(flat.structure) or _plans.put(flat.structure, Plan(flat), len(flat.structure) + 1)
 
 
 def _as_array(values: Iterable[float]) -> array[float]:
@@ -193,42 +238,34 @@ def as_tensor(values: array[float]) -> torch.Tensor:
     return torch.frombuffer(values, dtype=torch.float64)
 
 
-def scaled(values: array[float], weight: float) -> array[float]:
-    """Return ``values`` times ``weight``."""
-    if len(values) < MANY:
-        return array("d", [value * weight for value in values])
-    result = array("d", values)
-    as_tensor(result).mul_(weight)
-    return result
+def _scaled(values: array[float], weights: float | array[float]) -> array[float]:
+    """Return ``values`` times ``weights``, which are positive."""
+    if len(values) >= MANY:
+        result = array("d", values)
+        as_tensor(result).mul_(weights if isinstance(weights, float) else as_tensor(weights))
+        return result
+    if isinstance(weights, float):
+        return array("d", [value * weights for value in values])
+    return array("d", [value * weight for value, weight in zip(values, weights, strict=True)])
 
 
-def are_finite(values: array[float]) -> bool:
+def _are_finite(values: array[float]) -> bool:
     """Return whether there is no NaN and no infinity: a finite sum proves it; otherwise each element is checked."""
     total = sum(values) if len(values) < MANY else as_tensor(values).sum().item()
     return math.isfinite(total) or all(map(math.isfinite, values))
 
 
-def are_small(values: array[float], limit: float) -> bool:
-    """Return whether no value is NaN, infinite or larger than ``limit`` in size."""
+def _are_small(values: array[float]) -> bool:
+    """Return whether no value is NaN, infinite or larger than `LARGEST` in size."""
     if len(values) < MANY:
-        return math.hypot(*values) <= limit or all(abs(value) <= limit for value in values)
-    return as_tensor(values).abs().max().item() <= limit
+        return math.hypot(*values) <= LARGEST
+    return as_tensor(values).abs().max().item() <= LARGEST
 
 
 # -- leaf by leaf -----------------------------------------------------------------------------------------------------
 
 
-def _read_each(flat: Flat, total: float, elements: list[float] | None) -> Part:
-    sums, weights, values = array("d"), array("d"), array("d")
-    for index, leaf in enumerate(flat.leaves):
-        summed, weight, value = read_leaf(leaf, flat.structure, index, total, elements)
-        sums.append(summed)
-        weights.append(weight)
-        values.append(value)
-    return Part(flat.structure, sums, weights, total, are_finite(sums), values)
-
-
-def read_leaf(
+def _read_leaf(
     leaf: Any, structure: Structure, index: int, total: float, elements: list[float] | None
 ) -> tuple[float, float, float]:
     """Return the sum, the weight, and what this rank alone would have as the result. Raises `CannotRead`."""
@@ -243,17 +280,12 @@ def read_leaf(
         values = elements_of(inner)
         if op.is_weighted:
             return _weigh(op, values, total, elements)
-        summed = combine(op, values)
-    except Exception as error:
-        raise cannot_read(path, error) from None
+        summed = _combine(op, values)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise CannotRead(path, f"the value is {error}") from None
+    except Exception as error:  # of a foreign type's code
+        raise CannotRead(path, f"the value cannot be read: {type(error).__name__}: {error}") from None
     return summed, 1.0, float(op.finish(summed, 1.0))
-
-
-def cannot_read(path: Sequence[Any], error: Exception) -> CannotRead:
-    """Return what to raise for a leaf whose value could not be read: by our checks, or by code of a foreign type."""
-    is_ours = isinstance(error, (TypeError, ValueError, RuntimeError, OverflowError))
-    what = f"is {error}" if is_ours else f"cannot be read: {type(error).__name__}: {error}"
-    return CannotRead(tuple(path), f"the value {what}")
 
 
 def _read_own_weight(weight: Any) -> tuple[float, list[float] | None]:
@@ -270,20 +302,14 @@ def _weigh(
     if not isinstance(values, list):
         value = op.prepare(values)
         return (value * total if total else 0.0), total, value
-    check_lengths(len(values), None if elements is None else len(elements))
-    assert elements is not None
+    if elements is None or len(values) != len(elements):
+        has = "is a single number" if elements is None else f"has {len(elements)}"
+        raise ValueError(f"a 1-d tensor of {len(values)} elements, while the weight {has}: their lengths must be equal")
     summed = sum((op.prepare(v) * w for v, w in zip(values, elements, strict=True) if w > 0), 0.0)
     return summed, total, summed / total if total else math.nan
 
 
-def check_lengths(values: int, weights: int | None) -> None:
-    """Raise ValueError for a 1-d leaf whose length is not that of the weight."""
-    if values != weights:
-        has = "is a single number" if weights is None else f"has {weights}"
-        raise ValueError(f"a 1-d tensor of {values} elements, while the weight {has}: their lengths must be equal")
-
-
-def combine(op: Op, value: float | list[float]) -> float:
+def _combine(op: Op, value: float | list[float]) -> float:
     """Fold the elements of one leaf under an op other than the mean."""
     values = value if isinstance(value, list) else [value]
     if op.is_flag and any(flag not in (0.0, 1.0) for flag in values):
@@ -300,6 +326,8 @@ def combine(op: Op, value: float | list[float]) -> float:
 
 def read_weight(weight: Any) -> tuple[float, list[float] | None]:
     """Return the total weight, and the elements of a 1-d weight. Raises `CannotRead` for what cannot be a weight."""
+    if type(weight) is float and LIGHTEST <= weight <= HEAVIEST:
+        return weight, None
     try:
         value = elements_of(weight) if type(weight) is not float else weight
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
@@ -307,7 +335,7 @@ def read_weight(weight: Any) -> tuple[float, list[float] | None]:
         raise CannotRead((), f"the weight is {reason}; it is a real number or a 1-d tensor") from None
     elements = value if isinstance(value, list) else [value]
     if not all(element == 0 or LIGHTEST <= element <= HEAVIEST for element in elements):
-        raise CannotRead((), f"the weight is {_shorten(weight)}; {WRONG_WEIGHT}")
+        raise CannotRead((), f"the weight is {_shorten(weight)}; {_WRONG_WEIGHT}")
     return math.fsum(elements), elements if isinstance(value, list) else None
 
 
@@ -316,9 +344,8 @@ def elements_of(value: Any) -> float | list[float]:
     if isinstance(value, float):  # numpy's float64 too
         return _checked(float(value))
     if isinstance(value, torch.Tensor):
-        refuse_tensor(value)
-        dense = value if value.layout is torch.strided else value.to_dense()
-        items = [float(item) for item in dense.detach().reshape(-1).tolist()]
+        _refuse_tensor(value)
+        items = [float(item) for item in _vector(value).tolist()]
     elif is_numpy(value):
         items = _numpy_elements(value)
     else:
@@ -353,22 +380,30 @@ def _number(value: Any) -> float:
 
 def _checked(value: float) -> float:
     if LARGEST < abs(value) < math.inf:
-        raise ValueError(f"{value!r}; {WRONG_VALUE}")
+        raise ValueError(f"{value!r}; {_WRONG_VALUE}")
     return value
 
 
-def refuse_tensor(tensor: torch.Tensor) -> None:
+def _refuse_tensor(tensor: torch.Tensor) -> None:
     """Raise ValueError for what is no leaf, as far as that can be said without its value."""
     if is_fake(tensor):
         raise ValueError("a FakeTensor, which has a shape but no value; pass a tensor made outside of FakeTensorMode")
     if tensor.is_complex():
         raise ValueError("a complex tensor; log its real part, imaginary part or absolute value")
+    if tensor.is_meta:
+        raise ValueError("a meta tensor, which has a shape but no value; pass a tensor with a value")
     if hasattr(tensor, "placements"):
         raise ValueError("a DTensor; pass .full_tensor() (a collective) or .to_local() of it")
     if tensor.is_nested or tensor.is_quantized:
         raise ValueError("a nested or quantized tensor, which is not a number")
     if tensor.numel() != 1 and tensor.dim() != 1:
         raise ValueError(f"a tensor of shape {tuple(tensor.shape)}; a leaf is a scalar, or 1-d like a 1-d weight")
+
+
+def _vector(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements [elements], without a graph."""
+    detached = tensor.detach()
+    return (detached if detached.layout is torch.strided else detached.to_dense()).reshape(-1)
 
 
 def _shorten(value: Any) -> str:
@@ -379,52 +414,117 @@ def _shorten(value: Any) -> str:
 # -- what lives on an accelerator -------------------------------------------------------------------------------------
 
 
-class HostCopy:
-    """One copy to the host for all tensors that live on accelerators, without waiting for it.
+def accelerator_in_use() -> bool:
+    """Return False only where no tensor can be anywhere but in host memory: then none of them need be asked."""
+    try:
+        accelerator = torch.accelerator.current_accelerator()
+    except RuntimeError:  # torch 2.6 without an accelerator
+        return False
+    return accelerator is not None and (accelerator.type != "cuda" or torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
-    Tensors are concatenated on their device per dtype, widened to float64 there, and copied as one piece per device
-    into pinned memory. An event marks its end, so that the caller's thread goes on and the worker waits.
+
+def snapshot_if_away(flat: Flat, weight: Any) -> Snapshot | None:
+    """Return a snapshot that copies what is not in host memory; None where everything is."""
+    if not accelerator_in_use() and not isinstance(weight, torch.Tensor):
+        return None
+    reading = flat.structure.reading
+    is_weight_on_host = not isinstance(weight, torch.Tensor) or _is_cpu(weight)
+    if is_weight_on_host and (reading == "numbers" or (reading == "tensors" and all(map(_is_cpu, flat.leaves)))):
+        return None
+    tensors: list[torch.Tensor] = []
+
+    def collect(value: Any) -> None:
+        if isinstance(value, torch.Tensor) and is_away(value):
+            tensors.append(value)
+
+    _changed(flat, weight, collect)
+    return Snapshot(flat, weight, tensors) if tensors else None
+
+
+class _Away(NamedTuple):
+    """Stands for a tensor on an accelerator, which would keep its graph alive."""
+
+    key: int
+    shape: torch.Size
+
+
+class Snapshot:
+    """The stats of one call as they are now: one copy to the host for all tensors on accelerators, not waited for.
+
+    What is in host memory is copied too, and may change afterwards. No graph is kept alive.
     """
 
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
+    def __init__(self, flat: Flat, weight: Any, tensors: list[torch.Tensor]) -> None:
         self._pieces = [_Piece(device, tensors) for device in dict.fromkeys(tensor.device for tensor in tensors)]
+        away = {id(tensor): _Away(id(tensor), tensor.shape) for tensor in tensors}
 
-    @classmethod
-    def start_if_needed(cls, leaves: list[Any], weight: Any) -> HostCopy | None:
-        """Start copying what is not in host memory; return None if everything is."""
-        tensors: list[torch.Tensor] = []
+        def kept(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                return away.get(id(value)) or (value.detach().clone() if value.is_cpu else value)
+            return value.copy() if is_numpy(value) else value
 
-        def collect(value: Any) -> None:
-            if isinstance(value, torch.Tensor) and is_away(value):
-                tensors.append(value)
+        self._flat, self._weight = _changed(flat, weight, kept)
 
-        for leaf in (*leaves, weight):
-            with_inner(leaf, collect) if isinstance(leaf, Marker) else collect(leaf)
-        return cls(tensors) if tensors else None
+    def is_ready(self) -> bool:
+        """Return whether `wait` would return at once."""
+        return all(piece.is_ready() for piece in self._pieces)
 
-    def wait(self, leaves: list[Any], weight: Any) -> tuple[list[Any], Any]:
-        """Return ``leaves`` and ``weight`` with their float64 copies in host memory in place of such tensors."""
+    def wait(self) -> tuple[Flat, Any]:
+        """Return the stats and the weight, with float64 copies in host memory in place of tensors on accelerators."""
         copies: dict[int, torch.Tensor] = {}
         for piece in self._pieces:
             copies.update(piece.wait())
+        return _changed(
+            self._flat, self._weight, lambda value: copies[value.key] if isinstance(value, _Away) else value
+        )
 
-        def copied(value: Any) -> Any:
-            return with_inner(value, copied) if isinstance(value, Marker) else copies.get(id(value), value)
+    def check(self) -> None:
+        """Raise `CannotRead` for what is wrong whatever the values on accelerators are: each of them reads as 1."""
+        read_row(
+            *_changed(
+                self._flat,
+                self._weight,
+                lambda value: _ONE.expand(value.shape) if isinstance(value, _Away) else value,
+            )
+        )
 
-        return list(map(copied, leaves)), copied(weight)
+
+_ONE = torch.ones((), dtype=torch.float64, device="cpu")
+
+
+def _changed(flat: Flat, weight: Any, change: Callable[[Any], Any]) -> tuple[Flat, Any]:
+    leaves = [_with_inner(leaf, change) if isinstance(leaf, Marker) else change(leaf) for leaf in flat.leaves]
+    return Flat(flat.structure, leaves), change(weight)
+
+
+def _with_inner(marker: Marker, change: Callable[[Any], Any]) -> Marker:
+    """Return the marker around changed contents: value, and weight where it has one."""
+    if isinstance(marker, Mean):
+        return Mean(change(marker.value), change(marker.weight))
+    return type(marker)(change(marker.value))
 
 
 class _Piece:
-    """The tensors of one device, as one float64 vector."""
+    """The tensors of one device, as one float64 vector on its way to the host.
+
+    They are concatenated on their device per dtype, widened there, and copied into pinned memory. An event marks the
+    end of the copy.
+    """
 
     def __init__(self, device: torch.device, tensors: list[torch.Tensor]) -> None:
-        own = [tensor for tensor in tensors if tensor.device == device]
-        by_dtype = {dtype: [t for t in own if t.dtype == dtype] for dtype in dict.fromkeys(t.dtype for t in own)}
+        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        for tensor in tensors:
+            if tensor.device == device:
+                by_dtype.setdefault(tensor.dtype, []).append(tensor)
         wide = torch.float32 if device.type == "mps" else torch.float64  # mps has no float64
-        vector = torch.cat([torch.cat([t.detach().reshape(-1) for t in group]).to(wide) for group in by_dtype.values()])
-        self._order = [tensor for group in by_dtype.values() for tensor in group]
+        vector = torch.cat([torch.cat(list(map(_vector, group))).to(wide) for group in by_dtype.values()])
+        self._parts = [(id(tensor), tensor.shape) for group in by_dtype.values() for tensor in group]
         self._event: Any = None
         if device.type == "cuda":
+            if torch.cuda.is_current_stream_capturing():
+                raise ConfigError(
+                    "stats were taken while a CUDA graph is captured: only its replays compute. Do it outside."
+                )
             self._host = torch.empty(vector.shape, dtype=wide, pin_memory=True, device="cpu")
             self._host.copy_(vector, non_blocking=True)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -432,14 +532,24 @@ class _Piece:
         else:
             self._host = vector.cpu()
 
+    def is_ready(self) -> bool:
+        return self._event is None or self._event.query()
+
     def wait(self) -> dict[int, torch.Tensor]:
         """Return id of the tensor -> its copy, in its shape."""
         if self._event is not None:
             self._event.synchronize()
-        parts = torch.split(self._host.to(torch.float64), [tensor.numel() for tensor in self._order])
-        return {id(t): part.reshape(t.shape) for t, part in zip(self._order, parts, strict=True)}
+        vectors = torch.split(self._host.to(torch.float64), [shape.numel() for _, shape in self._parts])
+        return {key: vector.reshape(shape) for (key, shape), vector in zip(self._parts, vectors, strict=True)}
 
 
 def is_away(tensor: torch.Tensor) -> bool:
-    """Return whether the tensor must be copied; complex, meta and DTensor values are refused later, with their path."""
-    return not tensor.is_cpu and not tensor.is_complex() and not tensor.is_meta and not hasattr(tensor, "placements")
+    """Return whether the tensor must be copied; what is no number or has no value is refused later, with its path."""
+    return not tensor.is_cpu and not (
+        tensor.is_complex()
+        or tensor.is_meta
+        or hasattr(tensor, "placements")
+        or tensor.is_nested
+        or tensor.is_quantized
+        or is_fake(tensor)
+    )

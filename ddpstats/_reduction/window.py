@@ -13,26 +13,42 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ddpstats._base.config import check_flag
 from ddpstats._base.lazy import breaks_graph, compiler_probe, never_traced, refuse_without_values
+from ddpstats._base.paths import Path, format_path
 from ddpstats._ranks.exchange import Failure
-from ddpstats._reduction.flatten import CannotRead, Structure
-from ddpstats._reduction.read import Part
+from ddpstats._reduction.flatten import LIST, CannotRead, Flat, LeafKey, Structure, Tag, flatten
+from ddpstats._reduction.layout import describe, merge_sorts, sorts_of
+from ddpstats._reduction.ops import NONE, OPS, Mean
+from ddpstats._reduction.read import (
+    HEAVIEST,
+    LIGHTEST,
+    Part,
+    Plan,
+    Row,
+    accelerator_in_use,
+    as_tensor,
+    plan_of,
+    read_row,
+    snapshot_if_away,
+)
 from ddpstats._reduction.reducer import NonFinitePolicy, ReductionCounters, StatsReducer
 from ddpstats._reduction.result import Reduced
-from ddpstats._reduction.window_content import WindowContent
 from ddpstats.errors import ConfigError, DdpstatsError, InvalidStats, SchemaConflict
 
 __all__ = ["StatsWindow"]
@@ -58,8 +74,7 @@ class StatsWindow:
 
     Making one is local. A context manager; leaving it, and `close`, drop what was not flushed. A copy
     (``copy.deepcopy`` of a module that keeps a window, as in weight averaging) is a separate window that starts with
-    what was added so far; so is what another process gets, unless there are sums on a device or a ``group=``
-    (`ConfigError`).
+    what was added so far; so is what another process gets, unless there is a ``group=`` (`ConfigError`).
     """
 
     def __init__(
@@ -75,7 +90,7 @@ class StatsWindow:
         self._reducer._call, self._per_rank_call = call, replace(call, per_rank=True)
         self._lock = threading.Lock()
         self._last_structure: Structure | None = None
-        self._content = WindowContent(call.skips)
+        self._content = _Content(call.skips)
 
     @never_traced
     def add(self, stats: Any, weight: Any = 1.0) -> None:
@@ -160,7 +175,7 @@ class StatsWindow:
         channel.refuse_inside()
         refuse_without_values(f"a reduction on {channel.group_name}")
         with self._exclusive():
-            content, self._content = self._content, WindowContent(self._reducer._call.skips)
+            content, self._content = self._content, _Content(self._reducer._call.skips)
         flushed = _Flushed(content, self._last_structure, per_rank)
         try:
             return self._reducer._run(channel, flushed, call=self._per_rank_call if per_rank else None)
@@ -206,8 +221,7 @@ class StatsWindow:
                 if end_event is None:
                     self._content.add_time(name, seconds)
                 else:
-                    self._content.device_times.append((name, seconds, start_event, end_event))
-                    self._content.read_device_times()
+                    self._content.add_device_time(name, seconds, start_event, end_event)
             except SchemaConflict as error:
                 raise self._conflict(error) from None
 
@@ -222,9 +236,9 @@ class StatsWindow:
         return self._reducer.counters
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for a copy, and for another process. Waits for the devices whose time is taken."""
+        """Return the state for a copy, and for another process. Waits for the devices."""
         with self._exclusive():
-            self._content.read_device_times(wait=True)
+            self._content.read_pending(wait=True)
             self._content.fold_all()
             return copy.deepcopy({**vars(self), "_lock": None})
 
@@ -234,7 +248,7 @@ class StatsWindow:
     def close(self) -> None:
         """End this window, and drop what was not flushed. Local; idempotent."""
         self._reducer.close()
-        self._content = WindowContent(self._reducer._call.skips)
+        self._content = _Content(self._reducer._call.skips)
 
     def __enter__(self) -> StatsWindow:
         return self
@@ -273,10 +287,278 @@ class StatsWindow:
             raise ConfigError("this StatsWindow is closed")
 
 
+# -- what was added ---------------------------------------------------------------------------------------------------
+
+_MOST_ROWS, _MOST_NUMBERS = 2_048, 16_384  # of one structure, before they are folded
+_MOST_STRUCTURES = 8  # with rows; the rows of one that is not used any more are folded
+
+# For each slot: what is added up, and the smallest value (of a maximum the negated one).
+_SUM, _WEIGHT, _NONFINITE, _SEEN, _LEAST = range(5)
+
+
+class _Rows:
+    """The adds of one structure until they are folded, a row for each. ``has_sums``: else values, not weighted yet."""
+
+    def __init__(self, structure: Structure, slots: list[int], has_sums: bool) -> None:
+        self.has_sums = has_sums
+        self.sums: list[array[float]] = []
+        self.weights: list[float | array[float]] = []
+        self.width = len(slots)
+        self.limit = max(1, min(_MOST_ROWS, _MOST_NUMBERS // max(1, self.width)))
+        self.slots = torch.tensor(slots, dtype=torch.int64, device="cpu")
+        overs = [op.over for op in structure.ops]
+        self.has_extremes = {*overs} != {"sum"}
+        self.is_extreme = torch.tensor([over != "sum" for over in overs], dtype=torch.bool, device="cpu")
+        self.sign = torch.tensor([-1.0 if over == "max" else 1.0 for over in overs], dtype=torch.float64, device="cpu")
+
+    def take(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return sums and weights [adds, leaves], and forget them."""
+        sums, weights = self._matrix(self.sums), self.weights
+        try:
+            matrix = as_tensor(array("d", weights)).unsqueeze(1).expand_as(sums)  # type: ignore[arg-type]
+        except TypeError:  # some rows have a weight for each leaf
+            each = [array("d", [weight]) * self.width if isinstance(weight, float) else weight for weight in weights]
+            matrix = self._matrix(each)
+        self.sums, self.weights = [], []
+        return (sums if self.has_sums else sums * matrix), matrix
+
+    def _matrix(self, rows: list[array[float]]) -> torch.Tensor:
+        return torch.frombuffer(bytearray().join(rows), dtype=torch.float64).view(-1, self.width)
+
+
+class _Recent(NamedTuple):
+    """The last add, a flat dict in host memory: another one of these is recognised by its keys and types."""
+
+    keys: list[str]
+    types: list[type]
+    plan: Plan
+    rows: _Rows
+
+
+class _Content:
+    """Everything that was added since the last flush, in memory for each path, not for each add.
+
+    1. Each leaf has a slot. An add is read into one row of numbers. One with leaves on a device is read once its copy
+       has reached the host, at a later add or at the flush.
+    2. Some rows later they are stacked and folded into the lanes, slot by slot.
+    3. `part` makes one rank's part of a reduction of the lanes.
+    """
+
+    def __init__(self, skip: bool) -> None:
+        """``skip``: what is not finite is left out, and only counted."""
+        self.adds = 0
+        self._skip = skip
+        self._total = 0.0
+        self._slot_of: dict[LeafKey, int] = {}
+        self._tags: dict[Tag, None] = {}
+        self._sorts: dict[Path, str] = {}
+        self._structures: dict[Structure, None] = {}  # those that are known to fit
+        self._rows: dict[tuple[Structure, bool], _Rows] = {}
+        self._recent: _Recent | None = None
+        self._lanes = _empty_lanes(0)
+        self._pending: deque[tuple[Callable[[], bool], Callable[[], None]]] = deque()  # has it arrived; read it
+        self._failure: CannotRead | None = None  # of what only the values on a device show
+
+    # -- adding -------------------------------------------------------------------------------------------------------
+
+    def add_again(self, stats: Any, weight: Any) -> bool:
+        """Take one add in host memory that has the keys and types of the add before; False for any other."""
+        recent = self._recent
+        is_number = type(weight) is float or type(weight) is int  # not by a call: each shows in what an add costs
+        if recent is None or type(stats) is not dict or [*stats] != recent.keys or not is_number:
+            return False
+        leaves = [*stats.values()]
+        if [*map(type, leaves)] != recent.types or not LIGHTEST <= weight <= HEAVIEST or accelerator_in_use():
+            return False
+        row = recent.plan.read(leaves, float(weight))
+        if row is None:
+            return False
+        self._append(recent.rows, row)
+        self.adds += 1
+        return True
+
+    def add(self, stats: Any, weight: Any) -> None:
+        """Take one add. Raises `CannotRead` and `SchemaConflict`, and then nothing has changed."""
+        flat = flatten(stats)
+        snapshot, self._recent = snapshot_if_away(flat, weight), None
+        if snapshot is None:
+            row = read_row(flat, weight)
+            rows = self._take(flat.structure, row)
+            is_flat = type(stats) is dict and len(stats) == len(flat.leaves) and {*map(type, stats)} == {str}
+            if is_flat and row.sums is None:
+                self._recent = _Recent([*stats], [*map(type, flat.leaves)], plan_of(flat), rows)
+        else:
+            snapshot.check()
+            self._learn(flat.structure)
+            self._pending.append((snapshot.is_ready, lambda: self._read(*snapshot.wait())))
+        self.adds += 1
+        if self._pending:
+            self.read_pending()
+
+    def add_time(self, name: str, seconds: float) -> None:
+        """Take one use of a part of the step that is timed; it is not one of the adds."""
+        flat = flatten({"time": {name: Mean(seconds, 1.0)}})
+        self._take(flat.structure, read_row(flat, 0.0))
+
+    def add_device_time(self, name: str, seconds: float, start_event: Any, end_event: Any) -> None:
+        """Take such a use once the device has reached its end."""
+
+        def read() -> None:
+            end_event.synchronize()
+            self.add_time(name, max(seconds, start_event.elapsed_time(end_event) / 1000))
+
+        self._pending.append((end_event.query, read))
+        self.read_pending()
+
+    def read_pending(self, wait: bool = False) -> None:
+        """Read what has arrived from the devices by now; ``wait``: everything."""
+        while self._pending and (wait or self._pending[0][0]()):
+            self._pending.popleft()[1]()
+
+    def _read(self, flat: Flat, weight: Any) -> None:
+        try:
+            self._take(flat.structure, read_row(flat, weight))
+        except CannotRead as error:
+            self._failure = self._failure or error
+
+    def _take(self, structure: Structure, row: Row) -> _Rows:
+        self._learn(structure)
+        key = structure, row.sums is not None
+        rows = self._rows.get(key)
+        if rows is None:
+            if len(self._rows) >= _MOST_STRUCTURES:
+                self._fold(self._rows.pop(next(iter(self._rows))))
+                self._recent = None
+            rows = self._rows[key] = _Rows(structure, [self._slot_of[leaf] for leaf in structure.leaves], key[1])
+        self._append(rows, row)
+        return rows
+
+    def _append(self, rows: _Rows, row: Row) -> None:
+        if len(rows.sums) >= rows.limit:
+            self._fold(rows)
+        if rows.width:
+            rows.sums.append(row.values if row.sums is None else row.sums)
+            rows.weights.append(row.weights)
+        self._total += row.total
+
+    def _learn(self, structure: Structure) -> None:
+        """Give each leaf a slot. Raises `SchemaConflict` if the structure does not fit the earlier ones."""
+        if structure in self._structures:
+            return
+        self._refuse_conflict(structure)
+        merge_sorts(self._sorts, structure)
+        for leaf in structure.leaves:
+            self._slot_of.setdefault(leaf, len(self._slot_of))
+        self._tags.update(dict.fromkeys(structure.tags))
+        if len(self._structures) >= _MOST_STRUCTURES:
+            self._structures.pop(next(iter(self._structures)))
+        self._structures[structure] = None
+
+    def _refuse_conflict(self, structure: Structure) -> None:
+        conflicts = [path for path, sort in sorts_of(structure).items() if self._sorts.get(path, sort) != sort]
+        if not conflicts:
+            return
+        path, earlier = conflicts[0], self._structure(None)
+        more = f" (and at {len(conflicts) - 1} more paths)" if len(conflicts) > 1 else ""
+        raise SchemaConflict(
+            f"stats that do not fit the earlier ones of this window at {format_path(path)!r}{more}: "
+            f"{describe(earlier, path)} before, {describe(structure, path)} now.\n"
+            "Give each path one structure and one reduce op, or use different keys. Nothing was added; the window goes "
+            "on working.",
+            path=format_path(path) or None,
+        )
+
+    def _fold(self, rows: _Rows) -> None:
+        """Add the rows to the lanes."""
+        if not rows.sums:
+            return
+        refuse_without_values("StatsWindow.add")  # what is folded then would have no values
+        with torch.inference_mode():
+            missing = len(self._slot_of) - self._lanes.shape[1]
+            if missing:
+                self._lanes = torch.cat([self._lanes, _empty_lanes(missing)], 1)
+            sums, weights = rows.take()
+            finite = sums.isfinite()
+            counted = finite if self._skip else torch.ones_like(finite)
+            added = sums.where(counted, 0.0)
+            if rows.has_extremes:
+                is_extreme = counted & rows.is_extreme & ~sums.isnan()
+                least = (sums * rows.sign).where(is_extreme, math.inf).amin(0)
+                self._lanes[_LEAST, rows.slots] = torch.minimum(self._lanes[_LEAST, rows.slots], least)
+                added = added.where(~is_extreme, 0.0)
+            lanes = [added, weights.where(counted, 0.0), ~finite, counted]
+            self._lanes[:_LEAST].index_add_(1, rows.slots, torch.stack([lane.sum(0).to(sums) for lane in lanes]))
+
+    def fold_all(self) -> None:
+        """Fold all rows: an add of a structure that was there begins with an empty row again."""
+        for rows in self._rows.values():
+            self._fold(rows)
+        self._rows.clear()
+        self._recent = None
+
+    # -- flushing -----------------------------------------------------------------------------------------------------
+
+    def part(self, known: Structure | None, per_rank: bool) -> Part:
+        """Return this rank's part of one reduction. ``known``: the structure of the last flush, to be used again.
+
+        Waits for the devices. Raises `CannotRead` for what was found only now.
+        """
+        self.read_pending(wait=True)
+        self.fold_all()
+        if self._failure is not None:
+            raise self._failure
+        structure, columns = self._structure(known), self._lanes.t().tolist()
+        sums, weights, nonfinite = array("d"), array("d"), []
+        for index, leaf in enumerate(structure.leaves):
+            op, column = OPS[leaf[1]], columns[self._slot_of[leaf]]
+            value = column[_SUM]
+            if op.over != "sum" and not math.isnan(value):
+                value = column[_LEAST] if op.over == "min" else -column[_LEAST]
+            if column[_NONFINITE]:
+                if not column[_SEEN]:
+                    value = math.nan  # nothing of it counts
+                elif math.isfinite(value):
+                    nonfinite.append(index)
+            sums.append(value if column[_SEEN] or column[_NONFINITE] else 0.0)
+            weights.append(column[_WEIGHT])
+        values = None
+        if per_rank:
+            finished = zip(structure.ops, sums, weights, strict=True)
+            values = array("d", [op.finish(value, weight) if weight else math.nan for op, value, weight in finished])
+        has_one_weight = all(weight == self._total for weight in weights)
+        return Part(
+            structure,
+            sums,
+            self._total if has_one_weight else weights,
+            self._total,
+            all(map(math.isfinite, sums)),
+            values,
+            tuple(nonfinite),
+        )
+
+    def _structure(self, known: Structure | None) -> Structure:
+        """Return one structure of all adds; ``known`` itself, or that of an add, where it is equal."""
+        leaves = tuple(key for key in self._slot_of if key[1] != NONE.name or key[0] not in self._sorts)
+        kinds: dict[Path, str] = {}
+        for path, tag in self._tags:
+            kinds[path] = LIST if kinds.get(path, tag) != tag else tag
+        tags = tuple(kinds.items())
+        for structure in (*self._structures, known):
+            if structure is not None and structure.leaves == leaves and structure.tags == tags:
+                return structure
+        return Structure(leaves, tags)
+
+
+def _empty_lanes(count: int) -> torch.Tensor:
+    lanes = torch.zeros(_LEAST + 1, count, dtype=torch.float64, device="cpu")
+    lanes[_LEAST] = math.inf
+    return lanes
+
+
 class _Flushed:
     """The content of a window, as a rank's part of a reduction."""
 
-    def __init__(self, content: WindowContent, structure: Structure | None, per_rank: bool) -> None:
+    def __init__(self, content: _Content, structure: Structure | None, per_rank: bool) -> None:
         self._content, self.structure, self._per_rank = content, structure, per_rank
         self.is_taken = False
 
@@ -284,7 +566,6 @@ class _Flushed:
         """Wait for the devices; never raises. From here on this rank takes part."""
         self.is_taken = True
         try:
-            self._content.read_device_times(wait=True)
             part = self._content.part(self.structure, self._per_rank)
         except CannotRead as error:
             return error.failure

@@ -6,7 +6,6 @@ import pickle
 import signal
 from concurrent.futures import Future
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,8 +15,10 @@ from ddpstats import Max, Mean, PendingReduction, StatsReducer, reduce_stats
 from ddpstats._base.paths import escape_path
 from ddpstats._ranks.calls import ALONE, channel_of
 from ddpstats._reduction import read
+from ddpstats._reduction.flatten import Flat, Structure
 from ddpstats.testing import RankPool, run_ranks
 from tests.reduction import lifetime_runs as runs
+from tests.reduction.away import tensors_away
 
 
 def test_a_reducer_may_be_dropped_before_its_reductions_are_done(two_ranks: RankPool) -> None:
@@ -49,12 +50,7 @@ def test_host_values_are_taken_when_the_reduction_starts_also_beside_an_accelera
     def is_away(tensor: torch.Tensor) -> bool:
         return tensor is away
 
-    with (
-        mock.patch.object(read, "is_away", is_away),
-        mock.patch("ddpstats._reduction.read.accelerator_in_use", return_value=True),
-        mock.patch("ddpstats._reduction.read._is_cpu", lambda tensor: not is_away(tensor)),
-        StatsReducer() as reducer,
-    ):
+    with tensors_away(is_away), StatsReducer() as reducer:
         stats = {"away": away, "host": host, "array": array, "mean": Mean(host, weight=host)}
         first, second = reducer.start(stats, weight), reducer.start(stats, weight)
         host.fill_(-100.0)
@@ -104,7 +100,7 @@ def test_one_copy_of_all_tensors_brings_back_values_shapes_and_markers() -> None
     """The copy from an accelerator groups tensors by dtype and cuts one vector; here it runs on host tensors."""
     tensors = [torch.tensor([1.0, 2.0]), torch.tensor(3), torch.tensor(True), torch.tensor([[4.0]]).double()]
     leaves = [tensors[0], Mean(tensors[1], tensors[2]), Max(tensors[3]), 5.0, None]
-    back, weight = read.HostCopy(tensors).wait(leaves, tensors[0])
+    (_, back), weight = read.Snapshot(Flat(Structure((), ()), leaves), tensors[0], tensors).wait()
     assert back[0].tolist() == [1.0, 2.0]
     assert (back[1].value.item(), back[1].weight.item()) == (3.0, 1.0)
     assert back[2].value.tolist() == [[4.0]]

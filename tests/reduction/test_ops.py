@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -16,6 +17,7 @@ from ddpstats._reduction.flatten import decode, flatten
 from ddpstats._reduction.ops import OPS, Marker, Op
 from ddpstats.errors import ProtocolMismatch, SchemaConflict
 from ddpstats.testing import PerRank, RankPool, ThreadGroup, run_threads
+from tests.reduction.away import tensors_away
 
 NORM = Op("test norm", finish=lambda total, weight: math.sqrt(total), prepare=lambda value: value * value)
 SPREAD = Op("test largest size", finish=lambda total, weight: total, prepare=abs, elements="max", over="max")
@@ -47,12 +49,8 @@ def test_marker_from_outside_is_reduced_over_ranks(two_ranks: RankPool) -> None:
 
 
 @pytest.mark.parametrize("device", ["host", "device"])
-def test_marker_from_outside_is_added_up_in_a_window(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if device == "device":
-        device_of = lambda value: torch.device("cpu", 0) if isinstance(value, torch.Tensor) else None  # noqa: E731
-        monkeypatch.setattr("ddpstats._reduction.window_content._device_of", device_of)
-        monkeypatch.setattr("ddpstats._reduction.window_content._read_row", lambda flat, weight: None)
-    with StatsWindow() as window:
+def test_marker_from_outside_is_added_up_in_a_window(device: str) -> None:
+    with tensors_away() if device == "device" else nullcontext(), StatsWindow() as window:
         for value in (3.0, -4.0, 12.0):
             window.add({"norm": Norm(torch.tensor(value)), "size": LargestSize(torch.tensor(-value))}, weight=7.0)
         flushed = window.flush()

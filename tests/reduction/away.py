@@ -1,0 +1,23 @@
+"""Host tensors that take the way of tensors on an accelerator, on a machine that has none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+
+from ddpstats._reduction import read, window
+
+
+@contextmanager
+def tensors_away(is_away: Callable[[torch.Tensor], bool] = lambda tensor: True) -> Iterator[None]:
+    """Treat the tensors that ``is_away`` names as if they were on a device. The operators are the same; none waits."""
+    with (
+        mock.patch.object(read, "is_away", is_away),
+        mock.patch.object(read, "_is_cpu", lambda tensor: not is_away(tensor)),
+        mock.patch.object(read, "accelerator_in_use", return_value=True),
+        mock.patch.object(window, "accelerator_in_use", return_value=True),
+    ):
+        yield
