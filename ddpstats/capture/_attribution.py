@@ -29,7 +29,6 @@ import torch
 from torch import Tensor, nn
 
 from ddpstats._base import config
-from ddpstats._base.paths import walk
 from ddpstats._base.text import shorten
 from ddpstats._observe.gradient_norms import NO_GRADIENT
 from ddpstats._ranks.comm import patience_sec
@@ -37,6 +36,7 @@ from ddpstats._ranks.gather import gather_trees
 from ddpstats._rerun.module_state import device_of, place_text
 from ddpstats._rerun.runner import Cause, RunSettings, alone, attempt, cause_of, from_rank_on
 from ddpstats._rerun.serialize import from_plain
+from ddpstats._rerun.walk import walk
 from ddpstats.capture._bundle import Bundle
 from ddpstats.capture._parts import PartSource
 from ddpstats.capture._publish import Bundling

@@ -19,8 +19,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ddpstats._base.paths import walk
 from ddpstats._base.text import dtype_name
+from ddpstats._rerun.walk import walk
 from ddpstats.capture._rerun import Observer, Outcome, Rerun
 from ddpstats.capture._tensor_stats import TensorStats, nan_and_inf
 from ddpstats.capture._tracer import OPERATION, PUT, SOURCE, Mark, OperationTracer, TracedOrigin

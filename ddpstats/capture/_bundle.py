@@ -33,12 +33,12 @@ import torch
 from ddpstats._base.files import (
     TEMPORARY_PREFIX,
     Written,
-    check_archive,
     make_private_directory,
     replace_file,
     summarize,
 )
 from ddpstats._base.text import count_of
+from ddpstats._rerun.archive import check_archive
 from ddpstats.capture._manifest import (
     BUNDLE_NAME,
     MANIFEST,

@@ -28,9 +28,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddpstats._base.paths import walk
 from ddpstats._observe.gradient_norms import held_values
 from ddpstats._observe.module_hooks import ModuleHook
+from ddpstats._rerun.walk import walk
 from ddpstats.errors import ConfigError
 
 Selector = str | type[nn.Module] | Callable[[str, nn.Module], bool]

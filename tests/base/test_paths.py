@@ -1,18 +1,10 @@
-"""Each path has one spelling, which no other path has.
-
-`walk` yields every leaf of a container once, under the path that users read.
-"""
+"""Each path has one spelling, which no other path has."""
 
 from __future__ import annotations
 
-import collections
-from types import SimpleNamespace
-
 from hypothesis import given, strategies as st
 
-from ddpstats._base.paths import Index, Path, escape_path, format_path, unique_names, walk
-
-# -- paths -------------------------------------------------------------------------------------------------------------
+from ddpstats._base.paths import Index, Path, escape_path, format_path, unique_names
 
 steps = st.one_of(st.text(st.sampled_from("ab/[]\\0-1"), max_size=3), st.integers(-2, 2), st.integers(0, 2).map(Index))
 paths = st.lists(st.lists(steps, max_size=3).map(tuple), max_size=8)
@@ -47,22 +39,3 @@ def test_names_do_not_depend_on_the_order_of_paths(examples: list[Path]) -> None
     forward = dict(zip(map(identity, distinct), unique_names(distinct), strict=True))
     backward = dict(zip(map(identity, distinct[::-1]), unique_names(distinct[::-1]), strict=True))
     assert forward == backward
-
-
-# -- containers --------------------------------------------------------------------------------------------------------
-
-Pair = collections.namedtuple("Pair", ["left", "right"])
-
-
-def test_leaves_have_the_path_that_users_write() -> None:
-    assert list(walk({"a": [Pair(1, (2,))]})) == [("batch['a'][0].left", 1), ("batch['a'][0].right[0]", 2)]
-
-
-def test_walk_enters_the_namespace_that_represents_a_dataclass() -> None:
-    assert list(walk([SimpleNamespace(x=1, y=[2])])) == [("batch[0].x", 1), ("batch[0].y[0]", 2)]
-
-
-def test_container_that_contains_itself_is_a_leaf() -> None:
-    endless: list[object] = [1]
-    endless.append(endless)
-    assert list(walk(endless)) == [("batch[0]", 1), ("batch[1]", endless)]

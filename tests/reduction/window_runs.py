@@ -153,6 +153,7 @@ def closed() -> list[str]:
     window = StatsWindow(group=group, name="gone")
     window.add({"a": 1.0})
     kept = weakref.ref(group)
+    dist.barrier()  # the other rank, too, has made the group
     dist.destroy_process_group(group)
     del group
     gc.collect()

@@ -17,10 +17,10 @@ import pytest
 import torch
 from torch import nn
 
-from ddpstats._base.paths import walk
 from ddpstats._rerun.random_state import RandomState
 from ddpstats._rerun.serialize import CannotStore, to_plain
 from ddpstats._rerun.step_record import BufferCopies, StepRecord
+from ddpstats._rerun.walk import walk
 
 CPU = torch.device("cpu")
 

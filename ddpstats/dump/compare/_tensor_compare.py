@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddpstats._base.files import check_archive, open_regular
+from ddpstats._base.files import open_regular
 from ddpstats._base.text import first_line, printable
+from ddpstats._rerun.archive import check_archive
 from ddpstats.dump.compare._rules import KEPT_RUNS, Closeness, Runs
 from ddpstats.dump.format._entries import DumpLeaf
 from ddpstats.dump.format._files import RankDump
