@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import importlib
 import io
 import os
 import re
 import sys
 from collections.abc import Sequence
-from types import ModuleType
 from typing import NamedTuple, NoReturn
 
 from ddpstats._base.version import __version__
@@ -37,8 +35,8 @@ class _Verb(NamedTuple):
     json: str = "print one JSON object instead of text for people"
 
 
-class _VerbParser(argparse.ArgumentParser):
-    """Reports missing arguments with an example of the command, not with its usage."""
+class _Parser(argparse.ArgumentParser):
+    """Reports missing arguments with an example of the command, not with its usage. The parser of verbs is one, too."""
 
     def error(self, message: str) -> NoReturn:
         example = re.search(rf"\b{self.prog} .*?(?=;|  |$)", self.epilog or "", re.MULTILINE)  # words follow some
@@ -150,13 +148,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     if "ddpstats.guard._ending" in sys.modules:  # DDPSTATS_GUARD is for programs
         sys.modules["ddpstats.guard._ending"].cancel()
-    verb, arguments = _split(argv)
-    module = importlib.import_module(_VERBS[verb].module)
-    args = _verb_parser(verb, module).parse_args(arguments)
+    words = sys.argv[1:] if argv is None else argv
+    args = _parser(words).parse_args(words)
+    verb = args.verb
     if verb != _RUN and isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")  # characters that its encoding lacks are escaped
     try:
-        status: int = module.run(args)
+        status: int = args.run(args)
         sys.stdout.flush()
         return status
     except BrokenPipeError:
@@ -198,58 +196,27 @@ def _discard_stdout() -> None:
         os.close(nowhere)
 
 
-def _split(argv: Sequence[str] | None) -> tuple[str, list[str]]:
-    """Return the verb and the words after it."""
-    parser = _parser()
-    args = parser.parse_args(argv)
-    if args.verb is None:
-        parser.print_help(sys.stderr)
-        parser.exit(_COULD_NOT_RUN, f"\n{_PROG}: error: a VERB is missing; to begin with: {_PROG} demo\n")
-    if args.verb not in _VERBS:
-        names = ", ".join(map(repr, _VERBS))
-        parser.error(f"argument VERB: invalid choice: {args.verb!r} (choose from {names}){_hint(args.verb)}")
-    return args.verb, args.arguments
-
-
-def _hint(word: str) -> str:
-    """Suggest what a word that is no verb may have meant."""
-    if word.endswith(".py"):
-        return f"; to run a script under the guard: {_PROG} run --nproc 2 {word}"
-    if word == "help":
-        return f"; see: {_PROG} --help"
-    close = difflib.get_close_matches(word.lower(), _VERBS, 1)
-    return f"; did you mean {close[0]!r}?" if close else ""
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
+    """Return the parser of the command, with the arguments of the verb that ``words`` begin with."""
+    parser = _Parser(
         prog=_PROG,
-        usage="%(prog)s [-h] [--version] VERB ...",
         description="The numbers that torch.distributed ranks report: right, or an error that names key and ranks.",
-        epilog=_verbs_help(),
+        epilog=f"to see what this is about:\n  {_PROG} demo\n\n{_PROG} VERB --help explains one",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    parser.add_argument("verb", nargs="?", metavar="VERB", help="one of those below")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help=f"its own; see: {_PROG} VERB --help")
-    return parser
-
-
-def _verbs_help() -> str:
-    width = max(map(len, _VERBS))
-    verbs = [f"  {name:{width}}  {verb.help}" for name, verb in _VERBS.items()]
-    return "\n".join(
-        ["verbs:", *verbs, "", f"{_PROG} VERB --help explains one; `{_PROG} demo` shows what this is about."]
-    )
-
-
-def _verb_parser(name: str, module: ModuleType) -> argparse.ArgumentParser:
-    parser = _VerbParser(
-        prog=f"{_PROG} {name}",
-        description=_VERBS[name].help,
-        epilog=_VERBS[name].more,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--json", action="store_true", help=_VERBS[name].json)
-    module.add_arguments(parser)
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True, title="verbs")
+    for name, verb in _VERBS.items():
+        verb_parser = verbs.add_parser(
+            name,
+            help=verb.help,
+            description=verb.help,
+            epilog=verb.more,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        if name == next(iter(words), None):
+            module = importlib.import_module(verb.module)
+            verb_parser.add_argument("--json", action="store_true", help=verb.json)
+            module.add_arguments(verb_parser)
+            verb_parser.set_defaults(run=module.run)
     return parser

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
 import re
@@ -64,21 +63,14 @@ def test_help_of_verb_has_usage_json_status_and_examples_that_parse(
         for command in re.split(";", re.split(r"  +", example.strip())[0]):
             words = command.split()
             words = words[words.index("ddpstats") + 1 :]
-            module = importlib.import_module(cli._VERBS[words[0]].module)
-            cli._verb_parser(words[0], module).parse_args(words[1:])
+            cli._parser(words).parse_args(words)
 
 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ([], "error: a VERB is missing; to begin with: ddpstats demo\n"),
-        (["dmeo"], "invalid choice: 'dmeo' (choose from 'run', "),
-        (["dmeo"], "; did you mean 'demo'?\n"),
-        (["Compare", "a", "b"], "; did you mean 'compare'?\n"),
-        (["nan_origin", "dumps"], "; did you mean 'nan-origin'?\n"),
-        (["train.py", "--lr", "1"], "; to run a script under the guard: ddpstats run --nproc 2 train.py\n"),
-        (["help"], "; see: ddpstats --help\n"),
-        (["xyzzy"], "'demo')\n"),
+        (["dmeo"], "invalid choice: 'dmeo' (choose from "),
+        (["train.py", "--lr", "1"], "invalid choice: 'train.py' (choose from "),
         ([""], "invalid choice: ''"),
         (["--ranks", "2"], "error: "),
         (["demo", "--rank-count", "2"], "unrecognized arguments: --rank-count 2"),
@@ -89,7 +81,7 @@ def test_help_of_verb_has_usage_json_status_and_examples_that_parse(
         (["demo", "--ranks", "65"], "--ranks: '65' is not a number from 1 to 64"),
     ],
 )
-def test_wrong_arguments_give_usage_and_a_hint(
+def test_wrong_arguments_give_usage_and_the_reason(
     args: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -131,16 +123,23 @@ def test_missing_argument_is_named_with_an_example(
     assert ended.value.code == 2
     shown = capsys.readouterr()
     assert shown == ("", f"ddpstats {args[0]}: error: missing: {missing}; for example: {example}\n")
-    module = importlib.import_module(cli._VERBS[args[0]].module)
-    cli._verb_parser(args[0], module).parse_args(example.split()[2:])
+    words = example.split()[1:]
+    cli._parser(words).parse_args(words)
 
 
-def test_command_without_verb_shows_all_verbs(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
+def test_command_without_verb_names_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
         cli.main([])
-    shown = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert capsys.readouterr() == ("", "ddpstats: error: missing: VERB; for example: ddpstats demo\n")
+
+
+def test_help_shows_all_verbs(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    shown = " ".join(capsys.readouterr().out.split())
     for name, verb in cli._VERBS.items():
-        assert re.search(rf"^  {name} +{re.escape(verb.help)}$", shown, re.MULTILINE)
+        assert f" {name} {verb.help} " in shown
 
 
 def test_process_exits_with_the_status_of_main() -> None:

@@ -90,8 +90,8 @@ class KeyListener(Protocol):
     def renegotiated(self, name: str | None, new_keys: Sequence[str]) -> None:
         """All ranks have a new layout. ``new_keys``: paths that the one before lacked."""
 
-    def stopped_holding(self, name: str | None, keys: Sequence[str]) -> None:
-        """Paths of the layout that this rank held once, and in its last calls of that name did not."""
+    def reduced(self, name: str | None, structure: Any, layout: Any) -> None:
+        """One call has ended. ``structure``: what this rank held in it; ``layout``: what the ranks have agreed on."""
 
 
 key_listeners: list[KeyListener] = []

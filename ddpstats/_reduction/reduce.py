@@ -49,7 +49,6 @@ class ReductionSite(Site):
     def __post_init__(self) -> None:
         self.placements: BoundedCache[Structure, Placement] = BoundedCache(64, 262_144)
         self.selections: BoundedCache[bytes, Selection] = BoundedCache(16, 65_536)
-        self.held_keys = HeldKeys()
 
     @property
     def agreed(self) -> bytes:
@@ -212,8 +211,8 @@ class Reduction:
 
     def _after(self, part: Part, reduced: Reduced, columns: Columns | None) -> None:
         call = self._call
-        if marks.key_listeners:
-            self._site.held_keys.take(call.name, self._site, part.structure)
+        for listener in tuple(marks.key_listeners):
+            listener.reduced(call.name, part.structure, self._site.layout)
         if columns is not None and marks.listeners:
             position = columns.ranks.index(self._agreement.comm.rank)
             of_path = reduced.flat_by_rank().items()
@@ -325,41 +324,3 @@ def _pick(values: memoryview[float], slots: Sequence[int]) -> array[float]:
     if isinstance(slots, range):
         return array("d", values.tobytes())
     return array("d", [values[slot] for slot in slots])
-
-
-# -- which keys a rank holds no more ----------------------------------------------------------------------------------
-
-ROUNDS = 4
-"""A key that a rank held before, and in none of so many calls of its name, it has stopped holding."""
-
-
-class HeldKeys:
-    """The structures that this rank held in the calls of one name. Names are compared only where these differ."""
-
-    def __init__(self) -> None:
-        self._calls = 0
-        self._held: set[Structure] = set()
-        self._before: tuple[set[Structure], Layout] | None = None
-        self._ever: set[str] = set()  # as far as the layout still has them
-        self._reported: list[str] = []
-
-    def take(self, name: str | None, site: ReductionSite, structure: Structure) -> None:
-        """Note one call, in which this rank held ``structure``."""
-        self._held.add(structure)
-        self._calls += 1
-        if self._calls < ROUNDS:
-            return
-        held, self._held, self._calls = self._held, set(), 0
-        if self._before is None or self._before[0] != held or self._before[1] is not site.layout:
-            self._before = held, site.layout
-            self._report(name, site, held)
-
-    def _report(self, name: str | None, site: ReductionSite, held: set[Structure]) -> None:
-        names = site.layout.names
-        now = {names[slot] for structure in held for slot in site.placement(structure).slots}
-        self._ever = (self._ever | now).intersection(names)
-        missing = [path for path in dict.fromkeys(names) if path in self._ever and path not in now]
-        if missing != self._reported:
-            self._reported = missing
-            for listener in tuple(marks.key_listeners):
-                listener.stopped_holding(name, missing)

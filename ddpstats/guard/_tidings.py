@@ -12,10 +12,12 @@ from typing import Any
 from ddpstats._base import marks
 from ddpstats._base.marks import Mark
 from ddpstats._base.text import ranks_text, shorten
+from ddpstats.guard._held_keys import HeldKeys
 
 _SHOWN_KEYS = 5
 _MOST_NAMES, _MOST_KINDS = 8, 4  # of reductions, of alarms: those that were told of last
 _MOST_LINES = 8
+_MOST_REDUCTIONS = 256
 _TEXT_CHARS = 1000
 _TEXT_BYTES = 6000  # as JSON: a text may be nothing but escapes
 
@@ -27,6 +29,7 @@ class Tidings:
         self.renegotiations = 0
         self.new_keys = ""
         self._alarms: dict[str, str] = {}  # kind -> the last one's text
+        self._held: dict[str | None, HeldKeys] = {}  # by the name of a reduction
         self._not_held: dict[str | None, str] = {}  # name of a reduction -> keys
         self._changed = changed
 
@@ -44,8 +47,15 @@ class Tidings:
         self.new_keys = clipped(f"{_some(new_keys) or 'none'} (name={name!r})")
         self._changed()
 
+    def reduced(self, name: str | None, structure: Any, layout: Any) -> None:
+        """Note one call of a reduction, and what this rank held in it."""
+        keys = self._held.setdefault(name, HeldKeys()).take(structure, layout)
+        _keep_newest(self._held, _MOST_REDUCTIONS)
+        if keys is not None:
+            self.stopped_holding(name, keys)
+
     def stopped_holding(self, name: str | None, keys: Sequence[str]) -> None:
-        """All that this rank held once in reductions of that name, and does not hold any more."""
+        """Note all that this rank held once in reductions of that name, and does not hold any more."""
         self._not_held.pop(name, None)
         if keys:
             self._not_held[name] = f"{_some(keys)} (name={name!r})"
@@ -85,7 +95,7 @@ def _some(keys: Sequence[str]) -> str:
     return shorten(map(repr, keys), _SHOWN_KEYS)
 
 
-def _keep_newest(texts: dict[Any, str], most: int) -> None:
+def _keep_newest(texts: dict[Any, Any], most: int) -> None:
     while len(texts) > most:
         del texts[next(iter(texts))]
 

@@ -16,12 +16,10 @@ from typing import Any
 import pytest
 
 from ddpstats._base.text import (
-    Section,
     VerbReport,
     check_writable,
     count_of,
     dtype_name,
-    escape_formula,
     printable,
     ranks_text,
     shorten,
@@ -60,16 +58,6 @@ def test_control_characters_in_lines_are_escaped() -> None:
     assert printable(["a\x1b[2Jb\n", "\ud800 \u202e é"]) == "a\\x1b[2Jb\\n\n\\ud800 \\u202e é"
 
 
-@pytest.mark.parametrize("cell", ["=1+1", "+A1", "-A1", "@x", "\t=1", "\r=1"])
-def test_cell_that_begins_a_formula_is_quoted(cell: str) -> None:
-    assert escape_formula(cell) == f"'{cell}"
-
-
-@pytest.mark.parametrize("cell", ["-1.5", "-inf", "+3", -2.5, None, "a=1", ""])
-def test_cell_that_is_a_number_or_a_word_is_not_quoted(cell: Any) -> None:
-    assert escape_formula(cell) == cell
-
-
 def test_report_is_shown_as_text_or_legal_json_and_returns_its_status(capsys: pytest.CaptureFixture[str]) -> None:
     report = VerbReport(1, lambda: "DIFFERENT", lambda: {"worst": (math.nan, -math.inf), "rank": 0})
     assert [report.show(as_json=False), report.show(as_json=True)] == [1, 1]
@@ -79,18 +67,6 @@ def test_report_is_shown_as_text_or_legal_json_and_returns_its_status(capsys: py
 def test_shown_text_cannot_command_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     VerbReport(0, lambda: "one\x1b[2J\r\ntwo\x07", dict).show(as_json=False)
     assert capsys.readouterr().out == "one\\x1b[2J\\r\ntwo\\x07\n"
-
-
-def test_page_holds_the_text_and_a_table_for_each_section_escaped(tmp_path: Path) -> None:
-    sections = [
-        Section(["Name"], [(["<x>"], "red", 'a "b"')], "rank 0"),
-        Section((), (), "rank 1", ["No row differs."]),
-    ]
-    VerbReport(1, lambda: "1 < 2", dict).write_page(tmp_path / "t.html", "A & B", sections)
-    page = (tmp_path / "t.html").read_text()
-    assert "<h1>A &amp; B</h1>\n<pre>1 &lt; 2</pre>\n<h2>rank 0</h2>\n<table><tr><th>Name</th></tr>\n" in page
-    assert '<tr class="red" title="a &quot;b&quot;"><td>&lt;x&gt;</td></tr>\n</table>\n' in page
-    assert page.endswith("<h2>rank 1</h2>\n<p>No row differs.</p>\n</body></html>\n")
 
 
 def written(path: Path) -> None:

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpstats
-from ddpstats._reduction.reduce import ROUNDS
 from ddpstats.guard import _live_notes, collective_guard
+from ddpstats.guard._held_keys import ROUNDS
 from ddpstats.guard._live import lines_of, picture_of
 from ddpstats.guard._live_notes import LiveNotes, read_notes
 

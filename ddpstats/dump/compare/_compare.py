@@ -20,10 +20,11 @@ from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 
-from ddpstats._base.text import Section, VerbReport, check_writable, ranks_text, write_table
+from ddpstats._base.text import VerbReport, check_writable, ranks_text
 from ddpstats.dump.compare import _between_ranks, _comparison
 from ddpstats.dump.compare._comparer import CompareTensors, EntryComparer
 from ddpstats.dump.compare._comparison import DumpComparison, RankComparison
+from ddpstats.dump.compare._pages import Section, write_page, write_table
 from ddpstats.dump.compare._rows import MODES, Mode, table, table_path
 from ddpstats.dump.compare._rules import TOLERANCE
 from ddpstats.dump.compare._two_dumps import PairedDumps, compare_dumps
@@ -102,7 +103,7 @@ def _run_two(args: argparse.Namespace) -> int:
     status, text = NOTHING if comparison.nothing else int(comparison.differs), _comparison.as_text(comparison)
     report = VerbReport(status, lambda: text, lambda: _comparison.as_json(comparison))
     if args.html is not None:
-        report.write_page(args.html, f"{args.a} compared with {args.b}", _comparison.page_sections(comparison))
+        write_page(args.html, f"{args.a} compared with {args.b}", report.text(), _comparison.page_sections(comparison))
     return report.show(args.json)
 
 
@@ -178,7 +179,7 @@ def _run_ranks(args: argparse.Namespace) -> int:
         write_table(args.csv, _between_ranks.table(found))
     if args.html is not None:
         header, *rows = _between_ranks.table(found)
-        report.write_page(args.html, f"ranks of {args.a}", [Section(header, [(row, "", "") for row in rows])])
+        write_page(args.html, f"ranks of {args.a}", report.text(), [Section(header, [(row, "", "") for row in rows])])
     return report.show(args.json)
 
 

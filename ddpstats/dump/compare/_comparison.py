@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ddpstats._base.text import Section, count_of, printable, ranks_text
+from ddpstats._base.text import count_of, printable, ranks_text
+from ddpstats.dump.compare._pages import Section
 from ddpstats.dump.compare._rows import Mode, Row, as_dict, cells, columns
 from ddpstats.dump.compare._two_dumps import PairedDumps
 from ddpstats.dump.format._entries import STATISTICS

@@ -1,4 +1,4 @@
-"""Listeners learn which keys a rank has stopped holding, and that it holds them again."""
+"""The live view learns which keys a rank has stopped holding, and that it holds them again."""
 
 from __future__ import annotations
 
@@ -8,35 +8,33 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 import ddpstats
-from ddpstats._base import marks
-from ddpstats._reduction.reduce import ROUNDS
+from ddpstats.guard._held_keys import ROUNDS
+from ddpstats.guard._tidings import Tidings
 from ddpstats.testing import RankPool
 
-Told = list[tuple[str | None, list[str]]]
+Reports = list[tuple[str | None, list[str]]]
 
 
-class _Listener:
+class _Listener(Tidings):
     def __init__(self) -> None:
-        self.not_held: Told = []
-
-    def renegotiated(self, name: str | None, new_keys: Sequence[str]) -> None:
-        pass
+        super().__init__()
+        self.reports: Reports = []
 
     def stopped_holding(self, name: str | None, keys: Sequence[str]) -> None:
-        self.not_held.append((name, list(keys)))
+        self.reports.append((name, list(keys)))
 
 
 @contextmanager
 def listening() -> Iterator[_Listener]:
     listener = _Listener()
-    marks.key_listeners.append(listener)
+    listener.subscribe()
     try:
         yield listener
     finally:
-        marks.key_listeners.remove(listener)
+        listener.close()
 
 
-def held_and_not() -> Told:
+def held_and_not() -> Reports:
     """Rank 1 holds "snr" at first and at last; "l1" is rank 0's alone, all the time."""
     rank = dist.get_rank()
     with listening() as listener:
@@ -44,14 +42,14 @@ def held_and_not() -> Told:
             has_snr = rank == 0 or not ROUNDS <= step < 3 * ROUNDS
             stats = {"loss": 1.0, **({"snr": 1.0} if has_snr else {}), **({} if rank else {"l1": 1.0})}
             ddpstats.reduce_stats(stats, name="held")
-    return listener.not_held
+    return listener.reports
 
 
-def in_turns() -> Told:
+def in_turns() -> Reports:
     with listening() as listener:
         for step in range(4 * ROUNDS):
             ddpstats.reduce_stats({f"part {step % 2}": 1.0}, name="turns")
-    return listener.not_held
+    return listener.reports
 
 
 def test_a_key_is_told_of_when_it_is_held_no_more_and_when_it_comes_back(two_ranks: RankPool) -> None:
