@@ -1,7 +1,9 @@
 """The ``ddpstats`` command: the table of verbs, and how one is run.
 
-To add a verb, add a line to ``_VERBS``. Its module has two functions: ``add_arguments(parser)``, and ``run(args)``,
-which returns the exit status. The module is imported when its verb is used, so that ``ddpstats --help`` stays quick.
+To add a verb, add a line to ``_VERBS``. Its module has ``EPILOG``, the examples and exit statuses below the options of
+its --help, and two functions: ``add_arguments(parser)``, and ``run(args)``, which returns the exit status. The module
+is imported when its verb is used, so that ``ddpstats --help`` stays quick.
+
 With ``--json`` every verb writes one JSON object to stdout and no more, except ``run``, whose stdout is the script's.
 """
 
@@ -31,7 +33,6 @@ _RUN = "run"  # its stdout is the script's, and so are its errors
 class _Verb(NamedTuple):
     module: str
     help: str
-    more: str = ""  # below the options of its --help: examples, and the exit status
     json: str = "print one JSON object instead of text for people"
 
 
@@ -46,91 +47,24 @@ class _Parser(argparse.ArgumentParser):
         self.exit(_COULD_NOT_RUN, f"{self.prog}: error: missing: {missing}; for example: {example[0]}\n")
 
 
-_FOUND = "exit status: 0 nothing found, 1 something found, 2 it could not run"
-
 _VERBS = {
     _RUN: _Verb(
         "ddpstats.guard._run",
         "a training script under the guard, unchanged",
-        """examples:
-  ddpstats run --nproc 2 train.py --lr 0.1                      two ranks on this machine
-  torchrun --nproc-per-node 2 -m ddpstats run train.py --lr 0.1 the same, started by torchrun
-  ddpstats run --nproc 2 --guard record --record-dir records train.py; ddpstats report records
-  ddpstats run --nproc 2 --watch train.py                       and show what each rank is doing
-
-exit status: the script's own; with --nproc torchrun's: 1 where a rank ended with any other than 0""",
         json="with --nproc, where ranks failed: the diagnosis as a line of JSON on stderr, where there is one",
     ),
-    "watch": _Verb(
-        "ddpstats.guard._live",
-        "what each rank of a program that goes on is doing, and who is waited for",
-        """examples, in another terminal than `ddpstats run --nproc 2 --watch-dir notes train.py`:
-  ddpstats watch notes                        until the ranks have ended
-  ddpstats watch notes --json                 once, and now
-
-exit status: 0 no alarm, 1 an alarm, or a rank that was killed or failed, 2 it could not run""",
-    ),
+    "watch": _Verb("ddpstats.guard._live", "what each rank of a program that goes on is doing, and who is waited for"),
     "report": _Verb(
-        "ddpstats.report._report",
-        "where the ranks parted, from what they recorded: text, JSON, a page to look at",
-        f"""examples:
-  ddpstats run --nproc 2 --guard record --record-dir records train.py; ddpstats report records
-  ddpstats report records captures --html report.html     with what NaN capture wrote, as a page
-  ddpstats report records --perfetto trace.json           for ui.perfetto.dev
-
-{_FOUND}""",
+        "ddpstats.report._report", "where the ranks parted, from what they recorded: text, JSON, a page to look at"
     ),
-    "replay": _Verb(
-        "ddpstats.capture._replay",
-        "a captured step, run again in one process, down to the first NaN",
-        """example:
-  ddpstats replay captures --model my_package:make_model --step my_package:step --bisect
-
-exit status: 0 reproduced, 1 not reproduced, 2 it could not run""",
-    ),
-    "compare": _Verb(
-        "ddpstats.dump.compare._compare",
-        "two dumps, or the ranks of one: where they first differ",
-        f"""examples:
-  ddpstats compare dumps/now dumps/last_week
-  ddpstats compare dumps/now                  the ranks of one run with one another
-
-{_FOUND}""",
-    ),
-    "nan-origin": _Verb(
-        "ddpstats.dump.origin._nan_origin",
-        "the operation of a dump that made the first NaN",
-        f"""example:
-  ddpstats nan-origin dumps/now
-
-{_FOUND}""",
-    ),
-    "lint": _Verb(
-        "ddpstats.lint._lint",
-        "collectives of a program that some ranks may not run, found in its text",
-        f"""examples:
-  ddpstats lint train.py
-  ddpstats lint src --sarif lint.sarif
-
-{_FOUND}""",
-    ),
+    "replay": _Verb("ddpstats.capture._replay", "a captured step, run again in one process, down to the first NaN"),
+    "compare": _Verb("ddpstats.dump.compare._compare", "two dumps, or the ranks of one: where they first differ"),
+    "nan-origin": _Verb("ddpstats.dump.origin._nan_origin", "the operation of a dump that made the first NaN"),
+    "lint": _Verb("ddpstats.lint._lint", "collectives of a program that some ranks may not run, found in its text"),
     "doctor": _Verb(
-        "ddpstats.doctor.doctor",
-        "what differs between the ranks of a job: versions, environment, clocks, directories",
-        f"""examples:
-  torchrun --nproc-per-node 2 -m ddpstats doctor
-  ddpstats doctor --json                      this process alone
-
-{_FOUND}""",
+        "ddpstats.doctor.doctor", "what differs between the ranks of a job: versions, environment, clocks, directories"
     ),
-    "demo": _Verb(
-        "ddpstats.demo.demo",
-        "wrong averages, then right ones, on real ranks of this machine",
-        """example:
-  ddpstats demo --ranks 4
-
-exit status: 0 it ran, 2 it could not""",
-    ),
+    "demo": _Verb("ddpstats.demo.demo", "wrong averages, then right ones, on real ranks of this machine"),
 }
 
 
@@ -211,11 +145,11 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
             name,
             help=verb.help,
             description=verb.help,
-            epilog=verb.more,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         if name == next(iter(words), None):
             module = importlib.import_module(verb.module)
+            verb_parser.epilog = module.EPILOG
             verb_parser.add_argument("--json", action="store_true", help=verb.json)
             module.add_arguments(verb_parser)
             verb_parser.set_defaults(run=module.run)

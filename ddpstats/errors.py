@@ -75,17 +75,9 @@ class RankMissing(DdpstatsError):
         missing_ranks: global ranks that did not take part; empty where they are unknown, and the message says why.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        missing_ranks: Iterable[int] = (),
-        path: str | None = None,
-        group: str | None = None,
-        ranks: Iterable[int] = (),
-    ) -> None:
+    def __init__(self, message: str, *, missing_ranks: Iterable[int] = (), **where: Any) -> None:
         self.missing_ranks: tuple[int, ...] = tuple(sorted(map(int, missing_ranks)))
-        super().__init__(message, ranks=self.missing_ranks or ranks, path=path, group=group)
+        super().__init__(message, **{**where, "ranks": self.missing_ranks or where.get("ranks", ())})
 
 
 class NonFiniteStat(DdpstatsError, ArithmeticError):

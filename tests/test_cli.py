@@ -22,7 +22,9 @@ from tests.report import records
 def verb(monkeypatch: pytest.MonkeyPatch, run: object, name: str = "greet") -> None:
     """Add a verb as a later release would: a line in the table, and a module."""
     module = types.ModuleType(f"a_module_for_{name}")
-    vars(module).update(run=run, add_arguments=lambda parser: parser.add_argument("words", nargs=argparse.REMAINDER))
+    vars(module).update(
+        EPILOG="", run=run, add_arguments=lambda parser: parser.add_argument("words", nargs=argparse.REMAINDER)
+    )
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setitem(cli._VERBS, name, cli._Verb(module.__name__, "say hello"))
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, cast, get_args
 
-from ddpstats._base.text import holders_lines
 from ddpstats.errors import ConfigError
 
 DISABLE = "DDPSTATS_DISABLE"
@@ -83,19 +82,3 @@ def check_count(name: str, value: object, least: int) -> None:
     """Raise `ConfigError` for a value that is no whole number of ``least`` or more."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigError(f"{name}={value!r} must be a whole number, {least} or more")
-
-
-def refuse_differences(by_rank: Mapping[int, Mapping[str, Any]], what: str, advice: str) -> None:
-    """Raise `ConfigError` on every rank if the settings of ranks differ: their verdicts could not agree.
-
-    Args:
-        by_rank: each rank's settings by name; the same mapping on every rank.
-        what: the objects that are made with these settings.
-        advice: the last sentence of the message.
-    """
-    first = next(iter(by_rank.values()))
-    differing = [name for name in first if any(settings[name] != first[name] for settings in by_rank.values())]
-    if differing:
-        texts = {rank: ", ".join(f"{name}={own[name]!r}" for name in differing) for rank, own in by_rank.items()}
-        lines = [f"ranks made their {what} with different settings:", *holders_lines(texts), advice]
-        raise ConfigError("\n".join(lines), ranks=by_rank)

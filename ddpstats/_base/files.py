@@ -12,13 +12,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import json
 import os
 import stat
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, TypeVar
 
@@ -28,19 +26,10 @@ TEMPORARY_PREFIX = ".writing-"
 NO_REGULAR_FILE = "Not a regular file but a pipe, a socket or a device"
 LATEST_TIME_SEC = 1e12  # since 1970; a later time in a file is invalid
 
-_CHUNK_BYTES = 1 << 20
 _NO_DIRECTORY_FSYNC = {errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES}  # some network file systems lack it
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Written:
-    """The size and the hash of a file's content."""
-
-    bytes: int
-    sha256: str
 
 
 def replace_file(path: Path, write: Callable[[BinaryIO], T], *, private: bool = False) -> T:
@@ -64,16 +53,6 @@ def replace_file(path: Path, write: Callable[[BinaryIO], T], *, private: bool = 
         raise
     _sync_directory(path.parent)
     return result
-
-
-def summarize(file: BinaryIO) -> Written:
-    """Return the size and the hash of an open file, and leave it at its end."""
-    file.seek(0)
-    digest, size = hashlib.sha256(), 0
-    while chunk := file.read(_CHUNK_BYTES):
-        digest.update(chunk)
-        size += len(chunk)
-    return Written(size, digest.hexdigest())
 
 
 def make_private_directory(path: Path, *, exist_ok: bool = True) -> None:

@@ -33,7 +33,6 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import torch
 
@@ -41,14 +40,15 @@ from ddpstats._base.text import ranks_text
 from ddpstats._ranks.comm import Comm, CommFailed
 from ddpstats._ranks.exchange import (
     AGREED_BYTES,
+    Call,
     Failure,
+    SealKey,
     Status,
     Statuses,
     decode_status,
     encode_status,
     fingerprint,
     refuse_what_is_wrong,
-    status_of,
 )
 from ddpstats.errors import InvalidStats
 
@@ -65,8 +65,6 @@ _MAX_SITES = 1024
 _MAX_GATHERED_BYTES = 1 << 34  # of what all ranks send all ranks, together
 _HEAD = struct.Struct("<Q16s")
 
-SealKey = tuple[str, str | None, str, bool]
-
 
 def capacity_for(lanes: int) -> int:
     """Return ``lanes`` rounded up by at most an eighth, so that a layout may grow a little without a new buffer."""
@@ -75,29 +73,6 @@ def capacity_for(lanes: int) -> int:
 
 
 _MOST_NUMBERS = capacity_for(HEADER_LANES) - HEADER_LANES
-
-
-@dataclass(frozen=True)
-class Call:
-    """The identity of a call: the same from one call of one call site to the next."""
-
-    kind: str
-    name: str | None
-    nonfinite: str
-    per_rank: bool = False
-    """Whether every rank gets every rank's values besides: a collective more, so all ranks must ask for it."""
-
-    @cached_property
-    def skips(self) -> bool:
-        return self.nonfinite == "skip"
-
-    @cached_property
-    def site_key(self) -> tuple[str, str | None]:
-        return self.kind, self.name
-
-    @cached_property
-    def seal_key(self) -> SealKey:
-        return self.kind, self.name, self.nonfinite, self.per_rank
 
 
 @dataclass
@@ -207,7 +182,7 @@ class Agreement:
             assert len(values) <= _MOST_NUMBERS
             self.buffer.lanes[HEADER_LANES : HEADER_LANES + len(values)] = values
         if not self.sum(call, self._nothing, counters):
-            self.tell(status_of(call, self._nothing.agreed, failure), counters)
+            self.tell(Status(call, self._nothing.agreed, failure), counters)
 
     # -- the one collective -------------------------------------------------------------------------------------------
 

@@ -11,14 +11,12 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from functools import cached_property
+from typing import Any, NoReturn
 
 from ddpstats._base.files import parse_json
 from ddpstats._base.text import holders_lines, ranks_text
 from ddpstats.errors import InvalidStats, ProtocolMismatch
-
-if TYPE_CHECKING:
-    from ddpstats._ranks.agreement import Call
 
 PROTOCOL_VERSION = 5
 
@@ -29,6 +27,7 @@ ASK = "ask"
 """The kind of calls that ask questions: no stats, and a name that is the call in words."""
 
 AGREED_BYTES = 8
+SealKey = tuple[str, str | None, str, bool]
 _MAX_ERROR_CHARS = 2000
 _SHOWN_FAILURES = 8
 
@@ -60,48 +59,59 @@ class Failure:
 
 
 @dataclass(frozen=True)
+class Call:
+    """The identity of a call: the same from one call of one call site to the next."""
+
+    kind: str
+    name: str | None
+    nonfinite: str
+    per_rank: bool = False
+    """Whether every rank gets every rank's values besides: a collective more, so all ranks must ask for it."""
+
+    @cached_property
+    def skips(self) -> bool:
+        return self.nonfinite == "skip"
+
+    @cached_property
+    def site_key(self) -> tuple[str, str | None]:
+        return self.kind, self.name
+
+    @cached_property
+    def seal_key(self) -> SealKey:
+        return self.kind, self.name, self.nonfinite, self.per_rank
+
+
+@dataclass(frozen=True)
 class Status:
     """One rank's status in one call. Equal on ranks that agree.
 
     Attributes:
-        call: the kind of the call.
         agreed: 8 bytes that stand for what ranks must have in common before the call.
+        failure: why this rank could not prepare its part.
         body: what calls of this kind say besides; read only once it is known that all ranks made the same call.
     """
 
-    call: str
-    name: str | None
-    nonfinite: str
-    per_rank: bool
-    failure: Failure | None
-    stale: bool
+    call: Call
     agreed: bytes
-    body: bytes
+    failure: Failure | None = None
+    stale: bool = False
+    body: bytes = b""
 
 
 Statuses = Sequence[tuple[Status, tuple[int, ...]]]
 """Each distinct status with the global ranks that sent it, in the order of the ranks."""
 
 
-def status_of(call: Call, agreed: bytes, failure: Failure | None, *, stale: bool = False, body: bytes = b"") -> Status:
-    """Return this rank's status; ``body`` where it holds something."""
-    return Status(call.kind, call.name, call.nonfinite, call.per_rank, failure, stale, agreed, body)
-
-
 def encode_status(status: Status) -> bytes:
     """Return the bytes that `decode_status` reads."""
-    failure = status.failure
-    head = {
-        "protocol": PROTOCOL_VERSION,
-        "call": status.call,
-        "name": status.name,
-        "nonfinite": status.nonfinite,
-        "per_rank": status.per_rank,
-        "failure": None if failure is None else [failure.path, failure.message[:_MAX_ERROR_CHARS]],
-        "stale": status.stale,
-        "agreed": status.agreed.hex(),
-    }
-    return json.dumps(head).encode() + b"\n" + status.body
+    call, failure = status.call, status.failure
+    why = None if failure is None else [failure.path, failure.message[:_MAX_ERROR_CHARS]]
+    head = [call.kind, call.name, call.nonfinite, call.per_rank, status.agreed.hex(), why, status.stale]
+    return json.dumps([PROTOCOL_VERSION, *head]).encode() + b"\n" + status.body
+
+
+_NONE = type(None)
+_FIELDS = ((str,), (str, _NONE), (str,), (bool,), (str,), (list, _NONE), (bool,))
 
 
 def decode_status(payload: bytes) -> Status:
@@ -109,32 +119,22 @@ def decode_status(payload: bytes) -> Status:
     head, newline, body = payload.partition(b"\n")
     try:
         fields: Any = parse_json(head)
-        if not newline or not isinstance(fields, dict):
+        if not newline or not isinstance(fields, list) or not fields:
             raise ValueError("a status that is not one")
-        if fields.get("protocol") != PROTOCOL_VERSION:
-            refuse(f"protocol {str(fields.get('protocol'))[:20]}, this rank speaks {PROTOCOL_VERSION}")
-        failure = fields["failure"]
-        status = Status(
-            call=_checked(fields["call"], str),
-            name=_checked(fields["name"], str, type(None)),
-            nonfinite=_checked(fields["nonfinite"], str),
-            per_rank=_checked(fields["per_rank"], bool),
-            failure=None if failure is None else Failure(*(_checked(text, str) for text in _checked(failure, list))),
-            stale=_checked(fields["stale"], bool),
-            agreed=bytes.fromhex(_checked(fields["agreed"], str)),
-            body=body,
-        )
-    except (KeyError, TypeError, ValueError) as error:
+        if fields[0] != PROTOCOL_VERSION:
+            refuse(f"protocol {str(fields[0])[:20]}, this rank speaks {PROTOCOL_VERSION}")
+        if not all(type(value) in types for value, types in zip(fields[1:], _FIELDS, strict=True)):
+            raise TypeError("a status of other fields")
+        kind, name, nonfinite, per_rank, agreed, why, stale = fields[1:]
+        if why is not None and [*map(type, why)] != [str, str]:
+            raise TypeError("a failure of other fields")
+        failure = None if why is None else Failure(*why)
+        status = Status(Call(kind, name, nonfinite, per_rank), bytes.fromhex(agreed), failure, stale, body)
+    except (TypeError, ValueError) as error:
         refuse(f"a status that it cannot have written ({type(error).__name__})")
     if len(status.agreed) != AGREED_BYTES:
         refuse("a fingerprint of another length")
     return status
-
-
-def _checked(value: Any, *types: type) -> Any:
-    if type(value) not in types:
-        raise ValueError(f"a {type(value).__name__} where {types[0].__name__} is needed")
-    return value
 
 
 def refuse_what_is_wrong(statuses: Statuses, group_name: str) -> None:
@@ -143,8 +143,8 @@ def refuse_what_is_wrong(statuses: Statuses, group_name: str) -> None:
     _refuse_failures(statuses, group_name)
     if are_in_step(statuses) and not any(status.stale for status, _ in statuses):
         raise ProtocolMismatch(
-            f"the control lanes of {_call_text(statuses[0][0])} on {group_name} are damaged although all ranks agree: "
-            "another program writes to this group's connections, or memory or network is faulty",
+            f"the control lanes of {_call_text(statuses[0][0].call)} on {group_name} are damaged although all ranks "
+            "agree: another program writes to this group's connections, or memory or network is faulty",
             group=group_name,
         )
 
@@ -157,7 +157,7 @@ def are_in_step(statuses: Statuses) -> bool:
 def _refuse_different_calls(statuses: Statuses, group_name: str) -> None:
     ranks_of: dict[str, list[int]] = {}
     for status, ranks in statuses:
-        ranks_of.setdefault(_call_text(status), []).extend(ranks)
+        ranks_of.setdefault(_call_text(status.call), []).extend(ranks)
     if len(ranks_of) < 2:
         return
     lines = [f"ranks of {group_name} met in one collective with different calls:"]
@@ -170,24 +170,24 @@ def _refuse_different_calls(statuses: Statuses, group_name: str) -> None:
     raise ProtocolMismatch("\n".join(lines), ranks=involved, group=group_name)
 
 
-def _call_text(status: Status) -> str:
-    if status.call in (GATHER, ASK):
-        return str(status.name)
-    if status.call not in ("reduce_stats", "StatsWindow.flush"):
-        return f"{status.call}()"
-    name = "without a name" if status.name is None else f"name={status.name!r}"
-    return f"{status.call}, {name}, nonfinite={status.nonfinite!r}" + ", per_rank=True" * status.per_rank
+def _call_text(call: Call) -> str:
+    if call.kind in (GATHER, ASK):
+        return str(call.name)
+    if call.kind not in ("reduce_stats", "StatsWindow.flush"):
+        return f"{call.kind}()"
+    name = "without a name" if call.name is None else f"name={call.name!r}"
+    return f"{call.kind}, {name}, nonfinite={call.nonfinite!r}" + ", per_rank=True" * call.per_rank
 
 
 def _refuse_failures(statuses: Statuses, group_name: str) -> None:
     failed = [(status.failure, ranks) for status, ranks in statuses if status.failure is not None]
     if not failed:
         return
-    name = statuses[0][0].name
+    call = statuses[0][0].call
     first, last = {
-        GATHER: (f"{name}: values that cannot be gathered:", "Nothing was gathered."),
-        ASK: (f"{name} cannot judge the step:", "Nothing of it was judged on any rank."),
-    }.get(statuses[0][0].call, ("stats that cannot be reduced:", "Nothing was reduced; the reducer goes on working."))
+        GATHER: (f"{call.name}: values that cannot be gathered:", "Nothing was gathered."),
+        ASK: (f"{call.name} cannot judge the step:", "Nothing of it was judged on any rank."),
+    }.get(call.kind, ("stats that cannot be reduced:", "Nothing was reduced; the reducer goes on working."))
     lines = [first]
     for failure, ranks in failed[:_SHOWN_FAILURES]:
         where = f" at {failure.path!r}" if failure.path else ""

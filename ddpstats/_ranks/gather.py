@@ -25,9 +25,9 @@ from ddpstats._base import config
 from ddpstats._base.files import parse_json
 from ddpstats._base.paths import Index, Path, Step, format_path
 from ddpstats._base.text import dtype_name
-from ddpstats._ranks.agreement import Agreement, Call, Counters
+from ddpstats._ranks.agreement import Agreement, Counters
 from ddpstats._ranks.calls import channel_of
-from ddpstats._ranks.exchange import GATHER, Failure, refuse
+from ddpstats._ranks.exchange import GATHER, Call, Failure, refuse
 from ddpstats.errors import InvalidStats
 
 _counters = Counters()

@@ -17,9 +17,9 @@ from typing import Any, Protocol
 
 from ddpstats._base import config
 from ddpstats._base.lazy import breaks_graph
-from ddpstats._ranks.agreement import Agreement, Call, Counters
+from ddpstats._ranks.agreement import Agreement, Counters
 from ddpstats._ranks.calls import channel_of
-from ddpstats._ranks.exchange import ASK, Failure
+from ddpstats._ranks.exchange import ASK, Call, Failure
 from ddpstats.errors import InvalidStats, RankMissing
 
 

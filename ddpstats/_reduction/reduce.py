@@ -25,8 +25,8 @@ import torch
 from ddpstats._base import marks
 from ddpstats._base.caches import BoundedCache
 from ddpstats._base.files import parse_json
-from ddpstats._ranks.agreement import HEADER_LANES, MAX_ROUNDS, PARTIAL, WEIGHT, Agreement, Call, Counters, Site
-from ddpstats._ranks.exchange import Failure, are_in_step, refuse, status_of
+from ddpstats._ranks.agreement import HEADER_LANES, MAX_ROUNDS, PARTIAL, WEIGHT, Agreement, Counters, Site
+from ddpstats._ranks.exchange import Call, Failure, Status, are_in_step, refuse
 from ddpstats._reduction.flatten import Structure, decode
 from ddpstats._reduction.layout import NONFINITE, PRESENT, Layout, Placement, Selection, agree, place, select
 from ddpstats._reduction.ops import NONE, OPS
@@ -228,7 +228,7 @@ class Reduction:
         failure = prepared if isinstance(prepared, Failure) else None
         body = b"[[],[]]" if isinstance(prepared, Failure) else prepared.structure.encoded
         stale = placement is not None and placement.is_stale
-        status = status_of(self._call, site.agreed, failure, stale=stale, body=body)
+        status = Status(self._call, site.agreed, failure, stale, body)
         statuses = agreement.tell(status, self._counters)
         held = [(decode(status.body), ranks) for status, ranks in statuses]
         before = site.layout if are_in_step(statuses) else Layout()

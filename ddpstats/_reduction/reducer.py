@@ -21,8 +21,9 @@ import torch.distributed as dist
 from ddpstats._base import config
 from ddpstats._base.config import check_choice, check_flag
 from ddpstats._base.lazy import breaks_graph
-from ddpstats._ranks.agreement import Agreement, Call, Counters
+from ddpstats._ranks.agreement import Agreement, Counters
 from ddpstats._ranks.calls import Channel, channel_of
+from ddpstats._ranks.exchange import Call
 from ddpstats._ranks.store import rest
 from ddpstats._reduction.read import Prepared, ReductionInput
 from ddpstats._reduction.reduce import Reduction

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar
 
-from ddpstats._base.config import refuse_differences
 from ddpstats._base.lazy import refuse_without_values
+from ddpstats._base.text import holders_lines
 from ddpstats._ranks.calls import channel_of
 from ddpstats._ranks.gather import gather_trees
 from ddpstats.errors import ConfigError
@@ -145,3 +145,19 @@ def checked_step(step: Any, call: str) -> int:
 def scale_of(scaler: Any) -> float | None:
     """Of a GradScaler, now; None where there is none, or it is off."""
     return float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else None
+
+
+def refuse_differences(by_rank: Mapping[int, Mapping[str, Any]], what: str, advice: str) -> None:
+    """Raise `ConfigError` on every rank if the settings of ranks differ: their verdicts could not agree.
+
+    Args:
+        by_rank: each rank's settings by name; the same mapping on every rank.
+        what: the objects that are made with these settings.
+        advice: the last sentence of the message.
+    """
+    first = next(iter(by_rank.values()))
+    differing = [name for name in first if any(settings[name] != first[name] for settings in by_rank.values())]
+    if differing:
+        texts = {rank: ", ".join(f"{name}={own[name]!r}" for name in differing) for rank, own in by_rank.items()}
+        lines = [f"ranks made their {what} with different settings:", *holders_lines(texts), advice]
+        raise ConfigError("\n".join(lines), ranks=by_rank)

@@ -32,10 +32,8 @@ import torch
 
 from ddpstats._base.files import (
     TEMPORARY_PREFIX,
-    Written,
     make_private_directory,
     replace_file,
-    summarize,
 )
 from ddpstats._base.text import count_of
 from ddpstats._rerun.archive import check_archive
@@ -45,10 +43,12 @@ from ddpstats.capture._manifest import (
     MODEL_FILE,
     RANK_FILE,
     Manifest as Manifest,
+    Written,
     bundle_name as bundle_name,
     opened,
     rank_file as rank_file,
     read_manifest as read_manifest,
+    summarize,
     write_manifest as write_manifest,
 )
 from ddpstats.capture._rank_part import RankPart as RankPart, model_content

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import hashlib
 import json
 import os
 import re
@@ -21,13 +22,11 @@ from typing import Any, BinaryIO
 
 from ddpstats._base.files import (
     NO_REGULAR_FILE,
-    Written,
     explain_version,
     open_regular,
     parse_json,
     read_at_most,
     replace_file,
-    summarize,
 )
 from ddpstats.capture._fields import MOST_RANKS, Fields, is_texts
 from ddpstats.errors import BundleError
@@ -44,9 +43,28 @@ MODEL_FILE = re.compile(r"model(-rank\d{5,7})?\.pt")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 _MOST_BYTES = 64 << 20
+_CHUNK_BYTES = 1 << 20
 _MOST_STEP = 10**18 - 1
 _LARGEST_FILE_BYTES = 1 << 50
 _OWN_FAULT = "nothing was written; that is a fault of ddpstats itself, please report it"
+
+
+@dataclass(frozen=True)
+class Written:
+    """The size and the hash of a file's content."""
+
+    bytes: int
+    sha256: str
+
+
+def summarize(file: BinaryIO) -> Written:
+    """Return the size and the hash of an open file, and leave it at its end."""
+    file.seek(0)
+    digest, size = hashlib.sha256(), 0
+    while chunk := file.read(_CHUNK_BYTES):
+        digest.update(chunk)
+        size += len(chunk)
+    return Written(size, digest.hexdigest())
 
 
 @dataclass(frozen=True)

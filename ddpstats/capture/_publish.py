@@ -21,7 +21,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from ddpstats._base.files import Written, make_private_directory
+from ddpstats._base.files import make_private_directory
 from ddpstats._ranks.gather import gather_trees
 from ddpstats.capture._bundle import (
     NO_PARAMETERS,
@@ -33,6 +33,7 @@ from ddpstats.capture._bundle import (
     write_manifest,
     write_part,
 )
+from ddpstats.capture._manifest import Written
 from ddpstats.capture._parts import PartSource, plain_ranks, versions
 from ddpstats.capture._peers import Peers
 from ddpstats.capture._verdict import CaptureFinding, CaptureVerdict

@@ -40,6 +40,12 @@ _SHOWN_FRAMES = 8
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
+EPILOG = """example:
+  ddpstats replay captures --model my_package:make_model --step my_package:step --bisect
+
+exit status: 0 reproduced, 1 not reproduced, 2 it could not run"""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("bundle", metavar="BUNDLE", help="a capture, or a directory of them (the newest complete one)")
     parser.add_argument("--model", required=True, metavar="PKG:FACTORY", help="called with nothing, makes the module")

@@ -31,6 +31,12 @@ _TAIL_LINES = 20
 _MAX_TAILS = 3
 
 
+EPILOG = """example:
+  ddpstats demo --ranks 4
+
+exit status: 0 it ran, 2 it could not"""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ranks", type=_number_of_ranks, default=2, metavar="N", help=f"1 to {MAX_RANKS} processes (default: 2)"

@@ -21,6 +21,13 @@ from ddpstats.doctor.report import as_json, as_text, compared
 _TIMEOUT_SEC = 120.0
 
 
+EPILOG = """examples:
+  torchrun --nproc-per-node 2 -m ddpstats doctor
+  ddpstats doctor --json                      this process alone
+
+exit status: 0 nothing found, 1 something found, 2 it could not run"""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dir", default=".", help="should be one and the same to all ranks (default: where they run)")
     parser.add_argument(

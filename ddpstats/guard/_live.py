@@ -135,6 +135,13 @@ class Lines:
 # -- the verb ---------------------------------------------------------------------------------------------------------
 
 
+EPILOG = """examples, in another terminal than `ddpstats run --nproc 2 --watch-dir notes train.py`:
+  ddpstats watch notes                        until the ranks have ended
+  ddpstats watch notes --json                 once, and now
+
+exit status: 0 no alarm, 1 an alarm, or a rank that was killed or failed, 2 it could not run"""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", metavar="DIR", help="the --watch-dir of the ranks")
 

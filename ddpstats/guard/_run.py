@@ -41,6 +41,15 @@ _MODES = ("strict", "step", "record", "off")
 log = logging.getLogger("ddpstats")
 
 
+EPILOG = """examples:
+  ddpstats run --nproc 2 train.py --lr 0.1                      two ranks on this machine
+  torchrun --nproc-per-node 2 -m ddpstats run train.py --lr 0.1 the same, started by torchrun
+  ddpstats run --nproc 2 --guard record --record-dir records train.py; ddpstats report records
+  ddpstats run --nproc 2 --watch train.py                       and show what each rank is doing
+
+exit status: the script's own; with --nproc torchrun's: 1 where a rank ended with any other than 0"""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     modes = "strict (default), step, record, off"
     parser.add_argument("--guard", choices=_MODES, metavar="MODE", help=f"{modes}; DDPSTATS_GUARD where it is set")

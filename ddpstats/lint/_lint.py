@@ -23,6 +23,12 @@ from ddpstats.lint._check import UnreadError, check_file
 from ddpstats.lint._rules import RULES, Finding
 from ddpstats.lint._sarif import as_sarif
 
+EPILOG = """examples:
+  ddpstats lint train.py
+  ddpstats lint src --sarif lint.sarif
+
+exit status: 0 nothing found, 1 something found, 2 it could not run"""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("paths", metavar="PATH", nargs="+", type=Path, help="a Python file, or a directory of them")

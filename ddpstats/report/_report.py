@@ -32,6 +32,14 @@ from ddpstats.report._timeline import Cell, Key, Span, Timeline
 _SHOWN_KEYS, _SHOWN_MARKS, _SHOWN_COUNTS = 16, 16, 8
 
 
+EPILOG = """examples:
+  ddpstats run --nproc 2 --guard record --record-dir records train.py; ddpstats report records
+  ddpstats report records captures --html report.html     with what NaN capture wrote, as a page
+  ddpstats report records --perfetto trace.json           for ui.perfetto.dev
+
+exit status: 0 nothing found, 1 something found, 2 it could not run"""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "directories",

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ddpstats._base import config
-from ddpstats._base.config import check_choice, check_count, check_flag, refuse_differences
+from ddpstats._base.config import check_choice, check_count, check_flag
 from ddpstats.errors import ConfigError
 
 
@@ -54,16 +54,3 @@ def test_choice_that_is_not_legal_is_refused_with_the_legal_values() -> None:
     check_choice("mode", "step", ("step", "off"))
     with pytest.raises(ConfigError, match=r"^mode='on' is not understood; legal values: step, off$"):
         check_choice("mode", "on", ("step", "off"))
-
-
-def test_ranks_whose_settings_differ_get_one_error_with_each_setting() -> None:
-    refuse_differences({0: {"keep": 1, "mode": 2}, 1: {"keep": 1, "mode": 2}}, "Thing", "Use the same.")
-    with pytest.raises(ConfigError) as caught:
-        refuse_differences({0: {"keep": 1, "mode": 2}, 3: {"keep": 5, "mode": 2}}, "Thing", "Use the same.")
-    assert str(caught.value).splitlines() == [
-        "ranks made their Thing with different settings:",
-        "  rank 0: keep=1",
-        "  rank 3: keep=5",
-        "Use the same.",
-    ]
-    assert caught.value.ranks == (0, 3)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import io
 import os
 from collections.abc import Callable
@@ -13,14 +12,12 @@ from typing import BinaryIO
 import pytest
 
 from ddpstats._base.files import (
-    Written,
     bounded_lines,
     explain_version,
     open_regular,
     parse_json,
     read_at_most,
     replace_file,
-    summarize,
 )
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -43,17 +40,6 @@ def test_private_file_can_be_read_by_its_owner_alone_under_any_umask(tmp_path: P
     finally:
         os.umask(umask)
     assert (tmp_path / "file").stat().st_mode & 0o777 == 0o600
-
-
-def test_summary_is_of_the_content_even_after_a_seek(tmp_path: Path) -> None:
-    def write(file: BinaryIO) -> Written:
-        file.write(b"xxcd")
-        file.seek(0)
-        file.write(b"ab")
-        return summarize(file)
-
-    assert replace_file(tmp_path / "file", write) == Written(4, hashlib.sha256(b"abcd").hexdigest())
-    assert (tmp_path / "file").read_bytes() == b"abcd"
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from ddpstats import NaNCapture
-from ddpstats._base.files import summarize
 from ddpstats._base.version import __version__
 from ddpstats.capture._bundle import Manifest, bundle_name, read_manifest, write_manifest, write_part
+from ddpstats.capture._manifest import summarize
 
 CPU = torch.device("cpu")
 WHEN = datetime(2026, 1, 2, 3, 4, 5, tzinfo=timezone.utc)

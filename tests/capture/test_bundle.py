@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -11,11 +12,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 import torch
 
+from ddpstats._base.files import replace_file
 from ddpstats.capture._bundle import (
     Bundle,
     Manifest,
@@ -27,6 +29,7 @@ from ddpstats.capture._bundle import (
     write_manifest,
     write_part,
 )
+from ddpstats.capture._manifest import Written, summarize
 from ddpstats.errors import BundleError
 from tests.capture import making
 from tests.capture.replay_models import Small, Toy, mean_step
@@ -461,3 +464,14 @@ def test_a_bundle_that_cannot_be_removed_is_a_warning(
     assert "cannot be removed: [Errno 13] Permission denied" in caplog.text
     assert prune(tmp_path / "nothing", 1) == []
     assert names(tmp_path) == ["00", "01"]
+
+
+def test_summary_is_of_the_content_even_after_a_seek(tmp_path: Path) -> None:
+    def write(file: BinaryIO) -> Written:
+        file.write(b"xxcd")
+        file.seek(0)
+        file.write(b"ab")
+        return summarize(file)
+
+    assert replace_file(tmp_path / "file", write) == Written(4, hashlib.sha256(b"abcd").hexdigest())
+    assert (tmp_path / "file").read_bytes() == b"abcd"

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ddpstats import Max
-from ddpstats._ranks.exchange import Status, decode_status, encode_status
+from ddpstats._ranks.exchange import Call, Status, decode_status, encode_status
 from ddpstats._ranks.failure import Verdict
 from ddpstats._ranks.gather import decode, encode
 from ddpstats._reduction.flatten import decode as decode_schema, flatten
@@ -97,7 +97,7 @@ def wire(data: bytes) -> None:
 def _wire_seeds() -> list[bytes]:
     stats = {"a": 1.0, "b/c": [Max(1), (torch.ones(1, dtype=torch.float16), None)], 3: None}
     schema = flatten(stats, keep_dtypes=True).structure.encoded
-    status = encode_status(Status("reduce_stats", "train", "raise", False, None, True, bytes(8), schema))
+    status = encode_status(Status(Call("reduce_stats", "train", "raise"), bytes(8), None, True, schema))
     tree = bytes(encode({"a": torch.arange(5), "b": [1.5, "x", (None, torch.ones(2, 2))]}))
     event = {"group": "0", "seq": 3, "op": "all_reduce", "shapes": [[2]], "dtypes": ["float32"], "label": "loss"}
     event["evidence"] = ["k", ["k", "l"], "dict", "unused", "", [], False, False, "loop", None]

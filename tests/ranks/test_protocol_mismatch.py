@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import ddpstats
 from ddpstats import All, Max, Mean, Min, StatsReducer, Sum, any_rank
 from ddpstats._ranks import calls
-from ddpstats._ranks.exchange import PROTOCOL_VERSION, Failure, Status, decode_status, encode_status
+from ddpstats._ranks.exchange import PROTOCOL_VERSION, Call, Failure, Status, decode_status, encode_status
 from ddpstats._ranks.threads import ThreadComm
 from ddpstats._reduction.flatten import Structure, decode, flatten
 from ddpstats._reduction.layout import Layout, agree, place
@@ -44,11 +44,11 @@ class Refused(NamedTuple):
     next_collectives: int
 
 
-Call = Callable[[StatsReducer, int, Any], Any]
+MakeCall = Callable[[StatsReducer, int, Any], Any]
 """Makes a call with a reducer, on this rank, of this group."""
 
 
-def refused(group: Any, call: Call, **policy: Any) -> Refused:
+def refused(group: Any, call: MakeCall, **policy: Any) -> Refused:
     """Run on a rank: the reducer makes a good call, this one, which raises, and another good one."""
     rank = dist.get_rank() if group is None else group.rank
     reducer = StatsReducer(group=group, name="same", timeout_sec=TIMEOUT_SEC, **policy)
@@ -61,7 +61,7 @@ def refused(group: Any, call: Call, **policy: Any) -> Refused:
     return Refused(type(caught.value), str(caught.value), caught.value.path, caught.value.ranks, value, counted)
 
 
-def refused_by_all(call: Call, **policy: Any) -> Refused:
+def refused_by_all(call: MakeCall, **policy: Any) -> Refused:
     """Return what all of three threads raise, in the same words; the reducer goes on with one collective a call."""
     outcomes = run_threads(refused, 3, call, timeout_sec=LIMIT_SEC, **policy).values()
     assert len(set(outcomes)) == 1
@@ -98,7 +98,7 @@ def call_another(reducer: StatsReducer, rank: int, group: Any) -> Any:
         (call_another, ProtocolMismatch),
     ],
 )
-def test_error_over_gloo_is_that_of_threads(three_ranks: RankPool, call: Call, kind: type) -> None:
+def test_error_over_gloo_is_that_of_threads(three_ranks: RankPool, call: MakeCall, kind: type) -> None:
     over_gloo = three_ranks.run(refused, None, call, nonfinite="raise", timeout_sec=LIMIT_SEC).values()
     by_threads = refused_by_all(call, nonfinite="raise")
     assert by_threads.kind is kind
@@ -485,10 +485,7 @@ def test_long_list_of_values_that_are_not_finite_is_cut() -> None:
 texts = st.text(st.characters(), max_size=8)
 statuses = st.builds(
     Status,
-    call=texts,
-    name=st.none() | texts,
-    nonfinite=texts,
-    per_rank=st.booleans(),
+    call=st.builds(Call, texts, st.none() | texts, texts, st.booleans()),
     failure=st.none() | st.builds(Failure, texts, texts),
     stale=st.booleans(),
     agreed=st.binary(min_size=8, max_size=8),

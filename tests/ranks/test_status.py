@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddpstats._ranks.exchange import Failure, Status, are_in_step, refuse_what_is_wrong
+from ddpstats._ranks.exchange import Call, Failure, Status, are_in_step, refuse_what_is_wrong
 from ddpstats.errors import ProtocolMismatch
 
 
@@ -15,7 +15,7 @@ def status(
     stale: bool = True,
     agreed: bytes = bytes(8),
 ) -> Status:
-    return Status(call, name, "propagate", False, failure, stale, agreed, b"")
+    return Status(Call(call, name, "propagate"), agreed, failure, stale)
 
 
 def test_ranks_that_had_not_agreed_on_the_same_are_out_of_step() -> None:

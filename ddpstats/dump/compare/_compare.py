@@ -34,6 +34,13 @@ from ddpstats.errors import DumpError
 NOTHING = 2  # the status: a success would be taken for equal dumps
 
 
+EPILOG = """examples:
+  ddpstats compare dumps/now dumps/last_week
+  ddpstats compare dumps/now                  the ranks of one run with one another
+
+exit status: 0 nothing found, 1 something found, 2 it could not run"""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("a", metavar="A", type=Path, help="the run in question: a dump, step, rank or dump.json")
     parser.add_argument("b", metavar="B", type=Path, nargs="?", help="the reference; without it A's ranks are compared")

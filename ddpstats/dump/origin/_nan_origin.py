@@ -25,6 +25,12 @@ from ddpstats.errors import DumpError
 _SHOWN, _SHOWN_FRAMES = 8, 4
 
 
+EPILOG = """example:
+  ddpstats nan-origin dumps/now
+
+exit status: 0 nothing found, 1 something found, 2 it could not run"""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", metavar="DIR", help="a dump with one step, a step's directory, or a rank's")
 
